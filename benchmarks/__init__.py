@@ -1,0 +1,1 @@
+"""Benchmarks: this project against its peers and against the physical limit."""

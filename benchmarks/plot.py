@@ -1,0 +1,94 @@
+"""Time against sequence length, forward and backward: ``python -m benchmarks.plot`` writes PNGs beside the results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.plan import DIRECTIONS, SWEEPS
+from benchmarks.table import newest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
+
+STYLES: dict[str, dict[str, Any]] = {
+    "this project": {"color": "#0072b2", "linewidth": 2.4, "marker": "o", "zorder": 5},
+    "copy floor": {"color": "#555555", "linewidth": 1.4, "linestyle": "--", "zorder": 4},
+    "flash-attention": {"color": "#e69f00", "marker": "s"},
+    "TransformerEngine": {"color": "#009e73", "marker": "^"},
+    "torch.jit.script": {"color": "#cc79a7", "marker": "v"},
+    "eager PyTorch": {"color": "#d55e00", "marker": "D"},
+}  # Okabe and Ito's colours, told apart by colour-blind readers
+
+
+def lines(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Each line's points (sequence length, microseconds), sorted."""
+    found: dict[str, list[tuple[int, float]]] = {name: [] for name in STYLES}
+    for row in sorted(rows, key=lambda row: row["sizes"]["seq"]):
+        times = {"this project": row["ours"], "copy floor": row["floor"], **row["peers"]}
+        for name in STYLES:
+            if name in times:
+                found[name].append((row["sizes"]["seq"], times[name]))
+    return {name: points for name, points in found.items() if points}
+
+
+def draw(axes: Axes, rows: Sequence[dict[str, Any]], title: str) -> None:
+    """One panel."""
+    for name, points in lines(rows).items():
+        axes.plot(*zip(*points, strict=True), label=name, markersize=4.5, **STYLES[name])
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = sorted({row["sizes"]["seq"] for row in rows})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_title(title)
+    axes.set_xlabel("sequence length")
+    axes.grid(visible=True, which="major", alpha=0.3)
+
+
+def plot(path: Path) -> list[Path]:
+    """A PNG a model of the sweep, with a panel a direction. A model without rows gives none."""
+    results = json.loads(path.read_text())
+    sweep = [row for row in results["rows"] if row["suite"] == "rope-sweep"]
+    written = []
+    for name, (batch, heads, head_dim) in SWEEPS.items():
+        sizes = {"batch": batch, "heads": heads, "head_dim": head_dim}
+        rows = [row for row in sweep if sizes.items() <= row["sizes"].items()]
+        if not rows:
+            continue
+        figure = Figure(figsize=(11, 4.6), layout="constrained")
+        panels = figure.subplots(1, len(DIRECTIONS), sharey=True)
+        for axes, direction in zip(panels, DIRECTIONS, strict=True):
+            draw(axes, [row for row in rows if row["direction"] == direction], direction)
+        panels[0].set_ylabel("device time (us)")
+        panels[0].legend(frameon=False)
+        figure.suptitle(
+            f"RoPE, {name}: batch {batch}, {heads} heads, head dimension {head_dim}, bfloat16, bshd, "
+            f"{results['environment']['device']}"
+        )
+        written.append(path.with_name(f"{path.stem}-{name.lower().replace(' ', '-')}.png"))
+        figure.savefig(written[-1], dpi=130)
+    return written
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
+    parser.add_argument("results", nargs="?", type=Path, help="a results file; without it, the newest")
+    options = parser.parse_args(arguments)
+    written = plot(options.results or newest(Path(__file__).parent / "results"))
+    if not written:
+        print("no row of the suite rope-sweep; run `python -m benchmarks.rope --only rope-sweep`")
+        return 1
+    for path in written:
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

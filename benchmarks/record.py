@@ -1,0 +1,155 @@
+"""The results of a benchmark run as JSON: rows, their ratios, and the environment they were measured in."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from benchmarks import peers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from benchmarks.plan import Row
+
+DIGITS = 4  # of a ratio; times keep 3, a nanosecond
+
+
+def device_slug(name: str) -> str:
+    """A device name as a file name: NVIDIA H200 to nvidia_h200."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+def environment() -> dict[str, Any]:
+    """What the numbers depend on."""
+    device = torch.cuda.get_device_properties(0)
+    return {
+        "device": device.name,
+        "capability": f"{device.major}.{device.minor}",
+        "multiprocessors": device.multi_processor_count,
+        "l2_bytes": device.L2_cache_size,
+        "memory_bytes": device.total_memory,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+        "peers": peers.versions(),
+    }
+
+
+def _common(row: Row, ours_us: float, ours_spread_us: float, found: dict[str, float | str]) -> dict[str, Any]:
+    call = row.call
+    times = {name: value for name, value in found.items() if not isinstance(value, str)}
+    rivals = {name: us for name, us in times.items() if name != "torch.add"}  # not RoPE: what any call costs
+    best = min(rivals, key=rivals.__getitem__, default=None)
+    return {
+        "suite": row.suite,
+        "problem": call.problem,
+        "layout": call.layout,
+        "dtype": call.dtype_name,
+        "direction": call.direction,
+        "kind": row.kind,
+        "unit": "us",
+        "ours": round(ours_us, 3),
+        "floor": None,
+        "peers": times,
+        "missing": {name: value for name, value in found.items() if isinstance(value, str)},
+        "sizes": {
+            "batch": call.batch,
+            "seq": call.seq,
+            "heads": call.heads,
+            "key_heads": call.key_heads,
+            "head_dim": call.head_dim,
+            "rotary_dim": call.rotary_dim,
+        },
+        "angles": call.angles,
+        "inplace": call.inplace,
+        "style": "interleaved" if call.interleaved else "half",
+        "bar": row.bar,
+        "ours_spread": round(ours_spread_us, 3),
+        "best_peer": best,
+        "ours_over_best_peer": round(ours_us / rivals[best], DIGITS) if best else None,
+    }
+
+
+def device_row(
+    row: Row, *, ours_us: float, ours_spread_us: float, copy_us: float, found: dict[str, float | str]
+) -> dict[str, Any]:
+    """A device row. The floor is the copy of this row, scaled to the bytes that must move."""
+    floor_us = copy_us * row.call.moved_bytes / row.call.copy_bytes
+    return _common(row, ours_us, ours_spread_us, found) | {
+        "floor": round(floor_us, 3),
+        "copy": round(copy_us, 3),
+        "bytes_moved": row.call.moved_bytes,
+        "ours_over_floor": round(ours_us / floor_us, DIGITS),
+        "ours_over_copy": round(ours_us / copy_us, DIGITS),
+    }
+
+
+def host_row(row: Row, *, ours_us: float, ours_spread_us: float, found: dict[str, float | str]) -> dict[str, Any]:
+    """A host row: wall time of whole calls. ``direction`` backward means forward with backward."""
+    eager = found.get("eager PyTorch")
+    ratio = None if eager is None or isinstance(eager, str) else round(ours_us / eager, DIGITS)
+    what = "forward" if row.call.direction == "forward" else "forward with backward"
+    return _common(row, ours_us, ours_spread_us, found) | {"measured": what, "ours_over_eager": ratio}
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row as a line of progress."""
+    place = "in place" if row["inplace"] else "out of place"
+    head = f"{row['suite']} {row['problem']} {row['layout']} {row['direction']} {place} {row['angles']} {row['kind']}"
+    ratios = {
+        "floor": row.get("ours_over_floor"),
+        "copy": row.get("ours_over_copy"),
+        "eager": row.get("ours_over_eager"),
+        f"best ({row['best_peer']})": row["ours_over_best_peer"],
+    }
+    shown = ", ".join(f"{ratio:.3f} of {name}" for name, ratio in ratios.items() if ratio is not None)
+    return f"{head}: {row['ours']:.2f} us, {shown}"
+
+
+@dataclasses.dataclass
+class Results:
+    """A results file that is whole after every row."""
+
+    path: Path
+    environment: dict[str, Any]
+    rows: dict[str, dict[str, Any]]  # by the row's key
+    skipped: dict[str, str]  # a row's key to the reason
+
+    @classmethod
+    def open(cls, folder: Path, suites: Sequence[str]) -> Results:
+        """The file of this device; suites that are not measured again stay if the environment is the same."""
+        here = environment()
+        path = folder / f"{device_slug(here['device'])}.json"
+        results = cls(path, here, {}, {})
+        if path.exists():
+            before = json.loads(path.read_text())
+            if before["environment"] == here:
+                kept = {row["key"]: row for row in before["rows"] if row["suite"] not in suites}
+                results.rows.update(kept)
+        return results
+
+    def add(self, row: Row, measured: dict[str, Any]) -> None:
+        """Keep a row, and save."""
+        self.rows[row.key] = measured | {"key": row.key}
+        self.save()
+
+    def skip(self, row: Row, reason: str) -> None:
+        """Keep the reason why a row is not there."""
+        self.skipped[row.key] = reason
+
+    def save(self) -> None:
+        """Write all of it, then move it into place."""
+        content = {"environment": self.environment, "rows": list(self.rows.values()), "skipped": self.skipped}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".json.partial")
+        partial.write_text(json.dumps(content, indent=1) + "\n")
+        partial.replace(self.path)

@@ -1,0 +1,86 @@
+"""Time launches on the device and calls on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+METHOD = "cuda-graph-rotating-2xL2-median/1"  # part of a measurement's key: change it when the way of timing changes
+GRAPH_US = 500.0  # launches in one graph take at least this long, so that starting the graph is under 1 percent
+REPLAYS = 12
+HOST_CALLS = 200  # a batch; small enough that the queue of 1024 launches never fills
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Microseconds for one launch or call: the median over repetitions, and half the interquartile range."""
+
+    median_us: float
+    spread_us: float
+
+
+def sets_beyond_l2(bytes_per_set: int, device: int | None = None) -> int:
+    """How many buffer sets a rotation needs so that twice the L2 has passed before one comes back; at least 2."""
+    l2 = torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device).L2_cache_size
+    return max(2, -(-2 * l2 // max(bytes_per_set, 1)))
+
+
+def summarise(times_us: Sequence[float]) -> Timing:
+    """Median and half the interquartile range of at least two times."""
+    low, _, high = statistics.quantiles(times_us, n=4)
+    return Timing(round(statistics.median(times_us), 4), round((high - low) / 2, 4))
+
+
+def device_time(launches: Sequence[Callable[[], object]], replays: int = REPLAYS) -> Timing:
+    """Device time of one launch: replays of a CUDA graph that holds the launches in turn, each on its own buffers.
+
+    The launches should rotate over ``sets_beyond_l2`` sets: a loop over one set times the cache.
+    """
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        launches[0]()  # compiled and loaded before the capture
+        begin.record()
+        for launch in launches:
+            launch()
+        end.record()
+        end.synchronize()
+        rough_us = max(begin.elapsed_time(end) * 1e3, 1.0)
+        rounds = max(1, round(GRAPH_US / rough_us + 0.5))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(rounds):
+                for launch in launches:
+                    launch()
+        count = rounds * len(launches)
+        graph.replay()
+        times_us = []
+        for _ in range(replays):
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times_us.append(begin.elapsed_time(end) * 1e3 / count)
+    return summarise(times_us)
+
+
+def host_time(call: Callable[[], object], batches: int = 15) -> Timing:
+    """Wall time of one call in a loop that never fills the launch queue."""
+    for _ in range(10):
+        call()
+    times_us = []
+    for _ in range(batches):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            call()
+        times_us.append((time.perf_counter() - start) * 1e6 / HOST_CALLS)
+    torch.cuda.synchronize()
+    return summarise(times_us)

@@ -1,0 +1,26 @@
+"""Tensors with canaries on both sides, so that a write past an end is seen."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+GUARD_ELEMENTS = 4096  # each side; a multiple of 16 bytes in every type, and more than one program's row
+CANARY = -12345.0  # in 16 bits too a value that no rotation of normal numbers gives
+
+
+def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """A contiguous tensor of NaN between two canary strips of GUARD_ELEMENTS."""
+    count = math.prod(shape)
+    flat = torch.full((count + 2 * GUARD_ELEMENTS,), CANARY, dtype=dtype, device=device)
+    inner: torch.Tensor = flat[GUARD_ELEMENTS : GUARD_ELEMENTS + count]
+    return inner.fill_(math.nan).view(shape)
+
+
+def intact(tensor: Any) -> torch.Tensor:
+    """A 0-d bool tensor: both canary strips of a guarded tensor are as they were made."""
+    flat = tensor.as_strided((tensor.numel() + 2 * GUARD_ELEMENTS,), (1,), tensor.storage_offset() - GUARD_ELEMENTS)
+    canary = torch.tensor(CANARY, dtype=tensor.dtype, device=tensor.device)
+    return torch.cat((flat[:GUARD_ELEMENTS], flat[-GUARD_ELEMENTS:])).eq(canary).all()

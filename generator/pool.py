@@ -1,0 +1,74 @@
+"""The legal pool of a problem: declared choices, minus what a rule rejects."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from generator.workload import WORKLOADS
+from tuned.choices import choices
+
+if TYPE_CHECKING:
+    from generator.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """The variants worth trying, and why the others are not."""
+
+    declared: int  # size of the product of all choices
+    variants: tuple[Any, ...]  # legal, in order of declaration
+    rejected: dict[str, int]  # first words of a rule's sentence -> how many tiles it excluded
+
+
+@functools.lru_cache(maxsize=4)
+def legal_pool(problem: Problem, capability: int) -> Pool:
+    """Every legal variant of a problem on a compute capability (90 is 9.0).
+
+    Two steps, since the whole product has hundreds of thousands: first the knobs that a tile's size depends on, with
+    the others at their defaults, then all the others for each tile that is left.
+    """
+    family = WORKLOADS[problem.family].family
+    declared = choices(family.variant_type)
+    default = family.variant_type()
+    core = {name: declared[name] for name in family.core_knobs}
+    rest = {name: values for name, values in declared.items() if name not in core}
+    rejected: collections.Counter[str] = collections.Counter()
+    variants = []
+    total = 1
+    for values in declared.values():
+        total *= len(values)
+    for tile in itertools.product(*core.values()):
+        chosen = dict(zip(core, tile, strict=True))
+        reason = family.rejection(problem.spec, problem.size, dataclasses.replace(default, **chosen), capability)
+        if reason is not None:
+            rejected[reason.split(":")[0].split(" with ")[0]] += 1
+            continue
+        for values in itertools.product(*rest.values()):
+            variant = family.variant_type(**chosen, **dict(zip(rest, values, strict=True)))
+            if family.rejection(problem.spec, problem.size, variant, capability) is None:
+                variants.append(variant)
+    return Pool(total, tuple(variants), dict(rejected.most_common()))
+
+
+def neighbours(variant: Any, pool: Pool) -> list[Any]:
+    """The pool's variants that differ from ``variant`` in one knob, by one step of its choices.
+
+    A loop over heads and its number of steps change together: each is illegal without the other.
+    """
+    declared = choices(type(variant))
+    near = set()
+    for name, values in declared.items():
+        here = values.index(getattr(variant, name))
+        for there in (here - 1, here + 1):
+            if 0 <= there < len(values):
+                near.add(dataclasses.replace(variant, **{name: values[there]}))
+    if "heads" in declared:
+        near.add(dataclasses.replace(variant, heads="loop", head_steps=2))
+        near.add(dataclasses.replace(variant, heads="grid", head_steps=1, num_stages=1))
+    near.discard(variant)
+    legal = set(pool.variants)
+    return [v for v in pool.variants if v in near and v in legal]

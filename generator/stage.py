@@ -1,0 +1,166 @@
+"""One problem on one GPU: its buffers, its reference, and the measuring of variants on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from generator.bench import Timing, device_time, sets_beyond_l2
+from generator.check import WrongResultError, check
+from generator.compile import compile_launch
+from generator.workload import WORKLOADS
+from tuned.launcher import bare
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from triton.backends.compiler import GPUTarget
+
+    from generator.problem import Problem
+
+MAX_SETS = 256  # buffer sets of a tiny problem; beyond this only making them would take time
+FINAL_ROUNDS = 5  # interleaved timings of each finalist
+
+
+@dataclasses.dataclass(frozen=True)
+class Baselines:
+    """What a winner is compared with, all timed the same way on the same buffers."""
+
+    copy_us: float  # out.copy_(x) of the same x: read once, write once
+    floor_us: float  # that, scaled to the bytes that must move
+    eager_us: float  # eager PyTorch
+    bytes_moved: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One variant, right and timed."""
+
+    timing: Timing
+    error: float  # worst error over its bound
+
+
+def bytes_needed(problem: Problem) -> int:
+    """Device memory that staging a problem takes: two sets at least, the reference and its bound in float64, and the
+    temporaries of checking and of eager PyTorch."""
+    work = WORKLOADS[problem.family]
+    one = work.tensor_bytes(problem.spec, problem.size)
+    return 2 * one + 12 * one
+
+
+class Stage:
+    """A problem's inputs on the current GPU. Use one at a time, and ``close`` it: it holds gigabytes."""
+
+    def __init__(self, problem: Problem, target: GPUTarget) -> None:
+        self.problem, self.target = problem, target
+        self.work = WORKLOADS[problem.family]
+        self.device = torch.cuda.current_device()
+        one = self.work.tensor_bytes(problem.spec, problem.size)
+        count = min(sets_beyond_l2(one), MAX_SETS)
+        place = f"cuda:{self.device}"
+        self.calls = [self.work.inputs(problem.spec, problem.size, place, seed) for seed in range(count)]
+        self.wanted, self.bound = self.work.reference(problem.spec, self.calls[0])
+        self.before = [self._tensors(call) for call in self.calls[:1]][0]
+        self.before = {name: tensor.clone() for name, tensor in self.before.items()}
+        # In place, inputs are restored from these before each timing, outside the timed region.
+        self.fresh = [self._written(call).clone() for call in self.calls] if self._inplace else []
+
+    @property
+    def _inplace(self) -> bool:
+        return bool(self.problem.spec.inplace)
+
+    def _written(self, call: Any) -> torch.Tensor:
+        return call.out  # type: ignore[no-any-return]
+
+    def _tensors(self, call: Any) -> dict[str, torch.Tensor]:
+        """The inputs of a call that must not change."""
+        named = {f.name: getattr(call, f.name) for f in dataclasses.fields(call)}
+        return {n: t for n, t in named.items() if isinstance(t, torch.Tensor) and t is not call.out}
+
+    def _restore(self) -> None:
+        for call, fresh in zip(self.calls, self.fresh, strict=False):
+            self._written(call).copy_(fresh)
+
+    def launches(self, variant: Any) -> list[Callable[[], None]]:
+        """One thunk a buffer set, launching the compiled kernels of a variant."""
+        thunks, launchers = [], None
+
+        def empty(shape: tuple[int, ...]) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=f"cuda:{self.device}")
+
+        for call in self.calls:
+            parts = self.work.family.launches(self.problem.spec, variant, call, empty)
+            # All sets have the same shapes, strides and alignment: compiled once for the first.
+            launchers = launchers or [bare(compile_launch(part, self.target), self.device) for part in parts]
+            steps = [
+                (launch, part.programs, (*part.arguments, *part.constants.values()))
+                for launch, part in zip(launchers, parts, strict=True)
+            ]
+
+            def run(steps: list[Any] = steps) -> None:
+                for launch, programs, values in steps:
+                    launch(programs, values)
+
+            thunks.append(run)
+        return thunks
+
+    def measure(self, variant: Any) -> Measured:
+        """Check a variant on these inputs, then time it on the same.
+
+        Raises:
+            WrongResultError: the result is not right; nothing was timed.
+        """
+        thunks = self.launches(variant)
+        error = self._check(thunks[0])
+        self._restore()
+        return Measured(device_time(thunks), error)
+
+    def _check(self, thunk: Callable[[], None]) -> float:
+        call = self.calls[0]
+        if self._inplace:
+            self._written(call).copy_(self.fresh[0])
+        else:
+            call.out.fill_(torch.nan)
+        thunk()
+        now = self._tensors(call)
+        return check(call.out, self.wanted, self.bound, {n: (now[n], before) for n, before in self.before.items()})
+
+    def compare(self, variants: list[Any], rounds: int = FINAL_ROUNDS) -> list[Timing]:
+        """Time variants that have been measured again, interleaved, so that drift meets all alike."""
+        thunks = [self.launches(variant) for variant in variants]
+        times: list[list[float]] = [[] for _ in variants]
+        for _ in range(rounds):
+            for index, rotation in enumerate(thunks):
+                self._restore()
+                times[index].append(device_time(rotation).median_us)
+        return [
+            Timing(round(sorted(t)[len(t) // 2], 4), round((sorted(t)[-2] - sorted(t)[1]) / 2, 4)) for t in times
+        ]
+
+    def baselines(self) -> Baselines:
+        """Copy, floor and eager PyTorch for this problem."""
+        spec, size = self.problem.spec, self.problem.size
+        outs = [torch.empty_like(self._written(call)) for call in self.calls]
+        sources = [self._written(call) for call in self.calls]
+        copies = [lambda out=out, x=x: out.copy_(x) for out, x in zip(outs, sources, strict=True)]
+        copy_us = device_time(copies).median_us
+        del outs, copies
+        moved = self.work.bytes_moved(spec, size)
+        copied = 2 * sources[0].numel() * sources[0].element_size()
+        eager_us = device_time([self.work.eager(spec, call) for call in self.calls[:4]], replays=3).median_us
+        return Baselines(copy_us, round(copy_us * moved / copied, 4), eager_us, moved)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.calls.clear()
+        self.fresh.clear()
+        self.before.clear()
+        del self.wanted, self.bound
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+__all__ = ["Baselines", "Measured", "Stage", "WrongResultError", "bytes_needed"]

@@ -1,0 +1,32 @@
+"""Declare a knob where its field is: the choices it may take and the one it takes untuned."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+def one_of(*choices: Any, default: Any) -> Any:
+    """A dataclass field that takes one of ``choices``, ``default`` when nothing is known.
+
+    Raises:
+        ValueError: if the default is not among the choices.
+    """
+    if default not in choices:
+        raise ValueError(f"the default must be one of {choices}, got {default!r}")
+    return dataclasses.field(default=default, metadata={"choices": choices})
+
+
+def choices(variant_type: type) -> dict[str, tuple[Any, ...]]:
+    """Knob name -> declared choices, in the order of declaration."""
+    return {f.name: f.metadata["choices"] for f in dataclasses.fields(variant_type)}
+
+
+def undeclared(variant: Any) -> str | None:
+    """The sentence that says which value of ``variant`` is not a declared choice, or None."""
+    for name, allowed in choices(type(variant)).items():
+        value = getattr(variant, name)
+        # True == 1 in Python; a knob that means a number must not take a flag, nor the reverse.
+        if not any(value == c and type(value) is type(c) for c in allowed):
+            return f"{name} must be one of {allowed}, got {value!r}"
+    return None

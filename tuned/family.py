@@ -1,0 +1,59 @@
+"""A kernel family, as a record of functions: what dispatch and the generator both ask of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import tuned.gru_cell.launches
+import tuned.gru_cell.spec
+import tuned.gru_cell.variant
+import tuned.rope.launches
+import tuned.rope.spec
+import tuned.rope.variant
+from tuned.launch import Launch
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What a family must answer; spec, size and variant are frozen dataclasses of the types named here."""
+
+    name: str
+    spec_type: type
+    size_type: type
+    variant_type: type
+    core_knobs: tuple[str, ...]  # what excludes a variant whatever the other knobs say
+    rejection: Callable[..., str | None]  # (spec, size or None, variant, capability) -> the reason, or None
+    default_variant: Callable[..., Any]  # (spec, size or None) -> a legal variant for any spec
+    distance: Callable[[Any, Any], float | None]  # (spec, spec) -> how unlike; None: may not stand in
+    kernel_names: Callable[[Any, Any], tuple[str, ...]]  # (spec, variant) -> modules in tuned.kernels, in order
+    launches: Callable[..., tuple[Launch, ...]]  # (spec, variant, call, empty) -> launches, in order
+
+
+FAMILIES = {
+    "rope": Family(
+        name="rope",
+        spec_type=tuned.rope.spec.RopeSpec,
+        size_type=tuned.rope.spec.RopeSize,
+        variant_type=tuned.rope.variant.RopeVariant,
+        core_knobs=tuned.rope.variant.CORE_KNOBS,
+        rejection=tuned.rope.variant.rejection,
+        default_variant=tuned.rope.variant.default_variant,
+        distance=tuned.rope.variant.distance,
+        kernel_names=tuned.rope.launches.kernel_names,
+        launches=tuned.rope.launches.launches,
+    ),
+    "gru_cell": Family(
+        name="gru_cell",
+        spec_type=tuned.gru_cell.spec.GruCellSpec,
+        size_type=tuned.gru_cell.spec.GruCellSize,
+        variant_type=tuned.gru_cell.variant.GruCellVariant,
+        core_knobs=tuned.gru_cell.variant.CORE_KNOBS,
+        rejection=tuned.gru_cell.variant.rejection,
+        default_variant=tuned.gru_cell.variant.default_variant,
+        distance=tuned.gru_cell.variant.distance,
+        kernel_names=tuned.gru_cell.launches.kernel_names,
+        launches=tuned.gru_cell.launches.launches,
+    ),
+}

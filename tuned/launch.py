@@ -1,0 +1,31 @@
+"""What one kernel launch is made of, before anything decides how to launch it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One kernel, its grid and everything it is called with.
+
+    ``arguments`` and ``constants`` follow the kernel's signature: first what varies at run time (tensors,
+    integers), then every ``tl.constexpr`` by name.
+    """
+
+    kernel: str  # module and function name in tuned.kernels
+    programs: int  # size of the one-dimensional grid
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    options: dict[str, Any]  # num_warps, num_stages, launch_pdl: compile options, never seen by the kernel
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Smallest integer at or above a / b, for positive integers."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two at or above n; 1 for n = 1."""
+    return 1 << (n - 1).bit_length()

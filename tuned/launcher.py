@@ -1,0 +1,103 @@
+"""Launch compiled kernels: through Triton's public call, or by the compiled kernel's own C launcher.
+
+A public launch costs about 10 us of Python, most of it to find out again what a dictionary hit has told already. The
+compiled kernel's ``run`` costs under 4. Its arguments differ between Triton versions, so it is tried once, on a tiny
+kernel whose result is known; where it does not do what it should, every launch is public.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tuned.launch import Launch
+
+
+@functools.cache
+def kernel(name: str) -> Any:
+    """The committed @triton.jit function ``name``.
+
+    Raises:
+        ModuleNotFoundError: if no such kernel ships with the package.
+    """
+    return getattr(importlib.import_module(f"tuned.kernels.{name}"), name)
+
+
+def launch_public(function: Any, launch: Launch) -> Any:
+    """Launch through Triton's public call; returns the compiled kernel."""
+    return function[(launch.programs,)](*launch.arguments, **launch.constants, **launch.options)
+
+
+def bare_supported(device: int) -> bool:
+    """Whether a compiled kernel's own launcher does here what a public launch does; tried once a device.
+
+    False when TUNED_DISPATCH=safe, and, until it was tried, while a CUDA graph is captured.
+    """
+    known = _PROBED.get(device)
+    if known is None:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        known = _PROBED[device] = os.environ.get("TUNED_DISPATCH") != "safe" and _probe(device)
+    return known
+
+
+_PROBED: dict[int, bool] = {}
+
+
+def _probe(device: int) -> bool:
+    freqs = torch.arange(64, dtype=torch.float32, device=f"cuda:{device}")
+    cos, sin = (torch.zeros(64, dtype=torch.float32, device=freqs.device) for _ in range(2))
+    arguments = (freqs, cos, sin, 4, 16, 1)
+    constants = {"WIDTH": 16, "BLOCK": 1024, "PDL": False}
+    try:
+        function = kernel("rope_table")
+        compiled = function[(1,)](*arguments, **constants, num_warps=4)
+        wanted = torch.stack((cos, sin)).clone()
+        cos.zero_()
+        sin.zero_()
+        bare(compiled, device)(1, (freqs.data_ptr(), cos.data_ptr(), sin.data_ptr(), *arguments[3:], *constants.values()))
+        return bool(torch.equal(torch.stack((cos, sin)), wanted)) and bool(wanted.any())
+    except (TypeError, ValueError, AttributeError, SystemError, ImportError):  # another version's launcher
+        return False
+
+
+def bare(compiled: Any, device: int) -> Callable[[int, tuple[Any, ...]], None]:
+    """``launch(programs, values)`` of a compiled kernel on the current stream of ``device``.
+
+    ``values`` are all arguments and constants in the order of the signature; tensors may be given by address. Nothing
+    is checked: the values must be of the kind that the kernel was compiled for.
+    """
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    stream_of = _raw_stream()
+
+    def launch(programs: int, values: tuple[Any, ...]) -> None:
+        run(programs, 1, 1, stream_of(device), function, metadata, None, None, None, *values)
+
+    return launch
+
+
+@functools.cache
+def _raw_stream() -> Callable[[int], int]:
+    # 0.05 us; torch.cuda.current_stream().cuda_stream takes 3. Triton launches through the same getter.
+    from triton.runtime import driver  # noqa: PLC0415 - Triton is imported at the first GPU call
+
+    return driver.active.get_current_stream  # type: ignore[no-any-return]
+
+
+def hooks_on() -> bool:
+    """Whether a profiler listens to Triton's launches: then they must be public."""
+    from triton import knobs  # noqa: PLC0415
+
+    return _active(knobs.runtime.launch_enter_hook) or _active(knobs.runtime.launch_exit_hook)
+
+
+def _active(hook: Any) -> bool:
+    # A chain of hooks in newer versions, a function or None in older ones.
+    return bool(getattr(hook, "calls", hook))

@@ -1,0 +1,127 @@
+"""The record of what was measured on one device: read it, check every field of it, never run anything from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+from tuned.choices import undeclared
+from tuned.family import FAMILIES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SCHEMA = 1
+
+
+class RecordError(ValueError):
+    """A record is malformed, truncated, foreign or from a newer version; the message says which, where and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Winner:
+    """The best variant measured for one problem, with what it was measured with and against. Times in microseconds."""
+
+    name: str
+    family: str
+    spec: Any
+    size: Any
+    variant: Any
+    digests: dict[str, str]  # kernel -> digest of the text that was measured
+    median_us: float
+    spread_us: float
+    error: float  # worst error over what rounding allows: at most 1
+    default_us: float  # the default variant, in the same run
+    copy_us: float  # out.copy_(x), in the same run
+    floor_us: float  # that, scaled to the bytes that must move
+    eager_us: float  # eager PyTorch, in the same run
+    bytes_moved: int
+    trials: int  # variants measured for this problem
+    environment: dict[str, Any]
+
+
+def winner_to_json(winner: Winner) -> dict[str, Any]:
+    """Plain JSON values; the inverse of winner_from_json."""
+    return dataclasses.asdict(winner)
+
+
+def _build(kind: type, values: Any, where: str) -> Any:
+    names = {f.name for f in dataclasses.fields(kind)}
+    if not isinstance(values, dict) or set(values) != names:
+        found = sorted(values) if isinstance(values, dict) else type(values).__name__
+        raise RecordError(f"{where} must have the fields {sorted(names)}, got {found}")
+    for field in dataclasses.fields(kind):
+        wanted = {"str": str, "int": int, "bool": bool}.get(str(field.type))
+        if wanted is not None and type(values[field.name]) is not wanted:
+            raise RecordError(f"{where}.{field.name} must be {field.type}, got {values[field.name]!r}")
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"{where}: {error}") from error
+
+
+def winner_from_json(values: Any, where: str) -> Winner:
+    """A Winner with every field checked.
+
+    Raises:
+        RecordError: a field is missing, unknown, of another type or not allowed by the family's space.
+    """
+    names = {f.name for f in dataclasses.fields(Winner)}
+    if not isinstance(values, dict) or set(values) != names:
+        found = sorted(values) if isinstance(values, dict) else type(values).__name__
+        raise RecordError(f"{where} must have the fields {sorted(names)}, got {found}")
+    family = FAMILIES.get(values["family"]) if isinstance(values["family"], str) else None
+    if family is None:
+        raise RecordError(f"{where}.family must be one of {sorted(FAMILIES)}, got {values['family']!r}")
+    spec = _build(family.spec_type, values["spec"], f"{where}.spec")
+    size = _build(family.size_type, values["size"], f"{where}.size")
+    variant = _build(family.variant_type, values["variant"], f"{where}.variant")
+    reason = undeclared(variant) or family.rejection(spec, size, variant)
+    if reason is not None:
+        raise RecordError(f"{where}.variant is not in the space: {reason}")
+    kernels = set(family.kernel_names(spec, variant))
+    if not isinstance(values["digests"], dict) or set(values["digests"]) != kernels:
+        raise RecordError(f"{where}.digests must name the kernels {sorted(kernels)}, got {values['digests']!r}")
+    for name in ("median_us", "spread_us", "error", "default_us", "copy_us", "floor_us", "eager_us"):
+        number = values[name]
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < float("inf"):
+            raise RecordError(f"{where}.{name} must be a number of at least 0, got {number!r}")
+    for name in ("bytes_moved", "trials"):
+        if type(values[name]) is not int:
+            raise RecordError(f"{where}.{name} must be an integer, got {values[name]!r}")
+    if not isinstance(values["environment"], dict) or not isinstance(values["environment"].get("device"), str):
+        raise RecordError(f"{where}.environment must be an object that names its device")
+    if not isinstance(values["name"], str):
+        raise RecordError(f"{where}.name must be a string, got {values['name']!r}")
+    return Winner(**{**values, "spec": spec, "size": size, "variant": variant})
+
+
+def load_record(path: Path) -> list[Winner]:
+    """The winners of one record file.
+
+    Raises:
+        RecordError: the file is not a record that this version can read.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path.name} cannot be read: {error}") from error
+    except json.JSONDecodeError as error:
+        raise RecordError(
+            f"{path.name} is not whole JSON ({error}): restore it from version control, or delete it and tune again"
+        ) from error
+    if not isinstance(content, dict) or content.get("format") != "tuned-winners":
+        raise RecordError(f'{path.name} is not a record of winners: "format" must be "tuned-winners"')
+    if content.get("schema") != SCHEMA:
+        raise RecordError(
+            f"{path.name} has schema {content.get('schema')!r}, this version reads {SCHEMA}: "
+            "update this package, or tune again with python tune.py"
+        )
+    if not isinstance(content.get("winners"), list):
+        raise RecordError(f'{path.name}: "winners" must be a list')
+    winners = [winner_from_json(w, f"{path.name}: winners[{i}]") for i, w in enumerate(content["winners"])]
+    foreign = {w.environment["device"] for w in winners} - {content.get("device")}
+    if foreign:
+        raise RecordError(f"{path.name} is the record of {content.get('device')!r} but has rows of {sorted(foreign)}")
+    return winners

@@ -1,0 +1,131 @@
+"""From a RoPE call and a Variant to the kernels it launches: names, grids, arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from tuned.launch import Launch, ceil_div
+from tuned.rope.variant import RopeVariant, half_block
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tuned.rope.spec import RopeSpec
+
+TABLE_KERNEL = "rope_table"
+TABLE_BLOCK = 1024  # entries a program of the table kernel: 8 a thread of its 4 warps
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeCall:
+    """The tensors of one call, all checked. Tensors are anything with data_ptr, stride and dtype.
+
+    Strides are in elements and in the order seq, batch, heads, head_dim; a packed call has batch 1, batch stride 0.
+    """
+
+    x: Any
+    out: Any  # x itself in place
+    cos: Any  # or freqs, when the spec takes sine
+    sin: Any  # None when the spec takes sine
+    seq: int
+    batch: int
+    angle_rows: int
+    x_strides: tuple[int, int, int, int]
+    out_strides: tuple[int, int, int, int]
+    angle_strides: tuple[int, int]
+    cu_seqlens: Any = None
+    sequences: int = 0
+
+
+def text_of(spec: RopeSpec, variant: RopeVariant) -> tuple[RopeSpec, RopeVariant]:
+    """The (spec, variant) whose text the rotating kernel has: with a table it is that of given float32 cos and sin."""
+    if variant.sine == "inline":
+        return spec, variant
+    given = dataclasses.replace(spec, angles="cos_sin", angle_dtype="float32")
+    return given, dataclasses.replace(variant, sine="inline")
+
+
+def kernel_name(spec: RopeSpec, variant: RopeVariant) -> str:
+    """Module and function name of the rotating kernel: every text axis, in a fixed order."""
+    spec, variant = text_of(spec, variant)
+    return f"rope_{spec.layout}_{spec.output}_{spec.style}_{spec.angles}_{variant.heads}"
+
+
+def kernel_names(spec: RopeSpec, variant: RopeVariant) -> tuple[str, ...]:
+    """Every kernel that the variant launches, in order."""
+    rotate = kernel_name(spec, variant)
+    return (rotate,) if variant.sine == "inline" else (TABLE_KERNEL, rotate)
+
+
+def programs(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
+    """Size of the rotating kernel's grid."""
+    rows = spec.heads * (batch if spec.merges_batch else 1)
+    tiles = ceil_div(seq, variant.block_tokens) * ceil_div(rows, variant.block_heads * variant.head_steps)
+    return tiles if spec.merges_batch else tiles * batch
+
+
+def rotate_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> Launch:
+    """The launch of the rotating kernel, angles as the text wants them."""
+    out = () if spec.inplace else (call.out,)
+    angles = (call.cos,) if spec.takes_sine else (call.cos, call.sin)
+    packed = (call.cu_seqlens, call.sequences, (call.sequences + 1).bit_length()) if spec.packed else ()
+    out_strides = () if spec.inplace else call.out_strides
+    tail = spec.head_dim - spec.rotary_dim
+    half = half_block(spec)
+    constants = {
+        "HEADS": spec.heads,
+        "HEAD_DIM": spec.head_dim,
+        "ROTARY_DIM": spec.rotary_dim,
+        "HALF_BLOCK": half,
+        "TAIL_BLOCK": half if variant.tail == "chunks" or not tail else 1 << (tail - 1).bit_length(),
+        "PER_FEATURE": spec.angle_entries == "feature",
+        "BACKWARD": spec.direction == "backward",
+        "BLOCK_TOKENS": variant.block_tokens,
+        "BLOCK_HEADS": variant.block_heads,
+        "HEAD_STEPS": variant.head_steps,
+        "ORDER": variant.order,
+        "LOAD_EVICT": variant.load_evict,
+        "STORE_CACHE": variant.store_cache,
+        "STAGES": variant.num_stages,
+        "PDL": variant.pdl,
+    }
+    return Launch(
+        kernel=kernel_name(spec, variant),
+        programs=programs(spec, variant, call.seq, call.batch),
+        arguments=(
+            call.x,
+            *out,
+            *angles,
+            *packed,
+            call.seq,
+            call.batch,
+            call.angle_rows,
+            *call.x_strides,
+            *out_strides,
+            *call.angle_strides,
+        ),
+        constants=constants,
+        options={"num_warps": variant.num_warps, "num_stages": variant.num_stages, "launch_pdl": variant.pdl},
+    )
+
+
+def launches(
+    spec: RopeSpec, variant: RopeVariant, call: RopeCall, empty: Callable[[tuple[int, ...]], Any]
+) -> tuple[Launch, ...]:
+    """Every launch of the call, in order. ``empty(shape)`` makes the float32 tables of sine="table"."""
+    if variant.sine == "inline":
+        return (rotate_launch(spec, variant, call),)
+    width = spec.rotary_dim if spec.angle_entries == "feature" else spec.rotary_dim // 2
+    # Only the rows that this call can reach: a packed call may reach all of them.
+    rows = call.angle_rows if spec.packed else min(call.seq, call.angle_rows)
+    cos, sin = empty((rows, width)), empty((rows, width))
+    table = Launch(
+        kernel=TABLE_KERNEL,
+        programs=ceil_div(rows * width, TABLE_BLOCK),
+        arguments=(call.cos, cos, sin, rows, *call.angle_strides),
+        constants={"WIDTH": width, "BLOCK": TABLE_BLOCK, "PDL": variant.pdl},
+        options={"num_warps": 4, "num_stages": 1, "launch_pdl": variant.pdl},
+    )
+    given = dataclasses.replace(call, cos=cos, sin=sin, angle_rows=rows, angle_strides=(width, 1))
+    return table, rotate_launch(*text_of(spec, variant), given)

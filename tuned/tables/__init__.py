@@ -1,0 +1,1 @@
+"""Dispatch tables, one module a device, generated from tuned/winners."""

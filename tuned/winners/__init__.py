@@ -1,0 +1,1 @@
+"""The records: what was measured, one JSON file a device."""
