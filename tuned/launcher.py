@@ -75,7 +75,7 @@ def bare(compiled: Any, device: int) -> Callable[[int, tuple[Any, ...]], None]:
     is checked: the values must be of the kind that the kernel was compiled for.
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    stream_of = _raw_stream()
+    stream_of = raw_stream()
 
     def launch(programs: int, values: tuple[Any, ...]) -> None:
         run(programs, 1, 1, stream_of(device), function, metadata, None, None, None, *values)
@@ -84,20 +84,20 @@ def bare(compiled: Any, device: int) -> Callable[[int, tuple[Any, ...]], None]:
 
 
 @functools.cache
-def _raw_stream() -> Callable[[int], int]:
-    # 0.05 us; torch.cuda.current_stream().cuda_stream takes 3. Triton launches through the same getter.
+def raw_stream() -> Callable[[int], int]:
+    """device -> handle of its current stream, the way Triton itself asks: 0.05 us.
+
+    torch.cuda.current_stream().cuda_stream takes 3.
+    """
     from triton.runtime import driver  # noqa: PLC0415 - Triton is imported at the first GPU call
 
     return driver.active.get_current_stream  # type: ignore[no-any-return]
 
 
-def hooks_on() -> bool:
-    """Whether a profiler listens to Triton's launches: then they must be public."""
+@functools.cache
+def hooks() -> tuple[Any, Any] | None:
+    """The chains of functions that listen to launches (profilers); None where this Triton keeps them another way."""
     from triton import knobs  # noqa: PLC0415
 
-    return _active(knobs.runtime.launch_enter_hook) or _active(knobs.runtime.launch_exit_hook)
-
-
-def _active(hook: Any) -> bool:
-    # A chain of hooks in newer versions, a function or None in older ones.
-    return bool(getattr(hook, "calls", hook))
+    chains = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return chains if all(hasattr(chain, "calls") for chain in chains) else None

@@ -9,6 +9,7 @@ import torch
 
 from generator.guard import guarded
 from generator.problem import Problem
+from tuned.rope.arguments import strides_of
 from tuned.rope.eager import rotate
 from tuned.rope.launches import RopeCall
 from tuned.rope.spec import ITEM_SIZE, RopeSize, RopeSpec
@@ -25,14 +26,6 @@ SMALLEST = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
 def _shape(spec: RopeSpec, size: RopeSize) -> tuple[int, ...]:
     tokens = {"bshd": (size.batch, size.seq), "sbhd": (size.seq, size.batch), "thd": (size.tokens,)}[spec.layout]
     return (*tokens, spec.heads, spec.head_dim)
-
-
-def strides_of(layout: str, tensor: Any) -> tuple[int, int, int, int]:
-    """Strides in elements as the kernels take them: seq, batch, heads, head_dim."""
-    first, *rest = tensor.stride()
-    if layout == "thd":
-        return first, 0, rest[0], rest[1]
-    return (rest[0], first, rest[1], rest[2]) if layout == "bshd" else (first, *rest)
 
 
 def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:

@@ -53,3 +53,9 @@ def distance(a: GruCellSpec, b: GruCellSpec) -> float | None:
     if (a.bias, a.inplace) != (b.bias, b.inplace):
         return None
     return abs(next_power_of_2(a.hidden).bit_length() - next_power_of_2(b.hidden).bit_length()) + float(a.dtype != b.dtype)
+
+
+def fit(variant: GruCellVariant, capability: int) -> GruCellVariant:
+    """The variant as another architecture can run it: as it is."""
+    del capability
+    return variant

@@ -11,6 +11,7 @@ from tuned.launch import ceil_div, next_power_of_2
 from tuned.rope.spec import ITEM_SIZE, RopeSize, RopeSpec
 
 MAX_PAIRS_PER_THREAD = 32  # 64 float32 values and their angles: above this every compiled tile spilled or fell to one program an SM
+PDL_CAPABILITY = 90  # griddepcontrol: PTX ISA, sm_90 and up
 # What a tile's size depends on. Every other knob is free at its default: a core that a rule excludes there is excluded anywhere.
 CORE_KNOBS = ("block_tokens", "block_heads", "heads", "head_steps", "num_warps", "num_stages")
 MIN_PAIRS_PER_WARP = 32  # below one pair a lane, part of each warp does nothing
@@ -107,7 +108,7 @@ def rejection(spec: RopeSpec, size: RopeSize | None, variant: RopeVariant, capab
         return "tail='chunks' with a tail no wider than a half row is one chunk, the same as 'whole'"
     if variant.sine == "table" and not spec.takes_sine:
         return "sine='table' needs freqs: cos and sin are given already"
-    if variant.pdl and capability < 90:  # noqa: PLR2004 - griddepcontrol: PTX ISA, sm_90 and up
+    if variant.pdl and capability < PDL_CAPABILITY:
         return f"programmatic dependent launch needs compute capability 9.0, not {capability / 10}"
     pairs = variant.block_tokens * variant.block_heads * half_block(spec)
     if pairs > MAX_PAIRS_PER_THREAD * 32 * variant.num_warps:
@@ -125,7 +126,8 @@ def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant
     while tokens * heads * half > MAX_PAIRS_PER_THREAD * 32 * 4 and (tokens > 1 or heads > 1):
         tokens, heads = (1, heads) if tokens > 1 else (1, heads // 2)
     warps = 4
-    while warps > 1 and tokens * heads * half < MIN_PAIRS_PER_WARP * warps:
+    # At least 16 bytes a thread: with fewer elements Triton makes narrower loads and stores.
+    while warps > 1 and tokens * heads * half < 32 * warps * (16 // ITEM_SIZE[spec.dtype]):
         warps //= 2
     return RopeVariant(block_tokens=tokens, block_heads=heads, num_warps=warps)
 
@@ -144,3 +146,8 @@ def distance(a: RopeSpec, b: RopeSpec) -> float | None:
     size = abs(math.log2(ITEM_SIZE[a.dtype] / ITEM_SIZE[b.dtype]))
     share = 0.5 if a.rotary_dim * b.head_dim != b.rotary_dim * a.head_dim else 0.0
     return octaves + size + 0.1 * (a.dtype != b.dtype) + share + 0.1 * (a.angle_dtype != b.angle_dtype)
+
+
+def fit(variant: RopeVariant, capability: int) -> RopeVariant:
+    """The variant as another architecture can run it: without what only newer ones have."""
+    return variant if capability >= PDL_CAPABILITY else dataclasses.replace(variant, pdl=False)

@@ -1,0 +1,148 @@
+"""Compile kernels for named architectures in a process of its own, where Triton compiles and does not interpret.
+
+Whether @triton.jit makes a compiled or an interpreted kernel is settled when the kernel is defined, so one process
+cannot do both. What is called here by name runs there, and only plain values come back.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import multiprocessing
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from generator.problem import Problem
+    from tuned.launch import Launch
+
+
+def _compile_for_real() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+
+
+def process() -> concurrent.futures.ProcessPoolExecutor:
+    """One compiling process: pytest-xdist has a worker for each core already."""
+    return concurrent.futures.ProcessPoolExecutor(
+        1, mp_context=multiprocessing.get_context("spawn"), initializer=_compile_for_real
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What one compiled kernel needs."""
+
+    registers: int
+    spill_bytes: int
+
+
+def default_launches() -> dict[str, Launch]:
+    """Kernel name -> the launch that a call of it gets untuned; tensors are on the device "meta"."""
+    import itertools  # noqa: PLC0415 - what follows imports Triton
+
+    from generator.families import gru_cell, rope  # noqa: PLC0415
+    from generator.structures import ROPE_SCHEDULES, gru_cell_specs, rope_specs  # noqa: PLC0415
+    from generator.workload import empty_like_call  # noqa: PLC0415
+    from tuned.gru_cell.launches import launches as gru_launches  # noqa: PLC0415
+    from tuned.gru_cell.spec import GruCellSize  # noqa: PLC0415
+    from tuned.gru_cell.variant import default_variant as gru_default  # noqa: PLC0415
+    from tuned.rope.launches import launches as rope_launches  # noqa: PLC0415
+    from tuned.rope.spec import RopeSize  # noqa: PLC0415
+    from tuned.rope.variant import default_variant as rope_default  # noqa: PLC0415
+
+    found = {}
+    empty = empty_like_call("meta")
+    for spec, schedule in itertools.product(rope_specs(), ROPE_SCHEDULES):
+        call = rope.inputs(spec, RopeSize(batch=2, seq=4096), "meta", 0)
+        variant = dataclasses.replace(rope_default(spec), heads=schedule.heads, head_steps=schedule.head_steps)
+        sines = ("inline", "table") if spec.takes_sine else ("inline",)
+        for sine in sines:
+            for launch in rope_launches(spec, dataclasses.replace(variant, sine=sine), call, empty):
+                found.setdefault(launch.kernel, launch)
+    for gru_spec in gru_cell_specs():
+        call = gru_cell.inputs(gru_spec, GruCellSize(batch=64), "meta", 0)
+        for launch in gru_launches(gru_spec, gru_default(gru_spec), call, empty):
+            found[launch.kernel] = launch
+    return found
+
+
+def needs(name: str, architecture: str) -> Needs:
+    """Compile a kernel's default launch for an architecture."""
+    from generator.compile import resources, target_of  # noqa: PLC0415
+
+    found = resources(default_launches()[name], target_of(architecture))
+    return Needs(found.registers, found.spill_bytes)
+
+
+def instructions(cubin: bytes) -> list[str]:
+    """The machine code of a cubin, one instruction a line, without addresses and names."""
+    from triton.backends.nvidia import compiler  # noqa: PLC0415
+
+    tool = Path(compiler.__file__).parent / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-c", file.name], check=True, capture_output=True, text=True).stdout  # noqa: S603
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?;)", text)
+
+
+def code_of_all(architecture: str) -> dict[str, str]:
+    """Kernel name -> machine code of its default launch."""
+    from generator.compile import compile_launch, target_of  # noqa: PLC0415
+
+    target = target_of(architecture)
+    return {
+        name: "\n".join(instructions(compile_launch(launch, target).asm["cubin"]))
+        for name, launch in default_launches().items()
+    }
+
+
+def widths(arguments: dict[str, Any], knobs: dict[str, Any], shift: int = 0) -> dict[str, dict[int, int]]:
+    """"LDG" and "STG" -> bits -> how many such instructions the kernel of a RoPE call has on sm_90.
+
+    ``shift`` moves x and the output by so many elements from an aligned address.
+    """
+    from generator.compile import compile_launch, target_of  # noqa: PLC0415
+    from generator.families.rope import inputs  # noqa: PLC0415
+    from tuned.rope.launches import launches  # noqa: PLC0415
+    from tuned.rope.spec import RopeSize, RopeSpec  # noqa: PLC0415
+    from tuned.rope.variant import default_variant  # noqa: PLC0415
+
+    spec = RopeSpec(**arguments)
+    call = inputs(spec, RopeSize(batch=2, seq=4096), "meta", 0)
+    if shift:
+        call = dataclasses.replace(call, x=_Moved(call.x, shift), out=_Moved(call.out, shift))
+    variant = dataclasses.replace(default_variant(spec), **knobs)
+    (launch,) = launches(spec, variant, call, lambda shape: None)
+    counts: dict[str, Counter[int]] = {"LDG": Counter(), "STG": Counter()}
+    for line in instructions(compile_launch(launch, target_of("sm_90")).asm["cubin"]):
+        if found := re.search(r"\b(LDG|STG)\.E(\.[A-Z0-9.]+)?", line):
+            bits = re.search(r"\.(?:U|S)?(8|16|64|128)\b", found[2] or "")
+            counts[found[1]][int(bits[1]) if bits else 32] += 1
+    return {kind: dict(count) for kind, count in counts.items()}
+
+
+class _Moved:
+    """A tensor as the compiler sees it, some elements further on."""
+
+    def __init__(self, tensor: Any, elements: int) -> None:
+        self.dtype = tensor.dtype
+        self.address = tensor.data_ptr() + elements * tensor.element_size()
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def pool_failures(problem: Problem, first: int, step: int) -> tuple[int, dict[str, str]]:
+    """How many of every ``step``th variants of a problem's pool from ``first`` there are, and what is wrong with which."""
+    from generator.compiler import compile_variant  # noqa: PLC0415
+    from generator.pool import legal_pool  # noqa: PLC0415
+
+    variants = legal_pool(problem, 90).variants[first::step]
+    found = {str(variant): compile_variant(problem, variant, "sm_90") for variant in variants}
+    return len(variants), {variant: result for variant, result in found.items() if isinstance(result, str)}

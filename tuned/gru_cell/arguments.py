@@ -1,0 +1,51 @@
+"""Check the arguments of one GRU step. Nothing is written here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def check_cell(  # noqa: PLR0913 - the arguments of the public call
+    x: Any,
+    h: Any,
+    weight_ih: Any,
+    weight_hh: Any,
+    bias_ih: Any,
+    bias_hh: Any,
+    inplace: bool,  # noqa: FBT001
+) -> None:
+    """Raise if a tensor does not fit the others.
+
+    Raises:
+        TypeError: not a tensor, or dtypes that differ.
+        ValueError: a shape or device that does not fit.
+    """
+    if (bias_ih is None) != (bias_hh is None):
+        raise ValueError("give both bias_ih and bias_hh, or neither")
+    named = {"x": x, "h": h, "weight_ih": weight_ih, "weight_hh": weight_hh}
+    if bias_ih is not None:
+        named |= {"bias_ih": bias_ih, "bias_hh": bias_hh}
+    for name, tensor in named.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if x.ndim != 2 or h.ndim != 2:  # noqa: PLR2004
+        raise ValueError(f"x must be [batch, input_size] and h [batch, hidden], got {list(x.shape)} and {list(h.shape)}")
+    batch, hidden = h.shape
+    wanted = {
+        "x": (batch, x.shape[1]),
+        "weight_ih": (3 * hidden, x.shape[1]),
+        "weight_hh": (3 * hidden, hidden),
+        "bias_ih": (3 * hidden,),
+        "bias_hh": (3 * hidden,),
+    }
+    for name, tensor in named.items():
+        if name in wanted and tuple(tensor.shape) != wanted[name]:
+            raise ValueError(f"{name} must be {list(wanted[name])} for h of {list(h.shape)}, got {list(tensor.shape)}")
+        if tensor.dtype != h.dtype or not tensor.dtype.is_floating_point:
+            raise TypeError(f"all tensors must have the floating point dtype of h, {h.dtype}; {name} is {tensor.dtype}")
+        if tensor.device != h.device:
+            raise ValueError(f"all tensors must be on the device of h, {h.device}; {name} is on {tensor.device}")
+    if inplace and any(stride == 0 and n > 1 for stride, n in zip(h.stride(), h.shape, strict=True)):
+        raise ValueError("h cannot be overwritten: some of its elements share memory (stride 0); use inplace=False")
