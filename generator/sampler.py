@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ class PoolSampler(optuna.samplers.BaseSampler):
         self._rows = np.array([[knobs[name].index(row[name]) for name in knobs] for row in pool], dtype=np.int16)
         self._index = {tuple(row): i for i, row in enumerate(self._rows.tolist())}
         self._unseen = np.ones(len(pool), dtype=bool)
+        self._next: collections.deque[dict[str, Any]] = collections.deque()
         self._pool = pool
         self._random = np.random.default_rng(seed)
         self._tpe = optuna.samplers.TPESampler(multivariate=True, constant_liar=True, n_startup_trials=16, seed=seed)
@@ -42,6 +44,15 @@ class PoolSampler(optuna.samplers.BaseSampler):
         if index is not None:
             self._unseen[index] = False
 
+    def propose_next(self, row: dict[str, Any]) -> None:
+        """Let the next trial have this variant.
+
+        Not study.enqueue_trial: a run that is interrupted leaves its queue in the journal, and the next run's trials
+        would take from it what was not meant for them.
+        """
+        self.mark_seen(row)
+        self._next.append(row)
+
     def infer_relative_search_space(
         self, study: optuna.Study, trial: optuna.trial.FrozenTrial
     ) -> dict[str, optuna.distributions.BaseDistribution]:
@@ -56,6 +67,8 @@ class PoolSampler(optuna.samplers.BaseSampler):
         search_space: dict[str, optuna.distributions.BaseDistribution],
     ) -> dict[str, Any]:
         """The nearest unseen variant to TPE's proposal; a random one while TPE has too little to go by."""
+        if self._next:
+            return dict(self._next.popleft())
         proposal = self._tpe.sample_relative(study, trial, search_space)
         unseen = np.flatnonzero(self._unseen)
         if not len(unseen):

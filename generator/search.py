@@ -151,9 +151,7 @@ class _Search:
         self._measure_all([(self._enqueue(v), v) for v in variants if v not in self.times and v not in self.failed])
 
     def _enqueue(self, variant: Any) -> optuna.Trial:
-        row = dataclasses.asdict(variant)
-        self.study.enqueue_trial(row)
-        self.sampler.mark_seen(row)
+        self.sampler.propose_next(dataclasses.asdict(variant))
         return self.study.ask(self._space())
 
     def _space(self) -> dict[str, optuna.distributions.BaseDistribution]:

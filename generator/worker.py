@@ -71,6 +71,10 @@ class Worker:
         """What the measurements are made with: device, versions, timing method."""
         return self._ask("environment", None, STAGE_SECONDS)
 
+    def free_bytes(self) -> int:
+        """Free memory of the GPU, once the problem staged before has been given up."""
+        return int(self._ask("free_bytes", None, STAGE_SECONDS))
+
     def _ask(self, verb: str, argument: Any, seconds: float) -> Any:
         if self.process is None or self.pipe is None:
             raise WorkerLostError("the worker was not started")
@@ -111,6 +115,12 @@ def _serve(pipe: Connection, device: int) -> None:
         try:
             if verb == "environment":
                 value: Any = environment(device)
+            elif verb == "free_bytes":
+                if staged is not None:
+                    staged.close()
+                    staged = None
+                torch.cuda.empty_cache()
+                value = torch.cuda.mem_get_info(device)[0]
             elif verb == "stage":
                 if staged is not None:
                     staged.close()

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
+import hashlib
 import multiprocessing
 import os
 import re
+import struct
 import subprocess
 import tempfile
 from collections import Counter
@@ -19,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from generator.problem import Problem
+    from tuned.gru_cell.spec import GruCellSpec
     from tuned.launch import Launch
 
 
@@ -41,6 +45,7 @@ class Needs:
     spill_bytes: int
 
 
+@functools.cache
 def default_launches() -> dict[str, Launch]:
     """Kernel name -> the launch that a call of it gets untuned; tensors are on the device "meta"."""
     import itertools  # noqa: PLC0415 - what follows imports Triton
@@ -87,17 +92,27 @@ def instructions(cubin: bytes) -> list[str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-c", file.name], check=True, capture_output=True, text=True).stdout  # noqa: S603
+        text = subprocess.run([tool, "-ndf", "-c", file.name], check=True, capture_output=True, text=True).stdout  # noqa: S603
     return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?;)", text)
 
 
-def code_of_all(architecture: str) -> dict[str, str]:
-    """Kernel name -> machine code of its default launch."""
+def machine_code(cubin: bytes) -> bytes:
+    """The bytes of a cubin's .text section, where no name is: disassembling takes a quarter of a second, this nothing."""
+    table, width, count, names = (*struct.unpack_from("<Q", cubin, 0x28), *struct.unpack_from("<3H", cubin, 0x3A))
+    # Of each section header: name, type, flags, address, offset, size (ELF-64 specification, figure 8).
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + width * index) for index in range(count)]
+    strings = sections[names][4]
+    (text,) = (s for s in sections if cubin[strings + s[0] :].startswith(b".text."))
+    return cubin[text[4] : text[4] + text[5]]
+
+
+def code_digests(architecture: str) -> dict[str, str]:
+    """Kernel name -> digest of the machine code of its default launch."""
     from generator.compile import compile_launch, target_of  # noqa: PLC0415
 
     target = target_of(architecture)
     return {
-        name: "\n".join(instructions(compile_launch(launch, target).asm["cubin"]))
+        name: hashlib.sha256(machine_code(compile_launch(launch, target).asm["cubin"])).hexdigest()
         for name, launch in default_launches().items()
     }
 
@@ -146,3 +161,28 @@ def pool_failures(problem: Problem, first: int, step: int) -> tuple[int, dict[st
     variants = legal_pool(problem, 90).variants[first::step]
     found = {str(variant): compile_variant(problem, variant, "sm_90") for variant in variants}
     return len(variants), {variant: result for variant, result in found.items() if isinstance(result, str)}
+
+
+def code_with_pdl(name: str) -> list[str]:
+    """The machine code on sm_90 of a kernel's default launch with pdl=True."""
+    from generator.compile import compile_launch, target_of  # noqa: PLC0415
+
+    launch = default_launches()[name]
+    launch = dataclasses.replace(
+        launch, constants={**launch.constants, "PDL": True}, options={**launch.options, "launch_pdl": True}
+    )
+    return instructions(compile_launch(launch, target_of("sm_90")).asm["cubin"])
+
+
+def gru_needs(spec: GruCellSpec) -> Needs:
+    """Compile the gates of a spec, untuned, for sm_90."""
+    from generator.compile import resources, target_of  # noqa: PLC0415
+    from generator.families.gru_cell import inputs  # noqa: PLC0415
+    from tuned.gru_cell.launches import launches  # noqa: PLC0415
+    from tuned.gru_cell.spec import GruCellSize  # noqa: PLC0415
+    from tuned.gru_cell.variant import default_variant  # noqa: PLC0415
+
+    call = inputs(spec, GruCellSize(batch=3), "meta", 0)
+    (launch,) = launches(spec, default_variant(spec), call, lambda shape: None)
+    found = resources(launch, target_of("sm_90"))
+    return Needs(found.registers, found.spill_bytes)

@@ -7,7 +7,8 @@ Which kernel a call gets:
    only, by the distance documented in ``tuned.rope.variant.distance``.
    (2b) The same from the table of the most similar GPU.
 3. The default variant of the spec.
-4. Eager PyTorch: tensors on a CPU, dtypes that no kernel takes, no Triton, angles that need a gradient.
+4. Eager PyTorch: tensors on a CPU, dtypes that no kernel takes, no Triton, angles that need a gradient; and, for now,
+   what torch.compile traces: it fuses the formula itself.
 
 ``tuned.explain`` tells which of these a call gets, and why. Environment: ``TUNED_TABLES=DIR`` puts the records in a
 folder in front of the shipped tables; ``TUNED_DISPATCH=safe`` launches through Triton's public call only.
@@ -22,17 +23,12 @@ import torch
 
 from tuned.gru_cell.arguments import check_cell
 from tuned.gru_cell.run import cell_call, cell_spec, choice_of_cell, run_cell
-from tuned.rope.arguments import prepare
-from tuned.rope.plan import choice_of, plan_of, run_eager, run_public
+from tuned.overwrite import bump_version, refuse_overwrite
+from tuned.rope import call as rope_call
+from tuned.rope.call import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tuned.lookup import Choice
-
-MAX_PLANS = 4096  # properties remembered; a decode loop needs a handful, a new length each call one more each
-_PLANS: dict[Any, Any] = {}
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # noqa: SLF001 - 0.05 us, the public one 0.2
 
 
 def rope(  # noqa: PLR0913 - the arguments of its peers
@@ -75,9 +71,8 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
         TypeError, ValueError: an argument is not allowed; nothing has been written.
         RuntimeError: x cannot be overwritten without losing a gradient; nothing has been written.
     """
-    return _rope(  # type: ignore[no-any-return]
-        x, freqs, cos, sin, tensor_format, interleaved, inplace, rotary_dim, angle_entries, cu_seqlens, max_seqlen, "forward"
-    )
+    settings = Settings(tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, "forward")
+    return rope_call.call(x, freqs, cos, sin, cu_seqlens, settings)  # type: ignore[no-any-return]
 
 
 def rope_backward(  # noqa: PLR0913 - the arguments of rope
@@ -97,10 +92,8 @@ def rope_backward(  # noqa: PLR0913 - the arguments of rope
 
     Always out of place. Where the entries of a pair are equal it is the rotation by minus the angle.
     """
-    return _rope(  # type: ignore[no-any-return]
-        grad_output, freqs, cos, sin, tensor_format, interleaved, False, rotary_dim, angle_entries, cu_seqlens, max_seqlen,
-        "backward",
-    )  # fmt: skip
+    settings = Settings(tensor_format, interleaved, False, rotary_dim, angle_entries, max_seqlen, "backward")  # noqa: FBT003
+    return rope_call.call(grad_output, freqs, cos, sin, cu_seqlens, settings)  # type: ignore[no-any-return]
 
 
 def apply_rotary_pos_emb(
@@ -120,173 +113,6 @@ def apply_rotary_pos_emb(
     return rope(
         t, freqs, tensor_format=tensor_format, interleaved=interleaved, angle_entries="feature", cu_seqlens=cu_seqlens
     )
-
-
-def _traits(t: torch.Tensor) -> tuple[Any, ...]:
-    """All that a compiled kernel may depend on, of one tensor."""
-    return t.dtype, t.shape, t.stride(), t.data_ptr() & 15, t.get_device(), t.requires_grad, type(t)
-
-
-def _rope(  # noqa: PLR0913
-    x: Any,
-    freqs: Any,
-    cos: Any,
-    sin: Any,
-    tensor_format: str,
-    interleaved: bool,  # noqa: FBT001
-    inplace: bool,  # noqa: FBT001
-    rotary_dim: int | None,
-    angle_entries: str | None,
-    cu_seqlens: Any,
-    max_seqlen: int | None,
-    direction: str,
-) -> Any:
-    if torch.compiler.is_compiling():
-        return _outside_the_graph(
-            x, freqs, cos, sin, tensor_format, interleaved, inplace, rotary_dim, angle_entries, cu_seqlens, max_seqlen, direction
-        )
-    angles = cos if freqs is None else freqs
-    try:
-        key = (
-            _traits(x), _traits(angles), freqs is None, sin is not None and _traits(sin),
-            cu_seqlens is not None and _traits(cu_seqlens), tensor_format, interleaved, inplace, rotary_dim, angle_entries,
-            max_seqlen, direction, torch.is_grad_enabled(), _current_device(), freqs is not None and cos is not None,
-        )  # fmt: skip
-        plan = _PLANS.get(key)
-    except (AttributeError, RuntimeError, TypeError):  # not a plain tensor: the checks below say what is wrong, or eager
-        key = plan = None
-    if plan is not None:
-        return plan(x, angles, sin, cu_seqlens)
-    return _first_call(
-        key, x, freqs, cos, sin, tensor_format, interleaved, inplace, rotary_dim, angle_entries, cu_seqlens, max_seqlen, direction
-    )
-
-
-def _outside_the_graph(*args: Any) -> Any:
-    """The call from a traced function: a break in its graph."""
-    return _rope(*args)
-
-
-# What torch.compiler.disable would set; that function imports the whole of Dynamo, a second at import.
-_outside_the_graph._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001
-
-
-def _first_call(key: Any, x: Any, freqs: Any, cos: Any, sin: Any, *rest: Any) -> Any:
-    """Check everything, choose, run; keep what was decided under ``key``."""
-    tensor_format, interleaved, inplace, rotary_dim, angle_entries, cu_seqlens, max_seqlen, direction = rest
-    spec, size, call, eager_spec = prepare(
-        x, freqs, cos, sin, tensor_format, interleaved, inplace, rotary_dim, angle_entries, cu_seqlens, max_seqlen,
-        direction, torch.empty_like,
-    )  # fmt: skip
-    wants_grad = torch.is_grad_enabled() and x.requires_grad
-    if inplace:
-        refuse_overwrite(x)
-    angles_want_grad = torch.is_grad_enabled() and (call.cos.requires_grad or (sin is not None and sin.requires_grad))
-    choice = choice_of(spec, size, call)
-    if choice.rule == "eager" or spec is None or angles_want_grad:
-        return run_eager(eager_spec, call)
-    if wants_grad:
-        # Angles go in by position, so that autograd sees them; the rest is one tuple.
-        settings = (freqs is not None, *rest)
-        plan = _autograd_plan(settings)
-        _keep(key, plan)
-        return plan(x, call.cos if freqs is None else freqs, sin, cu_seqlens)
-    if x.numel() == 0:
-        return call.out
-    compiled = run_public(spec, choice.variant, call)
-    angles = cos if freqs is None else freqs
-    _keep(key, _counted(plan_of(spec, choice.variant, call, compiled, (angles, sin)), inplace))
-    if inplace:
-        _bump(x)
-    return call.out
-
-
-def _keep(key: Any, plan: Any) -> None:
-    if key is None or plan is None:
-        return
-    if len(_PLANS) >= MAX_PLANS:
-        _PLANS.clear()
-    _PLANS[key] = plan
-
-
-def _counted(plan: Any, inplace: bool) -> Any:  # noqa: FBT001
-    """A plan that also tells autograd that x has changed."""
-    if plan is None or not inplace:
-        return plan
-
-    def counted(x: Any, angles: Any, sin: Any, cu_seqlens: Any) -> Any:
-        result = plan(x, angles, sin, cu_seqlens)
-        _bump(x)
-        return result
-
-    return counted
-
-
-def _bump(x: torch.Tensor) -> None:
-    if not x.is_inference():  # inference tensors have no version
-        torch.autograd.graph.increment_version(x)
-
-
-def refuse_overwrite(x: torch.Tensor) -> None:
-    """Raise RuntimeError, before any write, if overwriting x would lose or falsify a gradient."""
-    if not torch.is_grad_enabled() or not x.requires_grad:
-        return
-    base = x._base if x._is_view() else x  # noqa: SLF001 - no public way to ask
-    if base is not None and base.is_leaf:
-        raise RuntimeError(
-            "x is a leaf that requires grad, or a view of one: overwriting it would lose the value its gradient belongs "
-            "to; use inplace=False, or overwrite a clone"
-        )
-    creation = torch._C._autograd  # noqa: SLF001
-    if x._is_view() and creation._get_creation_meta(x) != creation.CreationMeta.DEFAULT:  # noqa: SLF001
-        raise RuntimeError(
-            "x is one of several views made together (unbind, split, chunk) or was made under no_grad, and autograd "
-            "cannot follow a write to it; use inplace=False, or slice instead of splitting"
-        )
-
-
-class _Rope(torch.autograd.Function):
-    """The kernel as a node of the graph. Its backward is the transposed kernel, and so differentiable again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, angles: Any, sin: Any, cu_seqlens: Any, settings: tuple[Any, ...]) -> Any:
-        """Rotate; keep the angles, not x."""
-        ctx.save_for_backward(angles, sin, cu_seqlens)
-        ctx.settings = settings
-        out = _with_settings(x, angles, sin, cu_seqlens, settings)
-        if settings[3]:
-            ctx.mark_dirty(x)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """Apply the transpose to the gradient, out of place: it may be shared."""
-        angles, sin, cu_seqlens = ctx.saved_tensors
-        takes_freqs, tensor_format, interleaved, _, *rest, direction = ctx.settings
-        turned = "backward" if direction == "forward" else "forward"
-        settings = (takes_freqs, tensor_format, interleaved, False, *rest, turned)
-        return _with_settings(grads[0], angles, sin, cu_seqlens, settings), None, None, None, None
-
-
-def _with_settings(x: Any, angles: Any, sin: Any, cu_seqlens: Any, settings: tuple[Any, ...]) -> Any:
-    takes_freqs, tensor_format, interleaved, inplace, rotary_dim, angle_entries, _, max_seqlen, direction = settings
-    freqs, cos = (angles, None) if takes_freqs else (None, angles)
-    return _rope(
-        x, freqs, cos, sin, tensor_format, interleaved, inplace, rotary_dim, angle_entries, cu_seqlens, max_seqlen, direction
-    )
-
-
-def _autograd_plan(settings: tuple[Any, ...]) -> Any:
-    takes_freqs, tensor_format, interleaved, inplace, rotary_dim, angle_entries, _, max_seqlen, direction = settings
-    # cu_seqlens goes in as a tensor; a settings tuple that held it would keep the caller's alive.
-    kept = (takes_freqs, tensor_format, interleaved, inplace, rotary_dim, angle_entries, None, max_seqlen, direction)
-
-    def plan(x: Any, angles: Any, sin: Any, cu_seqlens: Any) -> Any:
-        if inplace:
-            refuse_overwrite(x)
-        return _Rope.apply(x, angles, sin, cu_seqlens, kept)
-
-    return plan
 
 
 def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
@@ -328,7 +154,7 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
     spec, size, call = cell_call(x, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace)
     out = run_cell(spec, size, call)
     if inplace and out is h:
-        _bump(h)
+        bump_version(h)
     return out
 
 
@@ -347,23 +173,7 @@ def explain_gru_cell(*args: Any, **kwargs: Any) -> tuple[Choice, Any]:
 
 def explain_rope(*args: Any, direction: str = "forward", **kwargs: Any) -> tuple[Choice, Any]:
     """The choice for a call of ``rope`` with these arguments, and its spec; nothing runs."""
-    names = ("x", "freqs", "cos", "sin")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    ordered = [given.get(n) for n in names]
-    spec, size, call, _ = prepare(
-        *ordered,
-        given.get("tensor_format", "bshd"),
-        given.get("interleaved", False),
-        given.get("inplace", False),
-        given.get("rotary_dim"),
-        given.get("angle_entries"),
-        given.get("cu_seqlens"),
-        given.get("max_seqlen"),
-        direction,
-        lambda x: x,
-    )
-    choice = choice_of(spec, size, call)
-    wants = [t for t in (call.cos, call.sin) if t is not None and t.requires_grad]
-    if choice.rule != "eager" and torch.is_grad_enabled() and wants:
-        choice = dataclasses.replace(choice, rule="eager", why="the angles need a gradient", variant=None, row=None)
-    return choice, spec
+    given = dict(zip(("x", "freqs", "cos", "sin"), args, strict=False)) | kwargs
+    given = {"tensor_format": "bshd", "interleaved": False, "inplace": False, **given, "direction": direction}
+    settings = Settings(*(given.get(name) for name in Settings._fields))
+    return rope_call.explain(*(given.get(name) for name in ("x", "freqs", "cos", "sin", "cu_seqlens")), settings)

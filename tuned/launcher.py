@@ -62,7 +62,9 @@ def _probe(device: int) -> bool:
         wanted = torch.stack((cos, sin)).clone()
         cos.zero_()
         sin.zero_()
-        bare(compiled, device)(1, (freqs.data_ptr(), cos.data_ptr(), sin.data_ptr(), *arguments[3:], *constants.values()))
+        bare(compiled, device)(
+            1, (freqs.data_ptr(), cos.data_ptr(), sin.data_ptr(), *arguments[3:], *constants.values())
+        )
         return bool(torch.equal(torch.stack((cos, sin)), wanted)) and bool(wanted.any())
     except (TypeError, ValueError, AttributeError, SystemError, ImportError):  # another version's launcher
         return False

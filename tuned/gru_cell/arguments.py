@@ -31,7 +31,9 @@ def check_cell(  # noqa: PLR0913 - the arguments of the public call
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if x.ndim != 2 or h.ndim != 2:  # noqa: PLR2004
-        raise ValueError(f"x must be [batch, input_size] and h [batch, hidden], got {list(x.shape)} and {list(h.shape)}")
+        raise ValueError(
+            f"x must be [batch, input_size] and h [batch, hidden], got {list(x.shape)} and {list(h.shape)}"
+        )
     batch, hidden = h.shape
     wanted = {
         "x": (batch, x.shape[1]),

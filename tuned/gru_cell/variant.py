@@ -52,7 +52,9 @@ def distance(a: GruCellSpec, b: GruCellSpec) -> float | None:
     """How unlike two specs are: octaves of hidden size, plus 1 for another dtype; None if the text differs."""
     if (a.bias, a.inplace) != (b.bias, b.inplace):
         return None
-    return abs(next_power_of_2(a.hidden).bit_length() - next_power_of_2(b.hidden).bit_length()) + float(a.dtype != b.dtype)
+    return abs(next_power_of_2(a.hidden).bit_length() - next_power_of_2(b.hidden).bit_length()) + float(
+        a.dtype != b.dtype
+    )
 
 
 def fit(variant: GruCellVariant, capability: int) -> GruCellVariant:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -35,9 +35,7 @@ def _angle_rows(name: str, tensor: Any, device: torch.device) -> torch.Tensor:
     return tensor if tensor.ndim == 2 else tensor.reshape(tensor.shape[0], tensor.shape[-1])  # noqa: PLR2004
 
 
-def _angles(
-    freqs: Any, cos: Any, sin: Any, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor | None, str]:
+def _angles(freqs: Any, cos: Any, sin: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None, str]:
     """The angle tensors as [rows, entries], and which kind they are."""
     if freqs is not None and (cos is not None or sin is not None):
         raise ValueError("give freqs, or cos and sin, not both: they say the same thing")
@@ -79,7 +77,7 @@ def _rotary_dim(entries: int, angle_entries: str, rotary_dim: int | None, head_d
         )
     if implied % 2 or not 0 < implied <= head_dim:
         raise ValueError(
-            f'rotary_dim must be even and in (0, head_dim={head_dim}], but {told}; '
+            f"rotary_dim must be even and in (0, head_dim={head_dim}], but {told}; "
             f'if each entry is for a {other}, pass angle_entries="{other}"'
         )
     return implied
@@ -108,22 +106,32 @@ def strides_of(layout: str, tensor: Any) -> tuple[int, int, int, int]:
     return (rest[0], first, rest[1], rest[2]) if layout == "bshd" else (first, *rest)
 
 
+class Prepared(NamedTuple):
+    """A checked call."""
+
+    spec: RopeSpec | None  # None where no kernel takes the dtype of x
+    size: RopeSize
+    call: RopeCall
+    eager_spec: RopeSpec  # for eager PyTorch, which does not read the dtype from it
+
+
 def prepare(  # noqa: PLR0913 - the arguments of the public call
     x: Any,
     freqs: Any,
     cos: Any,
     sin: Any,
+    cu_seqlens: Any,
     tensor_format: str,
     interleaved: bool,  # noqa: FBT001
     inplace: bool,  # noqa: FBT001
     rotary_dim: int | None,
     angle_entries: str | None,
-    cu_seqlens: Any,
     max_seqlen: int | None,
     direction: str,
+    *,
     make_out: Callable[[torch.Tensor], torch.Tensor],
-) -> tuple[RopeSpec | None, RopeSize, RopeCall, RopeSpec]:
-    """The call, checked: (spec or None if no kernel takes this dtype, size, call, spec for eager).
+) -> Prepared:
+    """The call, checked; out of place its output is what ``make_out`` makes of x.
 
     Raises:
         TypeError: a tensor of the wrong kind or dtype.
@@ -135,7 +143,9 @@ def prepare(  # noqa: PLR0913 - the arguments of the public call
         raise TypeError(f"x must be a tensor, got {type(x).__name__}")
     axes = 3 if tensor_format == "thd" else 4
     if x.ndim != axes:
-        raise ValueError(f"x must be [{', '.join(tensor_format)}] for tensor_format {tensor_format!r}, got {list(x.shape)}")
+        raise ValueError(
+            f"x must be [{', '.join(tensor_format)}] for tensor_format {tensor_format!r}, got {list(x.shape)}"
+        )
     if not x.dtype.is_floating_point:
         raise TypeError(f"x must be floating point, got {x.dtype}")
     angles, second, kind = _angles(freqs, cos, sin, x.device)
@@ -174,7 +184,7 @@ def prepare(  # noqa: PLR0913 - the arguments of the public call
         "direction": direction,
     }
     supported = _name(x.dtype) in ("float32", "float16", "bfloat16")
-    # Eager PyTorch takes float64 too; the spec has no word for it, and eager does not read the dtype from there.
+    # Eager PyTorch takes float64 too; the spec has no word for it.
     spec = RopeSpec(dtype=_name(x.dtype) if supported else "float32", **fields)
     out = x if inplace else make_out(x)
     call = RopeCall(
@@ -191,4 +201,4 @@ def prepare(  # noqa: PLR0913 - the arguments of the public call
         cu_seqlens=cu_seqlens,
         sequences=sequences,
     )
-    return (spec if supported else None), size, call, spec
+    return Prepared(spec if supported else None, size, call, spec)

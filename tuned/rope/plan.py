@@ -14,18 +14,22 @@ from tuned.lookup import Choice, choose
 from tuned.rope.eager import rotate
 
 if TYPE_CHECKING:
+    from tuned.rope.arguments import Prepared
     from tuned.rope.launches import RopeCall
-    from tuned.rope.spec import RopeSize, RopeSpec
+    from tuned.rope.spec import RopeSpec
 
 ROPE = FAMILIES["rope"]
 
 
-def choice_of(spec: RopeSpec | None, size: RopeSize, call: RopeCall) -> Choice:
+def choice_of(prepared: Prepared, angles: list[torch.Tensor]) -> Choice:
     """Which variant a call gets, or why it runs in eager PyTorch: rule 4 of tuned.dispatch."""
-    reason = why_eager(call.x, spec is not None)
-    if spec is None or reason is not None:
+    x = prepared.call.x
+    reason = why_eager(x, prepared.spec is not None)
+    if reason is None and torch.is_grad_enabled() and any(t.requires_grad for t in angles):
+        reason = "the angles need a gradient, which the kernels do not give"
+    if prepared.spec is None or reason is not None:
         return Choice("eager", reason or "", None)
-    return choose(ROPE, spec, size, gpu_of(call.x.device))
+    return choose(ROPE, prepared.spec, prepared.size, gpu_of(x.device))
 
 
 def run_eager(spec: RopeSpec, call: RopeCall) -> torch.Tensor:
@@ -46,24 +50,20 @@ def _table(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float32, device=device)
 
 
-def plan_of(spec: RopeSpec, variant: Any, call: RopeCall, compiled: list[Any], given: tuple[Any, ...]) -> Any:
-    """A closure (x, angles, sin, cu_seqlens) -> result for calls with the properties of this one.
+def upgraded_plan(spec: RopeSpec, variant: Any, call: RopeCall, compiled: list[Any]) -> Any:
+    """A closure (x, angles, sin, cu_seqlens) -> result that launches the compiled kernel by its own launcher, or None.
 
     It may be called with tensors that have the dtype, shape, strides, device and 16-byte alignment of the call's, and
-    with these alone: the compiled code depends on all of them. ``given`` are the caller's angles and sin.
+    with these alone: the compiled code depends on all of them.
     """
-    if (call.cos, call.sin) != given and [t is not None and t.data_ptr() for t in (call.cos, call.sin)] != [
-        t is not None and t.data_ptr() for t in given
-    ]:
-        return None  # cos and sin had to be copied to a common layout: each call must
-    public = _public_plan(spec, variant, call)
     device = call.x.device.index
-    if len(compiled) != 1 or hooks() is None or not bare_supported(device) or torch.cuda.current_device() != device:
-        return public
-    return _bare_plan(spec, variant, call, compiled[0], public)
+    if len(compiled) != 1 or hooks() is None or torch.cuda.current_device() != device or not bare_supported(device):
+        return None
+    return _bare_plan(spec, variant, call, compiled[0], public_plan(spec, variant, call))
 
 
-def _public_plan(spec: RopeSpec, variant: Any, call: RopeCall) -> Any:
+def public_plan(spec: RopeSpec, variant: Any, call: RopeCall) -> Any:
+    """A closure (x, angles, sin, cu_seqlens) -> result that launches publicly, for calls with these properties."""
     # Without its tensors: a plan keeps nothing of the caller's alive.
     template = dataclasses.replace(call, x=None, out=None, cos=None, sin=None, cu_seqlens=None)
 

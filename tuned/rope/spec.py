@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 DTYPES = ("float32", "float16", "bfloat16")
 ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}  # bytes
@@ -53,27 +52,27 @@ class RopeSpec:
         if self.inplace and self.direction == "backward":
             raise ValueError("backward is always out of place: grad_output may be shared and is never written")
 
-    @functools.cached_property
+    @property
     def copies_tail(self) -> bool:
         """Out of place, the features that do not rotate must still reach the output."""
         return not self.inplace and self.rotary_dim < self.head_dim
 
-    @functools.cached_property
+    @property
     def packed(self) -> bool:
         """Tokens of all sequences on one axis: positions come from cu_seqlens."""
         return self.layout == "thd"
 
-    @functools.cached_property
+    @property
     def merges_batch(self) -> bool:
         """In sbhd the b * h rows of one position lie together and share its angles: one axis of rows."""
         return self.layout == "sbhd"
 
-    @functools.cached_property
+    @property
     def interleaved(self) -> bool:
         """The two features of a pair are neighbours."""
         return self.style == "interleaved"
 
-    @functools.cached_property
+    @property
     def takes_sine(self) -> bool:
         """The kernel is given radians and takes sine and cosine itself."""
         return self.angles == "freqs"

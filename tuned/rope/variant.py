@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
 from tuned.choices import one_of
 from tuned.launch import ceil_div, next_power_of_2
 from tuned.rope.spec import ITEM_SIZE, RopeSize, RopeSpec
 
-MAX_PAIRS_PER_THREAD = 32  # 64 float32 values and their angles: above this every compiled tile spilled or fell to one program an SM
+MAX_PAIRS_PER_THREAD = (
+    32  # 64 float32 values and their angles: above this every compiled tile spilled or fell to one program an SM
+)
 PDL_CAPABILITY = 90  # griddepcontrol: PTX ISA, sm_90 and up
 # What a tile's size depends on. Every other knob is free at its default: a core that a rule excludes there is excluded anywhere.
 CORE_KNOBS = ("block_tokens", "block_heads", "heads", "head_steps", "num_warps", "num_stages")
@@ -51,7 +52,7 @@ class RopeVariant:
     # Loads in flight in the loop over heads; without a loop there is nothing to overlap.
     num_stages: int = one_of(1, 2, default=1)
 
-    @functools.cached_property
+    @property
     def loops_heads(self) -> bool:
         """One program walks over several tiles of heads."""
         return self.heads == "loop"
@@ -93,14 +94,20 @@ def rejection(spec: RopeSpec, size: RopeSize | None, variant: RopeVariant, capab
     if not spec.merges_batch and variant.block_heads >= 2 * spec.heads:
         return f"block_heads={variant.block_heads} would leave more than half of its rows empty with {spec.heads} heads"
     if not spec.merges_batch and variant.loops_heads and variant.block_heads * (variant.head_steps - 1) >= spec.heads:
-        return f"{variant.head_steps} steps of {variant.block_heads} heads: the last would find none of {spec.heads} left"
+        return (
+            f"{variant.head_steps} steps of {variant.block_heads} heads: the last would find none of {spec.heads} left"
+        )
     if size is not None and not spec.packed and variant.block_tokens >= 2 * size.seq:
         return f"block_tokens={variant.block_tokens} would leave more than half of its rows empty with {size.seq} positions"
     if size is not None and variant.order == "batch" and size.batch == 1:
         return "order='batch' with one batch entry is the same grid as order='heads'"
     if variant.order == "batch" and spec.layout != "bshd":
         return f"order='batch' is for bshd: in {spec.layout} no other batch entry shares a program's positions"
-    if variant.order == "tokens" and not spec.merges_batch and ceil_div(spec.heads, variant.block_heads * variant.head_steps) == 1:
+    if (
+        variant.order == "tokens"
+        and not spec.merges_batch
+        and ceil_div(spec.heads, variant.block_heads * variant.head_steps) == 1
+    ):
         return "order='tokens' with all heads in one program is the same grid as order='heads'"
     if variant.tail == "chunks" and not spec.copies_tail:
         return "tail='chunks' needs a tail to copy"

@@ -1,0 +1,50 @@
+# Every command of the project. VENV=... puts the virtual environment elsewhere.
+VENV ?= .venv
+PYTHON ?= python3
+BIN = $(VENV)/bin
+
+.PHONY: tune test test-gpu lint types render check bench clean
+
+tune: $(VENV)/.tune  ## set up, then tune for the GPU at hand (without one: compile and estimate)
+	$(BIN)/python tune.py --gpu auto
+
+test: $(VENV)/.dev  ## set up, then every test that this machine can run
+	$(BIN)/python -m pytest -n auto
+
+test-gpu: $(VENV)/.dev  ## the full grid on a GPU
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+render:  ## write every generated file again
+	$(BIN)/python tune.py --render
+
+check:  ## stale or missing rows, generated files out of date
+	$(BIN)/python tune.py --check
+
+bench: $(VENV)/.bench  ## against the peers that are installed, on a GPU; then the table and the plots
+	$(BIN)/python -m benchmarks.rope
+	$(BIN)/python -m benchmarks.table --write README.md
+	$(BIN)/python -m benchmarks.plot
+
+clean:
+	rm -rf $(VENV) .cache build *.egg-info
+
+$(VENV)/.tune: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e '.[tune]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e '.[tune,bench,dev]'
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.tune
+	$(BIN)/pip install -q -c constraints.txt -e '.[tune,bench]'
+	touch $@

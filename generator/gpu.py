@@ -1,0 +1,157 @@
+"""Say which GPU can be tuned, or why none can and the way out: a pure function of a few facts."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import dataclasses
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What the answer depends on."""
+
+    torch_version: str = ""
+    torch_cuda: str | None = None  # CUDA that this torch was built with; None for a CPU-only or ROCm build
+    torch_hip: str | None = None  # ROCm that this torch was built with
+    names: tuple[str, ...] = ()  # GPUs that torch can use, by index
+    signs: tuple[str, ...] = ()  # what else on the system tells of an NVIDIA GPU
+    driver_cuda: int = 0  # newest CUDA that the driver supports, as 12040 for 12.4; 0 when there is no driver
+    visible: str | None = None  # CUDA_VISIBLE_DEVICES
+    error: str = ""  # what torch said when CUDA was initialised
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Whether this machine can tune, and if not, what to tell."""
+
+    kind: str  # "ready", "no_gpu", "cpu_only_torch", "old_driver", "hidden", "rocm" or "broken"
+    message: str = ""
+
+
+class NoSuchGpuError(ValueError):
+    """No GPU is the one asked for; the message lists those that are there."""
+
+
+def diagnose(facts: Facts) -> Answer:
+    """Whether there is a GPU to tune on; otherwise which of the usual reasons holds, with its way out."""
+    if facts.names and facts.torch_hip is None:
+        return Answer("ready")
+    if facts.torch_hip is not None:
+        return Answer(
+            "rocm",
+            f"this torch is built for ROCm {facts.torch_hip}: the kernels run on AMD GPUs with untuned variants, but "
+            "measuring there is not supported yet. Tune on an NVIDIA GPU.",
+        )
+    if facts.torch_cuda is None and (facts.signs or facts.driver_cuda):
+        seen = ", ".join(facts.signs) or "an NVIDIA driver"
+        return Answer(
+            "cpu_only_torch",
+            f"this machine shows signs of an NVIDIA GPU ({seen}), but torch {facts.torch_version} is a CPU-only build. "
+            f"Install a CUDA build of torch, of a CUDA version up to {_cuda(facts.driver_cuda) or 'what nvidia-smi shows'}: "
+            "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cuXXX, "
+            "XXX being that version without the dot.",
+        )
+    if facts.torch_cuda is not None and _too_old(facts):
+        found = f" supports CUDA up to {_cuda(facts.driver_cuda)}" if facts.driver_cuda else " is older than that"
+        return Answer(
+            "old_driver",
+            f"torch {facts.torch_version} is built for CUDA {facts.torch_cuda}, but the NVIDIA driver{found}: it is too old "
+            "for this torch. Update the driver, or install a torch built for the driver's CUDA: "
+            "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cuXXX.",
+        )
+    if facts.visible is not None and facts.visible.strip() in ("", "-1") and (facts.signs or facts.driver_cuda):
+        return Answer(
+            "hidden",
+            f"CUDA_VISIBLE_DEVICES={facts.visible!r} hides every GPU from torch. Unset it, or set it to an index.",
+        )
+    if facts.signs or facts.driver_cuda:
+        why = facts.error or "it does not say why"
+        return Answer(
+            "broken",
+            f"this machine shows signs of an NVIDIA GPU ({', '.join(facts.signs) or 'a driver'}), but torch "
+            f"{facts.torch_version} cannot use one: {why}. Check nvidia-smi; in a container, pass the GPU through "
+            "(docker run --gpus all).",
+        )
+    return Answer(
+        "no_gpu",
+        "no GPU was found on this machine. Run the same command where there is one; what is true without one follows.",
+    )
+
+
+def _cuda(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}" if version else ""
+
+
+def _too_old(facts: Facts) -> bool:
+    if "driver" in facts.error and "too old" in facts.error or "insufficient" in facts.error:
+        return True
+    # Within a major version an older driver serves (CUDA minor version compatibility, from 11 on).
+    major = int((facts.torch_cuda or "0").split(".")[0])
+    return 0 < facts.driver_cuda // 1000 < major
+
+
+def choose_gpu(names: tuple[str, ...], wanted: str) -> int:
+    """The index of the GPU that ``wanted`` asks for: "auto", an index or a part of its name.
+
+    Raises:
+        NoSuchGpuError: there is none.
+    """
+    if wanted == "auto" and names:
+        return 0
+    if wanted.isdecimal() and int(wanted) < len(names):
+        return int(wanted)
+    for index, name in enumerate(names):
+        if not wanted.isdecimal() and wanted.lower() in name.lower():
+            return index
+    there = ", ".join(f"{i}: {n}" for i, n in enumerate(names)) or "none"
+    raise NoSuchGpuError(f"--gpu must be auto, an index or part of a name of a GPU here ({there}), got {wanted!r}")
+
+
+def gather() -> Facts:
+    """The facts of this machine and this torch."""
+    names: tuple[str, ...] = ()
+    error = ""
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                if torch.cuda.is_available():
+                    names = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+                else:
+                    torch.cuda.init()
+            except (RuntimeError, AssertionError) as problem:
+                error = (str(problem).splitlines() or [""])[0]
+        if not names and said:
+            error = f"{error} {str(said[0].message).splitlines()[0]}".strip()
+    return Facts(
+        torch_version=torch.__version__,
+        torch_cuda=torch.version.cuda,
+        torch_hip=torch.version.hip,
+        names=names,
+        signs=_signs(),
+        driver_cuda=0 if names else _driver_cuda(),
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        error=error,
+    )
+
+
+def _signs() -> tuple[str, ...]:
+    found = [str(p) for p in (Path("/dev/nvidia0"), Path("/dev/nvidiactl"), Path("/proc/driver/nvidia")) if p.exists()]
+    return (*found, *(["nvidia-smi"] if shutil.which("nvidia-smi") else []))
+
+
+def _driver_cuda() -> int:
+    """The newest CUDA that the installed driver supports, asked of the driver library itself."""
+    version = ctypes.c_int(0)
+    try:
+        library = ctypes.CDLL(ctypes.util.find_library("cuda") or "libcuda.so.1")
+        return version.value if library.cuDriverGetVersion(ctypes.byref(version)) == 0 else 0
+    except (OSError, AttributeError):
+        return 0

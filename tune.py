@@ -1,0 +1,111 @@
+"""Find the fastest kernels for this GPU, and write the table that models import. `python tune.py --help` tells more."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+
+console = Console()
+errors = Console(stderr=True)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+INTERRUPTED = 130  # what a shell gives for Ctrl-C
+
+
+def seconds(text: str | None) -> float:
+    """A time such as 90s, 10m or 1h in seconds; without one there is no limit.
+
+    Raises:
+        typer.BadParameter: for anything else.
+    """
+    if text is None:
+        return math.inf
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise typer.BadParameter(f"a time is a number with s, m or h, as in 90s, 10m or 1h, got {text!r}")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+# Typer reads these annotations when the program runs, on Python 3.10 too.
+@app.callback(invoke_without_command=True)
+def main(  # noqa: PLR0913 - one parameter an option
+    context: typer.Context,
+    gpu: Annotated[str, typer.Option(help="auto, an index, or part of a name.")] = "auto",
+    target: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Measure nothing: compile and estimate for this device, as is done without a GPU."),
+    ] = None,
+    family: Annotated[Optional[str], typer.Option(help="Only this kernel family.")] = None,  # noqa: UP045
+    problems: Annotated[Optional[str], typer.Option(help="Names or patterns, with commas between; or all.")] = None,  # noqa: UP045
+    trials: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Variants to measure a problem (72); without a GPU, to compile (40)."),
+    ] = None,
+    budget: Annotated[Optional[str], typer.Option(help="Time for the whole run: 90s, 10m, 1h.")] = None,  # noqa: UP045
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Keep the record in this folder; the package's tables stay as they are."),
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the problems, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show how many variants there are to try, and stop.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="List rows and files that are out of date; exit 1 if any.")] = False,
+    render: Annotated[bool, typer.Option("--render", help="Write every generated file again, and stop.")] = False,
+) -> None:
+    """Tune every problem on this GPU, most common first; Ctrl-C keeps what was measured, the same command goes on."""
+    if context.invoked_subcommand is not None:
+        return
+    from generator import commands  # noqa: PLC0415 - torch takes seconds to import, --help must not
+    from generator.selection import SelectionError  # noqa: PLC0415
+    from tuned.record import RecordError  # noqa: PLC0415
+
+    limit_s = seconds(budget)
+    options = commands.Options(gpu, target, family, problems, trials, limit_s, out)
+    try:
+        if render:
+            code = commands.render(console)
+        elif check:
+            code = commands.check(options, console)
+        elif list_:
+            code = commands.list_problems(options, console)
+        elif dry_run:
+            code = commands.dry_run(options, console)
+        else:
+            code = commands.tune(options, console)
+    except SelectionError as error:
+        errors.print(f"tune.py: {error}", markup=False, highlight=False, soft_wrap=True)
+        code = 2
+    except RecordError as error:
+        errors.print(f"tune.py: {error}", markup=False, highlight=False, soft_wrap=True)
+        code = 1
+    raise typer.Exit(code)
+
+
+@app.command()
+def show(
+    problem: Annotated[str, typer.Argument(help="A name from --list.")],
+    device: Annotated[Optional[str], typer.Option(help="Whose winner; nvidia_h200 or the only record.")] = None,  # noqa: UP045
+    out: Annotated[Optional[Path], typer.Option(help="Write to this file instead of the terminal.")] = None,  # noqa: UP045
+) -> None:
+    """Write the winner of PROBLEM as one self-contained Triton file, to paste into another project."""
+    from generator import commands  # noqa: PLC0415
+    from generator.selection import SelectionError  # noqa: PLC0415
+    from tuned.record import RecordError  # noqa: PLC0415
+
+    try:
+        text = commands.show(problem, device)
+    except (SelectionError, RecordError) as error:
+        errors.print(f"tune.py: {error}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2 if isinstance(error, SelectionError) else 1) from error
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        out.write_text(text)
+        errors.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,199 @@
+"""The way of a RoPE call: what its properties are, the plan that was made for them, and the node autograd sees.
+
+A call whose properties were seen before costs one key, one dictionary hit and the launch. Nothing of a caller's is kept
+alive: plans hold numbers, kernels and settings, no tensors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tuned.overwrite import bump_version, refuse_overwrite
+from tuned.rope.arguments import prepare
+from tuned.rope.plan import choice_of, public_plan, run_eager, run_public, upgraded_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tuned.lookup import Choice
+
+MAX_PLANS = 4096  # properties remembered: a decode loop needs a handful, each new length one more
+
+
+class Settings(NamedTuple):
+    """The arguments of a call that are no tensors."""
+
+    tensor_format: str
+    interleaved: bool
+    inplace: bool
+    rotary_dim: int | None
+    angle_entries: str | None
+    max_seqlen: int | None
+    direction: str
+
+
+class Plan:
+    """What calls of one set of properties do. ``run(x, angles, sin, cu_seqlens)`` may be replaced by a faster one."""
+
+    __slots__ = ("run",)
+
+    def __init__(self, run: Any = None) -> None:
+        self.run = run
+
+
+_PLANS: dict[Any, Plan] = {}
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # noqa: SLF001 - 0.05 us, the public one 0.2
+
+
+def _traits(t: torch.Tensor) -> tuple[Any, ...]:
+    """All of one tensor that a compiled kernel, or the way to it, may depend on."""
+    return t.dtype, t.shape, t.stride(), t.data_ptr() & 15, t.get_device(), t.requires_grad, type(t)
+
+
+def call(x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: Settings) -> Any:
+    """Run RoPE; see tuned.dispatch.rope for the arguments and errors."""
+    if torch.compiler.is_compiling():
+        # A launch cannot be traced; the formula can, whole, and the compiler fuses it.
+        prepared = prepare(x, freqs, cos, sin, cu_seqlens, *settings, make_out=torch.empty_like)
+        return run_eager(prepared.eager_spec, prepared.call)
+    return _plan(x, freqs, cos, sin, cu_seqlens, settings).run(x, cos if freqs is None else freqs, sin, cu_seqlens)
+
+
+def _plan(x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: Settings) -> Plan:
+    try:
+        key = (
+            settings,
+            _traits(x),
+            freqs is not None and _traits(freqs),
+            cos is not None and _traits(cos),
+            sin is not None and _traits(sin),
+            cu_seqlens is not None and _traits(cu_seqlens),
+            torch.is_grad_enabled(),
+            _current_device(),
+        )
+        plan = _PLANS.get(key)
+    except (
+        AttributeError,
+        RuntimeError,
+        TypeError,
+    ):  # no plain tensor: the checks say what is wrong, or eager takes it
+        key = plan = None
+    if plan is None:
+        plan = _decide(x, freqs, cos, sin, cu_seqlens, settings)
+        if key is not None:
+            if len(_PLANS) >= MAX_PLANS:
+                _PLANS.clear()
+            _PLANS[key] = plan
+    return plan
+
+
+def _decide(x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: Settings) -> Plan:
+    """Check everything and choose what calls like this one do. Nothing is launched, nothing written."""
+    prepared = prepare(x, freqs, cos, sin, cu_seqlens, *settings, make_out=lambda t: t)
+    if settings.inplace:
+        refuse_overwrite(x)
+    given = [t for t in (freqs, cos, sin) if t is not None]
+    choice = choice_of(prepared, given)
+    if choice.variant is None:
+        return Plan(_eager_run(settings, freqs is not None))
+    if torch.is_grad_enabled() and x.requires_grad:
+        with torch.no_grad():  # what the node does when it runs
+            forward = _plan(x, freqs, cos, sin, cu_seqlens, settings)
+        return Plan(_Node(settings, freqs is not None, forward).run)
+    if x.numel() == 0:
+        return Plan(lambda x, *_: x if settings.inplace else torch.empty_like(x))
+    return _kernel_plan(prepared.spec, choice.variant, settings, freqs is not None)
+
+
+def _eager_run(settings: Settings, takes_freqs: bool) -> Any:  # noqa: FBT001
+    def run(x: Any, angles: Any, sin: Any, cu_seqlens: Any) -> Any:
+        if settings.inplace:
+            refuse_overwrite(x)
+        freqs, cos = (angles, None) if takes_freqs else (None, angles)
+        prepared = prepare(x, freqs, cos, sin, cu_seqlens, *settings, make_out=lambda t: t)
+        return run_eager(prepared.eager_spec, prepared.call)
+
+    return run
+
+
+def _kernel_plan(spec: Any, variant: Any, settings: Settings, takes_freqs: bool) -> Plan:  # noqa: FBT001
+    plan = Plan()
+
+    def first(x: Any, angles: Any, sin: Any, cu_seqlens: Any) -> Any:
+        """Launch publicly, which compiles; from the second call on, by the compiled kernel's own launcher."""
+        freqs, cos = (angles, None) if takes_freqs else (None, angles)
+        prepared = prepare(x, freqs, cos, sin, cu_seqlens, *settings, make_out=torch.empty_like)
+        compiled = run_public(spec, variant, prepared.call)
+        if (prepared.call.cos.data_ptr(), prepared.call.cos.stride(-1)) == (angles.data_ptr(), angles.stride(-1)):
+            later = upgraded_plan(spec, variant, prepared.call, compiled) or public_plan(spec, variant, prepared.call)
+            plan.run = _counting(later) if settings.inplace else later
+        # else cos and sin had to be copied to a common layout, which every call must do again
+        if settings.inplace:
+            bump_version(x)
+        return prepared.call.out
+
+    plan.run = first
+    return plan
+
+
+def _counting(run: Any) -> Any:
+    """In place: tell autograd that x has changed."""
+
+    def counted(x: Any, angles: Any, sin: Any, cu_seqlens: Any) -> Any:
+        run(x, angles, sin, cu_seqlens)
+        bump_version(x)
+        return x
+
+    return counted
+
+
+class _Node:
+    """A differentiable call: the plan of its forward, and those of its backward by the properties of the gradient."""
+
+    def __init__(self, settings: Settings, takes_freqs: bool, forward: Plan) -> None:  # noqa: FBT001
+        self.settings, self.takes_freqs, self.forward = settings, takes_freqs, forward
+        turned = "backward" if settings.direction == "forward" else "forward"
+        self.transposed = settings._replace(inplace=False, direction=turned)
+        self._backward: dict[Any, Plan] = {}
+
+    def run(self, x: Any, angles: Any, sin: Any, cu_seqlens: Any) -> Any:
+        if self.settings.inplace:
+            refuse_overwrite(x)
+        return _Rope.apply(x, angles, sin, cu_seqlens, self)
+
+    def backward(self, grad: Any, angles: Any, sin: Any, cu_seqlens: Any) -> Any:
+        key = (_traits(grad), angles.data_ptr() & 15, torch.is_grad_enabled(), _current_device())
+        plan = self._backward.get(key)
+        if plan is None:
+            freqs, cos = (angles, None) if self.takes_freqs else (None, angles)
+            plan = _plan(grad, freqs, cos, sin, cu_seqlens, self.transposed)
+            if len(self._backward) >= MAX_PLANS:
+                self._backward.clear()
+            self._backward[key] = plan
+        return plan.run(grad, angles, sin, cu_seqlens)
+
+
+class _Rope(torch.autograd.Function):
+    """The kernel as a node of the graph. Its backward is the transposed call, and so differentiable again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, angles: Any, sin: Any, cu_seqlens: Any, node: _Node) -> Any:
+        """Rotate; keep the angles, not x."""
+        ctx.save_for_backward(angles, sin, cu_seqlens)
+        ctx.node = node
+        if node.settings.inplace:
+            ctx.mark_dirty(x)
+        return node.forward.run(x, angles, sin, cu_seqlens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Apply the transpose to the gradient, out of place: it may be shared."""
+        return ctx.node.backward(grads[0], *ctx.saved_tensors), None, None, None, None
+
+
+def explain(x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: Settings) -> tuple[Choice, Any]:
+    """The choice for a call, and its spec; nothing runs."""
+    prepared = prepare(x, freqs, cos, sin, cu_seqlens, *settings, make_out=lambda t: t)
+    return choice_of(prepared, [t for t in (freqs, cos, sin) if t is not None]), prepared.spec
