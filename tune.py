@@ -1,11 +1,12 @@
 """Find the fastest kernels for this GPU, and write the table that models import. `python tune.py --help` tells more."""
+# ruff: noqa: FBT002 - flags of a command line are booleans with a default
 
 from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
-from typing import Annotated, Optional
+from pathlib import Path  # noqa: TC003 - Typer reads the annotations
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,7 +14,6 @@ from rich.console import Console
 console = Console()
 errors = Console(stderr=True)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-INTERRUPTED = 130  # what a shell gives for Ctrl-C
 
 
 def seconds(text: str | None) -> float:
@@ -32,27 +32,28 @@ def seconds(text: str | None) -> float:
 
 # Typer reads these annotations when the program runs, on Python 3.10 too.
 @app.callback(invoke_without_command=True)
-def main(  # noqa: PLR0913 - one parameter an option
+def main(  # noqa: PLR0913, PLR0917 - one parameter an option
     context: typer.Context,
     gpu: Annotated[str, typer.Option(help="auto, an index, or part of a name.")] = "auto",
     target: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Measure nothing: compile and estimate for this device, as is done without a GPU."),
+        str | None, typer.Option(help="Measure nothing: compile and estimate for this device, as without a GPU.")
     ] = None,
-    family: Annotated[Optional[str], typer.Option(help="Only this kernel family.")] = None,  # noqa: UP045
-    problems: Annotated[Optional[str], typer.Option(help="Names or patterns, with commas between; or all.")] = None,  # noqa: UP045
+    family: Annotated[str | None, typer.Option(help="Only this kernel family.")] = None,
+    problems: Annotated[str | None, typer.Option(help="Names or patterns, with commas between; or all.")] = None,
     trials: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Variants to measure a problem (72); without a GPU, to compile (40)."),
+        int | None, typer.Option(min=1, help="Variants to measure a problem (72); without a GPU, to compile (40).")
     ] = None,
-    budget: Annotated[Optional[str], typer.Option(help="Time for the whole run: 90s, 10m, 1h.")] = None,  # noqa: UP045
+    budget: Annotated[str | None, typer.Option(help="Time for the whole run: 90s, 10m, 1h.")] = None,
     out: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="Keep the record in this folder; the package's tables stay as they are."),
+        Path | None, typer.Option(help="Keep the record in this folder; the package's tables stay as they are.")
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the problems, and stop.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show how many variants there are to try, and stop.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="List rows and files that are out of date; exit 1 if any.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show how many variants there are to try, and stop.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="List rows and files that are out of date; exit 1 if any.")
+    ] = False,
     render: Annotated[bool, typer.Option("--render", help="Write every generated file again, and stop.")] = False,
 ) -> None:
     """Tune every problem on this GPU, most common first; Ctrl-C keeps what was measured, the same command goes on."""
@@ -60,6 +61,7 @@ def main(  # noqa: PLR0913 - one parameter an option
         return
     from generator import commands  # noqa: PLC0415 - torch takes seconds to import, --help must not
     from generator.selection import SelectionError  # noqa: PLC0415
+    from generator.targets import UnknownTargetError  # noqa: PLC0415
     from tuned.record import RecordError  # noqa: PLC0415
 
     limit_s = seconds(budget)
@@ -75,7 +77,7 @@ def main(  # noqa: PLR0913 - one parameter an option
             code = commands.dry_run(options, console)
         else:
             code = commands.tune(options, console)
-    except SelectionError as error:
+    except (SelectionError, UnknownTargetError) as error:
         errors.print(f"tune.py: {error}", markup=False, highlight=False, soft_wrap=True)
         code = 2
     except RecordError as error:
@@ -86,9 +88,10 @@ def main(  # noqa: PLR0913 - one parameter an option
 
 @app.command()
 def show(
+    context: typer.Context,
     problem: Annotated[str, typer.Argument(help="A name from --list.")],
-    device: Annotated[Optional[str], typer.Option(help="Whose winner; nvidia_h200 or the only record.")] = None,  # noqa: UP045
-    out: Annotated[Optional[Path], typer.Option(help="Write to this file instead of the terminal.")] = None,  # noqa: UP045
+    device: Annotated[str | None, typer.Option(help="Whose winner; nvidia_h200 or the only record.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
 ) -> None:
     """Write the winner of PROBLEM as one self-contained Triton file, to paste into another project."""
     from generator import commands  # noqa: PLC0415
@@ -96,7 +99,8 @@ def show(
     from tuned.record import RecordError  # noqa: PLC0415
 
     try:
-        text = commands.show(problem, device)
+        folder = context.parent.params["out"] if context.parent is not None else None  # tune.py --out DIR show ...
+        text = commands.show(problem, device, folder)
     except (SelectionError, RecordError) as error:
         errors.print(f"tune.py: {error}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2 if isinstance(error, SelectionError) else 1) from error

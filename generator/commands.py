@@ -15,15 +15,15 @@ from generator.compiler import pool_of_processes
 from generator.journal import Journal
 from generator.pool import legal_pool
 from generator.progress import bar
-from generator.record import WINNERS, read_record, record_path
-from generator.report import knobs, percent_of_floor, problems_table, winners_table
+from generator.record import read_record
+from generator.report import knobs, percent_of_floor, problem_lines, winners_table
 from generator.run import Run, Tools, tune_all
 from generator.selection import SelectionError, select
+from generator.targets import target_named
 from generator.worker import Worker
 from generator.workload import WORKLOADS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from rich.console import Console
@@ -52,6 +52,7 @@ class Options:
 def tune(options: Options, console: Console) -> int:
     """Tune on the GPU of this machine; without one, or for a named target, do what is true without."""
     problems = select(options.family, options.problems)
+    os.environ.pop("TRITON_INTERPRET", None)  # the processes that compile take it from here
     if options.target is not None:
         return estimate(options, options.target, console)
     facts = gpu.gather()
@@ -128,8 +129,11 @@ def _tell(run: Run, options: Options, elapsed_s: float, console: Console) -> int
             say(console, f"models use it with TUNED_TABLES={options.out}")
             say(console, f"the record: {run.record}")
     if run.interrupted:
-        say(console, f"Interrupted. {len(run.outcomes)} of {len(run.problems)} problems are done and every trial is kept: "
-                     "the same command goes on from here.")
+        say(
+            console,
+            f"Interrupted. {len(run.outcomes)} of {len(run.problems)} problems are done and every trial is kept: "
+            "the same command goes on from here.",
+        )
         return INTERRUPTED
     return 0 if run.outcomes or not run.problems else 1
 
@@ -154,7 +158,8 @@ def list_problems(options: Options, console: Console) -> int:
     """List the problems, with what the record of the target has."""
     device = options.target or DEFAULT_TARGET
     winners = read_record(device, options.out)
-    console.print(problems_table(select(options.family, options.problems), winners, device))
+    for line in problem_lines(select(options.family, options.problems), winners, device):
+        say(console, line)
     return 0
 
 
@@ -182,17 +187,23 @@ def check(options: Options, console: Console) -> int:
 
 
 def estimate(options: Options, target: str, console: Console) -> int:
-    """What is true of a device that is not here."""
-    from generator.offline import run_offline  # noqa: PLC0415
+    """Do what is true without the device; exit code 0 unless a result in the interpreter was wrong."""
+    from generator.offline import SAMPLE, run_offline  # noqa: PLC0415
 
-    return run_offline(options, target, console)
+    problems = select(options.family, options.problems, representative=True)
+    right = run_offline(
+        problems,
+        target_named(target),
+        options.trials or SAMPLE,
+        options.out,
+        options.budget_s,
+        lambda text: say(console, text),
+    )
+    return 0 if right else 1
 
 
-def show(name: str, device: str | None) -> str:
+def show(name: str, device: str | None, folder: Path | None) -> str:
     """The winner of a problem as one file."""
     from generator.show import standalone, winner_of  # noqa: PLC0415
 
-    return standalone(winner_of(name, device))
-
-
-__all__ = ["WINNERS", "Iterator", "record_path"]
+    return standalone(winner_of(name, device, folder))

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from generator.cache import cache_folder
-from generator.modules import load
+from generator.modules import load, write_if_different
 
 if TYPE_CHECKING:
     from tuned.launch import Launch
@@ -99,7 +99,15 @@ def resources(launch: Launch, target: GPUTarget) -> Resources:
         compiled = compile_launch(launch, target)
     kept = cache_folder("resources") / f"{compiled.hash}.json"
     if not kept.exists():
-        kept.write_text(json.dumps(dataclasses.asdict(_read(compiled, log.getvalue()))))
+        found = _read(compiled, log.getvalue())
+        if not found.registers:  # Triton's cache had it, and the report is not in there: compile once more for it
+            triton.knobs.compilation.always_compile = True
+            try:
+                with contextlib.redirect_stdout(log):
+                    found = _read(compile_launch(launch, target), log.getvalue())
+            finally:
+                triton.knobs.compilation.always_compile = False
+        write_if_different(kept, json.dumps(dataclasses.asdict(found)))
     return Resources(**json.loads(kept.read_text()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import concurrent.futures.process
 import functools
 import multiprocessing
 import os
@@ -12,9 +13,14 @@ from generator.compile import Resources, resources, target_of
 from generator.workload import WORKLOADS, empty_like_call
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from generator.problem import Problem
 
-MAX_SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}  # CUDA C++ Programming Guide, technical specifications: shared memory a block may opt in to
+# CUDA C++ Programming Guide, technical specifications: shared memory a block may opt in to; 0 is AMD's CDNA 3, the LDS of
+# a workgroup.
+MAX_SHARED_BYTES = {0: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+COMPILE_SECONDS = 120.0  # a variant takes 0.3 s; past this its compiler hangs
 
 
 def compile_variant(problem: Problem, variant: Any, architecture: str) -> tuple[Resources, ...] | str:
@@ -46,11 +52,47 @@ def hopeless(needs: tuple[Resources, ...] | str, capability: int) -> str | None:
     return None
 
 
-def pool_of_processes(workers: int | None = None) -> concurrent.futures.ProcessPoolExecutor:
-    """A process pool for compile_variant; its processes import Triton once, from a common parent, and ignore Ctrl-C."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["generator.compiler"])
-    return concurrent.futures.ProcessPoolExecutor(workers or os.cpu_count() or 1, context, initializer=_ignore_interrupt)
+def compiled(future: concurrent.futures.Future[Any]) -> tuple[Resources, ...] | str:
+    """What a submitted compile_variant came to; a compiler that crashed or hangs is data as well."""
+    try:
+        return future.result(COMPILE_SECONDS)  # type: ignore[no-any-return]
+    except concurrent.futures.process.BrokenProcessPool:
+        return "the compiler crashed, with this variant or with one beside it"
+    except concurrent.futures.TimeoutError:
+        return f"the compiler took more than {COMPILE_SECONDS:g} s"
+
+
+class CompilerPool(concurrent.futures.Executor):
+    """A process pool for compile_variant that outlives a compiler which crashes.
+
+    Its processes import Triton once, from a common parent, and ignore Ctrl-C.
+    """
+
+    def __init__(self, workers: int | None = None) -> None:
+        self._workers = workers or os.cpu_count() or 1
+        self._pool = self._start()
+
+    def _start(self) -> concurrent.futures.ProcessPoolExecutor:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["generator.compiler"])
+        return concurrent.futures.ProcessPoolExecutor(self._workers, context, initializer=_ignore_interrupt)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        """As any executor; a broken pool is replaced first."""
+        try:
+            return self._pool.submit(fn, *args, **kwargs)
+        except concurrent.futures.process.BrokenProcessPool:
+            self._pool = self._start()
+            return self._pool.submit(fn, *args, **kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - as inherited
+        """As any executor."""
+        self._pool.shutdown(wait=wait, cancel_futures=cancel_futures)
+
+
+def pool_of_processes(workers: int | None = None) -> CompilerPool:
+    """A process pool for compile_variant, by default with one process a core."""
+    return CompilerPool(workers)
 
 
 def _ignore_interrupt() -> None:

@@ -39,7 +39,7 @@ class NoSuchGpuError(ValueError):
     """No GPU is the one asked for; the message lists those that are there."""
 
 
-def diagnose(facts: Facts) -> Answer:
+def diagnose(facts: Facts) -> Answer:  # noqa: PLR0911 - one return a reason
     """Whether there is a GPU to tune on; otherwise which of the usual reasons holds, with its way out."""
     if facts.names and facts.torch_hip is None:
         return Answer("ready")
@@ -90,7 +90,7 @@ def _cuda(version: int) -> str:
 
 
 def _too_old(facts: Facts) -> bool:
-    if "driver" in facts.error and "too old" in facts.error or "insufficient" in facts.error:
+    if ("driver" in facts.error and "too old" in facts.error) or "insufficient" in facts.error:
         return True
     # Within a major version an older driver serves (CUDA minor version compatibility, from 11 on).
     major = int((facts.torch_cuda or "0").split(".")[0])

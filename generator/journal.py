@@ -33,7 +33,9 @@ class Journal:
         self.path = path or cache_folder("journal") / f"{device}.log"
         self._storage = JournalStorage(JournalFileBackend(str(self.path)))
 
-    def study(self, problem: Problem, environment: dict[str, Any], sampler: optuna.samplers.BaseSampler) -> optuna.Study:
+    def study(
+        self, problem: Problem, environment: dict[str, Any], sampler: optuna.samplers.BaseSampler
+    ) -> optuna.Study:
         """The study of a problem in its space; another one when choices are added, with what is known taken over."""
         space = json.dumps(choices(FAMILIES[problem.family].variant_type), default=str)
         digest = hashlib.sha256(f"{space}{problem.spec}{problem.size}".encode()).hexdigest()[:12]

@@ -40,8 +40,7 @@ def bar(console: Console, total: int, budget_s: float = math.inf) -> Iterator[Ca
     )
     start = time.monotonic()
     with Bar(*columns, console=console, transient=True) as shown:
-        fields = {"place": "", "best": "-", "failed": "", "left": "?", "note": ""}
-        task = shown.add_task("starting", total=None, **fields)
+        task = shown.add_task("starting", total=None, place="", best="-", failed="", left="?", note="")
 
         def report(index: int, progress: Progress) -> None:
             done = index + progress.trial / max(progress.trials, 1)

@@ -46,7 +46,11 @@ def save_winner(winner: Winner, folder: Path | None = None) -> Path:
     with _locked(device):
         path = record_path(device, folder)
         path.parent.mkdir(parents=True, exist_ok=True)
-        others = [w for w in read_record(device, folder) if (w.family, w.spec, w.size) != (winner.family, winner.spec, winner.size)]
+        others = [
+            w
+            for w in read_record(device, folder)
+            if (w.family, w.spec, w.size) != (winner.family, winner.spec, winner.size)
+        ]
         write_record(path, device, [*others, winner])
     return path
 
@@ -55,7 +59,9 @@ def write_record(path: Path, device: str, winners: list[Winner]) -> None:
     """The record as JSON, one winner a line, sorted; and beside the package's own records, their table."""
     ordered = sorted(winners, key=lambda w: (w.family, w.name))
     rows = ",\n".join("    " + json.dumps(winner_to_json(w), sort_keys=True) for w in ordered)
-    head = f'{{\n  "format": "tuned-winners",\n  "schema": {SCHEMA},\n  "device": {json.dumps(device)},\n  "winners": [\n'
+    head = (
+        f'{{\n  "format": "tuned-winners",\n  "schema": {SCHEMA},\n  "device": {json.dumps(device)},\n  "winners": [\n'
+    )
     write_if_different(path, f"{head}{rows}\n  ]\n}}\n")
     if path.parent == WINNERS:
         write_if_different(TABLES / f"{device}.py", table_source(device, ordered))

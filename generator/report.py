@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.table import Table
 
 from tuned.choices import choices
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from generator.problem import Problem
     from tuned.record import Winner
@@ -28,7 +29,7 @@ def knobs(variant: Any, default: Any) -> str:
 
 def winners_table(winners: Iterable[Winner], title: str) -> Table:
     """One row a problem: microseconds, bandwidth, percent of the floor, speed-ups."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("problem", overflow="fold")
     for name in ("us", "GB/s", "% of floor", "x eager", "x default", "trials"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -45,20 +46,15 @@ def winners_table(winners: Iterable[Winner], title: str) -> Table:
     return table
 
 
-def problems_table(problems: Iterable[Problem], winners: Iterable[Winner], device: str) -> Table:
-    """What ``--list`` shows: each problem, and the time that the record of ``device`` has for it."""
-    times = {(w.family, w.spec, w.size): w.median_us for w in winners}
-    table = Table(title="Default problems, most common first", title_justify="left")
-    table.add_column("problem", overflow="fold")
-    table.add_column("family")
-    table.add_column("what", overflow="fold")
-    table.add_column("size", no_wrap=True)
-    table.add_column(f"{device}, us", justify="right")
+def problem_lines(problems: list[Problem], winners: Iterable[Winner], device: str) -> Iterator[str]:
+    """What ``--list`` shows: each problem, the time that the record of ``device`` has for it, and what it is."""
+    times = {(w.family, w.spec, w.size): f"{w.median_us:.2f} us" for w in winners}
+    width = max((len(p.name) for p in problems), default=0)
+    yield f"{'problem':{width}}  {'on ' + device:>15}  what"
     for p in problems:
-        known = times.get((p.family, p.spec, p.size))
-        size = " ".join(f"{n}={v}" for n, v in vars(p.size).items() if isinstance(v, int))
-        table.add_row(p.name, p.family, describe(p.spec), size, "-" if known is None else f"{known:.2f}")
-    return table
+        known = times.get((p.family, p.spec, p.size), "-")
+        size = " ".join(f"{n}={v}" for n, v in vars(p.size).items())
+        yield f"{p.name:{width}}  {known:>15}  {p.family} {describe(p.spec)} {size}"
 
 
 def describe(spec: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import math
 import time
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import optuna
 
 from generator.compiler import compile_variant, hopeless
-from generator.journal import Journal
+from generator.compiler import compiled as result_of
 from generator.pool import legal_pool, neighbours
 from generator.sampler import PoolSampler
 from generator.structures import structures
@@ -21,8 +20,10 @@ from tuned.choices import choices
 from tuned.record import Winner
 
 if TYPE_CHECKING:
+    import concurrent.futures
     from collections.abc import Callable, Iterable
 
+    from generator.journal import Journal
     from generator.problem import Problem
 
 EXHAUSTIVE = 300  # a pool up to this size is measured whole: at 30 ms a variant, under 10 s
@@ -88,7 +89,7 @@ def tune(  # noqa: PLR0913 - the parts are independent of each other
 class _Search:
     """The state of one problem's search: an Optuna study, its pool, and what was measured."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(  # noqa: PLR0913, PLR0917 - as tune
         self,
         problem: Problem,
         worker: Worker,
@@ -209,7 +210,7 @@ class _Search:
             self.report(self.progress)
 
     def _measure(self, variant: Any, compiled: concurrent.futures.Future[Any]) -> tuple[float, float] | str:
-        reason = hopeless(compiled.result(), self.environment["capability"])
+        reason = hopeless(result_of(compiled), self.environment["capability"])
         if reason is not None:
             return reason
         try:
@@ -231,7 +232,7 @@ class _Search:
         self.report(self.progress)
         ranked = sorted(self.times, key=self.times.__getitem__)
         finalists = list(dict.fromkeys([*ranked[:FINALISTS], *(v for v in (incumbent, default) if v in self.times)]))
-        timings = dict(zip(finalists, self.worker.compare(finalists), strict=True))
+        timings = self._compare(finalists)
         chosen = choose({v: t.median_us for v, t in timings.items()}, incumbent)
         timing = timings[chosen]
         winner = Winner(
@@ -255,10 +256,21 @@ class _Search:
         failed = {str(dataclasses.asdict(v)): reason for v, reason in self.failed.items()}
         return Outcome(winner, len(self.times), failed, len(self.pool.variants), self.remembered)
 
+    def _compare(self, finalists: list[Any]) -> dict[Any, Any]:
+        try:
+            timings = self.worker.compare(finalists)
+        except WorkerLostError:
+            self.worker.start()
+            self._stage()
+            timings = self.worker.compare(finalists)
+        return dict(zip(finalists, timings, strict=True))
+
 
 def choose(times: dict[Any, float], incumbent: Any) -> Any:
-    """The winner among variants timed together: the incumbent unless another beats it by more than the noise; else the
-    simplest of those within the noise of the best."""
+    """The winner among variants timed together.
+
+    The incumbent, unless another beats it by more than the noise; else the simplest of those within the noise of the best.
+    """
     best = min(times.values())
     if incumbent in times and times[incumbent] <= best * (1 + NOISE):
         return incumbent

@@ -8,10 +8,12 @@ import multiprocessing
 import os
 import signal
 import traceback
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from generator.problem import Problem
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from generator.problem import Problem
 
 STAGE_SECONDS = 120.0  # making and checking the inputs of the largest problem takes a few seconds
 TRIAL_SECONDS = 30.0  # a trial takes about 30 ms; one that compiles here first, a second
@@ -96,41 +98,60 @@ class Worker:
         return value
 
 
+class _Server:
+    """What the process holds: one staged problem at most."""
+
+    def __init__(self, device: int) -> None:
+        import torch  # noqa: PLC0415 - only here is CUDA touched
+
+        torch.cuda.set_device(device)
+        self.device = device
+        self.staged: Any = None
+
+    def environment(self, _: None) -> dict[str, Any]:
+        from generator.environment import environment  # noqa: PLC0415
+
+        return environment(self.device)
+
+    def free_bytes(self, _: None) -> int:
+        import torch  # noqa: PLC0415
+
+        self._clear()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def stage(self, problem: Problem) -> Any:
+        from triton.runtime import driver  # noqa: PLC0415
+
+        from generator.stage import Stage  # noqa: PLC0415
+
+        self._clear()
+        self.staged = Stage(problem, driver.active.get_current_target())
+        return self.staged.baselines()
+
+    def measure(self, variant: Any) -> Any:
+        return self.staged.measure(variant)
+
+    def compare(self, variants: list[Any]) -> Any:
+        return self.staged.compare(variants)
+
+    def _clear(self) -> None:
+        if self.staged is not None:
+            self.staged.close()
+            self.staged = None
+
+
 def _serve(pipe: Connection, device: int) -> None:
     os.setpgrp()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    import torch  # noqa: PLC0415 - only here is CUDA touched
-    from triton.runtime import driver  # noqa: PLC0415
-
-    from generator.environment import environment  # noqa: PLC0415
-    from generator.stage import Stage  # noqa: PLC0415
-
-    torch.cuda.set_device(device)
-    staged: Stage | None = None
+    server = _Server(device)
     while True:
         try:
             verb, argument = pipe.recv()
         except EOFError:
             return
         try:
-            if verb == "environment":
-                value: Any = environment(device)
-            elif verb == "free_bytes":
-                if staged is not None:
-                    staged.close()
-                    staged = None
-                torch.cuda.empty_cache()
-                value = torch.cuda.mem_get_info(device)[0]
-            elif verb == "stage":
-                if staged is not None:
-                    staged.close()
-                staged = Stage(argument, driver.active.get_current_target())
-                value = staged.baselines()
-            elif staged is None:
-                raise RuntimeError(f"{verb} before a problem was staged")
-            else:
-                value = getattr(staged, verb)(argument)
-            pipe.send(("done", value))
+            pipe.send(("done", getattr(server, verb)(argument)))
         except Exception as error:  # noqa: BLE001 - whatever a variant does, it is data here
             text = "".join(traceback.format_exception_only(error)).strip()
             sticky = any(sign in text for sign in STICKY)

@@ -92,7 +92,7 @@ def instructions(cubin: bytes) -> list[str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-ndf", "-c", file.name], check=True, capture_output=True, text=True).stdout  # noqa: S603
+        text = subprocess.run([tool, "-ndf", "-c", file.name], check=True, capture_output=True, text=True).stdout
     return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?;)", text)
 
 
@@ -118,12 +118,13 @@ def code_digests(architecture: str) -> dict[str, str]:
 
 
 def widths(arguments: dict[str, Any], knobs: dict[str, Any], shift: int = 0) -> dict[str, dict[int, int]]:
-    """"LDG" and "STG" -> bits -> how many such instructions the kernel of a RoPE call has on sm_90.
+    """ "Kind, "LDG" or "STG", -> bits -> how many such instructions the kernel of a RoPE call has on sm_90.
 
     ``shift`` moves x and the output by so many elements from an aligned address.
     """
     from generator.compile import compile_launch, target_of  # noqa: PLC0415
     from generator.families.rope import inputs  # noqa: PLC0415
+    from generator.workload import empty_like_call  # noqa: PLC0415
     from tuned.rope.launches import launches  # noqa: PLC0415
     from tuned.rope.spec import RopeSize, RopeSpec  # noqa: PLC0415
     from tuned.rope.variant import default_variant  # noqa: PLC0415
@@ -133,7 +134,7 @@ def widths(arguments: dict[str, Any], knobs: dict[str, Any], shift: int = 0) -> 
     if shift:
         call = dataclasses.replace(call, x=_Moved(call.x, shift), out=_Moved(call.out, shift))
     variant = dataclasses.replace(default_variant(spec), **knobs)
-    (launch,) = launches(spec, variant, call, lambda shape: None)
+    (launch,) = launches(spec, variant, call, empty_like_call("meta"))
     counts: dict[str, Counter[int]] = {"LDG": Counter(), "STG": Counter()}
     for line in instructions(compile_launch(launch, target_of("sm_90")).asm["cubin"]):
         if found := re.search(r"\b(LDG|STG)\.E(\.[A-Z0-9.]+)?", line):
@@ -178,11 +179,12 @@ def gru_needs(spec: GruCellSpec) -> Needs:
     """Compile the gates of a spec, untuned, for sm_90."""
     from generator.compile import resources, target_of  # noqa: PLC0415
     from generator.families.gru_cell import inputs  # noqa: PLC0415
+    from generator.workload import empty_like_call  # noqa: PLC0415
     from tuned.gru_cell.launches import launches  # noqa: PLC0415
     from tuned.gru_cell.spec import GruCellSize  # noqa: PLC0415
     from tuned.gru_cell.variant import default_variant  # noqa: PLC0415
 
     call = inputs(spec, GruCellSize(batch=3), "meta", 0)
-    (launch,) = launches(spec, default_variant(spec), call, lambda shape: None)
+    (launch,) = launches(spec, default_variant(spec), call, empty_like_call("meta"))
     found = resources(launch, target_of("sm_90"))
     return Needs(found.registers, found.spill_bytes)

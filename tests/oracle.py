@@ -6,6 +6,8 @@ Tensors are canonical, [seq, batch, heads, head_dim], whatever the layout of the
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 # Bits of the significand, the implicit one counted, and exponent of the smallest subnormal number (IEEE 754; bfloat16
@@ -27,7 +29,7 @@ def token_positions(seq: int, cu_seqlens: tuple[int, ...] | None) -> list[int | 
     if cu_seqlens is None:
         return list(range(seq))
     found: list[int | None] = [None] * seq
-    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+    for start, end in itertools.pairwise(cu_seqlens):
         for token in range(start, min(end, seq)):
             found[token] = token - start
     return found
@@ -35,9 +37,7 @@ def token_positions(seq: int, cu_seqlens: tuple[int, ...] | None) -> list[int | 
 
 def matrices(cos: np.ndarray, sin: np.ndarray, first: int, second: int) -> np.ndarray:
     """[rows, 2, 2]: what a pair is multiplied by at each position, from the entries of its two features."""
-    return np.stack(
-        [np.stack([cos[:, first], -sin[:, first]], -1), np.stack([sin[:, second], cos[:, second]], -1)], -2
-    )
+    return np.stack([np.stack([cos[:, first], -sin[:, first]], -1), np.stack([sin[:, second], cos[:, second]], -1)], -2)
 
 
 def rope(

@@ -240,10 +240,14 @@ def assert_memory_right(built: Built) -> None:
     name = "x" if built.case.spec.inplace else "out"
     now, before = outside[name], built.before[name].clone()
     for base in (now, before):
-        base.as_strided(written.shape, written.stride(), written.storage_offset() - built.bases[name].storage_offset()).zero_()
+        base.as_strided(
+            written.shape, written.stride(), written.storage_offset() - built.bases[name].storage_offset()
+        ).zero_()
     for name, base in outside.items():
         then = before if base is now else built.before[name]
-        assert torch.equal(base.nan_to_num(nan=7.5), then.nan_to_num(nan=7.5)), f"{name} was changed where it must not be"
+        assert torch.equal(base.nan_to_num(nan=7.5), then.nan_to_num(nan=7.5)), (
+            f"{name} was changed where it must not be"
+        )
 
 
 def assert_traffic_right(built: Built, variant: RopeVariant, traffic: Traffic) -> None:
@@ -259,7 +263,9 @@ def assert_traffic_right(built: Built, variant: RopeVariant, traffic: Traffic) -
     if variant.sine == "inline":
         assert not len(tables), f"{len(tables)} stores outside the output"
     to_out = stored[np.isin(stored[:, 0], out)]
-    assert np.array_equal(np.sort(to_out[:, 0]), np.sort(out.ravel())), "not every element of the output is written once"
+    assert np.array_equal(np.sort(to_out[:, 0]), np.sort(out.ravel())), (
+        "not every element of the output is written once"
+    )
     x = addresses(canonical(call.x, spec.layout))
     allowed = [x, *(addresses(a) for a in (call.cos, call.sin, call.cu_seqlens) if a is not None), tables]
     wild = ~np.isin(loaded[:, 0], np.concatenate([np.ravel(a) for a in allowed]))

@@ -29,7 +29,7 @@ def text_axes() -> list[dict[str, Any]]:
     axes: dict[str, tuple[Any, ...]] = {"spec": tuple(rope_specs()), "heads": ("grid", "loop")}
     return [
         {"layout": s.layout, "output": s.output, "style": s.style, "angles": s.angles, "heads": row["heads"]}
-        for row in pairwise.product(axes, lambda row: True)
+        for row in pairwise.product(axes, bool)
         for s in (row["spec"],)
     ]
 
@@ -135,7 +135,14 @@ def test_loads_and_stores_are_as_wide_as_alignment_allows(
 @pytest.mark.parametrize("angles", ANGLES)
 @pytest.mark.parametrize("layout", ["sbhd", "thd"])
 def test_every_layout_moves_128_bits_at_a_time(compiler: concurrent.futures.Executor, layout: str, angles: str) -> None:
-    arguments = {"layout": layout, "dtype": "bfloat16", "heads": 32, "head_dim": 128, "rotary_dim": 64, "angles": angles}
+    arguments = {
+        "layout": layout,
+        "dtype": "bfloat16",
+        "heads": 32,
+        "head_dim": 128,
+        "rotary_dim": 64,
+        "angles": angles,
+    }
     assert set(compiler.submit(compiling.widths, arguments, {}).result()["STG"]) == {128}
 
 

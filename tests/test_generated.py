@@ -100,7 +100,9 @@ ROPE_SPECS = st.builds(
     inplace=st.booleans(),
     direction=st.sampled_from(DIRECTIONS),
 )
-ROPE_VARIANTS = st.builds(RopeVariant, **{name: st.sampled_from(values) for name, values in choices(RopeVariant).items()})
+ROPE_VARIANTS = st.builds(
+    RopeVariant, **{name: st.sampled_from(values) for name, values in choices(RopeVariant).items()}
+)
 GRU_SPECS = st.builds(
     GruCellSpec, dtype=st.sampled_from(DTYPES), hidden=st.integers(1, 4096), bias=st.booleans(), inplace=st.booleans()
 )
@@ -217,7 +219,7 @@ def test_every_default_kernel_is_committed_and_they_are_few(capsys: pytest.Captu
     )
     with capsys.disabled():
         counts = ", ".join(f"{family} {count}" for family, count in sorted(families.items()))
-        print(f"\ncommitted kernel modules: {counts}; {len(kernels)} of at most {MAX_MODULES}")
+        print(f"\ncommitted kernel modules: {counts}; {len(kernels)} of at most {MAX_MODULES}")  # noqa: T201 - to be seen in every run
     assert len(kernels) <= MAX_MODULES
     assert len(structures()) <= MAX_MODULES, "every structure may come to be committed, once a table names it"
 

@@ -70,7 +70,9 @@ def test_backward_after_forward_gives_back_x_where_a_pair_shares_its_angle(spec:
     built = build(RopeCase(forward, seq=7, batch=1 if packed else 2, cu_seqlens=packed))
     built.run(SCHEDULES[0])
     _, bound = wanted(built)
-    back = build(RopeCase(dataclasses.replace(forward, direction="backward"), seq=7, batch=built.call.batch, cu_seqlens=packed))
+    back = build(
+        RopeCase(dataclasses.replace(forward, direction="backward"), seq=7, batch=built.call.batch, cu_seqlens=packed)
+    )
     back.call.x.copy_(built.call.out)
     back.run(SCHEDULES[0])
     # Two roundings, the first turned by an orthogonal map: at most twice the bound of a pair, in each feature.

@@ -56,7 +56,8 @@ def test_every_emitted_rope_kernel_is_among_those_tested() -> None:
 @pytest.mark.parametrize("strides", [(12, 1), (40, 3), (1, 5)], ids=str)
 def test_the_table_kernel_writes_sine_and_cosine_and_nothing_else(strides: tuple[int, int]) -> None:
     rows, width = 5, 12
-    freqs = torch.randn(400, generator=torch.Generator().manual_seed(0)).mul_(1e4).to(DEVICE).as_strided((rows, width), strides)
+    numbers = 1e4 * torch.randn(400, generator=torch.Generator().manual_seed(0))
+    freqs = numbers.to(DEVICE).as_strided((rows, width), strides)
     tables = torch.full((4, rows, width), torch.nan, device=DEVICE)
     constants = {"WIDTH": width, "BLOCK": 32, "PDL": False}
     run([Launch(TABLE_KERNEL, 2, (freqs, tables[1], tables[2], rows, *strides), constants, {"num_warps": 4})])
@@ -182,7 +183,8 @@ def row_id(row: dict[str, Any]) -> str:
     spec = spec_of(row)
     rest = (row["dtype"], *row["dims"], f"h{row['heads']}", f"s{row['seq']}", f"b{row['batch']}", row["entries"])
     return "-".join(
-        str(word) for word in (kernel_name(spec, schedule_of(row["schedule"], spec)), row["schedule"], *rest, row["x_view"])
+        str(word)
+        for word in (kernel_name(spec, schedule_of(row["schedule"], spec)), row["schedule"], *rest, row["x_view"])
     )
 
 
@@ -264,6 +266,6 @@ def test_the_interpreter_truncates_bfloat16() -> None:
     # Why tests.run.truncates allows a whole unit there: when this fails, the allowance can go.
     case = RopeCase(RopeSpec("bshd", "bfloat16", 8, 64, 64), seq=16)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.rope_case.truncates", lambda dtype: False)
+        patch.setattr("tests.rope_case.truncates", lambda _: False)
         with pytest.raises(AssertionError, match="elements are wrong"):
             assert_right(case, RopeVariant(block_tokens=8))

@@ -71,7 +71,7 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
         TypeError, ValueError: an argument is not allowed; nothing has been written.
         RuntimeError: x cannot be overwritten without losing a gradient; nothing has been written.
     """
-    settings = Settings(tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, "forward")
+    settings = (tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, "forward")
     return rope_call.call(x, freqs, cos, sin, cu_seqlens, settings)  # type: ignore[no-any-return]
 
 
@@ -92,7 +92,7 @@ def rope_backward(  # noqa: PLR0913 - the arguments of rope
 
     Always out of place. Where the entries of a pair are equal it is the rotation by minus the angle.
     """
-    settings = Settings(tensor_format, interleaved, False, rotary_dim, angle_entries, max_seqlen, "backward")  # noqa: FBT003
+    settings = (tensor_format, interleaved, False, rotary_dim, angle_entries, max_seqlen, "backward")  # noqa: FBT003
     return rope_call.call(grad_output, freqs, cos, sin, cu_seqlens, settings)  # type: ignore[no-any-return]
 
 

@@ -43,21 +43,23 @@ def _cos_sin(freqs, p_angle, m_angle):
 
 
 @triton.jit
-def _positions(i_token, cu_seqlens, sequences, search_steps):
+def _positions(i_token, cu_seqlens, sequences, search_steps, FAN: tl.constexpr):
     """Position of each token in its sequence, and whether any sequence holds it: [BLOCK_TOKENS] both."""
-    low = i_token * 0
-    high = low + sequences + 1
-    # Ends with low = how many of the sequences + 1 bounds lie at or before the token. Empty sequences,
-    # whose two bounds are equal, are passed over.
+    # Finds the last bound at or before each token, FAN places at a time: each step waits for memory once, and one step
+    # is enough for FAN - 1 sequences. Of the equal bounds of empty sequences the last one counts.
+    i_bound = i_token * 0
+    start = i_bound - 1
+    stride = 1
+    for _ in range(search_steps - 1):
+        stride *= FAN
     for _ in range(search_steps):
-        middle = (low + high) // 2
-        m_open = low < high
-        bound = tl.load(cu_seqlens + middle, mask=m_open, other=0)
-        low = tl.where(m_open & (bound <= i_token), middle + 1, low)
-        high = tl.where(m_open & (bound > i_token), middle, high)
-    m_inside = (low > 0) & (low <= sequences)
-    start = tl.load(cu_seqlens + low - 1, mask=m_inside, other=0)
-    return i_token - start, m_inside
+        i_tried = i_bound[:, None] + tl.arange(0, FAN)[None, :] * stride  # [BLOCK_TOKENS, FAN]
+        bound = tl.load(cu_seqlens + i_tried, mask=i_tried <= sequences, other=2147483647)
+        m_before = bound <= i_token[:, None]
+        i_bound += tl.maximum(tl.sum(m_before.to(tl.int32), 1) - 1, 0) * stride
+        start = tl.max(tl.where(m_before, bound, -1), 1)
+        stride = stride // FAN
+    return i_token - start, (start >= 0) & (i_bound < sequences)
 
 
 @triton.jit
@@ -73,7 +75,7 @@ def rope_thd_copy_half_freqs_grid(
     freqs,
     cu_seqlens,  # int32 [sequences + 1]
     sequences,
-    search_steps,  # enough to find one of sequences + 2 places
+    search_steps,  # SEARCH_FAN ** search_steps > sequences
     seq,
     batch,
     angle_rows,
@@ -103,6 +105,7 @@ def rope_thd_copy_half_freqs_grid(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    SEARCH_FAN: tl.constexpr = 64
     HALF: tl.constexpr = ROTARY_DIM // 2
     ROWS_PER_PROGRAM: tl.constexpr = BLOCK_HEADS * HEAD_STEPS
     if PDL:
@@ -139,7 +142,7 @@ def rope_thd_copy_half_freqs_grid(
     p_x = p_x_token[:, None] + _row_offsets(i_row, x_stride_b, x_stride_h, HEADS)[None, :]
     m_row = m_token[:, None] & (i_row < rows)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
     first, second = _load_pairs(x, p_x, m_row, x_stride_d, HALF, HALF_BLOCK, LOAD_EVICT)
-    i_position, m_inside = _positions(i_token, cu_seqlens, sequences, search_steps)
+    i_position, m_inside = _positions(i_token, cu_seqlens, sequences, search_steps, SEARCH_FAN)
 
     # Angles of the tile, [BLOCK_TOKENS, HALF_BLOCK]; past the rows that there are, NaN.
     i_pair = tl.arange(0, HALF_BLOCK)

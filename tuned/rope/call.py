@@ -44,6 +44,7 @@ class Plan:
 
 
 _PLANS: dict[Any, Plan] = {}
+_grad_enabled = torch.is_grad_enabled
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # noqa: SLF001 - 0.05 us, the public one 0.2
 
 
@@ -52,36 +53,46 @@ def _traits(t: torch.Tensor) -> tuple[Any, ...]:
     return t.dtype, t.shape, t.stride(), t.data_ptr() & 15, t.get_device(), t.requires_grad, type(t)
 
 
-def call(x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: Settings) -> Any:
-    """Run RoPE; see tuned.dispatch.rope for the arguments and errors."""
-    if torch.compiler.is_compiling():
+def call(x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: tuple[Any, ...]) -> Any:
+    """Run RoPE; ``settings`` are those of Settings, in order. See tuned.dispatch.rope for the arguments and errors."""
+    if torch.compiler.is_dynamo_compiling():
         # A launch cannot be traced; the formula can, whole, and the compiler fuses it.
         prepared = prepare(x, freqs, cos, sin, cu_seqlens, *settings, make_out=torch.empty_like)
         return run_eager(prepared.eager_spec, prepared.call)
-    return _plan(x, freqs, cos, sin, cu_seqlens, settings).run(x, cos if freqs is None else freqs, sin, cu_seqlens)
+    angles = cos if freqs is None else freqs
+    return _plan(x, angles, sin, cu_seqlens, freqs is not None, cos is not None, settings).run(x, angles, sin, cu_seqlens)
 
 
-def _plan(x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: Settings) -> Plan:
+def _plan(  # noqa: PLR0913 - the properties of a call
+    x: Any,
+    angles: Any,
+    sin: Any,
+    cu_seqlens: Any,
+    has_freqs: bool,  # noqa: FBT001
+    has_cos: bool,  # noqa: FBT001
+    settings: tuple[Any, ...],
+) -> Plan:
+    """The plan of a call, made if its properties are new."""
     try:
+        # All that a compiled kernel, or the way to it, may depend on; written out, since a call of a function that
+        # did it for one tensor would cost as much again.
         key = (
             settings,
-            _traits(x),
-            freqs is not None and _traits(freqs),
-            cos is not None and _traits(cos),
-            sin is not None and _traits(sin),
-            cu_seqlens is not None and _traits(cu_seqlens),
-            torch.is_grad_enabled(),
-            _current_device(),
-        )
+            type(x), x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.get_device(), x.requires_grad,
+            type(angles), angles.dtype, angles.shape, angles.stride(), angles.data_ptr() & 15, angles.get_device(),
+            angles.requires_grad, has_freqs, has_cos,
+            sin if sin is None else _traits(sin),
+            cu_seqlens if cu_seqlens is None else _traits(cu_seqlens),
+            _grad_enabled(), _current_device(),
+        )  # fmt: skip
         plan = _PLANS.get(key)
-    except (
-        AttributeError,
-        RuntimeError,
-        TypeError,
-    ):  # no plain tensor: the checks say what is wrong, or eager takes it
+    except (AttributeError, RuntimeError, TypeError):  # no plain tensor: the checks say what is wrong, or eager takes it
         key = plan = None
     if plan is None:
-        plan = _decide(x, freqs, cos, sin, cu_seqlens, settings)
+        freqs, cos = (angles if has_freqs else None), (angles if has_cos and not has_freqs else None)
+        if has_freqs and has_cos:
+            cos = angles  # an error, which the checks explain
+        plan = _decide(x, freqs, cos, sin, cu_seqlens, Settings(*settings))
         if key is not None:
             if len(_PLANS) >= MAX_PLANS:
                 _PLANS.clear()
@@ -100,7 +111,7 @@ def _decide(x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: S
         return Plan(_eager_run(settings, freqs is not None))
     if torch.is_grad_enabled() and x.requires_grad:
         with torch.no_grad():  # what the node does when it runs
-            forward = _plan(x, freqs, cos, sin, cu_seqlens, settings)
+            forward = _plan(x, cos if freqs is None else freqs, sin, cu_seqlens, freqs is not None, cos is not None, settings)
         return Plan(_Node(settings, freqs is not None, forward).run)
     if x.numel() == 0:
         return Plan(lambda x, *_: x if settings.inplace else torch.empty_like(x))
@@ -167,8 +178,7 @@ class _Node:
         key = (_traits(grad), angles.data_ptr() & 15, torch.is_grad_enabled(), _current_device())
         plan = self._backward.get(key)
         if plan is None:
-            freqs, cos = (angles, None) if self.takes_freqs else (None, angles)
-            plan = _plan(grad, freqs, cos, sin, cu_seqlens, self.transposed)
+            plan = _plan(grad, angles, sin, cu_seqlens, self.takes_freqs, not self.takes_freqs, self.transposed)
             if len(self._backward) >= MAX_PLANS:
                 self._backward.clear()
             self._backward[key] = plan

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from tuned.launch import Launch, ceil_div
+from tuned.rope.spec import search_steps
 from tuned.rope.variant import RopeVariant, half_block
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def rotate_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> Launc
     """The launch of the rotating kernel, angles as the text wants them."""
     out = () if spec.inplace else (call.out,)
     angles = (call.cos,) if spec.takes_sine else (call.cos, call.sin)
-    packed = (call.cu_seqlens, call.sequences, (call.sequences + 1).bit_length()) if spec.packed else ()
+    packed = (call.cu_seqlens, call.sequences, search_steps(call.sequences)) if spec.packed else ()
     out_strides = () if spec.inplace else call.out_strides
     tail = spec.head_dim - spec.rotary_dim
     half = half_block(spec)

@@ -11,6 +11,15 @@ STYLES = ("half", "interleaved")
 ANGLES = ("freqs", "cos_sin")
 ANGLE_ENTRIES = ("feature", "pair")
 DIRECTIONS = ("forward", "backward")
+SEARCH_FAN = 32  # one wait for memory finds a token among 31 sequences, two among 1023; a warp compares 32 without a barrier
+
+
+def search_steps(sequences: int) -> int:
+    """How many steps find a place among ``sequences`` + 1 bounds, SEARCH_FAN at a time."""
+    steps = 1
+    while SEARCH_FAN**steps <= sequences:
+        steps += 1
+    return steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +70,11 @@ class RopeSpec:
     def packed(self) -> bool:
         """Tokens of all sequences on one axis: positions come from cu_seqlens."""
         return self.layout == "thd"
+
+    @property
+    def search_fan(self) -> int:
+        """Bounds of packed sequences that a search compares at once: see search_steps."""
+        return SEARCH_FAN
 
     @property
     def merges_batch(self) -> bool:

@@ -1,0 +1,164 @@
+"""Estimate the time of a variant on a device that is not here, in microseconds.
+
+A model, not a measurement: it ranks, and it is right about a factor, not about percents. For each launch
+
+    time = start + program + max(memory, cache, issue, (waves - 1) x program)
+
+with, in microseconds unless said,
+
+* memory = bytes that must move / (0.92 x bandwidth). Roofline (Williams, Waterman, Patterson 2009); large copies
+  reach 92 percent of what data sheets state.
+* cache = (those bytes + angle rows read again by other programs) / (2.2 x bandwidth): what the L2 delivers, by published
+  microbenchmarks of A100 and H100 two to three times what memory does.
+* issue = instructions / (processors x 128 lanes x clock), with 10 instructions for an element moved and rotated, 45
+  for a sine or cosine with its range reduction, 60 for each thread's addresses: rough counts of the machine code.
+* waves = ceil(programs / (resident x processors)). resident = what threads, registers (in units of 8), shared memory
+  and the limit on programs allow on a processor: the CUDA occupancy calculation.
+* program = latency x max(1, bytes in flight / share) + the sines of one thread. A program waits once for its loads,
+  0.6 us (published pointer chases: 0.4 to 0.7 us). Share is Little's law: a processor must have latency x bandwidth
+  / processors bytes in flight to use its part of the bandwidth, and to bring more takes longer than the latency. Too
+  few bytes in flight therefore show as many waves of programs that each cost a latency.
+* start = 0.6 us from one kernel of a graph to the next, 0.3 with programmatic dependent launch.
+
+What it does not know: cache hints, grid order, the path of loads through shared memory, clocks under load. Variants
+that differ in these alone get the same time, and the simpler one comes first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+from tuned.launch import ceil_div
+from tuned.rope.launches import TABLE_BLOCK, programs
+from tuned.rope.spec import ITEM_SIZE
+from tuned.rope.variant import half_block
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from generator.compile import Resources
+    from generator.problem import Problem
+    from generator.targets import Target
+
+COPY_EFFICIENCY = 0.92
+CACHE_OVER_MEMORY = 2.2
+LATENCY_US = 0.6
+START_US = 0.6
+LANES = 128  # a processor
+PER_ELEMENT, PER_SINE, PER_THREAD = 10, 45, 60  # instructions
+# Before anything is compiled: 8, 16 and 32 pairs a thread compiled to 32, 60 and 96 registers for sm_90.
+BASE_REGISTERS, REGISTERS_PER_PAIR = 16, 2.6
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one launch does, counted from spec, size and variant."""
+
+    programs: int
+    warps: int
+    memory_bytes: float  # all programs, each byte once
+    again_bytes: float  # read again, from L2
+    in_flight_bytes: float  # a program's loads before it first waits
+    elements: float  # all programs, masked lanes too
+    sines: float  # all programs
+    pairs_per_thread: float
+    early: bool = False  # programmatic dependent launch
+
+
+def rope_work(problem: Problem, variant: Any) -> tuple[Work, ...]:
+    """The launches of a RoPE variant: the table's, if it makes one, and the rotation."""
+    spec, size = problem.spec, problem.size
+    item, half = ITEM_SIZE[spec.dtype], half_block(spec)
+    width = spec.rotary_dim if spec.angle_entries == "feature" else spec.rotary_dim // 2
+    entries_per_pair = width // (spec.rotary_dim // 2)
+    table = variant.sine == "table"
+    angle_row = width * 8 if table else spec.bytes_per_position()
+    seq, batch = (size.tokens, 1) if spec.packed else (size.seq, size.batch)
+    count = programs(spec, variant, seq, batch)
+    tile_rows = variant.block_tokens * variant.block_heads
+    x_bytes = size.tokens * spec.bytes_per_token()
+    rotate = Work(
+        programs=count,
+        warps=variant.num_warps,
+        memory_bytes=x_bytes + size.seq * angle_row,
+        again_bytes=max(0.0, count * variant.block_tokens * angle_row - size.seq * angle_row),
+        in_flight_bytes=tile_rows * spec.rotary_dim * item * variant.num_stages + variant.block_tokens * angle_row,
+        elements=count * tile_rows * variant.head_steps * 2 * half,
+        sines=0 if table or not spec.takes_sine else count * variant.block_tokens * half * 2 * entries_per_pair,
+        pairs_per_thread=tile_rows * half / (32 * variant.num_warps),
+        early=variant.pdl,
+    )
+    if not table:
+        return (rotate,)
+    entries = size.seq * width
+    make = Work(
+        programs=ceil_div(entries, TABLE_BLOCK),
+        warps=4,
+        memory_bytes=entries * 12,
+        again_bytes=0,
+        in_flight_bytes=TABLE_BLOCK * 4,
+        elements=entries,
+        sines=2 * entries,
+        pairs_per_thread=TABLE_BLOCK / 128,
+        early=variant.pdl,
+    )
+    return make, rotate
+
+
+def gru_cell_work(problem: Problem, variant: Any) -> tuple[Work, ...]:
+    """The one launch of the gates: seven elements read and one written for each; three exponentials."""
+    spec, size = problem.spec, problem.size
+    tile = variant.block_batch * variant.block_hidden
+    count = ceil_div(size.batch, variant.block_batch) * ceil_div(spec.hidden, variant.block_hidden)
+    item = ITEM_SIZE[spec.dtype]
+    return (
+        Work(
+            programs=count,
+            warps=variant.num_warps,
+            memory_bytes=size.batch * spec.bytes_per_row(),
+            again_bytes=count * 6 * variant.block_hidden * item if spec.bias else 0,
+            in_flight_bytes=7 * tile * item,
+            elements=8 * count * tile,
+            sines=0.5 * count * tile,  # an exponential and a division are about a quarter of a sine
+            pairs_per_thread=4 * tile / (32 * variant.num_warps),
+        ),
+    )
+
+
+WORK = {"rope": rope_work, "gru_cell": gru_cell_work}
+
+
+def estimate_us(problem: Problem, variant: Any, target: Target, needs: Sequence[Resources] | None = None) -> float:
+    """Estimated microseconds of a variant; with assumed registers where ``needs`` does not tell the compiler's."""
+    works = WORK[problem.family](problem, variant)
+    return sum(_launch_us(work, target, needs[i] if needs else None) for i, work in enumerate(works))
+
+
+def resident(work: Work, target: Target, need: Resources | None) -> int:
+    """Programs of a launch that a processor holds at a time; at least 1."""
+    threads = target.warp * work.warps
+    registers = need.registers if need else BASE_REGISTERS + REGISTERS_PER_PAIR * work.pairs_per_thread
+    by_registers = target.registers // (max(8, math.ceil(registers / 8) * 8) * threads)
+    by_shared = target.shared_bytes // ((need.shared_bytes if need else 0) + 1024)  # 1 KiB a program is the system's
+    return max(1, min(target.threads // threads, int(by_registers), by_shared, target.programs))
+
+
+def _launch_us(work: Work, target: Target, need: Resources | None) -> float:
+    bytes_per_us = target.bandwidth_gb_s * 1e3
+    memory_us = work.memory_bytes / (COPY_EFFICIENCY * bytes_per_us)
+    cache_us = (work.memory_bytes + work.again_bytes) / (CACHE_OVER_MEMORY * bytes_per_us)
+    instructions = (
+        work.elements * PER_ELEMENT + work.sines * PER_SINE + work.programs * work.warps * target.warp * PER_THREAD
+    )
+    issue_us = instructions / (target.processors * LANES * target.clock_ghz * 1e3)
+    here = resident(work, target, need)
+    waves = ceil_div(work.programs, here * target.processors)
+    # The last wave may be a few programs only: what is resident is what there is.
+    at_once = min(here, ceil_div(work.programs, target.processors))
+    share = LATENCY_US * bytes_per_us / target.processors
+    sines_us = work.sines / max(work.programs, 1) / (work.warps * target.warp) * PER_SINE * 4 / (target.clock_ghz * 1e3)
+    program_us = LATENCY_US * max(1.0, at_once * work.in_flight_bytes / share) + sines_us
+    start_us = START_US / 2 if work.early else START_US
+    return start_us + program_us + max(memory_us, cache_us, issue_us, (waves - 1) * program_us)

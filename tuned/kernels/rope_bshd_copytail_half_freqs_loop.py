@@ -1,0 +1,154 @@
+"""rope_bshd_copytail_half_freqs_loop: RoPE, bshd, half pairs, out of place; features that do not rotate are copied; sine and cosine taken here.
+
+@generated from templates/rope.py.jinja. Do not edit: change the template, then run
+`python tune.py --render`.
+
+x and out are [seq, batch, heads, head_dim] by their strides (in elements), whatever the order in
+memory; angles are [angle_rows, rotary_dim // 2], or [angle_rows, rotary_dim] with PER_FEATURE.
+Float32 inside, one rounding at the store. Names: i_ index, m_ mask, p_ offset in elements.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load_pairs(x, p_row, m_row, stride_d, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, EVICT: tl.constexpr):
+    """Features (j, j + HALF) of each row: [BLOCK_TOKENS, BLOCK_HEADS, HALF_BLOCK] twice."""
+    i_pair = tl.arange(0, HALF_BLOCK)
+    mask = m_row[:, :, None] & (i_pair < HALF)[None, None, :]
+    p_first = p_row[:, :, None] + i_pair[None, None, :] * stride_d
+    first = tl.load(x + p_first, mask=mask, eviction_policy=EVICT)
+    second = tl.load(x + p_first + HALF * stride_d, mask=mask, eviction_policy=EVICT)
+    return first, second
+
+
+@triton.jit
+def _store_pairs(
+    out, p_row, m_row, stride_d, first, second, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, CACHE: tl.constexpr
+):
+    """The inverse of _load_pairs."""
+    i_pair = tl.arange(0, HALF_BLOCK)
+    mask = m_row[:, :, None] & (i_pair < HALF)[None, None, :]
+    p_first = p_row[:, :, None] + i_pair[None, None, :] * stride_d
+    tl.store(out + p_first, first.to(out.dtype.element_ty), mask=mask, cache_modifier=CACHE)
+    tl.store(out + p_first + HALF * stride_d, second.to(out.dtype.element_ty), mask=mask, cache_modifier=CACHE)
+
+
+@triton.jit
+def _cos_sin(freqs, p_angle, m_angle):
+    """Cosine and sine of the angles at p_angle, NaN outside the mask: [BLOCK_TOKENS, HALF_BLOCK] both."""
+    angle = tl.load(freqs + p_angle, mask=m_angle, other=float("nan"))
+    return tl.cos(angle), tl.sin(angle)
+
+
+@triton.jit
+def _row_offsets(i_row, stride_b, stride_h, HEADS: tl.constexpr):
+    """Offset of a head; the program has added its batch entry's: [BLOCK_HEADS] int64."""
+    return i_row.to(tl.int64) * stride_h
+
+
+@triton.jit(do_not_specialize=["seq", "batch", "angle_rows", "sequences", "search_steps"])
+def rope_bshd_copytail_half_freqs_loop(
+    x,
+    out,
+    freqs,
+    seq,
+    batch,
+    angle_rows,
+    x_stride_s,
+    x_stride_b,
+    x_stride_h,
+    x_stride_d,
+    out_stride_s,
+    out_stride_b,
+    out_stride_h,
+    out_stride_d,
+    angle_stride_s,
+    angle_stride_d,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,  # ROTARY_DIM // 2 padded to a power of two
+    TAIL_BLOCK: tl.constexpr,  # width of the tiles that copy the tail
+    PER_FEATURE: tl.constexpr,  # the two entries of a pair may differ
+    BACKWARD: tl.constexpr,  # apply the transpose of the forward map
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    HEAD_STEPS: tl.constexpr,
+    ORDER: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    STORE_CACHE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    ROWS_PER_PROGRAM: tl.constexpr = BLOCK_HEADS * HEAD_STEPS
+    if PDL:
+        # Let the next kernel's programs take places that fall free; read nothing before the kernel before has ended.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    # This program's tile of positions and first row.
+    i_program = tl.program_id(0)
+    token_tiles = tl.cdiv(seq, BLOCK_TOKENS)
+    # Rows are the heads of one batch entry; a packed call has one entry.
+    rows: tl.constexpr = HEADS
+    row_tiles: tl.constexpr = (HEADS + ROWS_PER_PROGRAM - 1) // ROWS_PER_PROGRAM
+    if ORDER == "tokens":
+        i_token_tile = i_program % token_tiles
+        i_row_tile = (i_program // token_tiles) % row_tiles
+        i_batch = (i_program // (token_tiles * row_tiles)).to(tl.int64)
+    elif ORDER == "batch":
+        i_row_tile = i_program % row_tiles
+        i_batch = ((i_program // row_tiles) % batch).to(tl.int64)
+        i_token_tile = i_program // (row_tiles * batch)
+    else:
+        i_row_tile = i_program % row_tiles
+        i_token_tile = (i_program // row_tiles) % token_tiles
+        i_batch = (i_program // (row_tiles * token_tiles)).to(tl.int64)
+    i_token = i_token_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
+    m_token = i_token < seq
+    i_row = i_row_tile * ROWS_PER_PROGRAM + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
+    # 64-bit offsets: tokens x heads x head_dim may pass 2^31.
+    p_x_token = i_batch * x_stride_b + i_token.to(tl.int64) * x_stride_s  # [BLOCK_TOKENS]
+    p_out_token = i_batch * out_stride_b + i_token.to(tl.int64) * out_stride_s
+
+    i_position = i_token
+
+    # Angles of the tile, [BLOCK_TOKENS, HALF_BLOCK]; past the rows that there are, NaN.
+    i_pair = tl.arange(0, HALF_BLOCK)
+    m_angle = (m_token & (i_position < angle_rows))[:, None] & (i_pair < HALF)[None, :]
+    p_angle = i_position.to(tl.int64)[:, None] * angle_stride_s
+    p_first = p_angle + i_pair[None, :] * angle_stride_d
+    p_second = p_first + HALF * angle_stride_d
+    cos_first, sin_first = _cos_sin(freqs, p_first, m_angle)
+    cos_second, sin_second = cos_first, sin_first
+    if PER_FEATURE:
+        cos_second, sin_second = _cos_sin(freqs, p_second, m_angle)
+    # [BLOCK_TOKENS, 1, HALF_BLOCK]: the rows of a position share its angles.
+    cos_first, sin_first = cos_first[:, None, :], sin_first[:, None, :]
+    cos_second, sin_second = cos_second[:, None, :], sin_second[:, None, :]
+
+    for i_step in tl.range(0, HEAD_STEPS, num_stages=STAGES):
+        i_step_row = i_row + i_step * BLOCK_HEADS
+        m_row = m_token[:, None] & (i_step_row < rows)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
+        p_x = p_x_token[:, None] + _row_offsets(i_step_row, x_stride_b, x_stride_h, HEADS)[None, :]
+        p_out = p_out_token[:, None] + _row_offsets(i_step_row, out_stride_b, out_stride_h, HEADS)[None, :]
+        first, second = _load_pairs(x, p_x, m_row, x_stride_d, HALF, HALF_BLOCK, LOAD_EVICT)
+        b_first, b_second = first.to(tl.float32), second.to(tl.float32)
+        if BACKWARD:
+            # The transpose: the sines of the pair change places, and their signs turn.
+            out_first = b_first * cos_first + b_second * sin_second
+            out_second = b_second * cos_second - b_first * sin_first
+        else:
+            out_first = b_first * cos_first - b_second * sin_first
+            out_second = b_second * cos_second + b_first * sin_second
+        _store_pairs(out, p_out, m_row, out_stride_d, out_first, out_second, HALF, HALF_BLOCK, STORE_CACHE)
+        for start in tl.static_range(ROTARY_DIM, HEAD_DIM, TAIL_BLOCK):
+            i_tail = start + tl.arange(0, TAIL_BLOCK)
+            m_tail = m_row[:, :, None] & (i_tail < HEAD_DIM)[None, None, :]
+            p_tail = p_x[:, :, None] + i_tail[None, None, :] * x_stride_d
+            tail = tl.load(x + p_tail, mask=m_tail, eviction_policy=LOAD_EVICT)
+            p_tail = p_out[:, :, None] + i_tail[None, None, :] * out_stride_d
+            tl.store(out + p_tail, tail, mask=m_tail, cache_modifier=STORE_CACHE)
