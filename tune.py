@@ -41,7 +41,7 @@ def main(  # noqa: PLR0913, PLR0917 - one parameter an option
     family: Annotated[str | None, typer.Option(help="Only this kernel family.")] = None,
     problems: Annotated[str | None, typer.Option(help="Names or patterns, with commas between; or all.")] = None,
     trials: Annotated[
-        int | None, typer.Option(min=1, help="Variants to measure a problem (72); without a GPU, to compile (40).")
+        int | None, typer.Option(min=1, help="Variants to measure a problem (96); without a GPU, to compile (40).")
     ] = None,
     budget: Annotated[str | None, typer.Option(help="Time for the whole run: 90s, 10m, 1h.")] = None,
     out: Annotated[

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -16,12 +19,48 @@ from tuned.family import FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from io import FileIO
     from pathlib import Path
 
     from generator.problem import Problem
 
 # What a measurement must share with this run to be worth as much as a new one.
 KEY = ("device", "driver", "triton", "method")
+
+
+class _File(JournalFileBackend):
+    """Optuna's journal file, made for many small appends by a process that may be killed.
+
+    Optuna's own waits for the disk at each append, a dozen a trial, which took longer than measuring; and a killed process
+    leaves its lock behind for 30 s. Here the system's cache is enough (it outlives the process, not a power
+    cut), and the lock is the kernel's, which goes with the process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._path = path
+        with self._locked():
+            _cut_torn_line(path)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[FileIO]:
+        with self._path.open("ab", buffering=0) as file:  # closing it gives the lock back
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        """Append in one write."""
+        text = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
+        with self._locked() as file:
+            file.write(text.encode())
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Drop what a machine that went down left of its last line; Optuna refuses the whole file for it."""
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        os.truncate(path, whole)
 
 
 class Journal:
@@ -31,7 +70,7 @@ class Journal:
         """Open or make the journal of a device."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.path = path or cache_folder("journal") / f"{device}.log"
-        self._storage = JournalStorage(JournalFileBackend(str(self.path)))
+        self._storage = JournalStorage(_File(self.path))
 
     def study(
         self, problem: Problem, environment: dict[str, Any], sampler: optuna.samplers.BaseSampler

@@ -241,6 +241,23 @@ def test_packed_tokens_take_positions_from_cu_seqlens_and_padding_stays(
     assert_right(case, RopeVariant(block_tokens=4, block_heads=4))
 
 
+def many_bounds(sequences: int, tokens: int) -> tuple[int, ...]:
+    """Random bounds within the tokens, most of the sequences empty; tokens of no sequence on both sides."""
+    cuts = torch.randint(1, tokens - 1, (sequences + 1,), generator=torch.Generator().manual_seed(sequences))
+    return tuple(sorted(cuts.tolist()))
+
+
+# Around the powers of any fan that a search may take at a time, and of two.
+@pytest.mark.parametrize("sequences", [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 257, 1023, 1024, 1025, 4095, 4097])
+@pytest.mark.parametrize("spec", THD_SPECS[:2], ids=lambda s: kernel_name(s, RopeVariant()))
+def test_a_token_finds_its_sequence_among_any_number(spec: RopeSpec, sequences: int) -> None:
+    bounds = many_bounds(sequences, 40)
+    assert_right(RopeCase(spec, seq=40, cu_seqlens=bounds), RopeVariant(block_tokens=16, block_heads=4))
+    # The same, with each of the last tokens in a sequence of its own: the end of the search.
+    late = tuple(max(0, 40 - sequences + index) for index in range(sequences + 1))
+    assert_right(RopeCase(spec, seq=40, cu_seqlens=late), RopeVariant(block_tokens=16, block_heads=4))
+
+
 @pytest.mark.parametrize("rows", [0, 1, 4])
 @pytest.mark.parametrize("sine", ["inline", "table"])
 @pytest.mark.parametrize("spec", THD_SPECS[:2], ids=lambda s: kernel_name(s, RopeVariant()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from generator.problem import Problem
 from tuned.rope.arguments import strides_of
 from tuned.rope.eager import rotate
 from tuned.rope.launches import RopeCall
-from tuned.rope.spec import ITEM_SIZE, RopeSize, RopeSpec
+from tuned.rope.spec import DIRECTIONS, ITEM_SIZE, RopeSize, RopeSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -147,42 +148,35 @@ def problems() -> Iterator[Problem]:
     def bf16(layout: str, heads: int, dim: int, rotary: int | None = None, **rest: Any) -> RopeSpec:
         return RopeSpec(layout, "bfloat16", heads, dim, rotary or dim, **rest)
 
-    llama = bf16("bshd", 32, 128)
+    def each_way(name: str, spec: RopeSpec, batch: int, seq: int) -> Iterator[Problem]:
+        """A shape in every layout, forward and backward: the grid that the benchmark measures."""
+        for direction, layout in itertools.product(DIRECTIONS, ("bshd", "sbhd", "thd")):
+            words = [name, *([layout] if layout != "bshd" else []), *([direction] if direction != "forward" else [])]
+            yield problem("_".join(words), dataclasses.replace(spec, layout=layout, direction=direction), batch, seq)
+
+    llama, kv, study, half = bf16("bshd", 32, 128), bf16("bshd", 8, 128), bf16("bshd", 10, 512), bf16("bshd", 32, 128, 64)
     given = dataclasses.replace(llama, angles="cos_sin")
-    backward = dataclasses.replace(llama, direction="backward")
-    inplace = dataclasses.replace(llama, inplace=True)
-    full_rows = dataclasses.replace(llama, angle_entries="feature")
-    yield problem("llama3_8b", llama, 2, 4096)
+    every_feature = dataclasses.replace(llama, angle_entries="feature")
+    yield from each_way("llama3_8b", llama, 2, 4096)
+    yield from each_way("llama3_8b_decode", llama, 64, 1)
+    yield from each_way("llama3_8b_prefill", llama, 1, 128)
     yield problem("llama3_8b_cos_sin", given, 2, 4096)
-    yield problem("llama3_8b_decode", llama, 64, 1)
-    yield problem("llama3_8b_decode_cos_sin", given, 64, 1)
-    yield problem("llama3_8b_prefill", llama, 1, 128)
-    yield problem("llama3_8b_prefill_cos_sin", given, 1, 128)
-    yield problem("llama3_8b_inplace", inplace, 2, 4096)
-    yield problem("llama3_8b_backward", backward, 2, 4096)
-    yield problem("llama3_8b_sbhd", bf16("sbhd", 32, 128), 2, 4096)
-    yield problem("llama3_8b_sbhd_backward", bf16("sbhd", 32, 128, direction="backward"), 2, 4096)
-    yield problem("llama3_8b_thd", bf16("thd", 32, 128), 2, 4096)
-    yield problem("llama3_8b_thd_backward", bf16("thd", 32, 128, direction="backward"), 2, 4096)
-    yield problem("llama3_8b_feature_freqs", full_rows, 2, 4096)
-    yield problem("llama3_8b_sbhd_feature_freqs", dataclasses.replace(full_rows, layout="sbhd"), 2, 4096)
-    yield problem("llama3_8b_kv", bf16("bshd", 8, 128), 1, 32768)
-    yield problem("llama3_8b_kv_sbhd", bf16("sbhd", 8, 128), 1, 32768)
-    yield problem("llama3_8b_kv_thd", bf16("thd", 8, 128), 1, 32768)
-    yield problem("llama3_8b_kv_inplace", bf16("bshd", 8, 128, inplace=True), 1, 32768)
-    yield problem("llama3_8b_kv_128k", bf16("bshd", 8, 128), 1, 131072)
+    yield problem("llama3_8b_cos_sin_decode", given, 64, 1)
+    yield problem("llama3_8b_cos_sin_prefill", given, 1, 128)
+    yield problem("llama3_8b_cos_sin_inplace", dataclasses.replace(given, inplace=True), 2, 4096)
+    for layout in ("bshd", "sbhd", "thd"):
+        inplace = dataclasses.replace(llama, layout=layout, inplace=True)
+        yield problem(f"llama3_8b_inplace_{layout}", inplace, 2, 4096)
+        yield problem(f"llama3_8b_feature_{layout}", dataclasses.replace(every_feature, layout=layout), 2, 4096)
+        yield problem(f"half_rotary_inplace_{layout}", dataclasses.replace(inplace, rotary_dim=64), 4, 4096)
+        yield problem(f"study_inplace_{layout}", dataclasses.replace(study, layout=layout, inplace=True), 16, 512)
+    yield problem("llama3_8b_inplace_decode", dataclasses.replace(llama, inplace=True), 64, 1)
+    yield from each_way("llama3_8b_kv", kv, 1, 32768)
+    yield problem("llama3_8b_kv_inplace", dataclasses.replace(kv, inplace=True), 1, 32768)
+    yield from each_way("llama3_8b_kv_128k", kv, 1, 131072)
+    yield from each_way("study", study, 16, 512)
+    yield from each_way("half_rotary", half, 4, 4096)
     yield problem("llama3_70b", bf16("bshd", 64, 128), 1, 8192)
-    yield problem("study", bf16("bshd", 10, 512), 16, 512)
-    yield problem("study_sbhd", bf16("sbhd", 10, 512), 16, 512)
-    yield problem("study_thd", bf16("thd", 10, 512), 16, 512)
-    yield problem("study_inplace", bf16("bshd", 10, 512, inplace=True), 16, 512)
-    yield problem("study_backward", bf16("bshd", 10, 512, direction="backward"), 16, 512)
-    yield problem("half_rotary", bf16("bshd", 32, 128, 64), 4, 4096)
-    yield problem("half_rotary_sbhd", bf16("sbhd", 32, 128, 64), 4, 4096)
-    yield problem("half_rotary_thd", bf16("thd", 32, 128, 64), 4, 4096)
-    yield problem("half_rotary_inplace", bf16("bshd", 32, 128, 64, inplace=True), 4, 4096)
-    yield problem("half_rotary_inplace_sbhd", bf16("sbhd", 32, 128, 64, inplace=True), 4, 4096)
-    yield problem("half_rotary_backward", bf16("bshd", 32, 128, 64, direction="backward"), 4, 4096)
     yield problem("glm4_interleaved", bf16("bshd", 32, 128, 64, style="interleaved"), 2, 8192)
     yield problem("gptj_interleaved_sbhd", bf16("sbhd", 16, 256, 64, style="interleaved"), 4, 2048)
     yield problem("qwen2_7b", bf16("bshd", 28, 128), 4, 4096)
@@ -194,4 +188,7 @@ def problems() -> Iterator[Problem]:
     yield problem("packed_1024_sequences", bf16("thd", 32, 128), 1024, 64)
     yield problem("llama3_8b_fp16", RopeSpec("bshd", "float16", 32, 128, 128), 2, 4096)
     yield problem("llama3_8b_fp32", RopeSpec("bshd", "float32", 32, 128, 128), 2, 4096)
-    yield problem("llama3_8b_cos_sin_inplace", dataclasses.replace(given, inplace=True), 2, 4096)
+    # The studies' own calls: float32, sbhd, an entry a feature, small.
+    for seq, heads, dim in ((64, 16, 64), (128, 16, 128), (32, 8, 256)):
+        small = RopeSpec("sbhd", "float32", heads, dim, dim, angle_entries="feature")
+        yield problem(f"study_small_{dim}", small, 1, seq)

@@ -172,7 +172,9 @@ class _Node:
     def run(self, x: Any, angles: Any, sin: Any, cu_seqlens: Any) -> Any:
         if self.settings.inplace:
             refuse_overwrite(x)
-        return _Rope.apply(x, angles, sin, cu_seqlens, self)
+        if _transforms_active():  # torch.func: its own way into a Function
+            return _Rope.apply(x, angles, sin, cu_seqlens, self)
+        return _apply(x, angles, sin, cu_seqlens, self)
 
     def backward(self, grad: Any, angles: Any, sin: Any, cu_seqlens: Any) -> Any:
         key = (_traits(grad), angles.data_ptr() & 15, torch.is_grad_enabled(), _current_device())
@@ -201,6 +203,11 @@ class _Rope(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         """Apply the transpose to the gradient, out of place: it may be shared."""
         return ctx.node.backward(grads[0], *ctx.saved_tensors), None, None, None, None
+
+
+# What Function.apply ends in when no transform of torch.func is active; the checks before cost 1.5 us a call.
+_transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)  # noqa: SLF001
+_apply: Any = super(torch.autograd.Function, _Rope).apply
 
 
 def explain(x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: Settings) -> tuple[Choice, Any]:

@@ -11,7 +11,7 @@ STYLES = ("half", "interleaved")
 ANGLES = ("freqs", "cos_sin")
 ANGLE_ENTRIES = ("feature", "pair")
 DIRECTIONS = ("forward", "backward")
-SEARCH_FAN = 32  # one wait for memory finds a token among 31 sequences, two among 1023; a warp compares 32 without a barrier
+SEARCH_FAN = 64  # one wait for memory finds a token among 63 sequences, two among 4095
 
 
 def search_steps(sequences: int) -> int:

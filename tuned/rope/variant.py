@@ -32,7 +32,7 @@ class RopeVariant:
     # "grid": every tile of heads is a program of its own, each reading the angle rows again, from L2.
     # "loop": one program walks over head_steps tiles with its angles in registers: 1 / head_steps of those reads.
     heads: str = one_of("grid", "loop", default="grid")
-    head_steps: int = one_of(1, 2, 4, default=1)
+    head_steps: int = one_of(1, 2, 3, 4, 5, 8, default=1)  # 5: 10 and 40 heads without a rest; 3: 24
     # Which programs run together. "heads": the tiles of one position first, so angle rows stay in L1 / L2;
     # "tokens": neighbouring positions first; "batch": heads, then batch, then positions, so a row of angles is
     # read from memory once for the whole batch.
