@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from pathlib import Path  # noqa: TC003 - Typer reads the annotations
 from typing import Annotated
@@ -83,6 +84,9 @@ def main(  # noqa: PLR0913, PLR0917 - one parameter an option
     except RecordError as error:
         errors.print(f"tune.py: {error}", markup=False, highlight=False, soft_wrap=True)
         code = 1
+    except KeyboardInterrupt:  # a run on a GPU has its own answer; nothing else leaves anything half done
+        errors.print("tune.py: interrupted")
+        code = commands.INTERRUPTED
     raise typer.Exit(code)
 
 
@@ -112,4 +116,5 @@ def show(
 
 
 if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)  # the processes that compile and measure take their environment from here
     app()

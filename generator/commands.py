@@ -52,7 +52,6 @@ class Options:
 def tune(options: Options, console: Console) -> int:
     """Tune on the GPU of this machine; without one, or for a named target, do what is true without."""
     problems = select(options.family, options.problems)
-    os.environ.pop("TRITON_INTERPRET", None)  # the processes that compile take it from here
     if options.target is not None:
         return estimate(options, options.target, console)
     facts = gpu.gather()

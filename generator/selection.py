@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from generator.problem import Problem
 
 # One of each kind: a prefill of a common model, a decode batch, partial rotation in place, and the other family.
-REPRESENTATIVE = ("llama3_8b_2x4096", "llama3_8b_decode_64x1", "half_rotary_inplace_4x4096", "gru_cell_1024_64")
+REPRESENTATIVE = ("llama3_8b_2x4096", "llama3_8b_decode_64x1", "half_rotary_inplace_bshd_4x4096", "gru_cell_1024_64")
 
 
 class SelectionError(ValueError):

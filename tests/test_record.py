@@ -6,17 +6,19 @@ import concurrent.futures
 import dataclasses
 import json
 import os
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from generator.record import literal, read_record, save_winner, table_source, write_record
 from generator.selection import problem_named
 from generator.structures import structures
-from generator.workload import WORKLOADS
+from generator.workload import WORKLOADS, default_problems
 from tests.fakes import ENVIRONMENT
 from tuned.record import SCHEMA, RecordError, Winner, load_record
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def winner(name: str = "llama3_8b_2x4096", **changes: Any) -> Winner:
@@ -71,7 +73,7 @@ def test_a_new_winner_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
 def test_a_table_is_literals_that_give_the_winners_back() -> None:
     winners = [winner(name) for name in NAMES]
     names: dict[str, Any] = {}
-    exec(table_source("test_gpu", winners), names)  # noqa: S102
+    exec(table_source("test_gpu", winners), names)
     assert names["DEVICE"]["capability"] == 90
     for made, row in zip(winners, names["ROWS"], strict=True):
         family, spec, size, variant, digests, median_us = row
@@ -87,7 +89,7 @@ def test_a_table_is_literals_that_give_the_winners_back() -> None:
     "value", ['quo"te\n', "", 1, -2.5, True, None, (), (1,), (1, (2, "x")), {"a": {"b": (False,)}}]
 )
 def test_a_literal_evaluates_to_its_value(value: Any) -> None:
-    assert eval(literal(value)) == value  # noqa: S307
+    assert eval(literal(value)) == value
 
 
 def test_what_has_no_literal_is_refused() -> None:
@@ -110,7 +112,7 @@ def test_a_write_that_fails_leaves_the_record_as_it_was(tmp_path: Path, monkeypa
 
 
 def test_two_tuners_lose_nothing_of_each_other(tmp_path: Path) -> None:
-    names = [f"llama3_8b{kind}_2x4096" for kind in ("", "_cos_sin", "_inplace", "_backward", "_sbhd", "_thd", "_fp16")]
+    names = [p.name for p in default_problems()[:7]]
     with concurrent.futures.ThreadPoolExecutor(len(names)) as threads:
         list(threads.map(lambda name: save_winner(winner(name), tmp_path), names))
     assert {w.name for w in read_record("test_gpu", tmp_path)} == set(names)
@@ -173,7 +175,10 @@ def test_a_malformed_row_is_refused_with_where_and_why(tmp_path: Path, path: str
         ('{"winners": []}', 'is not a record of winners: "format" must be "tuned-winners"'),
         (f'{{"format": "tuned-winners", "schema": {SCHEMA + 1}, "winners": []}}', f"has schema {SCHEMA + 1}.* update"),
         ('{"format": "tuned-winners", "schema": 1, "winners": {}}', '"winners" must be a list'),
-        ('{"format": "tuned-winners", "schema": 1, "device": "x", "winners": [3]}', r"winners\[0\] must have the fields"),
+        (
+            '{"format": "tuned-winners", "schema": 1, "device": "x", "winners": [3]}',
+            r"winners\[0\] must have the fields",
+        ),
         ('{"format": "tuned-estimates", "estimated": true, "rows": []}', "is not a record of winners"),
     ],
 )

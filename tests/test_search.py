@@ -6,8 +6,7 @@ import concurrent.futures
 import concurrent.futures.process
 import dataclasses
 import math
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,6 +22,9 @@ from generator.worker import TrialFailedError, WorkerLostError
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tuned.record import load_record
 from tuned.rope.variant import RopeVariant, default_variant
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SMALL = problem_named("gru_cell_512_64")  # a pool of 50: measured whole
 LARGE = problem_named("llama3_8b_2x4096")  # of 18144: searched
@@ -169,7 +171,7 @@ def test_a_lost_worker_is_started_again_and_the_search_goes_on(tmp_path: Path) -
 
 
 def test_a_problem_that_nothing_can_be_measured_on_says_why(tmp_path: Path) -> None:
-    def cost(problem: Any, variant: Any) -> float:
+    def cost(_problem: Any, _variant: Any) -> float:
         raise TrialFailedError("out of memory")
 
     with pytest.raises(WorkerLostError, match="no variant of gru_cell_512_64 could be measured: out of memory"):

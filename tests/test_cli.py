@@ -1,0 +1,371 @@
+"""tune.py as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import tune
+from generator import audit, commands, committed, gpu
+from generator import record as record_module
+from generator.gpu import Facts, NoSuchGpuError, choose_gpu, diagnose
+from generator.progress import time_left
+from generator.record import read_record, save_winner
+from generator.selection import REPRESENTATIVE, SelectionError, select
+from generator.workload import default_problems
+from tests.fakes import FakeCompiler, FakeWorker
+from tests.test_record import winner
+
+ROOT = Path(tune.__file__).parent
+ONE = "gru_cell_512_64"
+
+
+def call(*arguments: str) -> Any:
+    return CliRunner().invoke(tune.app, list(arguments), catch_exceptions=False)
+
+
+# --- lists ----------------------------------------------------------------------------------------------------------
+
+
+def test_list_names_every_problem_and_what_was_measured(tmp_path: Path) -> None:
+    save_winner(winner(), tmp_path)
+    done = call("--list", "--target", "test_gpu", "--out", str(tmp_path))
+    lines = done.output.splitlines()
+    assert done.exit_code == 0
+    assert [line.split()[0] for line in lines[1:]] == [p.name for p in default_problems()]
+    assert [line.split()[1] for line in lines[1:3]] == ["34.50", "-"]
+
+
+def test_list_takes_a_family_and_patterns() -> None:
+    assert len(call("--list", "--family", "gru_cell").output.splitlines()) == 1 + len(default_problems("gru_cell"))
+    names = [line.split()[0] for line in call("--list", "--problems", f"study_*,{ONE}").output.splitlines()[1:]]
+    assert names == [p.name for p in default_problems() if p.name.startswith("study_") or p.name == ONE]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--list", "--problems", "llama3_8b_2x4095"), "no problem 'llama3_8b_2x4095'. Did you mean llama3_8b_2x4096"),
+        (("--list", "--problems", "nothing*"), "no problem 'nothing*'"),
+        (("--list", "--family", "roppe"), "no family 'roppe'. Did you mean rope? There are: rope, gru_cell"),
+        (("--list", "--family", "rope", "--problems", ONE), f"no problem '{ONE}'"),
+        (("show", "llama3_8b_2x4095"), "Did you mean llama3_8b_2x4096"),
+        (("--target", "h300", "--problems", ONE), "Did you mean nvidia_h"),
+        (("--budget", "10 parsecs", "--list"), "90s, 10m or 1h"),
+        (("--trials", "0", "--list"), "greater than or equal to 1"),
+    ],
+)
+def test_a_name_that_is_not_there_is_an_error_that_helps(arguments: tuple[str, ...], said: str) -> None:
+    done = call(*arguments)
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.split())
+
+
+def test_the_representative_problems_exist() -> None:
+    assert [p.name for p in select(None, None, representative=True)] == list(REPRESENTATIVE)
+    assert select(None, "all", representative=True) == default_problems()
+    with pytest.raises(SelectionError):
+        select("rope", "gru_*")
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("90s", 90), ("10m", 600), ("1h", 3600), ("1.5m", 90), ("45", 45)])
+def test_a_budget_is_a_time(text: str, wanted: float) -> None:
+    assert tune.seconds(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["", "ten", "-1m", "0s", "5d"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="90s, 10m or 1h"):
+        tune.seconds(text)
+
+
+def test_time_left_is_by_the_pace_and_the_budget() -> None:
+    assert time_left(10, 0, 4) == "?"
+    assert time_left(10, 1, 4) == "0:30"
+    assert time_left(100, 1, 4, budget_s=250) == "2:30"
+    assert time_left(300, 1, 4, budget_s=250) == "0:00"
+
+
+def test_dry_run_counts_and_says_why() -> None:
+    done = call("--dry-run", "--problems", "llama3_8b_2x4096")
+    assert done.exit_code == 0
+    assert "declared -> " in done.output
+    assert f"{commands.TRIALS} to measure" in done.output
+    assert "tiles: num_stages=2 without a loop over heads" in done.output
+
+
+# --- check, render and show -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the generated part of the package, that a test may damage."""
+    copy = tmp_path / "tuned"
+    for folder in ("kernels", "tables", "winners"):
+        shutil.copytree(ROOT / "tuned" / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for module in (committed, audit, record_module):
+        for name in ("PACKAGE", "KERNELS", "TABLES", "WINNERS"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, copy if name == "PACKAGE" else copy / name.lower())
+    return copy
+
+
+def test_render_mends_what_is_damaged_and_then_writes_nothing(package: Path) -> None:
+    call("--render")
+    kernel = package / "kernels" / "rope_table.py"
+    whole = kernel.read_text()
+    kernel.write_text(whole + "# edited by hand\n")
+    (package / "kernels" / "rope_old.py").write_text("")
+    findings = call("--check", "--problems", ONE).output
+    assert "tuned/kernels/rope_table.py is not what the templates and records give: python tune.py --render" in findings
+    assert "tuned/kernels/rope_old.py belongs to nothing" in findings
+    done = call("--render")
+    assert done.exit_code == 0
+    assert "wrote tuned/kernels/rope_table.py" in done.output
+    assert "deleted tuned/kernels/rope_old.py" in done.output
+    assert kernel.read_text() == whole
+    assert "0 written, 0 deleted" in call("--render").output
+
+
+def test_a_winner_brings_its_table_and_its_kernels(package: Path) -> None:
+    for path in (package / "winners").glob("*.json"):
+        path.unlink()
+    save_winner(winner(ONE))
+    assert "tables/test_gpu.py" not in call("--render").output, "the table was written with the record"
+    assert (package / "tables" / "test_gpu.py").exists()
+    done = call("--check", "--problems", ONE)
+    assert done.exit_code == 0
+    assert "up to date" in done.output
+
+
+def test_check_lists_rows_that_are_stale_or_missing(tmp_path: Path) -> None:
+    check = ("--check", "--out", str(tmp_path), "--problems", f"{ONE},llama3_8b_2x4096")
+    assert call(*check).exit_code == 1
+    assert "no record in" in call(*check).output
+    save_winner(winner(ONE), tmp_path)
+    assert "test_gpu: llama3_8b_2x4096 has no row: python tune.py --problems llama3_8b_2x4096" in call(*check).output
+    path = save_winner(winner(), tmp_path)
+    assert call(*check).exit_code == 0
+    content = json.loads(path.read_text())
+    row = next(w for w in content["winners"] if w["name"] == ONE)
+    row["digests"] = dict.fromkeys(row["digests"], "0123456789ab")
+    path.write_text(json.dumps(content))
+    done = call(*check)
+    assert done.exit_code == 1
+    assert f"test_gpu: {ONE} was measured with another text of its kernel" in done.output
+    assert "1 to do" in done.output
+    assert "nvidia_b200: no record" in call(*check, "--target", "nvidia_b200").output
+
+
+def test_a_record_that_cannot_be_read_is_an_error_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "test_gpu.json").write_text('{"format": "tuned-winners", "sch')
+    done = call("--check", "--out", str(tmp_path))
+    assert done.exit_code == 1
+    assert "test_gpu.json is not whole JSON" in " ".join(done.output.split())
+
+
+def test_show_writes_the_winner_of_a_record(tmp_path: Path) -> None:
+    save_winner(winner(ONE), tmp_path)
+    done = call("--out", str(tmp_path), "show", ONE, "--device", "test_gpu")
+    assert done.exit_code == 0
+    assert "def gru_cell_gates(" in done.output
+    file = tmp_path / "gates.py"
+    assert call("--out", str(tmp_path), "show", ONE, "--out", str(file)).exit_code == 0
+    compile(file.read_text(), str(file), "exec")
+    missing = call("--out", str(tmp_path), "show", "llama3_8b_2x4096")
+    assert missing.exit_code == 1
+    assert "has no row of llama3_8b_2x4096" in " ".join(missing.output.split())
+
+
+# --- GPUs -----------------------------------------------------------------------------------------------------------
+
+NVIDIA = ("/dev/nvidia0", "nvidia-smi")
+
+
+@pytest.mark.parametrize(
+    ("facts", "kind", "said"),
+    [
+        (Facts("2.11.0", "12.8", names=("NVIDIA H200",)), "ready", ""),
+        (Facts("2.11.0+cpu"), "no_gpu", "no GPU was found"),
+        (Facts("2.11.0", "12.8"), "no_gpu", "no GPU was found"),
+        (Facts("2.11.0+cpu", signs=NVIDIA), "cpu_only_torch", "--index-url https://download.pytorch.org/whl/cuXXX"),
+        (Facts("2.11.0+cpu", driver_cuda=12040), "cpu_only_torch", "of a CUDA version up to 12.4"),
+        (
+            Facts("2.11.0", "13.0", signs=NVIDIA, driver_cuda=12040),
+            "old_driver",
+            "supports CUDA up to 12.4: it is too old",
+        ),
+        (
+            Facts(
+                "2.11.0",
+                "12.8",
+                signs=NVIDIA,
+                error="The NVIDIA driver on your system is too old (found version 11040)",
+            ),
+            "old_driver",
+            "Update the driver, or install a torch built for the driver's CUDA",
+        ),
+        (Facts("2.11.0", "12.8", signs=NVIDIA, driver_cuda=12020), "broken", "docker run --gpus all"),
+        (Facts("2.11.0", "12.8", signs=NVIDIA, visible=""), "hidden", "CUDA_VISIBLE_DEVICES='' hides every GPU"),
+        (Facts("2.11.0", None, "6.4", names=("AMD Instinct MI300X",)), "rocm", "measuring there is not supported yet"),
+    ],
+)
+def test_each_reason_for_having_no_gpu_has_its_way_out(facts: Facts, kind: str, said: str) -> None:
+    answer = diagnose(facts)
+    assert answer.kind == kind
+    assert said in answer.message
+
+
+def test_the_facts_of_this_machine_can_be_gathered() -> None:
+    assert diagnose(gpu.gather()).kind in {
+        "ready",
+        "no_gpu",
+        "cpu_only_torch",
+        "old_driver",
+        "hidden",
+        "broken",
+        "rocm",
+    }
+
+
+def test_a_gpu_is_chosen_by_index_or_name() -> None:
+    names = ("NVIDIA A100-SXM4-80GB", "NVIDIA H200")
+    assert [choose_gpu(names, wanted) for wanted in ("auto", "1", "h200", "a100")] == [0, 1, 1, 0]
+    for wanted in ("2", "b200", ""):
+        with pytest.raises(NoSuchGpuError, match=r"0: NVIDIA A100-SXM4-80GB, 1: NVIDIA H200"):
+            choose_gpu(names if wanted else (), wanted) if wanted else choose_gpu(names, "nothing")
+
+
+# --- a run, with a worker that needs no GPU --------------------------------------------------------------------------
+
+
+def gru_cost(problem: Any, variant: Any) -> float:
+    del problem
+    return 4.0 + variant.num_warps / 8 + variant.block_batch / 8
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A machine with one GPU, a fake of both."""
+    workers: list[FakeWorker] = []
+    options: dict[str, Any] = {"cost": gru_cost}
+
+    def start(index: int) -> FakeWorker:
+        assert index == 0
+        workers.append(FakeWorker(**options))
+        return workers[-1]
+
+    monkeypatch.setenv("TUNED_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(commands, "Worker", start)
+    monkeypatch.setattr(commands, "pool_of_processes", FakeCompiler)
+    monkeypatch.setattr(gpu, "gather", lambda: Facts("2.11.0", "12.8", names=("Test GPU",)))
+    return options, workers
+
+
+def test_a_run_tells_what_it_found_and_where_it_is(machine: Any, tmp_path: Path) -> None:
+    done = call("--gpu", "auto", "--family", "gru_cell", "--out", str(tmp_path / "out"))
+    text = " ".join(done.output.split())
+    assert done.exit_code == 0
+    for part in ("GB/s", "% of floor", "x eager", "x default", "TUNED_TABLES=", "the record:"):
+        assert part in text
+    assert [w.name for w in read_record("test_gpu", tmp_path / "out")] == sorted(
+        p.name for p in default_problems("gru_cell")
+    )
+    assert not machine[1][0].alive, "the worker was ended"
+
+
+def test_a_run_into_the_package_names_what_models_import(
+    machine: Any, package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "ROOT", package.parent)
+    done = call("--problems", ONE)
+    assert done.exit_code == 0
+    assert "models import it: tuned.dispatch, through tuned/tables/test_gpu.py" in done.output
+    assert "the record: tuned/winners/test_gpu.json" in done.output
+    assert (package / "tables" / "test_gpu.py").exists()
+    assert machine[1]
+
+
+def test_ctrl_c_keeps_what_was_measured_and_says_how_to_go_on(machine: Any, tmp_path: Path) -> None:
+    options, workers = machine
+    options["stop_after"] = 60
+    done = call("--family", "gru_cell", "--out", str(tmp_path / "out"))
+    assert done.exit_code == 130
+    assert "Interrupted. 1 of 4 problems are done and every trial is kept: the same command goes on" in done.output
+    assert not workers[0].alive
+    options["stop_after"] = None
+    again = call("--family", "gru_cell", "--out", str(tmp_path / "out"))
+    assert again.exit_code == 0
+    assert not set(map(str, workers[1].measured[:1])) & set(map(str, workers[0].measured[-10:]))
+
+
+def test_what_has_no_room_is_skipped_and_said(machine: Any, tmp_path: Path) -> None:
+    machine[0]["free"] = 1000
+    done = call("--problems", ONE, "--out", str(tmp_path / "out"))
+    assert done.exit_code == 1, "nothing was measured"
+    assert f"skipped {ONE}: it needs" in done.output
+
+
+def test_a_gpu_that_is_not_there_is_refused(machine: Any) -> None:
+    done = call("--gpu", "b200", "--problems", ONE)
+    assert done.exit_code == 2
+    assert "0: Test GPU" in done.output
+    assert not machine[1]
+
+
+def test_an_explicit_gpu_without_any_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "gather", lambda: Facts("2.11.0+cpu", signs=NVIDIA))
+    done = call("--gpu", "0", "--problems", ONE)
+    assert done.exit_code == 1
+    assert "CPU-only build" in done.output
+
+
+# --- without a GPU --------------------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_it_compiles_checks_and_estimates(tmp_path: Path) -> None:
+    """The whole of it for one small problem, in a process of its own: the compiler must not be in the interpreter."""
+    save_winner(winner(ONE, environment={**winner().environment, "device": "nvidia_h200"}), tmp_path / "out")
+    before = (tmp_path / "out" / "nvidia_h200.json").read_bytes()
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "TUNED_CACHE": str(tmp_path / "cache")
+    }
+    done = subprocess.run(
+        [
+            sys.executable,
+            "tune.py",
+            "--target",
+            "nvidia_h200",
+            "--problems",
+            ONE,
+            "--trials",
+            "4",
+            "--out",
+            tmp_path / "out",
+        ],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "declared -> 50 legal -> a ranked sample of 4: 4 compiled -> 4 without spills -> " in done.stdout
+    assert "distinct in machine code" in done.stdout
+    assert "registers a thread" in done.stdout
+    assert "checked in the interpreter against float64: 2 of 2 right" in done.stdout
+    assert "measured     34.50 us  rank" in done.stdout
+    assert "Not done, since it needs the device" in done.stdout
+    estimates = json.loads((tmp_path / "cache" / "estimates" / "nvidia_h200.json").read_text())
+    assert estimates["estimated"] is True
+    assert (tmp_path / "out" / "nvidia_h200.json").read_bytes() == before, "a measured row is never touched"
