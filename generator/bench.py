@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import time
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-METHOD = "cuda-graph-rotating-2xL2-median/1"  # part of a measurement's key: change it when the way of timing changes
+METHOD = "cuda-graph-rotating-2xL2-median/2"  # part of a measurement's key: change it when the way of timing changes
 GRAPH_US = 500.0  # launches in one graph take at least this long, so that starting the graph is under 1 percent
 REPLAYS = 12
 HOST_CALLS = 200  # a batch; small enough that the queue of 1024 launches never fills
@@ -43,7 +44,8 @@ def device_time(launches: Sequence[Callable[[], object]], replays: int = REPLAYS
 
     The launches should rotate over ``sets_beyond_l2`` sets: a loop over one set times the cache.
     """
-    stream = torch.cuda.Stream()
+    here, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(here)  # what prepared the buffers may still run
     with torch.cuda.stream(stream):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         launches[0]()  # compiled and loaded before the capture
@@ -59,16 +61,30 @@ def device_time(launches: Sequence[Callable[[], object]], replays: int = REPLAYS
             for _ in range(rounds):
                 for launch in launches:
                     launch()
-        count = rounds * len(launches)
+        # All replays are queued before the first ends: otherwise the host's way to a launch counts as device time.
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
         graph.replay()
-        times_us = []
-        for _ in range(replays):
-            begin.record()
+        for mark in marks[:-1]:
+            mark.record()
             graph.replay()
-            end.record()
-            end.synchronize()
-            times_us.append(begin.elapsed_time(end) * 1e3 / count)
-    return summarise(times_us)
+        marks[-1].record()
+        marks[-1].synchronize()
+    here.wait_stream(stream)
+    count = rounds * len(launches)
+    return summarise([a.elapsed_time(b) * 1e3 / count for a, b in itertools.pairwise(marks)])
+
+
+def copy_time(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Timing:
+    """Device time of ``out.copy_(x)`` over (x, out) pairs, or of an elementwise kernel where that is faster.
+
+    In a graph a large copy is a memcpy node, which the driver may give to the copy engines: 2.6 TB/s on an H200,
+    where a kernel moves 4.2. The floor is what the memory can do.
+    """
+    times = [
+        device_time([lambda x=x, out=out: out.copy_(x) for x, out in pairs]),
+        device_time([lambda x=x, out=out: torch.neg(x, out=out) for x, out in pairs]),
+    ]
+    return min(times, key=lambda t: t.median_us)
 
 
 def host_time(call: Callable[[], object], batches: int = 15) -> Timing:

@@ -69,6 +69,7 @@ def _case(values: dict[str, Any]) -> str | None:
     import torch  # noqa: PLC0415
 
     from generator.check import WrongResultError, check  # noqa: PLC0415
+    from generator.guard import probe  # noqa: PLC0415
     from generator.workload import empty_like_call  # noqa: PLC0415
 
     work = WORKLOADS[values["family"]]
@@ -78,7 +79,7 @@ def _case(values: dict[str, Any]) -> str | None:
     if getattr(variant, "pdl", False):  # it orders launches and changes no result; the interpreter does not have it
         variant = dataclasses.replace(variant, pdl=False)
     problem = small(Problem(values["name"], values["family"], spec, size), variant)
-    call = work.inputs(spec, problem.size, "cpu", 0)
+    call = probe(work.inputs(spec, problem.size, "cpu", 0))
     wanted, bound = work.reference(spec, call)
     tensors = {f.name: getattr(call, f.name) for f in dataclasses.fields(call)}
     inputs = {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor) and t is not call.out}

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from generator.bench import Timing, device_time, sets_beyond_l2
+from generator.bench import Timing, copy_time, device_time, sets_beyond_l2
 from generator.check import WrongResultError, check
 from generator.compile import compile_launch
+from generator.guard import probe
 from generator.workload import WORKLOADS
 from tuned.launcher import bare
 
@@ -62,36 +63,30 @@ class Stage:
         count = min(sets_beyond_l2(one), MAX_SETS)
         place = f"cuda:{self.device}"
         self.calls = [self.work.inputs(problem.spec, problem.size, place, seed) for seed in range(count)]
-        self.wanted, self.bound = self.work.reference(problem.spec, self.calls[0])
-        self.before = [self._tensors(call) for call in self.calls[:1]][0]
-        self.before = {name: tensor.clone() for name, tensor in self.before.items()}
-        # In place, inputs are restored from these before each timing, outside the timed region.
-        self.fresh = [self._written(call).clone() for call in self.calls] if self._inplace else []
+        # Checked on the inputs of the first set, in memory of its own, guarded; timed on memory as a model has it.
+        self.probe = probe(self.calls[0])
+        self.wanted, self.bound = self.work.reference(problem.spec, self.probe)
+        self.before = {name: tensor.clone() for name, tensor in self._inputs(self.probe).items()}
+        # In place, inputs are restored from these before each run, outside the timed region.
+        self.fresh = [call.out.clone() for call in self.calls] if problem.spec.inplace else []
 
-    @property
-    def _inplace(self) -> bool:
-        return bool(self.problem.spec.inplace)
-
-    def _written(self, call: Any) -> torch.Tensor:
-        return call.out  # type: ignore[no-any-return]
-
-    def _tensors(self, call: Any) -> dict[str, torch.Tensor]:
-        """The inputs of a call that must not change."""
+    def _inputs(self, call: Any) -> dict[str, torch.Tensor]:
+        """The tensors of a call that must not change."""
         named = {f.name: getattr(call, f.name) for f in dataclasses.fields(call)}
         return {n: t for n, t in named.items() if isinstance(t, torch.Tensor) and t is not call.out}
 
     def _restore(self) -> None:
         for call, fresh in zip(self.calls, self.fresh, strict=False):
-            self._written(call).copy_(fresh)
+            call.out.copy_(fresh)
 
     def launches(self, variant: Any) -> list[Callable[[], None]]:
-        """One thunk a buffer set, launching the compiled kernels of a variant."""
+        """One thunk for the probe, then one a buffer set, launching the compiled kernels of a variant."""
         thunks, launchers = [], None
 
         def empty(shape: tuple[int, ...]) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.float32, device=f"cuda:{self.device}")
 
-        for call in self.calls:
+        for call in (self.probe, *self.calls):
             parts = self.work.family.launches(self.problem.spec, variant, call, empty)
             # All sets have the same shapes, strides and alignment: compiled once for the first.
             launchers = launchers or [bare(compile_launch(part, self.target), self.device) for part in parts]
@@ -113,24 +108,21 @@ class Stage:
         Raises:
             WrongResultError: the result is not right; nothing was timed.
         """
-        thunks = self.launches(variant)
-        error = self._check(thunks[0])
+        check_thunk, *thunks = self.launches(variant)
+        if self.fresh:
+            self.probe.out.copy_(self.fresh[0])
+        else:
+            self.probe.out.fill_(torch.nan)
+        check_thunk()
+        now = self._inputs(self.probe)
+        unchanged = {name: (now[name], before) for name, before in self.before.items()}
+        error = check(self.probe.out, self.wanted, self.bound, unchanged)
         self._restore()
         return Measured(device_time(thunks), error)
 
-    def _check(self, thunk: Callable[[], None]) -> float:
-        call = self.calls[0]
-        if self._inplace:
-            self._written(call).copy_(self.fresh[0])
-        else:
-            call.out.fill_(torch.nan)
-        thunk()
-        now = self._tensors(call)
-        return check(call.out, self.wanted, self.bound, {n: (now[n], before) for n, before in self.before.items()})
-
     def compare(self, variants: list[Any], rounds: int = FINAL_ROUNDS) -> list[Timing]:
         """Time variants that have been measured again, interleaved, so that drift meets all alike."""
-        thunks = [self.launches(variant) for variant in variants]
+        thunks = [self.launches(variant)[1:] for variant in variants]
         times: list[list[float]] = [[] for _ in variants]
         for _ in range(rounds):
             for index, rotation in enumerate(thunks):
@@ -144,13 +136,13 @@ class Stage:
         """Copy, floor and eager PyTorch for this problem."""
         spec, size = self.problem.spec, self.problem.size
         # The very buffers that the kernels use; in place there is no second one, so it is made.
-        outs = [torch.empty_like(call.out) if self._inplace else call.out for call in self.calls]
-        inputs = [next(iter(self._tensors(call).values())) if not self._inplace else call.out for call in self.calls]
-        copies = [lambda out=out, x=x: out.copy_(x[..., : out.shape[-1]]) for out, x in zip(outs, inputs, strict=True)]
-        copy_us = min(device_time(copies).median_us for _ in range(2))  # the first may meet clocks still rising
+        sources = [call.out if self.fresh else next(iter(self._inputs(call).values())) for call in self.calls]
+        outs = [torch.empty_like(call.out) if self.fresh else call.out for call in self.calls]
+        pairs = [(x[..., : out.shape[-1]], out) for x, out in zip(sources, outs, strict=True)]
+        copy_us = min(copy_time(pairs).median_us for _ in range(2))  # the first may meet clocks still rising
         moved = self.work.bytes_moved(spec, size)
         copied = 2 * outs[0].numel() * outs[0].element_size()
-        del outs, copies
+        del outs, pairs
         eager_us = device_time([self.work.eager(spec, call) for call in self.calls[:4]], replays=3).median_us
         return Baselines(copy_us, round(copy_us * moved / copied, 4), eager_us, moved)
 
@@ -159,7 +151,7 @@ class Stage:
         self.calls.clear()
         self.fresh.clear()
         self.before.clear()
-        del self.wanted, self.bound
+        del self.wanted, self.bound, self.probe
         gc.collect()
         torch.cuda.empty_cache()
 

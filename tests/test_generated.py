@@ -35,7 +35,7 @@ BLOCK = re.compile(r"# \{% (if|elif|else|endif|for|endfor|set|macro|include|impo
 
 # A little above the lines with a Jinja block mark in each template today (10, 41, 0). A structural choice is two to four lines: one more takes a
 # decision here, and a look at whether tl.constexpr would not do.
-MAX_BLOCK_LINES = {"gru_cell.py.jinja": 12, "rope.py.jinja": 44, "rope_table.py.jinja": 0}
+MAX_BLOCK_LINES = {"gru_cell.py.jinja": 12, "rope.py.jinja": 48, "rope_table.py.jinja": 0}
 MAX_BRANCHES = 3
 MAX_MODULES = 128  # of all families; left alone, structure explodes into thousands
 

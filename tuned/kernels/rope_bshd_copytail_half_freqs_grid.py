@@ -43,12 +43,38 @@ def _cos_sin(freqs, p_angle, m_angle):
 
 
 @triton.jit
+def _tail(p_row, m_row, stride_d, start, HEAD_DIM: tl.constexpr, TAIL_BLOCK: tl.constexpr):
+    """Offsets and mask of the features from start on: [BLOCK_TOKENS, BLOCK_HEADS, TAIL_BLOCK] both."""
+    i_feature = start + tl.arange(0, TAIL_BLOCK)
+    mask = m_row[:, :, None] & (i_feature < HEAD_DIM)[None, None, :]
+    return p_row[:, :, None] + i_feature[None, None, :] * stride_d, mask
+
+
+@triton.jit
+def _load_features(
+    x,
+    p_row,
+    m_row,
+    stride_d,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TAIL_BLOCK: tl.constexpr,
+    EVICT: tl.constexpr,
+):
+    """All of a tile that is loaded before anything waits: the pairs, and the first of the tail."""
+    first, second = _load_pairs(x, p_row, m_row, stride_d, HALF, HALF_BLOCK, EVICT)
+    p_tail, m_tail = _tail(p_row, m_row, stride_d, 2 * HALF, HEAD_DIM, TAIL_BLOCK)
+    return first, second, tl.load(x + p_tail, mask=m_tail, eviction_policy=EVICT)
+
+
+@triton.jit
 def _row_offsets(i_row, stride_b, stride_h, HEADS: tl.constexpr):
     """Offset of a head; the program has added its batch entry's: [BLOCK_HEADS] int64."""
     return i_row.to(tl.int64) * stride_h
 
 
-@triton.jit(do_not_specialize=["seq", "batch", "angle_rows", "sequences", "search_steps"])
+@triton.jit(do_not_specialize=["seq", "batch", "angle_rows", "sequences"])
 def rope_bshd_copytail_half_freqs_grid(
     x,
     out,
@@ -117,7 +143,7 @@ def rope_bshd_copytail_half_freqs_grid(
     # In flight while the angles are found and their sines taken.
     p_x = p_x_token[:, None] + _row_offsets(i_row, x_stride_b, x_stride_h, HEADS)[None, :]
     m_row = m_token[:, None] & (i_row < rows)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
-    first, second = _load_pairs(x, p_x, m_row, x_stride_d, HALF, HALF_BLOCK, LOAD_EVICT)
+    features = _load_features(x, p_x, m_row, x_stride_d, HALF, HALF_BLOCK, HEAD_DIM, TAIL_BLOCK, LOAD_EVICT)
     i_position = i_token
 
     # Angles of the tile, [BLOCK_TOKENS, HALF_BLOCK]; past the rows that there are, NaN.
@@ -139,7 +165,7 @@ def rope_bshd_copytail_half_freqs_grid(
         m_row = m_token[:, None] & (i_step_row < rows)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
         p_x = p_x_token[:, None] + _row_offsets(i_step_row, x_stride_b, x_stride_h, HEADS)[None, :]
         p_out = p_out_token[:, None] + _row_offsets(i_step_row, out_stride_b, out_stride_h, HEADS)[None, :]
-        b_first, b_second = first.to(tl.float32), second.to(tl.float32)
+        b_first, b_second = features[0].to(tl.float32), features[1].to(tl.float32)
         if BACKWARD:
             # The transpose: the sines of the pair change places, and their signs turn.
             out_first = b_first * cos_first + b_second * sin_second
@@ -148,10 +174,10 @@ def rope_bshd_copytail_half_freqs_grid(
             out_first = b_first * cos_first - b_second * sin_first
             out_second = b_second * cos_second + b_first * sin_second
         _store_pairs(out, p_out, m_row, out_stride_d, out_first, out_second, HALF, HALF_BLOCK, STORE_CACHE)
-        for start in tl.static_range(ROTARY_DIM, HEAD_DIM, TAIL_BLOCK):
-            i_tail = start + tl.arange(0, TAIL_BLOCK)
-            m_tail = m_row[:, :, None] & (i_tail < HEAD_DIM)[None, None, :]
-            p_tail = p_x[:, :, None] + i_tail[None, None, :] * x_stride_d
+        p_tail, m_tail = _tail(p_out, m_row, out_stride_d, ROTARY_DIM, HEAD_DIM, TAIL_BLOCK)
+        tl.store(out + p_tail, features[2], mask=m_tail, cache_modifier=STORE_CACHE)
+        for start in tl.static_range(ROTARY_DIM + TAIL_BLOCK, HEAD_DIM, TAIL_BLOCK):
+            p_tail, m_tail = _tail(p_x, m_row, x_stride_d, start, HEAD_DIM, TAIL_BLOCK)
             tail = tl.load(x + p_tail, mask=m_tail, eviction_policy=LOAD_EVICT)
-            p_tail = p_out[:, :, None] + i_tail[None, None, :] * out_stride_d
+            p_tail, m_tail = _tail(p_out, m_row, out_stride_d, start, HEAD_DIM, TAIL_BLOCK)
             tl.store(out + p_tail, tail, mask=m_tail, cache_modifier=STORE_CACHE)

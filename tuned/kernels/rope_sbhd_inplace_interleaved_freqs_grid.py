@@ -42,12 +42,29 @@ def _cos_sin(freqs, p_angle, m_angle):
 
 
 @triton.jit
+def _load_features(
+    x,
+    p_row,
+    m_row,
+    stride_d,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TAIL_BLOCK: tl.constexpr,
+    EVICT: tl.constexpr,
+):
+    """All of a tile that is loaded before anything waits: the pairs."""
+    first, second = _load_pairs(x, p_row, m_row, stride_d, HALF, HALF_BLOCK, EVICT)
+    return first, second
+
+
+@triton.jit
 def _row_offsets(i_row, stride_b, stride_h, HEADS: tl.constexpr):
     """Offset of row batch entry * HEADS + head: [BLOCK_HEADS] int64."""
     return (i_row // HEADS).to(tl.int64) * stride_b + (i_row % HEADS).to(tl.int64) * stride_h
 
 
-@triton.jit(do_not_specialize=["seq", "batch", "angle_rows", "sequences", "search_steps"])
+@triton.jit(do_not_specialize=["seq", "batch", "angle_rows", "sequences"])
 def rope_sbhd_inplace_interleaved_freqs_grid(
     x,
     freqs,
@@ -108,7 +125,7 @@ def rope_sbhd_inplace_interleaved_freqs_grid(
     # In flight while the angles are found and their sines taken.
     p_x = p_x_token[:, None] + _row_offsets(i_row, x_stride_b, x_stride_h, HEADS)[None, :]
     m_row = m_token[:, None] & (i_row < rows)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
-    first, second = _load_pairs(x, p_x, m_row, x_stride_d, HALF, HALF_BLOCK, LOAD_EVICT)
+    features = _load_features(x, p_x, m_row, x_stride_d, HALF, HALF_BLOCK, HEAD_DIM, TAIL_BLOCK, LOAD_EVICT)
     i_position = i_token
 
     # Angles of the tile, [BLOCK_TOKENS, HALF_BLOCK]; past the rows that there are, NaN.
@@ -130,7 +147,7 @@ def rope_sbhd_inplace_interleaved_freqs_grid(
         m_row = m_token[:, None] & (i_step_row < rows)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
         p_x = p_x_token[:, None] + _row_offsets(i_step_row, x_stride_b, x_stride_h, HEADS)[None, :]
         p_out = p_out_token[:, None] + _row_offsets(i_step_row, out_stride_b, out_stride_h, HEADS)[None, :]
-        b_first, b_second = first.to(tl.float32), second.to(tl.float32)
+        b_first, b_second = features[0].to(tl.float32), features[1].to(tl.float32)
         if BACKWARD:
             # The transpose: the sines of the pair change places, and their signs turn.
             out_first = b_first * cos_first + b_second * sin_second

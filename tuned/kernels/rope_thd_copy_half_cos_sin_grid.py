@@ -44,23 +44,39 @@ def _cos_sin(cos, sin, p_angle, m_angle):
 
 
 @triton.jit
-def _positions(i_token, cu_seqlens, sequences, search_steps, FAN: tl.constexpr):
+def _positions(i_token, cu_seqlens, sequences, STEPS: tl.constexpr, FAN: tl.constexpr):
     """Position of each token in its sequence, and whether any sequence holds it: [BLOCK_TOKENS] both."""
-    # Finds the last bound at or before each token, FAN places at a time: each step waits for memory once, and one step
-    # is enough for FAN - 1 sequences. Of the equal bounds of empty sequences the last one counts.
+    # The last bound at or before each token, FAN places at a time: each step waits for memory once, and one step is
+    # enough for FAN - 1 sequences. Of the equal bounds of empty sequences the last one counts.
+    end = tl.load(cu_seqlens + sequences)
     i_bound = i_token * 0
-    start = i_bound - 1
-    stride = 1
-    for _ in range(search_steps - 1):
-        stride *= FAN
-    for _ in range(search_steps):
+    for step in tl.static_range(STEPS - 1):
+        stride = FAN ** (STEPS - 1 - step)
         i_tried = i_bound[:, None] + tl.arange(0, FAN)[None, :] * stride  # [BLOCK_TOKENS, FAN]
         bound = tl.load(cu_seqlens + i_tried, mask=i_tried <= sequences, other=2147483647)
         m_before = bound <= i_token[:, None]
         i_bound += tl.maximum(tl.sum(m_before.to(tl.int32), 1) - 1, 0) * stride
-        start = tl.max(tl.where(m_before, bound, -1), 1)
-        stride = stride // FAN
-    return i_token - start, (start >= 0) & (i_bound < sequences)
+    i_tried = i_bound[:, None] + tl.arange(0, FAN)[None, :]
+    bound = tl.load(cu_seqlens + i_tried, mask=i_tried <= sequences, other=2147483647)
+    start = tl.max(tl.where(bound <= i_token[:, None], bound, -1), 1)
+    return i_token - start, (start >= 0) & (i_token < end)
+
+
+@triton.jit
+def _load_features(
+    x,
+    p_row,
+    m_row,
+    stride_d,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TAIL_BLOCK: tl.constexpr,
+    EVICT: tl.constexpr,
+):
+    """All of a tile that is loaded before anything waits: the pairs."""
+    first, second = _load_pairs(x, p_row, m_row, stride_d, HALF, HALF_BLOCK, EVICT)
+    return first, second
 
 
 @triton.jit
@@ -69,7 +85,7 @@ def _row_offsets(i_row, stride_b, stride_h, HEADS: tl.constexpr):
     return i_row.to(tl.int64) * stride_h
 
 
-@triton.jit(do_not_specialize=["seq", "batch", "angle_rows", "sequences", "search_steps"])
+@triton.jit(do_not_specialize=["seq", "batch", "angle_rows", "sequences"])
 def rope_thd_copy_half_cos_sin_grid(
     x,
     out,
@@ -77,7 +93,6 @@ def rope_thd_copy_half_cos_sin_grid(
     sin,
     cu_seqlens,  # int32 [sequences + 1]
     sequences,
-    search_steps,  # SEARCH_FAN ** search_steps > sequences
     seq,
     batch,
     angle_rows,
@@ -106,8 +121,9 @@ def rope_thd_copy_half_cos_sin_grid(
     STORE_CACHE: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,  # SEARCH_FAN ** SEARCH_STEPS > sequences
+    SEARCH_FAN: tl.constexpr,
 ):
-    SEARCH_FAN: tl.constexpr = 64
     HALF: tl.constexpr = ROTARY_DIM // 2
     ROWS_PER_PROGRAM: tl.constexpr = BLOCK_HEADS * HEAD_STEPS
     if PDL:
@@ -143,8 +159,8 @@ def rope_thd_copy_half_cos_sin_grid(
     # In flight while the angles are found and their sines taken.
     p_x = p_x_token[:, None] + _row_offsets(i_row, x_stride_b, x_stride_h, HEADS)[None, :]
     m_row = m_token[:, None] & (i_row < rows)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
-    first, second = _load_pairs(x, p_x, m_row, x_stride_d, HALF, HALF_BLOCK, LOAD_EVICT)
-    i_position, m_inside = _positions(i_token, cu_seqlens, sequences, search_steps, SEARCH_FAN)
+    features = _load_features(x, p_x, m_row, x_stride_d, HALF, HALF_BLOCK, HEAD_DIM, TAIL_BLOCK, LOAD_EVICT)
+    i_position, m_inside = _positions(i_token, cu_seqlens, sequences, SEARCH_STEPS, SEARCH_FAN)
 
     # Angles of the tile, [BLOCK_TOKENS, HALF_BLOCK]; past the rows that there are, NaN.
     i_pair = tl.arange(0, HALF_BLOCK)
@@ -165,7 +181,7 @@ def rope_thd_copy_half_cos_sin_grid(
         m_row = m_token[:, None] & (i_step_row < rows)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
         p_x = p_x_token[:, None] + _row_offsets(i_step_row, x_stride_b, x_stride_h, HEADS)[None, :]
         p_out = p_out_token[:, None] + _row_offsets(i_step_row, out_stride_b, out_stride_h, HEADS)[None, :]
-        b_first, b_second = first.to(tl.float32), second.to(tl.float32)
+        b_first, b_second = features[0].to(tl.float32), features[1].to(tl.float32)
         if BACKWARD:
             # The transpose: the sines of the pair change places, and their signs turn.
             out_first = b_first * cos_first + b_second * sin_second

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from tuned.launch import Launch, ceil_div
-from tuned.rope.spec import search_steps
+from tuned.rope.spec import SEARCH_FAN, search_steps
 from tuned.rope.variant import RopeVariant, half_block
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def rotate_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> Launc
     """The launch of the rotating kernel, angles as the text wants them."""
     out = () if spec.inplace else (call.out,)
     angles = (call.cos,) if spec.takes_sine else (call.cos, call.sin)
-    packed = (call.cu_seqlens, call.sequences, search_steps(call.sequences)) if spec.packed else ()
+    packed = (call.cu_seqlens, call.sequences) if spec.packed else ()
     out_strides = () if spec.inplace else call.out_strides
     tail = spec.head_dim - spec.rotary_dim
     half = half_block(spec)
@@ -91,6 +91,8 @@ def rotate_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> Launc
         "STAGES": variant.num_stages,
         "PDL": variant.pdl,
     }
+    if spec.packed:
+        constants |= {"SEARCH_STEPS": search_steps(call.sequences), "SEARCH_FAN": SEARCH_FAN}
     return Launch(
         kernel=kernel_name(spec, variant),
         programs=programs(spec, variant, call.seq, call.batch),

@@ -72,11 +72,6 @@ class RopeSpec:
         return self.layout == "thd"
 
     @property
-    def search_fan(self) -> int:
-        """Bounds of packed sequences that a search compares at once: see search_steps."""
-        return SEARCH_FAN
-
-    @property
     def merges_batch(self) -> bool:
         """In sbhd the b * h rows of one position lie together and share its angles: one axis of rows."""
         return self.layout == "sbhd"
@@ -98,13 +93,18 @@ class RopeSpec:
 
     @property
     def skips_padding(self) -> bool:
-        """Packed and in place: tokens that no sequence holds stay as they are, unread and unwritten."""
+        """Packed and in place: tokens that no sequence holds stay as they are, unwritten."""
         return self.packed and self.inplace
 
     @property
     def copies_padding(self) -> bool:
         """Packed and out of place: tokens that no sequence holds are copied."""
         return self.packed and not self.inplace
+
+    @property
+    def and_tail(self) -> str:
+        """What a docstring of the kernel adds where the tail is copied."""
+        return ", and the first of the tail" if self.copies_tail else ""
 
     @property
     def output(self) -> str:
