@@ -108,17 +108,25 @@ class Stage:
         Raises:
             WrongResultError: the result is not right; nothing was timed.
         """
-        check_thunk, *thunks = self.launches(variant)
+        error, thunks = self.check(variant)
+        self._restore()
+        return Measured(device_time(thunks), error)
+
+    def check(self, variant: Any) -> tuple[float, list[Callable[[], None]]]:
+        """The worst error of a variant over its bound, and one thunk a buffer set to time it with.
+
+        Raises:
+            WrongResultError: the result is not right.
+        """
+        probe_thunk, *thunks = self.launches(variant)
         if self.fresh:
             self.probe.out.copy_(self.fresh[0])
         else:
             self.probe.out.fill_(torch.nan)
-        check_thunk()
+        probe_thunk()
         now = self._inputs(self.probe)
         unchanged = {name: (now[name], before) for name, before in self.before.items()}
-        error = check(self.probe.out, self.wanted, self.bound, unchanged)
-        self._restore()
-        return Measured(device_time(thunks), error)
+        return check(self.probe.out, self.wanted, self.bound, unchanged), thunks
 
     def compare(self, variants: list[Any], rounds: int = FINAL_ROUNDS) -> list[Timing]:
         """Time variants that have been measured again, interleaved, so that drift meets all alike."""

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from generator.compiler import CompilerPool, compile_variant, hopeless, pool_of_processes
+from generator.pool import legal_pool
+from generator.problem import Problem
+from generator.workload import default_problems
 from tests import pairwise
 from tests.rope_case import RopeCase, assert_right
 from tests.test_rope_kernels import spec_for
 from tuned.choices import choices
+from tuned.rope.spec import RopeSize, RopeSpec
 from tuned.rope.variant import RopeVariant, rejection
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Two heads, one token: of the default models' decode calls the one with the smallest pool, all of it run here.
+WHOLE = Problem("qwen2_1b_kv_decode_1x1", "rope", RopeSpec("bshd", "bfloat16", 2, 128, 128), RopeSize(1, 1))
+SAMPLE = 12  # variants of every other default problem's pool, evenly spaced
+LARGEST = 2**24  # elements of x: larger problems have the same variants, and take longer to check
 
 
 def numbers() -> list[dict[str, Any]]:
@@ -37,3 +50,54 @@ def test_every_choice_of_a_knob_is_right_on_the_gpu(knobs: dict[str, Any], dtype
     if reason := rejection(spec, None, variant, 10 * major + minor):
         pytest.skip(reason)
     assert_right(RopeCase(spec, seq=4 * knobs["block_tokens"] + 1, batch=2), variant)
+
+
+@pytest.fixture(scope="module")
+def compilers() -> Iterator[CompilerPool]:
+    with pool_of_processes() as pool:
+        yield pool
+
+
+def check_variants(compilers: CompilerPool, problem: Problem, variants: list[Any]) -> list[str]:
+    """What is wrong with variants of a problem, staged, compiled and checked as tuning does it."""
+    from triton.runtime import driver  # noqa: PLC0415 - needs a GPU
+
+    from generator.stage import Stage, WrongResultError  # noqa: PLC0415
+
+    major, minor = torch.cuda.get_device_capability()
+    wrong = []
+    stage = Stage(problem, driver.active.get_current_target())
+    try:
+        tasks = [(v, compilers.submit(compile_variant, problem, v, f"sm_{major}{minor}")) for v in variants]
+        for variant, task in tasks:
+            if hopeless(task.result(), 10 * major + minor):
+                continue
+            try:
+                stage.check(variant)
+            except WrongResultError as error:
+                wrong.append(f"{variant}: {error}")
+    finally:
+        stage.close()
+    return wrong
+
+
+@pytest.mark.gpu
+def test_every_legal_variant_of_a_decode_problem_is_right(compilers: CompilerPool) -> None:
+    major, minor = torch.cuda.get_device_capability()
+    variants = legal_pool(WHOLE, 10 * major + minor).variants
+    assert len(variants) > 100
+    assert check_variants(compilers, WHOLE, list(variants)) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["rope", "gru_cell"])
+def test_a_sample_of_every_pool_is_right(compilers: CompilerPool, family: str) -> None:
+    major, minor = torch.cuda.get_device_capability()
+    wrong = []
+    for problem in default_problems(family):
+        spec = problem.spec
+        if problem.size.tokens * getattr(spec, "heads", 1) * getattr(spec, "head_dim", 1) > LARGEST:
+            continue
+        variants = legal_pool(problem, 10 * major + minor).variants
+        wrong += check_variants(compilers, problem, list(variants[:: max(1, len(variants) // SAMPLE)]))
+    assert wrong == []
