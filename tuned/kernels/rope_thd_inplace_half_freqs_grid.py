@@ -37,24 +37,29 @@ def _store_pairs(
 
 @triton.jit
 def _sincos(x):
-    """Sine and cosine of float32 radians, each within 2^-23; NaN from 2^31 rad on. No branch, no table, no stack."""
+    """Sine and cosine of float32 radians, each within 2^-23. No branch, no table, no stack."""
     # The angle in quarter turns, modulo 4: x is m * 2^e with an integer m of 24 bits, and all that matters of
-    # m * 2 / pi are the 64 bits of m * window, in units of 2^-62. The constants are floor(2 / pi * 2^102).
+    # m * 2 / pi are the 64 bits of m * window, in units of 2^-62. The words are floor(2 / pi * 2^230).
     size = tl.abs(x)
     bits = size.to(tl.int32, bitcast=True)
     m = ((bits & 0x7FFFFF) | 0x800000).to(tl.uint64)
-    shift = tl.minimum(tl.maximum((bits >> 23) - 126, 0), 63).to(tl.uint64)
-    high = tl.full((), 0x28BE60DB93, tl.uint64)
-    low = tl.full((), 0x91054A7F09D5F47D, tl.uint64)
+    place = tl.minimum(tl.maximum((bits >> 23) - 126, 0), 128)
+    shift = (place & 63).to(tl.uint64)
+    word_0 = tl.full((), 0x28BE60DB93, tl.uint64)
+    word_1 = tl.full((), 0x91054A7F09D5F47D, tl.uint64)
+    word_2 = tl.full((), 0x4D377036D8A5664F, tl.uint64)
+    word_3 = tl.full((), 0x10E4107F9458EAF7, tl.uint64)
+    high = tl.where(place < 64, word_0, tl.where(place < 128, word_1, word_2))
+    low = tl.where(place < 64, word_1, tl.where(place < 128, word_2, word_3))
     window = (high << shift) | ((low >> 1) >> (63 - shift))
     # Rounded to the nearest quarter turn; the rest, of +- half of one, in units of 2^-32.
     turns = m * window + 0x2000000000000000
     quarter = (turns >> 62).to(tl.int32)
     rest = ((turns >> 30) & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True) ^ -2147483648
     r = rest.to(tl.float32) * 3.6572951981e-10  # pi / 2 * 2^-32
-    # Below pi / 4 there is nothing to reduce, and from 2^31 on the window has run out.
+    # Below pi / 4 there is nothing to reduce.
     small = size < 0.78539816
-    r = tl.where(small, size, tl.where(size < 2147483648.0, r, float("nan")))
+    r = tl.where(small, size, tl.where(size < float("inf"), r, float("nan")))
     quarter = tl.where(small, 0, quarter)
     # Chebyshev fits on +-pi / 4 of (sin r / r - 1) / r^2 and (cos r - 1 + r^2 / 2) / r^4: errors 1.4e-11 and 7.6e-10.
     z = r * r
