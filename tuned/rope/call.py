@@ -60,19 +60,6 @@ def call(x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: tupl
         prepared = prepare(x, freqs, cos, sin, cu_seqlens, *settings, make_out=torch.empty_like)
         return run_eager(prepared.eager_spec, prepared.call)
     angles = cos if freqs is None else freqs
-    return _plan(x, angles, sin, cu_seqlens, freqs is not None, cos is not None, settings).run(x, angles, sin, cu_seqlens)
-
-
-def _plan(  # noqa: PLR0913 - the properties of a call
-    x: Any,
-    angles: Any,
-    sin: Any,
-    cu_seqlens: Any,
-    has_freqs: bool,  # noqa: FBT001
-    has_cos: bool,  # noqa: FBT001
-    settings: tuple[Any, ...],
-) -> Plan:
-    """The plan of a call, made if its properties are new."""
     try:
         # All that a compiled kernel, or the way to it, may depend on; written out, since a call of a function that
         # did it for one tensor would cost as much again.
@@ -80,7 +67,7 @@ def _plan(  # noqa: PLR0913 - the properties of a call
             settings,
             type(x), x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.get_device(), x.requires_grad,
             type(angles), angles.dtype, angles.shape, angles.stride(), angles.data_ptr() & 15, angles.get_device(),
-            angles.requires_grad, has_freqs, has_cos,
+            angles.requires_grad, freqs is None, cos is None,
             sin if sin is None else _traits(sin),
             cu_seqlens if cu_seqlens is None else _traits(cu_seqlens),
             _grad_enabled(), _current_device(),
@@ -89,15 +76,12 @@ def _plan(  # noqa: PLR0913 - the properties of a call
     except (AttributeError, RuntimeError, TypeError):  # no plain tensor: the checks say what is wrong, or eager takes it
         key = plan = None
     if plan is None:
-        freqs, cos = (angles if has_freqs else None), (angles if has_cos and not has_freqs else None)
-        if has_freqs and has_cos:
-            cos = angles  # an error, which the checks explain
         plan = _decide(x, freqs, cos, sin, cu_seqlens, Settings(*settings))
         if key is not None:
             if len(_PLANS) >= MAX_PLANS:
                 _PLANS.clear()
             _PLANS[key] = plan
-    return plan
+    return plan.run(x, angles, sin, cu_seqlens)
 
 
 def _decide(x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: Settings) -> Plan:
@@ -109,13 +93,13 @@ def _decide(x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: S
     choice = choice_of(prepared, given)
     if choice.variant is None:
         return Plan(_eager_run(settings, freqs is not None))
-    if torch.is_grad_enabled() and x.requires_grad:
-        with torch.no_grad():  # what the node does when it runs
-            forward = _plan(x, cos if freqs is None else freqs, sin, cu_seqlens, freqs is not None, cos is not None, settings)
-        return Plan(_Node(settings, freqs is not None, forward).run)
     if x.numel() == 0:
-        return Plan(lambda x, *_: x if settings.inplace else torch.empty_like(x))
-    return _kernel_plan(prepared.spec, choice.variant, settings, freqs is not None)
+        plan = Plan(lambda x, *_: x if settings.inplace else torch.empty_like(x))
+    else:
+        plan = _kernel_plan(prepared.spec, choice.variant, settings, freqs is not None)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return Plan(_Node(settings, freqs is not None, plan).run)
+    return plan
 
 
 def _eager_run(settings: Settings, takes_freqs: bool) -> Any:  # noqa: FBT001
@@ -137,7 +121,8 @@ def _kernel_plan(spec: Any, variant: Any, settings: Settings, takes_freqs: bool)
         freqs, cos = (angles, None) if takes_freqs else (None, angles)
         prepared = prepare(x, freqs, cos, sin, cu_seqlens, *settings, make_out=torch.empty_like)
         compiled = run_public(spec, variant, prepared.call)
-        if (prepared.call.cos.data_ptr(), prepared.call.cos.stride(-1)) == (angles.data_ptr(), angles.stride(-1)):
+        used = [t.data_ptr() for t in (prepared.call.cos, prepared.call.sin) if t is not None]
+        if used == [t.data_ptr() for t in (angles, sin) if t is not None]:
             later = upgraded_plan(spec, variant, prepared.call, compiled) or public_plan(spec, variant, prepared.call)
             plan.run = _counting(later) if settings.inplace else later
         # else cos and sin had to be copied to a common layout, which every call must do again
@@ -161,13 +146,12 @@ def _counting(run: Any) -> Any:
 
 
 class _Node:
-    """A differentiable call: the plan of its forward, and those of its backward by the properties of the gradient."""
+    """A differentiable call: the plan of its forward, and the settings of its backward."""
 
     def __init__(self, settings: Settings, takes_freqs: bool, forward: Plan) -> None:  # noqa: FBT001
         self.settings, self.takes_freqs, self.forward = settings, takes_freqs, forward
         turned = "backward" if settings.direction == "forward" else "forward"
-        self.transposed = settings._replace(inplace=False, direction=turned)
-        self._backward: dict[Any, Plan] = {}
+        self.transposed = tuple(settings._replace(inplace=False, direction=turned))
 
     def run(self, x: Any, angles: Any, sin: Any, cu_seqlens: Any) -> Any:
         if self.settings.inplace:
@@ -177,14 +161,8 @@ class _Node:
         return _apply(x, angles, sin, cu_seqlens, self)
 
     def backward(self, grad: Any, angles: Any, sin: Any, cu_seqlens: Any) -> Any:
-        key = (_traits(grad), angles.data_ptr() & 15, torch.is_grad_enabled(), _current_device())
-        plan = self._backward.get(key)
-        if plan is None:
-            plan = _plan(grad, angles, sin, cu_seqlens, self.takes_freqs, not self.takes_freqs, self.transposed)
-            if len(self._backward) >= MAX_PLANS:
-                self._backward.clear()
-            self._backward[key] = plan
-        return plan.run(grad, angles, sin, cu_seqlens)
+        freqs, cos = (angles, None) if self.takes_freqs else (None, angles)
+        return call(grad, freqs, cos, sin, cu_seqlens, self.transposed)
 
 
 class _Rope(torch.autograd.Function):
