@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from pathlib import Path  # noqa: TC003 - Typer reads the annotations
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,7 +33,7 @@ def seconds(text: str | None) -> float:
 
 # Typer reads these annotations when the program runs, on Python 3.10 too.
 @app.callback(invoke_without_command=True)
-def main(  # noqa: PLR0913, PLR0917 - one parameter an option
+def main(  # noqa: PLR0913 - one parameter an option
     context: typer.Context,
     gpu: Annotated[str, typer.Option(help="auto, an index, or part of a name.")] = "auto",
     target: Annotated[

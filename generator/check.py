@@ -18,8 +18,7 @@ def worst_error(out: torch.Tensor, wanted: torch.Tensor, bound: torch.Tensor) ->
     error = (out.double() - wanted).abs()
     # Features that are only copied have no bound at all: any difference is infinite.
     ratio = torch.where(error == 0, 0.0, error / bound)
-    worst = float(ratio.nan_to_num(nan=torch.inf, posinf=torch.inf).max()) if ratio.numel() else 0.0
-    return worst
+    return float(ratio.nan_to_num(nan=torch.inf, posinf=torch.inf).max()) if ratio.numel() else 0.0
 
 
 def check(out: Any, wanted: torch.Tensor, bound: torch.Tensor, inputs: dict[str, tuple[Any, Any]]) -> float:

@@ -106,7 +106,7 @@ def estimate_problem(
     return Estimate(problem, legal_pool(problem, target.capability), needs, refused, ranked, measured)
 
 
-def estimate_all(  # noqa: PLR0913, PLR0917 - the parts are independent of each other
+def estimate_all(  # noqa: PLR0913 - the parts are independent of each other
     problems: list[Problem],
     target: Target,
     count: int,
@@ -210,7 +210,7 @@ def resource_use(estimate: Estimate) -> str:
     )
 
 
-def run_offline(  # noqa: PLR0913, PLR0917 - the parts are independent of each other
+def run_offline(  # noqa: PLR0913 - the parts are independent of each other
     problems: list[Problem],
     target: Target,
     count: int,

@@ -115,7 +115,7 @@ def _no_room(problem: Problem, worker: Worker) -> str | None:
     return None
 
 
-def _tune_one(  # noqa: PLR0913, PLR0917 - the parts are independent of each other
+def _tune_one(  # noqa: PLR0913 - the parts are independent of each other
     problem: Problem,
     following: Problem | None,
     known: list[Winner],

@@ -89,7 +89,7 @@ def tune(  # noqa: PLR0913 - the parts are independent of each other
 class _Search:
     """The state of one problem's search: an Optuna study, its pool, and what was measured."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - as tune
+    def __init__(  # noqa: PLR0913 - as tune
         self,
         problem: Problem,
         worker: Worker,

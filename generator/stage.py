@@ -45,8 +45,10 @@ class Measured:
 
 
 def bytes_needed(problem: Problem) -> int:
-    """Device memory that staging a problem takes: two sets at least, the reference and its bound in float64, and the
-    temporaries of checking and of eager PyTorch."""
+    """Device memory that staging a problem takes.
+
+    Two sets at least, the reference and its bound in float64, and the temporaries of checking and of eager PyTorch.
+    """
     work = WORKLOADS[problem.family]
     one = work.tensor_bytes(problem.spec, problem.size)
     return 2 * one + 12 * one
@@ -81,7 +83,8 @@ class Stage:
 
     def launches(self, variant: Any) -> list[Callable[[], None]]:
         """One thunk for the probe, then one a buffer set, launching the compiled kernels of a variant."""
-        thunks, launchers = [], None
+        thunks: list[Callable[[], None]] = []
+        launchers: list[Callable[[int, tuple[Any, ...]], None]] = []
 
         def empty(shape: tuple[int, ...]) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.float32, device=f"cuda:{self.device}")
@@ -136,9 +139,7 @@ class Stage:
             for index, rotation in enumerate(thunks):
                 self._restore()
                 times[index].append(device_time(rotation).median_us)
-        return [
-            Timing(round(sorted(t)[len(t) // 2], 4), round((sorted(t)[-2] - sorted(t)[1]) / 2, 4)) for t in times
-        ]
+        return [Timing(round(sorted(t)[len(t) // 2], 4), round((sorted(t)[-2] - sorted(t)[1]) / 2, 4)) for t in times]
 
     def baselines(self) -> Baselines:
         """Copy, floor and eager PyTorch for this problem."""

@@ -18,7 +18,7 @@ from tuned.rope.variant import RopeVariant
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROPE_SCHEDULES = (RopeVariant(), RopeVariant(heads="loop", head_steps=2))
+ROPE_SCHEDULES = (RopeVariant(), RopeVariant(heads="loop", head_steps=2, block_heads=4))
 
 
 def rope_specs() -> Iterator[RopeSpec]:

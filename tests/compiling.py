@@ -64,7 +64,10 @@ def default_launches() -> dict[str, Launch]:
     empty = empty_like_call("meta")
     for spec, schedule in itertools.product(rope_specs(), ROPE_SCHEDULES):
         call = rope.inputs(spec, RopeSize(batch=2, seq=4096), "meta", 0)
-        variant = dataclasses.replace(rope_default(spec), heads=schedule.heads, head_steps=schedule.head_steps)
+        variant = rope_default(spec)
+        if schedule.loops_heads:  # half the tile: the next one is loaded while this one is worked on
+            half = max(1, variant.block_heads // 2)
+            variant = dataclasses.replace(variant, heads="loop", head_steps=schedule.head_steps, block_heads=half)
         sines = ("inline", "table") if spec.takes_sine else ("inline",)
         for sine in sines:
             for launch in rope_launches(spec, dataclasses.replace(variant, sine=sine), call, empty):

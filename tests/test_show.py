@@ -8,6 +8,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -84,7 +85,8 @@ def test_what_is_shown_runs_and_is_right(case: Any, tmp_path: Path) -> None:
     if family == "rope":
         function = module.rope_backward if spec.direction == "backward" else module.rope
         angles = [call.cos] if spec.takes_sine else [call.cos, call.sin]
-        out = function(call.x, *angles, *([call.cu_seqlens] if spec.packed else []))
+        with np.errstate(invalid="ignore"):  # NumPy warns of the NaN that stands for an angle past the rows
+            out = function(call.x, *angles, *([call.cu_seqlens] if spec.packed else []))
         assert (out is call.x) == spec.inplace
     else:
         bias = [call.bias_ih, call.bias_hh] if spec.bias else []

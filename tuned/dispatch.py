@@ -92,11 +92,11 @@ def rope_backward(  # noqa: PLR0913 - the arguments of rope
 
     Always out of place. Where the entries of a pair are equal it is the rotation by minus the angle.
     """
-    settings = (tensor_format, interleaved, False, rotary_dim, angle_entries, max_seqlen, "backward")  # noqa: FBT003
+    settings = (tensor_format, interleaved, False, rotary_dim, angle_entries, max_seqlen, "backward")
     return rope_call.call(grad_output, freqs, cos, sin, cu_seqlens, settings)  # type: ignore[no-any-return]
 
 
-def apply_rotary_pos_emb(
+def apply_rotary_pos_emb(  # noqa: PLR0913 - the arguments of its peer
     t: torch.Tensor,
     freqs: torch.Tensor,
     tensor_format: str = "sbhd",
@@ -162,11 +162,13 @@ def explain_gru_cell(*args: Any, **kwargs: Any) -> tuple[Choice, Any]:
     """The choice for a call of ``gru_cell`` with these arguments, and its spec; nothing runs on the GPU but the shapes."""
     names = ("x", "h", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "inplace")
     given = dict(zip(names, args, strict=False)) | kwargs
-    check_cell(*(given.get(n) for n in names[:6]), given.get("inplace", False))
-    spec, size = cell_spec(given["h"], given.get("bias_ih"), given.get("inplace", False))
-    choice = choice_of_cell(spec, size, given["h"])
-    wants = [given.get(n) for n in names[:6]]
-    if choice.rule != "eager" and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in wants):
+    tensors: list[Any] = [given.get(n) for n in names[:6]]
+    x, h, weight_ih, weight_hh, bias_ih, bias_hh = tensors
+    check_cell(x, h, weight_ih, weight_hh, bias_ih, bias_hh, given.get("inplace", False))
+    spec, size = cell_spec(h, bias_ih, given.get("inplace", False))
+    choice = choice_of_cell(spec, size, h)
+    wants = any(t is not None and t.requires_grad for t in tensors)
+    if choice.rule != "eager" and torch.is_grad_enabled() and wants:
         choice = dataclasses.replace(choice, rule="eager", why="a gradient is needed", variant=None, row=None)
     return choice, spec
 
@@ -175,5 +177,7 @@ def explain_rope(*args: Any, direction: str = "forward", **kwargs: Any) -> tuple
     """The choice for a call of ``rope`` with these arguments, and its spec; nothing runs."""
     given = dict(zip(("x", "freqs", "cos", "sin"), args, strict=False)) | kwargs
     given = {"tensor_format": "bshd", "interleaved": False, "inplace": False, **given, "direction": direction}
-    settings = Settings(*(given.get(name) for name in Settings._fields))
-    return rope_call.explain(*(given.get(name) for name in ("x", "freqs", "cos", "sin", "cu_seqlens")), settings)
+    fields: dict[str, Any] = {name: given.get(name) for name in Settings._fields}
+    settings = Settings(**fields)
+    x, freqs, cos, sin, cu_seqlens = (given.get(name) for name in ("x", "freqs", "cos", "sin", "cu_seqlens"))
+    return rope_call.explain(x, freqs, cos, sin, cu_seqlens, settings)

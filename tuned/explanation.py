@@ -57,4 +57,4 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
     else:
         raise TypeError(f"explain knows rope, rope_backward, apply_rotary_pos_emb and gru_cell, got {function!r}")
     kernels = () if choice.variant is None else family.kernel_names(spec, choice.variant)
-    return Explanation(choice.rule, choice.why, kernels, choice.variant, choice.row and choice.row.median_us)
+    return Explanation(choice.rule, choice.why, kernels, choice.variant, choice.row.median_us if choice.row else None)

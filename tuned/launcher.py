@@ -87,7 +87,7 @@ def bare(compiled: Any, device: int) -> Callable[[int, tuple[Any, ...]], None]:
 
 @functools.cache
 def raw_stream() -> Callable[[int], int]:
-    """device -> handle of its current stream, the way Triton itself asks: 0.05 us.
+    """Device -> handle of its current stream, the way Triton itself asks: 0.05 us.
 
     torch.cuda.current_stream().cuda_stream takes 3.
     """

@@ -80,6 +80,6 @@ def tables() -> dict[str, Table]:
     for path in sorted(Path(folder).glob("*.json")) if folder else ():
         try:
             found[path.stem] = _recorded(path)
-        except RecordError as error:
+        except RecordError as error:  # noqa: PERF203 - a folder has a handful of records
             warnings.warn(f"TUNED_TABLES: {error}; this record is not used", RuntimeWarning, stacklevel=2)
     return found

@@ -1,0 +1,1 @@
+"""What tuning needs to know of each family besides its kernels."""

@@ -153,7 +153,12 @@ def problems() -> Iterator[Problem]:
             words = [name, *([layout] if layout != "bshd" else []), *([direction] if direction != "forward" else [])]
             yield problem("_".join(words), dataclasses.replace(spec, layout=layout, direction=direction), batch, seq)
 
-    llama, kv, study, half = bf16("bshd", 32, 128), bf16("bshd", 8, 128), bf16("bshd", 10, 512), bf16("bshd", 32, 128, 64)
+    llama, kv, study, half = (
+        bf16("bshd", 32, 128),
+        bf16("bshd", 8, 128),
+        bf16("bshd", 10, 512),
+        bf16("bshd", 32, 128, 64),
+    )
     given = dataclasses.replace(llama, angles="cos_sin")
     every_feature = dataclasses.replace(llama, angle_entries="feature")
     yield from each_way("llama3_8b", llama, 2, 4096)

@@ -1,0 +1,1 @@
+"""One step of a GRU: two library GEMMs, and a kernel for the gates."""

@@ -16,6 +16,7 @@ DIGESTS = {
     "rope_bshd_copy_interleaved_freqs_grid": "3770aecf066d",
     "rope_bshd_copytail_half_cos_sin_grid": "5296175829fc",
     "rope_bshd_copytail_half_freqs_grid": "b98cbb414c29",
+    "rope_bshd_copytail_half_freqs_loop": "d7ed53095035",
     "rope_bshd_copytail_interleaved_cos_sin_grid": "30cd684b8130",
     "rope_bshd_copytail_interleaved_freqs_grid": "0edc5f7e0f6a",
     "rope_bshd_inplace_half_cos_sin_grid": "26f4c580e37f",

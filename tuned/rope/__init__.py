@@ -1,0 +1,1 @@
+"""Rotary position embedding: spec, variants, launches, and the way of a call."""

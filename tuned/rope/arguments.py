@@ -171,7 +171,7 @@ def prepare(  # noqa: PLR0913 - the arguments of the public call
         raise ValueError(f"seq * batch must be at most {MAX_TOKENS}, got {seq * batch}: split the call")
     if inplace and any(stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)):
         raise ValueError("x cannot be overwritten: some of its elements share memory (stride 0); use inplace=False")
-    fields = {
+    fields: dict[str, Any] = {
         "layout": tensor_format,
         "heads": max(heads, 1),
         "head_dim": head_dim,

@@ -53,13 +53,16 @@ def _traits(t: torch.Tensor) -> tuple[Any, ...]:
     return t.dtype, t.shape, t.stride(), t.data_ptr() & 15, t.get_device(), t.requires_grad, type(t)
 
 
-def call(x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: tuple[Any, ...]) -> Any:
+def call(  # noqa: PLR0913 - the tensors of the public call
+    x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: tuple[Any, ...]
+) -> Any:
     """Run RoPE; ``settings`` are those of Settings, in order. See tuned.dispatch.rope for the arguments and errors."""
     if torch.compiler.is_dynamo_compiling():
         # A launch cannot be traced; the formula can, whole, and the compiler fuses it.
         prepared = prepare(x, freqs, cos, sin, cu_seqlens, *settings, make_out=torch.empty_like)
         return run_eager(prepared.eager_spec, prepared.call)
     angles = cos if freqs is None else freqs
+    key: Any
     try:
         # All that a compiled kernel, or the way to it, may depend on; written out, since a call of a function that
         # did it for one tensor would cost as much again.
@@ -73,7 +76,11 @@ def call(x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: tupl
             _grad_enabled(), _current_device(),
         )  # fmt: skip
         plan = _PLANS.get(key)
-    except (AttributeError, RuntimeError, TypeError):  # no plain tensor: the checks say what is wrong, or eager takes it
+    except (
+        AttributeError,
+        RuntimeError,
+        TypeError,
+    ):  # no plain tensor: the checks say what is wrong, or eager takes it
         key = plan = None
     if plan is None:
         plan = _decide(x, freqs, cos, sin, cu_seqlens, Settings(*settings))
@@ -84,7 +91,9 @@ def call(x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: tupl
     return plan.run(x, angles, sin, cu_seqlens)
 
 
-def _decide(x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: Settings) -> Plan:
+def _decide(  # noqa: PLR0913
+    x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: Settings
+) -> Plan:
     """Check everything and choose what calls like this one do. Nothing is launched, nothing written."""
     prepared = prepare(x, freqs, cos, sin, cu_seqlens, *settings, make_out=lambda t: t)
     if settings.inplace:
@@ -169,7 +178,9 @@ class _Rope(torch.autograd.Function):
     """The kernel as a node of the graph. Its backward is the transposed call, and so differentiable again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, angles: Any, sin: Any, cu_seqlens: Any, node: _Node) -> Any:
+    def forward(  # noqa: PLR0913
+        ctx: Any, x: Any, angles: Any, sin: Any, cu_seqlens: Any, node: _Node
+    ) -> Any:
         """Rotate; keep the angles, not x."""
         ctx.save_for_backward(angles, sin, cu_seqlens)
         ctx.node = node
@@ -188,7 +199,9 @@ _transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_trans
 _apply: Any = super(torch.autograd.Function, _Rope).apply
 
 
-def explain(x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: Settings) -> tuple[Choice, Any]:
+def explain(  # noqa: PLR0913
+    x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: Settings
+) -> tuple[Choice, Any]:
     """The choice for a call, and its spec; nothing runs."""
     prepared = prepare(x, freqs, cos, sin, cu_seqlens, *settings, make_out=lambda t: t)
     return choice_of(prepared, [t for t in (freqs, cos, sin) if t is not None]), prepared.spec

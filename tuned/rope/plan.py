@@ -84,9 +84,11 @@ def _bare_plan(spec: RopeSpec, variant: Any, call: RopeCall, code: Any, public: 
     run, function, metadata, programs = code.run, code.function, code.packed_metadata, part.programs
     stream_of, empty_like, device = raw_stream(), torch.empty_like, call.x.device.index
     inplace, takes_sine, packed = spec.inplace, spec.takes_sine, spec.packed
-    enter, leave = hooks() or (None, None)
+    listening: Any = hooks()
+    enter, leave = listening
 
     def plan(x: Any, angles: Any, sin: Any, cu_seqlens: Any) -> Any:
+        pointers: tuple[int, ...]
         if enter.calls or leave.calls:  # a profiler listens: the public launch tells it what it wants to know
             return public(x, angles, sin, cu_seqlens)
         if inplace:

@@ -47,7 +47,7 @@ class RopeVariant:
     load_evict: str = one_of("", "evict_first", default="evict_first")
     store_cache: str = one_of("", ".cs", default=".cs")
     # Programmatic dependent launch (sm_90+): programs start while the kernel before still drains, and wait before they read.
-    pdl: bool = one_of(False, True, default=False)
+    pdl: bool = one_of(False, True, default=False)  # noqa: FBT003 - the choices of a flag
     num_warps: int = one_of(1, 2, 4, 8, default=4)
     # Loads in flight in the loop over heads; without a loop there is nothing to overlap.
     num_stages: int = one_of(1, 2, default=1)
@@ -81,7 +81,9 @@ def half_block(spec: RopeSpec) -> int:
     return next_power_of_2(spec.rotary_dim // 2)
 
 
-def rejection(spec: RopeSpec, size: RopeSize | None, variant: RopeVariant, capability: int = 90) -> str | None:
+def rejection(  # noqa: PLR0911, PLR0912 - one return a rule
+    spec: RopeSpec, size: RopeSize | None, variant: RopeVariant, capability: int = 90
+) -> str | None:
     """Why ``variant`` is not tried for ``spec`` (at ``size``, if given) on a compute capability (90 is 9.0), or None.
 
     A rule excludes what is impossible, what is another spelling of a variant that stays, or what was seen to lose
