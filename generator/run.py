@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from generator.search import Outcome
     from tuned.record import Winner
 
+LEAST_SHARE_S = 10.0  # of a budget, for one problem: less, and starting the compilers leaves the first with one trial
 RESERVE = 0.9  # share of the free memory that a problem may take: the allocator's blocks are not exact
 
 
@@ -67,7 +68,7 @@ def tune_all(  # noqa: PLR0913 - the parts are independent of each other
 ) -> None:
     """Tune every problem of ``run``; a winner goes into the record, and the table, before the next problem starts.
 
-    What is left of ``budget_s`` is divided evenly over the problems that are left. ``folder`` keeps the record
+    What is left of ``budget_s`` is divided evenly over the problems that are left, at least LEAST_SHARE_S each. ``folder`` keeps the record
     elsewhere; then no table of the package is written. KeyboardInterrupt ends it early, with what was done kept.
     """
     known = read_record(tools.environment["device"], folder)
@@ -78,7 +79,8 @@ def tune_all(  # noqa: PLR0913 - the parts are independent of each other
             if left_s <= 0:
                 _skip(run, problem, "the time budget was used up before it", done)
                 continue
-            deadline = time.monotonic() + left_s / (len(run.problems) - index)
+            share_s = max(left_s / (len(run.problems) - index), min(left_s, LEAST_SHARE_S))
+            deadline = time.monotonic() + share_s
             following = run.problems[index + 1] if index + 1 < len(run.problems) else None
             reason = _no_room(problem, tools.worker)
             if reason is not None:

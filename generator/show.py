@@ -14,6 +14,7 @@ from generator.structures import structures
 from generator.workload import WORKLOADS, empty_like_call
 from tuned.record import RecordError
 from tuned.rope.launches import TABLE_BLOCK
+from tuned.rope.spec import SEARCH_FAN
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -109,7 +110,7 @@ def _call(launch: Launch, grid: str, arguments: list[str], indent: str) -> str:
     return f"{indent}{launch.kernel}[({grid},)](\n{inner}{'' if inner.endswith(',') else ','}\n{indent})\n"
 
 
-def _rope(winner: Winner, launches: tuple[Launch, ...]) -> str:
+def _rope(winner: Winner, launches: tuple[Launch, ...]) -> str:  # noqa: PLR0915 - one line of the wrapper a statement
     spec, variant = winner.spec, winner.variant
     rotate = launches[-1]
     backward = spec.direction == "backward"
@@ -150,6 +151,7 @@ def _rope(winner: Winner, launches: tuple[Launch, ...]) -> str:
         lines.append(f"    {shape} = {x}.shape[:2]")
     else:
         lines.append(f"    seq, batch, sequences = {x}.shape[0], 1, cu_seqlens.numel() - 1")
+        lines.append(f"    steps = 1\n    while {SEARCH_FAN}**steps <= sequences:\n        steps += 1")
     for angle in given:
         lines.append(f"    {angle} = {angle}.reshape({angle}.shape[0], {width})")
         checked = f"{angle}.dtype != torch.{spec.angle_dtype}"
@@ -183,7 +185,7 @@ def _rope(winner: Winner, launches: tuple[Launch, ...]) -> str:
         lines.append("    if sin.stride() != cos.stride():\n        cos, sin = cos.contiguous(), sin.contiguous()")
     arguments = [x, *([] if spec.inplace else ["out"]), *given]
     if spec.packed:
-        arguments += ["cu_seqlens", "sequences", "(sequences + 1).bit_length()"]
+        arguments += ["cu_seqlens", "sequences"]
     arguments += [
         "seq",
         "batch",
@@ -195,7 +197,8 @@ def _rope(winner: Winner, launches: tuple[Launch, ...]) -> str:
     heads = f"{spec.heads} * batch" if spec.merges_batch else str(spec.heads)
     grid = f"triton.cdiv(seq, {variant.block_tokens}) * triton.cdiv({heads}, {rows})"
     grid += "" if spec.merges_batch or spec.packed else " * batch"
-    body += _call(rotate, grid, [*arguments, *strides], " " * 8)
+    searched = ["SEARCH_STEPS=steps"] if spec.packed else []
+    body += _call(rotate, grid, [*arguments, *strides, *searched], " " * 8)
     return "\n".join(lines) + f"\n    with torch.cuda.device_of({x}):\n{body}    return out\n"
 
 
