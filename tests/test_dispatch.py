@@ -46,6 +46,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tuned.rope.plan, "why_eager", lambda _x, supported: None if supported else "no kernel")
     monkeypatch.setattr(tuned.rope.plan, "gpu_of", lambda _device: Gpu("a_card_without_a_table", 80, 100))
     monkeypatch.setattr(tuned.rope.call, "upgraded_plan", lambda *_: None)
+    monkeypatch.setattr(tuned.rope.call, "_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
     tuned.rope.call._PLANS.clear()
     with np.errstate(all="ignore"):
@@ -137,6 +138,19 @@ def test_empty_tensors_come_back_empty() -> None:
     _, freqs = tensors()
     assert rope(torch.empty(0, S, H, D), freqs).shape == (0, S, H, D)
     assert rope(torch.empty(B, 0, H, D), freqs, inplace=True).shape == (B, 0, H, D)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_first_call_under_capture_decides_nothing_for_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, freqs = tensors()
+    tried = []
+    monkeypatch.setattr(tuned.rope.call, "upgraded_plan", lambda *_: tried.append(1))
+    monkeypatch.setattr(tuned.rope.call, "_capturing", lambda: True)
+    rope(x, freqs)
+    assert tried == []
+    monkeypatch.setattr(tuned.rope.call, "_capturing", lambda: False)
+    rope(x, freqs)
+    assert tried == [1]
 
 
 @pytest.mark.usefixtures("kernels")

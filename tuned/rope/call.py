@@ -45,6 +45,7 @@ class Plan:
 
 _PLANS: dict[Any, Plan] = {}
 _grad_enabled = torch.is_grad_enabled
+_capturing = torch.cuda.is_current_stream_capturing
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # noqa: SLF001 - 0.05 us, the public one 0.2
 
 
@@ -131,7 +132,8 @@ def _kernel_plan(spec: Any, variant: Any, settings: Settings, takes_freqs: bool)
         prepared = prepare(x, freqs, cos, sin, cu_seqlens, *settings, make_out=torch.empty_like)
         compiled = run_public(spec, variant, prepared.call)
         used = [t.data_ptr() for t in (prepared.call.cos, prepared.call.sin) if t is not None]
-        if used == [t.data_ptr() for t in (angles, sin) if t is not None]:
+        # While a graph is captured nothing can be tried out: the next call decides how the later ones launch.
+        if used == [t.data_ptr() for t in (angles, sin) if t is not None] and not _capturing():
             later = upgraded_plan(spec, variant, prepared.call, compiled) or public_plan(spec, variant, prepared.call)
             plan.run = _counting(later) if settings.inplace else later
         # else cos and sin had to be copied to a common layout, which every call must do again

@@ -66,6 +66,11 @@ def programs(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
     return tiles if spec.merges_batch else tiles * batch
 
 
+def _dependent(variant: RopeVariant) -> dict[str, bool]:
+    # Named only where it is wanted: other backends than CUDA do not know the option.
+    return {"launch_pdl": True} if variant.pdl else {}
+
+
 def rotate_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> Launch:
     """The launch of the rotating kernel, angles as the text wants them."""
     out = () if spec.inplace else (call.out,)
@@ -109,7 +114,7 @@ def rotate_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> Launc
             *call.angle_strides,
         ),
         constants=constants,
-        options={"num_warps": variant.num_warps, "num_stages": variant.num_stages, "launch_pdl": variant.pdl},
+        options={"num_warps": variant.num_warps, "num_stages": variant.num_stages, **_dependent(variant)},
     )
 
 
@@ -128,7 +133,7 @@ def launches(
         programs=ceil_div(rows * width, TABLE_BLOCK),
         arguments=(call.cos, cos, sin, rows, *call.angle_strides),
         constants={"WIDTH": width, "BLOCK": TABLE_BLOCK, "PDL": variant.pdl},
-        options={"num_warps": 4, "num_stages": 1, "launch_pdl": variant.pdl},
+        options={"num_warps": 4, "num_stages": 1, **_dependent(variant)},
     )
     given = dataclasses.replace(call, cos=cos, sin=sin, angle_rows=rows, angle_strides=(width, 1))
     return table, rotate_launch(*text_of(spec, variant), given)
