@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
-import re
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
 from benchmarks import peers
+from tuned.device import device_slug
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from benchmarks.plan import Row
 
 DIGITS = 4  # of a ratio; times keep 3, a nanosecond
-
-
-def device_slug(name: str) -> str:
-    """A device name as a file name: NVIDIA H200 to nvidia_h200."""
-    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 def environment() -> dict[str, Any]:

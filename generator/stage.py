@@ -30,7 +30,7 @@ FINAL_ROUNDS = 5  # interleaved timings of each finalist
 class Baselines:
     """What a winner is compared with, all timed the same way on the same buffers."""
 
-    copy_us: float  # out.copy_(x) of the same x: read once, write once
+    copy_us: float  # a plain copy of the same x, read once, write once: see generator.bench.copy_time
     floor_us: float  # that, scaled to the bytes that must move
     eager_us: float  # eager PyTorch
     bytes_moved: int

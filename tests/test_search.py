@@ -6,6 +6,7 @@ import concurrent.futures
 import concurrent.futures.process
 import dataclasses
 import math
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,7 @@ from generator.search import NOISE, Outcome, choose, tune
 from generator.seeds import MAX_SEEDS, incumbent_of, seeds_for
 from generator.selection import problem_named
 from generator.worker import TrialFailedError, WorkerLostError
+from generator.workload import default_problems
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tuned.record import load_record
 from tuned.rope.variant import RopeVariant, default_variant
@@ -296,6 +298,22 @@ def test_a_problem_that_cannot_be_staged_is_skipped_and_the_next_one_measured(tm
     tune_all(run, tools(Worker(gru_cost), tmp_path), trials=72, folder=tmp_path / "out")
     assert run.skipped == {GRU[0].name: "it could not be staged: OutOfMemoryError"}
     assert list(run.outcomes) == [GRU[1].name]
+
+
+def test_a_small_budget_still_gives_each_problem_that_it_reaches_a_fair_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    def stop(*_: object, deadline: float, **__: object) -> None:
+        given.append(deadline - time.monotonic())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "tune", stop)
+    run = Run(default_problems())
+    tune_all(run, tools(FakeWorker(gru_cost), tmp_path), trials=72, budget_s=60.0, folder=tmp_path / "out")
+    assert run.interrupted
+    assert 9 < given[0] <= 10, "a ninetieth of a minute would not see the compilers started"
 
 
 def test_what_the_budget_does_not_reach_is_said(tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ from tuned.choices import one_of
 from tuned.launch import ceil_div, next_power_of_2
 from tuned.rope.spec import ITEM_SIZE, RopeSize, RopeSpec
 
-MAX_PAIRS_PER_THREAD = (
-    32  # 64 float32 values and their angles: above this every compiled tile spilled or fell to one program an SM
-)
+# 64 float32 values and their angles, a quarter of a thread's 255 registers and more. Larger tiles were not measured.
+MAX_PAIRS_PER_THREAD = 32
 PDL_CAPABILITY = 90  # griddepcontrol: PTX ISA, sm_90 and up
 # What a tile's size depends on. Every other knob is free at its default: a core that a rule excludes there is excluded anywhere.
 CORE_KNOBS = ("block_tokens", "block_heads", "heads", "head_steps", "num_warps", "num_stages")
@@ -86,8 +85,8 @@ def rejection(  # noqa: PLR0911, PLR0912 - one return a rule
 ) -> str | None:
     """Why ``variant`` is not tried for ``spec`` (at ``size``, if given) on a compute capability (90 is 9.0), or None.
 
-    A rule excludes what is impossible, what is another spelling of a variant that stays, or what was seen to lose
-    everywhere; docs/decisions.md says which is which.
+    A rule excludes what is impossible, what is another spelling of a variant that stays, or a tile that leaves most of
+    its lanes empty or is larger than was tried.
     """
     if variant.loops_heads != (variant.head_steps > 1):
         return f"heads={variant.heads!r} with head_steps={variant.head_steps}: a loop has two steps or more, a grid has one"
@@ -121,7 +120,7 @@ def rejection(  # noqa: PLR0911, PLR0912 - one return a rule
         return f"programmatic dependent launch needs compute capability 9.0, not {capability / 10}"
     pairs = variant.block_tokens * variant.block_heads * half_block(spec)
     if pairs > MAX_PAIRS_PER_THREAD * 32 * variant.num_warps:
-        return f"a tile of {pairs} pairs on {variant.num_warps} warps is more than {MAX_PAIRS_PER_THREAD} a thread: it spills"
+        return f"a tile of {pairs} pairs on {variant.num_warps} warps is more than {MAX_PAIRS_PER_THREAD} a thread; larger tiles are not tried"
     if pairs < MIN_PAIRS_PER_WARP * variant.num_warps and variant.num_warps > 1:
         return f"a tile of {pairs} pairs leaves threads of {variant.num_warps} warps without work"
     return None
