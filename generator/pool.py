@@ -52,23 +52,3 @@ def legal_pool(problem: Problem, capability: int) -> Pool:
             if family.rejection(problem.spec, problem.size, variant, capability) is None:
                 variants.append(variant)
     return Pool(total, tuple(variants), dict(rejected.most_common()))
-
-
-def neighbours(variant: Any, pool: Pool) -> list[Any]:
-    """The pool's variants that differ from ``variant`` in one knob, by one step of its choices.
-
-    A loop over heads and its number of steps change together: each is illegal without the other.
-    """
-    declared = choices(type(variant))
-    near = set()
-    for name, values in declared.items():
-        here = values.index(getattr(variant, name))
-        for there in (here - 1, here + 1):
-            if 0 <= there < len(values):
-                near.add(dataclasses.replace(variant, **{name: values[there]}))
-    if "heads" in declared:
-        near.add(dataclasses.replace(variant, heads="loop", head_steps=2))
-        near.add(dataclasses.replace(variant, heads="grid", head_steps=1, num_stages=1))
-    near.discard(variant)
-    legal = set(pool.variants)
-    return [v for v in pool.variants if v in near and v in legal]

@@ -13,7 +13,6 @@ from generator.selection import problem_named
 from generator.structures import structures
 from generator.workload import WORKLOADS, empty_like_call
 from tuned.record import RecordError
-from tuned.rope.launches import TABLE_BLOCK
 from tuned.rope.spec import SEARCH_FAN
 
 if TYPE_CHECKING:
@@ -26,20 +25,30 @@ PREFERRED = "nvidia_h200"
 IMPORTS = "import torch\nimport triton\nimport triton.language as tl\n"
 
 
-def winner_of(name: str, device: str | None, folder: Path | None = None) -> Winner:
-    """The winner of a default problem in the record of a device: nvidia_h200, or the only one there is.
+def recorded_device(device: str | None, folder: Path | None = None) -> str:
+    """The device if it has a record; without one nvidia_h200, or the first that has.
 
     Raises:
-        SelectionError: no problem has this name.
-        RecordError: no record, or no row in it.
+        RecordError: there is no such record, or none at all.
     """
-    problem = problem_named(name)
     devices = sorted(p.stem for p in (folder or WINNERS).glob("*.json"))
     if device is None and devices:
         device = PREFERRED if PREFERRED in devices else devices[0]
     if device is None or not record_path(device, folder).exists():
         there = ", ".join(devices) or "none"
         raise RecordError(f"no record of {device or 'any device'} (there are: {there}): run python tune.py --gpu auto")
+    return device
+
+
+def winner_of(name: str, device: str | None, folder: Path | None = None) -> Winner:
+    """The winner of a problem in the record of a device: nvidia_h200, or the only one there is.
+
+    Raises:
+        SelectionError: no problem has this name.
+        RecordError: no record, or no row in it.
+    """
+    problem = problem_named(name, folder)
+    device = recorded_device(device, folder)
     row = next((w for w in read_record(device, folder) if same_problem(w, problem)), None)
     if row is None:
         raise RecordError(f"the record of {device} has no row of {name}: python tune.py --problems {name} measures it")
@@ -110,7 +119,7 @@ def _call(launch: Launch, grid: str, arguments: list[str], indent: str) -> str:
     return f"{indent}{launch.kernel}[({grid},)](\n{inner}{'' if inner.endswith(',') else ','}\n{indent})\n"
 
 
-def _rope(winner: Winner, launches: tuple[Launch, ...]) -> str:  # noqa: PLR0915 - one line of the wrapper a statement
+def _rope(winner: Winner, launches: tuple[Launch, ...]) -> str:
     spec, variant = winner.spec, winner.variant
     rotate = launches[-1]
     backward = spec.direction == "backward"
@@ -165,23 +174,8 @@ def _rope(winner: Winner, launches: tuple[Launch, ...]) -> str:  # noqa: PLR0915
     lines.append(f"    if not {x}.numel():\n        return out")
     if variant.pdl:
         lines.append(f"    dependent = {x}.is_cuda and torch.version.hip is None")
-    body = ""
-    angle_rows = f"{given[0]}.shape[0]"
     strides = [f"{given[0]}.stride(0)", f"{given[0]}.stride(1)"]
-    if variant.sine == "table":
-        angle_rows = "rows"
-        lines.append(f"    rows = {'freqs.shape[0]' if spec.packed else 'seq'}")
-        lines.append(
-            f"    cos, sin = (torch.empty((rows, {width}), dtype=torch.float32, device={x}.device) for _ in range(2))"
-        )
-        body += _call(
-            launches[0],
-            f"triton.cdiv(rows * {width}, {TABLE_BLOCK})",
-            ["freqs", "cos", "sin", "rows", *strides],
-            " " * 8,
-        )
-        given, strides = ["cos", "sin"], [str(width), "1"]
-    elif len(given) == 2:  # noqa: PLR2004 - cos and sin share their strides
+    if len(given) == 2:  # noqa: PLR2004 - cos and sin share their strides
         lines.append("    if sin.stride() != cos.stride():\n        cos, sin = cos.contiguous(), sin.contiguous()")
     arguments = [x, *([] if spec.inplace else ["out"]), *given]
     if spec.packed:
@@ -189,7 +183,7 @@ def _rope(winner: Winner, launches: tuple[Launch, ...]) -> str:  # noqa: PLR0915
     arguments += [
         "seq",
         "batch",
-        angle_rows,
+        f"{given[0]}.shape[0]",
         *_strides(spec.layout, x),
         *([] if spec.inplace else _strides(spec.layout, "out")),
     ]
@@ -198,7 +192,7 @@ def _rope(winner: Winner, launches: tuple[Launch, ...]) -> str:  # noqa: PLR0915
     grid = f"triton.cdiv(seq, {variant.block_tokens}) * triton.cdiv({heads}, {rows})"
     grid += "" if spec.merges_batch or spec.packed else " * batch"
     searched = ["SEARCH_STEPS=steps"] if spec.packed else []
-    body += _call(rotate, grid, [*arguments, *strides, *searched], " " * 8)
+    body = _call(rotate, grid, [*arguments, *strides, *searched], " " * 8)
     return "\n".join(lines) + f"\n    with torch.cuda.device_of({x}):\n{body}    return out\n"
 
 

@@ -10,7 +10,7 @@ from generator.render import Kernel, render
 from tuned.gru_cell.launches import kernel_name as gru_cell_name
 from tuned.gru_cell.spec import GruCellSpec
 from tuned.gru_cell.variant import GruCellVariant
-from tuned.rope.launches import TABLE_KERNEL
+from tuned.launcher import PROBE_KERNEL
 from tuned.rope.launches import kernel_name as rope_name
 from tuned.rope.spec import ANGLES, LAYOUTS, STYLES, RopeSpec
 from tuned.rope.variant import RopeVariant
@@ -18,7 +18,7 @@ from tuned.rope.variant import RopeVariant
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROPE_SCHEDULES = (RopeVariant(), RopeVariant(heads="loop", head_steps=2, block_heads=4))
+ROPE_SCHEDULES = (RopeVariant(), RopeVariant(head_steps=2, block_heads=4))
 
 
 def rope_specs() -> Iterator[RopeSpec]:
@@ -38,7 +38,7 @@ def _texts() -> Iterator[tuple[str, str, Any, Any, bool]]:
     """Template, name, spec, variant, and whether a caller can be given it by default."""
     for rope_spec, rope_variant in itertools.product(rope_specs(), ROPE_SCHEDULES):
         yield "rope", rope_name(rope_spec, rope_variant), rope_spec, rope_variant, not rope_variant.loops_heads
-    yield "rope_table", TABLE_KERNEL, next(rope_specs()), RopeVariant(sine="table"), False
+    yield "rope_table", PROBE_KERNEL, next(rope_specs()), RopeVariant(), True
     for gru_spec in gru_cell_specs():
         gru_variant = GruCellVariant()
         yield "gru_cell", gru_cell_name(gru_spec, gru_variant), gru_spec, gru_variant, True

@@ -24,6 +24,7 @@ class Workload:
     eager: Callable[..., Callable[[], Any]]  # (spec, call) -> the baseline, ready to run
     bytes_moved: Callable[..., int]  # (spec, size) -> what must move
     tensor_bytes: Callable[..., int]  # (spec, size) -> one set of inputs and outputs
+    features: Callable[[Any], tuple[int, ...]]  # (variant) -> levels for a model of the time
     problems: Callable[[], Iterator[Problem]]  # the default ones, most common first
 
 

@@ -50,12 +50,16 @@ def default_launches() -> dict[str, Launch]:
     """Kernel name -> the launch that a call of it gets untuned; tensors are on the device "meta"."""
     import itertools  # noqa: PLC0415 - what follows imports Triton
 
+    import torch  # noqa: PLC0415
+
     from generator.families import gru_cell, rope  # noqa: PLC0415
     from generator.structures import ROPE_SCHEDULES, gru_cell_specs, rope_specs  # noqa: PLC0415
     from generator.workload import empty_like_call  # noqa: PLC0415
     from tuned.gru_cell.launches import launches as gru_launches  # noqa: PLC0415
     from tuned.gru_cell.spec import GruCellSize  # noqa: PLC0415
     from tuned.gru_cell.variant import default_variant as gru_default  # noqa: PLC0415
+    from tuned.launch import Launch  # noqa: PLC0415
+    from tuned.launcher import PROBE_KERNEL  # noqa: PLC0415
     from tuned.rope.launches import launches as rope_launches  # noqa: PLC0415
     from tuned.rope.spec import RopeSize  # noqa: PLC0415
     from tuned.rope.variant import default_variant as rope_default  # noqa: PLC0415
@@ -67,11 +71,12 @@ def default_launches() -> dict[str, Launch]:
         variant = rope_default(spec)
         if schedule.loops_heads:  # half the tile: the next one is loaded while this one is worked on
             half = max(1, variant.block_heads // 2)
-            variant = dataclasses.replace(variant, heads="loop", head_steps=schedule.head_steps, block_heads=half)
-        sines = ("inline", "table") if spec.takes_sine else ("inline",)
-        for sine in sines:
-            for launch in rope_launches(spec, dataclasses.replace(variant, sine=sine), call, empty):
-                found.setdefault(launch.kernel, launch)
+            variant = dataclasses.replace(variant, head_steps=schedule.head_steps, block_heads=half)
+        for launch in rope_launches(spec, variant, call, empty):
+            found[launch.kernel] = launch
+    freqs, cos, sin = (torch.empty((4, 16), dtype=torch.float32, device="meta") for _ in range(3))
+    constants = {"WIDTH": 16, "BLOCK": 1024, "PDL": False}
+    found[PROBE_KERNEL] = Launch(PROBE_KERNEL, 1, (freqs, cos, sin, 4, 16, 1), constants, {"num_warps": 4})
     for gru_spec in gru_cell_specs():
         call = gru_cell.inputs(gru_spec, GruCellSize(batch=64), "meta", 0)
         for launch in gru_launches(gru_spec, gru_default(gru_spec), call, empty):

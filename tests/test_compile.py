@@ -11,7 +11,8 @@ from generator.problem import Problem
 from generator.structures import default_names, rope_specs, structures
 from tests import compiling, pairwise
 from tuned.gru_cell.spec import GruCellSpec
-from tuned.rope.launches import TABLE_KERNEL, kernel_name
+from tuned.launcher import PROBE_KERNEL
+from tuned.rope.launches import kernel_name
 from tuned.rope.spec import ANGLES, ITEM_SIZE, STYLES, RopeSize, RopeSpec
 from tuned.rope.variant import RopeVariant
 
@@ -37,7 +38,7 @@ def text_axes() -> list[dict[str, Any]]:
 # Every two values of text axes that can meet are compiled together for every architecture.
 COVERING = [
     *("rope_" + "_".join(row.values()) for row in pairwise.covering(text_axes())),
-    TABLE_KERNEL,
+    PROBE_KERNEL,
     *GRU_KERNELS,
 ]
 
@@ -164,7 +165,7 @@ def test_a_pointer_without_alignment_is_read_an_element_at_a_time(compiler: conc
 
 
 def test_pdl_waits_before_it_reads(compiler: concurrent.futures.Executor) -> None:
-    for name in (kernel_name(next(rope_specs()), RopeVariant()), TABLE_KERNEL):
+    for name in (kernel_name(next(rope_specs()), RopeVariant()), PROBE_KERNEL):
         code = compiler.submit(compiling.code_with_pdl, name).result()
         waits = [line for line, text in enumerate(code) if "ACQBULK" in text]
         loads = [line for line, text in enumerate(code) if "LDG" in text]

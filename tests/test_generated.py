@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import collections
-import dataclasses
 import itertools
 import re
 import subprocess
@@ -36,7 +35,7 @@ BLOCK = re.compile(r"# \{% (if|elif|else|endif|for|endfor|set|macro|include|impo
 
 # A little above the lines with a Jinja block mark in each template today. A structural choice is two to four lines: one
 # more takes a decision here, and a look at whether tl.constexpr would not do.
-MAX_BLOCK_LINES = {"gru_cell.py.jinja": 12, "rope.py.jinja": 50, "rope_table.py.jinja": 1, "sincos.py.jinja": 0}
+MAX_BLOCK_LINES = {"gru_cell.py.jinja": 12, "rope.py.jinja": 49, "rope_table.py.jinja": 1, "sincos.py.jinja": 0}
 MAX_BRANCHES = 3
 MAX_MODULES = 128  # of all families; left alone, structure explodes into thousands
 
@@ -121,16 +120,12 @@ PROPERTY = settings(max_examples=200, deadline=None, derandomize=True, database=
 
 def text_of_rope(spec: RopeSpec, variant: RopeVariant) -> str:
     """What the rotating kernel of any spec and variant is rendered from, as the launches say."""
-    if variant.sine == "table":
-        spec, variant = dataclasses.replace(spec, angles="cos_sin"), dataclasses.replace(variant, sine="inline")
     return render("rope", rope_name(spec, variant), spec, variant).source
 
 
 @PROPERTY
 @given(spec=ROPE_SPECS, variant=ROPE_VARIANTS)
 def test_any_rope_call_finds_the_text_that_its_name_promises(spec: RopeSpec, variant: RopeVariant) -> None:
-    if variant.sine == "table" and not spec.takes_sine:
-        variant = dataclasses.replace(variant, sine="inline")
     assert text_of_rope(spec, variant) == structures()[rope_name(spec, variant)].source
     assert set(kernel_names(spec, variant)) <= set(structures())
 
@@ -150,10 +145,10 @@ def test_rendering_twice_gives_the_same_bytes(spec: RopeSpec, variant: RopeVaria
 
 
 def test_names_are_injective_over_the_text_axes() -> None:
-    texts = list(itertools.product(rope_specs(), (RopeVariant(), RopeVariant(heads="loop", head_steps=2))))
+    texts = list(itertools.product(rope_specs(), (RopeVariant(), RopeVariant(head_steps=2))))
     names = [rope_name(spec, variant) for spec, variant in texts]
     names += [gru_cell_name(spec, GruCellVariant()) for spec in gru_cell_specs()]
-    assert len(set(names)) == len(names) == len(structures()) - 1  # and the kernel of tables
+    assert len(set(names)) == len(names) == len(structures()) - 1  # and the kernel that a launcher is tried on
 
 
 def test_no_two_names_have_the_same_text() -> None:

@@ -16,7 +16,8 @@ from tests.rope_case import RopeCase, assert_close, assert_right
 from tests.run import DEVICE, INTERPRETED, run, to_numpy
 from tuned.choices import choices
 from tuned.launch import Launch
-from tuned.rope.launches import TABLE_BLOCK, TABLE_KERNEL, kernel_name
+from tuned.launcher import PROBE_KERNEL
+from tuned.rope.launches import kernel_name
 from tuned.rope.spec import LAYOUTS, STYLES, RopeSpec
 from tuned.rope.variant import RopeVariant, default_variant, rejection
 
@@ -49,7 +50,7 @@ def test_every_kernel_rotates_as_the_oracle_does(spec: RopeSpec, variant: RopeVa
 
 
 def test_every_emitted_rope_kernel_is_among_those_tested() -> None:
-    tested = {kernel_name(spec, variant) for spec, variant in TEXTS} | {TABLE_KERNEL}
+    tested = {kernel_name(spec, variant) for spec, variant in TEXTS} | {PROBE_KERNEL}
     assert tested == {name for name in structures() if name.startswith("rope_")}
 
 
@@ -60,26 +61,25 @@ def test_the_table_kernel_writes_sine_and_cosine_and_nothing_else(strides: tuple
     freqs = numbers.to(DEVICE).as_strided((rows, width), strides)
     tables = torch.full((4, rows, width), torch.nan, device=DEVICE)
     constants = {"WIDTH": width, "BLOCK": 32, "PDL": False}
-    run([Launch(TABLE_KERNEL, 2, (freqs, tables[1], tables[2], rows, *strides), constants, {"num_warps": 4})])
+    run([Launch(PROBE_KERNEL, 2, (freqs, tables[1], tables[2], rows, *strides), constants, {"num_warps": 4})])
     assert bool(tables[[0, 3]].isnan().all()), "it wrote beside its tables"
     angles = to_numpy(freqs)
     # 2 units in the last place of a value of at most 1: CUDA's documented bound.
     assert_close(to_numpy(tables[1]), np.cos(angles), np.full(angles.shape, 2 * oracle.U32))
     assert_close(to_numpy(tables[2]), np.sin(angles), np.full(angles.shape, 2 * oracle.U32))
-    assert TABLE_BLOCK % constants["BLOCK"] == 0
 
 
 # Every number, pairwise ---------------------------------------------------------------------------------------------
 
 
 def spec_for(knobs: dict[str, Any]) -> RopeSpec:
-    """A spec that a variant fits: two tiles of rows, the last of one head, and a tail of several chunks to copy."""
+    """A spec that a variant fits: two tiles of rows, the last of one head, and a tail to copy."""
     return RopeSpec(
         layout="bshd",
         dtype="float32",
         heads=knobs["block_heads"] * knobs["head_steps"] + 1,
-        head_dim=16,
-        rotary_dim=4,
+        head_dim=48,
+        rotary_dim=32,
     )
 
 
@@ -136,7 +136,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "out_view": ("contiguous", "swapped", "offset"),
     "angle_view": ("contiguous", "strided", "transposed"),
     "longer": (0, 5),  # rows of angles past the sequence
-    "schedule": ("default", "loop", "table", "chunks"),
+    "schedule": ("default", "loop"),
 }
 
 
@@ -145,9 +145,7 @@ def schedule_of(name: str, spec: RopeSpec) -> RopeVariant:
     default = dataclasses.replace(default_variant(spec), block_tokens=4, block_heads=4)
     return {
         "default": default,
-        "loop": dataclasses.replace(default, block_heads=2, heads="loop", head_steps=2, num_stages=2),
-        "table": dataclasses.replace(default, sine="table"),
-        "chunks": dataclasses.replace(default, tail="chunks"),
+        "loop": dataclasses.replace(default, block_heads=2, head_steps=2),
     }[name]
 
 
@@ -156,8 +154,6 @@ def possible(row: dict[str, Any]) -> bool:
     return not (
         (row["use"] == "inplace" and (row["x_view"] == "expanded" or row["out_view"] != "contiguous"))
         or (row["layout"] == "thd" and row["batch"] > 1)
-        or (row["schedule"] == "table" and row["angles"][0] != "freqs")
-        or (row["schedule"] == "chunks" and (row["use"] == "inplace" or row["dims"][0] == row["dims"][1]))
         or (row["seq"] == 13 and row["dims"][0] > 128)  # the interpreter takes a second for such a tensor
     )
 
@@ -252,30 +248,28 @@ def many_bounds(sequences: int, tokens: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("spec", THD_SPECS[:2], ids=lambda s: kernel_name(s, RopeVariant()))
 def test_a_token_finds_its_sequence_among_any_number(spec: RopeSpec, sequences: int) -> None:
     bounds = many_bounds(sequences, 40)
-    assert_right(RopeCase(spec, seq=40, cu_seqlens=bounds), RopeVariant(block_tokens=16, block_heads=4))
+    assert_right(RopeCase(spec, seq=40, cu_seqlens=bounds), RopeVariant(block_tokens=8, block_heads=4))
     # The same, with each of the last tokens in a sequence of its own: the end of the search.
     late = tuple(max(0, 40 - sequences + index) for index in range(sequences + 1))
-    assert_right(RopeCase(spec, seq=40, cu_seqlens=late), RopeVariant(block_tokens=16, block_heads=4))
+    assert_right(RopeCase(spec, seq=40, cu_seqlens=late), RopeVariant(block_tokens=8, block_heads=4))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 4])
-@pytest.mark.parametrize("sine", ["inline", "table"])
 @pytest.mark.parametrize("spec", THD_SPECS[:2], ids=lambda s: kernel_name(s, RopeVariant()))
-def test_positions_past_the_angles_give_nan_and_read_nothing(spec: RopeSpec, sine: str, rows: int) -> None:
+def test_positions_past_the_angles_give_nan_and_read_nothing(spec: RopeSpec, rows: int) -> None:
     # assert_right checks every address that is loaded: nothing beside the rows that there are.
     case = RopeCase(spec, seq=11, cu_seqlens=(0, 6, 9), angle_rows=rows)
-    assert_right(case, RopeVariant(block_tokens=4, block_heads=4, sine=sine))
+    assert_right(case, RopeVariant(block_tokens=4, block_heads=4))
 
 
 # Angles -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sine", ["inline", "table"])
 @pytest.mark.parametrize("scale", [1e5, 1e7, 1e30], ids=str)
-def test_large_angles_are_as_right_as_small_ones(scale: float, sine: str) -> None:
+def test_large_angles_are_as_right_as_small_ones(scale: float) -> None:
     # A float32 angle is an exact number, however large: its sine is held against float64's of the same number.
     case = RopeCase(RopeSpec("bshd", "float32", 3, 32, 32), seq=13, angle_scale=scale)
-    assert_right(case, RopeVariant(block_tokens=8, block_heads=4, sine=sine))
+    assert_right(case, RopeVariant(block_tokens=8, block_heads=4))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the GPU's own rounding is tested with every bfloat16 case")

@@ -41,10 +41,9 @@ CASES = {
     "bshd-inplace-partial": rope("bshd", 8, inplace=True),
     "bshd-cos-sin-bf16": rope("bshd", angles="cos_sin", angle_dtype="bfloat16", dtype="bfloat16"),
     "bshd-feature-backward": rope("bshd", angle_entries="feature", direction="backward", dtype="float16"),
-    "bshd-table": rope("bshd", variant={"sine": "table"}),
-    "thd-table-pdl": rope("thd", variant={"sine": "table", "pdl": True}),
-    "sbhd-loop-inplace": rope("sbhd", 16, {"heads": "loop", "head_steps": 2}, inplace=True),
-    "bshd-chunks-no-hints": rope("bshd", 4, {"tail": "chunks", "load_evict": "", "store_cache": ""}),
+    "thd-pdl": rope("thd", variant={"pdl": True}),
+    "sbhd-loop-inplace": rope("sbhd", 16, {"head_steps": 2}, inplace=True),
+    "bshd-no-hints": rope("bshd", 4, {"cache": "keep"}),
     "gru-bias": (GruCellSpec("float32", 70), GruCellSize(3), GruCellVariant(block_hidden=64, num_warps=1)),
     "gru-inplace": (
         GruCellSpec("float16", 64, bias=False, inplace=True),

@@ -48,6 +48,7 @@ def bare_supported(device: int) -> bool:
     return known
 
 
+PROBE_KERNEL = "rope_table"  # small, and its result is known
 _PROBED: dict[int, bool] = {}
 
 
@@ -57,7 +58,7 @@ def _probe(device: int) -> bool:
     arguments = (freqs, cos, sin, 4, 16, 1)
     constants = {"WIDTH": 16, "BLOCK": 1024, "PDL": False}
     try:
-        function = kernel("rope_table")
+        function = kernel(PROBE_KERNEL)
         compiled = function[(1,)](*arguments, **constants, num_warps=4)
         wanted = torch.stack((cos, sin)).clone()
         cos.zero_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from generator.problem import Problem
 from tuned.gru_cell.eager import gates
 from tuned.gru_cell.launches import GruCellCall
 from tuned.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.gru_cell.variant import GruCellVariant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,6 +70,12 @@ def bytes_moved(spec: GruCellSpec, size: GruCellSize) -> int:
 def tensor_bytes(spec: GruCellSpec, size: GruCellSize) -> int:
     """Bytes of one set of inputs and outputs."""
     return size.batch * spec.bytes_per_row()
+
+
+def features(variant: GruCellVariant) -> tuple[int, ...]:
+    """What a model of the time should see beside the knobs, in octaves: elements of a tile, and elements a warp."""
+    elements = variant.block_batch * variant.block_hidden
+    return round(math.log2(elements)), round(math.log2(elements / variant.num_warps))
 
 
 def problems() -> Iterator[Problem]:

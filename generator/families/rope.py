@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from tuned.rope.arguments import strides_of
 from tuned.rope.eager import rotate
 from tuned.rope.launches import RopeCall
 from tuned.rope.spec import DIRECTIONS, ITEM_SIZE, RopeSize, RopeSpec
+from tuned.rope.variant import RopeVariant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -136,6 +138,12 @@ def tensor_bytes(spec: RopeSpec, size: RopeSize) -> int:
     """Bytes of one set of inputs and outputs."""
     x = size.tokens * spec.heads * spec.head_dim * ITEM_SIZE[spec.dtype]
     return (1 if spec.inplace else 2) * x + size.seq * spec.bytes_per_position()
+
+
+def features(variant: RopeVariant) -> tuple[int, ...]:
+    """What a model of the time should see beside the knobs, in octaves: rows of a tile, and rows a warp."""
+    rows = variant.block_tokens * variant.block_heads
+    return round(math.log2(rows)), round(math.log2(rows / variant.num_warps))
 
 
 def problems() -> Iterator[Problem]:

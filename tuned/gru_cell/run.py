@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tuned import misses
 from tuned.family import FAMILIES
 from tuned.gpu import gpu_of, why_eager
 from tuned.gru_cell.eager import gates
 from tuned.gru_cell.launches import GruCellCall
 from tuned.gru_cell.spec import DTYPES, GruCellSize, GruCellSpec
 from tuned.launcher import kernel, launch_public
-from tuned.lookup import Choice, choose
+from tuned.lookup import Choice, Gpu, choose
 
 if TYPE_CHECKING:
     from tuned.launch import Launch
 
 GRU_CELL = FAMILIES["gru_cell"]
+MAX_CHOICES = 4096  # batch sizes remembered
 
 
 def cell_spec(h: torch.Tensor, bias: Any, inplace: bool) -> tuple[GruCellSpec, GruCellSize]:  # noqa: FBT001
@@ -27,10 +30,22 @@ def cell_spec(h: torch.Tensor, bias: Any, inplace: bool) -> tuple[GruCellSpec, G
     return spec, GruCellSize(max(h.shape[0], 1))
 
 
+def _why_eager(h: torch.Tensor) -> str | None:
+    return why_eager(h, str(h.dtype).removeprefix("torch.") in DTYPES)
+
+
 def choice_of_cell(spec: GruCellSpec, size: GruCellSize, h: torch.Tensor) -> Choice:
     """Which variant a step gets, or why it runs in eager PyTorch."""
-    reason = why_eager(h, str(h.dtype).removeprefix("torch.") in DTYPES)
+    reason = _why_eager(h)
     return Choice("eager", reason, None) if reason else choose(GRU_CELL, spec, size, gpu_of(h.device))
+
+
+@functools.lru_cache(maxsize=MAX_CHOICES)
+def _variant_of(spec: GruCellSpec, size: GruCellSize, gpu: Gpu) -> Any:
+    """Decided once for all steps that are alike."""
+    choice = choose(GRU_CELL, spec, size, gpu)
+    misses.note(GRU_CELL, spec, size, choice)
+    return choice.variant
 
 
 def cell_call(  # noqa: PLR0913
@@ -58,14 +73,14 @@ def cell_call(  # noqa: PLR0913
 
 def run_cell(spec: GruCellSpec, size: GruCellSize, call: GruCellCall) -> torch.Tensor:
     """The gates; returns the output tensor."""
-    choice = choice_of_cell(spec, size, call.h)
     if call.h.numel() == 0:
         return call.out  # type: ignore[no-any-return]
-    if choice.variant is None:
+    if _why_eager(call.h) is not None:
         out = gates(spec, call)
         return call.h.copy_(out) if spec.inplace else out  # type: ignore[no-any-return]
     with torch.cuda.device(call.h.device):
-        parts: tuple[Launch, ...] = GRU_CELL.launches(spec, choice.variant, call, torch.empty)
+        variant = _variant_of(spec, size, gpu_of(call.h.device))
+        parts: tuple[Launch, ...] = GRU_CELL.launches(spec, variant, call, torch.empty)
         for part in parts:
             launch_public(kernel(part.kernel), part)
     return call.out  # type: ignore[no-any-return]

@@ -48,13 +48,16 @@ def default_variant(spec: GruCellSpec, size: GruCellSize | None = None) -> GruCe
     return GruCellVariant(block_hidden=block, num_warps=max(1, block // 64))
 
 
-def distance(a: GruCellSpec, b: GruCellSpec) -> float | None:
-    """How unlike two specs are: octaves of hidden size, plus 1 for another dtype; None if the text differs."""
-    if (a.bias, a.inplace) != (b.bias, b.inplace):
-        return None
-    return abs(next_power_of_2(a.hidden).bit_length() - next_power_of_2(b.hidden).bit_length()) + float(
-        a.dtype != b.dtype
-    )
+def distance(a: GruCellSpec, b: GruCellSpec) -> float:
+    """How unlike two specs are, in octaves: of the hidden size, plus 1 for another dtype and half for bias or in place."""
+    octaves = abs(next_power_of_2(a.hidden).bit_length() - next_power_of_2(b.hidden).bit_length())
+    return octaves + float(a.dtype != b.dtype) + 0.5 * ((a.bias != b.bias) + (a.inplace != b.inplace))
+
+
+def adapt(variant: GruCellVariant, spec: GruCellSpec, to: GruCellSpec) -> GruCellVariant:
+    """A variant that was tuned for ``spec`` as ``to`` should take it: as it is, its tile does not depend on the spec."""
+    del spec, to
+    return variant
 
 
 def fit(variant: GruCellVariant, capability: int) -> GruCellVariant:

@@ -43,9 +43,9 @@ def _cos_sin(cos, sin, p_angle, m_angle):
 
 
 @triton.jit
-def _tail(p_row, m_row, stride_d, start, HEAD_DIM: tl.constexpr, TAIL_BLOCK: tl.constexpr):
-    """Offsets and mask of the features from start on: [BLOCK_TOKENS, BLOCK_HEADS, TAIL_BLOCK] both."""
-    i_feature = start + tl.arange(0, TAIL_BLOCK)
+def _tail(p_row, m_row, stride_d, ROTARY_DIM: tl.constexpr, HEAD_DIM: tl.constexpr, TAIL_BLOCK: tl.constexpr):
+    """Offsets and mask of the features that do not rotate: [BLOCK_TOKENS, BLOCK_HEADS, TAIL_BLOCK] both."""
+    i_feature = ROTARY_DIM + tl.arange(0, TAIL_BLOCK)
     mask = m_row[:, :, None] & (i_feature < HEAD_DIM)[None, None, :]
     return p_row[:, :, None] + i_feature[None, None, :] * stride_d, mask
 
@@ -62,7 +62,7 @@ def _load_features(
     TAIL_BLOCK: tl.constexpr,
     EVICT: tl.constexpr,
 ):
-    """All of a tile that is loaded before anything waits: the pairs, and the first of the tail."""
+    """All of a tile that is loaded before anything waits: the pairs, and the tail."""
     first, second = _load_pairs(x, p_row, m_row, stride_d, HALF, HALF_BLOCK, EVICT)
     p_tail, m_tail = _tail(p_row, m_row, stride_d, 2 * HALF, HEAD_DIM, TAIL_BLOCK)
     return first, second, tl.load(x + p_tail, mask=m_tail, eviction_policy=EVICT)
@@ -97,7 +97,7 @@ def rope_sbhd_copytail_interleaved_cos_sin_grid(
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     HALF_BLOCK: tl.constexpr,  # ROTARY_DIM // 2 padded to a power of two
-    TAIL_BLOCK: tl.constexpr,  # width of the tiles that copy the tail
+    TAIL_BLOCK: tl.constexpr,  # HEAD_DIM - ROTARY_DIM padded to a power of two
     PER_FEATURE: tl.constexpr,  # the two entries of a pair may differ
     BACKWARD: tl.constexpr,  # apply the transpose of the forward map
     BLOCK_TOKENS: tl.constexpr,
@@ -106,7 +106,6 @@ def rope_sbhd_copytail_interleaved_cos_sin_grid(
     ORDER: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
     STORE_CACHE: tl.constexpr,
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = ROTARY_DIM // 2
@@ -156,7 +155,7 @@ def rope_sbhd_copytail_interleaved_cos_sin_grid(
     cos_first, sin_first = cos_first[:, None, :], sin_first[:, None, :]
     cos_second, sin_second = cos_second[:, None, :], sin_second[:, None, :]
 
-    for i_step in tl.range(0, HEAD_STEPS, num_stages=STAGES):
+    for i_step in tl.range(0, HEAD_STEPS):
         i_step_row = i_row + i_step * BLOCK_HEADS
         m_row = m_token[:, None] & (i_step_row < rows)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
         p_x = p_x_token[:, None] + _row_offsets(i_step_row, x_stride_b, x_stride_h, HEADS)[None, :]
@@ -172,8 +171,3 @@ def rope_sbhd_copytail_interleaved_cos_sin_grid(
         _store_pairs(out, p_out, m_row, out_stride_d, out_first, out_second, HALF, HALF_BLOCK, STORE_CACHE)
         p_tail, m_tail = _tail(p_out, m_row, out_stride_d, ROTARY_DIM, HEAD_DIM, TAIL_BLOCK)
         tl.store(out + p_tail, features[2], mask=m_tail, cache_modifier=STORE_CACHE)
-        for start in tl.static_range(ROTARY_DIM + TAIL_BLOCK, HEAD_DIM, TAIL_BLOCK):
-            p_tail, m_tail = _tail(p_x, m_row, x_stride_d, start, HEAD_DIM, TAIL_BLOCK)
-            tail = tl.load(x + p_tail, mask=m_tail, eviction_policy=LOAD_EVICT)
-            p_tail, m_tail = _tail(p_out, m_row, out_stride_d, start, HEAD_DIM, TAIL_BLOCK)
-            tl.store(out + p_tail, tail, mask=m_tail, cache_modifier=STORE_CACHE)

@@ -83,7 +83,7 @@ def rope_sbhd_inplace_interleaved_cos_sin_grid(
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     HALF_BLOCK: tl.constexpr,  # ROTARY_DIM // 2 padded to a power of two
-    TAIL_BLOCK: tl.constexpr,  # width of the tiles that copy the tail
+    TAIL_BLOCK: tl.constexpr,  # HEAD_DIM - ROTARY_DIM padded to a power of two
     PER_FEATURE: tl.constexpr,  # the two entries of a pair may differ
     BACKWARD: tl.constexpr,  # apply the transpose of the forward map
     BLOCK_TOKENS: tl.constexpr,
@@ -92,7 +92,6 @@ def rope_sbhd_inplace_interleaved_cos_sin_grid(
     ORDER: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
     STORE_CACHE: tl.constexpr,
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = ROTARY_DIM // 2
@@ -144,7 +143,7 @@ def rope_sbhd_inplace_interleaved_cos_sin_grid(
     cos_first, sin_first = cos_first[:, None, :], sin_first[:, None, :]
     cos_second, sin_second = cos_second[:, None, :], sin_second[:, None, :]
 
-    for i_step in tl.range(0, HEAD_STEPS, num_stages=STAGES):
+    for i_step in tl.range(0, HEAD_STEPS):
         i_step_row = i_row + i_step * BLOCK_HEADS
         m_row = m_token[:, None] & (i_step_row < rows)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
         p_x = p_x_token[:, None] + _row_offsets(i_step_row, x_stride_b, x_stride_h, HEADS)[None, :]

@@ -3,7 +3,7 @@
 @generated from templates/rope_table.py.jinja. Do not edit: change the template, then run
 `python tune.py --render`.
 
-The first of two launches of RoPE with sine="table": the second reads what this one wrote.
+What tuned.launcher tries a launch on, and what the tests of sine and cosine run.
 """
 
 import triton

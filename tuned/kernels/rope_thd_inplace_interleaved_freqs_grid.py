@@ -140,7 +140,7 @@ def rope_thd_inplace_interleaved_freqs_grid(
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     HALF_BLOCK: tl.constexpr,  # ROTARY_DIM // 2 padded to a power of two
-    TAIL_BLOCK: tl.constexpr,  # width of the tiles that copy the tail
+    TAIL_BLOCK: tl.constexpr,  # HEAD_DIM - ROTARY_DIM padded to a power of two
     PER_FEATURE: tl.constexpr,  # the two entries of a pair may differ
     BACKWARD: tl.constexpr,  # apply the transpose of the forward map
     BLOCK_TOKENS: tl.constexpr,
@@ -149,7 +149,6 @@ def rope_thd_inplace_interleaved_freqs_grid(
     ORDER: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
     STORE_CACHE: tl.constexpr,
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,  # SEARCH_FAN ** SEARCH_STEPS > sequences
     SEARCH_FAN: tl.constexpr,
@@ -173,10 +172,6 @@ def rope_thd_inplace_interleaved_freqs_grid(
         i_token_tile = i_program % token_tiles
         i_row_tile = (i_program // token_tiles) % row_tiles
         i_batch = (i_program // (token_tiles * row_tiles)).to(tl.int64)
-    elif ORDER == "batch":
-        i_row_tile = i_program % row_tiles
-        i_batch = ((i_program // row_tiles) % batch).to(tl.int64)
-        i_token_tile = i_program // (row_tiles * batch)
     else:
         i_row_tile = i_program % row_tiles
         i_token_tile = (i_program // row_tiles) % token_tiles
@@ -209,7 +204,7 @@ def rope_thd_inplace_interleaved_freqs_grid(
     cos_first, sin_first = cos_first[:, None, :], sin_first[:, None, :]
     cos_second, sin_second = cos_second[:, None, :], sin_second[:, None, :]
 
-    for i_step in tl.range(0, HEAD_STEPS, num_stages=STAGES):
+    for i_step in tl.range(0, HEAD_STEPS):
         i_step_row = i_row + i_step * BLOCK_HEADS
         m_row = m_token[:, None] & (i_step_row < rows)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
         p_x = p_x_token[:, None] + _row_offsets(i_step_row, x_stride_b, x_stride_h, HEADS)[None, :]

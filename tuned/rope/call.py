@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from tuned import misses
 from tuned.overwrite import bump_version, refuse_overwrite
 from tuned.rope.arguments import prepare
-from tuned.rope.plan import choice_of, public_plan, run_eager, run_public, upgraded_plan
+from tuned.rope.plan import ROPE, choice_of, public_plan, run_eager, run_public, upgraded_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,6 +107,7 @@ def _decide(  # noqa: PLR0913
     if x.numel() == 0:
         plan = Plan(lambda x, *_: x if settings.inplace else torch.empty_like(x))
     else:
+        misses.note(ROPE, prepared.spec, prepared.size, choice)
         plan = _kernel_plan(prepared.spec, choice.variant, settings, freqs is not None)
     if torch.is_grad_enabled() and x.requires_grad:
         return Plan(_Node(settings, freqs is not None, plan).run)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from tuned.launch import Launch, ceil_div
+from tuned.launch import Launch, ceil_div, next_power_of_2
 from tuned.rope.spec import SEARCH_FAN, search_steps
-from tuned.rope.variant import RopeVariant, half_block
+from tuned.rope.variant import CACHE, RopeVariant, half_block
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tuned.rope.spec import RopeSpec
-
-TABLE_KERNEL = "rope_table"
-TABLE_BLOCK = 1024  # entries a program of the table kernel: 8 a thread of its 4 warps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,24 +36,14 @@ class RopeCall:
     sequences: int = 0
 
 
-def text_of(spec: RopeSpec, variant: RopeVariant) -> tuple[RopeSpec, RopeVariant]:
-    """The (spec, variant) whose text the rotating kernel has: with a table it is that of given float32 cos and sin."""
-    if variant.sine == "inline":
-        return spec, variant
-    given = dataclasses.replace(spec, angles="cos_sin", angle_dtype="float32")
-    return given, dataclasses.replace(variant, sine="inline")
-
-
 def kernel_name(spec: RopeSpec, variant: RopeVariant) -> str:
     """Module and function name of the rotating kernel: every text axis, in a fixed order."""
-    spec, variant = text_of(spec, variant)
-    return f"rope_{spec.layout}_{spec.output}_{spec.style}_{spec.angles}_{variant.heads}"
+    return f"rope_{spec.layout}_{spec.output}_{spec.style}_{spec.angles}_{'loop' if variant.loops_heads else 'grid'}"
 
 
 def kernel_names(spec: RopeSpec, variant: RopeVariant) -> tuple[str, ...]:
     """Every kernel that the variant launches, in order."""
-    rotate = kernel_name(spec, variant)
-    return (rotate,) if variant.sine == "inline" else (TABLE_KERNEL, rotate)
+    return (kernel_name(spec, variant),)
 
 
 def programs(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
@@ -79,21 +66,21 @@ def rotate_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> Launc
     out_strides = () if spec.inplace else call.out_strides
     tail = spec.head_dim - spec.rotary_dim
     half = half_block(spec)
+    load_evict, store_cache = CACHE[variant.cache]
     constants = {
         "HEADS": spec.heads,
         "HEAD_DIM": spec.head_dim,
         "ROTARY_DIM": spec.rotary_dim,
         "HALF_BLOCK": half,
-        "TAIL_BLOCK": half if variant.tail == "chunks" or not tail else 1 << (tail - 1).bit_length(),
+        "TAIL_BLOCK": next_power_of_2(tail) if tail else half,
         "PER_FEATURE": spec.angle_entries == "feature",
         "BACKWARD": spec.direction == "backward",
         "BLOCK_TOKENS": variant.block_tokens,
         "BLOCK_HEADS": variant.block_heads,
         "HEAD_STEPS": variant.head_steps,
         "ORDER": variant.order,
-        "LOAD_EVICT": variant.load_evict,
-        "STORE_CACHE": variant.store_cache,
-        "STAGES": variant.num_stages,
+        "LOAD_EVICT": load_evict,
+        "STORE_CACHE": store_cache,
         "PDL": variant.pdl,
     }
     if spec.packed:
@@ -114,26 +101,13 @@ def rotate_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> Launc
             *call.angle_strides,
         ),
         constants=constants,
-        options={"num_warps": variant.num_warps, "num_stages": variant.num_stages, **_dependent(variant)},
+        options={"num_warps": variant.num_warps, "num_stages": 1, **_dependent(variant)},
     )
 
 
 def launches(
     spec: RopeSpec, variant: RopeVariant, call: RopeCall, empty: Callable[[tuple[int, ...]], Any]
 ) -> tuple[Launch, ...]:
-    """Every launch of the call, in order. ``empty(shape)`` makes the float32 tables of sine="table"."""
-    if variant.sine == "inline":
-        return (rotate_launch(spec, variant, call),)
-    width = spec.rotary_dim if spec.angle_entries == "feature" else spec.rotary_dim // 2
-    # Only the rows that this call can reach: a packed call may reach all of them.
-    rows = call.angle_rows if spec.packed else min(call.seq, call.angle_rows)
-    cos, sin = empty((rows, width)), empty((rows, width))
-    table = Launch(
-        kernel=TABLE_KERNEL,
-        programs=ceil_div(rows * width, TABLE_BLOCK),
-        arguments=(call.cos, cos, sin, rows, *call.angle_strides),
-        constants={"WIDTH": width, "BLOCK": TABLE_BLOCK, "PDL": variant.pdl},
-        options={"num_warps": 4, "num_stages": 1, **_dependent(variant)},
-    )
-    given = dataclasses.replace(call, cos=cos, sin=sin, angle_rows=rows, angle_strides=(width, 1))
-    return table, rotate_launch(*text_of(spec, variant), given)
+    """Every launch of the call, in order: the one that there is. ``empty`` is for families that need memory beside the call's."""
+    del empty
+    return (rotate_launch(spec, variant, call),)

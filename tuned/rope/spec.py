@@ -104,7 +104,7 @@ class RopeSpec:
     @property
     def and_tail(self) -> str:
         """What a docstring of the kernel adds where the tail is copied."""
-        return ", and the first of the tail" if self.copies_tail else ""
+        return ", and the tail" if self.copies_tail else ""
 
     @property
     def output(self) -> str:
