@@ -1,4 +1,7 @@
-"""Time launches on the device and calls on the host."""
+"""Time launches on the device and calls on the host.
+
+A change of the way of timing changes tuned.record.METHOD: what was timed another way does not count.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-METHOD = "cuda-graph-rotating-2xL2-median/2"  # part of a measurement's key: change it when the way of timing changes
 GRAPH_US = 500.0  # launches in one graph take at least this long, so that starting the graph is under 1 percent
 REPLAYS = 12
 HOST_CALLS = 200  # a batch; small enough that the queue of 1024 launches never fills
@@ -40,10 +42,13 @@ def summarise(times_us: Sequence[float]) -> Timing:
     return Timing(round(statistics.median(times_us), 4), round((high - low) / 2, 4))
 
 
-def device_time(launches: Sequence[Callable[[], object]], replays: int = REPLAYS) -> Timing:
+def device_time(
+    launches: Sequence[Callable[[], object]], replays: int = REPLAYS, restore: Callable[[], object] | None = None
+) -> Timing:
     """Device time of one launch: replays of a CUDA graph that holds the launches in turn, each on its own buffers.
 
-    The launches should rotate over ``sets_beyond_l2`` sets: a loop over one set times the cache.
+    The launches should rotate over ``sets_beyond_l2`` sets: a loop over one set times the cache. ``restore`` makes the
+    inputs of launches in place new; it runs before each two replays, of which the second is timed.
     """
     here, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     stream.wait_stream(here)  # what prepared the buffers may still run
@@ -64,15 +69,29 @@ def device_time(launches: Sequence[Callable[[], object]], replays: int = REPLAYS
                     launch()
         # All replays are queued before the first ends: otherwise the host's way to a launch counts as device time.
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-        graph.replay()
-        for mark in marks[:-1]:
-            mark.record()
+        if restore is None:
+            spans = list(itertools.pairwise(marks))
             graph.replay()
-        marks[-1].record()
+            for mark in marks[:-1]:
+                mark.record()
+                graph.replay()
+            marks[-1].record()
+        else:
+            renew = torch.cuda.CUDAGraph()  # one launch, however many buffers: the queue stays ahead of the device
+            with torch.cuda.graph(renew, stream=stream):
+                restore()
+            spans = [(torch.cuda.Event(enable_timing=True), mark) for mark in marks]
+            for begin, end in spans:
+                renew.replay()
+                graph.replay()  # leaves the cache as a launch does, not as the copies do
+                begin.record()
+                graph.replay()
+                end.record()
+            del spans[0]  # the first warms up, as above
         marks[-1].synchronize()
     here.wait_stream(stream)
     count = rounds * len(launches)
-    return summarise([a.elapsed_time(b) * 1e3 / count for a, b in itertools.pairwise(marks)])
+    return summarise([a.elapsed_time(b) * 1e3 / count for a, b in spans])
 
 
 def copy_time(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Timing:

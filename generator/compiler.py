@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
-import concurrent.futures.process
 import functools
-import multiprocessing
 import os
+import tempfile
+import threading
 from typing import TYPE_CHECKING, Any
 
+from generator.cache import cache_folder
 from generator.compile import Resources, resources, target_of
+from generator.forkserver import Child, LostError, fork_server
 from generator.workload import WORKLOADS, empty_like_call
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 # CUDA C++ Programming Guide, technical specifications: shared memory a block may opt in to; 0 is AMD's CDNA 3, the LDS of
 # a workgroup.
 MAX_SHARED_BYTES = {0: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-COMPILE_SECONDS = 120.0  # a variant takes 0.3 s; past this its compiler hangs
+COMPILE_SECONDS = 20.0  # a variant takes 0.3 s, one that spills thousands of bytes 30: it is not wanted
 
 
 def compile_variant(problem: Problem, variant: Any, architecture: str) -> tuple[Resources, ...] | str:
@@ -53,49 +55,77 @@ def hopeless(needs: tuple[Resources, ...] | str, capability: int) -> str | None:
 
 
 def compiled(future: concurrent.futures.Future[Any]) -> tuple[Resources, ...] | str:
-    """What a submitted compile_variant came to; a compiler that crashed or hangs is data as well."""
+    """What a submitted compile_variant came to; a compiler that crashed or hung is data as well."""
     try:
-        return future.result(COMPILE_SECONDS)  # type: ignore[no-any-return]
-    except concurrent.futures.process.BrokenProcessPool:
-        return "the compiler crashed, with this variant or with one beside it"
-    except concurrent.futures.TimeoutError:
-        return f"the compiler took more than {COMPILE_SECONDS:g} s"
+        return future.result()  # type: ignore[no-any-return] # in time: the pool sees to it
+    except CompilerError as error:
+        return str(error)
+
+
+class CompilerError(Exception):
+    """A compiler crashed, or was ended because it took too long; the message says which."""
 
 
 class CompilerPool(concurrent.futures.Executor):
-    """A process pool for compile_variant that outlives a compiler which crashes.
+    """A process pool for compile_variant. A compiler that crashes or hangs is ended and replaced; the others go on."""
 
-    Its processes import Triton once, from a common parent, and ignore Ctrl-C.
-    """
-
-    def __init__(self, workers: int | None = None) -> None:
-        self._workers = workers or os.cpu_count() or 1
-        self._pool = self._start()
-
-    def _start(self) -> concurrent.futures.ProcessPoolExecutor:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["generator.compiler"])
-        return concurrent.futures.ProcessPoolExecutor(self._workers, context, initializer=_ignore_interrupt)
+    def __init__(self, workers: int | None = None, *, seconds: float = COMPILE_SECONDS) -> None:
+        """``workers`` processes, by default one a core, which have ``seconds`` for each task."""
+        self._seconds = seconds
+        fork_server()  # its imports go on from here
+        # A thread a process, which asks it and waits.
+        self._threads = concurrent.futures.ThreadPoolExecutor(workers or os.cpu_count() or 1, "compiler")
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        self._children: dict[int, Child] = {}
+        self._closed = False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
-        """As any executor; a broken pool is replaced first."""
-        try:
-            return self._pool.submit(fn, *args, **kwargs)
-        except concurrent.futures.process.BrokenProcessPool:
-            self._pool = self._start()
-            return self._pool.submit(fn, *args, **kwargs)
+        """As any executor; the future of a task whose process crashed or took too long raises CompilerError."""
+        return self._threads.submit(self._run, fn, args, kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - as inherited
-        """As any executor."""
-        self._pool.shutdown(wait=wait, cancel_futures=cancel_futures)
+        """As any executor, but without ``wait`` what is being compiled is given up."""
+        if not wait:
+            with self._lock:
+                self._closed = True
+                for child in self._children.values():
+                    child.kill()  # its thread, if it waits, sees it
+        self._threads.shutdown(cancel_futures=cancel_futures)
+        for child in self._children.values():
+            child.stop()
+        self._children.clear()
+
+    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            child = self._compiler()
+            _, outcome, value = child.ask((0, "call", (fn, args, kwargs)), self._seconds)
+        except LostError as error:
+            with self._lock:
+                self._children.pop(getattr(self._own, "pid", 0), None)
+            raise CompilerError(f"the compiler was lost: {error}") from None
+        if outcome != "done":
+            raise CompilerError(value)
+        return value
+
+    def _compiler(self) -> Child:
+        """The process of this thread, a new one if it was lost."""
+        with self._lock:
+            if self._closed:
+                raise LostError("the pool is shut down")
+            child = self._children.get(getattr(self._own, "pid", 0))
+            if child is None:
+                log = tempfile.TemporaryFile(dir=cache_folder("logs"))  # noqa: SIM115 - its child closes it
+                try:
+                    child = fork_server().fork("generator.serve:Caller", (), log)
+                except LostError:
+                    log.close()
+                    raise
+                self._children[child.pid] = child
+                self._own.pid = child.pid
+            return child
 
 
 def pool_of_processes(workers: int | None = None) -> CompilerPool:
     """A process pool for compile_variant, by default with one process a core."""
     return CompilerPool(workers)
-
-
-def _ignore_interrupt() -> None:
-    import signal  # noqa: PLC0415
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

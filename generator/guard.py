@@ -22,9 +22,26 @@ def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.devi
 
 def intact(tensor: Any) -> torch.Tensor:
     """A 0-d bool tensor: both canary strips of a guarded tensor are as they were made."""
-    flat = tensor.as_strided((tensor.numel() + 2 * GUARD_ELEMENTS,), (1,), tensor.storage_offset() - GUARD_ELEMENTS)
     canary = torch.tensor(CANARY, dtype=tensor.dtype, device=tensor.device)
-    return torch.cat((flat[:GUARD_ELEMENTS], flat[-GUARD_ELEMENTS:])).eq(canary).all()
+    return torch.cat(_strips(tensor)).eq(canary).all()
+
+
+def guard(tensor: Any) -> None:
+    """Make both canary strips of a guarded tensor as they were, whatever was written there."""
+    for strip in _strips(tensor):
+        strip.fill_(CANARY)
+
+
+def _strips(tensor: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    flat = tensor.as_strided((tensor.numel() + 2 * GUARD_ELEMENTS,), (1,), tensor.storage_offset() - GUARD_ELEMENTS)
+    return flat[:GUARD_ELEMENTS], flat[-GUARD_ELEMENTS:]
+
+
+def fingerprint(tensors: list[torch.Tensor]) -> list[int]:
+    """One number a tensor, another one when a single value of it changes: the sum of its bits, as integers."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [tensor.view(bits[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
+    return torch.stack(sums).tolist() if sums else []
 
 
 def probe(call: Any) -> Any:

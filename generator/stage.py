@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from generator.bench import Timing, copy_time, device_time, sets_beyond_l2
 from generator.check import WrongResultError, check
 from generator.compile import compile_launch
-from generator.guard import probe
+from generator.guard import fingerprint, guard, probe
 from generator.workload import WORKLOADS
 from tuned.launcher import bare
 
@@ -36,12 +37,17 @@ class Baselines:
     bytes_moved: int
 
 
+class DamagedError(Exception):
+    """Something wrote over what results are judged by; the message says what. The stage is of no more use."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """One variant, right and timed."""
 
     timing: Timing
     error: float  # worst error over its bound
+    check_s: float = 0.0  # seconds that checking took, of all that the trial took
 
 
 def bytes_needed(problem: Problem) -> int:
@@ -57,20 +63,33 @@ def bytes_needed(problem: Problem) -> int:
 class Stage:
     """A problem's inputs on the current GPU. Use one at a time, and ``close`` it: it holds gigabytes."""
 
-    def __init__(self, problem: Problem, target: GPUTarget) -> None:
-        self.problem, self.target = problem, target
+    def __init__(
+        self,
+        problem: Problem,
+        target: GPUTarget | None,
+        place: str | None = None,
+        clock: Callable[..., Timing] = device_time,
+    ) -> None:
+        """``place`` and ``clock`` are for tests, which have no GPU."""
+        self.problem, self.target, self.clock = problem, target, clock
         self.work = WORKLOADS[problem.family]
-        self.device = torch.cuda.current_device()
+        self.device = 0 if place else torch.cuda.current_device()
         one = self.work.tensor_bytes(problem.spec, problem.size)
-        count = min(sets_beyond_l2(one), MAX_SETS)
-        place = f"cuda:{self.device}"
+        count = 2 if place else min(sets_beyond_l2(one), MAX_SETS)
+        place = place or f"cuda:{self.device}"
         self.calls = [self.work.inputs(problem.spec, problem.size, place, seed) for seed in range(count)]
         # Checked on the inputs of the first set, in memory of its own, guarded; timed on memory as a model has it.
         self.probe = probe(self.calls[0])
         self.wanted, self.bound = self.work.reference(problem.spec, self.probe)
         self.before = {name: tensor.clone() for name, tensor in self._inputs(self.probe).items()}
-        # In place, inputs are restored from these before each run, outside the timed region.
+        # In place, inputs are restored from these before each run of a graph, outside the timed region.
         self.fresh = [call.out.clone() for call in self.calls] if problem.spec.inplace else []
+        # A variant may write anywhere, and what it hits there would make those after it look wrong, or right.
+        self.judges = {"its reference": self.wanted, "the error allowed": self.bound}
+        self.judges |= {f"its input {name}": tensor for name, tensor in self._inputs(self.probe).items()}
+        self.judges |= {f"the copy of input {name}": tensor for name, tensor in self.before.items()}
+        self.judges |= {"the copy to restore its input from": self.fresh[0]} if self.fresh else {}
+        self.seal = fingerprint(list(self.judges.values()))
 
     def _inputs(self, call: Any) -> dict[str, torch.Tensor]:
         """The tensors of a call that must not change."""
@@ -110,10 +129,29 @@ class Stage:
 
         Raises:
             WrongResultError: the result is not right; nothing was timed.
+            DamagedError: it wrote over what results are judged by.
         """
+        start = time.perf_counter()
         error, thunks = self.check(variant)
-        self._restore()
-        return Measured(device_time(thunks), error)
+        checked = time.perf_counter()
+        timing = self._time(thunks)
+        timed = time.perf_counter()
+        self.verify()
+        return Measured(timing, error, checked - start + time.perf_counter() - timed)
+
+    def _time(self, thunks: list[Callable[[], None]]) -> Timing:
+        return self.clock(thunks, restore=self._restore if self.fresh else None)
+
+    def verify(self) -> None:
+        """See that what results are judged by is as it was made.
+
+        Raises:
+            DamagedError: it is not.
+        """
+        now = fingerprint(list(self.judges.values()))
+        harmed = [name for name, a, b in zip(self.judges, self.seal, now, strict=True) if a != b]
+        if harmed:
+            raise DamagedError(f"a variant wrote outside its output, over {' and '.join(harmed)}")
 
     def check(self, variant: Any) -> tuple[float, list[Callable[[], None]]]:
         """The worst error of a variant over its bound, and one thunk a buffer set to time it with.
@@ -122,6 +160,7 @@ class Stage:
             WrongResultError: the result is not right.
         """
         probe_thunk, *thunks = self.launches(variant)
+        guard(self.probe.out)
         if self.fresh:
             self.probe.out.copy_(self.fresh[0])
         else:
@@ -129,7 +168,12 @@ class Stage:
         probe_thunk()
         now = self._inputs(self.probe)
         unchanged = {name: (now[name], before) for name, before in self.before.items()}
-        return check(self.probe.out, self.wanted, self.bound, unchanged), thunks
+        try:
+            return check(self.probe.out, self.wanted, self.bound, unchanged), thunks
+        except WrongResultError:
+            for tensor, before in unchanged.values():  # those after this one are not to be blamed for it
+                tensor.copy_(before)
+            raise
 
     def compare(self, variants: list[Any], rounds: int = FINAL_ROUNDS) -> list[Timing]:
         """Time variants that have been measured again, interleaved, so that drift meets all alike."""
@@ -137,8 +181,7 @@ class Stage:
         times: list[list[float]] = [[] for _ in variants]
         for _ in range(rounds):
             for index, rotation in enumerate(thunks):
-                self._restore()
-                times[index].append(device_time(rotation).median_us)
+                times[index].append(self._time(rotation).median_us)
         return [Timing(round(sorted(t)[len(t) // 2], 4), round((sorted(t)[-2] - sorted(t)[1]) / 2, 4)) for t in times]
 
     def baselines(self) -> Baselines:
@@ -160,9 +203,10 @@ class Stage:
         self.calls.clear()
         self.fresh.clear()
         self.before.clear()
+        self.judges.clear()
         del self.wanted, self.bound, self.probe
         gc.collect()
         torch.cuda.empty_cache()
 
 
-__all__ = ["Baselines", "Measured", "Stage", "WrongResultError", "bytes_needed"]
+__all__ = ["Baselines", "DamagedError", "Measured", "Stage", "WrongResultError", "bytes_needed"]

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import multiprocessing
-import os
-import signal
-import traceback
+import math
+import time
 from typing import TYPE_CHECKING, Any
 
+from generator.bench import Timing
+from generator.cache import cache_folder
+from generator.forkserver import Child, LostError, fork_server
+from generator.stage import Baselines, Measured
+
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
+    from collections.abc import Callable
 
     from generator.problem import Problem
 
 STAGE_SECONDS = 120.0  # making and checking the inputs of the largest problem takes a few seconds
 TRIAL_SECONDS = 30.0  # a trial takes about 30 ms; one that compiles here first, a second
-# After these the CUDA context is lost with everything in it: the process must go.
-STICKY = ("illegal memory access", "misaligned address", "unspecified launch failure", "illegal instruction")
+MOST_STARTS = 3  # in a row, without one answer between: the GPU is not coming back
+PAUSE_SECONDS = 1.0  # before a start after one that gave no answer: a driver that resets a GPU takes a moment
+OLD_LOG_BYTES = 2**20  # a longer log of earlier workers is begun anew
+GPU_SERVER = "generator.serve:GpuServer"
 
 
 class WorkerLostError(Exception):
     """The worker died, hung or lost its GPU; the message says how. Start it again."""
+
+
+class WorkerGoneError(WorkerLostError):
+    """Workers end before they answer, however often they are started; the message says how the last one ended."""
 
 
 class TrialFailedError(Exception):
@@ -31,130 +39,127 @@ class TrialFailedError(Exception):
 
 @dataclasses.dataclass
 class Worker:
-    """Start with ``start``; ask with the named methods; ``stop`` at the end."""
+    """Start with ``start``; ask with the named methods; ``stop`` at the end.
+
+    ``server`` names the class that answers in the process, made with ``device``; tests put in their own.
+    """
 
     device: int
-    process: Any = None
-    pipe: Connection | None = None
+    server: str = GPU_SERVER
+    stage_seconds: float = STAGE_SECONDS
+    trial_seconds: float = TRIAL_SECONDS
+    pause_seconds: float = PAUSE_SECONDS
+    starts: int = 0  # in all
+    _barren: int = 0  # starts since the last answer
+    _asked: int = 0
+    _child: Child | None = None
+    _last: str = ""
 
     def start(self) -> None:
-        """A new process in its own process group, with its own CUDA context."""
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, self.device), daemon=True)
-        self.process.start()
-        theirs.close()
+        """A new process in its own process group, with its own CUDA context; what it prints goes to its log.
+
+        Raises:
+            WorkerGoneError: the last few gave no answer at all.
+            WorkerLostError: it could not be started.
+        """
+        self.stop()
+        if self._barren >= MOST_STARTS:
+            raise WorkerGoneError(f"{MOST_STARTS} workers in a row ended before they answered: {self._last}")
+        if self._barren:
+            time.sleep(self.pause_seconds)
+        self._barren += 1
+        self.starts += 1
+        log = (cache_folder("logs") / f"worker-{self.device}.log").open("a+b")
+        if log.tell() > OLD_LOG_BYTES:
+            log.truncate(0)
+        try:
+            self._child = fork_server().fork(self.server, (self.device,), log)
+        except LostError as error:
+            log.close()
+            self._last = str(error)
+            raise WorkerLostError(self._last) from None
 
     def stop(self) -> None:
         """End the process and everything that it started."""
-        if self.process is None:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()
-        self.process.join()
-        if self.pipe is not None:
-            self.pipe.close()
-        self.process = self.pipe = None
+        if self._child is not None:
+            self._child.stop()
+        self._child = None
 
-    def stage(self, problem: Problem) -> Any:
-        """Put a problem on the GPU; returns its generator.stage.Baselines."""
-        return self._ask("stage", problem, STAGE_SECONDS)
+    def stage(self, problem: Problem) -> Baselines:
+        """Put a problem on the GPU; what its winner will be compared with."""
+        return self._ask("stage", problem, self.stage_seconds, _is_baselines)  # type: ignore[no-any-return]
 
-    def measure(self, variant: Any) -> Any:
-        """Check and time a variant of the staged problem; returns generator.stage.Measured."""
-        return self._ask("measure", variant, TRIAL_SECONDS)
+    def measure(self, variant: Any) -> Measured:
+        """Check and time a variant of the staged problem."""
+        return self._ask("measure", variant, self.trial_seconds, _is_measured)  # type: ignore[no-any-return]
 
-    def compare(self, variants: list[Any]) -> Any:
-        """Time variants again, interleaved; returns one generator.bench.Timing each."""
-        return self._ask("compare", variants, TRIAL_SECONDS * max(1, len(variants)))
+    def compare(self, variants: list[Any]) -> list[Timing]:
+        """Time variants again, interleaved; one Timing each."""
 
-    def environment(self) -> Any:
+        def fits(value: Any) -> bool:
+            return isinstance(value, list) and len(value) == len(variants) and all(map(_is_timing, value))
+
+        return self._ask("compare", variants, self.trial_seconds * max(1, len(variants)), fits)  # type: ignore[no-any-return]
+
+    def environment(self) -> dict[str, Any]:
         """What the measurements are made with: device, versions, timing method."""
-        return self._ask("environment", None, STAGE_SECONDS)
+        return self._ask("environment", None, self.stage_seconds, _is_environment)  # type: ignore[no-any-return]
 
     def free_bytes(self) -> int:
         """Free memory of the GPU, once the problem staged before has been given up."""
-        return int(self._ask("free_bytes", None, STAGE_SECONDS))
+        return self._ask("free_bytes", None, self.stage_seconds, _is_count)  # type: ignore[no-any-return]
 
-    def _ask(self, verb: str, argument: Any, seconds: float) -> Any:
-        if self.process is None or self.pipe is None:
-            raise WorkerLostError("the worker was not started")
+    def _ask(self, verb: str, argument: Any, seconds: float, fits: Callable[[Any], bool]) -> Any:
+        """The answer, which ``fits`` knows the shape of: a process that a variant has damaged may answer anything."""
+        if self._child is None:
+            raise WorkerLostError(self._last or "the worker was not started")
+        self._asked += 1
         try:
-            self.pipe.send((verb, argument))
-            if not self.pipe.poll(seconds):
-                self.stop()
-                raise WorkerLostError(f"no answer in {seconds:g} s: it hung, and was killed")
-            outcome, value = self.pipe.recv()
-        except (EOFError, OSError, ValueError) as error:
-            code = self.process.exitcode if self.process else None
-            self.stop()
-            raise WorkerLostError(f"the worker process died (exit code {code})") from error
-        if outcome == "failed":
-            raise TrialFailedError(value)
-        if outcome == "lost":
-            self.stop()
-            raise WorkerLostError(value)
-        return value
+            answer = self._child.ask((self._asked, verb, argument), seconds)
+            match answer:
+                case (self._asked, "done", value) if fits(value):
+                    self._barren = 0
+                    return value
+                case (self._asked, "failed", str(why)):
+                    self._barren = 0
+                case (self._asked, "lost", str(why)):
+                    raise self._child.lost(why)
+                case _:
+                    raise self._child.lost(f"it answered nonsense to {verb}, and was killed: {answer!r:.100}")
+        except LostError as error:
+            self._child = None
+            self._last = str(error)
+            raise WorkerLostError(self._last) from None
+        raise TrialFailedError(why)
 
 
-class _Server:
-    """What the process holds: one staged problem at most."""
-
-    def __init__(self, device: int) -> None:
-        import torch  # noqa: PLC0415 - only here is CUDA touched
-
-        torch.cuda.set_device(device)
-        self.device = device
-        self.staged: Any = None
-
-    def environment(self, _: None) -> dict[str, Any]:
-        from generator.environment import environment  # noqa: PLC0415
-
-        return environment(self.device)
-
-    def free_bytes(self, _: None) -> int:
-        import torch  # noqa: PLC0415
-
-        self._clear()
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self.device)[0]
-
-    def stage(self, problem: Problem) -> Any:
-        from triton.runtime import driver  # noqa: PLC0415
-
-        from generator.stage import Stage  # noqa: PLC0415
-
-        self._clear()
-        self.staged = Stage(problem, driver.active.get_current_target())
-        return self.staged.baselines()
-
-    def measure(self, variant: Any) -> Any:
-        return self.staged.measure(variant)
-
-    def compare(self, variants: list[Any]) -> Any:
-        return self.staged.compare(variants)
-
-    def _clear(self) -> None:
-        if self.staged is not None:
-            self.staged.close()
-            self.staged = None
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
-def _serve(pipe: Connection, device: int) -> None:
-    os.setpgrp()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    server = _Server(device)
-    while True:
-        try:
-            verb, argument = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send(("done", getattr(server, verb)(argument)))
-        except Exception as error:  # noqa: BLE001 - whatever a variant does, it is data here
-            text = "".join(traceback.format_exception_only(error)).strip()
-            sticky = any(sign in text for sign in STICKY)
-            pipe.send(("lost" if sticky else "failed", text))
-            if sticky:
-                os._exit(1)
+def _is_time(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value) and value > 0
+
+
+def _is_timing(value: Any) -> bool:
+    return isinstance(value, Timing) and _is_time(value.median_us) and _is_spread(value.spread_us)
+
+
+def _is_spread(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value) and value >= 0
+
+
+def _is_measured(value: Any) -> bool:
+    return isinstance(value, Measured) and _is_timing(value.timing) and _is_spread(value.error)
+
+
+def _is_baselines(value: Any) -> bool:
+    return (
+        isinstance(value, Baselines)
+        and all(map(_is_time, (value.copy_us, value.floor_us, value.eager_us)))
+        and _is_count(value.bytes_moved)
+    )
+
+
+def _is_environment(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("device"), str)

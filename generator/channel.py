@@ -1,0 +1,140 @@
+"""Messages between a tuner and a process that it may lose: whole, of a known shape and in time, or an error that says why."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import select
+import socket
+import struct
+import time
+from typing import Any
+
+MARK = b"tuned\x00\x01\x02"  # starts each message; bytes that a broken variant writes into the pipe do not
+HEAD = struct.Struct(">8sQ")
+MOST_BYTES = 64 * 2**20  # the largest real message, an environment with a variant, is a few thousand
+OURS = ("generator.", "tuned.")  # packages whose classes an answer may hold
+
+
+class ChannelError(Exception):
+    """The other side is gone or sends what is no message; the message says which."""
+
+
+class ClosedError(ChannelError):
+    """The other side closed its end, or died."""
+
+
+class GarbledError(ChannelError):
+    """What came is no message, or holds what no answer may."""
+
+
+class Channel:
+    """One end of a socket pair. Nothing here waits longer than it was told to."""
+
+    def __init__(self, end: socket.socket, *, trusted: bool = False) -> None:
+        """``trusted``: any class may be in a message; for the side that a tuner talks to."""
+        self.socket, self._trusted = end, trusted
+        end.settimeout(0)
+
+    def send(self, message: Any, seconds: float | None = None) -> None:
+        """Send one message.
+
+        Raises:
+            ClosedError: nobody is there to take it.
+            TimeoutError: it was not taken in time.
+        """
+        body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        rest = memoryview(HEAD.pack(MARK, len(body)) + body)
+        until = _deadline(seconds)
+        while rest:
+            self._wait(select.POLLOUT, until)
+            try:
+                rest = rest[self.socket.send(rest) :]
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise ClosedError("it closed its end") from error
+
+    def receive(self, seconds: float | None = None) -> Any:
+        """The next message.
+
+        Raises:
+            ClosedError: nobody is there to send one.
+            GarbledError: something else came.
+            TimeoutError: nothing, or only a part, came in time.
+        """
+        until = _deadline(seconds)
+        mark, length = HEAD.unpack(self._read(HEAD.size, until))
+        if mark != MARK or length > MOST_BYTES:
+            raise GarbledError(f"{mark!r} came instead of a message")
+        body = self._read(length, until)
+        try:
+            return pickle.loads(body) if self._trusted else _Answer(io.BytesIO(body)).load()  # noqa: S301 - see _Answer
+        except Exception as error:
+            raise GarbledError(f"what came cannot be read: {type(error).__name__}: {error}") from error
+
+    def ready(self, seconds: float) -> bool:
+        """Whether a message, or the end of the other side, came within ``seconds``."""
+        try:
+            self._wait(select.POLLIN, _deadline(seconds))
+        except TimeoutError:
+            return False
+        return True
+
+    def send_files(self, files: list[int]) -> None:
+        """Hand open files over; the message before says how many."""
+        self._wait(select.POLLOUT, None)
+        socket.send_fds(self.socket, [b"."], files)
+
+    def receive_files(self, count: int) -> list[int]:
+        """The files that come after a message."""
+        self._wait(select.POLLIN, None)
+        _, files, _, _ = socket.recv_fds(self.socket, 1, count)
+        return files
+
+    def close(self) -> None:
+        """Close this end."""
+        self.socket.close()
+
+    def _read(self, count: int, until: float | None) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            self._wait(select.POLLIN, until)
+            try:
+                part = self.socket.recv(min(count - len(parts), 2**20))
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise ClosedError("it closed its end") from error
+            if not part:
+                raise ClosedError("it closed its end")
+            parts += part
+        return bytes(parts)
+
+    def _wait(self, event: int, until: float | None) -> None:
+        poll = select.poll()
+        poll.register(self.socket, event)
+        left_ms = None if until is None else max(0.0, until - time.monotonic()) * 1e3
+        if not poll.poll(left_ms):
+            raise TimeoutError
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected ends."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+
+
+class _Answer(pickle.Unpickler):
+    """Reads plain values and the dataclasses of this project; a process that a variant has damaged gets nothing else run."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if not module.startswith(OURS):
+            raise pickle.UnpicklingError(f"an answer holds no {module}.{name}")
+        found = super().find_class(module, name)
+        if not isinstance(found, type):
+            raise pickle.UnpicklingError(f"an answer holds no {module}.{name}")
+        return found
+
+
+def _deadline(seconds: float | None) -> float | None:
+    return None if seconds is None else time.monotonic() + seconds

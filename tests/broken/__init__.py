@@ -1,0 +1,1 @@
+"""Variants that are broken on purpose."""

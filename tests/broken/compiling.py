@@ -1,0 +1,31 @@
+"""A compiler that is broken on purpose, for the variants that come after those with a deed."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from tests.broken.server import DEEDS, ranked
+from tests.fakes import fine
+
+if TYPE_CHECKING:
+    from generator.compile import Resources
+    from generator.problem import Problem
+
+DEEDS_OF_COMPILERS = ("takes a minute", "crashes", "complains")
+
+
+def compile_variant(problem: Problem, variant: Any, architecture: str) -> tuple[Resources, ...] | str:
+    """In place of generator.compiler.compile_variant."""
+    del architecture
+    place = ranked(problem).index(variant) - len(DEEDS)
+    match DEEDS_OF_COMPILERS[place] if 0 <= place < len(DEEDS_OF_COMPILERS) else "":
+        case "takes a minute":
+            time.sleep(60)
+        case "crashes":
+            os.write(2, b"LLVM ERROR: out of registers")
+            os.abort()
+        case "complains":
+            return "CompilationError: at 1:1"
+    return fine(problem, variant)

@@ -1,0 +1,251 @@
+"""A worker's process without a GPU whose variants are broken on purpose: real tensors, real checks, a fake stopwatch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from generator import channel
+from generator.bench import Timing
+from generator.pool import legal_pool
+from generator.stage import Baselines, Measured, Stage
+from tests.fakes import ENVIRONMENT
+from tuned.gru_cell.eager import gates
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from generator.problem import Problem
+
+REPLAYS = 3
+PRINTED = b"\xff\x00garbage \x1b[31mthat no terminal wants\n"
+# What each of the fastest variants does, the fastest first: were any of them let through, it would win.
+DEEDS = (
+    "illegal access",
+    "killed",
+    "endless loop",
+    "endless loop that prints",
+    "out of memory",
+    "out of memory for good",
+    "wrong result",
+    "not a number",
+    "past the end",
+    "before the start",
+    "far outside",
+    "changed input",
+    "exits",
+    "interrupts",
+    "garbage in the pipe",
+    "half a message",
+    "a message of another shape",
+    "a message of another class",
+    "no time",
+    "raises",
+    "changed input while timed",
+)
+
+
+def cost(variant: Any) -> float:
+    """Microseconds, another number for each variant of a pool."""
+    tile = math.log2(variant.block_hidden) + 1.1 * math.log2(variant.block_batch)
+    return round(5 + tile + 0.07 * variant.num_warps, 4)
+
+
+def ranked(problem: Problem) -> list[Any]:
+    """The pool of a problem, the fastest first."""
+    return sorted(legal_pool(problem, 90).variants, key=cost)
+
+
+def deed_of(problem: Problem, variant: Any) -> str:
+    """What is wrong with a variant; nothing with most."""
+    place = ranked(problem).index(variant)
+    return DEEDS[place] if place < len(DEEDS) else ""
+
+
+class CpuServer:
+    """Measures right variants, as the one for a GPU does."""
+
+    def __init__(self, device: int) -> None:
+        torch.set_num_threads(1)  # tests run side by side
+        self.device = device
+        self.staged: Any = None
+        self.dead = self.full = False
+
+    def environment(self, _: None) -> dict[str, Any]:
+        return ENVIRONMENT
+
+    def free_bytes(self, _: None) -> int:
+        return 2**37
+
+    def stage(self, problem: Problem) -> Baselines:
+        self.staged = CpuStage(problem, self)
+        return Baselines(9.0, 9.5, 95.0, 1_000_000)
+
+    def measure(self, variant: Any) -> Measured:
+        measured: Measured = self.staged.measure(variant)
+        return measured
+
+    def compare(self, variants: list[Any]) -> list[Timing]:
+        timings: list[Timing] = self.staged.compare(variants, rounds=3)
+        return timings
+
+    def recover(self) -> None:
+        if self.dead:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if self.full:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 MiB.")
+        if self.staged is not None:
+            self.staged.verify()
+
+    def do(self, deed: str, call: Any) -> None:
+        """Something that a right variant does not do."""
+
+
+class BrokenServer(CpuServer):
+    """Has a deed for each of the fastest variants."""
+
+    def measure(self, variant: Any) -> Any:
+        deed = deed_of(self.staged.problem, variant)
+        match deed:
+            case "a message of another shape":
+                return {"median_us": 1.0}
+            case "a message of another class":
+                return Measured(torch.ones(1), 0.5)  # type: ignore[arg-type]
+            case "no time":
+                return Measured(Timing(math.nan, 0.0), 0.5)
+        os.write(1, PRINTED)  # whatever else it does
+        return super().measure(variant)
+
+    def do(self, deed: str, call: Any) -> None:  # noqa: PLR0912 - one a deed
+        match deed:
+            case "illegal access":
+                self.dead = True
+                raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+            case "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "endless loop":
+                time.sleep(3600)
+            case "endless loop that prints":
+                while True:
+                    os.write(2, b"again and again\n")
+                    time.sleep(0.01)
+            case "out of memory":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 128.00 GiB.")
+            case "out of memory for good":
+                self.full = True
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 128.00 GiB.")
+            case "wrong result":
+                call.out.view(-1)[0] += 1
+            case "not a number":
+                call.out.fill_(math.nan)
+            case "past the end":
+                around(call.out)[-1] = 1
+            case "before the start":
+                around(call.out)[0] = 1
+            case "far outside":
+                self.staged.wanted.view(-1)[-1] += 1e-3
+            case "changed input":
+                call.gates_x.view(-1)[0] += 1
+            case "changed input while timed":
+                call.gates_x.view(-1)[0] += float(call is not self.staged.probe)
+            case "exits":
+                sys.exit(7)
+            case "interrupts":
+                raise KeyboardInterrupt
+            case "garbage in the pipe":
+                for end in pipes():
+                    os.write(end, os.urandom(64))
+                time.sleep(3600)
+            case "half a message":
+                for end in pipes():
+                    os.write(end, channel.HEAD.pack(channel.MARK, 1000) + b"and no more")
+                time.sleep(3600)
+            case "raises":
+                raise ValueError("this variant cannot be launched")
+
+
+class NeverStarts(CpuServer):
+    """Fails before the first answer, every time."""
+
+    def __init__(self, device: int) -> None:
+        super().__init__(device)
+        raise RuntimeError("No CUDA GPUs are available")
+
+
+class DiesStaging(CpuServer):
+    """Dies whenever it stages the first problem of the family."""
+
+    def stage(self, problem: Problem) -> Baselines:
+        if problem.name == "gru_cell_512_64":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().stage(problem)
+
+
+class BreaksComparing(CpuServer):
+    """Loses its process when the fastest variant is timed again."""
+
+    def compare(self, variants: list[Any]) -> list[Timing]:
+        if ranked(self.staged.problem)[0] in variants:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().compare(variants)
+
+
+class HasChildren(CpuServer):
+    """Starts a process of its own, as compilers start assemblers, and then hangs."""
+
+    def measure(self, variant: Any) -> Any:
+        del variant
+        os.write(1, f"started {subprocess.Popen(['sleep', '3600']).pid} from {os.getpid()}\n".encode())
+        time.sleep(3600)
+
+
+class CpuStage(Stage):
+    """A stage on the CPU, whose kernels are PyTorch and whose clock knows the costs."""
+
+    def __init__(self, problem: Problem, server: CpuServer) -> None:
+        self.server = server
+        super().__init__(problem, None, "cpu", self.stopwatch)
+
+    def launches(self, variant: Any) -> list[Callable[[], None]]:
+        return [functools.partial(self.run, variant, call) for call in (self.probe, *self.calls)]
+
+    def run(self, variant: Any, call: Any) -> None:
+        call.out.copy_(gates(self.problem.spec, call))
+        self.server.do(deed_of(self.problem, variant), call)
+
+    def stopwatch(self, thunks: Sequence[Any], restore: Callable[[], None] | None) -> Timing:
+        """Run as device_time does; inputs that a run before has overwritten are never timed."""
+        for _ in range(REPLAYS):
+            if restore is not None:
+                restore()
+            for seed, (thunk, call) in enumerate(zip(thunks, self.calls, strict=True)):
+                if self.problem.spec.inplace:
+                    made = self.work.inputs(self.problem.spec, self.problem.size, "cpu", seed)
+                    assert torch.equal(call.out, made.out), "timed on what an earlier run has overwritten"
+                thunk()
+        return Timing(cost(thunks[0].args[0]), 0.01)
+
+
+def around(out: Any) -> Any:
+    """A guarded tensor with one element before its start and one past its end."""
+    return out.as_strided((out.numel() + 2,), (1,), out.storage_offset() - 1)
+
+
+def pipes() -> list[int]:
+    """Every socket that this process holds."""
+    ends = []
+    for path in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            if str(path.readlink()).startswith("socket:"):
+                ends.append(int(path.name))
+    return ends

@@ -1,0 +1,88 @@
+"""Kernels that are broken on purpose, and a worker's process whose fastest variants launch them; for a real GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from generator.serve import GpuServer
+from generator.stage import Stage
+from tests.broken.server import ranked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from generator.problem import Problem
+
+DEEDS = (
+    "wrong result",
+    "past the end",
+    "changed input",
+    "out of memory",
+    "far outside",
+    "illegal access",
+    "endless loop",
+)
+NOWHERE = 2**44  # elements from a tensor: beyond every address of a GPU's memory
+
+
+@triton.jit
+def write(pointer, offset, value):
+    """One element, wherever that is."""
+    tl.store(pointer + offset, value)
+
+
+@triton.jit
+def wait(pointer):
+    """For a value that never comes."""
+    value = tl.load(pointer, volatile=True)
+    while value == 0:
+        value = tl.load(pointer, volatile=True)
+
+
+class BrokenGpuServer(GpuServer):
+    """As the real one, but for its stage."""
+
+    def stage(self, problem: Problem) -> Any:
+        from triton.runtime import driver  # noqa: PLC0415 - needs a GPU
+
+        self._clear()
+        self.staged = BrokenGpuStage(problem, driver.active.get_current_target())
+        return self.staged.baselines()
+
+
+class BrokenGpuStage(Stage):
+    """Runs the kernels of a variant on the probe, and then, for each of the fastest by the fake costs, does its deed."""
+
+    def launches(self, variant: Any) -> list[Callable[[], None]]:
+        probe, *rest = super().launches(variant)
+        place = ranked(self.problem).index(variant)
+
+        def broken() -> None:
+            probe()
+            self.do(DEEDS[place])
+
+        return [broken, *rest] if place < len(DEEDS) else [probe, *rest]
+
+    def do(self, deed: str) -> None:
+        call = self.probe
+        match deed:
+            case "wrong result":
+                write[(1,)](call.out, 77, 3.0)
+            case "past the end":
+                write[(1,)](call.out, call.out.numel(), 3.0)
+            case "changed input":
+                write[(1,)](call.gates_x, 77, 3.0)
+            case "out of memory":
+                torch.empty(
+                    2 * torch.cuda.get_device_properties(self.device).total_memory, dtype=torch.int8, device="cuda"
+                )
+            case "far outside":
+                write[(1,)](self.wanted, 77, 3.0)
+            case "illegal access":
+                write[(1,)](call.out, NOWHERE, 3.0)
+            case "endless loop":
+                wait[(1,)](torch.zeros(1, dtype=torch.int32, device="cuda"))

@@ -1,0 +1,63 @@
+"""Processes of a test: forked, so that they start at once, and waited for with an end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+STARTED: list[int] = []
+
+
+def forked(function: Callable[[], object]) -> int:
+    """A process that does only this; its exit code is 0 if nothing was raised."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            function()
+            code = 0
+        except BaseException:  # noqa: BLE001 - a fork must not return into the tests
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    STARTED.append(pid)
+    return pid
+
+
+def end_all() -> None:
+    """End what a test that failed left behind."""
+    for pid in STARTED:
+        with contextlib.suppress(ChildProcessError):  # waited for
+            if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+    STARTED.clear()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie, which nobody has asked after, does not."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait until it holds.
+
+    Raises:
+        AssertionError: it never did.
+    """
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it never came"
+        time.sleep(0.005)

@@ -1,0 +1,304 @@
+"""Whatever a variant does to the process that measures it: a recorded failure, and everything else stands."""
+
+from __future__ import annotations
+
+import collections
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from generator.cache import cache_folder
+from generator.channel import HEAD, MARK, Channel, ClosedError, GarbledError, pair
+from generator.compiler import CompilerPool, compiled
+from generator.forkserver import fork_server
+from generator.guard import fingerprint, guard, guarded, intact
+from generator.selection import problem_named
+from generator.worker import TrialFailedError, Worker, WorkerGoneError, WorkerLostError
+from tests.broken.server import DEEDS, cost, ranked
+from tests.processes import alive, end_all, forked, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+COPY = problem_named("gru_cell_512_64")
+INPLACE = problem_named("gru_cell_1024_inplace_64")
+SERVER = "tests.broken.server:"
+HANG_SECONDS = 0.5  # the limit of a trial that hangs; one that does not takes 20 ms
+
+# deed -> what is said of it, and whether the worker is lost with it
+REASONS = {
+    "illegal access": (r"illegal memory access", True),
+    "killed": (r"the process died \(killed by SIGKILL\)", True),
+    "endless loop": (r"no answer in 0.5 s: it hung, and was killed", True),
+    "endless loop that prints": (r"no answer in 0.5 s: .*printed last: .*again and again$", True),
+    "out of memory": (r"OutOfMemoryError: CUDA out of memory. Tried to allocate 128", False),
+    "out of memory for good": (r"OutOfMemoryError: .*128.00 GiB.; then .*OutOfMemoryError: .*4.00 MiB", True),
+    "wrong result": (r"WrongResultError: the worst error is .* times what rounding allows", False),
+    "not a number": (r"WrongResultError: the worst error is inf times", False),
+    "past the end": (r"WrongResultError: it wrote past an end of its output", False),
+    "before the start": (r"WrongResultError: it wrote past an end of its output", False),
+    "far outside": (r"wrote outside its output, over its reference", True),
+    "changed input": (r"WrongResultError: it changed its input gates_x", False),
+    "exits": (r"the process died \(exit code 1\).*SystemExit: 7", True),
+    "interrupts": (r"the process died \(exit code 1\).*KeyboardInterrupt", True),
+    "garbage in the pipe": (r"it answered nonsense, and was killed: .* came instead of a message", True),
+    "half a message": (r"half an answer came, and it was killed", True),
+    "a message of another shape": (r"it answered nonsense to measure, and was killed: .*median_us", True),
+    "a message of another class": (r"it answered nonsense, and was killed: .*an answer holds no torch", True),
+    "no time": (r"it answered nonsense to measure, and was killed: .*nan", True),
+    "raises": (r"^ValueError: this variant cannot be launched$", False),
+    "changed input while timed": (r"DamagedError: a variant wrote outside its output, over its input gates_x", True),
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("TUNED_CACHE", str(tmp_path / "cache"))
+    yield tmp_path / "cache"
+    end_all()
+
+
+@pytest.fixture
+def broken() -> Iterator[Worker]:
+    worker = Worker(0, SERVER + "BrokenServer")
+    worker.start()
+    yield worker
+    worker.stop()
+
+
+CHECKED = (
+    "wrong result",
+    "not a number",
+    "past the end",
+    "before the start",
+    "far outside",
+    "changed input",
+    "changed input while timed",
+)
+CASES = [(COPY, deed) for deed in DEEDS] + [(INPLACE, deed) for deed in CHECKED]
+
+
+@pytest.mark.parametrize(("problem", "deed"), CASES, ids=lambda v: v if isinstance(v, str) else v.name)
+def test_a_broken_variant_has_its_reason_and_the_next_one_is_measured(
+    broken: Worker, deed: str, problem: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reason, lost = REASONS[deed]
+    variants = ranked(problem)
+    bad, good = variants[DEEDS.index(deed)], variants[-1]
+    broken.stage(problem)
+    usual, broken.trial_seconds = broken.trial_seconds, HANG_SECONDS if "0.5 s" in reason else broken.trial_seconds
+    with pytest.raises(WorkerLostError if lost else TrialFailedError) as raised:
+        broken.measure(bad)
+    broken.trial_seconds = usual
+    assert re.search(reason, str(raised.value)), str(raised.value)
+    if lost:
+        with pytest.raises(WorkerLostError):
+            broken.measure(good)
+        broken.start()
+        broken.stage(problem)
+    assert broken.measure(good).timing.median_us == cost(good)
+    assert [t.median_us for t in broken.compare([good, variants[-2]])] == [cost(good), cost(variants[-2])]
+    assert broken.starts == 1 + lost
+    assert capfd.readouterr() == ("", ""), "nothing that a worker prints reaches the terminal"
+
+
+def test_a_worker_that_never_starts_is_given_up_with_its_reason() -> None:
+    worker = Worker(0, SERVER + "NeverStarts", pause_seconds=0.0)
+    for _ in range(3):
+        worker.start()
+        with pytest.raises(WorkerLostError, match=r"exit code 1.*RuntimeError: No CUDA GPUs are available"):
+            worker.environment()
+    with pytest.raises(WorkerGoneError, match=r"3 workers in a row ended before they answered: .*No CUDA GPUs"):
+        worker.start()
+
+
+def test_a_problem_that_kills_every_worker_ends_and_the_next_one_is_staged() -> None:
+    worker = Worker(0, SERVER + "DiesStaging", pause_seconds=0.0)
+    for _ in range(2):
+        worker.start()
+        with pytest.raises(WorkerLostError, match="killed by SIGSEGV"):
+            worker.stage(COPY)
+    worker.start()
+    assert worker.stage(INPLACE).copy_us == 9.0
+    for _ in range(3):  # one answer, and it counts from the beginning
+        worker.start()
+    worker.stop()
+
+
+def test_a_worker_killed_from_outside_is_lost_and_comes_back() -> None:
+    worker = Worker(0, SERVER + "CpuServer")
+    worker.start()
+    worker.stage(COPY)
+    good = ranked(COPY)[-1]
+    for _ in range(3):
+        assert worker._child is not None
+        threading.Timer(0.05, os.kill, (worker._child.pid, signal.SIGKILL)).start()
+        with pytest.raises(WorkerLostError, match="killed by SIGKILL"):
+            collections.deque((worker.measure(good) for _ in range(10_000)), 0)
+        worker.start()
+        worker.stage(COPY)
+    assert worker.measure(good).timing.median_us == cost(good)
+    worker.stop()
+
+
+def test_a_killed_fork_server_takes_its_children_with_it_and_is_replaced() -> None:
+    worker = Worker(0, SERVER + "CpuServer", pause_seconds=0.0)
+    worker.start()
+    worker.stage(COPY)
+    with CompilerPool(1) as pool:
+        pool.submit(pow, 1, 1).result()
+        children = [worker._child.pid, *pool._children] if worker._child else []
+        os.kill(fork_server()._process.pid, signal.SIGKILL)
+        wait_for(lambda: len(children) == 2 and not any(map(alive, children)))
+        with pytest.raises(WorkerLostError, match="killed by SIGKILL"):
+            worker.stage(COPY)
+        assert "the compiler was lost" in compiled(pool.submit(pow, 2, 2))
+        assert pool.submit(pow, 2, 3).result() == 8
+    worker.start()
+    assert worker.stage(COPY).copy_us == 9.0
+    worker.stop()
+
+
+def test_a_stopped_worker_takes_what_it_started_with_it(cache: Path) -> None:
+    worker = Worker(0, SERVER + "HasChildren", trial_seconds=0.5)
+    worker.start()
+    worker.stage(COPY)
+    with pytest.raises(WorkerLostError, match=r"it hung, and was killed; it printed last: started \d+ from \d+"):
+        worker.measure(ranked(COPY)[0])
+    assert not any(alive(pid) for pid in started(cache))
+
+
+def test_a_killed_tuner_leaves_no_process_behind(cache: Path) -> None:
+    def tuner() -> None:
+        worker = Worker(0, SERVER + "HasChildren")
+        pool = CompilerPool(2)
+        worker.start()
+        worker.stage(COPY)
+        for _ in range(3):
+            pool.submit(sleep_in_two_processes)
+        worker.measure(ranked(COPY)[0])
+
+    pid = forked(tuner)
+    pids: list[int] = []
+    wait_for(lambda: len(pids := started(cache)) == 6 and all(map(alive, pids)))
+    pids = started(cache)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    wait_for(lambda: not any(map(alive, pids)))
+
+
+def sleep_in_two_processes() -> None:
+    with (cache_folder("logs") / "worker-compiler.log").open("a") as log:
+        log.write(f"started {subprocess.Popen(['sleep', '3600']).pid} from {os.getpid()}\n")
+    time.sleep(3600)
+
+
+def started(cache: Path) -> list[int]:
+    """The processes whose ids workers wrote into their logs."""
+    text = "".join(path.read_text() for path in sorted((cache / "logs").glob("worker-*.log")))
+    return [int(n) for line in re.findall(r"started (\d+) from (\d+)\n", text) for n in line]
+
+
+# --- what results are judged by -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int32, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+)
+def test_a_fingerprint_is_another_when_any_one_value_is(dtype: torch.dtype) -> None:
+    tensor = torch.arange(64).to(dtype)
+    before = fingerprint([tensor, tensor.clone()])
+    assert before == fingerprint([tensor, tensor.clone()])
+    for place in range(64):
+        kept, tensor[place] = tensor[place].clone(), 77
+        changed = fingerprint([tensor])
+        tensor[place] = kept
+        assert changed != before[:1]
+    assert fingerprint([tensor]) == before[:1]
+    assert fingerprint([]) == []
+
+
+def test_canaries_are_laid_again() -> None:
+    tensor = guarded((3, 5), torch.bfloat16, "cpu").zero_()
+    for place in (-1, 15):
+        tensor.as_strided((1,), (1,), tensor.storage_offset() + place).fill_(1)
+        assert not intact(tensor)
+        guard(tensor)
+        assert intact(tensor)
+    assert not tensor.any(), "and nothing else is touched"
+
+
+# --- compilers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_compiler_that_hangs_or_crashes_is_replaced_and_the_others_answer() -> None:
+    with CompilerPool(2, seconds=2.0) as pool:
+        pool.submit(pow, 1, 1).result()  # once everything is imported two seconds are long
+        tasks = [pool.submit(time.sleep, 60), pool.submit(os.abort), pool.submit(sys.exit, 3), pool.submit(int, "x")]
+        good = [pool.submit(pow, 2, n) for n in range(20)]
+        assert [task.result() for task in good] == [2**n for n in range(20)]
+        assert compiled(tasks[0]) == "the compiler was lost: no answer in 2 s: it hung, and was killed"
+        assert "the process died (killed by SIGABRT)" in compiled(tasks[1])
+        assert "the process died (exit code 1)" in compiled(tasks[2])
+        assert compiled(tasks[3]).startswith("ValueError: invalid literal")
+
+
+def test_a_pool_that_is_shut_down_waits_for_nothing() -> None:
+    pool = CompilerPool(2)
+    tasks = [pool.submit(time.sleep, 60) for _ in range(4)]
+    wait_for(lambda: all(task.running() for task in tasks[:2]))
+    start = time.monotonic()
+    pool.shutdown(wait=False, cancel_futures=True)
+    assert "killed by SIGKILL" in compiled(tasks[0]) or "shut down" in compiled(tasks[0])
+    assert all(task.cancelled() for task in tasks[2:])
+    assert time.monotonic() - start < 5
+
+
+# --- the wire -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"Traceback (most recent call last):\n",
+        HEAD.pack(MARK, 2**40),
+        HEAD.pack(MARK, 3) + b"\x80\x05?",
+        HEAD.pack(MARK, len(pickle.dumps(os.system))) + pickle.dumps(os.system),
+        HEAD.pack(MARK, len(pickle.dumps(ranked))) + pickle.dumps(ranked),
+    ],
+    ids=["text", "length", "torn", "function", "ours"],
+)
+def test_what_is_no_answer_is_garbled(sent: bytes) -> None:
+    ours, theirs = pair()
+    theirs.send(sent)
+    with pytest.raises(GarbledError):
+        Channel(ours).receive(1.0)
+    ours.close()
+    theirs.close()
+
+
+def test_a_message_of_any_size_comes_whole_and_the_end_is_seen() -> None:
+    ours, theirs = (Channel(end) for end in pair())
+    for message in (None, {"a": [1.5, "b"]}, b"x" * 5_000_000):
+        thread = threading.Thread(target=theirs.send, args=(message,))
+        thread.start()
+        assert ours.receive(10.0) == message
+        thread.join()
+    with pytest.raises(TimeoutError):
+        ours.receive(0.01)
+    theirs.close()
+    with pytest.raises(ClosedError):
+        ours.receive(1.0)
+    with pytest.raises(ClosedError):
+        ours.send("anybody?", 1.0)
+    ours.close()
