@@ -114,6 +114,34 @@ def choose_gpu(names: tuple[str, ...], wanted: str) -> int:
     raise NoSuchGpuError(f"--gpu must be auto, an index or part of a name of a GPU here ({there}), got {wanted!r}")
 
 
+def choose_gpus(names: tuple[str, ...], wanted: str) -> list[int]:
+    """The indices of the GPUs that ``wanted`` asks for: "all", or indices with commas between; all of one model.
+
+    Raises:
+        NoSuchGpuError: one is not there, or they are of different models.
+    """
+    parts = [part.strip() for part in wanted.split(",")]
+    there = ", ".join(f"{i}: {n}" for i, n in enumerate(names)) or "none"
+    if wanted == "all":
+        indices = list(range(len(names)))
+    elif all(part.isdecimal() and int(part) < len(names) for part in parts):
+        indices = sorted({int(part) for part in parts})
+    else:
+        raise NoSuchGpuError(f"--gpus must be all or indices of GPUs here ({there}), as in 0,1, got {wanted!r}")
+    models = {names[i] for i in indices}
+    if len(models) > 1:
+        raise NoSuchGpuError(
+            "GPUs that share the problems must be of one model, since a winner is the winner of one model; these are of "
+            f"{len(models)} ({there}). Name those of one, as in --gpus {','.join(_alike(names, indices))}, and run again for the other."
+        )
+    return indices
+
+
+def _alike(names: tuple[str, ...], indices: list[int]) -> list[str]:
+    """The GPUs that are of the same model as the first."""
+    return [str(i) for i in indices if names[i] == names[indices[0]]]
+
+
 def gather() -> Facts:
     """The facts of this machine and this torch."""
     names: tuple[str, ...] = ()

@@ -1,120 +1,153 @@
-"""The journal of trials: Optuna studies in a file that outlives any run, and what they remember."""
+"""The journal of trials: Optuna studies that outlive any run, and what they remember."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
-import os
 from typing import TYPE_CHECKING, Any
 
 import optuna
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.study import StudyDirection
+from optuna.trial import TrialState, create_trial
 
-from generator.cache import cache_folder
-from tuned.choices import choices
+from tuned.choices import choices, undeclared
 from tuned.family import FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from io import FileIO
-    from pathlib import Path
+
+    from optuna.storages import BaseStorage
 
     from generator.problem import Problem
 
 # What a measurement must share with this run to be worth as much as a new one.
 KEY = ("device", "driver", "triton", "method")
+Result = tuple[float, float] | str  # (median in microseconds, worst error over tolerance), or why there is none
 
 
-class _File(JournalFileBackend):
-    """Optuna's journal file, made for many small appends by a process that may be killed.
-
-    Optuna's own waits for the disk at each append, a dozen a trial, which took longer than measuring; and a killed process
-    leaves its lock behind for 30 s. Here the system's cache is enough (it outlives the process, not a power
-    cut), and the lock is the kernel's, which goes with the process.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(str(path))
-        self._path = path
-        with self._locked():
-            _cut_torn_line(path)
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[FileIO]:
-        with self._path.open("ab", buffering=0) as file:  # closing it gives the lock back
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield file
-
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Append in one write."""
-        text = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
-        with self._locked() as file:
-            file.write(text.encode())
-
-
-def _cut_torn_line(path: Path) -> None:
-    """Drop what a machine that went down left of its last line; Optuna refuses the whole file for it."""
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(path, whole)
+def problem_digest(problem: Problem) -> str:
+    """Twelve hex digits of what a problem asks, whatever it is named."""
+    return _digest(f"{problem.family}{problem.spec}{problem.size}")
 
 
 class Journal:
-    """Every trial of one device, appended as it ends."""
+    """Every finished trial, in an Optuna storage: a study for each device, problem and space; a trial is one append.
 
-    def __init__(self, device: str, path: Path | None = None) -> None:
-        """Open or make the journal of a device."""
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.path = path or cache_folder("journal") / f"{device}.log"
-        self._storage = JournalStorage(_File(self.path))
+    The value of a trial is its time in microseconds, its parameters are the knobs, so that optuna-dashboard reads well.
+    """
 
-    def study(
-        self, problem: Problem, environment: dict[str, Any], sampler: optuna.samplers.BaseSampler
-    ) -> optuna.Study:
-        """The study of a problem in its space; another one when choices are added, with what is known taken over."""
-        space = json.dumps(choices(FAMILIES[problem.family].variant_type), default=str)
-        digest = hashlib.sha256(f"{space}{problem.spec}{problem.size}".encode()).hexdigest()[:12]
-        return optuna.create_study(
-            study_name=f"{problem.family}/{problem.name}/{environment['method']}/{digest}",
-            storage=self._storage,
-            sampler=sampler,
-            direction="minimize",
-            load_if_exists=True,
-        )
-
-    def note(
-        self,
-        trial: optuna.Trial,
-        variant: Any,
-        result: tuple[float, float] | str,
-        digests: dict[str, str],
-        environment: dict[str, Any],
-    ) -> None:
-        """Keep what a trial gave beside the value that Optuna is told, with the key of the measurement."""
-        del variant  # the trial's parameters are the variant
-        note = {"digests": digests, **{k: environment[k] for k in KEY}}
-        note |= {"failed": result} if isinstance(result, str) else {"median_us": result[0], "error": result[1]}
-        trial.set_user_attr("note", note)
+    def __init__(self, storage: BaseStorage) -> None:
+        self.storage = storage
+        self._ids: dict[str, int] = {}  # name -> study, of those that this process uses
+        self._earlier: list[tuple[str, int]] | None = None  # the studies that were there at the first question
 
     def remembered(
         self, problem: Problem, environment: dict[str, Any], digests: Callable[[Any], dict[str, str]]
-    ) -> Iterator[tuple[Any, tuple[float, float] | str]]:
-        """What earlier runs measured of a problem with the same kernels, device, versions and method."""
-        family = FAMILIES[problem.family]
-        names = set(choices(family.variant_type))
-        prefix = f"{problem.family}/{problem.name}/"
-        for frozen in self._storage.get_all_studies():
-            if not frozen.study_name.startswith(prefix):
-                continue
-            for trial in self._storage.get_all_trials(frozen._study_id, deepcopy=False):  # noqa: SLF001 - storage's own key
+    ) -> dict[Any, Result]:
+        """What was measured of a problem with the same kernels, device, versions and method; the last result counts.
+
+        Trials of another space of the same family count too: a knob that they lack had its default. Those with a knob or
+        a choice that is no more do not.
+        """
+        variant_type = FAMILIES[problem.family].variant_type
+        known: dict[Any, Result] = {}
+        for study in self._studies(problem, environment["device"]):
+            for trial in self.storage.get_all_trials(study, deepcopy=False):
                 note = trial.user_attrs.get("note")
-                if note is None or set(trial.params) != names or any(note[k] != environment[k] for k in KEY):
+                if note is None or any(note[k] != environment[k] for k in KEY):
                     continue
-                variant = family.variant_type(**trial.params)
-                if note["digests"] != digests(variant):
-                    continue
-                yield variant, note["failed"] if "failed" in note else (note["median_us"], note["error"])
+                variant = _variant(variant_type, trial.params)
+                if variant is not None and note["digests"] == digests(variant):
+                    known.pop(variant, None)  # so that the order is that of the results that count
+                    known[variant] = note["failed"] if "failed" in note else (note["median_us"], note["error"])
+        return known
+
+    def add(
+        self, problem: Problem, environment: dict[str, Any], variant: Any, result: Result, digests: dict[str, str]
+    ) -> None:
+        """Keep what a trial gave, in one operation of the storage: it is there whole or not at all."""
+        knobs = choices(type(variant))
+        note = {"digests": digests, **{k: environment[k] for k in KEY}}
+        failed = isinstance(result, str)
+        note |= {"failed": result} if isinstance(result, str) else {"median_us": result[0], "error": result[1]}
+        trial = create_trial(
+            state=TrialState.FAIL if failed else TrialState.COMPLETE,
+            value=None if isinstance(result, str) else result[0],
+            params={name: getattr(variant, name) for name in knobs},
+            distributions={n: optuna.distributions.CategoricalDistribution(values) for n, values in knobs.items()},
+            user_attrs={"note": note},
+        )
+        self.storage.create_new_trial(self._study(problem, environment["device"]), template_trial=trial)
+
+    def finished(self, problem: Problem, environment: dict[str, Any], settings: str) -> dict[str, Any] | None:
+        """What ``finish`` kept of a problem under the same settings, device, versions and method, or None."""
+        study = self._there(_study_name(problem, environment["device"]))
+        if study is None:
+            return None
+        kept: dict[str, Any] | None = self.storage.get_study_user_attrs(study).get(_finished_key(environment, settings))
+        return kept
+
+    def finish(self, problem: Problem, environment: dict[str, Any], settings: str, winner: dict[str, Any]) -> None:
+        """Keep how the search of a problem ended: the next run under the same settings need not search it."""
+        study = self._study(problem, environment["device"])
+        self.storage.set_study_user_attr(study, _finished_key(environment, settings), winner)
+
+    def _study(self, problem: Problem, device: str) -> int:
+        """The study of a problem on a device in its present space; made if it is not there."""
+        name = _study_name(problem, device)
+        study = self._there(name)
+        if study is None:
+            try:
+                study = self._ids[name] = self.storage.create_new_study([StudyDirection.MINIMIZE], name)
+            except optuna.exceptions.DuplicatedStudyError:  # another tuner was faster
+                study = self._ids[name] = self.storage.get_study_id_from_name(name)
+        return study
+
+    def _there(self, name: str) -> int | None:
+        """The study of a name, or None if there is none yet."""
+        if name not in self._ids:
+            try:
+                self._ids[name] = self.storage.get_study_id_from_name(name)
+            except KeyError:
+                return None
+        return self._ids[name]
+
+    def _studies(self, problem: Problem, device: str) -> Iterator[int]:
+        """The studies of a problem, one for each space that it had, the present one last."""
+        if self._earlier is None:
+            self._earlier = [(s.study_name, s._study_id) for s in self.storage.get_all_studies()]  # noqa: SLF001 - the storage's own key
+        present = _study_name(problem, device)
+        for name, study in self._earlier:
+            if name != present and _asks(name) == (device, problem_digest(problem)):
+                yield study
+        there = self._there(present)
+        if there is not None:
+            yield there
+
+
+def _study_name(problem: Problem, device: str) -> str:
+    space = json.dumps(choices(FAMILIES[problem.family].variant_type), default=str)
+    return f"trials/{device}/{problem.name}/{problem_digest(problem)}/{_digest(space)}"
+
+
+def _asks(name: str) -> tuple[str, str] | None:
+    """Device and problem digest of a study's name, or None if it is no study of trials."""
+    parts = name.split("/")
+    return (parts[1], parts[-2]) if parts[0] == "trials" else None
+
+
+def _variant(variant_type: type, params: dict[str, Any]) -> Any | None:
+    """The variant of a trial's parameters in the present space, or None if it is not in it."""
+    try:
+        variant = variant_type(**params)
+    except (TypeError, ValueError):  # a knob that is no more, or values that a rule forbids
+        return None
+    return None if undeclared(variant) else variant
+
+
+def _finished_key(environment: dict[str, Any], settings: str) -> str:
+    return "finished " + _digest(json.dumps([settings, *(environment[k] for k in KEY)]))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
