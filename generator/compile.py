@@ -39,6 +39,7 @@ class Resources:
     spill_bytes: int  # a thread, stores and loads, as ptxas -v counts them; a stack frame alone is no spill
     shared_bytes: int  # a program
     machine_code: str  # equal for two variants whose code is the same
+    programs: int = 0  # of the launch
 
 
 def target_of(architecture: str) -> GPUTarget:
@@ -108,7 +109,7 @@ def resources(launch: Launch, target: GPUTarget) -> Resources:
             finally:
                 triton.knobs.compilation.always_compile = False
         write_if_different(kept, json.dumps(dataclasses.asdict(found)))
-    return Resources(**json.loads(kept.read_text()))
+    return dataclasses.replace(Resources(**json.loads(kept.read_text())), programs=launch.programs)
 
 
 def _read(compiled: CompiledKernel, log: str) -> Resources:

@@ -1,6 +1,8 @@
-"""Estimate the time of a variant on a device that is not here, in microseconds.
+"""Estimate the time of variants on a device that is not here, in microseconds.
 
-A model, not a measurement: it ranks, and it is right about a factor, not about percents. For each launch
+Where landscapes of the family were recorded (``generator.landscape``) a regression on them ranks the variants, see
+``generator.model``; ``python tune.py replay`` says how well, each problem left out in turn. Elsewhere a model by hand does:
+it is right about a factor, not about percents. For each launch
 
     time = start + program + max(memory, cache, issue, (waves - 1) x program)
 
@@ -26,17 +28,16 @@ that differ in these alone get the same time, and the simpler one comes first.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from typing import TYPE_CHECKING, Any
 
+from generator.model import Work, fitted, resident
 from tuned.launch import ceil_div
-from tuned.rope.launches import TABLE_BLOCK, programs
+from tuned.rope.launches import programs
 from tuned.rope.spec import ITEM_SIZE
 from tuned.rope.variant import half_block
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from generator.compile import Resources
     from generator.problem import Problem
@@ -46,65 +47,34 @@ COPY_EFFICIENCY = 0.88
 CACHE_OVER_MEMORY = 2.2
 LATENCY_US = 0.6
 START_US = 0.6
+LEAST_US = 1.5  # decode calls of any kind, whose bytes take a tenth of it
 LANES = 128  # a processor
 PER_ELEMENT, PER_SINE, PER_THREAD = 10, 45, 60  # instructions
-# Before anything is compiled: 8, 16 and 32 pairs a thread compiled to 32, 60 and 96 registers for sm_90.
-BASE_REGISTERS, REGISTERS_PER_PAIR = 16, 2.6
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What one launch does, counted from spec, size and variant."""
-
-    programs: int
-    warps: int
-    memory_bytes: float  # all programs, each byte once
-    again_bytes: float  # read again, from L2
-    in_flight_bytes: float  # a program's loads before it first waits
-    elements: float  # all programs, masked lanes too
-    sines: float  # all programs
-    pairs_per_thread: float
-    early: bool = False  # programmatic dependent launch
 
 
 def rope_work(problem: Problem, variant: Any) -> tuple[Work, ...]:
-    """The launches of a RoPE variant: the table's, if it makes one, and the rotation."""
+    """The one launch of the rotation."""
     spec, size = problem.spec, problem.size
     item, half = ITEM_SIZE[spec.dtype], half_block(spec)
-    width = spec.rotary_dim if spec.angle_entries == "feature" else spec.rotary_dim // 2
-    entries_per_pair = width // (spec.rotary_dim // 2)
-    table = variant.sine == "table"
-    angle_row = width * 8 if table else spec.bytes_per_position()
+    entries_per_pair = 2 if spec.angle_entries == "feature" else 1
+    angle_row = spec.bytes_per_position()
     seq, batch = (size.tokens, 1) if spec.packed else (size.seq, size.batch)
     count = programs(spec, variant, seq, batch)
     tile_rows = variant.block_tokens * variant.block_heads
-    x_bytes = size.tokens * spec.bytes_per_token()
-    rotate = Work(
-        programs=count,
-        warps=variant.num_warps,
-        memory_bytes=x_bytes + size.seq * angle_row,
-        again_bytes=max(0.0, count * variant.block_tokens * angle_row - size.seq * angle_row),
-        in_flight_bytes=tile_rows * spec.rotary_dim * item * variant.num_stages + variant.block_tokens * angle_row,
-        elements=count * tile_rows * variant.head_steps * 2 * half,
-        sines=0 if table or not spec.takes_sine else count * variant.block_tokens * half * 2 * entries_per_pair,
-        pairs_per_thread=tile_rows * half / (32 * variant.num_warps),
-        early=variant.pdl,
+    return (
+        Work(
+            programs=count,
+            warps=variant.num_warps,
+            memory_bytes=size.tokens * spec.bytes_per_token() + size.seq * angle_row,
+            again_bytes=max(0.0, count * variant.block_tokens * angle_row - size.seq * angle_row),
+            in_flight_bytes=tile_rows * spec.rotary_dim * item + variant.block_tokens * angle_row,
+            elements=count * tile_rows * variant.head_steps * 2 * half,
+            sines=count * variant.block_tokens * half * 2 * entries_per_pair if spec.takes_sine else 0,
+            pairs_per_thread=tile_rows * half / (32 * variant.num_warps),
+            row_bytes=half * item,
+            early=variant.pdl,
+        ),
     )
-    if not table:
-        return (rotate,)
-    entries = size.seq * width
-    make = Work(
-        programs=ceil_div(entries, TABLE_BLOCK),
-        warps=4,
-        memory_bytes=entries * 12,
-        again_bytes=0,
-        in_flight_bytes=TABLE_BLOCK * 4,
-        elements=entries,
-        sines=2 * entries,
-        pairs_per_thread=TABLE_BLOCK / 128,
-        early=variant.pdl,
-    )
-    return make, rotate
 
 
 def gru_cell_work(problem: Problem, variant: Any) -> tuple[Work, ...]:
@@ -130,19 +100,30 @@ def gru_cell_work(problem: Problem, variant: Any) -> tuple[Work, ...]:
 WORK = {"rope": rope_work, "gru_cell": gru_cell_work}
 
 
-def estimate_us(problem: Problem, variant: Any, target: Target, needs: Sequence[Resources] | None = None) -> float:
-    """Estimated microseconds of a variant; with assumed registers where ``needs`` does not tell the compiler's."""
+def estimates(
+    problem: Problem, variants: Sequence[Any], target: Target, needs: Mapping[Any, Sequence[Resources]] | None = None
+) -> dict[Any, float]:
+    """Estimated microseconds of each variant; with assumed registers where ``needs`` does not tell the compiler's."""
+    by_hand = {v: by_hand_us(problem, v, target, needs.get(v) if needs else None) for v in variants}
+    model = fitted(problem.family)
+    if model is None or not variants:
+        return by_hand
+    found = [(v, WORK[problem.family](problem, v)[0], needs[v][0] if needs and v in needs else None) for v in variants]
+    excess = model.excess(problem, target, found)
+    base_us = least_us(found[0][1], target)
+    return {v: base_us * (1 + e) for v, e in zip(variants, excess, strict=True)}
+
+
+def least_us(work: Work, target: Target) -> float:
+    """What the best variants took of the bytes that must move: all of it for large calls, LEAST_US for small ones."""
+    memory_us = work.memory_bytes / (COPY_EFFICIENCY * target.bandwidth_gb_s * 1e3)
+    return (memory_us**4 + LEAST_US**4) ** 0.25
+
+
+def by_hand_us(problem: Problem, variant: Any, target: Target, needs: Sequence[Resources] | None = None) -> float:
+    """The time by the model in the head of this module."""
     works = WORK[problem.family](problem, variant)
     return sum(_launch_us(work, target, needs[i] if needs else None) for i, work in enumerate(works))
-
-
-def resident(work: Work, target: Target, need: Resources | None) -> int:
-    """Programs of a launch that a processor holds at a time; at least 1."""
-    threads = target.warp * work.warps
-    registers = need.registers if need else BASE_REGISTERS + REGISTERS_PER_PAIR * work.pairs_per_thread
-    by_registers = target.registers // (max(8, math.ceil(registers / 8) * 8) * threads)
-    by_shared = target.shared_bytes // ((need.shared_bytes if need else 0) + 1024)  # 1 KiB a program is the system's
-    return max(1, min(target.threads // threads, int(by_registers), by_shared, target.programs))
 
 
 def _launch_us(work: Work, target: Target, need: Resources | None) -> float:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from generator.cache import cache_folder
 from generator.compiler import compile_variant, hopeless, pool_of_processes
 from generator.compiler import compiled as result_of
-from generator.estimate import estimate_us
+from generator.estimate import estimates
 from generator.interpret import interpreted
 from generator.modules import write_if_different
 from generator.pool import Pool, legal_pool
@@ -63,13 +63,14 @@ def sample_of(problem: Problem, pool: Pool, target: Target, count: int, always: 
         return list(pool.variants)
     default = WORKLOADS[problem.family].family.default_variant(problem.spec, problem.size)
     chosen = dict.fromkeys(v for v in (default, *always) if v in set(pool.variants))
-    ranked = sorted(pool.variants, key=lambda v: _order(estimate_us(problem, v, target), v))
+    times = estimates(problem, pool.variants, target)
+    ranked = sorted(pool.variants, key=lambda v: order(times[v], v))
     core = WORKLOADS[problem.family].family.core_knobs
     tiles: set[Any] = set()
     for variant in ranked:
         if len(chosen) >= count // 2:
             break
-        tile = (*(getattr(variant, name) for name in core), getattr(variant, "sine", ""))
+        tile = tuple(getattr(variant, name) for name in core)
         if tile not in tiles:
             tiles.add(tile)
             chosen.setdefault(variant)
@@ -78,8 +79,8 @@ def sample_of(problem: Problem, pool: Pool, target: Target, count: int, always: 
     return list(dict.fromkeys([*chosen, *spread]))
 
 
-def _order(us: float, variant: Any) -> tuple[int, tuple[int, ...]]:
-    # The model tells no more than 2 percent apart.
+def order(us: float, variant: Any) -> tuple[int, tuple[int, ...]]:
+    """Sort key of an estimate: what the model cannot tell apart, 2 percent, goes by simplicity."""
     return round(math.log(us) / math.log(1.02)), variant.simplicity
 
 
@@ -99,10 +100,9 @@ def estimate_problem(
             needs[variant] = result
         if reason is not None:
             refused[variant] = reason
-    ranked = sorted(
-        ((estimate_us(problem, v, target, n), v) for v, n in needs.items() if v not in refused),
-        key=lambda entry: _order(*entry),
-    )
+    left = [v for v in needs if v not in refused]
+    times = estimates(problem, left, target, needs)
+    ranked = sorted(((times[v], v) for v in left), key=lambda entry: order(*entry))
     return Estimate(problem, legal_pool(problem, target.capability), needs, refused, ranked, measured)
 
 

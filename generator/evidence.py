@@ -1,0 +1,100 @@
+"""What landscapes prove, in tables: of the search against others, of two tunings against each other, of the estimate."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from typing import TYPE_CHECKING
+
+import optuna
+from rich.table import Table
+
+from generator.compile import Resources
+from generator.estimate import WORK
+from generator.model import fitted
+from generator.offline import order
+from generator.replay import SHARE, agreement, evaluations, strategies, summary
+from generator.targets import target_named
+from generator.workload import WORKLOADS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from generator.landscape import Landscape
+
+FIRST = 5  # picks of the estimate
+
+
+@dataclasses.dataclass(frozen=True)
+class Guess:
+    """How good the estimate is on one problem that it has not seen: regrets, 0.01 is 1 percent slower than the best."""
+
+    problem: str
+    first: float  # of its first pick
+    best_of_five: float
+    default: float  # of the default variant, which needs no estimate
+
+
+def searches(
+    landscapes: Sequence[Landscape], seeds: int, *, plain: bool, tell: Callable[[str], None] = lambda _: None
+) -> Table:
+    """Every strategy on every landscape, ``seeds`` times."""
+    least, most = min(map(evaluations, landscapes)), max(map(evaluations, landscapes))
+    table = Table(
+        title=f"Percent slower than the best of all variants, after {least} to {most} evaluations, {SHARE:.0%} of a pool",
+        caption="found: the best variant that was measured; named: what the search ends with, the simpler inside the noise",
+    )
+    table.add_column("strategy")
+    columns = ("median at 15", "median at 30", "median at 60", "median", "worst", "median winner", "worst winner")
+    heads = ("after 15", "after 30", "after 60", "found, median", "found, worst", "named, median", "named, worst")
+    for head in ("searches", *heads, "wasted", "ms each"):
+        table.add_column(head, justify="right")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    for name, strategy in strategies(landscapes).items():
+        if strategy.plain and not plain:
+            continue
+        tell(name)
+        chosen = landscapes[:: strategy.every]
+        count = 1 if strategy.plain else seeds
+        replays = [strategy.run(one, seed) for one in chosen for seed in range(count)]
+        found = summary(replays)
+        cells = [f"{100 * found[c]:.2f}" for c in columns]
+        wasted, each = f"{100 * found['wasted']:.0f}%", f"{found['ms a proposal']:.1f}"
+        table.add_row(name, str(len(replays)), *cells, wasted, each)
+    return table
+
+
+def agreements(landscapes: Sequence[Landscape], pairs: int) -> list[float]:
+    """How far apart two independent tunings of each landscape end, by its own times."""
+    return [agreement(one, (2 * i, 2 * i + 1)) for one in landscapes for i in range(pairs)]
+
+
+def guesses(landscapes: Sequence[Landscape]) -> list[Guess]:
+    """The estimate on each landscape, by a model that has not seen it."""
+    found = []
+    for one in landscapes:
+        problem = one.problem
+        model = fitted(problem.family, problem.name)
+        assert model is not None, "the other landscapes"
+        rows = [(v, WORK[problem.family](problem, v)[0], Resources(one.registers[v], 0, 0, "")) for v in one.times]
+        excess = model.excess(problem, target_named(one.environment["device"]), rows)
+        ranked = sorted(zip(excess, one.times, strict=True), key=lambda entry: order(1 + entry[0], entry[1]))
+        default = WORKLOADS[problem.family].family.default_variant(problem.spec, problem.size)
+        regrets = [one.regret(variant) for _, variant in ranked[:FIRST]]
+        found.append(Guess(problem.name, regrets[0], min(regrets), one.regret(default)))
+    return found
+
+
+def guess_table(found: Sequence[Guess]) -> Table:
+    """A row a problem, then the median and the worst."""
+    table = Table(title="The estimate on problems that it has not seen: percent slower than the best")
+    table.add_column("problem")
+    for head in ("its first pick", f"best of its first {FIRST}", "the default"):
+        table.add_column(head, justify="right")
+    columns = [[getattr(g, name) for g in found] for name in ("first", "best_of_five", "default")]
+    for guess, *values in zip(found, *columns, strict=True):
+        table.add_row(guess.problem, *(f"{100 * v:.1f}" for v in values))
+    table.add_section()
+    table.add_row("median", *(f"{100 * statistics.median(c):.1f}" for c in columns))
+    table.add_row("worst", *(f"{100 * max(c):.1f}" for c in columns))
+    return table

@@ -1,0 +1,57 @@
+"""Wall time of a run by what it was spent on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# "stage" puts a problem on the GPU and times what winners are compared with; "compile" is time waited for compilers;
+# "check" and "measure" are a trial's; "compare" times the best again; "search" is Optuna's ask and tell, the
+# model of the sampler with them; "journal" keeps trials; "record" saves winners; "render" writes table and kernels.
+STAGES = ("stage", "compile", "check", "measure", "compare", "search", "journal", "record", "render")
+ON_GPU = ("stage", "check", "measure", "compare")
+
+
+@dataclasses.dataclass
+class Stopwatch:
+    """Seconds by stage. One thread at a time; stages do not nest."""
+
+    seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    _begun: tuple[float, float] | None = None  # when the first trial was measured, and the seconds on the GPU before
+
+    def on_gpu(self) -> float:
+        """Seconds in which the GPU was at work."""
+        return sum(self.seconds[stage] for stage in ON_GPU)
+
+    def busy_share(self) -> float | None:
+        """Share of the time since the first trial in which the GPU was at work; None before it, or for several GPUs."""
+        if self._begun is None:
+            return None
+        at, before = self._begun
+        return (self.on_gpu() - before) / max(time.perf_counter() - at, 1e-9)
+
+    @contextlib.contextmanager
+    def time(self, stage: str) -> Iterator[None]:
+        """Add the time of a block to a stage, whether it ends well or not."""
+        start = time.perf_counter()
+        if stage == "measure" and self._begun is None:
+            self._begun = start, self.on_gpu()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - start
+
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """What was counted as one stage was another."""
+        self.seconds[source] -= seconds
+        self.seconds[target] += seconds
+
+    def add(self, other: dict[str, float]) -> None:
+        """Add another run's seconds, of another GPU say."""
+        for stage, seconds in other.items():
+            self.seconds[stage] += seconds
