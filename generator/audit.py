@@ -1,48 +1,150 @@
-"""Find what is out of date: rows measured with other kernels, problems without a row, generated files that differ."""
+"""Find what is out of date: rows that do not count any more, problems without a row, generated files that differ.
+
+Hard: another text of a kernel, another model of GPU or other multiprocessors than the device has here, another way of
+timing, another schema; such a row does not count. Soft: another Triton, torch or driver than is installed here, or found
+by a quick run; the row counts, and tuning again may find better.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
 
 from generator.committed import KERNELS, generated_files
-from generator.record import PACKAGE, TABLES, WINNERS, read_record, record_path
-from generator.seeds import is_fresh, same_problem
+from generator.environment import driver_version
+from generator.record import PACKAGE, QUICK, TABLES, WINNERS, read_record, record_path
+from generator.seeds import same_problem
+from generator.structures import structures
+from generator.workload import default_problems
+from tuned.device import device_slug
+from tuned.mismatch import HARD, SOFT, differences, other_text
+from tuned.record import METHOD, RecordError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from generator.problem import Problem
+    from tuned.record import Winner
+
+NAMES_SHOWN = 3
 
 
-def findings(problems: list[Problem], device: str | None, folder: Path | None) -> Iterator[str]:
-    """A sentence for each thing to do, for one device or for every one with a record.
+@dataclasses.dataclass(frozen=True)
+class Here:
+    """What this machine can say of itself."""
 
-    The package's generated files are looked at too, unless ``folder`` says that the record is elsewhere.
+    versions: dict[str, Any]  # Triton, torch, and with a GPU the driver; "unknown" where there is none
+    gpus: dict[str, dict[str, Any]]  # file name of a device -> its name and multiprocessors
 
-    Raises:
-        tuned.record.RecordError: a record that cannot be read.
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that is out of date, as a sentence with the command that mends it."""
+
+    kind: str  # "hard": something is to be done; "soft": worth doing; "note": what could not be compared
+    text: str
+
+
+def this_machine() -> Here:
+    """The GPUs and versions here; touches a GPU only to ask its name."""
+    gpus = {}
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        found = torch.cuda.get_device_properties(index)
+        gpus[device_slug(found.name)] = {
+            "device_name": found.name,
+            "multiprocessors": found.multi_processor_count,
+        }
+    versions = {"torch": torch.__version__.split("+")[0], "triton": triton.__version__}
+    return Here(versions | {"driver": driver_version() if gpus else "unknown"}, gpus)
+
+
+def findings(
+    problems: list[Problem], device: str | None, folder: Path | None, here: Here | None = None
+) -> Iterator[Finding]:
+    """What is to be done, what is worth doing and what could not be told, for one device or every one with a record.
+
+    Rows of problems that are not default ones are looked at when all default problems are. The package's generated files
+    are looked at too, unless ``folder`` says that the record is elsewhere.
     """
+    here = here or this_machine()
     devices = [device] if device is not None else sorted(p.stem for p in (folder or WINNERS).glob("*.json"))
     if not devices:
-        yield f"no record in {folder or 'tuned/winners'}: run python tune.py --gpu auto on a machine with a GPU"
+        yield Finding(
+            "hard", f"no record in {folder or 'tuned/winners'}: run python tune.py --gpu auto on a machine with a GPU"
+        )
+    unreadable = False
     for name in devices:
-        yield from _rows(problems, name, folder)
-    if folder is None:
-        yield from _files()
+        try:
+            yield from _device(problems, name, folder, here)
+        except RecordError as error:  # noqa: PERF203 - a folder has a handful of records
+            unreadable = True
+            yield Finding("hard", str(error))
+    if folder is None and not unreadable:
+        yield from (Finding("hard", text) for text in _files())
 
 
-def _rows(problems: list[Problem], device: str, folder: Path | None) -> Iterator[str]:
+def _device(problems: list[Problem], device: str, folder: Path | None, here: Here) -> Iterator[Finding]:
     if not record_path(device, folder).exists():
-        yield f"{device}: no record: run python tune.py --gpu auto on it"
+        yield Finding("hard", f"{device}: no record: run python tune.py --gpu auto on it")
         return
     winners = read_record(device, folder)
+    rows = []
     for problem in problems:
         row = next((w for w in winners if same_problem(w, problem)), None)
         if row is None:
-            yield f"{device}: {problem.name} has no row: python tune.py --problems {problem.name}"
-        elif not is_fresh(row):
-            yield f"{device}: {problem.name} was measured with another text of its kernel: python tune.py --problems {problem.name}"
+            yield Finding("hard", f"{device}: {problem.name} has no row: python tune.py --problems {problem.name}")
+        else:
+            rows.append(row)
+    default = default_problems()
+    if len(problems) == len(default):
+        rows += [w for w in winners if not any(same_problem(w, p) for p in default)]
+    yield from _hard(device, rows, here)
+    yield from _soft(device, rows, here)
+    if device not in here.gpus:
+        yield Finding(
+            "note",
+            f"{device} is not in this machine: its name, multiprocessors and driver were not compared; kernels, "
+            "timing method, Triton and torch were",
+        )
+
+
+def _hard(device: str, rows: list[Winner], here: Here) -> Iterator[Finding]:
+    kernels = {name: kernel.digest for name, kernel in structures().items()}
+    now = {"method": METHOD, **here.gpus.get(device, {})}
+    for row in rows:
+        measured = row.environment
+        found = [*other_text(row.digests, kernels), *differences(measured, now, HARD)]
+        if device_slug(measured["device_name"]) != device:
+            found.append(f"the device was {measured['device_name']}, the record is of {device}")
+        if found:
+            yield Finding("hard", f"{device}: {row.name} does not count: {'; '.join(found)}: {_again([row])}")
+
+
+def _soft(device: str, rows: list[Winner], here: Here) -> Iterator[Finding]:
+    """One finding for each difference, with the rows that have it: a new Triton would fill pages otherwise."""
+    grouped: dict[str, list[Winner]] = {}
+    for row in rows:
+        for difference in differences(row.environment, here.versions, SOFT):
+            grouped.setdefault(difference, []).append(row)
+        if row.environment.get("search") == QUICK:
+            grouped.setdefault("only the portfolio was measured (--quick)", []).append(row)
+    for difference, found in grouped.items():
+        which = "every row" if len(found) == len(rows) > NAMES_SHOWN else _names(found)
+        again = "python tune.py --gpu auto" if len(found) > NAMES_SHOWN else _again(found)
+        yield Finding("soft", f"{device}: worth tuning again, {difference}: {which}: {again}")
+
+
+def _names(rows: list[Winner]) -> str:
+    names = ", ".join(row.name for row in rows[:NAMES_SHOWN])
+    return names if len(rows) <= NAMES_SHOWN else f"{names} and {len(rows) - NAMES_SHOWN} more"
+
+
+def _again(rows: list[Winner]) -> str:
+    return f"python tune.py --problems {','.join(row.name for row in rows)}"
 
 
 def _files() -> Iterator[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from generator.locks import folder_lock
 from generator.modules import write_if_different
+from generator.portfolio import portfolio_source
 from generator.record import PACKAGE, TABLES, WINNERS, table_source
 from generator.structures import default_names, structures
 from tuned.family import FAMILIES
 from tuned.record import load_record
-from tuned.rope.launches import TABLE_KERNEL
 
 if TYPE_CHECKING:
     from generator.render import Kernel
@@ -29,8 +30,7 @@ DIGESTS = {
 
 def committed_kernels() -> dict[str, Kernel]:
     """Name -> kernel of everything that belongs in tuned/kernels."""
-    # The table kernel is always there: the bare launcher is tried with it.
-    names = set(default_names()) | {TABLE_KERNEL}
+    names = set(default_names())
     for path in sorted(WINNERS.glob("*.json")):
         for winner in load_record(path):
             names.update(FAMILIES[winner.family].kernel_names(winner.spec, winner.variant))
@@ -42,14 +42,24 @@ def generated_files() -> dict[str, str]:
     kernels = committed_kernels()
     files = {f"kernels/{name}.py": kernel.source for name, kernel in kernels.items()}
     files["kernels/__init__.py"] = INDEX % "".join(f'    "{n}": "{k.digest}",\n' for n, k in kernels.items())
+    every = []
     for path in sorted(WINNERS.glob("*.json")):
         winners = sorted(load_record(path), key=lambda w: (w.family, w.name))
         files[f"tables/{path.stem}.py"] = table_source(path.stem, winners)
+        every += winners
+    files["tables/_portfolio.py"] = portfolio_source(every)
     return files
 
 
 def render_all() -> tuple[list[str], list[str]]:
     """Write every generated file and delete those that are none any more; returns what was written and deleted."""
+    with folder_lock(WINNERS):  # no record changes, and no other tuner renders, between reading and writing
+        return _render_all()
+
+
+def _render_all() -> tuple[list[str], list[str]]:
+    for half in (*KERNELS.glob(".*.py.*"), *TABLES.glob(".*.py.*")):  # of a tuner that was killed while it wrote
+        half.unlink()
     wanted = generated_files()
     written = [name for name, text in wanted.items() if write_if_different(PACKAGE / name, text)]
     found = {f"kernels/{p.name}" for p in KERNELS.glob("*.py")}

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from generator.bench import METHOD
 from tuned.device import device_slug
+from tuned.record import METHOD
 
 
 def driver_version() -> str:

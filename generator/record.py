@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from generator.cache import cache_folder
+from generator.locks import folder_lock
 from generator.modules import write_if_different
-from tuned.record import SCHEMA, Winner, load_record, winner_to_json
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tuned.record import MEASURED, SCHEMA, Winner, load_record, winner_to_json
 
 PACKAGE = Path(__file__).parent.parent / "tuned"
 WINNERS = PACKAGE / "winners"
 TABLES = PACKAGE / "tables"
+QUICK = "quick"  # environment["search"] of a row for which only a portfolio was measured
 
 
 def record_path(device: str, folder: Path | None = None) -> Path:
@@ -32,20 +28,13 @@ def read_record(device: str, folder: Path | None = None) -> list[Winner]:
     return load_record(path) if path.exists() else []
 
 
-@contextlib.contextmanager
-def _locked(device: str) -> Iterator[None]:
-    # Two tuners on one table: each reads, adds and writes while the other waits.
-    with (cache_folder("locks") / f"{device}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def save_winner(winner: Winner, folder: Path | None = None) -> Path:
     """Put a winner into its device's record, in place of an older one of the same problem, and write the table again."""
     device = winner.environment["device"]
-    with _locked(device):
-        path = record_path(device, folder)
-        path.parent.mkdir(parents=True, exist_ok=True)
+    path = record_path(device, folder)
+    with folder_lock(path.parent):  # two tuners on one table: each reads, adds and writes while the other waits
+        for half in path.parent.glob(f".{path.name}.*"):  # of a tuner that was killed while it wrote
+            half.unlink()
         others = [
             w
             for w in read_record(device, folder)
@@ -69,6 +58,8 @@ def write_record(path: Path, device: str, winners: list[Winner]) -> None:
 
 def table_source(device: str, winners: list[Winner]) -> str:
     """The dispatch table of a device as Python literals, one winner a line; the same record, the same bytes."""
+    from generator.regret import metadata  # noqa: PLC0415 - it imports the search, which imports this
+
     lines = [
         f'"""Dispatch table of {device}: the winners of tuned/winners/{device}.json.',
         "",
@@ -81,10 +72,21 @@ def table_source(device: str, winners: list[Winner]) -> str:
         keys = ("device_name", "capability", "multiprocessors", "l2_bytes")
         environment = {k: winners[-1].environment.get(k) for k in keys}
     lines.append(f"DEVICE = {literal(environment)}")
-    lines.append("# family, spec, size, variant, digests of the kernels, microseconds")
+    lines.append(
+        "# What serves a call without a row, and how much slower than the best it was on problems whose rows were left out"
+    )
+    lines.append(f"RULE = {literal(metadata(device))}")
+    measured = [{k: w.environment[k] for k in MEASURED if k != "device"} for w in winners]
+    distinct = [m for i, m in enumerate(measured) if m not in measured[:i]]
+    lines.append("# What rows were measured with")
+    lines.append("MEASURED = (")
+    lines.extend(f"    {literal(m)}," for m in distinct)
+    lines.append(")")
+    lines.append("# family, spec, size, variant, digests of the kernels, microseconds, which of MEASURED")
     lines.append("ROWS = (")
-    for w in winners:
-        values = (w.family, *(dataclasses.asdict(part) for part in (w.spec, w.size, w.variant)), w.digests, w.median_us)
+    for w, with_what in zip(winners, measured, strict=True):
+        parts = (dataclasses.asdict(part) for part in (w.spec, w.size, w.variant))
+        values = (w.family, *parts, w.digests, w.median_us, distinct.index(with_what))
         lines.append(f"    {literal(values)},  # {w.name}")
     lines.append(")")
     return "\n".join(lines) + "\n"

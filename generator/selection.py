@@ -1,15 +1,16 @@
-"""Choose problems by family, by name or by pattern."""
+"""Choose problems by family, by name, by pattern or from a file of what models ran."""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from generator.misses import MissesError, read_misses
+from generator.problem import Problem
+from generator.record import WINNERS
 from generator.workload import WORKLOADS, default_problems
-
-if TYPE_CHECKING:
-    from generator.problem import Problem
+from tuned.record import load_record
 
 # One of each kind: a prefill of a common model, a decode batch, partial rotation in place, and the other family.
 REPRESENTATIVE = ("llama3_8b_2x4096", "llama3_8b_decode_64x1", "half_rotary_inplace_bshd_4x4096", "gru_cell_1024_64")
@@ -19,13 +20,17 @@ class SelectionError(ValueError):
     """A family or problem that is not there; the message says what is, and what may have been meant."""
 
 
-def select(family: str | None, names: str | None, *, representative: bool = False) -> list[Problem]:
+def select(
+    family: str | None, names: str | None, *, representative: bool = False, folder: Path | None = None
+) -> list[Problem]:
     """The default problems of a family, those that ``names`` lists (commas, patterns with *), in their own order.
 
-    Without names, and with ``representative``, a few of them: one of each kind.
+    A name that ends in .jsonl is a file that TUNED_RECORD wrote: its problems follow, in its order. Without names, and
+    with ``representative``, a few of the default ones: one of each kind. A name that is no default problem's may be that of
+    a row in a record, of the package or in ``folder``.
 
     Raises:
-        SelectionError: a name or pattern that matches nothing.
+        SelectionError: a name or pattern that matches nothing, or a file that cannot be read.
     """
     if family is not None and family not in WORKLOADS:
         raise SelectionError(_unknown("family", family, list(WORKLOADS)))
@@ -35,24 +40,48 @@ def select(family: str | None, names: str | None, *, representative: bool = Fals
     wanted = REPRESENTATIVE if names is None else [n.strip() for n in names.split(",") if n.strip()]
     known = [p.name for p in problems]
     chosen: set[str] = set()
+    others: dict[str, Problem] = {}
     for pattern in wanted:
+        if pattern.endswith(".jsonl"):
+            others.update((p.name, p) for p in _recorded(pattern) if family in (None, p.family))
+            continue
         found = fnmatch.filter(known, pattern)
-        if not found and names is not None:
+        measured = {} if found or names is None else _measured(pattern, family, folder)
+        if not found and not measured and names is not None:
             raise SelectionError(_unknown("problem", pattern, known))
         chosen.update(found)
-    return [p for p in problems if p.name in chosen]
+        others.update(measured)
+    return [p for p in problems if p.name in chosen] + [p for n, p in others.items() if n not in chosen]
 
 
-def problem_named(name: str) -> Problem:
-    """The default problem of this name.
+def _measured(pattern: str, family: str | None, folder: Path | None) -> dict[str, Problem]:
+    """Name -> problem of the rows that match, in the records there are: once recorded by a model, then tuned."""
+    found = {}
+    for path in sorted((folder or WINNERS).glob("*.json")):
+        for row in load_record(path):
+            if family in (None, row.family) and fnmatch.fnmatchcase(row.name, pattern):
+                found[row.name] = Problem(row.name, row.family, row.spec, row.size)
+    return found
+
+
+def _recorded(path: str) -> list[Problem]:
+    try:
+        return read_misses(Path(path))
+    except MissesError as error:
+        raise SelectionError(str(error)) from error
+
+
+def problem_named(name: str, folder: Path | None = None) -> Problem:
+    """The default problem of this name, or that of a row in a record, of the package or in ``folder``.
 
     Raises:
         SelectionError: there is none.
     """
     problems = {p.name: p for p in default_problems()}
-    if name not in problems:
+    found = problems.get(name) or _measured(name, None, folder).get(name)
+    if found is None:
         raise SelectionError(_unknown("problem", name, list(problems)))
-    return problems[name]
+    return found
 
 
 def _unknown(what: str, name: str, known: list[str]) -> str:

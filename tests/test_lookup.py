@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import tuned.kernels
 import tuned.lookup
 import tuned.table
 from generator.record import write_record
 from tests.test_record import winner
 from tuned.family import FAMILIES
 from tuned.lookup import Gpu, choose
+from tuned.record import METHOD
 from tuned.rope.spec import RopeSize, RopeSpec
-from tuned.rope.variant import RopeVariant, default_variant, distance
+from tuned.rope.variant import RopeVariant, adapt, default_variant, distance
 from tuned.table import Row, Table
 
 if TYPE_CHECKING:
@@ -28,14 +30,17 @@ SMALL, LARGE = RopeSize(1, 128), RopeSize(2, 4096)
 HERE = Gpu("here", 90, 132)
 
 
-def row(spec: RopeSpec, size: RopeSize, fresh: bool = True, **knobs: Any) -> Row:
-    return Row(spec, size, RopeVariant(**knobs), fresh, 1.0, "a table")
+def row(
+    spec: RopeSpec, size: RopeSize, stale: str | None = None, measured: dict[str, Any] | None = None, **knobs: Any
+) -> Row:
+    return Row(spec, size, RopeVariant(**knobs), stale, 1.0, "a table", measured or {})
 
 
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> dict[str, Table]:
     made: dict[str, Table] = {}
     monkeypatch.setattr(tuned.lookup, "tables", lambda: made)
+    monkeypatch.setattr(tuned.lookup, "rows_for", lambda *_: ())  # no portfolio
     return made
 
 
@@ -50,25 +55,86 @@ def test_the_winner_of_this_spec_and_size_comes_first(tables: dict[str, Table]) 
 
 
 def test_the_nearest_size_comes_next_and_a_stale_row_is_only_a_neighbour(tables: dict[str, Table]) -> None:
-    tables["here"] = table("here", row(SPEC, SMALL, num_warps=1), row(SPEC, LARGE, fresh=False, num_warps=2))
+    tables["here"] = table("here", row(SPEC, SMALL, num_warps=1), row(SPEC, LARGE, "another text of k", num_warps=2))
     assert choose(ROPE, SPEC, RopeSize(2, 3000), HERE).variant.num_warps == 2
     choice = choose(ROPE, SPEC, LARGE, HERE)
     assert choice.rule == "nearest size"
-    assert "older text" in choice.why
+    assert "this size, but another text of k" in choice.why
 
 
-def test_the_closest_spec_may_differ_in_heads_dims_and_dtype_only(tables: dict[str, Table]) -> None:
+def test_the_closest_spec_comes_next_whatever_its_text(tables: dict[str, Table]) -> None:
     other = dataclasses.replace(SPEC, style="interleaved")
     near, far = dataclasses.replace(SPEC, heads=64), dataclasses.replace(SPEC, heads=8)
     tables["here"] = table("here", row(other, LARGE), row(far, LARGE, num_warps=1), row(near, LARGE, num_warps=2))
     wanted = dataclasses.replace(SPEC, heads=40)
     choice = choose(ROPE, wanted, LARGE, HERE)
     assert (choice.rule, choice.variant.num_warps) == ("closest spec", 2)
-    assert distance(wanted, other) is None
+    assert 0 < distance(wanted, near) < distance(wanted, other) < distance(wanted, far)
+    tables["here"] = table("here", row(other, LARGE, num_warps=1))
+    assert choose(ROPE, wanted, LARGE, HERE).variant.num_warps == 1
+
+
+def test_octaves_of_tokens_and_of_specs_count_alike(tables: dict[str, Table]) -> None:
+    twice = dataclasses.replace(SPEC, heads=64)
+    tables["here"] = table("here", row(SPEC, RopeSize(2, 512), num_warps=1), row(twice, LARGE, num_warps=2))
+    assert choose(ROPE, SPEC, RopeSize(2, 4000), HERE).variant.num_warps == 2, "3 octaves of tokens, 1 of heads"
+    assert choose(ROPE, SPEC, RopeSize(2, 600), HERE).variant.num_warps == 1
+
+
+def test_a_row_of_other_rows_gives_its_tile_rescaled(tables: dict[str, Table]) -> None:
+    wide = dataclasses.replace(SPEC, head_dim=256, rotary_dim=256)
+    tables["here"] = table("here", row(wide, LARGE, block_tokens=2, block_heads=4))
+    choice = choose(ROPE, SPEC, LARGE, HERE)
+    assert (choice.variant.block_tokens, choice.variant.block_heads) == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("dim", "to", "tile", "wanted"),
+    [
+        (128, 128, (4, 4), (4, 4)),
+        (128, 64, (4, 4), (4, 8)),  # narrower: more heads up to 8,
+        (128, 32, (4, 4), (8, 8)),  # then more tokens,
+        (128, 32, (8, 8), (8, 8)),  # as many as there are
+        (128, 96, (4, 4), (4, 4)),  # as wide when padded
+        (128, 512, (4, 4), (1, 4)),  # wider: fewer tokens,
+        (128, 512, (2, 4), (1, 2)),  # then fewer heads
+        (64, 1024, (1, 4), (1, 1)),
+    ],
+)
+def test_a_tile_keeps_its_pairs(dim: int, to: int, tile: tuple[int, int], wanted: tuple[int, int]) -> None:
+    specs = [dataclasses.replace(SPEC, head_dim=d, rotary_dim=d) for d in (dim, to)]
+    variant = adapt(RopeVariant(block_tokens=tile[0], block_heads=tile[1], num_warps=2, pdl=True), *specs)
+    assert (variant.block_tokens, variant.block_heads) == wanted
+    assert (variant.num_warps, variant.pdl) == (2, True)
+
+
+def test_a_tile_of_few_heads_grows_in_tokens() -> None:
+    specs = [dataclasses.replace(SPEC, heads=2, head_dim=d, rotary_dim=d) for d in (128, 64)]
+    variant = adapt(RopeVariant(block_tokens=1, block_heads=2), *specs)
+    assert (variant.block_tokens, variant.block_heads) == (2, 2)
+
+
+def test_a_variant_whose_kernel_does_not_ship_is_passed_over(
+    tables: dict[str, Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables["here"] = table("here", row(SPEC, LARGE, head_steps=2, block_heads=4), row(SPEC, SMALL, num_warps=2))
+    monkeypatch.setattr(tuned.kernels, "DIGESTS", {"rope_bshd_copy_half_freqs_grid": ""})
+    choice = choose(ROPE, SPEC, LARGE, HERE)
+    assert (choice.rule, choice.variant.num_warps) == ("nearest size", 2)
+
+
+def test_a_row_measured_on_other_multiprocessors_is_a_neighbour(tables: dict[str, Table]) -> None:
+    whole = {"multiprocessors": 132, "device_name": "Here"}
+    tables["here"] = table("here", row(SPEC, LARGE, measured=whole))
+    assert choose(ROPE, SPEC, LARGE, dataclasses.replace(HERE, name="Here")).rule == "winner"
+    slice_of_it = Gpu("here", 90, 16, "Here")
+    choice = choose(ROPE, SPEC, LARGE, slice_of_it)
+    assert choice.rule == "nearest size"
+    assert "multiprocessors was 132, here it is 16" in choice.why
 
 
 def test_a_row_that_is_not_legal_for_the_call_is_passed_over(tables: dict[str, Table]) -> None:
-    tables["here"] = table("here", row(SPEC, LARGE, block_tokens=32, block_heads=1))
+    tables["here"] = table("here", row(SPEC, LARGE, block_tokens=8, block_heads=1))
     assert choose(ROPE, SPEC, RopeSize(64, 1), HERE).rule == "default"
 
 
@@ -106,6 +172,21 @@ def test_records_of_a_folder_stand_in_front_and_a_broken_one_is_skipped_with_a_w
         tuned.table.tables.cache_clear()
 
 
+def test_a_row_timed_another_way_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = winner()
+    old = dataclasses.replace(made, environment={**made.environment, "method": "wall clock"})
+    write_record(tmp_path / "test_gpu.json", "test_gpu", [old])
+    monkeypatch.setenv("TUNED_TABLES", str(tmp_path))
+    tuned.table.tables.cache_clear()
+    try:
+        (found,) = tuned.table.tables()["test_gpu"].rows[made.family]
+        assert found.stale == f"the timing method was wall clock, here it is {METHOD}"
+        gpu = Gpu("test_gpu", 90, 132, "Test GPU")
+        assert choose(FAMILIES[made.family], made.spec, made.size, gpu).rule == "nearest size"
+    finally:
+        tuned.table.tables.cache_clear()
+
+
 def test_every_shipped_row_is_fresh_and_legal() -> None:
     tuned.table.tables.cache_clear()
     for found in tuned.table.tables().values():
@@ -114,4 +195,4 @@ def test_every_shipped_row_is_fresh_and_legal() -> None:
                 (tuned.table.Path(tuned.__file__).parent / "winners" / f"{found.device}.json").read_text()
             )
             assert len(rows) == sum(w["family"] == name for w in record["winners"])
-            assert all(r.fresh for r in rows), "the template changed since this was measured: tune again"
+            assert not [r.stale for r in rows if r.stale], "the template changed since this was measured: tune again"

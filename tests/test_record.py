@@ -72,12 +72,14 @@ def test_a_new_winner_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
 
 def test_a_table_is_literals_that_give_the_winners_back() -> None:
     winners = [winner(name) for name in NAMES]
+    winners[1] = winner(NAMES[1], environment={**ENVIRONMENT, "triton": "3.7.0"})
     names: dict[str, Any] = {}
     exec(table_source("test_gpu", winners), names)
     assert names["DEVICE"]["capability"] == 90
     for made, row in zip(winners, names["ROWS"], strict=True):
-        family, spec, size, variant, digests, median_us = row
+        family, spec, size, variant, digests, median_us, index = row
         assert (family, digests, median_us) == (made.family, made.digests, made.median_us)
+        assert {"device": "test_gpu", **names["MEASURED"][index]}.items() <= made.environment.items()
         assert (type(made.spec)(**spec), type(made.size)(**size), type(made.variant)(**variant)) == (
             made.spec,
             made.size,
@@ -144,14 +146,17 @@ def changed(row: dict[str, Any], path: str, value: Any) -> None:
         ("variant.num_warps", 3, "variant is not in the space: num_warps must be one of"),
         ("variant.num_warps", 4.0, "num_warps must be int"),
         ("variant.order", "__import__('os')", "order must be one of"),
-        ("variant.heads", "loop", "variant is not in the space: heads='loop' with head_steps=1"),
+        ("variant.num_warps", 8, "variant is not in the space: a tile of"),
         ("digests", {"os": "0"}, "digests must name the kernels"),
         ("median_us", "fast", "median_us must be a number of at least 0, got 'fast'"),
         ("median_us", -1, "median_us must be a number"),
         ("median_us", float("nan"), "median_us must be a number"),
         ("median_us", True, "median_us must be a number"),
         ("bytes_moved", 1.5, "bytes_moved must be an integer"),
-        ("environment", {}, "environment must be an object that names its device"),
+        ("environment", [], "environment must be an object with the fields"),
+        ("environment", {}, "environment.device must be str, got None"),
+        ("environment.multiprocessors", "132", "environment.multiprocessors must be int, got '132'"),
+        ("environment.driver", None, "environment.driver must be str, got None"),
         ("environment.device", "another_gpu", "is the record of 'test_gpu' but has rows of"),
         ("name", 7, "name must be a string"),
         ("surprise", 1, "must have the fields"),

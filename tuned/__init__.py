@@ -6,5 +6,6 @@ print(tuned.explain(rope, x, freqs))
 """
 
 from tuned.explanation import Explanation, explain
+from tuned.misses import TunedWarning
 
-__all__ = ["Explanation", "explain"]
+__all__ = ["Explanation", "TunedWarning", "explain"]

@@ -2,16 +2,21 @@
 
 Which kernel a call gets:
 
-1. The winner measured on this device for this spec and size, if its kernel is still the one that was measured.
-2. The winner of the nearest size of this spec; then that of the closest spec, which may differ in heads, dims and dtype
-   only, by the distance documented in ``tuned.rope.variant.distance``.
-   (2b) The same from the table of the most similar GPU.
+1. The winner measured on this device for this spec and size, if it still counts: the same text of its kernel, the same
+   model with as many multiprocessors, timed as times are taken now (``tuned.mismatch``). Else it is a neighbour.
+2. The row that is least unlike the call: octaves between the numbers of tokens, plus ``distance`` between the specs
+   (``tuned.rope.variant``), with its tile rescaled to the width of the call's rows. The rule was chosen by leave-one-out
+   regret: ``python tune.py regret``; its figures stand in each table.
+   (2b) The same from the table of the most similar GPU, without what this one lacks.
+   (2c) The same from the portfolio of the architecture: ``tuned/tables/_portfolio.py``.
 3. The default variant of the spec.
 4. Eager PyTorch: tensors on a CPU, dtypes that no kernel takes, no Triton, angles that need a gradient; and, for now,
    what torch.compile traces: it fuses the formula itself.
 
-``tuned.explain`` tells which of these a call gets, and why. Environment: ``TUNED_TABLES=DIR`` puts the records in a
-folder in front of the shipped tables; ``TUNED_DISPATCH=safe`` launches through Triton's public call only.
+``tuned.explain`` tells which of these a call gets, and why. On a GPU of a model that nothing was measured on, the first
+call says so (``tuned.TunedWarning``). Environment: ``TUNED_TABLES=DIR`` puts the records in a folder in front of the
+shipped tables; ``TUNED_RECORD=FILE`` appends the problems that no row was measured for, for ``tune.py --problems FILE``;
+``TUNED_DISPATCH=safe`` launches through Triton's public call only.
 """
 
 from __future__ import annotations

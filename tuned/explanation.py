@@ -13,7 +13,7 @@ from tuned.family import FAMILIES
 class Explanation:
     """What serves a call; ``str()`` gives it as text."""
 
-    rule: str  # "winner", "nearest size", "closest spec", "similar GPU", "default" or "eager"
+    rule: str  # "winner", "nearest size", "closest spec", "similar GPU", "portfolio", "default" or "eager"
     why: str
     kernels: tuple[str, ...]  # modules of tuned.kernels, in order; none for eager
     variant: Any

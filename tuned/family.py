@@ -26,7 +26,8 @@ class Family:
     core_knobs: tuple[str, ...]  # what excludes a variant whatever the other knobs say
     rejection: Callable[..., str | None]  # (spec, size or None, variant, capability) -> the reason, or None
     default_variant: Callable[..., Any]  # (spec, size or None) -> a legal variant for any spec
-    distance: Callable[[Any, Any], float | None]  # (spec, spec) -> how unlike; None: may not stand in
+    distance: Callable[[Any, Any], float]  # (spec, spec) -> how unlike for the choice of a variant, in octaves
+    adapt: Callable[[Any, Any, Any], Any]  # (variant, its spec, another) -> it, as the other should take it
     fit: Callable[[Any, int], Any]  # (variant, capability) -> it, without what the architecture lacks
     kernel_names: Callable[[Any, Any], tuple[str, ...]]  # (spec, variant) -> modules in tuned.kernels, in order
     launches: Callable[..., tuple[Launch, ...]]  # (spec, variant, call, empty) -> launches, in order
@@ -42,6 +43,7 @@ FAMILIES = {
         rejection=tuned.rope.variant.rejection,
         default_variant=tuned.rope.variant.default_variant,
         distance=tuned.rope.variant.distance,
+        adapt=tuned.rope.variant.adapt,
         fit=tuned.rope.variant.fit,
         kernel_names=tuned.rope.launches.kernel_names,
         launches=tuned.rope.launches.launches,
@@ -55,6 +57,7 @@ FAMILIES = {
         rejection=tuned.gru_cell.variant.rejection,
         default_variant=tuned.gru_cell.variant.default_variant,
         distance=tuned.gru_cell.variant.distance,
+        adapt=tuned.gru_cell.variant.adapt,
         fit=tuned.gru_cell.variant.fit,
         kernel_names=tuned.gru_cell.launches.kernel_names,
         launches=tuned.gru_cell.launches.launches,

@@ -23,7 +23,7 @@ def gpu_of(device: torch.device) -> Gpu:
     properties = torch.cuda.get_device_properties(device)
     # AMD's numbers mean other things: 0 turns off what needs an NVIDIA architecture.
     capability = 0 if torch.version.hip else properties.major * 10 + properties.minor
-    return Gpu(device_slug(properties.name), capability, properties.multi_processor_count)
+    return Gpu(device_slug(properties.name), capability, properties.multi_processor_count, properties.name)
 
 
 def why_eager(x: torch.Tensor, supported_dtype: bool) -> str | None:  # noqa: FBT001

@@ -6,6 +6,9 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
+import tuned.kernels
+from tuned.mismatch import HARD, differences
+from tuned.portfolio import rows_for
 from tuned.table import Row, Table, tables
 
 if TYPE_CHECKING:
@@ -15,26 +18,43 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """The variant of a call, and where it comes from."""
-
-    rule: str  # "winner", "nearest size", "closest spec", "similar GPU" or "default"
-    why: str  # a sentence
-    variant: Any
-    row: Row | None = None  # the row that it stands in
-
-
-@dataclasses.dataclass(frozen=True)
 class Gpu:
     """The GPU of a call, as far as the choice depends on it."""
 
     device: str  # file name of its table
     capability: int  # 90 is 9.0
     multiprocessors: int
+    name: str = ""  # as its driver calls it
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The variant of a call, and where it comes from."""
+
+    rule: str  # "winner", "nearest size", "closest spec", "similar GPU", "portfolio", "default" or "eager"
+    why: str  # a sentence
+    variant: Any
+    row: Row | None = None  # the row that it stands in
+    gpu: Gpu | None = None  # whose call it is; None for eager
+
+
+def has_rows(gpu: Gpu) -> bool:
+    """Whether anything was measured on this very model of GPU."""
+    own = tables().get(gpu.device)
+    return own is not None and any(not _elsewhere(r, gpu) for rows in own.rows.values() for r in rows)
+
+
+def _elsewhere(row: Row, gpu: Gpu) -> list[str]:
+    here = {"device_name": gpu.name, "multiprocessors": gpu.multiprocessors}
+    return differences(row.measured, here, HARD)
 
 
 def choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
     """The variant for a call, by the lookup order in tuned.dispatch."""
+    return dataclasses.replace(_choose(family, spec, size, gpu), gpu=gpu)
+
+
+def _choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
     own = tables().get(gpu.device)
     if own is not None and (found := _from_table(family, spec, size, gpu, own)) is not None:
         return found
@@ -43,7 +63,11 @@ def choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
         if (found := _from_table(family, spec, size, gpu, table)) is not None:
             why = f"no row of {gpu.device} can serve; {table.device} is the most similar GPU that has one: {found.why}"
             return Choice("similar GPU", why, found.variant, found.row)
-    why = f"no table has a {family.name} row that can stand in for this call"
+    if found_rows := nearest(family, spec, size, rows_for(family.name, gpu.capability), gpu.capability):
+        away, row, variant = found_rows
+        why = f"no table has a row that can serve; {row.source}'s best for {row.spec} with {row.size}, {away:.2g} octaves away"
+        return Choice("portfolio", why, variant)
+    why = f"neither a table nor a portfolio has a {family.name} variant that can stand in for this call"
     return Choice("default", why, family.default_variant(spec, size))
 
 
@@ -55,31 +79,45 @@ def _unlike(table: Table, gpu: Gpu) -> tuple[float, str]:
 
 
 def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) -> Choice | None:
-    rows = (dataclasses.replace(r, variant=family.fit(r.variant, gpu.capability)) for r in table.rows[family.name])
-    legal = [r for r in rows if family.rejection(spec, size, r.variant, gpu.capability) is None]
-    same = [r for r in legal if r.spec == spec]
-    for row in same:
-        if row.size == size and row.fresh:
-            return Choice("winner", f"measured for this spec and size in {row.source}", row.variant, row)
-    if same:
-        row = min(same, key=lambda r: _size_distance(r, size))
-        what = "an older text of the kernel" if row.size == size else f"{row.size}, the nearest size"
-        return Choice("nearest size", f"{row.source} has this spec measured with {what}", row.variant, row)
-    if near := list(_by_spec(family, spec, legal)):
-        distance = min(d for d, _ in near)
-        row = min((r for d, r in near if d == distance), key=lambda r: _size_distance(r, size))
-        why = f"{row.source} has no row of this spec; the closest, at distance {distance:.2g}, is {row.spec} with {row.size}"
-        return Choice("closest spec", why, row.variant, row)
-    return None
+    for row in table.rows[family.name]:
+        if (row.spec, row.size) == (spec, size) and row.stale is None and not _elsewhere(row, gpu):
+            variant = family.fit(row.variant, gpu.capability)
+            if usable(family, spec, size, variant, gpu.capability):
+                return Choice("winner", f"measured for this spec and size in {row.source}", variant, row)
+    found = nearest(family, spec, size, table.rows[family.name], gpu.capability)
+    if found is None:
+        return None
+    away, row, variant = found
+    if row.spec != spec:
+        why = f"the closest row of {row.source}, {away:.2g} octaves away, is of {row.spec} with {row.size}"
+        return Choice("closest spec", why, variant, row)
+    what = f"{row.size}, the nearest size"
+    if row.size == size:
+        what = f"this size, but {'; '.join([*([row.stale] if row.stale else []), *_elsewhere(row, gpu)])}"
+    return Choice("nearest size", f"{row.source} has this spec measured with {what}", variant, row)
 
 
-def _by_spec(family: Family, spec: Any, rows: Iterable[Row]) -> Iterable[tuple[float, Row]]:
+def nearest(
+    family: Family, spec: Any, size: Any, rows: Iterable[Row], capability: int
+) -> tuple[float, Row, Any] | None:
+    """The row that is least unlike a call, how unlike in octaves, and its variant as the call can take it.
+
+    Octaves between the numbers of tokens and those of the family's distance between the specs count alike; a stale row
+    comes after a fresh one as near. Which rule this is was chosen by leave-one-out regret: ``tune.py regret``.
+    """
+    best: tuple[tuple[float, bool], Row, Any] | None = None
     for row in rows:
-        distance = family.distance(spec, row.spec)
-        if distance is not None:
-            yield distance, row
+        away = family.distance(row.spec, spec) + abs(math.log2(max(row.size.tokens, 1) / max(size.tokens, 1)))
+        if best is not None and (away, row.stale is not None) >= best[0]:
+            continue
+        variant = family.adapt(family.fit(row.variant, capability), row.spec, spec)
+        if usable(family, spec, size, variant, capability):
+            best = (away, row.stale is not None), row, variant
+    return None if best is None else (best[0][0], best[1], best[2])
 
 
-def _size_distance(row: Row, size: Any) -> tuple[float, float]:
-    """Octaves between the amounts of work, then a stale row after a fresh one."""
-    return abs(math.log2(max(row.size.tokens, 1) / max(size.tokens, 1))), float(not row.fresh)
+def usable(family: Family, spec: Any, size: Any, variant: Any, capability: int) -> bool:
+    """Whether a variant is legal for a call, and the kernels that it launches ship."""
+    return family.rejection(spec, size, variant, capability) is None and all(
+        name in tuned.kernels.DIGESTS for name in family.kernel_names(spec, variant)
+    )

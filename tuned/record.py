@@ -13,6 +13,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SCHEMA = 1
+# How times are taken today (generator.bench): part of a measurement's key. Change it when the way of timing changes.
+METHOD = "cuda-graph-rotating-2xL2-median/3"  # 3: in place, inputs are made new before each replay
+# What a row must say that it was measured with, besides the digests of its kernels.
+MEASURED = {
+    "device": str,
+    "device_name": str,
+    "capability": int,
+    "multiprocessors": int,
+    "driver": str,
+    "torch": str,
+    "triton": str,
+    "method": str,
+}
 
 
 class RecordError(ValueError):
@@ -46,7 +59,12 @@ def winner_to_json(winner: Winner) -> dict[str, Any]:
     return dataclasses.asdict(winner)
 
 
-def _build(kind: type, values: Any, where: str) -> Any:
+def build(kind: type, values: Any, where: str) -> Any:
+    """A frozen dataclass (spec, size or variant) from plain JSON values, every field checked.
+
+    Raises:
+        RecordError: a field is missing, unknown, of another type or refused by the class; ``where`` begins the message.
+    """
     names = {f.name for f in dataclasses.fields(kind)}
     if not isinstance(values, dict) or set(values) != names:
         found = sorted(values) if isinstance(values, dict) else type(values).__name__
@@ -74,9 +92,9 @@ def winner_from_json(values: Any, where: str) -> Winner:
     family = FAMILIES.get(values["family"]) if isinstance(values["family"], str) else None
     if family is None:
         raise RecordError(f"{where}.family must be one of {sorted(FAMILIES)}, got {values['family']!r}")
-    spec = _build(family.spec_type, values["spec"], f"{where}.spec")
-    size = _build(family.size_type, values["size"], f"{where}.size")
-    variant = _build(family.variant_type, values["variant"], f"{where}.variant")
+    spec = build(family.spec_type, values["spec"], f"{where}.spec")
+    size = build(family.size_type, values["size"], f"{where}.size")
+    variant = build(family.variant_type, values["variant"], f"{where}.variant")
     reason = undeclared(variant) or family.rejection(spec, size, variant)
     if reason is not None:
         raise RecordError(f"{where}.variant is not in the space: {reason}")
@@ -90,11 +108,18 @@ def winner_from_json(values: Any, where: str) -> Winner:
     for name in ("bytes_moved", "trials"):
         if type(values[name]) is not int:
             raise RecordError(f"{where}.{name} must be an integer, got {values[name]!r}")
-    if not isinstance(values["environment"], dict) or not isinstance(values["environment"].get("device"), str):
-        raise RecordError(f"{where}.environment must be an object that names its device")
+    _check_environment(values["environment"], f"{where}.environment")
     if not isinstance(values["name"], str):
         raise RecordError(f"{where}.name must be a string, got {values['name']!r}")
     return Winner(**{**values, "spec": spec, "size": size, "variant": variant})
+
+
+def _check_environment(environment: Any, where: str) -> None:
+    if not isinstance(environment, dict):
+        raise RecordError(f"{where} must be an object with the fields {sorted(MEASURED)}, got {environment!r}")
+    for name, kind in MEASURED.items():
+        if type(environment.get(name)) is not kind:
+            raise RecordError(f"{where}.{name} must be {kind.__name__}, got {environment.get(name)!r}")
 
 
 def load_record(path: Path) -> list[Winner]:

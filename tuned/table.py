@@ -15,7 +15,8 @@ import tuned.kernels
 import tuned.tables
 from tuned.choices import undeclared
 from tuned.family import FAMILIES
-from tuned.record import RecordError, load_record
+from tuned.mismatch import HARD, differences, other_text
+from tuned.record import METHOD, RecordError, load_record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +26,10 @@ class Row:
     spec: Any
     size: Any
     variant: Any
-    fresh: bool  # the kernels that ship are those that were measured
+    stale: str | None  # why it does not count whatever the GPU: other kernels, another way of timing; or None
     median_us: float
     source: str  # the table or record that it stands in
+    measured: dict[str, Any] = dataclasses.field(default_factory=dict)  # device and versions that it was measured with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +41,9 @@ class Table:
     rows: dict[str, tuple[Row, ...]]  # family -> rows
 
 
-def _fresh(digests: dict[str, str]) -> bool:
-    return all(tuned.kernels.DIGESTS.get(name) == digest for name, digest in digests.items())
+def _stale(digests: dict[str, str], measured: dict[str, Any]) -> str | None:
+    found = [*other_text(digests, tuned.kernels.DIGESTS), *differences(measured, {"method": METHOD}, HARD)]
+    return "; ".join(found) or None
 
 
 def _ships(family: Any, spec: Any, variant: Any) -> bool:
@@ -50,11 +53,12 @@ def _ships(family: Any, spec: Any, variant: Any) -> bool:
 def _shipped(device: str) -> Table:
     module = importlib.import_module(f"tuned.tables.{device}")
     rows: dict[str, list[Row]] = {name: [] for name in FAMILIES}
-    for name, spec, size, variant, digests, median_us in module.ROWS:
+    for name, spec, size, variant, digests, median_us, index in module.ROWS:
+        measured = module.MEASURED[index]
         family = FAMILIES[name]
         built = family.spec_type(**spec), family.size_type(**size), family.variant_type(**variant)
         if undeclared(built[2]) is None and _ships(family, built[0], built[2]):
-            rows[name].append(Row(*built, _fresh(digests), median_us, f"tuned.tables.{device}"))
+            rows[name].append(Row(*built, _stale(digests, measured), median_us, f"tuned.tables.{device}", measured))
     return Table(device, module.DEVICE, {name: tuple(found) for name, found in rows.items()})
 
 
@@ -64,7 +68,8 @@ def _recorded(path: Path) -> Table:
     for w in load_record(path):
         # A record names kernels; only those that ship can be launched.
         if _ships(FAMILIES[w.family], w.spec, w.variant):
-            rows[w.family].append(Row(w.spec, w.size, w.variant, _fresh(w.digests), w.median_us, str(path)))
+            stale = _stale(w.digests, w.environment)
+            rows[w.family].append(Row(w.spec, w.size, w.variant, stale, w.median_us, str(path), w.environment))
         properties = w.environment
     return Table(path.stem, properties, {name: tuple(found) for name, found in rows.items()})
 
@@ -75,7 +80,7 @@ def tables() -> dict[str, Table]:
 
     A record that cannot be read is skipped with one warning: a model must not stop for it.
     """
-    found = {m.name: _shipped(m.name) for m in pkgutil.iter_modules(tuned.tables.__path__)}
+    found = {m.name: _shipped(m.name) for m in pkgutil.iter_modules(tuned.tables.__path__) if m.name[0] != "_"}
     folder = os.environ.get("TUNED_TABLES")
     for path in sorted(Path(folder).glob("*.json")) if folder else ():
         try:

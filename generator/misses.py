@@ -1,0 +1,81 @@
+"""Read the problems that a model ran and that no row was measured for: what TUNED_RECORD wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+from generator.problem import Problem
+from generator.workload import WORKLOADS, default_problems
+from tuned.family import FAMILIES
+from tuned.record import RecordError, build
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MAX_BYTES = 2**40  # of one set of tensors: no GPU has more, so such a size was not recorded by a run
+
+
+class MissesError(ValueError):
+    """A file of recorded problems cannot be read; the message says which line, what is wrong and what it must be."""
+
+
+def read_misses(path: Path) -> list[Problem]:
+    """The problems of a file that TUNED_RECORD wrote, in its order, each once; empty lines are skipped.
+
+    A default problem keeps its name; others are named after their spec and size, the same in every run.
+
+    Raises:
+        MissesError: the file cannot be read, or a line of it is not a problem.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise MissesError(f"{path} cannot be read ({error}): a model run with TUNED_RECORD={path} writes it") from error
+    known = {(p.family, p.spec, p.size): p.name for p in default_problems()}
+    found: dict[Any, Problem] = {}
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            key = _problem(line, f"{path.name} line {number}")
+            found.setdefault(key, Problem(known.get(key) or name_of(*key), *key))
+    return list(found.values())
+
+
+def _problem(line: str, where: str) -> tuple[str, Any, Any]:
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise MissesError(f"{where} is not JSON ({error}): delete the line") from error
+    if not isinstance(values, dict) or set(values) != {"family", "spec", "size"}:
+        found = sorted(values) if isinstance(values, dict) else type(values).__name__
+        raise MissesError(f"{where} must have the fields ['family', 'size', 'spec'], got {found}")
+    family = FAMILIES.get(values["family"]) if isinstance(values["family"], str) else None
+    if family is None:
+        raise MissesError(f"{where}: family must be one of {sorted(FAMILIES)}, got {values['family']!r}")
+    try:
+        spec = build(family.spec_type, values["spec"], f"{where}: spec")
+        size = build(family.size_type, values["size"], f"{where}: size")
+    except RecordError as error:
+        raise MissesError(str(error)) from error
+    for name, value in dataclasses.asdict(size).items():
+        if value < 1:
+            raise MissesError(f"{where}: size.{name} must be at least 1, got {value}")
+    needed = WORKLOADS[family.name].tensor_bytes(spec, size)
+    if needed > MAX_BYTES:
+        raise MissesError(f"{where}: {size} takes {needed / 2**40:.1f} TiB, more than any GPU has; delete the line")
+    return family.name, spec, size
+
+
+def name_of(family: str, spec: Any, size: Any) -> str:
+    """A problem's name from its spec and size: what differs from the spec's defaults, then the sizes."""
+    words = [family]
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        if value == field.default:
+            continue
+        if isinstance(value, bool):
+            words.append(field.name if value else f"no_{field.name}")
+        else:
+            words.append(value if isinstance(value, str) else f"{field.name}{value}")
+    return "_".join([*words, "x".join(str(n) for n in dataclasses.astuple(size))])
