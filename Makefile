@@ -42,7 +42,7 @@ $(VENV)/.tune: pyproject.toml constraints.txt
 
 $(VENV)/.dev: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[tune,bench,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[tune,hosts,bench,dev]'
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.tune

@@ -3,15 +3,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Before numpy is imported: matrices of a hundred rows are slower on 32 threads, which the compilers need.
+for library in ("OMP", "OPENBLAS", "MKL"):
+    os.environ.setdefault(f"{library}_NUM_THREADS", "1")
 console = Console()
 errors = Console(stderr=True)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -35,15 +42,32 @@ def seconds(text: str | None) -> float:
 @app.callback(invoke_without_command=True)
 def main(  # noqa: PLR0913 - one parameter an option
     context: typer.Context,
-    gpu: Annotated[str, typer.Option(help="auto, an index, or part of a name.")] = "auto",
+    gpu: Annotated[
+        str, typer.Option(help="The GPU to tune on: auto (the first), an index, or part of a name.")
+    ] = "auto",
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="Several GPUs of one model that share the problems: all, or 0,1. Instead of --gpu."),
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(help="Share problems with other hosts: postgresql://USER@HOST/DATABASE or grpc://HOST:PORT."),
+    ] = None,
     target: Annotated[
         str | None, typer.Option(help="Measure nothing: compile and estimate for this device, as without a GPU.")
     ] = None,
     family: Annotated[str | None, typer.Option(help="Only this kernel family.")] = None,
-    problems: Annotated[str | None, typer.Option(help="Names or patterns, with commas between; or all.")] = None,
+    problems: Annotated[
+        str | None,
+        typer.Option(help="Names or patterns, with commas between, or all; or a .jsonl file of TUNED_RECORD."),
+    ] = None,
     trials: Annotated[
         int | None, typer.Option(min=1, help="Variants to measure a problem (96); without a GPU, to compile (40).")
     ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Measure a few variants a problem that are good elsewhere, and search nothing."),
+    ] = False,
     budget: Annotated[str | None, typer.Option(help="Time for the whole run: 90s, 10m, 1h.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Keep the record in this folder; the package's tables stay as they are.")
@@ -53,7 +77,7 @@ def main(  # noqa: PLR0913 - one parameter an option
         bool, typer.Option("--dry-run", help="Show how many variants there are to try, and stop.")
     ] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="List rows and files that are out of date; exit 1 if any.")
+        bool, typer.Option("--check", help="List rows and files that are out of date; exit 1 if a row does not count.")
     ] = False,
     render: Annotated[bool, typer.Option("--render", help="Write every generated file again, and stop.")] = False,
 ) -> None:
@@ -66,7 +90,13 @@ def main(  # noqa: PLR0913 - one parameter an option
     from tuned.record import RecordError  # noqa: PLC0415
 
     limit_s = seconds(budget)
-    options = commands.Options(gpu, target, family, problems, trials, limit_s, out)
+    if gpus is not None and gpu != "auto":
+        raise typer.BadParameter(
+            f"--gpus {gpus} and --gpu {gpu} exclude each other: one names several GPUs, the other one"
+        )
+    options = commands.Options(
+        gpu, target, family, problems, trials, limit_s, out, gpus=gpus, storage=storage, quick=quick
+    )
     try:
         if render:
             code = commands.render(console)
@@ -114,6 +144,104 @@ def show(
         out.write_text(text)
         errors.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
 
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """What cannot be answered becomes a sentence and an exit code."""
+    from generator.selection import SelectionError  # noqa: PLC0415
+    from generator.storage import StorageError  # noqa: PLC0415
+    from generator.targets import UnknownTargetError  # noqa: PLC0415
+    from tuned.record import RecordError  # noqa: PLC0415
+
+    try:
+        yield
+    except (SelectionError, UnknownTargetError, RecordError, StorageError) as error:
+        errors.print(f"tune.py: {error}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2 if isinstance(error, SelectionError | UnknownTargetError) else 1) from error
+
+
+def before(context: typer.Context, option: str) -> Any:
+    """An option that stands before the name of a command: tune.py --out DIR report."""
+    return context.parent.params[option] if context.parent is not None else None
+
+
+@app.command()
+def report(
+    context: typer.Context,
+    device: Annotated[str | None, typer.Option(help="Whose record; nvidia_h200 or the only one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file; report-DEVICE.html.")] = None,
+) -> None:
+    """Write what is known of a device as one HTML file: winners, floor, peers, knobs, failures; it needs no network."""
+    from generator import commands  # noqa: PLC0415
+
+    with refusals():
+        path = commands.report(device, before(context, "out"), before(context, "storage"), out)
+    errors.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def explain(
+    context: typer.Context,
+    problem: Annotated[str, typer.Argument(help="A name from --list.")],
+    device: Annotated[str | None, typer.Option(help="On which device; nvidia_h200 or the only record's.")] = None,
+) -> None:
+    """Tell what serves PROBLEM, how near to the floor it is, and what every choice of its winner is worth."""
+    from generator import commands  # noqa: PLC0415
+
+    with refusals():
+        code = commands.explain(problem, device, before(context, "out"), before(context, "storage"), console)
+    raise typer.Exit(code)
+
+
+@app.command()
+def regret(
+    context: typer.Context,
+    device: Annotated[str, typer.Option(help="Whose landscapes.")] = "nvidia_h200",
+) -> None:
+    """Tell how far from the best a variant is that was picked for a problem without a row, by every rule tried."""
+    from generator import commands  # noqa: PLC0415
+
+    with refusals():
+        code = commands.regret(device, before(context, "out"), console)
+    raise typer.Exit(code)
+
+
+@app.command()
+def replay(
+    device: Annotated[str, typer.Option(help="Whose landscapes.")] = "nvidia_h200",
+    seeds: Annotated[int, typer.Option(min=1, help="Searches of each landscape.")] = 3,
+    plain: Annotated[bool, typer.Option(help="Beside samplers of Optuna as they come, which takes minutes.")] = True,
+) -> None:
+    """Replay searches on recorded landscapes, without a GPU: how near the best they end, and the estimate beside them."""
+    from generator import commands  # noqa: PLC0415
+
+    with refusals():
+        code = commands.replay(device, seeds, console, plain=plain)
+    raise typer.Exit(code)
+
+
+@app.command()
+def landscape(
+    context: typer.Context,
+    problems: Annotated[str, typer.Argument(help="Names or patterns, with commas between.")],
+    out: Annotated[
+        Path | None, typer.Option(help="A folder; that of the landscapes that ship with the source.")
+    ] = None,
+) -> None:
+    """Measure EVERY legal variant of PROBLEMS on this GPU, for replay, regret and the estimate: about 15 s each."""
+    from generator import commands  # noqa: PLC0415
+
+    with refusals():
+        code = commands.landscape(problems, before(context, "gpu"), out, console)
+    raise typer.Exit(code)
+
+
+if (
+    __name__ == "__mp_main__"
+):  # one tuner of several: what it forks its processes from imports torch while it does itself
+    from generator.forkserver import fork_server
+
+    fork_server()
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)  # the processes that compile and measure take their environment from here

@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
+import statistics
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from generator import gpu
 from generator.cache import ROOT
 from generator.committed import render_all
 from generator.compiler import pool_of_processes
+from generator.fleet import Fleet, FleetError, Orders, Seat, seats
+from generator.funnel import Funnel, funnel_of
 from generator.journal import Journal
+from generator.locks import gpu_identity, gpu_lock
 from generator.pool import legal_pool
+from generator.portfolio import candidates
 from generator.progress import bar
+from generator.queues import MixedDevicesError, share_storage
 from generator.record import read_record
-from generator.report import knobs, percent_of_floor, problem_lines, winners_table
+from generator.report import knobs, percent_of_floor, problem_lines, stages_table, winners_table
 from generator.run import Run, Tools, tune_all
 from generator.selection import SelectionError, select
+from generator.storage import (
+    LOST_STORAGE,
+    StorageError,
+    close_storage,
+    journal_path,
+    lost_storage,
+    open_storage,
+    opened_storage,
+)
 from generator.targets import target_named
-from generator.worker import Worker
+from generator.worker import Worker, WorkerLostError
 from generator.workload import WORKLOADS
+from tuned.record import RecordError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
     from rich.console import Console
 
@@ -47,60 +65,126 @@ class Options:
     trials: int | None = None
     budget_s: float = math.inf
     out: Path | None = None
+    gpus: str | None = None
+    storage: str | None = None
+    quick: bool = False  # measure the portfolio only
 
 
 def tune(options: Options, console: Console) -> int:
     """Tune on the GPU of this machine; without one, or for a named target, do what is true without."""
-    problems = select(options.family, options.problems)
+    problems = select(options.family, options.problems, folder=options.out)
     if options.target is not None:
         return estimate(options, options.target, console)
     facts = gpu.gather()
     answer = gpu.diagnose(facts)
     if answer.kind != "ready":
         say(console, answer.message)
-        if options.gpu != "auto":
+        if options.gpu != "auto" or options.gpus is not None or options.storage is not None:
             return 1
         return estimate(options, DEFAULT_TARGET, console)
     try:
-        index = gpu.choose_gpu(facts.names, options.gpu)
+        if options.gpus is None:
+            indices = [gpu.choose_gpu(facts.names, options.gpu)]
+        else:
+            indices = gpu.choose_gpus(facts.names, options.gpus)
     except gpu.NoSuchGpuError as error:
         raise SelectionError(str(error)) from error
-    return _measure(options, problems, index, console)
-
-
-def _measure(options: Options, problems: list[Problem], index: int, console: Console) -> int:
-    start = time.monotonic()
-    run = Run(problems)
-    worker = Worker(index)
-    compiler = pool_of_processes()
-    environment: dict[str, Any] = {}
+    places = seats(indices, os.cpu_count() or 1, options.storage)
+    end = time.monotonic() + options.budget_s
+    chosen = candidates if options.quick else None
+    orders = Orders(problems, options.trials or TRIALS, end, options.out, chosen)
     try:
-        worker.start()
-        environment = worker.environment()
-        device = environment["device"]
-        say(
-            console,
-            f"{environment['device_name']} (sm_{environment['capability']}), driver {environment['driver']}, "
-            f"torch {environment['torch']}, Triton {environment['triton']}: {len(problems)} problems, "
-            f"{os.cpu_count()} processes to compile with",
-        )
-        tools = Tools(worker, compiler, Journal(device), environment)
-        with bar(console, len(problems), options.budget_s) as report:
-            tune_all(
-                run,
-                tools,
-                trials=options.trials or TRIALS,
-                budget_s=options.budget_s,
-                folder=options.out,
-                report=report,
-                done=lambda problem, result: say(console, _line(problem, result)),
-            )
+        if options.storage is not None:
+            close_storage(open_storage(options.storage, ""))  # what cannot be reached is said before a GPU is woken
+        return (_measure if len(places) == 1 else _measure_on_many)(options, orders, places, console)
+    except (StorageError, MixedDevicesError, FleetError, WorkerLostError) as error:
+        say(console, f"tune.py: {error}")
+        return 1
+    except Exception as error:
+        if not lost_storage(error):
+            raise
+        say(console, f"tune.py: {LOST_STORAGE}")
+        return 1
+
+
+@contextlib.contextmanager
+def measuring(seat: Seat, waiting: Callable[[str], None]) -> Iterator[Tools]:
+    """Everything that tuning on one GPU takes; ended with the block. ``waiting`` is told who else measures there."""
+    with gpu_lock(gpu_identity(seat.gpu), waiting):
+        worker = Worker(seat.gpu)
+        compiler = pool_of_processes(seat.compilers)
+        try:
+            worker.start()
+            environment = worker.environment()
+            with opened_storage(seat.storage, environment["device"]) as storage:
+                if seat.storage is not None:
+                    share_storage(storage, environment["device"])
+                yield Tools(worker, compiler, Journal(storage), environment)
+        finally:
+            worker.stop()
+            compiler.shutdown(wait=False, cancel_futures=True)
+
+
+def _measure(options: Options, orders: Orders, places: list[Seat], console: Console) -> int:
+    """On one GPU, in this process; other hosts may share the problems through a storage."""
+    start = time.monotonic()
+    run = Run(orders.problems)
+    seat = places[0]
+    try:
+        with measuring(seat, lambda text: say(console, text)) as tools:
+            say(console, _with_what(tools.environment, orders, places))
+            queue = None
+            if seat.storage is not None:
+                queue = orders.queue(tools.journal.storage, tools.environment, seat.owner)
+            with bar(console, len(orders.problems), options.budget_s) as report:
+                tune_all(
+                    run,
+                    tools,
+                    trials=orders.trials,
+                    candidates=orders.candidates,
+                    budget_s=orders.end - time.monotonic(),
+                    folder=options.out,
+                    queue=queue,
+                    report=report,
+                    done=lambda problem, result: say(console, _line(problem, result)),
+                )
     except KeyboardInterrupt:  # before the first problem
         run.interrupted = True
-    finally:
-        worker.stop()
-        compiler.shutdown(wait=False, cancel_futures=True)
     return _tell(run, options, time.monotonic() - start, console)
+
+
+def _measure_on_many(options: Options, orders: Orders, places: list[Seat], console: Console) -> int:
+    """On several GPUs of this host, a process each."""
+    start = time.monotonic()
+    run = Run(orders.problems)
+    told: list[int] = []
+
+    def started(seat: Seat, environment: dict[str, Any]) -> None:
+        if not told:
+            say(console, _with_what(environment, orders, places))
+        told.append(seat.gpu)
+
+    with bar(console, len(orders.problems), options.budget_s) as report:
+        fleet = Fleet(
+            run,
+            orders,
+            started=started,
+            report=lambda index, progress, gpu_index: report(index, progress, f"GPU {gpu_index}"),
+            done=lambda problem, result: say(console, _line(problem, result)),
+            say=lambda text: say(console, text),
+        )
+        fleet.tune(places, measuring)
+    return _tell(run, options, time.monotonic() - start, console, len(places))
+
+
+def _with_what(environment: dict[str, Any], orders: Orders, places: list[Seat]) -> str:
+    count = f"{len(places)} x " if len(places) > 1 else ""
+    each = " for each GPU" if len(places) > 1 else ""
+    return (
+        f"{count}{environment['device_name']} (sm_{environment['capability']}), driver {environment['driver']}, "
+        f"torch {environment['torch']}, Triton {environment['triton']}: {len(orders.problems)} problems, "
+        f"{places[0].compilers} processes to compile with{each}"
+    )
 
 
 def _line(problem: Problem, result: Outcome | str) -> str:
@@ -115,9 +199,14 @@ def _line(problem: Problem, result: Outcome | str) -> str:
     )
 
 
-def _tell(run: Run, options: Options, elapsed_s: float, console: Console) -> int:
-    if run.outcomes:
+def _tell(run: Run, options: Options, elapsed_s: float, console: Console, gpus: int = 1) -> int:
+    if run.winners:
         console.print(winners_table(run.winners, f"Measured in {elapsed_s / 60:.1f} minutes"))
+    if run.outcomes:
+        console.print(stages_table(run.stopwatch.seconds, elapsed_s, gpus, run.stopwatch.busy_share()))
+        say(console, str(sum(map(funnel_of, run.outcomes.values()), Funnel())))
+    if run.others:
+        say(console, f"{len(run.others)} of these were found by other tuners")
     for name, reason in run.skipped.items():
         say(console, f"skipped {name}: {reason}")
     if run.record is not None:
@@ -130,11 +219,11 @@ def _tell(run: Run, options: Options, elapsed_s: float, console: Console) -> int
     if run.interrupted:
         say(
             console,
-            f"Interrupted. {len(run.outcomes)} of {len(run.problems)} problems are done and every trial is kept: "
+            f"Interrupted. {len(run.winners)} of {len(run.problems)} problems are done and every trial is kept: "
             "the same command goes on from here.",
         )
         return INTERRUPTED
-    return 0 if run.outcomes or not run.problems else 1
+    return 0 if run.winners or not run.problems else 1
 
 
 def say(console: Console, text: str) -> None:
@@ -157,7 +246,7 @@ def list_problems(options: Options, console: Console) -> int:
     """List the problems, with what the record of the target has."""
     device = options.target or DEFAULT_TARGET
     winners = read_record(device, options.out)
-    for line in problem_lines(select(options.family, options.problems), winners, device):
+    for line in problem_lines(select(options.family, options.problems, folder=options.out), winners, device):
         say(console, line)
     return 0
 
@@ -165,7 +254,7 @@ def list_problems(options: Options, console: Console) -> int:
 def dry_run(options: Options, console: Console) -> int:
     """Show how many variants each problem has, and why the others are out; nothing is compiled."""
     capability = 90
-    for problem in select(options.family, options.problems):
+    for problem in select(options.family, options.problems, folder=options.out):
         pool = legal_pool(problem, capability)
         trials = min(options.trials or TRIALS, len(pool.variants))
         say(console, f"{problem.name}: {pool.declared} declared -> {len(pool.variants)} legal -> {trials} to measure")
@@ -175,21 +264,63 @@ def dry_run(options: Options, console: Console) -> int:
 
 
 def check(options: Options, console: Console) -> int:
-    """List what is out of date."""
+    """List what is out of date: exit code 1 if a row does not count or a file differs, 0 if something is only worth doing."""
     from generator.audit import findings  # noqa: PLC0415
 
-    found = list(findings(select(options.family, options.problems), options.target, options.out))
+    problems = select(options.family, options.problems, folder=options.out)
+    found = sorted(
+        findings(problems, options.target, options.out), key=lambda f: ("hard", "soft", "note").index(f.kind)
+    )
     for finding in found:
-        say(console, finding)
-    say(console, f"{len(found)} to do" if found else "every row and every generated file is up to date")
-    return 1 if found else 0
+        say(console, finding.text)
+    hard, soft = (sum(f.kind == kind for f in found) for kind in ("hard", "soft"))
+    if hard or soft:
+        say(console, f"{hard} to do, {soft} worth doing")
+    else:
+        say(console, "every row and every generated file is up to date")
+    return 1 if hard else 0
+
+
+def regret(device: str, folder: Path | None, console: Console) -> int:
+    """Tell what each rule that picks a variant for what was not tuned would have cost; exit code 1 past the bars."""
+    from generator import landscape, portfolio  # noqa: PLC0415
+    from generator import regret as rules  # noqa: PLC0415
+
+    measured = landscape.load_landscapes(device)
+    if not measured:
+        raise SelectionError(f"no landscape of {device}: measured whole are {_devices(landscape.FOLDER)}")
+    by_problem = rules.scores(measured)
+    console.print(rules.regret_table(by_problem, f"{len(measured)} problems of {device}, each left out in turn"))
+    by_shape = rules.scores(measured, rules.same_shape)
+    console.print(rules.regret_table(by_shape, "The same, with every layout and direction of its shape left out"))
+    served = next(s for s in by_problem if s.rule == rules.SERVED)
+    winners = read_record(device, folder)
+    for left_out, what in ((rules.same_problem, "the problem's own"), (rules.same_shape, "all of its shape")):
+        if score := rules.from_record(measured, winners, left_out):
+            say(console, f"from the record's rows without {what}: {score.text}")
+    say(
+        console,
+        f"best of a portfolio that was chosen without the problem (--quick): {portfolio.left_out(measured).text}",
+    )
+    good = rules.best_rule(by_problem).rule == rules.SERVED
+    met = served.median <= rules.MEDIAN and served.worst[0] <= rules.WORST
+    say(
+        console,
+        f"bars: median {100 * rules.MEDIAN:g} %, worst {100 * rules.WORST:g} %: {'met' if met else 'not met'}; "
+        f"the rule that serves is {'the best' if good else 'not the best'} of them",
+    )
+    return 0 if met and good else 1
+
+
+def _devices(folder: Path) -> str:
+    return ", ".join(sorted(p.name for p in folder.glob("*") if p.is_dir())) or "none"
 
 
 def estimate(options: Options, target: str, console: Console) -> int:
     """Do what is true without the device; exit code 0 unless a result in the interpreter was wrong."""
     from generator.offline import SAMPLE, run_offline  # noqa: PLC0415
 
-    problems = select(options.family, options.problems, representative=True)
+    problems = select(options.family, options.problems, representative=True, folder=options.out)
     right = run_offline(
         problems,
         target_named(target),
@@ -206,3 +337,91 @@ def show(name: str, device: str | None, folder: Path | None) -> str:
     from generator.show import standalone, winner_of  # noqa: PLC0415
 
     return standalone(winner_of(name, device, folder))
+
+
+def report(device: str | None, folder: Path | None, storage: str | None, path: Path | None) -> Path:
+    """Write the page of a device: one HTML file that needs no network."""
+    from generator.html.page import page  # noqa: PLC0415
+    from generator.html.sources import collect  # noqa: PLC0415
+    from generator.show import recorded_device  # noqa: PLC0415
+
+    device = recorded_device(device, folder)
+    path = path or Path(f"report-{device}.html")
+    with _journal(device, storage) as journal:
+        path.write_text(page(collect(device, folder, journal)), encoding="utf-8")
+    return path
+
+
+def explain(name: str, device: str | None, folder: Path | None, storage: str | None, console: Console) -> int:
+    """Tell what serves a problem on a device, and what each choice of the winner is worth."""
+    from generator import explain as explaining  # noqa: PLC0415
+    from generator.selection import problem_named  # noqa: PLC0415
+    from generator.show import recorded_device  # noqa: PLC0415
+
+    if device is None:
+        try:
+            device = recorded_device(None, folder)
+        except RecordError:
+            device = DEFAULT_TARGET
+    with _journal(device, storage) as journal:
+        for line in explaining.explain(problem_named(name, folder), device, folder, journal):
+            say(console, line)
+    return 0
+
+
+@contextlib.contextmanager
+def _journal(device: str, storage: str | None) -> Iterator[Journal | None]:
+    """The trials of a device, if there are any; asking leaves no empty journal behind."""
+    if storage is None and not journal_path(device).exists():
+        yield None
+        return
+    with opened_storage(storage, device) as opened:
+        yield Journal(opened)
+
+
+def replay(device: str, seeds: int, console: Console, *, plain: bool) -> int:
+    """Print what the landscapes of a device prove of the search and of the estimate."""
+    from generator import evidence  # noqa: PLC0415 - scipy and Optuna's samplers take seconds to import
+    from generator.landscape import load_landscapes  # noqa: PLC0415
+
+    landscapes = load_landscapes(device)
+    if not landscapes:
+        raise SelectionError(
+            f"there are no landscapes of {device}: python tune.py landscape PROBLEMS records them on it"
+        )
+    with console.status("replaying") as status:
+        console.print(evidence.searches(landscapes, seeds, plain=plain, tell=status.update))
+        found = evidence.agreements(landscapes, seeds)
+        say(
+            console,
+            f"two independent tunings of one problem end {100 * statistics.median(found):.2f}% apart in the median, "
+            f"{100 * max(found):.2f}% in the worst of {len(found)}",
+        )
+        console.print(evidence.guess_table(evidence.guesses(landscapes)))
+    return 0
+
+
+def landscape(names: str, gpu_option: str, folder: Path | None, console: Console) -> int:
+    """Measure every legal variant of some problems."""
+    from generator.landscape import FOLDER, record_all  # noqa: PLC0415
+
+    problems = select(None, names)
+    facts = gpu.gather()
+    answer = gpu.diagnose(facts)
+    if answer.kind != "ready":
+        say(console, answer.message)
+        return 1
+    index = gpu.choose_gpu(facts.names, gpu_option)
+    worker, compiler = Worker(index), pool_of_processes()
+    try:
+        with gpu_lock(gpu_identity(index), lambda text: say(console, text)):
+            worker.start()
+            environment = worker.environment()
+            for problem, path, seconds in record_all(problems, worker, compiler, environment, folder or FOLDER):
+                say(console, f"{problem.name}: {seconds:.0f} s, {path}")
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        worker.stop()
+        compiler.shutdown(wait=False, cancel_futures=True)
+    return 0

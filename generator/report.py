@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
+from generator.stopwatch import ON_GPU
 from tuned.choices import choices
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from generator.problem import Problem
     from tuned.record import Winner
@@ -43,6 +44,30 @@ def winners_table(winners: Iterable[Winner], title: str) -> Table:
             f"{w.default_us / w.median_us:.2f}" if w.default_us else "-",
             str(w.trials),
         )
+    return table
+
+
+def stages_table(
+    seconds: Mapping[str, float], elapsed_s: float, gpus: int = 1, busy_share: float | None = None
+) -> Table:
+    """Wall time by stage, the longest first, and what no stage accounts for; of several GPUs, their times together.
+
+    ``busy_share`` is the GPU's share of the time since the first trial, where that is known.
+    """
+    whole_s = elapsed_s * gpus
+    busy_s = sum(seconds.get(stage, 0.0) for stage in ON_GPU)
+    what = f"Wall time of {gpus} GPUs together" if gpus > 1 else "Wall time"
+    share = f", {busy_s / whole_s:.0%} of it on the GPU" if whole_s > 0 else ""
+    since = "" if busy_share is None else f", {busy_share:.0%} since the first trial"
+    title = f"{what}{share}{since}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, min_width=len(title))
+    table.add_column("stage", no_wrap=True)
+    for name in ("seconds", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    known = sorted(((n, s) for n, s in seconds.items() if s > 0), key=lambda item: -item[1])
+    rest_s = whole_s - sum(seconds.values())
+    for name, spent_s in [*known, *([("the rest", rest_s)] if rest_s > 0 else [])]:
+        table.add_row(name, f"{spent_s:.1f}", f"{spent_s / whole_s:.0%}" if whole_s > 0 else "-")
     return table
 
 

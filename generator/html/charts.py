@@ -1,0 +1,217 @@
+"""Where the marks of a chart go: numbers in, pixels and words out; the page's template draws them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+STRIP = 26  # pixels of height a row of points
+LABEL_GAP = 13.0  # pixels between the middles of two labels at the ends of lines
+
+
+@dataclasses.dataclass(frozen=True)
+class Tick:
+    """A labelled place on an axis, in pixels."""
+
+    at: float
+    label: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """A point, with what it says when pointed at."""
+
+    x: float
+    y: float
+    title: str
+    beyond: bool = False  # drawn at the edge: the value lies outside of the axis
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """Points of one colour; ``kind`` is its class in the style sheet."""
+
+    kind: str
+    label: str
+    marks: list[Mark]
+    line: bool = True
+    label_at: tuple[float, float] | None = None
+
+    @property
+    def path(self) -> str:
+        """The line through the points, as an SVG polyline takes it."""
+        return " ".join(f"{m.x:.1f},{m.y:.1f}" for m in self.marks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """Where a chart's axes stand in its drawing."""
+
+    width: int = 520
+    height: int = 320
+    left: float = 48.0
+    right: float = 364.0  # names of lines stand beyond
+    top: float = 12.0
+    bottom: float = 276.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """One drawing, in pixels of its own that the page scales."""
+
+    title: str
+    summary: str  # what a reader who cannot see it should know
+    x_label: str
+    y_label: str
+    frame: Frame
+    x_ticks: list[Tick]
+    y_ticks: list[Tick]
+    series: list[Series]
+    rule_at: float | None = None  # height of a horizontal line of reference
+    rule_across: float | None = None  # place of a vertical one
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """Values to pixels."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """The pixel of a value."""
+        scale: Callable[[float], float] = math.log if self.log else float
+        share = (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
+        return round(self.start + share * (self.end - self.start), 1)
+
+    def clipped(self, value: float) -> float:
+        """The pixel of a value, or of the nearest that the axis shows."""
+        return self(min(max(value, self.low), self.high))
+
+
+def apart(places: Sequence[float], gap: float = LABEL_GAP, lowest: float = math.inf) -> list[float]:
+    """The places moved, as little as a pass down and a pass up need, until none is nearer to the next than ``gap``."""
+    order = sorted(range(len(places)), key=places.__getitem__)
+    moved = list(places)
+    for before, here in itertools.pairwise(order):
+        moved[here] = max(moved[here], moved[before] + gap)
+    limit = lowest
+    for here in reversed(order):
+        moved[here] = min(moved[here], limit)
+        limit = moved[here] - gap
+    return moved
+
+
+def decades(low: float, high: float) -> list[float]:
+    """Powers of ten from ``low`` to ``high``, those around included."""
+    return [10.0**n for n in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+
+
+def line_chart(  # noqa: PLR0913 - what a chart is made of
+    title: str,
+    summary: str,
+    labels: tuple[str, str],
+    lines: Sequence[tuple[str, str, Sequence[tuple[float, float]]]],
+    y_ticks: Sequence[float],
+    *,
+    unit: str,
+    log: bool,
+    frame: Frame | None = None,
+) -> Chart:
+    """Lines over powers of two, each named at its end; ``lines`` are (kind, name, points), ``labels`` those of x and y."""
+    frame = frame or Frame()
+    xs = sorted({x for *_, points in lines for x, _ in points})
+    x_axis = Axis(xs[0], max(xs[-1], xs[0] * 2), frame.left + 10, frame.right - 8, log=True)
+    y_axis = Axis(y_ticks[0], y_ticks[-1], frame.bottom, frame.top, log=log)
+    every = max(1, math.ceil(len(xs) * 44 / (frame.right - frame.left)))
+    ends = apart([y_axis.clipped(points[-1][1]) for *_, points in lines], lowest=frame.bottom)
+    series = []
+    for (kind, name, points), end in zip(lines, ends, strict=True):
+        marks = [
+            Mark(x_axis(x), y_axis.clipped(y), f"{name}, {count_name(x)}: {number(y)}{unit}", y > y_ticks[-1])
+            for x, y in points
+        ]
+        series.append(Series(kind, name, marks, label_at=(marks[-1].x + 9, end)))
+    return Chart(
+        title,
+        summary,
+        *labels,
+        frame,
+        [Tick(x_axis(x), count_name(x)) for x in xs[::-every]][::-1],
+        [Tick(y_axis(y), f"{y:,.0f}") for y in y_ticks],
+        series,
+    )
+
+
+def scatter(  # noqa: PLR0913 - what a chart is made of
+    title: str,
+    summary: str,
+    labels: tuple[str, str],
+    groups: Sequence[tuple[str, str, Sequence[tuple[float, float, str]]]],
+    y_ticks: Sequence[float],
+    rule: float,
+) -> Chart:
+    """Points over bytes on a logarithmic axis; ``groups`` are (kind, name, [(x, y, title)]), ``rule`` a line across."""
+    frame = Frame(width=1080, height=320, right=1070.0)
+    xs = [x for *_, points in groups for x, _, _ in points]
+    low, high = 2.0 ** math.floor(math.log2(min(xs))), 2.0 ** math.ceil(math.log2(max(xs) * 1.01))
+    x_axis = Axis(low, high, frame.left + 10, frame.right - 10, log=True)
+    y_axis = Axis(y_ticks[0], y_ticks[-1], frame.bottom, frame.top)
+    octaves = range(round(math.log2(low)), round(math.log2(high)) + 1)
+    ticks = [Tick(x_axis(2.0**n), byte_name(2**n)) for n in octaves if n % max(1, round(len(octaves) / 6)) == 0]
+    series = []
+    for kind, name, points in groups:
+        marks = [
+            Mark(x_axis(x), y_axis.clipped(y), title, not y_ticks[0] <= y <= y_ticks[-1]) for x, y, title in points
+        ]
+        series.append(Series(kind, name, marks, line=False))
+    y_places = [Tick(y_axis(y), f"{y:g}") for y in y_ticks]
+    return Chart(title, summary, *labels, frame, ticks, y_places, series, rule_at=y_axis(rule))
+
+
+def strips(
+    title: str, summary: str, x_label: str, rows: Sequence[tuple[str, Sequence[tuple[float, str]], float]]
+) -> Chart:
+    """A row of points a name, on one logarithmic axis, with their mean; ``rows`` are (name, [(x, title)], mean)."""
+    bottom = 12.0 + STRIP * len(rows)
+    frame = Frame(width=1080, height=round(bottom) + 44, left=215.0, right=1070.0, bottom=bottom)
+    values = [x for _, points, _ in rows for x, _ in points]
+    low, high = min(0.9, *values), max(values) * 1.05
+    x_axis = Axis(low, high, frame.left + 8, frame.right - 8, log=True)
+    ticks = [t for t in (0.25, 0.5, 1, 2, 5, 10, 20, 50, 100, 200) if low <= t <= high]
+    places = [Tick(frame.top + STRIP * (i + 0.5), name) for i, (name, *_) in enumerate(rows)]
+    series = []
+    for place, (name, points, mean) in zip(places, rows, strict=True):
+        series.append(Series("point", name, [Mark(x_axis(x), place.at, t) for x, t in points], line=False))
+        series.append(Series("mean", name, [Mark(x_axis(mean), place.at, f"{name}: mean {mean:.2f}")], line=False))
+    x_places = [Tick(x_axis(t), f"{t:g}") for t in ticks]
+    return Chart(title, summary, x_label, "", frame, x_places, places, series, rule_across=x_axis(1))
+
+
+def number(value: float) -> str:
+    """Three digits, or all those before the point."""
+    return f"{value:,.{max(0, 3 - len(str(int(abs(value)))))}f}"
+
+
+def count_name(value: float) -> str:
+    """1024 -> "1k"."""
+    for unit, size in (("M", 2**20), ("k", 2**10)):
+        if value >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
+
+
+def byte_name(value: float) -> str:
+    """Bytes in the largest binary unit that leaves at least one."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= size:
+            return f"{value / size:g} {unit}"
+    return f"{value:g} B"
