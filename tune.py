@@ -210,13 +210,14 @@ def regret(
 def replay(
     device: Annotated[str, typer.Option(help="Whose landscapes.")] = "nvidia_h200",
     seeds: Annotated[int, typer.Option(min=1, help="Searches of each landscape.")] = 3,
-    plain: Annotated[bool, typer.Option(help="Beside samplers of Optuna as they come, which takes minutes.")] = True,
+    plain: Annotated[bool, typer.Option(help="Beside samplers of Optuna as they come, which takes a minute.")] = True,
+    write: Annotated[Path | None, typer.Option(help="Put the table between the marks of this file too.")] = None,
 ) -> None:
     """Replay searches on recorded landscapes, without a GPU: how near the best they end, and the estimate beside them."""
     from generator import commands  # noqa: PLC0415
 
     with refusals():
-        code = commands.replay(device, seeds, console, plain=plain)
+        code = commands.replay(device, seeds, write, console, plain=plain)
     raise typer.Exit(code)
 
 

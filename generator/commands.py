@@ -379,7 +379,7 @@ def _journal(device: str, storage: str | None) -> Iterator[Journal | None]:
         yield Journal(opened)
 
 
-def replay(device: str, seeds: int, console: Console, *, plain: bool) -> int:
+def replay(device: str, seeds: int, write: Path | None, console: Console, *, plain: bool) -> int:
     """Print what the landscapes of a device prove of the search and of the estimate."""
     from generator import evidence  # noqa: PLC0415 - scipy and Optuna's samplers take seconds to import
     from generator.landscape import load_landscapes  # noqa: PLC0415
@@ -390,7 +390,10 @@ def replay(device: str, seeds: int, console: Console, *, plain: bool) -> int:
             f"there are no landscapes of {device}: python tune.py landscape PROBLEMS records them on it"
         )
     with console.status("replaying") as status:
-        console.print(evidence.searches(landscapes, seeds, plain=plain, tell=status.update))
+        searched = evidence.searches(landscapes, seeds, plain=plain, tell=status.update)
+        console.print(evidence.search_table(landscapes, searched))
+        if write is not None:
+            evidence.put_between(write, "replay", evidence.search_markdown(searched))
         found = evidence.agreements(landscapes, seeds)
         say(
             console,

@@ -19,10 +19,21 @@ from generator.workload import WORKLOADS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from generator.landscape import Landscape
 
 FIRST = 5  # picks of the estimate
+# Head of a column -> its name in generator.replay.summary.
+COLUMNS = {
+    "after 15": "median at 15",
+    "after 30": "median at 30",
+    "after 60": "median at 60",
+    "found, median": "median",
+    "found, worst": "worst",
+    "named, median": "median winner",
+    "named, worst": "worst winner",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,31 +48,60 @@ class Guess:
 
 def searches(
     landscapes: Sequence[Landscape], seeds: int, *, plain: bool, tell: Callable[[str], None] = lambda _: None
-) -> Table:
-    """Every strategy on every landscape, ``seeds`` times."""
+) -> dict[str, tuple[int, dict[str, float]]]:
+    """How many searches there were of every strategy, and their generator.replay.summary; ``seeds`` a landscape."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    found = {}
+    for name, strategy in strategies(landscapes).items():
+        if strategy.plain and not plain:
+            continue
+        tell(name)
+        count = 1 if strategy.plain else seeds
+        replays = [strategy.run(one, seed) for one in landscapes[:: strategy.every] for seed in range(count)]
+        found[name] = len(replays), summary(replays)
+    return found
+
+
+def _cells(count: int, found: dict[str, float]) -> list[str]:
+    wasted, each = f"{100 * found['wasted']:.0f}%", f"{found['ms a proposal']:.1f}"
+    return [str(count), *(f"{100 * found[c]:.2f}" for c in COLUMNS.values()), wasted, each]
+
+
+def search_table(landscapes: Sequence[Landscape], found: dict[str, tuple[int, dict[str, float]]]) -> Table:
+    """A row a strategy."""
     least, most = min(map(evaluations, landscapes)), max(map(evaluations, landscapes))
     table = Table(
         title=f"Percent slower than the best of all variants, after {least} to {most} evaluations, {SHARE:.0%} of a pool",
         caption="found: the best variant that was measured; named: what the search ends with, the simpler inside the noise",
     )
     table.add_column("strategy")
-    columns = ("median at 15", "median at 30", "median at 60", "median", "worst", "median winner", "worst winner")
-    heads = ("after 15", "after 30", "after 60", "found, median", "found, worst", "named, median", "named, worst")
-    for head in ("searches", *heads, "wasted", "ms each"):
+    for head in ("searches", *COLUMNS, "wasted", "ms each"):
         table.add_column(head, justify="right")
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    for name, strategy in strategies(landscapes).items():
-        if strategy.plain and not plain:
-            continue
-        tell(name)
-        chosen = landscapes[:: strategy.every]
-        count = 1 if strategy.plain else seeds
-        replays = [strategy.run(one, seed) for one in chosen for seed in range(count)]
-        found = summary(replays)
-        cells = [f"{100 * found[c]:.2f}" for c in columns]
-        wasted, each = f"{100 * found['wasted']:.0f}%", f"{found['ms a proposal']:.1f}"
-        table.add_row(name, str(len(replays)), *cells, wasted, each)
+    for name, (count, figures) in found.items():
+        table.add_row(name, *_cells(count, figures))
     return table
+
+
+def search_markdown(found: dict[str, tuple[int, dict[str, float]]]) -> str:
+    """The same for a README."""
+    heads = ("strategy", "searches", *COLUMNS, "wasted proposals", "ms a proposal")
+    rows = [heads, ("---", *["---:"] * (len(heads) - 1))]
+    rows += [(name, *_cells(count, figures)) for name, (count, figures) in found.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def put_between(path: Path, mark: str, text: str) -> None:
+    """Write a text between the marks of a file.
+
+    Raises:
+        ValueError: the file does not have them, once each and in order.
+    """
+    begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
+    before, found_begin, rest = path.read_text().partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end:
+        raise ValueError(f"{path} must have the marks {begin} and {end}")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
 def agreements(landscapes: Sequence[Landscape], pairs: int) -> list[float]:

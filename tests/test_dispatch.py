@@ -274,8 +274,8 @@ def test_what_autograd_could_not_follow_is_not_overwritten(which: str) -> None:
 
 def test_importing_dispatch_needs_torch_alone_and_no_time() -> None:
     code = (
-        "import torch, sys, time; t = time.perf_counter(); import tuned.dispatch; "
-        "print(time.perf_counter() - t, *[m for m in ('triton', 'jinja2', 'optuna', 'generator', 'numpy.testing') "
+        "import torch, sys, time; t = time.process_time(); import tuned.dispatch; "
+        "print(time.process_time() - t, *[m for m in ('triton', 'jinja2', 'optuna', 'generator', 'numpy.testing') "
         "if m in sys.modules])"
     )
     best = min(_import_seconds(code) for _ in range(3))

@@ -252,5 +252,5 @@ def test_the_cores_are_divided_among_the_gpus() -> None:
     assert [(s.gpu, s.compilers) for s in seats([0, 2, 3], 16, None)] == [(0, 16), (2, 16), (3, 16)]
     assert [s.compilers for s in seats([0, 1], 1, None)] == [1, 1]
     assert [s.compilers for s in seats([0, 1], 128, None)] == [64, 64]
-    assert [s.compilers for s in seats(list(range(8)), 64, None)] == [32] * 8
+    assert [s.compilers for s in seats(list(range(8)), 64, None)] == [24] * 8
     assert len({s.owner for s in seats([0, 1], 2, None)}) == 2

@@ -93,6 +93,22 @@ def test_a_replay_measures_what_a_search_measures_and_counts_it_once() -> None:
     )
 
 
+def test_the_table_of_the_readme_is_what_replay_gives(tmp_path: Path) -> None:
+    few = LANDSCAPES[:2]
+    found = evidence.searches(few, 1, plain=False)
+    assert list(found) == ["tune.py, seeded by other problems", "tune.py", "random, none twice"]
+    lines = evidence.search_markdown(found).splitlines()
+    assert len({line.count("|") for line in lines}) == 1
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- replay:begin -->\nold\n<!-- replay:end -->\nafter\n")
+    evidence.put_between(page, "replay", "\n".join(lines))
+    assert page.read_text().splitlines() == ["before", "<!-- replay:begin -->", *lines, "<!-- replay:end -->", "after"]
+    page.write_text("no marks")
+    with pytest.raises(ValueError, match="must have the marks"):
+        evidence.put_between(page, "replay", "x")
+    assert page.read_text() == "no marks"
+
+
 # --- the estimate -------------------------------------------------------------------------------------------------------
 
 
