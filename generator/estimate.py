@@ -30,11 +30,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from generator.model import Work, fitted, resident
+from generator.model import fitted
+from generator.work import WORK, Work, resident
 from tuned.launch import ceil_div
-from tuned.rope.launches import programs
-from tuned.rope.spec import ITEM_SIZE
-from tuned.rope.variant import half_block
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,54 +48,6 @@ START_US = 0.6
 LEAST_US = 1.5  # decode calls of any kind, whose bytes take a tenth of it
 LANES = 128  # a processor
 PER_ELEMENT, PER_SINE, PER_THREAD = 10, 45, 60  # instructions
-
-
-def rope_work(problem: Problem, variant: Any) -> tuple[Work, ...]:
-    """The one launch of the rotation."""
-    spec, size = problem.spec, problem.size
-    item, half = ITEM_SIZE[spec.dtype], half_block(spec)
-    entries_per_pair = 2 if spec.angle_entries == "feature" else 1
-    angle_row = spec.bytes_per_position()
-    seq, batch = (size.tokens, 1) if spec.packed else (size.seq, size.batch)
-    count = programs(spec, variant, seq, batch)
-    tile_rows = variant.block_tokens * variant.block_heads
-    return (
-        Work(
-            programs=count,
-            warps=variant.num_warps,
-            memory_bytes=size.tokens * spec.bytes_per_token() + size.seq * angle_row,
-            again_bytes=max(0.0, count * variant.block_tokens * angle_row - size.seq * angle_row),
-            in_flight_bytes=tile_rows * spec.rotary_dim * item + variant.block_tokens * angle_row,
-            elements=count * tile_rows * variant.head_steps * 2 * half,
-            sines=count * variant.block_tokens * half * 2 * entries_per_pair if spec.takes_sine else 0,
-            pairs_per_thread=tile_rows * half / (32 * variant.num_warps),
-            row_bytes=half * item,
-            early=variant.pdl,
-        ),
-    )
-
-
-def gru_cell_work(problem: Problem, variant: Any) -> tuple[Work, ...]:
-    """The one launch of the gates: seven elements read and one written for each; three exponentials."""
-    spec, size = problem.spec, problem.size
-    tile = variant.block_batch * variant.block_hidden
-    count = ceil_div(size.batch, variant.block_batch) * ceil_div(spec.hidden, variant.block_hidden)
-    item = ITEM_SIZE[spec.dtype]
-    return (
-        Work(
-            programs=count,
-            warps=variant.num_warps,
-            memory_bytes=size.batch * spec.bytes_per_row(),
-            again_bytes=count * 6 * variant.block_hidden * item if spec.bias else 0,
-            in_flight_bytes=7 * tile * item,
-            elements=8 * count * tile,
-            sines=0.5 * count * tile,  # an exponential and a division are about a quarter of a sine
-            pairs_per_thread=4 * tile / (32 * variant.num_warps),
-        ),
-    )
-
-
-WORK = {"rope": rope_work, "gru_cell": gru_cell_work}
 
 
 def estimates(

@@ -10,11 +10,11 @@ import optuna
 from rich.table import Table
 
 from generator.compile import Resources
-from generator.estimate import WORK
 from generator.model import fitted
 from generator.offline import order
 from generator.replay import SHARE, agreement, evaluations, strategies, summary
 from generator.targets import target_named
+from generator.work import WORK
 from generator.workload import WORKLOADS
 
 if TYPE_CHECKING:

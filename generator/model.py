@@ -18,6 +18,7 @@ import numpy as np
 
 from generator.landscape import load_landscapes
 from generator.sampler import WARP
+from generator.work import WORK, Work, registers_of, resident
 from tuned.choices import choices
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ DEVICE = "nvidia_h200"  # whose landscapes there are
 RIDGE = 0.03  # a landscape
 WORST = 1.0  # twice the time of the best: how much slower than that makes no difference
 SMALL_BYTES = 8e6  # a call of fewer is over in the time of a launch or two
-# Before anything is compiled: 8, 16 and 32 pairs a thread compiled to 32, 60 and 96 registers for sm_90.
-BASE_REGISTERS, REGISTERS_PER_PAIR = 16, 2.6
 # Edges of the levels, in octaves but for registers.
 WAVES = (-3, -2, -1, 0, 1, 2, 4, 6)
 PROGRAMS = (-2, -1, 0, 1, 2, 3, 5, 7)
@@ -42,35 +41,6 @@ REGISTERS = (24, 32, 40, 48, 64, 80, 96, 128)
 IN_FLIGHT = (10, 12, 13, 14, 15, 16, 17)
 WIDTH = (4, 5, 6, 7, 8, 9)
 PAIRS = (0, 1, 2, 3, 4, 5)
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What one launch does, counted from spec, size and variant."""
-
-    programs: int
-    warps: int
-    memory_bytes: float  # all programs, each byte once
-    again_bytes: float  # read again, from L2
-    in_flight_bytes: float  # a program's loads before it first waits
-    elements: float  # all programs, masked lanes too
-    sines: float  # all programs
-    pairs_per_thread: float
-    row_bytes: float = 16.0  # what lies side by side of a tile
-    early: bool = False  # programmatic dependent launch
-
-
-def resident(work: Work, target: Target, need: Resources | None) -> int:
-    """Programs of a launch that a processor holds at a time; at least 1."""
-    threads = target.warp * work.warps
-    registers = _registers(work, need)
-    by_registers = target.registers // (max(8, math.ceil(registers / 8) * 8) * threads)
-    by_shared = target.shared_bytes // ((need.shared_bytes if need else 0) + 1024)  # 1 KiB a program is the system's
-    return max(1, min(target.threads // threads, int(by_registers), by_shared, target.programs))
-
-
-def _registers(work: Work, need: Resources | None) -> float:
-    return need.registers if need else BASE_REGISTERS + REGISTERS_PER_PAIR * work.pairs_per_thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +82,7 @@ def _columns(problem: Problem, target: Target, rows: Sequence[tuple[Any, Work, R
                 *_level(math.log2(alone / here), WAVES),
                 *_level(math.log2(alone), PROGRAMS),
                 *_level(math.log2(here * work.warps * target.warp), THREADS),
-                *_level(_registers(work, need), REGISTERS),
+                *_level(registers_of(work, need), REGISTERS),
                 *_level(math.log2(min(here, alone) * work.in_flight_bytes), IN_FLIGHT),
                 *_level(math.log2(work.row_bytes), WIDTH),
             ]
@@ -130,7 +100,6 @@ def _columns(problem: Problem, target: Target, rows: Sequence[tuple[Any, Work, R
 def fit(landscapes: Sequence[Landscape], target: Target) -> Model:
     """The model of these landscapes, all of one family, measured on ``target``."""
     from generator.compile import Resources  # noqa: PLC0415 - imports Triton
-    from generator.estimate import WORK  # noqa: PLC0415 - which imports this module
 
     columns, values = [], []
     for landscape in landscapes:

@@ -10,13 +10,13 @@ import pytest
 
 from generator import offline
 from generator.compile import Resources, target_of
-from generator.estimate import START_US, by_hand_us, rope_work
+from generator.estimate import START_US, by_hand_us
 from generator.interpret import small
-from generator.model import resident
 from generator.offline import Estimate, funnel, picks, sample_of, save
 from generator.pool import legal_pool
 from generator.selection import problem_named
 from generator.targets import TARGETS, UnknownTargetError, target_named
+from generator.work import resident, rope_work
 from tests.test_record import winner
 from tuned.rope.variant import RopeVariant, default_variant
 
