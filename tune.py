@@ -85,8 +85,8 @@ def main(  # noqa: PLR0913 - one parameter an option
     if context.invoked_subcommand is not None:
         return
     from generator import commands  # noqa: PLC0415 - torch takes seconds to import, --help must not
+    from generator.estimating.targets import UnknownTargetError  # noqa: PLC0415
     from generator.selection import SelectionError  # noqa: PLC0415
-    from generator.targets import UnknownTargetError  # noqa: PLC0415
     from tuned.record import RecordError  # noqa: PLC0415
 
     limit_s = seconds(budget)
@@ -148,9 +148,9 @@ def show(
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
     """What cannot be answered becomes a sentence and an exit code."""
+    from generator.estimating.targets import UnknownTargetError  # noqa: PLC0415
+    from generator.keeping.storage import StorageError  # noqa: PLC0415
     from generator.selection import SelectionError  # noqa: PLC0415
-    from generator.storage import StorageError  # noqa: PLC0415
-    from generator.targets import UnknownTargetError  # noqa: PLC0415
     from tuned.record import RecordError  # noqa: PLC0415
 
     try:
@@ -240,7 +240,7 @@ def landscape(
 if (
     __name__ == "__mp_main__"
 ):  # one tuner of several: what it forks its processes from imports torch while it does itself
-    from generator.forkserver import fork_server
+    from generator.processes.forkserver import fork_server
 
     fork_server()
 

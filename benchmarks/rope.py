@@ -22,7 +22,7 @@ import torch
 import tuned.dispatch
 from benchmarks import peers, plan, record
 from benchmarks.call import Buffers, Call, make_buffers, reference
-from generator.bench import Timing, copy_time, device_time, host_time, sets_beyond_l2
+from generator.measuring.bench import Timing, copy_time, device_time, host_time, sets_beyond_l2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

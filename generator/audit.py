@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from generator.committed import KERNELS, generated_files
-from generator.environment import driver_version
-from generator.record import PACKAGE, QUICK, TABLES, WINNERS, read_record, record_path
-from generator.seeds import same_problem
-from generator.structures import structures
+from generator.keeping.record import PACKAGE, QUICK, TABLES, WINNERS, read_record, record_path
+from generator.measuring.environment import driver_version
+from generator.rendering.committed import KERNELS, generated_files
+from generator.rendering.structures import structures
+from generator.searching.seeds import same_problem
 from generator.workload import default_problems
 from tuned.device import device_slug
 from tuned.mismatch import HARD, SOFT, differences, other_text

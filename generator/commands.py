@@ -13,21 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from generator import gpu
 from generator.cache import ROOT
-from generator.committed import render_all
-from generator.compiler import pool_of_processes
-from generator.fleet import Fleet, FleetError, Orders, Seat, seats
-from generator.funnel import Funnel, funnel_of
-from generator.journal import Journal
-from generator.locks import gpu_identity, gpu_lock
-from generator.pool import legal_pool
-from generator.portfolio import candidates
-from generator.progress import bar
-from generator.queues import MixedDevicesError, share_storage
-from generator.record import read_record
-from generator.report import knobs, percent_of_floor, problem_lines, stages_table, winners_table
-from generator.run import Run, Tools, tune_all
-from generator.selection import SelectionError, select
-from generator.storage import (
+from generator.estimating.targets import target_named
+from generator.keeping.journal import Journal
+from generator.keeping.record import read_record
+from generator.keeping.storage import (
     LOST_STORAGE,
     StorageError,
     close_storage,
@@ -36,8 +25,19 @@ from generator.storage import (
     open_storage,
     opened_storage,
 )
-from generator.targets import target_named
-from generator.worker import Worker, WorkerLostError
+from generator.processes.compiler import pool_of_processes
+from generator.processes.locks import gpu_identity, gpu_lock
+from generator.processes.worker import Worker, WorkerLostError
+from generator.proving.portfolio import candidates
+from generator.rendering.committed import render_all
+from generator.searching.fleet import Fleet, FleetError, Orders, Seat, seats
+from generator.searching.pool import legal_pool
+from generator.searching.queues import MixedDevicesError, share_storage
+from generator.searching.run import Run, Tools, tune_all
+from generator.selection import SelectionError, select
+from generator.telling.funnel import Funnel, funnel_of
+from generator.telling.progress import bar
+from generator.telling.report import knobs, percent_of_floor, problem_lines, stages_table, winners_table
 from generator.workload import WORKLOADS
 from tuned.record import RecordError
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from generator.problem import Problem
-    from generator.search import Outcome
+    from generator.searching.search import Outcome
 
 DEFAULT_TARGET = "nvidia_h200"
 TRIALS = 96  # a problem: the 94 default problems then take under 6 minutes on one H200
@@ -283,8 +283,8 @@ def check(options: Options, console: Console) -> int:
 
 def regret(device: str, folder: Path | None, console: Console) -> int:
     """Tell what each rule that picks a variant for what was not tuned would have cost; exit code 1 past the bars."""
-    from generator import landscape, portfolio  # noqa: PLC0415
-    from generator import regret as rules  # noqa: PLC0415
+    from generator.proving import landscape, portfolio  # noqa: PLC0415
+    from generator.proving import regret as rules  # noqa: PLC0415
 
     measured = landscape.load_landscapes(device)
     if not measured:
@@ -318,7 +318,7 @@ def _devices(folder: Path) -> str:
 
 def estimate(options: Options, target: str, console: Console) -> int:
     """Do what is true without the device; exit code 0 unless a result in the interpreter was wrong."""
-    from generator.offline import SAMPLE, run_offline  # noqa: PLC0415
+    from generator.estimating.offline import SAMPLE, run_offline  # noqa: PLC0415
 
     problems = select(options.family, options.problems, representative=True, folder=options.out)
     right = run_offline(
@@ -334,16 +334,16 @@ def estimate(options: Options, target: str, console: Console) -> int:
 
 def show(name: str, device: str | None, folder: Path | None) -> str:
     """The winner of a problem as one file."""
-    from generator.show import standalone, winner_of  # noqa: PLC0415
+    from generator.rendering.show import standalone, winner_of  # noqa: PLC0415
 
     return standalone(winner_of(name, device, folder))
 
 
 def report(device: str | None, folder: Path | None, storage: str | None, path: Path | None) -> Path:
     """Write the page of a device: one HTML file that needs no network."""
-    from generator.html.page import page  # noqa: PLC0415
-    from generator.html.sources import collect  # noqa: PLC0415
-    from generator.show import recorded_device  # noqa: PLC0415
+    from generator.rendering.show import recorded_device  # noqa: PLC0415
+    from generator.telling.html.page import page  # noqa: PLC0415
+    from generator.telling.html.sources import collect  # noqa: PLC0415
 
     device = recorded_device(device, folder)
     path = path or Path(f"report-{device}.html")
@@ -354,9 +354,9 @@ def report(device: str | None, folder: Path | None, storage: str | None, path: P
 
 def explain(name: str, device: str | None, folder: Path | None, storage: str | None, console: Console) -> int:
     """Tell what serves a problem on a device, and what each choice of the winner is worth."""
-    from generator import explain as explaining  # noqa: PLC0415
+    from generator.rendering.show import recorded_device  # noqa: PLC0415
     from generator.selection import problem_named  # noqa: PLC0415
-    from generator.show import recorded_device  # noqa: PLC0415
+    from generator.telling import explain as explaining  # noqa: PLC0415
 
     if device is None:
         try:
@@ -381,8 +381,8 @@ def _journal(device: str, storage: str | None) -> Iterator[Journal | None]:
 
 def replay(device: str, seeds: int, write: Path | None, console: Console, *, plain: bool) -> int:
     """Print what the landscapes of a device prove of the search and of the estimate."""
-    from generator import evidence  # noqa: PLC0415 - scipy and Optuna's samplers take seconds to import
-    from generator.landscape import load_landscapes  # noqa: PLC0415
+    from generator.proving import evidence  # noqa: PLC0415 - scipy and Optuna's samplers take seconds to import
+    from generator.proving.landscape import load_landscapes  # noqa: PLC0415
 
     landscapes = load_landscapes(device)
     if not landscapes:
@@ -406,7 +406,7 @@ def replay(device: str, seeds: int, write: Path | None, console: Console, *, pla
 
 def landscape(names: str, gpu_option: str, folder: Path | None, console: Console) -> int:
     """Measure every legal variant of some problems."""
-    from generator.landscape import FOLDER, record_all  # noqa: PLC0415
+    from generator.proving.landscape import FOLDER, record_all  # noqa: PLC0415
 
     problems = select(None, names)
     facts = gpu.gather()

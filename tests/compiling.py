@@ -53,7 +53,7 @@ def default_launches() -> dict[str, Launch]:
     import torch  # noqa: PLC0415
 
     from generator.families import gru_cell, rope  # noqa: PLC0415
-    from generator.structures import ROPE_SCHEDULES, gru_cell_specs, rope_specs  # noqa: PLC0415
+    from generator.rendering.structures import ROPE_SCHEDULES, gru_cell_specs, rope_specs  # noqa: PLC0415
     from generator.workload import empty_like_call  # noqa: PLC0415
     from tuned.gru_cell.launches import launches as gru_launches  # noqa: PLC0415
     from tuned.gru_cell.spec import GruCellSize  # noqa: PLC0415
@@ -86,7 +86,7 @@ def default_launches() -> dict[str, Launch]:
 
 def needs(name: str, architecture: str) -> Needs:
     """Compile a kernel's default launch for an architecture."""
-    from generator.compile import resources, target_of  # noqa: PLC0415
+    from generator.measuring.compile import resources, target_of  # noqa: PLC0415
 
     found = resources(default_launches()[name], target_of(architecture))
     return Needs(found.registers, found.spill_bytes)
@@ -116,7 +116,7 @@ def machine_code(cubin: bytes) -> bytes:
 
 def code_digests(architecture: str) -> dict[str, str]:
     """Kernel name -> digest of the machine code of its default launch."""
-    from generator.compile import compile_launch, target_of  # noqa: PLC0415
+    from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415
 
     target = target_of(architecture)
     return {
@@ -130,8 +130,8 @@ def widths(arguments: dict[str, Any], knobs: dict[str, Any], shift: int = 0) -> 
 
     ``shift`` moves x and the output by so many elements from an aligned address.
     """
-    from generator.compile import compile_launch, target_of  # noqa: PLC0415
     from generator.families.rope import inputs  # noqa: PLC0415
+    from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415
     from generator.workload import empty_like_call  # noqa: PLC0415
     from tuned.rope.launches import launches  # noqa: PLC0415
     from tuned.rope.spec import RopeSize, RopeSpec  # noqa: PLC0415
@@ -164,8 +164,8 @@ class _Moved:
 
 def pool_failures(problem: Problem, first: int, step: int) -> tuple[int, dict[str, str]]:
     """How many of every ``step``th variants of a problem's pool from ``first`` there are, and what is wrong with which."""
-    from generator.compiler import compile_variant  # noqa: PLC0415
-    from generator.pool import legal_pool  # noqa: PLC0415
+    from generator.processes.compiler import compile_variant  # noqa: PLC0415
+    from generator.searching.pool import legal_pool  # noqa: PLC0415
 
     variants = legal_pool(problem, 90).variants[first::step]
     found = {str(variant): compile_variant(problem, variant, "sm_90") for variant in variants}
@@ -174,7 +174,7 @@ def pool_failures(problem: Problem, first: int, step: int) -> tuple[int, dict[st
 
 def code_with_pdl(name: str) -> list[str]:
     """The machine code on sm_90 of a kernel's default launch with pdl=True."""
-    from generator.compile import compile_launch, target_of  # noqa: PLC0415
+    from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415
 
     launch = default_launches()[name]
     launch = dataclasses.replace(
@@ -185,8 +185,8 @@ def code_with_pdl(name: str) -> list[str]:
 
 def gru_needs(spec: GruCellSpec) -> Needs:
     """Compile the gates of a spec, untuned, for sm_90."""
-    from generator.compile import resources, target_of  # noqa: PLC0415
     from generator.families.gru_cell import inputs  # noqa: PLC0415
+    from generator.measuring.compile import resources, target_of  # noqa: PLC0415
     from generator.workload import empty_like_call  # noqa: PLC0415
     from tuned.gru_cell.launches import launches  # noqa: PLC0415
     from tuned.gru_cell.spec import GruCellSize  # noqa: PLC0415

@@ -6,10 +6,10 @@ import concurrent.futures
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from generator.bench import Timing
-from generator.compile import Resources
-from generator.stage import Baselines, Measured
-from generator.worker import TrialFailedError, WorkerLostError
+from generator.measuring.bench import Timing
+from generator.measuring.compile import Resources
+from generator.measuring.stage import Baselines, Measured
+from generator.processes.worker import TrialFailedError, WorkerLostError
 from tuned.record import METHOD
 
 if TYPE_CHECKING:

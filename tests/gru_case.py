@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from generator.guard import guarded, intact
+from generator.measuring.guard import guarded, intact
 from tests import oracle
 from tests.rope_case import assert_close
 from tests.run import DEVICE, INTERPRETED, addresses, run, to_numpy, truncates, watched

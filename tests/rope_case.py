@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from generator.guard import guarded, intact
+from generator.measuring.guard import guarded, intact
 from tests import oracle
 from tests.run import DEVICE, INTERPRETED, addresses, run, to_numpy, truncates, watched
 from tuned.rope.launches import RopeCall, launches

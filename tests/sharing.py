@@ -12,15 +12,15 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from generator.fleet import Orders
-from generator.journal import Journal
-from generator.pool import legal_pool
+from generator.keeping.journal import Journal
+from generator.keeping.record import read_record
+from generator.keeping.storage import opened_storage
 from generator.problem import Problem
-from generator.queues import share_storage
-from generator.record import read_record
-from generator.run import Run, Tools, tune_all
+from generator.searching.fleet import Orders
+from generator.searching.pool import legal_pool
+from generator.searching.queues import share_storage
+from generator.searching.run import Run, Tools, tune_all
 from generator.selection import problem_named
-from generator.storage import opened_storage
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tuned.gru_cell.spec import GruCellSize
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import tune
 from generator import audit
 from generator.audit import Here, findings
-from generator.record import save_winner
+from generator.keeping.record import save_winner
 from generator.selection import problem_named
 from generator.workload import default_problems
 from tests.fakes import ENVIRONMENT

@@ -15,14 +15,16 @@ import typer
 from typer.testing import CliRunner
 
 import tune
-from generator import audit, commands, committed, fleet, gpu
-from generator import record as record_module
+from generator import audit, commands, gpu
 from generator.gpu import Facts, NoSuchGpuError, choose_gpu, diagnose
-from generator.progress import time_left
-from generator.queues import share_storage
-from generator.record import read_record, save_winner
+from generator.keeping import record as record_module
+from generator.keeping.record import read_record, save_winner
+from generator.keeping.storage import opened_storage
+from generator.rendering import committed
+from generator.searching import fleet
+from generator.searching.queues import share_storage
 from generator.selection import REPRESENTATIVE, SelectionError, select
-from generator.storage import opened_storage
+from generator.telling.progress import time_left
 from generator.workload import default_problems
 from tests.fakes import FakeCompiler, FakeWorker
 from tests.test_record import winner

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from generator.problem import Problem
-from generator.structures import default_names, rope_specs, structures
+from generator.rendering.structures import default_names, rope_specs, structures
 from tests import compiling, pairwise
 from tuned.gru_cell.spec import GruCellSpec
 from tuned.launcher import PROBE_KERNEL

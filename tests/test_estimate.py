@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from generator import offline
-from generator.compile import Resources, target_of
-from generator.estimate import START_US, by_hand_us
-from generator.interpret import small
-from generator.offline import Estimate, funnel, picks, sample_of, save
-from generator.pool import legal_pool
+from generator.estimating import offline
+from generator.estimating.estimate import START_US, by_hand_us
+from generator.estimating.offline import Estimate, funnel, picks, sample_of, save
+from generator.estimating.targets import TARGETS, UnknownTargetError, target_named
+from generator.estimating.work import resident, rope_work
+from generator.measuring.compile import Resources, target_of
+from generator.measuring.interpret import small
+from generator.searching.pool import legal_pool
 from generator.selection import problem_named
-from generator.targets import TARGETS, UnknownTargetError, target_named
-from generator.work import resident, rope_work
 from tests.test_record import winner
 from tuned.rope.variant import RopeVariant, default_variant
 

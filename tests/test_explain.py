@@ -10,14 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 import tune
-from generator import explain as module
-from generator.explain import explain, table
-from generator.history import History
-from generator.journal import Journal
-from generator.pool import legal_pool
-from generator.record import save_winner
+from generator.keeping.journal import Journal
+from generator.keeping.record import save_winner
+from generator.keeping.storage import journal_path, open_storage
+from generator.searching.pool import legal_pool
 from generator.selection import problem_named
-from generator.storage import journal_path, open_storage
+from generator.telling import explain as module
+from generator.telling.explain import explain, table
+from generator.telling.history import History
 from tests.fakes import ENVIRONMENT
 from tests.test_record import winner
 from tuned.lookup import Choice

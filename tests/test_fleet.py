@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from generator import commands
-from generator import fleet as fleet_module
-from generator.fleet import Fleet, FleetError, Orders, Seat, seats
 from generator.gpu import NoSuchGpuError, choose_gpus
-from generator.queues import owner_name
-from generator.record import read_record
-from generator.run import Run, Tools
-from generator.storage import StorageError
-from generator.worker import WorkerLostError
+from generator.keeping.record import read_record
+from generator.keeping.storage import StorageError
+from generator.processes.worker import WorkerLostError
+from generator.searching import fleet as fleet_module
+from generator.searching.fleet import Fleet, FleetError, Orders, Seat, seats
+from generator.searching.queues import owner_name
+from generator.searching.run import Run, Tools
 from tests import sharing
 from tests.sharing import PROBLEMS, Place, everything, until
 
@@ -81,7 +81,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Host]
     monkeypatch.setenv("TUNED_CACHE", str(tmp_path))
     monkeypatch.setattr(fleet_module, "START", "fork")  # torch is imported once, here
     monkeypatch.setattr(fleet_module, "TICK_SECONDS", 0.05)
-    monkeypatch.setattr("generator.queues.POLL_SECONDS", 0.05)
+    monkeypatch.setattr("generator.searching.queues.POLL_SECONDS", 0.05)
     slow = {"seconds": 0.005}
     return lambda *gpus: Host(Place(tmp_path), {i: {**slow, **options} for i, options in enumerate(gpus)})
 

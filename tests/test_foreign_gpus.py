@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from generator.compiler import compile_variant, hopeless
+from generator.estimating.targets import TARGETS
+from generator.keeping.record import WINNERS
 from generator.problem import Problem
-from generator.record import WINNERS
-from generator.targets import TARGETS
+from generator.processes.compiler import compile_variant, hopeless
 from tests import compiling
 from tuned.family import FAMILIES
 from tuned.lookup import Gpu, choose

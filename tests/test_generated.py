@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from generator.committed import committed_kernels, generated_files
-from generator.render import NAME, TEMPLATES, digest, render
-from generator.structures import default_names, gru_cell_specs, rope_specs, structures
+from generator.rendering.committed import committed_kernels, generated_files
+from generator.rendering.render import NAME, TEMPLATES, digest, render
+from generator.rendering.structures import default_names, gru_cell_specs, rope_specs, structures
 from tuned.choices import choices
 from tuned.gru_cell.launches import kernel_name as gru_cell_name
 from tuned.gru_cell.spec import DTYPES, GruCellSpec

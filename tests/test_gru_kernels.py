@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from generator.structures import gru_cell_specs, structures
+from generator.rendering.structures import gru_cell_specs, structures
 from tests import pairwise
 from tests.gru_case import GruCase, assert_right
 from tests.rope_case import assert_close

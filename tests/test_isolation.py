@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from generator.cache import cache_folder
-from generator.channel import HEAD, MARK, Channel, ClosedError, GarbledError, pair
-from generator.compiler import CompilerPool, compiled
-from generator.forkserver import fork_server
-from generator.guard import fingerprint, guard, guarded, intact
+from generator.measuring.guard import fingerprint, guard, guarded, intact
+from generator.processes.channel import HEAD, MARK, Channel, ClosedError, GarbledError, pair
+from generator.processes.compiler import CompilerPool, compiled
+from generator.processes.forkserver import fork_server
+from generator.processes.worker import TrialFailedError, Worker, WorkerGoneError, WorkerLostError
 from generator.selection import problem_named
-from generator.worker import TrialFailedError, Worker, WorkerGoneError, WorkerLostError
 from tests.broken.server import DEEDS, cost, ranked
 from tests.processes import alive, end_all, forked, wait_for
 

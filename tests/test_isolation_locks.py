@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from generator import commands, committed
-from generator.fleet import Seat
-from generator.locks import folder_lock, gpu_identity, gpu_lock
-from generator.record import read_record, save_winner
+from generator import commands
+from generator.keeping.record import read_record, save_winner
+from generator.processes.locks import folder_lock, gpu_identity, gpu_lock
+from generator.rendering import committed
+from generator.searching.fleet import Seat
 from generator.selection import problem_named
 from tests.fakes import FakeCompiler, FakeWorker
 from tests.processes import end_all, forked, wait_for

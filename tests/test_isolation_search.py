@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from generator import search as search_module
-from generator.compiler import CompilerPool
-from generator.journal import Journal
-from generator.run import Run, Tools, tune_all
-from generator.search import FINALISTS, choose
+from generator.keeping.journal import Journal
+from generator.keeping.storage import open_storage
+from generator.processes.compiler import CompilerPool
+from generator.processes.worker import Worker, WorkerGoneError, WorkerLostError
+from generator.rendering.structures import structures
+from generator.searching import search as search_module
+from generator.searching.run import Run, Tools, tune_all
+from generator.searching.search import FINALISTS, choose
 from generator.selection import problem_named
-from generator.storage import open_storage
-from generator.structures import structures
-from generator.worker import Worker, WorkerGoneError, WorkerLostError
 from generator.workload import WORKLOADS
 from tests.broken import compiling
 from tests.broken.server import DEEDS, cost, ranked

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import optuna
 import pytest
 
-from generator import journal as journal_module
-from generator.journal import KEY, Journal
-from generator.pool import legal_pool
+from generator.keeping import journal as journal_module
+from generator.keeping.journal import KEY, Journal
+from generator.keeping.storage import open_storage
+from generator.searching.pool import legal_pool
 from generator.selection import problem_named
-from generator.storage import open_storage
 from tests.fakes import ENVIRONMENT
 from tuned.choices import one_of
 from tuned.family import FAMILIES

@@ -12,7 +12,7 @@ import pytest
 import tuned.kernels
 import tuned.lookup
 import tuned.table
-from generator.record import write_record
+from generator.keeping.record import write_record
 from tests.test_record import winner
 from tuned.family import FAMILIES
 from tuned.lookup import Gpu, choose

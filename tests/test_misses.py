@@ -22,10 +22,10 @@ import tuned.gru_cell.run
 import tuned.lookup
 import tuned.rope.call
 import tuned.rope.plan
-from generator.misses import MissesError, name_of, read_misses
-from generator.record import save_winner
+from generator.keeping.misses import MissesError, name_of, read_misses
+from generator.keeping.record import save_winner
+from generator.rendering.structures import structures
 from generator.selection import SelectionError, select
-from generator.structures import structures
 from generator.workload import default_problems
 from tests.test_record import winner
 from tuned import misses

@@ -10,10 +10,10 @@ import pytest
 
 import tuned.lookup
 import tuned.portfolio
-from generator.committed import generated_files
-from generator.landscape import FOLDER, load_landscapes
-from generator.portfolio import LEAST, MOST, candidates, cover, left_out, of_best, of_winners, portfolio_source
-from generator.record import read_record, save_winner
+from generator.keeping.record import read_record, save_winner
+from generator.proving.landscape import FOLDER, load_landscapes
+from generator.proving.portfolio import LEAST, MOST, candidates, cover, left_out, of_best, of_winners, portfolio_source
+from generator.rendering.committed import generated_files
 from generator.workload import WORKLOADS, default_problems
 from tests.fakes import ENVIRONMENT
 from tests.test_cli import call, machine  # noqa: F401 - a fixture

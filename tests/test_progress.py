@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from generator.compile import Resources
-from generator.compiler import hopeless
-from generator.funnel import Funnel, funnel_of
-from generator.progress import Display, Part, bar, fit
-from generator.report import stages_table
-from generator.search import Outcome, Progress
+from generator.measuring.compile import Resources
+from generator.processes.compiler import hopeless
+from generator.searching.search import Outcome, Progress
+from generator.telling.funnel import Funnel, funnel_of
+from generator.telling.progress import Display, Part, bar, fit
+from generator.telling.report import stages_table
 from tests.test_record import winner
 
 

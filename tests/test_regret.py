@@ -9,14 +9,14 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-import generator.landscape
+import generator.proving.landscape
 import tune
-from generator import regret
-from generator.landscape import FOLDER, Landscape, load_landscapes
-from generator.pool import legal_pool
+from generator.keeping.record import read_record
 from generator.problem import Problem
-from generator.record import read_record
-from generator.regret import MEDIAN, RULES, SERVED, WORST, best_rule, from_record, metadata, same_shape, scores
+from generator.proving import regret
+from generator.proving.landscape import FOLDER, Landscape, load_landscapes
+from generator.proving.regret import MEDIAN, RULES, SERVED, WORST, best_rule, from_record, metadata, same_shape, scores
+from generator.searching.pool import legal_pool
 from generator.workload import WORKLOADS, default_problems
 from tests.fakes import ENVIRONMENT
 from tests.test_record import winner
@@ -103,7 +103,7 @@ def test_a_records_rows_are_judged_without_the_problems_own() -> None:
 
 
 def test_the_command_tells_every_rule_and_whether_the_bars_are_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator.landscape, "load_landscapes", lambda _: MADE)
+    monkeypatch.setattr(generator.proving.landscape, "load_landscapes", lambda _: MADE)
     done = CliRunner().invoke(tune.app, ["regret", "--device", "a_card"])
     assert done.exit_code == 0
     said = " ".join(done.output.split())
@@ -115,7 +115,7 @@ def test_the_command_tells_every_rule_and_whether_the_bars_are_met(monkeypatch: 
         "met; the rule that serves",
     ):
         assert part in said
-    monkeypatch.setattr(generator.landscape, "load_landscapes", lambda _: [])
+    monkeypatch.setattr(generator.proving.landscape, "load_landscapes", lambda _: [])
     done = CliRunner().invoke(tune.app, ["regret", "--device", "a_card"])
     assert done.exit_code == 2
     assert "no landscape of a_card" in " ".join(done.output.split())

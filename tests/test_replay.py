@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from generator import evidence, replay
-from generator.landscape import FOLDER, Landscape, LandscapeError, load, load_landscapes, record, save
-from generator.pool import legal_pool
-from generator.search import Outcome
+from generator.proving import evidence, replay
+from generator.proving.landscape import FOLDER, Landscape, LandscapeError, load, load_landscapes, record, save
+from generator.searching.pool import legal_pool
+from generator.searching.search import Outcome
 from generator.selection import problem_named
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker, TrialFailedError, WorkerLostError
 from tuned.rope.variant import RopeVariant
@@ -170,7 +170,11 @@ def test_a_landscape_of_variants_that_are_no_more_leaves_them_out(tmp_path: Path
     assert {v.num_warps for v in (*again.times, *again.failed)} == {1, 2, 4}
 
 
-@pytest.mark.parametrize("bytes_", [b"", b"not gzip", gzip.compress(b"{"), gzip.compress(b'{"format": "other"}')])
+@pytest.mark.parametrize(
+    "bytes_",
+    [b"", b"not gzip", gzip.compress(b"{"), gzip.compress(b'{"format": "other"}')],
+    ids=["empty", "not gzip", "torn", "foreign"],
+)
 def test_a_file_that_is_no_landscape_says_so(tmp_path: Path, bytes_: bytes) -> None:
     path = tmp_path / "x.json.gz"
     path.write_bytes(bytes_)
@@ -185,10 +189,10 @@ def test_out_of_time_there_is_no_landscape() -> None:
 
 
 def test_variants_of_the_same_code_are_measured_once(tmp_path: Path) -> None:
-    from generator.compile import Resources  # noqa: PLC0415
-    from generator.journal import Journal  # noqa: PLC0415
-    from generator.search import tune  # noqa: PLC0415
-    from generator.storage import open_storage  # noqa: PLC0415
+    from generator.keeping.journal import Journal  # noqa: PLC0415
+    from generator.keeping.storage import open_storage  # noqa: PLC0415
+    from generator.measuring.compile import Resources  # noqa: PLC0415
+    from generator.searching.search import tune  # noqa: PLC0415
 
     def report(problem: Any, variant: Any) -> Any:
         del problem

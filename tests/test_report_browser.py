@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from generator.html.page import page
-from generator.html.sources import collect
-from generator.show import PREFERRED
+from generator.rendering.show import PREFERRED
+from generator.telling.html.page import page
+from generator.telling.html.sources import collect
 
 BROWSERS = (
     "chromium-headless-shell",

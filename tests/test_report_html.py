@@ -15,18 +15,18 @@ import pytest
 from typer.testing import CliRunner
 
 import tune
-from generator.blocks import answer, per_thread
-from generator.history import History, from_journal
-from generator.html import contents
-from generator.html.block_size import block_answer
-from generator.html.charts import Axis, apart, byte_name, count_name, number
-from generator.html.page import Sources, page
-from generator.importance import importances, knobs_of, spread
-from generator.journal import Journal
-from generator.pool import legal_pool
-from generator.record import save_winner
-from generator.storage import open_storage
-from generator.structures import structures
+from generator.keeping.journal import Journal
+from generator.keeping.record import save_winner
+from generator.keeping.storage import open_storage
+from generator.rendering.structures import structures
+from generator.searching.pool import legal_pool
+from generator.telling.blocks import answer, per_thread
+from generator.telling.history import History, from_journal
+from generator.telling.html import contents
+from generator.telling.html.block_size import block_answer
+from generator.telling.html.charts import Axis, apart, byte_name, count_name, number
+from generator.telling.html.page import Sources, page
+from generator.telling.importance import importances, knobs_of, spread
 from generator.workload import WORKLOADS, default_problems
 from tests.fakes import ENVIRONMENT
 from tests.test_record import winner

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from generator.structures import ROPE_SCHEDULES, rope_specs, structures
+from generator.rendering.structures import ROPE_SCHEDULES, rope_specs, structures
 from tests import oracle, pairwise
 from tests.rope_case import RopeCase, assert_close, assert_right
 from tests.run import DEVICE, INTERPRETED, run, to_numpy

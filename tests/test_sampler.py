@@ -9,8 +9,8 @@ from typing import Any
 import optuna
 import pytest
 
-from generator.pool import legal_pool
-from generator.sampler import PoolSampler
+from generator.searching.pool import legal_pool
+from generator.searching.sampler import PoolSampler
 from generator.selection import problem_named
 from tuned.choices import choices
 from tuned.rope.variant import RopeVariant

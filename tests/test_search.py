@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from generator import run as run_module
-from generator.journal import Journal
-from generator.pool import legal_pool
-from generator.run import Run, Tools, tune_all
-from generator.sampler import STARTUP
-from generator.search import NOISE, Outcome, choose, opening, tune
-from generator.seeds import MAX_SEEDS, incumbent_of, seeds_for
+from generator.keeping.journal import Journal
+from generator.keeping.storage import open_storage
+from generator.processes.worker import TrialFailedError, WorkerLostError
+from generator.searching import run as run_module
+from generator.searching.pool import legal_pool
+from generator.searching.run import Run, Tools, tune_all
+from generator.searching.sampler import STARTUP
+from generator.searching.search import NOISE, Outcome, choose, opening, tune
+from generator.searching.seeds import MAX_SEEDS, incumbent_of, seeds_for
 from generator.selection import problem_named
-from generator.storage import open_storage
-from generator.worker import TrialFailedError, WorkerLostError
 from generator.workload import default_problems
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tuned.record import load_record

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from generator.queues import MixedDevicesError, scope_of, share_storage
-from generator.storage import opened_storage
+from generator.keeping.storage import opened_storage
+from generator.searching.queues import MixedDevicesError, scope_of, share_storage
 from tests.fakes import ENVIRONMENT
 from tests.sharing import PROBLEMS, Place, everything, join, orders, start
 from tests.test_storage import free_port

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from generator.check import worst_error
+from generator.measuring.check import worst_error
+from generator.rendering.show import standalone, winner_of
+from generator.rendering.structures import structures
 from generator.selection import SelectionError
-from generator.show import standalone, winner_of
-from generator.structures import structures
 from generator.workload import WORKLOADS
 from tests.run import DEVICE, truncates
 from tests.test_record import winner

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from generator.modules import load
+from generator.rendering.modules import load
 from tests.run import DEVICE
 
 COUNT = 2**18

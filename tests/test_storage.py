@@ -15,8 +15,8 @@ import pytest
 from optuna.storages import JournalStorage
 from optuna.study import StudyDirection
 
-from generator import storage as storage_module
-from generator.storage import StorageError, lost_storage, open_storage, opened_storage, without_password
+from generator.keeping import storage as storage_module
+from generator.keeping.storage import StorageError, lost_storage, open_storage, opened_storage, without_password
 
 FORK = multiprocessing.get_context("fork")
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SCHEMA = 1
-# How times are taken today (generator.bench): part of a measurement's key. Change it when the way of timing changes.
+# How times are taken today (generator.measuring.bench): part of a measurement's key. Change it when the way of timing changes.
 METHOD = "cuda-graph-rotating-2xL2-median/3"  # 3: in place, inputs are made new before each replay
 # What a row must say that it was measured with, besides the digests of its kernels.
 MEASURED = {

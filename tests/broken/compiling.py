@@ -10,14 +10,14 @@ from tests.broken.server import DEEDS, ranked
 from tests.fakes import fine
 
 if TYPE_CHECKING:
-    from generator.compile import Resources
+    from generator.measuring.compile import Resources
     from generator.problem import Problem
 
 DEEDS_OF_COMPILERS = ("takes a minute", "crashes", "complains")
 
 
 def compile_variant(problem: Problem, variant: Any, architecture: str) -> tuple[Resources, ...] | str:
-    """In place of generator.compiler.compile_variant."""
+    """In place of generator.processes.compiler.compile_variant."""
     del architecture
     place = ranked(problem).index(variant) - len(DEEDS)
     match DEEDS_OF_COMPILERS[place] if 0 <= place < len(DEEDS_OF_COMPILERS) else "":

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from generator import channel
-from generator.bench import Timing
-from generator.pool import legal_pool
-from generator.stage import Baselines, Measured, Stage
+from generator.measuring.bench import Timing
+from generator.measuring.stage import Baselines, Measured, Stage
+from generator.processes import channel
+from generator.searching.pool import legal_pool
 from tests.fakes import ENVIRONMENT
 from tuned.gru_cell.eager import gates
 

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from generator.serve import GpuServer
-from generator.stage import Stage
+from generator.measuring.stage import Stage
+from generator.processes.serve import GpuServer
 from tests.broken.server import ranked
 
 if TYPE_CHECKING:

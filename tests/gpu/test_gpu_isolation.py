@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from generator.processes.worker import TrialFailedError, Worker, WorkerLostError
 from generator.selection import problem_named
-from generator.worker import TrialFailedError, Worker, WorkerLostError
 from tests.broken.server import ranked
 from tests.gpu.broken import DEEDS
 

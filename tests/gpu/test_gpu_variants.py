@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from generator.compiler import CompilerPool, compile_variant, hopeless, pool_of_processes
-from generator.pool import legal_pool
 from generator.problem import Problem
+from generator.processes.compiler import CompilerPool, compile_variant, hopeless, pool_of_processes
+from generator.searching.pool import legal_pool
 from generator.workload import default_problems
 from tests import pairwise
 from tests.rope_case import RopeCase, assert_right
@@ -62,7 +62,7 @@ def check_variants(compilers: CompilerPool, problem: Problem, variants: list[Any
     """What is wrong with variants of a problem, staged, compiled and checked as tuning does it."""
     from triton.runtime import driver  # noqa: PLC0415 - needs a GPU
 
-    from generator.stage import Stage, WrongResultError  # noqa: PLC0415
+    from generator.measuring.stage import Stage, WrongResultError  # noqa: PLC0415
 
     major, minor = torch.cuda.get_device_capability()
     wrong = []

@@ -1,0 +1,95 @@
+"""Estimate the time of variants on a device that is not here, in microseconds.
+
+Where landscapes of the family were recorded (``generator.proving.landscape``) a regression on them ranks the variants, see
+``generator.estimating.model``; ``python tune.py replay`` says how well, each problem left out in turn. Elsewhere a model by hand does:
+it is right about a factor, not about percents. For each launch
+
+    time = start + program + max(memory, cache, issue, (waves - 1) x program)
+
+with, in microseconds unless said,
+
+* memory = bytes that must move / (0.88 x bandwidth). Roofline (Williams, Waterman, Patterson 2009); the best large calls
+  that were measured on an H200 reach 88 percent of what its data sheet states.
+* cache = (those bytes + angle rows read again by other programs) / (2.2 x bandwidth): what the L2 delivers, by published
+  microbenchmarks of A100 and H100 two to three times what memory does.
+* issue = instructions / (processors x 128 lanes x clock), with 10 instructions for an element moved and rotated, 45
+  for a sine or cosine with its range reduction, 60 for each thread's addresses: rough counts of the machine code.
+* waves = ceil(programs / (resident x processors)). resident = what threads, registers (in units of 8), shared memory
+  and the limit on programs allow on a processor: the CUDA occupancy calculation.
+* program = latency x max(1, bytes in flight / share) + the sines of one thread. A program waits once for its loads,
+  0.6 us (published pointer chases: 0.4 to 0.7 us). Share is Little's law: a processor must have latency x bandwidth
+  / processors bytes in flight to use its part of the bandwidth, and to bring more takes longer than the latency. Too
+  few bytes in flight therefore show as many waves of programs that each cost a latency.
+* start = 0.6 us from one kernel of a graph to the next, 0.3 with programmatic dependent launch.
+
+What it does not know: cache hints, grid order, the path of loads through shared memory, clocks under load. Variants
+that differ in these alone get the same time, and the simpler one comes first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from generator.estimating.model import fitted
+from generator.estimating.work import WORK, Work, resident
+from tuned.launch import ceil_div
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from generator.estimating.targets import Target
+    from generator.measuring.compile import Resources
+    from generator.problem import Problem
+
+COPY_EFFICIENCY = 0.88
+CACHE_OVER_MEMORY = 2.2
+LATENCY_US = 0.6
+START_US = 0.6
+LEAST_US = 1.5  # decode calls of any kind, whose bytes take a tenth of it
+LANES = 128  # a processor
+PER_ELEMENT, PER_SINE, PER_THREAD = 10, 45, 60  # instructions
+
+
+def estimates(
+    problem: Problem, variants: Sequence[Any], target: Target, needs: Mapping[Any, Sequence[Resources]] | None = None
+) -> dict[Any, float]:
+    """Estimated microseconds of each variant; with assumed registers where ``needs`` does not tell the compiler's."""
+    by_hand = {v: by_hand_us(problem, v, target, needs.get(v) if needs else None) for v in variants}
+    model = fitted(problem.family)
+    if model is None or not variants:
+        return by_hand
+    found = [(v, WORK[problem.family](problem, v)[0], needs[v][0] if needs and v in needs else None) for v in variants]
+    excess = model.excess(problem, target, found)
+    base_us = least_us(found[0][1], target)
+    return {v: base_us * (1 + e) for v, e in zip(variants, excess, strict=True)}
+
+
+def least_us(work: Work, target: Target) -> float:
+    """What the best variants took of the bytes that must move: all of it for large calls, LEAST_US for small ones."""
+    memory_us = work.memory_bytes / (COPY_EFFICIENCY * target.bandwidth_gb_s * 1e3)
+    return (memory_us**4 + LEAST_US**4) ** 0.25
+
+
+def by_hand_us(problem: Problem, variant: Any, target: Target, needs: Sequence[Resources] | None = None) -> float:
+    """The time by the model in the head of this module."""
+    works = WORK[problem.family](problem, variant)
+    return sum(_launch_us(work, target, needs[i] if needs else None) for i, work in enumerate(works))
+
+
+def _launch_us(work: Work, target: Target, need: Resources | None) -> float:
+    bytes_per_us = target.bandwidth_gb_s * 1e3
+    memory_us = work.memory_bytes / (COPY_EFFICIENCY * bytes_per_us)
+    cache_us = (work.memory_bytes + work.again_bytes) / (CACHE_OVER_MEMORY * bytes_per_us)
+    instructions = (
+        work.elements * PER_ELEMENT + work.sines * PER_SINE + work.programs * work.warps * target.warp * PER_THREAD
+    )
+    issue_us = instructions / (target.processors * LANES * target.clock_ghz * 1e3)
+    here = resident(work, target, need)
+    waves = ceil_div(work.programs, here * target.processors)
+    # The last wave may be a few programs only: what is resident is what there is.
+    at_once = min(here, ceil_div(work.programs, target.processors))
+    share = LATENCY_US * bytes_per_us / target.processors
+    sines_us = work.sines / max(work.programs, 1) / (work.warps * target.warp) * PER_SINE * 4 / (target.clock_ghz * 1e3)
+    program_us = LATENCY_US * max(1.0, at_once * work.in_flight_bytes / share) + sines_us
+    start_us = START_US / 2 if work.early else START_US
+    return start_us + program_us + max(memory_us, cache_us, issue_us, (waves - 1) * program_us)

@@ -1,0 +1,127 @@
+"""A model of how much slower than the best a variant is, fitted to landscapes: ridge regression on levels.
+
+Columns, each 0 or 1: the levels of every knob and of pairs a thread, every two of them together, each with what kind of
+call it is (small, packed, in place, with a tail, with sines); levels of waves, programs a processor, resident threads,
+registers, bytes in flight and row width, each with and without small. The value is log(time / best - 1 + WARP), as the
+search's own model sees it. Each landscape weighs the same. RIDGE was chosen with each problem left out in turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from generator.estimating.work import WORK, Work, registers_of, resident
+from generator.proving.landscape import load_landscapes
+from generator.searching.sampler import WARP
+from tuned.choices import choices
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from generator.estimating.targets import Target
+    from generator.measuring.compile import Resources
+    from generator.problem import Problem
+    from generator.proving.landscape import Landscape
+
+DEVICE = "nvidia_h200"  # whose landscapes there are
+RIDGE = 0.03  # a landscape
+WORST = 1.0  # twice the time of the best: how much slower than that makes no difference
+SMALL_BYTES = 8e6  # a call of fewer is over in the time of a launch or two
+# Edges of the levels, in octaves but for registers.
+WAVES = (-3, -2, -1, 0, 1, 2, 4, 6)
+PROGRAMS = (-2, -1, 0, 1, 2, 3, 5, 7)
+THREADS = (8, 9, 10, 10.8)
+REGISTERS = (24, 32, 40, 48, 64, 80, 96, 128)
+IN_FLIGHT = (10, 12, 13, 14, 15, 16, 17)
+WIDTH = (4, 5, 6, 7, 8, 9)
+PAIRS = (0, 1, 2, 3, 4, 5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Weights of the columns, fitted."""
+
+    weights: np.ndarray
+
+    def excess(
+        self, problem: Problem, target: Target, rows: Sequence[tuple[Any, Work, Resources | None]]
+    ) -> np.ndarray:
+        """How much slower than the best each (variant, work, resources) is thought to be, as a fraction."""
+        values = _columns(problem, target, rows) @ self.weights
+        return np.maximum(np.exp(values) - WARP, 0.0)  # type: ignore[no-any-return]
+
+
+def _level(value: float, edges: Sequence[float]) -> list[float]:
+    place = sum(value >= edge for edge in edges)
+    return [float(place == i) for i in range(len(edges) + 1)]
+
+
+def _columns(problem: Problem, target: Target, rows: Sequence[tuple[Any, Work, Resources | None]]) -> np.ndarray:
+    """[rows, columns]."""
+    spec = problem.spec
+    kinds = [getattr(spec, name, False) for name in ("packed", "inplace", "copies_tail", "takes_sine")]
+    small = rows[0][1].memory_bytes < SMALL_BYTES
+    groups: list[list[list[float]]] = []  # a row's levels, by knob
+    places = []
+    for variant, work, need in rows:
+        knobs = [
+            [float(getattr(variant, name) == value) for value in values]
+            for name, values in choices(type(variant)).items()
+        ]
+        groups.append([*knobs, _level(math.log2(work.pairs_per_thread), PAIRS)])
+        here = resident(work, target, need)
+        alone = work.programs / target.processors
+        places.append(
+            [
+                *_level(math.log2(alone / here), WAVES),
+                *_level(math.log2(alone), PROGRAMS),
+                *_level(math.log2(here * work.warps * target.warp), THREADS),
+                *_level(registers_of(work, need), REGISTERS),
+                *_level(math.log2(min(here, alone) * work.in_flight_bytes), IN_FLIGHT),
+                *_level(math.log2(work.row_bytes), WIDTH),
+            ]
+        )
+    levels = [np.array([row[i] for row in groups]) for i in range(len(groups[0]))]
+    every = np.concatenate(levels, axis=1)
+    pairs = [(a[:, :, None] * b[:, None, :]).reshape(len(rows), -1) for a, b in itertools.combinations(levels, 2)]
+    kind = [1.0, float(small), *map(float, kinds)]
+    place = np.array(places)
+    return np.concatenate(
+        [np.ones((len(rows), 1)), *(every * k for k in kind), place, place * float(small), *pairs], axis=1
+    )
+
+
+def fit(landscapes: Sequence[Landscape], target: Target) -> Model:
+    """The model of these landscapes, all of one family, measured on ``target``."""
+    from generator.measuring.compile import Resources  # noqa: PLC0415 - imports Triton
+
+    columns, values = [], []
+    for landscape in landscapes:
+        problem = landscape.problem
+        rows = [
+            (v, WORK[problem.family](problem, v)[0], Resources(landscape.registers[v], 0, 0, ""))
+            for v in landscape.times
+        ]
+        times = np.array(list(landscape.times.values()))
+        weight = 1 / math.sqrt(len(times))
+        columns.append(_columns(problem, target, rows) * weight)
+        values.append(np.log(np.minimum(times / times.min() - 1, WORST) + WARP) * weight)
+    x, y = np.concatenate(columns), np.concatenate(values)
+    penalty = np.full(x.shape[1], RIDGE * len(landscapes))
+    penalty[0] = 1e-9  # not of the mean
+    return Model(np.linalg.solve(x.T @ x + np.diag(penalty), x.T @ y))
+
+
+@functools.cache
+def fitted(family: str, without: str = "") -> Model | None:
+    """The model of all landscapes of a family, or of all but one problem's; None if there are none."""
+    from generator.estimating.targets import TARGETS  # noqa: PLC0415
+
+    found = [x for x in load_landscapes(DEVICE) if x.problem.family == family and x.problem.name != without]
+    return fit(found, TARGETS[DEVICE]) if found else None

@@ -1,0 +1,250 @@
+"""Do what is true without a GPU: render, compile for a target, check in the interpreter, rank by an estimate."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from generator.cache import cache_folder
+from generator.estimating.estimate import estimates
+from generator.keeping.record import read_record
+from generator.measuring.interpret import interpreted
+from generator.processes.compiler import compile_variant, hopeless, pool_of_processes
+from generator.processes.compiler import compiled as result_of
+from generator.rendering.modules import write_if_different
+from generator.rendering.structures import structures
+from generator.searching.pool import Pool, legal_pool
+from generator.searching.seeds import same_problem
+from generator.telling.report import knobs
+from generator.workload import WORKLOADS
+
+if TYPE_CHECKING:
+    import concurrent.futures
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from generator.estimating.targets import Target
+    from generator.measuring.compile import Resources
+    from generator.problem import Problem
+    from tuned.record import Winner
+
+SAMPLE = 40  # variants compiled a problem: 0.3 s each on one core
+PICKS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What is known of one problem on a device that is not here. Times are estimates, in microseconds."""
+
+    problem: Problem
+    pool: Pool
+    compiled: dict[Any, tuple[Resources, ...]]  # of the sample, what compiled
+    refused: dict[Any, str]  # of the sample, what the compiler or its report ruled out
+    ranked: list[tuple[float, Any]]  # best first
+    measured: Winner | None  # the record's row of this very problem
+
+    @property
+    def distinct(self) -> int:
+        """How many different pieces of machine code the sample's variants that are left come to."""
+        return len({tuple(n.machine_code for n in self.compiled[v]) for _, v in self.ranked})
+
+
+def sample_of(problem: Problem, pool: Pool, target: Target, count: int, always: Iterable[Any] = ()) -> list[Any]:
+    """``count`` variants of a pool: the default, ``always``, the best by the estimate with assumed registers, a spread.
+
+    A pool has thousands of variants at 0.3 s each, so not all are compiled. Half of the sample exploits the
+    estimate, one variant for each tile and launch shape (what it cannot tell apart would fill the half); the other half is
+    evenly spaced over the pool, so that the funnel speaks for all of it. A count of the pool's size takes all.
+    """
+    if count >= len(pool.variants):
+        return list(pool.variants)
+    default = WORKLOADS[problem.family].family.default_variant(problem.spec, problem.size)
+    chosen = dict.fromkeys(v for v in (default, *always) if v in set(pool.variants))
+    times = estimates(problem, pool.variants, target)
+    ranked = sorted(pool.variants, key=lambda v: order(times[v], v))
+    core = WORKLOADS[problem.family].family.core_knobs
+    tiles: set[Any] = set()
+    for variant in ranked:
+        if len(chosen) >= count // 2:
+            break
+        tile = tuple(getattr(variant, name) for name in core)
+        if tile not in tiles:
+            tiles.add(tile)
+            chosen.setdefault(variant)
+    left = count - len(chosen)
+    spread = [pool.variants[(2 * i + 1) * len(pool.variants) // (2 * left)] for i in range(left)] if left > 0 else []
+    return list(dict.fromkeys([*chosen, *spread]))
+
+
+def order(us: float, variant: Any) -> tuple[int, tuple[int, ...]]:
+    """Sort key of an estimate: what the model cannot tell apart, 2 percent, goes by simplicity."""
+    return round(math.log(us) / math.log(1.02)), variant.simplicity
+
+
+def estimate_problem(
+    problem: Problem,
+    target: Target,
+    compiled: dict[Any, concurrent.futures.Future[Any]],
+    measured: Winner | None,
+) -> Estimate:
+    """Rank what compiled of a problem's sample."""
+    needs: dict[Any, tuple[Resources, ...]] = {}
+    refused: dict[Any, str] = {}
+    for variant, future in compiled.items():
+        result = result_of(future)
+        reason = hopeless(result, target.capability)
+        if not isinstance(result, str):
+            needs[variant] = result
+        if reason is not None:
+            refused[variant] = reason
+    left = [v for v in needs if v not in refused]
+    times = estimates(problem, left, target, needs)
+    ranked = sorted(((times[v], v) for v in left), key=lambda entry: order(*entry))
+    return Estimate(problem, legal_pool(problem, target.capability), needs, refused, ranked, measured)
+
+
+def estimate_all(  # noqa: PLR0913 - the parts are independent of each other
+    problems: list[Problem],
+    target: Target,
+    count: int,
+    winners: list[Winner],
+    budget_s: float = math.inf,
+    done: Callable[[Estimate], None] = lambda _: None,
+) -> tuple[list[Estimate], list[Problem]]:
+    """An Estimate for each problem, and the problems that ``budget_s`` did not reach."""
+    end = time.monotonic() + budget_s
+    estimates: list[Estimate] = []
+    compiler = pool_of_processes()
+    try:
+        for index, problem in enumerate(problems):
+            if time.monotonic() > end:
+                return estimates, problems[index:]
+            measured = next((w for w in winners if same_problem(w, problem)), None)
+            pool = legal_pool(problem, target.capability)
+            sample = sample_of(problem, pool, target, count, [measured.variant] if measured else [])
+            futures = {v: compiler.submit(compile_variant, problem, v, target.architecture) for v in sample}
+            estimates.append(estimate_problem(problem, target, futures, measured))
+            done(estimates[-1])
+    finally:
+        compiler.shutdown(wait=False, cancel_futures=True)
+    return estimates, []
+
+
+def check_sample(estimates: list[Estimate]) -> dict[tuple[str, Any], str | None]:
+    """(problem, variant) -> what is wrong in the interpreter, or None: the best pick and the last of each sample."""
+    cases = [
+        (e.problem, variant)
+        for e in estimates
+        if e.ranked
+        for variant in dict.fromkeys((e.ranked[0][1], e.ranked[-1][1]))
+    ]
+    return {(p.name, v): answer for (p, v), answer in zip(cases, interpreted(cases), strict=True)}
+
+
+def save(estimates: list[Estimate], target: Target) -> Path:
+    """Keep the picks in the cache, marked as estimated; never in a record, never over a measured row."""
+    rows = [
+        {
+            "estimated": True,
+            "problem": e.problem.name,
+            "family": e.problem.family,
+            "spec": dataclasses.asdict(e.problem.spec),
+            "size": dataclasses.asdict(e.problem.size),
+            "picks": [{"variant": dataclasses.asdict(v), "estimated_us": round(us, 2)} for us, v in e.ranked[:PICKS]],
+        }
+        for e in estimates
+    ]
+    path = cache_folder("estimates") / f"{target.device}.json"
+    content = {"format": "tuned-estimates", "estimated": True, "device": target.device, "rows": rows}
+    write_if_different(path, json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def picks(estimate: Estimate) -> list[str]:
+    """The picks of a problem, what they need, and the measured row beside them, as lines."""
+    default = WORKLOADS[estimate.problem.family].family.default_variant(estimate.problem.spec, estimate.problem.size)
+    lines = [estimate.problem.name]
+    for us, variant in estimate.ranked[:PICKS]:
+        needs = estimate.compiled[variant]
+        registers = "+".join(str(n.registers) for n in needs)
+        shared = "+".join(str(n.shared_bytes) for n in needs)
+        lines.append(
+            f"    estimated {us:8.2f} us  {registers} registers, {shared} bytes shared: {knobs(variant, default)}"
+        )
+    return [*lines, f"    {beside(estimate, default)}"]
+
+
+def beside(estimate: Estimate, default: Any) -> str:
+    """The measured row of the same problem, and where the estimate puts its variant."""
+    if estimate.measured is None:
+        return "measured: no row in the record"
+    row = estimate.measured
+    order = [v for _, v in estimate.ranked]
+    place = f"rank {order.index(row.variant) + 1} of {len(order)} here" if row.variant in order else "not compiled here"
+    return f"measured  {row.median_us:8.2f} us  {place}: {knobs(row.variant, default)}"
+
+
+def funnel(estimate: Estimate) -> str:
+    """From declared to distinct, in one line."""
+    sampled = len(estimate.compiled) + sum(v not in estimate.compiled for v in estimate.refused)
+    what = "all" if sampled == len(estimate.pool.variants) else f"a ranked sample of {sampled}"
+    return (
+        f"{estimate.problem.name}: {estimate.pool.declared} declared -> {len(estimate.pool.variants)} legal -> "
+        f"{what}: {len(estimate.compiled)} compiled -> {len(estimate.ranked)} without spills -> "
+        f"{estimate.distinct} distinct in machine code"
+    )
+
+
+def resource_use(estimate: Estimate) -> str:
+    """The range of what the sample's kernels need."""
+    every = [need for needs in estimate.compiled.values() for need in needs]
+    if not every:
+        return "nothing compiled"
+    registers = [n.registers for n in every]
+    return (
+        f"registers a thread {min(registers)} to {max(registers)}, shared memory a program up to "
+        f"{max(n.shared_bytes for n in every)} bytes, spills up to {max(n.spill_bytes for n in every)} bytes a thread"
+    )
+
+
+def run_offline(  # noqa: PLR0913 - the parts are independent of each other
+    problems: list[Problem],
+    target: Target,
+    count: int,
+    folder: Path | None,
+    budget_s: float,
+    say: Callable[[str], None],
+) -> bool:
+    """Everything that is true without a GPU, told as it goes; whether the interpreter found every result right."""
+    winners = read_record(target.device, folder)
+    say(
+        f"Without a GPU, for {target.device} ({target.architecture}): {len(structures())} kernels rendered; "
+        f"{len(problems)} problems, {count} variants compiled for each."
+    )
+
+    def tell(estimate: Estimate) -> None:
+        say(funnel(estimate))
+        say(f"    {resource_use(estimate)}")
+        for reason in sorted(set(estimate.refused.values()))[:PICKS]:
+            say(f"    ruled out: {reason}")
+
+    estimates, left = estimate_all(problems, target, count, winners, budget_s, tell)
+    checked = check_sample(estimates)
+    wrong = [(name, v, said) for (name, v), said in checked.items() if said is not None]
+    say(f"checked in the interpreter against float64: {len(checked) - len(wrong)} of {len(checked)} right")
+    for name, variant, said in wrong:
+        say(f"    WRONG {name}: {said}: {variant}")
+    say(f"Estimated for {target.device}, not measured; best first, within 2 percent the simpler first:")
+    for line in (line for e in estimates for line in picks(e)):
+        say(line)
+    if left:
+        say(f"not reached in the time budget: {', '.join(p.name for p in left)}")
+    say(f"the estimates, marked as such: {save(estimates, target)}")
+    say(
+        "Not done, since it needs the device: timing, the check on its hardware, and a row in a dispatch table. No measured "
+        "row was touched. On a machine with the GPU, python tune.py --gpu auto does it."
+    )
+    return not wrong

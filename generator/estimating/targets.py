@@ -1,0 +1,72 @@
+"""Devices that can be compiled for and estimated without having them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What the estimate needs of a device, from its maker's documents."""
+
+    device: str  # as tuned.device.device_slug names it
+    architecture: str  # for generator.measuring.compile.target_of
+    processors: int  # SMs, or CUs
+    bandwidth_gb_s: float  # of memory, as its maker states it
+    clock_ghz: float  # boost
+    threads: int  # resident on a processor at most
+    programs: int  # resident on a processor at most
+    registers: int  # 32-bit, a processor
+    shared_bytes: int  # a processor
+    warp: int = 32
+
+    @property
+    def capability(self) -> int:
+        """90 for sm_90; 0 for what has no compute capability."""
+        return int(self.architecture.removeprefix("sm_")) if self.architecture.startswith("sm_") else 0
+
+
+class UnknownTargetError(ValueError):
+    """No such device is known here; the message lists those that are."""
+
+
+# Processors, bandwidth, clock: the makers' data sheets (NVIDIA H200, H100 SXM, A100 80 GB SXM, B200; NVIDIA Ada, Ampere
+# GA102 and Blackwell white papers; AMD MI300X data sheet). Threads, programs, registers, shared memory: CUDA C++
+# Programming Guide, technical specifications per compute capability; AMD CDNA 3 ISA guide.
+_SM_80 = {"threads": 2048, "programs": 32, "registers": 65536, "shared_bytes": 167_936}
+_SM_86 = {"threads": 1536, "programs": 16, "registers": 65536, "shared_bytes": 102_400}
+_SM_89 = {"threads": 1536, "programs": 24, "registers": 65536, "shared_bytes": 102_400}
+_SM_90 = {"threads": 2048, "programs": 32, "registers": 65536, "shared_bytes": 233_472}
+_SM_120 = {"threads": 1536, "programs": 24, "registers": 65536, "shared_bytes": 102_400}
+_CDNA_3 = {"threads": 2048, "programs": 32, "registers": 131_072, "shared_bytes": 65_536, "warp": 64}
+TARGETS = {
+    target.device: target
+    for target in (
+        Target("nvidia_h200", "sm_90", 132, 4800, 1.98, **_SM_90),
+        Target("nvidia_h100_80gb_hbm3", "sm_90", 132, 3350, 1.98, **_SM_90),
+        Target("nvidia_a100_sxm4_80gb", "sm_80", 108, 2039, 1.41, **_SM_80),
+        Target("nvidia_b200", "sm_100", 148, 8000, 1.96, **_SM_90),
+        Target("nvidia_geforce_rtx_3090", "sm_86", 82, 936, 1.70, **_SM_86),
+        Target("nvidia_geforce_rtx_4090", "sm_89", 128, 1008, 2.52, **_SM_89),
+        Target("nvidia_geforce_rtx_5090", "sm_120", 170, 1792, 2.41, **_SM_120),
+        Target("amd_instinct_mi300x", "gfx942", 304, 5300, 2.10, **_CDNA_3),
+    )
+}
+
+
+def target_named(name: str) -> Target:
+    """A known device by its name, or by a part that only one has ("h100", "rtx_4090").
+
+    Raises:
+        UnknownTargetError: none or several.
+    """
+    wanted = name.lower().replace(" ", "_").replace("-", "_")
+    if wanted in TARGETS:
+        return TARGETS[wanted]
+    found = [t for device, t in TARGETS.items() if wanted and wanted in device]
+    if len(found) == 1:
+        return found[0]
+    close = difflib.get_close_matches(wanted, TARGETS, n=2, cutoff=0.4)
+    hint = f" Did you mean {' or '.join(close)}?" if close else ""
+    raise UnknownTargetError(f"no single target {name!r}.{hint} There are: {', '.join(TARGETS)}")

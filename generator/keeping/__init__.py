@@ -1,0 +1,1 @@
+"""What outlives a run: trials, winners, misses."""

@@ -1,0 +1,1 @@
+"""One variant on one device: compile, check, time."""

@@ -1,0 +1,123 @@
+"""Compile a launch ahead of time for a named architecture, with no GPU, and say what it needs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from generator.cache import cache_folder
+from generator.rendering.modules import load, write_if_different
+
+if TYPE_CHECKING:
+    from tuned.launch import Launch
+
+TRITON_TYPES = {
+    "torch.float64": "fp64",
+    "torch.float32": "fp32",
+    "torch.float16": "fp16",
+    "torch.bfloat16": "bf16",
+    "torch.int32": "i32",
+    "torch.int64": "i64",
+}
+SIGNED_32 = range(-(2**31), 2**31)
+
+
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel needs, and a digest of its machine code under a common name."""
+
+    registers: int  # a thread
+    spill_bytes: int  # a thread, stores and loads, as ptxas -v counts them; a stack frame alone is no spill
+    shared_bytes: int  # a program
+    machine_code: str  # equal for two variants whose code is the same
+    programs: int = 0  # of the launch
+
+
+def target_of(architecture: str) -> GPUTarget:
+    """The Triton target of "sm_90" or "gfx942".
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if match := re.fullmatch(r"sm_(\d+)", architecture):
+        return GPUTarget("cuda", int(match[1]), 32)
+    if re.fullmatch(r"gfx[0-9a-f]+", architecture):
+        return GPUTarget("hip", architecture, 64)
+    raise ValueError(f"an architecture is sm_NN (NVIDIA) or gfxNNN (AMD), got {architecture!r}")
+
+
+def source_of(function: Any, launch: Launch) -> ASTSource:
+    """The launch as the compiler takes it: types, constants and what Triton specialises on.
+
+    Follows what a public launch would specialise, so that both compile the same: integers equal to 1 become
+    constants, pointers and integers divisible by 16 say so, unless the kernel says do_not_specialize.
+    """
+    values = (*launch.arguments, *launch.constants.values())
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for index, (parameter, value) in enumerate(zip(function.params, values, strict=True)):
+        if parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+            constants[(index,)] = value
+        elif isinstance(value, int):
+            if value == 1 and not parameter.do_not_specialize:
+                signature[parameter.name] = "constexpr"
+                constants[(index,)] = 1
+                continue
+            signature[parameter.name] = "i32" if value in SIGNED_32 else "i64"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = f"*{TRITON_TYPES[str(value.dtype)]}"
+            if value.data_ptr() % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(function, signature, constants, attributes)
+
+
+def compile_launch(launch: Launch, target: GPUTarget) -> CompiledKernel:
+    """The compiled kernel of a launch, from Triton's cache when it is there."""
+    # Without line information two variants with the same code have the same bytes.
+    triton.knobs.compilation.disable_line_info = True
+    options = {k: v for k, v in launch.options.items() if k != "launch_pdl" or target.backend == "cuda"}
+    return triton.compile(source_of(load(launch.kernel), launch), target=target, options=options)
+
+
+def resources(launch: Launch, target: GPUTarget) -> Resources:
+    """Compile a launch and read the compiler's report; kept beside Triton's own cache, which forgets it."""
+    triton.knobs.nvidia.dump_ptxas_log = True
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
+        compiled = compile_launch(launch, target)
+    kept = cache_folder("resources") / f"{compiled.hash}.json"
+    if not kept.exists():
+        found = _read(compiled, log.getvalue())
+        if not found.registers:  # Triton's cache had it, and the report is not in there: compile once more for it
+            triton.knobs.compilation.always_compile = True
+            try:
+                with contextlib.redirect_stdout(log):
+                    found = _read(compile_launch(launch, target), log.getvalue())
+            finally:
+                triton.knobs.compilation.always_compile = False
+        write_if_different(kept, json.dumps(dataclasses.asdict(found)))
+    return dataclasses.replace(Resources(**json.loads(kept.read_text())), programs=launch.programs)
+
+
+def _read(compiled: CompiledKernel, log: str) -> Resources:
+    code: bytes = compiled.kernel.replace(compiled.name.encode(), b"kernel")
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
+    registers = max((int(n) for n in re.findall(r"Used (\d+) registers", log)), default=0)
+    if not registers and "amdgcn" in compiled.asm:  # AMD reports in the assembly instead
+        text = compiled.asm["amdgcn"]
+        registers = max((int(n) for n in re.findall(r"\.vgpr_count:\s+(\d+)", text)), default=0)
+        spills = sum(int(n) for n in re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)) * 4
+    return Resources(registers, spills, compiled.metadata.shared, hashlib.sha256(code).hexdigest()[:16])

@@ -1,0 +1,212 @@
+"""One problem on one GPU: its buffers, its reference, and the measuring of variants on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from generator.measuring.bench import Timing, copy_time, device_time, sets_beyond_l2
+from generator.measuring.check import WrongResultError, check
+from generator.measuring.compile import compile_launch
+from generator.measuring.guard import fingerprint, guard, probe
+from generator.workload import WORKLOADS
+from tuned.launcher import bare
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from triton.backends.compiler import GPUTarget
+
+    from generator.problem import Problem
+
+MAX_SETS = 256  # buffer sets of a tiny problem; beyond this only making them would take time
+FINAL_ROUNDS = 5  # interleaved timings of each finalist
+
+
+@dataclasses.dataclass(frozen=True)
+class Baselines:
+    """What a winner is compared with, all timed the same way on the same buffers."""
+
+    copy_us: float  # a plain copy of the same x, read once, write once: see generator.measuring.bench.copy_time
+    floor_us: float  # that, scaled to the bytes that must move
+    eager_us: float  # eager PyTorch
+    bytes_moved: int
+
+
+class DamagedError(Exception):
+    """Something wrote over what results are judged by; the message says what. The stage is of no more use."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One variant, right and timed."""
+
+    timing: Timing
+    error: float  # worst error over its bound
+    check_s: float = 0.0  # seconds that checking took, of all that the trial took
+
+
+def bytes_needed(problem: Problem) -> int:
+    """Device memory that staging a problem takes.
+
+    Two sets at least, the reference and its bound in float64, and the temporaries of checking and of eager PyTorch.
+    """
+    work = WORKLOADS[problem.family]
+    one = work.tensor_bytes(problem.spec, problem.size)
+    return 2 * one + 12 * one
+
+
+class Stage:
+    """A problem's inputs on the current GPU. Use one at a time, and ``close`` it: it holds gigabytes."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        target: GPUTarget | None,
+        place: str | None = None,
+        clock: Callable[..., Timing] = device_time,
+    ) -> None:
+        """``place`` and ``clock`` are for tests, which have no GPU."""
+        self.problem, self.target, self.clock = problem, target, clock
+        self.work = WORKLOADS[problem.family]
+        self.device = 0 if place else torch.cuda.current_device()
+        one = self.work.tensor_bytes(problem.spec, problem.size)
+        count = 2 if place else min(sets_beyond_l2(one), MAX_SETS)
+        place = place or f"cuda:{self.device}"
+        self.calls = [self.work.inputs(problem.spec, problem.size, place, seed) for seed in range(count)]
+        # Checked on the inputs of the first set, in memory of its own, guarded; timed on memory as a model has it.
+        self.probe = probe(self.calls[0])
+        self.wanted, self.bound = self.work.reference(problem.spec, self.probe)
+        self.before = {name: tensor.clone() for name, tensor in self._inputs(self.probe).items()}
+        # In place, inputs are restored from these before each run of a graph, outside the timed region.
+        self.fresh = [call.out.clone() for call in self.calls] if problem.spec.inplace else []
+        # A variant may write anywhere, and what it hits there would make those after it look wrong, or right.
+        self.judges = {"its reference": self.wanted, "the error allowed": self.bound}
+        self.judges |= {f"its input {name}": tensor for name, tensor in self._inputs(self.probe).items()}
+        self.judges |= {f"the copy of input {name}": tensor for name, tensor in self.before.items()}
+        self.judges |= {"the copy to restore its input from": self.fresh[0]} if self.fresh else {}
+        self.seal = fingerprint(list(self.judges.values()))
+
+    def _inputs(self, call: Any) -> dict[str, torch.Tensor]:
+        """The tensors of a call that must not change."""
+        named = {f.name: getattr(call, f.name) for f in dataclasses.fields(call)}
+        return {n: t for n, t in named.items() if isinstance(t, torch.Tensor) and t is not call.out}
+
+    def _restore(self) -> None:
+        for call, fresh in zip(self.calls, self.fresh, strict=False):
+            call.out.copy_(fresh)
+
+    def launches(self, variant: Any) -> list[Callable[[], None]]:
+        """One thunk for the probe, then one a buffer set, launching the compiled kernels of a variant."""
+        thunks: list[Callable[[], None]] = []
+        launchers: list[Callable[[int, tuple[Any, ...]], None]] = []
+
+        def empty(shape: tuple[int, ...]) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=f"cuda:{self.device}")
+
+        for call in (self.probe, *self.calls):
+            parts = self.work.family.launches(self.problem.spec, variant, call, empty)
+            # All sets have the same shapes, strides and alignment: compiled once for the first.
+            launchers = launchers or [bare(compile_launch(part, self.target), self.device) for part in parts]
+            steps = [
+                (launch, part.programs, (*part.arguments, *part.constants.values()))
+                for launch, part in zip(launchers, parts, strict=True)
+            ]
+
+            def run(steps: list[Any] = steps) -> None:
+                for launch, programs, values in steps:
+                    launch(programs, values)
+
+            thunks.append(run)
+        return thunks
+
+    def measure(self, variant: Any) -> Measured:
+        """Check a variant on these inputs, then time it on the same.
+
+        Raises:
+            WrongResultError: the result is not right; nothing was timed.
+            DamagedError: it wrote over what results are judged by.
+        """
+        start = time.perf_counter()
+        error, thunks = self.check(variant)
+        checked = time.perf_counter()
+        timing = self._time(thunks)
+        timed = time.perf_counter()
+        self.verify()
+        return Measured(timing, error, checked - start + time.perf_counter() - timed)
+
+    def _time(self, thunks: list[Callable[[], None]]) -> Timing:
+        return self.clock(thunks, restore=self._restore if self.fresh else None)
+
+    def verify(self) -> None:
+        """See that what results are judged by is as it was made.
+
+        Raises:
+            DamagedError: it is not.
+        """
+        now = fingerprint(list(self.judges.values()))
+        harmed = [name for name, a, b in zip(self.judges, self.seal, now, strict=True) if a != b]
+        if harmed:
+            raise DamagedError(f"a variant wrote outside its output, over {' and '.join(harmed)}")
+
+    def check(self, variant: Any) -> tuple[float, list[Callable[[], None]]]:
+        """The worst error of a variant over its bound, and one thunk a buffer set to time it with.
+
+        Raises:
+            WrongResultError: the result is not right.
+        """
+        probe_thunk, *thunks = self.launches(variant)
+        guard(self.probe.out)
+        if self.fresh:
+            self.probe.out.copy_(self.fresh[0])
+        else:
+            self.probe.out.fill_(torch.nan)
+        probe_thunk()
+        now = self._inputs(self.probe)
+        unchanged = {name: (now[name], before) for name, before in self.before.items()}
+        try:
+            return check(self.probe.out, self.wanted, self.bound, unchanged), thunks
+        except WrongResultError:
+            for tensor, before in unchanged.values():  # those after this one are not to be blamed for it
+                tensor.copy_(before)
+            raise
+
+    def compare(self, variants: list[Any], rounds: int = FINAL_ROUNDS) -> list[Timing]:
+        """Time variants that have been measured again, interleaved, so that drift meets all alike."""
+        thunks = [self.launches(variant)[1:] for variant in variants]
+        times: list[list[float]] = [[] for _ in variants]
+        for _ in range(rounds):
+            for index, rotation in enumerate(thunks):
+                times[index].append(self._time(rotation).median_us)
+        return [Timing(round(sorted(t)[len(t) // 2], 4), round((sorted(t)[-2] - sorted(t)[1]) / 2, 4)) for t in times]
+
+    def baselines(self) -> Baselines:
+        """Copy, floor and eager PyTorch for this problem."""
+        spec, size = self.problem.spec, self.problem.size
+        # The very buffers that the kernels use; in place there is no second one, so it is made.
+        sources = [call.out if self.fresh else next(iter(self._inputs(call).values())) for call in self.calls]
+        outs = [torch.empty_like(call.out) if self.fresh else call.out for call in self.calls]
+        pairs = [(x[..., : out.shape[-1]], out) for x, out in zip(sources, outs, strict=True)]
+        copy_us = min(copy_time(pairs).median_us for _ in range(2))  # the first may meet clocks still rising
+        moved = self.work.bytes_moved(spec, size)
+        copied = 2 * outs[0].numel() * outs[0].element_size()
+        del outs, pairs
+        eager_us = device_time([self.work.eager(spec, call) for call in self.calls[:4]], replays=3).median_us
+        return Baselines(copy_us, round(copy_us * moved / copied, 4), eager_us, moved)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.calls.clear()
+        self.fresh.clear()
+        self.before.clear()
+        self.judges.clear()
+        del self.wanted, self.bound, self.probe
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+__all__ = ["Baselines", "DamagedError", "Measured", "Stage", "WrongResultError", "bytes_needed"]

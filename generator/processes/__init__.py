@@ -1,0 +1,1 @@
+"""The processes that measure and compile, which may be lost at any time."""

@@ -1,0 +1,131 @@
+"""Compile variants in a process pool, before a GPU is asked to run them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import os
+import tempfile
+import threading
+from typing import TYPE_CHECKING, Any
+
+from generator.cache import cache_folder
+from generator.measuring.compile import Resources, resources, target_of
+from generator.processes.forkserver import Child, LostError, fork_server
+from generator.workload import WORKLOADS, empty_like_call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from generator.problem import Problem
+
+# CUDA C++ Programming Guide, technical specifications: shared memory a block may opt in to; 0 is AMD's CDNA 3, the LDS of
+# a workgroup.
+MAX_SHARED_BYTES = {0: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+COMPILE_SECONDS = 20.0  # a variant takes 0.3 s, one that spills thousands of bytes 30: it is not wanted
+
+
+def compile_variant(problem: Problem, variant: Any, architecture: str) -> tuple[Resources, ...] | str:
+    """What each launch of the variant needs, or the compiler's complaint. Runs in a pool process; touches no GPU."""
+    try:
+        launches = WORKLOADS[problem.family].family.launches(
+            problem.spec, variant, _meta_call(problem), empty_like_call("meta")
+        )
+        return tuple(resources(launch, target_of(architecture)) for launch in launches)
+    except Exception as error:  # noqa: BLE001 - a variant that does not compile is data
+        first = (str(error).splitlines() or [""])[0]
+        return f"{type(error).__name__}: {first}"
+
+
+@functools.lru_cache(maxsize=8)
+def _meta_call(problem: Problem) -> Any:
+    return WORKLOADS[problem.family].inputs(problem.spec, problem.size, "meta", 0)
+
+
+def hopeless(needs: tuple[Resources, ...] | str, capability: int) -> str | None:
+    """Why the compiler's report rules a variant out, or None."""
+    if isinstance(needs, str):
+        return f"does not compile: {needs}"
+    for need in needs:
+        if need.spill_bytes:
+            return f"spills {need.spill_bytes} bytes a thread"
+        if need.shared_bytes > MAX_SHARED_BYTES.get(capability, 232_448):
+            return f"needs {need.shared_bytes} bytes of shared memory a program"
+    return None
+
+
+def compiled(future: concurrent.futures.Future[Any]) -> tuple[Resources, ...] | str:
+    """What a submitted compile_variant came to; a compiler that crashed or hung is data as well."""
+    try:
+        return future.result()  # type: ignore[no-any-return] # in time: the pool sees to it
+    except CompilerError as error:
+        return str(error)
+
+
+class CompilerError(Exception):
+    """A compiler crashed, or was ended because it took too long; the message says which."""
+
+
+class CompilerPool(concurrent.futures.Executor):
+    """A process pool for compile_variant. A compiler that crashes or hangs is ended and replaced; the others go on."""
+
+    def __init__(self, workers: int | None = None, *, seconds: float = COMPILE_SECONDS) -> None:
+        """``workers`` processes, by default one a core, which have ``seconds`` for each task."""
+        self._seconds = seconds
+        fork_server()  # its imports go on from here
+        # A thread a process, which asks it and waits.
+        self._threads = concurrent.futures.ThreadPoolExecutor(workers or os.cpu_count() or 1, "compiler")
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        self._children: dict[int, Child] = {}
+        self._closed = False
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        """As any executor; the future of a task whose process crashed or took too long raises CompilerError."""
+        return self._threads.submit(self._run, fn, args, kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - as inherited
+        """As any executor, but without ``wait`` what is being compiled is given up."""
+        if not wait:
+            with self._lock:
+                self._closed = True
+                for child in self._children.values():
+                    child.kill()  # its thread, if it waits, sees it
+        self._threads.shutdown(cancel_futures=cancel_futures)
+        for child in self._children.values():
+            child.stop()
+        self._children.clear()
+
+    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            child = self._compiler()
+            _, outcome, value = child.ask((0, "call", (fn, args, kwargs)), self._seconds)
+        except LostError as error:
+            with self._lock:
+                self._children.pop(getattr(self._own, "pid", 0), None)
+            raise CompilerError(f"the compiler was lost: {error}") from None
+        if outcome != "done":
+            raise CompilerError(value)
+        return value
+
+    def _compiler(self) -> Child:
+        """The process of this thread, a new one if it was lost."""
+        with self._lock:
+            if self._closed:
+                raise LostError("the pool is shut down")
+            child = self._children.get(getattr(self._own, "pid", 0))
+            if child is None:
+                log = tempfile.TemporaryFile(dir=cache_folder("logs"))  # noqa: SIM115 - its child closes it
+                try:
+                    child = fork_server().fork("generator.processes.serve:Caller", (), log)
+                except LostError:
+                    log.close()
+                    raise
+                self._children[child.pid] = child
+                self._own.pid = child.pid
+            return child
+
+
+def pool_of_processes(workers: int | None = None) -> CompilerPool:
+    """A process pool for compile_variant, by default with one process a core."""
+    return CompilerPool(workers)

@@ -1,0 +1,315 @@
+"""A process that forks others: they start at once, with everything imported, and none outlives the tuner.
+
+It imports what measuring and compiling need, touches no GPU, and forks when asked. Each child has a process group of its
+own, a log for whatever it prints, and dies with this process; this one ends when the tuner does, however that ends, and
+takes the groups of its children with it, the assemblers that they started among them.
+
+``multiprocessing`` has a fork server too; there a child that hangs keeps the server, and so itself, alive.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import gc
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from typing import IO, Any
+
+from generator.cache import cache_folder
+from generator.processes.channel import Channel, ChannelError, ClosedError, pair
+
+PRELOAD = ("generator.processes.compiler", "generator.processes.serve", "generator.measuring.stage")
+FORK_SECONDS = 120.0  # the first fork waits for the imports of torch and Triton: 2 s, from a cold disk more
+REAP_SECONDS = 10.0  # a killed process that holds a GPU takes a moment to go
+GRACE_SECONDS = 1.0  # for a process that closed its end to be gone, so that how it ended is known
+TICK_SECONDS = 0.5  # how often the log of a child that is waited for is looked at
+LOG_BYTES = 64 * 2**20  # only a loop prints more
+TAIL_CHARACTERS = 300
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class LostError(Exception):
+    """A child died, hung or answered nonsense, and was ended; the message says which, and what it printed last."""
+
+
+@dataclasses.dataclass
+class Child:
+    """A forked process, as the tuner holds it."""
+
+    server: ForkServer
+    pid: int
+    channel: Channel
+    log: IO[bytes]
+    log_start: int  # where in the log this child begins
+
+    def ask(self, message: Any, seconds: float) -> Any:
+        """The answer to a message.
+
+        Raises:
+            LostError: none came within ``seconds``, or none that can be read; the child has been ended.
+        """
+        until = time.monotonic() + seconds
+        try:
+            self.channel.send(message, seconds)
+            while not self.channel.ready(min(TICK_SECONDS, max(0.0, until - time.monotonic()))):
+                if os.fstat(self.log.fileno()).st_size - self.log_start > LOG_BYTES:
+                    raise self.lost(f"it printed more than {LOG_BYTES // 2**20} MiB, and was killed")
+                if time.monotonic() >= until:
+                    raise self.lost(f"no answer in {seconds:g} s: it hung, and was killed")
+            return self.channel.receive(TICK_SECONDS)
+        except ClosedError:
+            raise self.lost(None) from None
+        except TimeoutError:
+            raise self.lost("half an answer came, and it was killed") from None
+        except ChannelError as error:
+            raise self.lost(f"it answered nonsense, and was killed: {error}") from None
+
+    def lost(self, reason: str | None) -> LostError:
+        """End the child; the error that says why, or how it ended by itself, and what it printed last."""
+        ended = self.end(0.0 if reason else GRACE_SECONDS)
+        tail = self._tail()
+        self.log.close()
+        return LostError((reason or f"the process died ({ended})") + (f"; it printed last: {tail}" if tail else ""))
+
+    def stop(self) -> None:
+        """End the child and everything that it started."""
+        self.end()
+        self.log.close()
+
+    def kill(self) -> None:
+        """Kill the child from another thread than the one that asks it, which then finds it lost."""
+        _kill_group(self.pid)
+
+    def end(self, grace_s: float = 0.0) -> str:
+        """How the child ended: by itself within ``grace_s``, or killed."""
+        self.channel.close()
+        return _ending(self.server.reap(self.pid, grace_s))
+
+    def _tail(self) -> str:
+        """The last that it printed, on one line, without what is not text."""
+        end = os.fstat(self.log.fileno()).st_size
+        start = max(self.log_start, end - 4 * TAIL_CHARACTERS)
+        text = os.pread(self.log.fileno(), end - start, start).decode(errors="replace")
+        line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+        return line[-TAIL_CHARACTERS:]
+
+
+def _ending(status: int | None) -> str:
+    if status is None:
+        return f"killed, and still there after {REAP_SECONDS:g} s: its GPU may hang"
+    if os.WIFSIGNALED(status):
+        return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"exit code {os.waitstatus_to_exitcode(status)}"
+
+
+class ForkServer:
+    """The tuner's end of a fork server."""
+
+    def __init__(self, preload: tuple[str, ...] = PRELOAD) -> None:
+        """Start it; its imports go on while the tuner does other things."""
+        ours, theirs = pair()
+        self._lock = threading.Lock()
+        self._log = tempfile.TemporaryFile(dir=cache_folder("logs"))  # noqa: SIM115 - open as long as the server
+        paths = [path or os.getcwd() for path in sys.path]  # noqa: PTH109 - as Python means it
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603 - this very interpreter
+                [sys.executable, "-m", "generator.processes.forkserver", str(theirs.fileno()), *preload],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,  # Ctrl-C is the tuner's to handle
+            )
+        self._channel = Channel(ours)
+        self._asked = 0
+        self._tuner = os.getpid()
+        atexit.register(self.close)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still fork."""
+        return self._process.poll() is None
+
+    def fork(self, serve: str, arguments: tuple[Any, ...], log: IO[bytes]) -> Child:
+        """A new process that answers with ``serve``, the "module:name" of a class, made with ``arguments``.
+
+        It has the environment that this process has now. ``log`` takes what it prints, and is closed with it.
+
+        Raises:
+            LostError: the server has died.
+        """
+        ours, theirs = pair()
+        with theirs:
+            request = ("fork", serve, arguments, dict(os.environ), os.getcwd())  # noqa: PTH109
+            pid = self._ask(request, FORK_SECONDS, [theirs.fileno(), log.fileno()])
+        return Child(self, pid, Channel(ours), log, os.fstat(log.fileno()).st_size)
+
+    def reap(self, pid: int, grace_s: float) -> int | None:
+        """The wait status of a child, which ends by itself within ``grace_s`` or is killed; None if it stays."""
+        try:
+            return self._ask(("reap", pid, grace_s), grace_s + 2 * REAP_SECONDS)  # type: ignore[no-any-return]
+        except LostError:
+            return signal.SIGKILL  # its children died with it
+
+    def close(self) -> None:
+        """End the server and all its children."""
+        atexit.unregister(self.close)
+        self._channel.close()
+        if os.getpid() != self._tuner:  # a fork of the tuner: the server is not its own
+            return
+        try:
+            self._process.wait(REAP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def _ask(self, request: Any, seconds: float, files: list[int] | None = None) -> Any:
+        with self._lock:
+            self._asked += 1
+            try:
+                self._channel.send((self._asked, request, len(files or ())), seconds)
+                if files:
+                    self._channel.send_files(files)
+                while True:
+                    number, answer = self._channel.receive(seconds)
+                    if number == self._asked:  # an earlier one was asked when Ctrl-C came
+                        return answer
+            except (ChannelError, TimeoutError, ValueError) as error:
+                self._process.kill()
+                self._process.wait()
+                self._log.seek(0)
+                said = self._log.read().decode(errors="replace").strip()[-2000:]
+                raise LostError(f"the process that starts others died ({error}){': ' if said else ''}{said}") from error
+
+
+def fork_server() -> ForkServer:
+    """The fork server of this process, a new one if it died."""
+    with _STARTING:
+        server = _server_of(os.getpid())
+        if not server.alive:
+            server.close()
+            _server_of.cache_clear()
+            server = _server_of(os.getpid())
+        return server
+
+
+_STARTING = threading.Lock()
+
+
+@functools.lru_cache(maxsize=1)
+def _server_of(tuner: int) -> ForkServer:
+    del tuner  # a forked tuner has a server of its own
+    return ForkServer()
+
+
+def _main(end: int, preload: list[str]) -> None:
+    """Fork when asked, until the tuner is gone."""
+    os.environ.pop("PYTHONPATH", None)  # each child is given the tuner's environment
+    control = socket.socket(fileno=end)
+    channel = Channel(control, trusted=True)
+    for name in preload:
+        importlib.import_module(name)
+    gc.freeze()  # what is imported stays shared
+    children: set[int] = set()
+    try:
+        while True:
+            number, request, count = channel.receive()
+            if request[0] == "fork":
+                pid = _fork(request[1:], control, channel.receive_files(count))
+                children.add(pid)
+                channel.send((number, pid))
+            else:
+                status = _reap(*request[1:])
+                if status is not None:
+                    children.discard(request[1])
+                channel.send((number, status))
+    except ClosedError:
+        pass
+    finally:
+        for pid in children:
+            _kill_group(pid)
+
+
+def _fork(request: Any, control: socket.socket, files: list[int]) -> int:
+    server = os.getpid()
+    pid = os.fork()
+    if pid:
+        for file in files:
+            os.close(file)
+        with contextlib.suppress(OSError):  # both set it: whoever is first
+            os.setpgid(pid, pid)
+        return pid
+    code = 1
+    try:
+        with contextlib.suppress(OSError):
+            os.setpgid(0, 0)
+        die_with_parent(server)
+        control.close()
+        end, log = files
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        serve, arguments, environment, folder = request
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        from generator.processes.serve import serve_with  # noqa: PLC0415 - it imports nothing that the server has not
+
+        serve_with(Channel(socket.socket(fileno=end), trusted=True), serve, arguments)
+        code = 0
+    except BaseException:  # noqa: BLE001 - into the log, which the tuner reads
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it, in process ``parent``, is gone; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it went before that
+        os._exit(1)
+
+
+def _reap(pid: int, grace_s: float) -> int | None:
+    """Wait for a child, kill what is left of its group, and return its wait status; None if it does not die."""
+    status = _wait(pid, grace_s)
+    _kill_group(pid)  # what it started may live on
+    return status if status is not None else _wait(pid, REAP_SECONDS)
+
+
+def _wait(pid: int, seconds: float) -> int | None:
+    until = time.monotonic() + seconds
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status
+        if time.monotonic() >= until:
+            return None
+        time.sleep(0.002)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), sys.argv[2:])

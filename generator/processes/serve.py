@@ -1,0 +1,123 @@
+"""What a forked process does: answer one request after the other, whatever a variant does to it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import signal
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from generator.processes.channel import ClosedError
+
+if TYPE_CHECKING:
+    from generator.problem import Problem
+    from generator.processes.channel import Channel
+
+TEXT_CHARACTERS = 1000  # of an error: a compiler's may hold a whole program
+
+
+def serve_with(channel: Channel, name: str, arguments: tuple[Any, ...]) -> None:
+    """Answer (number, verb, argument) with the methods of the class ``name`` ("module:name") until nobody asks any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tuner's to handle
+    module, _, attribute = name.partition(":")
+    server = getattr(importlib.import_module(module), attribute)(*arguments)
+    with contextlib.suppress(ClosedError):
+        while True:
+            number, verb, argument = channel.receive()
+            channel.send((number, *_answer(server, verb, argument)))
+
+
+def _answer(server: Any, verb: str, argument: Any) -> tuple[str, Any]:
+    """("done", result), ("failed", why) or ("lost", why): in the last case this process is of no more use."""
+    try:
+        return "done", getattr(server, verb)(argument)
+    except Exception as error:  # noqa: BLE001 - whatever a variant does, it is data here
+        text = _text(error)
+    # Out of the handler: the error's traceback held the tensors of the trial.
+    try:
+        server.recover()
+    except Exception as error:  # noqa: BLE001 - as above
+        second = _text(error)
+        return "lost", text if second in text else f"{text}; then {second}"
+    return "failed", text
+
+
+def _text(error: Exception) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()[:TEXT_CHARACTERS]
+
+
+class Caller:
+    """Calls functions: a compiler's process."""
+
+    def call(self, request: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> Any:
+        """The result of function(*arguments, **keywords)."""
+        function, arguments, keywords = request
+        return function(*arguments, **keywords)
+
+    def recover(self) -> None:
+        """Nothing is kept from one call to the next."""
+
+
+class GpuServer:
+    """Measures on one GPU; holds one staged problem at most."""
+
+    def __init__(self, device: int) -> None:
+        import torch  # noqa: PLC0415 - only here is CUDA touched
+
+        torch.cuda.set_device(device)
+        self.device = device
+        self.staged: Any = None
+
+    def environment(self, _: None) -> dict[str, Any]:
+        """What measurements are made with."""
+        from generator.measuring.environment import environment  # noqa: PLC0415
+
+        return environment(self.device)
+
+    def free_bytes(self, _: None) -> int:
+        """Free memory, without the problem that was staged."""
+        import torch  # noqa: PLC0415
+
+        self._clear()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def stage(self, problem: Problem) -> Any:
+        """Put a problem on the GPU; its Baselines."""
+        from triton.runtime import driver  # noqa: PLC0415
+
+        from generator.measuring.stage import Stage  # noqa: PLC0415
+
+        self._clear()
+        self.staged = Stage(problem, driver.active.get_current_target())
+        return self.staged.baselines()
+
+    def measure(self, variant: Any) -> Any:
+        """Check and time a variant."""
+        return self.staged.measure(variant)
+
+    def compare(self, variants: list[Any]) -> Any:
+        """Time variants again, interleaved."""
+        return self.staged.compare(variants)
+
+    def recover(self) -> None:
+        """After a failure: give its memory back and see that the GPU still works and the staged problem is whole.
+
+        After an illegal access every call fails, a launch among them; then this raises and the process has to go.
+        """
+        import torch  # noqa: PLC0415
+
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        # As much as the smallest problem takes: after running out of memory it must be there again.
+        torch.ones(2**20, device=f"cuda:{self.device}").sum().item()
+        if self.staged is not None:
+            self.staged.verify()
+
+    def _clear(self) -> None:
+        if self.staged is not None:
+            self.staged.close()
+            self.staged = None

@@ -1,0 +1,140 @@
+"""What landscapes prove, in tables: of the search against others, of two tunings against each other, of the estimate."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from typing import TYPE_CHECKING
+
+import optuna
+from rich.table import Table
+
+from generator.estimating.model import fitted
+from generator.estimating.offline import order
+from generator.estimating.targets import target_named
+from generator.estimating.work import WORK
+from generator.measuring.compile import Resources
+from generator.proving.replay import SHARE, agreement, evaluations, strategies, summary
+from generator.workload import WORKLOADS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from generator.proving.landscape import Landscape
+
+FIRST = 5  # picks of the estimate
+# Head of a column -> its name in generator.proving.replay.summary.
+COLUMNS = {
+    "after 15": "median at 15",
+    "after 30": "median at 30",
+    "after 60": "median at 60",
+    "found, median": "median",
+    "found, worst": "worst",
+    "named, median": "median winner",
+    "named, worst": "worst winner",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Guess:
+    """How good the estimate is on one problem that it has not seen: regrets, 0.01 is 1 percent slower than the best."""
+
+    problem: str
+    first: float  # of its first pick
+    best_of_five: float
+    default: float  # of the default variant, which needs no estimate
+
+
+def searches(
+    landscapes: Sequence[Landscape], seeds: int, *, plain: bool, tell: Callable[[str], None] = lambda _: None
+) -> dict[str, tuple[int, dict[str, float]]]:
+    """How many searches there were of every strategy, and their generator.proving.replay.summary; ``seeds`` a landscape."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    found = {}
+    for name, strategy in strategies(landscapes).items():
+        if strategy.plain and not plain:
+            continue
+        tell(name)
+        count = 1 if strategy.plain else seeds
+        replays = [strategy.run(one, seed) for one in landscapes[:: strategy.every] for seed in range(count)]
+        found[name] = len(replays), summary(replays)
+    return found
+
+
+def _cells(count: int, found: dict[str, float]) -> list[str]:
+    wasted, each = f"{100 * found['wasted']:.0f}%", f"{found['ms a proposal']:.1f}"
+    return [str(count), *(f"{100 * found[c]:.2f}" for c in COLUMNS.values()), wasted, each]
+
+
+def search_table(landscapes: Sequence[Landscape], found: dict[str, tuple[int, dict[str, float]]]) -> Table:
+    """A row a strategy."""
+    least, most = min(map(evaluations, landscapes)), max(map(evaluations, landscapes))
+    table = Table(
+        title=f"Percent slower than the best of all variants, after {least} to {most} evaluations, {SHARE:.0%} of a pool",
+        caption="found: the best variant that was measured; named: what the search ends with, the simpler inside the noise",
+    )
+    table.add_column("strategy")
+    for head in ("searches", *COLUMNS, "wasted", "ms each"):
+        table.add_column(head, justify="right")
+    for name, (count, figures) in found.items():
+        table.add_row(name, *_cells(count, figures))
+    return table
+
+
+def search_markdown(found: dict[str, tuple[int, dict[str, float]]]) -> str:
+    """The same for a README."""
+    heads = ("strategy", "searches", *COLUMNS, "wasted proposals", "ms a proposal")
+    rows = [heads, ("---", *["---:"] * (len(heads) - 1))]
+    rows += [(name, *_cells(count, figures)) for name, (count, figures) in found.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def put_between(path: Path, mark: str, text: str) -> None:
+    """Write a text between the marks of a file.
+
+    Raises:
+        ValueError: the file does not have them, once each and in order.
+    """
+    begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
+    before, found_begin, rest = path.read_text().partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end:
+        raise ValueError(f"{path} must have the marks {begin} and {end}")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+
+
+def agreements(landscapes: Sequence[Landscape], pairs: int) -> list[float]:
+    """How far apart two independent tunings of each landscape end, by its own times."""
+    return [agreement(one, (2 * i, 2 * i + 1)) for one in landscapes for i in range(pairs)]
+
+
+def guesses(landscapes: Sequence[Landscape]) -> list[Guess]:
+    """The estimate on each landscape, by a model that has not seen it."""
+    found = []
+    for one in landscapes:
+        problem = one.problem
+        model = fitted(problem.family, problem.name)
+        assert model is not None, "the other landscapes"
+        rows = [(v, WORK[problem.family](problem, v)[0], Resources(one.registers[v], 0, 0, "")) for v in one.times]
+        excess = model.excess(problem, target_named(one.environment["device"]), rows)
+        ranked = sorted(zip(excess, one.times, strict=True), key=lambda entry: order(1 + entry[0], entry[1]))
+        default = WORKLOADS[problem.family].family.default_variant(problem.spec, problem.size)
+        regrets = [one.regret(variant) for _, variant in ranked[:FIRST]]
+        found.append(Guess(problem.name, regrets[0], min(regrets), one.regret(default)))
+    return found
+
+
+def guess_table(found: Sequence[Guess]) -> Table:
+    """A row a problem, then the median and the worst."""
+    table = Table(title="The estimate on problems that it has not seen: percent slower than the best")
+    table.add_column("problem")
+    for head in ("its first pick", f"best of its first {FIRST}", "the default"):
+        table.add_column(head, justify="right")
+    columns = [[getattr(g, name) for g in found] for name in ("first", "best_of_five", "default")]
+    for guess, *values in zip(found, *columns, strict=True):
+        table.add_row(guess.problem, *(f"{100 * v:.1f}" for v in values))
+    table.add_section()
+    table.add_row("median", *(f"{100 * statistics.median(c):.1f}" for c in columns))
+    table.add_row("worst", *(f"{100 * max(c):.1f}" for c in columns))
+    return table

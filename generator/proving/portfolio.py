@@ -1,0 +1,149 @@
+"""A short list of variants that serves all measured problems well: what a quick run measures on a GPU that is new."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+from generator.keeping.record import literal
+from generator.proving.landscape import FOLDER, load_landscapes
+from generator.proving.regret import Score
+from generator.workload import WORKLOADS
+from tuned.portfolio import ANY, architecture_of, variants_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from generator.problem import Problem
+    from generator.proving.landscape import Landscape
+    from tuned.record import Winner
+
+LEAST, MOST = 5, 15  # variants a portfolio
+ENOUGH = 0.01  # worst regret at which no more are added: two variants this near are the same in the noise
+NEAR = 0.05  # only what is within this of some problem's best can be worth a place
+
+
+def cover(landscapes: list[Landscape], least: int = LEAST, most: int = MOST) -> list[Any]:
+    """Variants so that each problem's best among them, or its default, is near its best of all; the most useful first.
+
+    Greedy: each takes the worst regret of any problem down as far as one variant can, then the mean.
+    """
+    defaults = [
+        WORKLOADS[one.problem.family].family.default_variant(one.problem.spec, one.problem.size) for one in landscapes
+    ]
+    left = [one.regret(default) for one, default in zip(landscapes, defaults, strict=True)]
+    costs = [{v: us / best - 1 for v, us in one.times.items()} for one in landscapes for best in (one.best_us,)]
+    good = dict.fromkeys(v for cost in costs for v, regret in cost.items() if regret <= NEAR)
+    known = {variant: [cost.get(variant, math.inf) for cost in costs] for variant in good}
+    chosen: list[Any] = []
+    while known and len(chosen) < most and (len(chosen) < least or max(left) > ENOUGH):
+        after = {variant: list(map(min, left, regrets)) for variant, regrets in known.items()}
+        best = min(after, key=lambda v: (round(max(after[v]), 4), round(sum(after[v]), 4), v.simplicity))
+        left = after[best]
+        del known[best]
+        chosen.append(best)
+    return chosen
+
+
+def of_winners(winners: Iterable[Winner], most: int = MOST) -> list[Any]:
+    """The winners themselves, those of most problems first, for a family without landscapes."""
+    counts = collections.Counter(w.variant for w in winners)
+    return sorted(counts, key=lambda v: (-counts[v], v.simplicity))[:most]
+
+
+def of_best(one: Landscape, variants: Iterable[Any]) -> float:
+    """Regret of the best of the variants and the default on a problem: what measuring just these would have found."""
+    default = WORKLOADS[one.problem.family].family.default_variant(one.problem.spec, one.problem.size)
+    return min(one.regret(variant) for variant in (default, *variants))
+
+
+def left_out(landscapes: list[Landscape]) -> Score:
+    """What a portfolio that was chosen without a problem finds for it, for each problem in turn."""
+    return Score(
+        "portfolio",
+        {
+            held.problem.name: of_best(held, cover([one for one in landscapes if one is not held]))
+            for held in landscapes
+        },
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Portfolio:
+    """The variants of one family on one kind of architecture, and which of them is the best where it was measured."""
+
+    variants: tuple[Any, ...]
+    best: tuple[tuple[Any, Any, int], ...]  # spec, size, index of the variant
+
+
+def _of_landscapes(landscapes: list[Landscape]) -> Portfolio:
+    variants = cover(landscapes)
+    best = []
+    for one in landscapes:
+        measured = [i for i, v in enumerate(variants) if v in one.times]
+        if measured:
+            best.append((one.problem.spec, one.problem.size, min(measured, key=lambda i: one.times[variants[i]])))
+    return Portfolio(tuple(variants), tuple(best))
+
+
+@functools.cache
+def _measured_whole() -> dict[tuple[str, str], Portfolio]:
+    """(architecture, family) -> portfolio, from every device's landscapes."""
+    grouped: dict[tuple[str, str], list[Landscape]] = {}
+    for folder in sorted(p for p in FOLDER.glob("*") if p.is_dir()):
+        for one in load_landscapes(folder.name):
+            for architecture in (architecture_of(one.environment["capability"]), ANY):
+                grouped.setdefault((architecture, one.problem.family), []).append(one)
+    return {key: _of_landscapes(found) for key, found in grouped.items()}
+
+
+def portfolios(winners: Iterable[Winner]) -> dict[tuple[str, str], Portfolio]:
+    """(architecture, family) -> portfolio: from landscapes where a family has them, else from the winners of records."""
+    grouped: dict[tuple[str, str], list[Winner]] = {}
+    for winner in winners:
+        for architecture in (architecture_of(winner.environment["capability"]), ANY):
+            grouped.setdefault((architecture, winner.family), []).append(winner)
+    found = dict(_measured_whole())
+    for key, rows in grouped.items():
+        if key not in found:
+            variants = of_winners(rows)
+            best = tuple((w.spec, w.size, variants.index(w.variant)) for w in rows if w.variant in variants)
+            found[key] = Portfolio(tuple(variants), best)
+    # An architecture that knows no more than all together do needs none of its own.
+    return {key: p for key, p in sorted(found.items()) if key[0] == ANY or p != found[ANY, key[1]]}
+
+
+def portfolio_source(winners: Iterable[Winner]) -> str:
+    """The portfolios as Python literals; the same landscapes and records, the same bytes."""
+    lines = [
+        '"""Portfolios: a few variants that serve every measured problem of a family well.',
+        "",
+        "@generated by tune.py from the landscapes and the records. Do not edit: run `python tune.py --render`.",
+        '"""',
+        "",
+        '# architecture ("any": all of them), family, variants',
+        "VARIANTS = (",
+    ]
+    found = portfolios(winners)
+    for (architecture, family), portfolio in found.items():
+        rows = tuple(dataclasses.asdict(v) for v in portfolio.variants)
+        lines += [f"    ({literal(architecture)}, {literal(family)}, ("]
+        lines += [f"        {literal(row)}," for row in rows]
+        lines += ["    )),"]
+    lines += [")", "# architecture, family, spec, size, which of the variants is the best there", "BEST = ("]
+    for (architecture, family), portfolio in found.items():
+        for spec, size, index in portfolio.best:
+            row = (architecture, family, dataclasses.asdict(spec), dataclasses.asdict(size), index)
+            lines.append(f"    {literal(row)},")
+    return "\n".join([*lines, ")"]) + "\n"
+
+
+def candidates(problem: Problem, capability: int) -> list[Any]:
+    """What a quick run measures of a problem: the default, and what is legal of the architecture's portfolio."""
+    family = WORKLOADS[problem.family].family
+    default = family.default_variant(problem.spec, problem.size)
+    listed = dict.fromkeys([default, *(family.fit(v, capability) for v in variants_for(problem.family, capability))])
+    return [v for v in listed if family.rejection(problem.spec, problem.size, v, capability) is None]

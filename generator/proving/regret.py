@@ -1,0 +1,205 @@
+"""Which rule serves best what was not tuned: each rule picks for measured problems whose own row it is not shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from generator.proving.landscape import load_landscapes
+from generator.searching.search import choose
+from generator.workload import WORKLOADS
+from tuned.lookup import nearest
+from tuned.table import Row
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from generator.problem import Problem
+    from generator.proving.landscape import Landscape
+    from tuned.record import Winner
+
+SERVED = "nearest row, tile rescaled"  # what tuned.lookup does; a test holds it against the others
+MEDIAN, WORST = 0.02, 0.10  # bars: how much slower than the best a pick may be
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """What a rule's picks cost."""
+
+    rule: str
+    regrets: dict[str, float]  # problem -> how much slower than its best variant, as a fraction
+
+    @property
+    def median(self) -> float:
+        """Half of the picks are no worse."""
+        return statistics.median(self.regrets.values())
+
+    @property
+    def worst(self) -> tuple[float, str]:
+        """The worst pick, and its problem."""
+        return max((regret, name) for name, regret in self.regrets.items())
+
+    @property
+    def text(self) -> str:
+        """Both, as a phrase."""
+        return f"median {100 * self.median:.2f} %, worst {100 * self.worst[0]:.1f} % ({self.worst[1]})"
+
+
+def row_of(landscape: Landscape) -> Row:
+    """The row that tuning would have left: inside the noise the simplest variant, as generator.searching.search chooses."""
+    problem = landscape.problem
+    return Row(problem.spec, problem.size, choose(landscape.times, None), None, landscape.best_us, problem.name)
+
+
+def _default(held: Landscape, others: list[Landscape]) -> Any:
+    del others
+    return WORKLOADS[held.problem.family].family.default_variant(held.problem.spec, held.problem.size)
+
+
+def _best_on_average(held: Landscape, others: list[Landscape]) -> Any:
+    """The legal variant with the least mean log time over the others; as slow as the slowest where it was not legal."""
+    logs = [{v: math.log(us) for v, us in other.times.items()} for other in others]
+    slowest = [max(log.values()) for log in logs]
+
+    def total(variant: Any) -> float:
+        return sum(log.get(variant, most) for log, most in zip(logs, slowest, strict=True))
+
+    return min(held.times, key=lambda v: (total(v), v.simplicity))
+
+
+def _size_then_spec(held: Landscape, others: list[Landscape]) -> Any:
+    """The nearest size of the same spec; else the closest spec with the same text; else the default."""
+    family = WORKLOADS[held.problem.family].family
+    spec, size = held.problem.spec, held.problem.size
+    ranked = []
+    for other in others:
+        row = row_of(other)
+        names = (family.kernel_names(s, family.default_variant(s)) for s in (spec, row.spec))
+        if row.variant in held.times and len(set(names)) == 1:
+            octaves = abs(math.log2(row.size.tokens / size.tokens))
+            ranked.append((family.distance(row.spec, spec), octaves, row.source, row.variant))
+    return min(ranked, key=lambda r: r[:3])[-1] if ranked else _default(held, others)
+
+
+def _nearest_row(rescaled: bool, measure: str) -> Callable[[Landscape, list[Landscape]], Any]:  # noqa: FBT001
+    def pick(held: Landscape, others: list[Landscape]) -> Any:
+        problem, work = held.problem, WORKLOADS[held.problem.family]
+        family = work.family if rescaled else dataclasses.replace(work.family, adapt=lambda variant, *_: variant)
+        rows = [row_of(other) for other in others]
+        size = problem.size
+        if measure == "bytes":
+            # The lookup counts tokens: give it bytes in their place.
+            size = _Amount(problem.size, work.bytes_moved(problem.spec, problem.size))
+            rows = [dataclasses.replace(r, size=_Amount(r.size, work.bytes_moved(r.spec, r.size))) for r in rows]
+            family = dataclasses.replace(
+                family, rejection=lambda spec, size, *rest: work.family.rejection(spec, size.size, *rest)
+            )
+        found = nearest(family, problem.spec, size, rows, held.environment["capability"])
+        return _default(held, others) if found is None else found[2]
+
+    return pick
+
+
+@dataclasses.dataclass(frozen=True)
+class _Amount:
+    """A size that counts something else than tokens."""
+
+    size: Any
+    tokens: int
+
+
+RULES: dict[str, Callable[[Landscape, list[Landscape]], Any]] = {
+    "default variant": _default,
+    "best on average": _best_on_average,
+    "nearest size, then closest spec of the same text": _size_then_spec,
+    "nearest row": _nearest_row(rescaled=False, measure="tokens"),
+    "nearest row by bytes, tile rescaled": _nearest_row(rescaled=True, measure="bytes"),
+    SERVED: _nearest_row(rescaled=True, measure="tokens"),
+}
+
+
+def same_problem(one: Problem | Winner, other: Problem) -> bool:
+    """Leave one problem out."""
+    return (one.spec, one.size) == (other.spec, other.size)
+
+
+def same_shape(one: Problem | Winner, other: Problem) -> bool:
+    """Leave a shape out: every layout, direction and style of the same tensor."""
+    names = ("dtype", "heads", "head_dim", "rotary_dim", "hidden")
+    return one.size == other.size and all(getattr(one.spec, n, None) == getattr(other.spec, n, None) for n in names)
+
+
+def scores(
+    landscapes: Iterable[Landscape],
+    left_out: Callable[[Problem, Problem], bool] = same_problem,
+    rules: Iterable[str] = tuple(RULES),
+) -> list[Score]:
+    """The rules' regret on each problem, with what ``left_out`` says taken from what a rule sees."""
+    found: dict[str, dict[str, float]] = {rule: {} for rule in rules}
+    every = list(landscapes)
+    for held in every:
+        others = [o for o in every if o.problem.family == held.problem.family and not left_out(o.problem, held.problem)]
+        if not others:
+            continue
+        for rule, regrets in found.items():
+            regrets[held.problem.name] = held.regret(RULES[rule](held, others))
+    return [Score(rule, regrets) for rule, regrets in found.items() if regrets]
+
+
+def from_record(
+    landscapes: Iterable[Landscape],
+    winners: list[Winner],
+    left_out: Callable[[Winner, Problem], bool] = same_problem,
+) -> Score | None:
+    """What the rule that serves makes of a record's rows, without those that ``left_out`` names; None without any."""
+    regrets = {}
+    for held in landscapes:
+        family = WORKLOADS[held.problem.family].family
+        rows = [
+            Row(w.spec, w.size, w.variant, None, w.median_us, w.name)
+            for w in winners
+            if w.family == held.problem.family and not left_out(w, held.problem)
+        ]
+        found = nearest(family, held.problem.spec, held.problem.size, rows, held.environment["capability"])
+        if found is not None:
+            regrets[held.problem.name] = held.regret(found[2])
+    return Score(SERVED, regrets) if regrets else None
+
+
+def best_rule(found: list[Score]) -> Score:
+    """The lowest worst case among the rules whose median is within its bar; of all, if none is."""
+    within = [s for s in found if s.median <= MEDIAN] or found
+    return min(within, key=lambda s: (s.worst[0], s.median, s.rule != SERVED))
+
+
+@functools.cache
+def metadata(device: str) -> dict[str, Any]:
+    """What a device's table says of the rule that serves what it has no row for; nothing where no landscape is."""
+    measured = load_landscapes(device)
+    figures: dict[str, Any] = {}
+    for left_out, name in ((same_problem, "problem_left_out"), (same_shape, "shape_left_out")):
+        for score in scores(measured, left_out, [SERVED]):
+            worst, where = score.worst
+            figures[name] = {
+                "problems": len(score.regrets),
+                "median_percent": round(100 * score.median, 2),
+                "worst_percent": round(100 * worst, 2),
+                "worst": where,
+            }
+    return {"rule": SERVED, **figures} if figures else {}
+
+
+def regret_table(found: list[Score], title: str) -> Table:
+    """Rules and what they cost, best first."""
+    table = Table("rule", "median %", "worst %", title=title, title_justify="left")
+    table.add_column("worst at", overflow="fold")
+    for score in sorted(found, key=lambda s: s.worst[0]):
+        worst, name = score.worst
+        mark = " (serves)" if score.rule == SERVED else ""
+        table.add_row(score.rule + mark, f"{100 * score.median:.2f}", f"{100 * worst:.1f}", name)
+    return table

@@ -1,0 +1,238 @@
+"""Replay searches on recorded landscapes, with no GPU: how near the best after how many evaluations."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import math
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import optuna
+
+from generator.keeping.journal import Journal
+from generator.measuring.bench import Timing
+from generator.measuring.compile import Resources
+from generator.measuring.stage import Baselines, Measured
+from generator.processes.worker import TrialFailedError
+from generator.searching.search import tune
+from generator.searching.seeds import MAX_SEEDS
+from tuned.choices import choices
+from tuned.family import FAMILIES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from generator.problem import Problem
+    from generator.proving.landscape import Landscape
+
+SHARE, LEAST = 0.15, 60  # a search may measure this share of a pool, or so many, whichever is more
+MARKS = (15, 30, 60)  # evaluations after which the regret is told, beside the end
+NOISE = 0.004  # of one timing of a trial, relative: what interleaved repetitions on an H200 show for small kernels
+PROPOSALS = 2  # a plain sampler may propose so many times its evaluations before it is stopped
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """One search on one landscape."""
+
+    problem: str
+    regrets: tuple[float, ...]  # of the best so far, after 1, 2, ... evaluations: 0.01 is 1 percent slower
+    regret: float  # of the variant that the search names; a pool of up to 300 is then measured whole
+    variant: Any
+    wasted: int  # proposals that were illegal or seen
+    seconds: float  # of proposing
+
+    def after(self, evaluations: int) -> float:
+        """Regret of the best of the first evaluations."""
+        return self.regrets[min(evaluations, len(self.regrets)) - 1]
+
+
+def evaluations(landscape: Landscape) -> int:
+    """What a search may measure of a landscape's pool."""
+    pool = len(landscape.times) + len(landscape.failed)
+    return min(pool, max(LEAST, round(SHARE * pool)))
+
+
+class _Gpu:
+    """A worker that answers from a landscape; ``noise`` is the relative deviation of one timing."""
+
+    def __init__(self, landscape: Landscape, seed: int, noise: float) -> None:
+        self.landscape, self.noise = landscape, noise
+        self.random = np.random.default_rng(seed)
+        self.measured: list[Any] = []
+
+    def start(self) -> None:
+        """Nothing is lost here."""
+
+    def stage(self, problem: Problem) -> Baselines:
+        """What was measured when the landscape was."""
+        del problem
+        return Baselines(self.landscape.copy_us, self.landscape.floor_us, 1.0, 1)
+
+    def _timing(self, variant: Any, noise: float) -> Timing:
+        return Timing(self.landscape.times[variant] * float(np.exp(self.random.normal(0, noise))), 0.01)
+
+    def measure(self, variant: Any) -> Measured:
+        """The time of the landscape, or its failure."""
+        self.measured.append(variant)
+        if variant in self.landscape.failed:
+            raise TrialFailedError(self.landscape.failed[variant])
+        return Measured(self._timing(variant, self.noise), 0.5)
+
+    def compare(self, variants: list[Any]) -> list[Timing]:
+        """Five interleaved timings have half the noise of one."""
+        return [self._timing(v, self.noise / math.sqrt(5)) for v in variants]
+
+
+class _Compiler(concurrent.futures.Executor):
+    """Every variant compiles, to code of its own."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        """Answer at once."""
+        del fn, kwargs
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future.set_result((Resources(32, 0, 0, repr(args[1])),))
+        return future
+
+
+def searched(landscape: Landscape, seed: int = 0, *, noise: float = 0.0, warm: Sequence[Landscape] = ()) -> Replay:
+    """The search of ``tune.py`` as it is, cold or seeded with the best variants of other landscapes."""
+    gpu = _Gpu(landscape, seed, noise)
+    environment = landscape.environment
+    spent = 0.0
+
+    def report(_: Any) -> None:
+        """Nobody watches."""
+
+    start = time.perf_counter()
+    journal = Journal(optuna.storages.InMemoryStorage())
+    outcome = tune(
+        landscape.problem,
+        gpu,  # type: ignore[arg-type]
+        _Compiler(),
+        journal,
+        environment,
+        trials=evaluations(landscape),
+        seeds=_seeds(landscape, warm),
+        report=report,
+        seed=seed,
+    )
+    spent = time.perf_counter() - start
+    return _replay(landscape, gpu.measured, outcome.winner.variant, 0, spent)
+
+
+def _seeds(landscape: Landscape, others: Sequence[Landscape]) -> list[Any]:
+    """The best variants of the most alike other problems, as generator.searching.seeds takes them from a record."""
+    family = FAMILIES[landscape.problem.family]
+    ranked = []
+    for other in others:
+        if other.problem == landscape.problem:
+            continue
+        same = other.problem.spec == landscape.problem.spec
+        distance = 0.0 if same else family.distance(landscape.problem.spec, other.problem.spec)
+        octaves = abs(math.log2(other.problem.size.tokens / landscape.problem.size.tokens))
+        best = min(other.times, key=other.times.__getitem__)
+        ranked.append((math.inf if distance is None else distance, octaves, other.problem.name, best))
+    ranked.sort(key=lambda entry: entry[:3])
+    return list(dict.fromkeys(variant for *_, variant in ranked if variant in landscape.times))[:MAX_SEEDS]
+
+
+def at_random(landscape: Landscape, seed: int = 0) -> Replay:
+    """Random variants of the pool, none twice."""
+    pool = [*landscape.times, *landscape.failed]
+    order = np.random.default_rng(seed).permutation(len(pool))[: evaluations(landscape)]
+    return _replay(landscape, [pool[i] for i in order], None, 0, 0.0)
+
+
+def plain(landscape: Landscape, sampler: optuna.samplers.BaseSampler, budget: int | None = None) -> Replay:
+    """A sampler of Optuna as it comes: it proposes knob by knob, also what is illegal or was measured.
+
+    Those are told to it (twice the worst time, or the time that is known) and cost no evaluation, until it has made
+    PROPOSALS times as many proposals as evaluations.
+    """
+    knobs = choices(FAMILIES[landscape.problem.family].variant_type)
+    space = {name: _distribution(values) for name, values in knobs.items()}
+    study = optuna.create_study(sampler=sampler)
+    penalty = math.log(2 * max(landscape.times.values()))
+    budget, measured, wasted = budget or evaluations(landscape), dict[Any, None](), 0
+    spent = 0.0
+    while len(measured) < budget and wasted + len(measured) < PROPOSALS * budget:
+        start = time.perf_counter()
+        trial = study.ask(space)
+        variant = FAMILIES[landscape.problem.family].variant_type(
+            **{n: values[trial.params[n]] if _ordered(values) else trial.params[n] for n, values in knobs.items()}
+        )
+        known = variant in landscape.times or variant in landscape.failed
+        if not known or variant in measured:
+            wasted += 1
+        if known:
+            measured[variant] = None
+        study.tell(trial, math.log(landscape.times[variant]) if variant in landscape.times else penalty)
+        spent += time.perf_counter() - start
+    return _replay(landscape, list(measured), None, wasted, spent)
+
+
+def _ordered(values: tuple[Any, ...]) -> bool:
+    return all(type(v) in (int, float) for v in values)
+
+
+def _distribution(values: tuple[Any, ...]) -> optuna.distributions.BaseDistribution:
+    if _ordered(values):
+        return optuna.distributions.IntDistribution(0, len(values) - 1)
+    return optuna.distributions.CategoricalDistribution(values)
+
+
+def _replay(landscape: Landscape, measured: list[Any], chosen: Any, wasted: int, seconds: float) -> Replay:
+    best, regrets = math.inf, []
+    for variant in measured[: evaluations(landscape)]:
+        best = min(best, landscape.regret(variant))
+        regrets.append(best)
+    if chosen is None:
+        chosen = min(measured, key=landscape.regret)
+    return Replay(landscape.problem.name, tuple(regrets), landscape.regret(chosen), chosen, wasted, seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A way to search, and on how many landscapes it can be afforded."""
+
+    run: Callable[[Landscape, int], Replay]
+    every: int = 1  # on each so manieth landscape
+    plain: bool = False  # a sampler of Optuna as it comes
+
+
+def strategies(landscapes: Sequence[Landscape]) -> dict[str, Strategy]:
+    """What is compared, by name."""
+    samplers = optuna.samplers
+    return {
+        "tune.py, seeded by other problems": Strategy(lambda x, s: searched(x, s, noise=NOISE, warm=landscapes)),
+        "tune.py": Strategy(lambda x, s: searched(x, s, noise=NOISE)),
+        "random, none twice": Strategy(at_random),
+        "Optuna TPE": Strategy(lambda x, s: plain(x, samplers.TPESampler(seed=s, multivariate=True)), 3, plain=True),
+        # A third of a second a proposal, and more the more it has seen: to the first mark only.
+        "Optuna GP": Strategy(lambda x, s: plain(x, samplers.GPSampler(seed=s), LEAST), 6, plain=True),
+    }
+
+
+def agreement(landscape: Landscape, seeds: tuple[int, int]) -> float:
+    """How much slower the worse of two independent tunings ends, by the landscape's own times."""
+    first, second = (searched(landscape, seed, noise=NOISE) for seed in seeds)
+    slow, fast = sorted((landscape.times[second.variant], landscape.times[first.variant]), reverse=True)
+    return slow / fast - 1
+
+
+def summary(replays: Sequence[Replay]) -> dict[str, float]:
+    """Regrets of many replays: the median and the worst, at the end and on the way."""
+    found = {f"median at {mark}": statistics.median(r.after(mark) for r in replays) for mark in MARKS}
+    found |= {
+        "median": statistics.median(r.regrets[-1] for r in replays),
+        "worst": max(r.regrets[-1] for r in replays),
+        "median winner": statistics.median(r.regret for r in replays),
+        "worst winner": max(r.regret for r in replays),
+        "wasted": sum(r.wasted for r in replays) / sum(r.wasted + len(r.regrets) for r in replays),
+        "ms a proposal": 1e3 * sum(r.seconds for r in replays) / sum(r.wasted + len(r.regrets) for r in replays),
+    }
+    return found

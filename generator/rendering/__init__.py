@@ -1,0 +1,1 @@
+"""From templates to kernels: render, name, commit, show."""

@@ -1,0 +1,56 @@
+"""Render a kernel's source from its template: a pure function of family, spec and variant."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+NAME = "KERNEL"  # stands for the kernel's name in a template: {{ name }} could not be the name of a function in valid Python
+TEMPLATES = Path(__file__).parent.parent.parent / "templates"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """Rendered source of one kernel structure, and a digest of what it means."""
+
+    name: str  # of the module and of its @triton.jit function
+    source: str
+    digest: str  # of the syntax tree: a comment or a docstring changes nothing
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    # Block marks inside comments keep a template valid Python; {{ x }} is a legal expression as it is.
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        block_start_string="# {%",
+        block_end_string="%}",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # noqa: S701 - the output is Python, not HTML
+    )
+
+
+def digest(source: str) -> str:
+    """Twelve hexadecimal digits of the SHA-256 of the syntax tree, without docstrings, comments or layout."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    # Not ast.dump: its text changes between Python versions (3.13 leaves empty fields out).
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:12]
+
+
+def render(template: str, name: str, spec: Any, variant: Any) -> Kernel:
+    """The kernel ``name`` that ``template`` gives for ``spec`` and ``variant``; the same arguments, the same bytes."""
+    source = _environment().get_template(f"{template}.py.jinja").render(spec=spec, variant=variant)
+    source = source.replace(NAME, name)
+    return Kernel(name=name, source=source, digest=digest(source))

@@ -1,0 +1,1 @@
+"""The search of a problem, and problems over GPUs and hosts."""

@@ -1,0 +1,234 @@
+"""Which problem a tuner takes next: its own list in order, or the first that no other tuner has claimed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from generator.keeping.journal import KEY, problem_digest
+from generator.rendering.structures import structures
+from generator.searching.claims import Claims, Heart, first_says
+from tuned.choices import choices
+from tuned.family import FAMILIES
+from tuned.record import SCHEMA, winner_from_json, winner_to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from optuna.storages import BaseStorage
+
+    from generator.problem import Problem
+    from generator.searching.search import Outcome
+    from tuned.record import Winner
+
+POLL_SECONDS = 1.0  # between looks at a storage while others finish
+NO_TIME = "the time budget was used up before it"
+
+
+class TakenOverError(Exception):
+    """Another tuner works on this problem, since this one gave no sign of life for too long."""
+
+
+class MixedDevicesError(ValueError):
+    """GPUs of different models cannot share work; the message names them and the way out."""
+
+
+class InOrder:
+    """The problems one after the other, all for this tuner."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self._left = list(problems)
+        self.done = -1  # how many were taken before the present one
+        self.share = 1.0  # of the time that is left, for the present one
+
+    def __enter__(self) -> None:
+        """Nothing is needed."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is held."""
+
+    def take(self, end: float, waiting: Callable[[str], None]) -> Problem | None:
+        """The next problem, or None if there is none."""
+        del end, waiting
+        if not self._left:
+            return None
+        self.done += 1
+        self.share = 1 / len(self._left)
+        return self._left.pop(0)
+
+    def following(self) -> Problem | None:
+        """What will probably be taken next."""
+        return self._left[0] if self._left else None
+
+    def check(self) -> None:
+        """Nobody takes anything away."""
+
+    def end(self, outcome: Outcome | str, *, complete: bool) -> bool:
+        """Whether the result counts: it does."""
+        del outcome, complete
+        return True
+
+    def left(self) -> dict[str, str]:
+        """Problem -> why nobody did it."""
+        return {problem.name: NO_TIME for problem in self._left}
+
+    def news(self) -> list[Winner]:
+        """Winners that others found."""
+        return []
+
+
+class Shared:
+    """The problems that many tuners share through a storage: each is claimed, and ended once."""
+
+    def __init__(
+        self,
+        problems: Iterable[Problem],
+        claims: Claims,
+        *,
+        detail: Callable[[Problem], str] = lambda _: "search",
+        poll_s: float = POLL_SECONDS,
+    ) -> None:
+        """``detail`` says what is to be done with a problem; only tuners that do the same with it share it."""
+        self._keys = {f"{p.name}/{problem_digest(p)}/{detail(p)}": p for p in problems}
+        self._claims, self._poll_s = claims, poll_s
+        self._heart = Heart(claims)
+        self._held: Any = None
+        self._tried: set[str] = set()  # by this tuner: once each, however it ended
+        self._known: set[str] = set()  # whose winners this tuner has found or told of
+        self._news: list[Winner] = []
+        self._free: list[str] = []
+        self.done = 0
+        self.share = 1.0
+
+    def __enter__(self) -> None:
+        """Show from now on that the tuner lives."""
+        self._heart.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        """Give back what is held, so that another tuner need not wait for it to go stale."""
+        self._heart.__exit__()
+        if self._held is not None:
+            with contextlib.suppress(Exception):  # the storage may be what ended the run
+                self._claims.end(self._held, {"reason": "its tuner was stopped"}, complete=False)
+
+    def take(self, end: float, waiting: Callable[[str], None]) -> Problem | None:
+        """A problem that is now this tuner's; None when all are done, or at ``end`` (time.monotonic).
+
+        While others work on the last ones it waits, since one of them may die; ``waiting`` is told for what.
+        """
+        while True:
+            attempts = self._look()
+            for position, key in enumerate(self._free):
+                held = self._claims.claim(key, attempts.get(key))
+                if held is None:
+                    continue
+                self._held = held
+                self._heart.hold(held)
+                self._tried.add(key)
+                self._free = self._free[position + 1 :]
+                return self._keys[key]
+            if self._free:
+                continue  # all of them went to others in the meantime
+            theirs = {k: a for k, a in attempts.items() if k in self._keys and a.live}
+            if not theirs or time.monotonic() >= end:
+                return None
+            waiting(", ".join(f"{self._keys[k].name} ({a.owner})" for k, a in theirs.items()))
+            time.sleep(min(self._poll_s, max(0.0, end - time.monotonic())))
+
+    def _look(self) -> dict[str, Any]:
+        attempts = self._claims.look()
+        ended = {k for k in self._keys if k in attempts and attempts[k].complete}
+        for key in sorted(ended - self._known):
+            self._news.append(winner_from_json(attempts[key].ended["winner"], f"the storage's winner of {key}"))  # type: ignore[index]
+        self._known |= ended
+        live = {k for k in self._keys if k in attempts and attempts[k].live}
+        self._free = [k for k in self._keys if k not in ended | live | self._tried]
+        self.done = len(ended)
+        # As if each tuner that is at work now had an even part of what is left.
+        tuners = 1 + len({attempts[k].owner for k in live})
+        self.share = min(1.0, tuners / max(1, len(self._keys) - len(ended)))
+        return attempts
+
+    def following(self) -> Problem | None:
+        """What will probably be taken next."""
+        return self._keys[self._free[0]] if self._free else None
+
+    def check(self) -> None:
+        """Ask that the problem still be this tuner's.
+
+        Raises:
+            TakenOverError: it is not.
+        """
+        if self._heart.lost:
+            raise TakenOverError("it was taken over by another tuner: this one gave no sign of life for too long")
+
+    def end(self, outcome: Outcome | str, *, complete: bool) -> bool:
+        """Tell all how the problem ended; False if another tuner has it now, and this result does not count."""
+        held, self._held = self._held, None
+        self._heart.hold(None)
+        if isinstance(outcome, str):
+            return self._claims.end(held, {"reason": outcome}, complete=False)
+        counts = self._claims.end(held, {"winner": winner_to_json(outcome.winner)}, complete=complete)
+        if counts and complete:
+            self._known.add(held.key)
+            self.done += 1
+        return counts
+
+    def left(self) -> dict[str, str]:
+        """Problem -> why nobody did it."""
+        attempts = self._look()
+        reasons = {}
+        for key, problem in self._keys.items():
+            attempt = attempts.get(key)
+            if (attempt is not None and attempt.complete) or key in self._tried:
+                continue
+            live = attempt is not None and attempt.live
+            reasons[problem.name] = f"{attempt.owner} was still at it" if attempt is not None and live else NO_TIME
+        return reasons
+
+    def abandon(self, owner: str) -> None:
+        """Let others have what a tuner held that is known to be dead."""
+        self._claims.abandon(owner)
+
+    def news(self) -> list[Winner]:
+        """Winners that others found, each told once."""
+        news, self._news = self._news, []
+        return news
+
+
+def scope_of(environment: dict[str, Any], *settings: Any) -> str:
+    """What tuners must have in common to share work: device, versions, method, kernels, spaces and settings."""
+    common = {
+        "environment": [environment[k] for k in KEY],
+        "kernels": {name: kernel.digest for name, kernel in structures().items()},
+        "spaces": {name: choices(family.variant_type) for name, family in FAMILIES.items()},
+        "record": SCHEMA,
+        "settings": settings,
+    }
+    digest = hashlib.sha256(json.dumps(common, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    return f"{environment['device']}/{digest}"
+
+
+def owner_name(index: int) -> str:
+    """What other tuners call the one on this GPU; unlike any other, however alike the hosts are named."""
+    return f"{socket.gethostname()} GPU {index} [{os.getpid()}-{uuid.uuid4().hex[:4]}]"
+
+
+def share_storage(storage: BaseStorage, device: str) -> None:
+    """Let only GPUs of one model share a storage.
+
+    Raises:
+        MixedDevicesError: GPUs of another model share it.
+    """
+    theirs = first_says(storage, "shared by GPUs of one model", device)
+    if theirs != device:
+        raise MixedDevicesError(
+            f"all GPUs that share a storage must be of one model: this storage is that of {theirs}, this GPU is {device}. "
+            "Give each model a database of its own, or tune without --storage."
+        )

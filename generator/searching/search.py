@@ -1,0 +1,396 @@
+"""Search one problem on one GPU: propose, compile, measure, compare the best again, name the winner.
+
+A search is a function of its arguments and of the times that it is given: proposals depend on nothing else. What an
+earlier run measured is served from the journal in place of a measurement, so a run that was broken off is repeated up to
+where it ended, in no time, and goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import json
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import optuna
+
+from generator.processes.compiler import compile_variant, hopeless
+from generator.processes.compiler import compiled as result_of
+from generator.processes.worker import TrialFailedError, Worker, WorkerLostError
+from generator.rendering.structures import structures
+from generator.searching.pool import legal_pool
+from generator.searching.sampler import BATCH, LEAST_RESULTS, STARTUP, PoolSampler
+from generator.searching.stopwatch import Stopwatch
+from generator.workload import WORKLOADS
+from tuned.choices import choices
+from tuned.record import RecordError, Winner, winner_from_json, winner_to_json
+
+if TYPE_CHECKING:
+    import concurrent.futures
+    from collections.abc import Callable, Iterable
+
+    from generator.keeping.journal import Journal, Result
+    from generator.measuring.compile import Resources
+    from generator.problem import Problem
+    from generator.searching.pool import Pool
+
+EXHAUSTIVE = 300  # a pool up to this size is measured whole: at 15 ms a variant, under 5 s
+FINALISTS = 6  # measured again, interleaved: re-measuring a handful is the cheapest cure for the winner's curse
+FEW = 2  # of candidates that are a handful themselves
+NOISE = 0.01  # a new winner must beat the incumbent by more; inside it the simpler wins, which also serves others best
+# Proposals that are compiled while those before are measured. A compilation takes 0.2 to 0.5 s and a measurement 17 ms, so
+# fewer leave the GPU waiting; more are proposed from results too old: with three batches two tunings of one problem
+# end up to 1.8 percent apart, with two 1.4.
+AHEAD = 2 * BATCH
+SEED = 0
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a display shows; the same object each time, changed in place."""
+
+    problem: str = ""
+    trial: int = 0
+    trials: int = 0
+    best_us: float = math.inf
+    floor_us: float = 0.0
+    failed: int = 0
+    note: str = ""
+    funnel: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How the search of one problem ended."""
+
+    winner: Winner
+    measured: int  # right and timed, earlier runs included
+    failed: dict[str, str]  # a failed variant's knobs -> the reason
+    pool: int  # legal
+    declared: int
+    remembered: int  # taken from the journal instead of measured again
+    same: int = 0  # not measured: another variant's machine code on the same grid
+
+
+def tune(  # noqa: PLR0913 - the parts are independent of each other
+    problem: Problem,
+    worker: Worker,
+    compiler: concurrent.futures.Executor,
+    journal: Journal,
+    environment: dict[str, Any],
+    *,
+    trials: int,
+    seeds: Iterable[Any] = (),
+    incumbent: Any = None,
+    candidates: Iterable[Any] | None = None,
+    deadline: float = math.inf,
+    stopwatch: Stopwatch | None = None,
+    report: Callable[[Progress], None] = lambda _: None,
+    seed: int = SEED,
+) -> Outcome:
+    """The winner of a problem, after at most ``trials`` measurements or at ``deadline`` (time.monotonic).
+
+    ``seeds`` are tried first, after the default and the ``incumbent``: winners of problems like this one. With
+    ``candidates`` these are measured instead, and nothing is searched. A problem whose search ended before under the
+    same settings, and whose incumbent is what it found, is not searched again.
+
+    Raises:
+        WorkerLostError: the GPU could not be brought to measure even the default variant.
+    """
+    wanted = None if candidates is None else list(dict.fromkeys(candidates))
+    watch = stopwatch or Stopwatch()
+    search = _Search(problem, worker, compiler, journal, environment, deadline, watch, report, seed)
+    settings = search.settings(trials, wanted)
+    known = search.ended_before(settings, incumbent)
+    if known is not None:
+        return known
+    default = search.family.default_variant(problem.spec, problem.size)
+    first = [v for v in _first(problem, seeds if wanted is None else wanted, incumbent) if v in search.legal]
+    search.prepare(trials if wanted is None else len(first))
+    search.explore(first, trials if wanted is None else len(first))
+    if wanted is None and len(search.pool.variants) <= EXHAUSTIVE:
+        search.explore(search.pool.variants, len(search.pool.variants))
+    return search.finish(default, incumbent, settings, FINALISTS if wanted is None else FEW)
+
+
+def opening(problem: Problem, capability: int, seeds: Iterable[Any] = (), incumbent: Any = None) -> list[Any]:
+    """The variants that a search with these arguments asks for before it knows any time: to compile them early."""
+    family = WORKLOADS[problem.family].family
+    pool = legal_pool(problem, capability)
+    sampler = _sampler(problem, pool, SEED)
+    for variant in _first(problem, seeds, incumbent):
+        if variant in frozenset(pool.variants):
+            sampler.propose_next(_row(variant))
+    study = optuna.create_study(sampler=sampler)
+    return [propose(study, family.variant_type)[1] for _ in range(min(STARTUP, len(pool.variants)))]
+
+
+def propose(study: optuna.Study, variant_type: type) -> tuple[optuna.Trial, Any]:
+    """The next trial of a study with a PoolSampler, and its variant.
+
+    The variant is read whole from the sampler's proposal: to suggest it knob by knob takes three times as long, and only
+    fills in parameters of this study, which lives as long as the search. The journal has them.
+    """
+    trial = study.ask()
+    return trial, variant_type(**trial.relative_params)
+
+
+def _first(problem: Problem, seeds: Iterable[Any], incumbent: Any) -> list[Any]:
+    default = WORKLOADS[problem.family].family.default_variant(problem.spec, problem.size)
+    return list(dict.fromkeys([default, *([] if incumbent is None else [incumbent]), *seeds]))
+
+
+def _row(variant: Any) -> dict[str, Any]:
+    return {name: getattr(variant, name) for name in choices(type(variant))}
+
+
+def _sampler(problem: Problem, pool: Pool, seed: int) -> PoolSampler:
+    work = WORKLOADS[problem.family]
+    rows = [_row(v) for v in pool.variants]
+    return PoolSampler(choices(work.family.variant_type), rows, seed, [work.features(v) for v in pool.variants])
+
+
+class _Search:
+    """The state of one problem's search: an Optuna study, its pool, and what was measured."""
+
+    def __init__(  # noqa: PLR0913 - as tune
+        self,
+        problem: Problem,
+        worker: Worker,
+        compiler: concurrent.futures.Executor,
+        journal: Journal,
+        environment: dict[str, Any],
+        deadline: float,
+        stopwatch: Stopwatch,
+        report: Callable[[Progress], None],
+        seed: int,
+    ) -> None:
+        self.problem, self.worker, self.compiler, self.deadline = problem, worker, compiler, deadline
+        self.environment, self.stopwatch, self.report = environment, stopwatch, report
+        self.family = WORKLOADS[problem.family].family
+        self.pool = legal_pool(problem, environment["capability"])
+        self.legal = frozenset(self.pool.variants)
+        self.architecture = f"sm_{environment['capability']}"
+        self.times: dict[Any, float] = {}
+        self.errors: dict[Any, float] = {}
+        self.failed: dict[Any, str] = {}
+        self.codes: dict[Any, Result] = {}  # machine code and grid -> what the first variant of it came to
+        self.known: dict[Any, Result] = {}
+        self.progress = Progress(problem=problem.name)
+        self.journal = journal
+        self.sampler = _sampler(problem, self.pool, seed)
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.study = optuna.create_study(sampler=self.sampler)
+        self.remembered = self.same = 0
+        self.lost = False  # the worker
+
+    def digests(self, variant: Any) -> dict[str, str]:
+        """Kernel -> digest of its text now, for every kernel that a variant launches."""
+        return {n: structures()[n].digest for n in self.family.kernel_names(self.problem.spec, variant)}
+
+    def settings(self, trials: int, candidates: list[Any] | None) -> str:
+        """What decides how a search ends, besides times: its length, its pool, and the texts that it may launch."""
+        texts: dict[str, str] = {}
+        for variant in self.pool.variants:
+            texts |= self.digests(variant)
+        pool = hashlib.sha256(repr(self.pool.variants).encode()).hexdigest()[:12]
+        return json.dumps([trials, None if candidates is None else repr(candidates), pool, sorted(texts.items())])
+
+    def ended_before(self, settings: str, incumbent: Any) -> Outcome | None:
+        """The outcome of an earlier run with these settings, unless the record names another variant since."""
+        kept = self.journal.finished(self.problem, self.environment, settings)
+        if kept is None:
+            return None
+        try:
+            winner = winner_from_json(kept["winner"], "the journal's winner")
+        except (RecordError, KeyError, TypeError):  # of an older version
+            return None
+        if incumbent is not None and incumbent != winner.variant:
+            return None
+        winner = dataclasses.replace(winner, name=self.problem.name)
+        pool = len(self.pool.variants)
+        return Outcome(winner, winner.trials, kept["failed"], pool, self.pool.declared, winner.trials)
+
+    def prepare(self, trials: int) -> None:
+        """Stage the problem and take over what earlier runs measured."""
+        with self.stopwatch.time("journal"):
+            self.known = self.journal.remembered(self.problem, self.environment, self.digests)
+        self.progress.trials = min(trials, len(self.pool.variants))
+        self.progress.funnel = f"{self.pool.declared} declared, {len(self.pool.variants)} legal"
+        self._tell("staging")
+        self.baselines = self._stage()
+        self.progress.floor_us = self.baselines.floor_us
+
+    def _tell(self, note: str) -> None:
+        self.progress.note = note
+        self.progress.trial = len(self.times) + len(self.failed)
+        self.progress.failed = len(self.failed)
+        self.progress.best_us = min(self.times.values(), default=math.inf)
+        self.report(self.progress)
+
+    def _stage(self) -> Any:
+        with self.stopwatch.time("stage"):
+            try:
+                return self.worker.stage(self.problem)
+            except WorkerLostError:
+                self.worker.start()
+                return self.worker.stage(self.problem)
+
+    def explore(self, first: Iterable[Any], goal: int) -> None:
+        """Measure ``first`` and then what the sampler proposes, until ``goal`` variants are measured."""
+        for variant in first:
+            self.sampler.propose_next(_row(variant))
+        goal = min(goal, len(self.pool.variants))
+        waiting: collections.deque[Any] = collections.deque()
+        asked = told = len(self.times) + len(self.failed)
+        while True:
+            while asked < goal and len(waiting) <= AHEAD and self._has_time(told):
+                # A model of too few results proposes nothing worth compiling: measure first.
+                if not self.sampler.promised and waiting and told < LEAST_RESULTS <= asked:
+                    break
+                waiting += self._ask(min(BATCH, goal - asked))
+                asked = told + len(waiting)
+            if not waiting:
+                return
+            trial, variant, compiled = waiting.popleft()
+            if self._has_time(told):
+                self._measure(trial, variant, compiled)
+            told += 1
+
+    def _has_time(self, told: int) -> bool:
+        return not told or time.monotonic() <= self.deadline  # one at least, which is the default
+
+    def _ask(self, count: int) -> list[tuple[optuna.Trial, Any, Any]]:
+        with self.stopwatch.time("search"):
+            asked = [propose(self.study, self.family.variant_type) for _ in range(count)]
+        return [(t, v, None if v in self.known else self._compile(v)) for t, v in asked]
+
+    def _compile(self, variant: Any) -> concurrent.futures.Future[Any]:
+        return self.compiler.submit(compile_variant, self.problem, variant, self.architecture)
+
+    def _measure(self, trial: optuna.Trial, variant: Any, compiled: Any) -> None:
+        if variant in self.known:
+            result = self.known[variant]
+            self.remembered += 1
+        else:
+            result = self._result(variant, compiled)
+            with self.stopwatch.time("journal"):
+                self.journal.add(self.problem, self.environment, variant, result, self.digests(variant))
+        if isinstance(result, str):
+            self.failed[variant] = result
+            # Not FAIL: samplers ignore failed trials and propose the like again.
+            value = math.log(2 * max(self.times.values(), default=1e6))
+        else:
+            self.times[variant], self.errors[variant] = result
+            value = math.log(result[0])
+        with self.stopwatch.time("search"):
+            self.study.tell(trial, value)
+        self._tell("")
+
+    def _result(self, variant: Any, compiled: concurrent.futures.Future[Any]) -> Result:
+        with self.stopwatch.time("compile"):
+            needs = result_of(compiled)
+        reason = hopeless(needs, self.environment["capability"])
+        if isinstance(needs, str) or reason is not None:
+            return reason or str(needs)
+        code = code_of(needs)
+        if code in self.codes:
+            self.same += 1
+            return self.codes[code]
+        self.codes[code] = result = self._on_gpu(variant)
+        return result
+
+    def _on_gpu(self, variant: Any) -> Result:
+        self._revive()
+        try:
+            with self.stopwatch.time("measure"):
+                measured = self.worker.measure(variant)
+        except TrialFailedError as error:
+            return str(error)
+        except WorkerLostError as error:
+            self.lost = True  # another is started once it is kept what this one was lost by
+            return f"lost the worker: {error}"
+        self.stopwatch.move(measured.check_s, "measure", "check")
+        return measured.timing.median_us, measured.error
+
+    def finish(self, default: Any, incumbent: Any, settings: str, finalists: int) -> Outcome:
+        """Measure the best few, the default and the incumbent again, interleaved; choose."""
+        if not self.times:
+            reasons = "; ".join(sorted(set(self.failed.values()))[:3])
+            raise WorkerLostError(f"no variant of {self.problem.name} could be measured: {reasons}")
+        self._tell("comparing the best")
+        ranked = sorted(self.times, key=self.times.__getitem__)
+        last = dict.fromkeys([*ranked[:finalists], *(v for v in (incumbent, default) if v in self.times)])
+        timings = self._compare(list(last))
+        chosen = choose({v: t.median_us for v, t in timings.items()}, incumbent)
+        timing = timings[chosen]
+        winner = Winner(
+            name=self.problem.name,
+            family=self.problem.family,
+            spec=self.problem.spec,
+            size=self.problem.size,
+            variant=chosen,
+            digests=self.digests(chosen),
+            median_us=round(timing.median_us, 3),
+            spread_us=round(timing.spread_us, 3),
+            error=round(self.errors[chosen], 4),
+            default_us=round(timings[default].median_us, 3) if default in timings else 0.0,
+            copy_us=round(self.baselines.copy_us, 3),
+            floor_us=round(self.baselines.floor_us, 3),
+            eager_us=round(self.baselines.eager_us, 3),
+            bytes_moved=self.baselines.bytes_moved,
+            trials=len(self.times),
+            environment=self.environment,
+        )
+        failed = {str(dataclasses.asdict(v)): reason for v, reason in self.failed.items()}
+        if time.monotonic() <= self.deadline:  # what was cut short is not the end of it
+            kept = {"winner": winner_to_json(winner), "failed": failed}
+            self.journal.finish(self.problem, self.environment, settings, kept)
+        pool = len(self.pool.variants)
+        return Outcome(winner, len(self.times), failed, pool, self.pool.declared, self.remembered, self.same)
+
+    def _revive(self) -> None:
+        """Have a worker with the problem staged, if the one before was lost."""
+        if self.lost:
+            self.worker.start()
+            self._stage()
+            self.lost = False
+
+    def _compare(self, finalists: list[Any]) -> dict[Any, Any]:
+        """Variant -> Timing, of all together; or, where one of them breaks that, of those that can be timed alone."""
+        timings: dict[Any, Any] = {}
+        why = ""
+        for together in (finalists, finalists, *([v] for v in finalists)):
+            if len(timings) == len(finalists):
+                break
+            self._revive()
+            try:
+                with self.stopwatch.time("compare"):
+                    timings |= zip(together, self.worker.compare(together), strict=True)
+            except TrialFailedError as error:
+                why = str(error)
+            except WorkerLostError as error:
+                why, self.lost = str(error), True
+        if not timings:
+            raise WorkerLostError(f"none of the best variants of {self.problem.name} could be timed again: {why}")
+        return timings
+
+
+def code_of(needs: tuple[Resources, ...]) -> tuple[Any, ...]:
+    """Equal for variants that run the same machine code on the same grid, so take the same time."""
+    return tuple((need.machine_code, need.programs) for need in needs)
+
+
+def choose(times: dict[Any, float], incumbent: Any) -> Any:
+    """The winner among variants timed together.
+
+    The incumbent, unless another beats it by more than the noise; else the simplest of those within the noise of the best.
+    """
+    best = min(times.values())
+    if incumbent in times and times[incumbent] <= best * (1 + NOISE):
+        return incumbent
+    close = [v for v, t in times.items() if t <= best * (1 + NOISE)]
+    return min(close, key=lambda v: v.simplicity)

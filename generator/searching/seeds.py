@@ -1,0 +1,72 @@
+"""What to try first on a problem: the variants that won on problems like it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+from generator.proving.landscape import FOLDER, LandscapeError, load_landscapes
+from generator.rendering.structures import structures
+from generator.workload import WORKLOADS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from generator.problem import Problem
+    from tuned.record import Winner
+
+MAX_SEEDS = 8
+MEASURED_WHOLE = 3  # seeds among them that led a landscape of the very problem, where one was recorded
+
+
+def is_fresh(winner: Winner) -> bool:
+    """Whether the kernels that a winner was measured with are those that the templates give now."""
+    kernels = structures()
+    return all(name in kernels and kernels[name].digest == digest for name, digest in winner.digests.items())
+
+
+def same_problem(winner: Winner, problem: Problem | Winner) -> bool:
+    """Whether a winner is of this problem, or of that of another winner, whatever either is called."""
+    return (winner.family, winner.spec, winner.size) == (problem.family, problem.spec, problem.size)
+
+
+def incumbent_of(problem: Problem, winners: Iterable[Winner]) -> Any:
+    """The variant that the record names for this very problem, if its kernels are as they were measured; or None."""
+    return next((w.variant for w in winners if same_problem(w, problem) and is_fresh(w)), None)
+
+
+def seeds_for(problem: Problem, winners: Iterable[Winner], capability: int) -> list[Any]:
+    """Winners' variants that are legal here, nearest spec first, then nearest size; at most MAX_SEEDS.
+
+    The last few are the best of a landscape of this problem, if there is one.
+    """
+    family = WORKLOADS[problem.family].family
+    ranked = []
+    for winner in winners:
+        if winner.family != problem.family:
+            continue
+        if family.rejection(problem.spec, problem.size, winner.variant, capability) is not None:
+            continue
+        distance = family.distance(winner.spec, problem.spec)
+        octaves = abs(math.log2(max(winner.size.tokens, 1) / max(problem.size.tokens, 1)))
+        ranked.append((distance, octaves, winner.name, winner.variant))
+    ranked.sort(key=lambda entry: entry[:3])
+    whole = [
+        v for v in _leaders().get(problem, ()) if family.rejection(problem.spec, problem.size, v, capability) is None
+    ]
+    near = list(dict.fromkeys(variant for *_, variant in ranked))[: MAX_SEEDS - len(whole)]
+    return list(dict.fromkeys([*near, *whole]))
+
+
+@functools.cache
+def _leaders() -> dict[Problem, list[Any]]:
+    """Problem -> the best variants of its landscape. Hints, whatever the device: what cannot be read gives none."""
+    found: dict[Problem, list[Any]] = {}
+    for folder in sorted(FOLDER.glob("*/")):
+        with contextlib.suppress(LandscapeError):
+            for one in load_landscapes(folder.name):
+                best = sorted(one.times, key=one.times.__getitem__)
+                found.setdefault(one.problem, []).extend(best[:MEASURED_WHOLE])
+    return found

@@ -1,0 +1,111 @@
+"""How to choose a block size: rules that fix one measure of a program's tile, judged by what they cost."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+from generator.telling.importance import Spread, spread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from generator.problem import Problem
+    from generator.telling.history import History
+
+LEAST_SHARE = 0.9  # of the problems that a rule must be able to serve to be judged at all
+WARP = 32  # threads
+
+
+def rows(problem: Problem, variant: Any) -> int:
+    """Rows of the tensor that one program takes at a time."""
+    return variant.block_tokens * variant.block_heads if problem.family == "rope" else variant.block_batch
+
+
+def tile(problem: Problem, variant: Any) -> int:
+    """Features that one program takes at a time."""
+    width = problem.spec.rotary_dim if problem.family == "rope" else variant.block_hidden
+    return rows(problem, variant) * width
+
+
+def per_thread(problem: Problem, variant: Any) -> float:
+    """Features that one thread takes at a time."""
+    return tile(problem, variant) / (WARP * variant.num_warps)
+
+
+MEASURES: dict[str, Callable[[Problem, Any], float]] = {
+    "features a thread": per_thread,
+    "features a program": tile,
+    "rows a program": rows,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Fix one measure of the tile, leave every other knob free."""
+
+    measure: str  # of MEASURES
+    value: int  # a power of two
+    cost: Spread  # of the best variant that obeys it
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The best rule of each measure, the best of all first, and what surrounds it."""
+
+    rules: list[Rule]
+    curves: dict[str, dict[int, Spread]]  # measure -> value -> cost
+    one_row: Spread | None  # one row a program, whatever its width
+    warps: dict[int, Spread]  # at the best rule: number of warps -> cost
+    problems: int
+    trials: int
+
+
+def answer(histories: Iterable[History]) -> Answer | None:
+    """What the measurements of one family say, or None without any."""
+    found = [h for h in histories if h.times]
+    if not found:
+        return None
+    curves = {name: curve(found, measure) for name, measure in MEASURES.items()}
+    least = LEAST_SHARE * len(found)
+    rules = []
+    for name, costs in curves.items():
+        judged = [Rule(name, value, cost) for value, cost in costs.items() if cost.problems >= least]
+        rules += sorted(judged, key=_cost)[:1]
+    rules.sort(key=_cost)
+    if not rules:
+        return None
+    measure = MEASURES[rules[0].measure]
+    obeying = [dataclasses.replace(h, times=_only(h, measure, rules[0].value)) for h in found]
+    best = [h.best_us for h in found]
+    warps = curve(obeying, lambda _problem, variant: variant.num_warps, best)
+    return Answer(rules, curves, curves["rows a program"].get(1), warps, len(found), sum(len(h.times) for h in found))
+
+
+def curve(
+    histories: Sequence[History], measure: Callable[[Problem, Any], float], best: Sequence[float] | None = None
+) -> dict[int, Spread]:
+    """Each value of a measure, to the nearest power of two, with what the best variant of that value costs."""
+    ratios: dict[int, list[float]] = collections.defaultdict(list)
+    for history, best_us in zip(histories, best or [h.best_us for h in histories], strict=True):
+        least: dict[int, float] = {}
+        for variant, us in history.times.items():
+            value = _power(measure(history.problem, variant))
+            least[value] = min(us, least.get(value, math.inf))
+        for value, us in least.items():
+            ratios[value].append(us / best_us)
+    return {value: spread(ratios[value]) for value in sorted(ratios)}
+
+
+def _only(history: History, measure: Callable[[Problem, Any], float], value: int) -> dict[Any, float]:
+    return {v: us for v, us in history.times.items() if _power(measure(history.problem, v)) == value}
+
+
+def _power(value: float) -> int:
+    return 1 << max(0, round(math.log2(value)))
+
+
+def _cost(rule: Rule) -> tuple[float, float, float]:
+    return rule.cost.ninth, rule.cost.median, rule.cost.worst

@@ -1,0 +1,170 @@
+"""Tell of one problem what serves it on a device, and what each of the winner's choices is worth."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+from generator.audit import this_machine
+from generator.estimating.targets import target_named
+from generator.keeping.record import read_record
+from generator.rendering.structures import structures
+from generator.searching.seeds import same_problem
+from generator.telling.history import from_journal, from_landscapes
+from generator.telling.report import describe, percent_of_floor
+from generator.workload import WORKLOADS
+from tuned.choices import choices
+from tuned.lookup import Choice, Gpu, choose
+from tuned.mismatch import HARD, SOFT, differences, other_text
+from tuned.record import METHOD
+from tuned.table import tables
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from generator.audit import Here
+    from generator.keeping.journal import Journal
+    from generator.problem import Problem
+    from generator.telling.history import History
+    from tuned.record import Winner
+
+
+def explain(problem: Problem, device: str, folder: Path | None, journal: Journal | None) -> Iterator[str]:
+    """Lines of text: the rule and the row, the time, what it was measured with, the runner-up, and a table of knobs.
+
+    Raises:
+        UnknownTargetError: no record of ``device`` and no data sheet to go by.
+    """
+    winners = read_record(device, folder)
+    gpu = _gpu(device, winners)
+    family = WORKLOADS[problem.family].family
+    with _in_front(folder):
+        choice = choose(family, problem.spec, problem.size, gpu)
+    size = " ".join(f"{name}={value}" for name, value in vars(problem.size).items())
+    yield f"{problem.name}: {problem.family} {describe(problem.spec)} {size}"
+    yield f"on {device}, {choice.rule}: {choice.why}"
+    yield f"kernel     {', '.join(family.kernel_names(problem.spec, choice.variant))}"
+    winner = next((w for w in winners if same_problem(w, problem)), None)
+    if winner is None:
+        yield f"time       not measured: python tune.py --problems {problem.name}"
+    else:
+        yield from _measured(winner, this_machine())
+    history = _history(problem, device, winner, journal)
+    if history is None:
+        yield "trials     none with the kernels as they are now, in a journal or a landscape on this machine"
+    yield ""
+    yield from table(problem, choice, history)
+
+
+@contextlib.contextmanager
+def _in_front(folder: Path | None) -> Iterator[None]:
+    """The records of a folder in front of the shipped tables, as TUNED_TABLES puts them there."""
+    before = os.environ.get("TUNED_TABLES")
+    if folder is not None:
+        os.environ["TUNED_TABLES"] = str(folder)
+    tables.cache_clear()
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("TUNED_TABLES", None)
+        else:
+            os.environ["TUNED_TABLES"] = before
+        tables.cache_clear()
+
+
+def _gpu(device: str, winners: list[Winner]) -> Gpu:
+    if winners:
+        facts = winners[-1].environment
+        return Gpu(device, facts["capability"], facts["multiprocessors"], facts.get("device_name", ""))
+    target = target_named(device)
+    return Gpu(target.device, target.capability, target.processors)
+
+
+def _measured(winner: Winner, here: Here) -> Iterator[str]:
+    default = f", {winner.default_us / winner.median_us:.2f} x as fast as the default" if winner.default_us else ""
+    yield (
+        f"time       {winner.median_us:.2f} us +- {winner.spread_us:.2f}, {percent_of_floor(winner):.1f}% of the floor "
+        f"({winner.floor_us:.2f} us){default}, {winner.eager_us / winner.median_us:.1f} x as fast as eager PyTorch; "
+        f"{winner.trials} variants measured"
+    )
+    facts = winner.environment
+    yield (
+        f"with       {facts.get('device_name', '?')} ({facts.get('multiprocessors', '?')} multiprocessors), driver "
+        f"{facts.get('driver', '?')}, torch {facts.get('torch', '?')}, Triton {facts.get('triton', '?')}, {facts.get('method', '?')}"
+    )
+    kernels = {name: kernel.digest for name, kernel in structures().items()}
+    hard = [
+        *other_text(winner.digests, kernels),
+        *differences(facts, {"method": METHOD, **here.gpus.get(facts["device"], {})}, HARD),
+    ]
+    soft = differences(facts, here.versions, SOFT)
+    if hard:
+        yield f"state      stale, it does not count: {'; '.join(hard)}"
+    elif soft:
+        yield f"state      it counts; worth tuning again: {'; '.join(soft)}"
+    else:
+        yield "state      it counts: measured with the kernels and versions of here"
+
+
+def _history(problem: Problem, device: str, winner: Winner | None, journal: Journal | None) -> History | None:
+    """The landscape of a problem, which is whole, or else what its searches tried."""
+    found = [h for h in from_landscapes(device) if _same(h.problem, problem)]
+    if not found and journal is not None and winner is not None:
+        found = from_journal(journal, [(problem, winner.environment)])
+    return next((h for h in found if h.times), None)
+
+
+def _same(a: Problem, b: Problem) -> bool:
+    return (a.family, a.spec, a.size) == (b.family, b.spec, b.size)
+
+
+def table(problem: Problem, choice: Choice, history: History | None) -> Iterator[str]:
+    """The variant's knobs beside the default's, and what every other choice costs as far as it was tried."""
+    variant = choice.variant
+    default = WORKLOADS[problem.family].family.default_variant(problem.spec, problem.size)
+    times = {} if history is None else history.times
+    reference = times.get(variant)
+    if history is not None and reference is not None:
+        yield from _runner_up(variant, times)
+        tried = "every legal variant" if history.whole else f"{len(times)} variants that a search chose"
+        tried += "" if history.fresh else ", with an older text of the kernel"
+        yield f"Other choices: changed alone, and with every other knob at its best; of {tried}."
+        yield ""
+    rows = [("knob", "taken", "default", "other choices" if reference is not None else "")]
+    for name, declared in choices(type(variant)).items():
+        own = getattr(variant, name)
+        others = [c for c in declared if c != own] if reference is not None else []
+        costs = [_cost(variant, name, c, times, reference) for c in others]
+        mark = str(getattr(default, name)) if getattr(default, name) != own else "same"
+        rows.append((name, str(own), mark, "; ".join(c for c in costs if c)))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    for row in rows:
+        yield "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
+
+
+def _runner_up(variant: Any, times: dict[Any, float]) -> Iterator[str]:
+    others = {v: us for v, us in times.items() if v != variant}
+    if not others:
+        return
+    second = min(others, key=others.__getitem__)
+    changed = [n for n in choices(type(variant)) if getattr(second, n) != getattr(variant, n)]
+    words = ", ".join(f"{n}={getattr(second, n)} instead of {getattr(variant, n)}" for n in changed)
+    place = "runner-up" if others[second] >= times[variant] else "faster"
+    yield f"{place:9}  {others[second]:.2f} us, {_percent(others[second], times[variant])}: {words}"
+
+
+def _cost(variant: Any, name: str, choice: Any, times: dict[Any, float], reference: float | None) -> str:
+    alone = times.get(dataclasses.replace(variant, **{name: choice}))
+    best = min((us for v, us in times.items() if getattr(v, name) == choice), default=None)
+    if best is None or reference is None:
+        return ""
+    first = "-" if alone is None else _percent(alone, reference)
+    return f"{choice} {first} / {_percent(best, reference)}"
+
+
+def _percent(us: float, reference: float) -> str:
+    return f"{100 * (us / reference - 1):+.1f}%"

@@ -1,0 +1,61 @@
+"""What was tried of each problem on one device: from the journal of its searches, or from recorded landscapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from generator.proving.landscape import load_landscapes
+from generator.rendering.structures import structures
+from generator.workload import WORKLOADS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from generator.keeping.journal import Journal
+    from generator.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class History:
+    """The variants of one problem that were tried."""
+
+    problem: Problem
+    times: dict[Any, float]  # variant -> microseconds
+    failed: dict[Any, str]  # variant -> the reason
+    whole: bool = False  # every legal variant was tried; otherwise a search chose which
+    fresh: bool = True  # with the kernels as they are now
+
+    @property
+    def best_us(self) -> float:
+        """The least time measured."""
+        return min(self.times.values())
+
+    @property
+    def tried(self) -> int:
+        """Variants measured or failed."""
+        return len(self.times) + len(self.failed)
+
+
+def from_journal(journal: Journal, asked: Iterable[tuple[Problem, dict[str, Any]]]) -> list[History]:
+    """The trials of problems in their environments, measured with the kernels as they are now; problems without any left out."""
+    found = []
+    for problem, environment in asked:
+        results = journal.remembered(problem, environment, lambda v, p=problem: _digests(p, v))  # type: ignore[misc]
+        times = {v: r[0] for v, r in results.items() if not isinstance(r, str)}
+        failed = {v: r for v, r in results.items() if isinstance(r, str)}
+        if results:
+            found.append(History(problem, times, failed))
+    return found
+
+
+def from_landscapes(device: str, folder: Path | None = None) -> list[History]:
+    """The recorded landscapes of a device; none is no error."""
+    recorded = load_landscapes(device) if folder is None else load_landscapes(device, folder)
+    return [History(s.problem, s.times, s.failed, whole=True, fresh=s.fresh) for s in recorded]
+
+
+def _digests(problem: Problem, variant: Any) -> dict[str, str]:
+    kernels = WORKLOADS[problem.family].family.kernel_names(problem.spec, variant)
+    return {name: structures()[name].digest for name in kernels}

@@ -1,0 +1,223 @@
+"""What the page shows, computed from the record, the histories and the benchmark results; nothing is drawn here."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+import re
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from generator.searching.seeds import is_fresh
+from generator.telling.html.charts import Chart, line_chart, scatter, strips
+from generator.telling.report import knobs, percent_of_floor
+from generator.workload import WORKLOADS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from generator.telling.history import History
+    from tuned.record import Winner
+
+DIRECTIONS = ("forward", "backward")
+LINES = {
+    "this project": "ours",
+    "copy floor": "floor",
+    "flash-attention": "a",
+    "TransformerEngine": "b",
+    "torch.jit.script": "c",
+    "eager PyTorch": "d",
+}  # the lines of a sweep -> their kind in the style sheet
+REASON = 240  # characters of a failure's reason that are shown
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One winner, as the table shows it."""
+
+    winner: Winner
+    percent: float
+    gigabytes: float
+    over_default: float | None
+    over_eager: float
+    knobs: str
+    fresh: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Variants that failed for one kind of reason."""
+
+    kind: str  # the reason without its numbers
+    count: int
+    problems: int
+    example: str  # a problem and a variant
+    reason: str  # of the example, whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """How many times as fast as a peer."""
+
+    name: str
+    ratios: list[tuple[float, str]]  # peer's time / ours, and which call
+    mean: float  # geometric
+
+    @property
+    def slower(self) -> int:
+        """Calls in which the peer is the faster one."""
+        return sum(r < 1 for r, _ in self.ratios)
+
+
+def winner_rows(winners: Iterable[Winner]) -> list[Row]:
+    """The winners in the order of the default problems' families, then by name."""
+    rows = []
+    for w in sorted(winners, key=lambda w: (list(WORKLOADS).index(w.family), w.name)):
+        default = WORKLOADS[w.family].family.default_variant(w.spec, w.size)
+        rows.append(
+            Row(
+                w,
+                percent_of_floor(w),
+                w.bytes_moved / w.median_us / 1e3,
+                w.default_us / w.median_us if w.default_us else None,
+                w.eager_us / w.median_us,
+                knobs(w.variant, default),
+                is_fresh(w),
+            )
+        )
+    return rows
+
+
+def floor_chart(rows: Sequence[Row]) -> Chart | None:
+    """Percent of the floor against bytes moved, a point a problem."""
+    if not rows:
+        return None
+    groups: dict[tuple[str, str], list[tuple[float, float, str]]] = collections.defaultdict(list)
+    for row in rows:
+        w = row.winner
+        title = f"{w.name}: {row.percent:.1f}% of the floor, {w.median_us:.2f} us"
+        groups[_group(w)].append((w.bytes_moved, row.percent, title))
+    order = sorted(groups, key=lambda g: ("forward", "backward", "in place", "GRU cell").index(g[1]))
+    median = statistics.median(r.percent for r in rows)
+    return scatter(
+        "Percent of the floor against the bytes that a call must move",
+        f"{len(rows)} winners; the median is at {median:.1f} percent of the floor, the lowest at {min(r.percent for r in rows):.1f}.",
+        ("bytes that must move", "% of the floor"),
+        [(kind, name, groups[kind, name]) for kind, name in order],
+        [80, 90, 100, 110, 120, 130, 140, 150],
+        100,
+    )
+
+
+def _group(w: Winner) -> tuple[str, str]:
+    if w.family != "rope":
+        return "d", "GRU cell"
+    if w.spec.inplace:
+        return "b", "in place"
+    return ("ours", "forward") if w.spec.direction == "forward" else ("a", "backward")
+
+
+def sweep_charts(results: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, str, list[Chart]]]:
+    """Time against sequence length: (shape, source, [forward, backward]) for each shape that was swept.
+
+    Of several results, given by preference, a shape is taken from the one with the most points.
+    """
+    found: dict[tuple[int, ...], tuple[str, list[dict[str, Any]]]] = {}
+    for source, content in results:
+        shapes = collections.defaultdict(list)
+        for row in content["rows"]:
+            if row["suite"] == "rope-sweep":
+                shapes[tuple(row["sizes"][k] for k in ("batch", "heads", "head_dim"))].append(row)
+        for shape, rows in shapes.items():
+            if shape not in found or len(rows) > len(found[shape][1]):
+                found[shape] = source, rows
+    out = []
+    for shape, (source, rows) in sorted(found.items()):
+        batch, heads, width = shape
+        title = f"batch {batch}, {heads} heads, head dimension {width}"
+        times = [t for row in rows for t in (row["ours"], row["floor"], *row["peers"].values())]
+        low, high = math.floor(math.log10(min(times))), math.ceil(math.log10(max(times)))
+        ticks = [10.0**n for n in range(low, high + 1)]
+        charts = [c for d in DIRECTIONS if (c := _sweep([r for r in rows if r["direction"] == d], d, title, ticks))]
+        out.append((title, source, charts))
+    return out
+
+
+def _sweep(rows: list[dict[str, Any]], direction: str, shape: str, ticks: list[float]) -> Chart | None:
+    points: dict[str, list[tuple[float, float]]] = {name: [] for name in LINES}
+    for row in sorted(rows, key=lambda r: r["sizes"]["seq"]):
+        times = {"this project": row["ours"], "copy floor": row["floor"], **row["peers"]}
+        for name in LINES:
+            if name in times:
+                points[name].append((row["sizes"]["seq"], times[name]))
+    lines = [(LINES[name], name, found) for name, found in points.items() if found]
+    if not lines:
+        return None
+    summary = f"RoPE {direction}, {shape}; at the longest sequence of each: " + ", ".join(
+        f"{name} {found[-1][1]:.1f} us" for _, name, found in lines
+    )
+    return line_chart(direction, summary, ("sequence length", "microseconds"), lines, ticks, unit=" us", log=True)
+
+
+def peers(results: dict[str, Any] | None) -> list[Peer]:
+    """Speed-ups over every peer, on the device, sweeps left out; the best peer of each call first."""
+    if results is None:
+        return []
+    ratios: dict[str, list[tuple[float, str]]] = collections.defaultdict(list)
+    for row in results["rows"]:
+        if row["kind"] != "device" or row["suite"] == "rope-sweep" or not row["peers"]:
+            continue
+        call = f"{row['problem']} {row['layout']} {row['direction']}{', in place' if row['inplace'] else ''}"
+        best = min(row["peers"], key=row["peers"].__getitem__)
+        ratios["the fastest peer"].append((row["peers"][best] / row["ours"], f"{call}, {best}"))
+        for name, us in row["peers"].items():
+            ratios[name].append((us / row["ours"], call))
+    found = [Peer(name, sorted(r), math.exp(statistics.fmean(math.log(x) for x, _ in r))) for name, r in ratios.items()]
+    return sorted(found, key=lambda p: (p.name != "the fastest peer", p.mean))
+
+
+def peers_chart(found: Sequence[Peer]) -> Chart | None:
+    """A strip a peer: every call a point."""
+    if not found:
+        return None
+    return strips(
+        "Times as fast as each peer",
+        "; ".join(f"{p.name}: {p.mean:.2f} in the mean of {len(p.ratios)} calls" for p in found),
+        "times as fast as the peer: 1 is equal, to the right this project is faster",
+        [(p.name, [(x, f"{call}: {x:.2f}") for x, call in p.ratios], p.mean) for p in found],
+    )
+
+
+def failures(histories: Iterable[History]) -> list[Failure]:
+    """The failed variants by kind of reason, the most frequent first."""
+    kinds: dict[str, list[tuple[str, Any, str]]] = collections.defaultdict(list)
+    for history in histories:
+        for variant, reason in history.failed.items():
+            kinds[re.sub(r"\d[\d.,]*", "…", reason.splitlines()[0] if reason else "no reason")].append(
+                (history.problem.name, variant, reason)
+            )
+    found = []
+    for kind, cases in kinds.items():
+        problem, variant, reason = cases[0]
+        text = reason if len(reason) <= REASON else f"{reason[:REASON]} …"
+        words = " ".join(f"{n}={v}" for n, v in dataclasses.asdict(variant).items())
+        found.append(Failure(kind[:REASON], len(cases), len({c[0] for c in cases}), f"{problem}: {words}", text))
+    return sorted(found, key=lambda f: (-f.count, f.kind))
+
+
+def environments(winners: Iterable[Winner]) -> list[tuple[str, list[tuple[str, int]]]]:
+    """Each fact of the environments, with its values and how many winners have it."""
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for w in winners:
+        for name, value in w.environment.items():
+            counts[name][str(value)] += 1
+    return [(name, values.most_common()) for name, values in sorted(counts.items())]
+
+
+def read_results(folder: Path, device: str) -> list[tuple[str, dict[str, Any]]]:
+    """The benchmark results of a device with where they stand, the newest first; none is no error."""
+    paths = [folder / f"{device}.json", folder / "sweep" / f"{device}.json"]
+    return [(str(p.relative_to(folder.parent.parent)), json.loads(p.read_text())) for p in paths if p.exists()]

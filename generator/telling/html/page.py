@@ -1,0 +1,124 @@
+"""The page: one HTML file that needs no network, the same bytes for the same data."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from generator.telling.blocks import Answer, answer
+from generator.telling.html import block_size, contents
+from generator.telling.html.charts import Chart, number
+from generator.telling.importance import Knob, knobs_of
+from generator.workload import WORKLOADS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from generator.telling.history import History
+    from tuned.record import Winner
+
+HERE = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources:
+    """What a page is made from; whatever is empty is said to be missing."""
+
+    device: str
+    winners: Sequence[Winner] = ()
+    trials: Sequence[History] = ()  # of the journal
+    landscapes: Sequence[History] = ()
+    results: Sequence[tuple[str, dict[str, Any]]] = ()  # of benchmarks: where they stand, and what they say
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """What was learned of one family."""
+
+    family: str
+    source: str
+    knobs: list[Knob]
+    answer: str | None  # how to choose a block size
+    charts: list[Chart]
+
+
+def page(sources: Sources) -> str:
+    """The page of a device."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE),
+        undefined=jinja2.StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = number
+    environment.filters["percent"] = lambda value: f"{value:.1f}%"
+    rows = contents.winner_rows(sources.winners)
+    names = (str(w.environment.get("device_name", sources.device)) for w in sources.winners)
+    where, benchmark = sources.results[0] if sources.results else ("", None)
+    found_peers = contents.peers(benchmark)
+    tried = sources.trials or sources.landscapes
+    return environment.get_template("report.html.jinja").render(
+        device=sources.device,
+        device_name=next(names, sources.device),
+        rows=rows,
+        median=_median,
+        floor=contents.floor_chart(rows),
+        sweeps=contents.sweep_charts(sources.results),
+        peers=found_peers,
+        peers_chart=contents.peers_chart(found_peers),
+        studies=[_study(family, sources, rows) for family in WORKLOADS if _histories(family, sources)],
+        failures=contents.failures(tried),
+        tried=sum(h.tried for h in tried),
+        tried_in="the journal" if sources.trials else "the recorded landscapes",
+        environments=contents.environments(sources.winners),
+        benchmark=benchmark["environment"] if benchmark else None,
+        benchmark_source=where,
+    )
+
+
+def _histories(family: str, sources: Sources) -> list[History]:
+    """A family's landscapes, which are whole, or else what its searches tried."""
+    whole = [h for h in sources.landscapes if h.problem.family == family]
+    return whole or [h for h in sources.trials if h.problem.family == family]
+
+
+def _study(family: str, sources: Sources, rows: Sequence[contents.Row]) -> Study:
+    histories = _histories(family, sources)
+    whole = all(h.whole for h in histories)
+    old = sum(not h.fresh for h in histories)
+    source = (
+        f"From {len(histories)} recorded landscapes: every legal variant was measured"
+        f"{f', in {old} of them with an older text of the kernel' if old else ''}."
+        if whole
+        else f"From the journal, {len(histories)} problems: a search chose what was measured, so what it seldom tried looks worse than it is."
+    )
+    found = answer(histories)
+    paragraph = block_size.block_answer(found, _untuned(rows, family), _by_size(histories, rows)) if found else None
+    charts = block_size.block_charts(found) if found else []
+    return Study(family, source, knobs_of([h.times for h in histories]), paragraph, charts)
+
+
+def _untuned(rows: Sequence[contents.Row], family: str) -> list[float]:
+    return [r.over_default for r in rows if r.winner.family == family and r.over_default is not None]
+
+
+def _by_size(histories: Sequence[History], rows: Sequence[contents.Row]) -> tuple[Answer | None, Answer | None]:
+    """The answers for the calls whose bytes fit in the L2 of the device, and for the others."""
+    l2_bytes = max((int(r.winner.environment.get("l2_bytes") or 0) for r in rows), default=0)
+    fits: list[History] = []
+    larger: list[History] = []
+    for history in histories:
+        problem = history.problem
+        moved = WORKLOADS[problem.family].bytes_moved(problem.spec, problem.size)
+        (fits if moved <= l2_bytes else larger).append(history)
+    return answer(fits), answer(larger)
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    there = [v for v in values if v is not None]
+    return statistics.median(there) if there else None

@@ -1,0 +1,93 @@
+"""Tables for people: what there is to tune, what was measured, what a search space comes to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+
+from generator.searching.stopwatch import ON_GPU
+from tuned.choices import choices
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from generator.problem import Problem
+    from tuned.record import Winner
+
+
+def percent_of_floor(winner: Winner) -> float:
+    """How near a winner is to the time in which a copy moves the same bytes: 100 is as fast as that copy."""
+    return 100 * winner.floor_us / winner.median_us
+
+
+def knobs(variant: Any, default: Any) -> str:
+    """The knobs in which a variant differs from the default variant of its problem, as words."""
+    changed = [n for n in choices(type(variant)) if getattr(variant, n) != getattr(default, n)]
+    return " ".join(f"{n}={getattr(variant, n)}" for n in changed) or "the default"
+
+
+def winners_table(winners: Iterable[Winner], title: str) -> Table:
+    """One row a problem: microseconds, bandwidth, percent of the floor, speed-ups."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("problem", overflow="fold")
+    for name in ("us", "GB/s", "% of floor", "x eager", "x default", "trials"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for w in winners:
+        table.add_row(
+            w.name,
+            f"{w.median_us:.2f}",
+            f"{w.bytes_moved / w.median_us / 1e3:.0f}",
+            f"{percent_of_floor(w):.1f}",
+            f"{w.eager_us / w.median_us:.1f}",
+            f"{w.default_us / w.median_us:.2f}" if w.default_us else "-",
+            str(w.trials),
+        )
+    return table
+
+
+def stages_table(
+    seconds: Mapping[str, float], elapsed_s: float, gpus: int = 1, busy_share: float | None = None
+) -> Table:
+    """Wall time by stage, the longest first, and what no stage accounts for; of several GPUs, their times together.
+
+    ``busy_share`` is the GPU's share of the time since the first trial, where that is known.
+    """
+    whole_s = elapsed_s * gpus
+    busy_s = sum(seconds.get(stage, 0.0) for stage in ON_GPU)
+    what = f"Wall time of {gpus} GPUs together" if gpus > 1 else "Wall time"
+    share = f", {busy_s / whole_s:.0%} of it on the GPU" if whole_s > 0 else ""
+    since = "" if busy_share is None else f", {busy_share:.0%} since the first trial"
+    title = f"{what}{share}{since}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, min_width=len(title))
+    table.add_column("stage", no_wrap=True)
+    for name in ("seconds", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    known = sorted(((n, s) for n, s in seconds.items() if s > 0), key=lambda item: -item[1])
+    rest_s = whole_s - sum(seconds.values())
+    for name, spent_s in [*known, *([("the rest", rest_s)] if rest_s > 0 else [])]:
+        table.add_row(name, f"{spent_s:.1f}", f"{spent_s / whole_s:.0%}" if whole_s > 0 else "-")
+    return table
+
+
+def problem_lines(problems: list[Problem], winners: Iterable[Winner], device: str) -> Iterator[str]:
+    """What ``--list`` shows: each problem, the time that the record of ``device`` has for it, and what it is."""
+    times = {(w.family, w.spec, w.size): f"{w.median_us:.2f} us" for w in winners}
+    width = max((len(p.name) for p in problems), default=0)
+    yield f"{'problem':{width}}  {'on ' + device:>15}  what"
+    for p in problems:
+        known = times.get((p.family, p.spec, p.size), "-")
+        size = " ".join(f"{n}={v}" for n, v in vars(p.size).items())
+        yield f"{p.name:{width}}  {known:>15}  {p.family} {describe(p.spec)} {size}"
+
+
+def describe(spec: Any) -> str:
+    """A spec's fields as words: values that speak for themselves, the others with their names."""
+    words = []
+    for name, value in ((f, getattr(spec, f)) for f in spec.__dataclass_fields__):
+        if isinstance(value, bool):
+            words += [name] if value else []
+        else:
+            words.append(value if isinstance(value, str) else f"{name}={value}")
+    return " ".join(words)
