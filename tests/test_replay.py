@@ -74,11 +74,14 @@ def test_the_search_is_better_than_random_search_and_seeds_make_it_better_still(
     assert statistics.median(r.after(15) for r in warm) <= 0.01 < statistics.median(r.after(15) for r in cold)
 
 
-def test_samplers_as_they_come_waste_proposals() -> None:
+@pytest.mark.parametrize(("kind", "evaluations"), [("TPESampler", 40), ("GPSampler", 20)])
+def test_samplers_as_they_come_waste_proposals(kind: str, evaluations: int) -> None:
+    if kind == "GPSampler":
+        pytest.importorskip("scipy")
     import optuna  # noqa: PLC0415
 
     one = next(x for x in LANDSCAPES if x.problem.name == "llama3_8b_decode_64x1")
-    run = replay.plain(one, optuna.samplers.TPESampler(seed=0, multivariate=True), 30)
+    run = replay.plain(one, getattr(optuna.samplers, kind)(seed=0), evaluations)
     assert run.wasted > len(run.regrets) / 4
     assert list(run.regrets) == sorted(run.regrets, reverse=True)
 
@@ -113,7 +116,7 @@ def test_the_table_of_the_readme_is_what_replay_gives(tmp_path: Path) -> None:
 
 
 def test_the_estimate_is_near_the_best_on_problems_that_it_has_not_seen() -> None:
-    found = evidence.guesses(LANDSCAPES[::2])
+    found = evidence.guesses(LANDSCAPES)
     assert statistics.median(g.first for g in found) <= 0.10
     assert statistics.median(g.best_of_five for g in found) <= 0.03
     assert statistics.median(g.first for g in found) < statistics.median(g.default for g in found)

@@ -97,31 +97,36 @@ def _columns(problem: Problem, target: Target, rows: Sequence[tuple[Any, Work, R
     )
 
 
-def fit(landscapes: Sequence[Landscape], target: Target) -> Model:
-    """The model of these landscapes, all of one family, measured on ``target``."""
+def normal_equations(landscape: Landscape, target: Target) -> tuple[np.ndarray, np.ndarray]:
+    """What one landscape, measured on ``target``, adds to the two sides of the normal equations."""
     from generator.measuring.compile import Resources  # noqa: PLC0415 - imports Triton
 
-    columns, values = [], []
-    for landscape in landscapes:
-        problem = landscape.problem
-        rows = [
-            (v, WORK[problem.family](problem, v)[0], Resources(landscape.registers[v], 0, 0, ""))
-            for v in landscape.times
-        ]
-        times = np.array(list(landscape.times.values()))
-        weight = 1 / math.sqrt(len(times))
-        columns.append(_columns(problem, target, rows) * weight)
-        values.append(np.log(np.minimum(times / times.min() - 1, WORST) + WARP) * weight)
-    x, y = np.concatenate(columns), np.concatenate(values)
-    penalty = np.full(x.shape[1], RIDGE * len(landscapes))
-    penalty[0] = 1e-9  # not of the mean
-    return Model(np.linalg.solve(x.T @ x + np.diag(penalty), x.T @ y))
+    problem = landscape.problem
+    rows = [
+        (v, WORK[problem.family](problem, v)[0], Resources(landscape.registers[v], 0, 0, "")) for v in landscape.times
+    ]
+    times = np.array(list(landscape.times.values()))
+    x = _columns(problem, target, rows)
+    y = np.log(np.minimum(times / times.min() - 1, WORST) + WARP)
+    return x.T @ x / len(times), x.T @ y / len(times)
+
+
+@functools.cache
+def _all_equations(family: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Problem -> its normal equations, of every landscape of a family."""
+    from generator.estimating.targets import TARGETS  # noqa: PLC0415
+
+    found = [x for x in load_landscapes(DEVICE) if x.problem.family == family]
+    return {x.problem.name: normal_equations(x, TARGETS[DEVICE]) for x in found}
 
 
 @functools.cache
 def fitted(family: str, without: str = "") -> Model | None:
     """The model of all landscapes of a family, or of all but one problem's; None if there are none."""
-    from generator.estimating.targets import TARGETS  # noqa: PLC0415
-
-    found = [x for x in load_landscapes(DEVICE) if x.problem.family == family and x.problem.name != without]
-    return fit(found, TARGETS[DEVICE]) if found else None
+    equations = [sides for name, sides in _all_equations(family).items() if name != without]
+    if not equations:
+        return None
+    left, right = (np.sum([sides[i] for sides in equations], axis=0) for i in (0, 1))
+    penalty = np.full(len(right), RIDGE * len(equations))
+    penalty[0] = 1e-9  # not of the mean
+    return Model(np.linalg.solve(left + np.diag(penalty), right))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import importlib.util
 import math
 import statistics
 import time
@@ -207,14 +208,16 @@ class Strategy:
 def strategies(landscapes: Sequence[Landscape]) -> dict[str, Strategy]:
     """What is compared, by name."""
     samplers = optuna.samplers
-    return {
+    found = {
         "tune.py, seeded by other problems": Strategy(lambda x, s: searched(x, s, noise=NOISE, warm=landscapes)),
         "tune.py": Strategy(lambda x, s: searched(x, s, noise=NOISE)),
         "random, none twice": Strategy(at_random),
         "Optuna TPE": Strategy(lambda x, s: plain(x, samplers.TPESampler(seed=s, multivariate=True)), 3, plain=True),
-        # A third of a second a proposal, and more the more it has seen: to the first mark only.
-        "Optuna GP": Strategy(lambda x, s: plain(x, samplers.GPSampler(seed=s), LEAST), 6, plain=True),
     }
+    if importlib.util.find_spec("scipy"):  # which Optuna leaves to its users
+        # A tenth to a third of a second a proposal, and more the more it has seen: to the last mark only.
+        found["Optuna GP"] = Strategy(lambda x, s: plain(x, samplers.GPSampler(seed=s), LEAST), 6, plain=True)
+    return found
 
 
 def agreement(landscape: Landscape, seeds: tuple[int, int]) -> float:
