@@ -295,9 +295,14 @@ def regret(device: str, folder: Path | None, console: Console) -> int:
     console.print(rules.regret_table(by_shape, "The same, with every layout and direction of its shape left out"))
     served = next(s for s in by_problem if s.rule == rules.SERVED)
     winners = read_record(device, folder)
-    for left_out, what in ((rules.same_problem, "the problem's own"), (rules.same_shape, "all of its shape")):
+    rows = (
+        (rules.nothing, "the record's rows, as they are"),
+        (rules.same_problem, "the record's rows without the problem's own"),
+        (rules.same_shape, "the record's rows without all of its shape"),
+    )
+    for left_out, what in rows:
         if score := rules.from_record(measured, winners, left_out):
-            say(console, f"from the record's rows without {what}: {score.text}")
+            say(console, f"{what}: {score.text}")
     say(
         console,
         f"best of a portfolio that was chosen without the problem (--quick): {portfolio.left_out(measured).text}",
