@@ -38,6 +38,13 @@ def seconds(text: str | None) -> float:
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
+def start_fork_server() -> None:
+    """Start what compilers and workers are forked from: its imports take as long as this process's own, beside them."""
+    from generator.processes.forkserver import fork_server  # noqa: PLC0415
+
+    fork_server()
+
+
 # Typer reads these annotations when the program runs, on Python 3.10 too.
 @app.callback(invoke_without_command=True)
 def main(  # noqa: PLR0913 - one parameter an option
@@ -84,6 +91,8 @@ def main(  # noqa: PLR0913 - one parameter an option
     """Tune every problem on this GPU, most common first; Ctrl-C keeps what was measured, the same command goes on."""
     if context.invoked_subcommand is not None:
         return
+    if __name__ == "__main__" and not (render or check or list_ or dry_run):
+        start_fork_server()
     from generator import commands  # noqa: PLC0415 - torch takes seconds to import, --help must not
     from generator.estimating.targets import UnknownTargetError  # noqa: PLC0415
     from generator.selection import SelectionError  # noqa: PLC0415
@@ -237,12 +246,8 @@ def landscape(
     raise typer.Exit(code)
 
 
-if (
-    __name__ == "__mp_main__"
-):  # one tuner of several: what it forks its processes from imports torch while it does itself
-    from generator.processes.forkserver import fork_server
-
-    fork_server()
+if __name__ == "__mp_main__":  # one tuner of several
+    start_fork_server()
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)  # the processes that compile and measure take their environment from here
