@@ -7,8 +7,10 @@ import json
 import statistics
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
+from generator.estimating import model
 from generator.proving import evidence, replay
 from generator.proving.landscape import FOLDER, Landscape, LandscapeError, load, load_landscapes, record, save
 from generator.searching.pool import legal_pool
@@ -120,6 +122,18 @@ def test_the_estimate_is_near_the_best_on_problems_that_it_has_not_seen() -> Non
     assert statistics.median(g.first for g in found) <= 0.10
     assert statistics.median(g.best_of_five for g in found) <= 0.03
     assert statistics.median(g.first for g in found) < statistics.median(g.default for g in found)
+
+
+def test_a_problem_that_is_left_out_is_not_in_the_model() -> None:
+    one = LANDSCAPES[0].problem.name
+    every, others = model._all_equations("rope"), model.fitted("rope", one)
+    assert set(every) == {x.problem.name for x in LANDSCAPES}
+    assert others is not None
+    kept = {name: sides for name, sides in every.items() if name != one}
+    right = sum(sides[1] for sides in kept.values())
+    left = sum(sides[0] for sides in kept.values()) + np.diag([1e-9, *[model.RIDGE * len(kept)] * (len(right) - 1)])
+    assert np.allclose(left @ others.weights, right, atol=1e-6)
+    assert not np.allclose(others.weights, model.fitted("rope").weights, atol=1e-3)
 
 
 # --- files --------------------------------------------------------------------------------------------------------------
