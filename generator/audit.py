@@ -15,6 +15,7 @@ import triton
 
 from generator.keeping.record import PACKAGE, QUICK, TABLES, WINNERS, read_record, record_path
 from generator.measuring.environment import driver_version
+from generator.proving.landscape import load_landscapes
 from generator.rendering.committed import KERNELS, generated_files
 from generator.rendering.structures import structures
 from generator.searching.seeds import same_problem
@@ -104,12 +105,21 @@ def _device(problems: list[Problem], device: str, folder: Path | None, here: Her
         rows += [w for w in winners if not any(same_problem(w, p) for p in default)]
     yield from _hard(device, rows, here)
     yield from _soft(device, rows, here)
+    yield from _landscapes(device)
     if device not in here.gpus:
         yield Finding(
             "note",
             f"{device} is not in this machine: its name, multiprocessors and driver were not compared; kernels, "
             "timing method, Triton and torch were",
         )
+
+
+def _landscapes(device: str) -> Iterator[Finding]:
+    """Landscapes of other texts than today's: they still rank, and what is proved on them is of another kernel."""
+    stale = [one.problem.name for one in load_landscapes(device) if not one.fresh]
+    if stale:
+        text = f"{device}: worth recording again, {len(stale)} landscapes are of another text of their kernels"
+        yield Finding("soft", f"{text}: python tune.py landscape {','.join(stale)}")
 
 
 def _hard(device: str, rows: list[Winner], here: Here) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ import tune
 from generator import audit
 from generator.audit import Here, findings
 from generator.keeping.record import save_winner
+from generator.proving.landscape import load_landscapes
 from generator.selection import problem_named
 from generator.workload import default_problems
 from tests.fakes import ENVIRONMENT
@@ -134,3 +135,14 @@ def test_this_machine_can_be_asked() -> None:
     here = audit.this_machine()
     assert set(here.versions) == {"torch", "triton", "driver"}
     assert all(set(board) == set(BOARD) for board in here.gpus.values())
+
+
+def test_landscapes_of_another_text_are_worth_recording_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(tmp_path)
+    before = found(tmp_path)
+    one = next(x for x in load_landscapes("nvidia_h200"))
+    stale = dataclasses.replace(one, digests=dict.fromkeys(one.digests, "another"))
+    monkeypatch.setattr(audit, "load_landscapes", lambda _: [one, stale])
+    (new,) = [finding for finding in found(tmp_path) if finding not in before]
+    assert new[0] == "soft"
+    assert new[1].endswith(f"python tune.py landscape {one.problem.name}")
