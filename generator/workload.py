@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import generator.families.gru_cell
 import generator.families.rope
 from generator.problem import Problem
 from tuned.family import FAMILIES, Family
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +43,3 @@ WORKLOADS = {
 def default_problems(family: str | None = None) -> list[Problem]:
     """Every default problem, or those of one family."""
     return [p for name, w in WORKLOADS.items() if family in (None, name) for p in w.problems()]
-
-
-def empty_like_call(device: str) -> Callable[[tuple[int, ...]], torch.Tensor]:
-    """What launches() asks for the tables of a call on ``device``."""
-    return lambda shape: torch.empty(shape, dtype=torch.float32, device=device)

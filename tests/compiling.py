@@ -54,7 +54,6 @@ def default_launches() -> dict[str, Launch]:
 
     from generator.families import gru_cell, rope  # noqa: PLC0415
     from generator.rendering.structures import ROPE_SCHEDULES, gru_cell_specs, rope_specs  # noqa: PLC0415
-    from generator.workload import empty_like_call  # noqa: PLC0415
     from tuned.gru_cell.launches import launches as gru_launches  # noqa: PLC0415
     from tuned.gru_cell.spec import GruCellSize  # noqa: PLC0415
     from tuned.gru_cell.variant import default_variant as gru_default  # noqa: PLC0415
@@ -65,21 +64,20 @@ def default_launches() -> dict[str, Launch]:
     from tuned.rope.variant import default_variant as rope_default  # noqa: PLC0415
 
     found = {}
-    empty = empty_like_call("meta")
     for spec, schedule in itertools.product(rope_specs(), ROPE_SCHEDULES):
         call = rope.inputs(spec, RopeSize(batch=2, seq=4096), "meta", 0)
         variant = rope_default(spec)
         if schedule.loops_heads:  # half the tile: the next one is loaded while this one is worked on
             half = max(1, variant.block_heads // 2)
             variant = dataclasses.replace(variant, head_steps=schedule.head_steps, block_heads=half)
-        for launch in rope_launches(spec, variant, call, empty):
+        for launch in rope_launches(spec, variant, call):
             found[launch.kernel] = launch
     freqs, cos, sin = (torch.empty((4, 16), dtype=torch.float32, device="meta") for _ in range(3))
     constants = {"WIDTH": 16, "BLOCK": 1024, "PDL": False}
     found[PROBE_KERNEL] = Launch(PROBE_KERNEL, 1, (freqs, cos, sin, 4, 16, 1), constants, {"num_warps": 4})
     for gru_spec in gru_cell_specs():
         call = gru_cell.inputs(gru_spec, GruCellSize(batch=64), "meta", 0)
-        for launch in gru_launches(gru_spec, gru_default(gru_spec), call, empty):
+        for launch in gru_launches(gru_spec, gru_default(gru_spec), call):
             found[launch.kernel] = launch
     return found
 
@@ -132,7 +130,6 @@ def widths(arguments: dict[str, Any], knobs: dict[str, Any], shift: int = 0) -> 
     """
     from generator.families.rope import inputs  # noqa: PLC0415
     from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415
-    from generator.workload import empty_like_call  # noqa: PLC0415
     from tuned.rope.launches import launches  # noqa: PLC0415
     from tuned.rope.spec import RopeSize, RopeSpec  # noqa: PLC0415
     from tuned.rope.variant import default_variant  # noqa: PLC0415
@@ -142,7 +139,7 @@ def widths(arguments: dict[str, Any], knobs: dict[str, Any], shift: int = 0) -> 
     if shift:
         call = dataclasses.replace(call, x=_Moved(call.x, shift), out=_Moved(call.out, shift))
     variant = dataclasses.replace(default_variant(spec), **knobs)
-    (launch,) = launches(spec, variant, call, empty_like_call("meta"))
+    (launch,) = launches(spec, variant, call)
     counts: dict[str, Counter[int]] = {"LDG": Counter(), "STG": Counter()}
     for line in instructions(compile_launch(launch, target_of("sm_90")).asm["cubin"]):
         if found := re.search(r"\b(LDG|STG)\.E(\.[A-Z0-9.]+)?", line):
@@ -187,12 +184,11 @@ def gru_needs(spec: GruCellSpec) -> Needs:
     """Compile the gates of a spec, untuned, for sm_90."""
     from generator.families.gru_cell import inputs  # noqa: PLC0415
     from generator.measuring.compile import resources, target_of  # noqa: PLC0415
-    from generator.workload import empty_like_call  # noqa: PLC0415
     from tuned.gru_cell.launches import launches  # noqa: PLC0415
     from tuned.gru_cell.spec import GruCellSize  # noqa: PLC0415
     from tuned.gru_cell.variant import default_variant  # noqa: PLC0415
 
     call = inputs(spec, GruCellSize(batch=3), "meta", 0)
-    (launch,) = launches(spec, default_variant(spec), call, empty_like_call("meta"))
+    (launch,) = launches(spec, default_variant(spec), call)
     found = resources(launch, target_of("sm_90"))
     return Needs(found.registers, found.spill_bytes)

@@ -75,7 +75,7 @@ def assert_right(case: GruCase, variant: GruCellVariant) -> torch.Tensor:
     call, bases = build(case)
     before = {name: base.clone() for name, base in bases.items()}
     want = wanted(case.spec, call)
-    steps = launches(case.spec, variant, call, torch.empty)
+    steps = launches(case.spec, variant, call)
     if INTERPRETED:
         with watched() as traffic:
             run(steps)

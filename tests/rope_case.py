@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -98,12 +97,7 @@ class Built:
 
     def run(self, variant: RopeVariant) -> None:
         """All launches of the variant."""
-        run(launches(self.case.spec, variant, self.call, empty))
-
-
-def empty(shape: tuple[int, ...]) -> torch.Tensor:
-    """A table for the two-launch variants, poisoned."""
-    return torch.full(shape, math.nan, dtype=torch.float32, device=DEVICE)
+        run(launches(self.case.spec, variant, self.call))
 
 
 def _angles(case: RopeCase, rows: int, draw: torch.Generator) -> tuple[list[Any], list[torch.Tensor]]:

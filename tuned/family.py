@@ -30,7 +30,7 @@ class Family:
     adapt: Callable[[Any, Any, Any], Any]  # (variant, its spec, another) -> it, as the other should take it
     fit: Callable[[Any, int], Any]  # (variant, capability) -> it, without what the architecture lacks
     kernel_names: Callable[[Any, Any], tuple[str, ...]]  # (spec, variant) -> modules in tuned.kernels, in order
-    launches: Callable[..., tuple[Launch, ...]]  # (spec, variant, call, empty) -> launches, in order
+    launches: Callable[..., tuple[Launch, ...]]  # (spec, variant, call) -> launches, in order
 
 
 FAMILIES = {

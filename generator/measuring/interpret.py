@@ -70,7 +70,6 @@ def _case(values: dict[str, Any]) -> str | None:
 
     from generator.measuring.check import WrongResultError, check  # noqa: PLC0415
     from generator.measuring.guard import probe  # noqa: PLC0415
-    from generator.workload import empty_like_call  # noqa: PLC0415
 
     work = WORKLOADS[values["family"]]
     family = work.family
@@ -84,7 +83,7 @@ def _case(values: dict[str, Any]) -> str | None:
     tensors = {f.name: getattr(call, f.name) for f in dataclasses.fields(call)}
     inputs = {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor) and t is not call.out}
     before = {name: tensor.clone() for name, tensor in inputs.items()}
-    for launch in family.launches(spec, variant, call, empty_like_call("cpu")):
+    for launch in family.launches(spec, variant, call):
         _run(launch)
     try:
         # The interpreter drops the low bits of a bfloat16 store where a GPU rounds: twice the error of one rounding.

@@ -105,11 +105,8 @@ class Stage:
         thunks: list[Callable[[], None]] = []
         launchers: list[Callable[[int, tuple[Any, ...]], None]] = []
 
-        def empty(shape: tuple[int, ...]) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.float32, device=f"cuda:{self.device}")
-
         for call in (self.probe, *self.calls):
-            parts = self.work.family.launches(self.problem.spec, variant, call, empty)
+            parts = self.work.family.launches(self.problem.spec, variant, call)
             # All sets have the same shapes, strides and alignment: compiled once for the first.
             launchers = launchers or [bare(compile_launch(part, self.target), self.device) for part in parts]
             steps = [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from generator.cache import cache_folder
 from generator.measuring.compile import Resources, resources, target_of
 from generator.processes.forkserver import Child, LostError, fork_server
-from generator.workload import WORKLOADS, empty_like_call
+from generator.workload import WORKLOADS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,9 +28,7 @@ COMPILE_SECONDS = 20.0  # a variant takes 0.3 s, one that spills thousands of by
 def compile_variant(problem: Problem, variant: Any, architecture: str) -> tuple[Resources, ...] | str:
     """What each launch of the variant needs, or the compiler's complaint. Runs in a pool process; touches no GPU."""
     try:
-        launches = WORKLOADS[problem.family].family.launches(
-            problem.spec, variant, _meta_call(problem), empty_like_call("meta")
-        )
+        launches = WORKLOADS[problem.family].family.launches(problem.spec, variant, _meta_call(problem))
         return tuple(resources(launch, target_of(architecture)) for launch in launches)
     except Exception as error:  # noqa: BLE001 - a variant that does not compile is data
         first = (str(error).splitlines() or [""])[0]

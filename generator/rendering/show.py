@@ -11,7 +11,7 @@ from generator.rendering.structures import structures
 from generator.searching.seeds import same_problem
 from generator.selection import problem_named
 from generator.telling.report import describe, percent_of_floor
-from generator.workload import WORKLOADS, empty_like_call
+from generator.workload import WORKLOADS
 from tuned.record import RecordError
 from tuned.rope.spec import SEARCH_FAN
 
@@ -59,7 +59,7 @@ def standalone(winner: Winner) -> str:
     """The file; it imports torch and triton only, and needs nothing of this project."""
     work = WORKLOADS[winner.family]
     call = work.inputs(winner.spec, winner.size, "meta", 0)
-    launches = work.family.launches(winner.spec, winner.variant, call, empty_like_call("meta"))
+    launches = work.family.launches(winner.spec, winner.variant, call)
     kernels = "\n\n".join(_literal_kernel(launch) for launch in launches)
     wrapper = WRAPPERS[winner.family](winner, launches)
     return f'"""{_header(winner)}"""\n\n{IMPORTS}\n\n{kernels}\n\n{wrapper}'

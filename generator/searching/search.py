@@ -120,9 +120,9 @@ def opening(problem: Problem, capability: int, seeds: Iterable[Any] = (), incumb
     """The variants that a search with these arguments asks for before it knows any time: to compile them early."""
     family = WORKLOADS[problem.family].family
     pool = legal_pool(problem, capability)
-    sampler = _sampler(problem, pool, SEED)
+    sampler, legal = _sampler(problem, pool, SEED), frozenset(pool.variants)
     for variant in _first(problem, seeds, incumbent):
-        if variant in frozenset(pool.variants):
+        if variant in legal:
             sampler.propose_next(_row(variant))
     study = optuna.create_study(sampler=sampler)
     return [propose(study, family.variant_type)[1] for _ in range(min(STARTUP, len(pool.variants)))]
@@ -219,7 +219,6 @@ class _Search:
         with self.stopwatch.time("journal"):
             self.known = self.journal.remembered(self.problem, self.environment, self.digests)
         self.progress.trials = min(trials, len(self.pool.variants))
-        self.progress.funnel = f"{self.pool.declared} declared, {len(self.pool.variants)} legal"
         self._tell("staging")
         self.baselines = self._stage()
         self.progress.floor_us = self.baselines.floor_us
@@ -228,6 +227,10 @@ class _Search:
         self.progress.note = note
         self.progress.trial = len(self.times) + len(self.failed)
         self.progress.failed = len(self.failed)
+        self.progress.funnel = (
+            f"{self.pool.declared:,} declared -> {len(self.pool.variants):,} legal -> {self.progress.trial:,} tried -> "
+            f"{len(self.times):,} right and measured"
+        )
         self.progress.best_us = min(self.times.values(), default=math.inf)
         self.report(self.progress)
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 from tuned.launch import Launch, ceil_div
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tuned.gru_cell.spec import GruCellSpec
     from tuned.gru_cell.variant import GruCellVariant
 
@@ -38,11 +36,8 @@ def kernel_names(spec: GruCellSpec, variant: GruCellVariant) -> tuple[str, ...]:
     return (kernel_name(spec, variant),)
 
 
-def launches(
-    spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall, empty: Callable[[tuple[int, ...]], Any]
-) -> tuple[Launch, ...]:
+def launches(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> tuple[Launch, ...]:
     """Every launch of the call, in order."""
-    del empty  # no tables here
     bias = (call.bias_ih, call.bias_hh) if spec.bias else ()
     out = () if spec.inplace else (call.out,)
     out_strides = () if spec.inplace else call.out.stride()

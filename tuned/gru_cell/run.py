@@ -80,7 +80,7 @@ def run_cell(spec: GruCellSpec, size: GruCellSize, call: GruCellCall) -> torch.T
         return call.h.copy_(out) if spec.inplace else out  # type: ignore[no-any-return]
     with torch.cuda.device(call.h.device):
         variant = _variant_of(spec, size, gpu_of(call.h.device))
-        parts: tuple[Launch, ...] = GRU_CELL.launches(spec, variant, call, torch.empty)
+        parts: tuple[Launch, ...] = GRU_CELL.launches(spec, variant, call)
         for part in parts:
             launch_public(kernel(part.kernel), part)
     return call.out  # type: ignore[no-any-return]

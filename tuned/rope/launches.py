@@ -10,8 +10,6 @@ from tuned.rope.spec import SEARCH_FAN, search_steps
 from tuned.rope.variant import CACHE, RopeVariant, half_block
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tuned.rope.spec import RopeSpec
 
 
@@ -105,9 +103,6 @@ def rotate_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> Launc
     )
 
 
-def launches(
-    spec: RopeSpec, variant: RopeVariant, call: RopeCall, empty: Callable[[tuple[int, ...]], Any]
-) -> tuple[Launch, ...]:
-    """Every launch of the call, in order: the one that there is. ``empty`` is for families that need memory beside the call's."""
-    del empty
+def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Launch, ...]:
+    """Every launch of the call, in order: the one that there is."""
     return (rotate_launch(spec, variant, call),)

@@ -42,12 +42,8 @@ def run_public(spec: RopeSpec, variant: Any, call: RopeCall) -> list[Any]:
     """The call through Triton's public launch; returns the compiled kernels."""
     device = call.x.device
     with torch.cuda.device(device):
-        parts = ROPE.launches(spec, variant, call, lambda shape: _table(shape, device))
+        parts = ROPE.launches(spec, variant, call)
         return [launch_public(kernel(part.kernel), part) for part in parts]
-
-
-def _table(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=device)
 
 
 def upgraded_plan(spec: RopeSpec, variant: Any, call: RopeCall, compiled: list[Any]) -> Any:
@@ -77,7 +73,7 @@ def public_plan(spec: RopeSpec, variant: Any, call: RopeCall) -> Any:
 
 
 def _bare_plan(spec: RopeSpec, variant: Any, call: RopeCall, code: Any, public: Any) -> Any:
-    (part,) = ROPE.launches(spec, variant, call, lambda shape: _table(shape, call.x.device))
+    (part,) = ROPE.launches(spec, variant, call)
     numbers = (v for v in part.arguments if not isinstance(v, torch.Tensor))
     # The order of the signature: pointers first, cu_seqlens the last of them.
     rest = (*numbers, *part.constants.values())
