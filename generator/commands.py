@@ -33,7 +33,7 @@ from generator.rendering.committed import render_all
 from generator.searching.fleet import Fleet, FleetError, Orders, Seat, seats
 from generator.searching.pool import legal_pool
 from generator.searching.queues import MixedDevicesError, share_storage
-from generator.searching.run import Run, Tools, tune_all
+from generator.searching.run import Run, Tools
 from generator.selection import SelectionError, select
 from generator.telling.funnel import Funnel, funnel_of
 from generator.telling.progress import bar
@@ -137,13 +137,9 @@ def _measure(options: Options, orders: Orders, places: list[Seat], console: Cons
             if seat.storage is not None:
                 queue = orders.queue(tools.journal.storage, tools.environment, seat.owner)
             with bar(console, len(orders.problems), options.budget_s) as report:
-                tune_all(
+                orders.carry_out(
                     run,
                     tools,
-                    trials=orders.trials,
-                    candidates=orders.candidates,
-                    budget_s=orders.end - time.monotonic(),
-                    folder=options.out,
                     queue=queue,
                     report=report,
                     done=lambda problem, result: say(console, _line(problem, result)),

@@ -81,12 +81,19 @@ class Orders:
         claims = Claims(storage, scope_of(environment, self.trials), owner, stale_s=self.stale_s)
         return Shared(self.problems, claims, detail=detail)
 
+    def carry_out(self, run: Run, tools: Tools, **how: Any) -> None:
+        """Tune as ordered, in what is left of the time; ``how`` is what generator.searching.run.tune_all takes besides."""
+        budget_s = self.end - time.monotonic()
+        tune_all(
+            run, tools, trials=self.trials, candidates=self.candidates, budget_s=budget_s, folder=self.folder, **how
+        )
+
 
 def seats(gpus: list[int], processes: int, storage: str | None) -> list[Seat]:
     """One seat a GPU. Each compiles with an even part of the cores, and with as many as one search keeps busy at most.
 
-    A search wants AHEAD + BATCH variants compiled at once and then few for a while: tuners that shared the cores evenly
-    would wait for one half of them while the other half is idle.
+    A search wants AHEAD + BATCH variants compiled at once and then few for a while, so a tuner may use cores that the others
+    leave idle. What that is worth is not known: docs/decisions.md.
     """
     share = max(1, processes // max(1, len(gpus)), min(processes, AHEAD + BATCH))
     return [Seat(gpu, share, storage, owner_name(gpu)) for gpu in gpus]
@@ -111,13 +118,9 @@ def _serve(pipe: Connection, seat: Seat, orders: Orders, make_tools: MakeTools) 
     try:
         with make_tools(seat, lambda text: tell("said", f"GPU {seat.gpu}: {text}")) as tools:
             tell("ready", tools.environment)
-            tune_all(
+            orders.carry_out(
                 run,
                 tools,
-                trials=orders.trials,
-                candidates=orders.candidates,
-                budget_s=orders.end - time.monotonic(),
-                folder=orders.folder,
                 queue=orders.queue(tools.journal.storage, tools.environment, seat.owner),
                 renders=False,
                 report=lambda index, progress: tell("progress", index, progress),
