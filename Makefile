@@ -27,8 +27,10 @@ render:  ## write every generated file again
 check:  ## stale or missing rows, generated files out of date
 	$(BIN)/python tune.py --check
 
-bench: $(VENV)/.bench  ## against the peers that are installed, on a GPU; then the table and the plots
+bench: $(VENV)/.bench  ## against the peers that are installed, on a GPU; then the tables and the plots
 	$(BIN)/python -m benchmarks.rope
+	$(BIN)/python -m benchmarks.gru
+	$(BIN)/python -m benchmarks.gru_cell
 	$(BIN)/python -m benchmarks.table --write README.md
 	$(BIN)/python -m benchmarks.plot
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -47,6 +47,34 @@ class Call:
     def dtype_name(self) -> str:
         """As in the records: without the package."""
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What tells it from any other call: the middle of a row's key."""
+        place = "in place" if self.inplace else "out of place"
+        style = "interleaved" if self.interleaved else "half"
+        return (self.problem, self.layout, self.dtype_name, self.direction, self.angles, place, style)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record says of it."""
+        return {
+            "problem": self.problem,
+            "layout": self.layout,
+            "dtype": self.dtype_name,
+            "direction": self.direction,
+            "sizes": {
+                "batch": self.batch,
+                "seq": self.seq,
+                "heads": self.heads,
+                "key_heads": self.key_heads,
+                "head_dim": self.head_dim,
+                "rotary_dim": self.rotary_dim,
+            },
+            "angles": self.angles,
+            "inplace": self.inplace,
+            "style": "interleaved" if self.interleaved else "half",
+        }
 
     def shape(self, heads: int) -> tuple[int, ...]:
         """The shape of a tensor of this call with that many heads."""

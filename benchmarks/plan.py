@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -57,11 +57,12 @@ class Row:
     @property
     def key(self) -> str:
         """What it is, in words, once in a plan."""
-        c = self.call
-        place = "in place" if c.inplace else "out of place"
-        style = "interleaved" if c.interleaved else "half"
-        words = (self.suite, c.problem, c.layout, c.dtype_name, c.direction, c.angles, place, style, self.kind)
-        return ", ".join(words)
+        return ", ".join((self.suite, *self.call.words, self.kind))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record says of the call."""
+        return self.call.facts
 
 
 def _known() -> Iterator[Row]:

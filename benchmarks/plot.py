@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 
 from benchmarks.plan import DIRECTIONS, SWEEPS
-from benchmarks.table import newest
+from benchmarks.table import RESULTS, newest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
     parser.add_argument("results", nargs="?", type=Path, help="a results file; without it, the newest")
     options = parser.parse_args(arguments)
-    written = plot(options.results or newest(Path(__file__).parent / "results"))
+    written = plot(options.results or newest(RESULTS)[0])
     if not written:
         print("no row of the suite rope-sweep; run `python -m benchmarks.rope --only rope-sweep`")
         return 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import triton
@@ -14,7 +14,7 @@ from benchmarks import peers
 from tuned.device import device_slug
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from benchmarks.plan import Row
@@ -22,7 +22,31 @@ if TYPE_CHECKING:
 DIGITS = 4  # of a ratio; times keep 3, a nanosecond
 
 
-def environment() -> dict[str, Any]:
+class Timed(Protocol):
+    """What the record must know of a row of any suite."""
+
+    @property
+    def suite(self) -> str:
+        """A run replaces the rows of its suites."""
+
+    @property
+    def key(self) -> str:
+        """Once in all plans; begins with the suite and a comma."""
+
+    @property
+    def bar(self) -> str | None:
+        """Which bars judge it, or None."""
+
+    @property
+    def kind(self) -> str:
+        """What is timed."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the record says of the call: at least problem, layout, dtype, direction and sizes."""
+
+
+def environment(versions: Callable[[], dict[str, str]] = peers.versions) -> dict[str, Any]:
     """What the numbers depend on."""
     device = torch.cuda.get_device_properties(0)
     return {
@@ -35,38 +59,24 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": triton.__version__,
-        "peers": peers.versions(),
+        "peers": versions(),
     }
 
 
-def _common(row: Row, ours_us: float, ours_spread_us: float, found: dict[str, float | str]) -> dict[str, Any]:
-    call = row.call
+def common(row: Timed, *, ours_us: float, ours_spread_us: float, found: dict[str, float | str]) -> dict[str, Any]:
+    """What the rows of every suite say; ``found`` has a peer's microseconds, or the reason why there are none."""
     times = {name: value for name, value in found.items() if not isinstance(value, str)}
     rivals = {name: us for name, us in times.items() if name != "torch.add"}  # not RoPE: what any call costs
     best = min(rivals, key=rivals.__getitem__, default=None)
     return {
         "suite": row.suite,
-        "problem": call.problem,
-        "layout": call.layout,
-        "dtype": call.dtype_name,
-        "direction": call.direction,
+        **row.facts,
         "kind": row.kind,
         "unit": "us",
         "ours": round(ours_us, 3),
         "floor": None,
         "peers": times,
         "missing": {name: value for name, value in found.items() if isinstance(value, str)},
-        "sizes": {
-            "batch": call.batch,
-            "seq": call.seq,
-            "heads": call.heads,
-            "key_heads": call.key_heads,
-            "head_dim": call.head_dim,
-            "rotary_dim": call.rotary_dim,
-        },
-        "angles": call.angles,
-        "inplace": call.inplace,
-        "style": "interleaved" if call.interleaved else "half",
         "bar": row.bar,
         "ours_spread": round(ours_spread_us, 3),
         "best_peer": best,
@@ -79,7 +89,7 @@ def device_row(
 ) -> dict[str, Any]:
     """A device row. The floor is the copy of this row, scaled to the bytes that must move."""
     floor_us = copy_us * row.call.moved_bytes / row.call.copy_bytes
-    return _common(row, ours_us, ours_spread_us, found) | {
+    return common(row, ours_us=ours_us, ours_spread_us=ours_spread_us, found=found) | {
         "floor": round(floor_us, 3),
         "copy": round(copy_us, 3),
         "bytes_moved": row.call.moved_bytes,
@@ -93,13 +103,14 @@ def host_row(row: Row, *, ours_us: float, ours_spread_us: float, found: dict[str
     eager = found.get("eager PyTorch")
     ratio = None if eager is None or isinstance(eager, str) else round(ours_us / eager, DIGITS)
     what = "forward" if row.call.direction == "forward" else "forward with backward"
-    return _common(row, ours_us, ours_spread_us, found) | {"measured": what, "ours_over_eager": ratio}
+    return common(row, ours_us=ours_us, ours_spread_us=ours_spread_us, found=found) | {
+        "measured": what,
+        "ours_over_eager": ratio,
+    }
 
 
-def line(row: dict[str, Any]) -> str:
-    """One row as a line of progress."""
-    place = "in place" if row["inplace"] else "out of place"
-    head = f"{row['suite']} {row['problem']} {row['layout']} {row['direction']} {place} {row['angles']} {row['kind']}"
+def verdict(row: dict[str, Any]) -> str:
+    """The time of a row and its ratios."""
     ratios = {
         "floor": row.get("ours_over_floor"),
         "copy": row.get("ours_over_copy"),
@@ -107,7 +118,8 @@ def line(row: dict[str, Any]) -> str:
         f"best ({row['best_peer']})": row["ours_over_best_peer"],
     }
     shown = ", ".join(f"{ratio:.3f} of {name}" for name, ratio in ratios.items() if ratio is not None)
-    return f"{head}: {row['ours']:.2f} us, {shown}"
+    served = f", by {row['rule']}" if "rule" in row else ""
+    return f"{row['ours']:.2f} us, {shown}{served}"
 
 
 @dataclasses.dataclass
@@ -120,9 +132,11 @@ class Results:
     skipped: dict[str, str]  # a row's key to the reason
 
     @classmethod
-    def open(cls, folder: Path, suites: Sequence[str]) -> Results:
+    def open(
+        cls, folder: Path, suites: Sequence[str], versions: Callable[[], dict[str, str]] = peers.versions
+    ) -> Results:
         """The file of this device; suites that are not measured again stay if the environment is the same."""
-        here = environment()
+        here = environment(versions)
         path = folder / f"{device_slug(here['device'])}.json"
         results = cls(path, here, {}, {})
         if path.exists():
@@ -130,16 +144,21 @@ class Results:
             if before["environment"] == here:
                 kept = {row["key"]: row for row in before["rows"] if row["suite"] not in suites}
                 results.rows.update(kept)
+                reasons = before["skipped"].items()
+                results.skipped.update({key: text for key, text in reasons if key.split(", ")[0] not in suites})
         return results
 
-    def add(self, row: Row, measured: dict[str, Any]) -> None:
+    def add(self, row: Timed, measured: dict[str, Any]) -> None:
         """Keep a row, and save."""
+        self.skipped.pop(row.key, None)
         self.rows[row.key] = measured | {"key": row.key}
         self.save()
 
-    def skip(self, row: Row, reason: str) -> None:
-        """Keep the reason why a row is not there."""
+    def skip(self, row: Timed, reason: str) -> None:
+        """Keep the reason why a row is not there, and save."""
+        self.rows.pop(row.key, None)
         self.skipped[row.key] = reason
+        self.save()
 
     def save(self) -> None:
         """Write all of it, then move it into place."""

@@ -10,17 +10,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import gc
 import statistics
-import time
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import tuned.dispatch
-from benchmarks import peers, plan, record
+from benchmarks import peers, plan, record, session
 from benchmarks.call import Buffers, Call, make_buffers, reference
 from generator.measuring.bench import Timing, copy_time, device_time, host_time, sets_beyond_l2
 
@@ -34,7 +31,6 @@ WARM_UPS = 3  # calls before timing: TorchScript profiles two before it fuses
 OURS_ERROR = 1.0  # of the largest value times the dtype's epsilon; one rounding makes at most half of that
 FLOAT32_ERROR = 16.0  # the same in float32, where sines and cosines of float32 weigh as much as the rounding
 PEER_ERROR = 8.0  # peers may round cosines, sines and products
-DEFAULT_MINUTES = 4.5
 
 
 class WrongResultError(Exception):
@@ -106,12 +102,6 @@ def probe(call: Call, b: Buffers) -> Buffers:
     return dataclasses.replace(b, tensors=[x.clone() for x in b.tensors]) if call.inplace else b
 
 
-def reason(error: Exception) -> str:
-    """An exception as one line of a record."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-
-
 def time_peer(
     name: str, call: Call, untouched: Buffers, sets: Sequence[Buffers], expected: torch.Tensor
 ) -> float | str:
@@ -123,7 +113,7 @@ def time_peer(
         check(launches[0], expected, PEER_ERROR)
         return round(device_time([keeping(launch) for launch in launches[1:]]).median_us, 3)
     except Exception as error:  # noqa: BLE001 (foreign code: whatever it raises is the reason)
-        return reason(error)
+        return session.reason(error)
 
 
 def device_row(row: Row) -> dict[str, Any]:
@@ -184,7 +174,7 @@ def time_host_call(run: Callable[[], object] | str) -> Timing | str:
             run()
         return host_time(run)
     except Exception as error:  # noqa: BLE001 (foreign code: whatever it raises is the reason)
-        return reason(error)
+        return session.reason(error)
 
 
 def host_row(row: Row) -> dict[str, Any]:
@@ -213,36 +203,11 @@ def host_row(row: Row) -> dict[str, Any]:
 
 
 def measure(row: Row) -> dict[str, Any]:
-    """One row, whatever its kind; all memory is free again afterwards."""
-    try:
-        if row.kind == "host":
-            return host_row(row)
-        with torch.no_grad():
-            return device_row(row)
-    finally:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-
-def run(rows: Sequence[Row], results: record.Results, *, minutes: float) -> None:
-    """Measure rows until the time is up, saving after each. What is left out, or fails, is recorded with its reason."""
-    deadline = time.monotonic() + 60 * minutes
-    for i, row in enumerate(rows):
-        if time.monotonic() > deadline:
-            results.skip(row, f"left out: {minutes} minutes were up")
-            continue
-        started = time.monotonic()
-        try:
-            measured = measure(row)
-        except Exception as error:  # noqa: BLE001 (one row that fails must not cost the others)
-            results.skip(row, reason(error))
-            print(f"[{i + 1}/{len(rows)}] {row.key}: {traceback.format_exc(limit=-2)}", flush=True)
-            continue
-        results.add(row, measured)
-        seconds = time.monotonic() - started
-        print(f"[{i + 1}/{len(rows)}] {record.line(measured)}  ({seconds:.1f} s)", flush=True)
-    results.save()
+    """One row, whatever its kind."""
+    if row.kind == "host":
+        return host_row(row)
+    with torch.no_grad():
+        return device_row(row)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -251,17 +216,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="bshd alone, and no peer that compiles for each shape")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
     parser.add_argument("--only", action="append", choices=tuple(plan.SUITES), help="a suite; may be repeated")
-    parser.add_argument("--minutes", type=float, default=DEFAULT_MINUTES, help="begin no row after this many")
+    parser.add_argument("--minutes", type=float, default=session.DEFAULT_MINUTES, help="begin no row after this many")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("benchmarks.rope measures on a GPU, and PyTorch sees none here")
         return 1
     suites = tuple(options.only or plan.SUITES)
     results = record.Results.open(options.out, suites)
-    run(plan.rows(suites, quick=options.quick), results, minutes=options.minutes)
+    session.run(plan.rows(suites, quick=options.quick), results, measure, minutes=options.minutes)
     print(f"{len(results.rows)} rows in {results.path}, {len(results.skipped)} skipped")
-    for key, reason in results.skipped.items():
-        print(f"  skipped {key}: {reason}")
+    for key, why in results.skipped.items():
+        print(f"  skipped {key}: {why}")
     return 0
 
 

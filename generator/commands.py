@@ -249,9 +249,9 @@ def list_problems(options: Options, console: Console) -> int:
 
 def dry_run(options: Options, console: Console) -> int:
     """Show how many variants each problem has, and why the others are out; nothing is compiled."""
-    capability = 90
+    target = target_named(DEFAULT_TARGET)
     for problem in select(options.family, options.problems, folder=options.out):
-        pool = legal_pool(problem, capability)
+        pool = legal_pool(problem, target.capability, target.processors)
         trials = min(options.trials or TRIALS, len(pool.variants))
         say(console, f"{problem.name}: {pool.declared} declared -> {len(pool.variants)} legal -> {trials} to measure")
         for rule, count in pool.rejected.items():

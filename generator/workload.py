@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import generator.families.gru
 import generator.families.gru_cell
+import generator.families.linear_cat
 import generator.families.rope
 from generator.problem import Problem
 from tuned.family import FAMILIES, Family
@@ -37,6 +39,8 @@ def _workload(name: str, module: Any) -> Workload:
 WORKLOADS = {
     "rope": _workload("rope", generator.families.rope),
     "gru_cell": _workload("gru_cell", generator.families.gru_cell),
+    "linear_cat": _workload("linear_cat", generator.families.linear_cat),
+    "gru": _workload("gru", generator.families.gru),
 }
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from generator.problem import Problem
     from tuned.gru_cell.spec import GruCellSpec
+    from tuned.gru_cell.variant import GruCellVariant
     from tuned.launch import Launch
 
 
@@ -52,11 +53,8 @@ def default_launches() -> dict[str, Launch]:
 
     import torch  # noqa: PLC0415
 
-    from generator.families import gru_cell, rope  # noqa: PLC0415
-    from generator.rendering.structures import ROPE_SCHEDULES, gru_cell_specs, rope_specs  # noqa: PLC0415
-    from tuned.gru_cell.launches import launches as gru_launches  # noqa: PLC0415
-    from tuned.gru_cell.spec import GruCellSize  # noqa: PLC0415
-    from tuned.gru_cell.variant import default_variant as gru_default  # noqa: PLC0415
+    from generator.families import rope  # noqa: PLC0415
+    from generator.rendering.structures import ROPE_SCHEDULES, rope_specs  # noqa: PLC0415
     from tuned.launch import Launch  # noqa: PLC0415
     from tuned.launcher import PROBE_KERNEL  # noqa: PLC0415
     from tuned.rope.launches import launches as rope_launches  # noqa: PLC0415
@@ -75,11 +73,95 @@ def default_launches() -> dict[str, Launch]:
     freqs, cos, sin = (torch.empty((4, 16), dtype=torch.float32, device="meta") for _ in range(3))
     constants = {"WIDTH": 16, "BLOCK": 1024, "PDL": False}
     found[PROBE_KERNEL] = Launch(PROBE_KERNEL, 1, (freqs, cos, sin, 4, 16, 1), constants, {"num_warps": 4})
-    for gru_spec in gru_cell_specs():
-        call = gru_cell.inputs(gru_spec, GruCellSize(batch=64), "meta", 0)
-        for launch in gru_launches(gru_spec, gru_default(gru_spec), call):
-            found[launch.kernel] = launch
+    found |= product_launches()
+    found |= recurrences("poll")
     return found
+
+
+def product_launches() -> dict[str, Launch]:
+    """Kernel name -> the launch that an untuned GRU step or linear over segments gets, at a size that takes its form."""
+    from generator.families import gru_cell, linear_cat  # noqa: PLC0415 - as above
+    from generator.rendering.structures import gru_gates_specs  # noqa: PLC0415
+    from tuned.gru_cell.launches import launches as cell_launches  # noqa: PLC0415
+    from tuned.gru_cell.spec import GruCellSize, GruCellSpec  # noqa: PLC0415
+    from tuned.gru_cell.variant import GruCellVariant  # noqa: PLC0415
+    from tuned.gru_cell.variant import default_variant as cell_default  # noqa: PLC0415
+    from tuned.launch import Launch  # noqa: PLC0415
+    from tuned.linear_cat.launches import launches as linear_launches  # noqa: PLC0415
+    from tuned.linear_cat.variant import default_variant as linear_default  # noqa: PLC0415
+
+    steps: list[Any] = []
+    for spec in gru_gates_specs():
+        call = gru_cell.inputs(spec, GruCellSize(batch=64), "meta", 0)
+        steps += cell_launches(spec, GruCellVariant("library", 1, 256), call)
+    fused = GruCellSpec("bfloat16", 1024, (256, 1024))
+    for size in map(GruCellSize, (1, 64, 256)):
+        call = gru_cell.inputs(fused, size, "meta", 0)
+        steps += cell_launches(fused, cell_default(fused, size), call)
+    for problem in linear_cat.problems():
+        variant = linear_default(problem.spec, problem.size)
+        steps += linear_launches(problem.spec, variant, linear_cat.inputs(problem.spec, problem.size, "meta", 0))
+    return {step.kernel: step for step in steps if isinstance(step, Launch)}
+
+
+@functools.cache
+def recurrences(exchange: str) -> dict[str, Launch]:
+    """Kernel name -> the launch of a whole sequence, for every text of the recurrence."""
+    from generator.families import gru  # noqa: PLC0415 - as above
+    from generator.rendering.structures import gru_texts  # noqa: PLC0415
+    from tuned.gru.launches import launches  # noqa: PLC0415
+    from tuned.gru.spec import GruSize  # noqa: PLC0415
+    from tuned.launch import Launch  # noqa: PLC0415
+
+    found = {}
+    for text, structure in gru_texts():
+        # A tile holds more: with twice the units it spills, which tuning would drop.
+        hidden, units, rows = (256, 16, 16) if structure.form == "split" else (128, 16, 32)
+        spec = dataclasses.replace(text, hidden=hidden)
+        variant = dataclasses.replace(structure, exchange=exchange, block_hidden=units, block_batch=rows)
+        call = gru.inputs(spec, GruSize(batch=32, seq=8), "meta", 0)
+        found |= {step.kernel: step for step in launches(spec, variant, call) if isinstance(step, Launch)}
+    return found
+
+
+def waiting_code(name: str, exchange: str) -> tuple[str, int, bool]:
+    """PTX of a whole sequence on sm_90, bytes that it spills, and whether its launcher makes all programs run at once."""
+    from generator.measuring.compile import compile_launch, resources, target_of  # noqa: PLC0415
+
+    launch, target = recurrences(exchange)[name], target_of("sm_90")
+    spill_bytes = resources(launch, target).spill_bytes
+    compiled = compile_launch(launch, target)
+    return compiled.asm["ptx"], spill_bytes, compiled.metadata.launch_cooperative_grid
+
+
+def staged_steps(strategy: str) -> tuple[int, list[list[tuple[int, int]]]]:
+    """How often a stage compiles for a strategy of six steps; and of each of its thunks, the steps of every launch."""
+    import torch  # noqa: PLC0415 - as above
+
+    from generator.measuring import stage as module  # noqa: PLC0415
+    from generator.problem import Problem  # noqa: PLC0415
+    from tuned.gru.spec import GruSize, GruSpec  # noqa: PLC0415
+    from tuned.gru.variant import GruVariant  # noqa: PLC0415
+
+    compiled: list[Launch] = []
+    launched: list[tuple[int, int]] = []
+
+    def bare(code: Launch, _: int) -> Any:
+        begin = next(i for i, p in enumerate(module.load(code.kernel).params) if p.name == "t_begin")
+        return lambda _, values: launched.append(values[begin : begin + 2])
+
+    module.compile_launch = lambda launch, _: compiled.append(launch) or launch  # type: ignore[assignment, func-returns-value]
+    module.bare = bare  # type: ignore[assignment]
+    stage = module.Stage(Problem("six steps", "gru", GruSpec("bfloat16", 32), GruSize(3, 6)), None, "cpu")
+    thunks = []
+    exchange = "poll" if strategy == "persistent" else GruVariant.exchange
+    for thunk in stage.launches(GruVariant(strategy, block_hidden=16, exchange=exchange)):
+        launched.clear()
+        thunk()
+        thunks.append(list(launched))
+    if strategy == "persistent":
+        assert bool((stage.probe.out.view(torch.int16) == -1).all()), "what readers wait for was not put into place"
+    return len(compiled), thunks
 
 
 def needs(name: str, architecture: str) -> Needs:
@@ -180,15 +262,15 @@ def code_with_pdl(name: str) -> list[str]:
     return instructions(compile_launch(launch, target_of("sm_90")).asm["cubin"])
 
 
-def gru_needs(spec: GruCellSpec) -> Needs:
-    """Compile the gates of a spec, untuned, for sm_90."""
+def cell_code(spec: GruCellSpec, variant: GruCellVariant, batch: int) -> tuple[Needs, str]:
+    """What the kernel of a GRU step needs on sm_90, and its PTX."""
     from generator.families.gru_cell import inputs  # noqa: PLC0415
-    from generator.measuring.compile import resources, target_of  # noqa: PLC0415
+    from generator.measuring.compile import compile_launch, resources, target_of  # noqa: PLC0415
     from tuned.gru_cell.launches import launches  # noqa: PLC0415
     from tuned.gru_cell.spec import GruCellSize  # noqa: PLC0415
-    from tuned.gru_cell.variant import default_variant  # noqa: PLC0415
+    from tuned.launch import Launch  # noqa: PLC0415
 
-    call = inputs(spec, GruCellSize(batch=3), "meta", 0)
-    (launch,) = launches(spec, default_variant(spec), call)
+    steps = launches(spec, variant, inputs(spec, GruCellSize(batch), "meta", 0))
+    (launch,) = (step for step in steps if isinstance(step, Launch))
     found = resources(launch, target_of("sm_90"))
-    return Needs(found.registers, found.spill_bytes)
+    return Needs(found.registers, found.spill_bytes), compile_launch(launch, target_of("sm_90")).asm["ptx"]

@@ -1,4 +1,4 @@
-"""One call of the GRU gates with tensors of any shape in memory, held against the oracle."""
+"""One step of a GRU with tensors of any strides, held against the oracle."""
 
 from __future__ import annotations
 
@@ -8,26 +8,36 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from generator.measuring.dots import bfloat16_dots
 from generator.measuring.guard import guarded, intact
 from tests import oracle
 from tests.rope_case import assert_close
 from tests.run import DEVICE, INTERPRETED, addresses, run, to_numpy, truncates, watched
-from tuned.gru_cell.launches import GruCellCall, launches
+from tuned.gru_cell.launches import GruCellCall, call_of, launches
+from tuned.launch import Launch
+from tuned.launcher import run_step
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tests.run import Traffic
     from tuned.gru_cell.spec import GruCellSpec
     from tuned.gru_cell.variant import GruCellVariant
+    from tuned.launch import Step
+
+WATCHED = 64  # hidden size up to which every address is looked at: millions take a minute
 
 
 @dataclasses.dataclass(frozen=True)
 class GruCase:
-    """What a call is given besides its spec."""
+    """What a step is given besides its spec."""
 
     spec: GruCellSpec
     batch: int
-    view: str = "contiguous"  # or "wide": rows of gates and h apart; or "transposed": h by columns
-    scale: float = 1.0  # of the gates: large ones drive the sigmoids and tanh to their ends
+    view: str = (
+        "contiguous"  # or "wide": rows apart; or "transposed": h by columns, which only the library's form takes
+    )
+    scale: float = 1.0  # of x and h: large ones drive the sigmoids and tanh to their ends
     seed: int = 0
 
 
@@ -48,40 +58,70 @@ def build(case: GruCase) -> tuple[GruCellCall, dict[str, Any]]:
             view = bases[name] = guarded(shape, dtype, DEVICE)
         return view.copy_(torch.randn(shape, generator=draw) * scale) if scale else view
 
-    wide = 3 * spec.hidden
-    h = tensor("h", (case.batch, spec.hidden), 1.0, columns=True)
-    call = GruCellCall(
-        gates_x=tensor("gates_x", (case.batch, wide), case.scale),
-        gates_h=tensor("gates_h", (case.batch, wide), case.scale),
-        h=h,
-        out=h if spec.inplace else tensor("out", (case.batch, spec.hidden), 0.0, columns=True),
-        batch=case.batch,
-        bias_ih=tensor("bias_ih", (wide,), 1.0) if spec.bias else None,
-        bias_hh=tensor("bias_hh", (wide,), 1.0) if spec.bias else None,
-    )
-    return call, bases
+    wide, scale = 3 * spec.hidden, spec.hidden**-0.5
+    x = tuple(tensor(f"x{index}", (case.batch, width), case.scale) for index, width in enumerate(spec.inputs))
+    h = tensor("h", (case.batch, spec.hidden), case.scale, columns=True)
+    weights = tensor("weight_ih", (wide, spec.input_size), scale), tensor("weight_hh", (wide, spec.hidden), scale)
+    out = h if spec.inplace else tensor("out", (case.batch, spec.hidden), 0.0, columns=True)
+    biases = [tensor(name, (wide,), 1.0) for name in ("bias_ih", "bias_hh")] if spec.bias else []
+    return call_of(x, h, *weights, out, *biases), bases
 
 
-def wanted(spec: GruCellSpec, call: GruCellCall) -> tuple[np.ndarray, np.ndarray]:
-    """h' and the error allowed, from the tensors as they are now."""
+def operand_error(spec: Any) -> float:
+    """Relative error of a product of two operands, whose sum is in float32: K terms, and what TF32 rounds away.
+
+    The interpreter multiplies the rounded operands exactly; 2^-11 each, and hardly ever all with one sign.
+    """
+    terms = 2.0**-24 * (spec.input_size + 8)
+    return terms + (2 * 2.0**-11 if spec.precision == "tf32" else 0.0)
+
+
+def wanted(spec: GruCellSpec, call: GruCellCall, *, stored: bool) -> tuple[np.ndarray, np.ndarray]:
+    """h' and the error allowed, from the tensors as they are now; ``stored``: both products were rounded to the dtype."""
     no_bias = np.zeros(3 * spec.hidden)
-    biases = (to_numpy(call.bias_ih), to_numpy(call.bias_hh)) if spec.bias else (no_bias, no_bias)
-    out, arithmetic = oracle.gru_gates(to_numpy(call.gates_x), to_numpy(call.gates_h), to_numpy(call.h), *biases)
-    return out, oracle.gru_tolerance(out, arithmetic, spec.dtype, truncates=truncates(spec.dtype))
+    b_ih, b_hh = (to_numpy(call.bias_ih), to_numpy(call.bias_hh)) if spec.bias else (no_bias, no_bias)
+    x, h = np.concatenate([to_numpy(t) for t in call.segments], -1), to_numpy(call.h)
+    w_ih, w_hh = to_numpy(call.weight_ih), to_numpy(call.weight_hh)
+    gates_x, gates_h = x @ w_ih.T, h @ w_hh.T
+    out, arithmetic = oracle.gru_gates(gates_x, gates_h, h, b_ih, b_hh)
+    half = 0.5 if stored else 0.0
+    relative = operand_error(spec) + 2.0**-24 * spec.hidden
+    error_x = relative * (np.abs(x) @ np.abs(w_ih).T) + half * oracle.ulp(gates_x, spec.dtype)
+    error_h = relative * (np.abs(h) @ np.abs(w_hh).T) + half * oracle.ulp(gates_h, spec.dtype)
+    hidden = spec.hidden
+    error = error_x + error_h
+    g_n = gates_h[:, 2 * hidden :] + b_hh[2 * hidden :]
+    # A sigmoid has slope 1/4 and is never off by more than 1, a tanh slope 1 and never off by more than 2.
+    error_r, error_z = (np.minimum(0.25 * error[:, i * hidden : (i + 1) * hidden], 1) for i in range(2))
+    error_n = np.minimum(error[:, 2 * hidden :] + error_r * np.abs(g_n), 2)
+    products = error_n + error_z * (np.abs(h) + 1)
+    return out, oracle.gru_tolerance(out, arithmetic + products, spec.dtype, truncates=truncates(spec.dtype))
+
+
+def run_steps(steps: Iterable[Step]) -> None:
+    """Every step in order, kernels as the templates give them now."""
+    for step in steps:
+        run_step(step, lambda launch: run([launch]))
 
 
 def assert_right(case: GruCase, variant: GruCellVariant) -> torch.Tensor:
     """Run a case and hold it against the oracle; returns h'."""
     call, bases = build(case)
     before = {name: base.clone() for name, base in bases.items()}
-    want = wanted(case.spec, call)
+    library = variant.form == "library"
+    want = wanted(case.spec, call, stored=library)
     steps = launches(case.spec, variant, call)
-    if INTERPRETED:
-        with watched() as traffic:
-            run(steps)
-        assert_traffic_right(case, call, traffic)
+    if INTERPRETED and case.spec.hidden > WATCHED:
+        with bfloat16_dots():
+            run_steps(steps)
+    elif INTERPRETED:
+        with watched() as traffic, bfloat16_dots():
+            run_steps(steps)
+        (launch,) = (step for step in steps if isinstance(step, Launch))
+        gates = launch.arguments[:2] if library else ()
+        assert_traffic_right(case, call, gates, traffic)
     else:
-        run(steps)
+        run_steps(steps)
     assert_close(to_numpy(call.out), *want)
     written = "h" if case.spec.inplace else "out"
     for name, base in bases.items():
@@ -91,14 +131,17 @@ def assert_right(case: GruCase, variant: GruCellVariant) -> torch.Tensor:
     return call.out  # type: ignore[no-any-return]
 
 
-def assert_traffic_right(case: GruCase, call: GruCellCall, traffic: Traffic) -> None:
-    """No address outside the tensors, each element of h' written once, and no race in place."""
+def assert_traffic_right(case: GruCase, call: GruCellCall, gates: tuple[Any, ...], traffic: Traffic) -> None:
+    """No address outside the tensors, each element of h' written once, every weight read, and no race in place."""
     loaded, stored = traffic.loaded(), traffic.stored()
     out, h = addresses(call.out).ravel(), addresses(call.h).ravel()
     assert np.array_equal(np.sort(stored[:, 0]), np.sort(out)), "not every element of h' is written once"
-    tensors = (call.gates_x, call.gates_h, call.h, call.bias_ih, call.bias_hh)
+    weights = gates or (*call.segments, call.weight_ih, call.weight_hh)
+    tensors = (*weights, call.h, call.bias_ih, call.bias_hh)
     allowed = np.concatenate([addresses(t).ravel() for t in tensors if t is not None])
     assert np.isin(loaded[:, 0], allowed).all(), "a load outside every tensor of the call"
+    for tensor in weights:
+        assert np.isin(addresses(tensor).ravel(), loaded[:, 0]).all(), "an element of an operand is never read"
     if case.spec.inplace:
         from_h = loaded[np.isin(loaded[:, 0], h)]
         reader = {address: (program, order) for address, program, order in from_h.tolist()}

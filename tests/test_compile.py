@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from generator.problem import Problem
-from generator.rendering.structures import default_names, rope_specs, structures
+from generator.rendering.structures import default_names, gru_texts, rope_specs, structures
 from tests import compiling, pairwise
-from tuned.gru_cell.spec import GruCellSpec
+from tuned.gru.launches import kernel_name as gru_name
+from tuned.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.gru_cell.variant import GruCellVariant, default_variant
 from tuned.launcher import PROBE_KERNEL
 from tuned.rope.launches import kernel_name
 from tuned.rope.spec import ANGLES, ITEM_SIZE, STYLES, RopeSize, RopeSpec
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
 
 # Ampere, Ada, Blackwell (data centre and desktop) and AMD's CDNA 3, beside the sm_90 that every kernel is compiled for.
 OTHERS = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120", "gfx942")
-GRU_KERNELS = [name for name in structures() if name.startswith("gru_cell_")]
+PRODUCTS = [n for n in structures() if n.startswith(("gru_cell_", "gru_gates_", "linear_cat_"))]
+
+RECURRENCES = [gru_name(*text) for text in gru_texts()]
+MAX_STRAY_SPILL = 16  # bytes a thread, beside the loop of the steps: ptxas leaves a word or two on some architectures
 
 
 def text_axes() -> list[dict[str, Any]]:
@@ -39,7 +44,8 @@ def text_axes() -> list[dict[str, Any]]:
 COVERING = [
     *("rope_" + "_".join(row.values()) for row in pairwise.covering(text_axes())),
     PROBE_KERNEL,
-    *GRU_KERNELS,
+    *PRODUCTS,
+    *RECURRENCES,
 ]
 
 
@@ -71,7 +77,8 @@ def test_a_sample_compiles_for_every_other_architecture(
     needs = compiler.submit(compiling.needs, name, architecture).result()
     assert 0 < needs.registers <= 512  # AMD counts vector registers, of which a thread may have 512
     # A loop over heads is never what an untuned call gets, and tuning drops a variant that spills.
-    assert needs.spill_bytes == 0 or name not in default_names()
+    stray = MAX_STRAY_SPILL if name in RECURRENCES else 0
+    assert needs.spill_bytes <= stray or name not in default_names()
 
 
 # A key of Qwen2.5 1.5B, decoded: two heads, one token. Small enough to compile whole, and with every knob in it but
@@ -165,7 +172,7 @@ def test_a_pointer_without_alignment_is_read_an_element_at_a_time(compiler: conc
 
 
 def test_pdl_waits_before_it_reads(compiler: concurrent.futures.Executor) -> None:
-    for name in (kernel_name(next(rope_specs()), RopeVariant()), PROBE_KERNEL):
+    for name in (kernel_name(next(rope_specs()), RopeVariant()), PROBE_KERNEL, "gru_cell_split", "linear_cat_vector"):
         code = compiler.submit(compiling.code_with_pdl, name).result()
         waits = [line for line, text in enumerate(code) if "ACQBULK" in text]
         loads = [line for line, text in enumerate(code) if "LDG" in text]
@@ -173,6 +180,67 @@ def test_pdl_waits_before_it_reads(compiler: concurrent.futures.Executor) -> Non
         assert waits[0] < loads[0], f"{name} reads before it waits"
 
 
-def test_hidden_sizes_that_no_block_divides_compile(compiler: concurrent.futures.Executor) -> None:
-    spec = GruCellSpec("float32", 65)
-    assert compiler.submit(compiling.gru_needs, spec).result().spill_bytes == 0
+# Steps of a GRU: weights and states on their way --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 16, 300])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sizes_that_no_block_divides_compile(compiler: concurrent.futures.Executor, dtype: str, batch: int) -> None:
+    spec = GruCellSpec(dtype, 65, (33, 100), precision="tf32" if dtype == "float32" else "")
+    needs, _ = compiler.submit(compiling.cell_code, spec, default_variant(spec, GruCellSize(batch)), batch).result()
+    assert needs.spill_bytes == 0
+
+
+# 600 is a multiple of 8 elements, which are 16 bytes, but not of the 16 that Triton looks for by itself.
+@pytest.mark.parametrize("hidden", [600, 1024])
+@pytest.mark.parametrize("schedule", ["two", "one", "joint"])
+def test_operands_come_16_bytes_at_a_time_while_others_are_multiplied(
+    compiler: concurrent.futures.Executor, schedule: str, hidden: int
+) -> None:
+    spec = GruCellSpec("bfloat16", hidden, (hidden,))
+    variant = GruCellVariant("split", 16, 16, 256, num_stages=3, schedule=schedule)
+    needs, ptx = compiler.submit(compiling.cell_code, spec, variant, 16).result()
+    assert "cp.async.cg.shared.global" in ptx
+    assert "cp.async.ca" not in ptx
+    assert needs.spill_bytes == 0
+
+
+def test_64_rows_are_multiplied_by_the_instructions_of_a_warp_group(compiler: concurrent.futures.Executor) -> None:
+    spec = GruCellSpec("bfloat16", 1024, (1024,))
+    variant = GruCellVariant("tile", 64, 32, 64, k_parts=1, schedule="joint", stacked=True)
+    _, ptx = compiler.submit(compiling.cell_code, spec, variant, 256).result()
+    assert "wgmma.mma_async" in ptx
+
+
+def test_a_vector_step_exchanges_nothing_between_warps_but_its_results(compiler: concurrent.futures.Executor) -> None:
+    spec = GruCellSpec("bfloat16", 1024, (1024,))
+    _, ptx = compiler.submit(compiling.cell_code, spec, GruCellVariant("vector", 1, 4, 1024), 1).result()
+    assert ptx.count("bar.sync") <= 1, "sums that cross warps are several times slower"
+    # Three gates of x and of h, 1024 / 256 steps; and x and h themselves.
+    assert ptx.count("ld.global.v4") == 2 * 4 * 4
+
+
+# Recurrences: launches of many steps --------------------------------------------------------------------------------
+
+
+WAITING = [*((name, "spin") for name in RECURRENCES), *((name, "counter") for name in RECURRENCES if "dense" in name)]
+
+
+@pytest.mark.parametrize(("name", "exchange"), WAITING)
+def test_a_whole_sequence_runs_all_programs_at_once_and_waits(
+    compiler: concurrent.futures.Executor, name: str, exchange: str
+) -> None:
+    ptx, spill_bytes, cooperative = compiler.submit(compiling.waiting_code, name, exchange).result()
+    assert cooperative, "its programs wait for each other"
+    assert spill_bytes == 0
+    # The acquire of a counter vanishes where its result is not used.
+    for word in {"spin": ("max.u16x2", "ld.relaxed.gpu"), "counter": ("acquire", "release")}[exchange]:
+        assert word in ptx
+
+
+def test_a_launch_a_step_is_compiled_once_for_all_steps_and_sets(compiler: concurrent.futures.Executor) -> None:
+    compiled, thunks = compiler.submit(compiling.staged_steps, "steps").result()
+    assert compiled == 1
+    assert thunks == [[(step, step + 1) for step in range(6)]] * 3, "the probe and two sets"
+    compiled, thunks = compiler.submit(compiling.staged_steps, "persistent").result()
+    assert (compiled, thunks) == (1, [[(0, 6)]] * 3)

@@ -17,11 +17,26 @@ from hypothesis import strategies as st
 
 from generator.rendering.committed import committed_kernels, generated_files
 from generator.rendering.render import NAME, TEMPLATES, digest, render
-from generator.rendering.structures import default_names, gru_cell_specs, rope_specs, structures
+from generator.rendering.structures import (
+    GRU_CELL_FORMS,
+    default_names,
+    gru_gates_specs,
+    gru_texts,
+    rope_specs,
+    structures,
+)
 from tuned.choices import choices
+from tuned.gru.launches import kernel_name as sequence_name
+from tuned.gru.launches import kernel_names as sequence_kernel_names
+from tuned.gru.spec import LAYOUTS as SEQUENCE_LAYOUTS
+from tuned.gru.spec import PRECISIONS, GruSpec
+from tuned.gru.variant import GruVariant, rejection
 from tuned.gru_cell.launches import kernel_name as gru_cell_name
 from tuned.gru_cell.spec import DTYPES, GruCellSpec
 from tuned.gru_cell.variant import GruCellVariant
+from tuned.linear_cat.launches import kernel_name as linear_cat_name
+from tuned.linear_cat.spec import LinearCatSpec
+from tuned.linear_cat.variant import LinearCatVariant
 from tuned.rope.launches import kernel_name as rope_name
 from tuned.rope.launches import kernel_names
 from tuned.rope.spec import ANGLE_ENTRIES, ANGLES, DIRECTIONS, ITEM_SIZE, LAYOUTS, STYLES, RopeSpec
@@ -29,13 +44,25 @@ from tuned.rope.variant import RopeVariant
 
 TEMPLATE_FILES = sorted(TEMPLATES.glob("*.jinja"))
 TEMPLATE_IDS = [path.name for path in TEMPLATE_FILES]
-FRAGMENTS = {"sincos.py.jinja"}  # functions that more than one family's kernel needs; included, no kernel of their own
+# Functions that more than one family's kernel needs; included, no kernel of their own.
+FRAGMENTS = {"activations.py.jinja", "segments.py.jinja", "sincos.py.jinja"}
 TUNED = Path(__file__).parent.parent / "tuned"
 BLOCK = re.compile(r"# \{% (if|elif|else|endif|for|endfor|set|macro|include|import|block)\b(.*?)%\}")
 
 # A little above the lines with a Jinja block mark in each template today. A structural choice is two to four lines: one
 # more takes a decision here, and a look at whether tl.constexpr would not do.
-MAX_BLOCK_LINES = {"gru_cell.py.jinja": 12, "rope.py.jinja": 49, "rope_table.py.jinja": 1, "sincos.py.jinja": 0}
+MAX_BLOCK_LINES = {
+    "activations.py.jinja": 0,
+    "gru.py.jinja": 64,  # two forms, whose results are each other's transpose, and a stack's second set of weights
+    "gru_cell.py.jinja": 8,
+    "gru_cell_vector.py.jinja": 2,
+    "gru_gates.py.jinja": 13,
+    "linear_cat.py.jinja": 10,
+    "rope.py.jinja": 49,
+    "rope_table.py.jinja": 1,
+    "segments.py.jinja": 0,
+    "sincos.py.jinja": 0,
+}
 MAX_BRANCHES = 3
 MAX_MODULES = 128  # of all families; left alone, structure explodes into thousands
 
@@ -80,7 +107,7 @@ def test_a_template_asks_named_questions_of_its_spec_and_variant(path: Path) -> 
         if word in ("if", "elif"):
             assert re.fullmatch(r"\s*(not )?(spec|variant)\.\w+\s*", condition), condition
     for expression in re.findall(r"\{\{(.*?)\}\}", text):
-        assert re.fullmatch(r" (spec|variant)\.\w+ ", expression), expression
+        assert re.fullmatch(r" (spec|variant)\.\w+(\((variant|\d+(, \d+)?)\))? ", expression), expression
 
 
 # Rendering ----------------------------------------------------------------------------------------------------------
@@ -110,10 +137,31 @@ ROPE_VARIANTS = st.builds(
     RopeVariant, **{name: st.sampled_from(values) for name, values in choices(RopeVariant).items()}
 )
 GRU_SPECS = st.builds(
-    GruCellSpec, dtype=st.sampled_from(DTYPES), hidden=st.integers(1, 4096), bias=st.booleans(), inplace=st.booleans()
+    lambda dtype, tf32, **rest: GruCellSpec(
+        dtype, precision=("ieee", "tf32")[tf32] if dtype == "float32" else "", **rest
+    ),
+    dtype=st.sampled_from(DTYPES),
+    tf32=st.booleans(),
+    hidden=st.integers(1, 4096),
+    inputs=st.lists(st.integers(1, 4096), min_size=1, max_size=4).map(tuple),
+    bias=st.booleans(),
+    inplace=st.booleans(),
 )
 GRU_VARIANTS = st.builds(
     GruCellVariant, **{name: st.sampled_from(values) for name, values in choices(GruCellVariant).items()}
+)
+SEQUENCE_SPECS = st.builds(
+    lambda layers, directions, **rest: GruSpec(layers=layers, directions=1 if layers > 1 else directions, **rest),
+    dtype=st.sampled_from(DTYPES),
+    hidden=st.integers(1, 4096),
+    layout=st.sampled_from(SEQUENCE_LAYOUTS),
+    directions=st.sampled_from((1, 2)),
+    layers=st.integers(1, 4),
+    bias=st.booleans(),
+    precision=st.sampled_from(PRECISIONS),
+)
+SEQUENCE_VARIANTS = st.builds(
+    GruVariant, **{name: st.sampled_from(values) for name, values in choices(GruVariant).items()}
 )
 PROPERTY = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 
@@ -134,7 +182,41 @@ def test_any_rope_call_finds_the_text_that_its_name_promises(spec: RopeSpec, var
 @given(spec=GRU_SPECS, variant=GRU_VARIANTS)
 def test_any_gru_cell_call_finds_the_text_that_its_name_promises(spec: GruCellSpec, variant: GruCellVariant) -> None:
     name = gru_cell_name(spec, variant)
-    assert render("gru_cell", name, spec, variant).source == structures()[name].source
+    template = GRU_CELL_FORMS.get(variant.form, "gru_gates")
+    assert render(template, name, spec, variant).source == structures()[name].source
+
+
+LINEAR_SPECS = st.builds(
+    lambda dtype, tf32, **rest: LinearCatSpec(
+        dtype, precision=("ieee", "tf32")[tf32] if dtype == "float32" else "", **rest
+    ),
+    dtype=st.sampled_from(DTYPES),
+    tf32=st.booleans(),
+    inputs=st.lists(st.integers(1, 4096), min_size=1, max_size=4).map(tuple),
+    outputs=st.integers(1, 50_000),
+    bias=st.booleans(),
+)
+LINEAR_VARIANTS = st.builds(
+    LinearCatVariant, **{name: st.sampled_from(values) for name, values in choices(LinearCatVariant).items()}
+)
+
+
+@PROPERTY
+@given(spec=LINEAR_SPECS, variant=LINEAR_VARIANTS)
+def test_any_linear_call_finds_the_text_that_its_name_promises(spec: LinearCatSpec, variant: LinearCatVariant) -> None:
+    name = linear_cat_name(spec, variant)
+    assert render("linear_cat", name, spec, variant).source == structures()[name].source
+
+
+@PROPERTY
+@given(spec=SEQUENCE_SPECS, variant=SEQUENCE_VARIANTS)
+def test_any_gru_call_finds_the_text_that_its_name_promises(spec: GruSpec, variant: GruVariant) -> None:
+    if rejection(spec, None, variant) is not None:
+        return
+    assert set(sequence_kernel_names(spec, variant)) <= set(structures())
+    if variant.strategy != "library":
+        name = sequence_name(spec, variant)
+        assert render("gru", name, spec, variant).source == structures()[name].source
 
 
 @PROPERTY
@@ -147,7 +229,10 @@ def test_rendering_twice_gives_the_same_bytes(spec: RopeSpec, variant: RopeVaria
 def test_names_are_injective_over_the_text_axes() -> None:
     texts = list(itertools.product(rope_specs(), (RopeVariant(), RopeVariant(head_steps=2))))
     names = [rope_name(spec, variant) for spec, variant in texts]
-    names += [gru_cell_name(spec, GruCellVariant()) for spec in gru_cell_specs()]
+    names += [gru_cell_name(spec, GruCellVariant("library")) for spec in gru_gates_specs()]
+    names += [gru_cell_name(next(gru_gates_specs()), GruCellVariant(form)) for form in GRU_CELL_FORMS]
+    names += [linear_cat_name(LinearCatSpec("float16", (1,), 1), LinearCatVariant(form)) for form in ("tile", "vector")]
+    names += [sequence_name(spec, variant) for spec, variant in gru_texts()]
     assert len(set(names)) == len(names) == len(structures()) - 1  # and the kernel that a launcher is tried on
 
 
@@ -217,7 +302,8 @@ def test_every_default_kernel_is_committed_and_they_are_few(capsys: pytest.Captu
     kernels = committed_kernels()
     assert default_names() <= set(kernels)
     families: dict[str, int] = collections.Counter(
-        "gru_cell" if name.startswith("gru_cell_") else "rope" for name in kernels
+        next((f for f in ("gru_cell", "gru_gates", "gru", "linear_cat") if name.startswith(f)), "rope")
+        for name in kernels
     )
     with capsys.disabled():
         counts = ", ".join(f"{family} {count}" for family, count in sorted(families.items()))

@@ -48,7 +48,7 @@ REASONS = {
     "past the end": (r"WrongResultError: it wrote past an end of its output", False),
     "before the start": (r"WrongResultError: it wrote past an end of its output", False),
     "far outside": (r"wrote outside its output, over its reference", True),
-    "changed input": (r"WrongResultError: it changed its input gates_x", False),
+    "changed input": (r"WrongResultError: it changed its input x0", False),
     "exits": (r"the process died \(exit code 1\).*SystemExit: 7", True),
     "interrupts": (r"the process died \(exit code 1\).*KeyboardInterrupt", True),
     "garbage in the pipe": (r"it answered nonsense, and was killed: .* came instead of a message", True),

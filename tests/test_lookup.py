@@ -15,6 +15,8 @@ import tuned.table
 from generator.keeping.record import write_record
 from tests.test_record import winner
 from tuned.family import FAMILIES
+from tuned.gru.spec import GruSize, GruSpec
+from tuned.gru.variant import GruVariant
 from tuned.lookup import Gpu, choose
 from tuned.record import METHOD
 from tuned.rope.spec import RopeSize, RopeSpec
@@ -149,6 +151,33 @@ def test_with_no_table_the_default_serves(tables: dict[str, Table]) -> None:
     assert tables == {}
     choice = choose(ROPE, SPEC, LARGE, HERE)
     assert (choice.rule, choice.variant) == ("default", default_variant(SPEC, LARGE))
+
+
+def test_a_default_that_does_not_fit_the_gpu_leaves_the_call_to_eager(tables: dict[str, Table]) -> None:
+    assert tables == {}
+    gru, spec, size = FAMILIES["gru"], GruSpec("bfloat16", 512, layers=2), GruSize(batch=64, seq=8)
+    unfit = GruVariant("persistent", block_hidden=8, block_batch=8)
+    for family in (gru, dataclasses.replace(gru, default_variant=lambda *_: unfit)):
+        default = family.default_variant(spec, size)
+        reason = family.rejection(spec, size, default, 90, 8)
+        choice = choose(family, spec, size, Gpu("small", 90, 8))
+        assert reason is not None
+        assert (choice.rule, choice.variant, choice.gpu) == ("eager", None, None)
+        assert choice.why.endswith(reason)
+
+
+def test_a_row_whose_programs_do_not_fit_the_gpu_together_is_passed_over(
+    tables: dict[str, Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gru, spec, size = FAMILIES["gru"], GruSpec("bfloat16", 512), GruSize(batch=16, seq=8)
+    many, few = (GruVariant("persistent", block_hidden=units, block_batch=16) for units in (8, 32))
+    names = {name: "" for v in (many, few) for name in gru.kernel_names(spec, v)}
+    monkeypatch.setattr(tuned.kernels, "DIGESTS", names)
+    rows = Row(spec, size, many, None, 1.0, "t"), Row(spec, GruSize(4, 8), few, None, 1.0, "t")
+    tables["here"] = Table("here", {}, {"gru": rows})
+    assert choose(gru, spec, size, HERE).variant == many
+    small = choose(gru, spec, size, Gpu("here", 90, 16))
+    assert (small.rule, small.variant) == ("nearest size", few)
 
 
 def test_records_of_a_folder_stand_in_front_and_a_broken_one_is_skipped_with_a_warning(

@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 
 import tune
 import tuned
+import tuned.gru.serve
+import tuned.gru_cell.prepare
 import tuned.gru_cell.run
 import tuned.lookup
 import tuned.rope.call
@@ -66,18 +68,22 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tables: dict[str, Table]) -> Itera
     """CPU tensors take the way of GPU tensors, through the interpreter, publicly launched."""
     if torch.cuda.is_available():
         pytest.skip("this stands in for a GPU where there is none")
-    for module in (tuned.rope.plan, tuned.gru_cell.run):
-        monkeypatch.setattr(module, "why_eager", lambda *_: None)
+    for module in (tuned.rope.plan, tuned.gru_cell.prepare, tuned.gru.serve):
+        monkeypatch.setattr(module, "why_eager", lambda *_, **__: None)
+    for module in (tuned.rope.plan, tuned.gru_cell.prepare, tuned.gru_cell.run):
         monkeypatch.setattr(module, "gpu_of", lambda _: UNKNOWN)
+    monkeypatch.setattr(tuned.gru_cell.run, "_capturing", lambda: False)
+    monkeypatch.setattr(tuned.gru_cell.run, "_bare_plan", lambda *_: None)
+    monkeypatch.setattr(tuned.gru_cell.run, "_PLANS", {})
     monkeypatch.setattr(tuned.rope.call, "upgraded_plan", lambda *_: None)
     monkeypatch.setattr(tuned.rope.call, "_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
     tuned.rope.call._PLANS.clear()
-    tuned.gru_cell.run._variant_of.cache_clear()
+    tuned.gru_cell.prepare.variant_of.cache_clear()
     with np.errstate(all="ignore"):
         yield tables
     tuned.rope.call._PLANS.clear()
-    tuned.gru_cell.run._variant_of.cache_clear()
+    tuned.gru_cell.prepare.variant_of.cache_clear()
 
 
 def note(size: RopeSize = SIZE, gpu: Gpu = UNKNOWN, spec: RopeSpec = SPEC) -> None:
@@ -96,7 +102,7 @@ def row_of(gpu: Gpu, size: RopeSize = SIZE, **measured: Any) -> Row:
 
 def table_of(gpu: Gpu, *rows: Row) -> Table:
     properties = {"capability": gpu.capability, "multiprocessors": gpu.multiprocessors}
-    return Table(gpu.device, properties, {"rope": rows, "gru_cell": ()})
+    return Table(gpu.device, properties, {"rope": rows, "gru_cell": (), "linear_cat": ()})
 
 
 # What is said -------------------------------------------------------------------------------------------------------
@@ -354,6 +360,9 @@ def test_a_file_that_is_not_there_says_who_writes_it(tmp_path: Path) -> None:
         select(None, str(tmp_path / "none.jsonl"))
 
 
+CELLS = list(itertools.product((False, True), (False, True), ((), (4,))))  # bias, in place, a second segment
+
+
 def test_no_two_problems_have_the_same_name() -> None:
     specs = [
         RopeSpec(layout, dtype, 8, 64, rotary, style, angles, angle_dtype, entries, inplace, direction)
@@ -368,7 +377,7 @@ def test_no_two_problems_have_the_same_name() -> None:
             ((False, "forward"), (True, "forward"), (False, "backward")),
         )
     ]
-    cells = [GruCellSpec("float16", 8, bias, inplace) for bias in (False, True) for inplace in (False, True)]
+    cells = [GruCellSpec("float16", 8, (4, *more), bias, inplace) for bias, inplace, more in CELLS]
     names = [name_of("rope", spec, SIZE) for spec in specs] + [name_of("gru_cell", spec, SIZE) for spec in cells]
     assert len(set(names)) == len(names)
 

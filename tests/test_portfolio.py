@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DEVICES = sorted(p.name for p in FOLDER.glob("*") if p.is_dir())
-ONE = "gru_cell_512_64"
+ONE = "gru_cell_1024_inplace_64"
 GRU = FAMILIES["gru_cell"]
 
 
@@ -101,7 +101,7 @@ def test_a_portfolio_is_no_table_of_a_device() -> None:
 
 def test_without_any_table_the_portfolio_serves_and_without_that_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuned.lookup, "tables", dict)
-    here, spec, size = Gpu("a_card", 120, 100), GruCellSpec("bfloat16", 1024), GruCellSize(64)
+    here, spec, size = Gpu("a_card", 120, 100), GruCellSpec("bfloat16", 1024, (1024,)), GruCellSize(64)
     choice = choose(GRU, spec, size, here)
     assert choice.rule == "portfolio"
     assert choice.variant in variants_for("gru_cell", 120)

@@ -21,6 +21,8 @@ from tests.run import DEVICE, truncates
 from tests.test_record import winner
 from tuned.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.gru_cell.variant import GruCellVariant
+from tuned.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.linear_cat.variant import LinearCatVariant
 from tuned.record import RecordError
 from tuned.rope.spec import RopeSize, RopeSpec
 from tuned.rope.variant import RopeVariant
@@ -34,6 +36,8 @@ def rope(layout: str, rotary: int = 16, variant: dict[str, Any] | None = None, *
     return made, SIZE, RopeVariant(**{**TILE, **(variant or {})})
 
 
+GATES = GruCellVariant("library", 1, 64, num_warps=2)
+FAMILY_OF = {RopeSpec: "rope", GruCellSpec: "gru_cell", LinearCatSpec: "linear_cat"}
 CASES = {
     "bshd": rope("bshd"),
     "sbhd-partial-tokens-first": rope("sbhd", 8, {"order": "tokens"}),
@@ -44,17 +48,33 @@ CASES = {
     "thd-pdl": rope("thd", variant={"pdl": True}),
     "sbhd-loop-inplace": rope("sbhd", 16, {"head_steps": 2}, inplace=True),
     "bshd-no-hints": rope("bshd", 4, {"cache": "keep"}),
-    "gru-bias": (GruCellSpec("float32", 70), GruCellSize(3), GruCellVariant(block_hidden=64, num_warps=1)),
-    "gru-inplace": (
-        GruCellSpec("float16", 64, bias=False, inplace=True),
+    "gru-cell-split": (
+        GruCellSpec("float32", 70, (33, 8), precision="tf32"),
+        GruCellSize(3),
+        GruCellVariant("split", 16, 32, 64, k_parts=2, num_stages=2, num_warps=2, pdl=True),
+    ),
+    "gru-cell-vector": (
+        GruCellSpec("float16", 24, (16,), bias=False),
         GruCellSize(2),
-        GruCellVariant(block_hidden=64, num_warps=1),
+        GruCellVariant("vector", 2, 4, 256),
+    ),
+    "gru-cell-library": (GruCellSpec("float32", 70, (8, 3), precision="ieee"), GruCellSize(3), GATES),
+    "gru-cell-inplace": (GruCellSpec("float16", 64, (64,), bias=False, inplace=True), GruCellSize(2), GATES),
+    "linear-cat-tile": (
+        LinearCatSpec("float32", (33, 8), 20, precision="ieee"),
+        LinearCatSize(5),
+        LinearCatVariant("tile", 16, 16, 64, pdl=True),
+    ),
+    "linear-cat-vector": (
+        LinearCatSpec("float16", (33, 8, 4), 20, bias=False),
+        LinearCatSize(3),
+        LinearCatVariant("vector", 4, 8, 256),
     ),
 }
 
 
 def shown(spec: Any, size: Any, variant: Any) -> str:
-    family = "rope" if isinstance(spec, RopeSpec) else "gru_cell"
+    family = FAMILY_OF[type(spec)]
     names = WORKLOADS[family].family.kernel_names(spec, variant)
     digests = {name: structures()[name].digest for name in names}
     return standalone(
@@ -76,7 +96,7 @@ def load(text: str, folder: Path) -> Any:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_what_is_shown_runs_and_is_right(case: Any, tmp_path: Path) -> None:
     spec, size, variant = case
-    family = "rope" if isinstance(spec, RopeSpec) else "gru_cell"
+    family = FAMILY_OF[type(spec)]
     module = load(shown(spec, size, variant), tmp_path)
     work = WORKLOADS[family]
     call = work.inputs(spec, size, DEVICE, 1)
@@ -87,10 +107,12 @@ def test_what_is_shown_runs_and_is_right(case: Any, tmp_path: Path) -> None:
         with np.errstate(invalid="ignore"):  # NumPy warns of the NaN that stands for an angle past the rows
             out = function(call.x, *angles, *([call.cu_seqlens] if spec.packed else []))
         assert (out is call.x) == spec.inplace
-    else:
+    elif family == "gru_cell":
         bias = [call.bias_ih, call.bias_hh] if spec.bias else []
-        out = module.gru_cell_gates(call.gates_x, call.gates_h, call.h, *bias)
+        out = module.gru_cell(*call.segments, call.h, call.weight_ih, call.weight_hh, *bias)
         assert (out is call.h) == spec.inplace
+    else:
+        out = module.linear_cat(*call.segments, call.weight, *([call.bias] if spec.bias else []))
     # The interpreter drops the low bits of a bfloat16 store: twice the error of one rounding.
     assert worst_error(out, wanted, bound * (2 if truncates(spec.dtype) else 1)) <= 1
 
@@ -107,9 +129,7 @@ def test_what_is_shown_is_self_contained(case: Any) -> None:
         for n in tree.body
         if isinstance(n, ast.FunctionDef) and any("do_not" in ast.dump(d) for d in n.decorator_list)
     ]
-    assert len(kernels) == len(
-        WORKLOADS["rope" if isinstance(case[0], RopeSpec) else "gru_cell"].family.kernel_names(*case[::2])
-    )
+    assert len(kernels) == len(WORKLOADS[FAMILY_OF[type(case[0])]].family.kernel_names(*case[::2]))
     for kernel in kernels:
         constants = [a for a in kernel.args.args if a.annotation is not None]
         assert len(kernel.args.defaults) == len(constants) > 0

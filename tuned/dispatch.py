@@ -10,8 +10,10 @@ Which kernel a call gets:
    (2b) The same from the table of the most similar GPU, without what this one lacks.
    (2c) The same from the portfolio of the architecture: ``tuned/tables/_portfolio.py``.
 3. The default variant of the spec.
-4. Eager PyTorch: tensors on a CPU, dtypes that no kernel takes, no Triton, angles that need a gradient; and, for now,
-   what torch.compile traces: it fuses the formula itself.
+4. Eager PyTorch: tensors on a CPU, dtypes that no kernel takes, no Triton, angles or a GRU that need a gradient.
+
+torch.compile traces RoPE as its formula, which it fuses itself, and a GRU, its step and ``linear_cat`` as operators
+(``tuned.gru.ops``), inside of which the order above holds.
 
 ``tuned.explain`` tells which of these a call gets, and why. On a GPU of a model that nothing was measured on, the first
 call says so (``tuned.TunedWarning``). Environment: ``TUNED_TABLES=DIR`` puts the records in a folder in front of the
@@ -21,18 +23,22 @@ shipped tables; ``TUNED_RECORD=FILE`` appends the problems that no row was measu
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tuned.gru_cell.arguments import check_cell
-from tuned.gru_cell.run import cell_call, cell_spec, choice_of_cell, run_cell
+from tuned.gru import plan as gru_plan
+from tuned.gru import serve
+from tuned.gru.arguments import check_linear_cat, checked_cell, gru_call
+from tuned.gru_cell import run as gru_cell_run
+from tuned.linear_cat import run as linear_cat_run
 from tuned.overwrite import bump_version, refuse_overwrite
 from tuned.rope import call as rope_call
 from tuned.rope.call import Settings
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tuned.lookup import Choice
 
 
@@ -121,7 +127,7 @@ def apply_rotary_pos_emb(  # noqa: PLR0913 - the arguments of its peer
 
 
 def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
-    x: torch.Tensor,
+    x: torch.Tensor | tuple[torch.Tensor, ...],
     h: torch.Tensor,
     weight_ih: torch.Tensor,
     weight_hh: torch.Tensor,
@@ -133,7 +139,7 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
     """One step of a GRU, as torch.nn.GRUCell computes it: two library GEMMs and one kernel for the gates.
 
     Args:
-        x: input, ``[batch, input_size]``.
+        x: input, ``[batch, input_size]``; or a tuple of segments ``[batch, k_i]``, taken as if concatenated.
         h: hidden state, ``[batch, hidden]``.
         weight_ih: ``[3 * hidden, input_size]``, gates in the order r, z, n.
         weight_hh: ``[3 * hidden, hidden]``.
@@ -148,34 +154,125 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
         TypeError, ValueError: an argument is not allowed; nothing has been written.
         RuntimeError: h cannot be overwritten without losing a gradient; nothing has been written.
     """
-    check_cell(x, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace)
-    tensors = [t for t in (x, h, weight_ih, weight_hh, bias_ih, bias_hh) if t is not None]
+    if not torch.compiler.is_dynamo_compiling():
+        known = gru_cell_run.known(x, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace)
+        if known is not None:
+            return known  # type: ignore[no-any-return]
+    segments, given = checked_cell(x, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace)
     if inplace:
         refuse_overwrite(h)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        if torch.is_grad_enabled() and any(t.requires_grad for t in serve.present(*segments, *given)):
             raise RuntimeError("h is overwritten, and its old value is needed for a gradient; use inplace=False")
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
-        return torch.gru_cell(x, h, weight_ih, weight_hh, bias_ih, bias_hh)
-    spec, size, call = cell_call(x, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace)
-    out = run_cell(spec, size, call)
-    if inplace and out is h:
+    if torch.compiler.is_dynamo_compiling():
+        from tuned.gru import traced  # noqa: PLC0415 - making operators takes 10 ms, which only this needs
+
+        out: torch.Tensor = traced.gru_cell(segments, *given)
+        return h.copy_(out) if inplace else out
+    out = serve.gru_cell(segments, *given, inplace=inplace)
+    if inplace:
         bump_version(h)
     return out
 
 
-def explain_gru_cell(*args: Any, **kwargs: Any) -> tuple[Choice, Any]:
-    """The choice for a call of ``gru_cell`` with these arguments, and its spec; nothing runs on the GPU but the shapes."""
-    names = ("x", "h", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "inplace")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    tensors: list[Any] = [given.get(n) for n in names[:6]]
-    x, h, weight_ih, weight_hh, bias_ih, bias_hh = tensors
-    check_cell(x, h, weight_ih, weight_hh, bias_ih, bias_hh, given.get("inplace", False))
-    spec, size = cell_spec(h, bias_ih, given.get("inplace", False))
-    choice = choice_of_cell(spec, size, h)
-    wants = any(t is not None and t.requires_grad for t in tensors)
-    if choice.rule != "eager" and torch.is_grad_enabled() and wants:
-        choice = dataclasses.replace(choice, rule="eager", why="a gradient is needed", variant=None, row=None)
-    return choice, spec
+def gru(  # noqa: PLR0913 - the arguments of torch.gru
+    input: torch.Tensor,  # noqa: A002 - its name there
+    hx: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    *,
+    bias: bool = True,
+    num_layers: int = 1,
+    dropout: float = 0.0,
+    training: bool = False,
+    bidirectional: bool = False,
+    batch_first: bool = False,
+    batch_sizes: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A GRU over whole sequences, as torch.nn.GRU computes it (gates r, z, n; reset after the product).
+
+    With D = 2 if bidirectional else 1, L layers, hidden size H:
+
+    Args:
+        input: ``[T, B, I]``, or ``[B, T, I]`` batch_first, any strides; or packed, ``[rows, I]``, with one of
+            batch_sizes and cu_seqlens.
+        hx: the first hidden states, ``[L * D, B, H]``; with batch_sizes in the order that the sequences are packed in.
+        weights: for each layer, for each direction: w_ih ``[3 * H, I]`` (``[3 * H, D * H]`` above the first layer), w_hh
+            ``[3 * H, H]`` and, with bias, b_ih and b_hh ``[3 * H]``; the order of torch.nn.GRU's parameters.
+        bias: whether weights has biases.
+        num_layers: L.
+        dropout: probability that an element between two layers is zeroed, in training.
+        training: whether to drop.
+        bidirectional: run each layer backwards too; outputs of the two directions stand side by side.
+        batch_first: the axes of input and output; not for packed input.
+        batch_sizes: how many sequences have each step, int64 ``[T]`` on the CPU, as torch's PackedSequence has it.
+        cu_seqlens: where the sequences start in rows, int32 ``[B + 1]`` on the device of input: the first 0, the last the
+            number of rows. Sequences may be empty and in any order. Values on a GPU are not checked.
+        max_seqlen: at least the longest length; with cu_seqlens.
+
+    Returns:
+        output, ``[T, B, D * H]``, ``[B, T, D * H]`` or ``[rows, D * H]``, and h_n ``[L * D, B, H]``, in the dtype of
+        input; under autocast as PyTorch's. Where a gradient is needed, by eager PyTorch.
+
+    Raises:
+        TypeError, ValueError: an argument is not allowed.
+    """
+    if (
+        batch_sizes is None
+        and cu_seqlens is None
+        and not (dropout and training)
+        and not torch.compiler.is_dynamo_compiling()
+    ):
+        known = gru_plan.known(input, hx, weights, (bias, num_layers, bidirectional, batch_first))
+        if known is not None:
+            return known
+    call = gru_call(
+        input,
+        hx,
+        weights,
+        bias=bias,
+        num_layers=num_layers,
+        dropout=dropout,
+        training=training,
+        bidirectional=bidirectional,
+        batch_first=batch_first,
+        batch_sizes=batch_sizes,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
+    )
+    if torch.compiler.is_dynamo_compiling():
+        from tuned.gru import traced  # noqa: PLC0415
+
+        return traced.gru(call)
+    return serve.gru(call)
+
+
+def linear_cat(
+    inputs: tuple[torch.Tensor, ...], weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """torch.nn.functional.linear of several inputs, taken as if concatenated in their last axis.
+
+    Args:
+        inputs: segments ``[..., k_i]``, alike but for k_i.
+        weight: ``[n, sum of k_i]``.
+        bias: ``[n]`` or None.
+
+    Returns:
+        ``[..., n]``. Where no kernel serves the call, eager PyTorch concatenates.
+
+    Raises:
+        TypeError, ValueError: an argument is not allowed.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        known = linear_cat_run.known(inputs, weight, bias)
+        if known is not None:
+            return known  # type: ignore[no-any-return]
+    check_linear_cat(inputs, weight, bias)
+    if torch.compiler.is_dynamo_compiling():
+        from tuned.gru import traced  # noqa: PLC0415
+
+        return traced.linear_cat(inputs, weight, bias)
+    return serve.linear_cat(inputs, weight, bias)
 
 
 def explain_rope(*args: Any, direction: str = "forward", **kwargs: Any) -> tuple[Choice, Any]:

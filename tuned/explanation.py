@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tuned import dispatch
+import torch
+
+from tuned import dispatch, nn
 from tuned.family import FAMILIES
+from tuned.gru import serve
+from tuned.lookup import Choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +38,8 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
     """Which kernel ``function(*args, **kwargs)`` gets, without running it.
 
     Args:
-        function: rope, rope_backward, apply_rotary_pos_emb or gru_cell of tuned.dispatch.
+        function: rope, rope_backward, apply_rotary_pos_emb, gru_cell, gru or linear_cat of tuned.dispatch; or a GRU or
+            GRUCell module, of tuned.nn or of torch.nn.
         args: its arguments.
         kwargs: its keyword arguments.
 
@@ -53,8 +58,31 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
         choice, spec = dispatch.explain_rope(*args, **kwargs)
     elif function is dispatch.gru_cell:
         family = FAMILIES["gru_cell"]
-        choice, spec = dispatch.explain_gru_cell(*args, **kwargs)
+        choice, spec = serve.explain_gru_cell(*args, **kwargs)
+    elif function is dispatch.gru:
+        return _explanation(*serve.explain_gru(*args, **kwargs))
+    elif function is dispatch.linear_cat:
+        family = FAMILIES["linear_cat"]
+        choice, spec = serve.explain_linear_cat(*args, **kwargs)
+    elif isinstance(function, (nn.GRU, nn.GRUCell, torch.nn.GRU, torch.nn.GRUCell)):
+        return _of_module(function, *args, **kwargs)
     else:
-        raise TypeError(f"explain knows rope, rope_backward, apply_rotary_pos_emb and gru_cell, got {function!r}")
-    kernels = () if choice.variant is None else family.kernel_names(spec, choice.variant)
+        known = "rope, rope_backward, apply_rotary_pos_emb, gru_cell, gru, linear_cat and modules GRU and GRUCell"
+        raise TypeError(f"explain knows {known}, got {function!r}")
+    return _explanation(choice, () if choice.variant is None else family.kernel_names(spec, choice.variant))
+
+
+def _explanation(choice: Choice, kernels: tuple[str, ...]) -> Explanation:
     return Explanation(choice.rule, choice.why, kernels, choice.variant, choice.row.median_us if choice.row else None)
+
+
+def _of_module(module: Any, *args: Any, **kwargs: Any) -> Explanation:
+    """What serves the call of a module: that of the function it calls."""
+    if not isinstance(module, (nn.GRU, nn.GRUCell)) and not nn.is_patched():
+        why = "torch.nn's module calls PyTorch's own: use tuned.nn.patched(), tuned.nn.replace() or the module of tuned.nn"
+        return _explanation(Choice("eager", why, None), ())
+    if isinstance(module, (nn.GRU, torch.nn.GRU)):
+        given, named, _ = nn.gru_arguments(module, *args, **kwargs)
+        return explain(dispatch.gru, *given, **named)
+    given, _ = nn.cell_arguments(module, *args, **kwargs)
+    return explain(dispatch.gru_cell, *given)

@@ -21,6 +21,34 @@ class Launch:
     options: dict[str, Any]  # num_warps, num_stages, launch_pdl: compile options, never seen by the kernel
 
 
+@dataclasses.dataclass(frozen=True)
+class Fill:
+    """Every bit of a tensor set to 0 or to 1, before a kernel that waits for another value."""
+
+    tensor: Any
+    bits: int  # 0 or -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A GEMM of the library: out = a @ b.T."""
+
+    a: Any  # [rows, k]
+    b: Any  # [columns, k]
+    out: Any  # [rows, columns]
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """out = x, elementwise."""
+
+    x: Any
+    out: Any
+
+
+Step = Launch | Fill | Product | Copy
+
+
 def ceil_div(a: int, b: int) -> int:
     """Smallest integer at or above a / b, for positive integers."""
     return -(-a // b)

@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tuned.launch import Copy, Fill, Launch, Product
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tuned.launch import Launch
+    from tuned.launch import Step
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes -> as what bits are seen
 
 
 @functools.cache
@@ -33,6 +37,33 @@ def kernel(name: str) -> Any:
 def launch_public(function: Any, launch: Launch) -> Any:
     """Launch through Triton's public call; returns the compiled kernel."""
     return function[(launch.programs,)](*launch.arguments, **launch.constants, **launch.options)
+
+
+def run_step(step: Step, launch: Callable[[Launch], Any] | None = None) -> None:
+    """Run one step of a call on the current stream, a kernel by ``launch``: by default the committed one, publicly.
+
+    None of it waits, allocates or gives a gradient, so all of it can be captured in a CUDA graph.
+
+    Raises:
+        ModuleNotFoundError: the kernel does not ship with the package.
+    """
+    match step:
+        case Launch():
+            if launch is None:
+                launch_public(kernel(step.kernel), step)
+            else:
+                launch(step)
+        case Fill():
+            as_integers(step.tensor).fill_(step.bits)
+        case Product():
+            torch.mm(step.a, step.b.t(), out=step.out)
+        case Copy():
+            step.out.copy_(step.x)
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor of any strides, as integers of its width."""
+    return tensor.view(INTEGERS[tensor.element_size()])
 
 
 def bare_supported(device: int) -> bool:
@@ -75,7 +106,8 @@ def bare(compiled: Any, device: int) -> Callable[[int, tuple[Any, ...]], None]:
     """``launch(programs, values)`` of a compiled kernel on the current stream of ``device``.
 
     ``values`` are all arguments and constants in the order of the signature; tensors may be given by address. Nothing
-    is checked: the values must be of the kind that the kernel was compiled for.
+    is checked: the values must be of the kind that the kernel was compiled for. Whether the launch is cooperative, and
+    whether it depends on the one before, is what the kernel was compiled with: ``run`` reads it there (Triton 3.6, 3.7).
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     stream_of = raw_stream()

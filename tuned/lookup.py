@@ -51,7 +51,8 @@ def _elsewhere(row: Row, gpu: Gpu) -> list[str]:
 
 def choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
     """The variant for a call, by the lookup order in tuned.dispatch."""
-    return dataclasses.replace(_choose(family, spec, size, gpu), gpu=gpu)
+    found = _choose(family, spec, size, gpu)
+    return found if found.variant is None else dataclasses.replace(found, gpu=gpu)
 
 
 def _choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
@@ -63,12 +64,17 @@ def _choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
         if (found := _from_table(family, spec, size, gpu, table)) is not None:
             why = f"no row of {gpu.device} can serve; {table.device} is the most similar GPU that has one: {found.why}"
             return Choice("similar GPU", why, found.variant, found.row)
-    if found_rows := nearest(family, spec, size, rows_for(family.name, gpu.capability), gpu.capability):
+    rows = rows_for(family.name, gpu.capability)
+    if found_rows := nearest(family, spec, size, rows, gpu.capability, gpu.multiprocessors):
         away, row, variant = found_rows
         why = f"no table has a row that can serve; {row.source}'s best for {row.spec} with {row.size}, {away:.2g} octaves away"
         return Choice("portfolio", why, variant)
     why = f"neither a table nor a portfolio has a {family.name} variant that can stand in for this call"
-    return Choice("default", why, family.default_variant(spec, size))
+    default = family.default_variant(spec, size)
+    reason = family.rejection(spec, size, default, gpu.capability, gpu.multiprocessors)
+    if reason is not None:
+        return Choice("eager", f"{why}, nor can the default variant: {reason}", None)
+    return Choice("default", why, default)
 
 
 def _unlike(table: Table, gpu: Gpu) -> tuple[float, str]:
@@ -82,9 +88,9 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
     for row in table.rows[family.name]:
         if (row.spec, row.size) == (spec, size) and row.stale is None and not _elsewhere(row, gpu):
             variant = family.fit(row.variant, gpu.capability)
-            if usable(family, spec, size, variant, gpu.capability):
+            if usable(family, spec, size, variant, gpu.capability, gpu.multiprocessors):
                 return Choice("winner", f"measured for this spec and size in {row.source}", variant, row)
-    found = nearest(family, spec, size, table.rows[family.name], gpu.capability)
+    found = nearest(family, spec, size, table.rows[family.name], gpu.capability, gpu.multiprocessors)
     if found is None:
         return None
     away, row, variant = found
@@ -97,8 +103,13 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
     return Choice("nearest size", f"{row.source} has this spec measured with {what}", variant, row)
 
 
-def nearest(
-    family: Family, spec: Any, size: Any, rows: Iterable[Row], capability: int
+def nearest(  # noqa: PLR0913 - the call, and what there is for it
+    family: Family,
+    spec: Any,
+    size: Any,
+    rows: Iterable[Row],
+    capability: int,
+    multiprocessors: int | None = None,
 ) -> tuple[float, Row, Any] | None:
     """The row that is least unlike a call, how unlike in octaves, and its variant as the call can take it.
 
@@ -111,13 +122,15 @@ def nearest(
         if best is not None and (away, row.stale is not None) >= best[0]:
             continue
         variant = family.adapt(family.fit(row.variant, capability), row.spec, spec)
-        if usable(family, spec, size, variant, capability):
+        if usable(family, spec, size, variant, capability, multiprocessors):
             best = (away, row.stale is not None), row, variant
     return None if best is None else (best[0][0], best[1], best[2])
 
 
-def usable(family: Family, spec: Any, size: Any, variant: Any, capability: int) -> bool:
-    """Whether a variant is legal for a call, and the kernels that it launches ship."""
-    return family.rejection(spec, size, variant, capability) is None and all(
+def usable(  # noqa: PLR0913 - as nearest
+    family: Family, spec: Any, size: Any, variant: Any, capability: int, multiprocessors: int | None = None
+) -> bool:
+    """Whether a variant is legal for a call on a GPU, and the kernels that it launches ship."""
+    return family.rejection(spec, size, variant, capability, multiprocessors) is None and all(
         name in tuned.kernels.DIGESTS for name in family.kernel_names(spec, variant)
     )

@@ -4,7 +4,7 @@ Where landscapes of the family were recorded (``generator.proving.landscape``) a
 ``generator.estimating.model``; ``python tune.py replay`` says how well, each problem left out in turn. Elsewhere a model by hand does:
 it is right about a factor, not about percents. For each launch
 
-    time = start + program + max(memory, cache, issue, (waves - 1) x program)
+    time = start + program + chain + max(memory, cache, issue, (waves - 1) x program)
 
 with, in microseconds unless said,
 
@@ -20,6 +20,7 @@ with, in microseconds unless said,
   0.6 us (published pointer chases: 0.4 to 0.7 us). Share is Little's law: a processor must have latency x bandwidth
   / processors bytes in flight to use its part of the bandwidth, and to bring more takes longer than the latency. Too
   few bytes in flight therefore show as many waves of programs that each cost a latency.
+* chain = the steps of a recurrence one after the other, 0 for what has none: see generator.estimating.work.gru_work.
 * start = 0.6 us from one kernel of a graph to the next, 0.3 with programmatic dependent launch.
 
 What it does not know: cache hints, grid order, the path of loads through shared memory, clocks under load. Variants
@@ -58,7 +59,10 @@ def estimates(
     model = fitted(problem.family)
     if model is None or not variants:
         return by_hand
-    found = [(v, WORK[problem.family](problem, v)[0], needs[v][0] if needs and v in needs else None) for v in variants]
+    found = [
+        (v, WORK[problem.family](problem, v)[0], next(iter(needs.get(v, ())), None) if needs else None)
+        for v in variants
+    ]
     excess = model.excess(problem, target, found)
     base_us = least_us(found[0][1], target)
     return {v: base_us * (1 + e) for v, e in zip(variants, excess, strict=True)}
@@ -92,4 +96,6 @@ def _launch_us(work: Work, target: Target, need: Resources | None) -> float:
     sines_us = work.sines / max(work.programs, 1) / (work.warps * target.warp) * PER_SINE * 4 / (target.clock_ghz * 1e3)
     program_us = LATENCY_US * max(1.0, at_once * work.in_flight_bytes / share) + sines_us
     start_us = START_US / 2 if work.early else START_US
-    return start_us + program_us + max(memory_us, cache_us, issue_us, (waves - 1) * program_us)
+    together = ceil_div(work.programs, target.processors)  # they share a processor's way to the caches
+    chain_us = work.chain_us + together * work.chain_clocks / (target.clock_ghz * 1e3)
+    return start_us + program_us + chain_us + max(memory_us, cache_us, issue_us, (waves - 1) * program_us)

@@ -103,7 +103,9 @@ def estimate_problem(
     left = [v for v in needs if v not in refused]
     times = estimates(problem, left, target, needs)
     ranked = sorted(((times[v], v) for v in left), key=lambda entry: order(*entry))
-    return Estimate(problem, legal_pool(problem, target.capability), needs, refused, ranked, measured)
+    return Estimate(
+        problem, legal_pool(problem, target.capability, target.processors), needs, refused, ranked, measured
+    )
 
 
 def estimate_all(  # noqa: PLR0913 - the parts are independent of each other
@@ -123,7 +125,7 @@ def estimate_all(  # noqa: PLR0913 - the parts are independent of each other
             if time.monotonic() > end:
                 return estimates, problems[index:]
             measured = next((w for w in winners if same_problem(w, problem)), None)
-            pool = legal_pool(problem, target.capability)
+            pool = legal_pool(problem, target.capability, target.processors)
             sample = sample_of(problem, pool, target, count, [measured.variant] if measured else [])
             futures = {v: compiler.submit(compile_variant, problem, v, target.architecture) for v in sample}
             estimates.append(estimate_problem(problem, target, futures, measured))
@@ -169,8 +171,8 @@ def picks(estimate: Estimate) -> list[str]:
     lines = [estimate.problem.name]
     for us, variant in estimate.ranked[:PICKS]:
         needs = estimate.compiled[variant]
-        registers = "+".join(str(n.registers) for n in needs)
-        shared = "+".join(str(n.shared_bytes) for n in needs)
+        registers = "+".join(str(n.registers) for n in needs) or "no"
+        shared = "+".join(str(n.shared_bytes) for n in needs) or "no"
         lines.append(
             f"    estimated {us:8.2f} us  {registers} registers, {shared} bytes shared: {knobs(variant, default)}"
         )

@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import hashlib
 import io
+import itertools
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -16,9 +17,12 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from generator.cache import cache_folder
 from generator.rendering.modules import load, write_if_different
+from tuned.launch import Launch
 
 if TYPE_CHECKING:
-    from tuned.launch import Launch
+    from collections.abc import Iterable
+
+    from tuned.launch import Step
 
 TRITON_TYPES = {
     "torch.float64": "fp64",
@@ -40,6 +44,7 @@ class Resources:
     shared_bytes: int  # a program
     machine_code: str  # equal for two variants whose code is the same
     programs: int = 0  # of the launch
+    launches: int = 1  # of it in a call
 
 
 def target_of(architecture: str) -> GPUTarget:
@@ -61,27 +66,57 @@ def source_of(function: Any, launch: Launch) -> ASTSource:
     Follows what a public launch would specialise, so that both compile the same: integers equal to 1 become
     constants, pointers and integers divisible by 16 say so, unless the kernel says do_not_specialize.
     """
-    values = (*launch.arguments, *launch.constants.values())
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], list[list[Any]]] = {}
-    for index, (parameter, value) in enumerate(zip(function.params, values, strict=True)):
-        if parameter.is_constexpr:
-            signature[parameter.name] = "constexpr"
-            constants[(index,)] = value
-        elif isinstance(value, int):
-            if value == 1 and not parameter.do_not_specialize:
-                signature[parameter.name] = "constexpr"
-                constants[(index,)] = 1
-                continue
-            signature[parameter.name] = "i32" if value in SIGNED_32 else "i64"
-            if value % 16 == 0 and not parameter.do_not_specialize:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-        else:
-            signature[parameter.name] = f"*{TRITON_TYPES[str(value.dtype)]}"
-            if value.data_ptr() % 16 == 0:
-                attributes[(index,)] = [["tt.divisibility", 16]]
+    for index, (parameter, special) in enumerate(zip(function.params, specialised(function, launch), strict=True)):
+        signature[parameter.name] = special.type
+        if special.type == "constexpr":
+            constants[(index,)] = special.value
+        elif special.by_16:
+            attributes[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(function, signature, constants, attributes)
+
+
+class Special(NamedTuple):
+    """What the code of a kernel knows of one argument. A tuple: strategies with a launch a step ask for thousands."""
+
+    type: str
+    value: Any = None  # of a constant
+    by_16: bool = False
+
+
+def specialised(function: Any, launch: Launch) -> tuple[Special, ...]:
+    """What the code knows of each argument of a launch: equal for launches that one compilation serves."""
+    values = (*launch.arguments, *launch.constants.values())
+    return tuple(itertools.starmap(_special, zip(function.params, values, strict=True)))
+
+
+def _special(parameter: Any, value: Any) -> Special:
+    if parameter.is_constexpr:
+        return Special("constexpr", value)
+    if not isinstance(value, int):
+        return Special(f"*{TRITON_TYPES[str(value.dtype)]}", by_16=value.data_ptr() % 16 == 0)
+    free = bool(parameter.do_not_specialize)
+    if value == 1 and not free:
+        return Special("constexpr", 1)
+    return Special("i32" if value in SIGNED_32 else "i64", by_16=value % 16 == 0 and not free)
+
+
+def same_code(function: Any, launch: Launch) -> tuple[Any, ...]:
+    """A key that launches share if and only if one compilation serves them."""
+    return launch.kernel, tuple(launch.options.items()), specialised(function, launch)
+
+
+def distinct(steps: Iterable[Step]) -> list[tuple[Launch, int]]:
+    """The launches among the steps of a call, one of each code and grid in order, with how many there are of it."""
+    found: dict[Any, tuple[Launch, int]] = {}
+    for step in steps:
+        if isinstance(step, Launch):
+            key = (step.programs, same_code(load(step.kernel), step))
+            first, count = found.get(key, (step, 0))
+            found[key] = first, count + 1
+    return list(found.values())
 
 
 def compile_launch(launch: Launch, target: GPUTarget) -> CompiledKernel:
@@ -92,8 +127,11 @@ def compile_launch(launch: Launch, target: GPUTarget) -> CompiledKernel:
     return triton.compile(source_of(load(launch.kernel), launch), target=target, options=options)
 
 
-def resources(launch: Launch, target: GPUTarget) -> Resources:
-    """Compile a launch and read the compiler's report; kept beside Triton's own cache, which forgets it."""
+def resources(launch: Launch, target: GPUTarget, count: int = 1) -> Resources:
+    """Compile a launch, of which a call has ``count``, and read the compiler's report.
+
+    It is kept beside Triton's own cache, which forgets it.
+    """
     triton.knobs.nvidia.dump_ptxas_log = True
     log = io.StringIO()
     with contextlib.redirect_stdout(log):
@@ -109,7 +147,7 @@ def resources(launch: Launch, target: GPUTarget) -> Resources:
             finally:
                 triton.knobs.compilation.always_compile = False
         write_if_different(kept, json.dumps(dataclasses.asdict(found)))
-    return dataclasses.replace(Resources(**json.loads(kept.read_text())), programs=launch.programs)
+    return dataclasses.replace(Resources(**json.loads(kept.read_text())), programs=launch.programs, launches=count)
 
 
 def _read(compiled: CompiledKernel, log: str) -> Resources:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tuned.launcher import as_integers
+
 GUARD_ELEMENTS = 4096  # each side; a multiple of 16 bytes in every type, and more than one program's row
 CANARY = -12345.0  # in 16 bits too a value that no rotation of normal numbers gives
 
@@ -39,9 +41,15 @@ def _strips(tensor: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def fingerprint(tensors: list[torch.Tensor]) -> list[int]:
     """One number a tensor, another one when a single value of it changes: the sum of its bits, as integers."""
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [tensor.view(bits[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
+    sums = [as_integers(tensor).sum(dtype=torch.int64) for tensor in tensors]
     return torch.stack(sums).tolist() if sums else []
+
+
+def inputs_of(call: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a call, a dataclass, that must not change: all but ``out`` and what its class names as SCRATCH."""
+    named = {f.name: getattr(call, f.name) for f in dataclasses.fields(call)}
+    written = getattr(call, "SCRATCH", ())
+    return {n: t for n, t in named.items() if isinstance(t, torch.Tensor) and t is not call.out and n not in written}
 
 
 def probe(call: Any) -> Any:

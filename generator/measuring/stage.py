@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import time
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,12 @@ import torch
 
 from generator.measuring.bench import Timing, copy_time, device_time, sets_beyond_l2
 from generator.measuring.check import WrongResultError, check
-from generator.measuring.compile import compile_launch
-from generator.measuring.guard import fingerprint, guard, probe
+from generator.measuring.compile import compile_launch, same_code
+from generator.measuring.guard import fingerprint, guard, inputs_of, probe
+from generator.rendering.modules import load
 from generator.workload import WORKLOADS
-from tuned.launcher import bare
+from tuned.launch import Launch
+from tuned.launcher import bare, run_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,8 +25,10 @@ if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
     from generator.problem import Problem
+    from tuned.launch import Step
 
 MAX_SETS = 256  # buffer sets of a tiny problem; beyond this only making them would take time
+MOST_OF_COPY = 4  # times the output: what moves beyond that is not like a copy of it
 FINAL_ROUNDS = 5  # interleaved timings of each finalist
 
 
@@ -60,6 +65,14 @@ def bytes_needed(problem: Problem) -> int:
     return 2 * one + 12 * one
 
 
+def _in_turn(steps: list[Callable[[], object]]) -> Callable[[], None]:
+    def run() -> None:
+        for step in steps:
+            step()
+
+    return run
+
+
 class Stage:
     """A problem's inputs on the current GPU. Use one at a time, and ``close`` it: it holds gigabytes."""
 
@@ -81,45 +94,41 @@ class Stage:
         # Checked on the inputs of the first set, in memory of its own, guarded; timed on memory as a model has it.
         self.probe = probe(self.calls[0])
         self.wanted, self.bound = self.work.reference(problem.spec, self.probe)
-        self.before = {name: tensor.clone() for name, tensor in self._inputs(self.probe).items()}
+        self.before = {name: tensor.clone() for name, tensor in inputs_of(self.probe).items()}
         # In place, inputs are restored from these before each run of a graph, outside the timed region.
-        self.fresh = [call.out.clone() for call in self.calls] if problem.spec.inplace else []
+        self.fresh = [call.out.clone() for call in self.calls] if getattr(problem.spec, "inplace", False) else []
         # A variant may write anywhere, and what it hits there would make those after it look wrong, or right.
         self.judges = {"its reference": self.wanted, "the error allowed": self.bound}
-        self.judges |= {f"its input {name}": tensor for name, tensor in self._inputs(self.probe).items()}
+        self.judges |= {f"its input {name}": tensor for name, tensor in inputs_of(self.probe).items()}
         self.judges |= {f"the copy of input {name}": tensor for name, tensor in self.before.items()}
         self.judges |= {"the copy to restore its input from": self.fresh[0]} if self.fresh else {}
         self.seal = fingerprint(list(self.judges.values()))
-
-    def _inputs(self, call: Any) -> dict[str, torch.Tensor]:
-        """The tensors of a call that must not change."""
-        named = {f.name: getattr(call, f.name) for f in dataclasses.fields(call)}
-        return {n: t for n, t in named.items() if isinstance(t, torch.Tensor) and t is not call.out}
 
     def _restore(self) -> None:
         for call, fresh in zip(self.calls, self.fresh, strict=False):
             call.out.copy_(fresh)
 
     def launches(self, variant: Any) -> list[Callable[[], None]]:
-        """One thunk for the probe, then one a buffer set, launching the compiled kernels of a variant."""
-        thunks: list[Callable[[], None]] = []
-        launchers: list[Callable[[int, tuple[Any, ...]], None]] = []
+        """One thunk for the probe, then one a buffer set, running all steps of a variant.
 
-        for call in (self.probe, *self.calls):
-            parts = self.work.family.launches(self.problem.spec, variant, call)
-            # All sets have the same shapes, strides and alignment: compiled once for the first.
-            launchers = launchers or [bare(compile_launch(part, self.target), self.device) for part in parts]
-            steps = [
-                (launch, part.programs, (*part.arguments, *part.constants.values()))
-                for launch, part in zip(launchers, parts, strict=True)
-            ]
+        A kernel is compiled once for all launches that its code serves: the sets are alike, and so are most time steps.
+        """
+        launchers: dict[Any, Callable[[int, tuple[Any, ...]], None]] = {}
+        return [
+            _in_turn(
+                [self._ready(step, launchers) for step in self.work.family.launches(self.problem.spec, variant, call)]
+            )
+            for call in (self.probe, *self.calls)
+        ]
 
-            def run(steps: list[Any] = steps) -> None:
-                for launch, programs, values in steps:
-                    launch(programs, values)
-
-            thunks.append(run)
-        return thunks
+    def _ready(self, step: Step, launchers: dict[Any, Callable[[int, tuple[Any, ...]], None]]) -> Callable[[], object]:
+        """A step that needs only be called; its kernel is taken from ``launchers``, or compiled and put there."""
+        if not isinstance(step, Launch):
+            return functools.partial(run_step, step)
+        key = same_code(load(step.kernel), step)
+        if key not in launchers:
+            launchers[key] = bare(compile_launch(step, self.target), self.device)
+        return functools.partial(launchers[key], step.programs, (*step.arguments, *step.constants.values()))
 
     def measure(self, variant: Any) -> Measured:
         """Check a variant on these inputs, then time it on the same.
@@ -163,7 +172,7 @@ class Stage:
         else:
             self.probe.out.fill_(torch.nan)
         probe_thunk()
-        now = self._inputs(self.probe)
+        now = inputs_of(self.probe)
         unchanged = {name: (now[name], before) for name, before in self.before.items()}
         try:
             return check(self.probe.out, self.wanted, self.bound, unchanged), thunks
@@ -184,16 +193,28 @@ class Stage:
     def baselines(self) -> Baselines:
         """Copy, floor and eager PyTorch for this problem."""
         spec, size = self.problem.spec, self.problem.size
-        # The very buffers that the kernels use; in place there is no second one, so it is made.
-        sources = [call.out if self.fresh else next(iter(self._inputs(call).values())) for call in self.calls]
-        outs = [torch.empty_like(call.out) if self.fresh else call.out for call in self.calls]
-        pairs = [(x[..., : out.shape[-1]], out) for x, out in zip(sources, outs, strict=True)]
-        copy_us = min(copy_time(pairs).median_us for _ in range(2))  # the first may meet clocks still rising
         moved = self.work.bytes_moved(spec, size)
-        copied = 2 * outs[0].numel() * outs[0].element_size()
-        del outs, pairs
+        pairs = self._copies(moved)
+        copy_us = min(copy_time(pairs).median_us for _ in range(2))  # the first may meet clocks still rising
+        copied = 2 * pairs[0][1].numel() * pairs[0][1].element_size()
+        del pairs
         eager_us = device_time([self.work.eager(spec, call) for call in self.calls[:4]], replays=3).median_us
         return Baselines(copy_us, round(copy_us * moved / copied, 4), eager_us, moved)
+
+    def _copies(self, moved: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What is copied for the floor, (x, out) for each set: the very buffers that the kernels use.
+
+        In place there is no second one, so it is made; and where the output is a small part of what must move, weights
+        being most of it, or no input is as wide, half of all ``moved`` bytes are copied between buffers made for it.
+        """
+        outs = [call.out for call in self.calls]
+        narrow = next(iter(inputs_of(self.calls[0]).values())).shape[-1] < outs[0].shape[-1]
+        if narrow or moved > MOST_OF_COPY * outs[0].numel() * outs[0].element_size():
+            words = max(1, moved // 8)  # read once, written once, 4 bytes each
+            return [(torch.zeros(words, device=out.device), torch.empty(words, device=out.device)) for out in outs]
+        sources = outs if self.fresh else [next(iter(inputs_of(call).values())) for call in self.calls]
+        targets = [torch.empty_like(out) for out in outs] if self.fresh else outs
+        return [(x[..., : out.shape[-1]], out) for x, out in zip(sources, targets, strict=True)]
 
     def close(self) -> None:
         """Give the memory back."""

@@ -10,7 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from generator.cache import cache_folder
-from generator.measuring.compile import Resources, resources, target_of
+from generator.measuring.compile import Resources, distinct, resources, target_of
 from generator.processes.forkserver import Child, LostError, fork_server
 from generator.workload import WORKLOADS
 
@@ -26,10 +26,13 @@ COMPILE_SECONDS = 20.0  # a variant takes 0.3 s, one that spills thousands of by
 
 
 def compile_variant(problem: Problem, variant: Any, architecture: str) -> tuple[Resources, ...] | str:
-    """What each launch of the variant needs, or the compiler's complaint. Runs in a pool process; touches no GPU."""
+    """What each kernel that the variant launches needs, or the compiler's complaint; none where the library does it all.
+
+    Runs in a pool process; touches no GPU.
+    """
     try:
-        launches = WORKLOADS[problem.family].family.launches(problem.spec, variant, _meta_call(problem))
-        return tuple(resources(launch, target_of(architecture)) for launch in launches)
+        steps = WORKLOADS[problem.family].family.launches(problem.spec, variant, _meta_call(problem))
+        return tuple(resources(launch, target_of(architecture), count) for launch, count in distinct(steps))
     except Exception as error:  # noqa: BLE001 - a variant that does not compile is data
         first = (str(error).splitlines() or [""])[0]
         return f"{type(error).__name__}: {first}"

@@ -76,7 +76,7 @@ def record(  # noqa: PLR0913 - the parts are independent of each other
 ) -> Landscape | None:
     """Measure every legal variant of a problem; None if ``deadline`` (time.monotonic) came first."""
     family = FAMILIES[problem.family]
-    variants = legal_pool(problem, environment["capability"]).variants
+    variants = legal_pool(problem, environment["capability"], environment["multiprocessors"]).variants
     architecture = f"sm_{environment['capability']}"
     baselines = worker.stage(problem)
     times: dict[Any, float] = {}
@@ -101,7 +101,7 @@ def record(  # noqa: PLR0913 - the parts are independent of each other
         needs = result_of(future)
         names.update(family.kernel_names(problem.spec, variant))
         if not isinstance(needs, str):
-            registers[variant] = max(need.registers for need in needs)
+            registers[variant] = max((need.registers for need in needs), default=0)
         reason = hopeless(needs, environment["capability"])
         if reason is None:
             try:

@@ -141,9 +141,10 @@ def portfolio_source(winners: Iterable[Winner]) -> str:
     return "\n".join([*lines, ")"]) + "\n"
 
 
-def candidates(problem: Problem, capability: int) -> list[Any]:
+def candidates(problem: Problem, capability: int, multiprocessors: int | None = None) -> list[Any]:
     """What a quick run measures of a problem: the default, and what is legal of the architecture's portfolio."""
     family = WORKLOADS[problem.family].family
     default = family.default_variant(problem.spec, problem.size)
     listed = dict.fromkeys([default, *(family.fit(v, capability) for v in variants_for(problem.family, capability))])
-    return [v for v in listed if family.rejection(problem.spec, problem.size, v, capability) is None]
+    here = capability, multiprocessors
+    return [v for v in listed if family.rejection(problem.spec, problem.size, v, *here) is None]

@@ -99,10 +99,15 @@ def _nearest_row(rescaled: bool, measure: str) -> Callable[[Landscape, list[Land
             family = dataclasses.replace(
                 family, rejection=lambda spec, size, *rest: work.family.rejection(spec, size.size, *rest)
             )
-        found = nearest(family, problem.spec, size, rows, held.environment["capability"])
+        found = nearest(family, problem.spec, size, rows, *_gpu(held))
         return _default(held, others) if found is None else found[2]
 
     return pick
+
+
+def _gpu(held: Landscape) -> tuple[int, int]:
+    """Compute capability and multiprocessors of the GPU that was measured."""
+    return held.environment["capability"], held.environment["multiprocessors"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +176,7 @@ def from_record(
             for w in winners
             if w.family == held.problem.family and not left_out(w, held.problem)
         ]
-        found = nearest(family, held.problem.spec, held.problem.size, rows, held.environment["capability"])
+        found = nearest(family, held.problem.spec, held.problem.size, rows, *_gpu(held))
         if found is not None:
             regrets[held.problem.name] = held.regret(found[2])
     return Score(SERVED, regrets) if regrets else None

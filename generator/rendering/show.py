@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
 from generator.keeping.record import WINNERS, read_record, record_path
+from generator.rendering.show_call import call_text
+from generator.rendering.show_gru import wrapper as gru_wrapper
+from generator.rendering.show_products import cell_wrapper, linear_cat_wrapper
 from generator.rendering.structures import structures
 from generator.searching.seeds import same_problem
 from generator.selection import problem_named
 from generator.telling.report import describe, percent_of_floor
 from generator.workload import WORKLOADS
+from tuned.launch import Launch
 from tuned.record import RecordError
 from tuned.rope.spec import SEARCH_FAN
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tuned.launch import Launch
     from tuned.record import Winner
 
 PREFERRED = "nvidia_h200"
@@ -58,10 +62,14 @@ def winner_of(name: str, device: str | None, folder: Path | None = None) -> Winn
 def standalone(winner: Winner) -> str:
     """The file; it imports torch and triton only, and needs nothing of this project."""
     work = WORKLOADS[winner.family]
-    call = work.inputs(winner.spec, winner.size, "meta", 0)
-    launches = work.family.launches(winner.spec, winner.variant, call)
-    kernels = "\n\n".join(_literal_kernel(launch) for launch in launches)
-    wrapper = WRAPPERS[winner.family](winner, launches)
+    size = winner.size
+    if winner.family == "gru":  # of one step there is nothing to wait for, and the file is for any number of them
+        size = dataclasses.replace(size, seq=max(2, size.seq))
+    call = work.inputs(winner.spec, size, "meta", 0)
+    steps = work.family.launches(winner.spec, winner.variant, call)
+    launches = {step.kernel: step for step in steps if isinstance(step, Launch)}  # each kernel once
+    kernels = "\n\n".join(_literal_kernel(launch) for launch in launches.values())
+    wrapper = WRAPPERS[winner.family](winner, steps)
     return f'"""{_header(winner)}"""\n\n{IMPORTS}\n\n{kernels}\n\n{wrapper}'
 
 
@@ -107,16 +115,6 @@ def _literal_kernel(launch: Launch) -> str:
         if count != 1:
             raise ValueError(f"{launch.kernel} does not take the constant {name} on a line of its own")
     return head + kernel
-
-
-def _call(launch: Launch, grid: str, arguments: list[str], indent: str) -> str:
-    """The statement that launches: numbers as literals; dependent launch where the hardware has it."""
-    options = [f"num_warps={launch.options['num_warps']}", f"num_stages={launch.options['num_stages']}"]
-    if launch.options.get("launch_pdl"):
-        options += ["PDL=dependent", "launch_pdl=dependent"]
-    lines = textwrap.wrap(", ".join([*arguments, *options]), 100 - len(indent))
-    inner = "".join(f"{indent}    {line}\n" for line in lines).rstrip("\n")
-    return f"{indent}{launch.kernel}[({grid},)](\n{inner}{'' if inner.endswith(',') else ','}\n{indent})\n"
 
 
 def _rope(winner: Winner, launches: tuple[Launch, ...]) -> str:
@@ -192,7 +190,7 @@ def _rope(winner: Winner, launches: tuple[Launch, ...]) -> str:
     grid = f"triton.cdiv(seq, {variant.block_tokens}) * triton.cdiv({heads}, {rows})"
     grid += "" if spec.merges_batch or spec.packed else " * batch"
     searched = ["SEARCH_STEPS=steps"] if spec.packed else []
-    body = _call(rotate, grid, [*arguments, *strides, *searched], " " * 8)
+    body = call_text(rotate, grid, [*arguments, *strides, *searched], " " * 8)
     return "\n".join(lines) + f"\n    with torch.cuda.device_of({x}):\n{body}    return out\n"
 
 
@@ -202,38 +200,9 @@ def _strides(layout: str, tensor: str) -> list[str]:
     return ["0" if axis is None else f"{tensor}.stride({axis})" for axis in order]
 
 
-def _gru_cell(winner: Winner, launches: tuple[Launch, ...]) -> str:
-    spec, variant = winner.spec, winner.variant
-    bias = ["bias_ih", "bias_hh"] if spec.bias else []
-    parameters = ["gates_x", "gates_h", "h", *bias]
-    lines = [
-        f"def gru_cell_gates({', '.join(parameters)}):",
-        '    """The next hidden state of torch.nn.GRUCell, after its two matrix products. No autograd.',
-        "",
-        f"    gates_x, gates_h: {spec.dtype} [batch, {3 * spec.hidden}], x @ weight_ih.T and h @ weight_hh.T, last stride 1;",
-        f"    h: {spec.dtype} [batch, {spec.hidden}]"
-        + (", overwritten." if spec.inplace else ".")
-        + (f" bias_ih, bias_hh: [{3 * spec.hidden}], contiguous." if spec.bias else ""),
-        '    """',
-        f"    if h.dtype != torch.{spec.dtype} or h.shape[1] != {spec.hidden}:",
-        f'        raise ValueError(f"h must be {spec.dtype} [batch, {spec.hidden}], got {{h.dtype}} {{tuple(h.shape)}}")',
-        "    out = h" if spec.inplace else "    out = torch.empty_like(h)",
-        "    if not h.numel():\n        return out",
-    ]
-    arguments = [
-        "gates_x",
-        "gates_h",
-        *bias,
-        "h",
-        *([] if spec.inplace else ["out"]),
-        "h.shape[0]",
-        "gates_x.stride(0)",
-    ]
-    arguments += ["gates_h.stride(0)", "h.stride(0)", "h.stride(1)"]
-    arguments += [] if spec.inplace else ["out.stride(0)", "out.stride(1)"]
-    tiles = f"triton.cdiv(h.shape[0], {variant.block_batch}) * {-(-spec.hidden // variant.block_hidden)}"
-    body = _call(launches[0], tiles, arguments, " " * 8)
-    return "\n".join(lines) + f"\n    with torch.cuda.device_of(h):\n{body}    return out\n"
-
-
-WRAPPERS: dict[str, Any] = {"rope": _rope, "gru_cell": _gru_cell}
+WRAPPERS: dict[str, Any] = {
+    "rope": _rope,
+    "gru_cell": cell_wrapper,
+    "linear_cat": linear_cat_wrapper,
+    "gru": gru_wrapper,
+}

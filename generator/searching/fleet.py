@@ -76,7 +76,8 @@ class Orders:
         def detail(problem: Problem) -> str:
             if self.candidates is None:
                 return "search"
-            return hashlib.sha256(repr(self.candidates(problem, environment["capability"])).encode()).hexdigest()[:12]
+            chosen = self.candidates(problem, environment["capability"], environment["multiprocessors"])
+            return hashlib.sha256(repr(chosen).encode()).hexdigest()[:12]
 
         claims = Claims(storage, scope_of(environment, self.trials), owner, stale_s=self.stale_s)
         return Shared(self.problems, claims, detail=detail)

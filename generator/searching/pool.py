@@ -25,8 +25,8 @@ class Pool:
 
 
 @functools.lru_cache(maxsize=4)
-def legal_pool(problem: Problem, capability: int) -> Pool:
-    """Every legal variant of a problem on a compute capability (90 is 9.0).
+def legal_pool(problem: Problem, capability: int, multiprocessors: int | None = None) -> Pool:
+    """Every legal variant of a problem on a compute capability (90 is 9.0) and so many multiprocessors, if it is known.
 
     Two steps, since the whole product has hundreds of thousands: first the knobs that a tile's size depends on, with
     the others at their defaults, then all the others for each tile that is left.
@@ -37,18 +37,19 @@ def legal_pool(problem: Problem, capability: int) -> Pool:
     core = {name: declared[name] for name in family.core_knobs}
     rest = {name: values for name, values in declared.items() if name not in core}
     rejected: collections.Counter[str] = collections.Counter()
+    here = capability, multiprocessors
     variants = []
     total = 1
     for values in declared.values():
         total *= len(values)
     for tile in itertools.product(*core.values()):
         chosen = dict(zip(core, tile, strict=True))
-        reason = family.rejection(problem.spec, problem.size, dataclasses.replace(default, **chosen), capability)
+        reason = family.rejection(problem.spec, problem.size, dataclasses.replace(default, **chosen), *here)
         if reason is not None:
             rejected[reason.split(":")[0].split(" with ")[0]] += 1
             continue
         for values in itertools.product(*rest.values()):
             variant = family.variant_type(**chosen, **dict(zip(rest, values, strict=True)))
-            if family.rejection(problem.spec, problem.size, variant, capability) is None:
+            if family.rejection(problem.spec, problem.size, variant, *here) is None:
                 variants.append(variant)
     return Pool(total, tuple(variants), dict(rejected.most_common()))

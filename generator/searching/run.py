@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from generator.searching.search import Outcome
     from tuned.record import Winner
 
-    # What to measure of a problem on a compute capability, in place of a search.
-    Candidates = Callable[[Problem, int], list[Any]]
+    # What to measure of a problem on a compute capability with so many multiprocessors, in place of a search.
+    Candidates = Callable[[Problem, int, int], list[Any]]
 
 LEAST_SHARE_S = 10.0  # of a budget, for one problem: less, and starting the compilers leaves the first with one trial
 RENDER_SECONDS = 30.0  # at least, between two renderings of the committed files, which take about a second
@@ -237,7 +237,7 @@ def _tune_one(  # noqa: PLR0913 - the parts are independent of each other
             _compile_ahead(following, known, how)
         report(progress)
 
-    capability = tools.environment["capability"]
+    here = tools.environment["capability"], tools.environment["multiprocessors"]
     outcome = tune(
         problem,
         tools.worker,
@@ -245,9 +245,9 @@ def _tune_one(  # noqa: PLR0913 - the parts are independent of each other
         tools.journal,
         tools.environment,
         trials=how.trials,
-        seeds=seeds_for(problem, known, capability),
+        seeds=seeds_for(problem, known, *here),
         incumbent=incumbent_of(problem, known),
-        candidates=None if how.candidates is None else how.candidates(problem, capability),
+        candidates=None if how.candidates is None else how.candidates(problem, *here),
         deadline=deadline,
         stopwatch=how.stopwatch,
         report=watch,
@@ -266,10 +266,11 @@ def _marked_quick(outcome: Outcome, known: list[Winner]) -> Outcome:
 
 
 def _compile_ahead(problem: Problem, known: list[Winner], how: _How) -> None:
-    capability = how.tools.environment["capability"]
+    capability, processors = how.tools.environment["capability"], how.tools.environment["multiprocessors"]
     if how.candidates is None:
-        first = opening(problem, capability, seeds_for(problem, known, capability), incumbent_of(problem, known))
+        seeds = seeds_for(problem, known, capability, processors)
+        first = opening(problem, capability, seeds, incumbent_of(problem, known), processors)
     else:
-        first = how.candidates(problem, capability)
+        first = how.candidates(problem, capability, processors)
     for variant in first:
         how.tools.compiler.submit(compile_variant, problem, variant, f"sm_{capability}")

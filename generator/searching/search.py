@@ -116,10 +116,16 @@ def tune(  # noqa: PLR0913 - the parts are independent of each other
     return search.finish(default, incumbent, settings, FINALISTS if wanted is None else FEW)
 
 
-def opening(problem: Problem, capability: int, seeds: Iterable[Any] = (), incumbent: Any = None) -> list[Any]:
+def opening(
+    problem: Problem,
+    capability: int,
+    seeds: Iterable[Any] = (),
+    incumbent: Any = None,
+    multiprocessors: int | None = None,
+) -> list[Any]:
     """The variants that a search with these arguments asks for before it knows any time: to compile them early."""
     family = WORKLOADS[problem.family].family
-    pool = legal_pool(problem, capability)
+    pool = legal_pool(problem, capability, multiprocessors)
     sampler, legal = _sampler(problem, pool, SEED), frozenset(pool.variants)
     for variant in _first(problem, seeds, incumbent):
         if variant in legal:
@@ -171,7 +177,7 @@ class _Search:
         self.problem, self.worker, self.compiler, self.deadline = problem, worker, compiler, deadline
         self.environment, self.stopwatch, self.report = environment, stopwatch, report
         self.family = WORKLOADS[problem.family].family
-        self.pool = legal_pool(problem, environment["capability"])
+        self.pool = legal_pool(problem, environment["capability"], environment["multiprocessors"])
         self.legal = frozenset(self.pool.variants)
         self.architecture = f"sm_{environment['capability']}"
         self.times: dict[Any, float] = {}
@@ -383,8 +389,8 @@ class _Search:
 
 
 def code_of(needs: tuple[Resources, ...]) -> tuple[Any, ...]:
-    """Equal for variants that run the same machine code on the same grid, so take the same time."""
-    return tuple((need.machine_code, need.programs) for need in needs)
+    """Equal for variants that run the same machine code on the same grid as often, so take the same time."""
+    return tuple((need.machine_code, need.programs, need.launches) for need in needs)
 
 
 def choose(times: dict[Any, float], incumbent: Any) -> Any:

@@ -37,25 +37,27 @@ def incumbent_of(problem: Problem, winners: Iterable[Winner]) -> Any:
     return next((w.variant for w in winners if same_problem(w, problem) and is_fresh(w)), None)
 
 
-def seeds_for(problem: Problem, winners: Iterable[Winner], capability: int) -> list[Any]:
+def seeds_for(
+    problem: Problem, winners: Iterable[Winner], capability: int, multiprocessors: int | None = None
+) -> list[Any]:
     """Winners' variants that are legal here, nearest spec first, then nearest size; at most MAX_SEEDS.
 
     The last few are the best of a landscape of this problem, if there is one.
     """
     family = WORKLOADS[problem.family].family
+
+    def legal(variant: Any) -> bool:
+        return family.rejection(problem.spec, problem.size, variant, capability, multiprocessors) is None
+
     ranked = []
     for winner in winners:
-        if winner.family != problem.family:
-            continue
-        if family.rejection(problem.spec, problem.size, winner.variant, capability) is not None:
+        if winner.family != problem.family or not legal(winner.variant):
             continue
         distance = family.distance(winner.spec, problem.spec)
         octaves = abs(math.log2(max(winner.size.tokens, 1) / max(problem.size.tokens, 1)))
         ranked.append((distance, octaves, winner.name, winner.variant))
     ranked.sort(key=lambda entry: entry[:3])
-    whole = [
-        v for v in _leaders().get(problem, ()) if family.rejection(problem.spec, problem.size, v, capability) is None
-    ]
+    whole = [v for v in _leaders().get(problem, ()) if legal(v)]
     near = list(dict.fromkeys(variant for *_, variant in ranked))[: MAX_SEEDS - len(whole)]
     return list(dict.fromkeys([*near, *whole]))
 

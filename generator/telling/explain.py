@@ -46,6 +46,8 @@ def explain(problem: Problem, device: str, folder: Path | None, journal: Journal
     size = " ".join(f"{name}={value}" for name, value in vars(problem.size).items())
     yield f"{problem.name}: {problem.family} {describe(problem.spec)} {size}"
     yield f"on {device}, {choice.rule}: {choice.why}"
+    if choice.variant is None:
+        return
     yield f"kernel     {', '.join(family.kernel_names(problem.spec, choice.variant))}"
     winner = next((w for w in winners if same_problem(w, problem)), None)
     if winner is None:

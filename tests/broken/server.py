@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from generator.families.gru_cell import reference
 from generator.measuring.bench import Timing
 from generator.measuring.stage import Baselines, Measured, Stage
 from generator.processes import channel
 from generator.searching.pool import legal_pool
 from tests.fakes import ENVIRONMENT
-from tuned.gru_cell.eager import gates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -155,9 +155,9 @@ class BrokenServer(CpuServer):
             case "far outside":
                 self.staged.wanted.view(-1)[-1] += 1e-3
             case "changed input":
-                call.gates_x.view(-1)[0] += 1
+                call.x0.view(-1)[0] += 1
             case "changed input while timed":
-                call.gates_x.view(-1)[0] += float(call is not self.staged.probe)
+                call.x0.view(-1)[0] += float(call is not self.staged.probe)
             case "exits":
                 sys.exit(7)
             case "interrupts":
@@ -220,7 +220,7 @@ class CpuStage(Stage):
         return [functools.partial(self.run, variant, call) for call in (self.probe, *self.calls)]
 
     def run(self, variant: Any, call: Any) -> None:
-        call.out.copy_(gates(self.problem.spec, call))
+        call.out.copy_(reference(self.problem.spec, call)[0])
         self.server.do(deed_of(self.problem, variant), call)
 
     def stopwatch(self, thunks: Sequence[Any], restore: Callable[[], None] | None) -> Timing:

@@ -6,32 +6,57 @@ import dataclasses
 
 DTYPES = ("float32", "float16", "bfloat16")
 ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes
+PRECISIONS = ("ieee", "tf32")  # of float32 products
+MAX_SEGMENTS = 4  # inputs that the kernels take side by side
+
+
+def check_products(dtype: str, widths: tuple[int, ...], precision: str) -> None:
+    """Raise ValueError unless products over such inputs have kernels: spec fields of GruCellSpec and LinearCatSpec."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {DTYPES}, got {dtype!r}")
+    if not 1 <= len(widths) <= MAX_SEGMENTS or min(widths) < 1:
+        raise ValueError(f"inputs must be 1 to {MAX_SEGMENTS} widths of at least 1, got {widths}")
+    allowed = PRECISIONS if dtype == "float32" else ("",)
+    if precision not in allowed:
+        raise ValueError(f"precision must be one of {allowed} for {dtype}, got {precision!r}")
 
 
 @dataclasses.dataclass(frozen=True)
 class GruCellSpec:
-    """The gates of one GRU step, whatever the batch; the two GEMMs before them are the library's."""
+    """One step of torch.nn.GRUCell, whatever the batch."""
 
     dtype: str
     hidden: int
+    inputs: tuple[int, ...]  # widths of the segments of x, which are taken as if concatenated
     bias: bool = True
-    inplace: bool = False  # h is overwritten: safe, since both GEMMs have read it before the gates start
+    inplace: bool = False  # h is overwritten
+    precision: str = ""  # of float32: "tf32" or "ieee"
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {DTYPES}, got {self.dtype!r}")
+        object.__setattr__(self, "inputs", tuple(self.inputs))  # JSON has lists
+        check_products(self.dtype, self.inputs, self.precision)
         if self.hidden < 1:
             raise ValueError(f"hidden must be at least 1, got {self.hidden}")
 
     @property
+    def input_size(self) -> int:
+        """Width of all segments together."""
+        return sum(self.inputs)
+
+    @property
     def summary(self) -> str:
-        """One sentence for the head of the generated module."""
+        """One sentence for the head of the generated module of the gates."""
         place = "over h, in place" if self.inplace else "out of place"
         return f"the gates of a GRU cell {'with' if self.bias else 'without'} bias, {place}."
 
+    def weight_bytes(self) -> int:
+        """Bytes of the weights and biases, which are read once a call."""
+        entries = self.input_size + self.hidden + (2 if self.bias else 0)
+        return 3 * self.hidden * entries * ITEM_SIZE[self.dtype]
+
     def bytes_per_row(self) -> int:
-        """Bytes that must be read and written for one row of the batch: six gate rows, h and h'."""
-        return 8 * self.hidden * ITEM_SIZE[self.dtype]
+        """Bytes that must be read and written for one row of the batch: x and h, and h'."""
+        return (self.input_size + 2 * self.hidden) * ITEM_SIZE[self.dtype]
 
 
 @dataclasses.dataclass(frozen=True)

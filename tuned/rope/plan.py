@@ -9,9 +9,11 @@ import torch
 
 from tuned.family import FAMILIES
 from tuned.gpu import gpu_of, why_eager
-from tuned.launcher import bare_supported, hooks, kernel, launch_public, raw_stream
+from tuned.launcher import kernel, launch_public
 from tuned.lookup import Choice, choose
+from tuned.plan import Bare, bare_launch
 from tuned.rope.eager import rotate
+from tuned.rope.launches import launches
 
 if TYPE_CHECKING:
     from tuned.rope.arguments import Prepared
@@ -42,7 +44,7 @@ def run_public(spec: RopeSpec, variant: Any, call: RopeCall) -> list[Any]:
     """The call through Triton's public launch; returns the compiled kernels."""
     device = call.x.device
     with torch.cuda.device(device):
-        parts = ROPE.launches(spec, variant, call)
+        parts = launches(spec, variant, call)
         return [launch_public(kernel(part.kernel), part) for part in parts]
 
 
@@ -52,10 +54,9 @@ def upgraded_plan(spec: RopeSpec, variant: Any, call: RopeCall, compiled: list[A
     It may be called with tensors that have the dtype, shape, strides, device and 16-byte alignment of the call's, and
     with these alone: the compiled code depends on all of them.
     """
-    device = call.x.device.index
-    if len(compiled) != 1 or hooks() is None or torch.cuda.current_device() != device or not bare_supported(device):
-        return None
-    return _bare_plan(spec, variant, call, compiled[0], public_plan(spec, variant, call))
+    (part,) = launches(spec, variant, call)
+    bare = bare_launch(part, compiled[0], call.x.device.index)
+    return None if bare is None else _bare_plan(spec, call.x.device.index, bare, public_plan(spec, variant, call))
 
 
 def public_plan(spec: RopeSpec, variant: Any, call: RopeCall) -> Any:
@@ -72,16 +73,9 @@ def public_plan(spec: RopeSpec, variant: Any, call: RopeCall) -> Any:
     return plan
 
 
-def _bare_plan(spec: RopeSpec, variant: Any, call: RopeCall, code: Any, public: Any) -> Any:
-    (part,) = ROPE.launches(spec, variant, call)
-    numbers = (v for v in part.arguments if not isinstance(v, torch.Tensor))
-    # The order of the signature: pointers first, cu_seqlens the last of them.
-    rest = (*numbers, *part.constants.values())
-    run, function, metadata, programs = code.run, code.function, code.packed_metadata, part.programs
-    stream_of, empty_like, device = raw_stream(), torch.empty_like, call.x.device.index
-    inplace, takes_sine, packed = spec.inplace, spec.takes_sine, spec.packed
-    listening: Any = hooks()
-    enter, leave = listening
+def _bare_plan(spec: RopeSpec, device: int, bare: Bare, public: Any) -> Any:
+    run, function, metadata, programs, rest, stream_of, enter, leave = bare
+    inplace, takes_sine, packed, empty_like = spec.inplace, spec.takes_sine, spec.packed, torch.empty_like
 
     def plan(x: Any, angles: Any, sin: Any, cu_seqlens: Any) -> Any:
         pointers: tuple[int, ...]

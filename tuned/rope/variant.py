@@ -68,13 +68,18 @@ def half_block(spec: RopeSpec) -> int:
 
 
 def rejection(  # noqa: PLR0911 - one return a rule
-    spec: RopeSpec, size: RopeSize | None, variant: RopeVariant, capability: int = 90
+    spec: RopeSpec,
+    size: RopeSize | None,
+    variant: RopeVariant,
+    capability: int = 90,
+    multiprocessors: int | None = None,
 ) -> str | None:
     """Why ``variant`` is not tried for ``spec`` (at ``size``, if given) on a compute capability (90 is 9.0), or None.
 
     A rule excludes what is impossible, what is another spelling of a variant that stays, or a tile that leaves most of
     its lanes empty or is larger than was tried.
     """
+    del multiprocessors  # programs of a rotation do not wait for each other
     # Rows that lie at one position: heads, in sbhd those of every batch entry.
     rows = spec.heads if not spec.merges_batch else None if size is None else spec.heads * size.batch
     positions = None if size is None else size.tokens if spec.packed else size.seq

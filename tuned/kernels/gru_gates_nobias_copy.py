@@ -1,6 +1,6 @@
-"""gru_cell_bias_inplace: the gates of a GRU cell with bias, over h, in place.
+"""gru_gates_nobias_copy: the gates of a GRU cell without bias, out of place.
 
-@generated from templates/gru_cell.py.jinja. Do not edit: change the template, then run
+@generated from templates/gru_gates.py.jinja. Do not edit: change the template, then run
 `python tune.py --render`.
 
 The gates of torch.nn.GRUCell (reset after the product), after the two library GEMMs:
@@ -18,24 +18,28 @@ def _tanh(x):
     return 1 - 2 / (1 + tl.exp(2 * x))
 
 
+@triton.jit
+def _sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
 @triton.jit(do_not_specialize=["batch"])
-def gru_cell_bias_inplace(
+def gru_gates_nobias_copy(
     gates_x,  # [batch, 3 * HIDDEN], x @ weight_ih.T, gates in the order r, z, n
     gates_h,  # [batch, 3 * HIDDEN], h @ weight_hh.T
-    bias_ih,  # [3 * HIDDEN]
-    bias_hh,
     h,  # [batch, HIDDEN]
+    out,  # [batch, HIDDEN]
     batch,
     gates_x_stride_b,
     gates_h_stride_b,
     h_stride_b,
     h_stride_d,
+    out_stride_b,
+    out_stride_d,
     HIDDEN: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
 ):
-    # Both GEMMs have read h before this kernel starts, and a program reads its own elements before it writes them.
-    out, out_stride_b, out_stride_d = h, h_stride_b, h_stride_d
     hidden_tiles: tl.constexpr = (HIDDEN + BLOCK_HIDDEN - 1) // BLOCK_HIDDEN
     i_program = tl.program_id(0)
     i_hidden = (i_program % hidden_tiles) * BLOCK_HIDDEN + tl.arange(0, BLOCK_HIDDEN)
@@ -50,15 +54,8 @@ def gru_cell_bias_inplace(
     h_r = tl.load(p_h, mask=mask, other=0).to(tl.float32)
     h_z = tl.load(p_h + HIDDEN, mask=mask, other=0).to(tl.float32)
     h_n = tl.load(p_h + 2 * HIDDEN, mask=mask, other=0).to(tl.float32)
-    x_r += tl.load(bias_ih + i_hidden, mask=m_hidden, other=0).to(tl.float32)[None, :]
-    x_z += tl.load(bias_ih + HIDDEN + i_hidden, mask=m_hidden, other=0).to(tl.float32)[None, :]
-    x_n += tl.load(bias_ih + 2 * HIDDEN + i_hidden, mask=m_hidden, other=0).to(tl.float32)[None, :]
-    h_r += tl.load(bias_hh + i_hidden, mask=m_hidden, other=0).to(tl.float32)[None, :]
-    h_z += tl.load(bias_hh + HIDDEN + i_hidden, mask=m_hidden, other=0).to(tl.float32)[None, :]
-    h_n += tl.load(bias_hh + 2 * HIDDEN + i_hidden, mask=m_hidden, other=0).to(tl.float32)[None, :]
     before = tl.load(h + i_batch[:, None] * h_stride_b + i_hidden[None, :] * h_stride_d, mask=mask, other=0)
-    r = 1 / (1 + tl.exp(-(x_r + h_r)))
-    z = 1 / (1 + tl.exp(-(x_z + h_z)))
+    r, z = _sigmoid(x_r + h_r), _sigmoid(x_z + h_z)
     n = _tanh(x_n + r * h_n)
     after = n + z * (before.to(tl.float32) - n)
     p_out = i_batch[:, None] * out_stride_b + i_hidden[None, :] * out_stride_d

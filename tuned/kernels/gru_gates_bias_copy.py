@@ -1,6 +1,6 @@
-"""gru_cell_bias_copy: the gates of a GRU cell with bias, out of place.
+"""gru_gates_bias_copy: the gates of a GRU cell with bias, out of place.
 
-@generated from templates/gru_cell.py.jinja. Do not edit: change the template, then run
+@generated from templates/gru_gates.py.jinja. Do not edit: change the template, then run
 `python tune.py --render`.
 
 The gates of torch.nn.GRUCell (reset after the product), after the two library GEMMs:
@@ -18,8 +18,13 @@ def _tanh(x):
     return 1 - 2 / (1 + tl.exp(2 * x))
 
 
+@triton.jit
+def _sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
 @triton.jit(do_not_specialize=["batch"])
-def gru_cell_bias_copy(
+def gru_gates_bias_copy(
     gates_x,  # [batch, 3 * HIDDEN], x @ weight_ih.T, gates in the order r, z, n
     gates_h,  # [batch, 3 * HIDDEN], h @ weight_hh.T
     bias_ih,  # [3 * HIDDEN]
@@ -58,8 +63,7 @@ def gru_cell_bias_copy(
     h_z += tl.load(bias_hh + HIDDEN + i_hidden, mask=m_hidden, other=0).to(tl.float32)[None, :]
     h_n += tl.load(bias_hh + 2 * HIDDEN + i_hidden, mask=m_hidden, other=0).to(tl.float32)[None, :]
     before = tl.load(h + i_batch[:, None] * h_stride_b + i_hidden[None, :] * h_stride_d, mask=mask, other=0)
-    r = 1 / (1 + tl.exp(-(x_r + h_r)))
-    z = 1 / (1 + tl.exp(-(x_z + h_z)))
+    r, z = _sigmoid(x_r + h_r), _sigmoid(x_z + h_z)
     n = _tanh(x_n + r * h_n)
     after = n + z * (before.to(tl.float32) - n)
     p_out = i_batch[:, None] * out_stride_b + i_hidden[None, :] * out_stride_d

@@ -1,0 +1,92 @@
+"""How the GRU suites time: whole calls interleaved, calls in a CUDA graph, launches with cold weights, the host."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from generator.measuring.bench import Timing, copy_time, device_time, host_time, sets_beyond_l2, summarise
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Call = Callable[[], object]
+
+WARM_UPS = 3
+ROUNDS = 9
+ROUND_US = 20_000.0  # a call's part of a round lasts at least this long
+MAX_CALLS = 200  # of one part
+COPY_ELEMENTS = 1 << 27  # 256 MB of bfloat16: four times the L2
+
+sets = sets_beyond_l2
+host = host_time
+
+
+def capture(call: Call) -> Call:
+    """The call in a CUDA graph, as its replay; what the call returns lives as long as the graph does."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph, kept = torch.cuda.CUDAGraph(), list[object]()
+    with torch.cuda.graph(graph):
+        kept.append(call())
+
+    def replay() -> object:
+        graph.replay()
+        return kept
+
+    return replay
+
+
+def span_us(call: Call, calls: int) -> float:
+    """Microseconds a call between two events, the queue empty before the first: where the host is slower, its time."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 / calls
+
+
+def interleaved(calls: dict[str, Call]) -> dict[str, Timing]:
+    """Each call in each round, so that a drift of the clock falls on all; the median over the rounds."""
+    counts = {}
+    for name, call in calls.items():
+        for _ in range(WARM_UPS):
+            call()
+        rough_us = max(span_us(call, 1), 1.0)
+        counts[name] = min(MAX_CALLS, round(ROUND_US / rough_us + 0.5))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            times[name].append(span_us(call, counts[name]))
+    return {name: summarise(found) for name, found in times.items()}
+
+
+def device(launches: Sequence[Call]) -> Timing:
+    """Device time of one of the launches, in turn in a CUDA graph.
+
+    Each launch's result lives until the next has run, so that two in a row never write the same memory.
+    """
+    last: list[object] = []
+
+    def keeping(launch: Call) -> None:
+        last[:] = [launch()]
+
+    return device_time([functools.partial(keeping, launch) for launch in launches])
+
+
+@functools.cache
+def copy_rate() -> float:
+    """Bytes a second that a copy moves, read and written."""
+    ones = [torch.ones(COPY_ELEMENTS, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    moved_bytes = 2 * ones[0].nbytes
+    return moved_bytes / (copy_time([(x, torch.empty_like(x)) for x in ones]).median_us * 1e-6)

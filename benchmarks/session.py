@@ -1,0 +1,87 @@
+"""What the command lines of the suites share: rows measured one after another, each saved before the next begins."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from benchmarks import record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+R = TypeVar("R", bound=record.Timed)
+DEFAULT_MINUTES = 4.5
+FOLDER = Path(__file__).parent / "results" / "gru"
+
+
+def reason(error: Exception) -> str:
+    """An exception as one line of a record."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+
+def run(rows: Sequence[R], results: record.Results, measure: Callable[[R], dict[str, Any]], *, minutes: float) -> None:
+    """Measure rows until the time is up, saving after each. What is left out, or fails, is recorded with its reason."""
+    deadline = time.monotonic() + 60 * minutes
+    for i, row in enumerate(rows):
+        if time.monotonic() > deadline:
+            results.skip(row, f"left out: {minutes} minutes were up")
+            continue
+        started = time.monotonic()
+        try:
+            measured = measure(row)
+        except Exception as error:  # noqa: BLE001 (one row that fails must not cost the others)
+            results.skip(row, reason(error))
+            print(f"[{i + 1}/{len(rows)}] {row.key}: {traceback.format_exc(limit=-2)}", flush=True)
+            continue
+        finally:
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        results.add(row, measured)
+        seconds = time.monotonic() - started
+        print(f"[{i + 1}/{len(rows)}] {row.key}: {record.verdict(measured)}  ({seconds:.1f} s)", flush=True)
+
+
+def command(  # noqa: PLR0913 (what a suite is)
+    arguments: Sequence[str] | None,
+    *,
+    prog: str,
+    about: str | None,
+    rows: Sequence[R],
+    measure: Callable[[R], dict[str, Any]],
+    versions: Callable[[], dict[str, str]],
+) -> int:
+    """The command line of a suite: 0, or 1 where there is no GPU or no row has the text asked for."""
+    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=about)
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the results")
+    parser.add_argument("--minutes", type=float, default=DEFAULT_MINUTES, help="begin no row after this many")
+    parser.add_argument("--rows", metavar="TEXT", help="only the rows with this text in their key; the others stay")
+    parser.add_argument("--dry-run", action="store_true", help="list the rows and what judges them; needs no GPU")
+    options = parser.parse_args(arguments)
+    chosen = [row for row in rows if options.rows is None or options.rows in row.key]
+    if not chosen:
+        print(f"no row's key has the text {options.rows!r}; --dry-run lists the keys")
+        return 1
+    if options.dry_run:
+        for row in chosen:
+            print(f"{row.key}  [{row.bar or 'no bar of its own'}]")
+        print(f"{len(chosen)} rows")
+        return 0
+    if not torch.cuda.is_available():
+        print(f"{prog} measures on a GPU, and PyTorch sees none here; --dry-run lists the rows")
+        return 1
+    replaced = sorted({row.suite for row in chosen}) if options.rows is None else ()
+    results = record.Results.open(options.out, replaced, versions)
+    run(chosen, results, measure, minutes=options.minutes)
+    print(f"{len(results.rows)} rows in {results.path}, {len(results.skipped)} skipped")
+    for key, why in results.skipped.items():
+        print(f"  skipped {key}: {why}")
+    return 0

@@ -1,0 +1,246 @@
+"""What tuning needs to know of the GRU over sequences besides its kernels: inputs, reference, baseline, problems."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from generator.problem import Problem
+from tuned.gru.launches import Recurrence, counters_needed
+from tuned.gru.spec import GruSize, GruSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tuned.gru.variant import GruVariant
+
+# What one rounding of the state may change, relative; of float32 with TF32, of the operands of a product.
+UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+TF32_UNIT, IEEE_UNIT = 2.0**-11, 64 * 2.0**-24  # the latter of a float32 sum of thousands
+UNITS = 6  # the state is rounded once a step, and a step contracts: two to three were measured, over 20,000 steps
+
+
+def lengths_of(spec: GruSpec, size: GruSize) -> list[int]:
+    """Steps of each sequence: from all down to half, for cu_seqlens the shortest first, since they need not be sorted."""
+    if spec.layout == "dense":
+        return [size.seq] * size.batch
+    shortest = max(1, size.seq // 2)
+    span = max(1, size.batch - 1)
+    falling = [size.seq - row * (size.seq - shortest) // span for row in range(size.batch)]
+    return falling if spec.layout == "packed" else falling[::-1]
+
+
+def starts_of(spec: GruSpec, lengths: list[int]) -> list[int]:
+    """Packed: first row of each step; "thd": first token of each sequence, and the end."""
+    if spec.layout == "thd":
+        return list(itertools.accumulate(lengths, initial=0))
+    sizes = [sum(length > step for length in lengths) for step in range(max(lengths))]
+    return list(itertools.accumulate(sizes[:-1], initial=0))
+
+
+def inputs(spec: GruSpec, size: GruSize, device: str, seed: int) -> Recurrence:
+    """One set of random inputs, as torch.nn.GRU has them after the projection of its input; out is not filled.
+
+    On the device "meta" nothing is allocated: enough to compile for.
+    """
+    dtype = getattr(torch, spec.dtype)
+    generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Any:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        return tensor if generator is None else tensor.normal_(std=scale, generator=generator)
+
+    def empty(*shape: int) -> Any:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    hidden, batch, sets = spec.hidden, size.batch, spec.layers * spec.directions
+    lengths = lengths_of(spec, size)
+    tokens = (size.seq, batch) if spec.layout == "dense" else (sum(lengths),)
+    dense, scale = spec.layout == "dense", hidden**-0.5
+    return Recurrence(
+        gates=normal(spec.directions, *tokens, 3 * hidden),
+        weight_hh=normal(sets, 3 * hidden, hidden, scale=scale),
+        h_0=normal(sets, batch, hidden),
+        out=empty(*tokens, spec.directions * hidden),
+        h_n=empty(sets, batch, hidden),
+        batch=batch,
+        seq=size.seq,
+        weight_ih=normal(spec.layers - 1, 3 * hidden, hidden, scale=scale) if spec.stacked else None,
+        between=empty(spec.layers - 1, *tokens, hidden) if spec.stacked else None,
+        bias_ih=normal(sets, 3 * hidden, scale=scale) if spec.bias else None,
+        bias_hh=normal(sets, 3 * hidden, scale=scale) if spec.bias else None,
+        counters=torch.zeros(counters_needed(spec, batch), dtype=torch.int32, device=device),
+        products=empty(batch, 3 * hidden) if dense and not spec.stacked else None,
+        starts=None if dense else torch.tensor(starts_of(spec, lengths), device=device, dtype=_starts_type(spec)),
+        lengths=None if dense else torch.tensor(lengths, device=device, dtype=torch.int32),
+    )
+
+
+def _starts_type(spec: GruSpec) -> torch.dtype:
+    return torch.int64 if spec.layout == "packed" else torch.int32
+
+
+def reference(spec: GruSpec, call: Recurrence) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output in float64, and the largest error that may be left, per element.
+
+    The bound: UNITS roundings of numbers up to 1, which is what a state is, and one of the result.
+    """
+    tokens, there = _token_of(spec, call)
+    x = call.gates.reshape(spec.directions, -1, 3 * spec.hidden)
+    out = torch.empty(0)
+    for layer in range(spec.layers):
+        sets = slice(layer * spec.directions, (layer + 1) * spec.directions)
+        states = _states(spec, call, sets, x, tokens, there)
+        out = torch.zeros((x.shape[1], spec.directions * spec.hidden), dtype=torch.float64, device=x.device)
+        for direction, part in enumerate(out.split(spec.hidden, -1)):
+            part[tokens[direction][there]] = states[:, direction][there]
+        if layer < spec.layers - 1:
+            x = (out @ call.weight_ih[layer].double().t()).unsqueeze(0)
+    wanted = out.view(call.out.shape)
+    return wanted, _unit(spec) * (wanted.abs() + UNITS)
+
+
+def _unit(spec: GruSpec) -> float:
+    if spec.dtype != "float32":
+        return UNIT_ROUNDOFF[spec.dtype]
+    return TF32_UNIT if spec.precision == "tf32" else IEEE_UNIT
+
+
+def _token_of(spec: GruSpec, call: Recurrence) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token that each direction, step and row takes, [directions, seq, batch]; and whether there is one, [seq, batch]."""
+    step = torch.arange(call.seq, device=call.gates.device)[:, None]
+    row = torch.arange(call.batch, device=call.gates.device)[None, :]
+    dense = spec.layout == "dense"
+    length = torch.full_like(row, call.seq) if dense else call.lengths.long()[None, :]
+    last = (length - 1).clamp(min=0)
+    found = []
+    for direction in range(spec.directions):
+        t = (last - step if direction else step).clamp(min=0).minimum(last)
+        if dense:
+            found.append(t * call.batch + row)
+        elif spec.layout == "packed":
+            found.append(call.starts[t] + row)
+        else:
+            found.append(call.starts[:-1].long()[None, :] + t)
+    return torch.stack(found), step < length
+
+
+def _states(  # noqa: PLR0913 - one layer of the call
+    spec: GruSpec, call: Recurrence, sets: slice, x: torch.Tensor, tokens: torch.Tensor, there: torch.Tensor
+) -> torch.Tensor:
+    """[seq, directions, batch, hidden] in float64: the state after each step, of the ended ones as it was at their end."""
+    weight = call.weight_hh[sets].double().transpose(1, 2)
+    zero = torch.zeros((), dtype=torch.float64, device=x.device)
+    bias_ih = call.bias_ih[sets, None].double() if spec.bias else zero
+    bias_hh = call.bias_hh[sets, None].double() if spec.bias else zero
+    each = torch.arange(spec.directions, device=x.device)[:, None]
+    state = call.h_0[sets].double()
+    states = state.new_empty((call.seq, *state.shape))
+    for step in range(call.seq):
+        x_r, x_z, x_n = (x[each, tokens[:, step]].double() + bias_ih).chunk(3, -1)
+        h_r, h_z, h_n = (state @ weight + bias_hh).chunk(3, -1)
+        n = torch.tanh(x_n + torch.sigmoid(x_r + h_r) * h_n)
+        after = n + torch.sigmoid(x_z + h_z) * (state - n)
+        state = torch.where(there[step][None, :, None], after, state)
+        states[step] = state
+    return states
+
+
+def eager(spec: GruSpec, call: Recurrence) -> Any:
+    """torch.nn.GRU of the same shape, with an input as wide as the state: its projection is counted in.
+
+    cuDNN offers no recurrence alone. Layouts as torch has them; what cu_seqlens describes becomes a PackedSequence.
+    """
+    module = torch.nn.GRU(
+        spec.hidden,
+        spec.hidden,
+        spec.layers,
+        bias=spec.bias,
+        bidirectional=spec.directions > 1,
+        device=call.gates.device,
+        dtype=call.gates.dtype,
+    ).requires_grad_(requires_grad=False)
+    x: Any = torch.randn((*call.out.shape[:-1], spec.hidden), device=call.gates.device).to(call.gates.dtype)
+    if spec.layout != "dense":
+        lengths = call.lengths.tolist()
+        sizes = [sum(length > step for length in lengths) for step in range(max(lengths))]
+        x = torch.nn.utils.rnn.PackedSequence(x, torch.tensor(sizes))
+    allow_tf32 = spec.precision == "tf32"
+
+    def run() -> Any:
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=allow_tf32):
+            return module(x, call.h_0)[0]
+
+    return run
+
+
+def bytes_moved(spec: GruSpec, size: GruSize) -> int:
+    """Bytes that must move: the gates of the input read, the output written, each weight read once, h_0 and h_n."""
+    sets = spec.layers * spec.directions
+    tokens = sum(lengths_of(spec, size))
+    matrices = sets + spec.layers - 1
+    entries = 4 * tokens * spec.directions + 3 * spec.hidden * matrices + 2 * size.batch * sets
+    entries += 6 * sets if spec.bias else 0
+    return entries * spec.hidden * spec.item
+
+
+def tensor_bytes(spec: GruSpec, size: GruSize) -> int:
+    """Bytes of one set of inputs and outputs, with what the layers of a stack hand up."""
+    tokens = sum(lengths_of(spec, size))
+    between = (spec.layers - 1) * tokens * spec.hidden * spec.item
+    products = 0 if spec.stacked else 3 * size.batch * spec.hidden * spec.item
+    return bytes_moved(spec, size) + between + products
+
+
+def features(variant: GruVariant) -> tuple[int, ...]:
+    """What a model of the time should see beside the knobs, in octaves: elements of a tile, and elements a warp."""
+    elements = variant.block_hidden * variant.block_batch
+    return round(math.log2(elements)), round(math.log2(elements / variant.num_warps))
+
+
+def problems() -> Iterator[Problem]:
+    """The default problems: the shapes that the benchmark measures, then those of models, by their public configurations."""
+
+    def problem(name: str, spec: GruSpec, seq: int, batch: int) -> Problem:
+        return Problem(name, "gru", spec, GruSize(batch, seq))
+
+    def bf16(hidden: int, **rest: Any) -> GruSpec:
+        return GruSpec("bfloat16", hidden, **rest)
+
+    for seq, batch, hidden in (
+        (512, 16, 512),
+        (512, 32, 512),
+        (512, 64, 512),
+        (512, 1, 512),
+        (512, 1, 1024),
+        (512, 10, 256),
+        (512, 128, 128),
+        (512, 128, 256),
+        (512, 16, 1024),
+        (512, 64, 1024),
+        (256, 128, 512),
+        (128, 1024, 256),
+        (128, 8, 2048),
+    ):
+        yield problem(f"gru_{seq}x{batch}x{hidden}", bf16(hidden), seq, batch)
+    # KernelBench, level 3: 39 is six layers, 41 and 42 six of both directions, which run one by one.
+    yield problem("kernelbench_39", GruSpec("float32", 256, layers=6), 512, 10)
+    yield problem("kernelbench_39_layer", GruSpec("float32", 256), 512, 10)
+    yield problem("kernelbench_41_layer", GruSpec("float32", 256, directions=2), 512, 10)
+    yield problem("seq2seq_encoder", bf16(512, directions=2), 32, 128)
+    yield problem("seq2seq_tutorial_encoder", bf16(128), 10, 32)
+    yield problem("wavernn_training", bf16(512), 1375, 32)
+    yield problem("lpcnet_training", bf16(384), 2400, 128)
+    yield problem("lpcnet_synthesis", bf16(384), 1600, 1)
+    yield problem("deepspeech_800_packed", bf16(800, directions=2, layout="packed"), 512, 32)
+    yield problem("deepspeech_1024_packed", bf16(1024, directions=2, layout="packed"), 512, 32)
+    yield problem("ppo_learner", bf16(256), 128, 128)
+    yield problem("dreamer", bf16(600), 64, 16)
+    yield problem("gru_fp16_512x32x512", GruSpec("float16", 512), 512, 32)
+    yield problem("gru_fp32_512x16x512", GruSpec("float32", 512), 512, 16)
+    yield problem("gru_fp32_ieee_512x16x256", GruSpec("float32", 256, precision="ieee"), 512, 16)
+    yield problem("gru_two_layers_512x16x512", bf16(512, layers=2), 512, 16)
+    yield problem("gru_thd_512x16x512", bf16(512, layout="thd"), 512, 16)

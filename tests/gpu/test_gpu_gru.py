@@ -1,0 +1,369 @@
+"""The recurrence on a real GPU: every way to run it against float64 and PyTorch's own, in graphs, on streams, for long."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+import tuned
+import tuned.nn
+from tests import pairwise
+from tests.gpu.test_gpu_nn import assert_as_good
+from tests.gru_sequences import Sequences, assert_memory_right, assert_steps_right, build
+from tests.run import run as run_launches
+from tuned.choices import choices
+from tuned.gpu import gpu_of
+from tuned.gru import eager, run
+from tuned.gru.arguments import GruCall, gru_call
+from tuned.gru.launches import launches
+from tuned.gru.spec import LAYOUTS, GruSize, GruSpec
+from tuned.gru.variant import GruVariant, alone, default_variant, programs, rejection
+from tuned.launcher import run_step
+from tuned.lookup import Choice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tuned.launch import Launch
+
+ROOT = Path(__file__).parents[2]
+FEATURES = 24
+PROCESS_SECONDS = 60  # most of it to import and compile: a hang shows
+RUNS = 5
+LARGEST = 2**20  # tokens times units, which the oracle takes on the CPU
+SHAPES = {"layer": (1, 1), "both": (2, 1), "stack": (1, 3)}  # directions, layers
+NUMBERS = {
+    "brain": ("bfloat16", "tf32"),
+    "half": ("float16", "tf32"),
+    "tf32": ("float32", "tf32"),
+    "ieee": ("float32", "ieee"),
+}
+SPLIT = GruVariant("persistent", "split", 16, 16, "spin")
+
+
+def capability() -> int:
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def processors() -> int:
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+# Variants by name ---------------------------------------------------------------------------------------------------
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "layout": LAYOUTS,
+    "shape": tuple(SHAPES),
+    "numbers": tuple(NUMBERS),
+    "bias": (True, False),
+    "hidden": (20, 200, 256, 600, 1024),
+    "rows": (1, 3, 17, 129),
+    "seq": (1, 2, 7, 65),
+    "view": ("steps", "rows", "apart"),
+    "strategy": ("persistent", "steps"),
+    **{name: choices(GruVariant)[name] for name in ("form", "exchange", "prefetch", "num_warps")},
+    "block_hidden": (8, 16, 32, 64, 128),
+    "block_batch": (8, 16, 32, 64),
+}
+
+
+def parts(knobs: dict[str, Any]) -> tuple[GruSpec, GruVariant, tuple[int, ...]]:
+    directions, layers = SHAPES[knobs["shape"]]
+    dtype, precision = NUMBERS[knobs["numbers"]]
+    spec = GruSpec(dtype, knobs["hidden"], knobs["layout"], directions, layers, knobs["bias"], precision)
+    variant = GruVariant(**{name: knobs[name] for name in choices(GruVariant) if name in knobs})
+    rows, seq = knobs["rows"], knobs["seq"]
+    if spec.layout == "dense":
+        return spec, variant, (seq,) * rows
+    falling = [max(1, seq - row) for row in range(rows)]
+    if spec.layout == "packed":
+        return spec, variant, tuple(falling)
+    return spec, variant, tuple(0 if row % 3 == 1 else n for row, n in enumerate([seq, *falling[:0:-1]]))
+
+
+def possible(knobs: dict[str, Any]) -> bool:
+    """What the kernels can do on a GPU of 132 multiprocessors, whether or not it would be tried for its speed."""
+    spec, variant, lengths = parts(knobs)
+    if sum(lengths) * spec.hidden > LARGEST:
+        return False
+    tried = variant if variant.exchange != "poll" else dataclasses.replace(variant, exchange="counter")
+    if rejection(spec, None, tried, 90) is not None:
+        return False
+    waits = variant.strategy == "persistent" and not alone(spec, variant)
+    if not waits and variant.exchange != GruVariant.exchange:
+        return False
+    return not waits or programs(spec, GruSize(len(lengths), 1), variant) <= 132
+
+
+COMBINATIONS = pairwise.covering(pairwise.sample(AXES, possible, 1500))
+
+
+@pytest.mark.gpu_sample
+@pytest.mark.parametrize("knobs", COMBINATIONS, ids=lambda k: "-".join(str(v) for v in k.values()))
+def test_every_choice_computes_what_the_oracle_does_again_and_again(knobs: dict[str, Any]) -> None:
+    spec, variant, lengths = parts(knobs)
+    count = programs(spec, GruSize(len(lengths), 1), variant)
+    reason = rejection(spec, None, variant, capability()) if capability() < 90 else None
+    if reason is not None or count > processors():
+        pytest.skip(reason or f"{count} programs")
+    built = build(Sequences(spec, lengths, knobs["view"]), "cuda")
+    before = {name: base.clone() for name, base in built.bases.items()}
+    found = []
+    for _ in range(RUNS):
+        for step in launches(spec, variant, built.call):
+            run_step(step, lambda launch: run_launches([launch]))
+        found.append([t.clone() for t in built.written().values()])
+    torch.cuda.synchronize()
+    assert_steps_right(built)
+    assert_memory_right(built, before)
+    for again in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(again, found[0], strict=True)), "it differs from run to run"
+
+
+@pytest.mark.gpu_sample
+def test_a_grid_that_is_too_large_is_an_error_and_no_hang() -> None:
+    built = build(Sequences(GruSpec("bfloat16", 512), (2,) * 4096), "cuda")
+    assert programs(built.case.spec, GruSize(4096, 2), SPLIT) > 8 * processors()
+    *_, launch = launches(built.case.spec, SPLIT, built.call)
+    with pytest.raises(RuntimeError, match="cooperative"):
+        run_launches([cast("Launch", launch)])
+    torch.cuda.synchronize()
+    assert float(torch.ones(4, device="cuda").sum()) == 4, "the GPU can be used after it"
+
+
+# Whole calls --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Model:
+    """A module of PyTorch's, its like in float64, and a call of each with the same numbers."""
+
+    call: GruCall
+    exact: GruCall
+
+    def assert_as_good(self, found: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Err at most as PyTorch does in the same dtype."""
+        assert_as_good(found, eager.gru(self.call), eager.gru(self.exact))
+
+
+def model_of(
+    hidden: int,
+    layout: str = "dense",
+    lengths: tuple[int, ...] = (7,) * 3,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    layers: int = 1,
+    both: bool = False,
+    first: bool = False,
+) -> Model:
+    torch.manual_seed(0)
+    module = torch.nn.GRU(FEATURES, hidden, layers, bidirectional=both, device="cuda", dtype=dtype)
+    kwargs: dict[str, Any] = {"num_layers": layers, "bidirectional": both}
+    rows = [torch.randn(n, FEATURES, device="cuda", dtype=dtype) for n in lengths]
+    if layout == "dense":
+        x, kwargs["batch_first"] = torch.stack(rows, 0 if first else 1), first
+    elif layout == "packed":
+        packed = pack_sequence(rows)
+        x, kwargs["batch_sizes"] = packed.data, packed.batch_sizes
+    else:
+        bounds = [0, *itertools.accumulate(lengths)]
+        x, kwargs["max_seqlen"] = torch.cat(rows), max(lengths)
+        kwargs["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+    hx = torch.randn(layers * (2 if both else 1), len(lengths), hidden, device="cuda", dtype=dtype)
+
+    def call(of: torch.nn.GRU, x: torch.Tensor, hx: torch.Tensor) -> GruCall:
+        return gru_call(x, hx, [w.detach() for w in of._flat_weights if w is not None], **kwargs)
+
+    return Model(call(module, x, hx), call(copy.deepcopy(module).double(), x.double(), hx.double()))
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[[GruVariant], None]:
+    """Makes one variant the choice for every call that it is possible for."""
+
+    def force(variant: GruVariant) -> None:
+        def choose(spec: GruSpec, _size: GruSize, _gpu: Any) -> Choice:
+            reason = rejection(spec, None, variant, capability())
+            return Choice("default", str(reason), None if reason else variant)
+
+        monkeypatch.setattr(run, "_choose", choose)
+
+    return force
+
+
+CALLS: list[tuple[dict[str, Any], GruVariant]] = [
+    ({"hidden": 256, "lengths": (65,) * 17}, SPLIT),
+    ({"hidden": 256, "lengths": (65,) * 129, "first": True}, GruVariant("persistent", "tile", 32, 32, "spin")),
+    ({"hidden": 200, "lengths": (65,) * 3, "both": True, "dtype": torch.float16}, SPLIT),
+    ({"hidden": 600, "lengths": (65,)}, dataclasses.replace(SPLIT, block_batch=8)),
+    (
+        {"hidden": 256, "lengths": (65,) * 10, "layers": 3, "dtype": torch.float32},
+        dataclasses.replace(SPLIT, block_hidden=32),
+    ),
+    ({"hidden": 256, "layout": "packed", "lengths": (65, 40, 7, 1), "both": True, "layers": 2}, SPLIT),
+    ({"hidden": 256, "layout": "thd", "lengths": (3, 65, 0, 40), "layers": 2}, SPLIT),
+    ({"hidden": 60, "lengths": (65,) * 17}, GruVariant("persistent", block_hidden=64)),
+    ({"hidden": 100, "lengths": (65,) * 5}, dataclasses.replace(SPLIT, exchange="counter")),
+    ({"hidden": 512, "lengths": (7,) * 33, "first": True, "layers": 2}, GruVariant()),
+    ({"hidden": 512, "layout": "packed", "lengths": (7, 6, 2)}, GruVariant("steps")),
+    ({"hidden": 1, "lengths": (2,)}, dataclasses.replace(SPLIT, exchange="counter")),
+]
+
+
+@pytest.mark.gpu_sample
+@pytest.mark.parametrize(
+    ("shape", "variant"), CALLS, ids=lambda v: "-".join(str(x) for x in v.values()) if isinstance(v, dict) else v.form
+)
+def test_a_call_errs_no_more_than_pytorch(
+    forced: Callable[[GruVariant], None], shape: dict[str, Any], variant: GruVariant
+) -> None:
+    forced(variant)
+    model = model_of(**shape)
+    assert run.why_not(model.call) is None
+    found = run.forward(model.call)
+    model.assert_as_good(found)
+    for _ in range(RUNS - 1):
+        again = run.forward(model.call)
+        assert all(torch.equal(a, b) for a, b in zip(again, found, strict=True))
+
+
+@pytest.mark.gpu_sample
+@pytest.mark.parametrize("layout", ["packed", "thd"])
+def test_any_number_of_sequences(layout: str) -> None:
+    for count in (1, 2, 3, 17, 64, 129, 200):
+        model = model_of(128, layout, tuple(max(1, 30 - row // 3) for row in range(count)))
+        model.assert_as_good(run.forward(model.call))
+
+
+@pytest.mark.gpu_sample
+def test_no_sequence_at_all() -> None:
+    call = model_of(64).call
+    output, h_n = run.forward(dataclasses.replace(call, input=call.input[:, :0], hx=call.hx[:, :0]))
+    assert (output.shape, h_n.shape) == ((7, 0, 64), (1, 0, 64))
+
+
+@pytest.mark.gpu_sample
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_smaller_gpu_gets_what_fits_it(monkeypatch: pytest.MonkeyPatch, layers: int) -> None:
+    gpu = dataclasses.replace(gpu_of(torch.device("cuda", 0)), multiprocessors=24, device="another_gpu", name="Another")
+    monkeypatch.setattr(run, "gpu_of", lambda _device: gpu)
+    for batch in (1, 16, 200):
+        model = model_of(512, lengths=(5,) * batch, layers=layers)
+        for spec, size, choice in run._parts(model.call):
+            waits = choice.variant.strategy == "persistent" and not alone(spec, choice.variant)
+            assert not waits or programs(spec, size, choice.variant) <= 24
+        model.assert_as_good(run.forward(model.call))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_twenty_thousand_steps_drift_no_more_than_pytorch(
+    forced: Callable[[GruVariant], None], dtype: torch.dtype
+) -> None:
+    forced(SPLIT)
+    model = model_of(256, lengths=(20_000,) * 4, dtype=dtype)
+    found, theirs, exact = (f for f in (run.forward(model.call), eager.gru(model.call), eager.gru(model.exact)))
+    for steps in (slice(0, 100), slice(-100, None)):
+        assert_as_good((found[0][steps],), (theirs[0][steps],), (exact[0][steps],))
+    assert_as_good(found, theirs, exact)
+
+
+# In a model ---------------------------------------------------------------------------------------------------------
+
+
+def module_of(hidden: int, layers: int = 1, *, both: bool = False) -> Any:
+    torch.manual_seed(0)
+    return tuned.nn.GRU(FEATURES, hidden, layers, bidirectional=both, device="cuda", dtype=torch.bfloat16).eval()
+
+
+@pytest.mark.gpu
+def test_a_graph_replayed_a_thousand_times_gives_what_calls_give(forced: Callable[[GruVariant], None]) -> None:
+    forced(SPLIT)
+    module = module_of(256, 2)
+    other = torch.cuda.Stream()
+    with torch.no_grad():
+        with torch.cuda.stream(other):  # the input is of another stream than the graph
+            x = torch.randn(33, 3, FEATURES, device="cuda", dtype=torch.bfloat16)
+        torch.cuda.current_stream().wait_stream(other)
+        inputs = [torch.randn_like(x) for _ in range(16)]
+        wanted = [module(given) for given in inputs]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output, h_n = module(x)
+        right = torch.ones((), dtype=torch.bool, device="cuda")
+        for index in range(1000):
+            x.copy_(inputs[index % 16])
+            graph.replay()
+            right &= (output == wanted[index % 16][0]).all() & (h_n == wanted[index % 16][1]).all()
+    assert bool(right)
+
+
+@pytest.mark.gpu
+def test_a_model_as_it_is_runs_on_the_kernels() -> None:
+    ours = module_of(256, 2, both=True)
+    theirs = torch.nn.GRU(FEATURES, 256, 2, bidirectional=True, device="cuda", dtype=torch.bfloat16).eval()
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(9, 3, FEATURES, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad(), tuned.nn.patched():
+        found = theirs(x)
+    with torch.no_grad():
+        assert tuned.explain(ours, x).rule != "eager"
+        assert all(torch.equal(a, b) for a, b in zip(found, ours(x), strict=True))
+
+
+@pytest.mark.gpu
+def test_a_compiled_model_gives_what_the_call_gives() -> None:
+    module = module_of(256, 2)
+    x = torch.randn(9, 3, FEATURES, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        compiled = torch.compile(lambda given: module(given * 2)[0] + 1, fullgraph=True)
+        torch.testing.assert_close(compiled(x), module(x * 2)[0] + 1, rtol=0, atol=0)
+
+
+# Processes that may hang --------------------------------------------------------------------------------------------
+
+
+def process(deed: str, *before: str, seconds: float = PROCESS_SECONDS) -> subprocess.CompletedProcess[str]:
+    command = [*before, sys.executable, "-m", "tests.gpu.gru_stress", deed]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deed", ["two_streams", "beside_others", "delays", "no_numbers"])
+def test_nothing_hangs_and_results_stay_right(deed: str) -> None:
+    done = process(deed)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_the_sanitizer_finds_nothing(tool: str) -> None:
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not installed")
+    done = process("small", sanitizer, "--tool", tool, "--error-exitcode", "9", seconds=300)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+
+
+@pytest.mark.gpu_sample
+def test_the_default_of_every_text_runs() -> None:
+    for layout, layers in itertools.product(LAYOUTS, (1, 2)):
+        spec = GruSpec("bfloat16", 128, layout, layers=layers)
+        lengths = (3,) * 2
+        variant = default_variant(spec, GruSize(2, 3))
+        built = build(Sequences(spec, lengths), "cuda")
+        call = dataclasses.replace(built.call, products=built.call.h_0.new_empty(2, 3 * 128))
+        for step in launches(spec, variant, call):
+            run_step(step, lambda launch: run_launches([launch]))
+        assert_steps_right(built)

@@ -1,0 +1,139 @@
+"""tuned.nn on a real GPU: over the constructor's arguments a kernel serves, and errs no more than PyTorch's module."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+import tuned
+import tuned.nn
+from tuned.dispatch import gru
+
+WORSE = 1.1  # how many times the error of PyTorch's own module is still as good
+FEATURES, H, LENGTHS = 48, 64, (9, 17, 1, 12)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+GRID = list(itertools.product((1, 2, 3), (False, True), (False, True), (False, True), (True, False), DTYPES))
+
+
+def data_of(x: Any) -> torch.Tensor:
+    return x.data if isinstance(x, PackedSequence) else x
+
+
+def doubled(x: Any) -> Any:
+    return x._replace(data=x.data.double()) if isinstance(x, PackedSequence) else x.double()
+
+
+def assert_as_good(found: Any, theirs: Any, exact: Any) -> None:
+    """The root mean square error against float64 is at most that of PyTorch's, but for one rounding of the dtype."""
+    for a, b, c in zip(found, theirs, exact, strict=True):
+        ours, reference, wanted = data_of(a), data_of(b), data_of(c)
+        assert (ours.shape, ours.dtype) == (reference.shape, reference.dtype)
+        error, allowed = ((t.double() - wanted).square().mean().sqrt() for t in (ours, reference))
+        rounding = torch.finfo(ours.dtype).eps / 8 * wanted.square().mean().sqrt()
+        assert error <= WORSE * allowed + rounding, f"{error:.3g} against {allowed:.3g}"
+
+
+def case(layers: int, both: bool, first: bool, packs: bool, bias: bool, dtype: torch.dtype) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    theirs = torch.nn.GRU(FEATURES, H, layers, bias, first, bidirectional=both, device="cuda", dtype=dtype)
+    ours = tuned.nn.GRU(FEATURES, H, layers, bias, first, bidirectional=both, device="cuda", dtype=dtype)
+    ours.load_state_dict(theirs.state_dict())
+    if packs:
+        rows = [torch.randn(n, FEATURES, device="cuda", dtype=dtype) for n in LENGTHS]
+        x: Any = pack_sequence(rows, enforce_sorted=False)
+    else:
+        x = torch.randn((4, 17, FEATURES) if first else (17, 4, FEATURES), device="cuda", dtype=dtype)
+    stacked = layers * (2 if both else 1)
+    hx = torch.randn(stacked, H, 4, device="cuda", dtype=dtype).transpose(1, 2)  # not contiguous
+    return ours, theirs, x, hx
+
+
+@pytest.mark.gpu_sample
+@pytest.mark.parametrize(("layers", "both", "first", "packs", "bias", "dtype"), GRID)
+def test_a_kernel_serves_and_errs_no_more_than_pytorch(
+    layers: int, both: bool, first: bool, packs: bool, bias: bool, dtype: torch.dtype
+) -> None:
+    ours, theirs, x, hx = case(layers, both, first, packs, bias, dtype)
+    with torch.no_grad():
+        told = tuned.explain(ours, x, hx)
+        assert told.rule != "eager", told.why
+        assert told.kernels
+        found = ours(x, hx)
+        again = ours(x, hx)
+        assert all(torch.equal(data_of(a), data_of(b)) for a, b in zip(found, again, strict=True)), "from run to run"
+        with tuned.nn.patched():
+            patched = theirs(x, hx)
+        assert all(torch.equal(data_of(a), data_of(b)) for a, b in zip(found, patched, strict=True))
+        exact = copy.deepcopy(theirs).double()(doubled(x), hx.double())
+        assert_as_good(found, theirs(x, hx.contiguous()), exact)
+
+
+@pytest.mark.gpu_sample
+def test_a_gradient_is_pytorchs_own_in_training_and_evaluation() -> None:
+    ours, theirs, x, hx = case(2, True, False, False, True, torch.float32)
+    assert "a gradient is needed" in tuned.explain(ours, x, hx).why
+    wanted = torch.autograd.grad(theirs(x, hx.contiguous())[0].square().sum(), list(theirs.parameters()))
+    for module in (ours, ours.eval()):  # PyTorch's own has none in evaluation
+        found = torch.autograd.grad(module(x, hx)[0].square().sum(), list(module.parameters()))
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu_sample
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_gives_its_dtype_by_a_kernel(dtype: torch.dtype) -> None:
+    ours, theirs, x, hx = case(2, False, False, False, True, torch.float32)
+    with torch.no_grad():
+        exact = copy.deepcopy(theirs).double()(x.double(), hx.double())
+        with torch.autocast("cuda", dtype):
+            assert tuned.explain(ours, x, hx).rule != "eager"
+            found, reference = ours(x, hx), theirs(x, hx.contiguous())
+    assert {t.dtype for t in found} == {dtype}
+    assert_as_good(found, reference, exact)
+
+
+@pytest.mark.gpu_sample
+def test_sequences_by_their_bounds_give_what_a_pack_gives() -> None:
+    ours, _, x, hx = case(2, True, False, True, True, torch.bfloat16)
+    rows = torch.nn.utils.rnn.unpack_sequence(x)
+    bounds = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32, device="cuda")
+    with torch.no_grad():
+        packed, h_n = ours(x, hx)
+        weights = [getattr(ours, name) for name in ours._flat_weights_names]
+        output, state = gru(
+            torch.cat(rows),
+            hx,
+            weights,
+            num_layers=2,
+            bidirectional=True,
+            cu_seqlens=bounds,
+            max_seqlen=max(LENGTHS),
+        )
+    wanted = torch.cat(torch.nn.utils.rnn.unpack_sequence(packed))
+    torch.testing.assert_close(output, wanted, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(state, h_n, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu_sample
+def test_a_compiled_model_and_a_graph_give_what_the_call_gives() -> None:
+    ours, _, x, hx = case(2, True, True, False, True, torch.bfloat16)
+    with torch.no_grad():
+        wanted = ours(x, hx)
+        compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)(x, hx)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            ours(x, hx)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = ours(x, hx)
+        graph.replay()
+        torch.cuda.synchronize()
+    for found in (compiled, captured):
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)

@@ -1,0 +1,49 @@
+"""What the tests of a GRU over sequences share: weights, and a stand-in for its kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import tuned.gru.serve
+from tuned.gru import eager
+from tuned.gru.arguments import GruCall, autocast_dtype
+from tuned.lookup import Choice
+
+T, B, FEATURES, H = 5, 3, 6, 4
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[GruCall]:
+    """The calls of ``gru`` that came to its kernels, for which PyTorch in float64 stands in, on the CPU."""
+    calls: list[GruCall] = []
+
+    def forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
+        assert not torch.is_grad_enabled()
+        assert autocast_dtype("cpu") is None
+        calls.append(call)
+        exact = [t.double() for t in call.tensors]
+        doubled = dataclasses.replace(call, input=exact[0], hx=exact[1], weights=tuple(exact[2:]))
+        output, h_n = eager.gru(doubled)
+        return output.to(call.input.dtype), h_n.to(call.input.dtype)
+
+    plain = (torch.Tensor, torch.nn.Parameter)
+    monkeypatch.setattr(
+        tuned.gru.serve, "why_eager", lambda x, **_: None if type(x) in plain else f"{type(x)} is a subclass"
+    )
+    monkeypatch.setattr(tuned.gru.serve.run, "why_not", lambda _call: None)
+    monkeypatch.setattr(tuned.gru.serve.run, "choice_of", lambda _call: (Choice("default", "", "v"), ("a_kernel",)))
+    monkeypatch.setattr(tuned.gru.serve.run, "forward", forward)
+    return calls
+
+
+def weights_of(layers: int, directions: int, bias: bool = True, **kwargs: Any) -> list[torch.Tensor]:
+    sets = []
+    for layer in range(layers):
+        features = FEATURES if layer == 0 else directions * H
+        shapes = [(3 * H, features), (3 * H, H), *([(3 * H,)] * 2 if bias else [])]
+        sets += [torch.randn(shape, **kwargs) / 2 for _ in range(directions) for shape in shapes]
+    return sets

@@ -1,0 +1,400 @@
+"""The benchmark suites without a GPU: plans, rows through fake clocks, the run loop, bars and tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+import types
+
+import pytest
+import torch
+
+import tuned.dispatch
+import tuned.nn
+from benchmarks import bars, clock, gru, gru_cell, gru_peers, gru_plan, plan, record, session, table
+from benchmarks.gru_plan import GruRow, SequenceCall, StepCall
+from generator.measuring.bench import Timing
+
+ENVIRONMENT = {"device": "test GPU", "torch": "2", "triton": "3"}
+FAKE_US = {gru.OURS: 10.0, gru.OURS_IN_A_GRAPH: 8.0, gru.NN_GRU: 50.0, gru.IN_A_GRAPH: 25.0}
+SMALL = SequenceCall(5, 3, 4, 8, dtype=torch.float32)
+
+
+def sequence_row(call=SMALL, bar=None, name=""):
+    return GruRow("gru", call, bar, name, kind="call")
+
+
+@pytest.fixture
+def fake_clock(monkeypatch):
+    """Every call runs once, and its time is known: 2 us a set of weights on the device, 7 us on the host."""
+    ran = []
+
+    def interleaved(calls):
+        for name, call in calls.items():
+            ran.append(name)
+            call()
+        return {name: Timing(FAKE_US[name], 0.1) for name in calls}
+
+    monkeypatch.setattr(clock, "capture", lambda call: call)
+    monkeypatch.setattr(clock, "interleaved", interleaved)
+    monkeypatch.setattr(clock, "sets", lambda _: 3)
+    monkeypatch.setattr(clock, "device", lambda launches: Timing(2.0 * len(launches), 0.1))
+    monkeypatch.setattr(clock, "host", lambda launch: (launch(), Timing(7.0, 0.1))[1])
+    monkeypatch.setattr(clock, "copy_rate", lambda: 4e12)
+    return ran
+
+
+def results(tmp_path):
+    return record.Results(tmp_path / "gpu.json", dict(ENVIRONMENT), {}, {})
+
+
+def measured(bar, suite="gru", **figures):
+    """A row as the suites record it, with these figures."""
+    facts = {"problem": "t1 b1 i1 h1", "layout": "seq first", "dtype": "bfloat16", "name": "", "rule": "winner"}
+    return {
+        "suite": suite,
+        "key": f"{suite}, {bar}",
+        "bar": bar,
+        "why": "",
+        "best_peer": None,
+        "missing": {},
+        **facts,
+        **figures,
+    }
+
+
+# Plans and bars
+
+
+def test_keys_are_unique_and_name_their_suite():
+    keys = [row.key for row in (*plan.rows(), *gru_plan.sequences(), *gru_plan.steps())]
+    assert len(set(keys)) == len(keys)
+    for row in (*gru_plan.sequences(), *gru_plan.steps()):
+        assert row.key.split(", ")[0] == row.suite
+
+
+def test_a_rope_key_is_what_the_committed_results_hold():
+    committed = json.loads((table.RESULTS / "nvidia_h200.json").read_text())
+    assert {row["key"] for row in committed["rows"]} <= {row.key for row in plan.rows()}
+
+
+def test_every_bar_has_rows_and_every_row_of_a_bar_is_judged():
+    rows = [*plan.rows(), *gru_plan.sequences(), *gru_plan.steps()]
+    named = {(row.suite, row.bar) for row in rows}
+    judging = set()
+    for bar in (*bars.BARS, *bars.GRU_BARS):
+        for name in (bar.row_bar,) if isinstance(bar.row_bar, str | None) else bar.row_bar:
+            judging.add((bar.suite, name))
+            assert name is None or (bar.suite, name) in named, f"{bar.name} judges no row"
+    assert {(suite, name) for suite, name in named if name is not None} <= judging
+
+
+def test_judged_sequences_come_first():
+    judged = [row.bar is not None for row in gru_plan.sequences()]
+    assert judged == sorted(judged, reverse=True)
+    assert [r.name for r in gru_plan.sequences() if r.bar == "KernelBench 39"] == ["KernelBench 39 and 40"]
+
+
+def test_small_rows_are_those_with_few_states():
+    for row in gru_plan.sequences():
+        call = row.call
+        if row.bar is not None and row.bar.startswith("small"):
+            assert call.batch * call.hidden <= 16_384
+            assert call.hidden <= (1024 if row.bar.endswith("1024") else 512)
+        if row.bar is not None and "B 16 to 64" in row.bar:
+            assert (call.hidden, 16 <= call.batch <= 64) == (512, True)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_sequence_counts_its_weights(layers, bidirectional):
+    call = SequenceCall(7, 2, 5, 8, layers=layers, bidirectional=bidirectional, dtype=torch.float32)
+    gru_module = gru_peers.make_gru(call, "cpu")
+    matrices = sum(p.numel() for name, p in gru_module.named_parameters() if name.startswith("weight"))
+    assert call.weights == matrices
+    assert call.flops == 2 * 7 * 2 * matrices
+    x, output = gru_peers.make_input(call, "cpu"), gru_module(gru_peers.make_input(call, "cpu"))[0]
+    assert call.moved_bytes == 4 * (x.numel() + output.numel() + matrices)
+
+
+def test_packed_sequences_count_their_own_steps():
+    call = dataclasses.replace(SMALL, batch=3, lengths=(5, 2, 1))
+    assert gru_peers.make_input(call, "cpu").data.shape == (call.tokens, 4) == (8, 4)
+
+
+# Rows
+
+
+@pytest.mark.parametrize(
+    "call",
+    [SMALL, dataclasses.replace(SMALL, layers=2, bidirectional=True), dataclasses.replace(SMALL, lengths=(5, 4, 1))],
+    ids=["plain", "deep", "packed"],
+)
+def test_a_sequence_row(call, fake_clock):
+    row = gru.measure(sequence_row(call), device="cpu")
+    assert fake_clock == [gru.OURS, gru.NN_GRU, gru.OURS_IN_A_GRAPH, gru.IN_A_GRAPH]
+    assert (row["ours"], row["ours_in_a_graph"], row["us_per_step"]) == (10.0, 8.0, 2.0)
+    assert row["peers"] == {gru.NN_GRU: 50.0, gru.IN_A_GRAPH: 25.0}
+    assert (row["speedup"], row["speedup_over_graph"], row["speedup_graph_over_graph"]) == (5.0, 2.5, 3.125)
+    assert row["floor"] == pytest.approx(max(call.moved_bytes / 4e12, call.flops / 395e12) * 1e6, abs=1e-3)
+    assert row["sizes"]["tokens"] == call.tokens
+    assert row["rule"] == "eager", "a CPU has no kernels: the record must say so"
+    assert "cpu" in row["why"]
+    assert row["error"] <= 2 * row["peer_error"] < 1e-5
+
+
+def test_a_sequence_of_wrong_results_is_not_timed(fake_clock, monkeypatch):
+    forward = tuned.nn.GRU.forward
+
+    def off(self, *arguments):
+        output, last = forward(self, *arguments)
+        return output, last + 0.01
+
+    monkeypatch.setattr(tuned.nn.GRU, "forward", off)
+    with pytest.raises(gru.WrongResultError, match=r"largest error 0\.01"):
+        gru.measure(sequence_row(), device="cpu")
+    assert fake_clock == []
+
+
+def test_nan_is_wrong():
+    with pytest.raises(gru.WrongResultError, match="nan"):
+        gru.refuse_wrong(float("nan"), 1.0)
+
+
+@pytest.mark.usefixtures("fake_clock")
+def test_a_graph_that_cannot_be_captured_is_a_reason(monkeypatch):
+    def refuse(_):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(clock, "capture", refuse)
+    row = gru.measure(sequence_row(), device="cpu")
+    reason = "RuntimeError: operation not permitted when stream is capturing"
+    assert row["missing"][gru.IN_A_GRAPH] == row["ours_in_a_graph"] == reason
+    assert (row["speedup"], row["speedup_over_graph"]) == (5.0, None)
+    assert table.gru_markdown({"environment": ENVIRONMENT, "rows": [row]}).count("| - |") == 3
+    text = bars.report({"rows": [row]})
+    assert f"required peer absent, {gru.IN_A_GRAPH}: {reason}" in text
+    assert f"no CUDA graph of ours, t5 b3 i4 h8 seq first float32: {reason}" in text
+
+
+def test_float32_runs_with_tf32_and_the_setting_comes_back():
+    before = torch.backends.cuda.matmul.allow_tf32
+    with gru.tf32():
+        assert torch.backends.cuda.matmul.allow_tf32
+        assert torch.backends.cudnn.allow_tf32
+    assert torch.backends.cuda.matmul.allow_tf32 == before
+
+
+def test_flashrnn_gets_the_weights_of_nn_gru(monkeypatch):
+    """What stands for FlashRNN here computes its documented GRU from its own arguments."""
+
+    def stand_in(projected, recurrent, biases, *, function, backend, dtype):
+        assert (function, backend, dtype) == ("gru", "cuda", "float32")
+        h, states = torch.zeros_like(projected[:, 0, 0, 0]), []
+        for x in projected[:, :, :, 0].unbind(1):  # [B, 3, H]
+            n, r, z = (h @ recurrent[i, 0].T for i in range(3))
+            r = torch.sigmoid(x[:, 0] + r + biases[1, 0])
+            z = torch.sigmoid(x[:, 1] + z + biases[2, 0])
+            h = z * h + (1 - z) * torch.tanh(x[:, 2] + biases[3, 0] + r * (n + biases[0, 0]))
+            states.append(h)
+        return torch.stack(states, 1)[None, :, :, None], h[None, :, None, None]
+
+    monkeypatch.setitem(sys.modules, "flashrnn", types.SimpleNamespace(flashrnn=stand_in))
+    module, x = gru_peers.make_gru(SMALL, "cpu"), gru_peers.make_input(SMALL, "cpu")
+    with torch.no_grad():
+        assert gru.error_of(gru_peers.flashrnn(SMALL, module, x)(), module(x)) < 1e-6
+    both = dataclasses.replace(SMALL, bidirectional=True)
+    assert "one direction" in gru_peers.flashrnn(both, gru_peers.make_gru(both, "cpu"), x)
+
+
+@pytest.mark.usefixtures("fake_clock")
+@pytest.mark.parametrize(
+    ("call", "peers"),
+    [
+        (StepCall("cell", 3, (4,), 4, torch.float32), [gru_cell.NN_GRU_CELL]),
+        (StepCall("step", 3, (2, 4), 4, torch.float32), [gru_cell.CAT_NN_GRU, gru_cell.CAT_NN_GRU_CELL]),
+        (StepCall("linear_cat", 3, (4, 4, 2), 20, torch.float32), [gru_cell.CAT_LINEAR]),
+    ],
+    ids=lambda value: value.operation if isinstance(value, StepCall) else None,
+)
+def test_a_step_row(call, peers):
+    row = gru_cell.measure(GruRow("gru_cell", call, "cell"), device="cpu")
+    assert list(row["peers"]) == peers
+    assert (row["ours"], row["hot"]["ours"], row["host"]["ours"]) == (6.0, 2.0, 7.0), "three sets cold, one hot"
+    assert row["ours_over_goal"] == pytest.approx(6.0 / (1.1 * row["floor"] + 1.5), rel=1e-3)
+    assert row["rule"] == "eager"
+
+
+@pytest.mark.usefixtures("fake_clock")
+def test_a_step_of_wrong_results_is_not_timed(monkeypatch):
+    monkeypatch.setattr(
+        tuned.dispatch, "linear_cat", lambda xs, weight, bias: torch.zeros(len(xs[0]), len(weight)) * bias
+    )
+    call = StepCall("linear_cat", 3, (4, 4, 2), 20, torch.float32)
+    with pytest.raises(gru.WrongResultError, match="largest error"):
+        gru_cell.measure(GruRow("gru_cell", call, "segments"), device="cpu")
+
+
+def test_cells_share_their_weights_and_sets_do_not():
+    both = gru_cell.cells(StepCall("cell", 3, (4,), 4, torch.float32), "cpu", 2)
+    ours, theirs = both.ours[0].func, both.peers[gru_cell.NN_GRU_CELL][0].func
+    assert ours.weight_hh.data_ptr() == theirs.weight_hh.data_ptr()
+    assert ours.weight_hh.data_ptr() != both.ours[1].func.weight_hh.data_ptr()
+
+
+def test_a_step_counts_its_weights():
+    cell = torch.nn.GRUCell(6, 4)
+    assert StepCall("step", 1, (2, 4), 4).weights == cell.weight_ih.numel() + cell.weight_hh.numel()
+    assert StepCall("linear_cat", 1, (4, 4, 2), 20).weight_bytes == 2 * 200
+
+
+def test_calls_take_turns(monkeypatch):
+    turns = []
+
+    def span_us(call, calls):
+        turns.append((call(), calls))
+        return 4000.0
+
+    monkeypatch.setattr(clock, "span_us", span_us)
+    times = clock.interleaved({"a": lambda: "a", "b": lambda: "b"})
+    assert turns == [("a", 1), ("b", 1)] + [("a", 6), ("b", 6)] * clock.ROUNDS
+    assert times["a"] == Timing(4000.0, 0.0)
+
+
+# The run
+
+
+@pytest.mark.usefixtures("fake_clock")
+def test_a_row_that_fails_costs_no_other_and_rows_are_saved_at_once(tmp_path):
+    out = results(tmp_path)
+    rows = [sequence_row(dataclasses.replace(SMALL, batch=b)) for b in (1, 2, 3)]
+    seen = []
+
+    def measure(row):
+        seen.append([r["key"] for r in json.loads(out.path.read_text())["rows"]] if out.path.exists() else [])
+        if row.call.batch == 2:
+            raise ValueError("no\nmore")
+        return gru.measure(row, device="cpu")
+
+    session.run(rows, out, measure, minutes=1)
+    assert seen == [[], [rows[0].key], [rows[0].key]]
+    saved = json.loads(out.path.read_text())
+    assert [r["key"] for r in saved["rows"]] == [rows[0].key, rows[2].key]
+    assert saved["skipped"] == {rows[1].key: "ValueError: no"}
+
+
+def test_when_the_time_is_up_rows_are_left_out_with_the_reason(tmp_path):
+    out = results(tmp_path)
+    session.run([sequence_row()], out, gru.measure, minutes=-1)
+    assert json.loads(out.path.read_text())["skipped"] == {sequence_row().key: "left out: -1 minutes were up"}
+
+
+def test_another_suite_stays_in_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "environment", lambda _: dict(ENVIRONMENT))
+    old = record.Results(tmp_path / "test_gpu.json", dict(ENVIRONMENT), {}, {"gru_cell, b": "left out"})
+    old.rows = {"gru, a": {"suite": "gru", "key": "gru, a"}, "gru_cell, a": {"suite": "gru_cell", "key": "gru_cell, a"}}
+    old.save()
+    opened = record.Results.open(tmp_path, ("gru",), dict)
+    assert (list(opened.rows), opened.skipped) == (["gru_cell, a"], {"gru_cell, b": "left out"})
+    monkeypatch.setattr(record, "environment", lambda _: ENVIRONMENT | {"torch": "3"})
+    assert record.Results.open(tmp_path, (), dict).rows == {}
+
+
+@pytest.mark.parametrize("suite", [gru, gru_cell])
+def test_a_dry_run_lists_the_rows(suite, capsys):
+    assert suite.main(["--dry-run"]) == 0
+    rows = gru_plan.sequences() if suite is gru else gru_plan.steps()
+    out = capsys.readouterr().out
+    assert all(row.key in out for row in rows)
+    assert f"{len(rows)} rows" in out
+    assert suite.main(["--dry-run", "--rows", "b128"]) == 0
+    assert "b1 " not in capsys.readouterr().out
+    assert suite.main(["--rows", "no such row"]) == 1
+    assert "'no such row'" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it would measure")
+def test_without_a_gpu_it_says_so(capsys):
+    assert gru.main([]) == 1
+    assert "PyTorch sees none here" in capsys.readouterr().out
+
+
+# Bars
+
+
+def test_a_speed_up_must_not_fall_below_its_bar():
+    rows = [measured("medium", speedup=s, speedup_over_graph=2.0) for s in (2.4, 4.5, 3.0)]
+    text = bars.report({"rows": rows})
+    assert "512,128,256 and 256,128,512: nn.GRU / ours >= 2.50: MISSED by 1 of 3; worst 2.400" in text
+    assert "    moonshot 4.00: 1 of 3; median 3.000" in text
+    assert "    2.400 (-4.0%)" in text
+    assert "512,128,256 and 256,128,512: nn.GRU in a CUDA graph / ours >= 1.50: met, by all 3" in text
+
+
+def test_a_time_must_not_exceed_its_bar():
+    text = bars.report({"rows": [measured("KernelBench 39", ours=3600.0)]})
+    assert "KernelBench 39, microseconds <= 3500.00: MISSED by 1 of 1; worst 3600.000" in text
+
+
+def test_a_moonshot_without_a_bar_is_told():
+    text = bars.report({"rows": [measured("cell", "gru_cell", ours_over_goal=x) for x in (0.9, 1.2)]})
+    assert "cell, cold / (1.1 floors + 1.5 us): no bar; worst 1.200" in text
+    assert "    moonshot 1.00: 1 of 2; median 0.900" in text
+
+
+def test_a_row_that_no_kernel_served_is_told():
+    text = bars.report({"rows": [measured("medium", rule="eager", why="no Triton")]})
+    assert "no kernel served t1 b1 i1 h1 seq first bfloat16: no Triton" in text
+
+
+# Tables
+
+
+@pytest.fixture
+def document(fake_clock):  # noqa: ARG001 (pytest marks cannot be put on fixtures)
+    slow, fast = sequence_row(name="slow"), sequence_row(dataclasses.replace(SMALL, lengths=(5, 2, 2)))
+    rows = [gru.measure(slow, device="cpu"), gru.measure(fast, device="cpu") | {"speedup": 9.0}]
+    rows.append(gru_cell.measure(GruRow("gru_cell", StepCall("step", 3, (2, 4), 4, torch.float32), None), device="cpu"))
+    return {"environment": ENVIRONMENT, "rows": rows, "skipped": {}}
+
+
+def test_the_gru_table_tells_the_worst_and_the_best(document):
+    text = table.gru_markdown(document)
+    assert "| 5, 3, 4, 8, slow | 1 | float32 | 2.00 | 1.60 | 10.0 | 5.00 | 5.00 | 2.50 |" in text
+    assert re.search(
+        r"as users call it, times as fast: geometric mean 6.71 of 2; worst 5.00 at .*; best 9.00 at ", text
+    )
+    assert "| step: batch 3, 2 + 4 to 4 | 6.00 |" in text
+    assert text.count("No kernel served") == 3
+
+
+def test_each_family_writes_its_own_part(tmp_path, document):
+    (tmp_path / "gpu.json").write_text(json.dumps(document))
+    page = tmp_path / "README.md"
+    marks = "a\n<!-- benchmark:begin -->\nold\n<!-- benchmark:end -->\n"
+    page.write_text(marks + "<!-- benchmark-gru:begin -->\nold\n<!-- benchmark-gru:end -->\nz\n")
+    table.main([str(tmp_path / "gpu.json"), "--write", str(page)])
+    assert page.read_text().startswith(marks)
+    assert "slow" in page.read_text()
+    assert page.read_text().endswith("<!-- benchmark-gru:end -->\nz\n")
+    page.write_text(marks)
+    with pytest.raises(SystemExit, match="benchmark-gru:begin"):
+        table.main([str(tmp_path / "gpu.json"), "--write", str(page)])
+
+
+def test_a_family_without_results_has_no_table(tmp_path, capsys, monkeypatch):
+    (tmp_path / "gpu.json").write_text((table.RESULTS / "nvidia_h200.json").read_text())
+    monkeypatch.setattr(table, "FOLDERS", (tmp_path, tmp_path / "gru"))
+    table.main([])
+    assert "time step" not in capsys.readouterr().out
+    table.main(["--bars"])
+    assert "KernelBench 39, microseconds: no row" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no results in"):
+        table.newest(tmp_path / "gru")
+
+
+def test_the_readme_holds_the_marks():
+    text = (table.RESULTS.parent.parent / "README.md").read_text()
+    assert text.count("<!-- benchmark:begin -->") == text.count("<!-- benchmark:end -->") == 1

@@ -1,0 +1,55 @@
+"""A step of a call, of every kind, does what it says and nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import tuned.launcher
+from tuned.launch import Copy, Fill, Launch, Product
+from tuned.launcher import as_integers, run_step
+
+if TYPE_CHECKING:
+    from tuned.launch import Step
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.uint8], ids=str)
+@pytest.mark.parametrize("bits", [0, -1])
+def test_a_fill_sets_every_bit_of_a_tensor_of_any_strides(dtype: torch.dtype, bits: int) -> None:
+    whole = torch.full((4, 3, 6), 5, dtype=dtype)
+    part = whole.transpose(0, 1)[:, 1:3, ::2]
+    run_step(Fill(part, bits))
+    ones = (1 << 8 * part.element_size()) - 1
+    wanted = 0 if bits == 0 else ones
+    assert all(int(word) & ones == wanted for word in as_integers(part).flatten())
+    assert int((as_integers(whole) == as_integers(torch.tensor(5, dtype=dtype))).sum()) == whole.numel() - part.numel()
+
+
+def test_a_product_is_written_where_it_should_be() -> None:
+    a, b = torch.randn(5, 3), torch.randn(4, 3)
+    out = torch.zeros(5, 8)
+    run_step(Product(a, b, out[:, 2:6]))
+    torch.testing.assert_close(out[:, 2:6], a @ b.t())
+    assert not out[:, :2].any()
+    assert not out[:, 6:].any()
+
+
+def test_a_copy_takes_any_strides() -> None:
+    x, out = torch.randn(4, 6), torch.zeros(6, 4)
+    run_step(Copy(x.t(), out))
+    assert torch.equal(out, x.t())
+
+
+def test_a_launch_is_public_unless_another_way_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = Launch("a_kernel", 3, (1, 2), {"N": 4}, {"num_warps": 1})
+    seen: list[Any] = []
+    monkeypatch.setattr(tuned.launcher, "kernel", lambda name: f"the kernel {name}")
+    monkeypatch.setattr(tuned.launcher, "launch_public", lambda function, part: seen.append((function, part)))
+    steps: list[Step] = [launch, Fill(torch.zeros(1), 0)]
+    for step in steps:
+        run_step(step)
+    assert seen == [("the kernel a_kernel", launch)]
+    run_step(launch, seen.append)
+    assert seen[1:] == [launch]

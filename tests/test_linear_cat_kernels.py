@@ -1,0 +1,155 @@
+"""The kernels of a linear over segments against NumPy's float64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from generator.families.linear_cat import problems
+from generator.measuring.dots import bfloat16_dots
+from generator.measuring.guard import guarded, intact
+from generator.rendering.structures import structures
+from generator.searching.pool import legal_pool
+from tests import oracle, pairwise
+from tests.rope_case import assert_close
+from tests.run import DEVICE, INTERPRETED, addresses, run, to_numpy, truncates, watched
+from tuned.choices import choices
+from tuned.gru_cell.spec import DTYPES
+from tuned.gru_cell.variant import LEAST_SHARED
+from tuned.linear_cat.launches import LinearCatCall, call_of, kernel_name, launches
+from tuned.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.linear_cat.variant import LinearCatVariant, default_variant, rejection
+
+TILE = LinearCatVariant("tile", 16, 32, 64, num_stages=2)
+VECTOR = LinearCatVariant("vector", 4, 8, 256)
+FORMS = {"tile": TILE, "vector": VECTOR}
+SEGMENTS = ((70, 8), (33, 100), (5, 1, 64), (7, 130, 1, 3))
+
+
+def spec_of(dtype: str, inputs: tuple[int, ...], outputs: int, **rest: Any) -> LinearCatSpec:
+    precision = rest.pop("precision", "tf32")
+    return LinearCatSpec(dtype, inputs, outputs, precision=precision if dtype == "float32" else "", **rest)
+
+
+def build(spec: LinearCatSpec, rows: int, view: str) -> tuple[LinearCatCall, dict[str, Any]]:
+    """The call, and the guarded tensors below its tensors; view "wide": rows apart."""
+    draw, dtype = torch.Generator().manual_seed(0), getattr(torch, spec.dtype)
+    bases: dict[str, Any] = {}
+
+    def tensor(name: str, shape: tuple[int, ...], scale: float) -> Any:
+        wide = view == "wide" and len(shape) > 1
+        bases[name] = guarded((*shape[:-1], shape[-1] + 5) if wide else shape, dtype, DEVICE)
+        part = bases[name][:, : shape[1]] if wide else bases[name]
+        return part.copy_(torch.randn(shape, generator=draw) * scale) if scale else part
+
+    x = tuple(tensor(f"x{index}", (rows, width), 1.0) for index, width in enumerate(spec.inputs))
+    weight = tensor("weight", (spec.outputs, spec.input_size), spec.input_size**-0.5)
+    out = tensor("out", (rows, spec.outputs), 0.0)
+    return call_of(x, weight, out, *([tensor("bias", (spec.outputs,), 1.0)] if spec.bias else [])), bases
+
+
+def assert_right(spec: LinearCatSpec, rows: int, variant: LinearCatVariant, view: str = "contiguous") -> None:
+    """Run a case and hold it against the oracle: result, canaries, inputs, every address touched."""
+    call, bases = build(spec, rows, view)
+    before = {name: base.clone() for name, base in bases.items()}
+    x, weight = np.concatenate([to_numpy(t) for t in call.segments], -1), to_numpy(call.weight)
+    bias = to_numpy(call.bias) if spec.bias else np.zeros(spec.outputs)
+    want = x @ weight.T + bias
+    relative = oracle.U32 * (spec.input_size + 8) + (2 * 2.0**-11 if spec.precision == "tf32" else 0.0)
+    arithmetic = relative * (np.abs(x) @ np.abs(weight).T + np.abs(bias))
+    bound = oracle.gru_tolerance(want, arithmetic, spec.dtype, truncates=truncates(spec.dtype))
+    if INTERPRETED:
+        with watched() as traffic, bfloat16_dots():
+            run(launches(spec, variant, call))
+        loaded, stored = traffic.loaded()[:, 0], traffic.stored()[:, 0]
+        assert np.array_equal(np.sort(stored), np.sort(addresses(call.out).ravel())), "not each element written once"
+        operands = [addresses(t).ravel() for t in (*call.segments, call.weight, call.bias) if t is not None]
+        assert np.isin(loaded, np.concatenate(operands)).all(), "a load outside every tensor of the call"
+        assert all(np.isin(operand, loaded).all() for operand in operands), "an element of an operand is never read"
+    else:
+        run(launches(spec, variant, call))
+    assert_close(to_numpy(call.out), want, bound)
+    for name, base in bases.items():
+        assert bool(intact(base)), f"a canary beside {name} was overwritten"
+        if name != "out":
+            assert torch.equal(base.nan_to_num(nan=7.5), before[name].nan_to_num(nan=7.5)), f"{name} was changed"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", SEGMENTS, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_takes_segments_of_any_width(form: str, inputs: tuple[int, ...], dtype: str) -> None:
+    view = "wide" if len(inputs) % 2 else "contiguous"
+    assert_right(spec_of(dtype, inputs, 37, bias=len(inputs) < 4), 5, FORMS[form], view)
+
+
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 1), (3, 20), (7, 100), (17, 257)])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_takes_any_number_of_rows_and_outputs(form: str, rows: int, outputs: int) -> None:
+    assert_right(spec_of("float32", (20, 3), outputs, precision="ieee"), rows, FORMS[form])
+
+
+def test_every_emitted_kernel_is_among_those_tested() -> None:
+    tested = {kernel_name(spec_of("float16", (70,), 1), variant) for variant in FORMS.values()}
+    assert tested == {name for name in structures() if name.startswith("linear_cat_")}
+
+
+# Every number, pairwise ---------------------------------------------------------------------------------------------
+
+
+def axes_of(form: str) -> dict[str, tuple[Any, ...]]:
+    """The knobs of a form."""
+    declared = choices(LinearCatVariant)
+    rows = tuple(n for n in declared["block_rows"] if (n >= 16) == (form == "tile"))
+    names = ("block_columns", "block_k", *(("num_stages", "order") if form == "tile" else ()), "num_warps")
+    return {"form": (form,), "block_rows": rows, **{name: declared[name] for name in names}}
+
+
+def possible(knobs: dict[str, Any]) -> bool:
+    """What the text can express, and small enough to be interpreted."""
+    if knobs["form"] == "vector":
+        return knobs["block_k"] >= 256 and knobs["block_rows"] * knobs["block_columns"] * knobs["block_k"] <= 2**16
+    return knobs["block_columns"] >= 16 and knobs["block_k"] <= 512
+
+
+NUMBERS = [k for form in FORMS for k in pairwise.covering(pairwise.product(axes_of(form), possible))]
+
+
+@pytest.mark.parametrize("knobs", NUMBERS, ids=lambda k: "-".join(str(v) for v in k.values()))
+def test_every_choice_of_a_knob_computes_what_the_oracle_does(knobs: dict[str, Any]) -> None:
+    # A second tile of columns, or of rows where the first has many columns, and neither full.
+    outputs, rows = min(knobs["block_columns"] + 3, 20), min(knobs["block_rows"] + 1, 33)
+    assert_right(spec_of("float16", (40, 8), outputs), rows, LinearCatVariant(**knobs))
+
+
+def test_every_declared_choice_is_tested() -> None:
+    for name, declared in choices(LinearCatVariant).items():
+        # griddepcontrol is an instruction of Hopper's, which the interpreter has not: see the compile tests.
+        interpretable = set(declared) - ({True} if name == "pdl" else set())
+        assert {getattr(LinearCatVariant(**knobs), name) for knobs in NUMBERS} == interpretable, name
+
+
+# Rules --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_default_is_legal_for_any_call_on_any_architecture() -> None:
+    widths, sizes = ((1,), (64,), (3, 5), (256, 1024), (7, 7, 7, 4000)), (1, 3, 16, 17, 128, 1000, 100_000)
+    for dtype, outputs, inputs, precision in itertools.product(
+        DTYPES, (1, 20, 257, 10_000, 50_257), widths, ("ieee", "tf32")
+    ):
+        spec = spec_of(dtype, inputs, outputs, precision=precision)
+        for size in (None, *map(LinearCatSize, sizes)):
+            variant = default_variant(spec, size)
+            for capability in (*LEAST_SHARED, 80, 90):
+                assert rejection(spec, size, variant, capability) is None, (spec, size, variant, capability)
+
+
+@pytest.mark.parametrize("problem", list(problems()), ids=lambda p: p.name)
+def test_pools_are_neither_tiny_nor_endless_and_hold_the_default(problem: Any) -> None:
+    pool = legal_pool(problem, 90).variants
+    assert 50 <= len(pool) <= 600
+    assert default_variant(problem.spec, problem.size) in pool

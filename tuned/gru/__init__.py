@@ -1,0 +1,1 @@
+"""A GRU over whole sequences: layers, directions, padded or packed."""

@@ -1,0 +1,61 @@
+"""gru_gates_nobias_inplace: the gates of a GRU cell without bias, over h, in place.
+
+@generated from templates/gru_gates.py.jinja. Do not edit: change the template, then run
+`python tune.py --render`.
+
+The gates of torch.nn.GRUCell (reset after the product), after the two library GEMMs:
+r = sigmoid(i_r + h_r), z = sigmoid(i_z + h_z), n = tanh(i_n + r h_n), h' = n + z (h - n).
+Float32 inside, one rounding at the store. Names: i_ index, m_ mask, p_ offset in elements.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tanh(x):
+    """Hyperbolic tangent through one exponential, 1 - 2 / (1 + e^(2 x)): right at both ends, no overflow to NaN."""
+    return 1 - 2 / (1 + tl.exp(2 * x))
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit(do_not_specialize=["batch"])
+def gru_gates_nobias_inplace(
+    gates_x,  # [batch, 3 * HIDDEN], x @ weight_ih.T, gates in the order r, z, n
+    gates_h,  # [batch, 3 * HIDDEN], h @ weight_hh.T
+    h,  # [batch, HIDDEN]
+    batch,
+    gates_x_stride_b,
+    gates_h_stride_b,
+    h_stride_b,
+    h_stride_d,
+    HIDDEN: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr,
+):
+    # Both GEMMs have read h before this kernel starts, and a program reads its own elements before it writes them.
+    out, out_stride_b, out_stride_d = h, h_stride_b, h_stride_d
+    hidden_tiles: tl.constexpr = (HIDDEN + BLOCK_HIDDEN - 1) // BLOCK_HIDDEN
+    i_program = tl.program_id(0)
+    i_hidden = (i_program % hidden_tiles) * BLOCK_HIDDEN + tl.arange(0, BLOCK_HIDDEN)
+    i_batch = (i_program // hidden_tiles) * BLOCK_BATCH + tl.arange(0, BLOCK_BATCH).to(tl.int64)
+    m_hidden = i_hidden < HIDDEN
+    mask = (i_batch < batch)[:, None] & m_hidden[None, :]  # [BLOCK_BATCH, BLOCK_HIDDEN]
+    p_x = gates_x + i_batch[:, None] * gates_x_stride_b + i_hidden[None, :]
+    p_h = gates_h + i_batch[:, None] * gates_h_stride_b + i_hidden[None, :]
+    x_r = tl.load(p_x, mask=mask, other=0).to(tl.float32)
+    x_z = tl.load(p_x + HIDDEN, mask=mask, other=0).to(tl.float32)
+    x_n = tl.load(p_x + 2 * HIDDEN, mask=mask, other=0).to(tl.float32)
+    h_r = tl.load(p_h, mask=mask, other=0).to(tl.float32)
+    h_z = tl.load(p_h + HIDDEN, mask=mask, other=0).to(tl.float32)
+    h_n = tl.load(p_h + 2 * HIDDEN, mask=mask, other=0).to(tl.float32)
+    before = tl.load(h + i_batch[:, None] * h_stride_b + i_hidden[None, :] * h_stride_d, mask=mask, other=0)
+    r, z = _sigmoid(x_r + h_r), _sigmoid(x_z + h_z)
+    n = _tanh(x_n + r * h_n)
+    after = n + z * (before.to(tl.float32) - n)
+    p_out = i_batch[:, None] * out_stride_b + i_hidden[None, :] * out_stride_d
+    tl.store(out + p_out, after.to(out.dtype.element_ty), mask=mask)

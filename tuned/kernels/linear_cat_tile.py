@@ -1,0 +1,169 @@
+"""linear_cat_tile: a linear layer over several inputs, on tensor cores.
+
+@generated from templates/linear_cat.py.jinja. Do not edit: change the template, then run
+`python tune.py --render`.
+
+y = x @ weight.T + bias, where x is up to four inputs side by side, none of them copied. A program owns BLOCK_COLUMNS
+columns of BLOCK_ROWS rows of y and all of K. Float32 sums, one rounding at the store. Names: i_ index, m_ mask,
+p_ pointer, s sum.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _segment(
+    block,
+    x0,
+    x1,
+    x2,
+    x3,
+    x0_stride_b,
+    x1_stride_b,
+    x2_stride_b,
+    x3_stride_b,
+    WIDTH0: tl.constexpr,
+    WIDTH1: tl.constexpr,
+    WIDTH2: tl.constexpr,
+    WIDTH3: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Block ``block`` of the inputs' columns, each input padded to whole blocks and none of them copied.
+
+    Returns the input's address and row stride, the block's first column in it and in the weights, and how many of the
+    input's columns are left from there.
+    """
+    BEFORE1: tl.constexpr = (WIDTH0 + BLOCK_K - 1) // BLOCK_K
+    BEFORE2: tl.constexpr = BEFORE1 + (WIDTH1 + BLOCK_K - 1) // BLOCK_K
+    BEFORE3: tl.constexpr = BEFORE2 + (WIDTH2 + BLOCK_K - 1) // BLOCK_K
+    p, stride, width, column, start = x0, x0_stride_b, WIDTH0, block * BLOCK_K, 0
+    if WIDTH1 > 0:
+        later = block >= BEFORE1
+        p, stride, width = tl.where(later, x1, p), tl.where(later, x1_stride_b, stride), tl.where(later, WIDTH1, width)
+        column, start = tl.where(later, (block - BEFORE1) * BLOCK_K, column), tl.where(later, WIDTH0, start)
+    if WIDTH2 > 0:
+        later = block >= BEFORE2
+        p, stride, width = tl.where(later, x2, p), tl.where(later, x2_stride_b, stride), tl.where(later, WIDTH2, width)
+        column, start = tl.where(later, (block - BEFORE2) * BLOCK_K, column), tl.where(later, WIDTH0 + WIDTH1, start)
+    if WIDTH3 > 0:
+        later = block >= BEFORE3
+        p, stride, width = tl.where(later, x3, p), tl.where(later, x3_stride_b, stride), tl.where(later, WIDTH3, width)
+        column, start = (
+            tl.where(later, (block - BEFORE3) * BLOCK_K, column),
+            tl.where(later, WIDTH0 + WIDTH1 + WIDTH2, start),
+        )
+    return p, stride, column, start + column, width - column
+
+
+@triton.jit
+def _nearest_tf32(a):
+    """Float32 values rounded to the 10 bits of fraction that TF32 keeps: the tensor cores cut the other 13 off."""
+    bits = (a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return tl.where(a == a, bits.to(tl.float32, bitcast=True), a)  # NaN stays NaN: its bits could overflow
+
+
+@triton.jit
+def _sum_parts(a, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[PARTS, ROWS, COLUMNS] -> its sum over PARTS, at most 8: one change of layout, then additions within threads."""
+    # tl.sum would reduce across warps, several times slower here.
+    a = tl.permute(a, (1, 2, 0))
+    if PARTS == 8:
+        even, odd = tl.split(tl.reshape(a, (ROWS, COLUMNS, 2, 2, 2)))
+        even, odd = tl.split(even + odd)
+        even, odd = tl.split(even + odd)
+        total = even + odd
+    elif PARTS == 4:
+        even, odd = tl.split(tl.reshape(a, (ROWS, COLUMNS, 2, 2)))
+        even, odd = tl.split(even + odd)
+        total = even + odd
+    else:
+        even, odd = tl.split(a)
+        total = even + odd
+    return total
+
+
+@triton.jit(do_not_specialize=["rows"])
+def linear_cat_tile(
+    x0,  # [rows, WIDTH0], last stride 1; x1 to x3 alike, any pointer where the width is 0
+    x1,
+    x2,
+    x3,
+    weight,  # [COLUMNS, WIDTH0 + WIDTH1 + WIDTH2 + WIDTH3], last stride 1, under 2^31 elements
+    bias,  # [COLUMNS], contiguous; any pointer without BIAS
+    out,  # [rows, COLUMNS], last stride 1
+    rows,
+    x0_stride,
+    x1_stride,
+    x2_stride,
+    x3_stride,
+    weight_stride,
+    out_stride,
+    WIDTH0: tl.constexpr,
+    WIDTH1: tl.constexpr,
+    WIDTH2: tl.constexpr,
+    WIDTH3: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ALIGN: tl.constexpr,  # elements: what the strides of all that is read by rows are multiples of
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ORDER: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (
+        (WIDTH0 + BLOCK_K - 1) // BLOCK_K
+        + (WIDTH1 + BLOCK_K - 1) // BLOCK_K
+        + (WIDTH2 + BLOCK_K - 1) // BLOCK_K
+        + (WIDTH3 + BLOCK_K - 1) // BLOCK_K
+    )
+    MASKED: tl.constexpr = (WIDTH0 % BLOCK_K + WIDTH1 % BLOCK_K + WIDTH2 % BLOCK_K + WIDTH3 % BLOCK_K) > 0
+    TILES: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    if PDL:
+        # Let the next kernel's programs take places that fall free; read nothing before the kernel before has ended.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    # As multiples the compiler knows how wide loads may be.
+    x0_stride, x1_stride = x0_stride // ALIGN * ALIGN, x1_stride // ALIGN * ALIGN
+    x2_stride, x3_stride = x2_stride // ALIGN * ALIGN, x3_stride // ALIGN * ALIGN
+    weight_stride = weight_stride // ALIGN * ALIGN
+
+    # This program's tile. Columns past the end read the last one's weights, and are not stored.
+    if ORDER == "columns":
+        i_tile = tl.program_id(0) % TILES
+        i_row_tile = tl.program_id(0) // TILES
+    else:
+        row_tiles = tl.cdiv(rows, BLOCK_ROWS)
+        i_tile = tl.program_id(0) // row_tiles
+        i_row_tile = tl.program_id(0) % row_tiles
+    i_column = i_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    i_row = i_row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+    m_out = (i_row < rows)[:, None] & (i_column < COLUMNS)[None, :]
+    i_weight = tl.minimum(i_column, COLUMNS - 1)
+    if BIAS:  # in flight while the products are made
+        b = tl.load(bias + i_column, mask=i_column < COLUMNS, other=0)
+
+    k = tl.arange(0, BLOCK_K)
+    p_column = (i_weight * weight_stride)[None, :] + k[:, None]
+    m_row = (i_row < rows)[:, None]
+    s = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    for block in tl.range(0, BLOCKS):
+        p, stride, column, start, left = _segment(
+            block, x0, x1, x2, x3, x0_stride, x1_stride, x2_stride, x3_stride,
+            WIDTH0, WIDTH1, WIDTH2, WIDTH3, BLOCK_K,
+        )  # fmt: skip
+        p += column + i_row[:, None] * stride + k[None, :]
+        if MASKED:
+            a = tl.load(p, mask=m_row & (k < left)[None, :], other=0)
+            w = tl.load(weight + start + p_column, mask=(k < left)[:, None], other=0)
+        else:
+            a = tl.load(p, mask=m_row, other=0)
+            w = tl.load(weight + start + p_column)
+        if PRECISION == "tf32":
+            a, w = _nearest_tf32(a), _nearest_tf32(w)
+        s = tl.dot(a, w, s, input_precision=PRECISION)
+    if BIAS:
+        s += b.to(tl.float32)[None, :]
+    tl.store(out + i_row[:, None] * out_stride + i_column[None, :], s.to(out.dtype.element_ty), mask=m_out)

@@ -1,0 +1,1 @@
+"""A linear layer over several inputs, taken as if concatenated."""

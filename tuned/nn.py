@@ -1,0 +1,270 @@
+"""GRU modules that run on tuned's kernels, and ways to make those of an existing model do so.
+
+    gru = tuned.nn.GRU(256, 512, num_layers=2)   # the constructor, state_dict, shapes and numerics of torch.nn.GRU
+    with tuned.nn.patched():                     # a model as it is
+        output = model(x)
+    tuned.nn.replace(model)                      # or its modules changed in place; tuned.nn.restore(model) undoes it
+
+On a CPU, where a gradient is needed, and for whatever no kernel serves, PyTorch's own operators run:
+``tuned.explain(module, x)`` tells which, and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from tuned import dispatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class GRU(torch.nn.RNNBase):
+    """torch.nn.GRU: the same arguments, parameters, inputs, outputs and random numbers.
+
+    Not a subclass of torch.nn.GRU, since torch.compile refuses every instance of that: traced, this one is a single
+    operator (one a layer where dropout is active). torch.compile leaves its graph at a PackedSequence, and goes on
+    after it. Weights are read where they are, in one chunk of memory or not.
+    """
+
+    def __init__(  # noqa: PLR0913 - the arguments of torch.nn.GRU
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,  # noqa: FBT001, FBT002
+        batch_first: bool = False,  # noqa: FBT001, FBT002
+        dropout: float = 0.0,
+        bidirectional: bool = False,  # noqa: FBT001, FBT002
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(
+            "GRU",
+            input_size,
+            hidden_size,
+            num_layers,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(self, input: Any, hx: torch.Tensor | None = None) -> tuple[Any, torch.Tensor]:  # noqa: A002
+        """The whole sequence.
+
+        Args:
+            input: ``[T, B, I]``, ``[B, T, I]`` batch_first, ``[T, I]`` unbatched, or a PackedSequence.
+            hx: the first hidden states, ``[L * D, B, H]``, ``[L * D, H]`` unbatched; zero if not given.
+
+        Returns:
+            output, shaped like input but for its last axis, D * H; and h_n, shaped like hx.
+
+        Raises:
+            RuntimeError, ValueError: a shape or dtype that does not fit, as torch.nn.GRU raises.
+        """
+        given, named, packed = gru_arguments(self, input, hx)
+        output, h_n = dispatch.gru(*given, **named)
+        if packed is not None:
+            _, batch_sizes, sorted_indices, unsorted_indices = packed
+            rows = PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices)
+            return rows, self.permute_hidden(h_n, unsorted_indices)
+        if input.dim() == 2:  # noqa: PLR2004
+            return output.squeeze(0 if self.batch_first else 1), h_n.squeeze(1)
+        return output, h_n
+
+
+class GRUCell(torch.nn.GRUCell):
+    """torch.nn.GRUCell; its input may also be a tuple of segments, taken as if concatenated in the last axis."""
+
+    def forward(  # type: ignore[override]
+        self,
+        input: torch.Tensor | tuple[torch.Tensor, ...],  # noqa: A002
+        hx: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One step.
+
+        Args:
+            input: ``[B, I]`` or ``[I]``; or segments ``[B, k_i]`` or ``[k_i]`` whose k_i add up to I.
+            hx: the hidden state, ``[B, H]`` or ``[H]``; zero if not given.
+
+        Returns:
+            The next hidden state, ``[B, H]`` or ``[H]``.
+
+        Raises:
+            TypeError, ValueError: a shape or dtype that does not fit.
+        """
+        given, batched = cell_arguments(self, input, hx)
+        out = dispatch.gru_cell(*given)
+        return out if batched else out.squeeze(0)
+
+
+def gru_arguments(
+    module: torch.nn.RNNBase,
+    input: Any,  # noqa: A002
+    hx: torch.Tensor | None = None,
+) -> tuple[tuple[Any, ...], dict[str, Any], PackedSequence | None]:
+    """What the call of a GRU module passes to tuned.dispatch.gru, and the PackedSequence that it was given."""
+    packed = input if isinstance(input, PackedSequence) else None
+    batch_sizes = None if packed is None else packed.batch_sizes
+    x = input if packed is None else packed.data
+    if packed is None:
+        x, hx = _batched(module, x, hx)
+    elif hx is not None:
+        hx = module.permute_hidden(hx, packed.sorted_indices)
+    if x.shape[-1] != module.input_size:
+        raise RuntimeError(f"input must have input_size={module.input_size} features, got {x.shape[-1]}")
+    # Not module._flat_weights: torch.func.functional_call and parametrizations leave that behind.
+    weights = tuple(getattr(module, name) for name in module._flat_weights_names)  # noqa: SLF001
+    expected = module.get_expected_hidden_size(x, batch_sizes)
+    if hx is None:
+        hx = torch.zeros(expected, dtype=x.dtype, device=x.device)
+    elif tuple(hx.shape) != expected:
+        raise RuntimeError(
+            f"hx must be [num_layers * directions, batch, hidden] = {list(expected)}, got {list(hx.shape)}"
+        )
+    if x.dtype != weights[0].dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(
+            f"input is {x.dtype} and the weights are {weights[0].dtype}: convert one with .to(), or use torch.autocast"
+        )
+    named = {
+        "bias": module.bias,
+        "num_layers": module.num_layers,
+        "dropout": module.dropout,
+        "training": module.training,
+        "bidirectional": module.bidirectional,
+        "batch_first": module.batch_first and packed is None,
+        "batch_sizes": batch_sizes,
+    }
+    return (x, hx, weights), named, packed
+
+
+def _batched(module: torch.nn.RNNBase, x: torch.Tensor, hx: torch.Tensor | None) -> tuple[Any, Any]:
+    """Input and state with an axis for the batch."""
+    if x.dim() not in (2, 3):
+        raise ValueError(f"input must be 3-D, or 2-D for one sequence without a batch axis, got {x.dim()}-D")
+    if hx is not None and hx.dim() != x.dim():
+        raise RuntimeError(f"for {x.dim()}-D input hx must be {x.dim()}-D too, got {hx.dim()}-D")
+    if x.dim() == 3:  # noqa: PLR2004
+        return x, hx
+    return x.unsqueeze(0 if module.batch_first else 1), None if hx is None else hx.unsqueeze(1)
+
+
+def cell_arguments(
+    module: torch.nn.GRUCell,
+    input: torch.Tensor | tuple[torch.Tensor, ...],  # noqa: A002
+    hx: torch.Tensor | None = None,
+) -> tuple[tuple[Any, ...], bool]:
+    """What the call of a GRUCell module passes to tuned.dispatch.gru_cell, and whether it had a batch axis."""
+    segments = input if isinstance(input, tuple) else (input,)
+    if not segments:
+        raise ValueError("input must have at least one segment, got an empty tuple")
+    axes = {t.dim() for t in segments}
+    if len(axes) > 1 or not axes <= {1, 2}:
+        raise ValueError(f"input must be 1-D or 2-D, all segments alike, got {[t.dim() for t in segments]}")
+    batched = axes == {2}
+    if hx is not None and hx.dim() != (2 if batched else 1):
+        raise ValueError(f"hx must have as many axes as input, {2 if batched else 1}, got {hx.dim()}")
+    if not batched:
+        segments = tuple(t.unsqueeze(0) for t in segments)
+    first = segments[0]
+    if hx is None:
+        hx = torch.zeros(first.shape[0], module.hidden_size, dtype=first.dtype, device=first.device)
+    elif not batched:
+        hx = hx.unsqueeze(0)
+    x = segments if isinstance(input, tuple) else first
+    return (x, hx, module.weight_ih, module.weight_hh, module.bias_ih, module.bias_hh), batched
+
+
+def _patched_gru(*args: Any, **kwargs: Any) -> Any:
+    """torch._VF.gru while patched: (input, hx, weights, ...) or, packed, (data, batch_sizes, hx, weights, ...)."""
+    if kwargs or len(args) != 9:  # noqa: PLR2004 - another form than torch's modules use
+        return torch.gru(*args, **kwargs)
+    packed = isinstance(args[2], torch.Tensor)
+    input, *others = args  # noqa: A001
+    batch_sizes = others.pop(0) if packed else None
+    hx, weights, bias, num_layers, dropout, training, bidirectional, *batch_first = others
+    return dispatch.gru(
+        input,
+        hx,
+        weights,
+        bias=bias,
+        num_layers=num_layers,
+        dropout=dropout,
+        training=training,
+        bidirectional=bidirectional,
+        batch_first=bool(batch_first and batch_first[0]),
+        batch_sizes=batch_sizes,
+    )
+
+
+def _patched_gru_cell(*args: Any, **kwargs: Any) -> Any:
+    """torch._VF.gru_cell while patched."""
+    return torch.gru_cell(*args, **kwargs) if kwargs else dispatch.gru_cell(*args)
+
+
+_PATCHES = {"gru": _patched_gru, "gru_cell": _patched_gru_cell}
+_lock = threading.Lock()
+_depth = 0  # how many patched() are entered
+_before: dict[str, Any] = {}  # what torch._VF held by these names itself; mostly nothing, it looks them up elsewhere
+
+
+@contextlib.contextmanager
+def patched() -> Iterator[None]:
+    """Inside, torch.nn.GRU and torch.nn.GRUCell, and all else that calls torch._VF's, run on tuned's kernels.
+
+    For the whole process: other threads see it too, until the last of those that entered it has left. May be nested.
+    torch.compile leaves its graph at every torch.nn.GRU, patched or not; where that matters, use ``replace``.
+    """
+    global _depth  # noqa: PLW0603 - the patch is one for the process
+    functions = vars(torch._VF)  # noqa: SLF001
+    with _lock:
+        _depth += 1
+        if _depth == 1:
+            _before.update({name: functions[name] for name in _PATCHES if name in functions})
+            functions.update(_PATCHES)
+    try:
+        yield
+    finally:
+        with _lock:
+            _depth -= 1
+            if _depth == 0:
+                for name in _PATCHES:
+                    del functions[name]
+                functions.update(_before)
+                _before.clear()
+
+
+def is_patched() -> bool:
+    """Whether a ``patched`` is entered."""
+    return _depth > 0
+
+
+_SWAPS: dict[type, type] = {torch.nn.GRU: GRU, torch.nn.GRUCell: GRUCell}
+
+
+def replace(model: torch.nn.Module) -> torch.nn.Module:
+    """Make every torch.nn.GRU and torch.nn.GRUCell in a model, itself included, one of this module, in place.
+
+    Parameters, buffers and hooks stay as they are. Modules of their subclasses are left alone. Returns the model.
+    """
+    return _swap(model, _SWAPS)
+
+
+def restore(model: torch.nn.Module) -> torch.nn.Module:
+    """Undo ``replace``; every GRU and GRUCell of this module becomes torch.nn's."""
+    return _swap(model, {ours: theirs for theirs, ours in _SWAPS.items()})
+
+
+def _swap(model: torch.nn.Module, to: dict[type, type]) -> torch.nn.Module:
+    for module in model.modules():
+        if type(module) in to:
+            module.__class__ = to[type(module)]
+    return model

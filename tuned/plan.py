@@ -1,0 +1,70 @@
+"""What a hot path holds of a compiled kernel: decided once, then one C call a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from tuned.launcher import bare_supported, hooks, raw_stream
+
+if TYPE_CHECKING:
+    from tuned.launch import Launch
+
+MAX_PLANS = 4096  # properties of calls remembered: a decode loop needs a handful, each new length one more
+
+
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # noqa: SLF001 - 0.05 us, the public one 0.2
+_autocast = torch.is_autocast_enabled
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # noqa: SLF001
+tracing: Callable[[], Any] = torch._C._get_tracing_state  # noqa: SLF001 - of torch.jit
+
+
+def modes() -> tuple[Any, ...] | None:
+    """What a call depends on beside its arguments; None where something follows operators and would miss a launch."""
+    if forward_ad._current_level >= 0 or transforms_active() or tracing() is not None:  # noqa: SLF001
+        return None
+    return _autocast("cuda"), current_device()
+
+
+def traits(t: torch.Tensor) -> tuple[Any, ...]:
+    """All of one tensor that a compiled kernel, or the way to it, may depend on where no gradient is needed."""
+    return type(t), t.dtype, t.shape, t.stride(), t.data_ptr() & 15, t.get_device()
+
+
+class Bare(NamedTuple):
+    """All that a launch by the compiled kernel's own launcher takes, but the stream and the pointers; no tensors.
+
+    ``run(programs, 1, 1, stream_of(device), function, metadata, None, None, None, *pointers, *rest)``: the pointers in
+    the order of the kernel's signature, which has them all before its numbers. They must be aligned as those of the
+    launch were, and while a profiler listens (``enter.calls or leave.calls``) the launch should be public instead.
+    """
+
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
+    programs: int
+    rest: tuple[Any, ...]  # numbers, then constants
+    stream_of: Callable[[int], int]
+    enter: Any
+    leave: Any
+
+
+def bare_launch(launch: Launch, compiled: Any, device: int) -> Bare | None:
+    """The bare launch of a kernel that was compiled by a public one, or None where this Triton or device has none."""
+    listening = hooks()
+    if listening is None or torch.cuda.current_device() != device or not bare_supported(device):
+        return None
+    numbers = (v for v in launch.arguments if not isinstance(v, torch.Tensor))
+    rest = (*numbers, *launch.constants.values())
+    programs = launch.programs
+    return Bare(compiled.run, compiled.function, compiled.packed_metadata, programs, rest, raw_stream(), *listening)
+
+
+def remember(plans: dict[Any, Any], key: Any, plan: Any) -> None:
+    """Keep a plan; a table that grew to MAX_PLANS starts anew."""
+    if len(plans) >= MAX_PLANS:
+        plans.clear()
+    plans[key] = plan
