@@ -58,7 +58,7 @@ class Traffic:
     def note(self, kind: list[np.ndarray], pointers: np.ndarray, mask: np.ndarray, program: int) -> None:
         """Add what one load or store of a program touches."""
         self.clock += 1
-        touched = np.broadcast_to(pointers, mask.shape)[mask].astype(np.int64).ravel()
+        touched = np.broadcast_to(pointers, mask.shape)[mask.astype(bool)].astype(np.int64).ravel()
         rows = np.empty((len(touched), 3), dtype=np.int64)
         rows[:, 0], rows[:, 1], rows[:, 2] = touched, program, self.clock
         kind.append(rows)

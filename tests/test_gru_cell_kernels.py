@@ -124,7 +124,7 @@ def axes_of(form: str) -> dict[str, tuple[Any, ...]]:
         "vector": ("block_k", "num_warps"),
         "library": ("num_warps",),
     }
-    ranges = {"split": (16, 64, 8, 64), "tile": (64, 128, 8, 64), "vector": (1, 8, 2, 16), "library": (1, 4, 64, 256)}
+    ranges = {"split": (16, 64, 8, 64), "tile": (64, 128, 8, 64), "vector": (1, 8, 2, 16), "library": (1, 8, 64, 256)}
     rows_from, rows_to, units_from, units_to = ranges[form]
     rows = tuple(n for n in declared["block_batch"] if rows_from <= n <= rows_to)
     units = tuple(n for n in declared["block_hidden"] if units_from <= n <= units_to)

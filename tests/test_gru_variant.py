@@ -53,7 +53,7 @@ RULES: list[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = [
         (GruSpec("float32", 512, precision="ieee"), None, GruVariant()),
         (GruSpec("float32", 512, precision="tf32"), None, GruVariant()),
     ),
-    ("has no other knobs", (BF16, None, GruVariant(num_warps=8)), (BF16, None, GruVariant("steps", num_warps=8))),
+    ("has no other knobs", (BF16, None, GruVariant(block_hidden=8)), (BF16, None, GruVariant("steps", block_hidden=8))),
     (
         "strategy='steps' takes one layer",
         (GruSpec("bfloat16", 512, layers=2), None, GruVariant("steps")),
@@ -115,9 +115,9 @@ RULES: list[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = [
         (BF16, GruSize(64, 8), v(), 90, 128),
     ),
     (
-        "takes the same 32 programs, and reads the weights once",
-        (BF16, GruSize(16, 8), GruVariant("steps"), 90, 32),
-        (BF16, GruSize(16, 8), GruVariant("steps"), 90, 31),
+        "only up to 16 units are tried",
+        (BF16, None, GruVariant("steps", block_hidden=32)),
+        (BF16, None, GruVariant("steps")),
     ),
     (
         "leave most of 128 multiprocessors idle",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # Two whose pools are measured whole, and one that is searched between them.
-NAMES = ("gru_cell_512_64", "llama3_8b_2x4096", "gru_cell_1024_inplace_64")
+NAMES = ("gru_cell_dreamer_200_16", "llama3_8b_2x4096", "gru_cell_1024_inplace_64")
 PROBLEMS = [problem_named(name) for name in NAMES]
 TRIALS = 24
 KILLS = 50

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-COPY = problem_named("gru_cell_512_64")
+COPY = problem_named("gru_cell_dreamer_200_16")
 INPLACE = problem_named("gru_cell_1024_inplace_64")
 SERVER = "tests.broken.server:"
 REASONS_OF_COMPILERS = (

@@ -138,7 +138,7 @@ def test_a_problem_that_is_left_out_is_not_in_the_model() -> None:
 
 # --- files --------------------------------------------------------------------------------------------------------------
 
-SMALL = problem_named("gru_cell_512_64")
+SMALL = problem_named("gru_cell_dreamer_200_16")
 
 
 def cost(problem: Any, variant: Any) -> float:

@@ -69,7 +69,7 @@ def test_a_kernel_serves_and_errs_no_more_than_pytorch(
         with tuned.nn.patched():
             patched = theirs(x, hx)
         assert all(torch.equal(data_of(a), data_of(b)) for a, b in zip(found, patched, strict=True))
-        exact = copy.deepcopy(theirs).double()(doubled(x), hx.double())
+        exact = copy.deepcopy(theirs).double()(doubled(x), hx.double().contiguous())
         assert_as_good(found, theirs(x, hx.contiguous()), exact)
 
 
@@ -88,7 +88,7 @@ def test_a_gradient_is_pytorchs_own_in_training_and_evaluation() -> None:
 def test_autocast_gives_its_dtype_by_a_kernel(dtype: torch.dtype) -> None:
     ours, theirs, x, hx = case(2, False, False, False, True, torch.float32)
     with torch.no_grad():
-        exact = copy.deepcopy(theirs).double()(x.double(), hx.double())
+        exact = copy.deepcopy(theirs).double()(x.double(), hx.double().contiguous())
         with torch.autocast("cuda", dtype):
             assert tuned.explain(ours, x, hx).rule != "eager"
             found, reference = ours(x, hx), theirs(x, hx.contiguous())

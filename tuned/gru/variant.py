@@ -19,10 +19,12 @@ MAX_PIECES = 3  # of the columns: WIDTH_0 to WIDTH_2
 MIN_LOAD, MAX_LOAD = 4, 16  # bytes that the PTX of a thread loads at a time
 SMALLEST = 8  # units, and rows
 TILE_ROWS = 32  # below it one product of 16 rows is all there is, which every warp would compute
+STEPS_UNITS = 16
 FEWEST = 8  # with an eighth of the multiprocessors none came near the best
 WARPGROUP = 4  # warps that multiply together on Hopper
 MIN_PART = 16  # columns of a warp: the depth of a 16-bit tensor-core product
 MAX_STATE_PER_THREAD = 128  # elements of the rows of h that a thread holds while it waits, 16 bits each
+SMALL_GPU = 64  # multiprocessors
 LEAST_SHARED = (0, 120)  # capabilities: what fits these two fits all
 
 
@@ -39,7 +41,7 @@ class GruVariant:
     # "split": units times rows, each warp multiplying its part of the columns: few rows. "tile": rows times units.
     form: str = one_of("split", "tile", default="split")
     # Units of a program: 3 * block_hidden rows of weight_hh are read, and kept, by it.
-    block_hidden: int = one_of(8, 16, 32, 64, 128, 256, default=16)
+    block_hidden: int = one_of(8, 16, 32, 64, 128, default=16)
     # Rows of the batch of a program: their whole state is read by it at each step.
     block_batch: int = one_of(8, 16, 32, 64, 128, default=16)
     # How a program learns that the others have written: see the template. The order is that of simplicity.
@@ -134,6 +136,10 @@ def rejection(  # noqa: PLR0911 - one return a rule
         return None if rest == GruVariant() else "strategy='library' has no other knobs"
     if variant.strategy == "steps" and spec.stacked:
         return "strategy='steps' takes one layer: the layers of a stack wait for each other in one launch"
+    if variant.strategy == "steps" and not (
+        variant.splits_columns and variant.block_hidden <= STEPS_UNITS and variant.num_warps == GruVariant.num_warps
+    ):
+        return f"strategy='steps' reads its weights at each step, whatever the tile: only up to {STEPS_UNITS} units are tried"
     if (reason := _tile_rejection(spec, variant, capability)) is not None:
         return reason
     waits = variant.strategy == "persistent" and not alone(spec, variant)
@@ -168,7 +174,7 @@ def _size_rejection(spec: GruSpec, size: GruSize, variant: GruVariant, multiproc
     count = programs(spec, size, variant)
     fits = alone(spec, variant) or count <= multiprocessors
     if variant.strategy == "steps":
-        return f"strategy='persistent' takes the same {count} programs, and reads the weights once" if fits else None
+        return None
     if not fits:
         return f"{count} programs wait for each other, and {multiprocessors} multiprocessors may hold no more than one each"
     if count * FEWEST <= multiprocessors and max(variant.block_hidden, variant.block_batch) > SMALLEST:
@@ -206,18 +212,20 @@ def default_variant(spec: GruSpec, size: GruSize | None = None) -> GruVariant:
     """A variant that is right for any spec and size, if there is one that fits a small GPU.
 
     Where the library cannot do it, a launch a step, for which programs need not wait for each other; of a stack, one
-    for all, with as few programs as there may be.
+    for all, with about as many programs as a small GPU holds.
     """
     variant = GruVariant()
     if rejection(spec, size, variant) is None:
         return variant
-    tiles = itertools.product((16, 32, 64, 128, 8), (16, 32, 64, 8))
     strategy = "persistent" if spec.stacked else "steps"
+    tiles = itertools.product((16, 32, 64, 128, 8), (16, 8, 32, 64))
     tried = [GruVariant(strategy, block_hidden=units, block_batch=rows) for units, rows in tiles]
-    legal = [v for v in tried if all(rejection(spec, size, v, capability) is None for capability in LEAST_SHARED)]
-    if not legal:
-        return tried[0]
-    return legal[0] if size is None or not spec.stacked else min(legal, key=lambda v: programs(spec, size, v))
+    here = [v for v in tried if rejection(spec, size, v) is None]
+    legal = [v for v in here if all(rejection(spec, size, v, capability) is None for capability in LEAST_SHARED)]
+    if size is None or not spec.stacked or not legal:
+        return (legal or here or tried)[0]
+    # As many programs as a small GPU holds; where even the largest tiles are too many, the fewest.
+    return max(legal, key=lambda v: min(programs(spec, size, v), 2 * SMALL_GPU - programs(spec, size, v)))
 
 
 def distance(a: GruSpec, b: GruSpec) -> float:

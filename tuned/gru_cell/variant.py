@@ -167,7 +167,7 @@ def _library_rejection(spec: GruCellSpec, size: GruCellSize | None, variant: Gru
     elements = variant.block_batch * variant.block_hidden
     if reason := _unused(variant, "block_k", "k_parts", "num_stages", "schedule", "stacked", "order", "pdl"):
         return reason
-    if not 64 <= variant.block_hidden < 2 * next_power_of_2(max(spec.hidden, 64)) or variant.block_batch > 4:  # noqa: PLR2004
+    if not 64 <= variant.block_hidden < 2 * next_power_of_2(max(spec.hidden, 64)) or variant.block_batch > 8:  # noqa: PLR2004
         return f"a tile of {variant.block_batch} x {variant.block_hidden} is not tried for the gates of {spec.hidden} units"
     if elements > GATES_PER_THREAD * 32 * variant.num_warps:
         return f"{elements} elements on {variant.num_warps} warps are more than {GATES_PER_THREAD} a thread; larger tiles are not tried"

@@ -214,8 +214,8 @@ def _token(
 ):
     """[BLOCK_BATCH] offset of the token that a row takes at a step, in a tensor with these strides; int64."""
     # starts: first row of each step in the packed data; rows are sorted by length
-    t = tl.maximum(tl.where(BACKWARD, length - 1 - i_step, i_step), 0)
-    return (tl.load(starts + t) + i_batch) * stride_t
+    t = tl.where(BACKWARD, length - 1 - i_step, i_step)
+    return (tl.load(starts + tl.minimum(tl.maximum(t, 0), seq - 1)) + i_batch) * stride_t
 
 
 @triton.jit

@@ -214,8 +214,8 @@ def _token(
 ):
     """[BLOCK_BATCH] offset of the token that a row takes at a step, in a tensor with these strides; int64."""
     # starts: first row of each step in the packed data; rows are sorted by length
-    t = tl.maximum(tl.where(BACKWARD, length - 1 - i_step, i_step), 0)
-    return (tl.load(starts + t) + i_batch) * stride_t
+    t = tl.where(BACKWARD, length - 1 - i_step, i_step)
+    return (tl.load(starts + tl.minimum(tl.maximum(t, 0), seq - 1)) + i_batch) * stride_t
 
 
 @triton.jit
@@ -388,6 +388,8 @@ def gru_packed_stack_split(
                 _token(i_below, i_batch, length, seq, starts, between_stride_t, between_stride_b, backward) + below
             )
             m_wait = length > 0
+            # A sequence without a token may stand behind the last one: anything that may be read.
+            p_below = tl.where(m_wait, p_below, below)
             if EXCHANGE == "counter":
                 while tl.atomic_add(counter - row_tiles * 32, 0, sem="acquire") < unit_tiles * (i_step + 1 - t_begin):
                     pass

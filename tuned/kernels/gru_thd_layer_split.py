@@ -213,9 +213,9 @@ def _token(
     BACKWARD,
 ):
     """[BLOCK_BATCH] offset of the token that a row takes at a step, in a tensor with these strides; int64."""
-    # starts: cu_seqlens, first token of each sequence
-    t = tl.maximum(tl.where(BACKWARD, length - 1 - i_step, i_step), 0)
-    return (tl.load(starts + i_batch) + t).to(tl.int64) * stride_t
+    # starts: first token of each row's sequence
+    t = tl.where(BACKWARD, length - 1 - i_step, i_step)
+    return (starts + tl.maximum(t, 0)) * stride_t
 
 
 @triton.jit
@@ -304,6 +304,7 @@ def gru_thd_layer_split(
     i_batch = tl.minimum(i_batch, batch - 1)  # rows past the end are the last one again, and are not stored
     backward = i_cell == 1 if DIRECTIONS == 2 else i_cell < 0
     length = tl.load(lengths + i_batch)
+    starts = tl.load(starts + i_batch).to(tl.int64)
     t_stop = tl.minimum(t_end, tl.max(length, 0))
 
     weight_hh += i_cell.to(tl.int64) * weight_hh_stride

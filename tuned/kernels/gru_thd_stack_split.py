@@ -213,9 +213,9 @@ def _token(
     BACKWARD,
 ):
     """[BLOCK_BATCH] offset of the token that a row takes at a step, in a tensor with these strides; int64."""
-    # starts: cu_seqlens, first token of each sequence
-    t = tl.maximum(tl.where(BACKWARD, length - 1 - i_step, i_step), 0)
-    return (tl.load(starts + i_batch) + t).to(tl.int64) * stride_t
+    # starts: first token of each row's sequence
+    t = tl.where(BACKWARD, length - 1 - i_step, i_step)
+    return (starts + tl.maximum(t, 0)) * stride_t
 
 
 @triton.jit
@@ -311,6 +311,7 @@ def gru_thd_stack_split(
     backward = i_cell == 1 if DIRECTIONS == 2 else i_cell < 0
     lowest = i_cell == 0
     length = tl.load(lengths + i_batch)
+    starts = tl.load(starts + i_batch).to(tl.int64)
     t_stop = tl.minimum(t_end, tl.max(length, 0))
 
     weight_hh += i_cell.to(tl.int64) * weight_hh_stride
@@ -388,6 +389,8 @@ def gru_thd_stack_split(
                 _token(i_below, i_batch, length, seq, starts, between_stride_t, between_stride_b, backward) + below
             )
             m_wait = length > 0
+            # A sequence without a token may stand behind the last one: anything that may be read.
+            p_below = tl.where(m_wait, p_below, below)
             if EXCHANGE == "counter":
                 while tl.atomic_add(counter - row_tiles * 32, 0, sem="acquire") < unit_tiles * (i_step + 1 - t_begin):
                     pass
