@@ -18,6 +18,7 @@ import tune
 from generator.keeping.journal import Journal
 from generator.keeping.record import save_winner
 from generator.keeping.storage import open_storage
+from generator.problem import Problem
 from generator.rendering.structures import structures
 from generator.searching.pool import legal_pool
 from generator.telling.blocks import answer, per_thread
@@ -27,11 +28,21 @@ from generator.telling.html.block_size import block_answer
 from generator.telling.html.charts import Axis, apart, byte_name, count_name, number
 from generator.telling.html.page import Sources, page
 from generator.telling.importance import importances, knobs_of, spread
-from generator.workload import WORKLOADS, default_problems
+from generator.workload import WORKLOADS
 from tests.fakes import ENVIRONMENT
 from tests.test_record import winner
+from tuned.gru_cell.spec import GruCellSize, GruCellSpec
 
-GRU = default_problems("gru_cell")
+# In place there is the library's form only, whose tile has three knobs.
+GRU = [
+    Problem(name, "gru_cell", GruCellSpec("bfloat16", hidden, (hidden,), bias=bias, inplace=True), GruCellSize(batch))
+    for name, hidden, batch, bias in (
+        ("gru_cell_512_64", 512, 64, True),
+        ("gru_cell_1024_64", 1024, 64, True),
+        ("gru_cell_512_1024", 512, 1024, True),
+        ("gru_cell_1024_inplace_64", 1024, 64, False),
+    )
+]
 VOID = {"meta", "link", "br"}
 BY_THREAD = {1: 1.3, 2: 1.1, 4: 1.0, 8: 1.2, 16: 1.6}  # features a thread -> cost
 
@@ -75,7 +86,7 @@ def test_the_knob_that_alone_decides_is_the_important_one() -> None:
     found = importances(times)
     assert max(found, key=found.__getitem__) == "num_warps"
     assert sum(found.values()) == pytest.approx(1)
-    assert found["num_warps"] > 0.6
+    assert found["num_warps"] > 0.4
 
 
 def test_importances_need_trials_and_knobs_that_varied() -> None:
@@ -87,7 +98,7 @@ def test_importances_need_trials_and_knobs_that_varied() -> None:
 def test_a_choice_costs_what_the_best_variant_with_it_is_above_the_best() -> None:
     found = {k.name: k for k in knobs_of([landscape(p, lambda _p, v: 8.0 + v.num_warps).times for p in GRU])}
     costs = found["num_warps"].costs
-    assert [round(costs[n].median, 3) for n in (1, 2, 4, 8)] == [0.0, 11.111, 33.333, 77.778]
+    assert [round(costs[n].median, 3) for n in (2, 4, 8)] == [0.0, 20.0, 60.0]
     assert costs[8].problems == len(GRU)
     assert knobs_of([]) == []
 
@@ -97,7 +108,7 @@ def test_the_rule_of_the_block_is_the_measure_that_explains_the_times() -> None:
     assert found is not None
     assert (found.rules[0].measure, found.rules[0].value) == ("features a thread", 4)
     assert found.rules[0].cost.worst == 0
-    assert [c.median for c in found.curves["features a thread"].values()] == pytest.approx([30, 10, 0, 20, 60])
+    assert [c.median for c in found.curves["features a thread"].values()] == pytest.approx([30, 10, 0, 20])
     assert answer([]) is None
     assert answer([History(GRU[0], {}, {next(iter(legal_pool(GRU[0], 90).variants)): "spills"})]) is None
 
@@ -143,7 +154,7 @@ def test_failures_are_grouped_by_their_reason_without_its_numbers() -> None:
         ("the result is wrong", 2, 2),
     ]
     assert found[0].reason == reasons[0]
-    assert found[0].example.startswith(f"{GRU[0].name}: block_batch=")
+    assert found[0].example.startswith(f"{GRU[0].name}: form=library block_batch=")
 
 
 def result_row(**changes: Any) -> dict[str, Any]:
@@ -333,7 +344,7 @@ def test_the_page_says_what_was_measured(sources: Sources) -> None:
         "1.04\N{MULTIPLICATION SIGN}",  # the default over the winner, median of three
         "Choose it by the thread: 4 features a thread",
         "From the journal, 4 problems",
-        "4 of 216 variants tried, out of the journal",
+        f"4 of {sum(len(legal_pool(p, 90).variants) + 1 for p in GRU)} variants tried, out of the journal",
         "<script>alert('no')</script> & 8",  # as text
         "Where a peer is faster: 1 of 2 calls",
         "flash_attn",

@@ -243,4 +243,3 @@ def problems() -> Iterator[Problem]:
     yield problem("gru_fp32_512x16x512", GruSpec("float32", 512), 512, 16)
     yield problem("gru_fp32_ieee_512x16x256", GruSpec("float32", 256, precision="ieee"), 512, 16)
     yield problem("gru_two_layers_512x16x512", bf16(512, layers=2), 512, 16)
-    yield problem("gru_thd_512x16x512", bf16(512, layout="thd"), 512, 16)

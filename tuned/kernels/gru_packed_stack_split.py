@@ -388,8 +388,6 @@ def gru_packed_stack_split(
                 _token(i_below, i_batch, length, seq, starts, between_stride_t, between_stride_b, backward) + below
             )
             m_wait = length > 0
-            # A sequence without a token may stand behind the last one: anything that may be read.
-            p_below = tl.where(m_wait, p_below, below)
             if EXCHANGE == "counter":
                 while tl.atomic_add(counter - row_tiles * 32, 0, sem="acquire") < unit_tiles * (i_step + 1 - t_begin):
                     pass

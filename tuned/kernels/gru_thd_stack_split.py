@@ -311,8 +311,12 @@ def gru_thd_stack_split(
     backward = i_cell == 1 if DIRECTIONS == 2 else i_cell < 0
     lowest = i_cell == 0
     length = tl.load(lengths + i_batch)
-    starts = tl.load(starts + i_batch).to(tl.int64)
     t_stop = tl.minimum(t_end, tl.max(length, 0))
+    # A row without a token reads what another one does: all rows that a thread looks at must be waited for alike.
+    i_spare = tl.max(tl.where(length > 0, i_batch, 0), 0)
+    spare_start = tl.load(starts + i_spare).to(tl.int64)
+    spare_length = tl.load(lengths + i_spare)
+    starts = tl.load(starts + i_batch).to(tl.int64)
 
     weight_hh += i_cell.to(tl.int64) * weight_hh_stride
     w_r0, w_z0, w_n0 = _weights(weight_hh, i_hidden, HIDDEN, 0, WIDTH_0, SPLITS, PRECISION)
@@ -389,8 +393,12 @@ def gru_thd_stack_split(
                 _token(i_below, i_batch, length, seq, starts, between_stride_t, between_stride_b, backward) + below
             )
             m_wait = length > 0
-            # A sequence without a token may stand behind the last one: anything that may be read.
-            p_below = tl.where(m_wait, p_below, below)
+            i_below = tl.minimum(i_step, spare_length - 1)
+            p_spare = below + _token(
+                i_below, i_spare, spare_length, seq, spare_start, between_stride_t, between_stride_b, backward
+            )
+            p_below = tl.where(m_wait, p_below, p_spare)
+            m_wait = length >= 0
             if EXCHANGE == "counter":
                 while tl.atomic_add(counter - row_tiles * 32, 0, sem="acquire") < unit_tiles * (i_step + 1 - t_begin):
                     pass
@@ -411,6 +419,12 @@ def gru_thd_stack_split(
             p_last = _token(done - 1, i_batch, length, seq, starts, out_stride_t, out_stride_b, backward)
             p_state = tl.where(done == 0, h_0 + i_batch.to(tl.int64) * h_0_stride_b, out + p_last)
             m_wait = (done > 0) & (i_step > t_begin)
+            i_last = tl.minimum(i_step, spare_length) - 1
+            p_spare = out + _token(
+                i_last, i_spare, spare_length, seq, spare_start, out_stride_t, out_stride_b, backward
+            )
+            p_state = tl.where((length > 0) | (i_step == t_begin), p_state, p_spare)
+            m_wait = (length >= 0) & (i_step > t_begin)
             if EXCHANGE == "counter":
                 if i_step > t_begin:
                     while tl.atomic_add(counter, 0, sem="acquire") < unit_tiles * (i_step - t_begin):
