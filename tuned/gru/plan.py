@@ -29,6 +29,7 @@ Result = tuple[torch.Tensor, torch.Tensor]
 _PLANS: dict[Any, Any] = {}  # key of a call -> (input, hx, weights) -> (output, h_n), or None if it cannot be after all
 _grad_enabled = torch.is_grad_enabled
 _FLOAT32 = torch.float32
+SMALL_PRODUCT = 2**29  # multiplications: 20 us at the 50 TFLOP/s that an H200 has for float32
 
 
 def _key(x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...]) -> Any:
@@ -49,6 +50,16 @@ def gru_precision() -> str:
     return "tf32" if (torch.backends.cudnn.allow_tf32 if now is None else now == "tf32") else "ieee"
 
 
+def by_library(rows: int, weight: torch.Tensor, precision: str) -> bool:
+    """Whether the library multiplies the input of a layer, whatever its setting for float32 GEMMs.
+
+    It does unless that setting is not a GRU's; and where it is the more exact one, for what takes no time.
+    """
+    if weight.dtype is not _FLOAT32 or precision_of(_FLOAT32) == precision:
+        return True
+    return precision == "tf32" and rows * weight.numel() <= SMALL_PRODUCT
+
+
 def known(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...]) -> Result | None:
     """The result of a call just like one that was served before, nothing checked again; None for any other.
 
@@ -67,8 +78,8 @@ def learn(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurre
     key = _key(call.input, call.hx, call.weights, settings)
     if key is None or not spec.dense or variant.strategy != "persistent":
         return
-    if call.input.dtype is _FLOAT32 and spec.precision != precision_of(_FLOAT32):
-        return  # its input was not multiplied by the library
+    if not by_library(call.input.shape[:-1].numel(), call.weights[0], spec.precision):
+        return
     if recurrence.h_0.data_ptr() != call.hx.data_ptr():
         return  # it had to be copied, which every call must do again
     launch = sequence(spec, variant, recurrence, 0, recurrence.seq)
@@ -84,7 +95,7 @@ def _plan(
     device, dtype = call.input.device, call.input.dtype
     tokens, hidden, each = call.input.shape[:-1], spec.hidden, 4 if spec.bias else 2
     width, item, index = spec.directions * hidden, spec.item, device.index
-    cells, counted = spec.layers * spec.directions, counters_needed(spec, recurrence.batch)
+    counted = counters_needed(spec, recurrence.batch)
     fills, counts = not alone(spec, variant) and variant.exchange != "counter", variant.exchange == "counter"
     integer = INTEGERS[item]
     out_shape, between_shape = (*tokens, width), (spec.layers - 1, *tokens, width)
@@ -94,13 +105,16 @@ def _plan(
     apart_ih = recurrence.weight_ih.stride(0) * item if spec.stacked else 0
     rows, features = tokens.numel(), call.input.shape[-1]
 
-    def first(weights: Any, kind: int, start: int, step: Any) -> int:
-        """The address of the first cell's tensor of a kind, if those of the others follow it evenly; else 0."""
-        at = weights[start * each + kind].data_ptr()
-        for cell in range(start + 1, cells):
-            if weights[cell * each + kind].data_ptr() != at + (cell - start) * step:
-                return 0
-        return at  # type: ignore[no-any-return]
+    def stack(weights: Any, kind: int, start: int, step: Any) -> tuple[int, Any]:
+        """The address of the first cell's tensor of a kind, the others ``step`` bytes apart; and what must stay for it."""
+        given = weights[start * each + kind :: each]
+        at = given[0].data_ptr()
+        if all(w.data_ptr() == at + cell * step for cell, w in enumerate(given)):
+            return at, None
+        if step != given[0].numel() * item:
+            return 0, None
+        copy = torch.stack(given)
+        return copy.data_ptr(), copy
 
     def made(shape: Any) -> torch.Tensor:
         if fills:  # all ones, which readers wait to see go away
@@ -110,9 +124,10 @@ def _plan(
     def plan(x: Any, hx: Any, weights: Any) -> Result | None:
         if enter.calls or leave.calls:  # a profiler listens: the public launch tells it what it wants to know
             return None
-        pointers = [first(weights, kind, 0, apart[kind - 1]) for kind in range(1, each)]
+        stacks = [stack(weights, kind, 0, apart[kind - 1]) for kind in range(1, each)]
         if spec.stacked:
-            pointers.insert(0, first(weights, 0, 1, apart_ih))
+            stacks.insert(0, stack(weights, 0, 1, apart_ih))
+        pointers = [at for at, _ in stacks]
         if 0 in pointers:
             return None
         flat = x.reshape(rows, features)

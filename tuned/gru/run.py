@@ -16,9 +16,9 @@ from tuned import misses
 from tuned.family import FAMILIES
 from tuned.gpu import gpu_of, why_eager
 from tuned.gru.launches import Recurrence, counters_needed
-from tuned.gru.plan import gru_precision, learn
+from tuned.gru.plan import by_library, gru_precision, learn
 from tuned.gru.spec import DTYPES, PRECISIONS, GruSize, GruSpec
-from tuned.gru_cell.prepare import precision_of, rows_of
+from tuned.gru_cell.prepare import rows_of
 from tuned.launch import Launch
 from tuned.launcher import bare, bare_supported, hooks, kernel, launch_public, run_step
 from tuned.linear_cat.launches import call_of as linear_call
@@ -188,8 +188,8 @@ def _recur(  # noqa: PLR0913 - a part of a call
 
 
 def _project(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, precision: str) -> None:
-    """Out = rows @ weight.T: by the library, unless its setting is not what a GRU's products are to be made with."""
-    if rows.dtype == torch.float32 and precision != precision_of(rows.dtype):
+    """``out = rows @ weight.T``, in a precision that the products of a GRU are to be made with."""
+    if not by_library(rows.shape[0], weight, precision):
         spec = LinearCatSpec("float32", (rows.shape[1],), weight.shape[0], bias=False, precision=precision)
         variant = _projection(spec, LinearCatSize(rows.shape[0]), gpu_of(rows.device))
         if variant is not None:
