@@ -132,7 +132,7 @@ CASES: list[tuple[GruSpec, GruVariant]] = [
     (GruSpec("bfloat16", 96), GruVariant("persistent", "split", 16, 16, "spin")),
     (GruSpec("float32", 96, layout="packed", directions=2), GruVariant("persistent", "tile", 32, 32, "counter")),
     (GruSpec("float16", 96, layout="thd", layers=2), GruVariant("persistent", "split", 16, 16, "probe")),
-    (GruSpec("bfloat16", 96, layers=3), GruVariant("persistent", "tile", 32, 32, "counter")),
+    (GruSpec("bfloat16", 96, layers=3), GruVariant("persistent", "split", 32, 8, "counter")),
     (GruSpec("bfloat16", 40), GruVariant("steps", "split", 16, 8)),
     (GruSpec("float16", 40, directions=2), GruVariant()),
 ]

@@ -31,7 +31,7 @@ A, B = GruCellVariant(num_warps=2), GruCellVariant(num_warps=8)
 class Enlarged(GruCellVariant):
     """The space with a knob more, and a choice less."""
 
-    block_hidden: int = one_of(128, 256, 512, 1024, default=256)
+    block_hidden: int = one_of(8, 128, 256, 512, 1024, default=8)
     unroll: int = one_of(1, 2, 4, default=2)
 
 

@@ -12,6 +12,7 @@ from tuned.launch import ceil_div, next_power_of_2
 # What a tile's size depends on; the other knobs are free at their defaults.
 CORE_KNOBS = ("form", "block_batch", "block_hidden", "block_k", "k_parts", "num_stages", "num_warps")
 PDL_CAPABILITY = 90  # griddepcontrol: PTX ISA, sm_90 and up
+MAX_SUMS = 4096  # rows x units, of each of four sums, before Hopper
 # Shared memory a program may have, in bytes: CUDA C++ Programming Guide, table of compute capabilities.
 SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 OTHER_SHARED_BYTES = 64 * 1024  # AMD's CDNA 3, and what is not known
@@ -299,5 +300,13 @@ def adapt(variant: GruCellVariant, spec: GruCellSpec, to: GruCellSpec) -> GruCel
 
 
 def fit(variant: GruCellVariant, capability: int) -> GruCellVariant:
-    """The variant as another architecture can run it: without what only newer ones have."""
-    return variant if capability >= PDL_CAPABILITY else dataclasses.replace(variant, pdl=False)
+    """The variant as another architecture can run it: without what only newer ones have, or only Hopper's compiler can."""
+    if capability < PDL_CAPABILITY:
+        variant = dataclasses.replace(variant, pdl=False)
+        if variant.form == "tile":  # sums are in registers where a warpgroup does not share them: larger tiles spill
+            units = min(variant.block_hidden, max(8, MAX_SUMS // variant.block_batch))
+            variant = dataclasses.replace(variant, block_hidden=units)
+    if variant.form == "tile" and capability > PDL_CAPABILITY:
+        # Blackwell's tensor memory: Triton 3.7 does not compile sums that a loop puts aside, and takes more shared memory.
+        variant = dataclasses.replace(variant, schedule="two")
+    return variant
