@@ -29,10 +29,10 @@ from tuned.choices import choices
 from tuned.gru.launches import kernel_name as sequence_name
 from tuned.gru.launches import kernel_names as sequence_kernel_names
 from tuned.gru.spec import LAYOUTS as SEQUENCE_LAYOUTS
-from tuned.gru.spec import PRECISIONS, GruSpec
+from tuned.gru.spec import GruSpec
 from tuned.gru.variant import GruVariant, rejection
 from tuned.gru_cell.launches import kernel_name as gru_cell_name
-from tuned.gru_cell.spec import DTYPES, GruCellSpec
+from tuned.gru_cell.spec import DTYPES, PRECISIONS, GruCellSpec
 from tuned.gru_cell.variant import GruCellVariant
 from tuned.linear_cat.launches import kernel_name as linear_cat_name
 from tuned.linear_cat.spec import LinearCatSpec

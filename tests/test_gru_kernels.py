@@ -12,8 +12,9 @@ from tests import pairwise
 from tests.gru_sequences import Sequences, assert_right, build, run_windows
 from tests.run import INTERPRETED
 from tuned.choices import choices
-from tuned.gru.spec import DTYPES, LAYOUTS, GruSize, GruSpec
+from tuned.gru.spec import LAYOUTS, GruSize, GruSpec
 from tuned.gru.variant import GruVariant, alone, pieces, programs, rejection
+from tuned.gru_cell.spec import DTYPES
 from tuned.launch import ceil_div
 
 SHAPES = {"layer": (1, 1), "both": (2, 1), "stack": (1, 2), "tall": (1, 3)}  # directions, layers

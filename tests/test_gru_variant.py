@@ -11,10 +11,9 @@ import pytest
 from generator.families.gru import problems
 from tests.pairwise import sample
 from tuned.choices import choices
-from tuned.gru.spec import DTYPES, LAYOUTS, PRECISIONS, GruSize, GruSpec
+from tuned.gru.spec import LAYOUTS, GruSize, GruSpec
 from tuned.gru.variant import (
     MIN_PART,
-    SHARED_BYTES,
     GruVariant,
     adapt,
     alone,
@@ -25,6 +24,7 @@ from tuned.gru.variant import (
     programs,
     rejection,
 )
+from tuned.gru_cell.spec import DTYPES, PRECISIONS
 
 PERSISTENT = GruVariant("persistent", exchange="spin")
 BF16, SMALL = GruSpec("bfloat16", 512), GruSpec("bfloat16", 60)
@@ -301,7 +301,6 @@ def test_architectures_with_little_shared_memory_have_a_limit() -> None:
     variant = v(block_hidden=32, block_batch=8, num_warps=8, exchange="counter")
     assert rejection(wide, None, variant, 90) is None
     for capability in (86, 89, 120, 121):
-        assert capability not in SHARED_BYTES
         assert "101376" in str(rejection(wide, None, variant, capability))
 
 

@@ -17,8 +17,9 @@ from tuned.family import FAMILIES
 from tuned.gpu import gpu_of, why_eager
 from tuned.gru.launches import Recurrence, counters_needed
 from tuned.gru.plan import by_library, gru_precision, learn
-from tuned.gru.spec import DTYPES, PRECISIONS, GruSize, GruSpec
+from tuned.gru.spec import GruSize, GruSpec
 from tuned.gru_cell.prepare import rows_of
+from tuned.gru_cell.spec import DTYPES
 from tuned.launch import Launch
 from tuned.launcher import bare, bare_supported, hooks, kernel, launch_public, run_step
 from tuned.linear_cat.launches import call_of as linear_call
@@ -100,7 +101,7 @@ def _spec(call: GruCall, layers: int) -> tuple[GruSpec, GruSize]:
         directions=2 if call.bidirectional else 1,
         layers=layers,
         bias=call.has_biases,
-        precision=gru_precision() if call.input.dtype == torch.float32 else PRECISIONS[0],
+        precision=gru_precision() if call.input.dtype == torch.float32 else "tf32",
     )
     return spec, GruSize(call.hx.shape[1], _steps(call))
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-DTYPES = ("float32", "float16", "bfloat16")
-ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes
+from tuned.gru_cell.spec import DTYPES, ITEM_SIZE, PRECISIONS
+
 LAYOUTS = ("dense", "packed", "thd")
-PRECISIONS = ("tf32", "ieee")
 
 
 @dataclasses.dataclass(frozen=True)

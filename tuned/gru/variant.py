@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+from tuned.architecture import LEAST_SHARED, shared_limit
 from tuned.choices import one_of
 from tuned.gru.spec import GruSize, GruSpec
 from tuned.launch import ceil_div, next_power_of_2
 
 CORE_KNOBS = ("strategy", "form", "block_hidden", "block_batch", "num_warps")
-# Shared memory that one program can have, bytes, by compute capability (CUDA programming guide); 0 is AMD's 64 KiB.
-SHARED_BYTES = {0: 65536, 75: 65536, 80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448}
-SMALL_SHARED_BYTES = 101376  # 86, 89, 120 and what is not known
 PTX_EXCHANGES = ("spin", "probe")
 SPIN_CAPABILITY = {2: 90, 4: 70}  # bytes of an element -> max.u16x2 is of sm_90, ld.relaxed of sm_70
 MAX_PIECES = 3  # of the columns: WIDTH_0 to WIDTH_2
@@ -25,7 +23,6 @@ WARPGROUP = 4  # warps that multiply together on Hopper
 MIN_PART = 16  # columns of a warp: the depth of a 16-bit tensor-core product
 MAX_STATE_PER_THREAD = 128  # elements of the rows of h that a thread holds while it waits, 16 bits each
 SMALL_GPU = 64  # multiprocessors
-LEAST_SHARED = (0, 120)  # capabilities: what fits these two fits all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +196,7 @@ def _tile_rejection(spec: GruSpec, variant: GruVariant, capability: int) -> str 
         and variant.block_batch * variant.block_hidden < 128 * threads // 32
     ):
         return "form='tile' has too few elements for its warps, which would all compute the same"
-    limit = SHARED_BYTES.get(capability, SMALL_SHARED_BYTES)
+    limit = shared_limit(capability)
     if (needed := shared_bytes(spec, variant)) > limit:
         return f"{needed} bytes of weights and state are more than the {limit} of shared memory that a program can have"
     columns = max(pieces(spec.hidden, variant.splits))

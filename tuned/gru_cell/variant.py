@@ -5,19 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from tuned.architecture import LEAST_SHARED, PDL_CAPABILITY, shared_limit
 from tuned.choices import one_of
 from tuned.gru_cell.spec import ITEM_SIZE, GruCellSize, GruCellSpec
 from tuned.launch import ceil_div, next_power_of_2
 
 # What a tile's size depends on; the other knobs are free at their defaults.
 CORE_KNOBS = ("form", "block_batch", "block_hidden", "block_k", "k_parts", "num_stages", "num_warps")
-PDL_CAPABILITY = 90  # griddepcontrol: PTX ISA, sm_90 and up
 MAX_SUMS = 4096  # rows x units, of each of four sums, before Hopper
-# Shared memory a program may have, in bytes: CUDA C++ Programming Guide, table of compute capabilities.
-SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-OTHER_SHARED_BYTES = 64 * 1024  # AMD's CDNA 3, and what is not known
-DESKTOP_SHARED_BYTES = 99 * 1024  # of compute capability 12
-LEAST_SHARED = (0, 120)  # capabilities: what fits these two fits all
 WAVE = 132  # programs that start together: as many as an H200 has multiprocessors
 FEWEST, MOST = 96, 320  # programs of the tensor cores' forms, where another tile has more or fewer
 LARGE_TILE = 4096  # rows x units
@@ -83,13 +78,6 @@ class GruCellVariant:
             self.block_batch * self.block_hidden,
             self.block_k,
         )
-
-
-def shared_limit(capability: int) -> int:
-    """Bytes of shared memory that a program may have on a compute capability (90 is 9.0; 0 is AMD's)."""
-    if capability >= 120:  # noqa: PLR2004 - 12.0
-        return DESKTOP_SHARED_BYTES
-    return SHARED_BYTES.get(capability, SHARED_BYTES[100] if capability > 90 else OTHER_SHARED_BYTES)  # noqa: PLR2004
 
 
 def lanes(spec: GruCellSpec) -> int:

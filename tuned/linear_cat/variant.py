@@ -6,16 +6,14 @@ import dataclasses
 import itertools
 import math
 
+from tuned.architecture import LEAST_SHARED, PDL_CAPABILITY, shared_limit
 from tuned.choices import one_of
 from tuned.gru_cell.spec import ITEM_SIZE
 from tuned.gru_cell.variant import (
-    LEAST_SHARED,
     MAX_VECTOR_BLOCKS,
-    PDL_CAPABILITY,
     VECTOR_REGISTERS,
     VECTOR_ROWS,
     WAVE,
-    shared_limit,
 )
 from tuned.launch import ceil_div, next_power_of_2
 from tuned.linear_cat.spec import LinearCatSize, LinearCatSpec

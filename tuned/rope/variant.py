@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from tuned.architecture import PDL_CAPABILITY
 from tuned.choices import choices, one_of
 from tuned.launch import next_power_of_2
 from tuned.rope.spec import ITEM_SIZE, RopeSize, RopeSpec
 
 # 64 float32 values and their angles, a quarter of a thread's 255 registers and more. Larger tiles were not measured.
 MAX_PAIRS_PER_THREAD = 32
-PDL_CAPABILITY = 90  # griddepcontrol: PTX ISA, sm_90 and up
 MAX_PAIRS_IN_LOOP = 8  # a loop holds its angles beside the tile; with more pairs none was near the best
 MIN_PAIRS_PER_THREAD = 2  # as many 16-bit features as a load of 4 bytes; with one pair none was near the best
 ADAPTED_HEADS = 8  # 2 x 16 on 4 warps was 80 percent slower than 4 x 8 with the same pairs (head_dim 64, H200)
