@@ -9,6 +9,7 @@ is given. A program owns BLOCK_HIDDEN units of BLOCK_BATCH rows and keeps its ro
 h' goes to the output, from where the other programs of the rows read it at the next step. They wait
 EXCHANGE = "spin": until no 16 bytes of it hold the bits 11..1, with which the output was filled before the launch and
     which no result has; the loop is in PTX, one for each thread, so that nothing else waits;
+"probe": for the same, first for one load of each thread, so that large tiles are not loaded in vain;
 "poll": for the same with ordinary loads, on any GPU;
 "counter": until all programs of the rows have counted themselves;
 "none": not at all.
