@@ -40,61 +40,29 @@ class Family:
     launches: Callable[..., tuple[Step, ...]]  # (spec, variant, call) -> all that runs, in order
 
 
+def _family(name: str, prefix: str, spec: Any, variant: Any, launches: Any) -> Family:
+    """The family whose types start with ``prefix`` and whose functions stand in three modules."""
+    return Family(
+        name=name,
+        spec_type=getattr(spec, f"{prefix}Spec"),
+        size_type=getattr(spec, f"{prefix}Size"),
+        variant_type=getattr(variant, f"{prefix}Variant"),
+        core_knobs=variant.CORE_KNOBS,
+        rejection=variant.rejection,
+        default_variant=variant.default_variant,
+        distance=variant.distance,
+        adapt=variant.adapt,
+        fit=variant.fit,
+        kernel_names=launches.kernel_names,
+        launches=launches.launches,
+    )
+
+
 FAMILIES = {
-    "rope": Family(
-        name="rope",
-        spec_type=tuned.rope.spec.RopeSpec,
-        size_type=tuned.rope.spec.RopeSize,
-        variant_type=tuned.rope.variant.RopeVariant,
-        core_knobs=tuned.rope.variant.CORE_KNOBS,
-        rejection=tuned.rope.variant.rejection,
-        default_variant=tuned.rope.variant.default_variant,
-        distance=tuned.rope.variant.distance,
-        adapt=tuned.rope.variant.adapt,
-        fit=tuned.rope.variant.fit,
-        kernel_names=tuned.rope.launches.kernel_names,
-        launches=tuned.rope.launches.launches,
+    "rope": _family("rope", "Rope", tuned.rope.spec, tuned.rope.variant, tuned.rope.launches),
+    "gru_cell": _family("gru_cell", "GruCell", tuned.gru_cell.spec, tuned.gru_cell.variant, tuned.gru_cell.launches),
+    "linear_cat": _family(
+        "linear_cat", "LinearCat", tuned.linear_cat.spec, tuned.linear_cat.variant, tuned.linear_cat.launches
     ),
-    "gru_cell": Family(
-        name="gru_cell",
-        spec_type=tuned.gru_cell.spec.GruCellSpec,
-        size_type=tuned.gru_cell.spec.GruCellSize,
-        variant_type=tuned.gru_cell.variant.GruCellVariant,
-        core_knobs=tuned.gru_cell.variant.CORE_KNOBS,
-        rejection=tuned.gru_cell.variant.rejection,
-        default_variant=tuned.gru_cell.variant.default_variant,
-        distance=tuned.gru_cell.variant.distance,
-        adapt=tuned.gru_cell.variant.adapt,
-        fit=tuned.gru_cell.variant.fit,
-        kernel_names=tuned.gru_cell.launches.kernel_names,
-        launches=tuned.gru_cell.launches.launches,
-    ),
-    "linear_cat": Family(
-        name="linear_cat",
-        spec_type=tuned.linear_cat.spec.LinearCatSpec,
-        size_type=tuned.linear_cat.spec.LinearCatSize,
-        variant_type=tuned.linear_cat.variant.LinearCatVariant,
-        core_knobs=tuned.linear_cat.variant.CORE_KNOBS,
-        rejection=tuned.linear_cat.variant.rejection,
-        default_variant=tuned.linear_cat.variant.default_variant,
-        distance=tuned.linear_cat.variant.distance,
-        adapt=tuned.linear_cat.variant.adapt,
-        fit=tuned.linear_cat.variant.fit,
-        kernel_names=tuned.linear_cat.launches.kernel_names,
-        launches=tuned.linear_cat.launches.launches,
-    ),
-    "gru": Family(
-        name="gru",
-        spec_type=tuned.gru.spec.GruSpec,
-        size_type=tuned.gru.spec.GruSize,
-        variant_type=tuned.gru.variant.GruVariant,
-        core_knobs=tuned.gru.variant.CORE_KNOBS,
-        rejection=tuned.gru.variant.rejection,
-        default_variant=tuned.gru.variant.default_variant,
-        distance=tuned.gru.variant.distance,
-        adapt=tuned.gru.variant.adapt,
-        fit=tuned.gru.variant.fit,
-        kernel_names=tuned.gru.launches.kernel_names,
-        launches=tuned.gru.launches.launches,
-    ),
+    "gru": _family("gru", "Gru", tuned.gru.spec, tuned.gru.variant, tuned.gru.launches),
 }
