@@ -11,6 +11,7 @@ import torch
 import tuned
 from tests.gru_calls import FEATURES, B, H, T, kernels, weights_of
 from tuned.dispatch import gru, gru_cell, linear_cat
+from tuned.gru.arguments import checked_cell
 
 if TYPE_CHECKING:
     from tuned.gru.arguments import GruCall
@@ -215,3 +216,16 @@ def test_dropout_counts_between_layers_in_training_alone(kernels: list[GruCall])
         gru(X, hx, two, num_layers=2, dropout=0.5)
         gru(X, hx, two, num_layers=2, dropout=0.5, training=True)
     assert [call.dropout for call in kernels] == [0.0, 0.0, 0.5]
+
+
+def test_segments_are_checked_without_being_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object, **_kwargs: object) -> torch.Tensor:
+        raise AssertionError("the segments were concatenated to look at their shape")
+
+    monkeypatch.setattr(torch, "cat", refuse)
+    a, b, h = torch.ones(2, 3), torch.ones(2, 4), torch.ones(2, 5)
+    segments, _ = checked_cell((a, b), h, torch.ones(15, 7), torch.ones(15, 5), None, None, inplace=False)
+    assert segments[0] is a
+    assert segments[1] is b
+    with pytest.raises(ValueError, match=r"weight_ih must be \[15, 7\]"):
+        checked_cell((a, b), h, torch.ones(15, 8), torch.ones(15, 5), None, None, inplace=False)

@@ -234,7 +234,13 @@ def checked_cell(  # noqa: PLR0913 - the arguments of the public call
         if not segments:
             raise ValueError("x must have at least one segment, got an empty tuple")
     given = (h, weight_ih, weight_hh, bias_ih, bias_hh)
-    together: tuple[Any, ...] = (segments[0] if len(segments) == 1 else torch.cat(segments, -1), *given)
+    # Only its shape, dtype and device are looked at: nothing is copied for that.
+    whole = (
+        segments[0]
+        if len(segments) == 1
+        else segments[0].new_empty((len(segments[0]), sum(t.shape[1] for t in segments)))
+    )
+    together: tuple[Any, ...] = (whole, *given)
     dtype = autocast_dtype(h.device.type) if isinstance(h, torch.Tensor) else None
     if dtype is not None:  # dtypes may differ, since all will be cast
         together = tuple(t.to(dtype) if isinstance(t, torch.Tensor) else t for t in together)

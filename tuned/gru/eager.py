@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tuned.gru.arguments import check_lengths
+from tuned.segments import joined
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,8 +95,3 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
 def linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The linear over all segments, differentiable: [..., n]."""
     return torch.nn.functional.linear(joined(inputs), weight, bias)
-
-
-def joined(segments: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The segments in the last axis, one after another; a single one as it is."""
-    return segments[0] if len(segments) == 1 else torch.cat(list(segments), -1)

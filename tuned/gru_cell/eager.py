@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tuned.segments import joined
+
 if TYPE_CHECKING:
     from tuned.gru_cell.launches import GruCellCall
     from tuned.gru_cell.spec import GruCellSpec
@@ -13,7 +15,6 @@ if TYPE_CHECKING:
 
 def cell(spec: GruCellSpec, call: GruCellCall) -> torch.Tensor:
     """The next state [batch, hidden], in ``call.h`` itself in place; segments are concatenated."""
-    x = call.x0 if len(call.segments) == 1 else torch.cat(call.segments, -1)
     # torch.gru_cell, not torch._VF's: that is what tuned.nn.patched replaces.
-    out = torch.gru_cell(x, call.h, call.weight_ih, call.weight_hh, call.bias_ih, call.bias_hh)
+    out = torch.gru_cell(joined(call.segments), call.h, call.weight_ih, call.weight_hh, call.bias_ih, call.bias_hh)
     return call.h.copy_(out) if spec.inplace else out

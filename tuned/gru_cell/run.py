@@ -19,6 +19,7 @@ from tuned.launch import Launch
 from tuned.launcher import kernel, launch_public, run_step
 from tuned.overwrite import bump_version
 from tuned.plan import Bare, bare_launch, current_device, remember, tracing, transforms_active
+from tuned.segments import joined
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,8 +119,7 @@ def run_cell(  # noqa: PLR0913 - the tensors of the public call
         spec, size = spec_of(tuple(t.shape[1] for t in used(segments)), h, bias_ih, inplace)
         variant = variant_of(spec, size, gpu_of(h.device))
     if variant is None:
-        x = segments[0] if len(segments) == 1 else torch.cat(tuple(segments), -1)
-        out = torch.gru_cell(x, *given)
+        out = torch.gru_cell(joined(segments), *given)
         return h.copy_(out) if inplace else out
     call = prepared(segments, *given, inplace)
     compiled = _launched(spec, variant, call)

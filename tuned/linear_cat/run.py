@@ -21,6 +21,7 @@ from tuned.linear_cat.launches import LinearCatCall, call_of, launches
 from tuned.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.lookup import Choice, Gpu, choose
 from tuned.plan import bare_launch, modes, remember, traits
+from tuned.segments import joined
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,8 +96,7 @@ def run_linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: t
     choice_size = None if why_not(inputs, weight) is not None else _spec_of(inputs, weight, bias)
     variant = None if choice_size is None else _variant_of(*choice_size, gpu_of(weight.device))
     if choice_size is None or variant is None:
-        whole = inputs[0] if len(inputs) == 1 else torch.cat(tuple(inputs), -1)
-        return torch.nn.functional.linear(whole, weight, bias)
+        return torch.nn.functional.linear(joined(inputs), weight, bias)
     spec, call = choice_size[0], _prepared(inputs, weight, bias)
     compiled = _launched(spec, variant, call)
     # While a graph is captured nothing can be tried out: the next call decides how the later ones launch.
