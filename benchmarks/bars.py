@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.calls_plan import SUITES as CALL_SUITES
 from benchmarks.gru_peers import IN_A_GRAPH
 from benchmarks.peers import REQUIRED
 
@@ -24,6 +25,7 @@ class Bar:
     row_bar: str | tuple[str, ...] | None  # rows that say so, or one of these; None: every row of the suite
     suite: str = "rope"
     at_least: bool = False
+    below: bool = False  # the limit itself misses
 
     def applies(self, row: dict[str, Any]) -> bool:
         """Whether the row is judged by this bar."""
@@ -34,12 +36,15 @@ class Bar:
 
     def met(self, row: dict[str, Any], goal: float) -> bool:
         """Whether the row reaches a goal."""
-        return bool(row[self.ratio] >= goal if self.at_least else row[self.ratio] <= goal)
+        figure = row[self.ratio]
+        if self.below:
+            return bool(figure < goal)
+        return bool(figure >= goal if self.at_least else figure <= goal)
 
     @property
     def sign(self) -> str:
         """Between the name and the goal."""
-        return ">=" if self.at_least else "<="
+        return "<" if self.below else ">=" if self.at_least else "<="
 
 
 BARS = (
@@ -90,6 +95,25 @@ GRU_BARS = (
     Bar("segments, host / best of cat and the rest", "host_over_best_peer", 1.0, 0.7, "segments", "gru_cell"),
     Bar("every step: error / the peers'", "error_over_peer", 1.1, 1.0, None, "gru_cell"),
 )
+QK, THD, PREFILL, DECODE, HOST = "rope-qk", "rope-thd", "rope-prefill", "rope-decode", "rope-calls-host"
+CALL_BARS = (
+    Bar("query and key, large / floor", "ours_over_floor", 1.03, None, "large", QK),
+    Bar("query and key, large: best peer", "ours_over_best_peer", 1.00, None, "large", QK),
+    Bar("query and key, small / copy", "ours_over_copy", 1.15, None, "small", QK),
+    Bar("query and key, small: best peer", "ours_over_best_peer", 1.00, None, "small", QK, below=True),
+    Bar("ragged sequences / floor", "ours_over_floor", 1.08, None, "ragged", THD),
+    Bar("prefill from 4096 tokens / floor", "ours_over_floor", 1.06, None, "prefill", PREFILL),
+    Bar("decode: best peer", "ours_over_best_peer", 1.00, None, "decode", DECODE, below=True),
+    Bar("host, out of place, microseconds", "ours", 7.0, 5.5, "out of place", HOST),
+    Bar("host, in place, microseconds", "ours", 6.0, 4.5, "in place", HOST),
+    Bar("host, query and key in place, microseconds", "ours", 7.5, 5.5, "query and key in place", HOST),
+    Bar("host, with autograd, microseconds", "ours", 20.0, 12.0, "with autograd", HOST),
+)
+BELOW_US = 10.0
+CALL_MEANS = {  # which complete calls, by ours in microseconds: the geometric mean of best peer / ours, and its moonshot
+    f"under {BELOW_US:.0f} us": (BELOW_US, 1.25, 1.5),
+    "of any size": (math.inf, 1.15, 1.3),
+}
 GEOMETRIC_MEAN_MOONSHOT = 0.80  # of ours / best peer, over the rows with all required peers
 
 
@@ -105,13 +129,41 @@ def best_peer_mean(rows: Sequence[dict[str, Any]]) -> tuple[float, int] | None:
     return math.exp(math.fsum(math.log(ratio) for ratio in ratios) / len(ratios)), len(ratios)
 
 
+def call_mean(rows: Sequence[dict[str, Any]], below_us: float) -> tuple[float, int] | None:
+    """The geometric mean of best peer / ours over the complete calls that take less on the device, and their number."""
+    ratios = [
+        row["ours_over_best_peer"]
+        for row in rows
+        if row["suite"] in CALL_SUITES and row["kind"] == "device" and row["best_peer"] and row["ours"] < below_us
+    ]
+    if not ratios:
+        return None
+    return math.exp(-math.fsum(math.log(ratio) for ratio in ratios) / len(ratios)), len(ratios)
+
+
+def _call_means(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The two means of the complete calls, judged."""
+    lines = []
+    for name, (below_us, limit, moonshot) in CALL_MEANS.items():
+        mean = call_mean(rows, below_us)
+        if mean is not None:
+            state = "met" if mean[0] >= limit else "MISSED"
+            shot = "met" if mean[0] >= moonshot else "not met"
+            lines.append(
+                f"complete calls {name}, geometric mean of best peer / ours over {mean[1]} rows"
+                f" >= {limit:.2f}: {state}, {mean[0]:.3f} (moonshot {moonshot:.2f}: {shot})"
+            )
+    return lines
+
+
 def where(row: dict[str, Any]) -> str:
     """The row in a few words."""
     if "angles" not in row:
         name = f" ({row['name']})" if row["name"] else ""
         return f"{row['problem']}{name} {row['layout']} {row['dtype']}"
     place = ", in place" if row["inplace"] else ""
-    return f"{row['problem']} {row['layout']} {row.get('measured', row['direction'])}{place}, {row['angles']}"
+    name = f" ({row['name']})" if row.get("name") else ""
+    return f"{row['problem']}{name} {row['layout']} {row.get('measured', row['direction'])}{place}, {row['angles']}"
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[tuple[Bar, list[dict[str, Any]]]]:
@@ -120,7 +172,7 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[tuple[Bar, list[dict[str, A
     def worst_first(bar: Bar) -> list[dict[str, Any]]:
         return sorted(filter(bar.applies, rows), key=lambda row: row[bar.ratio], reverse=not bar.at_least)
 
-    return [(bar, worst_first(bar)) for bar in (*BARS, *GRU_BARS)]
+    return [(bar, worst_first(bar)) for bar in (*BARS, *CALL_BARS, *GRU_BARS)]
 
 
 def _judgement(bar: Bar, judged: Sequence[dict[str, Any]]) -> list[str]:
@@ -155,6 +207,7 @@ def report(results: dict[str, Any]) -> str:
             f"geometric mean of ours / best peer over {mean[1]} rows with {', '.join(REQUIRED)}: {mean[0]:.3f}"
             f" (moonshot {GEOMETRIC_MEAN_MOONSHOT:.2f}: {state})"
         )
+    lines += _call_means(rows)
     required = {"rope": REQUIRED, "gru": (IN_A_GRAPH,)}
     absent = [(row, peer) for row in rows for peer in required.get(row["suite"], ()) if peer in row["missing"]]
     reasons = sorted({f"{peer}: {row['missing'][peer]}" for row, peer in absent})

@@ -1,4 +1,4 @@
-"""How the GRU suites time: whole calls interleaved, calls in a CUDA graph, launches with cold weights, the host."""
+"""How the suites time: whole calls interleaved, calls in a CUDA graph, launches on cold tensors, the host."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ ROUNDS = 9
 ROUND_US = 20_000.0  # a call's part of a round lasts at least this long
 MAX_CALLS = 200  # of one part
 COPY_ELEMENTS = 1 << 27  # 256 MB of bfloat16: four times the L2
+MOST_SETS = 64  # where more would be needed to fill the L2, a read of something else empties it
 
 sets = sets_beyond_l2
 host = host_time
@@ -82,6 +83,44 @@ def device(launches: Sequence[Call]) -> Timing:
         last[:] = [launch()]
 
     return device_time([functools.partial(keeping, launch) for launch in launches])
+
+
+def set_count(bytes_per_set: int) -> int:
+    """How many sets ``cold`` needs for launches that touch so many bytes."""
+    return min(sets(bytes_per_set), MOST_SETS)
+
+
+@functools.cache
+def _flush() -> Call:
+    """What leaves nothing in the L2 but its own, clean lines: a read of twice its size."""
+    l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    return torch.ones(2 * l2_bytes // 4, device="cuda").sum
+
+
+def cold(launches: Sequence[Call], bytes_per_set: int) -> Timing:
+    """Device time of one of the launches, each on a set of its own that has left the L2 since it was touched.
+
+    A round is all of them once. All results of a round live until its end, so that no two are written to the same
+    memory. Sets that fill the L2 twice leave it by themselves; before a round of fewer, the L2 is emptied, and the time
+    of that alone is taken off.
+    """
+
+    def one_round() -> None:
+        results = [launch() for launch in launches]
+        del results
+
+    if len(launches) >= sets(bytes_per_set):
+        whole, emptying_us = device_time([one_round]), 0.0
+    else:
+        flush = _flush()
+
+        def flushed() -> None:
+            flush()
+            one_round()
+
+        whole, emptying_us = device_time([flushed]), device_time([flush]).median_us
+    count = len(launches)
+    return Timing(round((whole.median_us - emptying_us) / count, 4), round(whole.spread_us / count, 4))
 
 
 @functools.cache

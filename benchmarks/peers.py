@@ -15,20 +15,21 @@ import importlib.metadata
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from benchmarks import formula
 from benchmarks.call import Buffers, Call
 
+R = TypeVar("R")
 Launch = Callable[[], torch.Tensor]
 Peer = Callable[[Call, Sequence[Buffers]], "list[Launch] | str"]
 
 MAX_HEAD_DIM = 256  # flash-attention's and flash-linear-attention's kernels assert it
 
 
-def _private_copy(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def private_copy(run: Callable[..., R]) -> Callable[..., R]:
     """The same function with a code object of its own: compilers keep their caches and recompile limits by it."""
     if not isinstance(run, types.FunctionType):
         raise TypeError(f"only a plain function can be copied, got {run!r}")
@@ -63,7 +64,7 @@ def scripted(call: Call, sets: Sequence[Buffers]) -> list[Launch] | str:
         return "a copy after the formula: no faster than out of place, where it is timed"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is deprecated, and still what users have
-        run = torch.jit.script(_private_copy(formula.ROTATIONS[call.direction, call.interleaved]))
+        run = torch.jit.script(private_copy(formula.ROTATIONS[call.direction, call.interleaved]))
 
     def launch(b: Buffers) -> torch.Tensor:
         rotated: torch.Tensor = run(b.x, formula.broadcast(b.feature_freqs, call.layout, b.positions))
@@ -77,7 +78,7 @@ def _compiled(call: Call) -> Callable[..., torch.Tensor]:
     def rotate(x: torch.Tensor, freqs: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         return _formula(call, x, freqs, positions)
 
-    return torch.compile(_private_copy(rotate), fullgraph=True, dynamic=False)
+    return torch.compile(private_copy(rotate), fullgraph=True, dynamic=False)
 
 
 def compiled(call: Call, sets: Sequence[Buffers]) -> list[Launch] | str:
@@ -228,6 +229,7 @@ PACKAGES = {  # import name to distribution
     "liger_kernel": "liger-kernel",
     "fla": "fla-core",
     "flashinfer": "flashinfer-python",
+    "vllm": "vllm",
     "quack": "quack-kernels",
 }
 

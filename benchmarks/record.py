@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from benchmarks.plan import Row
-
 DIGITS = 4  # of a ratio; times keep 3, a nanosecond
 
 
@@ -44,6 +42,18 @@ class Timed(Protocol):
     @property
     def facts(self) -> dict[str, Any]:
         """What the record says of the call: at least problem, layout, dtype, direction and sizes."""
+
+
+class Moves(Protocol):
+    """What the record must know of a call to say what it costs at least."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that must move."""
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes that the copy beside it moves."""
 
 
 def environment(versions: Callable[[], dict[str, str]] = peers.versions) -> dict[str, Any]:
@@ -84,25 +94,27 @@ def common(row: Timed, *, ours_us: float, ours_spread_us: float, found: dict[str
     }
 
 
-def device_row(
-    row: Row, *, ours_us: float, ours_spread_us: float, copy_us: float, found: dict[str, float | str]
+def device_row(  # noqa: PLR0913 (what was measured)
+    row: Timed, call: Moves, *, ours_us: float, ours_spread_us: float, copy_us: float, found: dict[str, float | str]
 ) -> dict[str, Any]:
     """A device row. The floor is the copy of this row, scaled to the bytes that must move."""
-    floor_us = copy_us * row.call.moved_bytes / row.call.copy_bytes
+    floor_us = copy_us * call.moved_bytes / call.copy_bytes
     return common(row, ours_us=ours_us, ours_spread_us=ours_spread_us, found=found) | {
         "floor": round(floor_us, 3),
         "copy": round(copy_us, 3),
-        "bytes_moved": row.call.moved_bytes,
+        "bytes_moved": call.moved_bytes,
         "ours_over_floor": round(ours_us / floor_us, DIGITS),
         "ours_over_copy": round(ours_us / copy_us, DIGITS),
     }
 
 
-def host_row(row: Row, *, ours_us: float, ours_spread_us: float, found: dict[str, float | str]) -> dict[str, Any]:
-    """A host row: wall time of whole calls. ``direction`` backward means forward with backward."""
+def host_row(
+    row: Timed, *, ours_us: float, ours_spread_us: float, found: dict[str, float | str], direction: str = "forward"
+) -> dict[str, Any]:
+    """A host row: wall time of whole calls. Direction backward means forward with backward."""
     eager = found.get("eager PyTorch")
     ratio = None if eager is None or isinstance(eager, str) else round(ours_us / eager, DIGITS)
-    what = "forward" if row.call.direction == "forward" else "forward with backward"
+    what = "forward" if direction == "forward" else "forward with backward"
     return common(row, ours_us=ours_us, ours_spread_us=ours_spread_us, found=found) | {
         "measured": what,
         "ours_over_eager": ratio,

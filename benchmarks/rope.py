@@ -136,6 +136,7 @@ def device_row(row: Row) -> dict[str, Any]:
     copy_times.append(copy_time(floors))
     return record.device_row(
         row,
+        call,
         ours_us=statistics.fmean(t.median_us for t in our_times),
         ours_spread_us=max(t.spread_us for t in our_times),
         copy_us=statistics.fmean(t.median_us for t in copy_times),
@@ -199,6 +200,7 @@ def host_row(row: Row) -> dict[str, Any]:
         ours_us=statistics.fmean(t.median_us for t in timings),
         ours_spread_us=max(t.spread_us for t in timings),
         found={name: t if isinstance(t, str) else round(t.median_us, 3) for name, t in found.items()},
+        direction=call.direction,
     )
 
 

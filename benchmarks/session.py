@@ -58,10 +58,11 @@ def command(  # noqa: PLR0913 (what a suite is)
     rows: Sequence[R],
     measure: Callable[[R], dict[str, Any]],
     versions: Callable[[], dict[str, str]],
+    folder: Path = FOLDER,
 ) -> int:
     """The command line of a suite: 0, or 1 where there is no GPU or no row has the text asked for."""
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=about)
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the results")
+    parser.add_argument("--out", type=Path, default=folder, help="folder of the results")
     parser.add_argument("--minutes", type=float, default=DEFAULT_MINUTES, help="begin no row after this many")
     parser.add_argument("--rows", metavar="TEXT", help="only the rows with this text in their key; the others stay")
     parser.add_argument("--dry-run", action="store_true", help="list the rows and what judges them; needs no GPU")

@@ -11,13 +11,15 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import bars
+from benchmarks import bars, calls_table, plan
+from benchmarks.calls_plan import SUITES as CALL_SUITES
+from benchmarks.cells import grid, microseconds, ratio
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 RESULTS = Path(__file__).parent / "results"
-FOLDERS = (RESULTS, RESULTS / "gru")
+FOLDERS = (RESULTS, RESULTS / "calls", RESULTS / "gru")
 COLUMNS = ("TransformerEngine", "flash-attention", "torch.compile", "eager PyTorch")
 RATIOS = ("ours / floor", "ours / best peer")
 HEADINGS = {"rope": "Shapes that are tuned", "rope-untuned": "Shapes that nothing was tuned for"}
@@ -28,27 +30,11 @@ def newest(*folders: Path) -> list[Path]:
     found = [max(paths, key=lambda path: path.stat().st_mtime) for f in folders if (paths := [*f.glob("*.json")])]
     if not found:
         names = " and ".join(map(str, folders))
-        raise SystemExit(f"no results in {names}; run `python -m benchmarks.rope` or `benchmarks.gru` on a GPU first")
+        raise SystemExit(
+            f"no results in {names}; run `python -m benchmarks.rope`, `benchmarks.rope_calls`"
+            " or `benchmarks.gru` on a GPU first"
+        )
     return found
-
-
-def grid(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """A Markdown table whose first columns are text and the others numbers."""
-    rule = ["---" if i < left else "---:" for i in range(len(header))]
-    return [f"| {' | '.join(cells)} |" for cells in (header, rule, *rows)]
-
-
-def microseconds(value: float | None) -> str:
-    """At least three digits, or a dash."""
-    if value is None:
-        return "-"
-    integral_digits = len(str(int(value)))
-    return f"{value:.{max(0, 3 - integral_digits)}f}"
-
-
-def ratio(value: float | None) -> str:
-    """Two decimals, or a dash."""
-    return "-" if value is None else f"{value:.2f}"
 
 
 def device_table(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -185,8 +171,10 @@ def parts(documents: Sequence[dict[str, Any]], layouts: Sequence[str]) -> dict[s
     found = {}
     for document in documents:
         suites = {row["suite"] for row in document["rows"]}
-        if any(suite.startswith("rope") for suite in suites):
+        if suites & plan.SUITES.keys():
             found["benchmark"] = markdown(document, layouts=layouts)
+        if suites & CALL_SUITES.keys():
+            found["benchmark-calls"] = calls_table.markdown(document)
         if suites & {"gru", "gru_cell"}:
             found["benchmark-gru"] = gru_markdown(document)
     return found

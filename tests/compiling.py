@@ -54,7 +54,7 @@ def default_launches() -> dict[str, Launch]:
     import torch  # noqa: PLC0415
 
     from generator.families import rope  # noqa: PLC0415
-    from generator.rendering.structures import ROPE_SCHEDULES, rope_specs  # noqa: PLC0415
+    from generator.rendering.structures import ROPE_SCHEDULES, rope_call_specs, rope_specs  # noqa: PLC0415
     from tuned.launch import Launch  # noqa: PLC0415
     from tuned.launcher import PROBE_KERNEL  # noqa: PLC0415
     from tuned.rope.launches import launches as rope_launches  # noqa: PLC0415
@@ -62,7 +62,8 @@ def default_launches() -> dict[str, Launch]:
     from tuned.rope.variant import default_variant as rope_default  # noqa: PLC0415
 
     found = {}
-    for spec, schedule in itertools.product(rope_specs(), ROPE_SCHEDULES):
+    specs = [*rope_specs(), *rope_call_specs()]
+    for spec, schedule in itertools.product(specs, ROPE_SCHEDULES):
         call = rope.inputs(spec, RopeSize(batch=2, seq=4096), "meta", 0)
         variant = rope_default(spec)
         if schedule.loops_heads:  # half the tile: the next one is loaded while this one is worked on
@@ -205,10 +206,12 @@ def code_digests(architecture: str) -> dict[str, str]:
     }
 
 
-def widths(arguments: dict[str, Any], knobs: dict[str, Any], shift: int = 0) -> dict[str, dict[int, int]]:
+def widths(
+    arguments: dict[str, Any], knobs: dict[str, Any], shift: int = 0, key_shift: int = 0
+) -> dict[str, dict[int, int]]:
     """ "Kind, "LDG" or "STG", -> bits -> how many such instructions the kernel of a RoPE call has on sm_90.
 
-    ``shift`` moves x and the output by so many elements from an aligned address.
+    ``shift`` moves x and the output by so many elements from an aligned address, ``key_shift`` the key and its output.
     """
     from generator.families.rope import inputs  # noqa: PLC0415
     from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415
@@ -222,6 +225,10 @@ def widths(arguments: dict[str, Any], knobs: dict[str, Any], shift: int = 0) -> 
         call = dataclasses.replace(call, x=_Moved(call.x, shift), out=_Moved(call.out, shift))
     variant = dataclasses.replace(default_variant(spec), **knobs)
     (launch,) = launches(spec, variant, call)
+    if key_shift:
+        x, key, out, key_out, *rest = launch.arguments
+        moved = (_Moved(t, key_shift) for t in (key, key_out))
+        launch = dataclasses.replace(launch, arguments=(x, next(moved), out, next(moved), *rest))
     counts: dict[str, Counter[int]] = {"LDG": Counter(), "STG": Counter()}
     for line in instructions(compile_launch(launch, target_of("sm_90")).asm["cubin"]):
         if found := re.search(r"\b(LDG|STG)\.E(\.[A-Z0-9.]+)?", line):

@@ -18,26 +18,103 @@ U32 = 2.0**-24  # unit roundoff of float32
 
 
 def pairs(rotary_dim: int, style: str) -> list[tuple[int, int]]:
-    """The two features of each pair."""
+    """The two entries of each pair among ``rotary_dim``: features, where the first ones rotate."""
     if style == "interleaved":
         return [(2 * j, 2 * j + 1) for j in range(rotary_dim // 2)]
     return [(j, j + rotary_dim // 2) for j in range(rotary_dim // 2)]
 
 
+def features(head_dim: int, rotary_dim: int, style: str, rotated: str) -> list[tuple[int, int]]:
+    """The two features of each pair that rotates."""
+    if rotated == "proportional":  # pairs of the whole head, of which the first few rotate
+        return pairs(head_dim, style)[: rotary_dim // 2]
+    first = head_dim - rotary_dim if rotated == "last" else 0
+    return [(first + a, first + b) for a, b in pairs(rotary_dim, style)]
+
+
 def token_positions(seq: int, cu_seqlens: tuple[int, ...] | None) -> list[int | None]:
     """Position of each token in its sequence; None for a token that no sequence holds."""
-    if cu_seqlens is None:
-        return list(range(seq))
-    found: list[int | None] = [None] * seq
-    for start, end in itertools.pairwise(cu_seqlens):
+    return [None if place is None else place[1] for place in _places(seq, cu_seqlens)]
+
+
+def _places(seq: int, cu_seqlens: tuple[int, ...] | None) -> list[tuple[int, int] | None]:
+    """The sequence of each token and its place there; None for a token that no sequence holds."""
+    found: list[tuple[int, int] | None] = [None] * seq
+    for index, (start, end) in enumerate(itertools.pairwise((0, seq) if cu_seqlens is None else cu_seqlens)):
         for token in range(start, min(end, seq)):
-            found[token] = token - start
+            found[token] = (index, token - start)
     return found
 
 
+def own_chunks(length: int, cp_size: int, cp_rank: int) -> list[int]:
+    """The places in a whole sequence of the tokens that one rank has: two of its 2 * cp_size chunks, in order."""
+    chunks = np.array_split(np.arange(length), 2 * cp_size)
+    return [int(place) for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank) for place in chunks[chunk]]
+
+
+def call_positions(
+    seq: int,
+    batch: int,
+    *,
+    cu_seqlens: tuple[int, ...] | None = None,
+    starts: tuple[int, ...] | int = 0,
+    ids: np.ndarray | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> list[list[int | None]]:
+    """The position of each token of a call, [seq][batch]; None for a token that no sequence holds.
+
+    ``starts``: where the sequences start, one number for all, or one for each batch entry or packed sequence.
+    ``ids``: the positions themselves, [seq, batch]. ``cu_seqlens`` are those of whole sequences; the tokens of one rank
+    of ``cp_size`` are those of its chunks, sequence after sequence.
+    """
+    if ids is not None:
+        return [[int(position) for position in row] for row in ids]
+    bounds = (0, seq * cp_size) if cu_seqlens is None else cu_seqlens
+    if cp_size > 1:
+        mine = [own_chunks(end - start, cp_size, cp_rank) for start, end in itertools.pairwise(bounds)]
+        begins = np.cumsum([bounds[0] // cp_size, *map(len, mine)]).tolist()
+    else:
+        mine, begins = [list(range(end - start)) for start, end in itertools.pairwise(bounds)], list(bounds)
+
+    def start(sequence: int, entry: int) -> int:
+        return starts if isinstance(starts, int) else starts[entry if cu_seqlens is None else sequence]
+
+    return [
+        [None if place is None else mine[place[0]][place[1]] + start(place[0], entry) for entry in range(batch)]
+        for place in _places(seq, tuple(begins))
+    ]
+
+
+def rows_at(table: np.ndarray, positions: list[list[int | None]]) -> np.ndarray:
+    """[seq, batch, entries]: the row of ``table``, [rows, entries] or [batch, rows, entries], at each position.
+
+    NaN at positions past the rows, or below 0; zeros for tokens without one.
+    """
+    out = np.zeros((len(positions), len(positions[0]) if positions else 0, table.shape[-1]))
+    for (token, entry), _ in np.ndenumerate(out[..., 0]):
+        position, own = positions[token][entry], table[entry] if table.ndim > 2 else table
+        if position is not None:
+            out[token, entry] = own[position] if 0 <= position < len(own) else np.nan
+    return out
+
+
+def radians_at(inv_freq: np.ndarray, positions: list[list[int | None]]) -> np.ndarray:
+    """[seq, batch, entries]: position times rate, each rounded to float32, and the product rounded to float32 once."""
+    numbers = np.array([[0 if p is None else p for p in row] for row in positions], dtype=np.int64)
+    rates = inv_freq.astype(np.float32)
+    return (numbers.astype(np.float32)[..., None] * rates).astype(np.float64)
+
+
 def matrices(cos: np.ndarray, sin: np.ndarray, first: int, second: int) -> np.ndarray:
-    """[rows, 2, 2]: what a pair is multiplied by at each position, from the entries of its two features."""
-    return np.stack([np.stack([cos[:, first], -sin[:, first]], -1), np.stack([sin[:, second], cos[:, second]], -1)], -2)
+    """[seq, batch, 2, 2]: what a pair is multiplied by, from the entries of its two features."""
+    return np.stack(
+        [
+            np.stack([cos[..., first], -sin[..., first]], -1),
+            np.stack([sin[..., second], cos[..., second]], -1),
+        ],
+        -2,
+    )
 
 
 def rope(
@@ -45,29 +122,24 @@ def rope(
     cos: np.ndarray,
     sin: np.ndarray,
     *,
-    rotary_dim: int,
+    turned: list[tuple[int, int]],
     style: str,
     entries: str,
     transposed: bool = False,
-    cu_seqlens: tuple[int, ...] | None = None,
+    held: np.ndarray | None = None,
 ) -> np.ndarray:
-    """x [seq, batch, heads, head_dim], rotated; ``cos`` and ``sin`` are [rows, entries], float64 all.
+    """x [seq, batch, heads, head_dim], the pairs ``turned`` rotated; ``cos`` and ``sin`` are [seq, batch, entries].
 
-    Positions past the rows give NaN; tokens that no sequence holds, and features past rotary_dim, are copied.
+    All in float64. ``held`` [seq]: which tokens are rotated at all. What does not rotate is copied.
     """
     out = x.copy()
-    positions = token_positions(x.shape[0], cu_seqlens)
-    held = [token for token, position in enumerate(positions) if position is not None]
-    rows = [positions[token] for token in held]
-    # One row of NaN stands for every position that the angles do not reach.
-    cos, sin = (np.concatenate([a, np.full((1, a.shape[1]), np.nan)]) for a in (cos, sin))
-    rows = [min(row, len(cos) - 1) for row in rows]
-    for j, (a, b) in enumerate(pairs(rotary_dim, style)):
-        maps = matrices(cos, sin, *((a, b) if entries == "feature" else (j, j)))[rows]
+    tokens = np.flatnonzero(np.ones(len(x), dtype=bool) if held is None else held)
+    for j, ((a, b), (first, second)) in enumerate(zip(turned, pairs(2 * len(turned), style), strict=True)):
+        maps = matrices(cos, sin, *((first, second) if entries == "feature" else (j, j)))[tokens]
         if transposed:
-            maps = maps.transpose(0, 2, 1)
-        out[np.ix_(held, range(x.shape[1]), range(x.shape[2]), [a, b])] = np.einsum(
-            "tij,tbhj->tbhi", maps, x[held][..., [a, b]]
+            maps = np.swapaxes(maps, -1, -2)
+        out[np.ix_(tokens, range(x.shape[1]), range(x.shape[2]), [a, b])] = np.einsum(
+            "tbij,tbhj->tbhi", maps, x[tokens][..., [a, b]]
         )
     return out
 
@@ -79,18 +151,26 @@ def ulp(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def rope_tolerance(
-    x: np.ndarray, wanted: np.ndarray, dtype: str, *, rotary_dim: int, style: str, truncates: bool = False
+    x: np.ndarray,
+    wanted: np.ndarray,
+    dtype: str,
+    *,
+    turned: list[tuple[int, int]],
+    scaling: float = 1.0,
+    truncates: bool = False,
 ) -> np.ndarray:
     """The largest error that is right, per element; zero where a value is only copied.
 
     In float32 a result is first * cos - second * sin (or its like), with cos and sin at most 1 in size. Each product
     may be off by 2 units in the last place of the sine or cosine (CUDA's documented bound; a unit is at most 2^-24
-    there), by its own rounding and by that of the sum: 4 x 2^-24 of |first| + |second|. The store then rounds once, by
-    half a unit in the last place, or truncates, by a whole one.
+    there), by its own rounding and by that of the sum: 4 x 2^-24 of |first| + |second|. Cosines and sines that are
+    multiplied by ``scaling`` are rounded once more, and as large as that. The store then rounds once, by half a unit in
+    the last place, or truncates, by a whole one.
     """
     out = np.zeros_like(wanted)
-    for a, b in pairs(rotary_dim, style):
-        arithmetic = 4 * U32 * (np.abs(x[..., a]) + np.abs(x[..., b]))
+    roundings = 4 if scaling == 1.0 else 5 * abs(scaling)
+    for a, b in turned:
+        arithmetic = roundings * U32 * (np.abs(x[..., a]) + np.abs(x[..., b]))
         for feature in (a, b):
             stored = ulp(np.abs(wanted[..., feature]) + arithmetic, dtype)
             out[..., feature] = arithmetic + (1.0 if truncates else 0.5) * stored

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from generator.problem import Problem
-from generator.rendering.structures import default_names, gru_texts, rope_specs, structures
+from generator.rendering.structures import default_names, gru_texts, rope_call_specs, rope_specs, structures
 from tests import compiling, pairwise
 from tuned.gru.launches import kernel_name as gru_name
 from tuned.gru_cell.spec import GruCellSize, GruCellSpec
@@ -43,6 +43,7 @@ def text_axes() -> list[dict[str, Any]]:
 # Every two values of text axes that can meet are compiled together for every architecture.
 COVERING = [
     *("rope_" + "_".join(row.values()) for row in pairwise.covering(text_axes())),
+    *(kernel_name(spec, RopeVariant()) for spec in rope_call_specs()),
     PROBE_KERNEL,
     *PRODUCTS,
     *RECURRENCES,
@@ -168,11 +169,74 @@ def test_a_pointer_without_alignment_is_read_an_element_at_a_time(compiler: conc
     assert set(compiler.submit(compiling.widths, arguments, {}, 1).result()["STG"]) == {16}
 
 
+# Complete calls: a query and a key by pointers of their own, of which each row takes one.
+CALLS: dict[str, dict[str, Any]] = {
+    "order": {},
+    "backward": {"direction": "backward"},
+    "shifted": {"positions": "shifted", "angles": "cos_sin"},
+    "offset": {"positions": "offset"},
+    "starts-inplace": {"positions": "starts", "inplace": True},
+    "ids": {"positions": "ids", "layout": "thd", "angles": "cos_sin", "inplace": True},
+    "packed": {"layout": "thd"},
+    "packed-ranks": {"layout": "thd", "context_parallel": True, "positions": "starts"},
+    "rates": {"angles": "inv_freq", "positions": "ids"},
+    "scaled": {"scaled": True, "conjugate": True},
+    "per-batch": {"angles": "cos_sin", "angles_per_batch": True},
+    "low-precision": {"angles": "cos_sin", "angle_dtype": "bfloat16"},
+    "last": {"rotary_dim": 64, "rotated": "last"},
+    "last-interleaved-inplace": {"rotary_dim": 64, "rotated": "last", "style": "interleaved", "inplace": True},
+    "proportional": {"rotary_dim": 32, "rotated": "proportional"},
+    "proportional-inplace": {"rotary_dim": 32, "rotated": "proportional", "inplace": True},
+    "one-key-head": {"heads": 8, "key_heads": 1},
+    "heads-of-no-power-of-two": {"heads": 28, "key_heads": 4, "style": "interleaved"},
+    "copied-heads": {"heads": 48, "key_heads": 0, "copied_heads": 8},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_complete_calls_move_query_and_key_128_bits_at_a_time(
+    compiler: concurrent.futures.Executor, name: str
+) -> None:
+    whole = {"layout": "bshd", "dtype": "bfloat16", "heads": 32, "head_dim": 128, "rotary_dim": 128, "key_heads": 8}
+    arguments = {**whole, **CALLS[name]}
+    spec = RopeSpec(**arguments)
+    assert not spec.plain
+    for knobs in ({}, {"head_steps": 2, "block_heads": 4}):
+        found = compiler.submit(compiling.widths, arguments, knobs).result()
+        assert set(found["STG"]) == {128}, knobs
+        assert found["LDG"].get(128, 0) >= found["STG"][128], knobs
+
+
+def test_a_key_without_alignment_is_not_read_128_bits_at_a_time(compiler: concurrent.futures.Executor) -> None:
+    # Else the widths above would say nothing of the key.
+    arguments = {"layout": "bshd", "dtype": "bfloat16", "heads": 32, "head_dim": 128, "rotary_dim": 128, "key_heads": 8}
+    found = compiler.submit(compiling.widths, arguments, {}, 0, 1).result()
+    assert set(found["STG"]) == {16}
+
+
+CALL_DIMS = ((128, 64), (96, 24), (80, 20), (6, 2))  # head_dim, rotary_dim
+
+
+@pytest.mark.parametrize("rotated", ["first", "last"])
+@pytest.mark.parametrize("dims", CALL_DIMS, ids=lambda d: f"d{d[0]}r{d[1]}")
+def test_complete_calls_are_as_wide_as_alignment_allows(
+    compiler: concurrent.futures.Executor, dims: tuple[int, int], rotated: str
+) -> None:
+    arguments = {"layout": "bshd", "dtype": "bfloat16", "heads": 32, "head_dim": dims[0], "rotary_dim": dims[1]}
+    arguments |= {"key_heads": 8, "rotated": rotated}
+    spec = RopeSpec(**arguments)
+    found = compiler.submit(compiling.widths, arguments, {}).result()
+    tail = dims[0] - dims[1]
+    turned = bits(spec, dims[1] // 2, *([tail] if rotated == "last" else []))
+    assert set(found["STG"]) == {turned, bits(spec, tail, *([dims[1]] if rotated == "first" else []))}
+
+
 # Programmatic dependent launch: an instruction that the interpreter has not ---------------------------------------------
 
 
 def test_pdl_waits_before_it_reads(compiler: concurrent.futures.Executor) -> None:
-    for name in (kernel_name(next(rope_specs()), RopeVariant()), PROBE_KERNEL, "gru_cell_split", "linear_cat_vector"):
+    rope = [kernel_name(next(specs), RopeVariant()) for specs in (rope_specs(), rope_call_specs())]
+    for name in (*rope, PROBE_KERNEL, "gru_cell_split", "linear_cat_vector"):
         code = compiler.submit(compiling.code_with_pdl, name).result()
         waits = [line for line, text in enumerate(code) if "ACQBULK" in text]
         loads = [line for line, text in enumerate(code) if "LDG" in text]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import dataclasses
 import itertools
 import re
 import subprocess
@@ -22,6 +23,7 @@ from generator.rendering.structures import (
     default_names,
     gru_gates_specs,
     gru_texts,
+    rope_call_specs,
     rope_specs,
     structures,
 )
@@ -39,7 +41,17 @@ from tuned.linear_cat.spec import LinearCatSpec
 from tuned.linear_cat.variant import LinearCatVariant
 from tuned.rope.launches import kernel_name as rope_name
 from tuned.rope.launches import kernel_names
-from tuned.rope.spec import ANGLE_ENTRIES, ANGLES, DIRECTIONS, ITEM_SIZE, LAYOUTS, STYLES, RopeSpec
+from tuned.rope.spec import (
+    ANGLE_ENTRIES,
+    ANGLES,
+    DIRECTIONS,
+    ITEM_SIZE,
+    LAYOUTS,
+    POSITIONS,
+    ROTATED,
+    STYLES,
+    RopeSpec,
+)
 from tuned.rope.variant import RopeVariant
 
 TEMPLATE_FILES = sorted(TEMPLATES.glob("*.jinja"))
@@ -59,6 +71,7 @@ MAX_BLOCK_LINES = {
     "gru_gates.py.jinja": 13,
     "linear_cat.py.jinja": 10,
     "rope.py.jinja": 49,
+    "rope_call.py.jinja": 41,
     "rope_table.py.jinja": 1,
     "segments.py.jinja": 0,
     "sincos.py.jinja": 0,
@@ -133,6 +146,28 @@ ROPE_SPECS = st.builds(
     inplace=st.booleans(),
     direction=st.sampled_from(DIRECTIONS),
 )
+
+
+def completed(spec: RopeSpec, key_heads: int, copied_heads: int, rotated: str, **rest: Any) -> RopeSpec:
+    """A complete call like a plain one, as far as there is one."""
+    if rotated == "proportional" and (spec.interleaved or spec.head_dim % 2):
+        rotated = "last"
+    copied_heads = 0 if key_heads or spec.inplace else min(copied_heads, spec.heads - 1)
+    return dataclasses.replace(spec, key_heads=key_heads, copied_heads=copied_heads, rotated=rotated, **rest)
+
+
+CALL_SPECS = st.builds(
+    completed,
+    ROPE_SPECS,
+    key_heads=st.integers(0, 64),
+    copied_heads=st.integers(0, 64),
+    rotated=st.sampled_from(ROTATED),
+    positions=st.sampled_from(POSITIONS),
+    context_parallel=st.booleans(),
+    conjugate=st.booleans(),
+    scaled=st.booleans(),
+    angles_per_batch=st.booleans(),
+)
 ROPE_VARIANTS = st.builds(
     RopeVariant, **{name: st.sampled_from(values) for name, values in choices(RopeVariant).items()}
 )
@@ -168,11 +203,11 @@ PROPERTY = settings(max_examples=200, deadline=None, derandomize=True, database=
 
 def text_of_rope(spec: RopeSpec, variant: RopeVariant) -> str:
     """What the rotating kernel of any spec and variant is rendered from, as the launches say."""
-    return render("rope", rope_name(spec, variant), spec, variant).source
+    return render("rope" if spec.plain else "rope_call", rope_name(spec, variant), spec, variant).source
 
 
 @PROPERTY
-@given(spec=ROPE_SPECS, variant=ROPE_VARIANTS)
+@given(spec=st.one_of(ROPE_SPECS, CALL_SPECS), variant=ROPE_VARIANTS)
 def test_any_rope_call_finds_the_text_that_its_name_promises(spec: RopeSpec, variant: RopeVariant) -> None:
     assert text_of_rope(spec, variant) == structures()[rope_name(spec, variant)].source
     assert set(kernel_names(spec, variant)) <= set(structures())
@@ -227,7 +262,8 @@ def test_rendering_twice_gives_the_same_bytes(spec: RopeSpec, variant: RopeVaria
 
 
 def test_names_are_injective_over_the_text_axes() -> None:
-    texts = list(itertools.product(rope_specs(), (RopeVariant(), RopeVariant(head_steps=2))))
+    specs = [*rope_specs(), *rope_call_specs()]
+    texts = list(itertools.product(specs, (RopeVariant(), RopeVariant(head_steps=2))))
     names = [rope_name(spec, variant) for spec, variant in texts]
     names += [gru_cell_name(spec, GruCellVariant("library")) for spec in gru_gates_specs()]
     names += [gru_cell_name(next(gru_gates_specs()), GruCellVariant(form)) for form in GRU_CELL_FORMS]

@@ -29,13 +29,13 @@ SPECS = [
 
 
 def formula(spec: RopeSpec, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x * cos + exchanged * sin, x [seq, batch, heads, head_dim], as PyTorch models write it."""
+    """x * cos + exchanged * sin, x [seq, batch, heads, head_dim], cos and sin [seq, batch, entries], as models write it."""
     if spec.angle_entries == "pair":
         cos, sin = (
             torch.repeat_interleave(a, 2, -1) if spec.style == "interleaved" else torch.cat((a, a), -1)
             for a in (cos, sin)
         )
-    cos, sin = cos[: x.shape[0], None, None], sin[: x.shape[0], None, None]
+    cos, sin = cos[:, :, None], sin[:, :, None]
     turning, tail = x[..., : spec.rotary_dim], x[..., spec.rotary_dim :]
     if spec.style == "interleaved":
         exchanged = torch.stack((-turning[..., 1::2], turning[..., 0::2]), -1).flatten(-2)

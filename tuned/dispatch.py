@@ -23,6 +23,7 @@ shipped tables; ``TUNED_RECORD=FILE`` appends the problems that no row was measu
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,9 +33,9 @@ from tuned.gru import serve
 from tuned.gru.arguments import check_linear_cat, checked_cell, gru_call
 from tuned.gru_cell import run as gru_cell_run
 from tuned.linear_cat import run as linear_cat_run
-from tuned.overwrite import bump_version, refuse_overwrite
+from tuned.overwrite import bump_versions, refuse_overwrite
 from tuned.rope import call as rope_call
-from tuned.rope.call import Settings
+from tuned.rope.arguments import Given, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,35 +56,160 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
     angle_entries: str | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
+    inv_freq: torch.Tensor | None = None,
+    attention_scaling: float = 1.0,
+    positions: torch.Tensor | None = None,
+    offset: int | torch.Tensor = 0,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    rotated: str = "first",
+    conjugate: bool = False,
 ) -> torch.Tensor:
-    """Rotary position embedding: rotate the first features of each head by angles that depend on the position.
+    """Rotary position embedding: rotate features of each head by angles that depend on the position.
+
+    Angles come from one of freqs, cos and sin, cos_sin_cache, and inv_freq. A token's position is its place in its
+    sequence plus offset, or what positions says.
 
     Args:
         x: ``[b, s, h, d]`` (bshd), ``[s, b, h, d]`` (sbhd) or ``[t, h, d]`` (thd), any strides, float32, float16 or
             bfloat16 on a GPU; anything floating point on a CPU.
-        freqs: angles in radians, float32, ``[s2, entries]`` or ``[s2, 1, 1, entries]`` with s2 >= s. Or give:
-        cos: cosines of the angles, any float dtype, shaped like freqs, and
+        freqs: angles in radians, float32, ``[rows, entries]`` or ``[rows, 1, 1, entries]``, a row a position.
+        cos: cosines of the angles, any float dtype, shaped like freqs, or ``[b, rows, entries]``; and
         sin: sines of the angles.
         tensor_format: the axes of x: "bshd", "sbhd" or "thd".
         interleaved: pairs are features (2 j, 2 j + 1), GPT-J; otherwise (j, j + rotary_dim / 2), NeoX, rotate_half.
-        inplace: overwrite x and return it; features past rotary_dim are not touched.
-        rotary_dim: how many leading features rotate; checked against the angles when given.
+        inplace: overwrite x and return it; features that do not rotate are not touched.
+        rotary_dim: how many features rotate; checked against the angles when given.
         angle_entries: "feature": one entry a rotated feature, and the two of a pair may differ (TransformerEngine);
-            "pair": one entry a pair (flash-attention), half the bytes. By default "feature" for freqs, "pair" for cos
-            and sin. Never guessed from the width.
-        cu_seqlens: int32 ``[sequences + 1]`` on the device of x, where packed sequences start; thd only. Positions past
-            the angles give NaN; tokens that no sequence holds are copied.
+            "pair": one entry a pair (flash-attention), half the bytes. By default "feature" for freqs, "pair" for the
+            others. Never guessed from the width.
+        cu_seqlens: int32 ``[sequences + 1]`` on the device of x, where packed sequences start; thd only. Tokens that no
+            sequence holds are copied.
         max_seqlen: if given, checked against the angles, without asking the device; thd only.
+        cos_sin_cache: ``[rows, rotary_dim]``: the cosines of a position's pairs, then their sines (vLLM, FlashInfer).
+        inv_freq: radians a position, float32, ``[pairs]``: the angle is position * inv_freq, rounded to float32 once, and
+            no table is read.
+        attention_scaling: cosines and sines are multiplied by it (YaRN); with freqs and inv_freq.
+        positions: int32 or int64, ``[b, s]``, ``[s, b]`` or ``[t]`` as the tokens of x lie, or ``[s]``, shared by the
+            batch; on the device of x.
+        offset: added to the places in the sequence: an int; or on the device of x, int32 or int64, a tensor of no
+            dimension, or the starts of the sequences, ``[b]``, of packed ones ``[sequences]``.
+        cp_size: ranks of context parallelism. x has this rank's tokens of each sequence: chunk cp_rank and chunk
+            2 * cp_size - 1 - cp_rank of 2 * cp_size. The angles and cu_seqlens are those of whole sequences, each as
+            long as 2 * cp_size divides.
+        cp_rank: this rank.
+        rotated: which features: the "first" rotary_dim; the "last" rotary_dim (DeepSeek's MLA); or "proportional": pairs
+            (j, j + d / 2) over the whole head, of which the first rotary_dim / 2 rotate (Gemma 4).
+        conjugate: rotate by minus the angle.
 
     Returns:
         A tensor like x, or x itself in place. Differentiable in x by a kernel; in the angles through eager PyTorch.
 
     Raises:
-        TypeError, ValueError: an argument is not allowed; nothing has been written.
+        TypeError, ValueError: an argument is not allowed; nothing has been written. Positions past a table, or below 0,
+            are an error where they can be seen without waiting for a GPU, and NaN in the result where not.
         RuntimeError: x cannot be overwritten without losing a gradient; nothing has been written.
     """
-    settings = (tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, "forward")
-    return rope_call.call(x, freqs, cos, sin, cu_seqlens, settings)  # type: ignore[no-any-return]
+    settings = (
+        tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
+        rotated, conjugate, None, "forward",
+    )  # fmt: skip
+    return rope_call.call(  # type: ignore[no-any-return]
+        x, None, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, settings
+    )
+
+
+def rope_qk(  # noqa: PLR0913 - the arguments of rope
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    freqs: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    *,
+    tensor_format: str = "bshd",
+    interleaved: bool = False,
+    inplace: bool = False,
+    rotary_dim: int | None = None,
+    angle_entries: str | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
+    inv_freq: torch.Tensor | None = None,
+    attention_scaling: float = 1.0,
+    positions: torch.Tensor | None = None,
+    offset: int | torch.Tensor = 0,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    rotated: str = "first",
+    conjugate: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``rope`` of a query and a key in one launch.
+
+    Args:
+        q: as x of ``rope``.
+        k: of the tokens, dtype and head_dim of q, with as many heads as it likes (GQA, MQA); None where a layer has none.
+        freqs: this and all others as in ``rope``.
+
+    Returns:
+        (q, k), rotated; in place the tensors given.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as ``rope``; nothing has been written.
+    """
+    settings = (
+        tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
+        rotated, conjugate, None, "forward",
+    )  # fmt: skip
+    out = rope_call.call(q, k, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, settings)
+    return out if k is not None else (out, None)
+
+
+def rope_qkv(  # noqa: PLR0913 - the arguments of rope
+    qkv: torch.Tensor,
+    freqs: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    *,
+    tensor_format: str = "bshd",
+    interleaved: bool = False,
+    inplace: bool = False,
+    rotary_dim: int | None = None,
+    angle_entries: str | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
+    inv_freq: torch.Tensor | None = None,
+    attention_scaling: float = 1.0,
+    positions: torch.Tensor | None = None,
+    offset: int | torch.Tensor = 0,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    rotated: str = "first",
+    conjugate: bool = False,
+    kv_heads: int | None = None,
+) -> torch.Tensor:
+    """``rope`` of the query and the key in a packed qkv; v is copied, in place not touched.
+
+    Args:
+        qkv: the axes of tensor_format, with heads + 2 * kv_heads heads: queries, keys, values; or, without kv_heads,
+            with an axis of 3 before the heads: ``[b, s, 3, h, d]``.
+        freqs: this and all others as in ``rope``.
+        kv_heads: heads of k, and of v.
+
+    Returns:
+        A tensor like qkv, or qkv itself in place.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as ``rope``; nothing has been written.
+    """
+    settings = (
+        tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
+        rotated, conjugate, kv_heads or 0, "forward",
+    )  # fmt: skip
+    return rope_call.call(  # type: ignore[no-any-return]
+        qkv, None, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, settings
+    )
 
 
 def rope_backward(  # noqa: PLR0913 - the arguments of rope
@@ -98,13 +224,27 @@ def rope_backward(  # noqa: PLR0913 - the arguments of rope
     angle_entries: str | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
+    inv_freq: torch.Tensor | None = None,
+    attention_scaling: float = 1.0,
+    positions: torch.Tensor | None = None,
+    offset: int | torch.Tensor = 0,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    rotated: str = "first",
+    conjugate: bool = False,
 ) -> torch.Tensor:
     """The transpose of ``rope`` as a map of x, with the same arguments: grad_output to the gradient of x.
 
     Always out of place. Where the entries of a pair are equal it is the rotation by minus the angle.
     """
-    settings = (tensor_format, interleaved, False, rotary_dim, angle_entries, max_seqlen, "backward")
-    return rope_call.call(grad_output, freqs, cos, sin, cu_seqlens, settings)  # type: ignore[no-any-return]
+    settings = (
+        tensor_format, interleaved, False, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
+        rotated, conjugate, None, "backward",
+    )  # fmt: skip
+    return rope_call.call(  # type: ignore[no-any-return]
+        grad_output, None, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, settings
+    )
 
 
 def apply_rotary_pos_emb(  # noqa: PLR0913 - the arguments of its peer
@@ -170,7 +310,7 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
         return h.copy_(out) if inplace else out
     out = serve.gru_cell(segments, *given, inplace=inplace)
     if inplace:
-        bump_version(h)
+        bump_versions(h)
     return out
 
 
@@ -275,11 +415,14 @@ def linear_cat(
     return serve.linear_cat(inputs, weight, bias)
 
 
-def explain_rope(*args: Any, direction: str = "forward", **kwargs: Any) -> tuple[Choice, Any]:
-    """The choice for a call of ``rope`` with these arguments, and its spec; nothing runs."""
-    given = dict(zip(("x", "freqs", "cos", "sin"), args, strict=False)) | kwargs
-    given = {"tensor_format": "bshd", "interleaved": False, "inplace": False, **given, "direction": direction}
-    fields: dict[str, Any] = {name: given.get(name) for name in Settings._fields}
-    settings = Settings(**fields)
-    x, freqs, cos, sin, cu_seqlens = (given.get(name) for name in ("x", "freqs", "cos", "sin", "cu_seqlens"))
-    return rope_call.explain(x, freqs, cos, sin, cu_seqlens, settings)
+def explain_rope(function: Any, *args: Any, **kwargs: Any) -> tuple[Choice, Any]:
+    """The choice for a call of ``rope``, ``rope_qk``, ``rope_qkv`` or ``rope_backward``, and its spec; nothing runs."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    named = dict(bound.arguments)
+    x, key = named.pop(next(iter(named))), named.pop("k", None)
+    if function is rope_qkv:
+        named["kv_heads"] = named["kv_heads"] or 0
+    direction = "backward" if function is rope_backward else "forward"
+    given = Given(x, key, **{name: named.pop(name) for name in Given._fields[2:]})
+    return rope_call.explain(given, Settings(**named, direction=direction))

@@ -38,7 +38,7 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
     """Which kernel ``function(*args, **kwargs)`` gets, without running it.
 
     Args:
-        function: rope, rope_backward, apply_rotary_pos_emb, gru_cell, gru or linear_cat of tuned.dispatch; or a GRU or
+        function: rope, rope_qk, rope_qkv, rope_backward, apply_rotary_pos_emb, gru_cell, gru or linear_cat of tuned.dispatch; or a GRU or
             GRUCell module, of tuned.nn or of torch.nn.
         args: its arguments.
         kwargs: its keyword arguments.
@@ -47,15 +47,14 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
         TypeError: for any other function.
         ValueError: what the call itself would raise.
     """
-    if function in (dispatch.rope, dispatch.rope_backward):
-        direction = "forward" if function is dispatch.rope else "backward"
+    if function in (dispatch.rope, dispatch.rope_qk, dispatch.rope_qkv, dispatch.rope_backward):
         family = FAMILIES["rope"]
-        choice, spec = dispatch.explain_rope(*args, direction=direction, **kwargs)
+        choice, spec = dispatch.explain_rope(function, *args, **kwargs)
     elif function is dispatch.apply_rotary_pos_emb:
         kwargs = {"tensor_format": "sbhd", "angle_entries": "feature", **kwargs}
         kwargs.pop("fused", None)
         family = FAMILIES["rope"]
-        choice, spec = dispatch.explain_rope(*args, **kwargs)
+        choice, spec = dispatch.explain_rope(dispatch.rope, *args, **kwargs)
     elif function is dispatch.gru_cell:
         family = FAMILIES["gru_cell"]
         choice, spec = serve.explain_gru_cell(*args, **kwargs)
@@ -67,7 +66,7 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
     elif isinstance(function, (nn.GRU, nn.GRUCell, torch.nn.GRU, torch.nn.GRUCell)):
         return _of_module(function, *args, **kwargs)
     else:
-        known = "rope, rope_backward, apply_rotary_pos_emb, gru_cell, gru, linear_cat and modules GRU and GRUCell"
+        known = "rope, rope_qk, rope_qkv, rope_backward, apply_rotary_pos_emb, gru_cell, gru, linear_cat and modules GRU and GRUCell"
         raise TypeError(f"explain knows {known}, got {function!r}")
     return _explanation(choice, () if choice.variant is None else family.kernel_names(spec, choice.variant))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tuned.kernels
 from tuned.mismatch import HARD, differences
@@ -38,10 +38,20 @@ class Choice:
     gpu: Gpu | None = None  # whose call it is; None for eager
 
 
+_HAS_ROWS: dict[
+    Any, tuple[bool, Table]
+] = {}  # (GPU, id of its table) -> the answer, and the table, to keep its id its own
+
+
 def has_rows(gpu: Gpu) -> bool:
     """Whether anything was measured on this very model of GPU."""
     own = tables().get(gpu.device)
-    return own is not None and any(not _elsewhere(r, gpu) for rows in own.rows.values() for r in rows)
+    if own is None:
+        return False
+    key = gpu, id(own)
+    if key not in _HAS_ROWS:
+        _HAS_ROWS[key] = any(not _elsewhere(r, gpu) for rows in own.rows.values() for r in rows), own
+    return _HAS_ROWS[key][0]
 
 
 def _elsewhere(row: Row, gpu: Gpu) -> list[str]:
@@ -85,12 +95,15 @@ def _unlike(table: Table, gpu: Gpu) -> tuple[float, str]:
 
 
 def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) -> Choice | None:
-    for row in table.rows[family.name]:
-        if (row.spec, row.size) == (spec, size) and row.stale is None and not _elsewhere(row, gpu):
-            variant = family.fit(row.variant, gpu.capability)
-            if usable(family, spec, size, variant, gpu.capability, gpu.multiprocessors):
-                return Choice("winner", f"measured for this spec and size in {row.source}", variant, row)
-    found = nearest(family, spec, size, table.rows[family.name], gpu.capability, gpu.multiprocessors)
+    here = _here(family, spec, gpu, table)
+    row = here.measured.get(size)
+    if row is not None:
+        variant = family.fit(row.variant, gpu.capability)
+        if usable(family, spec, size, variant, gpu.capability, gpu.multiprocessors):
+            return Choice("winner", f"measured for this spec and size in {row.source}", variant, row)
+    found = _nearest_of(here.near, family, spec, size, gpu)
+    if found is None:
+        found = nearest(family, spec, size, table.rows[family.name], gpu.capability, gpu.multiprocessors)
     if found is None:
         return None
     away, row, variant = found
@@ -101,6 +114,100 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
     if row.size == size:
         what = f"this size, but {'; '.join([*([row.stale] if row.stale else []), *_elsewhere(row, gpu)])}"
     return Choice("nearest size", f"{row.source} has this spec measured with {what}", variant, row)
+
+
+def fast_variant(family: Family, spec: Any, size: Any, gpu: Gpu) -> Any:
+    """The variant that ``choose`` gives, from the table of this very GPU; None where finding it takes more."""
+    own = tables().get(gpu.device)
+    if own is None:
+        return None
+    here = _here(family, spec, gpu, own)
+    row = here.measured.get(size)
+    if row is not None:
+        variant = family.fit(row.variant, gpu.capability)
+        return variant if usable(family, spec, size, variant, gpu.capability, gpu.multiprocessors) else None
+    found = _nearest_of(here.near, family, spec, size, gpu)
+    return None if found is None else found[2]
+
+
+class _Near(NamedTuple):
+    """A row, as far as it decides how near it is to a size."""
+
+    away: float  # octaves between the specs
+    octave: float  # of its tokens
+    stale: bool
+    row: Row
+    variant: Any  # as the call can take it
+
+
+class _Here(NamedTuple):
+    """What a table has for one spec on one GPU, whatever the size: found out once, since new lengths come all the time."""
+
+    measured: dict[Any, Row]  # size -> its winner, where it counts here
+    near: tuple[_Near, ...]  # the rows that can be nearest to a size
+    table: Table  # keeps the table alive, and so its id its own
+
+
+_HERE: dict[Any, _Here] = {}
+MAX_HERE = 1024  # specs: a model has a handful
+
+
+def _here(family: Family, spec: Any, gpu: Gpu, table: Table) -> _Here:
+    key = family.name, spec, gpu, id(table)
+    found = _HERE.get(key)
+    if found is None:
+        if len(_HERE) >= MAX_HERE:
+            _HERE.clear()
+        rows = table.rows[family.name]
+        measured: dict[Any, Row] = {}
+        for row in rows:
+            if row.spec == spec and row.stale is None and not _elsewhere(row, gpu):
+                measured.setdefault(row.size, row)
+        found = _HERE[key] = _Here(measured, _undominated(family, spec, gpu, rows), table)
+    return found
+
+
+def _undominated(family: Family, spec: Any, gpu: Gpu, rows: Iterable[Row]) -> tuple[_Near, ...]:
+    """The rows that are nearest to some size: one that another is nearer than everywhere can be left out.
+
+    By the triangle inequality that is so where the other is nearer by more octaves of the spec than lie between the two
+    numbers of tokens; among rows as near, a stale one never stands in for a fresh one, nor a later one for an earlier.
+    """
+    entries = [
+        _Near(family.distance(row.spec, spec), _octave(row.size), row.stale is not None, row, index)
+        for index, row in enumerate(rows)
+    ]
+
+    def beats(other: _Near, one: _Near) -> bool:
+        least = other.away + abs(other.octave - one.octave)
+        first = (other.stale, other.variant) < (one.stale, one.variant)  # as ties fall; here variant is the index
+        return other is not one and (least < one.away - TIE or (first and least <= one.away))
+
+    kept = [one for one in entries if not any(beats(other, one) for other in entries)]
+    return tuple(
+        one._replace(variant=family.adapt(family.fit(one.row.variant, gpu.capability), one.row.spec, spec))
+        for one in kept
+    )
+
+
+TIE = 1e-9  # octaves: floating point may tell two rows apart by less that are as near
+
+
+def _octave(size: Any) -> float:
+    return math.log2(max(size.tokens, 1))
+
+
+def _nearest_of(near: Iterable[_Near], family: Family, spec: Any, size: Any, gpu: Gpu) -> tuple[float, Row, Any] | None:
+    """The nearest of the rows, as ``nearest`` would choose; None where that one cannot serve, and another may."""
+    octave = _octave(size)
+    best, least = None, (math.inf, True)
+    for one in near:
+        away = one.away + abs(one.octave - octave), one.stale
+        if away < least:
+            best, least = one, away
+    if best is None or not usable(family, spec, size, best.variant, gpu.capability, gpu.multiprocessors):
+        return None
+    return least[0], best.row, best.variant
 
 
 def nearest(  # noqa: PLR0913 - the call, and what there is for it
@@ -118,7 +225,7 @@ def nearest(  # noqa: PLR0913 - the call, and what there is for it
     """
     best: tuple[tuple[float, bool], Row, Any] | None = None
     for row in rows:
-        away = family.distance(row.spec, spec) + abs(math.log2(max(row.size.tokens, 1) / max(size.tokens, 1)))
+        away = family.distance(row.spec, spec) + abs(_octave(row.size) - _octave(size))
         if best is not None and (away, row.stale is not None) >= best[0]:
             continue
         variant = family.adapt(family.fit(row.variant, capability), row.spec, spec)

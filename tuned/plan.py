@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
-from tuned.launcher import bare_supported, hooks, raw_stream
+from tuned.launcher import bare_supported, hooks, kernel, raw_stream
 
 if TYPE_CHECKING:
     from tuned.launch import Launch
@@ -61,6 +62,29 @@ def bare_launch(launch: Launch, compiled: Any, device: int) -> Bare | None:
     rest = (*numbers, *launch.constants.values())
     programs = launch.programs
     return Bare(compiled.run, compiled.function, compiled.packed_metadata, programs, rest, raw_stream(), *listening)
+
+
+def specialisation(launch: Launch) -> tuple[Any, ...]:
+    """What Triton compiles a kernel anew for, of a launch's arguments: types, 16-byte alignment, and numbers' kinds.
+
+    A number of a parameter that is not specialised tells its width alone; of any other also whether it is 1, and
+    whether 16 divides it.
+    """
+    kinds: list[Any] = []
+    for value, specialised in zip(launch.arguments, _specialised(launch.kernel), strict=False):
+        if isinstance(value, torch.Tensor):
+            kinds.append((value.dtype, not value.data_ptr() % 16))
+        elif isinstance(value, int):
+            wide = not -(2**31) <= value < 2**31
+            kinds.append((wide, value == 1, not value % 16) if specialised else wide)
+        else:
+            kinds.append(type(value))
+    return tuple(kinds)
+
+
+@functools.cache
+def _specialised(name: str) -> tuple[bool, ...]:
+    return tuple(not parameter.do_not_specialize for parameter in kernel(name).params)
 
 
 def remember(plans: dict[Any, Any], key: Any, plan: Any) -> None:

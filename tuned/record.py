@@ -65,11 +65,15 @@ def build(kind: type, values: Any, where: str) -> Any:
     Raises:
         RecordError: a field is missing, unknown, of another type or refused by the class; ``where`` begins the message.
     """
-    names = {f.name for f in dataclasses.fields(kind)}
-    if not isinstance(values, dict) or set(values) != names:
+    fields = dataclasses.fields(kind)
+    names = {f.name for f in fields}
+    needed = {f.name for f in fields if f.default is dataclasses.MISSING}
+    if not isinstance(values, dict) or not needed <= set(values) <= names:
         found = sorted(values) if isinstance(values, dict) else type(values).__name__
         raise RecordError(f"{where} must have the fields {sorted(names)}, got {found}")
-    for field in dataclasses.fields(kind):
+    for field in fields:
+        if field.name not in values:  # of a record that is older than the field, which means what it had then
+            continue
         wanted = {"str": str, "int": int, "bool": bool}.get(str(field.type))
         if wanted is not None and type(values[field.name]) is not wanted:
             raise RecordError(f"{where}.{field.name} must be {field.type}, got {values[field.name]!r}")

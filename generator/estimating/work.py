@@ -60,15 +60,15 @@ def rope_work(problem: Problem, variant: Any) -> tuple[Work, ...]:
     item, half = ITEM_SIZE[spec.dtype], half_block(spec)
     entries_per_pair = 2 if spec.angle_entries == "feature" else 1
     angle_row = spec.bytes_per_position()
-    seq, batch = (size.tokens, 1) if spec.packed else (size.seq, size.batch)
+    seq, batch = (size.tokens, 1) if spec.layout == "thd" else (size.seq, size.batch)
     count = programs(spec, variant, seq, batch)
     tile_rows = variant.block_tokens * variant.block_heads
     return (
         Work(
             programs=count,
             warps=variant.num_warps,
-            memory_bytes=size.tokens * spec.bytes_per_token() + size.seq * angle_row,
-            again_bytes=max(0.0, count * variant.block_tokens * angle_row - size.seq * angle_row),
+            memory_bytes=size.tokens * spec.bytes_per_token() + spec.angle_rows(size) * angle_row,
+            again_bytes=max(0.0, count * variant.block_tokens * angle_row - spec.angle_rows(size) * angle_row),
             in_flight_bytes=tile_rows * spec.rotary_dim * item + variant.block_tokens * angle_row,
             elements=count * tile_rows * variant.head_steps * 2 * half,
             sines=count * variant.block_tokens * half * 2 * entries_per_pair if spec.takes_sine else 0,

@@ -11,72 +11,154 @@ import torch
 
 from generator.problem import Problem
 from tuned.rope.arguments import strides_of
-from tuned.rope.eager import rotate
+from tuned.rope.eager import positions, rotate
 from tuned.rope.launches import RopeCall
 from tuned.rope.spec import DIRECTIONS, ITEM_SIZE, RopeSize, RopeSpec
 from tuned.rope.variant import RopeVariant
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 THETA = 500_000.0  # base of Llama 3's rotary frequencies: spreads angles from 1e-5 to 1 radian a position
 # Unit roundoff: what one rounding to the type may change, relative.
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+CP_SIZE = 2  # ranks of the calls that are context parallel
+SCALING = 1.25  # of the calls that scale, about that of YaRN at 16 times the length
 SMALLEST = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
+
+
+TABLE_ROWS = 4096  # of ids that are drawn: more than the L1 holds, and small beside what large problems move
 
 
 def _shape(spec: RopeSpec, size: RopeSize) -> tuple[int, ...]:
     tokens = {"bshd": (size.batch, size.seq), "sbhd": (size.seq, size.batch), "thd": (size.tokens,)}[spec.layout]
-    return (*tokens, spec.heads, spec.head_dim)
+    return (*tokens, spec.all_heads, spec.head_dim)
+
+
+def _table_rows(spec: RopeSpec, size: RopeSize) -> int:
+    """How many positions the angles have: what the call reaches."""
+    reach = size.seq * (CP_SIZE if spec.context_parallel else 1)
+    return {"ids": max(TABLE_ROWS, size.tokens), "order": reach}.get(spec.positions, reach + TABLE_ROWS)
+
+
+def _table(spec: RopeSpec, size: RopeSize, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Angles as a model has them: of the spec's kind and width."""
+    pairs = spec.rotary_dim // 2
+    rates = THETA ** -(torch.arange(pairs, device=device, dtype=torch.float64) / pairs)
+    rows = _table_rows(spec, size)
+    angles = torch.arange(rows, device=device, dtype=torch.float64)[:, None] * rates
+    if spec.angles == "inv_freq":
+        angles = rates[None]
+    if spec.angle_entries == "feature":
+        angles = torch.cat((angles, angles), -1) if not spec.interleaved else angles.repeat_interleave(2, -1)
+    if spec.angles_per_batch:
+        angles = angles.expand(size.batch, *angles.shape).contiguous()
+    dtype = getattr(torch, spec.angle_dtype)
+    if spec.takes_sine:
+        return angles.to(dtype), None
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _places(spec: RopeSpec, size: RopeSize, device: str, generator: torch.Generator | None) -> torch.Tensor | None:
+    """The tensor of positions that the spec speaks of, or None: ids in order where there are many, drawn where few."""
+    if spec.positions in ("order", "shifted"):
+        return None
+    count = {"ids": size.tokens, "starts": size.batch, "offset": 1}[spec.positions]
+    if spec.positions == "ids" and size.tokens >= TABLE_ROWS:
+        places = torch.arange(count, device=device)
+    else:
+        places = torch.zeros(count, dtype=torch.int64, device=device)
+        if generator is not None:
+            places.random_(0, TABLE_ROWS, generator=generator)
+    if spec.positions == "ids" and spec.layout != "thd":
+        return places.view(_shape(spec, size)[:2])
+    return places if spec.positions != "offset" else places[0]
 
 
 def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
     """One set of random inputs: x normal, angles those of a model; out not filled.
 
-    On the device "meta" nothing is allocated: enough to compile for.
+    A key's heads follow those of x in one tensor, as a projection of both gives them. On the device "meta" nothing is
+    allocated: enough to compile for.
     """
     dtype = getattr(torch, spec.dtype)
-    shape = _shape(spec, size)
     generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
-    x = torch.empty(shape, dtype=dtype, device=device)
+    x = torch.empty(_shape(spec, size), dtype=dtype, device=device)
     if generator is not None:
         x.normal_(generator=generator)
     out = x if spec.inplace else torch.empty_like(x)
-    pairs = spec.rotary_dim // 2
-    rates = THETA ** -(torch.arange(pairs, device=device, dtype=torch.float64) / pairs)
-    angles = torch.arange(size.seq, device=device, dtype=torch.float64)[:, None] * rates
-    if spec.angle_entries == "feature":
-        angles = torch.cat((angles, angles), -1) if not spec.interleaved else angles.repeat_interleave(2, -1)
-    angle_dtype = getattr(torch, spec.angle_dtype)
-    first = angles.to(angle_dtype) if spec.takes_sine else angles.cos().to(angle_dtype)
-    second = None if spec.takes_sine else angles.sin().to(angle_dtype)
+    first, second = _table(spec, size, device)
+    places = _places(spec, size, device, generator)
+    place_strides = (0, 0)
+    if places is not None and places.ndim:
+        whole = {"bshd": places.stride()[::-1], "sbhd": places.stride(), "thd": (*places.stride(), 0)}[spec.layout]
+        place_strides = whole if spec.positions == "ids" else (0, places.stride(0))
+    thd, parallel = spec.layout == "thd", CP_SIZE if spec.context_parallel else 1
     cu_seqlens = None
     if spec.packed:
-        cu_seqlens = torch.arange(size.batch + 1, device=device, dtype=torch.int32) * size.seq
+        cu_seqlens = torch.arange(size.batch + 1, device=device, dtype=torch.int32) * size.seq * parallel
     return RopeCall(
         x=x,
         out=out,
         cos=first,
         sin=second,
-        seq=size.tokens if spec.packed else size.seq,
-        batch=1 if spec.packed else size.batch,
-        angle_rows=size.seq,
+        seq=size.tokens if thd else size.seq,
+        batch=1 if thd else size.batch,
+        angle_rows=first.shape[-2],
         x_strides=strides_of(spec.layout, x),
         out_strides=strides_of(spec.layout, out),
-        angle_strides=(first.stride(0), first.stride(1)),
+        angle_strides=(first.stride(-2), first.stride(-1)),
         cu_seqlens=cu_seqlens,
         sequences=size.batch if spec.packed else 0,
+        angle_stride_b=first.stride(0) if spec.angles_per_batch else 0,
+        positions=places,
+        position_strides=(place_strides[0], place_strides[1]),
+        offset=TABLE_ROWS if spec.positions == "shifted" else 0,
+        cp_size=parallel,
+        cp_rank=parallel - 1,
+        scaling=SCALING if spec.scaled else 1.0,
     )
 
 
-def _positions(spec: RopeSpec, call: RopeCall) -> torch.Tensor:
-    """Position of each token along the token axis of x: [seq], for a packed call by cu_seqlens."""
-    tokens = torch.arange(call.seq, device=call.x.device)
-    if not spec.packed:
-        return tokens
-    bounds = call.cu_seqlens.long()
-    owner = torch.searchsorted(bounds, tokens, right=True) - 1
-    return tokens - bounds[owner]
+def _features(spec: RopeSpec) -> tuple[list[int], list[int]]:
+    """The first and the second feature of each pair."""
+    start = spec.head_dim - spec.rotary_dim if spec.rotated == "last" else 0
+    pairs = range(spec.rotary_dim // 2)
+    if spec.interleaved:
+        return [start + 2 * j for j in pairs], [start + 2 * j + 1 for j in pairs]
+    return [start + j for j in pairs], [start + j + spec.pair_distance for j in pairs]
+
+
+def _entries(spec: RopeSpec) -> tuple[slice, slice]:
+    """Which entries of a row of angles are of the first, and of the second feature of each pair."""
+    if spec.angle_entries == "pair":
+        return slice(None), slice(None)
+    if spec.interleaved:
+        return slice(0, None, 2), slice(1, None, 2)
+    return slice(0, spec.rotary_dim // 2), slice(spec.rotary_dim // 2, None)
+
+
+def _turns(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine in float64, with the axes of x before its last: [..., 1, entries]."""
+    rows, _ = positions(spec, call)
+    if spec.angles == "inv_freq":
+        radians = (rows.float()[..., None] * call.cos).double()
+        cos, sin = radians.cos(), radians.sin()
+    else:
+        table, second = call.cos.double(), call.sin
+        cos, sin = (table.cos(), table.sin()) if spec.takes_sine else (table, second.double())
+        if spec.angles_per_batch:
+            rows = rows.expand(call.batch, call.seq)
+            cos, sin = (torch.stack([a[b][rows[b]] for b in range(call.batch)]) for a in (cos, sin))
+        else:
+            cos, sin = cos[rows], sin[rows]
+    cos, sin = cos * call.scaling, sin * call.scaling * (-1 if spec.conjugate else 1)
+    if spec.layout == "thd":
+        return cos[:, None], sin[:, None]
+    cos, sin = (a if a.ndim > 2 else a[None] for a in (cos, sin))  # noqa: PLR2004 - [batch or 1, seq, entries]
+    if spec.layout == "sbhd":
+        cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)
+    return cos[:, :, None], sin[:, :, None]
 
 
 def reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,60 +166,45 @@ def reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tenso
 
     The bound: half a unit in the last place of the result for the store, and in float32, for each of the two
     products, 2 units in the last place for sine and cosine (CUDA's documented bound), one rounding each for the
-    product and the sum: 4 x 2^-24 of |first| + |second|.
+    product and the sum: 4 x 2^-24 of |first| + |second|; with a scaling one rounding more, and as large as it is.
     """
     x = call.x.double()
-    cos = call.cos.double()
-    sin = torch.sin(cos) if spec.takes_sine else call.sin.double()
-    cos = torch.cos(cos) if spec.takes_sine else cos
-    rows = _positions(spec, call)
-    cos, sin = cos[rows], sin[rows]
-    # [seq, ...] to the axes of x
-    shape = {"bshd": (1, -1, 1), "sbhd": (-1, 1, 1), "thd": (-1, 1)}[spec.layout]
-    cos, sin = (a.view(*shape, a.shape[-1]) for a in (cos, sin))
-    half = spec.rotary_dim // 2
-    head, tail = x[..., : spec.rotary_dim], x[..., spec.rotary_dim :]
-    if spec.interleaved:
-        first, second = head[..., 0::2], head[..., 1::2]
-        entries = (slice(0, None, 2), slice(1, None, 2))
-    else:
-        first, second = head[..., :half], head[..., half:]
-        entries = (slice(0, half), slice(half, None))
-    if spec.angle_entries == "pair":
-        entries = (slice(None), slice(None))
-    cos_first, cos_second = cos[..., entries[0]], cos[..., entries[1]]
-    sin_first, sin_second = sin[..., entries[0]], sin[..., entries[1]]
+    cos, sin = _turns(spec, call)
+    one, two = _entries(spec)
+    i_first, i_second = _features(spec)
+    turned = x[..., : x.shape[-2] - spec.copied_heads, :]
+    first, second = turned[..., i_first], turned[..., i_second]
+    sin_first, sin_second = sin[..., one], sin[..., two]
     if spec.direction == "backward":
         sin_first, sin_second = -sin_second, -sin_first
-    out_first = first * cos_first - second * sin_first
-    out_second = second * cos_second + first * sin_second
-    size = first.abs() + second.abs()
-    out = _join(spec, out_first, out_second)
-    # Both features of a pair get the bound of the pair.
-    bound = _join(spec, size, size) * 4 * 2.0**-24 + out.abs() * UNIT_ROUNDOFF[spec.dtype] + SMALLEST[spec.dtype]
-    return torch.cat((out, tail), -1), torch.cat((bound, torch.zeros_like(tail)), -1)
-
-
-def _join(spec: RopeSpec, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    if spec.interleaved:
-        return torch.stack((first, second), -1).flatten(-2)
-    return torch.cat((first, second), -1)
+    out, bound = x.clone(), torch.zeros_like(x)
+    size = (first.abs() + second.abs()) * (4 if call.scaling == 1.0 else 5 * abs(call.scaling)) * 2.0**-24
+    parts = (
+        (i_first, first * cos[..., one] - second * sin_first),
+        (i_second, second * cos[..., two] + first * sin_second),
+    )
+    for features, result in parts:
+        out[..., : turned.shape[-2], features] = result
+        bound[..., : turned.shape[-2], features] = (
+            size + result.abs() * UNIT_ROUNDOFF[spec.dtype] + SMALLEST[spec.dtype]
+        )
+    return out, bound
 
 
 def eager(spec: RopeSpec, call: RopeCall) -> Any:
     """The eager PyTorch baseline of the same call, as dispatch would run it."""
-    return lambda: rotate(spec, call)
+    return lambda: rotate(spec, call)[0]
 
 
 def bytes_moved(spec: RopeSpec, size: RopeSize) -> int:
     """Bytes that any implementation must move: x read and written once, the angles read once a position."""
-    return size.tokens * spec.bytes_per_token() + size.seq * spec.bytes_per_position()
+    return size.tokens * spec.bytes_per_token() + spec.angle_rows(size) * spec.bytes_per_position()
 
 
 def tensor_bytes(spec: RopeSpec, size: RopeSize) -> int:
     """Bytes of one set of inputs and outputs."""
-    x = size.tokens * spec.heads * spec.head_dim * ITEM_SIZE[spec.dtype]
-    return (1 if spec.inplace else 2) * x + size.seq * spec.bytes_per_position()
+    x = size.tokens * spec.all_heads * spec.head_dim * ITEM_SIZE[spec.dtype]
+    return (1 if spec.inplace else 2) * x + _table_rows(spec, size) * spec.bytes_per_position()
 
 
 def features(variant: RopeVariant) -> tuple[int, ...]:
@@ -202,7 +269,55 @@ def problems() -> Iterator[Problem]:
     yield problem("packed_1024_sequences", bf16("thd", 32, 128), 1024, 64)
     yield problem("llama3_8b_fp16", RopeSpec("bshd", "float16", 32, 128, 128), 2, 4096)
     yield problem("llama3_8b_fp32", RopeSpec("bshd", "float32", 32, 128, 128), 2, 4096)
+    yield from _complete(problem, bf16)
     # The studies' own calls: float32, sbhd, an entry a feature, small.
     for seq, heads, dim in ((64, 16, 64), (128, 16, 128), (32, 8, 256)):
         small = RopeSpec("sbhd", "float32", heads, dim, dim, angle_entries="feature")
         yield problem(f"study_small_{dim}", small, 1, seq)
+
+
+def _complete(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) -> Iterator[Problem]:
+    """Calls of models: a query and a key, positions of their own, other features than the first."""
+    llama, kv = (
+        bf16("bshd", heads, 128, angles="cos_sin", key_heads=key_heads) for heads, key_heads in ((32, 8), (8, 2))
+    )
+    sizes = ((llama, 2, 4096), (kv, 1, 32768), (kv, 1, 131072), (llama, 1, 128), (llama, 64, 1))
+    for (spec, batch, seq), angles, inplace in itertools.product(sizes, ("cos_sin", "freqs"), (False, True)):
+        heads = "qk" if spec.heads == llama.heads else "qk_8_2"
+        name = f"{heads}_{angles}{'_inplace' if inplace else ''}"
+        yield problem(name, dataclasses.replace(spec, angles=angles, inplace=inplace), batch, seq)
+    for spec, batch, seq in sizes[:3]:
+        backward = dataclasses.replace(spec, angles="freqs", direction="backward")
+        yield problem("qk_backward", backward, batch, seq)
+    packed = dataclasses.replace(llama, layout="thd", angles="freqs")
+    for sequences in (1, 16, 256, 2401):
+        yield problem("qk_packed", packed, sequences, 65536 // sequences)
+    served = dataclasses.replace(llama, layout="thd", inplace=True, positions="ids")
+    models = {
+        "llama3_8b": served,
+        "llama3_70b_8_ranks": dataclasses.replace(served, heads=8, key_heads=1),
+        "gpt_oss": dataclasses.replace(served, heads=64, head_dim=64, rotary_dim=64),
+    }
+    for (name, spec), octave in itertools.product(models.items(), range(10)):
+        yield problem(f"{name}_served", spec, 1, 2**octave)
+    for octave in (10, 11, 12, 13, 14, 15, 17):
+        yield problem("llama3_8b_served", served, 1, 2**octave)
+    rates = {"angles": "inv_freq"}
+    yield problem("qk_inv_freq", dataclasses.replace(llama, **rates), 2, 4096)
+    yield problem("qk_8_2_inv_freq", dataclasses.replace(kv, **rates), 1, 32768)
+    yield problem("llama3_8b_served_inv_freq", dataclasses.replace(served, **rates), 1, 64)
+    yield problem("qk_starts_inplace", dataclasses.replace(llama, inplace=True, positions="starts"), 64, 1)
+    # A packed qkv out of place, as training needs it: v is copied.
+    qkv = dataclasses.replace(llama, heads=48, key_heads=0, copied_heads=8, angles="freqs")
+    for direction in DIRECTIONS:
+        yield problem(f"qkv_{direction}", dataclasses.replace(qkv, direction=direction), 2, 4096)
+    mla = bf16(
+        "thd", 128, 192, 64, style="interleaved", rotated="last", inplace=True, positions="ids", angles="cos_sin"
+    )
+    yield problem("deepseek_v3_last_inplace", mla, 1, 4096)
+    gemma = bf16("bshd", 8, 512, 128, rotated="proportional", angles="cos_sin")
+    yield problem("gemma4_proportional", gemma, 1, 8192)
+    yield problem("gemma4_proportional_inplace", dataclasses.replace(gemma, inplace=True), 1, 8192)
+    glm = bf16("bshd", 32, 128, 64, style="interleaved", angles="cos_sin", key_heads=2)
+    yield problem("glm4_qk", glm, 2, 8192)
+    yield problem("gpt_neox_qk", bf16("bshd", 64, 96, 24, angles="cos_sin", key_heads=64), 4, 2048)

@@ -85,11 +85,16 @@ def table_source(device: str, winners: list[Winner]) -> str:
     lines.append("# family, spec, size, variant, digests of the kernels, microseconds, which of MEASURED")
     lines.append("ROWS = (")
     for w, with_what in zip(winners, measured, strict=True):
-        parts = (dataclasses.asdict(part) for part in (w.spec, w.size, w.variant))
+        parts = (fields_of(part) for part in (w.spec, w.size, w.variant))
         values = (w.family, *parts, w.digests, w.median_us, distinct.index(with_what))
         lines.append(f"    {literal(values)},  # {w.name}")
     lines.append(")")
     return "\n".join(lines) + "\n"
+
+
+def fields_of(part: Any) -> dict[str, Any]:
+    """The fields of a spec, size or variant that a table writes: those that are not as they are by default."""
+    return {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if getattr(part, f.name) != f.default}
 
 
 def literal(value: Any) -> str:

@@ -95,6 +95,8 @@ def specialised(function: Any, launch: Launch) -> tuple[Special, ...]:
 def _special(parameter: Any, value: Any) -> Special:
     if parameter.is_constexpr:
         return Special("constexpr", value)
+    if isinstance(value, float):
+        return Special("fp32")
     if not isinstance(value, int):
         return Special(f"*{TRITON_TYPES[str(value.dtype)]}", by_16=value.data_ptr() % 16 == 0)
     free = bool(parameter.do_not_specialize)

@@ -8,7 +8,7 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any
 
-from generator.keeping.record import literal
+from generator.keeping.record import fields_of, literal
 from generator.proving.landscape import FOLDER, load_landscapes
 from generator.proving.regret import Score
 from generator.workload import WORKLOADS
@@ -129,14 +129,14 @@ def portfolio_source(winners: Iterable[Winner]) -> str:
     ]
     found = portfolios(winners)
     for (architecture, family), portfolio in found.items():
-        rows = tuple(dataclasses.asdict(v) for v in portfolio.variants)
+        rows = tuple(fields_of(v) for v in portfolio.variants)
         lines += [f"    ({literal(architecture)}, {literal(family)}, ("]
         lines += [f"        {literal(row)}," for row in rows]
         lines += ["    )),"]
     lines += [")", "# architecture, family, spec, size, which of the variants is the best there", "BEST = ("]
     for (architecture, family), portfolio in found.items():
         for spec, size, index in portfolio.best:
-            row = (architecture, family, dataclasses.asdict(spec), dataclasses.asdict(size), index)
+            row = (architecture, family, fields_of(spec), fields_of(size), index)
             lines.append(f"    {literal(row)},")
     return "\n".join([*lines, ")"]) + "\n"
 

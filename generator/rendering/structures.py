@@ -31,10 +31,17 @@ ROPE_SCHEDULES = (RopeVariant(), RopeVariant(head_steps=2, block_heads=4))
 
 
 def rope_specs() -> Iterator[RopeSpec]:
-    """One spec for each combination of a caller's text axes: layout, output, style, angles."""
+    """One spec for each combination of a plain call's text axes: layout, output, style, angles."""
     outputs = (("copy", 128, False), ("copytail", 64, False), ("inplace", 128, True))
-    for layout, (_, rotary, inplace), style, angles in itertools.product(LAYOUTS, outputs, STYLES, ANGLES):
+    tables = [angles for angles in ANGLES if angles != "inv_freq"]
+    for layout, (_, rotary, inplace), style, angles in itertools.product(LAYOUTS, outputs, STYLES, tables):
         yield RopeSpec(layout, "bfloat16", 32, 128, rotary, style=style, angles=angles, inplace=inplace)
+
+
+def rope_call_specs() -> Iterator[RopeSpec]:
+    """One spec for each combination of a complete call's text axes: in place, style, angles."""
+    for inplace, style, angles in itertools.product((False, True), STYLES, ANGLES):
+        yield RopeSpec("bshd", "bfloat16", 32, 128, 128, style=style, angles=angles, inplace=inplace, key_heads=8)
 
 
 def gru_gates_specs() -> Iterator[GruCellSpec]:
@@ -59,6 +66,8 @@ def _texts() -> Iterator[tuple[str, str, Any, Any, bool]]:
     """Template, name, spec, variant, and whether a caller can be given it by default."""
     for rope_spec, rope_variant in itertools.product(rope_specs(), ROPE_SCHEDULES):
         yield "rope", rope_name(rope_spec, rope_variant), rope_spec, rope_variant, not rope_variant.loops_heads
+    for call_spec, rope_variant in itertools.product(rope_call_specs(), ROPE_SCHEDULES):
+        yield "rope_call", rope_name(call_spec, rope_variant), call_spec, rope_variant, not rope_variant.loops_heads
     yield "rope_table", PROBE_KERNEL, next(rope_specs()), RopeVariant(), True
     for gates in gru_gates_specs():
         yield "gru_gates", gates_name(bias=gates.bias, inplace=gates.inplace), gates, GruCellVariant("library"), True

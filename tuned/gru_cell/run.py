@@ -17,7 +17,7 @@ from tuned.gru_cell.prepare import GRU_CELL, precision_of, prepared, spec_of, us
 from tuned.gru_cell.spec import MAX_SEGMENTS
 from tuned.launch import Launch
 from tuned.launcher import kernel, launch_public, run_step
-from tuned.overwrite import bump_version
+from tuned.overwrite import bump_versions
 from tuned.plan import Bare, bare_launch, current_device, remember, tracing, transforms_active
 from tuned.segments import joined
 
@@ -161,7 +161,7 @@ def _public(  # noqa: PLR0913
     call = prepared(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, spec.inplace)
     _launched(spec, variant, call)
     if spec.inplace:
-        bump_version(h)
+        bump_versions(h)
     return call.out
 
 
@@ -223,7 +223,7 @@ def _library_plan(call: GruCellCall, bare: Bare, public: Any) -> Any:
         places = (of_x.data_ptr(), of_h.data_ptr(), *biases, *states)
         run(programs, 1, 1, stream_of(device), function, metadata, None, None, None, *places, *rest)
         if inplace:
-            bump_version(h)
+            bump_versions(h)
         return out
 
     return plan

@@ -6,176 +6,300 @@ alive: plans hold numbers, kernels and settings, no tensors.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 from tuned import misses
-from tuned.overwrite import bump_version, refuse_overwrite
-from tuned.rope.arguments import prepare
-from tuned.rope.plan import ROPE, choice_of, public_plan, run_eager, run_public, upgraded_plan
+from tuned.overwrite import refuse_overwrite
+from tuned.plan import current_device, remember, tracing, transforms_active
+from tuned.rope.arguments import Given, Settings, Sources, prepare, refuse_overlap
+from tuned.rope.eager import rotate
+from tuned.rope.lengths import ROPE, class_of, sized
+from tuned.rope.plan import Plan, choice_of, kernel_plan, sized_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tuned.lookup import Choice
 
-MAX_PLANS = 4096  # properties remembered: a decode loop needs a handful, each new length one more
-
-
-class Settings(NamedTuple):
-    """The arguments of a call that are no tensors."""
-
-    tensor_format: str
-    interleaved: bool
-    inplace: bool
-    rotary_dim: int | None
-    angle_entries: str | None
-    max_seqlen: int | None
-    direction: str
-
-
-class Plan:
-    """What calls of one set of properties do. ``run(x, angles, sin, cu_seqlens)`` may be replaced by a faster one."""
-
-    __slots__ = ("run",)
-
-    def __init__(self, run: Any = None) -> None:
-        self.run = run
-
-
 _PLANS: dict[Any, Plan] = {}
+_compiling = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
-_capturing = torch.cuda.is_current_stream_capturing
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # noqa: SLF001 - 0.05 us, the public one 0.2
-
-
-def _traits(t: torch.Tensor) -> tuple[Any, ...]:
-    """All of one tensor that a compiled kernel, or the way to it, may depend on."""
-    return t.dtype, t.shape, t.stride(), t.data_ptr() & 15, t.get_device(), t.requires_grad, type(t)
+# What listens to operators, and would miss a launch: FakeTensorMode, tracers, selective checkpointing.
+_listeners: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF001
+# Errors of a key made of something that is no plain tensor: the checks say what is wrong, or eager PyTorch takes it.
+_NO_KEY = (AttributeError, RuntimeError, TypeError)
 
 
 def call(  # noqa: PLR0913 - the tensors of the public call
-    x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: tuple[Any, ...]
+    x: Any,
+    key: Any,
+    freqs: Any,
+    cos: Any,
+    sin: Any,
+    cos_sin_cache: Any,
+    inv_freq: Any,
+    cu_seqlens: Any,
+    positions: Any,
+    offset: Any,
+    settings: tuple[Any, ...],
 ) -> Any:
-    """Run RoPE; ``settings`` are those of Settings, in order. See tuned.dispatch.rope for the arguments and errors."""
-    if torch.compiler.is_dynamo_compiling():
-        # A launch cannot be traced; the formula can, whole, and the compiler fuses it.
-        prepared = prepare(x, freqs, cos, sin, cu_seqlens, *settings, make_out=torch.empty_like)
-        return run_eager(prepared.eager_spec, prepared.call)
-    angles = cos if freqs is None else freqs
-    key: Any
-    try:
-        # All that a compiled kernel, or the way to it, may depend on; written out, since a call of a function that
-        # did it for one tensor would cost as much again.
-        key = (
-            settings,
-            type(x), x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.get_device(), x.requires_grad,
-            type(angles), angles.dtype, angles.shape, angles.stride(), angles.data_ptr() & 15, angles.get_device(),
-            angles.requires_grad, freqs is None, cos is None,
-            sin if sin is None else _traits(sin),
-            cu_seqlens if cu_seqlens is None else _traits(cu_seqlens),
-            _grad_enabled(), _current_device(),
-        )  # fmt: skip
-        plan = _PLANS.get(key)
-    except (
-        AttributeError,
-        RuntimeError,
-        TypeError,
-    ):  # no plain tensor: the checks say what is wrong, or eager takes it
-        key = plan = None
-    if plan is None:
-        plan = _decide(x, freqs, cos, sin, cu_seqlens, Settings(*settings))
-        if key is not None:
-            if len(_PLANS) >= MAX_PLANS:
-                _PLANS.clear()
-            _PLANS[key] = plan
-    return plan.run(x, angles, sin, cu_seqlens)
+    """Run RoPE on x, and on a key that is not None; ``settings`` are those of Settings, in order. See tuned.dispatch.
 
-
-def _decide(  # noqa: PLR0913
-    x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: Settings
-) -> Plan:
-    """Check everything and choose what calls like this one do. Nothing is launched, nothing written."""
-    prepared = prepare(x, freqs, cos, sin, cu_seqlens, *settings, make_out=lambda t: t)
-    if settings.inplace:
-        refuse_overwrite(x)
-    given = [t for t in (freqs, cos, sin) if t is not None]
-    choice = choice_of(prepared, given)
-    if choice.variant is None:
-        return Plan(_eager_run(settings, freqs is not None))
-    if x.numel() == 0:
-        plan = Plan(lambda x, *_: x if settings.inplace else torch.empty_like(x))
+    A tensor with a key gives (x, key).
+    """
+    if _compiling() or _listeners():
+        given = Given(x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset)
+        return _operator(given, Settings(*settings))
+    if cos is None and sin is None:
+        angles, source = freqs, 0
+        if cos_sin_cache is not None or inv_freq is not None:
+            angles, source = (cos_sin_cache, 1) if cos_sin_cache is not None else (inv_freq, 2)
+            if freqs is not None or (cos_sin_cache is not None and inv_freq is not None):
+                source = -1
     else:
-        misses.note(ROPE, prepared.spec, prepared.size, choice)
-        plan = _kernel_plan(prepared.spec, choice.variant, settings, freqs is not None)
-    if torch.is_grad_enabled() and x.requires_grad:
-        return Plan(_Node(settings, freqs is not None, plan).run)
-    return plan
+        angles, source = cos, 3 if freqs is None and cos_sin_cache is None and inv_freq is None else -1
+    place, number = positions, offset
+    if positions is None and type(offset) is not int:
+        place, number = offset, 0
+    properties: Any
+    try:
+        here, table, grad = x.data_ptr(), angles.data_ptr(), _grad_enabled()
+        # All that a compiled kernel, or the way to it, may depend on; written out, since a call of a function that
+        # did it for one tensor would cost as much again. Of a contiguous tensor the shape tells the strides.
+        properties = (
+            settings, source, positions is None, number == 0,
+            type(x), x.dtype, x.shape, x.is_contiguous() or x.stride(), here & 15, x.get_device(), grad and x.requires_grad,
+            type(angles), angles.dtype, angles.shape, angles.is_contiguous() or angles.stride(), table & 15,
+            angles.get_device(), grad and angles.requires_grad,
+            key if key is None else (
+                type(key), key.dtype, key.shape, key.is_contiguous() or key.stride(), key.data_ptr() & 15,
+                key.get_device(), grad and key.requires_grad,
+            ),
+            sin if sin is None else (
+                type(sin), sin.dtype, sin.shape, sin.is_contiguous() or sin.stride(), sin.data_ptr() & 15,
+                sin.get_device(), grad and sin.requires_grad,
+            ),
+            place if place is None else (
+                type(place), place.dtype, place.shape, place.is_contiguous() or place.stride(), place.data_ptr() & 15,
+                place.get_device(),
+            ),
+            cu_seqlens if cu_seqlens is None else (
+                type(cu_seqlens), cu_seqlens.dtype, cu_seqlens.shape, cu_seqlens.is_contiguous() or cu_seqlens.stride(),
+                cu_seqlens.data_ptr() & 15, cu_seqlens.get_device(),
+            ),
+            grad, forward_ad._current_level, current_device(),  # noqa: SLF001
+        )  # fmt: skip
+        plan = _PLANS.get(properties)
+    except _NO_KEY:
+        properties = plan = None
+        here = table = 0
+    if plan is None:
+        klass = None if properties is None else class_of(properties)
+        plan = None if klass is None else _known_but_for_lengths(klass, x, key, angles, sin, cu_seqlens, place)
+        if plan is None:
+            given = Given(x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset)
+            plan = _decide(given, Settings(*settings), klass)
+        # The properties do not tell whether something follows operators, which is what may have decided.
+        if properties is not None and not transforms_active() and tracing() is None:
+            remember(_PLANS, properties, plan)
+    try:
+        return plan.run(x, key, angles, sin, cu_seqlens, place, number, here, table)
+    except RuntimeError:
+        # torch.func.grad wraps all that is made inside of it, the results of tensors that it does not follow too, and
+        # what is wrapped has no address. Nothing was launched then; in place nothing is made.
+        if settings[2] or not transforms_active():
+            raise
+        given = Given(x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset)
+        return run_eager(given, Settings(*settings))
 
 
-def _eager_run(settings: Settings, takes_freqs: bool) -> Any:  # noqa: FBT001
-    def run(x: Any, angles: Any, sin: Any, cu_seqlens: Any) -> Any:
-        if settings.inplace:
-            refuse_overwrite(x)
-        freqs, cos = (angles, None) if takes_freqs else (None, angles)
-        prepared = prepare(x, freqs, cos, sin, cu_seqlens, *settings, make_out=lambda t: t)
-        return run_eager(prepared.eager_spec, prepared.call)
+def _known_but_for_lengths(  # noqa: PLR0913 - the tensors of a call
+    klass: Any, x: Any, key: Any, angles: Any, sin: Any, cu_seqlens: Any, place: Any
+) -> Plan | None:
+    """The plan of a call that differs in its lengths alone from one that a kernel served."""
+    if transforms_active() or tracing() is not None:
+        return None
+    found = sized(klass, x, key, angles, sin, cu_seqlens, place)
+    return None if found is None else _differentiable(sized_plan(found), found.settings, found.sources, x, key)
+
+
+def _decide(given: Given, settings: Settings, klass: Any) -> Plan:
+    """Check everything and choose what calls like this one do. Nothing is launched, nothing written."""
+    sources = Sources.of(given)
+    plan = _checked(given, settings, sources, klass)
+    if settings.inplace:
+        for t in (given.x, given.key):
+            if t is not None:
+                refuse_overwrite(t)
+    if not plan.serves:
+        return plan
+    if any(map(_may_be_negative, (given.x, given.key, getattr(given, sources.angles), given.sin))):
+        plan = Plan(_run_unless_negative(plan, settings, sources))
+    return _differentiable(plan, settings, sources, given.x, given.key)
+
+
+def _differentiable(plan: Plan, settings: Settings, sources: Sources, x: Any, key: Any) -> Plan:
+    """The plan, as a node of the graph where a gradient is needed."""
+    if not _grad_enabled():
+        return plan
+    needs = [x.requires_grad] if key is None else [x.requires_grad, key.requires_grad]
+    if not any(needs):
+        return plan
+    return Plan(_Node(settings, sources, plan, None if all(needs) else needs.index(False)).run)
+
+
+def _checked(given: Given, settings: Settings, sources: Sources, klass: Any) -> Plan:
+    """The plan of a call of which nothing is known yet."""
+    prepared = prepare(given, settings, make_out=_strides_of_result)
+    choice = choice_of(prepared, _missed(given))
+    if choice.variant is None:
+        return Plan(_eager_run(settings, sources), serves=False)
+    if not any(t.numel() for t in (given.x, given.key) if t is not None):
+        return Plan(_nothing_run(inplace=settings.inplace))
+    misses.note(ROPE, prepared.spec, prepared.size, choice)
+    return kernel_plan(prepared, choice.variant, settings, sources, klass)
+
+
+def _strides_of_result(t: torch.Tensor) -> torch.Tensor:
+    """A tensor with the strides that the result will have."""
+    return t if t.is_contiguous() else torch.empty_like(t)
+
+
+def _followed(given: Given) -> str | None:
+    """Why a launch would be missed by what follows operators here, or None."""
+    if transforms_active() or forward_ad._current_level >= 0:  # noqa: SLF001
+        return "torch.func or forward-mode differentiation follows PyTorch's own operators"
+    if _angles_need_gradient(given):
+        return "the angles need a gradient, which the kernels do not give"
+    return None
+
+
+def _missed(given: Given) -> str | None:
+    """Why a launch would be missed, or would not find a tensor's values in memory, or None."""
+    if tracing() is not None:
+        return "torch.jit traces PyTorch's own operators"
+    for t in given:
+        if isinstance(t, torch.Tensor) and type(t) not in (torch.Tensor, torch.nn.Parameter):
+            return f"{type(t).__name__} is a subclass of Tensor with rules of its own"
+    return _followed(given)
+
+
+def _angles_need_gradient(given: Given) -> bool:
+    angles = (given.freqs, given.cos, given.sin, given.cos_sin_cache, given.inv_freq)
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in angles)
+
+
+def _may_be_negative(t: torch.Tensor | None) -> bool:
+    """Whether a tensor with these strides may be the imaginary part of a conjugate: PyTorch negates it when it reads."""
+    return t is not None and t.is_floating_point() and all(step % 2 == 0 for step in t.stride())
+
+
+def _run_unless_negative(plan: Plan, settings: Settings, sources: Sources) -> Callable[..., Any]:
+    """Kernels read memory as it is, so negative views are for eager PyTorch."""
+    eager = _eager_run(settings, sources)
+
+    def run(x: Any, key: Any, angles: Any, sin: Any, *rest: Any) -> Any:
+        negative = any(t is not None and t.is_neg() for t in (x, key, angles, sin))
+        return (eager if negative else plan.run)(x, key, angles, sin, *rest)
 
     return run
 
 
-def _kernel_plan(spec: Any, variant: Any, settings: Settings, takes_freqs: bool) -> Plan:  # noqa: FBT001
-    plan = Plan()
+def _nothing_run(*, inplace: bool) -> Callable[..., Any]:
+    """Of empty tensors."""
 
-    def first(x: Any, angles: Any, sin: Any, cu_seqlens: Any) -> Any:
-        """Launch publicly, which compiles; from the second call on, by the compiled kernel's own launcher."""
-        freqs, cos = (angles, None) if takes_freqs else (None, angles)
-        prepared = prepare(x, freqs, cos, sin, cu_seqlens, *settings, make_out=torch.empty_like)
-        compiled = run_public(spec, variant, prepared.call)
-        used = [t.data_ptr() for t in (prepared.call.cos, prepared.call.sin) if t is not None]
-        # While a graph is captured nothing can be tried out: the next call decides how the later ones launch.
-        if used == [t.data_ptr() for t in (angles, sin) if t is not None] and not _capturing():
-            later = upgraded_plan(spec, variant, prepared.call, compiled) or public_plan(spec, variant, prepared.call)
-            plan.run = _counting(later) if settings.inplace else later
-        # else cos and sin had to be copied to a common layout, which every call must do again
+    def run(x: Any, key: Any, *_: Any) -> Any:
+        out, key_out = (t if t is None or inplace else torch.empty_like(t) for t in (x, key))
+        return out if key is None else (out, key_out)
+
+    return run
+
+
+def _eager_run(settings: Settings, sources: Sources) -> Callable[..., Any]:
+    def run(*tensors: Any) -> Any:
+        given = sources.given(*tensors)
         if settings.inplace:
-            bump_version(x)
-        return prepared.call.out
+            for t in (given.x, given.key):
+                if t is not None:
+                    refuse_overwrite(t)
+        return run_eager(given, settings)
 
-    plan.run = first
-    return plan
+    return run
 
 
-def _counting(run: Any) -> Any:
-    """In place: tell autograd that x has changed."""
+def run_eager(given: Given, settings: Settings) -> Any:
+    """The call by PyTorch's operators; in place, the tensors are overwritten after all has been computed."""
+    prepared = prepare(given, settings, make_out=lambda t: t)
+    call = prepared.call
+    if settings.inplace and _angles_need_gradient(given):  # which takes the old values
+        call = dataclasses.replace(call, x=call.x.clone(), key=None if call.key is None else call.key.clone())
+    out, key_out = rotate(prepared.eager_spec, call)
+    if settings.inplace:
+        prepared.call.x.copy_(out)
+        if given.key is not None:
+            given.key.copy_(key_out)
+        out, key_out = given.x, given.key
+    elif out.shape != given.x.shape:  # a packed qkv with an axis of 3
+        out = out.reshape(given.x.shape)
+    return out if given.key is None else (out, key_out)
 
-    def counted(x: Any, angles: Any, sin: Any, cu_seqlens: Any) -> Any:
-        run(x, angles, sin, cu_seqlens)
-        bump_version(x)
-        return x
 
-    return counted
+def _operator(given: Given, settings: Settings) -> Any:
+    """The call for what follows operators: as one of torch.library, or by PyTorch's own where the angles need a gradient.
+
+    In place is the operator out of place and a copy: an operator that overwrites can have no gradient.
+    """
+    from tuned.rope import ops  # noqa: PLC0415 - making operators takes 10 ms, which only this needs
+
+    if _followed(given) is not None:
+        return run_eager(given, settings)
+    return ops.call(given, settings)
 
 
 class _Node:
     """A differentiable call: the plan of its forward, and the settings of its backward."""
 
-    def __init__(self, settings: Settings, takes_freqs: bool, forward: Plan) -> None:  # noqa: FBT001
-        self.settings, self.takes_freqs, self.forward = settings, takes_freqs, forward
-        turned = "backward" if settings.direction == "forward" else "forward"
-        self.transposed = tuple(settings._replace(inplace=False, direction=turned))
+    def __init__(self, settings: Settings, sources: Sources, forward: Plan, frozen: int | None) -> None:
+        self.settings, self.sources, self.forward = settings, sources, forward
+        self.frozen = frozen  # which of two tensors needs no gradient, if one
+        self.transposed = tuple(transposed(settings))
 
-    def run(self, x: Any, angles: Any, sin: Any, cu_seqlens: Any) -> Any:
-        if self.settings.inplace:
-            refuse_overwrite(x)
-        if _transforms_active():  # torch.func: its own way into a Function
-            return _Rope.apply(x, angles, sin, cu_seqlens, self)
-        return _apply(x, angles, sin, cu_seqlens, self)
+    def run(self, x: Any, key: Any, *others: Any) -> Any:
+        """The call as a node of the graph: ``Plan.run``."""
+        if not self.settings.inplace:
+            return _apply(x, key, self, *others)
+        refuse_overwrite(x)
+        if key is None:
+            return _apply(x, key, self, *others)
+        # A node may not overwrite two tensors that are views; copies of its results autograd can follow.
+        refuse_overwrite(key)
+        refuse_overlap(x, key)
+        given = self.sources.given(x, key, *others)
+        for t, rotated in zip((x, key), _call(given, self.settings._replace(inplace=False)), strict=True):
+            t.copy_(rotated)
+        return x, key
 
-    def backward(self, grad: Any, angles: Any, sin: Any, cu_seqlens: Any) -> Any:
-        freqs, cos = (angles, None) if self.takes_freqs else (None, angles)
-        return call(grad, freqs, cos, sin, cu_seqlens, self.transposed)
+    def backward(self, grad: Any, key_grad: Any, *others: Any) -> tuple[Any, Any]:
+        """Gradients of x and of the key; None where none came."""
+        if grad is None or key_grad is None:
+            one = _call(self.sources.given(key_grad if grad is None else grad, None, *others), self.transposed)
+            return (None, one) if grad is None else (one, None)
+        both: tuple[Any, Any] = _call(self.sources.given(grad, key_grad, *others), self.transposed)
+        return both
+
+
+def _call(given: Given, settings: Any) -> Any:
+    return call(*given, tuple(settings))
+
+
+def transposed(settings: Settings) -> Settings:
+    """The settings of a call's backward: the transposed map, out of place."""
+    turned = "backward" if settings.direction == "forward" else "forward"
+    return settings._replace(inplace=False, direction=turned)
 
 
 class _Rope(torch.autograd.Function):
@@ -183,29 +307,33 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0913
-        ctx: Any, x: Any, angles: Any, sin: Any, cu_seqlens: Any, node: _Node
+        ctx: Any, x: Any, key: Any, node: _Node, angles: Any, sin: Any, cu_seqlens: Any, place: Any, *numbers: int
     ) -> Any:
-        """Rotate; keep the angles, not x."""
-        ctx.save_for_backward(angles, sin, cu_seqlens)
-        ctx.node = node
+        """Rotate; keep the angles and where the tokens are, not x."""
+        ctx.save_for_backward(angles, sin, cu_seqlens, place)
+        ctx.node, ctx.numbers = node, numbers
+        ctx.set_materialize_grads(False)
         if node.settings.inplace:
             ctx.mark_dirty(x)
-        return node.forward.run(x, angles, sin, cu_seqlens)
+        out = node.forward.run(x, key, angles, sin, cu_seqlens, place, *numbers)
+        if node.frozen is not None:
+            ctx.mark_non_differentiable(out[node.frozen])
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Apply the transpose to the gradient, out of place: it may be shared."""
-        return ctx.node.backward(grads[0], *ctx.saved_tensors), None, None, None, None
+        """Apply the transpose to the gradients, out of place: they may be shared."""
+        grad, key_grad = grads if len(grads) > 1 else (*grads, None)
+        if grad is None and key_grad is None:
+            return (None,) * 10
+        return *ctx.node.backward(grad, key_grad, *ctx.saved_tensors, *ctx.numbers), *(None,) * 8
 
 
 # What Function.apply ends in when no transform of torch.func is active; the checks before cost 1.5 us a call.
-_transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)  # noqa: SLF001
 _apply: Any = super(torch.autograd.Function, _Rope).apply
 
 
-def explain(  # noqa: PLR0913
-    x: Any, freqs: Any, cos: Any, sin: Any, cu_seqlens: Any, settings: Settings
-) -> tuple[Choice, Any]:
+def explain(given: Given, settings: Settings) -> tuple[Choice, Any]:
     """The choice for a call, and its spec; nothing runs."""
-    prepared = prepare(x, freqs, cos, sin, cu_seqlens, *settings, make_out=lambda t: t)
-    return choice_of(prepared, [t for t in (freqs, cos, sin) if t is not None]), prepared.spec
+    prepared = prepare(given, settings, make_out=lambda t: t)
+    return choice_of(prepared, _missed(given)), prepared.spec

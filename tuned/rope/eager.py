@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,36 +11,107 @@ if TYPE_CHECKING:
     from tuned.rope.spec import RopeSpec
 
 
-def positions(seq: int, cu_seqlens: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Position of each packed token in its sequence, and whether any sequence holds it: [seq] both. No host sync."""
-    tokens = torch.arange(seq, device=device, dtype=torch.int32)
-    owner = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
-    inside = (owner >= 0) & (tokens < cu_seqlens[-1])
-    return tokens - cu_seqlens[owner.clamp(min=0)], inside
+def positions(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Position of each token, int64, [seq] or [batch, seq]; and whether any sequence holds it, [seq], or None for all.
 
-
-def rotate(spec: RopeSpec, call: RopeCall) -> torch.Tensor:
-    """A new tensor with the rotated features of ``call.x``; differentiable in x and in the angles."""
-    x = call.x
-    compute = torch.promote_types(x.dtype, torch.float32)
-    cos = (torch.cos(call.cos) if spec.takes_sine else call.cos).to(compute)
-    sin = (torch.sin(call.cos) if spec.takes_sine else call.sin).to(compute)
-    inside = None
+    Nothing is asked of the device.
+    """
+    given: Any = None if call.positions is None else call.positions.long()
+    if spec.positions == "ids":
+        return given.t() if given.ndim > 1 and spec.layout == "sbhd" else given, None
+    tokens = torch.arange(call.seq, device=call.x.device)
+    inside, sequence = None, None
+    length: torch.Tensor | int = call.seq
     if spec.packed:
-        rows, inside = positions(call.seq, call.cu_seqlens, x.device)
-        known = (rows < call.angle_rows)[:, None]
-        rows = rows.clamp(0, max(call.angle_rows - 1, 0))
-        if call.angle_rows:
-            cos, sin = (torch.where(known, a[rows], torch.nan) for a in (cos, sin))
-        else:
-            cos = sin = torch.full((call.seq, cos.shape[-1]), torch.nan, dtype=compute, device=x.device)
+        bounds = call.cu_seqlens.long()
+        if spec.context_parallel:
+            bounds = torch.div(bounds, call.cp_size, rounding_mode="floor")
+        sequence = torch.searchsorted(bounds, tokens, right=True) - 1
+        inside = (sequence >= 0) & (tokens < bounds[-1])
+        sequence = sequence.clamp(0, max(call.sequences - 1, 0))
+        tokens = tokens - bounds[sequence]
+        if spec.context_parallel and call.sequences:
+            length = bounds.diff()[sequence]
+    if spec.context_parallel:
+        tokens = dual_chunk(tokens, length, call.cp_size, call.cp_rank)
+    tokens = tokens + call.offset
+    if spec.positions == "offset":
+        tokens = tokens + given
+    elif spec.positions == "starts":
+        starts = given[sequence] if sequence is not None and call.sequences else given[:, None]
+        tokens = tokens + starts if given.numel() else tokens
+    return tokens, inside
+
+
+def dual_chunk(tokens: torch.Tensor, length: torch.Tensor | int, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """Place in the whole sequence of a rank's tokens, which are chunks cp_rank and 2 cp_size - 1 - cp_rank of 2 cp_size.
+
+    ``length`` is how many tokens of the sequence the rank has.
+    """
+    chunk = torch.div(torch.as_tensor(length), 2, rounding_mode="floor")
+    later = (2 * cp_size - 2 - cp_rank) * chunk + tokens  # tokens of the second chunk begin at ``chunk``
+    return torch.where(tokens < chunk, cp_rank * chunk + tokens, later)
+
+
+def angles(spec: RopeSpec, call: RopeCall, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine at each of ``rows``, [*rows.shape, entries], NaN outside the table; differentiable in the table."""
+    compute = torch.promote_types(call.x.dtype, torch.float32)
+    if spec.angles == "inv_freq":
+        radians = rows.float()[..., None] * call.cos  # one rounding to float32, as the kernels do and transformers does
+        return torch.cos(radians.to(compute)), torch.sin(radians.to(compute))
+    radians = call.cos.to(compute)
+    taken = (torch.cos(radians), torch.sin(radians)) if spec.takes_sine else (call.cos, call.sin)
+    known = (rows >= 0) & (rows < call.angle_rows)
+    if spec.angles_per_batch:
+        rows, known = (t.expand(call.batch, call.seq) for t in (rows, known))
+    if not call.angle_rows:
+        nothing = torch.full((*rows.shape, call.cos.shape[-1]), torch.nan, dtype=compute, device=rows.device)
+        return nothing, nothing
+    place: tuple[torch.Tensor, ...] = (rows.clamp(0, call.angle_rows - 1),)
+    if spec.angles_per_batch:
+        place = (torch.arange(call.batch, device=rows.device)[:, None], *place)
+    cos, sin = (torch.where(known[..., None], table.to(compute)[place], torch.nan) for table in taken)
+    return cos, sin
+
+
+def rotate(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """New tensors with the rotated features of ``call.x`` and of ``call.key``; differentiable in them and in the angles."""
+    rows, inside = positions(spec, call)
+    cos, sin = angles(spec, call, rows)
+    if spec.scaled:
+        cos, sin = cos * call.scaling, sin * call.scaling
+    if inside is not None:  # what is copied has no angle: of a NaN here a gradient of nothing would be NaN too
+        cos, sin = (torch.where(inside[:, None], a, still) for a, still in ((cos, 1.0), (sin, 0.0)))
+    # [seq, entries] or [batch, seq, entries] to the axes of x before its last
+    if spec.layout == "thd":
+        cos, sin = (a.reshape(call.seq, 1, a.shape[-1]) for a in (cos, sin))
+    elif spec.layout == "bshd":
+        cos, sin = (a.reshape(-1, call.seq, 1, a.shape[-1]) if call.seq else a[:, None] for a in (cos, sin))
     else:
-        cos, sin = cos[: call.seq], sin[: call.seq]
-    # [seq, entries] to the axes of x before its last
-    shape = {"bshd": (1, -1, 1), "sbhd": (-1, 1, 1), "thd": (-1, 1)}[spec.layout]
-    cos, sin = (a.reshape(*(call.seq if n == -1 else n for n in shape), a.shape[-1]) for a in (cos, sin))
-    head = x[..., : spec.rotary_dim].to(compute)
-    half = spec.rotary_dim // 2
+        cos, sin = (a.transpose(0, 1)[:, :, None] if a.ndim > 2 else a[:, None, None] for a in (cos, sin))  # noqa: PLR2004
+    if spec.conjugate:
+        sin = -sin
+    x = _turn(spec, call.x, cos, sin, inside)
+    if spec.copied_heads:
+        x = torch.cat((x[..., : -spec.copied_heads, :], call.x[..., -spec.copied_heads :, :]), -2)
+    return x, None if call.key is None else _turn(spec, call.key, cos, sin, inside)
+
+
+def _turn(
+    spec: RopeSpec, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inside: torch.Tensor | None
+) -> torch.Tensor:
+    """X with its pairs turned; tokens outside of ``inside`` stay."""
+    turned, half = spec.rotary_dim, spec.rotary_dim // 2
+    before = spec.head_dim - turned if spec.rotated == "last" else 0
+    # Features in pieces: what stays before, first and second of the pairs, what stays between and after.
+    if spec.rotated == "proportional":
+        between = spec.head_dim // 2 - half
+        first, still, second, after = x.split([half, between, half, between], -1)
+        kept, head = [x[..., :0], still, after], torch.cat((first, second), -1)
+    else:
+        head = x[..., before : before + turned]
+        kept = [x[..., :before], x[..., :0], x[..., before + turned :]]
+    head = head.to(cos.dtype)
     pair_cos, pair_sin = (cos, cos), (sin, sin)
     if spec.interleaved:
         first, second = head[..., 0::2], head[..., 1::2]
@@ -52,11 +123,11 @@ def rotate(spec: RopeSpec, call: RopeCall) -> torch.Tensor:
             pair_cos, pair_sin = (cos[..., :half], cos[..., half:]), (sin[..., :half], sin[..., half:])
     if spec.direction == "backward":
         pair_sin = (-pair_sin[1], -pair_sin[0])
-    out_first = first * pair_cos[0] - second * pair_sin[0]
-    out_second = second * pair_cos[1] + first * pair_sin[1]
+    out_first = (first * pair_cos[0] - second * pair_sin[0]).to(x.dtype)
+    out_second = (second * pair_cos[1] + first * pair_sin[1]).to(x.dtype)
     if spec.interleaved:
-        rotated = torch.stack((out_first, out_second), -1).flatten(-2)
+        middle = [torch.stack((out_first, out_second), -1).flatten(-2), kept[1]]
     else:
-        rotated = torch.cat((out_first, out_second), -1)
-    out = torch.cat((rotated.to(x.dtype), x[..., spec.rotary_dim :]), -1)
+        middle = [out_first, kept[1], out_second]
+    out = torch.cat((kept[0], *middle, kept[2]), -1)
     return out if inside is None else torch.where(inside[:, None, None], out, x)

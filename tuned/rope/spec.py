@@ -8,9 +8,16 @@ DTYPES = ("float32", "float16", "bfloat16")
 ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}  # bytes
 LAYOUTS = ("sbhd", "bshd", "thd")
 STYLES = ("half", "interleaved")
-ANGLES = ("freqs", "cos_sin")
+ANGLES = ("freqs", "cos_sin", "inv_freq")
 ANGLE_ENTRIES = ("feature", "pair")
 DIRECTIONS = ("forward", "backward")
+POSITIONS = ("order", "shifted", "offset", "starts", "ids")
+ROTATED = ("first", "last", "proportional")
+# The fields that tell a complete call from a plain one, and what they are in that.
+COMPLETE = (
+    "key_heads", "copied_heads", "positions", "context_parallel", "rotated", "conjugate", "scaled", "angles_per_batch",
+)  # fmt: skip
+PLAIN = (0, 0, "order", False, "first", False, False, False)
 SEARCH_FAN = 64  # one wait for memory finds a token among 63 sequences, two among 4095
 
 
@@ -26,20 +33,32 @@ def search_steps(sequences: int) -> int:
 class RopeSpec:
     """One way of calling RoPE, whatever the number of tokens.
 
-    Out of place, the features past ``rotary_dim`` are copied; in place they are not touched.
+    Out of place, the features that do not rotate are copied; in place they are not touched. The fields from
+    ``key_heads`` on are those of complete calls; one that leaves them at their defaults is ``plain``.
     """
 
     layout: str  # sbhd [s, b, h, d], bshd [b, s, h, d] or thd [t, h, d] with cu_seqlens
     dtype: str  # of x and of the result
     heads: int
     head_dim: int
-    rotary_dim: int  # leading features that rotate; even
+    rotary_dim: int  # features that rotate; even
     style: str = "half"  # pair (j, j + rotary_dim / 2), NeoX; or "interleaved": (2 j, 2 j + 1), GPT-J
-    angles: str = "freqs"  # radians, float32; or "cos_sin": two tensors, already taken
+    # "freqs": radians, float32; "cos_sin": two tensors, already taken; "inv_freq": radians a position, float32, no table
+    angles: str = "freqs"
     angle_dtype: str = "float32"
     angle_entries: str = "pair"  # width rotary_dim / 2; or "feature": width rotary_dim, entries of a pair may differ
     inplace: bool = False
     direction: str = "forward"  # or "backward": the transpose of the forward map, applied to grad_output
+    key_heads: int = 0  # of a second tensor with the same tokens, rotated in the same launch
+    copied_heads: int = 0  # the last of ``heads``, out of place: copied, as v is in a packed qkv
+    # Positions: "order", the place in the sequence; "shifted", that and a number of the call; "offset", that and one
+    # number on the device; "starts", that and one number a sequence; "ids": one number a token.
+    positions: str = "order"
+    context_parallel: bool = False  # tokens are two of the 2 cp_size chunks of each sequence
+    rotated: str = "first"  # which features: the "first" rotary_dim, the "last"; "proportional": see ``pair_distance``
+    conjugate: bool = False  # by minus the angle
+    scaled: bool = False  # cosine and sine are multiplied by a number of the call
+    angles_per_batch: bool = False  # each batch entry has a table of its own
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -50,6 +69,8 @@ class RopeSpec:
             ("angle_dtype", tuple(ITEM_SIZE)),
             ("angle_entries", ANGLE_ENTRIES),
             ("direction", DIRECTIONS),
+            ("positions", POSITIONS),
+            ("rotated", ROTATED),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
@@ -60,21 +81,54 @@ class RopeSpec:
             raise ValueError(f"rotary_dim must be even and in (0, {self.head_dim}], got {self.rotary_dim}")
         if self.inplace and self.direction == "backward":
             raise ValueError("backward is always out of place: grad_output may be shared and is never written")
+        if self.key_heads < 0 or not 0 <= self.copied_heads < self.heads:
+            raise ValueError(f"key_heads={self.key_heads} and copied_heads={self.copied_heads} must be from 0 to heads")
+        if self.copied_heads and (self.key_heads or self.inplace):
+            raise ValueError(
+                "copied_heads are those of one tensor, out of place: in place they are not heads of the call"
+            )
+        if self.rotated == "proportional" and (self.interleaved or self.head_dim % 2):
+            raise ValueError(
+                'rotated="proportional" pairs feature j with j + head_dim / 2: style half, an even head_dim'
+            )
+
+    @property
+    def plain(self) -> bool:
+        """One tensor, positions in order, a table, the first features: what templates/rope.py.jinja has texts for."""
+        return self.angles != "inv_freq" and (
+            self.key_heads, self.copied_heads, self.positions, self.context_parallel, self.rotated, self.conjugate,
+            self.scaled, self.angles_per_batch,
+        ) == PLAIN  # fmt: skip
+
+    @property
+    def all_heads(self) -> int:
+        """Rows of one token: heads of x and of the key."""
+        return self.heads + self.key_heads
+
+    @property
+    def pair_distance(self) -> int:
+        """Features between the two of a pair of style half; proportional, they are those of a whole head's pairs."""
+        return (self.head_dim if self.rotated == "proportional" else self.rotary_dim) // 2
+
+    @property
+    def moved_pairs(self) -> int:
+        """Pairs that a program reads and writes: those that turn, and proportional out of place those of the whole head."""
+        return self.head_dim // 2 if self.rotated == "proportional" and not self.inplace else self.rotary_dim // 2
 
     @property
     def copies_tail(self) -> bool:
         """Out of place, the features that do not rotate must still reach the output."""
-        return not self.inplace and self.rotary_dim < self.head_dim
+        return not self.inplace and self.rotary_dim < self.head_dim and self.rotated != "proportional"
 
     @property
     def packed(self) -> bool:
         """Tokens of all sequences on one axis: positions come from cu_seqlens."""
-        return self.layout == "thd"
+        return self.layout == "thd" and self.positions != "ids"
 
     @property
     def merges_batch(self) -> bool:
         """In sbhd the b * h rows of one position lie together and share its angles: one axis of rows."""
-        return self.layout == "sbhd"
+        return self.layout == "sbhd" and self.plain
 
     @property
     def interleaved(self) -> bool:
@@ -83,13 +137,18 @@ class RopeSpec:
 
     @property
     def takes_sine(self) -> bool:
-        """The kernel is given radians and takes sine and cosine itself."""
-        return self.angles == "freqs"
+        """The kernel takes sine and cosine itself."""
+        return self.angles != "cos_sin"
+
+    @property
+    def takes_rates(self) -> bool:
+        """The kernel takes the angles themselves, of positions and radians a position."""
+        return self.angles == "inv_freq"
 
     @property
     def angle_arguments(self) -> str:
         """The kernel's angle parameters, as the arguments of a call."""
-        return "freqs" if self.takes_sine else "cos, sin"
+        return "cos, sin" if self.angles == "cos_sin" else self.angles
 
     @property
     def skips_padding(self) -> bool:
@@ -116,23 +175,37 @@ class RopeSpec:
     @property
     def summary(self) -> str:
         """One sentence for the head of the generated module."""
+        angle = {
+            "freqs": "sine and cosine taken here",
+            "cos_sin": "cosine and sine given",
+            "inv_freq": "angles, sines and cosines taken here",
+        }[self.angles]
+        if not self.plain:
+            place = "in place" if self.inplace else "out of place"
+            return f"RoPE of complete calls, any layout, {self.style} pairs, {place}; {angle}."
         place = {
             "inplace": "in place; features that do not rotate are not touched",
             "copy": "out of place; every feature rotates",
             "copytail": "out of place; features that do not rotate are copied",
         }[self.output]
-        angle = "sine and cosine taken here" if self.takes_sine else "cosine and sine given"
         return f"RoPE, {self.layout}, {self.style} pairs, {place}; {angle}."
 
     def bytes_per_token(self) -> int:
-        """Bytes of x that must be read and written for one token, angles not counted."""
+        """Bytes of x, and of the key, that must be read and written for one token, angles not counted."""
         features = self.rotary_dim if self.inplace else self.head_dim
-        return 2 * self.heads * features * ITEM_SIZE[self.dtype]
+        return 2 * self.all_heads * features * ITEM_SIZE[self.dtype]
 
     def bytes_per_position(self) -> int:
         """Bytes of angles that must be read for one position, shared by the batch."""
+        if self.angles == "inv_freq":
+            return 0
         entries = self.rotary_dim if self.angle_entries == "feature" else self.rotary_dim // 2
         return entries * ITEM_SIZE[self.angle_dtype] * (1 if self.takes_sine else 2)
+
+    def angle_rows(self, size: RopeSize) -> int:
+        """Rows of angles that must be read: one a position, which the batch shares unless each has its own."""
+        own = self.positions in ("ids", "starts") or self.angles_per_batch
+        return size.tokens if own else size.seq
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import math
 from tuned.architecture import PDL_CAPABILITY
 from tuned.choices import choices, one_of
 from tuned.launch import next_power_of_2
-from tuned.rope.spec import ITEM_SIZE, RopeSize, RopeSpec
+from tuned.rope.spec import COMPLETE, ITEM_SIZE, RopeSize, RopeSpec
 
 # 64 float32 values and their angles, a quarter of a thread's 255 registers and more. Larger tiles were not measured.
 MAX_PAIRS_PER_THREAD = 32
@@ -63,8 +63,8 @@ class RopeVariant:
 
 
 def half_block(spec: RopeSpec) -> int:
-    """Width of the register tile of one half row: rotary_dim / 2 padded to a power of two."""
-    return next_power_of_2(spec.rotary_dim // 2)
+    """Width of the register tile of one half row: the pairs that move, padded to a power of two."""
+    return next_power_of_2(spec.moved_pairs)
 
 
 def rejection(  # noqa: PLR0911 - one return a rule
@@ -81,8 +81,8 @@ def rejection(  # noqa: PLR0911 - one return a rule
     """
     del multiprocessors  # programs of a rotation do not wait for each other
     # Rows that lie at one position: heads, in sbhd those of every batch entry.
-    rows = spec.heads if not spec.merges_batch else None if size is None else spec.heads * size.batch
-    positions = None if size is None else size.tokens if spec.packed else size.seq
+    rows = spec.all_heads if not spec.merges_batch else None if size is None else spec.heads * size.batch
+    positions = None if size is None else size.tokens if spec.layout == "thd" else size.seq
     rows_per_program = variant.block_heads * variant.head_steps
     if rows is not None and variant.block_heads >= 2 * rows:
         return f"block_heads={variant.block_heads} would leave more than half of its rows empty with {rows} heads"
@@ -113,8 +113,9 @@ def rejection(  # noqa: PLR0911 - one return a rule
 def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant:
     """A legal, decent variant for any spec (and size): about 16 pairs a thread, as many warps as that fills, no loop."""
     half = half_block(spec)
-    heads = 8 if spec.merges_batch else min(8, next_power_of_2(spec.heads))
-    tokens = 2 if size is None or spec.packed else min(2, next_power_of_2(max(size.seq, 1)))
+    heads = 8 if spec.merges_batch else min(8, next_power_of_2(spec.all_heads))
+    positions = 2 if size is None else size.tokens if spec.layout == "thd" else size.seq
+    tokens = min(2, next_power_of_2(max(positions, 1)))
     while tokens * heads * half > MAX_PAIRS_PER_THREAD * 32 * 4 and (tokens > 1 or heads > 1):
         tokens, heads = (1, heads) if tokens > 1 else (1, heads // 2)
     warps = 4
@@ -127,14 +128,17 @@ def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant
 def distance(a: RopeSpec, b: RopeSpec) -> float:
     """How unlike two specs are for the choice of a variant, in octaves.
 
-    Octaves of heads and of padded half rows count 1 each, as do bytes a feature and each other text of the kernel (layout,
-    style, kind of angles, in place, tail); direction and entries of the angles count half, since they change
-    little of what is moved; which of the 16-bit types, and the type of the angles, a tenth.
+    Octaves of heads (of both tensors) and of padded half rows count 1 each, as do bytes a feature and each other text of
+    the kernel (layout of plain calls, style, kind of angles, in place, tail, plain or complete); direction, entries of
+    the angles and what else tells a complete call from another count half, since they change little of what is moved;
+    which of the 16-bit types, and the type of the angles, a tenth.
     """
-    octaves = abs(math.log2(a.heads / b.heads)) + abs(math.log2(half_block(a) / half_block(b)))
+    octaves = abs(math.log2(a.all_heads / b.all_heads)) + abs(math.log2(half_block(a) / half_block(b)))
     octaves += abs(math.log2(ITEM_SIZE[a.dtype] / ITEM_SIZE[b.dtype]))
-    texts = sum(getattr(a, n) != getattr(b, n) for n in ("layout", "style", "angles", "inplace", "copies_tail"))
-    halves = sum(getattr(a, n) != getattr(b, n) for n in ("direction", "angle_entries"))
+    texts = sum(
+        getattr(a, n) != getattr(b, n) for n in ("layout", "style", "angles", "inplace", "copies_tail", "plain")
+    )
+    halves = sum(getattr(a, n) != getattr(b, n) for n in ("direction", "angle_entries", *COMPLETE[2:]))
     tenths = sum(getattr(a, n) != getattr(b, n) for n in ("dtype", "angle_dtype"))
     return octaves + texts + 0.5 * halves + 0.1 * tenths
 
@@ -147,9 +151,9 @@ def adapt(variant: RopeVariant, spec: RopeSpec, to: RopeSpec) -> RopeVariant:
     tokens, heads = variant.block_tokens, variant.block_heads
     have, wanted = half_block(to), half_block(spec)
     while have < wanted and (
-        heads < min(ADAPTED_HEADS, to.heads) or tokens < max(choices(RopeVariant)["block_tokens"])
+        heads < min(ADAPTED_HEADS, to.all_heads) or tokens < max(choices(RopeVariant)["block_tokens"])
     ):
-        tokens, heads = (tokens, 2 * heads) if heads < min(ADAPTED_HEADS, to.heads) else (2 * tokens, heads)
+        tokens, heads = (tokens, 2 * heads) if heads < min(ADAPTED_HEADS, to.all_heads) else (2 * tokens, heads)
         have *= 2
     while have > wanted and tokens * heads > 1:
         tokens, heads = (tokens // 2, heads) if tokens > 1 else (tokens, heads // 2)

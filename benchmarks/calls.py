@@ -1,0 +1,287 @@
+"""A complete RoPE call worth timing, as a model makes it: a query with its key, packed sequences, an id a token."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+import tuned.dispatch
+from benchmarks.call import ANGLE_BYTES, FIRST_POSITION, ITEM_BYTES, PIECE_ELEMENTS, ROPE_BASE
+
+AngleSource = Literal["freqs pair", "cos_sin pair", "cos_sin_cache", "inv_freq"]
+Positions = Literal["implicit", "counted", "random"]
+Rotated = Literal["first", "last", "proportional"]
+Launch = Callable[[], tuple[torch.Tensor, ...]]
+
+ID_BYTES = 8  # int64, the only ids that every serving kernel takes
+SEED = 5  # of the lengths of packed sequences
+
+
+@dataclasses.dataclass(frozen=True)
+class CompleteCall:
+    """What is asked for. ``seq`` tokens in each of ``batch`` sequences; thd: in all of them together."""
+
+    batch: int
+    seq: int
+    heads: int
+    key_heads: int  # 0: no key
+    head_dim: int
+    rotary_dim: int
+    layout: Literal["bshd", "thd"] = "bshd"
+    angles: AngleSource = "freqs pair"
+    inplace: bool = False
+    interleaved: bool = False
+    rotated: Rotated = "first"
+    sequences: int = 1  # ragged ones; thd only
+    positions: Positions = "implicit"  # "counted": the ids 0, 1, 2, ...; "random": ids below rows
+    rows: int = 0  # of the table that ids choose from
+    packed: bool = False  # query and key are views of one tensor that holds the value as well
+    gradient: bool = False  # the tensors ask for a gradient
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all."""
+        return self.batch * self.seq
+
+    @property
+    def problem(self) -> str:
+        """The sizes as text."""
+        first = f"t{self.seq} n{self.sequences}" if self.layout == "thd" else f"b{self.batch} s{self.seq}"
+        keys = f"+{self.key_heads}" if self.key_heads else ""
+        return f"{first} h{self.heads}{keys} d{self.head_dim} r{self.rotary_dim}"
+
+    @property
+    def dtype_name(self) -> str:
+        """As in the records: without the package."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def source(self) -> str:
+        """Where the angles come from, in words."""
+        ids = {"implicit": "", "counted": " by position", "random": " by random position"}[self.positions]
+        return self.angles + ids
+
+    @property
+    def style(self) -> str:
+        """Which features make a pair, and which rotate."""
+        pairs = "interleaved" if self.interleaved else "half"
+        return pairs if self.rotated == "first" else f"{pairs}, {self.rotated}"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What tells it from any other call: the middle of a row's key."""
+        place = "in place" if self.inplace else "out of place"
+        extra = [text for text, on in (("packed", self.packed), ("with autograd", self.gradient)) if on]
+        return (self.problem, self.layout, self.dtype_name, self.source, place, self.style, *extra)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record says of it."""
+        names = (
+            "batch", "seq", "heads", "key_heads", "head_dim", "rotary_dim", "sequences", "positions", "rows", "packed",
+            "gradient",
+        )  # fmt: skip
+        return {
+            "problem": self.problem,
+            "layout": self.layout,
+            "dtype": self.dtype_name,
+            "direction": "forward",
+            "sizes": {name: getattr(self, name) for name in names},
+            "angles": self.source,
+            "inplace": self.inplace,
+            "style": self.style,
+        }
+
+    @functools.cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Of each packed sequence, at least 1, ``seq`` in all; the same in every run."""
+        cuts = sorted(random.Random(SEED).sample(range(1, self.seq), self.sequences - 1))  # noqa: S311 (no secret)
+        return tuple(end - begin for begin, end in itertools.pairwise((0, *cuts, self.seq)))
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest sequence."""
+        return max(self.lengths) if self.layout == "thd" else self.seq
+
+    @property
+    def angle_rows(self) -> int:
+        """Rows of the table of angles."""
+        return self.longest if self.positions == "implicit" else self.rows
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all heads of query and key, counted once."""
+        return self.tokens * (self.heads + self.key_heads) * self.head_dim * ITEM_BYTES[self.dtype]
+
+    @property
+    def angle_bytes(self) -> int:
+        """Bytes of the angles that must be read: each row once that the tokens name, and the ids."""
+        if self.angles == "inv_freq":
+            return self.rotary_dim // 2 * ANGLE_BYTES
+        entries = self.rotary_dim // 2 if self.angles == "freqs pair" else self.rotary_dim
+        if self.positions == "implicit":
+            return self.longest * entries * ANGLE_BYTES
+        rows = self.seq if self.positions == "counted" else self.tokens
+        return rows * entries * ANGLE_BYTES + self.tokens * ID_BYTES
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that must move: what rotates in and out, out of place the rest too, and the angles."""
+        share = self.rotary_dim / self.head_dim if self.inplace else 1.0
+        return round(2 * self.tensor_bytes * share) + self.angle_bytes
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes that a copy of as many elements moves."""
+        return 2 * self.tensor_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Angles: a row a position."""
+
+    freqs: torch.Tensor  # [rows, R / 2] float32
+    cos: torch.Tensor  # [rows, R / 2] float32
+    sin: torch.Tensor  # [rows, R / 2] float32
+    cache: torch.Tensor  # [rows, R] float32: cosines, then sines
+    inv_freq: torch.Tensor  # [R / 2] float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensors:
+    """One set of tensors for a call: everything that any peer reads or writes."""
+
+    rotated: tuple[torch.Tensor, ...]  # the query, and the key if the call has one
+    qkv: torch.Tensor | None  # [t, H + 2 Hk, D], of which they are views if the call is packed
+    table: Table
+    ids: torch.Tensor  # [tokens] int64: the row of the table for each token, in the order of memory
+    cu_seqlens: torch.Tensor | None  # [sequences + 1] int32: thd without ids
+
+
+def make_table(call: CompleteCall, device: str) -> Table:
+    """A table of the call's angles."""
+    # With inv_freq the kernel counts from 0; a table may begin further on, where its first row rotates something.
+    first = 0 if call.angles == "inv_freq" else FIRST_POSITION
+    position = torch.arange(call.angle_rows, device=device, dtype=torch.float32) + first
+    inv_freq = ROPE_BASE ** -(torch.arange(0, call.rotary_dim, 2, device=device, dtype=torch.float32) / call.rotary_dim)
+    freqs = torch.outer(position, inv_freq)
+    cache = torch.cat((freqs.cos(), freqs.sin()), dim=-1)
+    return Table(freqs, freqs.cos(), freqs.sin(), cache, inv_freq)
+
+
+def make_ids(call: CompleteCall, device: str) -> torch.Tensor:
+    """The position of each token."""
+    if call.positions == "random":
+        return torch.randint(call.rows, (call.tokens,), device=device)
+    if call.layout == "thd" and call.positions == "implicit":
+        return torch.cat([torch.arange(length, device=device) for length in call.lengths])
+    return torch.arange(call.seq, device=device).repeat(call.batch)
+
+
+def _views(call: CompleteCall, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return qkv[:, : call.heads], qkv[:, call.heads : call.heads + call.key_heads]
+
+
+def make_tensors(call: CompleteCall, count: int, device: str = "cuda") -> list[Tensors]:
+    """Fresh sets, with angles of their own so that none finds them in the cache; random ids share one large table."""
+    first = (call.seq,) if call.layout == "thd" else (call.batch, call.seq)
+    cu_seqlens = None
+    if call.layout == "thd" and call.positions == "implicit":
+        starts = [0, *itertools.accumulate(call.lengths)]
+        cu_seqlens = torch.tensor(starts, device=device, dtype=torch.int32)
+    options: dict[str, Any] = {"device": device, "dtype": call.dtype}
+    sets: list[Tensors] = []
+    for _ in range(count):
+        table = sets[0].table if sets and call.positions == "random" else make_table(call, device)
+        qkv = None
+        if call.packed:
+            qkv = torch.randn((*first, call.heads + 2 * call.key_heads, call.head_dim), **options)
+            rotated = _views(call, qkv)
+        else:
+            heads = [heads for heads in (call.heads, call.key_heads) if heads]
+            rotated = tuple(torch.randn((*first, h, call.head_dim), **options) for h in heads)
+        if call.gradient:
+            rotated = tuple(x.requires_grad_() for x in rotated)
+        sets.append(Tensors(rotated, qkv, table, make_ids(call, device), cu_seqlens))
+    return sets
+
+
+def copied(call: CompleteCall, t: Tensors) -> Tensors:
+    """The set with tensors that may be overwritten."""
+    if t.qkv is None:
+        return dataclasses.replace(t, rotated=tuple(x.clone() for x in t.rotated))
+    qkv = t.qkv.clone()
+    return dataclasses.replace(t, qkv=qkv, rotated=_views(call, qkv))
+
+
+def pairs(call: CompleteCall) -> tuple[slice, slice]:
+    """The features of a head that are first in their pair, and those that are second."""
+    begin = call.head_dim - call.rotary_dim if call.rotated == "last" else 0
+    if call.interleaved:
+        return slice(begin, begin + call.rotary_dim, 2), slice(begin + 1, begin + call.rotary_dim, 2)
+    half = call.rotary_dim // 2
+    apart = call.head_dim // 2 if call.rotated == "proportional" else half
+    return slice(begin, begin + half), slice(begin + apart, begin + apart + half)
+
+
+def expected(call: CompleteCall, t: Tensors) -> list[torch.Tensor]:
+    """Query and key by the formula in float64, rounded to float32; in pieces, for float64 is four times the size."""
+    return [_turned(call, x.detach(), t) for x in t.rotated]
+
+
+def _turned(call: CompleteCall, x: torch.Tensor, t: Tensors) -> torch.Tensor:
+    tokens = x.reshape(call.tokens, *x.shape[-2:])
+    out = torch.empty(tokens.shape, dtype=torch.float32, device=x.device)
+    first, second = pairs(call)
+    step = max(1, PIECE_ELEMENTS * call.tokens // x.numel())
+    for start in range(0, call.tokens, step):
+        piece = slice(start, start + step)
+        angle = t.table.freqs[t.ids[piece]].double()[:, None]  # [tokens, 1, R / 2]
+        a, b = tokens[piece, :, first].double(), tokens[piece, :, second].double()
+        out[piece] = tokens[piece].float()
+        out[piece, :, first] = (a * angle.cos() - b * angle.sin()).float()
+        out[piece, :, second] = (b * angle.cos() + a * angle.sin()).float()
+    return out.view(x.shape)
+
+
+def our_keywords(call: CompleteCall, t: Tensors) -> dict[str, Any]:
+    """The arguments of ``tuned.dispatch`` beside the tensors."""
+    keywords: dict[str, Any] = {"tensor_format": call.layout, "interleaved": call.interleaved, "inplace": call.inplace}
+    match call.angles:
+        case "freqs pair":
+            keywords |= {"freqs": t.table.freqs, "angle_entries": "pair"}
+        case "cos_sin pair":
+            keywords |= {"cos": t.table.cos, "sin": t.table.sin, "angle_entries": "pair"}
+        case "cos_sin_cache":
+            keywords |= {"cos_sin_cache": t.table.cache}
+        case "inv_freq":
+            keywords |= {"inv_freq": t.table.inv_freq}
+    if call.positions != "implicit":
+        shape = (call.tokens,) if call.layout == "thd" else (call.batch, call.seq)
+        keywords |= {"positions": t.ids.view(shape)}
+    if t.cu_seqlens is not None:
+        keywords |= {"cu_seqlens": t.cu_seqlens, "max_seqlen": call.longest}
+    if call.rotated != "first":
+        keywords |= {"rotated": call.rotated, "rotary_dim": call.rotary_dim}
+    return keywords
+
+
+def ours(call: CompleteCall, sets: Sequence[Tensors]) -> list[Launch]:
+    """One launch a set through the public dispatch, which makes its outputs each time."""
+
+    def both(t: Tensors, keywords: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        query, key = tuned.dispatch.rope_qk(*t.rotated, **keywords)
+        assert key is not None
+        return query, key
+
+    def one(t: Tensors, keywords: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        return (tuned.dispatch.rope(*t.rotated, **keywords),)
+
+    return [functools.partial(both if call.key_heads else one, t, our_keywords(call, t)) for t in sets]

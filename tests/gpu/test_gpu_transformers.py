@@ -1,0 +1,96 @@
+"""use_tuned_rope on a real GPU: kernels serve the models of transformers, and err no more than their own functions."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import tuned
+from tests.transformers_models import FAMILIES, LAYERS, Family, generated, logits_and_gradients
+from tuned import dispatch
+from tuned.compat.transformers import use_tuned_rope
+
+pytestmark = [
+    pytest.mark.gpu_sample,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers' own imports
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+WORSE = 1.2  # how many times the error of the model's own function is still as good: each is one draw of roundings
+CHOSEN = [family for family in FAMILIES if family.name in ("Llama", "GPTNeoX", "Glm")]  # whole, partial, interleaved
+on_chosen = pytest.mark.parametrize("family", CHOSEN, ids=lambda family: family.name)
+
+
+def model_of(family: Family, dtype: torch.dtype) -> Any:
+    pytest.importorskip("transformers", reason="needs the extra transformers")
+    return family.model(hidden_size=256, head_dim=64).to("cuda", dtype)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The rules that chose what served each call of rope_qk on the GPU."""
+    rules: list[str] = []
+    rope_qk = dispatch.rope_qk
+
+    def explained(q: torch.Tensor, k: torch.Tensor | None, **kwargs: Any) -> Any:
+        if q.is_cuda:
+            rules.append(tuned.explain(rope_qk, q, k, **kwargs).rule)
+        return rope_qk(q, k, **kwargs)
+
+    monkeypatch.setattr(dispatch, "rope_qk", explained)
+    return rules
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Root mean square, relative to what is exact."""
+    return ((found.double() - exact.double()).square().mean().sqrt() / exact.double().square().mean().sqrt()).item()
+
+
+@on_chosen
+def test_in_float32_logits_gradients_and_tokens_are_the_models_own(family: Family, served: list[str]) -> None:
+    model = model_of(family, torch.float32)
+    wanted, gradients = logits_and_gradients(model)
+    tokens = generated(model)
+    with use_tuned_rope(model):
+        found, found_gradients = logits_and_gradients(model)
+        assert len(served) == LAYERS
+        assert torch.equal(generated(model), tokens)
+    assert len(served) == LAYERS * 9
+    assert "eager" not in served
+    assert error(found, wanted) < 1e-5
+    for name, gradient in gradients.items():
+        assert error(found_gradients[name], gradient) < 1e-4, name
+
+
+@on_chosen
+def test_in_bfloat16_logits_and_gradients_err_no_more_than_the_models_own(family: Family, served: list[str]) -> None:
+    model = model_of(family, torch.bfloat16)
+    exact, exact_gradients = logits_and_gradients(copy.deepcopy(model).double())
+    theirs, their_gradients = logits_and_gradients(model)
+    with use_tuned_rope(model):
+        ours, our_gradients = logits_and_gradients(model)
+    assert len(served) == LAYERS
+    assert "eager" not in served
+    assert error(ours, exact) <= WORSE * error(theirs, exact)
+    whole = {
+        name: torch.cat([t.flatten().double() for t in g.values()])
+        for name, g in (("ours", our_gradients), ("theirs", their_gradients), ("exact", exact_gradients))
+    }
+    assert error(whole["ours"], whole["exact"]) <= WORSE * error(whole["theirs"], whole["exact"])
+
+
+@on_chosen
+def test_a_compiled_model_is_served(family: Family) -> None:
+    model = model_of(family, torch.float32)
+    wanted, gradients = logits_and_gradients(model)
+    torch._dynamo.reset()
+    try:
+        with use_tuned_rope(model):
+            found, found_gradients = logits_and_gradients(torch.compile(model, fullgraph=True))
+    finally:
+        torch._dynamo.reset()
+    assert error(found, wanted) < 1e-4
+    for name, gradient in gradients.items():
+        assert error(found_gradients[f"_orig_mod.{name}"], gradient) < 1e-3, name

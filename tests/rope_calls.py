@@ -1,0 +1,430 @@
+"""What the tests of RoPE's hot path share: CPU tensors that take the way of GPU tensors, and a watch on every launch.
+
+A public launch stands for compiling. A bare launch is held against one derived afresh, without any cache, from the very
+tensors of the call that made it: the kernel, what it was compiled for, the grid, the pointers and the numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import threading
+import types
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+import tuned.plan
+import tuned.rope.call
+import tuned.rope.lengths
+import tuned.rope.plan
+from tuned.launcher import kernel, launch_public
+from tuned.lookup import Gpu
+from tuned.rope.arguments import Given, Settings, prepare
+from tuned.rope.eager import rotate
+from tuned.rope.launches import RopeCall, launches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tuned.launch import Launch
+    from tuned.rope.spec import RopeSpec
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+STREAM = 7
+GPU = Gpu("nvidia_h200", 90, 132, "NVIDIA H200")  # one that has a table
+
+
+def kinds(launch: Launch) -> tuple[Any, ...]:
+    """What Triton itself specialises on, asked of Triton: a type and a kind for each argument, as for an NVIDIA GPU."""
+    from triton._C.libtriton import native_specialize_impl  # noqa: PLC0415 - only where launches are made
+    from triton.backends.nvidia.compiler import CUDABackend  # noqa: PLC0415
+
+    function = kernel(launch.kernel)
+    unspecialised = function.kwargs["do_not_specialize"] or ()
+    return tuple(
+        native_specialize_impl(CUDABackend, value, False, name not in unspecialised, True)
+        for name, value in zip(function.arg_names, launch.arguments, strict=False)
+    )
+
+
+def strides_unused(spec: RopeSpec, call: RopeCall) -> set[str]:
+    """Strides that only the index 0 is multiplied by. What they say is kept, but changes nothing.
+
+    PyTorch calls tensors contiguous whatever the strides of their axes of length 1.
+    """
+    lengths = {"s": call.seq, "b": call.batch, "h": spec.heads}
+    angles = {"s": call.angle_rows, "b": call.batch, "d": call.cos.shape[-1]}
+    places = {"s": call.seq, "b": call.batch if spec.layout != "thd" else call.sequences}
+    owners = {
+        "x": lengths, "out": lengths, "key": lengths | {"h": spec.key_heads}, "key_out": lengths | {"h": spec.key_heads},
+        "angle": angles, "position": places,
+    }  # fmt: skip
+    return {f"{name}_stride_{axis}" for name, axes in owners.items() for axis, length in axes.items() if length <= 1}
+
+
+class Compiled:
+    """Stands for a compiled kernel: what it was compiled for, and where a launch of it is told."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, watch: Watch, launch: Launch) -> None:
+        self.watch, self.kernel, self.kinds = watch, launch.kernel, kinds(launch)
+        self.constants, self.options = dict(launch.constants), dict(launch.options)
+
+    def run(self, *given: Any) -> None:
+        """A bare launch."""
+        programs, *grid, stream, function, metadata = given[:6]
+        assert (grid, stream, function, metadata) == ([1, 1], STREAM, self.function, self.packed_metadata)
+        assert given[6:9] == (None, None, None)
+        self.watch.bare_launch(self, programs, given[9:])
+
+
+class Watch:
+    """Counts launches, and does what each would do; ``interpreted`` by Triton's interpreter, else by the formula."""
+
+    def __init__(self, genuine: Any) -> None:
+        self.genuine = genuine
+        self.public = self.bare = 0
+        self.interpreted = False
+        self.listeners = types.SimpleNamespace(calls=[]), types.SimpleNamespace(calls=[])
+        self._under_way = threading.local()
+
+    def call(self, *arguments: Any) -> Any:
+        """Take the place of tuned.rope.call.call."""
+        stack = self._under_way.__dict__.setdefault("stack", [])
+        stack.append((Given(*arguments[:-1]), Settings(*arguments[-1])))
+        try:
+            return self.genuine(*arguments)
+        finally:
+            stack.pop()
+
+    def run_public(self, spec: Any, variant: Any, call: RopeCall) -> tuple[Launch, Compiled]:
+        """Take the place of tuned.rope.plan.run_public."""
+        (part,) = launches(spec, variant, call)
+        self.public += 1
+        self._execute(part, spec, call)
+        return part, Compiled(self, part)
+
+    def bare_launch(self, compiled: Compiled, programs: int, values: tuple[Any, ...]) -> None:
+        """Hold a bare launch against a fresh one, then do what it would."""
+        self.bare += 1
+        given, settings = self._under_way.stack[-1]
+        try:
+            prepared = prepare(given, settings, make_out=torch.empty_like)
+        except (ValueError, TypeError) as error:
+            raise AssertionError(f"a launch where there should be a refusal: {error}") from error
+        choice = tuned.rope.plan.choice_of(prepared, tuned.rope.call._missed(given))
+        assert choice.variant is not None, "a launch where eager PyTorch should serve"
+        call = prepared.call
+        (fresh,) = launches(prepared.spec, choice.variant, call)
+        assert compiled.kernel == fresh.kernel
+        assert list(compiled.constants.items()) == list(fresh.constants.items())
+        assert compiled.options == fresh.options
+        assert programs == fresh.programs
+        assert len(values) == len(fresh.arguments) + len(fresh.constants)
+        assert list(values[len(fresh.arguments) :]) == list(fresh.constants.values())
+        places: dict[str, int] = {}
+        names, unused = kernel(fresh.kernel).arg_names, strides_unused(prepared.spec, call)
+        taken = []
+        for name, value, wanted in zip(names, values, fresh.arguments, strict=False):
+            taken.append(wanted if isinstance(wanted, torch.Tensor) else value)
+            if name in unused:
+                continue
+            if wanted is call.out and not settings.inplace:
+                assert places.setdefault("out", value) == value
+            elif wanted is call.key_out and wanted is not None and not settings.inplace:
+                assert places.setdefault("key_out", value) == value
+            else:
+                assert value == (wanted.data_ptr() if isinstance(wanted, torch.Tensor) else wanted)
+                assert type(value) is (int if isinstance(wanted, torch.Tensor) else type(wanted))
+        assert compiled.kinds == kinds(dataclasses.replace(fresh, arguments=tuple(taken)))
+        assert len(set(places.values())) == len(places), "two results in one place"
+        self._execute(fresh, prepared.spec, call)
+        for name, place in places.items():
+            out = getattr(call, name)
+            assert place % 16 == out.data_ptr() % 16
+            extent = sum((n - 1) * step for n, step in zip(out.shape, out.stride(), strict=True)) + 1
+            ctypes.memmove(place, out.data_ptr(), extent * out.element_size() if out.numel() else 0)
+
+    def _execute(self, part: Launch, spec: Any, call: RopeCall) -> None:
+        if self.interpreted:
+            with np.errstate(all="ignore"):
+                launch_public(kernel(part.kernel), part)
+            return
+        with torch.no_grad():
+            results = rotate(spec, call)
+        # .data: a kernel's writes are not counted as versions.
+        for out, result in zip((call.out, call.key_out), results, strict=True):
+            if out is not None:
+                out.data.copy_(result)
+
+
+def specialised(name: str) -> tuple[bool, ...]:
+    function = kernel(name)
+    return tuple(parameter not in (function.kwargs["do_not_specialize"] or ()) for parameter in function.arg_names)
+
+
+def with_parameters(name: str) -> Any:
+    """What the interpreter's functions lack: their parameters."""
+    return types.SimpleNamespace(params=[types.SimpleNamespace(name=parameter) for parameter in kernel(name).arg_names])
+
+
+def forget() -> None:
+    """All that was decided and compiled."""
+    tuned.rope.lengths._CLASSES.clear()
+    tuned.rope.call._PLANS.clear()
+    tuned.rope.plan._COMPILED.clear()
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    """CPU tensors go the way of GPU tensors; what would be launched is watched."""
+    if torch.cuda.is_available():
+        pytest.skip("the way of GPU tensors is tested on GPU tensors there")
+    made = Watch(tuned.rope.call.call)
+    monkeypatch.setattr(tuned.rope.call, "call", made.call)
+    plan = tuned.rope.plan
+    monkeypatch.setattr(
+        plan, "why_eager", lambda x, supported: None if supported and type(x) in PLAIN else "no kernel takes it"
+    )
+    for module in (plan, tuned.rope.lengths):
+        monkeypatch.setattr(module, "gpu_of", lambda _device: GPU)
+    monkeypatch.setattr(plan, "capturing", lambda: False)
+    monkeypatch.setattr(tuned.rope.lengths, "kernel", with_parameters)
+    monkeypatch.setattr(plan, "run_public", made.run_public)
+    monkeypatch.setattr(tuned.plan, "_specialised", specialised)
+    # What tuned.plan.bare_launch asks of the device and of Triton.
+    monkeypatch.setattr(tuned.plan, "hooks", lambda: made.listeners)
+    monkeypatch.setattr(tuned.plan, "bare_supported", lambda _device: True)
+    monkeypatch.setattr(tuned.plan, "raw_stream", lambda: lambda _device: STREAM)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
+    forget()
+    yield made
+    forget()
+
+
+# Calls by their properties ------------------------------------------------------------------------------------------
+
+ROWS = 40  # positions that the tables have
+OFFSET = 3
+
+
+class Marked(torch.Tensor):
+    """A tensor with rules of its own, as far as anybody can tell."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call: everything that may differ between two. A field's first choice in CHOICES is its usual one."""
+
+    layout: str = "bshd"
+    batch: int = 2
+    seq: int = 4
+    heads: int = 4
+    head_dim: int = 16
+    key_heads: int | None = 2  # None: no key
+    kv_heads: int | None = None  # of a packed qkv, which has no key; 0: with an axis of 3
+    dtype: torch.dtype = torch.float32
+    key_dtype: torch.dtype | None = None  # that of x
+    view: str = "contiguous"  # of x; see ``seen``
+    key_view: str = "contiguous"
+    kind: str = "tensor"  # or "parameter", "subclass"
+    x_grad: str = "none"  # or "leaf", "made"
+    key_grad: str = "none"
+    mode: str = "grad"  # or "no_grad", "inference"
+    source: str = "freqs"
+    batched: bool = False  # cos and sin of [batch, rows, entries]
+    entries: str = "pair"
+    rotary: int = 16
+    rows: int = ROWS
+    angle_dtype: torch.dtype = torch.float32
+    angle_view: str = "contiguous"
+    angle_grad: bool = False
+    angle_kind: str = "tensor"  # or "subclass"
+    sine_view: str = "contiguous"
+    place: str = "order"  # or "shifted", "offset", "starts", "ids", "shared"
+    index_dtype: torch.dtype = torch.int64
+    index_view: str = "contiguous"
+    number: int = OFFSET  # of "shifted"
+    sequences: int = 2  # packed
+    bounds_view: str = "contiguous"
+    max_seqlen: int | None = None
+    scaling: float = 1.0
+    cp_size: int = 1
+    cp_rank: int = 0
+    rotated: str = "first"
+    conjugate: bool = False
+    interleaved: bool = False
+    inplace: bool = False
+    direction: str = "forward"
+    shares: bool = False  # key is x itself
+
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "layout": ("bshd", "sbhd", "thd"),
+    "batch": (2, 1, 3, 0),
+    "seq": (4, 1, 6, 10, 0),
+    "heads": (4, 1, 3),
+    "head_dim": (16, 24),
+    "key_heads": (2, None, 1, 4),
+    "kv_heads": (None, 1, 0),
+    "dtype": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    "key_dtype": (None, torch.float16),
+    "view": ("contiguous", "swapped", "packed", "offset", "expanded", "apart", "odd"),
+    "key_view": ("contiguous", "swapped", "packed", "offset", "expanded", "odd"),
+    "kind": ("tensor", "parameter", "subclass"),
+    "x_grad": ("none", "leaf", "made"),
+    "key_grad": ("none", "leaf", "made"),
+    "mode": ("grad", "no_grad", "inference"),
+    "source": ("freqs", "cos_sin", "cache", "inv_freq"),
+    "batched": (False, True),
+    "entries": ("pair", "feature"),
+    "rotary": (16, 8),
+    "rows": (ROWS, ROWS + 1, 1),
+    "angle_dtype": (torch.float32, torch.bfloat16, torch.float16),
+    "angle_view": ("contiguous", "offset", "packed", "swapped", "odd"),
+    "angle_grad": (False, True),
+    "angle_kind": ("tensor", "subclass"),
+    "sine_view": ("contiguous", "offset", "packed", "swapped", "odd"),
+    "place": ("order", "shifted", "offset", "starts", "ids", "shared"),
+    "index_dtype": (torch.int64, torch.int32),
+    "index_view": ("contiguous", "offset", "apart", "odd"),
+    "number": (OFFSET, 0, 5, ROWS),
+    "sequences": (2, 1, 3, 63, 64),
+    "bounds_view": ("contiguous", "offset"),
+    "max_seqlen": (None, 12, ROWS + 1),
+    "scaling": (1.0, 1.5, 0.5),
+    "cp_size": (1, 2),
+    "cp_rank": (0, 1),
+    "rotated": ("first", "last", "proportional"),
+    "conjugate": (False, True),
+    "interleaved": (False, True),
+    "inplace": (False, True),
+    "direction": ("forward", "backward"),
+    "shares": (False, True),
+}
+
+
+def seen(t: torch.Tensor, view: str) -> torch.Tensor:
+    """The values of t in another place or with other strides."""
+    if view == "swapped" and t.ndim > 1:  # the first two axes, or [rows, entries], the other way round in memory
+        return t.transpose(0, 1).contiguous().transpose(0, 1)
+    if view == "packed" and t.ndim > 1:  # a part of something wider
+        wide = torch.zeros(*t.shape[:-2], t.shape[-2] + 3, t.shape[-1] + 16 * (t.ndim < 3), dtype=t.dtype)
+        part = wide[..., : t.shape[-2], : t.shape[-1]]
+        return part.copy_(t)
+    if view == "odd":  # axes of length 1 may have any strides, and the tensor is contiguous all the same
+        steps = [1 if n == 1 and axis % 2 else 40 if n == 1 else step for axis, (n, step) in enumerate(zip(t.shape, t.stride(), strict=True))]
+        return torch.zeros(t.numel() + 1, dtype=t.dtype).as_strided(t.shape, steps).copy_(t)
+    if view == "apart":
+        wide = torch.zeros(*t.shape, 3, dtype=t.dtype)
+        wide[..., 0] = t
+        return wide[..., 0]
+    if view == "offset":  # not aligned to 16 bytes
+        memory = torch.zeros(t.numel() + 1, dtype=t.dtype)
+        return memory[1:].view(t.shape).copy_(t)
+    if view == "expanded" and t.ndim > 1 and t.numel():
+        return t[:1].clone().expand(t.shape)
+    return t.clone()
+
+
+def _rotated(
+    case: Case, heads: int, dtype: torch.dtype, view: str, grad: str, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A tensor to rotate, and the leaf whose gradient it needs."""
+    leading = {"bshd": (case.batch, case.seq), "sbhd": (case.seq, case.batch), "thd": (case.batch * case.seq,)}
+    shape: tuple[int, ...] = (*leading[case.layout], heads, case.head_dim)
+    if case.kv_heads is not None:
+        middle = (3, heads) if case.kv_heads == 0 else (heads + 2 * case.kv_heads,)
+        shape = (*leading[case.layout], *middle, case.head_dim)
+    t = torch.randn(shape, generator=generator).to(dtype)
+    if grad == "made":
+        leaf = t.requires_grad_()
+        return seen(leaf, view), leaf
+    t = seen(t, view)
+    if case.kind == "parameter":
+        t = torch.nn.Parameter(t, requires_grad=grad == "leaf")
+    if case.kind == "subclass":
+        t = t.as_subclass(Marked)
+    t.requires_grad_(grad == "leaf")
+    return t, t if grad == "leaf" else None
+
+
+def _bounds(tokens: int, case: Case) -> torch.Tensor:
+    cuts = torch.linspace(0, tokens * case.cp_size, case.sequences + 1).floor()
+    step = 2 * case.cp_size
+    bounds = (cuts // step * step).to(torch.int32) if case.cp_size > 1 else cuts.to(torch.int32)
+    return seen(bounds, case.bounds_view)
+
+
+def build(case: Case, seed: int = 0) -> tuple[Given, Settings, list[torch.Tensor]]:
+    """New tensors for a case, its settings, and the leaves that get gradients; not every case is one that RoPE accepts."""
+    generator = torch.Generator().manual_seed(seed)
+    x, leaf = _rotated(case, case.heads, case.dtype, case.view, case.x_grad, generator)
+    key, key_leaf = None, None
+    if case.key_heads is not None and case.kv_heads is None:
+        key_dtype = case.key_dtype or case.dtype
+        key, key_leaf = _rotated(case, case.key_heads, key_dtype, case.key_view, case.key_grad, generator)
+        if case.shares:
+            key, key_leaf = x, None
+    width = case.rotary if case.entries == "feature" else case.rotary // 2
+    rows = (case.batch, case.rows) if case.batched else (case.rows,)
+    angle = torch.rand(*rows, width, generator=generator)
+    angles: dict[str, Any] = {}
+    if case.source == "freqs":
+        angles["freqs"] = seen(angle, case.angle_view)
+    elif case.source == "cos_sin":
+        angles["cos"] = seen(angle.cos().to(case.angle_dtype), case.angle_view)
+        angles["sin"] = seen(angle.sin().to(case.angle_dtype), case.sine_view)
+    elif case.source == "cache":
+        cache = torch.cat((angle.cos(), angle.sin()), -1).to(case.angle_dtype)
+        angles["cos_sin_cache"] = seen(cache, case.angle_view)
+    else:
+        angles["inv_freq"] = seen(angle.reshape(-1, width)[0], case.angle_view)
+    if case.angle_kind == "subclass":
+        angles = {name: t.as_subclass(Marked) for name, t in angles.items()}
+    leaves = [t for t in (leaf, key_leaf) if t is not None]
+    if case.angle_grad:
+        leaves.append(next(iter(angles.values())).requires_grad_())
+    tokens = case.batch * case.seq if case.layout == "thd" else case.seq
+    positions, offset, bounds = None, 0, None
+    count = case.sequences if case.layout == "thd" else case.batch
+    if case.place == "shifted":
+        offset = case.number
+    elif case.place == "offset":
+        offset = torch.tensor([0, OFFSET], dtype=case.index_dtype)[1]
+        offset = offset if case.index_view == "offset" else offset.clone()
+    elif case.place == "starts":
+        offset = seen(torch.randint(0, 9, (count,), generator=generator, dtype=case.index_dtype), case.index_view)
+    elif case.place in ("ids", "shared"):
+        whole = {"bshd": (case.batch, case.seq), "sbhd": (case.seq, case.batch), "thd": (tokens,)}[case.layout]
+        shape = (tokens,) if case.place == "shared" else whole
+        positions = seen(
+            torch.randint(0, ROWS, shape, generator=generator, dtype=case.index_dtype), case.index_view
+        )
+    if case.layout == "thd" and positions is None:
+        bounds = _bounds(tokens, case)
+    settings = Settings(
+        case.layout, case.interleaved, case.inplace, None, case.entries, case.max_seqlen, case.scaling, case.cp_size,
+        case.cp_rank, case.rotated, case.conjugate, case.kv_heads, case.direction,
+    )  # fmt: skip
+    return Given(x, key, **angles, cu_seqlens=bounds, positions=positions, offset=offset), settings, leaves
+
+
+@contextlib.contextmanager
+def mode(name: str) -> Iterator[None]:
+    """A gradient mode."""
+    if name == "grad":
+        with torch.enable_grad():
+            yield
+    elif name == "no_grad":
+        with torch.no_grad():
+            yield
+    else:
+        with torch.inference_mode():
+            yield

@@ -1,0 +1,185 @@
+"""The calls of Dao-AILab/flash-attention, ``flash_attn.layers.rotary``.
+
+They differ from theirs in four ways:
+
+* Positions outside the table: theirs leaves tokens past its end unrotated and reads memory before its start. Here an
+  error where it can be seen without asking the device, NaN where not.
+* In place, a leaf that requires grad is refused with RuntimeError, before any write; others are tracked by autograd, in
+  what is returned and in what was given alike. A backward never overwrites the gradient that it is given.
+* Every size of head is taken, not 256 features at most, and cos and sin may be of another dtype than x.
+* max_seqlen may be left out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tuned.dispatch import rope, rope_qkv
+
+if TYPE_CHECKING:
+    import torch
+
+PACKED_DIMS = 5  # [batch, seqlen, 3, heads, head_dim]; with heads of q, k and v in one axis there are 4
+
+
+def apply_rotary_emb(  # noqa: PLR0913 - the arguments of flash-attention
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,  # noqa: FBT001, FBT002 - its order
+    inplace: bool = False,  # noqa: FBT001, FBT002
+    seqlen_offsets: int | torch.Tensor = 0,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> torch.Tensor:
+    """Rotate the first features of each head.
+
+    Args:
+        x: ``[batch, seqlen, heads, head_dim]``, or ``[tokens, heads, head_dim]`` with cu_seqlens; any strides.
+        cos: ``[rows, rotary_dim / 2]``, one entry a pair, any float dtype.
+        sin: like cos.
+        interleaved: pairs are features (2 j, 2 j + 1), GPT-J; otherwise (j, j + rotary_dim / 2), GPT-NeoX.
+        inplace: overwrite x and return it.
+        seqlen_offsets: added to the positions: an int, or int32 or int64 ``[batch]``, one a sequence.
+        cu_seqlens: int32 ``[batch + 1]``, where packed sequences start.
+        max_seqlen: their longest length; checked against cos. Read with cu_seqlens only.
+
+    Returns:
+        A tensor like x, or x itself in place. Differentiable in x.
+
+    Raises:
+        TypeError, ValueError: an argument is not allowed; nothing has been written.
+        RuntimeError: x cannot be overwritten without losing a gradient; nothing has been written.
+    """
+    packed = cu_seqlens is not None
+    return rope(
+        x,
+        None,
+        cos,
+        sin,
+        tensor_format="thd" if packed else "bshd",
+        interleaved=interleaved,
+        inplace=inplace,
+        offset=seqlen_offsets,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen if packed else None,
+    )
+
+
+apply_rotary_emb_func = apply_rotary_emb  # its older name there
+
+
+def apply_rotary_emb_qkv_(  # noqa: PLR0913 - the arguments of flash-attention
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cos_k: torch.Tensor | None = None,
+    sin_k: torch.Tensor | None = None,
+    interleaved: bool = False,  # noqa: FBT001, FBT002 - its order
+    seqlen_offsets: int | torch.Tensor = 0,
+    num_heads_q: int | None = None,
+) -> torch.Tensor:
+    """Rotate q and k in place in a packed qkv; v is not touched.
+
+    One launch, or one each for q and k where they have tables of their own or lie apart in memory.
+
+    Args:
+        qkv: ``[batch, seqlen, 3, heads, head_dim]``, or ``[batch, seqlen, num_heads_q + 2 * num_heads_k, head_dim]``;
+            any strides.
+        cos: ``[rows, rotary_dim / 2]``, one entry a pair, any float dtype.
+        sin: like cos.
+        cos_k: cosines for k, if others than those for q (XPos).
+        sin_k: sines for k.
+        interleaved: pairs are features (2 j, 2 j + 1); otherwise (j, j + rotary_dim / 2).
+        seqlen_offsets: added to the positions: an int, or int32 or int64 ``[batch]``.
+        num_heads_q: how many heads are of q; needed where qkv has four axes, not read where it has five.
+
+    Returns:
+        qkv itself. Differentiable in it.
+
+    Raises:
+        TypeError, ValueError: an argument is not allowed; nothing has been written.
+        RuntimeError: qkv cannot be overwritten without losing a gradient; nothing has been written.
+    """
+    kv_heads = _kv_heads(qkv, num_heads_q)
+    if cos_k is None and sin_k is None and (kv_heads is not None or _side_by_side(qkv)):
+        return rope_qkv(
+            qkv,
+            None,
+            cos,
+            sin,
+            tensor_format="bshd",
+            interleaved=interleaved,
+            inplace=True,
+            offset=seqlen_offsets,
+            kv_heads=kv_heads,
+        )
+    cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
+    # Checked before q is written; all else about them is checked with cos and sin.
+    for name, table in (("cos_k", cos_k), ("sin_k", sin_k)):
+        if (table.shape, table.dtype, table.device) != (cos.shape, cos.dtype, cos.device):
+            raise ValueError(
+                f"{name} must have the shape, dtype and device of cos, {list(cos.shape)} {cos.dtype} {cos.device}, "
+                f"got {list(table.shape)} {table.dtype} {table.device}"
+            )
+    if kv_heads is None:
+        q, k = qkv[:, :, 0], qkv[:, :, 1]
+    else:
+        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q:-kv_heads]
+    apply_rotary_emb(q, cos, sin, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
+    apply_rotary_emb(k, cos_k, sin_k, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
+    return qkv
+
+
+def apply_rotary_emb_kv_(
+    kv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,  # noqa: FBT001, FBT002 - its order
+    seqlen_offsets: int | torch.Tensor = 0,
+) -> torch.Tensor:
+    """Rotate k in place in a packed kv; v is not touched.
+
+    Args:
+        kv: ``[batch, seqlen, 2, heads, head_dim]``.
+        cos: ``[rows, rotary_dim / 2]``, one entry a pair, any float dtype.
+        sin: like cos.
+        interleaved: pairs are features (2 j, 2 j + 1); otherwise (j, j + rotary_dim / 2).
+        seqlen_offsets: added to the positions: an int, or int32 or int64 ``[batch]``.
+
+    Returns:
+        kv itself. Differentiable in it.
+
+    Raises:
+        TypeError, ValueError: an argument is not allowed; nothing has been written.
+        RuntimeError: kv cannot be overwritten without losing a gradient; nothing has been written.
+    """
+    if kv.ndim != PACKED_DIMS or kv.shape[2] != 2:  # noqa: PLR2004 - k and v
+        raise ValueError(f"kv must be [batch, seqlen, 2, heads, head_dim], got {list(kv.shape)}")
+    apply_rotary_emb(kv.select(2, 0), cos, sin, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
+    return kv
+
+
+def _side_by_side(qkv: torch.Tensor) -> bool:
+    """Whether one axis can hold the heads of q, k and v, [batch, seqlen, 3, heads, head_dim]."""
+    return qkv.stride(2) == qkv.shape[3] * qkv.stride(3)
+
+
+def _kv_heads(qkv: torch.Tensor, num_heads_q: int | None) -> int | None:
+    """How many heads k has in a qkv of four axes; None for one of five, which says so itself."""
+    if qkv.ndim == PACKED_DIMS and qkv.shape[2] == 3:  # noqa: PLR2004 - q, k and v
+        return None
+    if qkv.ndim != PACKED_DIMS - 1:
+        raise ValueError(
+            "qkv must be [batch, seqlen, 3, heads, head_dim] or "
+            f"[batch, seqlen, num_heads_q + 2 * num_heads_k, head_dim], got {list(qkv.shape)}"
+        )
+    if num_heads_q is None:
+        raise ValueError("qkv with four axes needs num_heads_q: how many of its heads are of q")
+    kv_heads, odd = divmod(qkv.shape[2] - num_heads_q, 2)
+    if odd or num_heads_q < 1 or kv_heads < 1:
+        raise ValueError(
+            "num_heads_q must be positive and leave an even and positive number of heads for k and v, "
+            f"got num_heads_q={num_heads_q} of {qkv.shape[2]} heads"
+        )
+    return kv_heads

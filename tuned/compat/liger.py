@@ -1,0 +1,105 @@
+"""The calls of linkedin/Liger-Kernel, ``liger_kernel.transformers.rope``.
+
+They differ from theirs in three ways:
+
+* Never in place: theirs overwrites q and k where a token's heads lie side by side in memory, and leaves them alone where
+  they do not, so that callers can rely on what is returned only. A caller that is short of memory has
+  ``tuned.dispatch.rope_qk(..., inplace=True)``.
+* float32 arithmetic and one rounding; theirs computes in the dtype of cos, bfloat16 in most models.
+* What theirs would rotate wrongly is refused: an unsqueeze_dim other than 1, and cos narrower or wider than a head.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tuned.dispatch import rope_qk
+
+if TYPE_CHECKING:
+    import torch
+
+
+def liger_rotary_pos_emb(  # noqa: PLR0913 - the arguments of Liger
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    unsqueeze_dim: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate q and k in one launch, as transformers' Llama does.
+
+    Args:
+        q: ``[batch, heads, seq, head_dim]``, any strides.
+        k: ``[batch, kv_heads, seq, head_dim]``, any strides.
+        cos: ``[1, seq, head_dim]`` or ``[batch, seq, head_dim]``, of equal halves: the first is read.
+        sin: like cos.
+        position_ids: accepted and ignored, as there: cos and sin are those of the tokens already.
+        unsqueeze_dim: 1, the axis of heads.
+
+    Returns:
+        q and k rotated, new tensors. Differentiable in both.
+
+    Raises:
+        TypeError, ValueError: an argument is not allowed.
+    """
+    del position_ids
+    if unsqueeze_dim != 1:
+        raise ValueError(
+            f"unsqueeze_dim must be 1, got {unsqueeze_dim}: q and k are [batch, heads, seq, head_dim]; transpose them, or "
+            "call tuned.dispatch.rope_qk, which takes [batch, seq, heads, head_dim]"
+        )
+    rotated_q, rotated_k = rope_qk(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        None,
+        _first_half(cos, q.shape[-1], "cos"),
+        _first_half(sin, q.shape[-1], "sin"),
+        tensor_format="bshd",
+        angle_entries="pair",
+    )
+    assert rotated_k is not None
+    return rotated_q.transpose(1, 2), rotated_k.transpose(1, 2)
+
+
+def liger_rotary_pos_emb_vision(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate q and k of a vision tower in one launch.
+
+    Args:
+        q: ``[seq, heads, head_dim]``, any strides.
+        k: ``[seq, kv_heads, head_dim]``, any strides.
+        cos: ``[seq, head_dim]``, of equal halves: the first is read.
+        sin: like cos.
+
+    Returns:
+        q and k rotated, new tensors in their dtypes. Differentiable in both.
+
+    Raises:
+        TypeError, ValueError: an argument is not allowed.
+    """
+    rotated_q, rotated_k = rope_qk(
+        q[None],
+        k[None],
+        None,
+        _first_half(cos, q.shape[-1], "cos"),
+        _first_half(sin, q.shape[-1], "sin"),
+        tensor_format="bshd",
+        angle_entries="pair",
+    )
+    assert rotated_k is not None
+    return rotated_q[0], rotated_k[0]
+
+
+def _first_half(angles: torch.Tensor, head_dim: int, name: str) -> torch.Tensor:
+    """One entry a pair: [seq, head_dim / 2], or [batch, seq, head_dim / 2] where sequences differ."""
+    if angles.shape[-1] != head_dim:
+        raise ValueError(
+            f"{name} must have head_dim={head_dim} entries a token, got {angles.shape[-1]}; to rotate a part of each head, "
+            "call tuned.dispatch.rope_qk"
+        )
+    half = head_dim // 2
+    if angles.ndim == 3 and angles.shape[0] == 1:  # noqa: PLR2004 - one for the whole batch
+        return angles[0, :, :half]
+    return angles[..., :half]

@@ -1,0 +1,56 @@
+"""The call of NVIDIA/TransformerEngine, ``transformer_engine.pytorch.attention.rope.apply_rotary_pos_emb``."""
+
+from __future__ import annotations
+
+import torch
+
+from tuned.dispatch import rope
+
+
+def apply_rotary_pos_emb(  # noqa: PLR0913 - the arguments of TransformerEngine
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: torch.Tensor | None = None,
+    interleaved: bool = False,  # noqa: FBT001, FBT002 - its order
+    fused: bool = False,  # noqa: FBT001, FBT002
+    cu_seqlens: torch.Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> torch.Tensor:
+    """Rotate the first features of each head, out of place.
+
+    Args:
+        t: ``[s, b, h, d]`` (sbhd), ``[b, s, h, d]`` (bshd) or ``[t, h, d]`` (thd), any strides; of this rank alone where
+            cp_size is above 1.
+        freqs: angles in radians, ``[s2, 1, 1, d2]`` with s2 >= s * cp_size and d2 <= d, one entry a feature; taken in
+            float32.
+        tensor_format: the axes of t.
+        start_positions: int32 or int64 ``[b]`` (thd: ``[sequences]``), where each sequence starts; added to every
+            position.
+        interleaved: pairs are features (2 j, 2 j + 1); otherwise (j, j + d2 / 2).
+        fused: accepted and ignored: there is one implementation, and it takes every layout.
+        cu_seqlens: int32 ``[sequences + 1]``, of all ranks together; read for thd only, as there.
+        cp_size: ranks of context parallelism; each holds two of 2 * cp_size chunks of every sequence.
+        cp_rank: this rank: it holds chunks cp_rank and 2 * cp_size - 1 - cp_rank.
+
+    Returns:
+        A contiguous tensor like t. Differentiable in t, also with start_positions.
+
+    Positions that freqs has no row for are not read there but give NaN on a GPU, and an error where a shape or a CPU
+    tensor tells.
+
+    Raises:
+        TypeError, ValueError: an argument is not allowed; nothing has been written.
+    """
+    del fused
+    return rope(
+        t,
+        freqs if freqs.dtype == torch.float32 else freqs.float(),
+        tensor_format=tensor_format,
+        interleaved=interleaved,
+        offset=0 if start_positions is None else start_positions,
+        cu_seqlens=cu_seqlens if tensor_format == "thd" else None,
+        cp_size=cp_size,
+        cp_rank=cp_rank,
+    ).contiguous()  # theirs is, whatever t's strides, and callers view it

@@ -1,0 +1,223 @@
+"""Hugging Face transformers on tuned's RoPE kernels: a loaded model as it is, or a layer for the kernels package.
+
+    patch = use_tuned_rope(model)        # the model's own apply_rotary_pos_emb becomes tuned.dispatch.rope_qk
+    ...
+    patch.undo()
+    with use_tuned_rope(model):          # the same for a block
+        model.generate(...)
+
+    register_kernel_layer()              # or, where transformers runs with the kernels package: the layer "rotary_pos_emb"
+    kernels.kernelize(model, mode=kernels.Mode.TRAINING, device="cuda")
+
+What is replaced is ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)`` of the modeling files
+(transformers/models/*/modeling_*.py), which attention looks up there at each call. How each of them rotates is found by
+calling it on a few random numbers (``tuned.compat.rotary_style``); one that does something else is left alone.
+
+The arithmetic is float32 with one rounding to q's dtype, where a low-precision model rounds every product.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tuned.compat.rotary_style import Style, replacement, rotate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from typing_extensions import Self
+
+_lock = threading.Lock()
+_replaced: dict[tuple[int, str], _Replaced] = {}  # by identity of the namespace, and name
+
+
+def use_tuned_rope(model: torch.nn.Module) -> RopePatch:
+    """Make a loaded model rotate q and k with ``tuned.dispatch.rope_qk``: in one launch, out of place.
+
+    What changes are its modeling files, so all models of these in the process are served, compiled ones after a
+    recompilation, until as many patches are undone as were made. Calls of shapes that the kernels do not take (cos without
+    a batch axis, q and k of different lengths) go to the model's own function.
+
+    Args:
+        model: any module with attention from transformers inside; on any device, in any mode.
+
+    Returns:
+        What undoes it: ``undo()``, or leaving a ``with`` block. Its ``functions`` are the full names of what was replaced;
+        its ``kept`` says of what was not, why.
+
+    Raises:
+        TypeError: model is no torch.nn.Module.
+        ValueError: no attention of this model can be served; the message names its class, and says why. Nothing changed.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself")
+    with _lock:
+        found: dict[tuple[int, str], _Replaced] = {}
+        kept: dict[str, str] = {}
+        for kind in {type(module) for module in model.modules()}:
+            tried = [_tried(model, *call) for call in _rotary_calls(kind)]
+            reasons = {one.where: one.ours for one in tried if isinstance(one.ours, str)}
+            kept |= reasons
+            if not reasons:  # attention that calls two functions needs both
+                found |= {(id(one.namespace), one.name): one for one in tried}
+        if not found:
+            why = "; ".join(f"{name}: {reason}" for name, reason in sorted(kept.items()))
+            raise ValueError(
+                f"{type(model).__name__} must have attention whose apply_rotary_pos_emb is a rotation that tuned knows, "
+                f"got {why or 'no module that calls such a function'}; call tuned.dispatch.rope_qk in its code instead"
+            )
+        for key, one in found.items():
+            one.users += 1
+            _replaced[key] = one
+            one.namespace[one.name] = one.ours
+    return RopePatch(tuple(found.values()), dict(sorted(kept.items())))
+
+
+def kernel_mapping(*device_types: str) -> dict[str, dict[str, Any]]:
+    """``RotaryPosEmb`` as ``kernels.register_kernel_mapping`` and ``kernels.use_kernel_mapping`` take it.
+
+    Args:
+        device_types: what it is for, as the kernels package names them; "cuda" if none is given.
+    """
+    return {"rotary_pos_emb": dict.fromkeys(device_types or ("cuda",), _Repository())}
+
+
+def register_kernel_layer(*device_types: str) -> None:
+    """Make ``RotaryPosEmb`` what ``kernels.kernelize`` puts in place of "rotary_pos_emb", in training and inference.
+
+    Follows kernels.register_kernel_mapping. transformers' own ``model.set_use_kernels(True)`` registers its mapping over
+    this one: call ``kernels.kernelize`` itself.
+
+    Args:
+        device_types: as for ``kernel_mapping``.
+
+    Raises:
+        ImportError: the kernels package is not installed.
+    """
+    try:
+        from kernels import register_kernel_mapping  # noqa: PLC0415 - not a dependency
+    except ImportError as error:
+        raise ImportError(
+            "register_kernel_layer needs the kernels package: pip install kernels; use_tuned_rope(model) does without"
+        ) from error
+    register_kernel_mapping(kernel_mapping(*device_types))
+
+
+def _rotary_calls(kind: type) -> Iterator[tuple[dict[str, Any], str]]:
+    """What the methods of a class look up to apply rotary embeddings: namespaces and names."""
+    for base in kind.__mro__[: kind.__mro__.index(torch.nn.Module)]:
+        for method in vars(base).values():
+            function = inspect.unwrap(method) if inspect.isfunction(method) else None
+            if not inspect.isfunction(function):
+                continue
+            for name in function.__code__.co_names:
+                if name.startswith("apply_") and "rotary" in name and callable(function.__globals__.get(name)):
+                    yield function.__globals__, name
+
+
+def _tried(model: torch.nn.Module, namespace: dict[str, Any], name: str) -> _Replaced:
+    """What stands for a function already, or would."""
+    known = _replaced.get((id(namespace), name))
+    return known or _Replaced(namespace, name, namespace[name], replacement(model, namespace, name))
+
+
+@dataclass
+class _Replaced:
+    """A function of a modeling file."""
+
+    namespace: dict[str, Any]  # of the file
+    name: str
+    original: Any
+    ours: Callable[..., Any] | str  # or why there is none
+    users: int = 0  # patches that are not undone
+
+    @property
+    def where(self) -> str:
+        return f"{self.namespace['__name__']}.{self.name}"
+
+
+class RopePatch:
+    """What ``use_tuned_rope`` did, and the way back."""
+
+    def __init__(self, replaced: tuple[_Replaced, ...], kept: dict[str, str]) -> None:
+        self.functions = tuple(sorted(one.where for one in replaced))  # full names
+        self.kept = kept  # full names of what was left as it is, and why
+        self._replaced = replaced
+
+    def undo(self) -> None:
+        """Put the model's own functions back, unless another patch still needs ours. A second call does nothing.
+
+        Raises:
+            RuntimeError: something else has replaced a function since; nothing changed.
+        """
+        with _lock:
+            for one in self._replaced:
+                if one.namespace[one.name] is not one.ours:
+                    raise RuntimeError(
+                        f"{one.where} must still be what use_tuned_rope put there, got {one.namespace[one.name]!r}; "
+                        "undo patches in the reverse order of making them"
+                    )
+            for one in self._replaced:
+                one.users -= 1
+                if one.users == 0:
+                    one.namespace[one.name] = one.original
+                    del _replaced[id(one.namespace), one.name]
+            self._replaced = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+
+class RotaryPosEmb(torch.nn.Module):
+    """The layer "rotary_pos_emb" of transformers, for the kernels package.
+
+    It turns the halves of q and k by cos and sin as wide as the head, as all that transformers names so do but three, for
+    which there is ``use_tuned_rope``: gpt-oss and the privacy filter, whose cos is half as wide, are refused; nanochat
+    turns by minus the angle, which a layer without a state cannot see. It has no method but forward, as kernels.kernelize
+    demands.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rotated q and k, out of place.
+
+        Args:
+            q: queries ``[b, h, s, d]``, or ``[b, s, h, d]`` with unsqueeze_dim 2; any strides.
+            k: keys, like q but for the number of heads.
+            cos: cosines ``[b or 1, s, d]``.
+            sin: sines, like cos.
+            unsqueeze_dim: the axis of heads, 1 or 2.
+
+        Raises:
+            ValueError: the shapes are others.
+        """
+        out = rotate(Style(interleaved=False, entries="feature"), q, k, (cos, sin), unsqueeze_dim)
+        if out is None:
+            raise ValueError(
+                "q and k must be [b, h, s, d] and cos and sin [b or 1, s, d], got "
+                f"{[tuple(t.shape) for t in (q, k, cos, sin)]} with unsqueeze_dim {unsqueeze_dim}; "
+                "use_tuned_rope(model) serves the functions of other models"
+            )
+        return out  # type: ignore[return-value]
+
+
+class _Repository:
+    """Where the kernels package gets the layer from: its protocol is ``load``."""
+
+    def load(self) -> type[torch.nn.Module]:
+        return RotaryPosEmb
+
+    def __str__(self) -> str:
+        return f"`{RotaryPosEmb.__module__}.{RotaryPosEmb.__name__}`"

@@ -1,0 +1,105 @@
+"""Operators of torch.library for what follows operators: ``tuned::rope`` and ``tuned::rope_qk``, functional both.
+
+torch.compile, tracers and dispatch modes see these; outside of them they are bypassed. Their gradients are the same
+operators with the transposed map, and so differentiable again. Angles have no gradient here: calls whose angles need
+one are PyTorch's own operators.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tuned.rope import call as eager
+from tuned.rope.arguments import Given, Settings
+
+_TENSORS = (
+    "Tensor? freqs, Tensor? cos, Tensor? sin, Tensor? cos_sin_cache, Tensor? inv_freq, Tensor? cu_seqlens, "
+    "Tensor? positions, Tensor? starts, SymInt offset"
+)
+_SETTINGS = (
+    "str tensor_format, bool interleaved, SymInt? rotary_dim, str? angle_entries, SymInt? max_seqlen, "
+    "float attention_scaling, int cp_size, int cp_rank, str rotated, bool conjugate, int? kv_heads, str direction"
+)
+_COUNT = 9  # of the arguments in _TENSORS
+
+
+def call(given: Given, settings: Settings) -> Any:
+    """The call as an operator; in place, its result is copied into the tensors given."""
+    starts = given.offset if isinstance(given.offset, torch.Tensor) else None
+    named = settings._asdict()
+    inplace = named.pop("inplace")
+    offset = 0 if starts is not None else given.offset
+    others = (*given[2:9], starts, offset, *named.values())
+    if given.key is None:
+        out = rope(given.x, *others)
+        return given.x.copy_(out) if inplace else out
+    outs = rope_qk(given.x, given.key, *others)
+    if not inplace:
+        return outs
+    return given.x.copy_(outs[0]), given.key.copy_(outs[1])
+
+
+def _arguments(x: Any, key: Any, others: tuple[Any, ...]) -> tuple[Given, Settings]:
+    *tensors, starts, offset = others[:_COUNT]
+    first, interleaved, *rest = others[_COUNT:]
+    given = Given(x, key, *tensors)._replace(offset=offset if starts is None else starts)
+    return given, Settings(first, interleaved, False, *rest)  # noqa: FBT003
+
+
+def _like(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The result with the strides that the fake one has."""
+    wanted = torch.empty_like(x)
+    return out if out.stride() == wanted.stride() else wanted.copy_(out)
+
+
+def _rope(x: Any, *others: Any) -> torch.Tensor:
+    with torch.no_grad():
+        given, settings = _arguments(x, None, others)
+        return _like(eager.call(*given, tuple(settings)), x)
+
+
+def _rope_qk(q: Any, k: Any, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.no_grad():
+        given, settings = _arguments(q, k, others)
+        outs = eager.call(*given, tuple(settings))
+        return _like(outs[0], q), _like(outs[1], k)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep the angles and where the tokens are, not what was rotated."""
+    rotated = len(output) if isinstance(output, tuple) else 1
+    tensors = inputs[rotated : rotated + _COUNT - 1]
+    ctx.rotated, ctx.present = rotated, [t is not None for t in tensors]
+    ctx.save_for_backward(*(t for t in tensors if t is not None))
+    ctx.rest = inputs[rotated + _COUNT - 1 :]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    saved = iter(ctx.saved_tensors)
+    tensors = [next(saved) if there else None for there in ctx.present]
+    *rest, direction = ctx.rest
+    others = (*tensors, *rest, "backward" if direction == "forward" else "forward")
+    nothing = (None,) * len(others)
+    given = [grad for grad in grads if grad is not None]
+    if len(given) == 2:  # noqa: PLR2004 - a query's and a key's
+        return *rope_qk(*given, *others), *nothing
+    return *(grad if grad is None else rope(grad, *others) for grad in grads), *nothing
+
+
+def _operator(name: str, schema: str, function: Any, fake: Any) -> Any:
+    made = torch.library.custom_op(f"tuned::{name}", function, mutates_args=(), schema=schema)
+    made.register_fake(fake)
+    made.register_autograd(_backward, setup_context=_setup)
+    return made
+
+
+rope = _operator("rope", f"(Tensor x, {_TENSORS}, {_SETTINGS}) -> Tensor", _rope, lambda x, *_: torch.empty_like(x))
+rope_qk = _operator(
+    "rope_qk",
+    f"(Tensor q, Tensor k, {_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor)",
+    _rope_qk,
+    lambda q, k, *_: (torch.empty_like(q), torch.empty_like(k)),
+)
