@@ -285,3 +285,15 @@ def ours(call: CompleteCall, sets: Sequence[Tensors]) -> list[Launch]:
         return (tuned.dispatch.rope(*t.rotated, **keywords),)
 
     return [functools.partial(both if call.key_heads else one, t, our_keywords(call, t)) for t in sets]
+
+
+def as_a_user_calls(call: CompleteCall, t: Tensors) -> Launch:
+    """The call of a host row, written out: wrappers of the measurement's own are no part of what a user waits for."""
+    freqs, inplace, rotated = t.table.freqs, call.inplace, t.rotated
+    if call.angles != "freqs pair" or call.layout != "bshd" or call.positions != "implicit":
+        raise ValueError(f"host rows are bshd with freqs, by place, got {call}")
+    if call.key_heads:
+        query, key = rotated
+        return lambda: tuned.dispatch.rope_qk(query, key, freqs, angle_entries="pair", inplace=inplace)  # type: ignore[return-value]
+    x = rotated[0]
+    return lambda: (tuned.dispatch.rope(x, freqs, angle_entries="pair", inplace=inplace),)

@@ -279,13 +279,19 @@ def cpp_extension(call: CompleteCall, sets: Sequence[Tensors]) -> list[Launch] |
         return "it has no gradient"
     run = extension.load()
 
-    def launch(t: Tensors) -> tuple[torch.Tensor, ...]:
-        if call.inplace:
-            run.rope_inplace(list(t.rotated), t.table.cos, t.table.sin)
-            return t.rotated
-        return (run.rope(t.rotated[0], t.table.cos, t.table.sin),)
+    def launch(t: Tensors) -> Launch:
+        rotated, cos, sin = t.rotated, t.table.cos, t.table.sin
+        if not call.inplace:
+            return lambda: (run.rope(rotated[0], cos, sin),)
+        both = list(rotated)
 
-    return extension.refuses(call) or [functools.partial(launch, t) for t in sets]
+        def in_place() -> tuple[torch.Tensor, ...]:
+            run.rope_inplace(both, cos, sin)
+            return rotated
+
+        return in_place
+
+    return extension.refuses(call) or [launch(t) for t in sets]
 
 
 def add(call: CompleteCall, sets: Sequence[Tensors]) -> list[Launch] | str:

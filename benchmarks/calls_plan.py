@@ -97,7 +97,7 @@ def _prefill() -> Iterator[CallRow]:
 
 
 def _host() -> Iterator[CallRow]:
-    out_of_place = CompleteCall(1, 1, 32, 0, 128, 128, angles="cos_sin pair")
+    out_of_place = CompleteCall(1, 1, 32, 0, 128, 128)
     calls = {
         "out of place": out_of_place,
         "in place": dataclasses.replace(out_of_place, inplace=True),

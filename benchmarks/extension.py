@@ -70,8 +70,8 @@ void rotate(const void* x, void* out, const float* cos, const float* sin, int64_
 
 def refuses(call: CompleteCall) -> str | None:
     """Why it does not take a call, or None."""
-    plain = (call.layout, call.dtype, call.angles, call.positions, call.rotated, call.packed, call.interleaved)
-    asked = ("bshd", torch.bfloat16, "cos_sin pair", "implicit", "first", False, False)
+    plain = (call.layout, call.dtype, call.positions, call.rotated, call.packed, call.interleaved)
+    asked = ("bshd", torch.bfloat16, "implicit", "first", False, False)
     if plain == asked and call.rotary_dim == call.head_dim and (call.inplace or not call.key_heads):
         return None
     return "it takes bfloat16 bshd with cosines and sines, and a key in place only"

@@ -121,7 +121,7 @@ def host_row(row: CallRow, device: str) -> dict[str, Any]:
     call = row.call
     t = calls.make_tensors(call, 1, device)[0]
     expected = calls.expected(call, t)
-    mine = calls.ours(call, [probe(call, t)])[0]
+    mine = calls.as_a_user_calls(call, probe(call, t))
     check(mine, expected, our_limit(call))
     first = clock.host(mine)
     found = {name: time_host_call(name, call, t, expected) for name in row.peers}

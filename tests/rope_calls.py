@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
 
 import tuned.plan
+import tuned.rope.arguments
 import tuned.rope.call
 import tuned.rope.lengths
 import tuned.rope.plan
@@ -117,7 +120,13 @@ class Watch:
             prepared = prepare(given, settings, make_out=torch.empty_like)
         except (ValueError, TypeError) as error:
             raise AssertionError(f"a launch where there should be a refusal: {error}") from error
-        choice = tuned.rope.plan.choice_of(prepared, tuned.rope.call._missed(given))
+        for t in given:
+            if isinstance(t, torch.Tensor):
+                assert type(t) in PLAIN
+                assert not is_functorch_wrapped_tensor(t)
+                assert not t.is_neg()
+        assert forward_ad._current_level < 0
+        choice = tuned.rope.plan.choice_of(prepared, None)
         assert choice.variant is not None, "a launch where eager PyTorch should serve"
         call = prepared.call
         (fresh,) = launches(prepared.spec, choice.variant, call)
@@ -139,7 +148,7 @@ class Watch:
             elif wanted is call.key_out and wanted is not None and not settings.inplace:
                 assert places.setdefault("key_out", value) == value
             else:
-                assert value == (wanted.data_ptr() if isinstance(wanted, torch.Tensor) else wanted)
+                assert value == (wanted.data_ptr() if isinstance(wanted, torch.Tensor) else wanted), name
                 assert type(value) is (int if isinstance(wanted, torch.Tensor) else type(wanted))
         assert compiled.kinds == kinds(dataclasses.replace(fresh, arguments=tuple(taken)))
         assert len(set(places.values())) == len(places), "two results in one place"
@@ -152,8 +161,9 @@ class Watch:
 
     def _execute(self, part: Launch, spec: Any, call: RopeCall) -> None:
         if self.interpreted:
+            constants = part.constants | {"PDL": False}  # the interpreter knows no kernel before this one
             with np.errstate(all="ignore"):
-                launch_public(kernel(part.kernel), part)
+                launch_public(kernel(part.kernel), dataclasses.replace(part, constants=constants))
             return
         with torch.no_grad():
             results = rotate(spec, call)
@@ -197,6 +207,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     monkeypatch.setattr(tuned.rope.lengths, "kernel", with_parameters)
     monkeypatch.setattr(plan, "run_public", made.run_public)
     monkeypatch.setattr(tuned.plan, "_specialised", specialised)
+    # A GPU is not waited for, so the values of positions are not seen.
+    monkeypatch.setattr(tuned.rope.arguments, "_values_reach", lambda *_: None)
     # What tuned.plan.bare_launch asks of the device and of Triton.
     monkeypatch.setattr(tuned.plan, "hooks", lambda: made.listeners)
     monkeypatch.setattr(tuned.plan, "bare_supported", lambda _device: True)
@@ -310,31 +322,33 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def seen(t: torch.Tensor, view: str) -> torch.Tensor:
+def seen(t: torch.Tensor, view: str) -> torch.Tensor:  # noqa: PLR0911 - one return a view
     """The values of t in another place or with other strides."""
     if view == "swapped" and t.ndim > 1:  # the first two axes, or [rows, entries], the other way round in memory
         return t.transpose(0, 1).contiguous().transpose(0, 1)
     if view == "packed" and t.ndim > 1:  # a part of something wider
-        wide = torch.zeros(*t.shape[:-2], t.shape[-2] + 3, t.shape[-1] + 16 * (t.ndim < 3), dtype=t.dtype)
+        wide = t.new_zeros(*t.shape[:-2], t.shape[-2] + 3, t.shape[-1] + 16 * (t.ndim < 3))
         part = wide[..., : t.shape[-2], : t.shape[-1]]
         return part.copy_(t)
     if view == "odd":  # axes of length 1 may have any strides, and the tensor is contiguous all the same
-        steps = [1 if n == 1 and axis % 2 else 40 if n == 1 else step for axis, (n, step) in enumerate(zip(t.shape, t.stride(), strict=True))]
-        return torch.zeros(t.numel() + 1, dtype=t.dtype).as_strided(t.shape, steps).copy_(t)
+        steps = [
+            (step, 40, 1)[(n == 1) * (1 + axis % 2)]
+            for axis, (n, step) in enumerate(zip(t.shape, t.stride(), strict=True))
+        ]
+        return t.new_zeros(t.numel() + 1).as_strided(t.shape, steps).copy_(t)
     if view == "apart":
-        wide = torch.zeros(*t.shape, 3, dtype=t.dtype)
+        wide = t.new_zeros(*t.shape, 3)
         wide[..., 0] = t
         return wide[..., 0]
     if view == "offset":  # not aligned to 16 bytes
-        memory = torch.zeros(t.numel() + 1, dtype=t.dtype)
-        return memory[1:].view(t.shape).copy_(t)
+        return t.new_zeros(t.numel() + 1)[1:].view(t.shape).copy_(t)
     if view == "expanded" and t.ndim > 1 and t.numel():
         return t[:1].clone().expand(t.shape)
     return t.clone()
 
 
 def _rotated(
-    case: Case, heads: int, dtype: torch.dtype, view: str, grad: str, generator: torch.Generator
+    case: Case, heads: int, dtype: torch.dtype, view: str, grad: str, generator: torch.Generator, device: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A tensor to rotate, and the leaf whose gradient it needs."""
     leading = {"bshd": (case.batch, case.seq), "sbhd": (case.seq, case.batch), "thd": (case.batch * case.seq,)}
@@ -342,7 +356,7 @@ def _rotated(
     if case.kv_heads is not None:
         middle = (3, heads) if case.kv_heads == 0 else (heads + 2 * case.kv_heads,)
         shape = (*leading[case.layout], *middle, case.head_dim)
-    t = torch.randn(shape, generator=generator).to(dtype)
+    t = torch.randn(shape, generator=generator).to(device, dtype)
     if grad == "made":
         leaf = t.requires_grad_()
         return seen(leaf, view), leaf
@@ -358,23 +372,24 @@ def _rotated(
 def _bounds(tokens: int, case: Case) -> torch.Tensor:
     cuts = torch.linspace(0, tokens * case.cp_size, case.sequences + 1).floor()
     step = 2 * case.cp_size
-    bounds = (cuts // step * step).to(torch.int32) if case.cp_size > 1 else cuts.to(torch.int32)
-    return seen(bounds, case.bounds_view)
+    return (cuts // step * step if case.cp_size > 1 else cuts).to(torch.int32)
 
 
-def build(case: Case, seed: int = 0) -> tuple[Given, Settings, list[torch.Tensor]]:
+def build(  # noqa: PLR0912 - one branch a property
+    case: Case, device: str = "cpu"
+) -> tuple[Given, Settings, list[torch.Tensor]]:
     """New tensors for a case, its settings, and the leaves that get gradients; not every case is one that RoPE accepts."""
-    generator = torch.Generator().manual_seed(seed)
-    x, leaf = _rotated(case, case.heads, case.dtype, case.view, case.x_grad, generator)
+    generator = torch.Generator().manual_seed(0)
+    x, leaf = _rotated(case, case.heads, case.dtype, case.view, case.x_grad, generator, device)
     key, key_leaf = None, None
     if case.key_heads is not None and case.kv_heads is None:
         key_dtype = case.key_dtype or case.dtype
-        key, key_leaf = _rotated(case, case.key_heads, key_dtype, case.key_view, case.key_grad, generator)
+        key, key_leaf = _rotated(case, case.key_heads, key_dtype, case.key_view, case.key_grad, generator, device)
         if case.shares:
             key, key_leaf = x, None
     width = case.rotary if case.entries == "feature" else case.rotary // 2
     rows = (case.batch, case.rows) if case.batched else (case.rows,)
-    angle = torch.rand(*rows, width, generator=generator)
+    angle = torch.rand(*rows, width, generator=generator).to(device)
     angles: dict[str, Any] = {}
     if case.source == "freqs":
         angles["freqs"] = seen(angle, case.angle_view)
@@ -397,18 +412,18 @@ def build(case: Case, seed: int = 0) -> tuple[Given, Settings, list[torch.Tensor
     if case.place == "shifted":
         offset = case.number
     elif case.place == "offset":
-        offset = torch.tensor([0, OFFSET], dtype=case.index_dtype)[1]
+        offset = torch.tensor([0, OFFSET], dtype=case.index_dtype, device=device)[1]
         offset = offset if case.index_view == "offset" else offset.clone()
     elif case.place == "starts":
-        offset = seen(torch.randint(0, 9, (count,), generator=generator, dtype=case.index_dtype), case.index_view)
+        starts = torch.randint(0, 9, (count,), generator=generator, dtype=case.index_dtype)
+        offset = seen(starts.to(device), case.index_view)
     elif case.place in ("ids", "shared"):
         whole = {"bshd": (case.batch, case.seq), "sbhd": (case.seq, case.batch), "thd": (tokens,)}[case.layout]
         shape = (tokens,) if case.place == "shared" else whole
-        positions = seen(
-            torch.randint(0, ROWS, shape, generator=generator, dtype=case.index_dtype), case.index_view
-        )
+        ids = torch.randint(0, ROWS, shape, generator=generator, dtype=case.index_dtype)
+        positions = seen(ids.to(device), case.index_view)
     if case.layout == "thd" and positions is None:
-        bounds = _bounds(tokens, case)
+        bounds = seen(_bounds(tokens, case).to(device), case.bounds_view)
     settings = Settings(
         case.layout, case.interleaved, case.inplace, None, case.entries, case.max_seqlen, case.scaling, case.cp_size,
         case.cp_rank, case.rotated, case.conjugate, case.kv_heads, case.direction,

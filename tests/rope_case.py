@@ -85,12 +85,13 @@ def _view(shape: tuple[int, ...], dtype: torch.dtype, how: str, heads_axis: int)
     if how == "transposed":  # the last dimension has the largest stride
         base = guarded((axes[-1], *axes[:-1]), dtype, DEVICE)
         return base.movedim(0, -1), base
-    if how == "offset":  # rows wider by three, beginning at the second element: no alignment at all
-        base = guarded((*axes[:-1], axes[-1] + 3), dtype, DEVICE)
-        return base[..., 1 : 1 + shape[-1]], base
-    if how == "thirds":  # every third element of a row
-        base = guarded((*axes[:-1], 3 * axes[-1]), dtype, DEVICE)
-        return base[..., 1::3], base
+    if how in (
+        "offset",
+        "thirds",
+    ):  # no alignment at all: rows wider by three from the second element; every third of them
+        wider = axes[-1] + 3 if how == "offset" else 3 * axes[-1]
+        base = guarded((*axes[:-1], wider), dtype, DEVICE)
+        return base[..., 1 : 1 + shape[-1]] if how == "offset" else base[..., 1::3], base
     if how == "expanded":  # one element for all, as the gradient of sum() is
         base = guarded((1,), dtype, DEVICE)
         return base.expand(shape), base

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests import pairwise
 from tests.rope_case import RopeCase
+from tuned.rope.arguments import Given, Settings
 from tuned.rope.spec import LAYOUTS, ROTATED, STYLES, RopeSpec
+
+if TYPE_CHECKING:
+    from tests.rope_case import Built
 
 # Where sequences lie among the tokens of one rank; lengths are even, as two chunks are.
 PACKED = (2, 2, 6, 6, 12)
@@ -59,7 +63,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 def possible(row: dict[str, Any]) -> bool:
     """What a caller can ask for, and more than a plain call."""
-    heads, key_heads, copied = row["heads"]
+    _, key_heads, copied = row["heads"]
     head_dim, rotary_dim = row["dims"]
     ids, parallel, thd = "ids" in row["places"], row["ranks"][0] > 1, row["layout"] == "thd"
     inplace = row["use"] == "inplace"
@@ -106,13 +110,14 @@ def spec_of(row: dict[str, Any]) -> RopeSpec:
     )
 
 
-def case_of(row: dict[str, Any]) -> RopeCase:
-    """A call of a few tokens, ragged in every tile, packed where the layout is, with a few positions past its angles."""
+def case_of(row: dict[str, Any], times: int = 1) -> RopeCase:
+    """A call of a few tokens, or of so many times as many, ragged in every tile and packed where the layout is."""
     spec, draw = spec_of(row), random.Random(0)
     (seq, batch), (cp_size, cp_rank) = row["size"], row["ranks"]
+    seq *= times
     if spec.layout == "thd":
-        seq, batch = PACKED_SEQ, 1
-    reach = 6 * cp_size if spec.packed else seq * cp_size
+        seq, batch = PACKED_SEQ * times, 1
+    reach = 6 * times * cp_size if spec.packed else seq * cp_size
     starts: tuple[int, ...] | int = 0
     ids = None
     if spec.positions in ("shifted", "offset"):
@@ -132,7 +137,7 @@ def case_of(row: dict[str, Any]) -> RopeCase:
         x_view=x_view,
         out_view=out_view,
         angle_view=row["angle_view"],
-        cu_seqlens=tuple(cp_size * bound for bound in PACKED) if spec.packed else None,
+        cu_seqlens=tuple(cp_size * times * bound for bound in PACKED) if spec.packed else None,
         key_view=key_view,
         key_out_view=key_out_view,
         starts=starts,
@@ -141,6 +146,43 @@ def case_of(row: dict[str, Any]) -> RopeCase:
         cp_size=cp_size,
         cp_rank=cp_rank,
         scaling=row["scaling"],
+    )
+
+
+def given_of(built: Built) -> Given:
+    """The arguments that a caller would pass for the call."""
+    case, spec, call = built.case, built.case.spec, built.call
+    angles: dict[str, Any] = {"cos": call.cos, "sin": call.sin}
+    if spec.angles == "inv_freq":
+        angles = {"inv_freq": call.cos[0]}
+    elif spec.angles == "freqs":
+        angles = {"freqs": call.cos}
+    elif case.angle_view == "halves":
+        angles = {"cos_sin_cache": built.bases["angles 0"]}
+    places: dict[str, Any] = {"positions": call.positions} if spec.positions == "ids" else {}
+    if spec.positions == "shifted":
+        places = {"offset": call.offset}
+    elif spec.positions in ("offset", "starts"):
+        places = {"offset": call.positions}
+    return Given(call.x, call.key, cu_seqlens=call.cu_seqlens, **angles, **places)
+
+
+def settings_of(built: Built) -> Settings:
+    """What else a caller would pass."""
+    case, spec = built.case, built.case.spec
+    return Settings(
+        tensor_format=spec.layout,
+        interleaved=spec.interleaved,
+        inplace=spec.inplace,
+        rotary_dim=spec.rotary_dim,
+        angle_entries=spec.angle_entries,
+        attention_scaling=case.scaling,
+        cp_size=case.cp_size,
+        cp_rank=case.cp_rank,
+        rotated=spec.rotated,
+        conjugate=spec.conjugate,
+        kv_heads=spec.copied_heads or None,
+        direction=spec.direction,
     )
 
 

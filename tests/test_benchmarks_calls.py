@@ -292,19 +292,31 @@ def fake_clock(monkeypatch):
 
 
 @pytest.mark.usefixtures("fake_clock", "stand_ins")
-@pytest.mark.parametrize("kind", ["device", "host"])
-def test_a_row(kind):
+def test_a_device_row():
     packed = next(r for r in KINDS if r.kind == "device" and r.call.packed)
     call = dataclasses.replace(packed.call, dtype=torch.bfloat16)
-    row = dataclasses.replace(packed, call=call, kind=kind, name="a model")
-    measured = rope_calls.measure(row, "cpu")
+    measured = rope_calls.measure(dataclasses.replace(packed, call=call, name="a model"), "cpu")
     assert measured["missing"] == {}
-    assert (measured["name"], measured["kind"], measured["angles"]) == ("a model", kind, row.call.source)
-    assert set(measured["peers"].values()) == {2.0 if kind == "device" else 7.0}
-    if kind == "device":
-        floor = call.moved_bytes / call.copy_bytes
-        assert (measured["ours"], measured["floor"]) == (2.0, pytest.approx(floor, abs=1e-3))
-        assert measured["ours_over_copy"] == 2.0
+    assert (measured["name"], measured["kind"], measured["angles"]) == ("a model", "device", call.source)
+    assert set(measured["peers"].values()) == {2.0}
+    floor = call.moved_bytes / call.copy_bytes
+    assert (measured["ours"], measured["floor"]) == (2.0, pytest.approx(floor, abs=1e-3))
+    assert measured["ours_over_copy"] == 2.0
+
+
+@pytest.mark.usefixtures("fake_clock")
+@pytest.mark.parametrize("row", [r for r in PLAN if r.kind == "host"], ids=lambda r: r.bar)
+def test_a_host_row(row):
+    everyday = dataclasses.replace(row, peers=("eager PyTorch", "torch.add"))
+    measured = rope_calls.measure(everyday, "cpu")
+    assert (measured["missing"], measured["kind"], measured["ours"]) == ({}, "host", 7.0)
+    assert measured["peers"] == {"eager PyTorch": 7.0, "torch.add": 7.0}
+
+
+def test_a_host_row_is_written_out_for_one_kind_of_call():
+    call = next(r for r in PLAN if r.kind == "device" and r.call.packed).call
+    with pytest.raises(ValueError, match="host rows are bshd with freqs"):
+        calls.as_a_user_calls(call, calls.make_tensors(dataclasses.replace(call, seq=2, rows=4), 1, "cpu")[0])
 
 
 @pytest.mark.usefixtures("fake_clock", "stand_ins")

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
-import weakref
-from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 import torch
 
 import tuned
 import tuned.rope.call
-import tuned.rope.plan
-from tuned.dispatch import apply_rotary_pos_emb, gru_cell, rope, rope_backward
-from tuned.lookup import Gpu
+from tests.rope_calls import Watch, watch
+from tuned.dispatch import apply_rotary_pos_emb, gru_cell, rope, rope_backward, rope_qk, rope_qkv
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+__all__ = ["watch"]
 
 B, S, H, D = 2, 5, 3, 16
 
@@ -39,19 +33,10 @@ def tensors(rotary: int = D) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """CPU tensors take the way of GPU tensors, through the interpreter, publicly launched."""
-    if torch.cuda.is_available():
-        pytest.skip("the way of GPU tensors is tested on GPU tensors there")
-    monkeypatch.setattr(tuned.rope.plan, "why_eager", lambda _x, supported: None if supported else "no kernel")
-    monkeypatch.setattr(tuned.rope.plan, "gpu_of", lambda _device: Gpu("a_card_without_a_table", 80, 100))
-    monkeypatch.setattr(tuned.rope.call, "upgraded_plan", lambda *_: None)
-    monkeypatch.setattr(tuned.rope.call, "_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
-    tuned.rope.call._PLANS.clear()
-    with np.errstate(all="ignore"):
-        yield
-    tuned.rope.call._PLANS.clear()
+def kernels(watch: Watch) -> Watch:
+    """CPU tensors take the way of GPU tensors, through the interpreter."""
+    watch.interpreted = True
+    return watch
 
 
 # Values -------------------------------------------------------------------------------------------------------------
@@ -115,6 +100,23 @@ def test_a_stride_0_gradient_is_read_and_never_written() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_query_goes_with_a_key_or_without_and_values_stay(inplace: bool) -> None:
+    x, freqs = tensors()
+    for _ in range(2):
+        q, k = x.clone(), x[:, :, :1].clone()
+        found = rope_qk(q, k, freqs, inplace=inplace)
+        torch.testing.assert_close(
+            [t.double() for t in found], [formula(x, freqs), formula(x[:, :, :1], freqs)], rtol=1e-5, atol=1e-5
+        )
+        alone, nothing = rope_qk(x.clone(), None, freqs, inplace=inplace)
+        assert nothing is None
+        assert torch.equal(alone, found[0])
+        packed = rope_qkv(torch.cat((x, x[:, :, :1], x[:, :, 1:2]), 2), freqs, kv_heads=1, inplace=inplace)
+        assert torch.equal(packed, torch.cat((*found, x[:, :, 1:2]), 2))
+
+
+@pytest.mark.usefixtures("kernels")
 def test_cos_and_sin_of_different_strides_are_right_every_time() -> None:
     x, freqs = tensors()
     cos, sin = freqs.cos()[:, 0, 0].contiguous(), freqs.sin()[:, 0, 0].t().contiguous().t()
@@ -140,38 +142,6 @@ def test_empty_tensors_come_back_empty() -> None:
     _, freqs = tensors()
     assert rope(torch.empty(0, S, H, D), freqs).shape == (0, S, H, D)
     assert rope(torch.empty(B, 0, H, D), freqs, inplace=True).shape == (B, 0, H, D)
-
-
-@pytest.mark.usefixtures("kernels")
-def test_a_first_call_under_capture_decides_nothing_for_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, freqs = tensors()
-    tried = []
-    monkeypatch.setattr(tuned.rope.call, "upgraded_plan", lambda *_: tried.append(1))
-    monkeypatch.setattr(tuned.rope.call, "_capturing", lambda: True)
-    rope(x, freqs)
-    assert tried == []
-    monkeypatch.setattr(tuned.rope.call, "_capturing", lambda: False)
-    rope(x, freqs)
-    assert tried == [1]
-
-
-@pytest.mark.usefixtures("kernels")
-def test_nothing_of_the_callers_is_kept_alive() -> None:
-    x, freqs = tensors()
-    rope(x, freqs)
-    rope(x, freqs)
-    gone = [weakref.ref(t) for t in (x, freqs)]
-    del x, freqs
-    assert [ref() for ref in gone] == [None, None]
-
-
-@pytest.mark.usefixtures("kernels")
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuned.rope.call, "MAX_PLANS", 3)
-    for seq in range(1, 9):
-        x, freqs = torch.ones(1, seq, 1, 4), torch.zeros(9, 4)
-        torch.testing.assert_close(rope(x, freqs), x)
-    assert len(tuned.rope.call._PLANS) <= 3
 
 
 def test_torch_compile_traces_it_whole() -> None:

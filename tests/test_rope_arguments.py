@@ -46,25 +46,65 @@ TENSORS: dict[str, Refusal] = {
     "q-integers": ({"q": like(B, S, H, D, dtype=torch.int32)}, TypeError, "x must be floating point, got torch.int32"),
     "k-no-tensor": ({"k": 3}, TypeError, "k must be a tensor, got int"),
     "k-axes": ({"k": like(B, S, D)}, ValueError, r"k must be \[b, s, h, d\]"),
-    "k-batch": ({"k": like(1, S, K, D)}, ValueError, r"k must have the tokens .* of q, \[2, 6\] and 8; got \[1, 6, 2, 8\]"),
+    "k-batch": (
+        {"k": like(1, S, K, D)},
+        ValueError,
+        r"k must have the tokens .* of q, \[2, 6\] and 8; got \[1, 6, 2, 8\]",
+    ),
     "k-tokens": ({"k": like(B, S - 1, K, D)}, ValueError, "k must have the tokens and the head_dim of q"),
     "k-head-dim": ({"k": like(B, S, K, D // 2)}, ValueError, "k must have the tokens and the head_dim of q"),
-    "k-dtype": ({"k": like(B, S, K, D, dtype=torch.float64)}, ValueError, "k must be torch.float32 on cpu, as q is; got torch.float64"),
-    "k-device": ({"k": like(B, S, K, D, device=META)}, ValueError, "k must be torch.float32 on cpu, as q is; got .* on meta"),
+    "k-dtype": (
+        {"k": like(B, S, K, D, dtype=torch.float64)},
+        ValueError,
+        "k must be torch.float32 on cpu, as q is; got torch.float64",
+    ),
+    "k-device": (
+        {"k": like(B, S, K, D, device=META)},
+        ValueError,
+        "k must be torch.float32 on cpu, as q is; got .* on meta",
+    ),
 }
 ANGLES: dict[str, Refusal] = {
-    "none": ({"cos": None}, ValueError, "give the angles: freqs in radians, both cos and sin, a cos_sin_cache, or inv_freq"),
-    "two": ({"freqs": WIDE, "cos": TABLE, "sin": TABLE}, ValueError, "one source of angles, not both freqs and cos and sin"),
-    "cache-and-rates": ({"cos_sin_cache": WIDE, "inv_freq": TABLE[0]}, ValueError, "one source .* cos_sin_cache and inv_freq"),
+    "none": (
+        {"cos": None},
+        ValueError,
+        "give the angles: freqs in radians, both cos and sin, a cos_sin_cache, or inv_freq",
+    ),
+    "two": (
+        {"freqs": WIDE, "cos": TABLE, "sin": TABLE},
+        ValueError,
+        "one source of angles, not both freqs and cos and sin",
+    ),
+    "cache-and-rates": (
+        {"cos_sin_cache": WIDE, "inv_freq": TABLE[0]},
+        ValueError,
+        "one source .* cos_sin_cache and inv_freq",
+    ),
     "cos-alone": ({"cos": TABLE}, ValueError, "give both cos and sin"),
     "sin-alone": ({"sin": TABLE}, ValueError, "give both cos and sin"),
     "freqs-16-bit": ({"freqs": WIDE.bfloat16()}, TypeError, r"freqs must be float32, got torch.bfloat16.*\.float\(\)"),
-    "freqs-integers": ({"freqs": WIDE.int()}, TypeError, "freqs must be float16, bfloat16, float32 or float64, got torch.int32"),
+    "freqs-integers": (
+        {"freqs": WIDE.int()},
+        TypeError,
+        "freqs must be float16, bfloat16, float32 or float64, got torch.int32",
+    ),
     "freqs-no-tensor": ({"freqs": 1.0}, TypeError, "freqs must be a tensor, got float"),
-    "freqs-device": ({"freqs": WIDE.to(META)}, ValueError, r"freqs must be on the device of x, cpu, got meta: move it with"),
-    "freqs-axes": ({"freqs": like(ROWS, 2, D)}, ValueError, r"freqs must be \[rows, entries\], or with dimensions of 1"),
+    "freqs-device": (
+        {"freqs": WIDE.to(META)},
+        ValueError,
+        r"freqs must be on the device of x, cpu, got meta: move it with",
+    ),
+    "freqs-axes": (
+        {"freqs": like(ROWS, 2, D)},
+        ValueError,
+        r"freqs must be \[rows, entries\], or with dimensions of 1",
+    ),
     "freqs-vector": ({"freqs": like(D)}, ValueError, r"freqs must be \[rows, entries\]"),
-    "cos-shape": ({"cos": TABLE, "sin": TABLE[:5]}, ValueError, r"cos and sin must have one shape and dtype, got \[12, 4\]"),
+    "cos-shape": (
+        {"cos": TABLE, "sin": TABLE[:5]},
+        ValueError,
+        r"cos and sin must have one shape and dtype, got \[12, 4\]",
+    ),
     "cos-dtype": ({"cos": TABLE, "sin": TABLE.double()}, ValueError, "one shape and dtype, .* torch.float64"),
     "cos-batch": ({"cos": like(3, ROWS, 4), "sin": like(3, ROWS, 4)}, ValueError, "must have the batch of x, 2, got"),
     "cos-batch-packed": (
@@ -73,66 +113,162 @@ ANGLES: dict[str, Refusal] = {
         "packed tokens have none",
     ),
     "cache-odd": ({"cos_sin_cache": like(ROWS, 7)}, ValueError, "cosines, then as many sines, in a row; got 7 entries"),
-    "rates-axes": ({"inv_freq": TABLE}, ValueError, r"inv_freq must be a tensor of \[pairs\], radians a position, got \[12, 4\]"),
+    "rates-axes": (
+        {"inv_freq": TABLE},
+        ValueError,
+        r"inv_freq must be a tensor of \[pairs\], radians a position, got \[12, 4\]",
+    ),
     "rates-no-tensor": ({"inv_freq": 0.5}, ValueError, "inv_freq must be a tensor of .* got float"),
     "rates-64-bit": ({"inv_freq": TABLE[0].double()}, TypeError, "inv_freq must be float32, got torch.float64"),
-    "entries": ({"angle_entries": "half"}, ValueError, 'angle_entries must be "feature" .* got \'half\''),
-    "rotary-dim": ({"rotary_dim": 4}, ValueError, 'rotary_dim=4 does not fit: angles with 4 entries, one a pair, rotate 8.*pass angle_entries="feature"'),
-    "too-wide": ({"freqs": WIDE, "angle_entries": "pair"}, ValueError, r'in \(0, head_dim=8\], but .* rotate 16 features; .*"feature"'),
+    "entries": ({"angle_entries": "half"}, ValueError, "angle_entries must be \"feature\" .* got 'half'"),
+    "rotary-dim": (
+        {"rotary_dim": 4},
+        ValueError,
+        'rotary_dim=4 does not fit: angles with 4 entries, one a pair, rotate 8.*pass angle_entries="feature"',
+    ),
+    "too-wide": (
+        {"freqs": WIDE, "angle_entries": "pair"},
+        ValueError,
+        r'in \(0, head_dim=8\], but .* rotate 16 features; .*"feature"',
+    ),
     "odd": ({"freqs": WIDE[:, :3]}, ValueError, "rotary_dim must be even"),
     "no-entries": ({"freqs": WIDE[:, :0]}, ValueError, "rotary_dim must be even and in"),
     "scaled-cos": ({"attention_scaling": 1.5}, ValueError, "attention_scaling is for freqs and inv_freq"),
 }
 POSITIONS: dict[str, Refusal] = {
-    "too-short": ({"cos": TABLE[:5], "sin": TABLE[:5]}, ValueError, "too short: 5 positions for a sequence of 6; make them"),
+    "too-short": (
+        {"cos": TABLE[:5], "sin": TABLE[:5]},
+        ValueError,
+        "too short: 5 positions for a sequence of 6; make them",
+    ),
     "too-short-from": ({"offset": 7}, ValueError, "too short: 12 positions for a sequence of 6 from position 7 on"),
     "too-short-ranks": ({"cp_size": 3}, ValueError, "12 positions for a sequence of 6 on each of 3 ranks"),
     "offset-below": ({"offset": -1}, ValueError, "offset must be at least 0 with a table of angles, got -1"),
     "offset-flag": ({"offset": True}, TypeError, "offset must be an int or a tensor of int32 or int64, got bool"),
     "offset-float": ({"offset": 1.0}, TypeError, "offset must be an int or a tensor .* got float"),
-    "offset-huge": ({"offset": MAX_TOKENS - S + 1, "inv_freq": TABLE[0]}, ValueError, f"to {MAX_TOKENS - S}, got {MAX_TOKENS - S + 1}"),
-    "offset-tiny": ({"offset": -MAX_TOKENS - 1, "inv_freq": TABLE[0]}, ValueError, f"offset must be from {-MAX_TOKENS} to"),
-    "offset-dtype": ({"offset": torch.tensor(1.0)}, TypeError, r"offset must be int32 or int64, got torch.float32: convert with"),
-    "offset-16": ({"offset": torch.tensor(1, dtype=torch.int16)}, TypeError, "offset must be int32 or int64, got torch.int16"),
-    "offset-device": ({"offset": torch.tensor(1, device=META)}, ValueError, "offset must be on the device of x, cpu, got meta"),
-    "starts-count": ({"offset": torch.zeros(3, dtype=torch.int32)}, ValueError, r"one for each of the 2 sequences, got \[3\]"),
-    "starts-axes": ({"offset": torch.zeros(B, 1, dtype=torch.int32)}, ValueError, r"one for each of the 2 sequences, got \[2, 1\]"),
+    "offset-huge": (
+        {"offset": MAX_TOKENS - S + 1, "inv_freq": TABLE[0]},
+        ValueError,
+        f"to {MAX_TOKENS - S}, got {MAX_TOKENS - S + 1}",
+    ),
+    "offset-tiny": (
+        {"offset": -MAX_TOKENS - 1, "inv_freq": TABLE[0]},
+        ValueError,
+        f"offset must be from {-MAX_TOKENS} to",
+    ),
+    "offset-dtype": (
+        {"offset": torch.tensor(1.0)},
+        TypeError,
+        r"offset must be int32 or int64, got torch.float32: convert with",
+    ),
+    "offset-16": (
+        {"offset": torch.tensor(1, dtype=torch.int16)},
+        TypeError,
+        "offset must be int32 or int64, got torch.int16",
+    ),
+    "offset-device": (
+        {"offset": torch.tensor(1, device=META)},
+        ValueError,
+        "offset must be on the device of x, cpu, got meta",
+    ),
+    "starts-count": (
+        {"offset": torch.zeros(3, dtype=torch.int32)},
+        ValueError,
+        r"one for each of the 2 sequences, got \[3\]",
+    ),
+    "starts-axes": (
+        {"offset": torch.zeros(B, 1, dtype=torch.int32)},
+        ValueError,
+        r"one for each of the 2 sequences, got \[2, 1\]",
+    ),
     "starts-count-packed": (
         {"offset": torch.zeros(3, dtype=torch.int32), "tensor_format": "thd", "cu_seqlens": BOUNDS},
         ValueError,
         "one for each of the 2 sequences",
     ),
-    "starts-value": ({"offset": torch.tensor([0, 7])}, ValueError, r"offset must keep positions in \[0, 12\).* from 0 to 12"),
+    "starts-value": (
+        {"offset": torch.tensor([0, 7])},
+        ValueError,
+        r"offset must keep positions in \[0, 12\).* from 0 to 12",
+    ),
     "offset-value": ({"offset": torch.tensor(-1)}, ValueError, "offset must keep positions in .* from -1 to 4"),
     "offset-value-ranks": ({"offset": torch.tensor(1), "cp_size": 2}, ValueError, "they go from 1 to 12"),
     "ids-list": ({"positions": [0] * S}, TypeError, "positions must be a tensor of int32 or int64, got list"),
     "ids-dtype": ({"positions": IDS.float()}, TypeError, "positions must be int32 or int64, got torch.float32"),
     "ids-device": ({"positions": IDS.to(META)}, ValueError, "positions must be on the device of x"),
-    "ids-shape": ({"positions": IDS.t()}, ValueError, r"positions must be \[2, 6\], as the tokens, or \[6\], shared by the batch; got \[6, 2\]"),
-    "ids-shape-sbhd": ({"positions": IDS, "tensor_format": "sbhd"}, ValueError, r"positions must be \[6, 2\], as the tokens"),
-    "ids-shape-thd": ({"positions": IDS, "tensor_format": "thd"}, ValueError, r"positions must be \[6\], as the tokens; got \[2, 6\]"),
+    "ids-shape": (
+        {"positions": IDS.t()},
+        ValueError,
+        r"positions must be \[2, 6\], as the tokens, or \[6\], shared by the batch; got \[6, 2\]",
+    ),
+    "ids-shape-sbhd": (
+        {"positions": IDS, "tensor_format": "sbhd"},
+        ValueError,
+        r"positions must be \[6, 2\], as the tokens",
+    ),
+    "ids-shape-thd": (
+        {"positions": IDS, "tensor_format": "thd"},
+        ValueError,
+        r"positions must be \[6\], as the tokens; got \[2, 6\]",
+    ),
     "ids-and-offset": ({"positions": IDS, "offset": 1}, ValueError, "give positions or an offset, not both"),
     "ids-and-starts": ({"positions": IDS, "offset": IDS[:, 0]}, ValueError, "give positions or an offset, not both"),
-    "ids-and-bounds": ({"positions": IDS[0], "cu_seqlens": BOUNDS, "tensor_format": "thd"}, ValueError, "give no cu_seqlens"),
+    "ids-and-bounds": (
+        {"positions": IDS[0], "cu_seqlens": BOUNDS, "tensor_format": "thd"},
+        ValueError,
+        "give no cu_seqlens",
+    ),
     "ids-and-length": ({"positions": IDS, "max_seqlen": 6}, ValueError, "positions say where each token is"),
     "ids-and-ranks": ({"positions": IDS, "cp_size": 2}, ValueError, "positions say where each token is"),
     "ids-past": ({"positions": IDS + 12}, ValueError, r"positions must keep positions in \[0, 12\), .* from 12 to 12"),
     "ids-below": ({"positions": IDS - 1}, ValueError, "they go from -1 to -1"),
     "ids-wrapped": ({"positions": IDS + 2**32}, ValueError, "they go from 4294967296 to"),
-    "rank": ({"cp_size": 2, "cp_rank": 2}, ValueError, "cp_rank must be from 0 to cp_size - 1, got cp_rank=2, cp_size=2"),
+    "rank": (
+        {"cp_size": 2, "cp_rank": 2},
+        ValueError,
+        "cp_rank must be from 0 to cp_size - 1, got cp_rank=2, cp_size=2",
+    ),
     "rank-below": ({"cp_size": 2, "cp_rank": -1}, ValueError, "cp_rank must be from 0"),
     "ranks": ({"cp_size": 0}, ValueError, "got cp_rank=0, cp_size=0"),
     "ranks-odd": ({"q": like(B, 5, H, D), "k": None, "cp_size": 2}, ValueError, "5 tokens cannot be halved"),
 }
 PACKED: dict[str, Refusal] = {
-    "no-bounds": ({"tensor_format": "thd"}, ValueError, '"thd" needs cu_seqlens, .* or positions, one a token; got NoneType'),
-    "bounds-list": ({"tensor_format": "thd", "cu_seqlens": [0, 6]}, ValueError, "needs cu_seqlens, a tensor .* got list"),
-    "bounds-axes": ({"tensor_format": "thd", "cu_seqlens": BOUNDS[None]}, ValueError, r"needs cu_seqlens, .* got \[1, 3\]"),
+    "no-bounds": (
+        {"tensor_format": "thd"},
+        ValueError,
+        '"thd" needs cu_seqlens, .* or positions, one a token; got NoneType',
+    ),
+    "bounds-list": (
+        {"tensor_format": "thd", "cu_seqlens": [0, 6]},
+        ValueError,
+        "needs cu_seqlens, a tensor .* got list",
+    ),
+    "bounds-axes": (
+        {"tensor_format": "thd", "cu_seqlens": BOUNDS[None]},
+        ValueError,
+        r"needs cu_seqlens, .* got \[1, 3\]",
+    ),
     "bounds-empty": ({"tensor_format": "thd", "cu_seqlens": BOUNDS[:0]}, ValueError, r"needs cu_seqlens, .* got \[0\]"),
-    "bounds-dtype": ({"tensor_format": "thd", "cu_seqlens": BOUNDS.long()}, TypeError, r"cu_seqlens must be int32, got torch.int64"),
-    "bounds-device": ({"tensor_format": "thd", "cu_seqlens": BOUNDS.to(META)}, ValueError, "cu_seqlens must be on the device of x"),
-    "bounds-unasked": ({"cu_seqlens": BOUNDS}, ValueError, "cu_seqlens and max_seqlen are for tensor_format \"thd\", got 'bshd'"),
-    "length-unasked": ({"max_seqlen": 6, "tensor_format": "sbhd"}, ValueError, "are for tensor_format \"thd\", got 'sbhd'"),
+    "bounds-dtype": (
+        {"tensor_format": "thd", "cu_seqlens": BOUNDS.long()},
+        TypeError,
+        r"cu_seqlens must be int32, got torch.int64",
+    ),
+    "bounds-device": (
+        {"tensor_format": "thd", "cu_seqlens": BOUNDS.to(META)},
+        ValueError,
+        "cu_seqlens must be on the device of x",
+    ),
+    "bounds-unasked": (
+        {"cu_seqlens": BOUNDS},
+        ValueError,
+        "cu_seqlens and max_seqlen are for tensor_format \"thd\", got 'bshd'",
+    ),
+    "length-unasked": (
+        {"max_seqlen": 6, "tensor_format": "sbhd"},
+        ValueError,
+        "are for tensor_format \"thd\", got 'sbhd'",
+    ),
     "length": (
         {"tensor_format": "thd", "cu_seqlens": BOUNDS, "max_seqlen": 13},
         ValueError,
@@ -219,7 +355,11 @@ def test_tokens_are_counted_in_32_bits() -> None:
 @pytest.mark.parametrize(
     ("shape", "kv_heads", "message"),
     [
-        ((B, S, 8, D), None, r"qkv must be \[b, s, 3, h, d\], or pass kv_heads for \[b, s, heads \+ 2 \* kv_heads, d\]; got"),
+        (
+            (B, S, 8, D),
+            None,
+            r"qkv must be \[b, s, 3, h, d\], or pass kv_heads for \[b, s, heads \+ 2 \* kv_heads, d\]; got",
+        ),
         ((B, S, 2, 4, D), None, r"got \[2, 6, 2, 4, 8\]"),
         ((B, S, 4, D), 2, "more than 2 . kv_heads heads, got .* with kv_heads=2"),
         ((B, S, 3, 4, D), 2, "more than 2 . kv_heads heads"),
@@ -259,7 +399,9 @@ def test_a_packed_qkv_is_one_tensor_of_which_the_last_heads_do_not_rotate(*, inp
 def spec(**arguments: Any) -> RopeSpec:
     settings = {name: arguments.pop(name) for name in Settings._fields if name in arguments}
     angles = {} if {"freqs", "cos", "inv_freq"} & set(arguments) else {"cos": TABLE, "sin": TABLE}
-    return prepare(Given(torch.ones(B, S, H, D), **angles, **arguments), Settings(**settings), make_out=lambda t: t).eager_spec
+    return prepare(
+        Given(torch.ones(B, S, H, D), **angles, **arguments), Settings(**settings), make_out=lambda t: t
+    ).eager_spec
 
 
 def test_calls_that_mean_the_same_have_one_spec() -> None:
@@ -344,7 +486,9 @@ def test_a_query_and_a_key_of_one_tensor_are_overwritten_where_they_share_nothin
         assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("name", [n for n, (*_, overlap) in shared().items() if not overlap and n != "every-other-head"])
+@pytest.mark.parametrize(
+    "name", [n for n, (*_, overlap) in shared().items() if not overlap and n != "every-other-head"]
+)
 def test_views_as_models_make_them_are_told_apart_by_their_strides(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Their addresses one by one would take eight bytes an element of the whole tensor.
     def enumerated(*_: Any) -> None:

@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from generator.families.rope import inputs, reference
+from generator.measuring.guard import intact, probe
 from generator.rendering.structures import ROPE_SCHEDULES, rope_call_specs, structures
 from tests import oracle
 from tests.rope_case import RopeCase, assert_close, assert_right, build, canonical, wanted
-from tests.rope_rows import AXES, PACKED, PACKED_SEQ, ROWS, case_of, row_id
-from tests.run import DEVICE, to_numpy
-from tests.test_rope_kernels import NUMBERS, many_bounds
-from tuned.rope.launches import kernel_name
-from tuned.rope.spec import STYLES, RopeSpec
+from tests.rope_rows import AXES, PACKED, PACKED_SEQ, ROWS, case_of, row_id, spec_of
+from tests.run import DEVICE, run, to_numpy, truncates
+from tests.test_rope_kernels import many_bounds, numbers
+from tuned.choices import choices
+from tuned.rope.launches import kernel_name, launches
+from tuned.rope.spec import STYLES, RopeSize, RopeSpec
 from tuned.rope.variant import RopeVariant
 
 TEXTS = [(spec, variant) for spec in rope_call_specs() for variant in ROPE_SCHEDULES]
@@ -52,12 +55,25 @@ def test_every_emitted_kernel_of_complete_calls_is_among_those_tested() -> None:
     assert tested == {name for name in structures() if name.startswith("rope_call_")}
 
 
+def spec_for(knobs: dict[str, Any]) -> RopeSpec:
+    """A spec that a variant fits: two tiles of rows, the last of one head, the key's, and a tail to copy."""
+    heads = knobs["block_heads"] * knobs["head_steps"]
+    return RopeSpec("bshd", "float32", heads, 48, 32, key_heads=1, angles="cos_sin", positions="starts")
+
+
+NUMBERS = numbers(spec_for)
+
+
 @pytest.mark.parametrize("knobs", NUMBERS, ids=lambda k: "-".join(f"{v}" or "none" for v in k.values()))
 def test_every_choice_of_a_knob_rotates_as_the_oracle_does(knobs: dict[str, Any]) -> None:
-    # Two tiles of rows, the last of one head, the key's; two tiles of tokens, the last of one token.
-    heads = knobs["block_heads"] * knobs["head_steps"]
-    spec = RopeSpec("bshd", "float32", heads, 48, 32, key_heads=1, angles="cos_sin", positions="starts")
-    assert_right(RopeCase(spec, seq=knobs["block_tokens"] + 1, batch=2, angle_rows=20, starts=(3, 0)), RopeVariant(**knobs))
+    # Two tiles of tokens, the last of one token.
+    case = RopeCase(spec_for(knobs), seq=knobs["block_tokens"] + 1, batch=2, angle_rows=20, starts=(3, 0))
+    assert_right(case, RopeVariant(**knobs))
+
+
+def test_every_declared_choice_is_tested() -> None:
+    for name, declared in choices(RopeVariant).items():
+        assert {knobs[name] for knobs in NUMBERS} == set(declared) - ({True} if name == "pdl" else set()), name
 
 
 # Arguments, pairwise ------------------------------------------------------------------------------------------------
@@ -183,7 +199,10 @@ def test_a_token_finds_its_sequence_among_any_number(sequences: int) -> None:
     starts = tuple(torch.randint(0, 50, (sequences,), generator=draw).tolist())
     spec = dataclasses.replace(SMALL, positions="starts")
     bounds = many_bounds(sequences, 40)
-    assert_right(RopeCase(spec, seq=40, cu_seqlens=bounds, angle_rows=99, starts=starts), RopeVariant(block_tokens=8, block_heads=4))
+    assert_right(
+        RopeCase(spec, seq=40, cu_seqlens=bounds, angle_rows=99, starts=starts),
+        RopeVariant(block_tokens=8, block_heads=4),
+    )
     # Two tokens a sequence on each of two ranks.
     spec = dataclasses.replace(SMALL, context_parallel=True)
     late = tuple(4 * max(0, 20 - sequences + index) for index in range(sequences + 1))
@@ -210,10 +229,18 @@ def test_what_does_not_rotate_is_copied_bit_by_bit(rotated: str, copied: int, st
     if rotated == "proportional" and style == "interleaved":
         pytest.skip("proportional pairs are halves of a head")
     spec = RopeSpec("bshd", "bfloat16", 5, 24, 8, style=style, rotated=rotated, copied_heads=copied, positions="offset")
-    case = RopeCase(spec, seq=5, batch=2, starts=1, angle_rows=4)  # positions past the angles give NaN, and nowhere else
+    case = RopeCase(
+        spec, seq=5, batch=2, starts=1, angle_rows=4
+    )  # positions past the angles give NaN, and nowhere else
     built = build(case)
     x, still = built.call.x, [f for f in range(24) if f not in {f for pair in case.turned() for f in pair}]
-    odd = torch.tensor([float("inf"), -0.0, 2.0**-126, -3.0]).bfloat16().repeat(2 * 5 * 5 * 24 // 4).view(x.shape).to(DEVICE)
+    odd = (
+        torch.tensor([float("inf"), -0.0, 2.0**-126, -3.0])
+        .bfloat16()
+        .repeat(2 * 5 * 5 * 24 // 4)
+        .view(x.shape)
+        .to(DEVICE)
+    )
     x[..., still] = odd[..., still]
     x[:, :, 5 - copied :] = odd[:, :, 5 - copied :]
     built.run(variant)
@@ -238,3 +265,20 @@ def test_the_conjugate_of_a_call_gives_back_what_it_rotated(style: str) -> None:
         _, bound = wanted(built, before)
         # Two roundings, the first turned by an orthogonal map: at most twice the bound of a pair, in each feature.
         assert_close(to_numpy(canonical(got, "bshd")), before, 4 * bound)
+
+
+# What tuning times --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", ROWS[::3], ids=row_id)
+def test_tuning_holds_any_call_against_a_reference_that_the_kernels_meet(row: dict[str, Any]) -> None:
+    spec = spec_of(row)
+    call = probe(inputs(spec, RopeSize(2, 6), DEVICE, 0))
+    want, bound = reference(spec, call)  # before the call: in place it overwrites what it is given
+    before = call.x.clone()
+    run(launches(spec, GRID, call))
+    bound = 2 * bound if truncates(spec.dtype) else bound
+    assert_close(to_numpy(call.out), to_numpy(want), to_numpy(bound))
+    assert bool(intact(call.out))
+    assert not torch.equal(call.out, before)
+    assert spec.inplace or torch.equal(call.x, before)

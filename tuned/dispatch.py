@@ -144,12 +144,10 @@ def rope_qk(  # noqa: PLR0913 - the arguments of rope
     rotated: str = "first",
     conjugate: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``rope`` of a query and a key in one launch.
+    """``rope`` of a query and a key in one launch; all but q and k as there.
 
-    Args:
-        q: as x of ``rope``.
-        k: of the tokens, dtype and head_dim of q, with as many heads as it likes (GQA, MQA); None where a layer has none.
-        freqs: this and all others as in ``rope``.
+    q is like its x. k has the tokens, dtype and head_dim of q, and as many heads as it likes (GQA, MQA); it is None where
+    a layer has none.
 
     Returns:
         (q, k), rotated; in place the tensors given.
@@ -189,13 +187,10 @@ def rope_qkv(  # noqa: PLR0913 - the arguments of rope
     conjugate: bool = False,
     kv_heads: int | None = None,
 ) -> torch.Tensor:
-    """``rope`` of the query and the key in a packed qkv; v is copied, in place not touched.
+    """``rope`` of the query and the key in a packed qkv; v is copied, in place not touched. All else as there.
 
-    Args:
-        qkv: the axes of tensor_format, with heads + 2 * kv_heads heads: queries, keys, values; or, without kv_heads,
-            with an axis of 3 before the heads: ``[b, s, 3, h, d]``.
-        freqs: this and all others as in ``rope``.
-        kv_heads: heads of k, and of v.
+    qkv has the axes of tensor_format, with heads + 2 * kv_heads heads: queries, keys, values. Without kv_heads it has an
+    axis of 3 before the heads: ``[b, s, 3, h, d]``.
 
     Returns:
         A tensor like qkv, or qkv itself in place.

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
+import operator
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -109,13 +111,64 @@ def bare(compiled: Any, device: int) -> Callable[[int, tuple[Any, ...]], None]:
     is checked: the values must be of the kind that the kernel was compiled for. Whether the launch is cooperative, and
     whether it depends on the one before, is what the kernel was compiled with: ``run`` reads it there (Triton 3.6, 3.7).
     """
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    stream_of = raw_stream()
+    run, head = unwrapped(compiled)
+    function, stream_of = compiled.function, raw_stream()
 
     def launch(programs: int, values: tuple[Any, ...]) -> None:
-        run(programs, 1, 1, stream_of(device), function, metadata, None, None, None, *values)
+        run(programs, 1, 1, stream_of(device), function, *head, *values)
 
     return launch
+
+
+class _StandIn:
+    """What a launcher's Python is asked with in place of itself: it has all that it has, and keeps what it would launch."""
+
+    def __init__(self, genuine: Any) -> None:
+        self._genuine = genuine
+        self.asked: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._genuine, name)
+
+    def launch(self, *arguments: Any) -> None:
+        self.asked.append(arguments)
+
+
+def unwrapped(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """(run, head) such that ``run(programs, 1, 1, stream, compiled.function, *head, *values)`` launches a kernel.
+
+    A compiled kernel's ``run`` is an object of Python, which adds what it knows of the kernel to its arguments and calls
+    one function of C. That takes more than a microsecond, and adds the same each time; so it is asked twice, with another
+    grid, stream and values, what it would call. Where it adds anything else than constants, ``run`` is what there is.
+    """
+    run, function = compiled.run, compiled.function
+    head = (compiled.packed_metadata, None, None, None)
+    wrapper = type(run).__call__
+    scratch = (getattr(run, f"{kind}_scratch_size", 0) for kind in ("global", "profile"))
+    if not inspect.isfunction(wrapper) or any(scratch):  # which it allocates for each launch
+        return run, head
+    stand_in, middles = _StandIn(run), []
+    try:
+        for grid, stream in ((3, 1 << 40), (5, 1 << 41)):
+            values = tuple(object() for _ in range(4))
+            wrapper(stand_in, grid, 1, 1, stream, function, *head, *values)
+            start, last = stand_in.asked[-1][:5], stand_in.asked[-1][5:]
+            spread = len(last) >= len(values) and all(map(operator.is_, last[-len(values) :], values))
+            if start != (grid, 1, 1, stream, function) or not (spread or last[-1] == values):
+                return run, head
+            middles.append(last[: -len(values)] if spread else last[:-1])
+    except (TypeError, AttributeError, IndexError, ValueError):
+        return run, head
+    if len(middles[0]) != len(middles[1]) or not all(map(operator.is_, *middles)):
+        return run, head
+    launch, middle = run.launch, middles[0]
+    if spread:
+        return launch, middle
+
+    def gathered(programs: int, y: int, z: int, stream: int, function: Any, *values: Any) -> None:
+        launch(programs, y, z, stream, function, *middle, values)
+
+    return gathered, ()
 
 
 @functools.cache

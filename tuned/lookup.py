@@ -101,8 +101,8 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
         variant = family.fit(row.variant, gpu.capability)
         if usable(family, spec, size, variant, gpu.capability, gpu.multiprocessors):
             return Choice("winner", f"measured for this spec and size in {row.source}", variant, row)
-    found = _nearest_of(here.near, family, spec, size, gpu)
-    if found is None:
+    found = _nearest_of(here.near, size)
+    if found is None or not usable(family, spec, size, found[2], gpu.capability, gpu.multiprocessors):
         found = nearest(family, spec, size, table.rows[family.name], gpu.capability, gpu.multiprocessors)
     if found is None:
         return None
@@ -116,17 +116,18 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
     return Choice("nearest size", f"{row.source} has this spec measured with {what}", variant, row)
 
 
-def fast_variant(family: Family, spec: Any, size: Any, gpu: Gpu) -> Any:
-    """The variant that ``choose`` gives, from the table of this very GPU; None where finding it takes more."""
+def near_rows(family: Family, spec: Any, gpu: Gpu) -> NearRows | None:
+    """What the table of this very GPU has for a spec, for ``variant_at``; None where there is no such table."""
     own = tables().get(gpu.device)
-    if own is None:
-        return None
-    here = _here(family, spec, gpu, own)
-    row = here.measured.get(size)
+    return None if own is None else _here(family, spec, gpu, own)
+
+
+def variant_at(rows: NearRows, family: Family, size: Any, gpu: Gpu) -> Any:
+    """The variant that ``choose`` gives at a size if it is ``usable`` there, which is not looked at; or None."""
+    row = rows.measured.get(size)
     if row is not None:
-        variant = family.fit(row.variant, gpu.capability)
-        return variant if usable(family, spec, size, variant, gpu.capability, gpu.multiprocessors) else None
-    found = _nearest_of(here.near, family, spec, size, gpu)
+        return family.fit(row.variant, gpu.capability)
+    found = _nearest_of(rows.near, size)
     return None if found is None else found[2]
 
 
@@ -140,7 +141,7 @@ class _Near(NamedTuple):
     variant: Any  # as the call can take it
 
 
-class _Here(NamedTuple):
+class NearRows(NamedTuple):
     """What a table has for one spec on one GPU, whatever the size: found out once, since new lengths come all the time."""
 
     measured: dict[Any, Row]  # size -> its winner, where it counts here
@@ -148,11 +149,11 @@ class _Here(NamedTuple):
     table: Table  # keeps the table alive, and so its id its own
 
 
-_HERE: dict[Any, _Here] = {}
+_HERE: dict[Any, NearRows] = {}
 MAX_HERE = 1024  # specs: a model has a handful
 
 
-def _here(family: Family, spec: Any, gpu: Gpu, table: Table) -> _Here:
+def _here(family: Family, spec: Any, gpu: Gpu, table: Table) -> NearRows:
     key = family.name, spec, gpu, id(table)
     found = _HERE.get(key)
     if found is None:
@@ -163,7 +164,7 @@ def _here(family: Family, spec: Any, gpu: Gpu, table: Table) -> _Here:
         for row in rows:
             if row.spec == spec and row.stale is None and not _elsewhere(row, gpu):
                 measured.setdefault(row.size, row)
-        found = _HERE[key] = _Here(measured, _undominated(family, spec, gpu, rows), table)
+        found = _HERE[key] = NearRows(measured, _undominated(family, spec, gpu, rows), table)
     return found
 
 
@@ -197,17 +198,15 @@ def _octave(size: Any) -> float:
     return math.log2(max(size.tokens, 1))
 
 
-def _nearest_of(near: Iterable[_Near], family: Family, spec: Any, size: Any, gpu: Gpu) -> tuple[float, Row, Any] | None:
-    """The nearest of the rows, as ``nearest`` would choose; None where that one cannot serve, and another may."""
+def _nearest_of(near: Iterable[_Near], size: Any) -> tuple[float, Row, Any] | None:
+    """The nearest of the rows, as ``nearest`` would choose if its variant can serve."""
     octave = _octave(size)
     best, least = None, (math.inf, True)
     for one in near:
         away = one.away + abs(one.octave - octave), one.stale
         if away < least:
             best, least = one, away
-    if best is None or not usable(family, spec, size, best.variant, gpu.capability, gpu.multiprocessors):
-        return None
-    return least[0], best.row, best.variant
+    return None if best is None else (least[0], best.row, best.variant)
 
 
 def nearest(  # noqa: PLR0913 - the call, and what there is for it

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from tuned.launcher import bare_supported, hooks, kernel, raw_stream
+from tuned.launcher import bare_supported, hooks, kernel, raw_stream, unwrapped
 
 if TYPE_CHECKING:
     from tuned.launch import Launch
@@ -38,14 +38,13 @@ def traits(t: torch.Tensor) -> tuple[Any, ...]:
 class Bare(NamedTuple):
     """All that a launch by the compiled kernel's own launcher takes, but the stream and the pointers; no tensors.
 
-    ``run(programs, 1, 1, stream_of(device), function, metadata, None, None, None, *pointers, *rest)``: the pointers in
-    the order of the kernel's signature, which has them all before its numbers. They must be aligned as those of the
+    ``run(programs, 1, 1, stream_of(device), function, *head, *pointers, *rest)``: the pointers in the order of the kernel's signature, which has them all before its numbers. They must be aligned as those of the
     launch were, and while a profiler listens (``enter.calls or leave.calls``) the launch should be public instead.
     """
 
     run: Callable[..., None]
     function: Any
-    metadata: Any
+    head: tuple[Any, ...]
     programs: int
     rest: tuple[Any, ...]  # numbers, then constants
     stream_of: Callable[[int], int]
@@ -60,8 +59,8 @@ def bare_launch(launch: Launch, compiled: Any, device: int) -> Bare | None:
         return None
     numbers = (v for v in launch.arguments if not isinstance(v, torch.Tensor))
     rest = (*numbers, *launch.constants.values())
-    programs = launch.programs
-    return Bare(compiled.run, compiled.function, compiled.packed_metadata, programs, rest, raw_stream(), *listening)
+    run, head = unwrapped(compiled)
+    return Bare(run, compiled.function, head, launch.programs, rest, raw_stream(), *listening)
 
 
 def specialisation(launch: Launch) -> tuple[Any, ...]:

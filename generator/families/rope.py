@@ -30,9 +30,27 @@ SMALLEST = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
 TABLE_ROWS = 4096  # of ids that are drawn: more than the L1 holds, and small beside what large problems move
 
 
+def _tokens(spec: RopeSpec, size: RopeSize) -> tuple[int, ...]:
+    return {"bshd": (size.batch, size.seq), "sbhd": (size.seq, size.batch), "thd": (size.tokens,)}[spec.layout]
+
+
+def _packs_qkv(spec: RopeSpec) -> bool:
+    """Whether the query and the key lie in a packed qkv, token by token, as those of a server do; its v stays unwritten."""
+    return spec.inplace and spec.positions == "ids" and spec.key_heads > 0
+
+
 def _shape(spec: RopeSpec, size: RopeSize) -> tuple[int, ...]:
-    tokens = {"bshd": (size.batch, size.seq), "sbhd": (size.seq, size.batch), "thd": (size.tokens,)}[spec.layout]
-    return (*tokens, spec.all_heads, spec.head_dim)
+    """The shape of x; with the key it holds, and v, or as rows of a query and then of a key."""
+    if _packs_qkv(spec):
+        return (*_tokens(spec, size), spec.heads + 2 * spec.key_heads, spec.head_dim)
+    if spec.key_heads:
+        return (size.tokens * spec.all_heads, spec.head_dim)
+    return (*_tokens(spec, size), spec.heads, spec.head_dim)
+
+
+def _strides(spec: RopeSpec, size: RopeSize, heads: int) -> tuple[int, int, int, int]:
+    """Strides of a contiguous tensor with that many heads, as RopeCall has them."""
+    return strides_of(spec.layout, torch.empty((*_tokens(spec, size), heads, spec.head_dim), device="meta"))
 
 
 def _table_rows(spec: RopeSpec, size: RopeSize) -> int:
@@ -71,15 +89,15 @@ def _places(spec: RopeSpec, size: RopeSize, device: str, generator: torch.Genera
         if generator is not None:
             places.random_(0, TABLE_ROWS, generator=generator)
     if spec.positions == "ids" and spec.layout != "thd":
-        return places.view(_shape(spec, size)[:2])
+        return places.view(_tokens(spec, size))
     return places if spec.positions != "offset" else places[0]
 
 
 def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
     """One set of random inputs: x normal, angles those of a model; out not filled.
 
-    A key's heads follow those of x in one tensor, as a projection of both gives them. On the device "meta" nothing is
-    allocated: enough to compile for.
+    A key lies in the tensor of x: behind all of the query, or, in place where positions are given token by token, behind
+    the query of each token, and before its v. On the device "meta" nothing is allocated: enough to compile for.
     """
     dtype = getattr(torch, spec.dtype)
     generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
@@ -89,10 +107,14 @@ def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
     out = x if spec.inplace else torch.empty_like(x)
     first, second = _table(spec, size, device)
     places = _places(spec, size, device, generator)
-    place_strides = (0, 0)
+    place_strides: tuple[int, ...] = (0, 0)
     if places is not None and places.ndim:
         whole = {"bshd": places.stride()[::-1], "sbhd": places.stride(), "thd": (*places.stride(), 0)}[spec.layout]
         place_strides = whole if spec.positions == "ids" else (0, places.stride(0))
+    whole_heads = spec.heads + 2 * spec.key_heads
+    query_strides, key_strides = (
+        _strides(spec, size, whole_heads if _packs_qkv(spec) else heads) for heads in (spec.heads, spec.key_heads)
+    )
     thd, parallel = spec.layout == "thd", CP_SIZE if spec.context_parallel else 1
     cu_seqlens = None
     if spec.packed:
@@ -105,8 +127,10 @@ def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
         seq=size.tokens if thd else size.seq,
         batch=1 if thd else size.batch,
         angle_rows=first.shape[-2],
-        x_strides=strides_of(spec.layout, x),
-        out_strides=strides_of(spec.layout, out),
+        x_strides=query_strides,
+        out_strides=query_strides,
+        key_strides=key_strides,
+        key_out_strides=key_strides,
         angle_strides=(first.stride(-2), first.stride(-1)),
         cu_seqlens=cu_seqlens,
         sequences=size.batch if spec.packed else 0,
@@ -169,31 +193,44 @@ def reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tenso
     product and the sum: 4 x 2^-24 of |first| + |second|; with a scaling one rounding more, and as large as it is.
     """
     x = call.x.double()
+    out, bound = x.clone(), torch.zeros_like(x)
     cos, sin = _turns(spec, call)
     one, two = _entries(spec)
     i_first, i_second = _features(spec)
-    turned = x[..., : x.shape[-2] - spec.copied_heads, :]
-    first, second = turned[..., i_first], turned[..., i_second]
     sin_first, sin_second = sin[..., one], sin[..., two]
     if spec.direction == "backward":
         sin_first, sin_second = -sin_second, -sin_first
-    out, bound = x.clone(), torch.zeros_like(x)
-    size = (first.abs() + second.abs()) * (4 if call.scaling == 1.0 else 5 * abs(call.scaling)) * 2.0**-24
-    parts = (
-        (i_first, first * cos[..., one] - second * sin_first),
-        (i_second, second * cos[..., two] + first * sin_second),
-    )
-    for features, result in parts:
-        out[..., : turned.shape[-2], features] = result
-        bound[..., : turned.shape[-2], features] = (
-            size + result.abs() * UNIT_ROUNDOFF[spec.dtype] + SMALLEST[spec.dtype]
-        )
+    for turned, out_part, bound_part in zip(*(_parts(spec, call, t) for t in (x, out, bound)), strict=True):
+        first, second = turned[..., i_first], turned[..., i_second]
+        size = (first.abs() + second.abs()) * (4 if call.scaling == 1.0 else 5 * abs(call.scaling)) * 2.0**-24
+        for features, result in (
+            (i_first, first * cos[..., one] - second * sin_first),
+            (i_second, second * cos[..., two] + first * sin_second),
+        ):
+            out_part[..., features] = result
+            bound_part[..., features] = size + result.abs() * UNIT_ROUNDOFF[spec.dtype] + SMALLEST[spec.dtype]
     return out, bound
+
+
+def _parts(spec: RopeSpec, call: RopeCall, x: torch.Tensor) -> list[torch.Tensor]:
+    """What of a tensor like x of a call rotates: the query, and the key where one lies in it, with the axes of the layout."""
+    if x.ndim > 2:  # noqa: PLR2004 - not rows
+        return [x[..., : spec.all_heads - spec.copied_heads, :]]
+    tokens = {"bshd": (call.batch, call.seq), "sbhd": (call.seq, call.batch), "thd": (call.seq,)}[spec.layout]
+    rows = call.batch * call.seq * spec.heads
+    return [
+        part.view(*tokens, heads, spec.head_dim) for part, heads in ((x[:rows], spec.heads), (x[rows:], spec.key_heads))
+    ]
 
 
 def eager(spec: RopeSpec, call: RopeCall) -> Any:
     """The eager PyTorch baseline of the same call, as dispatch would run it."""
-    return lambda: rotate(spec, call)[0]
+    if call.x.ndim > 2:  # noqa: PLR2004 - all that lies side by side is rotated alike
+        given = dataclasses.replace(call, x=call.x[..., : spec.all_heads, :])
+    else:
+        query, key = _parts(spec, call, call.x)
+        given = dataclasses.replace(call, x=query, key=key)
+    return lambda: rotate(spec, given)
 
 
 def bytes_moved(spec: RopeSpec, size: RopeSize) -> int:
@@ -203,7 +240,7 @@ def bytes_moved(spec: RopeSpec, size: RopeSize) -> int:
 
 def tensor_bytes(spec: RopeSpec, size: RopeSize) -> int:
     """Bytes of one set of inputs and outputs."""
-    x = size.tokens * spec.all_heads * spec.head_dim * ITEM_SIZE[spec.dtype]
+    x = math.prod(_shape(spec, size)) * ITEM_SIZE[spec.dtype]
     return (1 if spec.inplace else 2) * x + _table_rows(spec, size) * spec.bytes_per_position()
 
 
@@ -302,10 +339,9 @@ def _complete(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) ->
         yield problem(f"{name}_served", spec, 1, 2**octave)
     for octave in (10, 11, 12, 13, 14, 15, 17):
         yield problem("llama3_8b_served", served, 1, 2**octave)
-    rates = {"angles": "inv_freq"}
-    yield problem("qk_inv_freq", dataclasses.replace(llama, **rates), 2, 4096)
-    yield problem("qk_8_2_inv_freq", dataclasses.replace(kv, **rates), 1, 32768)
-    yield problem("llama3_8b_served_inv_freq", dataclasses.replace(served, **rates), 1, 64)
+    yield problem("qk_inv_freq", dataclasses.replace(llama, angles="inv_freq"), 2, 4096)
+    yield problem("qk_8_2_inv_freq", dataclasses.replace(kv, angles="inv_freq"), 1, 32768)
+    yield problem("llama3_8b_served_inv_freq", dataclasses.replace(served, angles="inv_freq"), 1, 64)
     yield problem("qk_starts_inplace", dataclasses.replace(llama, inplace=True, positions="starts"), 64, 1)
     # A packed qkv out of place, as training needs it: v is copied.
     qkv = dataclasses.replace(llama, heads=48, key_heads=0, copied_heads=8, angles="freqs")
@@ -315,9 +351,12 @@ def _complete(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) ->
         "thd", 128, 192, 64, style="interleaved", rotated="last", inplace=True, positions="ids", angles="cos_sin"
     )
     yield problem("deepseek_v3_last_inplace", mla, 1, 4096)
+    in_order = dataclasses.replace(mla, positions="order", angles="freqs")
+    yield problem("deepseek_v3_last_in_order_inplace", in_order, 1, 4096)
     gemma = bf16("bshd", 8, 512, 128, rotated="proportional", angles="cos_sin")
     yield problem("gemma4_proportional", gemma, 1, 8192)
     yield problem("gemma4_proportional_inplace", dataclasses.replace(gemma, inplace=True), 1, 8192)
     glm = bf16("bshd", 32, 128, 64, style="interleaved", angles="cos_sin", key_heads=2)
     yield problem("glm4_qk", glm, 2, 8192)
+    yield problem("glm4_qk_freqs", dataclasses.replace(glm, angles="freqs"), 2, 8192)
     yield problem("gpt_neox_qk", bf16("bshd", 64, 96, 24, angles="cos_sin", key_heads=64), 4, 2048)

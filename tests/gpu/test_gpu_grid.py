@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from tests.gpu import calls
 from tests.gpu.grid import COMBINATIONS, DIMS, SIZES, U32, VIEWS, Combination, Report, run_combination
 from tuned.dispatch import rope, rope_backward
 
@@ -64,6 +65,41 @@ def test_a_sample_of_calls_is_right_forward_and_backward(combination: Combinatio
     report = run_combination(combination, every=13)
     assert report.wrong == []
     assert report.forward == report.backward > 0
+
+
+# Complete calls -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def call_reports() -> Iterator[list[concurrent.futures.Future[list[str]]]]:
+    """All rows of complete calls, under way at once."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(PROCESSES, mp_context=context) as pool:
+        yield [pool.submit(calls.refused if calls.too_few(row) else calls.run_row, row) for row in calls.ROWS]
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index", range(len(calls.ROWS)), ids=lambda i: f"{i}-{calls.row_id(calls.ROWS[i])}")
+def test_every_complete_call_is_right_forward_and_backward(
+    call_reports: list[concurrent.futures.Future[list[str]]], index: int
+) -> None:
+    assert call_reports[index].result() == ([] if not calls.too_few(calls.ROWS[index]) else True)
+
+
+@pytest.mark.gpu_sample
+@pytest.mark.parametrize("index", range(0, len(calls.ROWS), 13))
+def test_a_sample_of_complete_calls_is_right_forward_and_backward(index: int) -> None:
+    row = calls.ROWS[index]
+    assert calls.refused(row) if calls.too_few(row) else calls.run_row(row) == []
+
+
+def test_the_rows_of_complete_calls_hold_every_value() -> None:
+    for name, values in {**calls.AXES, "dims": calls.DIMS, "heads": calls.HEADS}.items():
+        assert {row[name] for row in calls.ROWS} == set(values), name
+    # The harness itself, in eager PyTorch where there is no GPU: what it would call wrong is wrong.
+    row = next(row for row in calls.ROWS if row["rows"] != "too few" and row["use"] == "forward")
+    assert calls.run_row(row) == []
 
 
 # Tensors too large for the grid -----------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def learn(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurre
 def _plan(
     call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurrence, bare: Any
 ) -> Callable[[Any, Any, Any], Result | None]:
-    run, function, metadata, programs, rest, stream_of, enter, leave = bare
+    run, function, head, programs, rest, stream_of, enter, leave = bare
     device, dtype = call.input.device, call.input.dtype
     tokens, hidden, each = call.input.shape[:-1], spec.hidden, 4 if spec.bias else 2
     width, item, index = spec.directions * hidden, spec.item, device.index
@@ -141,7 +141,7 @@ def _plan(
         between = made(between_shape) if spec.stacked else None
         counters = torch.zeros(counted, dtype=torch.int32, device=device) if counts else None
         run(
-            programs, 1, 1, stream_of(index), function, metadata, None, None, None,
+            programs, 1, 1, stream_of(index), function, *head,
             gates.data_ptr(), *pointers, *(() if spec.bias else (p_h, p_h)), p_h, out.data_ptr(),
             *(() if between is None else (between.data_ptr(),)), h_n.data_ptr(),
             p_h if counters is None else counters.data_ptr(), *rest,

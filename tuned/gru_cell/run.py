@@ -190,7 +190,7 @@ def _fresh(h: torch.Tensor) -> Any:
 
 def _fused_plan(call: GruCellCall, bare: Bare, public: Any) -> Any:
     device = call.h.device.index
-    run, function, metadata, programs, rest, stream_of, enter, leave = bare
+    run, function, head, programs, rest, stream_of, enter, leave = bare
     fresh = _fresh(call.h)
 
     def plan(  # noqa: PLR0913
@@ -200,7 +200,7 @@ def _fused_plan(call: GruCellCall, bare: Bare, public: Any) -> Any:
             return public(pointers, x, h, weight_ih, weight_hh, bias_ih, bias_hh)
         out = fresh(h)
         stream = stream_of(device)
-        run(programs, 1, 1, stream, function, metadata, None, None, None, *pointers, out.data_ptr(), *rest)
+        run(programs, 1, 1, stream, function, *head, *pointers, out.data_ptr(), *rest)
         return out
 
     return plan
@@ -208,7 +208,7 @@ def _fused_plan(call: GruCellCall, bare: Bare, public: Any) -> Any:
 
 def _library_plan(call: GruCellCall, bare: Bare, public: Any) -> Any:
     device, inplace = call.h.device.index, call.out is call.h
-    run, function, metadata, programs, rest, stream_of, enter, leave = bare
+    run, function, head, programs, rest, stream_of, enter, leave = bare
     single, biased, cat, fresh = call.x1 is None, call.bias_ih is not None, torch.cat, _fresh(call.h)
 
     def plan(  # noqa: PLR0913
@@ -221,7 +221,7 @@ def _library_plan(call: GruCellCall, bare: Bare, public: Any) -> Any:
         biases = pointers[-2:] if biased else ()
         states = (h.data_ptr(),) if inplace else (h.data_ptr(), out.data_ptr())
         places = (of_x.data_ptr(), of_h.data_ptr(), *biases, *states)
-        run(programs, 1, 1, stream_of(device), function, metadata, None, None, None, *places, *rest)
+        run(programs, 1, 1, stream_of(device), function, *head, *places, *rest)
         if inplace:
             bump_versions(h)
         return out

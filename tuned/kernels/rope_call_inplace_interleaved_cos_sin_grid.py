@@ -41,14 +41,14 @@ def _store_pairs(
     mask = m_row[:, :, None] & (i_feature < 2 * PAIRS)[None, None, :]
     features = tl.reshape(tl.join(first, second), [rows.shape[0], rows.shape[1], 2 * PAIR_BLOCK])
     pointers = rows[:, :, None] + i_feature[None, None, :] * stride_d
-    tl.store(pointers, features.to(rows.dtype.element_ty), mask=mask, cache_modifier=CACHE)
+    tl.store(pointers, features, mask=mask, cache_modifier=CACHE)
 
 
 @triton.jit
-def _cos_sin(cos, sin, p_angle, m_angle):
+def _cos_sin(cos, sin, p_angle, m_angle, EVICT: tl.constexpr):
     """Cosine and sine at p_angle, NaN outside the mask: [BLOCK_TOKENS, PAIR_BLOCK] both, float32."""
-    b_cos = tl.load(cos + p_angle, mask=m_angle, other=float("nan"))
-    b_sin = tl.load(sin + p_angle, mask=m_angle, other=float("nan"))
+    b_cos = tl.load(cos + p_angle, mask=m_angle, other=float("nan"), eviction_policy=EVICT)
+    b_sin = tl.load(sin + p_angle, mask=m_angle, other=float("nan"), eviction_policy=EVICT)
     return b_cos.to(tl.float32), b_sin.to(tl.float32)
 
 
@@ -174,6 +174,7 @@ def rope_call_inplace_interleaved_cos_sin_grid(
     ORDER: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
     STORE_CACHE: tl.constexpr,
+    ANGLE_EVICT: tl.constexpr,  # of a table; inv_freq is read again by every program
     PDL: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,  # SEARCH_FAN ** SEARCH_STEPS > sequences
     SEARCH_FAN: tl.constexpr,
@@ -254,10 +255,10 @@ def rope_call_inplace_interleaved_cos_sin_grid(
     p_angle = (i_position.to(tl.int64) * angle_stride_s)[:, None]
     if ANGLES_PER_BATCH:
         p_angle += i_batch * angle_stride_b
-    cos_first, sin_first = _cos_sin(cos, sin, p_angle + p_first, m_angle)
+    cos_first, sin_first = _cos_sin(cos, sin, p_angle + p_first, m_angle, ANGLE_EVICT)
     cos_second, sin_second = cos_first, sin_first
     if PER_FEATURE:
-        cos_second, sin_second = _cos_sin(cos, sin, p_angle + p_second, m_angle)
+        cos_second, sin_second = _cos_sin(cos, sin, p_angle + p_second, m_angle, ANGLE_EVICT)
     if SCALED:
         cos_first, sin_first = cos_first * scaling, sin_first * scaling
         cos_second, sin_second = cos_second * scaling, sin_second * scaling
@@ -278,14 +279,16 @@ def rope_call_inplace_interleaved_cos_sin_grid(
         else:
             out_first = b_first * cos_first - b_second * sin_first
             out_second = b_second * cos_second + b_first * sin_second
+        # What is copied keeps its bits.
+        out_first, out_second = out_first.to(first.dtype), out_second.to(first.dtype)
         if TURNED_PAIRS < PAIRS:
             m_turned = (i_pair < TURNED_PAIRS)[None, None, :]
-            out_first = tl.where(m_turned, out_first, b_first)
-            out_second = tl.where(m_turned, out_second, b_second)
+            out_first = tl.where(m_turned, out_first, first)
+            out_second = tl.where(m_turned, out_second, second)
         if COPIED_HEADS > 0:
             m_turned = (i_step_row < HEADS - COPIED_HEADS)[None, :, None]
-            out_first = tl.where(m_turned, out_first, b_first)
-            out_second = tl.where(m_turned, out_second, b_second)
+            out_first = tl.where(m_turned, out_first, first)
+            out_second = tl.where(m_turned, out_second, second)
         out_rows = _rows(
             out, key_out, i_batch, i_token, i_step_row,
             out_stride_s, out_stride_b, out_stride_h, key_out_stride_s, key_out_stride_b, key_out_stride_h, HEADS, KEY_HEADS,

@@ -41,7 +41,7 @@ def _store_pairs(
     mask = m_row[:, :, None] & (i_feature < 2 * PAIRS)[None, None, :]
     features = tl.reshape(tl.join(first, second), [rows.shape[0], rows.shape[1], 2 * PAIR_BLOCK])
     pointers = rows[:, :, None] + i_feature[None, None, :] * stride_d
-    tl.store(pointers, features.to(rows.dtype.element_ty), mask=mask, cache_modifier=CACHE)
+    tl.store(pointers, features, mask=mask, cache_modifier=CACHE)
 
 
 @triton.jit
@@ -211,6 +211,7 @@ def rope_call_inplace_interleaved_inv_freq_grid(
     ORDER: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
     STORE_CACHE: tl.constexpr,
+    ANGLE_EVICT: tl.constexpr,  # of a table; inv_freq is read again by every program
     PDL: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,  # SEARCH_FAN ** SEARCH_STEPS > sequences
     SEARCH_FAN: tl.constexpr,
@@ -311,14 +312,16 @@ def rope_call_inplace_interleaved_inv_freq_grid(
         else:
             out_first = b_first * cos_first - b_second * sin_first
             out_second = b_second * cos_second + b_first * sin_second
+        # What is copied keeps its bits.
+        out_first, out_second = out_first.to(first.dtype), out_second.to(first.dtype)
         if TURNED_PAIRS < PAIRS:
             m_turned = (i_pair < TURNED_PAIRS)[None, None, :]
-            out_first = tl.where(m_turned, out_first, b_first)
-            out_second = tl.where(m_turned, out_second, b_second)
+            out_first = tl.where(m_turned, out_first, first)
+            out_second = tl.where(m_turned, out_second, second)
         if COPIED_HEADS > 0:
             m_turned = (i_step_row < HEADS - COPIED_HEADS)[None, :, None]
-            out_first = tl.where(m_turned, out_first, b_first)
-            out_second = tl.where(m_turned, out_second, b_second)
+            out_first = tl.where(m_turned, out_first, first)
+            out_second = tl.where(m_turned, out_second, second)
         out_rows = _rows(
             out, key_out, i_batch, i_token, i_step_row,
             out_stride_s, out_stride_b, out_stride_h, key_out_stride_s, key_out_stride_b, key_out_stride_h, HEADS, KEY_HEADS,

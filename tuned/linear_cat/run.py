@@ -138,7 +138,7 @@ def _bare_plan(spec: LinearCatSpec, variant: Any, call: LinearCatCall, compiled:
     bare = bare_launch(launch, compiled, device)
     if bare is None:
         return None
-    run, function, metadata, programs, rest, stream_of, enter, leave = bare
+    run, function, head, programs, rest, stream_of, enter, leave = bare
     public = functools.partial(_public, spec, variant)
     shape, missing = (*inputs[0].shape[:-1], spec.outputs), MAX_SEGMENTS - len(spec.inputs)
 
@@ -149,7 +149,7 @@ def _bare_plan(spec: LinearCatSpec, variant: Any, call: LinearCatCall, compiled:
         p_weight = weight.data_ptr()
         p_bias = p_weight if bias is None else bias.data_ptr()
         run(
-            programs, 1, 1, stream_of(device), function, metadata, None, None, None,
+            programs, 1, 1, stream_of(device), function, *head,
             *[t.data_ptr() for t in inputs], *(p_weight,) * missing, p_weight, p_bias, out.data_ptr(), *rest,
         )  # fmt: skip
         return out

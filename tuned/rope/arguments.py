@@ -373,6 +373,32 @@ def _refuse_shared(first: torch.Tensor, second: torch.Tensor) -> None:
         raise ValueError("q and k share memory, and both would be overwritten: use inplace=False")
 
 
+def _overwritable(x: torch.Tensor, key: torch.Tensor | None) -> None:
+    """Whether no element of what is overwritten is written twice."""
+    _writable("x" if key is None else "q", x)
+    if key is not None:
+        _writable("k", key)
+        refuse_overlap(x, key)
+
+
+def _words(settings: Settings) -> None:
+    """Whether the words among the settings are known, and go together."""
+    if settings.tensor_format not in LAYOUTS:
+        raise ValueError(f"tensor_format must be one of {LAYOUTS}, got {settings.tensor_format!r}")
+    if settings.rotated not in ROTATED:
+        raise ValueError(f"rotated must be one of {ROTATED}, got {settings.rotated!r}")
+    if settings.rotated == "proportional" and settings.interleaved:
+        raise ValueError('rotated="proportional" pairs j with j + head_dim / 2, so interleaved must be False')
+
+
+def _tokens(layout: str, x: torch.Tensor) -> tuple[int, int]:
+    """Tokens along their axis, and the batch; a packed call has a batch of one."""
+    if layout == "thd":
+        return x.shape[0], 1
+    first, second = x.shape[:2]
+    return (second, first) if layout == "bshd" else (first, second)
+
+
 _spec = functools.lru_cache(maxsize=4096)(RopeSpec)
 
 
@@ -384,10 +410,7 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
         ValueError: a shape, device, layout or combination that is not allowed. Nothing has been written.
     """
     layout, inplace = settings.tensor_format, settings.inplace
-    if layout not in LAYOUTS:
-        raise ValueError(f"tensor_format must be one of {LAYOUTS}, got {layout!r}")
-    if settings.rotated not in ROTATED:
-        raise ValueError(f"rotated must be one of {ROTATED}, got {settings.rotated!r}")
+    _words(settings)
     x, key, copied = given.x, given.key, 0
     if settings.kv_heads is not None and isinstance(x, torch.Tensor):
         x, copied = packed_heads(x, settings)
@@ -400,10 +423,7 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
     entries = settings.angle_entries or ("feature" if angles.kind == "freqs" else "pair")
     heads, head_dim = x.shape[-2:]
     rotary = _rotary_dim(angles.first.shape[-1], entries, settings, head_dim)
-    if layout == "thd":
-        seq, batch = x.shape[0], 1
-    else:
-        seq, batch = (x.shape[1], x.shape[0]) if layout == "bshd" else (x.shape[0], x.shape[1])
+    seq, batch = _tokens(layout, x)
     sequences = None
     if layout == "thd" and given.positions is None:
         sequences = _packed(given.cu_seqlens, x.device)
@@ -418,17 +438,12 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
     if x.numel() and seq * batch > MAX_TOKENS:
         raise ValueError(f"seq * batch must be at most {MAX_TOKENS}, got {seq * batch}: split the call")
     if inplace:
-        _writable("x" if key is None else "q", x)
-        if key is not None:
-            _writable("k", key)
-            refuse_overlap(x, key)
+        _overwritable(x, key)
     scaled = settings.attention_scaling != 1.0
     if scaled and angles.kind == "cos_sin":
         raise ValueError(
             "attention_scaling is for freqs and inv_freq: cos and sin hold it already, or multiply them by it"
         )
-    if settings.rotated == "proportional" and settings.interleaved:
-        raise ValueError('rotated="proportional" pairs j with j + head_dim / 2, so interleaved must be False')
     direction, conjugate = settings.direction, settings.conjugate
     if conjugate and entries == "pair" and not inplace:  # then it is the transpose
         direction, conjugate = ("forward" if direction == "backward" else "backward"), False

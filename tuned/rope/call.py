@@ -158,8 +158,8 @@ def _checked(given: Given, settings: Settings, sources: Sources, klass: Any) -> 
     choice = choice_of(prepared, _missed(given))
     if choice.variant is None:
         return Plan(_eager_run(settings, sources), serves=False)
-    if not any(t.numel() for t in (given.x, given.key) if t is not None):
-        return Plan(_nothing_run(inplace=settings.inplace))
+    if not any(t.numel() for t in (given.x, given.key) if t is not None):  # and so nothing to launch
+        return Plan(_eager_run(settings, sources), serves=False)
     misses.note(ROPE, prepared.spec, prepared.size, choice)
     return kernel_plan(prepared, choice.variant, settings, sources, klass)
 
@@ -205,16 +205,6 @@ def _run_unless_negative(plan: Plan, settings: Settings, sources: Sources) -> Ca
     def run(x: Any, key: Any, angles: Any, sin: Any, *rest: Any) -> Any:
         negative = any(t is not None and t.is_neg() for t in (x, key, angles, sin))
         return (eager if negative else plan.run)(x, key, angles, sin, *rest)
-
-    return run
-
-
-def _nothing_run(*, inplace: bool) -> Callable[..., Any]:
-    """Of empty tensors."""
-
-    def run(x: Any, key: Any, *_: Any) -> Any:
-        out, key_out = (t if t is None or inplace else torch.empty_like(t) for t in (x, key))
-        return out if key is None else (out, key_out)
 
     return run
 

@@ -33,7 +33,7 @@ class RopeCall:
     angle_strides: tuple[int, int]  # row, entry
     cu_seqlens: Any = None
     sequences: int = 0
-    key: Any = None  # None where the spec has key_heads: they follow the heads of x, in x
+    key: Any = None  # None where the spec has key_heads: it lies in x, see ``_key_in``
     key_out: Any = None
     key_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
     key_out_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -79,7 +79,7 @@ def _plain_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> Launc
     out_strides = () if spec.inplace else call.out_strides
     tail = spec.head_dim - spec.rotary_dim
     half = half_block(spec)
-    load_evict, store_cache = CACHE[variant.cache]
+    load_evict, store_cache, _ = CACHE[variant.cache]
     constants = {
         "HEADS": spec.heads,
         "HEAD_DIM": spec.head_dim,
@@ -118,23 +118,25 @@ def _plain_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> Launc
     )
 
 
-def _beside(tensor: Any, heads: int, key_heads: int) -> Any:
-    """The key whose heads follow those of x in one tensor."""
-    return tensor.narrow(-2, heads, key_heads)
+def _key_in(tensor: Any, spec: RopeSpec, call: RopeCall) -> Any:
+    """The key that x holds: behind the heads of each token, or, in a tensor of rows, behind all of the query."""
+    if tensor.ndim == 2:  # noqa: PLR2004 - [rows, head_dim]
+        return tensor[call.batch * call.seq * spec.heads :]
+    return tensor.narrow(-2, spec.heads, spec.key_heads)
 
 
 def _complete_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> Launch:
     """The launch of a complete call's kernel. What it does not read is given some other tensor's address."""
     key, key_out, key_strides, key_out_strides = call.key, call.key_out, call.key_strides, call.key_out_strides
-    if key is None:
+    if key is None and spec.key_heads:
+        key, key_out = _key_in(call.x, spec, call), _key_in(call.out, spec, call)
+    elif key is None:
         key, key_out, key_strides, key_out_strides = call.x, call.out, call.x_strides, call.out_strides
-        if spec.key_heads:
-            key, key_out = (_beside(t, spec.heads, spec.key_heads) for t in (call.x, call.out))
     outs = () if spec.inplace else (call.out, key_out)
     angles = (call.cos,) if spec.takes_sine else (call.cos, call.sin)
     out_strides = () if spec.inplace else (*call.out_strides[:3], *key_out_strides[:3], call.out_strides[3])
     tail = spec.head_dim - spec.rotary_dim if spec.copies_tail else 0
-    load_evict, store_cache = CACHE[variant.cache]
+    load_evict, store_cache, angle_evict = CACHE[variant.cache]
     return Launch(
         kernel=kernel_name(spec, variant),
         programs=programs(spec, variant, call.seq, call.batch),
@@ -188,6 +190,7 @@ def _complete_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> La
             "ORDER": variant.order,
             "LOAD_EVICT": load_evict,
             "STORE_CACHE": store_cache,
+            "ANGLE_EVICT": angle_evict,
             "PDL": variant.pdl,
             "SEARCH_STEPS": search_steps(call.sequences),
             "SEARCH_FAN": SEARCH_FAN,

@@ -16,11 +16,12 @@ import torch
 from tuned.family import FAMILIES
 from tuned.gpu import gpu_of
 from tuned.launcher import kernel
-from tuned.lookup import fast_variant, has_rows
+from tuned.lookup import NearRows, has_rows, near_rows, usable, variant_at
 from tuned.plan import Bare, remember
 from tuned.rope.arguments import Settings, Sources, offset_limits, packed_size
 from tuned.rope.launches import programs
 from tuned.rope.spec import RopeSize, RopeSpec, search_steps
+from tuned.rope.variant import size_class
 
 if TYPE_CHECKING:
     from tuned.launch import Launch
@@ -29,10 +30,8 @@ if TYPE_CHECKING:
 
 ROPE = FAMILIES["rope"]
 # The numbers of a launch that depend on lengths, by their names in the kernels.
-SIZED = frozenset(
-    ("seq", "batch", "sequences", "angle_rows", "position_stride_s", "position_stride_b")
-    + tuple(f"{of}_stride_{axis}" for of in ("x", "out", "key", "key_out") for axis in "sb")
-)
+SIZED = {"seq", "batch", "sequences", "angle_rows", "position_stride_s", "position_stride_b"}
+SIZED |= {f"{of}_stride_{axis}" for of in ("x", "out", "key", "key_out") for axis in "sb"}
 NARROW = 2**31  # elements: strides of larger tensors may need 64 bits, and other code
 
 
@@ -56,7 +55,11 @@ class Lengths:
     gpu: Gpu
     device: int
     sines: int  # of one cache: how many bytes after its cosines the sines begin
+    rows: NearRows  # of the table, for its spec
     forms: dict[Any, Form] = dataclasses.field(default_factory=dict)  # variant -> its kernel
+    legal: dict[Any, bool] = dataclasses.field(
+        default_factory=dict
+    )  # (variant, class of sizes) -> whether it may serve
 
 
 class Sized(NamedTuple):
@@ -122,10 +125,17 @@ def learn(  # noqa: PLR0913 - a call that was served, and how
         return  # a packed qkv with an axis of 3 is seen through another shape; the others have more to tell of each call
     if not all(_regular(t) for t in (call.x, call.out, call.key, call.key_out) if t is not None):
         return
+    # A table of one row is contiguous whatever that row's stride, which others of its class would be walked by.
+    width = call.cos.shape[-1] * (2 if sources.angles == "cos_sin_cache" else 1)
+    if spec.angles != "inv_freq" and call.cos.stride(-2) != width:
+        return
     known = _CLASSES.get(klass)
     if known is None:
         sines = 0 if spec.takes_sine else call.sin.data_ptr() - call.cos.data_ptr()
-        known = Lengths(spec, settings, sources, gpu, call.x.get_device(), sines)
+        rows = near_rows(ROPE, spec, gpu)
+        if rows is None:
+            return
+        known = Lengths(spec, settings, sources, gpu, call.x.get_device(), sines, rows)
         remember(_CLASSES, klass, known)
     parameters = kernel(launch.kernel).params
     numbers = {
@@ -175,9 +185,9 @@ def sized(  # noqa: PLR0911, PLR0913 - one return a check; the tensors of a call
     if steps is None or (spec.context_parallel and not spec.packed and seq % 2):
         return None
     size = packed_size(seq, sequences) if spec.packed else RopeSize(batch, seq)
-    variant = fast_variant(ROPE, spec, size, known.gpu)
+    variant = variant_at(known.rows, ROPE, size, known.gpu)
     form = known.forms.get(variant)
-    if form is None or form.search_steps != search_steps(sequences):
+    if form is None or form.search_steps != search_steps(sequences) or not _legal(known, variant, size):
         return None
     limits = offset_limits(spec, settings, rows, seq)
     if limits[1] < limits[0]:
@@ -205,14 +215,22 @@ def sized(  # noqa: PLR0911, PLR0913 - one return a check; the tensors of a call
     )
 
 
+def _legal(known: Lengths, variant: Any, size: RopeSize) -> bool:
+    """Whether the variant may serve the size, asked once for all sizes that the rules do not tell apart."""
+    key = variant, size_class(known.spec, size)
+    found = known.legal.get(key)
+    if found is None:
+        gpu = known.gpu
+        found = known.legal[key] = usable(ROPE, known.spec, size, variant, gpu.capability, gpu.multiprocessors)
+    return found
+
+
 def _position_strides(  # noqa: PLR0913 - the sizes of a call
     spec: RopeSpec, place: Any, seq: int, batch: int, sequences: int, shape: Any
 ) -> tuple[int, int] | None:
     """Strides of positions as the kernel takes them, seq and batch; None for a shape that is not allowed."""
     if place is None or not place.ndim:
         return 0, 0
-    if not place.is_cuda:  # its values are looked at
-        return None
     if spec.positions == "starts":
         return (0, 1) if place.shape[0] == (sequences if spec.packed else batch) else None
     if place.ndim == 1:

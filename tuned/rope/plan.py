@@ -12,7 +12,7 @@ from tuned.launcher import kernel, launch_public
 from tuned.lookup import Choice, choose
 from tuned.overwrite import bump_versions
 from tuned.plan import Bare, bare_launch, remember, specialisation
-from tuned.rope.arguments import Given, Sources, offset_limits, prepare
+from tuned.rope.arguments import SUPPORTED, Given, Sources, offset_limits, prepare
 from tuned.rope.launches import launches
 from tuned.rope.lengths import ROPE, learn
 
@@ -47,9 +47,11 @@ def choice_of(prepared: Prepared, followed: str | None) -> Choice:
     ``followed`` is why a launch would be missed by what follows PyTorch's operators, or None.
     """
     x = prepared.call.x
-    reason = why_eager(x, prepared.spec is not None)
+    reason = why_eager(x, x.dtype in SUPPORTED)
     if reason is None and prepared.call.key is not None:
-        reason = why_eager(prepared.call.key, prepared.spec is not None)
+        reason = why_eager(prepared.call.key, x.dtype in SUPPORTED)
+    if reason is None and prepared.spec is None:
+        reason = "the features of q and k lie apart by different steps, and kernels take one for both"
     reason = reason or followed
     if prepared.spec is None or reason is not None:
         return Choice("eager", reason or "", None)
@@ -174,7 +176,7 @@ def _beside(x: torch.Tensor, key: torch.Tensor | None) -> tuple[int, int, int]:
 
 
 def _plain(spec: RopeSpec, bare: Bare, device: int, sines: int, public: Callable[..., Any]) -> Callable[..., Any]:
-    run, function, metadata, programs, rest, stream_of, enter, leave = bare
+    run, function, head, programs, rest, stream_of, enter, leave = bare
     inplace, takes_sine, packed, empty_like = spec.inplace, spec.takes_sine, spec.packed, torch.empty_like
 
     def plan(  # noqa: PLR0913 - those of Plan.run
@@ -193,7 +195,7 @@ def _plain(spec: RopeSpec, bare: Bare, device: int, sines: int, public: Callable
             pointers = (*pointers, table + sines if sin is None else sin.data_ptr())
         if packed:
             pointers = (*pointers, cu_seqlens.data_ptr())
-        run(programs, 1, 1, stream_of(device), function, metadata, None, None, None, *pointers, *rest)
+        run(programs, 1, 1, stream_of(device), function, *head, *pointers, *rest)
         if inplace:
             bump_versions(x)
         return out
@@ -211,7 +213,7 @@ def _complete(  # noqa: PLR0913 - what the closure holds
     beside: tuple[int, int, int],
     public: Callable[..., Any],
 ) -> Callable[..., Any]:
-    run, function, metadata, programs, (_, *numbers), stream_of, enter, leave = bare
+    run, function, head, programs, (_, *numbers), stream_of, enter, leave = bare
     rest, (low, high), (checked, nearest, furthest) = tuple(numbers), limits, beside
     inplace, takes_sine, empty_like = spec.inplace, spec.takes_sine, torch.empty_like
 
@@ -235,7 +237,7 @@ def _complete(  # noqa: PLR0913 - what the closure holds
         else:
             pointers = (*pointers, table)
         run(
-            programs, 1, 1, stream_of(device), function, metadata, None, None, None, *pointers,
+            programs, 1, 1, stream_of(device), function, *head, *pointers,
             table if cu_seqlens is None else cu_seqlens.data_ptr(), table if place is None else place.data_ptr(),
             number, *rest,
         )  # fmt: skip

@@ -17,8 +17,16 @@ MIN_PAIRS_PER_THREAD = 2  # as many 16-bit features as a load of 4 bytes; with o
 ADAPTED_HEADS = 8  # 2 x 16 on 4 warps was 80 percent slower than 4 x 8 with the same pairs (head_dim 64, H200)
 # What a tile's size depends on. Every other knob is free at its default: a core that a rule excludes there is excluded anywhere.
 CORE_KNOBS = ("block_tokens", "block_heads", "head_steps", "num_warps")
-# What to tell the L2, each byte of x being used once: (loads' eviction policy, stores' cache modifier).
-CACHE = {"stream": ("evict_first", ".cs"), "stream_stores": ("", ".cs"), "keep": ("", "")}
+# What to tell the L2, each byte of x being used once: (loads' eviction policy, stores' cache modifier, angles' policy).
+# The texts of plain calls say nothing of angles. Those of complete calls do: a table that stays behind in the L2 cost up
+# to a tenth of a call that reads more of it than the L2 holds.
+CACHE = {"stream": ("evict_first", ".cs", "evict_first"), "stream_stores": ("", ".cs", ""), "keep": ("", "", "")}
+
+
+BLOCK_TOKENS = (1, 2, 4, 8)
+BLOCK_HEADS = (1, 2, 4, 8, 16)
+HEAD_STEPS = (1, 2, 3, 4)
+MOST_ROWS = max(BLOCK_HEADS) * max(HEAD_STEPS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +37,12 @@ class RopeVariant:
     """
 
     # Tokens whose angles one program holds: angle bytes are read once for block_heads * head_steps rows.
-    block_tokens: int = one_of(1, 2, 4, 8, default=2)
+    block_tokens: int = one_of(*BLOCK_TOKENS, default=2)
     # Rows of one position handled at a time; in sbhd rows run over batch and heads.
-    block_heads: int = one_of(1, 2, 4, 8, 16, default=8)
+    block_heads: int = one_of(*BLOCK_HEADS, default=8)
     # 1: every tile of heads is a program of its own, each reading the angle rows again, from L2. More: one program
     # walks over as many tiles with its angles in registers, for 1 / head_steps of those reads. 3: 24 heads.
-    head_steps: int = one_of(1, 2, 3, 4, default=1)
+    head_steps: int = one_of(*HEAD_STEPS, default=1)
     # Which programs run together. "heads": the tiles of one position first, so angle rows stay in L1 / L2;
     # "tokens": neighbouring positions first.
     order: str = one_of("heads", "tokens", default="heads")
@@ -108,6 +116,13 @@ def rejection(  # noqa: PLR0911 - one return a rule
     if variant.num_warps > 1 and pairs < least * threads:
         return f"a tile of {pairs} pairs on {variant.num_warps} warps is fewer than {least} a thread; fewer warps are tried"
     return None
+
+
+def size_class(spec: RopeSpec, size: RopeSize) -> tuple[int, int]:
+    """All that ``rejection`` asks of a size: positions, as far as a tile may have more than twice as many, and rows."""
+    positions = size.tokens if spec.layout == "thd" else size.seq
+    rows = spec.heads * size.batch if spec.merges_batch else 0
+    return min(positions, 2 * max(BLOCK_TOKENS)), min(rows, 2 * MOST_ROWS)
 
 
 def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant:

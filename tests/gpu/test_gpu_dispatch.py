@@ -1,0 +1,351 @@
+"""RoPE's hot path on a real GPU: nothing stale in eager, on streams, in graphs, on another device; and what is large."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import tuned.rope.call
+import tuned.rope.plan
+from tests.rope_calls import CHOICES, Case, build, forget
+from tests.test_rope_plan import CASES, check, rotated
+from tuned.dispatch import rope, rope_qk
+from tuned.rope import call as rope_call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tuned.plan import Bare
+
+ROOT = Path(__file__).parents[2]
+CHANGES = [(field, value) for field, values in CHOICES.items() for value in values]
+# All that differ in what is compiled would take minutes: these are the words of a kernel's text and its constants.
+TEXT = ("layout", "head_dim", "kv_heads", "dtype", "source", "entries", "rotary", "rotated", "interleaved", "direction")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Each launch as it happens: "public" or "bare"."""
+    plan, seen = tuned.rope.plan, []
+    public, bare_launch = plan.run_public, plan.bare_launch
+
+    def heard(*arguments: Any) -> Any:
+        seen.append("public")
+        return public(*arguments)
+
+    def bare(*arguments: Any) -> Bare | None:
+        made = bare_launch(*arguments)
+        if made is None:
+            return None
+
+        def run(*given: Any) -> None:
+            seen.append("bare")
+            made.run(*given)
+
+        return made._replace(run=run)
+
+    monkeypatch.setattr(plan, "run_public", heard)
+    monkeypatch.setattr(plan, "bare_launch", bare)
+    forget()
+    yield seen
+    forget()
+
+
+# Nothing stale ------------------------------------------------------------------------------------------------------------
+
+
+SAMPLED = ("plain", "pair in place", "training", "tokens")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.gpu_sample if name in SAMPLED else pytest.mark.gpu) for name in CASES]
+)
+def test_a_call_that_differs_in_one_thing_from_one_seen_before_is_right(launched: list[str], name: str) -> None:
+    base = CASES[name]
+    for field, value in CHANGES:
+        changed = dataclasses.replace(base, **{field: value})
+        if field not in TEXT and changed != base:
+            for case in (base, changed, changed):
+                check(case, "cuda")
+    assert launched.count("bare") > launched.count("public")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_stale_is_launched_whatever_came_before(launched: list[str], seed: int) -> None:
+    """On the current stream and on others, in any order; changes add up."""
+    drawn = random.Random(seed)
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    for _ in range(6):
+        cases = [CASES[drawn.choice(sorted(CASES))]]
+        for _ in range(10):
+            cases.append(dataclasses.replace(drawn.choice(cases), **dict(drawn.sample(CHANGES, 2))))
+        for case in cases + drawn.choices(cases, k=20):
+            with torch.cuda.stream(drawn.choice(streams)):
+                check(case, "cuda")
+            torch.cuda.synchronize()
+    assert "bare" in launched
+
+
+@pytest.mark.gpu_sample
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("name", ["plain packed in place", "pair in place", "decode", "qkv in place"])
+def test_a_launch_is_on_the_stream_of_the_call(name: str) -> None:
+    """The tensors are filled on another stream, late: a launch on the wrong one would rotate what was there before."""
+    case, stream = CASES[name], torch.cuda.Stream()
+    given, settings, _ = build(case, "cuda")
+    values = [t.clone() for t in rotated(given)]
+    for _ in range(3):
+        rope_call.call(*given, tuple(settings))
+    wanted = rope_call.run_eager(
+        given._replace(x=values[0], key=values[1] if len(values) > 1 else None), settings._replace(inplace=False)
+    )
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # cycles: some hundredths of a second
+        for t, value in zip(rotated(given), values, strict=True):
+            t.copy_(value)
+        rope_call.call(*given, tuple(settings))
+    stream.synchronize()
+    torch.testing.assert_close(
+        tuple(rotated(given)), wanted if isinstance(wanted, tuple) else (wanted,), rtol=1e-5, atol=2e-5
+    )
+
+
+REPLAYED = {
+    "offset": Case(seq=1, place="offset", source="inv_freq", inplace=True),
+    "offset of a table": Case(seq=1, place="offset", source="cache", index_dtype=torch.int32),
+    "ids": Case("thd", seq=1, batch=8, place="ids", source="cache", inplace=True, view="packed", key_view="packed"),
+    "starts": Case(seq=3, place="starts", source="freqs"),
+    "packed": Case("thd", sequences=3, source="cos_sin"),
+    "qkv": Case(key_heads=None, kv_heads=1, place="ids", source="cache", inplace=True),
+    "training": Case(x_grad="made", key_grad="made"),
+}
+
+
+@pytest.mark.gpu_sample
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_graph_replays_with_new_values_and_new_positions(launched: list[str], name: str, known: bool) -> None:
+    given, settings, made = build(REPLAYED[name], "cuda")
+    state = [t for t in (given.positions, given.offset) if isinstance(t, torch.Tensor)]
+
+    def run() -> tuple[torch.Tensor, ...]:
+        out = rope_call.call(*given, tuple(settings))
+        outs = out if isinstance(out, tuple) else (out,)
+        return (*outs, *(torch.autograd.grad([t.pow(2).sum() for t in outs], made, retain_graph=True) if made else ()))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    if not known:  # compiled, but with no plan: what a first call under capture finds
+        tuned.rope.call._PLANS.clear()
+        tuned.rope.plan._COMPILED.clear()
+        tuned.rope.lengths._CLASSES.clear()
+    launched.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        outs = run()
+    assert set(launched) == {"bare" if known else "public"}
+    for turn in range(4):
+        for t in state:
+            t.random_(0, 9)
+        sources = made or rotated(given)
+        with torch.no_grad():
+            for t in sources:
+                t.normal_()
+            if made:  # the graph starts behind the leaves
+                for t, leaf in zip(rotated(given), made, strict=True):
+                    t.copy_(leaf)
+        fresh = given._replace(
+            x=given.x.detach().clone().requires_grad_(bool(made)),
+            key=None if given.key is None else given.key.detach().clone().requires_grad_(bool(made)),
+        )
+        wanted = rope_call.run_eager(fresh, settings._replace(inplace=False))
+        wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+        if made:
+            wanted = (*wanted, *torch.autograd.grad([t.pow(2).sum() for t in wanted], rotated(fresh)))
+        graph.replay()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(outs, wanted, rtol=1e-5, atol=5e-5, msg=lambda text, n=turn: f"replay {n}: {text}")
+
+
+@pytest.mark.gpu_sample
+@pytest.mark.usefixtures("launched")
+def test_tensors_of_another_device_are_rotated_there() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for name in ("plain", "pair in place", "decode", "training"):
+        for _ in range(2):
+            for current in (0, 1):
+                with torch.cuda.device(current):
+                    for device in ("cuda:0", "cuda:1"):
+                        for _ in range(2):
+                            check(CASES[name], device)
+                    assert torch.cuda.current_device() == current
+
+
+@pytest.mark.gpu_sample
+def test_a_profiler_that_listens_hears_every_launch(launched: list[str]) -> None:
+    from triton import knobs  # noqa: PLC0415 - needs a GPU
+
+    heard: list[str] = []
+
+    def listen(metadata: Any) -> None:
+        heard.append(metadata.get()["name"])
+
+    for chain in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        for case in (CASES["plain"], CASES["pair in place"], CASES["training"]):
+            for _ in range(2):
+                check(case, "cuda")
+            launched.clear()
+            heard.clear()
+            chain.add(listen)
+            try:
+                check(case, "cuda")
+            finally:
+                chain.remove(listen)
+            assert set(launched) == {"public"}
+            assert len(heard) == len(launched)
+            assert all(name.startswith("rope_") for name in heard)
+            launched.clear()
+            heard.clear()
+            check(case, "cuda")
+            assert set(launched) == {"bare"}
+            assert heard == []
+
+
+SAFE = """
+import torch, tuned.launcher, tuned.rope.plan
+from tests.test_rope_plan import CASES, check
+for name in ("plain", "pair in place", "training", "tokens"):
+    for _ in range(3):
+        check(CASES[name], "cuda")
+assert tuned.launcher._PROBED == {0: False}, tuned.launcher._PROBED
+print("safe")
+"""
+
+
+@pytest.mark.gpu_sample
+def test_safe_launches_publicly_alone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SAFE],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "TUNED_DISPATCH": "safe", "PYTHONPATH": str(ROOT)},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split()[-1] == "safe"
+
+
+# What is large ------------------------------------------------------------------------------------------------------------
+
+HEADS, DIM = 64, 128
+TOKENS = 2**31 // (HEADS * DIM) + 3  # elements pass 2^31 before the last tokens
+LOOKED_AT = [0, 1, TOKENS // 2, TOKENS // 2 + 1, *range(TOKENS - 6, TOKENS)]
+
+
+def exact(x: torch.Tensor, radians: torch.Tensor) -> torch.Tensor:
+    """Rows [n, h, d], style half, by angles [n, d / 2], in float64."""
+    first, second = x.double().chunk(2, -1)
+    cos, sin = radians.double().cos()[:, None], radians.double().sin()[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+@pytest.mark.parametrize("source", ["freqs", "inv_freq", "ids"])
+def test_more_than_two_to_the_31_elements_in_place(source: str, layout: str) -> None:
+    free, _ = torch.cuda.mem_get_info()
+    if free < 6 * 2**30:
+        pytest.skip("needs 6 GiB of free memory")
+    shape = (1, TOKENS, HEADS, DIM) if layout == "bshd" else (TOKENS, HEADS, DIM)
+    q = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+    flat = q.view(TOKENS, HEADS, DIM)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for part in flat.split(2**14):
+        part.normal_(generator=generator)
+    k = torch.randn(*shape[:-2], 1, DIM, device="cuda", generator=generator).bfloat16()
+    before, key_before = flat[LOOKED_AT].clone(), k.view(TOKENS, 1, DIM)[LOOKED_AT].clone()
+    rates = 10000.0 ** -(torch.arange(DIM // 2, device="cuda") / (DIM // 2))
+    ids = torch.arange(TOKENS, device="cuda").flip(0) if source == "ids" else torch.arange(TOKENS, device="cuda")
+    radians = ids[:, None].float() * rates  # one rounding
+    named: dict[str, Any] = {"freqs": radians, "angle_entries": "pair"}
+    if source == "inv_freq":
+        named = {"inv_freq": rates}
+    if source == "ids":
+        whole = torch.arange(TOKENS, device="cuda")[:, None].float() * rates
+        named = {"cos": whole.cos(), "sin": whole.sin(), "positions": ids}
+    if layout == "thd" and source != "ids":
+        named["cu_seqlens"] = torch.tensor([0, TOKENS], dtype=torch.int32, device="cuda")
+    rope_qk(q, k, tensor_format=layout, inplace=True, **named)
+    wanted = exact(before, radians[LOOKED_AT])
+    torch.testing.assert_close(flat[LOOKED_AT].double(), wanted, rtol=4e-3, atol=1e-3)
+    key_wanted = exact(key_before, radians[LOOKED_AT])
+    torch.testing.assert_close(k.view(TOKENS, 1, DIM)[LOOKED_AT].double(), key_wanted, rtol=4e-3, atol=1e-3)
+
+
+@pytest.mark.gpu_sample
+@pytest.mark.parametrize("first", [100_000, 131_071, 1_000_003, 2**24 - 8])
+@pytest.mark.parametrize("source", ["freqs", "inv_freq", "inv_freq on the device"])
+def test_far_positions_are_as_good_as_near_ones(source: str, first: int) -> None:
+    rates = 10000.0 ** -(torch.arange(DIM // 2, device="cuda") / (DIM // 2))
+    positions = first + torch.arange(7, device="cuda")
+    radians = positions[:, None].float() * rates
+    x = torch.randn(2, 7, 3, DIM, device="cuda")
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "freqs": lambda: rope(x, radians, angle_entries="pair"),
+        "inv_freq": lambda: rope(x, inv_freq=rates, offset=first),
+        "inv_freq on the device": lambda: rope(x, inv_freq=rates, offset=torch.tensor(first, device="cuda")),
+    }
+    wanted = torch.stack([exact(row, radians) for row in x])
+    for _ in range(3):
+        torch.testing.assert_close(calls[source]().double(), wanted, rtol=0, atol=5e-6)
+
+
+# Tools --------------------------------------------------------------------------------------------------------------------
+
+STRESS = """
+import dataclasses, torch
+from tests.rope_calls import Case, build
+from tests.test_rope_plan import CASES
+from tuned.rope import call
+for case in CASES.values():
+    for seq in (1, 5):
+        for view in ("contiguous", "packed", "offset"):
+            given, settings, _ = build(dataclasses.replace(case, seq=2 * seq, view=view), "cuda")
+            for _ in range(3):
+                out = call.call(*given, tuple(settings))
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+def test_the_sanitizer_finds_no_access_out_of_bounds() -> None:
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not installed")
+    done = subprocess.run(
+        [sanitizer, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", STRESS],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

@@ -1,0 +1,322 @@
+"""The operators tuned::rope and tuned::rope_qk, and what torch.compile, torch.export and tracers make of RoPE."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tests.rope_calls import Case, build, watch
+from tests.test_rope_autograd import FORMS, angles, assert_same, leaves, turned
+from tuned.dispatch import rope, rope_qk, rope_qkv
+from tuned.rope import call as rope_call
+from tuned.rope import ops
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tuned.rope.arguments import Given, Settings
+
+__all__ = ["watch"]
+
+B, S, H, K, D = 2, 5, 4, 2, 16
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+# The operators ----------------------------------------------------------------------------------------------------------
+
+CHECKED = {
+    **FORMS,
+    "plain": Case(key_heads=None),
+    "strided": Case(view="packed", key_view="packed"),
+    "swapped": Case(view="swapped", key_view="swapped", source="cos_sin"),
+    "expanded": Case(key_heads=None, view="expanded"),
+    "apart": Case(key_heads=None, view="apart"),
+    "half": Case(dtype=torch.bfloat16),
+    "empty": Case(batch=0),
+    "backward": Case(key_heads=None, direction="backward", entries="feature"),
+}
+
+
+def operands(given: Given, settings: Settings) -> tuple[Any, tuple[Any, ...]]:
+    """The operator that serves a call, and its arguments."""
+    seen: list[Any] = []
+    genuine = ops.rope, ops.rope_qk
+    ops.rope, ops.rope_qk = (lambda *a, of=of: seen.append((of, a)) or of(*a) for of in genuine)
+    try:
+        ops.call(given, settings)
+    finally:
+        ops.rope, ops.rope_qk = genuine
+    ((operator, arguments),) = seen
+    return operator, arguments
+
+
+@pytest.mark.parametrize("grad", ["none", "leaf"])
+@pytest.mark.parametrize("name", CHECKED)
+def test_the_operators_keep_the_rules_of_operators(name: str, grad: str) -> None:
+    given, settings, _ = build(dataclasses.replace(CHECKED[name], x_grad=grad, key_grad=grad))
+    operator, arguments = operands(given, settings)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(operator, arguments, test_utils=tests if grad == "leaf" else tests[:3])
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_an_operator_computes_what_the_call_does_with_its_gradients(name: str) -> None:
+    given, settings, made = build(dataclasses.replace(CHECKED[name], x_grad="made", key_grad="made"))
+    operator, arguments = operands(given, settings)
+    results = []
+    for out in (operator(*arguments), rope_call.call(*given, tuple(settings))):
+        outs = out if isinstance(out, tuple) else (out,)
+        grads = torch.autograd.grad([t.float().pow(3).sum() for t in outs], made, create_graph=True)
+        second = torch.autograd.grad([g.float().pow(2).sum() for g in grads], made, retain_graph=True)
+        results.append((*outs, *grads, *second))
+    torch.testing.assert_close(*results, rtol=2e-2 if given.x.dtype == torch.bfloat16 else 1e-4, atol=1e-4)
+
+
+def test_the_operators_launch_kernels(request: pytest.FixtureRequest) -> None:
+    seen = request.getfixturevalue("watch")
+    given, settings, _ = build(Case(x_grad="leaf", key_grad="leaf"))
+    for _ in range(3):
+        q, k = ops.call(given, settings)
+        (q.sum() + k.sum()).backward()
+    assert seen.public + seen.bare == 6
+
+
+# torch.compile ----------------------------------------------------------------------------------------------------------
+
+rotate = functools.partial(rope, angle_entries="pair")
+rotate_qk = functools.partial(rope_qk, angle_entries="pair")
+
+
+def compiled(function: Callable[..., Any], **kwargs: Any) -> tuple[Callable[..., Any], CompileCounterWithBackend]:
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, backend=counter, fullgraph=True, **kwargs), counter
+
+
+def test_batch_and_length_make_no_graph_beyond_the_first_dynamic_one() -> None:
+    freqs = angles()
+
+    def step(q: torch.Tensor, k: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        a, b = rotate_qk(q * 2, k, table)
+        return a + 1, b, rotate(a, table)
+
+    fast, counter = compiled(step)
+    for batch, seq in ((2, 5), (3, 7), (4, 4), (5, 8), (7, 3)):
+        q, k = torch.randn(batch, seq, H, D, requires_grad=True), torch.randn(batch, seq, K, D, requires_grad=True)
+        found, wanted = fast(q, k, freqs), step(q, k, freqs)
+        assert_same(found, wanted)
+        assert_same(*(torch.autograd.grad([t.pow(2).sum() for t in outs], (q, k)) for outs in (found, wanted)))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("source", ["freqs", "inv_freq"])
+def test_an_offset_that_grows_makes_no_graph_beyond_the_first_dynamic_one(source: str) -> None:
+    table = {"freqs": torch.rand(64, D // 2), "inv_freq": torch.rand(D // 2)}[source]
+    fast, counter = compiled(lambda x, offset: rope(x, **{source: table}, angle_entries="pair", offset=offset) + 1)
+    x = torch.randn(B, 1, H, D)
+    for offset in (3, 4, 5, 17, 40, 62):
+        assert_same(fast(x, offset), rope(x, **{source: table}, angle_entries="pair", offset=offset) + 1)
+    assert counter.frame_count <= 2
+
+
+def test_positions_on_the_device_make_one_graph() -> None:
+    table = torch.rand(64, D)
+    fast, counter = compiled(
+        lambda x, ids, start: (rope(x, cos_sin_cache=table, positions=ids), rope(x, cos_sin_cache=table, offset=start))
+    )
+    x = torch.randn(B, 1, H, D)
+    for start in (3, 17, 40):
+        ids, offset = torch.full((B, 1), start), torch.tensor(start)
+        wanted = rope(x, cos_sin_cache=table, offset=start)
+        assert_same(fast(x, ids, offset), (wanted, wanted))
+    assert counter.frame_count == 1
+
+
+def test_packed_sequences_make_no_graph_beyond_the_first_dynamic_one() -> None:
+    freqs = torch.rand(64, D // 2)
+
+    def step(x: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+        return rotate(x, freqs, tensor_format="thd", cu_seqlens=bounds) * 2
+
+    fast, counter = compiled(step)
+    for lengths in ((3, 4), (2, 5, 3), (4, 4, 4, 1), (6, 3, 2, 2, 5)):
+        x = torch.randn(sum(lengths), H, D)
+        bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+        assert_same(fast(x, bounds), step(x, bounds))
+    assert counter.frame_count <= 2
+
+
+def _views(qkv: torch.Tensor, freqs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    both = qkv * 1
+    q, k = both[:, :, :H], both[:, :, H : H + K]
+    out = rotate_qk(q, k, freqs, inplace=True)
+    return (both, *out)
+
+
+def _packed(qkv: torch.Tensor, freqs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    both = qkv * 1
+    return both, rope_qkv(both, freqs, kv_heads=K, angle_entries="pair", inplace=True)
+
+
+def _one(qkv: torch.Tensor, freqs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    both = qkv * 1
+    rotate(both, freqs, inplace=True)
+    return (both,)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("run", [_views, _packed, _one])
+def test_in_place_under_compile_is_in_place_in_eager(run: Callable[..., Any], grad: bool) -> None:
+    freqs = angles()
+    qkv = torch.randn(B, S, H + 2 * K, D, requires_grad=grad)
+    found, wanted = torch.compile(run, backend="aot_eager", fullgraph=True)(qkv, freqs), run(qkv, freqs)
+    assert_same(found, wanted)
+    if grad:
+        assert_same(*(torch.autograd.grad([t.pow(2).sum() for t in outs], qkv) for outs in (found, wanted)))
+
+
+def test_arguments_given_in_place_are_overwritten_by_a_compiled_call() -> None:
+    freqs = angles()
+    q, k = torch.randn(B, S, H, D), torch.randn(B, S, K, D)
+    wanted = turned(q, freqs), turned(k, freqs)
+    torch.compile(functools.partial(rotate_qk, inplace=True), backend="aot_eager", fullgraph=True)(q, k, freqs)
+    assert_same((q, k), wanted)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_is_compiled_whole(name: str) -> None:
+    given, settings, _ = build(FORMS[name])
+    tensors = {n: t for n, t in given._asdict().items() if isinstance(t, torch.Tensor)}
+
+    def run(**named: Any) -> Any:
+        return rope_call.call(*given._replace(**named), tuple(settings))
+
+    found = torch.compile(run, backend="aot_eager", fullgraph=True)(**tensors)
+    assert_same(found, run(**tensors))
+
+
+def test_angles_that_need_a_gradient_get_one_under_compile() -> None:
+    x, freqs = torch.randn(B, S, H, D), angles().requires_grad_()
+    fast = torch.compile(rotate, backend="aot_eager", fullgraph=True)
+    grads = [torch.autograd.grad(run(x, freqs).pow(3).sum(), freqs) for run in (fast, turned)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-3)
+
+
+def test_checkpointing_and_autocast_are_compiled_whole() -> None:
+    (x,), freqs = leaves(H), angles()
+
+    def run(t: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda u: rotate(u * 2, freqs).pow(2).sum(), t, use_reentrant=False)  # type: ignore[no-any-return]
+
+    fast = torch.compile(run, backend="aot_eager", fullgraph=True)
+    assert_same(*(torch.autograd.grad(f(x), x) for f in (fast, run)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = torch.compile(lambda t: rotate(t, freqs), backend="aot_eager", fullgraph=True)(x)
+    assert out.dtype == torch.float32
+
+
+# Tracers and modes --------------------------------------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    """A module that rotates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("freqs", angles())
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = rotate_qk(q * 2, k * 1, self.freqs)
+        return (*out, rotate(q * 1, self.freqs, inplace=True))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_module_has_the_operators_and_any_batch(strict: bool) -> None:
+    block, batch = Block(), torch.export.Dim("batch", min=2)
+    q, k = torch.randn(B, S, H, D), torch.randn(B, S, K, D)
+    program = torch.export.export(block, (q, k), dynamic_shapes=({0: batch}, {0: batch}), strict=strict)
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert "tuned.rope_qk.default" in targets
+    assert "tuned.rope.default" in targets
+    q, k = torch.randn(7, S, H, D), torch.randn(7, S, K, D)
+    assert_same(program.module()(q, k), block(q, k))
+
+
+@pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
+def test_make_fx_sees_the_operator(tracing: str) -> None:
+    freqs = angles()
+    graph = make_fx(rotate, tracing_mode=tracing)(torch.randn(B, S, H, D), freqs)
+    assert any("tuned.rope" in str(node.target) for node in graph.graph.nodes)
+    x = torch.randn(B, S, H, D)
+    assert_same(graph(x, freqs), turned(x, freqs))
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_fake_tensors_have_the_shapes_of_real_ones(name: str) -> None:
+    given, settings, _ = build(CHECKED[name])
+    real = rope_call.call(*given, tuple(settings))
+    with FakeTensorMode() as mode:
+        faked = type(given)(*(mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in given))
+        fake = rope_call.call(*faked, tuple(settings))
+    for found, wanted in zip(*(out if isinstance(out, tuple) else (out,) for out in (fake, real)), strict=True):
+        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+
+
+class Listener(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.heard.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("watch")
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_mode_that_listens_hears_the_operator_whatever_is_known(inplace: bool) -> None:
+    q, k, freqs = torch.randn(B, S, H, D), torch.randn(B, S, K, D), angles()
+    wanted = turned(q, freqs), turned(k, freqs)
+    for _ in range(3):
+        a, b = q.clone(), k.clone()
+        with Listener() as listener:
+            out = rotate_qk(a, b, freqs, inplace=inplace)
+        assert listener.heard.count("tuned.rope_qk.default") == 1
+        assert_same(out, wanted)
+        assert (out[0] is a) == inplace
+        rotate_qk(q.clone(), k.clone(), freqs, inplace=inplace)
+
+
+@pytest.mark.usefixtures("watch")
+@pytest.mark.parametrize("keep", [False, True])
+def test_selective_checkpointing_keeps_the_operator_or_runs_it_again(keep: bool) -> None:
+    (x,), freqs = leaves(H), angles()
+    asked: list[str] = []
+
+    def policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        asked.append(str(operator))
+        wanted = operator == torch.ops.tuned.rope.default and keep
+        return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    out = checkpoint(lambda t: rotate(t * 2, freqs).pow(2), x, use_reentrant=False, context_fn=contexts)
+    (found,) = torch.autograd.grad(out.sum(), x)
+    assert "tuned.rope.default" in asked
+    assert_same(found, 8 * x.detach())
