@@ -150,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measure=measure,
         versions=peers.versions,
         folder=FOLDER,
+        apart=True,
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import subprocess
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -59,15 +61,23 @@ def command(  # noqa: PLR0913 (what a suite is)
     measure: Callable[[R], dict[str, Any]],
     versions: Callable[[], dict[str, str]],
     folder: Path = FOLDER,
+    apart: bool = False,
 ) -> int:
-    """The command line of a suite: 0, or 1 where there is no GPU or no row has the text asked for."""
+    """The command line of suites: 0, or 1 where there is no GPU or no row has the text asked for.
+
+    ``apart``: each suite in a process of its own, since what others left of the memory, in pieces, changes how fast
+    calls of gigabytes are.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=about)
     parser.add_argument("--out", type=Path, default=folder, help="folder of the results")
     parser.add_argument("--minutes", type=float, default=DEFAULT_MINUTES, help="begin no row after this many")
     parser.add_argument("--rows", metavar="TEXT", help="only the rows with this text in their key; the others stay")
+    names = list(dict.fromkeys(row.suite for row in rows))
+    parser.add_argument("--suite", choices=names, help="only this one; the rows of others stay")
     parser.add_argument("--dry-run", action="store_true", help="list the rows and what judges them; needs no GPU")
     options = parser.parse_args(arguments)
     chosen = [row for row in rows if options.rows is None or options.rows in row.key]
+    chosen = [row for row in chosen if options.suite in (None, row.suite)]
     if not chosen:
         print(f"no row's key has the text {options.rows!r}; --dry-run lists the keys")
         return 1
@@ -79,6 +89,8 @@ def command(  # noqa: PLR0913 (what a suite is)
     if not torch.cuda.is_available():
         print(f"{prog} measures on a GPU, and PyTorch sees none here; --dry-run lists the rows")
         return 1
+    if apart and options.rows is None and options.suite is None:
+        return _apart(prog, names, options)
     replaced = sorted({row.suite for row in chosen}) if options.rows is None else ()
     results = record.Results.open(options.out, replaced, versions)
     run(chosen, results, measure, minutes=options.minutes)
@@ -86,3 +98,14 @@ def command(  # noqa: PLR0913 (what a suite is)
     for key, why in results.skipped.items():
         print(f"  skipped {key}: {why}")
     return 0
+
+
+def _apart(prog: str, suites: Sequence[str], options: argparse.Namespace) -> int:
+    """Each suite in a process of its own, one after the other, within the minutes of all."""
+    deadline = time.monotonic() + 60 * options.minutes
+    worst = 0
+    for suite in suites:
+        left = max(0.0, deadline - time.monotonic()) / 60
+        arguments = ["--suite", suite, "--out", str(options.out), "--minutes", f"{left:.2f}"]
+        worst = max(worst, subprocess.run([sys.executable, "-m", prog, *arguments], check=False).returncode)  # noqa: S603 - our own words
+    return worst

@@ -124,7 +124,6 @@ class Watch:
             if isinstance(t, torch.Tensor):
                 assert type(t) in PLAIN
                 assert not is_functorch_wrapped_tensor(t)
-                assert not t.is_neg()
         assert forward_ad._current_level < 0
         choice = tuned.rope.plan.choice_of(prepared, None)
         assert choice.variant is not None, "a launch where eager PyTorch should serve"
@@ -160,6 +159,8 @@ class Watch:
             ctypes.memmove(place, out.data_ptr(), extent * out.element_size() if out.numel() else 0)
 
     def _execute(self, part: Launch, spec: Any, call: RopeCall) -> None:
+        read = [t for t in (call.x, call.key, call.cos, call.sin) if t is not None]
+        assert not any(t.is_neg() for t in read), "a kernel reads memory, which is not negated"
         if self.interpreted:
             constants = part.constants | {"PDL": False}  # the interpreter knows no kernel before this one
             with np.errstate(all="ignore"):

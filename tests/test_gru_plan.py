@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 T, B, FEATURES, H = 3, 2, 5, 16
 SPIN = GruVariant("persistent", block_hidden=8, block_batch=8, exchange="spin")
+HEAD = (0, None, None, None)  # what the launcher adds
 COUNTER = GruVariant("persistent", block_hidden=8, block_batch=8, exchange="counter")
 ALONE = GruVariant("persistent", block_hidden=64, num_warps=4)
 
@@ -42,7 +43,9 @@ class Wiretap:
         numbers = tuple(v for v in launch.arguments if not isinstance(v, torch.Tensor))
         rest = (*numbers, *launch.constants.values())
         silent = types.SimpleNamespace(calls=[])
-        return Bare(lambda *g: self.fired.append(g), 0, 0, launch.programs, rest, lambda _: 7, self.listeners, silent)
+        return Bare(
+            lambda *g: self.fired.append(g), 0, HEAD, launch.programs, rest, lambda _: 7, self.listeners, silent
+        )
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import tuned.launcher
 from tuned.launch import Copy, Fill, Launch, Product
-from tuned.launcher import as_integers, run_step
+from tuned.launcher import as_integers, run_step, unwrapped
 
 if TYPE_CHECKING:
     from tuned.launch import Step
@@ -53,3 +54,68 @@ def test_a_launch_is_public_unless_another_way_is_given(monkeypatch: pytest.Monk
     assert seen == [("the kernel a_kernel", launch)]
     run_step(launch, seen.append)
     assert seen[1:] == [launch]
+
+
+class Spreading:
+    """A launcher as Triton 3.6 has it: what it knows of the kernel, then the values one by one."""
+
+    launch_pdl, scratch = True, None
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+        self.launch = lambda *given: self.launched.append(given)
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *given: Any) -> None:
+        self.launch(x, y, z, stream, function, self.launch_pdl, self.scratch, *given)
+
+
+class Gathering(Spreading):
+    """As Triton 3.7: the values in one tuple."""
+
+    def __call__(
+        self, x: int, y: int, z: int, stream: int, function: int, a: Any, b: Any, c: Any, d: Any, *given: Any
+    ) -> None:
+        self.launch(x, y, z, stream, function, self.launch_pdl, a, b, c, d, given)
+
+
+class Allocating(Spreading):
+    """Adds another thing to each launch."""
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *given: Any) -> None:
+        self.launch(x, y, z, stream, function, object(), *given)
+
+
+class Turning(Spreading):
+    """Gives the values in another order."""
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *given: Any) -> None:
+        self.launch(x, y, z, stream, function, *reversed(given))
+
+
+class Other(Spreading):
+    """Calls by other arguments."""
+
+    def __call__(self, grid: Any, *given: Any) -> None:
+        raise TypeError(grid, given)
+
+
+@pytest.mark.parametrize("kind", [Spreading, Gathering, Allocating, Turning, Other])
+def test_a_launcher_is_left_out_only_where_the_c_function_gets_what_it_would_get(kind: type[Spreading]) -> None:
+    wrapper = kind()
+    compiled = types.SimpleNamespace(run=wrapper, function=77, packed_metadata=("metadata",))
+    run, head = unwrapped(compiled)
+    assert (run is wrapper) == (kind in (Allocating, Turning, Other))
+    assert wrapper.launched == [], "asking launches nothing"
+    if kind in (Spreading, Gathering):
+        run(9, 1, 1, 123, 77, *head, 1, 2, 3)
+        wrapper(9, 1, 1, 123, 77, ("metadata",), None, None, None, 1, 2, 3)
+        ours, theirs = wrapper.launched
+        assert ours == theirs
+        assert ours[-3:] == (1, 2, 3) or ours[-1] == (1, 2, 3)
+
+
+def test_a_launcher_that_needs_scratch_is_not_left_out() -> None:
+    wrapper = Spreading()
+    wrapper.global_scratch_size = 128  # type: ignore[attr-defined]
+    compiled = types.SimpleNamespace(run=wrapper, function=77, packed_metadata=("metadata",))
+    assert unwrapped(compiled) == (wrapper, (("metadata",), None, None, None))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="this stands in for a GPU where there is none")
 HIDDEN, WIDTH, BATCH = 24, 16, 2
+HEAD = (0, None, None, None)  # what the launcher adds
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def fired(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
         numbers = tuple(v for v in launch.arguments if not isinstance(v, torch.Tensor))
         silent = types.SimpleNamespace(calls=[])
         rest = (*numbers, *launch.constants.values())
-        return Bare(lambda *given: launched.append(given), 0, 0, launch.programs, rest, lambda _: 7, silent, silent)
+        return Bare(lambda *given: launched.append(given), 0, HEAD, launch.programs, rest, lambda _: 7, silent, silent)
 
     for module in (tuned.gru_cell.prepare, linear):
         monkeypatch.setattr(module, "why_eager", lambda *_: None)

@@ -189,17 +189,22 @@ def test_what_autograd_cannot_follow_is_refused_before_any_write(how: str, form:
         "leaf": lambda: (leaf, leaf.detach().clone()),
         "slice of a leaf": lambda: (leaf[:, :, :H], leaf[:, :, H:]),
         "no_grad view": lambda: unseen,
-        "leaf that is a view": lambda: tuple(t.requires_grad_() for t in whole.clone().split(H, 2)),
+        "leaf that is a view": lambda: (whole.clone()[:, :, :H].requires_grad_(), whole.clone()[:, :, H:]),
     }[how]()
     q, k = (q, k) if k.shape[2] == H else (q, k[:, :, :H])
-    calls: dict[str, Callable[[], Any]] = {
-        "one": lambda: rotate(q, angles(), inplace=True),
-        "pair": lambda: rotate_qk(q, k, angles(), inplace=True),
-        "qkv": lambda: rotate_qkv(q, angles(), kv_heads=1, inplace=True),
+    calls: dict[str, Callable[..., Any]] = {
+        "one": lambda x, _: rotate(x, angles(), inplace=True),
+        "pair": lambda x, key: rotate_qk(x, key, angles(), inplace=True),
+        "qkv": lambda x, _: rotate_qkv(x, angles(), kv_heads=1, inplace=True),
     }
+    for _ in range(3):  # with the same properties, and allowed
+        bases = [torch.randn(2 * whole.numel(), requires_grad=t.requires_grad) * 1 for t in (q, k)]
+        calls[form](
+            *(b.as_strided(t.shape, t.stride(), t.storage_offset()) for b, t in zip(bases, (q, k), strict=True))
+        )
     for _ in range(2):
         with pytest.raises(RuntimeError, match="use inplace=False"):
-            calls[form]()
+            calls[form](q, k)
     for t in (made, leaf, q, k):
         assert t._version <= 1
     assert torch.equal(made.detach(), whole)

@@ -40,6 +40,7 @@ from tuned.rope.arguments import Given, Settings
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tuned.compat.transformer_engine import apply_rotary_pos_emb as apply_rotary_pos_emb  # noqa: PLC0414
     from tuned.lookup import Choice
 
 
@@ -242,23 +243,13 @@ def rope_backward(  # noqa: PLR0913 - the arguments of rope
     )
 
 
-def apply_rotary_pos_emb(  # noqa: PLR0913 - the arguments of its peer
-    t: torch.Tensor,
-    freqs: torch.Tensor,
-    tensor_format: str = "sbhd",
-    *,
-    interleaved: bool = False,
-    fused: bool = True,
-    cu_seqlens: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """TransformerEngine's call: freqs float32 ``[s2, 1, 1, d2]``, one entry a feature; see ``rope``.
+def __getattr__(name: str) -> Any:
+    """TransformerEngine's call, where users of this module's first version find it; it is made of ``rope``."""
+    if name == "apply_rotary_pos_emb":
+        from tuned.compat.transformer_engine import apply_rotary_pos_emb  # noqa: PLC0415 - which imports this module
 
-    ``fused`` is accepted and changes nothing: there is one implementation, and it takes all layouts.
-    """
-    del fused
-    return rope(
-        t, freqs, tensor_format=tensor_format, interleaved=interleaved, angle_entries="feature", cu_seqlens=cu_seqlens
-    )
+        return apply_rotary_pos_emb
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell

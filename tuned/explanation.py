@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import torch
 
 from tuned import dispatch, nn
+from tuned.compat.transformer_engine import apply_rotary_pos_emb
 from tuned.family import FAMILIES
 from tuned.gru import serve
 from tuned.lookup import Choice
@@ -38,7 +40,8 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
     """Which kernel ``function(*args, **kwargs)`` gets, without running it.
 
     Args:
-        function: rope, rope_qk, rope_qkv, rope_backward, apply_rotary_pos_emb, gru_cell, gru or linear_cat of tuned.dispatch; or a GRU or
+        function: rope, rope_qk, rope_qkv, rope_backward, gru_cell, gru or linear_cat of tuned.dispatch; TransformerEngine's
+            apply_rotary_pos_emb of tuned.compat; or a GRU or
             GRUCell module, of tuned.nn or of torch.nn.
         args: its arguments.
         kwargs: its keyword arguments.
@@ -50,11 +53,9 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
     if function in (dispatch.rope, dispatch.rope_qk, dispatch.rope_qkv, dispatch.rope_backward):
         family = FAMILIES["rope"]
         choice, spec = dispatch.explain_rope(function, *args, **kwargs)
-    elif function is dispatch.apply_rotary_pos_emb:
-        kwargs = {"tensor_format": "sbhd", "angle_entries": "feature", **kwargs}
-        kwargs.pop("fused", None)
+    elif function is apply_rotary_pos_emb:
         family = FAMILIES["rope"]
-        choice, spec = dispatch.explain_rope(dispatch.rope, *args, **kwargs)
+        choice, spec = dispatch.explain_rope(dispatch.rope, **_as_rope(*args, **kwargs))
     elif function is dispatch.gru_cell:
         family = FAMILIES["gru_cell"]
         choice, spec = serve.explain_gru_cell(*args, **kwargs)
@@ -69,6 +70,19 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
         known = "rope, rope_qk, rope_qkv, rope_backward, apply_rotary_pos_emb, gru_cell, gru, linear_cat and modules GRU and GRUCell"
         raise TypeError(f"explain knows {known}, got {function!r}")
     return _explanation(choice, () if choice.variant is None else family.kernel_names(spec, choice.variant))
+
+
+def _as_rope(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of ``rope`` in a call of TransformerEngine's ``apply_rotary_pos_emb``."""
+    bound = inspect.signature(apply_rotary_pos_emb).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    del given["fused"]
+    starts = given.pop("start_positions")
+    if given["tensor_format"] != "thd":
+        given["cu_seqlens"] = None
+    freqs = given.pop("freqs")
+    return {"x": given.pop("t"), "freqs": freqs.float(), "offset": 0 if starts is None else starts, **given}
 
 
 def _explanation(choice: Choice, kernels: tuple[str, ...]) -> Explanation:

@@ -38,8 +38,9 @@ def traits(t: torch.Tensor) -> tuple[Any, ...]:
 class Bare(NamedTuple):
     """All that a launch by the compiled kernel's own launcher takes, but the stream and the pointers; no tensors.
 
-    ``run(programs, 1, 1, stream_of(device), function, *head, *pointers, *rest)``: the pointers in the order of the kernel's signature, which has them all before its numbers. They must be aligned as those of the
-    launch were, and while a profiler listens (``enter.calls or leave.calls``) the launch should be public instead.
+    ``run(programs, 1, 1, stream_of(device), function, *head, *pointers, *rest)``: the pointers in the order of the
+    kernel's signature, which has them all before its numbers. They must be aligned as those of the launch were, and while
+    a profiler listens (``enter.calls or leave.calls``) the launch should be public instead.
     """
 
     run: Callable[..., None]

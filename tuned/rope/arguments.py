@@ -439,6 +439,8 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
         raise ValueError(f"seq * batch must be at most {MAX_TOKENS}, got {seq * batch}: split the call")
     if inplace:
         _overwritable(x, key)
+    if isinstance(settings.attention_scaling, torch.Tensor):
+        raise TypeError("attention_scaling must be a number, got a tensor, which may change: pass float(...) of it")
     scaled = settings.attention_scaling != 1.0
     if scaled and angles.kind == "cos_sin":
         raise ValueError(
@@ -452,7 +454,8 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
     # The kernels step through the features of both tensors, and of both results, by one stride.
     alike = key is None or (x.stride(-1) == key.stride(-1) and out.stride(-1) == key_out.stride(-1))
     supported = x.dtype in SUPPORTED and alike
-    eager_spec = _spec(
+    make_spec = RopeSpec if torch.compiler.is_dynamo_compiling() else _spec  # which does not look into a cache
+    eager_spec = make_spec(
         layout,
         SUPPORTED.get(x.dtype, "float32"),  # eager PyTorch takes float64 too; the spec has no word for it
         max(heads, 1),

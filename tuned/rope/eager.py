@@ -91,9 +91,11 @@ def rotate(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor |
         cos, sin = (a.transpose(0, 1)[:, :, None] if a.ndim > 2 else a[:, None, None] for a in (cos, sin))  # noqa: PLR2004
     if spec.conjugate:
         sin = -sin
-    x = _turn(spec, call.x, cos, sin, inside)
+    # What is copied has its gradient as it comes, whatever the angles are.
+    moved = call.x.shape[-2] - spec.copied_heads
+    x = _turn(spec, call.x[..., :moved, :], cos, sin, inside)
     if spec.copied_heads:
-        x = torch.cat((x[..., : -spec.copied_heads, :], call.x[..., -spec.copied_heads :, :]), -2)
+        x = torch.cat((x, call.x[..., moved:, :]), -2)
     return x, None if call.key is None else _turn(spec, call.key, cos, sin, inside)
 
 
