@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import calls, calls_peers, calls_plan, clock, peers, record, session
 from benchmarks.rope import FLOAT32_ERROR, OURS_ERROR, PEER_ERROR, WrongResultError, largest_error
-from generator.measuring.bench import Timing
+from generator.measuring.bench import summarise
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 FOLDER = session.FOLDER.parent / "calls"
 WARM_UPS = 3
+OURS = "ours"
+HOST_ROUNDS = 7
 NO_ROPE = "torch.add"  # a column of host rows: there is nothing to hold it against
 
 
@@ -103,35 +105,42 @@ def device_row(row: CallRow, device: str) -> dict[str, Any]:
     )
 
 
-def time_host_call(name: str, call: CompleteCall, t: Tensors, expected: Sequence[torch.Tensor]) -> Timing | str:
-    """The wall time of a peer's call, or the reason why there is none."""
+def host_peer(name: str, call: CompleteCall, t: Tensors, expected: Sequence[torch.Tensor]) -> Launch | str:
+    """A peer's call, checked, or the reason why there is none."""
     try:
         launches = calls_peers.launches(name, call, [probe(call, t)])
         if isinstance(launches, str):
             return launches
         if name != NO_ROPE:
             check(launches[0], expected, PEER_ERROR)
-        return clock.host(launches[0])
     except Exception as error:  # noqa: BLE001 (foreign code: whatever it raises is the reason)
         return session.reason(error)
+    return launches[0]
 
 
 def host_row(row: CallRow, device: str) -> dict[str, Any]:
-    """Time one row by the wall clock: forward alone, with what autograd keeps where the call has a gradient."""
+    """Time one row by the wall clock: forward alone, with what autograd keeps where the call has a gradient.
+
+    Each call in each round, so that a host that slows down for a while does so for all; the median over the rounds.
+    """
     call = row.call
     t = calls.make_tensors(call, 1, device)[0]
     expected = calls.expected(call, t)
     mine = calls.as_a_user_calls(call, probe(call, t))
     check(mine, expected, our_limit(call))
-    first = clock.host(mine)
-    found = {name: time_host_call(name, call, t, expected) for name in row.peers}
-    times = (first, clock.host(mine))
-    return record.host_row(
-        row,
-        ours_us=statistics.fmean(timing.median_us for timing in times),
-        ours_spread_us=max(timing.spread_us for timing in times),
-        found={name: us if isinstance(us, str) else round(us.median_us, 3) for name, us in found.items()},
-    )
+    peers = {name: host_peer(name, call, t, expected) for name in row.peers}
+    timed = {OURS: mine, **{name: launch for name, launch in peers.items() if not isinstance(launch, str)}}
+    times: dict[str, list[float]] = {name: [] for name in timed}
+    for _ in range(HOST_ROUNDS):
+        for name, launch in timed.items():
+            times[name].append(clock.host(launch).median_us)
+    ours = summarise(times.pop(OURS))
+    medians = {name: round(statistics.median(found), 3) for name, found in times.items()}
+    found: dict[str, float | str] = dict(medians)
+    found |= {name: why for name, why in peers.items() if isinstance(why, str)}
+    measured = record.host_row(row, ours_us=ours.median_us, ours_spread_us=ours.spread_us, found=found)
+    add = medians.get(NO_ROPE)
+    return measured | {"ours_over_add": None if add is None else round(ours.median_us / add, record.DIGITS)}
 
 
 def measure(row: CallRow, device: str = "cuda") -> dict[str, Any]:
