@@ -355,7 +355,8 @@ def test_the_time_of_emptying_the_cache_is_taken_off(monkeypatch, count, taken_u
     monkeypatch.setattr(clock, "sets", lambda _: 4)
     monkeypatch.setattr(clock, "_flush", lambda: lambda: ran.append("flush"))
 
-    def device_time(launches):
+    def device_time(launches, warm_us):
+        assert warm_us > 1e4
         ran.clear()
         launches[0]()
         return Timing({("flush",): 30.0, ("flush", 0, 1): 130.0, (0, 1, 2, 3): 160.0}[tuple(ran)], 4.0)

@@ -47,12 +47,16 @@ def summarise(times_us: Sequence[float]) -> Timing:
 
 
 def device_time(
-    launches: Sequence[Callable[[], object]], replays: int = REPLAYS, restore: Callable[[], object] | None = None
+    launches: Sequence[Callable[[], object]],
+    replays: int = REPLAYS,
+    restore: Callable[[], object] | None = None,
+    warm_us: float = 0.0,
 ) -> Timing:
     """Device time of one launch: replays of a CUDA graph that holds the launches in turn, each on its own buffers.
 
     The launches should rotate over ``sets_beyond_l2`` sets: a loop over one set times the cache. ``restore`` makes the
-    inputs of launches in place new; it runs before each two replays, of which the second is timed.
+    inputs of launches in place new; it runs before each two replays, of which the second is timed. ``warm_us`` of replays
+    come before those that are timed: a GPU that was idle, while the host compiled, is slower for some milliseconds.
     """
     here, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     stream.wait_stream(here)  # what prepared the buffers may still run
@@ -80,7 +84,8 @@ def device_time(
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
         if restore is None:
             spans = list(itertools.pairwise(marks))
-            graph.replay()
+            for _ in range(1 + int(warm_us / (rounds * rough_us))):
+                graph.replay()
             for mark in marks[:-1]:
                 mark.record()
                 graph.replay()
