@@ -29,6 +29,7 @@ check:  ## stale or missing rows, generated files out of date
 
 bench: $(VENV)/.bench  ## against the peers that are installed, on a GPU; then the tables and the plots
 	$(BIN)/python -m benchmarks.rope
+	$(BIN)/python -m benchmarks.rope_calls
 	$(BIN)/python -m benchmarks.gru
 	$(BIN)/python -m benchmarks.gru_cell
 	$(BIN)/python -m benchmarks.table --write README.md

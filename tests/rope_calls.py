@@ -205,6 +205,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     for module in (plan, tuned.rope.lengths):
         monkeypatch.setattr(module, "gpu_of", lambda _device: GPU)
     monkeypatch.setattr(plan, "capturing", lambda: False)
+    # A torch that knows CUDA raises where there is no driver.
+    monkeypatch.setattr(tuned.rope.call, "current_device", lambda: -1)
     monkeypatch.setattr(tuned.rope.lengths, "kernel", with_parameters)
     monkeypatch.setattr(plan, "run_public", made.run_public)
     monkeypatch.setattr(tuned.plan, "_specialised", specialised)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tuned
+import tuned.dispatch
 import tuned.rope.call
 from tests.rope_calls import Watch, watch
 from tuned.dispatch import apply_rotary_pos_emb, gru_cell, rope, rope_backward, rope_qk, rope_qkv
@@ -124,6 +125,15 @@ def test_cos_and_sin_of_different_strides_are_right_every_time() -> None:
     for _ in range(3):
         out = rope(x, cos=cos, sin=sin, angle_entries="feature")
         torch.testing.assert_close(out.double(), formula(x, freqs), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_wrapped_in_dispatch_can_still_be_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, freqs = tensors()
+    genuine = tuned.dispatch.rope_qk
+    monkeypatch.setattr(tuned.dispatch, "rope_qk", functools.partial(genuine))
+    assert tuned.explain(genuine, x, x, freqs).rule == "eager"
+    with pytest.raises(TypeError, match="explain knows rope, rope_qk"):
+        tuned.explain(len, x)
 
 
 def test_angles_that_require_grad_get_one() -> None:

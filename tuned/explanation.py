@@ -14,6 +14,9 @@ from tuned.family import FAMILIES
 from tuned.gru import serve
 from tuned.lookup import Choice
 
+# By themselves, not by their names in dispatch: who wraps one there can still ask for it.
+ROPE = (dispatch.rope, dispatch.rope_qk, dispatch.rope_qkv, dispatch.rope_backward)
+
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
@@ -50,7 +53,7 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
         TypeError: for any other function.
         ValueError: what the call itself would raise.
     """
-    if function in (dispatch.rope, dispatch.rope_qk, dispatch.rope_qkv, dispatch.rope_backward):
+    if function in ROPE:
         family = FAMILIES["rope"]
         choice, spec = dispatch.explain_rope(function, *args, **kwargs)
     elif function is apply_rotary_pos_emb:
