@@ -13,11 +13,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import tuned
+import tuned.misses
 import tuned.plan
 import tuned.rope.plan
 from tests.rope_calls import CHOICES, Case, Watch, build, forget, mode, watch
 from tuned import launcher
 from tuned.dispatch import rope, rope_qk
+from tuned.lookup import Gpu
 from tuned.overwrite import refuse_overwrite
 from tuned.rope import call as rope_call
 from tuned.rope.arguments import prepare
@@ -360,3 +363,15 @@ def test_a_scaling_that_is_a_tensor_is_refused_and_not_kept() -> None:
     for _ in range(2):
         with pytest.raises(TypeError, match="must be a number"):
             rope(x, freqs, attention_scaling=factor)
+
+
+def test_a_gpu_that_nothing_was_tuned_on_is_told_of_at_the_line_that_called(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rope_call, "call", watch.genuine)  # the watch's own frame would be the caller
+    monkeypatch.setattr(tuned.rope.plan, "gpu_of", lambda _device: Gpu("a_new_card", 90, 132, "A New Card"))
+    monkeypatch.setattr(tuned.misses, "_TOLD", set())
+    x, freqs = torch.ones(1, 2, 4, 16), torch.zeros(2, 8)
+    with pytest.warns(tuned.TunedWarning, match="nothing was tuned on A New Card") as said:
+        rope_qk(x, x, freqs, angle_entries="pair")
+    assert said[0].filename == __file__

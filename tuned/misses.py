@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -47,9 +48,17 @@ def note(family: Family, spec: Any, size: Any, choice: Choice) -> None:
             "To tune this GPU, in a checkout of this project: python tune.py --gpu auto; with --quick it takes a minute. "
             "This is said once."
         )
-        warnings.warn(text, TunedWarning, stacklevel=5)  # the line that called rope
+        warnings.warn(text, TunedWarning, stacklevel=_outside())
     if path := os.environ.get("TUNED_RECORD"):
         _record(path, family, spec, size)
+
+
+def _outside() -> int:
+    """The stack level, for the function that asks, of the line outside of this package that made the call."""
+    level, frame = 1, sys._getframe(1)  # noqa: SLF001 - no public way that makes no list of all frames
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _size_of(gpu: Gpu) -> str:
