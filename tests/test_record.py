@@ -15,7 +15,7 @@ from generator.rendering.structures import structures
 from generator.selection import problem_named
 from generator.workload import WORKLOADS, default_problems
 from tests.fakes import ENVIRONMENT
-from tuned.record import SCHEMA, RecordError, Winner, load_record
+from tuned.record import SCHEMA, RecordError, Winner, load_record, winner_from_json, winner_to_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -210,3 +210,12 @@ def test_a_truncated_record_is_refused_wherever_it_ends(tmp_path: Path) -> None:
         path.write_text(whole[:end])
         with pytest.raises(RecordError):
             load_record(path)
+
+
+def test_a_spec_may_be_older_than_a_field_and_a_variant_may_not() -> None:
+    whole = winner_to_json(winner("llama3_8b_2x4096"))
+    del whole["spec"]["key_heads"]
+    assert winner_from_json(whole, "it").spec.key_heads == 0
+    del whole["variant"]["num_warps"]
+    with pytest.raises(RecordError, match=r"it\.variant must have the fields"):
+        winner_from_json(whole, "it")

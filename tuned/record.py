@@ -59,20 +59,23 @@ def winner_to_json(winner: Winner) -> dict[str, Any]:
     return dataclasses.asdict(winner)
 
 
-def build(kind: type, values: Any, where: str) -> Any:
+def build(kind: type, values: Any, where: str, *, may_lack: bool = False) -> Any:
     """A frozen dataclass (spec, size or variant) from plain JSON values, every field checked.
+
+    ``may_lack``: fields that have a default may be missing. A spec of a record that is older than a field means what
+    it had then; a variant that lacks one is torn.
 
     Raises:
         RecordError: a field is missing, unknown, of another type or refused by the class; ``where`` begins the message.
     """
     fields = dataclasses.fields(kind)
     names = {f.name for f in fields}
-    needed = {f.name for f in fields if f.default is dataclasses.MISSING}
+    needed = {f.name for f in fields if not may_lack or f.default is dataclasses.MISSING}
     if not isinstance(values, dict) or not needed <= set(values) <= names:
         found = sorted(values) if isinstance(values, dict) else type(values).__name__
         raise RecordError(f"{where} must have the fields {sorted(names)}, got {found}")
     for field in fields:
-        if field.name not in values:  # of a record that is older than the field, which means what it had then
+        if field.name not in values:
             continue
         wanted = {"str": str, "int": int, "bool": bool}.get(str(field.type))
         if wanted is not None and type(values[field.name]) is not wanted:
@@ -96,7 +99,7 @@ def winner_from_json(values: Any, where: str) -> Winner:
     family = FAMILIES.get(values["family"]) if isinstance(values["family"], str) else None
     if family is None:
         raise RecordError(f"{where}.family must be one of {sorted(FAMILIES)}, got {values['family']!r}")
-    spec = build(family.spec_type, values["spec"], f"{where}.spec")
+    spec = build(family.spec_type, values["spec"], f"{where}.spec", may_lack=True)
     size = build(family.size_type, values["size"], f"{where}.size")
     variant = build(family.variant_type, values["variant"], f"{where}.variant")
     reason = undeclared(variant) or family.rejection(spec, size, variant)

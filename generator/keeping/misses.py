@@ -54,7 +54,7 @@ def _problem(line: str, where: str) -> tuple[str, Any, Any]:
     if family is None:
         raise MissesError(f"{where}: family must be one of {sorted(FAMILIES)}, got {values['family']!r}")
     try:
-        spec = build(family.spec_type, values["spec"], f"{where}: spec")
+        spec = build(family.spec_type, values["spec"], f"{where}: spec", may_lack=True)
         size = build(family.size_type, values["size"], f"{where}: size")
     except RecordError as error:
         raise MissesError(str(error)) from error
