@@ -137,6 +137,14 @@ def test_what_is_wrapped_in_dispatch_can_still_be_explained(monkeypatch: pytest.
         tuned.explain(len, x)
 
 
+def test_transformer_engines_call_is_found_here_too() -> None:
+    from tuned.compat import transformer_engine  # noqa: PLC0415 - what is asked is where it is found
+
+    assert tuned.dispatch.apply_rotary_pos_emb is transformer_engine.apply_rotary_pos_emb
+    with pytest.raises(AttributeError, match="no attribute 'rotate'"):
+        tuned.dispatch.rotate  # noqa: B018
+
+
 def test_angles_that_require_grad_get_one() -> None:
     x, freqs = tensors()
     freqs.requires_grad_()

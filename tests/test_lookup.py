@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import random
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +16,14 @@ import tuned.lookup
 import tuned.table
 from generator.keeping.record import write_record
 from tests.test_record import winner
+from tuned.choices import choices
 from tuned.family import FAMILIES
 from tuned.gru.spec import GruSize, GruSpec
 from tuned.gru.variant import GruVariant
-from tuned.lookup import Gpu, choose
+from tuned.lookup import Gpu, choose, near_rows, nearest, usable, variant_at
 from tuned.record import METHOD
 from tuned.rope.spec import RopeSize, RopeSpec
-from tuned.rope.variant import RopeVariant, adapt, default_variant, distance
+from tuned.rope.variant import RopeVariant, adapt, default_variant, distance, rejection, size_class
 from tuned.table import Row, Table
 
 if TYPE_CHECKING:
@@ -225,3 +228,33 @@ def test_every_shipped_row_is_fresh_and_legal() -> None:
             )
             assert len(rows) == sum(w["family"] == name for w in record["winners"])
             assert not [r.stale for r in rows if r.stale], "the template changed since this was measured: tune again"
+
+
+def test_rows_that_are_left_out_would_never_have_been_nearest() -> None:
+    family, table = FAMILIES["rope"], tuned.table.tables()["nvidia_h200"]
+    rows, gpu = table.rows["rope"], Gpu("nvidia_h200", 90, 132, "NVIDIA H200")
+    draw = random.Random(0)
+    for _ in range(60):
+        spec = draw.choice(rows).spec
+        if draw.random() < 0.6:
+            spec = dataclasses.replace(
+                spec, heads=draw.choice([9, 16, 40, 64]), dtype=draw.choice(["bfloat16", "float32"])
+            )
+        kept = near_rows(family, spec, gpu)
+        assert 0 < len(kept.near) < len(rows)
+        for size in (RopeSize(draw.choice([1, 2, 7]), draw.randint(1, 200_000)) for _ in range(8)):
+            chosen = variant_at(kept._replace(measured={}), family, size, gpu)
+            if usable(family, spec, size, chosen, gpu.capability, gpu.multiprocessors):
+                assert chosen == nearest(family, spec, size, rows, gpu.capability, gpu.multiprocessors)[2]
+
+
+def test_sizes_of_one_class_are_alike_to_every_rule() -> None:
+    draw = random.Random(0)
+    variants = [RopeVariant(**{n: draw.choice(c) for n, c in choices(RopeVariant).items()}) for _ in range(60)]
+    for layout, heads in itertools.product(("bshd", "sbhd", "thd"), (1, 3, 32)):
+        spec = RopeSpec(layout, "bfloat16", heads, 128, 128)
+        classes: dict[Any, Any] = {}
+        for batch, seq in itertools.product((1, 2, 3, 5, 40, 200), (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 500)):
+            size = RopeSize(batch, seq)
+            verdicts = [rejection(spec, size, v) is None for v in variants]
+            assert classes.setdefault(size_class(spec, size), verdicts) == verdicts

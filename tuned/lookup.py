@@ -38,9 +38,8 @@ class Choice:
     gpu: Gpu | None = None  # whose call it is; None for eager
 
 
-_HAS_ROWS: dict[
-    Any, tuple[bool, Table]
-] = {}  # (GPU, id of its table) -> the answer, and the table, to keep its id its own
+# (GPU, id of its table) -> the answer, and the table, to keep its id its own
+_HAS_ROWS: dict[Any, tuple[bool, Table]] = {}
 
 
 def has_rows(gpu: Gpu) -> bool:
@@ -174,21 +173,24 @@ def _undominated(family: Family, spec: Any, gpu: Gpu, rows: Iterable[Row]) -> tu
     By the triangle inequality that is so where the other is nearer by more octaves of the spec than lie between the two
     numbers of tokens; among rows as near, a stale one never stands in for a fresh one, nor a later one for an earlier.
     """
-    entries = [
-        _Near(family.distance(row.spec, spec), _octave(row.size), row.stale is not None, row, index)
-        for index, row in enumerate(rows)
+    found = [
+        _Near(
+            family.distance(row.spec, spec),
+            _octave(row.size),
+            row.stale is not None,
+            row,
+            family.adapt(family.fit(row.variant, gpu.capability), row.spec, spec),
+        )
+        for row in rows
     ]
+    ranked = list(enumerate(found))
 
-    def beats(other: _Near, one: _Near) -> bool:
+    def beats(i: int, other: _Near, k: int, one: _Near) -> bool:
         least = other.away + abs(other.octave - one.octave)
-        first = (other.stale, other.variant) < (one.stale, one.variant)  # as ties fall; here variant is the index
-        return other is not one and (least < one.away - TIE or (first and least <= one.away))
+        first = (other.stale, i) < (one.stale, k)  # as ties fall
+        return i != k and (least < one.away - TIE or (first and least <= one.away))
 
-    kept = [one for one in entries if not any(beats(other, one) for other in entries)]
-    return tuple(
-        one._replace(variant=family.adapt(family.fit(one.row.variant, gpu.capability), one.row.spec, spec))
-        for one in kept
-    )
+    return tuple(one for k, one in ranked if not any(beats(i, other, k, one) for i, other in ranked))
 
 
 TIE = 1e-9  # octaves: floating point may tell two rows apart by less that are as near

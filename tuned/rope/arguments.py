@@ -40,7 +40,7 @@ class Sources(NamedTuple):
 
     angles: str
     place: str | None
-    second: str | None  # "copied" where cos and sin have no strides in common
+    copied: bool  # cos and sin have no strides in common, and are copied in each call
 
     @classmethod
     def of(cls, given: Given) -> Sources:
@@ -50,7 +50,7 @@ class Sources(NamedTuple):
         ids = given.positions is not None
         place = "positions" if ids else "offset" if isinstance(given.offset, torch.Tensor) else None
         copied = given.cos is not None and given.sin is not None and given.cos.stride() != given.sin.stride()
-        return cls(angles, place, "copied" if copied else None)
+        return cls(angles, place, copied)
 
     def given(  # noqa: PLR0913 - those of Plan.run
         self, x: Any, key: Any, angles: Any, sin: Any, cu_seqlens: Any, place: Any, number: Any, *_addresses: int

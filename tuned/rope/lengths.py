@@ -57,9 +57,8 @@ class Lengths:
     sines: int  # of one cache: how many bytes after its cosines the sines begin
     rows: NearRows  # of the table, for its spec
     forms: dict[Any, Form] = dataclasses.field(default_factory=dict)  # variant -> its kernel
-    legal: dict[Any, bool] = dataclasses.field(
-        default_factory=dict
-    )  # (variant, class of sizes) -> whether it may serve
+    # (variant, class of sizes) -> whether it may serve
+    legal: dict[Any, bool] = dataclasses.field(default_factory=dict)
 
 
 class Sized(NamedTuple):
@@ -121,7 +120,7 @@ def learn(  # noqa: PLR0913 - a call that was served, and how
 ) -> None:
     """Keep what a call that a kernel served has in common with those of other lengths, where that is all it takes."""
     gpu = gpu_of(call.x.device)
-    if klass is None or sources.second or settings.kv_heads == 0 or not has_rows(gpu) or os.environ.get("TUNED_RECORD"):
+    if klass is None or sources.copied or settings.kv_heads == 0 or not has_rows(gpu) or os.environ.get("TUNED_RECORD"):
         return  # a packed qkv with an axis of 3 is seen through another shape; the others have more to tell of each call
     if not all(_regular(t) for t in (call.x, call.out, call.key, call.key_out) if t is not None):
         return

@@ -114,7 +114,7 @@ def kernel_plan(prepared: Prepared, variant: Any, settings: Settings, sources: S
     plan = Plan(first)
     (part,) = launches(spec, variant, prepared.call)
     compiled = _COMPILED.get(_code(spec, variant, prepared.call, part))
-    if compiled is not None and sources.second is None and not capturing():
+    if compiled is not None and not sources.copied and not capturing():
         plan.run = upgrade(prepared.call, part, compiled)
     return plan
 

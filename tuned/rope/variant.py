@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from tuned.architecture import PDL_CAPABILITY
-from tuned.choices import choices, one_of
+from tuned.choices import one_of
 from tuned.launch import next_power_of_2
 from tuned.rope.spec import COMPLETE, ITEM_SIZE, RopeSize, RopeSpec
 
@@ -18,11 +18,9 @@ ADAPTED_HEADS = 8  # 2 x 16 on 4 warps was 80 percent slower than 4 x 8 with the
 # What a tile's size depends on. Every other knob is free at its default: a core that a rule excludes there is excluded anywhere.
 CORE_KNOBS = ("block_tokens", "block_heads", "head_steps", "num_warps")
 # What to tell the L2, each byte of x being used once: (loads' eviction policy, stores' cache modifier, angles' policy).
-# The texts of plain calls say nothing of angles. Those of complete calls do: a table that stays behind in the L2 cost up
-# to a tenth of a call that reads more of it than the L2 holds.
+# The texts of plain calls say nothing of angles. Those of complete calls do where x streams: up to 3 percent of calls that
+# read more of a table than the L2 holds. With the other two it cost up to a tenth.
 CACHE = {"stream": ("evict_first", ".cs", "evict_first"), "stream_stores": ("", ".cs", ""), "keep": ("", "", "")}
-
-
 BLOCK_TOKENS = (1, 2, 4, 8)
 BLOCK_HEADS = (1, 2, 4, 8, 16)
 HEAD_STEPS = (1, 2, 3, 4)
@@ -144,9 +142,9 @@ def distance(a: RopeSpec, b: RopeSpec) -> float:
     """How unlike two specs are for the choice of a variant, in octaves.
 
     Octaves of heads (of both tensors) and of padded half rows count 1 each, as do bytes a feature and each other text of
-    the kernel (layout of plain calls, style, kind of angles, in place, tail, plain or complete); direction, entries of
-    the angles and what else tells a complete call from another count half, since they change little of what is moved;
-    which of the 16-bit types, and the type of the angles, a tenth.
+    the kernel (layout, style, kind of angles, in place, tail, plain or complete); direction, entries of the angles and what
+    else tells a complete call from another count half, since they change little of what is moved; which of the 16-bit
+    types, and the type of the angles, a tenth. Of complete calls the layout is no text, but as far between their rows.
     """
     octaves = abs(math.log2(a.all_heads / b.all_heads)) + abs(math.log2(half_block(a) / half_block(b)))
     octaves += abs(math.log2(ITEM_SIZE[a.dtype] / ITEM_SIZE[b.dtype]))
@@ -165,9 +163,7 @@ def adapt(variant: RopeVariant, spec: RopeSpec, to: RopeSpec) -> RopeVariant:
     """
     tokens, heads = variant.block_tokens, variant.block_heads
     have, wanted = half_block(to), half_block(spec)
-    while have < wanted and (
-        heads < min(ADAPTED_HEADS, to.all_heads) or tokens < max(choices(RopeVariant)["block_tokens"])
-    ):
+    while have < wanted and (heads < min(ADAPTED_HEADS, to.all_heads) or tokens < max(BLOCK_TOKENS)):
         tokens, heads = (tokens, 2 * heads) if heads < min(ADAPTED_HEADS, to.all_heads) else (2 * tokens, heads)
         have *= 2
     while have > wanted and tokens * heads > 1:
