@@ -65,8 +65,8 @@ def command(  # noqa: PLR0913 (what a suite is)
 ) -> int:
     """The command line of suites: 0, or 1 where there is no GPU or no row has the text asked for.
 
-    ``apart``: each suite in a process of its own, since what others left of the memory, in pieces, changes how fast
-    calls of gigabytes are.
+    ``apart``: each suite in a process of its own, so that a peer that breaks its process costs one suite and not those
+    after it.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=about)
     parser.add_argument("--out", type=Path, default=folder, help="folder of the results")

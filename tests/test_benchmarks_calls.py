@@ -11,7 +11,19 @@ import pytest
 import torch
 
 import tuned.dispatch
-from benchmarks import bars, calls, calls_peers, calls_plan, calls_table, clock, extension, gru_plan, plan, rope_calls
+from benchmarks import (
+    bars,
+    calls,
+    calls_peers,
+    calls_plan,
+    calls_table,
+    clock,
+    extension,
+    gru_plan,
+    plan,
+    rope_calls,
+    session,
+)
 from benchmarks.calls import CompleteCall
 from benchmarks.calls_plan import CallRow
 from generator.measuring.bench import Timing
@@ -437,3 +449,19 @@ def test_pairs_are_disjoint_and_cover_the_rotated_features():
         assert not first & second
         lengths = itertools.pairwise(sorted(first))
         assert all(b - a == (2 if call.interleaved else 1) for a, b in lengths)
+
+
+def test_each_suite_is_measured_in_a_process_of_its_own(monkeypatch, tmp_path):
+    ran = []
+
+    def run(command, **_):
+        ran.append(command[1:])
+        return types.SimpleNamespace(returncode=len(ran) == 2)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(session.subprocess, "run", run)
+    assert rope_calls.main(["--out", str(tmp_path), "--minutes", "3"]) == 1, "one of them failed"
+    assert [command[:4] for command in ran] == [
+        ["-m", "benchmarks.rope_calls", "--suite", s] for s in calls_plan.SUITES
+    ]
+    assert all(command[4:6] == ["--out", str(tmp_path)] and 0 < float(command[7]) <= 3 for command in ran)
