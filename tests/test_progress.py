@@ -18,6 +18,14 @@ from generator.telling.report import stages_table
 from tests.test_record import winner
 
 
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rich asks of the environment is the test's, not that of whoever runs it (TERM=dumb draws no bar)."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 class Clock:
     """A clock that a test sets."""
 
