@@ -206,6 +206,27 @@ def code_digests(architecture: str) -> dict[str, str]:
     }
 
 
+def packed_halves(arguments: dict[str, Any], knobs: dict[str, Any], strides: tuple[int, int, int, int]) -> list[str]:
+    """The instructions of a RoPE call's PTX on sm_90 that add two 16-bit integers at once.
+
+    ``strides`` of x and the output: tokens, batch, heads, features.
+    """
+    from generator.families.rope import inputs  # noqa: PLC0415 - as above
+    from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415
+    from tuned.rope.launches import launches  # noqa: PLC0415
+    from tuned.rope.spec import RopeSize, RopeSpec  # noqa: PLC0415
+    from tuned.rope.variant import RopeVariant  # noqa: PLC0415
+
+    spec = RopeSpec(**arguments)
+    call = inputs(spec, RopeSize(batch=2, seq=16), "meta", 0)
+    call = dataclasses.replace(call, x_strides=strides, out_strides=strides)
+    found = []
+    for launch in launches(spec, RopeVariant(**knobs), call):
+        ptx = compile_launch(launch, target_of("sm_90")).asm["ptx"]
+        found += re.findall(r"\w+\.[su]16x2", ptx)
+    return found
+
+
 def widths(
     arguments: dict[str, Any], knobs: dict[str, Any], shift: int = 0, key_shift: int = 0
 ) -> dict[str, dict[int, int]]:

@@ -67,8 +67,11 @@ def _sincos(x):
     swapped = (quarter & 1) != 0
     sine = tl.where(swapped, even, odd)
     cosine = tl.where(swapped, odd, even)
-    sine = tl.where(((quarter & 2) != 0) != (x < 0), -sine, sine)
-    cosine = tl.where(((quarter + 1) & 2) != 0, -cosine, cosine)
+    turned = (quarter & 2) != 0
+    sine = tl.where(turned != (x < 0), -sine, sine)
+    # Bit 1 of quarter + 1, without the sum: LLVM narrows that to 16 bits and adds two at once (add.s16x2), and ptxas 12.8
+    # then loses the constant of some. docs/decisions.md, "Packed additions of 16 bits".
+    cosine = tl.where(turned != swapped, -cosine, cosine)
     return sine, cosine
 
 
@@ -150,6 +153,13 @@ def rope_bshd_copytail_interleaved_freqs_grid(
         # Let the next kernel's programs take places that fall free; read nothing before the kernel before has ended.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    # 64-bit offsets of features and entries too: a few may lie further apart than 2^31. A stride of 1 is a constant.
+    if isinstance(x_stride_d, tl.tensor):
+        x_stride_d = x_stride_d.to(tl.int64)
+    if isinstance(angle_stride_d, tl.tensor):
+        angle_stride_d = angle_stride_d.to(tl.int64)
+    if isinstance(out_stride_d, tl.tensor):
+        out_stride_d = out_stride_d.to(tl.int64)
 
     # This program's tile of positions and first row.
     i_program = tl.program_id(0)

@@ -188,10 +188,17 @@ def rope_call_inplace_half_cos_sin_grid(
         # Let the next kernel's programs take places that fall free; read nothing before the kernel before has ended.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    # 64-bit offsets of features and entries too: a few may lie further apart than 2^31. A stride of 1 is a constant.
+    if isinstance(stride_d, tl.tensor):
+        stride_d = stride_d.to(tl.int64)
+    if isinstance(angle_stride_d, tl.tensor):
+        angle_stride_d = angle_stride_d.to(tl.int64)
     # A program reads both features of a pair before it writes either, and no other program touches them.
     out, key_out, out_stride_d = x, key, stride_d
     out_stride_s, out_stride_b, out_stride_h = x_stride_s, x_stride_b, x_stride_h
     key_out_stride_s, key_out_stride_b, key_out_stride_h = key_stride_s, key_stride_b, key_stride_h
+    if isinstance(out_stride_d, tl.tensor):
+        out_stride_d = out_stride_d.to(tl.int64)
 
     # This program's tile of tokens and first row.
     i_program = tl.program_id(0)
@@ -242,7 +249,7 @@ def rope_call_inplace_half_cos_sin_grid(
             i_position += tl.load(positions)
         if POSITIONS == "starts":
             if PACKED:
-                i_position += tl.load(positions + i_sequence * position_stride_b, mask=m_inside, other=0)
+                i_position += tl.load(positions + i_sequence.to(tl.int64) * position_stride_b, mask=m_inside, other=0)
             else:
                 i_position += tl.load(positions + i_sequence * position_stride_b)
     if PACKED:  # tokens that no sequence holds stay as they are, unwritten

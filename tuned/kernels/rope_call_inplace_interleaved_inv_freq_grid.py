@@ -77,8 +77,11 @@ def _sincos(x):
     swapped = (quarter & 1) != 0
     sine = tl.where(swapped, even, odd)
     cosine = tl.where(swapped, odd, even)
-    sine = tl.where(((quarter & 2) != 0) != (x < 0), -sine, sine)
-    cosine = tl.where(((quarter + 1) & 2) != 0, -cosine, cosine)
+    turned = (quarter & 2) != 0
+    sine = tl.where(turned != (x < 0), -sine, sine)
+    # Bit 1 of quarter + 1, without the sum: LLVM narrows that to 16 bits and adds two at once (add.s16x2), and ptxas 12.8
+    # then loses the constant of some. docs/decisions.md, "Packed additions of 16 bits".
+    cosine = tl.where(turned != swapped, -cosine, cosine)
     return sine, cosine
 
 
@@ -223,10 +226,17 @@ def rope_call_inplace_interleaved_inv_freq_grid(
         # Let the next kernel's programs take places that fall free; read nothing before the kernel before has ended.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    # 64-bit offsets of features and entries too: a few may lie further apart than 2^31. A stride of 1 is a constant.
+    if isinstance(stride_d, tl.tensor):
+        stride_d = stride_d.to(tl.int64)
+    if isinstance(angle_stride_d, tl.tensor):
+        angle_stride_d = angle_stride_d.to(tl.int64)
     # A program reads both features of a pair before it writes either, and no other program touches them.
     out, key_out, out_stride_d = x, key, stride_d
     out_stride_s, out_stride_b, out_stride_h = x_stride_s, x_stride_b, x_stride_h
     key_out_stride_s, key_out_stride_b, key_out_stride_h = key_stride_s, key_stride_b, key_stride_h
+    if isinstance(out_stride_d, tl.tensor):
+        out_stride_d = out_stride_d.to(tl.int64)
 
     # This program's tile of tokens and first row.
     i_program = tl.program_id(0)
@@ -277,7 +287,7 @@ def rope_call_inplace_interleaved_inv_freq_grid(
             i_position += tl.load(positions)
         if POSITIONS == "starts":
             if PACKED:
-                i_position += tl.load(positions + i_sequence * position_stride_b, mask=m_inside, other=0)
+                i_position += tl.load(positions + i_sequence.to(tl.int64) * position_stride_b, mask=m_inside, other=0)
             else:
                 i_position += tl.load(positions + i_sequence * position_stride_b)
     if PACKED:  # tokens that no sequence holds stay as they are, unwritten

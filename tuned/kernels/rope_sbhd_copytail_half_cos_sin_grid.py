@@ -115,6 +115,13 @@ def rope_sbhd_copytail_half_cos_sin_grid(
         # Let the next kernel's programs take places that fall free; read nothing before the kernel before has ended.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    # 64-bit offsets of features and entries too: a few may lie further apart than 2^31. A stride of 1 is a constant.
+    if isinstance(x_stride_d, tl.tensor):
+        x_stride_d = x_stride_d.to(tl.int64)
+    if isinstance(angle_stride_d, tl.tensor):
+        angle_stride_d = angle_stride_d.to(tl.int64)
+    if isinstance(out_stride_d, tl.tensor):
+        out_stride_d = out_stride_d.to(tl.int64)
 
     # This program's tile of positions and first row.
     i_program = tl.program_id(0)

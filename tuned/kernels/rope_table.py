@@ -43,8 +43,11 @@ def _sincos(x):
     swapped = (quarter & 1) != 0
     sine = tl.where(swapped, even, odd)
     cosine = tl.where(swapped, odd, even)
-    sine = tl.where(((quarter & 2) != 0) != (x < 0), -sine, sine)
-    cosine = tl.where(((quarter + 1) & 2) != 0, -cosine, cosine)
+    turned = (quarter & 2) != 0
+    sine = tl.where(turned != (x < 0), -sine, sine)
+    # Bit 1 of quarter + 1, without the sum: LLVM narrows that to 16 bits and adds two at once (add.s16x2), and ptxas 12.8
+    # then loses the constant of some. docs/decisions.md, "Packed additions of 16 bits".
+    cosine = tl.where(turned != swapped, -cosine, cosine)
     return sine, cosine
 
 
