@@ -85,7 +85,7 @@ def test_architectures_have_names_and_a_fallback(monkeypatch: pytest.MonkeyPatch
         *("sm_8x", "sm_8x", "sm_9x", "sm_10x", "sm_12x", "gfx")
     ]
     known = {(ANY, "gru_cell"): (SMALL,), ("sm_9x", "gru_cell"): (LARGE,)}
-    monkeypatch.setattr(tuned.portfolio, "_variants", lambda: known)
+    monkeypatch.setattr(tuned.portfolio, "_known", lambda: (known, {}))
     assert variants_for("gru_cell", 90) == (LARGE,)
     assert variants_for("gru_cell", 120) == (SMALL,)
     assert variants_for("rope", 90) == ()

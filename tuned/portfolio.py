@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from typing import Any
 
 from tuned.family import FAMILIES
@@ -17,34 +18,46 @@ def architecture_of(capability: int) -> str:
     return f"sm_{capability // 10}x" if capability else "gfx"
 
 
+Variants = dict[tuple[str, str], tuple[Any, ...]]  # (architecture, family) -> its variants
+Best = dict[tuple[str, str], tuple[Row, ...]]  # (architecture, family) -> its rows
+
+
 @functools.cache
-def _variants() -> dict[tuple[str, str], tuple[Any, ...]]:
+def _known() -> tuple[Variants, Best]:
+    """What the generated module has; nothing, with one warning, where it cannot be used: a model must not stop for it."""
+    try:
+        return _imported()
+    except Exception as error:  # noqa: BLE001 - half a file, or one of another version, raises anything
+        text = (
+            f"tuned/tables/_portfolio.py cannot be used ({type(error).__name__}: {error}): restore it from version control, "
+            "or write it again with python tune.py --render; it is not used"
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        return {}, {}
+
+
+def _imported() -> tuple[Variants, Best]:
     module = importlib.import_module("tuned.tables._portfolio")
-    return {
-        (architecture, family): tuple(FAMILIES[family].variant_type(**v) for v in variants)
-        for architecture, family, variants in module.VARIANTS
+    variants = {
+        (architecture, family): tuple(FAMILIES[family].variant_type(**v) for v in knobs)
+        for architecture, family, knobs in module.VARIANTS
     }
-
-
-@functools.cache
-def _best() -> dict[tuple[str, str], tuple[Row, ...]]:
-    module = importlib.import_module("tuned.tables._portfolio")
-    rows: dict[tuple[str, str], list[Row]] = {key: [] for key in _variants()}
+    rows: dict[tuple[str, str], list[Row]] = {key: [] for key in variants}
     for architecture, name, spec, size, index in module.BEST:
         family, key = FAMILIES[name], (architecture, name)
-        variant = _variants()[key][index]
         source = f"the portfolio of {architecture}"
-        rows[key].append(Row(family.spec_type(**spec), family.size_type(**size), variant, None, 0.0, source))
-    return {key: tuple(found) for key, found in rows.items()}
+        made = family.spec_type(**spec), family.size_type(**size), variants[key][index]
+        rows[key].append(Row(*made, None, 0.0, source))
+    return variants, {key: tuple(found) for key, found in rows.items()}
 
 
 def variants_for(family: str, capability: int) -> tuple[Any, ...]:
     """The portfolio of a family on an architecture, of all architectures where it has none; empty where nothing is known."""
-    known = _variants()
+    known, _ = _known()
     return known.get((architecture_of(capability), family)) or known.get((ANY, family), ())
 
 
 def rows_for(family: str, capability: int) -> tuple[Row, ...]:
     """The measured problems of a family, each with the portfolio's best variant for it."""
-    known = _best()
+    _, known = _known()
     return known.get((architecture_of(capability), family)) or known.get((ANY, family), ())

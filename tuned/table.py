@@ -9,7 +9,7 @@ import os
 import pkgutil
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tuned.kernels
 import tuned.tables
@@ -17,6 +17,9 @@ from tuned.choices import undeclared
 from tuned.family import FAMILIES
 from tuned.mismatch import HARD, differences, other_text
 from tuned.record import METHOD, RecordError, load_record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,21 @@ def _ships(family: Any, spec: Any, variant: Any) -> bool:
 
 
 def _shipped(device: str) -> Table:
+    """The generated table of a device.
+
+    Raises:
+        RecordError: it is not what a record of this version gives, or half a file.
+    """
+    try:
+        return _imported(device)
+    except Exception as error:
+        raise RecordError(
+            f"tuned/tables/{device}.py cannot be used ({type(error).__name__}: {error}): restore it from version control, "
+            "or write it again with python tune.py --render"
+        ) from error
+
+
+def _imported(device: str) -> Table:
     module = importlib.import_module(f"tuned.tables.{device}")
     rows: dict[str, list[Row]] = {name: [] for name in FAMILIES}
     for name, spec, size, variant, digests, median_us, index in module.ROWS:
@@ -74,17 +92,61 @@ def _recorded(path: Path) -> Table:
     return Table(path.stem, properties, {name: tuple(found) for name, found in rows.items()})
 
 
+def folder_of_records(name: str | Path) -> list[Path]:
+    """The records in a folder.
+
+    Raises:
+        RecordError: it is no folder, or cannot be read.
+    """
+    try:
+        return sorted(path for path in Path(name).iterdir() if path.suffix == ".json" and path.name[0] != ".")
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        raise RecordError(
+            f"a folder of records must be one that can be read, got {str(name)!r} ({error}): name the folder that "
+            "python tune.py --out wrote, or none"
+        ) from error
+
+
 @functools.cache
 def tables() -> dict[str, Table]:
     """Device -> table. A record in TUNED_TABLES replaces the shipped table of its device.
 
-    A record that cannot be read is skipped with one warning: a model must not stop for it.
+    What cannot be read is skipped with one warning each: a model must not stop for it.
     """
-    found = {m.name: _shipped(m.name) for m in pkgutil.iter_modules(tuned.tables.__path__) if m.name[0] != "_"}
-    folder = os.environ.get("TUNED_TABLES")
-    for path in sorted(Path(folder).glob("*.json")) if folder else ():
+    return _collected(lambda error: warnings.warn(f"{error}; it is not used", RuntimeWarning, stacklevel=5))
+
+
+def tables_or_error() -> dict[str, Table]:
+    """``tables`` for who asks after them.
+
+    Raises:
+        RecordError: one cannot be read.
+    """
+
+    def refuse(error: RecordError) -> None:
+        raise error
+
+    return _collected(refuse)
+
+
+def _collected(trouble: Callable[[RecordError], None]) -> dict[str, Table]:
+    found: dict[str, Table] = {}
+
+    def put(device: str, load: Callable[[Any], Table], source: Any) -> None:
         try:
-            found[path.stem] = _recorded(path)
-        except RecordError as error:  # noqa: PERF203 - a folder has a handful of records
-            warnings.warn(f"TUNED_TABLES: {error}; this record is not used", RuntimeWarning, stacklevel=2)
+            found[device] = load(source)
+        except RecordError as error:
+            trouble(error)
+
+    for module in pkgutil.iter_modules(tuned.tables.__path__):
+        if module.name[0] != "_":
+            put(module.name, _shipped, module.name)
+    if folder := os.environ.get("TUNED_TABLES"):
+        try:
+            paths = folder_of_records(folder)
+        except RecordError as error:
+            trouble(RecordError(f"TUNED_TABLES: {error}"))
+        else:
+            for path in paths:
+                put(path.stem, _recorded, path)
     return found

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import TYPE_CHECKING, Any
 
 from generator.problem import Problem
 from generator.workload import WORKLOADS, default_problems
 from tuned.family import FAMILIES
-from tuned.record import RecordError, build
+from tuned.record import RecordError, build, parsed, shown
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,15 +43,15 @@ def read_misses(path: Path) -> list[Problem]:
 
 def _problem(line: str, where: str) -> tuple[str, Any, Any]:
     try:
-        values = json.loads(line)
-    except json.JSONDecodeError as error:
+        values = parsed(line)
+    except ValueError as error:
         raise MissesError(f"{where} is not JSON ({error}): delete the line") from error
     if not isinstance(values, dict) or set(values) != {"family", "spec", "size"}:
         found = sorted(values) if isinstance(values, dict) else type(values).__name__
         raise MissesError(f"{where} must have the fields ['family', 'size', 'spec'], got {found}")
     family = FAMILIES.get(values["family"]) if isinstance(values["family"], str) else None
     if family is None:
-        raise MissesError(f"{where}: family must be one of {sorted(FAMILIES)}, got {values['family']!r}")
+        raise MissesError(f"{where}: family must be one of {sorted(FAMILIES)}, got {shown(values['family'])}")
     try:
         spec = build(family.spec_type, values["spec"], f"{where}: spec", may_lack=True)
         size = build(family.size_type, values["size"], f"{where}: size")

@@ -19,7 +19,7 @@ from tuned.choices import choices
 from tuned.lookup import Choice, Gpu, choose
 from tuned.mismatch import HARD, SOFT, differences, other_text
 from tuned.record import METHOD
-from tuned.table import tables
+from tuned.table import tables, tables_or_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +37,7 @@ def explain(problem: Problem, device: str, folder: Path | None, journal: Journal
 
     Raises:
         UnknownTargetError: no record of ``device`` and no data sheet to go by.
+        RecordError: ``folder``, or what TUNED_TABLES names, is no folder or has a record that cannot be read.
     """
     winners = read_record(device, folder)
     gpu = _gpu(device, winners)
@@ -69,6 +70,7 @@ def _in_front(folder: Path | None) -> Iterator[None]:
         os.environ["TUNED_TABLES"] = str(folder)
     tables.cache_clear()
     try:
+        tables_or_error()
         yield
     finally:
         if before is None:
