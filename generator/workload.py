@@ -28,6 +28,7 @@ class Workload:
     bytes_moved: Callable[..., int]  # (spec, size) -> what must move
     tensor_bytes: Callable[..., int]  # (spec, size) -> one set of inputs and outputs
     features: Callable[[Any], tuple[int, ...]]  # (variant) -> levels for a model of the time
+    tile: Callable[[Any, Any], tuple[int, int]]  # (spec, variant) -> rows and features that a program takes at a time
     problems: Callable[[], Iterator[Problem]]  # the default ones, most common first
 
 

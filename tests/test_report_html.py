@@ -21,14 +21,14 @@ from generator.keeping.storage import open_storage
 from generator.problem import Problem
 from generator.rendering.structures import structures
 from generator.searching.pool import legal_pool
-from generator.telling.blocks import answer, per_thread
+from generator.telling.blocks import answer, per_thread, rows, tile
 from generator.telling.history import History, from_journal
 from generator.telling.html import contents
 from generator.telling.html.block_size import block_answer
 from generator.telling.html.charts import Axis, apart, byte_name, count_name, number
 from generator.telling.html.page import Sources, page
 from generator.telling.importance import importances, knobs_of, spread
-from generator.workload import WORKLOADS
+from generator.workload import WORKLOADS, default_problems
 from tests.fakes import ENVIRONMENT
 from tests.test_record import winner
 from tuned.gru_cell.spec import GruCellSize, GruCellSpec
@@ -404,6 +404,39 @@ def test_the_command_writes_the_page_of_a_record(tmp_path: Path, monkeypatch: py
     refused = CliRunner().invoke(tune.app, ["report", "--device", "nvidia_b200"], catch_exceptions=False)
     assert refused.exit_code == 1
     assert "no record of nvidia_b200" in " ".join(refused.output.split())
+
+
+ONE_OF_EACH = list({p.family: p for p in reversed(default_problems())}.values())
+
+
+def test_the_tile_of_every_family_is_counted() -> None:
+    for problem in ONE_OF_EACH:
+        assert problem.family in WORKLOADS
+        for variant in legal_pool(problem, 90).variants[:50]:
+            assert tile(problem, variant) % rows(problem, variant) == 0
+            assert per_thread(problem, variant) == tile(problem, variant) / 32 / variant.num_warps
+    assert {p.family for p in ONE_OF_EACH} == set(WORKLOADS)
+
+
+def test_the_command_reports_on_trials_of_every_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNED_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "trials").mkdir(parents=True)
+    journal = Journal(open_storage(None, "test_gpu"))
+    for problem in ONE_OF_EACH:
+        save_winner(winner(problem.name), tmp_path / "records")
+        names = WORKLOADS[problem.family].family.kernel_names
+        for number, variant in enumerate(legal_pool(problem, 90).variants[:24]):
+            digests = {n: structures()[n].digest for n in names(problem.spec, variant)}
+            result = (10.0 + number, 0.5) if number % 8 else "spills 8 bytes a thread"
+            journal.add(problem, ENVIRONMENT, variant, result, digests)
+    asked = ["--out", str(tmp_path / "records"), "report", "--out", str(tmp_path / "page.html")]
+    assert CliRunner().invoke(tune.app, asked, catch_exceptions=False).exit_code == 0
+    text = (tmp_path / "page.html").read_text()
+    for problem in ONE_OF_EACH:
+        assert problem.name in text
+        explained = ["--out", str(tmp_path / "records"), "explain", problem.name]
+        assert CliRunner().invoke(tune.app, explained, catch_exceptions=False).exit_code == 0
+    assert text.count("Over 1 problems and 21 measured variants") == len(WORKLOADS)
 
 
 def test_results_are_read_where_they_are_kept(tmp_path: Path) -> None:

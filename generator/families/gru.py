@@ -201,6 +201,12 @@ def features(variant: GruVariant) -> tuple[int, ...]:
     return round(math.log2(elements)), round(math.log2(elements / variant.num_warps))
 
 
+def tile(spec: GruSpec, variant: GruVariant) -> tuple[int, int]:
+    """Rows, and units of each, that a program takes at a time."""
+    del spec
+    return variant.block_batch, variant.block_hidden
+
+
 def problems() -> Iterator[Problem]:
     """The default problems: the shapes that the benchmark measures, then those of models, by their public configurations."""
 

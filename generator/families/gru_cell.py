@@ -96,6 +96,12 @@ def features(variant: GruCellVariant) -> tuple[int, ...]:
     return round(math.log2(elements)), round(math.log2(elements / variant.num_warps))
 
 
+def tile(spec: GruCellSpec, variant: GruCellVariant) -> tuple[int, int]:
+    """Rows, and units of each, that a program takes at a time."""
+    del spec
+    return variant.block_batch, variant.block_hidden
+
+
 def problems() -> Iterator[Problem]:
     """The default problems: steps that models take one at a time, most common first."""
 

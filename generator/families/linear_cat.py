@@ -67,6 +67,12 @@ def features(variant: LinearCatVariant) -> tuple[int, ...]:
     return round(math.log2(elements)), round(math.log2(elements / variant.num_warps))
 
 
+def tile(spec: LinearCatSpec, variant: LinearCatVariant) -> tuple[int, int]:
+    """Rows, and columns of each, that a program takes at a time."""
+    del spec
+    return variant.block_rows, variant.block_columns
+
+
 def problems() -> Iterator[Problem]:
     """The default problems: a seq2seq decoder's output layer, over hidden state, context and embedding; a GRU's projection.
 

@@ -250,6 +250,11 @@ def features(variant: RopeVariant) -> tuple[int, ...]:
     return round(math.log2(rows)), round(math.log2(rows / variant.num_warps))
 
 
+def tile(spec: RopeSpec, variant: RopeVariant) -> tuple[int, int]:
+    """Rows of the tensor, and features of each that rotate, which a program takes at a time."""
+    return variant.block_tokens * variant.block_heads, spec.rotary_dim
+
+
 def problems() -> Iterator[Problem]:
     """The default problems, most common first; head counts are those of the models' public configurations."""
 

@@ -8,6 +8,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from generator.telling.importance import Spread, spread
+from generator.workload import WORKLOADS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -21,13 +22,12 @@ WARP = 32  # threads
 
 def rows(problem: Problem, variant: Any) -> int:
     """Rows of the tensor that one program takes at a time."""
-    return variant.block_tokens * variant.block_heads if problem.family == "rope" else variant.block_batch
+    return WORKLOADS[problem.family].tile(problem.spec, variant)[0]
 
 
 def tile(problem: Problem, variant: Any) -> int:
     """Features that one program takes at a time."""
-    width = problem.spec.rotary_dim if problem.family == "rope" else variant.block_hidden
-    return rows(problem, variant) * width
+    return math.prod(WORKLOADS[problem.family].tile(problem.spec, variant))
 
 
 def per_thread(problem: Problem, variant: Any) -> float:
