@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -43,6 +44,18 @@ def start_fork_server() -> None:
     from generator.processes.forkserver import fork_server  # noqa: PLC0415
 
     fork_server()
+
+
+@dataclasses.dataclass(frozen=True)
+class Before:
+    """The options that may stand before the name of a command: tune.py --out DIR report.
+
+    Not the context's own parameters: earlier versions of Typer have paths there as they were typed, which are no Paths.
+    """
+
+    gpu: str = "auto"
+    out: Path | None = None
+    storage: str | None = None
 
 
 # Typer reads these annotations when the program runs, on Python 3.10 too.
@@ -89,14 +102,12 @@ def main(  # noqa: PLR0913 - one parameter an option
     render: Annotated[bool, typer.Option("--render", help="Write every generated file again, and stop.")] = False,
 ) -> None:
     """Tune every problem on this GPU, most common first; Ctrl-C keeps what was measured, the same command goes on."""
+    context.obj = Before(gpu, out, storage)
     if context.invoked_subcommand is not None:
         return
     if __name__ == "__main__" and not (render or check or list_ or dry_run):
         start_fork_server()
     from generator import commands  # noqa: PLC0415 - torch takes seconds to import, --help must not
-    from generator.estimating.targets import UnknownTargetError  # noqa: PLC0415
-    from generator.selection import SelectionError  # noqa: PLC0415
-    from tuned.record import RecordError  # noqa: PLC0415
 
     limit_s = seconds(budget)
     if gpus is not None and gpu != "auto":
@@ -106,26 +117,21 @@ def main(  # noqa: PLR0913 - one parameter an option
     options = commands.Options(
         gpu, target, family, problems, trials, limit_s, out, gpus=gpus, storage=storage, quick=quick
     )
-    try:
-        if render:
-            code = commands.render(console)
-        elif check:
-            code = commands.check(options, console)
-        elif list_:
-            code = commands.list_problems(options, console)
-        elif dry_run:
-            code = commands.dry_run(options, console)
-        else:
-            code = commands.tune(options, console)
-    except (SelectionError, UnknownTargetError) as error:
-        errors.print(f"tune.py: {error}", markup=False, highlight=False, soft_wrap=True)
-        code = 2
-    except RecordError as error:
-        errors.print(f"tune.py: {error}", markup=False, highlight=False, soft_wrap=True)
-        code = 1
-    except KeyboardInterrupt:  # a run on a GPU has its own answer; nothing else leaves anything half done
-        errors.print("tune.py: interrupted")
-        code = commands.INTERRUPTED
+    with refusals():
+        try:
+            if render:
+                code = commands.render(console)
+            elif check:
+                code = commands.check(options, console)
+            elif list_:
+                code = commands.list_problems(options, console)
+            elif dry_run:
+                code = commands.dry_run(options, console)
+            else:
+                code = commands.tune(options, console)
+        except KeyboardInterrupt:  # a run on a GPU has its own answer; nothing else leaves anything half done
+            errors.print("tune.py: interrupted")
+            code = commands.INTERRUPTED
     raise typer.Exit(code)
 
 
@@ -138,19 +144,14 @@ def show(
 ) -> None:
     """Write the winner of PROBLEM as one self-contained Triton file, to paste into another project."""
     from generator import commands  # noqa: PLC0415
-    from generator.selection import SelectionError  # noqa: PLC0415
-    from tuned.record import RecordError  # noqa: PLC0415
 
-    try:
-        folder = context.parent.params["out"] if context.parent is not None else None  # tune.py --out DIR show ...
-        text = commands.show(problem, device, folder)
-    except (SelectionError, RecordError) as error:
-        errors.print(f"tune.py: {error}", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2 if isinstance(error, SelectionError) else 1) from error
+    with refusals():
+        text = commands.show(problem, device, before(context).out)
+        if out is not None:
+            commands.write(out, text)
     if out is None:
         typer.echo(text, nl=False)
     else:
-        out.write_text(text)
         errors.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -158,6 +159,7 @@ def show(
 def refusals() -> Iterator[None]:
     """What cannot be answered becomes a sentence and an exit code."""
     from generator.estimating.targets import UnknownTargetError  # noqa: PLC0415
+    from generator.keeping.disk import disk_trouble  # noqa: PLC0415
     from generator.keeping.storage import StorageError  # noqa: PLC0415
     from generator.selection import SelectionError  # noqa: PLC0415
     from tuned.record import RecordError  # noqa: PLC0415
@@ -167,11 +169,18 @@ def refusals() -> Iterator[None]:
     except (SelectionError, UnknownTargetError, RecordError, StorageError) as error:
         errors.print(f"tune.py: {error}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2 if isinstance(error, SelectionError | UnknownTargetError) else 1) from error
+    except OSError as error:
+        trouble = disk_trouble(error)
+        if trouble is None:
+            raise
+        errors.print(f"tune.py: {trouble}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
 
 
-def before(context: typer.Context, option: str) -> Any:
-    """An option that stands before the name of a command: tune.py --out DIR report."""
-    return context.parent.params[option] if context.parent is not None else None
+def before(context: typer.Context) -> Before:
+    """The options before the name of a command, as ``main`` got them."""
+    found = context.find_object(Before)
+    return Before() if found is None else found
 
 
 @app.command()
@@ -184,7 +193,7 @@ def report(
     from generator import commands  # noqa: PLC0415
 
     with refusals():
-        path = commands.report(device, before(context, "out"), before(context, "storage"), out)
+        path = commands.report(device, before(context).out, before(context).storage, out)
     errors.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -198,7 +207,7 @@ def explain(
     from generator import commands  # noqa: PLC0415
 
     with refusals():
-        code = commands.explain(problem, device, before(context, "out"), before(context, "storage"), console)
+        code = commands.explain(problem, device, before(context).out, before(context).storage, console)
     raise typer.Exit(code)
 
 
@@ -211,7 +220,7 @@ def regret(
     from generator import commands  # noqa: PLC0415
 
     with refusals():
-        code = commands.regret(device, before(context, "out"), console)
+        code = commands.regret(device, before(context).out, console)
     raise typer.Exit(code)
 
 
@@ -242,7 +251,7 @@ def landscape(
     from generator import commands  # noqa: PLC0415
 
     with refusals():
-        code = commands.landscape(problems, before(context, "gpu"), out, console)
+        code = commands.landscape(problems, before(context).gpu, out, console)
     raise typer.Exit(code)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from generator import gpu
 from generator.cache import ROOT
 from generator.estimating.targets import target_named
+from generator.keeping.disk import naming, write_whole
 from generator.keeping.journal import Journal
 from generator.keeping.record import read_record
 from generator.keeping.storage import (
@@ -349,8 +350,17 @@ def report(device: str | None, folder: Path | None, storage: str | None, path: P
     device = recorded_device(device, folder)
     path = path or Path(f"report-{device}.html")
     with _journal(device, storage) as journal:
-        path.write_text(page(collect(device, folder, journal)), encoding="utf-8")
+        write(path, page(collect(device, folder, journal)))
     return path
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file that was asked for, whole or not at all."""
+    if path.is_file() or not path.exists():
+        write_whole(path, text.encode())
+    else:  # a pipe or a device, such as /dev/stdout
+        with naming(path):
+            path.write_text(text, encoding="utf-8")
 
 
 def explain(name: str, device: str | None, folder: Path | None, storage: str | None, console: Console) -> int:
@@ -376,7 +386,7 @@ def _journal(device: str, storage: str | None) -> Iterator[Journal | None]:
     if storage is None and not journal_path(device).exists():
         yield None
         return
-    with opened_storage(storage, device) as opened:
+    with opened_storage(storage, device, reads=True) as opened:
         yield Journal(opened)
 
 

@@ -425,9 +425,9 @@ def test_the_command_reports_on_trials_of_every_family(tmp_path: Path, monkeypat
     for problem in ONE_OF_EACH:
         save_winner(winner(problem.name), tmp_path / "records")
         names = WORKLOADS[problem.family].family.kernel_names
-        for number, variant in enumerate(legal_pool(problem, 90).variants[:24]):
+        for place, variant in enumerate(legal_pool(problem, 90).variants[:24]):
             digests = {n: structures()[n].digest for n in names(problem.spec, variant)}
-            result = (10.0 + number, 0.5) if number % 8 else "spills 8 bytes a thread"
+            result = (10.0 + place, 0.5) if place % 8 else "spills 8 bytes a thread"
             journal.add(problem, ENVIRONMENT, variant, result, digests)
     asked = ["--out", str(tmp_path / "records"), "report", "--out", str(tmp_path / "page.html")]
     assert CliRunner().invoke(tune.app, asked, catch_exceptions=False).exit_code == 0

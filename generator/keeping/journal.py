@@ -51,10 +51,13 @@ class Journal:
         """
         variant_type = FAMILIES[problem.family].variant_type
         known: dict[Any, Result] = {}
+        asked = problem_digest(problem)
         for study in self._studies(problem, environment["device"]):
             for trial in self.storage.get_all_trials(study, deepcopy=False):
                 note = trial.user_attrs.get("note")
-                if note is None or any(note[k] != environment[k] for k in KEY):
+                if not isinstance(note, dict) or any(note.get(k) != environment[k] for k in KEY):
+                    continue
+                if note.get("problem", asked) != asked:  # a broken line before it was that of its study
                     continue
                 variant = _variant(variant_type, trial.params)
                 if variant is not None and note["digests"] == digests(variant):
@@ -67,7 +70,7 @@ class Journal:
     ) -> None:
         """Keep what a trial gave, in one operation of the storage: it is there whole or not at all."""
         knobs = choices(type(variant))
-        note = {"digests": digests, **{k: environment[k] for k in KEY}}
+        note = {"digests": digests, "problem": problem_digest(problem), **{k: environment[k] for k in KEY}}
         failed = isinstance(result, str)
         note |= {"failed": result} if isinstance(result, str) else {"median_us": result[0], "error": result[1]}
         trial = create_trial(

@@ -11,13 +11,16 @@ import random
 import re
 import time
 import urllib.parse
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import BaseJournalBackend
+from optuna.study import StudyDirection
 
-from generator.cache import cache_folder
+from generator.cache import cache_folder, cache_path
+from generator.keeping.disk import READ_ONLY, naming
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,18 +47,28 @@ class StorageError(Exception):
 
 def journal_path(device: str) -> Path:
     """Where the journal file of a device lies; optuna-dashboard opens it."""
-    return cache_folder("trials") / f"{device}.log"
+    return cache_path("trials", f"{device}.log")
 
 
-def open_storage(url: str | None, device: str, path: Path | None = None) -> BaseStorage:
+def open_storage(url: str | None, device: str, path: Path | None = None, *, reads: bool = False) -> BaseStorage:
     """The storage of ``url``; without one the journal file of a device, in ``path`` or in the cache.
+
+    ``reads``: nothing will be kept, so a journal file that cannot be written will do.
 
     Raises:
         StorageError: it cannot be reached, its driver is not installed, or the URL is none.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if url is None:
-        return JournalStorage(_File(path or journal_path(device)))
+        path = path or cache_folder("trials") / journal_path(device).name
+        file = _File(path, reads=reads)
+        try:
+            return JournalStorage(file)
+        except (KeyError, TypeError, ValueError, AssertionError) as error:
+            raise StorageError(
+                f"the journal {path} cannot be read: {type(error).__name__}: {error}. Move it away: the problems are then "
+                "measured again"
+            ) from error
     match = re.match(r"([a-z][a-z0-9+]*)://", url)
     if match is None:
         raise StorageError(f"--storage must be {SCHEMES}, got {without_password(url)!r}")
@@ -74,9 +87,11 @@ def close_storage(storage: BaseStorage) -> None:
 
 
 @contextlib.contextmanager
-def opened_storage(url: str | None, device: str, path: Path | None = None) -> Iterator[BaseStorage]:
+def opened_storage(
+    url: str | None, device: str, path: Path | None = None, *, reads: bool = False
+) -> Iterator[BaseStorage]:
     """``open_storage`` for the length of a block."""
-    storage = open_storage(url, device, path)
+    storage = open_storage(url, device, path, reads=reads)
     try:
         yield storage
     finally:
@@ -149,37 +164,95 @@ def _unreachable(shown: str, error: Exception) -> str:
     )
 
 
-class _File(JournalFileBackend):
-    """Optuna's journal file, made for many small appends by processes that may be killed.
+class _File(BaseJournalBackend):
+    """A journal file as Optuna writes it, made for many small appends by processes that may be killed.
 
-    Optuna's own waits for the disk at each append, which took longer than measuring; and a killed process leaves its lock
-    behind for 30 s. Here the system's cache is enough (it outlives the process, not a power cut), and the lock is the
-    kernel's, which goes with the process.
+    Optuna's own waits for the disk at each append, which took longer than measuring; a killed process leaves its lock
+    behind for 30 s; and one broken line costs the whole file. Here the system's cache is enough (it outlives the process,
+    not a power cut), the lock is the kernel's, which goes with the process, and a broken line costs that line.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(str(path))
+    def __init__(self, path: Path, *, reads: bool = False) -> None:
         self._path = path
-        with self._locked():
-            pass  # a torn line goes before the first read
+        self._offsets = [0]  # of each line that was read, and the end of the last
+        try:
+            with self._locked():
+                pass  # a torn line goes before the first read
+        except OSError as error:
+            if not reads or error.errno not in READ_ONLY:
+                raise
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
         """The file, open and locked, its end the end of a line."""
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        with naming(self._path):
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                _cut_torn_line(file)
+                yield file
+            finally:
+                os.close(file)  # which gives the lock back
+
+    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
+        """What every line from this number on says, and nothing in place of one that is broken."""
+        start = min(log_number_from, len(self._offsets) - 1)
+        with naming(self._path), self._path.open("rb") as file:
+            file.seek(self._offsets[start])
+            for number, line in enumerate(file, start):
+                if not line.endswith(b"\n"):  # being written
+                    return
+                if number + 1 == len(self._offsets):
+                    self._offsets.append(self._offsets[number] + len(line))
+                if number >= log_number_from:
+                    yield self._said(number, line)
+
+    def _said(self, number: int, line: bytes) -> dict[str, Any]:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            _cut_torn_line(file)
-            yield file
-        finally:
-            os.close(file)  # which gives the lock back
+            log = json.loads(line)
+        except (ValueError, RecursionError):
+            log = None
+        kind = log.get("op_code") if isinstance(log, dict) else None
+        if type(kind) is int and kind in FIELDS and set(log) >= {*FIELDS[kind], "worker_id"}:
+            return log
+        warnings.warn(
+            f"line {number + 1} of the journal {self._path} is broken and left out: what it said is measured again if it is "
+            "asked for",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        # The studies that follow are called by their place among all.
+        lost_study = b'"op_code":0,' in line
+        return {**(LOST_STUDY if lost_study else NOTHING), "study_name": f"lost in line {number + 1}"}
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Append in one write."""
+        """Append in one write, whole or not at all."""
         text = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode()
         with self._locked() as file:
-            while text:
-                text = text[os.write(file, text) :]
+            end = os.fstat(file).st_size
+            try:
+                while text:
+                    text = text[os.write(file, text) :]
+            except OSError:
+                os.ftruncate(file, end)
+                raise
+
+
+# Operation of Optuna's journal -> what a line that asks for it must have; 4 makes a trial, 5 to 9 change it.
+FIELDS = {
+    0: ("study_name", "directions"),
+    1: ("study_id",),
+    2: ("study_id", "user_attr"),
+    3: ("study_id", "system_attr"),
+    4: ("study_id", "datetime_start"),
+    5: ("trial_id", "param_name", "param_value_internal", "distribution"),
+    6: ("trial_id", "state", "values"),
+    7: ("trial_id", "step", "intermediate_value"),
+    8: ("trial_id", "user_attr"),
+    9: ("trial_id", "system_attr"),
+}
+LOST_STUDY = {"op_code": 0, "worker_id": "", "directions": [int(StudyDirection.MINIMIZE)]}
+NOTHING = {"op_code": 1, "worker_id": "", "study_id": -1}  # deletes a study that nobody has
 
 
 def _cut_torn_line(file: int) -> None:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from generator.keeping.disk import write_whole
 from generator.problem import Problem
 from generator.processes.compiler import compile_variant, hopeless
 from generator.processes.compiler import compiled as result_of
@@ -145,7 +146,7 @@ def save(landscape: Landscape, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{problem.name}.json.gz"
     text = json.dumps(content, separators=(",", ":"), sort_keys=True)
-    path.write_bytes(gzip.compress(text.encode(), mtime=0))
+    write_whole(path, gzip.compress(text.encode(), mtime=0))
     return path
 
 

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from generator.cache import cache_folder
+from generator.keeping.disk import write_whole
 from generator.rendering.structures import structures
 
 
 def write_if_different(path: Path, text: str) -> bool:
     """Write a file whole or not at all, and not when it already says this; True if it was written."""
-    if path.exists() and path.read_text() == text:
+    if path.exists() and path.read_bytes() == text.encode():
         return False
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)  # noqa: PTH101 - mkstemp makes 0600; what is committed must be readable
-        os.replace(temporary, path)  # noqa: PTH105
-    except BaseException:
-        os.unlink(temporary)  # noqa: PTH108
-        raise
+    write_whole(path, text.encode())
     return True
 
 

@@ -13,6 +13,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
+from generator.keeping.disk import disk_trouble
 from generator.keeping.record import record_path
 from generator.keeping.storage import LOST_STORAGE, StorageError, lost_storage, opened_storage
 from generator.processes.worker import WorkerLostError
@@ -134,9 +135,10 @@ def _serve(pipe: Connection, seat: Seat, orders: Orders, make_tools: MakeTools) 
     except (StorageError, MixedDevicesError, WorkerLostError) as error:
         tell("failed", str(error))
     except Exception as error:
-        if not lost_storage(error):
+        trouble = LOST_STORAGE if lost_storage(error) else disk_trouble(error) if isinstance(error, OSError) else None
+        if trouble is None:
             raise
-        tell("failed", LOST_STORAGE)
+        tell("failed", trouble)
 
 
 # --- in the parent ---------------------------------------------------------------------------------------------------

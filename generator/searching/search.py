@@ -23,6 +23,7 @@ from generator.processes.worker import TrialFailedError, Worker, WorkerLostError
 from generator.rendering.structures import structures
 from generator.searching.pool import legal_pool
 from generator.searching.sampler import BATCH, LEAST_RESULTS, STARTUP, PoolSampler
+from generator.searching.seeds import same_problem
 from generator.searching.stopwatch import Stopwatch
 from generator.workload import WORKLOADS
 from tuned.choices import choices
@@ -214,7 +215,7 @@ class _Search:
             winner = winner_from_json(kept["winner"], "the journal's winner")
         except (RecordError, KeyError, TypeError):  # of an older version
             return None
-        if incumbent is not None and incumbent != winner.variant:
+        if not same_problem(winner, self.problem) or (incumbent is not None and incumbent != winner.variant):
             return None
         winner = dataclasses.replace(winner, name=self.problem.name)
         pool = len(self.pool.variants)

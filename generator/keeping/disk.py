@@ -1,0 +1,68 @@
+"""Write files whole or not at all, and say in a sentence why that cannot be done: a full disk, a read-only checkout."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+OTHER = (
+    *(errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.EMFILE, errno.ENFILE),
+)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all; what was there stays until then.
+
+    Raises:
+        OSError: it could not be written; the error names it.
+    """
+    with naming(path):
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            os.chmod(temporary, 0o644)  # noqa: PTH101 - mkstemp makes 0600; what is committed must be readable
+            os.replace(temporary, path)  # noqa: PTH105
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)  # noqa: PTH108
+            raise
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have any OSError of a block name the file that it was about, which that of a write does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+def disk_trouble(error: OSError) -> str | None:
+    """The sentence for an error of the file system, with the way out; None if it is another kind of error."""
+    what, why = error.filename or "a file", error.strerror or str(error)
+    if error.errno in FULL:
+        return (
+            f"{what} cannot be written: {why}. Make room there, or set TUNED_CACHE and --out to folders that have some. "
+            "What was written before is whole and kept: the same command goes on from there"
+        )
+    if error.errno in READ_ONLY:
+        return (
+            f"{what} cannot be written: {why}. Set TUNED_CACHE to a folder that can be, for trials and logs, and --out to "
+            "one for the record"
+        )
+    if error.errno in OTHER and error.filename is not None:
+        return f"{what} cannot be used: {why}. Name another place with TUNED_CACHE or --out, or make this one usable"
+    return None
