@@ -19,7 +19,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import BaseJournalBackend
 from optuna.study import StudyDirection
 
-from generator.cache import cache_folder, cache_path
+from generator.cache import cache_path
 from generator.keeping.disk import READ_ONLY, naming
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ def open_storage(url: str | None, device: str, path: Path | None = None, *, read
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if url is None:
-        path = path or cache_folder("trials") / journal_path(device).name
+        path = path or journal_path(device)
+        if not reads:
+            path.parent.mkdir(parents=True, exist_ok=True)
         file = _File(path, reads=reads)
         try:
             return JournalStorage(file)
