@@ -26,6 +26,7 @@ DEEDS = (
     "illegal access",
     "endless loop",
 )
+INPUT, PLACE = "x0", 77  # a tensor that a variant must not write, and an element of it and of the output
 NOWHERE = 2**44  # elements from a tensor: beyond every address of a GPU's memory
 
 
@@ -71,17 +72,17 @@ class BrokenGpuStage(Stage):
         call = self.probe
         match deed:
             case "wrong result":
-                write[(1,)](call.out, 77, 3.0)
+                write[(1,)](call.out, PLACE, 3.0)
             case "past the end":
                 write[(1,)](call.out, call.out.numel(), 3.0)
             case "changed input":
-                write[(1,)](call.gates_x, 77, 3.0)
+                write[(1,)](getattr(call, INPUT), PLACE, 3.0)
             case "out of memory":
                 torch.empty(
                     2 * torch.cuda.get_device_properties(self.device).total_memory, dtype=torch.int8, device="cuda"
                 )
             case "far outside":
-                write[(1,)](self.wanted, 77, 3.0)
+                write[(1,)](self.wanted, PLACE, 3.0)
             case "illegal access":
                 write[(1,)](call.out, NOWHERE, 3.0)
             case "endless loop":

@@ -45,8 +45,10 @@ def occupy(programs: int, microseconds: float) -> None:
     spin[(programs,)](int(1000 * microseconds), num_warps=FULL_WARPS)
 
 
-def case_of(rows: int, steps: int, hidden: int = 512, dtype: str = "bfloat16", **rest: Any) -> Built:
-    return build(Sequences(GruSpec(dtype, hidden, **rest), (steps,) * rows), "cuda")
+def case_of(
+    rows: int, steps: int, hidden: int = 512, dtype: str = "bfloat16", device: str = "cuda", **rest: Any
+) -> Built:
+    return build(Sequences(GruSpec(dtype, hidden, **rest), (steps,) * rows), device)
 
 
 def launch(built: Built, variant: GruVariant) -> tuple[torch.Tensor, torch.Tensor]:

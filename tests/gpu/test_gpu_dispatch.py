@@ -319,20 +319,6 @@ def test_far_positions_are_as_good_as_near_ones(source: str, first: int) -> None
 
 # Tools --------------------------------------------------------------------------------------------------------------------
 
-STRESS = """
-import dataclasses, torch
-from tests.rope_calls import Case, build
-from tests.test_rope_plan import CASES
-from tuned.rope import call
-for case in CASES.values():
-    for seq in (1, 5):
-        for view in ("contiguous", "packed", "offset"):
-            given, settings, _ = build(dataclasses.replace(case, seq=2 * seq, view=view), "cuda")
-            for _ in range(3):
-                out = call.call(*given, tuple(settings))
-    torch.cuda.synchronize()
-"""
-
 
 @pytest.mark.gpu
 def test_the_sanitizer_finds_no_access_out_of_bounds() -> None:
@@ -340,7 +326,7 @@ def test_the_sanitizer_finds_no_access_out_of_bounds() -> None:
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
     done = subprocess.run(
-        [sanitizer, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", STRESS],
+        [sanitizer, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "tests.gpu.rope_stress"],
         capture_output=True,
         text=True,
         cwd=ROOT,

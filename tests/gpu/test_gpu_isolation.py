@@ -22,7 +22,7 @@ HANG_SECONDS = 5.0  # a kernel that compiles in this process takes a second
 REASONS = {
     "wrong result": (r"WrongResultError: the worst error is .* times what rounding allows", False),
     "past the end": (r"WrongResultError: it wrote past an end of its output", False),
-    "changed input": (r"WrongResultError: it changed its input gates_x", False),
+    "changed input": (r"WrongResultError: it changed its input x0", False),
     "out of memory": (r"OutOfMemoryError: CUDA out of memory", False),
     "far outside": (r"wrote outside its output, over its reference", True),
     "illegal access": (r"illegal memory access", True),

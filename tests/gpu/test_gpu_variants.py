@@ -8,22 +8,23 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from generator.problem import Problem
 from generator.processes.compiler import CompilerPool, compile_variant, hopeless, pool_of_processes
 from generator.searching.pool import legal_pool
+from generator.selection import problem_named
 from generator.workload import default_problems
 from tests import pairwise
 from tests.rope_case import RopeCase, assert_right
 from tests.test_rope_kernels import spec_for
 from tuned.choices import choices
-from tuned.rope.spec import RopeSize, RopeSpec
 from tuned.rope.variant import RopeVariant, rejection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Two heads, one token: of the default models' decode calls the one with the smallest pool, all of it run here.
-WHOLE = Problem("qwen2_1b_kv_decode_1x1", "rope", RopeSpec("bshd", "bfloat16", 2, 128, 128), RopeSize(1, 1))
+    from generator.problem import Problem
+
+# A decode call of a default model, whose pool is run whole: 99 variants, and as many again where there is PDL.
+WHOLE = problem_named("llama3_8b_decode_64x1")
 SAMPLE = 12  # variants of every other default problem's pool, evenly spaced
 LARGEST = 2**24  # elements of x: larger problems have the same variants, and take longer to check
 
@@ -85,7 +86,7 @@ def check_variants(compilers: CompilerPool, problem: Problem, variants: list[Any
 def test_every_legal_variant_of_a_decode_problem_is_right(compilers: CompilerPool) -> None:
     major, minor = torch.cuda.get_device_capability()
     variants = legal_pool(WHOLE, 10 * major + minor).variants
-    assert len(variants) > 100
+    assert len(variants) > 50, "a handful would tell nothing"
     assert check_variants(compilers, WHOLE, list(variants)) == []
 
 
