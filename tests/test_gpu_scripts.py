@@ -63,6 +63,7 @@ def test_the_recurrences_under_stress_are_legal() -> None:
     cases += [
         (GruSpec(dtype, 256), dataclasses.replace(gru_stress.SPLIT, exchange=exchange, block_batch=8))
         for exchange in gru_stress.EXCHANGES
+        if exchange != "poll"  # works, and is left out of searches: it never came before "spin"
         for dtype in ("bfloat16", "float32")
     ]
     for spec, variant in cases:
