@@ -1,0 +1,40 @@
+"""What is installed: a distribution whose name is free, with the package that models import and nothing else."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NAME = "tuned-kernels"
+
+
+def test_the_distribution_is_named_after_no_other_project() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert re.findall(r'^name = "(.*?)"', text, re.MULTILINE) == [NAME]
+    wanted = re.compile(r"install\s[^\n]*?\btuned(?!-kernels)\b(?=['\"\[ ]|$)")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a checkout")
+    for name in filter(None, listed.stdout.split("\0")):
+        if Path(name).suffix in {".md", ".py", ".toml", ".txt", ".html", ".jinja"} or name == "Makefile":
+            for line in (ROOT / name).read_text().splitlines():
+                assert name == Path(__file__).name or not wanted.search(line), f"{name}: {line}"
+
+
+def test_the_package_is_tuned_alone() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    include = re.search(r"packages.find\]\ninclude = \[(.*)\]", text)
+    assert include is not None
+    setuptools = pytest.importorskip("setuptools")
+    found = setuptools.find_packages(str(ROOT), include=[p.strip('" ') for p in include[1].split(",")])
+    assert {name.split(".")[0] for name in found} == {"tuned"}
+    on_disk = {".".join(p.parent.relative_to(ROOT).parts) for p in (ROOT / "tuned").rglob("__init__.py")}
+    assert set(found) == on_disk, "no package is left behind"
+    data = re.search(r"package-data\]\ntuned = \[(.*)\]", text)
+    assert data is not None
+    for pattern in (p.strip('" ') for p in data[1].split(",")):
+        assert list((ROOT / "tuned").glob(pattern)), pattern
