@@ -190,6 +190,8 @@ def _line(problem: Problem, result: Outcome | str) -> str:
     winner = result.winner
     default = WORKLOADS[problem.family].family.default_variant(problem.spec, problem.size)
     failed = f", {len(result.failed)} failed" if result.failed else ""
+    if result.passing:
+        failed += f", {result.passing} of them to be tried again by the next run"
     return (
         f"{problem.name}: {winner.median_us:.2f} us, {percent_of_floor(winner):.1f}% of the floor, "
         f"{result.measured} of {result.pool} measured ({result.remembered} before{failed}): {knobs(winner.variant, default)}"

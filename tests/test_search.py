@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import time
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from generator.keeping.failures import times_to_be_a_fact
 from generator.keeping.journal import Journal
 from generator.keeping.storage import open_storage
 from generator.processes.worker import TrialFailedError, WorkerLostError
@@ -16,10 +18,10 @@ from generator.searching import run as run_module
 from generator.searching.pool import legal_pool
 from generator.searching.run import Run, Tools, tune_all
 from generator.searching.sampler import STARTUP
-from generator.searching.search import NOISE, Outcome, choose, opening, tune
+from generator.searching.search import MOST_AGAIN, NOISE, Outcome, choose, opening, tune
 from generator.searching.seeds import MAX_SEEDS, incumbent_of, seeds_for
 from generator.selection import problem_named
-from generator.workload import default_problems
+from generator.workload import WORKLOADS, default_problems
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tuned.record import load_record
 from tuned.rope.variant import RopeVariant, default_variant
@@ -165,10 +167,146 @@ def test_a_lost_worker_is_started_again_and_the_search_goes_on(tmp_path: Path) -
     worker = FakeWorker(cost)
     outcome = search(SMALL, worker, tmp_path)
     assert len(outcome.failed) >= 5
-    assert worker.starts == 1 + len(outcome.failed)
+    # Each is tried twice, the second time in a process that has tried nothing else.
+    assert worker.starts - 1 in (2 * len(outcome.failed), 2 * len(outcome.failed) + 1)
+    assert outcome.passing == 0
     assert worker.staged == [SMALL.name] * worker.starts
     assert all(reason.startswith("lost the worker") for reason in outcome.failed.values())
     assert outcome.measured + len(outcome.failed) == outcome.pool
+
+
+HUNG = "no answer in 30 s: it hung, and was killed"
+
+
+class Flaky(FakeWorker):
+    """Fails some variants the first so many times, and keeps what its process had measured before."""
+
+    def __init__(self, fails: dict[Any, int], error: Exception) -> None:
+        super().__init__(self._cost)
+        self.fails, self.error = dict(fails), error
+        self.before: list[tuple[Any, int]] = []  # variant -> how much was measured in its process before
+        self.here = 0
+
+    def start(self) -> None:
+        super().start()
+        self.here = 0
+
+    def measure(self, variant: Any) -> Any:
+        self.before.append((variant, self.here))
+        self.here += 1
+        return super().measure(variant)
+
+    def _cost(self, problem: Any, variant: Any) -> float:
+        if self.fails.get(variant, 0):
+            self.fails[variant] -= 1
+            raise self.error
+        return gru_cost(problem, variant)
+
+    def tries(self, variant: Any) -> int:
+        return self.measured.count(variant)
+
+
+def best_of(problem: Any) -> Any:
+    return min(legal_pool(problem, 90).variants, key=lambda v: (gru_cost(problem, v), v.simplicity))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WorkerLostError(HUNG),
+        WorkerLostError("illegal memory access"),
+        WorkerLostError("the process died (killed by SIGKILL)"),
+        TrialFailedError("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"),
+        TrialFailedError("OSError: [Errno 28] No space left on device"),
+    ],
+    ids=str,
+)
+def test_a_failure_that_passes_rules_nothing_out(tmp_path: Path, error: Exception) -> None:
+    best = best_of(SMALL)
+    worker = Flaky({best: 1}, error)
+    outcome = search(SMALL, worker, tmp_path)
+    assert outcome.winner.variant == best
+    assert not outcome.failed
+    assert outcome.passing == 0
+    assert worker.tries(best) == 2
+    assert worker.measured[-1] == best, "after all others"
+    if isinstance(error, WorkerLostError):
+        assert worker.before[-1] == (best, 0), "in a process that tried nothing else"
+    again = Flaky({}, error)
+    assert search(SMALL, again, tmp_path).winner.variant == best
+    assert not again.measured
+
+
+def test_a_variant_that_hangs_is_tried_three_times_in_all(tmp_path: Path) -> None:
+    best = best_of(SMALL)
+    runs = []
+    for _ in range(4):
+        worker = Flaky({best: 10**6}, WorkerLostError(HUNG))
+        outcome = search(SMALL, worker, tmp_path)
+        runs.append((worker.tries(best), outcome.passing, len(worker.measured)))
+        assert list(outcome.failed.values()) == [f"lost the worker: {HUNG}"]
+    pool = len(legal_pool(SMALL, 90).variants)
+    assert runs == [(2, 1, pool + 1), (1, 0, 1), (0, 0, 0), (0, 0, 0)]
+
+
+def test_what_hung_in_one_run_is_tried_by_the_next(tmp_path: Path) -> None:
+    best = best_of(SMALL)
+    assert search(SMALL, Flaky({best: 2}, WorkerLostError(HUNG)), tmp_path).winner.variant != best
+    quiet = Flaky({}, WorkerLostError(HUNG))
+    assert search(SMALL, quiet, tmp_path).winner.variant == best
+    assert quiet.measured == [best], "and nothing else"
+
+
+def test_a_compiler_that_took_too_long_is_asked_again(tmp_path: Path) -> None:
+    best, asked = best_of(SMALL), collections.Counter[Any]()
+    slow = "the compiler was lost: no answer in 20 s: it hung, and was killed"
+
+    def report(problem: Any, variant: Any) -> Any:
+        asked[variant] += 1
+        return slow if variant == best and asked[variant] == 1 else FakeCompiler().report(problem, variant)
+
+    assert search(SMALL, FakeWorker(gru_cost), tmp_path, compiler=FakeCompiler(report)).winner.variant == best
+    assert asked[best] == 2
+
+
+def test_many_that_hang_are_not_all_tried_again_in_one_run(tmp_path: Path) -> None:
+    worker = Flaky(dict.fromkeys(legal_pool(SMALL, 90).variants[1:], 10**6), WorkerLostError(HUNG))
+    outcome = search(SMALL, worker, tmp_path)
+    pool = len(legal_pool(SMALL, 90).variants)
+    assert len(worker.measured) == pool + MOST_AGAIN
+    assert outcome.passing == pool - 1
+
+
+def test_a_deadline_leaves_what_may_pass_to_the_next_run(tmp_path: Path) -> None:
+    default = WORKLOADS[SMALL.family].family.default_variant(SMALL.spec, SMALL.size)
+    with pytest.raises(WorkerLostError, match="no variant"):
+        search(SMALL, Flaky({default: 1}, WorkerLostError(HUNG)), tmp_path, deadline=0.0)
+    assert search(SMALL, Flaky({}, WorkerLostError(HUNG)), tmp_path, deadline=0.0).winner.variant == default
+
+
+@pytest.mark.parametrize(
+    ("reason", "times"),
+    [
+        ("spills 16 bytes a thread", 1),
+        ("needs 400000 bytes of shared memory a program", 1),
+        ("does not compile: CompilationError: at 3:4", 1),
+        ("does not compile: OutOfResources: out of resource: shared memory, Required: 300000", 1),
+        ("WrongResultError: the worst error is 12 times what rounding allows", 1),
+        ("ValueError: this variant cannot be launched", 1),
+        ("lost the worker: RuntimeError: Triton Error [CUDA]: an illegal memory access was encountered", 2),
+        ("lost the worker: the process died (killed by SIGSEGV)", 2),
+        ("does not compile: the compiler was lost: the process died (killed by SIGABRT)", 2),
+        ("lost the worker: it answered nonsense, and was killed", 2),
+        (f"lost the worker: {HUNG}", 3),
+        ("does not compile: the compiler was lost: no answer in 20 s: it hung, and was killed", 3),
+        ("does not compile: the compiler was lost: the process died (killed by SIGKILL)", 3),
+        ("does not compile: MemoryError: ", 3),
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", 3),
+        ("lost the worker: half an answer came, and it was killed", 3),
+    ],
+)
+def test_how_often_a_failure_must_come_to_be_a_fact(reason: str, times: int) -> None:
+    assert times_to_be_a_fact(reason) == times
 
 
 def test_a_problem_that_nothing_can_be_measured_on_says_why(tmp_path: Path) -> None:

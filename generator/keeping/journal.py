@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import json
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import optuna
 from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 
+from generator.keeping.failures import times_to_be_a_fact
 from tuned.choices import choices, undeclared
 from tuned.family import FAMILIES
 
@@ -46,12 +48,33 @@ class Journal:
     ) -> dict[Any, Result]:
         """What was measured of a problem with the same kernels, device, versions and method; the last result counts.
 
-        Trials of another space of the same family count too: a knob that they lack had its default. Those with a knob or
-        a choice that is no more do not.
+        A failure that may pass is left out until it came often enough: generator.keeping.failures. Trials of another space
+        of the same family count too: a knob that they lack had its default. Those with a knob or a choice that is no more do not.
         """
-        variant_type = FAMILIES[problem.family].variant_type
+        return self.recalled(problem, environment, digests)[0]
+
+    def recalled(
+        self, problem: Problem, environment: dict[str, Any], digests: Callable[[Any], dict[str, str]]
+    ) -> tuple[dict[Any, Result], collections.Counter[Any]]:
+        """What is ``remembered``, and how often each variant has failed since it was last measured."""
         known: dict[Any, Result] = {}
-        asked = problem_digest(problem)
+        failures: collections.Counter[Any] = collections.Counter()
+        for variant, result in self._results(problem, environment, digests):
+            known.pop(variant, None)  # so that the order is that of the results that count
+            if isinstance(result, str):
+                failures[variant] += 1
+                if failures[variant] < times_to_be_a_fact(result):
+                    continue
+            else:
+                del failures[variant]
+            known[variant] = result
+        return known, failures
+
+    def _results(
+        self, problem: Problem, environment: dict[str, Any], digests: Callable[[Any], dict[str, str]]
+    ) -> Iterator[tuple[Any, Result]]:
+        """Every result of the same kernels, device, versions and method, in their order."""
+        variant_type, asked = FAMILIES[problem.family].variant_type, problem_digest(problem)
         for study in self._studies(problem, environment["device"]):
             for trial in self.storage.get_all_trials(study, deepcopy=False):
                 note = trial.user_attrs.get("note")
@@ -61,9 +84,7 @@ class Journal:
                     continue
                 variant = _variant(variant_type, trial.params)
                 if variant is not None and note["digests"] == digests(variant):
-                    known.pop(variant, None)  # so that the order is that of the results that count
-                    known[variant] = note["failed"] if "failed" in note else (note["median_us"], note["error"])
-        return known
+                    yield variant, note["failed"] if "failed" in note else (note["median_us"], note["error"])
 
     def add(
         self, problem: Problem, environment: dict[str, Any], variant: Any, result: Result, digests: dict[str, str]

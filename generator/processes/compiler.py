@@ -10,6 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from generator.cache import cache_folder
+from generator.keeping.failures import LOST_COMPILER
 from generator.measuring.compile import Resources, distinct, resources, target_of
 from generator.processes.forkserver import Child, LostError, fork_server
 from generator.workload import WORKLOADS
@@ -104,7 +105,7 @@ class CompilerPool(concurrent.futures.Executor):
         except LostError as error:
             with self._lock:
                 self._children.pop(getattr(self._own, "pid", 0), None)
-            raise CompilerError(f"the compiler was lost: {error}") from None
+            raise CompilerError(f"{LOST_COMPILER}{error}") from None
         if outcome != "done":
             raise CompilerError(value)
         return value

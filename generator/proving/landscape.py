@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from generator.keeping.disk import write_whole
+from generator.keeping.failures import LOADED, LOST_WORKER, times_to_be_a_fact
 from generator.problem import Problem
 from generator.processes.compiler import compile_variant, hopeless
 from generator.processes.compiler import compiled as result_of
@@ -94,11 +95,8 @@ def record(  # noqa: PLR0913 - the parts are independent of each other
 
     for _ in range(AHEAD):
         submit()
-    while waiting:
-        if time.monotonic() > deadline:
-            return None
-        variant, future = waiting.popleft()
-        submit()
+
+    def attempt(variant: Any, future: Any) -> None:
         needs = result_of(future)
         names.update(family.kernel_names(problem.spec, variant))
         if not isinstance(needs, str):
@@ -110,12 +108,25 @@ def record(  # noqa: PLR0913 - the parts are independent of each other
             except TrialFailedError as error:
                 reason = str(error)
             except WorkerLostError as error:
-                reason = f"lost the worker: {error}"
+                reason = f"{LOST_WORKER}{error}"
                 worker.start()
                 worker.stage(problem)
+        failed.pop(variant, None)
         if reason is not None:
             failed[variant] = reason
         report(len(times) + len(failed), len(variants))
+
+    while waiting:
+        if time.monotonic() > deadline:
+            return None
+        variant, future = waiting.popleft()
+        submit()
+        attempt(variant, future)
+    for tries in range(1, LOADED):  # what may have failed by a busy machine: generator.keeping.failures
+        for variant in [v for v, why in failed.items() if tries < times_to_be_a_fact(why)]:
+            if time.monotonic() > deadline:
+                return None
+            attempt(variant, compiler.submit(compile_variant, problem, variant, architecture))
     best = sorted(times, key=times.__getitem__)[:AGAIN]
     times |= {v: t.median_us for v, t in zip(best, worker.compare(best), strict=True)}
     digests = {name: structures()[name].digest for name in sorted(names)}

@@ -129,8 +129,9 @@ def tune_all(  # noqa: PLR0913 - the parts are independent of each other
                     outcome = _try_one(problem, queue, known, how, deadline, report)
                 except WorkerGoneError as error:  # what is left is for other GPUs, or for another day
                     outcome = gone = f"the GPU is lost: {error}"
-                # What was cut short is kept, and is not the end of it for a later run or another tuner.
-                counts = queue.end(outcome, complete=time.monotonic() < deadline)
+                # What was cut short, or failed by what may pass, is kept, and is not the end of it for a later run or another tuner.
+                passing = not isinstance(outcome, str) and outcome.passing > 0
+                counts = queue.end(outcome, complete=time.monotonic() < deadline and not passing)
                 if isinstance(outcome, str):
                     run.skipped[problem.name] = outcome
                 elif counts:

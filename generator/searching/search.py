@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import optuna
 
+from generator.keeping.failures import LOST_WORKER, times_to_be_a_fact
 from generator.processes.compiler import compile_variant, hopeless
 from generator.processes.compiler import compiled as result_of
 from generator.processes.worker import TrialFailedError, Worker, WorkerLostError
@@ -46,6 +47,7 @@ NOISE = 0.01  # a new winner must beat the incumbent by more; inside it the simp
 # fewer leave the GPU waiting; more are proposed from results too old: with three batches two tunings of one problem
 # end up to 1.8 percent apart, with two 1.4.
 AHEAD = 2 * BATCH
+MOST_AGAIN = 16  # variants a search that are tried again: should all of them hang, that takes minutes
 SEED = 0
 
 
@@ -74,6 +76,7 @@ class Outcome:
     declared: int
     remembered: int  # taken from the journal instead of measured again
     same: int = 0  # not measured: another variant's machine code on the same grid
+    passing: int = 0  # of the failures, those that may pass: the next run tries them again
 
 
 def tune(  # noqa: PLR0913 - the parts are independent of each other
@@ -114,6 +117,7 @@ def tune(  # noqa: PLR0913 - the parts are independent of each other
     search.explore(first, trials if wanted is None else len(first))
     if wanted is None and len(search.pool.variants) <= EXHAUSTIVE:
         search.explore(search.pool.variants, len(search.pool.variants))
+    search.try_again()
     return search.finish(default, incumbent, settings, FINALISTS if wanted is None else FEW)
 
 
@@ -184,6 +188,7 @@ class _Search:
         self.times: dict[Any, float] = {}
         self.errors: dict[Any, float] = {}
         self.failed: dict[Any, str] = {}
+        self.failures: collections.Counter[Any] = collections.Counter()  # of variants, in earlier runs too
         self.codes: dict[Any, Result] = {}  # machine code and grid -> what the first variant of it came to
         self.known: dict[Any, Result] = {}
         self.progress = Progress(problem=problem.name)
@@ -224,7 +229,7 @@ class _Search:
     def prepare(self, trials: int) -> None:
         """Stage the problem and take over what earlier runs measured."""
         with self.stopwatch.time("journal"):
-            self.known = self.journal.remembered(self.problem, self.environment, self.digests)
+            self.known, self.failures = self.journal.recalled(self.problem, self.environment, self.digests)
         self.progress.trials = min(trials, len(self.pool.variants))
         self._tell("staging")
         self.baselines = self._stage()
@@ -286,9 +291,7 @@ class _Search:
             result = self.known[variant]
             self.remembered += 1
         else:
-            result = self._result(variant, compiled)
-            with self.stopwatch.time("journal"):
-                self.journal.add(self.problem, self.environment, variant, result, self.digests(variant))
+            result = self._tried(variant, compiled)
         if isinstance(result, str):
             self.failed[variant] = result
             # Not FAIL: samplers ignore failed trials and propose the like again.
@@ -300,6 +303,32 @@ class _Search:
             self.study.tell(trial, value)
         self._tell("")
 
+    def _tried(self, variant: Any, compiled: concurrent.futures.Future[Any]) -> Result:
+        """The result of a variant, which is kept."""
+        result = self._result(variant, compiled)
+        self.failures[variant] += isinstance(result, str)
+        with self.stopwatch.time("journal"):
+            self.journal.add(self.problem, self.environment, variant, result, self.digests(variant))
+        return result
+
+    def passing(self) -> list[Any]:
+        """The variants whose failure is no fact yet."""
+        return [v for v, why in self.failed.items() if self.failures[v] < times_to_be_a_fact(why)]
+
+    def try_again(self) -> None:
+        """Try once more what failed by what may pass, each alone: after all others, when the machine may be quieter."""
+        for variant in self.passing()[:MOST_AGAIN]:
+            if time.monotonic() > self.deadline:
+                return
+            self._tell("trying again what may have failed for lack of time or room")
+            self.lost |= self.failed[variant].startswith(LOST_WORKER)  # in a process that has tried nothing else
+            result = self._tried(variant, self._compile(variant))
+            if isinstance(result, str):
+                self.failed[variant] = result
+            else:
+                del self.failed[variant]
+                self.times[variant], self.errors[variant] = result
+
     def _result(self, variant: Any, compiled: concurrent.futures.Future[Any]) -> Result:
         with self.stopwatch.time("compile"):
             needs = result_of(compiled)
@@ -310,7 +339,9 @@ class _Search:
         if code in self.codes:
             self.same += 1
             return self.codes[code]
-        self.codes[code] = result = self._on_gpu(variant)
+        result = self._on_gpu(variant)
+        if not isinstance(result, str) or times_to_be_a_fact(result) == 1:
+            self.codes[code] = result
         return result
 
     def _on_gpu(self, variant: Any) -> Result:
@@ -322,7 +353,7 @@ class _Search:
             return str(error)
         except WorkerLostError as error:
             self.lost = True  # another is started once it is kept what this one was lost by
-            return f"lost the worker: {error}"
+            return f"{LOST_WORKER}{error}"
         self.stopwatch.move(measured.check_s, "measure", "check")
         return measured.timing.median_us, measured.error
 
@@ -356,11 +387,12 @@ class _Search:
             environment=self.environment,
         )
         failed = {str(dataclasses.asdict(v)): reason for v, reason in self.failed.items()}
-        if time.monotonic() <= self.deadline:  # what was cut short is not the end of it
+        passing = len(self.passing())
+        if time.monotonic() <= self.deadline and not passing:  # what was cut short, or may pass, is not the end of it
             kept = {"winner": winner_to_json(winner), "failed": failed}
             self.journal.finish(self.problem, self.environment, settings, kept)
         pool = len(self.pool.variants)
-        return Outcome(winner, len(self.times), failed, pool, self.pool.declared, self.remembered, self.same)
+        return Outcome(winner, len(self.times), failed, pool, self.pool.declared, self.remembered, self.same, passing)
 
     def _revive(self) -> None:
         """Have a worker with the problem staged, if the one before was lost."""
