@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
 
-.PHONY: tune test test-gpu lint types render check bench clean
+.PHONY: tune test test-gpu lint types render check release-check bench clean
 
 tune: $(VENV)/.tune  ## set up, then tune for the GPU at hand (without one: compile and estimate)
 	$(BIN)/python tune.py --gpu auto
@@ -26,6 +26,9 @@ render:  ## write every generated file again
 
 check:  ## stale or missing rows, generated files out of date
 	$(BIN)/python tune.py --check
+
+release-check:  ## the same, and what is here must be what was verified on its GPU
+	$(BIN)/python tune.py --check --release
 
 bench: $(VENV)/.bench  ## against the peers that are installed, on a GPU; then the tables and the plots
 	$(BIN)/python -m benchmarks.rope

@@ -99,6 +99,9 @@ def main(  # noqa: PLR0913 - one parameter an option
     check: Annotated[
         bool, typer.Option("--check", help="List rows and files that are out of date; exit 1 if a row does not count.")
     ] = False,
+    release: Annotated[
+        bool, typer.Option("--release", help="With --check: exit 1 also if what is here was not verified on its GPU.")
+    ] = False,
     render: Annotated[bool, typer.Option("--render", help="Write every generated file again, and stop.")] = False,
 ) -> None:
     """Tune every problem on this GPU, most common first; Ctrl-C keeps what was measured, the same command goes on."""
@@ -114,6 +117,8 @@ def main(  # noqa: PLR0913 - one parameter an option
         raise typer.BadParameter(
             f"--gpus {gpus} and --gpu {gpu} exclude each other: one names several GPUs, the other one"
         )
+    if release and (not check or out is not None):
+        raise typer.BadParameter("--release makes --check strict about what ships: give both, and no --out")
     options = commands.Options(
         gpu, target, family, problems, trials, limit_s, out, gpus=gpus, storage=storage, quick=quick
     )
@@ -122,7 +127,7 @@ def main(  # noqa: PLR0913 - one parameter an option
             if render:
                 code = commands.render(console)
             elif check:
-                code = commands.check(options, console)
+                code = commands.check(options, console, release=release)
             elif list_:
                 code = commands.list_problems(options, console)
             elif dry_run:

@@ -2,7 +2,8 @@
 
 Hard: another text of a kernel, another model of GPU or other multiprocessors than the device has here, another way of
 timing, another schema; such a row does not count. Soft: another Triton, torch or driver than is installed here, or found
-by a quick run; the row counts, and tuning again may find better.
+by a quick run; the row counts, and tuning again may find better. Unverified: the sources are not those that passed on the
+device; worth doing, and what a release must not go without.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import triton
 
 from generator.keeping.record import PACKAGE, QUICK, TABLES, WINNERS, read_record, record_path
+from generator.keeping.verified import not_verified
 from generator.measuring.environment import driver_version
 from generator.proving.landscape import load_landscapes
 from generator.rendering.committed import KERNELS, generated_files
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from tuned.record import Winner
 
 NAMES_SHOWN = 3
+# Something is to be done; to be done before a release, else worth doing; worth doing; what could not be compared.
+KINDS = ("hard", "unverified", "soft", "note")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Here:
 class Finding:
     """One thing that is out of date, as a sentence with the command that mends it."""
 
-    kind: str  # "hard": something is to be done; "soft": worth doing; "note": what could not be compared
+    kind: str  # of KINDS
     text: str
 
 
@@ -69,7 +73,7 @@ def findings(
     """What is to be done, what is worth doing and what could not be told, for one device or every one with a record.
 
     Rows of problems that are not default ones are looked at when all default problems are. The package's generated files
-    are looked at too, unless ``folder`` says that the record is elsewhere.
+    are looked at too, and whether all of it was verified, unless ``folder`` says that the record is elsewhere.
     """
     here = here or this_machine()
     devices = [device] if device is not None else sorted(p.stem for p in (folder or WINNERS).glob("*.json"))
@@ -86,6 +90,8 @@ def findings(
             yield Finding("hard", str(error))
     if folder is None and not unreadable:
         yield from (Finding("hard", text) for text in _files())
+    if folder is None:
+        yield from (Finding("unverified", text) for name in devices if (text := not_verified(name)) is not None)
 
 
 def _device(problems: list[Problem], device: str, folder: Path | None, here: Here) -> Iterator[Finding]:

@@ -262,17 +262,20 @@ def dry_run(options: Options, console: Console) -> int:
     return 0
 
 
-def check(options: Options, console: Console) -> int:
-    """List what is out of date: exit code 1 if a row does not count or a file differs, 0 if something is only worth doing."""
-    from generator.audit import findings  # noqa: PLC0415
+def check(options: Options, console: Console, *, release: bool = False) -> int:
+    """List what is out of date: exit code 1 if a row does not count or a file differs, 0 if something is only worth doing.
+
+    ``release``: what was not verified on its GPU is to be done, too.
+    """
+    from generator.audit import KINDS, findings  # noqa: PLC0415
 
     problems = select(options.family, options.problems, folder=options.out)
-    found = sorted(
-        findings(problems, options.target, options.out), key=lambda f: ("hard", "soft", "note").index(f.kind)
-    )
+    found = sorted(findings(problems, options.target, options.out), key=lambda f: KINDS.index(f.kind))
     for finding in found:
         say(console, finding.text)
-    hard, soft = (sum(f.kind == kind for f in found) for kind in ("hard", "soft"))
+    to_do = ("hard", "unverified") if release else ("hard",)
+    hard = sum(f.kind in to_do for f in found)
+    soft = sum(f.kind != "note" for f in found) - hard
     if hard or soft:
         say(console, f"{hard} to do, {soft} worth doing")
     else:

@@ -1,0 +1,183 @@
+"""What was verified on a GPU: one digest over all that ships, and whether a device's record of its suites is of it.
+
+Only the standard library is imported, so that any Python can tell the digest of a checkout.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+PACKAGE = ROOT / "tuned"
+FOLDER = ROOT / "benchmarks" / "results" / "verified"
+SUITES = ("plain", "gpu", "fuzz", "sanitizers")
+AGAIN = "make verify on that GPU"
+
+
+class VerifiedError(ValueError):
+    """A record that is none; the message names the file and says what is wrong with it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """How one suite ended. Skipped is what the machine could not run."""
+
+    name: str  # of SUITES
+    passed: int
+    failed: int  # one at least if the suite did not come to its end
+    skipped: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """The record of a device: what was run, of which sources, with what."""
+
+    environment: dict[str, Any]
+    kernels: str  # the digest
+    suites: tuple[Suite, ...]
+
+
+# The digest -----------------------------------------------------------------------------------------------------------
+
+
+def digest(package: Path = PACKAGE) -> str:
+    """Twelve hexadecimal digits over the kernels, tables, records and source of the runtime, and the names of the files.
+
+    Of syntax trees without docstrings, and of the records' values: comments and layout change nothing, nor does the
+    version of Python.
+    """
+    found = hashlib.sha256()
+    for name, path in shipped(package):
+        text = path.read_text(encoding="utf-8")
+        meaning = _values(text) if path.suffix == ".json" else "".join(_tree(ast.parse(text)))
+        found.update(f"{name}\0{meaning}\0".encode())
+    return found.hexdigest()[:12]
+
+
+def shipped(package: Path = PACKAGE) -> list[tuple[str, Path]]:
+    """Name below the package, and path, of every file that the digest is over, in its order."""
+    paths = [*package.rglob("*.py"), *(package / "winners").glob("*.json")]
+    return sorted((path.relative_to(package).as_posix(), path) for path in paths)
+
+
+def _values(text: str) -> str:
+    return json.dumps(json.loads(text), sort_keys=True)
+
+
+def _tree(node: Any) -> list[str]:
+    """A syntax tree as text that is the same for every Python from 3.10 on.
+
+    Neither ast.dump nor ast.unparse is: 3.12 has a field for type parameters and other quotes in f-strings, 3.13 leaves
+    out what is empty. A field that is empty is left out here, so that one which a later Python adds changes nothing.
+    """
+    if isinstance(node, ast.Constant):
+        return [f"{type(node.value).__name__} {node.value!a}"]
+    if not isinstance(node, ast.AST):
+        return [ascii(node)]
+    parts = [type(node).__name__, "("]
+    for name in sorted(node._fields):
+        value = getattr(node, name, None)
+        if name == "body" and isinstance(value, list):
+            value = _without_docstring(node, value)
+        if name == "values" and isinstance(node, ast.JoinedStr):
+            value = _joined(node.values)
+        if value is None or value == []:
+            continue
+        parts.append(f"{name}=")
+        if isinstance(value, list):
+            parts.append("[")
+            for item in value:
+                parts += [*_tree(item), ","]
+            parts.append("]")
+        else:
+            parts += _tree(value)
+        parts.append(";")
+    return [*parts, ")"]
+
+
+def _without_docstring(node: ast.AST, body: list[Any]) -> list[Any]:
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    return body[1:] if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None else body
+
+
+def _joined(values: list[ast.expr]) -> list[ast.expr]:
+    """The parts of an f-string, its text in one piece between expressions: 3.12 leaves empty pieces in formats."""
+    found: list[ast.expr] = []
+    for value in values:
+        last = found[-1] if found else None
+        if isinstance(value, ast.Constant) and isinstance(last, ast.Constant):
+            found[-1] = ast.Constant(str(last.value) + str(value.value))
+        elif not isinstance(value, ast.Constant) or value.value:
+            found.append(value)
+    return found
+
+
+# The record -----------------------------------------------------------------------------------------------------------
+
+
+def verified_path(device: str, folder: Path = FOLDER) -> Path:
+    """Where the record of a device lies."""
+    return folder / f"{device}.json"
+
+
+def read_verified(path: Path) -> Verified:
+    """The record in a file.
+
+    Raises:
+        VerifiedError: it is no record.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        suites = tuple(_suite(**suite) for suite in content["suites"])
+        return Verified(dict(content["environment"]), str(content["kernels"]), suites)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise VerifiedError(f"{path.name} is no record of what was verified ({error!r}): {AGAIN}") from error
+
+
+def _suite(*, name: str, passed: int, failed: int, skipped: int, seconds: float) -> Suite:
+    for count in (passed, failed, skipped):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ValueError(f"a count of suite {name!r} is {count!r}")
+    return Suite(name, passed, failed, skipped, float(seconds))
+
+
+def verified_text(verified: Verified) -> str:
+    """The record as JSON, suites in the order of SUITES."""
+    ordered = sorted(verified.suites, key=lambda suite: SUITES.index(suite.name))
+    content = {
+        "environment": verified.environment,
+        "kernels": verified.kernels,
+        "suites": [dataclasses.asdict(suite) for suite in ordered],
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def not_verified(device: str, folder: Path = FOLDER, package: Path = PACKAGE) -> str | None:
+    """Why what lies here is not what was verified on a device, as a sentence with the way out; None if it is."""
+    path = verified_path(device, folder)
+    if not path.exists():
+        return f"{device}: not verified, there is no {path.name} in benchmarks/results/verified: {AGAIN}"
+    try:
+        record = read_verified(path)
+    except VerifiedError as error:
+        return f"{device}: not verified, {error}"
+    here = digest(package)
+    if record.kernels != here:
+        return f"{device}: not verified, the sources here are {here}, and {record.kernels} were verified: {AGAIN}"
+    reasons = [reason for name in SUITES if (reason := _reason(name, record)) is not None]
+    return f"{device}: not verified, {'; '.join(reasons)}: {AGAIN}" if reasons else None
+
+
+def _reason(name: str, record: Verified) -> str | None:
+    suite = next((s for s in record.suites if s.name == name), None)
+    if suite is None:
+        return f"suite {name} was not run"
+    if suite.failed:
+        return f"{suite.failed} of suite {name} failed"
+    return None if suite.passed else f"nothing of suite {name} was run"
