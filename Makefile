@@ -1,9 +1,10 @@
 # Every command of the project. VENV=... puts the virtual environment elsewhere.
 VENV ?= .venv
 PYTHON ?= python3
+GPU_PROCESSES ?= 6
 BIN = $(VENV)/bin
 
-.PHONY: tune test test-gpu lint types render check release-check bench clean
+.PHONY: tune test test-gpu verify lint types render check release-check bench clean
 
 tune: $(VENV)/.tune  ## set up, then tune for the GPU at hand (without one: compile and estimate)
 	$(BIN)/python tune.py --gpu auto
@@ -11,8 +12,12 @@ tune: $(VENV)/.tune  ## set up, then tune for the GPU at hand (without one: comp
 test: $(VENV)/.dev  ## set up, then every test that this machine can run
 	$(BIN)/python -m pytest -n auto
 
-test-gpu: $(VENV)/.dev  ## the full grid on a GPU
-	$(BIN)/python -m pytest -m gpu
+test-gpu: $(VENV)/.dev  ## the full grid on a GPU, then what nothing else there may disturb
+	$(BIN)/python -m pytest -m "(gpu or gpu_sample) and not alone" -n $(GPU_PROCESSES) --dist loadgroup
+	$(BIN)/python -m pytest -m "(gpu or gpu_sample) and alone"
+
+verify: $(VENV)/.dev  ## plain tests, GPU tests, fuzz and sanitizers on a GPU; what passed is kept, and not run again
+	$(BIN)/python -m benchmarks.verify
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -13,9 +13,9 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu or gpu_sample are skipped, with the reason, where torch sees no GPU."""
+    """Tests marked gpu, gpu_sample or sanitizer are skipped, with the reason, where torch sees no GPU."""
     if torch.cuda.is_available():
         return
     for item in items:
-        if item.get_closest_marker("gpu") or item.get_closest_marker("gpu_sample"):
+        if any(item.get_closest_marker(name) for name in ("gpu", "gpu_sample", "sanitizer")):
             item.add_marker(pytest.mark.skip(reason="needs a GPU, and torch sees none"))

@@ -23,6 +23,9 @@ PROCESSES = min(14, os.cpu_count() or 1)  # each compiles on one core, and its C
 SAMPLE = COMBINATIONS[::17]  # coprime to the length of every axis, so that each value of each is among them
 
 
+# Tests of one xdist_group run in one process, one after the other: those that share a pool of processes, and those that
+# need gigabytes of the GPU's memory (with --dist loadgroup, as `make test-gpu` says).
+
 # The grid -----------------------------------------------------------------------------------------------------------
 
 
@@ -36,6 +39,7 @@ def reports() -> Iterator[dict[Combination, concurrent.futures.Future[Report]]]:
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("grid")
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
 def test_every_call_is_right_forward_and_backward(
     reports: dict[Combination, concurrent.futures.Future[Report]], combination: Combination
@@ -46,6 +50,7 @@ def test_every_call_is_right_forward_and_backward(
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("grid")
 def test_the_grid_is_as_large_as_the_studies(
     reports: dict[Combination, concurrent.futures.Future[Report]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,6 +85,7 @@ def call_reports() -> Iterator[list[concurrent.futures.Future[list[str]]]]:
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("calls")
 @pytest.mark.parametrize("index", range(len(calls.ROWS)), ids=lambda i: f"{i}-{calls.row_id(calls.ROWS[i])}")
 def test_every_complete_call_is_right_forward_and_backward(
     call_reports: list[concurrent.futures.Future[list[str]]], index: int
@@ -143,6 +149,7 @@ def test_in_place_is_bitwise_the_same_two_hundred_times(layout: str, *, interlea
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("memory")
 @pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
 @pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])
 def test_a_tensor_of_more_than_2_to_the_31_elements_is_right(layout: str, *, inplace: bool) -> None:
@@ -170,6 +177,7 @@ def test_a_tensor_of_more_than_2_to_the_31_elements_is_right(layout: str, *, inp
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("memory")
 def test_strides_beyond_2_to_the_31_are_followed() -> None:
     # Two tokens 2^31 + 2^16 elements apart: only the two rows of it are ever touched.
     apart = 2**31 + 2**16

@@ -31,6 +31,7 @@ REASONS = {
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("problem", "deeds"),
     [(COPY, DEEDS), (INPLACE, ("past the end", "changed input", "illegal access"))],

@@ -83,6 +83,7 @@ def check_variants(compilers: CompilerPool, problem: Problem, variants: list[Any
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("pools")
 def test_every_legal_variant_of_a_decode_problem_is_right(compilers: CompilerPool) -> None:
     major, minor = torch.cuda.get_device_capability()
     variants = legal_pool(WHOLE, 10 * major + minor).variants
@@ -91,6 +92,7 @@ def test_every_legal_variant_of_a_decode_problem_is_right(compilers: CompilerPoo
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("pools")
 @pytest.mark.parametrize("family", ["rope", "gru_cell"])
 def test_a_sample_of_every_pool_is_right(compilers: CompilerPool, family: str) -> None:
     major, minor = torch.cuda.get_device_capability()

@@ -1,0 +1,284 @@
+"""Verify on a GPU all that ships: plain tests, GPU tests, the fuzz, the sanitizers; keep what passed, and of which sources.
+
+`python -m benchmarks.verify` writes benchmarks/results/verified/<device>.json after each suite. A suite that passed with
+these sources and this environment is not run again, so that several commands may share the work, on several machines
+with one GPU's model if the record goes with them. `python tune.py --check` holds the record against what is here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree as ET
+
+from generator.cache import cache_folder
+from generator.keeping.verified import (
+    FOLDER,
+    ROOT,
+    SUITES,
+    Suite,
+    Verified,
+    VerifiedError,
+    digest,
+    not_verified,
+    read_verified,
+    verified_path,
+    verified_text,
+)
+from generator.rendering.modules import write_if_different
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+PLAIN_PROCESSES = 14
+GPU_PROCESSES = 6  # some start pools of their own, and those that need much memory are one after the other
+SANITIZED_PROCESSES = 12
+SPARE_CORES = 2  # for the driver's threads and this process
+CALLS, CLASSES = 100_000, 2_000  # of the fuzz
+LIMIT_MINUTES = 20.0  # of one suite: something hangs. All take 12 on an H200 with 16 cores
+STOP_SECONDS = 15.0  # for a suite that is interrupted to end its own processes
+NAMES_SHOWN = 20
+INTERRUPTED = 130
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of one command."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    names: tuple[str, ...] = ()  # of what failed, or why
+
+    def __add__(self, other: Outcome) -> Outcome:
+        counts = (self.passed + other.passed, self.failed + other.failed, self.skipped + other.skipped)
+        return Outcome(*counts, self.names + other.names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One command of a suite; its outcome is read from the file that it leaves."""
+
+    command: tuple[str, ...]
+    result: Path
+    read: Callable[[Path], Outcome]
+
+
+# The suites -----------------------------------------------------------------------------------------------------------
+
+
+def suites(cache: Path, cores: int, seed: int) -> dict[str, tuple[Step, ...]]:
+    """Suite -> its commands, on a machine with so many cores. ``seed`` is that of the fuzz."""
+
+    def tests(name: str, processes: int, *arguments: str) -> Step:
+        processes = max(1, min(processes, cores - SPARE_CORES))
+        result = cache / f"{name}.xml"
+        spread = (f"-n{processes}", "--dist=loadgroup") if processes > 1 else ("-n0",)
+        return Step((sys.executable, "-m", "pytest", "-q", *spread, f"--junit-xml={result}", *arguments), result, junit)
+
+    fuzz = cache / "fuzz.json"
+    drawn = (f"--calls={CALLS}", f"--classes={CLASSES}", f"--seed={seed}", f"--out={fuzz}")
+    return {
+        "plain": (tests("plain", PLAIN_PROCESSES),),
+        "gpu": (
+            tests("gpu", GPU_PROCESSES, "-m", "(gpu or gpu_sample) and not alone"),
+            tests("gpu_alone", 1, "-m", "(gpu or gpu_sample) and alone"),
+        ),
+        "fuzz": (Step((sys.executable, "-m", "tests.fuzz", *drawn), fuzz, fuzzed),),
+        "sanitizers": (tests("sanitizers", SANITIZED_PROCESSES, "-m", "sanitizer"),),
+    }
+
+
+def junit(path: Path) -> Outcome:
+    """The outcome that pytest left as JUnit's XML."""
+    (suite,) = ET.parse(path).getroot().iter("testsuite")  # noqa: S314 - of our own process
+    total, failures, errors, skipped = (int(suite.get(n, 0)) for n in ("tests", "failures", "errors", "skipped"))
+    failed = failures + errors
+    bad = [
+        case for case in suite.iter("testcase") if case.find("failure") is not None or case.find("error") is not None
+    ]
+    names = tuple(f"{case.get('classname')}::{case.get('name')}" for case in bad)
+    return Outcome(max(0, total - failed - skipped), failed, skipped, names)
+
+
+def fuzzed(path: Path) -> Outcome:
+    """The outcome that the fuzz left: its calls are what passed, unless they were too few or too much alike."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    calls, classes, wrong, seed = (int(content[name]) for name in ("calls", "classes", "wrong", "seed"))
+    found = Outcome(calls - wrong, wrong, 0, (f"{wrong} calls are wrong, seed {seed}",) if wrong else ())
+    if calls < CALLS or classes < CLASSES:
+        found += Outcome(failed=1, names=(f"{calls} calls of {classes} classes, not {CALLS} of {CLASSES}",))
+    return found
+
+
+# Running --------------------------------------------------------------------------------------------------------------
+
+
+def run_step(step: Step, log: Path, limit_s: float) -> Outcome:
+    """Run a command to its end, its output added to the log; one that fails in any way has at least one failure."""
+    step.result.unlink(missing_ok=True)
+    with log.open("ab") as file:
+        file.write(f"$ {' '.join(step.command)}\n".encode())
+        file.flush()
+        code = _ended(step.command, file, limit_s)
+    if code is None:
+        return Outcome(failed=1, names=(f"it did not end in {limit_s:.0f} s",))
+    try:
+        found = step.read(step.result)
+    except (OSError, ValueError, KeyError, ET.ParseError) as error:
+        return Outcome(failed=1, names=(f"exit code {code}, and no result: {type(error).__name__}",))
+    return found if code == 0 or found.failed else found + Outcome(failed=1, names=(f"exit code {code}",))
+
+
+def _ended(command: Sequence[str], log: Any, limit_s: float) -> int | None:
+    """The exit code of a command, or None where it had to be ended; nothing that it started is left."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    process = subprocess.Popen(  # noqa: S603 - our own words
+        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+    )
+    try:
+        return process.wait(timeout=max(0.0, limit_s))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its group; as Ctrl-C first, so that tests can end what they have started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=STOP_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def run_suite(name: str, steps: Sequence[Step], log: Path, limit_s: float) -> Suite:
+    """Run a suite, print what failed, and tell how it ended."""
+    print(f"{name}: running, {log} has its output", flush=True)
+    log.unlink(missing_ok=True)
+    started, found = time.monotonic(), Outcome()
+    for step in steps:
+        found += run_step(step, log, limit_s - (time.monotonic() - started))
+    suite = Suite(name, found.passed, found.failed, found.skipped, round(time.monotonic() - started, 1))
+    print(told(suite), flush=True)
+    for failed in found.names[:NAMES_SHOWN]:
+        print(f"  {failed}")
+    if len(found.names) > NAMES_SHOWN:
+        print(f"  and {len(found.names) - NAMES_SHOWN} more")
+    return suite
+
+
+def told(suite: Suite) -> str:
+    """A suite as a line."""
+    return (
+        f"{suite.name}: {suite.passed} passed, {suite.failed} failed, {suite.skipped} skipped in {suite.seconds:.0f} s"
+    )
+
+
+# What is kept ---------------------------------------------------------------------------------------------------------
+
+
+def known(device: str, environment: Mapping[str, Any], kernels: str, folders: Sequence[Path]) -> dict[str, Suite]:
+    """The suites that ran with these sources in this environment, of the first folder that has them."""
+    found: dict[str, Suite] = {}
+    for folder in folders:
+        try:
+            record = read_verified(verified_path(device, folder))
+        except VerifiedError:
+            continue
+        if (record.environment, record.kernels) == (environment, kernels):
+            found = {suite.name: suite for suite in record.suites if suite.name in SUITES} | found
+    return found
+
+
+def verify(  # noqa: PLR0913 - what is run, and where things are
+    environment: Mapping[str, Any],
+    chosen: Mapping[str, Sequence[Step]],
+    *,
+    out: Path,
+    cache: Path,
+    again: bool = False,
+    limit_s: float = 60 * LIMIT_MINUTES,
+    shipped: Path = FOLDER,
+) -> int:
+    """Run the suites that have not passed yet, the record being whole after each: 0, or 1 where one of them failed."""
+    device, kernels = environment["device"], digest()
+    done = known(device, environment, kernels, (out, shipped))
+    for name, steps in chosen.items():
+        before = done.get(name)
+        if before is not None and before.passed and not before.failed and not again:
+            print(f"{told(before)}, before; --again runs it again")
+            continue
+        suite = run_suite(name, steps, cache / f"{name}.log", limit_s)
+        if digest() != kernels:
+            print(f"the sources changed while {name} ran: it says nothing of either, and is not kept")
+            return 1
+        done[name] = suite
+        out.mkdir(parents=True, exist_ok=True)
+        record = Verified(dict(environment), kernels, tuple(done.values()))
+        write_if_different(verified_path(device, out), verified_text(record))
+    print(not_verified(device, out) or f"{device}: verified, {kernels}")
+    return 1 if any(done[name].failed or not done[name].passed for name in chosen) else 0
+
+
+def here() -> dict[str, Any]:
+    """What the outcomes depend on besides the sources."""
+    from generator.measuring.environment import environment  # noqa: PLC0415 - imports torch
+
+    found = environment(0)
+    del found["method"]  # nothing is timed
+    return {**found, "python": platform.python_version()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line: 0, or 1 where there is no GPU or a suite failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.verify", description=__doc__)
+    parser.add_argument("--suite", action="append", choices=SUITES, help="only this one; may be given several times")
+    parser.add_argument("--again", action="store_true", help="run also what passed before")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the record; a record in it is gone on with")
+    parser.add_argument("--cache", type=Path, help="folder of the logs; .cache/verified")
+    parser.add_argument("--minutes", type=float, default=LIMIT_MINUTES, help="end a suite after this many, as hung")
+    parser.add_argument("--seed", type=int, help="of the fuzz; a new one each time")
+    options = parser.parse_args(arguments)
+    names = [name for name in SUITES if name in (options.suite or SUITES)]
+
+    import torch  # noqa: PLC0415 - --help must not wait for it
+
+    if not torch.cuda.is_available():
+        print(f"verifying needs a GPU, and PyTorch sees none here: not run were {', '.join(names)}")
+        return 1
+    cache = (options.cache or cache_folder("verified")).resolve()
+    cache.mkdir(parents=True, exist_ok=True)
+    seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
+    every = suites(cache, len(os.sched_getaffinity(0)), seed)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # suites are in sessions of their own, and end with this
+    try:
+        return verify(
+            here(),
+            {name: every[name] for name in names},
+            out=options.out.resolve(),
+            cache=cache,
+            again=options.again,
+            limit_s=60 * options.minutes,
+        )
+    except KeyboardInterrupt:
+        print("interrupted: what had ended is kept, and the same command goes on with the rest")
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

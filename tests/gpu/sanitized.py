@@ -1,0 +1,214 @@
+"""One small call, and more, of every kernel that ships, for compute-sanitizer; each share of them a process of its own.
+
+`python -m tests.gpu.sanitized SHARE [no-library]` ends with 0 when all results are right. Tensors are strided and
+misaligned, and nothing lies around them: an access past an end is past an allocation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import tests.gru_case
+import tests.gru_sequences
+import tests.rope_case
+import tests.test_linear_cat_kernels
+import tuned.nn
+from generator.rendering.structures import ROPE_SCHEDULES, gru_gates_specs, gru_texts, rope_call_specs, rope_specs
+from tests.gru_case import GruCase
+from tests.gru_sequences import Sequences
+from tests.rope_case import RopeCase
+from tests.rope_rows import PACKED, PACKED_SEQ
+from tests.run import run
+from tests.test_gru_cell_kernels import FORMS as CELLS
+from tests.test_linear_cat_kernels import FORMS as LINEAR
+from tests.test_rope_plan import CASES, check
+from tuned.choices import choices
+from tuned.gru.launches import kernel_name as gru_name
+from tuned.gru.launches import launches as gru_launches
+from tuned.gru.spec import GruSpec
+from tuned.gru.variant import GruVariant
+from tuned.gru_cell.launches import kernel_name as cell_name
+from tuned.gru_cell.spec import GruCellSpec
+from tuned.kernels import DIGESTS
+from tuned.launcher import PROBE_KERNEL, run_step
+from tuned.linear_cat.launches import kernel_name as linear_name
+from tuned.linear_cat.spec import LinearCatSpec
+from tuned.rope.launches import kernel_name as rope_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SHARES = 12  # processes for each tool: most of their time is PyTorch's start and compiling
+X_VIEWS = ("offset", "thirds", "transposed", "swapped", "qkv", "contiguous")
+ANGLE_VIEWS = ("strided", "contiguous", "transposed", "strided")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Deed:
+    """Something to run under the sanitizer."""
+
+    kernels: tuple[str, ...]  # that it launches
+    run: Callable[[], Any]
+    library: bool = False  # products of the library are part of it: their kernels' races are not ours to judge
+
+
+def deeds() -> list[Deed]:
+    """All of them, always in the same order."""
+    return [*_rope(), *_cells(), *_linear(), *_sequences(), *_calls()]
+
+
+def share(index: int) -> list[Deed]:
+    """What one process does."""
+    return deeds()[index::SHARES]
+
+
+def _rope() -> Iterator[Deed]:
+    texts = itertools.product([*rope_specs(), *rope_call_specs()], ROPE_SCHEDULES)
+    ships = [(spec, schedule) for spec, schedule in texts if rope_name(spec, schedule) in DIGESTS]
+    for at, (spec, schedule) in enumerate(ships):
+        complete = spec.key_heads > 0
+        odd = dataclasses.replace(
+            spec,
+            layout=("thd", "bshd", "sbhd")[at % 3] if complete else spec.layout,
+            dtype=DTYPES[at // 2 % 3],
+            heads=5,
+            key_heads=2 if complete else 0,
+            head_dim=20 if spec.copies_tail else 12,
+            rotary_dim=12,
+        )
+        even = dataclasses.replace(odd, head_dim=128, rotary_dim=64 if spec.copies_tail else 128)
+        variant = dataclasses.replace(schedule, block_tokens=4, block_heads=4)
+        views = {"x_view": X_VIEWS[at % 6], "angle_view": ANGLE_VIEWS[at % 4], "out_view": "offset"}
+        if complete:  # features must lie alike in both
+            views["key_view"] = "packed"
+        for case in (_rope_case(odd, **views), _rope_case(even)):
+            yield Deed((rope_name(spec, schedule),), functools.partial(tests.rope_case.assert_right, case, variant))
+
+
+def _rope_case(spec: Any, **views: str) -> RopeCase:
+    if spec.packed:
+        return RopeCase(spec, seq=PACKED_SEQ, cu_seqlens=PACKED, **views)
+    return RopeCase(spec, seq=7, batch=2, **views)
+
+
+def _cells() -> Iterator[Deed]:
+    def deed(spec: GruCellSpec, form: str, view: str) -> Deed:
+        case = GruCase(spec, batch=5, view=view)
+        name = cell_name(spec, CELLS[form])
+        library = form == "library"
+        return Deed((name,), functools.partial(tests.gru_case.assert_right, case, CELLS[form]), library)
+
+    for text, view in itertools.product(gru_gates_specs(), ("contiguous", "wide", "transposed")):
+        yield deed(GruCellSpec("bfloat16", 70, (20, 3), bias=text.bias, inplace=text.inplace), "library", view)
+    for form in ("split", "tile", "vector"):
+        for dtype, view in (("float32", "wide"), ("bfloat16", "wide"), ("float16", "contiguous")):
+            precision = "tf32" if dtype == "float32" else ""
+            yield deed(GruCellSpec(dtype, 19, (33, 100), precision=precision), form, view)
+        yield deed(GruCellSpec("bfloat16", 64, (64, 128)), form, "contiguous")
+
+
+def _linear() -> Iterator[Deed]:
+    for form, (dtype, view, rows) in itertools.product(
+        LINEAR, (("float32", "wide", 5), ("bfloat16", "wide", 17), ("float16", "contiguous", 64))
+    ):
+        width = 64 if view == "contiguous" else 33
+        spec = LinearCatSpec(dtype, (width, 128, 5), 37, precision="tf32" if dtype == "float32" else "")
+        right = tests.test_linear_cat_kernels.assert_right
+        yield Deed((linear_name(spec, LINEAR[form]),), functools.partial(right, spec, rows, LINEAR[form], view))
+
+
+def _sequences() -> Iterator[Deed]:
+    """Every text, every way to wait, with rows that lie together and apart; and a program that waits for nobody."""
+    for text, structure in gru_texts():
+        name = gru_name(text, structure)
+        if name not in DIGESTS:
+            continue
+        units, rows = (16, 8) if structure.splits_columns else (32, 32)
+        for at, exchange in enumerate(choices(GruVariant)["exchange"]):
+            dtype = ("bfloat16", "float32", "float16", "bfloat16")[at]
+            spec = dataclasses.replace(text, dtype=dtype, hidden=96, directions=1 if text.stacked else 1 + at % 2)
+            variant = dataclasses.replace(
+                structure,
+                block_hidden=units,
+                block_batch=rows,
+                exchange=exchange,
+                prefetch=("early", "late")[at % 2],
+                num_warps=4,
+            )
+            yield _sequence(name, spec, variant, ("steps", "rows", "apart")[at % 3])
+    alone = GruVariant("persistent", block_hidden=64)
+    yield _sequence("gru_dense_layer_split", GruSpec("bfloat16", 60), alone, "rows")
+    steps = GruVariant("steps")
+    yield _sequence("gru_thd_layer_split", GruSpec("bfloat16", 90, "thd"), steps, "apart")
+
+
+def _sequence(name: str, spec: GruSpec, variant: GruVariant, view: str) -> Deed:
+    lengths = {"dense": (4, 4, 4), "packed": (4, 3, 1), "thd": (3, 4, 1)}[spec.layout]
+
+    def launch() -> None:
+        built = tests.gru_sequences.build(Sequences(spec, lengths, view), "cuda")
+        for step in gru_launches(spec, variant, built.call):
+            run_step(step, lambda found: run([found]))
+        torch.cuda.synchronize()
+        tests.gru_sequences.assert_steps_right(built)
+
+    return Deed((name,), launch)
+
+
+def _calls() -> Iterator[Deed]:
+    """Public calls: first ones, which look things up, and later ones, which go by their plan."""
+    for name, case in CASES.items():
+        for seq, view in itertools.product((2, 10), ("contiguous", "packed", "offset")):
+            if (name, view) == ("qkv in place", "packed"):  # refused: its heads do not lie side by side
+                continue
+            changed = dataclasses.replace(case, seq=seq, view=view)
+            yield Deed((PROBE_KERNEL,), functools.partial(_rope_call, changed))
+    for dtype, batch, precise in itertools.product((torch.float32, torch.bfloat16), (1, 3), (False, True)):
+        yield Deed((), functools.partial(_gru_call, dtype, batch, precise), library=True)
+
+
+def _rope_call(case: Any) -> None:
+    for _ in range(3):
+        check(case, "cuda")
+
+
+def _gru_call(dtype: torch.dtype, batch: int, precise: bool) -> None:
+    """What a convolution leaves: features strided, and of one sequence strides that mean nothing."""
+    module = tuned.nn.GRU(48, 96, batch_first=True, device="cuda", dtype=dtype)
+    x = torch.randn(batch, 48, 9, device="cuda", dtype=dtype).transpose(1, 2)
+    with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=not precise):
+        for _ in range(3):
+            module(x)
+
+
+# The process ----------------------------------------------------------------------------------------------------------
+
+
+def bare(shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
+    """As ``guarded``, with nothing around it: what is outside of the tensor is outside of its allocation."""
+    return torch.full(shape, torch.nan, dtype=dtype, device=device)
+
+
+def main(index: int, *, library: bool) -> None:
+    harnesses: tuple[Any, ...] = (
+        tests.rope_case, tests.gru_case, tests.gru_sequences, tests.test_linear_cat_kernels
+    )  # fmt: skip
+    for harness in harnesses:
+        harness.guarded, harness.intact = bare, lambda _: True
+    torch.manual_seed(0)
+    for deed in share(index):
+        if library or not deed.library:
+            deed.run()
+            torch.cuda.synchronize()
+    print("all right")  # noqa: T201 - for the test that waits for it
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), library="no-library" not in sys.argv)
