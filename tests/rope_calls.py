@@ -148,7 +148,7 @@ class Watch:
                 assert places.setdefault("key_out", value) == value
             else:
                 assert value == (wanted.data_ptr() if isinstance(wanted, torch.Tensor) else wanted), name
-                assert type(value) is (int if isinstance(wanted, torch.Tensor) else type(wanted))
+                assert type(value) is (float if isinstance(wanted, float) else int)
         assert compiled.kinds == kinds(dataclasses.replace(fresh, arguments=tuple(taken)))
         assert len(set(places.values())) == len(places), "two results in one place"
         self._execute(fresh, prepared.spec, call)

@@ -35,13 +35,16 @@ from tuned.gru_cell import run as gru_cell_run
 from tuned.linear_cat import run as linear_cat_run
 from tuned.overwrite import bump_versions, refuse_overwrite
 from tuned.rope import call as rope_call
-from tuned.rope.arguments import Given, Settings
+from tuned.rope.arguments import Given, Settings, offset_of, whole_number, whole_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tuned.compat.transformer_engine import apply_rotary_pos_emb as apply_rotary_pos_emb  # noqa: PLC0414
     from tuned.lookup import Choice
+
+
+_ONE, _ZERO = 1, 0  # one object each: what is not it may be a bool, a float or a tensor, and is looked at
 
 
 def rope(  # noqa: PLR0913 - the arguments of its peers
@@ -112,6 +115,8 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
             are an error where they can be seen without waiting for a GPU, and NaN in the result where not.
         RuntimeError: x cannot be overwritten without losing a gradient; nothing has been written.
     """
+    if rotary_dim is not None or max_seqlen is not None or cp_size is not _ONE or cp_rank is not _ZERO:
+        rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
         rotated, conjugate, None, "forward",
@@ -156,6 +161,8 @@ def rope_qk(  # noqa: PLR0913 - the arguments of rope
     Raises:
         TypeError, ValueError, RuntimeError: as ``rope``; nothing has been written.
     """
+    if rotary_dim is not None or max_seqlen is not None or cp_size is not _ONE or cp_rank is not _ZERO:
+        rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
         rotated, conjugate, None, "forward",
@@ -199,9 +206,12 @@ def rope_qkv(  # noqa: PLR0913 - the arguments of rope
     Raises:
         TypeError, ValueError, RuntimeError: as ``rope``; nothing has been written.
     """
+    kv_heads = 0 if kv_heads is None else whole_number("kv_heads", kv_heads)
+    if rotary_dim is not None or max_seqlen is not None or cp_size is not _ONE or cp_rank is not _ZERO:
+        rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
-        rotated, conjugate, kv_heads or 0, "forward",
+        rotated, conjugate, kv_heads, "forward",
     )  # fmt: skip
     return rope_call.call(  # type: ignore[no-any-return]
         qkv, None, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, settings
@@ -234,6 +244,8 @@ def rope_backward(  # noqa: PLR0913 - the arguments of rope
 
     Always out of place. Where the entries of a pair are equal it is the rotation by minus the angle.
     """
+    if rotary_dim is not None or max_seqlen is not None or cp_size is not _ONE or cp_rank is not _ZERO:
+        rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
     settings = (
         tensor_format, interleaved, False, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
         rotated, conjugate, None, "backward",
@@ -407,8 +419,11 @@ def explain_rope(function: Any, *args: Any, **kwargs: Any) -> tuple[Choice, Any]
     bound.apply_defaults()
     named = dict(bound.arguments)
     x, key = named.pop(next(iter(named))), named.pop("k", None)
+    counts = ("rotary_dim", "max_seqlen", "cp_size", "cp_rank")
+    named |= zip(counts, whole_numbers(*map(named.get, counts)), strict=True)
     if function is rope_qkv:
-        named["kv_heads"] = named["kv_heads"] or 0
+        named["kv_heads"] = whole_number("kv_heads", named["kv_heads"] or 0)
+    named["offset"] = offset_of(named["offset"], named["positions"])
     direction = "backward" if function is rope_backward else "forward"
     given = Given(x, key, **{name: named.pop(name) for name in Given._fields[2:]})
     return rope_call.explain(given, Settings(**named, direction=direction))

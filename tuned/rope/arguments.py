@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ class Sources(NamedTuple):
 
     angles: str
     place: str | None
-    copied: bool  # cos and sin have no strides in common, and are copied in each call
+    copied: bool  # cos and sin have no strides in common, or cu_seqlens has gaps: they are copied in each call
 
     @classmethod
     def of(cls, given: Given) -> Sources:
@@ -49,8 +50,9 @@ class Sources(NamedTuple):
         angles = next((name for name in names if getattr(given, name) is not None), "freqs")
         ids = given.positions is not None
         place = "positions" if ids else "offset" if isinstance(given.offset, torch.Tensor) else None
-        copied = given.cos is not None and given.sin is not None and given.cos.stride() != given.sin.stride()
-        return cls(angles, place, copied)
+        apart = given.cos is not None and given.sin is not None and given.cos.stride() != given.sin.stride()
+        bounds = given.cu_seqlens
+        return cls(angles, place, apart or (isinstance(bounds, torch.Tensor) and not bounds.is_contiguous()))
 
     def given(  # noqa: PLR0913 - those of Plan.run
         self, x: Any, key: Any, angles: Any, sin: Any, cu_seqlens: Any, place: Any, number: Any, *_addresses: int
@@ -93,6 +95,45 @@ class Angles(NamedTuple):
     kind: str  # as in RopeSpec.angles
     first: torch.Tensor  # [rows, entries], or [batch, rows, entries]; inv_freq: [1, entries]
     second: torch.Tensor | None
+
+
+def whole_number(name: str, value: Any) -> Any:
+    """A number that counts, as an int: whatever stands for one is one, but no bool. A tracer's symbol stays.
+
+    Of a tensor on a GPU this waits for its value.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return value
+    tensor = isinstance(value, torch.Tensor)
+    if not isinstance(value, bool) and not (tensor and value.dtype == torch.bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    what = f"a tensor of {list(value.shape)} {value.dtype}" if tensor else f"{type(value).__name__} {value!r}"
+    raise TypeError(f"{name} must be an int, got {what}: pass int(...) of it if that is what is meant")
+
+
+def whole_numbers(rotary_dim: Any, max_seqlen: Any, cp_size: Any, cp_rank: Any) -> tuple[Any, Any, Any, Any]:
+    """The arguments of a public call that count, each as ``whole_number``; the first two may be None."""
+    return (
+        rotary_dim if rotary_dim is None else whole_number("rotary_dim", rotary_dim),
+        max_seqlen if max_seqlen is None else whole_number("max_seqlen", max_seqlen),
+        whole_number("cp_size", cp_size),
+        whole_number("cp_rank", cp_rank),
+    )
+
+
+def offset_of(offset: Any, positions: Any) -> Any:
+    """An offset that is no int: the tensor that it is, or the int that it stands for."""
+    if not isinstance(offset, torch.Tensor):
+        return whole_number("offset", offset)
+    if positions is not None:
+        raise ValueError("give positions or an offset, not both: add the offset to the positions")
+    return offset
 
 
 def _angle_tensor(name: str, tensor: Any, device: torch.device, *, batched: bool = False) -> torch.Tensor:
@@ -203,8 +244,8 @@ def _index_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> torc
     return tensor
 
 
-def _packed(cu_seqlens: Any, device: torch.device) -> int:
-    """How many sequences are packed."""
+def _packed(cu_seqlens: Any, device: torch.device) -> torch.Tensor:
+    """The bounds of the packed sequences, side by side in memory as the kernels read them."""
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
         what = list(cu_seqlens.shape) if isinstance(cu_seqlens, torch.Tensor) else type(cu_seqlens).__name__
         raise ValueError(
@@ -214,7 +255,7 @@ def _packed(cu_seqlens: Any, device: torch.device) -> int:
         raise TypeError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}: convert with .to(torch.int32)")
     if cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens must be on the device of x, {device}, got {cu_seqlens.device}")
-    return cu_seqlens.numel() - 1
+    return cu_seqlens.contiguous()
 
 
 class _Places(NamedTuple):
@@ -232,8 +273,6 @@ def _places(given: Given, settings: Settings, seq: int, batch: int, sequences: i
     if given.positions is not None:
         return _ids(given, settings, seq, batch)
     if not isinstance(offset, torch.Tensor):
-        if isinstance(offset, bool) or not isinstance(offset, int):
-            raise TypeError(f"offset must be an int or a tensor of int32 or int64, got {type(offset).__name__}")
         # Positions are 32-bit inside the kernels where all that they come from is.
         most = MAX_TOKENS - seq * settings.cp_size
         if not -MAX_TOKENS <= offset <= most:
@@ -254,7 +293,7 @@ def _ids(given: Given, settings: Settings, seq: int, batch: int) -> _Places:
     if not isinstance(ids, torch.Tensor):
         raise TypeError(f"positions must be a tensor of int32 or int64, got {type(ids).__name__}")
     ids = _index_tensor("positions", ids, given.x.device)
-    if isinstance(given.offset, torch.Tensor) or given.offset != 0:
+    if offset_of(given.offset, ids) != 0:
         raise ValueError("give positions or an offset, not both: add the offset to the positions")
     if given.cu_seqlens is not None or settings.max_seqlen is not None or settings.cp_size != 1:
         raise ValueError("positions say where each token is: give no cu_seqlens, max_seqlen or cp_size with them")
@@ -364,7 +403,7 @@ def refuse_overlap(x: torch.Tensor, key: torch.Tensor) -> None:
 def _refuse_shared(first: torch.Tensor, second: torch.Tensor) -> None:
     """Settle by their addresses what strides do not."""
     where = [
-        torch.arange(t.untyped_storage().nbytes() // t.element_size())
+        torch.arange(t.untyped_storage().nbytes() // t.element_size(), device="cpu")
         .as_strided(t.shape, t.stride(), t.storage_offset())
         .flatten()
         for t in (first, second)
@@ -389,6 +428,9 @@ def _words(settings: Settings) -> None:
         raise ValueError(f"rotated must be one of {ROTATED}, got {settings.rotated!r}")
     if settings.rotated == "proportional" and settings.interleaved:
         raise ValueError('rotated="proportional" pairs j with j + head_dim / 2, so interleaved must be False')
+    for name in ("interleaved", "inplace", "conjugate"):
+        if isinstance(getattr(settings, name), torch.Tensor):
+            raise TypeError(f"{name} must be a bool, got a tensor, which may change: pass bool(...) of it")
 
 
 def _tokens(layout: str, x: torch.Tensor) -> tuple[int, int]:
@@ -424,9 +466,10 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
     heads, head_dim = x.shape[-2:]
     rotary = _rotary_dim(angles.first.shape[-1], entries, settings, head_dim)
     seq, batch = _tokens(layout, x)
-    sequences = None
+    bounds, sequences = None, None
     if layout == "thd" and given.positions is None:
-        sequences = _packed(given.cu_seqlens, x.device)
+        bounds = _packed(given.cu_seqlens, x.device)
+        sequences = bounds.numel() - 1
     elif given.positions is None and (given.cu_seqlens is not None or settings.max_seqlen is not None):
         raise ValueError(f'cu_seqlens and max_seqlen are for tensor_format "thd", got {layout!r}')
     places = _places(given, settings, seq, batch, sequences)
@@ -490,7 +533,7 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
         x_strides=strides_of(layout, x),
         out_strides=strides_of(layout, out),
         angle_strides=(first.stride(-2), first.stride(-1)),
-        cu_seqlens=given.cu_seqlens,
+        cu_seqlens=bounds,
         sequences=sequences or 0,
         key=key,
         key_out=key_out,

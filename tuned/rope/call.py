@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from tuned import misses
 from tuned.overwrite import refuse_overwrite
 from tuned.plan import current_device, remember, tracing, transforms_active
-from tuned.rope.arguments import Given, Settings, Sources, prepare, refuse_overlap
+from tuned.rope.arguments import Given, Settings, Sources, offset_of, prepare, refuse_overlap
 from tuned.rope.eager import rotate
 from tuned.rope.lengths import ROPE, class_of, sized
 from tuned.rope.plan import Plan, choice_of, kernel_plan, sized_plan
@@ -34,7 +34,7 @@ _listeners: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF0
 _NO_KEY = (AttributeError, RuntimeError, TypeError)
 
 
-def call(  # noqa: PLR0913 - the tensors of the public call
+def call(  # noqa: PLR0912, PLR0913 - a call of a function would cost more; the tensors of the public call
     x: Any,
     key: Any,
     freqs: Any,
@@ -51,6 +51,8 @@ def call(  # noqa: PLR0913 - the tensors of the public call
 
     A tensor with a key gives (x, key).
     """
+    if type(offset) is not int:
+        offset = offset_of(offset, positions)
     if _compiling() or _listeners():
         given = Given(x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset)
         return _operator(given, Settings(*settings))
@@ -63,16 +65,16 @@ def call(  # noqa: PLR0913 - the tensors of the public call
     else:
         angles, source = cos, 3 if freqs is None and cos_sin_cache is None and inv_freq is None else -1
     place, number = positions, offset
-    if positions is None and type(offset) is not int:
+    if positions is None and type(offset) is not int:  # a tensor
         place, number = offset, 0
     properties: Any
     try:
-        here, table, grad = x.data_ptr(), angles.data_ptr(), _grad_enabled()
+        here, device, table, grad = x.data_ptr(), x.get_device(), angles.data_ptr(), _grad_enabled()
         # All that a compiled kernel, or the way to it, may depend on; written out, since a call of a function that
         # did it for one tensor would cost as much again. Of a contiguous tensor the shape tells the strides.
         properties = (
             settings, source, positions is None, number == 0,
-            type(x), x.dtype, x.shape, x.is_contiguous() or x.stride(), here & 15, x.get_device(), grad and x.requires_grad,
+            type(x), x.dtype, x.shape, x.is_contiguous() or x.stride(), here & 15, device, grad and x.requires_grad,
             type(angles), angles.dtype, angles.shape, angles.is_contiguous() or angles.stride(), table & 15,
             angles.get_device(), grad and angles.requires_grad,
             key if key is None else (
@@ -91,7 +93,8 @@ def call(  # noqa: PLR0913 - the tensors of the public call
                 type(cu_seqlens), cu_seqlens.dtype, cu_seqlens.shape, cu_seqlens.is_contiguous() or cu_seqlens.stride(),
                 cu_seqlens.data_ptr() & 15, cu_seqlens.get_device(),
             ),
-            grad, forward_ad._current_level, current_device(),  # noqa: SLF001
+            # Only where a tensor is on a device: asking for the current one initialises it.
+            grad, forward_ad._current_level, device if device < 0 else current_device(),  # noqa: SLF001
         )  # fmt: skip
         plan = _PLANS.get(properties)
     except _NO_KEY:
@@ -158,8 +161,10 @@ def _checked(given: Given, settings: Settings, sources: Sources, klass: Any) -> 
     choice = choice_of(prepared, _missed(given))
     if choice.variant is None:
         return Plan(_eager_run(settings, sources), serves=False)
-    if not any(t.numel() for t in (given.x, given.key) if t is not None):  # and so nothing to launch
-        return Plan(_eager_run(settings, sources), serves=False)
+    tensors = [t for t in given if isinstance(t, torch.Tensor)]
+    if not all(t.numel() for t in tensors):  # what has no elements has no address
+        one = given.key is not None and bool(given.x.numel()) != bool(given.key.numel())
+        return Plan((_run_alone if one else _eager_run)(settings, sources), serves=False)
     misses.note(ROPE, prepared.spec, prepared.size, choice)
     return kernel_plan(prepared, choice.variant, settings, sources, klass)
 
@@ -194,8 +199,13 @@ def _angles_need_gradient(given: Given) -> bool:
 
 
 def _may_be_negative(t: torch.Tensor | None) -> bool:
-    """Whether a tensor with these strides may be the imaginary part of a conjugate: PyTorch negates it when it reads."""
-    return t is not None and t.is_floating_point() and all(step % 2 == 0 for step in t.stride())
+    """Whether a tensor with these strides may be the imaginary part of a conjugate: PyTorch negates it when it reads.
+
+    Of an axis of length 1 the stride says nothing.
+    """
+    if t is None or not t.is_floating_point():
+        return False
+    return all(step % 2 == 0 for step, n in zip(t.stride(), t.shape, strict=True) if n != 1)
 
 
 def _run_unless_negative(plan: Plan, settings: Settings, sources: Sources) -> Callable[..., Any]:
@@ -217,6 +227,20 @@ def _eager_run(settings: Settings, sources: Sources) -> Callable[..., Any]:
                 if t is not None:
                     refuse_overwrite(t)
         return run_eager(given, settings)
+
+    return run
+
+
+def _run_alone(settings: Settings, sources: Sources) -> Callable[..., Any]:
+    """The call of a query and a key of which one has no heads, as a call of the other."""
+
+    def run(x: Any, key: Any, *others: Any) -> Any:
+        empty = key if x.numel() else x
+        if settings.inplace:
+            refuse_overwrite(empty)
+        out = _call(sources.given(x if x.numel() else key, None, *others), settings)
+        nothing = empty if settings.inplace else empty.clone()
+        return (out, nothing) if x.numel() else (nothing, out)
 
     return run
 

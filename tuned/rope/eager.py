@@ -48,7 +48,7 @@ def dual_chunk(tokens: torch.Tensor, length: torch.Tensor | int, cp_size: int, c
 
     ``length`` is how many tokens of the sequence the rank has.
     """
-    chunk = torch.div(torch.as_tensor(length), 2, rounding_mode="floor")
+    chunk = length // 2 if isinstance(length, int) else torch.div(length, 2, rounding_mode="floor")
     later = (2 * cp_size - 2 - cp_rank) * chunk + tokens  # tokens of the second chunk begin at ``chunk``
     return torch.where(tokens < chunk, cp_rank * chunk + tokens, later)
 

@@ -180,6 +180,9 @@ def sized(  # noqa: PLR0911, PLR0913 - one return a check; the tensors of a call
         return None
     if key is not None and (key.shape[:-2] != shape[:-2] or not 0 < key.numel() < NARROW):
         return None
+    # What has no elements has no address; bounds have one at least; and one angle alone may be negated when it is read.
+    if sequences < 0 or angles.numel() < 2 or (place is not None and not place.numel()):  # noqa: PLR2004
+        return None
     steps = _position_strides(spec, place, seq, batch, sequences, shape)
     if steps is None or (spec.context_parallel and not spec.packed and seq % 2):
         return None

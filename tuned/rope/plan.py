@@ -138,7 +138,9 @@ def _public(spec: RopeSpec, variant: Any, given: Given, settings: Settings) -> t
 
 
 def as_given(given: Given, call: RopeCall) -> bool:
-    """Whether the launch took the caller's own angles. Where cos and sin had to be copied, every call must do so again."""
+    """Whether the launch took the caller's own tensors. Where some had to be copied, every call must do so again."""
+    if given.cu_seqlens is not None and given.cu_seqlens.data_ptr() != call.cu_seqlens.data_ptr():
+        return False
     taken = next(t for t in (given.freqs, given.cos_sin_cache, given.inv_freq, given.cos) if t is not None)
     return taken.data_ptr() == call.cos.data_ptr() and (
         given.sin is None or given.sin.data_ptr() == call.sin.data_ptr()
