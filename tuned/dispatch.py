@@ -13,7 +13,8 @@ Which kernel a call gets:
 4. Eager PyTorch: tensors on a CPU, dtypes that no kernel takes, no Triton, angles or a GRU that need a gradient.
 
 torch.compile traces RoPE as its formula, which it fuses itself, and a GRU, its step and ``linear_cat`` as operators
-(``tuned.gru.ops``), inside of which the order above holds.
+(``tuned.gru.ops``), inside of which the order above holds. On a GPU, whatever else follows operators (make_fx,
+FakeTensorMode, FlopCounterMode) finds these operators too; on a CPU it finds PyTorch's own.
 
 ``tuned.explain`` tells which of these a call gets, and why. On a GPU of a model that nothing was measured on, the first
 call says so (``tuned.TunedWarning``). Environment: ``TUNED_TABLES=DIR`` puts the records in a folder in front of the
@@ -301,7 +302,7 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
         refuse_overwrite(h)
         if torch.is_grad_enabled() and any(t.requires_grad for t in serve.present(*segments, *given)):
             raise RuntimeError("h is overwritten, and its old value is needed for a gradient; use inplace=False")
-    if torch.compiler.is_dynamo_compiling():
+    if serve.by_operator((*segments, *given)):
         from tuned.gru import traced  # noqa: PLC0415 - making operators takes 10 ms, which only this needs
 
         out: torch.Tensor = traced.gru_cell(segments, *given)
@@ -378,7 +379,7 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
     )
-    if torch.compiler.is_dynamo_compiling():
+    if serve.by_operator(call.tensors):
         from tuned.gru import traced  # noqa: PLC0415
 
         return traced.gru(call)
@@ -406,7 +407,7 @@ def linear_cat(
         if known is not None:
             return known  # type: ignore[no-any-return]
     check_linear_cat(inputs, weight, bias)
-    if torch.compiler.is_dynamo_compiling():
+    if serve.by_operator((*inputs, weight, bias)):
         from tuned.gru import traced  # noqa: PLC0415
 
         return traced.linear_cat(inputs, weight, bias)

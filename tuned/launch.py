@@ -49,6 +49,22 @@ class Copy:
 Step = Launch | Fill | Product | Copy
 
 
+def check_rows(**tensors: Any) -> None:
+    """Raise unless the elements of each row lie side by side, which kernels take for granted; None is no tensor.
+
+    Whoever makes a launch asks: a kernel that is given other strides reads other elements, without a word.
+
+    Raises:
+        ValueError: a last stride that is not 1.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(
+                f"the last stride of {name} must be 1 in a launch, got shape {list(tensor.shape)} with strides "
+                f"{list(tensor.stride())}: give .contiguous()"
+            )
+
+
 def ceil_div(a: int, b: int) -> int:
     """Smallest integer at or above a / b, for positive integers."""
     return -(-a // b)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,20 +19,48 @@ MAX_PLANS = 4096  # properties of calls remembered: a decode loop needs a handfu
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # noqa: SLF001 - 0.05 us, the public one 0.2
 _autocast = torch.is_autocast_enabled
+# What listens to operators, and would miss a launch: FakeTensorMode, tracers, FlopCounterMode.
+listeners: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # noqa: SLF001
 tracing: Callable[[], Any] = torch._C._get_tracing_state  # noqa: SLF001 - of torch.jit
 
 
-def modes() -> tuple[Any, ...] | None:
-    """What a call depends on beside its arguments; None where something follows operators and would miss a launch."""
-    if forward_ad._current_level >= 0 or transforms_active() or tracing() is not None:  # noqa: SLF001
+def modes(device: int) -> tuple[Any, ...] | None:
+    """What a call depends on beside its arguments; None where something follows operators and would miss a launch.
+
+    ``device`` is that of its tensors, as ``get_device()`` gives it: where they are on no GPU, none is asked for, which
+    would initialise CUDA and keep the children of this process from using it.
+    """
+    if forward_ad._current_level >= 0 or transforms_active() or tracing() is not None or listeners():  # noqa: SLF001
         return None
-    return _autocast("cuda"), current_device()
+    return _autocast("cuda"), device if device < 0 else current_device()
 
 
 def traits(t: torch.Tensor) -> tuple[Any, ...]:
     """All of one tensor that a compiled kernel, or the way to it, may depend on where no gradient is needed."""
     return type(t), t.dtype, t.shape, t.stride(), t.data_ptr() & 15, t.get_device()
+
+
+def may_be_negative(t: torch.Tensor) -> bool:
+    """Whether a tensor with these strides may be the imaginary part of a conjugate: PyTorch negates it when it reads.
+
+    Kernels read memory as it is. To ask every tensor of every call takes longer than to ask those that may be.
+    """
+    return all(step % 2 == 0 for step, length in zip(t.stride(), t.shape, strict=True) if length > 1)
+
+
+def unless_negative(plan: Callable[..., Any], tensors: Iterable[torch.Tensor | None], given: Callable[..., Any]) -> Any:
+    """The plan of a call of these tensors; if one may be negative, a plan that gives None where one is.
+
+    ``given(*arguments)`` are the tensors of a call of the plan.
+    """
+    if not any(t is not None and may_be_negative(t) for t in tensors):
+        return plan
+
+    def asked(*arguments: Any) -> Any:
+        return None if any(t is not None and t.is_neg() for t in given(*arguments)) else plan(*arguments)
+
+    return asked
 
 
 class Bare(NamedTuple):

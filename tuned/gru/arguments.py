@@ -34,8 +34,10 @@ class GruCall:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What torch.autocast casts to on a kind of device, or None where it is off."""
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    """What torch.autocast casts to on a kind of device, or None where it is off or, as on "meta", unknown."""
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
 
 
 def gru_call(  # noqa: PLR0913 - the arguments of the public call
@@ -130,7 +132,7 @@ def _packed_batch(call: GruCall) -> int:
         raise TypeError(f"batch_sizes must be an int64 tensor on the CPU, as PackedSequence has it, got {what}")
     if sizes.ndim != 1 or sizes.numel() < 1:
         raise ValueError(f"batch_sizes must be [steps] with at least 1 step, got {list(sizes.shape)}")
-    if torch.compiler.is_dynamo_compiling():
+    if not _has_values(sizes):
         return call.hx.shape[1] if call.hx.ndim > 1 else -1  # values are checked when the operator runs
     rows: list[int] = sizes.tolist()
     if rows[-1] < 1 or rows != sorted(rows, reverse=True):
@@ -149,13 +151,22 @@ def _thd_batch(call: GruCall) -> int:
         raise ValueError(f"cu_seqlens must be on the device of input, {call.input.device}, got {bounds.device}")
     if bounds.ndim != 1 or bounds.numel() < 1:
         raise ValueError(f"cu_seqlens must be [sequences + 1], got {list(bounds.shape)}")
+    if isinstance(call.max_seqlen, torch.Tensor):
+        raise TypeError(
+            "max_seqlen must be an int, got a tensor: give max_seqlen.item(), which waits for the device, or keep it as an int"
+        )
     if call.max_seqlen is None or call.max_seqlen < 0:
         raise ValueError(
             f"cu_seqlens needs max_seqlen, the longest length, got {call.max_seqlen}: reading it from a GPU would wait for it"
         )
-    if bounds.device.type == "cpu" and not torch.compiler.is_dynamo_compiling():
+    if bounds.device.type == "cpu" and _has_values(bounds):
         check_lengths(bounds.tolist(), call.input.shape[0], call.max_seqlen)
     return bounds.numel() - 1
+
+
+def _has_values(lengths: torch.Tensor) -> bool:
+    """Whether there are values to check: what stands for a tensor while a call is traced has none."""
+    return not torch.compiler.is_dynamo_compiling() and type(lengths) is torch.Tensor
 
 
 def check_lengths(bounds: list[int], rows: int, max_seqlen: int) -> None:

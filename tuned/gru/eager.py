@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tuned.gru.arguments import check_lengths
+from tuned.plan import tracing
 from tuned.segments import joined
 
 if TYPE_CHECKING:
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
 def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, h_n) of a checked call, differentiable."""
     if call.cu_seqlens is not None:
-        return _by_bounds(call, call.cu_seqlens.tolist())
-    # cuDNN gives a gradient in training mode only; dropout is 0 already where the caller does not train.
-    train = call.dropout > 0 or (torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors))
+        return _shapes(call) if call.cu_seqlens.is_meta else _by_bounds(call, call.cu_seqlens.tolist())
+    # cuDNN gives a gradient in training mode only; dropout is 0 already where the caller does not train. A trace is run
+    # with a gradient or without, whatever it was made with, and torch.jit.trace compares one of each.
+    train = call.dropout > 0 or tracing() is not None
+    train = train or (torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors))
     weights = list(call.weights)
     hx = (
         call.hx.contiguous() if call.hx.is_cuda else call.hx
@@ -55,6 +58,18 @@ def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
+def _shapes(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result on "meta", where bounds have no values: that of one sequence, and a state for each that there is."""
+    rows, sequences = call.input.shape[0], call.hx.shape[1]
+    if not rows or not sequences:
+        return _by_bounds(call, [0] * (sequences + 1))
+    whole = dataclasses.replace(
+        call, input=call.input.unsqueeze(1), hx=call.hx[:, :1], cu_seqlens=None, max_seqlen=None, batch_first=False
+    )
+    output, h_n = gru(whole)
+    return output.squeeze(1), call.hx.to(h_n.dtype) + h_n
+
+
 def _by_bounds(call: GruCall, bounds: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Sequences one after another: their rows in the order that torch packs them, and back. Waits for the lengths."""
     check_lengths(bounds, call.input.shape[0], call.max_seqlen or 0)
@@ -71,7 +86,7 @@ def _by_bounds(call: GruCall, bounds: list[int]) -> tuple[torch.Tensor, torch.Te
         call,
         input=call.input.index_select(0, rows),
         hx=call.hx.index_select(1, sequences),
-        batch_sizes=torch.tensor([len(alive) for alive in steps]),
+        batch_sizes=torch.tensor([len(alive) for alive in steps], device="cpu"),  # whatever the default device
         cu_seqlens=None,
         max_seqlen=None,
     )

@@ -10,7 +10,7 @@ from tuned.gru.variant import alone, pieces, programs
 from tuned.gru_cell.launches import call_of, gates_launch, gates_name
 from tuned.gru_cell.spec import GruCellSpec
 from tuned.gru_cell.variant import gates_variant
-from tuned.launch import Copy, Fill, Launch, Product
+from tuned.launch import Copy, Fill, Launch, Product, check_rows
 
 if TYPE_CHECKING:
     from tuned.gru.spec import GruSpec
@@ -64,7 +64,12 @@ def kernel_names(spec: GruSpec, variant: GruVariant) -> tuple[str, ...]:
 
 
 def launches(spec: GruSpec, variant: GruVariant, call: Recurrence) -> tuple[Step, ...]:
-    """All that runs for the call, in order."""
+    """All that runs for the call, in order.
+
+    Raises:
+        ValueError: a tensor that is not as Recurrence says.
+    """
+    _check(call)
     if variant.strategy == "library":
         return _library(spec, call)
     if variant.strategy == "steps":
@@ -76,6 +81,30 @@ def launches(spec: GruSpec, variant: GruVariant, call: Recurrence) -> tuple[Step
         else:  # all ones is what readers wait to see go away
             before += [Fill(tensor, -1) for tensor in (call.out, call.between) if tensor is not None]
     return (*before, sequence(spec, variant, call, 0, call.seq))
+
+
+def _check(call: Recurrence) -> None:
+    rows = (
+        "gates",
+        "weight_hh",
+        "weight_ih",
+        "h_0",
+        "out",
+        "h_n",
+        "between",
+        "bias_ih",
+        "bias_hh",
+        "starts",
+        "lengths",
+    )
+    check_rows(**{name: getattr(call, name) for name in rows})
+    for name in ("weight_hh", "weight_ih"):
+        weights = getattr(call, name)
+        if weights is not None and weights.stride(-2) != weights.shape[-1]:
+            raise ValueError(
+                f"each matrix of {name} must be contiguous, got shape {list(weights.shape)} with strides "
+                f"{list(weights.stride())}"
+            )
 
 
 def sequence(spec: GruSpec, variant: GruVariant, call: Recurrence, begin: int, end: int) -> Launch:

@@ -7,9 +7,12 @@ their own. No operator draws random numbers: dropout stands between them.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from tuned.gru import eager, serve
 from tuned.gru.arguments import GruCall, check_gru, check_linear_cat, checked_cell
@@ -195,3 +198,48 @@ gru_cell_backward = _operator(
     lambda _grad, wanted, segments, *others: _grads_fake([*segments, *serve.present(*others)], wanted),
 )
 linear_cat = _operator("linear_cat", f"({_LINEAR}) -> Tensor", _linear, _linear_fake, _linear_grads)
+
+
+# What FlopCounterMode counts: two for each multiplication of a product, as for PyTorch's own. A backward computes the
+# recurrence once more, and two products for each of its own.
+
+
+def _gru_flops(input: Any, hx: Any, weights: Any, *_: Any, **__: Any) -> int:  # noqa: A002
+    del hx
+    rows = _elements(input[:-1])
+    return 2 * rows * sum(_elements(shape) for shape in weights if len(shape) == 2)  # noqa: PLR2004 - no biases
+
+
+def _cell_flops(segments: Any, h: Any, weight_ih: Any, weight_hh: Any, *_: Any, **__: Any) -> int:
+    del segments
+    return 2 * h[0] * (_elements(weight_ih) + _elements(weight_hh))  # type: ignore[no-any-return]
+
+
+def _linear_flops(inputs: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return 2 * _elements(inputs[0][:-1]) * _elements(weight)
+
+
+def _elements(shape: Sequence[int]) -> int:
+    return math.prod(shape)
+
+
+_FORMULAS = {
+    torch.ops.tuned.gru: _gru_flops,
+    torch.ops.tuned.gru_cell: _cell_flops,
+    torch.ops.tuned.linear_cat: _linear_flops,
+    torch.ops.tuned.gru_backward: lambda _output, _h_n, _wanted, *args, **named: 3 * _gru_flops(*args, **named),
+    torch.ops.tuned.gru_cell_backward: lambda _grad, _wanted, *args, **named: 3 * _cell_flops(*args, **named),
+}
+
+
+def _register_flops() -> None:
+    """Tell FlopCounterMode, and those that count already: each copies the registry when it is made."""
+    for operator, formula in _FORMULAS.items():
+        register_flop_formula(operator)(formula)
+    for mode in _get_current_dispatch_mode_stack():
+        registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
+        if registry is not None:
+            registry.update({operator: flop_registry[operator] for operator in _FORMULAS})
+
+
+_register_flops()

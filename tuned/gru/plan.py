@@ -14,7 +14,7 @@ from tuned.gru.launches import counters_needed, sequence
 from tuned.gru.variant import alone
 from tuned.gru_cell.prepare import precision_of
 from tuned.launcher import INTEGERS
-from tuned.plan import bare_launch, modes, remember, traits
+from tuned.plan import bare_launch, modes, remember, traits, unless_negative
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +29,7 @@ Result = tuple[torch.Tensor, torch.Tensor]
 _PLANS: dict[Any, Any] = {}  # key of a call -> (input, hx, weights) -> (output, h_n), or None if it cannot be after all
 _grad_enabled = torch.is_grad_enabled
 _FLOAT32 = torch.float32
+ALIGNED_BYTES = 16  # what Triton compiles a kernel anew for
 SMALL_PRODUCT = 2**29  # multiplications: 20 us at the 50 TFLOP/s that an H200 has for float32
 
 
@@ -36,7 +37,7 @@ def _key(x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...]) -> 
     """All that a compiled kernel, or the way to it, may depend on; None where it may not be launched like this."""
     if _grad_enabled() and (x.requires_grad or hx.requires_grad or any(w.requires_grad for w in weights)):
         return None
-    mode = modes()
+    mode = modes(x.get_device())
     if mode is None or mode[0]:  # autocast gives other tensors to the kernels than these
         return None
     precision = x.dtype is _FLOAT32 and (precision_of(_FLOAT32), gru_precision())
@@ -85,7 +86,8 @@ def learn(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurre
     launch = sequence(spec, variant, recurrence, 0, recurrence.seq)
     bare = bare_launch(launch, compiled, call.input.device.index)
     if bare is not None:
-        remember(_PLANS, key, _plan(call, spec, variant, recurrence, bare))
+        plan = _plan(call, spec, variant, recurrence, bare)
+        remember(_PLANS, key, unless_negative(plan, call.tensors, lambda x, hx, weights: (x, hx, *weights)))
 
 
 def _plan(
@@ -103,13 +105,24 @@ def _plan(
     stacks = (recurrence.weight_hh, *((recurrence.bias_ih, recurrence.bias_hh) if spec.bias else ()))
     apart = [stack.stride(0) * item for stack in stacks]
     apart_ih = recurrence.weight_ih.stride(0) * item if spec.stacked else 0
+    # Kinds that can be read where they lie. A copy is contiguous and aligned: what the kernel was compiled for must be so.
+    given = ((0, 1, recurrence.weight_ih), *((kind, 0, stack) for kind, stack in enumerate(stacks, 1)))
+    as_given = {
+        kind: all(w.is_contiguous() for w in call.weights[start * each + kind :: each])
+        and (
+            stack.data_ptr() == call.weights[start * each + kind].data_ptr()
+            or not call.weights[start * each + kind].data_ptr() % ALIGNED_BYTES
+        )
+        for kind, start, stack in given
+        if stack is not None
+    }
     rows, features = tokens.numel(), call.input.shape[-1]
 
     def stack(weights: Any, kind: int, start: int, step: Any) -> tuple[int, Any]:
         """The address of the first cell's tensor of a kind, the others ``step`` bytes apart; and what must stay for it."""
         given = weights[start * each + kind :: each]
         at = given[0].data_ptr()
-        if all(w.data_ptr() == at + cell * step for cell, w in enumerate(given)):
+        if as_given[kind] and all(w.data_ptr() == at + cell * step for cell, w in enumerate(given)):
             return at, None
         if step != given[0].numel() * item:
             return 0, None

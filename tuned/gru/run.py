@@ -18,7 +18,7 @@ from tuned.gpu import gpu_of, why_eager
 from tuned.gru.launches import Recurrence, counters_needed
 from tuned.gru.plan import by_library, gru_precision, learn
 from tuned.gru.spec import GruSize, GruSpec
-from tuned.gru_cell.prepare import rows_of
+from tuned.gru_cell.prepare import rows_of, weight_of
 from tuned.gru_cell.spec import DTYPES
 from tuned.launch import Launch
 from tuned.launcher import bare, bare_supported, hooks, kernel, launch_public, run_step
@@ -182,10 +182,14 @@ def _recur(  # noqa: PLR0913 - a part of a call
 
     for step in GRU.launches(spec, variant, recurrence):
         run_step(step, launch)
-    # While a graph is captured nothing can be tried out: the next call decides how the later ones launch.
-    if spec.layers == call.num_layers and x.is_cuda and not torch.cuda.is_current_stream_capturing():
+    if spec.layers == call.num_layers and _may_learn(x.device):
         learn(call, spec, variant, recurrence, compiled[0])
     return out
+
+
+def _may_learn(device: torch.device) -> bool:
+    """Whether a launch can be tried out; while a graph is captured the next call decides how the later ones launch."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
 def _project(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, precision: str) -> None:
@@ -194,7 +198,7 @@ def _project(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, precis
         spec = LinearCatSpec("float32", (rows.shape[1],), weight.shape[0], bias=False, precision=precision)
         variant = _projection(spec, LinearCatSize(rows.shape[0]), gpu_of(rows.device))
         if variant is not None:
-            for step in LINEAR_CAT.launches(spec, variant, linear_call((rows,), rows_of(weight), out)):
+            for step in LINEAR_CAT.launches(spec, variant, linear_call((rows_of(rows),), weight_of(weight), out)):
                 run_step(step, functools.partial(_launch, rows.device.index))
             return
     torch.mm(rows, weight.t(), out=out)
@@ -240,8 +244,8 @@ def _lengths(call: GruCall) -> _Lengths:
 @functools.lru_cache(maxsize=MAX_LENGTHS)
 def _packed_lengths(batch_sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """First row of each step, int64, and the length of each sequence, int32; remembered, since a copy waits for them."""
-    rows = torch.tensor(batch_sizes)
-    lengths = (rows[:, None] > torch.arange(batch_sizes[0])).sum(0, dtype=torch.int32)
+    rows = torch.tensor(batch_sizes, device="cpu")  # whatever the default device
+    lengths = (rows[:, None] > torch.arange(batch_sizes[0], device="cpu")).sum(0, dtype=torch.int32)
     return (rows.cumsum(0) - rows).to(device), lengths.to(device)
 
 

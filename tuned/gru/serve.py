@@ -16,6 +16,7 @@ from tuned.gru_cell.run import run_cell
 from tuned.linear_cat.run import choice_of as choice_of_linear_cat
 from tuned.linear_cat.run import run_linear_cat
 from tuned.lookup import Choice
+from tuned.plan import listeners
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,11 +32,34 @@ def why_torch(tensors: Sequence[torch.Tensor]) -> str | None:
     for t in tensors:
         if type(t) not in _PLAIN:
             return f"{type(t).__name__} is a subclass of Tensor with rules of its own"
+        if t.is_neg() or t.is_conj():
+            return "a tensor is a negative or conjugate view, which PyTorch's own operators turn when they read"
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return "a gradient is needed, which PyTorch's own operators give; where it is not, call under torch.no_grad()"
     if autocast_dtype(tensors[0].device.type) is not None and any(t.dtype == torch.float64 for t in tensors):
         return "no kernel takes float64, and autocast does not cast it"
     return _why_unseen()
+
+
+def by_operator(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Whether operators of torch.library serve a checked call: for torch.compile, and for modes that follow operators.
+
+    A mode would miss a launch, and record memory that nothing has written. Tensors on a CPU are PyTorch's own operators'
+    anyway, and torch.export keeps to those too, since its programs run where this package is not.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    if not listeners() or torch.compiler.is_exporting() or _why_unseen() is not None:
+        return False
+    return all(t is None or (t.is_cuda and (type(t) in _PLAIN or _stands_for_a_plain_one(t))) for t in tensors)
+
+
+def _stands_for_a_plain_one(t: torch.Tensor) -> bool:
+    """Whether a tensor is one of those that tracers put in the place of plain ones."""
+    from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415 - private, and only this needs them
+    from torch._subclasses.functional_tensor import FunctionalTensor  # noqa: PLC0415
+
+    return type(t) in (FakeTensor, FunctionalTensor)
 
 
 def _why_unseen() -> str | None:

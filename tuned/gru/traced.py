@@ -34,7 +34,7 @@ def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     states = []
     for step in range(steps):
         own = weights[step * len(weights) // steps : (step + 1) * len(weights) // steps]
-        state = hx[step * len(hx) // steps : (step + 1) * len(hx) // steps]
+        state = hx if steps == 1 else hx[step * len(hx) // steps : (step + 1) * len(hx) // steps]
         dropped = torch.nn.functional.dropout(x, call.dropout) if step else x
         lengths = (call.batch_sizes, call.cu_seqlens, call.max_seqlen)
         x, h_n = ops.gru(dropped, state, own, call.has_biases, depth, call.bidirectional, call.batch_first, *lengths)

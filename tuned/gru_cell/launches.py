@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuned.gru_cell.spec import ITEM_SIZE, MAX_SEGMENTS
 from tuned.gru_cell.variant import lanes, programs
-from tuned.launch import Copy, Launch, Product
+from tuned.launch import Copy, Launch, Product, check_rows
 
 if TYPE_CHECKING:
     from tuned.gru_cell.spec import GruCellSpec
@@ -67,7 +67,15 @@ def launches(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> t
 
 
 def fused_launch(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> Launch:
-    """The whole step in one kernel."""
+    """The whole step in one kernel.
+
+    Raises:
+        ValueError: a tensor that is not as GruCellCall says.
+    """
+    check_rows(
+        x0=call.x0, x1=call.x1, x2=call.x2, x3=call.x3, h=call.h, weight_ih=call.weight_ih, weight_hh=call.weight_hh,
+        out=call.out, bias_ih=call.bias_ih, bias_hh=call.bias_hh,
+    )  # fmt: skip
     # What there is not is never read: any pointer will do.
     x = (*call.segments, *(call.h,) * (MAX_SEGMENTS - len(call.segments)))
     bias = (call.bias_ih, call.bias_hh) if spec.bias else (call.weight_ih, call.weight_hh)
@@ -131,7 +139,12 @@ def _options(variant: GruCellVariant) -> dict[str, Any]:
 
 
 def gates_launch(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall, gates: tuple[Any, Any]) -> Launch:
-    """The kernel of the gates, after the products x @ weight_ih.T and h @ weight_hh.T, [batch, 3 * hidden] each."""
+    """The kernel of the gates, after the products x @ weight_ih.T and h @ weight_hh.T, [batch, 3 * hidden] each.
+
+    Raises:
+        ValueError: products or biases with other last strides than 1; h and the output may have any.
+    """
+    check_rows(gates_x=gates[0], gates_h=gates[1], bias_ih=call.bias_ih, bias_hh=call.bias_hh)
     bias = (call.bias_ih, call.bias_hh) if spec.bias else ()
     out = () if spec.inplace else (call.out,)
     return Launch(

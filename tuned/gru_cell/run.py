@@ -18,7 +18,16 @@ from tuned.gru_cell.spec import MAX_SEGMENTS
 from tuned.launch import Launch
 from tuned.launcher import kernel, launch_public, run_step
 from tuned.overwrite import bump_versions
-from tuned.plan import Bare, bare_launch, current_device, remember, tracing, transforms_active
+from tuned.plan import (
+    Bare,
+    bare_launch,
+    current_device,
+    listeners,
+    remember,
+    tracing,
+    transforms_active,
+    unless_negative,
+)
 from tuned.segments import joined
 
 if TYPE_CHECKING:
@@ -43,9 +52,11 @@ def _key(  # noqa: PLR0913
     None where a gradient may be needed, or where something follows operators and would miss a launch. x is a tensor, or
     a tuple of several.
     """
-    if forward_ad._current_level >= 0 or transforms_active() or tracing() is not None:  # noqa: SLF001
+    if forward_ad._current_level >= 0 or transforms_active() or tracing() is not None or listeners():  # noqa: SLF001
         return None
     single, biased = type(x) is not tuple, bias_ih is not None
+    if not biased and bias_hh is not None:
+        return None
     if _grad_enabled() and (
         weight_ih.requires_grad
         or h.requires_grad
@@ -66,9 +77,10 @@ def _key(  # noqa: PLR0913
         of_x = tuple([(type(t), t.dtype, t.shape, t.stride(), t.get_device()) for t in x])
         pointers = (*[t.data_ptr() for t in x], *(p_h,) * (MAX_SEGMENTS - len(x)), p_h, p_ih, p_hh, p_b_ih, p_b_hh)
         low_bits = 15
+    device = h.get_device()
     return (
-        inplace, _autocast(), current_device(), h.dtype is _FLOAT32 and precision_of(_FLOAT32), of_x,
-        type(h), h.dtype, h.shape, h.stride(), h.get_device(),
+        inplace, _autocast(), device if device < 0 else current_device(), h.dtype is _FLOAT32 and precision_of(_FLOAT32), of_x,
+        type(h), h.dtype, h.shape, h.stride(), device,
         # Of what is contiguous, strides and the number of elements tell the shape, and have a faster hash.
         type(weight_ih), weight_ih.dtype, weight_ih.stride(), weight_ih.numel(),
         weight_ih.is_contiguous() or weight_ih.shape, weight_ih.get_device(),
@@ -128,8 +140,14 @@ def run_cell(  # noqa: PLR0913 - the tensors of the public call
         plan = _bare_plan(spec, variant, call, compiled, (segments, *given))
         found = _key(segments[0] if len(segments) == 1 else tuple(segments), *given, inplace)
         if found is not None:
-            remember(_PLANS, found[0], plan or functools.partial(_public, spec, variant))
+            plan = plan or functools.partial(_public, spec, variant)
+            remember(_PLANS, found[0], unless_negative(plan, (*segments, *given), _tensors))
     return call.out  # type: ignore[no-any-return]
+
+
+def _tensors(_pointers: Any, x: Any, *others: Any) -> tuple[Any, ...]:
+    """The tensors among the arguments of a plan."""
+    return (*(x if isinstance(x, tuple) else (x,)), *others)
 
 
 def _launched(spec: GruCellSpec, variant: Any, call: GruCellCall) -> Any:

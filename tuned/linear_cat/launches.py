@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuned.gru_cell.launches import alignment
 from tuned.gru_cell.spec import MAX_SEGMENTS
-from tuned.launch import Launch
+from tuned.launch import Launch, check_rows
 from tuned.linear_cat.variant import lanes, programs
 
 if TYPE_CHECKING:
@@ -50,7 +50,12 @@ def kernel_names(spec: LinearCatSpec, variant: LinearCatVariant) -> tuple[str, .
 
 
 def launches(spec: LinearCatSpec, variant: LinearCatVariant, call: LinearCatCall) -> tuple[Launch, ...]:
-    """Every launch of the call, in order: the one that there is."""
+    """Every launch of the call, in order: the one that there is.
+
+    Raises:
+        ValueError: a tensor that is not as LinearCatCall says.
+    """
+    check_rows(x0=call.x0, x1=call.x1, x2=call.x2, x3=call.x3, weight=call.weight, out=call.out, bias=call.bias)
     # What there is not is never read: any pointer will do.
     x = (*call.segments, *(call.weight,) * (MAX_SEGMENTS - len(call.segments)))
     rows = call.out.shape[0]

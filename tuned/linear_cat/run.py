@@ -20,7 +20,7 @@ from tuned.launcher import kernel, launch_public
 from tuned.linear_cat.launches import LinearCatCall, call_of, launches
 from tuned.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.lookup import Choice, Gpu, choose
-from tuned.plan import bare_launch, modes, remember, traits
+from tuned.plan import bare_launch, modes, remember, traits, unless_negative
 from tuned.segments import joined
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _key(inputs: Any, weight: Any, bias: Any) -> Any:
         weight.requires_grad or any(t.requires_grad for t in inputs) or (bias is not None and bias.requires_grad)
     ):
         return None
-    mode = modes()
+    mode = modes(weight.get_device())
     if mode is None:
         return None
     x = tuple([traits(t) for t in inputs])
@@ -102,7 +102,9 @@ def run_linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: t
     # While a graph is captured nothing can be tried out: the next call decides how the later ones launch.
     if not _capturing() and (key := _key(inputs, weight, bias)) is not None:
         plan = _bare_plan(spec, variant, call, compiled, (inputs, weight, bias))
-        remember(_PLANS, key, plan or functools.partial(_public, spec, variant))
+        plan = plan or functools.partial(_public, spec, variant)
+        given = (*inputs, weight, bias)
+        remember(_PLANS, key, unless_negative(plan, given, lambda inputs, weight, bias: (*inputs, weight, bias)))
     return call.out.view(*inputs[0].shape[:-1], spec.outputs)  # type: ignore[no-any-return]
 
 
