@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import gc
+import types
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -349,3 +353,58 @@ def test_steps_and_sizes_compile_nothing_anew() -> None:
     for name, kernel in structures().items():
         if name.startswith(("gru_dense", "gru_packed", "gru_thd")):
             assert '@triton.jit(do_not_specialize=["batch", "seq", "t_begin", "t_end"])' in kernel.source
+
+
+# Memory of lengths ----------------------------------------------------------------------------------------------------
+
+
+class _OnGpu:
+    """A stand-in for a tensor on a GPU, which notes the streams that read it."""
+
+    def __init__(self) -> None:
+        self.streams: list[Any] = []
+
+    def record_stream(self, stream: Any) -> None:
+        self.streams.append(stream)
+
+
+@pytest.fixture
+def lengths_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lengths that lie on a GPU, as far as ``run`` sees it: what is made for each, the current stream, whether it captures."""
+    state = types.SimpleNamespace(made={}, stream="first", capturing=False)
+
+    @functools.lru_cache(maxsize=2)  # of which one soon leaves
+    def packed(batch_sizes: Any, _device: Any) -> Any:
+        made = _OnGpu(), _OnGpu()
+        state.made.setdefault(batch_sizes, []).append(weakref.ref(made[0]))
+        return made
+
+    monkeypatch.setattr(run, "_packed_lengths", packed)
+    monkeypatch.setattr(run, "_CAPTURED", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: state.stream)
+    return state
+
+
+def test_lengths_that_a_graph_reads_stay_as_long_as_the_process(lengths_on_gpu: Any) -> None:
+    device = torch.device("cuda", 0)
+    run._packed_tensors((2, 1), device)
+    lengths_on_gpu.capturing = True
+    starts, _ = run._packed_tensors((2, 1), device)
+    lengths_on_gpu.capturing = False
+    address = id(starts)
+    del starts
+    for count in range(3, 12):
+        run._packed_tensors((count,), device)
+    gc.collect()
+    assert lengths_on_gpu.made[2, 1][0]() is not None, "the graph reads memory that was given back"
+    assert lengths_on_gpu.made[3,][0]() is None, "the table kept what no graph reads"
+    assert id(run._packed_tensors((2, 1), device)[0]) == address
+
+
+def test_lengths_are_not_given_back_while_a_stream_reads_them(lengths_on_gpu: Any) -> None:
+    device = torch.device("cuda", 0)
+    for stream in ("first", "second"):
+        lengths_on_gpu.stream = stream
+        found = run._packed_tensors((3, 1), device)
+    assert [t.streams for t in found] == [["first", "second"]] * 2

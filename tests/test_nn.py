@@ -246,41 +246,13 @@ def test_a_cell_gives_what_pytorchs_gives(bias: bool, batch: tuple[int, ...]) ->
 
 
 CELL = tuned.nn.GRUCell(FEATURES, H)
-MODULE = tuned.nn.GRU(FEATURES, H, 2)
 WRONG = {
-    "4-D": (lambda: MODULE(torch.zeros(1, 1, 1, FEATURES)), ValueError, "must be 3-D, or 2-D"),
-    "features": (lambda: MODULE(torch.zeros(T, B, 7)), RuntimeError, "input_size=6 features, got 7"),
-    "hx": (
-        lambda: MODULE(torch.zeros(T, B, FEATURES), torch.zeros(1, B, H)),
-        RuntimeError,
-        r"\[2, 3, 4\], got \[1, 3, 4\]",
-    ),
-    "hx axes": (
-        lambda: MODULE(torch.zeros(T, FEATURES), torch.zeros(2, 1, H)),
-        RuntimeError,
-        "must be 2-D too, got 3-D",
-    ),
-    "dtype": (
-        lambda: MODULE(torch.zeros(T, B, FEATURES).half()),
-        ValueError,
-        "float16 and the weights are torch.float32.*autocast",
-    ),
-    "hx dtype": (
-        lambda: MODULE(torch.zeros(T, B, FEATURES), torch.zeros(2, B, H).half()),
-        TypeError,
-        "hx is torch.float16",
-    ),
-    "no steps": (lambda: MODULE(torch.zeros(0, B, FEATURES)), ValueError, "at least 1 step"),
-    "cell 3-D": (lambda: CELL(torch.zeros(1, B, FEATURES)), ValueError, r"must be 1-D or 2-D.*got \[3\]"),
-    "cell hx": (lambda: CELL(torch.zeros(B, FEATURES), torch.zeros(H)), ValueError, "as many axes as input, 2, got 1"),
     "cell segments": (
         lambda: CELL((torch.zeros(B, 2), torch.zeros(B, 2))),
         ValueError,
         r"must be \[12, 4\].*got \[12, 6\]",
     ),
     "cell empty": (lambda: CELL(()), ValueError, "at least one segment"),
-    "constructor": (lambda: tuned.nn.GRU(FEATURES, H, dropout=2), ValueError, r"range \[0, 1\]"),
-    "proj_size": (lambda: tuned.nn.GRU(FEATURES, H, proj_size=2), TypeError, "proj_size"),
     "explain": (lambda: tuned.explain(torch.nn.LSTM(1, 1)), TypeError, "explain knows .*gru.*got LSTM"),
 }
 

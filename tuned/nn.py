@@ -6,7 +6,8 @@
     tuned.nn.replace(model)                      # or its modules changed in place; tuned.nn.restore(model) undoes it
 
 On a CPU, where a gradient is needed, and for whatever no kernel serves, PyTorch's own operators run:
-``tuned.explain(module, x)`` tells which, and why.
+``tuned.explain(module, x)`` tells which, and why. Arguments that do not fit are PyTorch's to answer: its modules and
+functions raise their own errors, or serve the call.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from tuned import dispatch
+from tuned.refusal import refuses, was_refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+_ARGUMENTS = (TypeError, ValueError)
 
 
 class GRU(torch.nn.RNNBase):
@@ -43,7 +47,10 @@ class GRU(torch.nn.RNNBase):
         bidirectional: bool = False,  # noqa: FBT001, FBT002
         device: Any = None,
         dtype: Any = None,
+        **others: Any,
     ) -> None:
+        if others:  # PyTorch's own says what is wrong with them
+            torch.nn.GRU(input_size, hidden_size, device="meta", **others)
         super().__init__(
             "GRU",
             input_size,
@@ -57,6 +64,10 @@ class GRU(torch.nn.RNNBase):
             dtype=dtype,
         )
 
+    def __prepare_scriptable__(self) -> torch.nn.Module:
+        """What torch.jit.script compiles in the place of this module, and leaves there: torch.nn's."""
+        return _twin(self, torch.nn.GRU)
+
     def forward(self, input: Any, hx: torch.Tensor | None = None) -> tuple[Any, torch.Tensor]:  # noqa: A002
         """The whole sequence.
 
@@ -68,10 +79,15 @@ class GRU(torch.nn.RNNBase):
             output, shaped like input but for its last axis, D * H; and h_n, shaped like hx.
 
         Raises:
-            RuntimeError, ValueError: a shape or dtype that does not fit, as torch.nn.GRU raises.
+            RuntimeError, ValueError: a shape or dtype that does not fit: what torch.nn.GRU raises, in its words.
         """
-        given, named, packed = gru_arguments(self, input, hx)
-        output, h_n = dispatch.gru(*given, **named)
+        try:
+            given, named, packed = gru_arguments(self, input, hx)
+            output, h_n = dispatch.gru(*given, **named)
+        except _ARGUMENTS as error:
+            if not was_refused(error):
+                raise
+            return torch.nn.GRU.forward(self, input, hx)  # type: ignore[arg-type]
         if packed is not None:
             _, batch_sizes, sorted_indices, unsorted_indices = packed
             rows = PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices)
@@ -83,6 +99,10 @@ class GRU(torch.nn.RNNBase):
 
 class GRUCell(torch.nn.GRUCell):
     """torch.nn.GRUCell; its input may also be a tuple of segments, taken as if concatenated in the last axis."""
+
+    def __prepare_scriptable__(self) -> torch.nn.Module:
+        """What torch.jit.script compiles in the place of this module, and leaves there: torch.nn's."""
+        return _twin(self, torch.nn.GRUCell)
 
     def forward(  # type: ignore[override]
         self,
@@ -99,19 +119,39 @@ class GRUCell(torch.nn.GRUCell):
             The next hidden state, ``[B, H]`` or ``[H]``.
 
         Raises:
-            TypeError, ValueError: a shape or dtype that does not fit.
+            RuntimeError, ValueError: a shape or dtype that does not fit: what torch.nn.GRUCell raises, in its words; of
+                segments, ours.
         """
-        given, batched = cell_arguments(self, input, hx)
-        out = dispatch.gru_cell(*given)
+        try:
+            given, batched = cell_arguments(self, input, hx)
+            out = dispatch.gru_cell(*given)
+        except _ARGUMENTS as error:
+            if isinstance(input, tuple) or not was_refused(error):
+                raise
+            return super().forward(input, hx)
         return out if batched else out.squeeze(0)
 
 
+def _twin(module: torch.nn.Module, kind: type[torch.nn.Module]) -> torch.nn.Module:
+    """A module of another class with the very parameters, hooks and settings of this one."""
+    twin = kind.__new__(kind)
+    twin.__dict__ = module.__dict__
+    return twin
+
+
+@refuses
 def gru_arguments(
     module: torch.nn.RNNBase,
     input: Any,  # noqa: A002
     hx: torch.Tensor | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any], PackedSequence | None]:
-    """What the call of a GRU module passes to tuned.dispatch.gru, and the PackedSequence that it was given."""
+    """What the call of a GRU module passes to tuned.dispatch.gru, and the PackedSequence that it was given.
+
+    Raises:
+        TypeError, ValueError: arguments that torch.nn.GRU would not take, or not like this.
+    """
+    if not isinstance(input, (torch.Tensor, PackedSequence)) or not isinstance(hx, (torch.Tensor, type(None))):
+        raise TypeError(f"input and hx must be tensors, got {type(input).__name__} and {type(hx).__name__}")
     packed = input if isinstance(input, PackedSequence) else None
     batch_sizes = None if packed is None else packed.batch_sizes
     x = input if packed is None else packed.data
@@ -120,14 +160,14 @@ def gru_arguments(
     elif hx is not None:
         hx = module.permute_hidden(hx, packed.sorted_indices)
     if x.shape[-1] != module.input_size:
-        raise RuntimeError(f"input must have input_size={module.input_size} features, got {x.shape[-1]}")
+        raise ValueError(f"input must have input_size={module.input_size} features, got {x.shape[-1]}")
     # Not module._flat_weights: torch.func.functional_call and parametrizations leave that behind.
     weights = tuple(getattr(module, name) for name in module._flat_weights_names)  # noqa: SLF001
     expected = module.get_expected_hidden_size(x, batch_sizes)
     if hx is None:
         hx = torch.zeros(expected, dtype=x.dtype, device=x.device)
     elif tuple(hx.shape) != expected:
-        raise RuntimeError(
+        raise ValueError(
             f"hx must be [num_layers * directions, batch, hidden] = {list(expected)}, got {list(hx.shape)}"
         )
     if x.dtype != weights[0].dtype and not torch.is_autocast_enabled(x.device.type):
@@ -151,19 +191,27 @@ def _batched(module: torch.nn.RNNBase, x: torch.Tensor, hx: torch.Tensor | None)
     if x.dim() not in (2, 3):
         raise ValueError(f"input must be 3-D, or 2-D for one sequence without a batch axis, got {x.dim()}-D")
     if hx is not None and hx.dim() != x.dim():
-        raise RuntimeError(f"for {x.dim()}-D input hx must be {x.dim()}-D too, got {hx.dim()}-D")
+        raise ValueError(f"for {x.dim()}-D input hx must be {x.dim()}-D too, got {hx.dim()}-D")
     if x.dim() == 3:  # noqa: PLR2004
         return x, hx
     return x.unsqueeze(0 if module.batch_first else 1), None if hx is None else hx.unsqueeze(1)
 
 
+@refuses
 def cell_arguments(
     module: torch.nn.GRUCell,
     input: torch.Tensor | tuple[torch.Tensor, ...],  # noqa: A002
     hx: torch.Tensor | None = None,
 ) -> tuple[tuple[Any, ...], bool]:
-    """What the call of a GRUCell module passes to tuned.dispatch.gru_cell, and whether it had a batch axis."""
+    """What the call of a GRUCell module passes to tuned.dispatch.gru_cell, and whether it had a batch axis.
+
+    Raises:
+        TypeError, ValueError: arguments that torch.nn.GRUCell would not take.
+    """
     segments = input if isinstance(input, tuple) else (input,)
+    for t in (*segments, *(() if hx is None else (hx,))):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"input and hx must be tensors, got {type(t).__name__}")
     if not segments:
         raise ValueError("input must have at least one segment, got an empty tuple")
     axes = {t.dim() for t in segments}
@@ -191,26 +239,51 @@ def _patched_gru(*args: Any, **kwargs: Any) -> Any:
     input, *others = args  # noqa: A001
     batch_sizes = others.pop(0) if packed else None
     hx, weights, bias, num_layers, dropout, training, bidirectional, *batch_first = others
-    return dispatch.gru(
-        input,
-        hx,
-        weights,
-        bias=bias,
-        num_layers=num_layers,
-        dropout=dropout,
-        training=training,
-        bidirectional=bidirectional,
-        batch_first=bool(batch_first and batch_first[0]),
-        batch_sizes=batch_sizes,
-    )
+    try:
+        return dispatch.gru(
+            input,
+            hx,
+            weights,
+            bias=bias,
+            num_layers=num_layers,
+            dropout=dropout,
+            training=training,
+            bidirectional=bidirectional,
+            batch_first=bool(batch_first and batch_first[0]),
+            batch_sizes=batch_sizes,
+        )
+    except _ARGUMENTS as error:
+        if not was_refused(error):
+            raise
+        return torch.gru(*args)
 
 
 def _patched_gru_cell(*args: Any, **kwargs: Any) -> Any:
     """torch._VF.gru_cell while patched."""
-    return torch.gru_cell(*args, **kwargs) if kwargs else dispatch.gru_cell(*args)
+    if kwargs:
+        return torch.gru_cell(*args, **kwargs)
+    try:
+        return dispatch.gru_cell(*args)
+    except _ARGUMENTS as error:
+        if not was_refused(error):
+            raise
+        return torch.gru_cell(*args)
 
 
 _PATCHES = {"gru": _patched_gru, "gru_cell": _patched_gru_cell}
+
+
+def _scriptable() -> None:
+    """Make torch.jit.script take the patched functions for PyTorch's operators, which it takes those of torch._VF for.
+
+    It cannot compile them, and a class whose compilation failed once it never compiles again.
+    """
+    from torch.jit import _builtins  # noqa: PLC0415
+
+    for name, function in _PATCHES.items():
+        _builtins._register_builtin(function, f"aten::{name}")  # noqa: SLF001 - no public way
+
+
 _lock = threading.Lock()
 _depth = 0  # how many patched() are entered
 _before: dict[str, Any] = {}  # what torch._VF held by these names itself; mostly nothing, it looks them up elsewhere
@@ -222,12 +295,14 @@ def patched() -> Iterator[None]:
 
     For the whole process: other threads see it too, until the last of those that entered it has left. May be nested.
     torch.compile leaves its graph at every torch.nn.GRU, patched or not; where that matters, use ``replace``.
+    torch.jit.script and torch.jit.trace keep to PyTorch's own operators.
     """
     global _depth  # noqa: PLW0603 - the patch is one for the process
     functions = vars(torch._VF)  # noqa: SLF001
     with _lock:
         _depth += 1
         if _depth == 1:
+            _scriptable()
             _before.update({name: functions[name] for name in _PATCHES if name in functions})
             functions.update(_PATCHES)
     try:
@@ -254,6 +329,7 @@ def replace(model: torch.nn.Module) -> torch.nn.Module:
     """Make every torch.nn.GRU and torch.nn.GRUCell in a model, itself included, one of this module, in place.
 
     Parameters, buffers and hooks stay as they are. Modules of their subclasses are left alone. Returns the model.
+    torch.jit.script compiles torch.nn's modules instead, and leaves those in the model: replace them once more after it.
     """
     return _swap(model, _SWAPS)
 

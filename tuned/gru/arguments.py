@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tuned.gru_cell.arguments import check_cell
+from tuned.refusal import refuses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,7 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
+@refuses
 def gru_call(  # noqa: PLR0913 - the arguments of the public call
     input: Any,  # noqa: A002
     hx: Any,
@@ -213,6 +215,7 @@ def _check_alike(call: GruCall) -> None:
             raise TypeError(f"all tensors must have the dtype of input, {dtype}; {name} is {tensor.dtype}")
 
 
+@refuses
 def checked_cell(  # noqa: PLR0913 - the arguments of the public call
     x: Any,
     h: Any,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tuned import residents
 from tuned.gru.launches import counters_needed, sequence
 from tuned.gru.variant import alone
 from tuned.gru_cell.prepare import precision_of
@@ -41,7 +42,15 @@ def _key(x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...]) -> 
     if mode is None or mode[0]:  # autocast gives other tensors to the kernels than these
         return None
     precision = x.dtype is _FLOAT32 and (precision_of(_FLOAT32), gru_precision())
-    return settings, mode, precision, traits(x), traits(hx), tuple([traits(w) for w in weights])
+    return (
+        settings,
+        mode,
+        residents.place(x.get_device()),
+        precision,
+        traits(x),
+        traits(hx),
+        tuple([traits(w) for w in weights]),
+    )
 
 
 def gru_precision() -> str:
@@ -153,12 +162,17 @@ def _plan(
         out, h_n, p_h = made(out_shape), torch.empty_like(hx), hx.data_ptr()
         between = made(between_shape) if spec.stacked else None
         counters = torch.zeros(counted, dtype=torch.int32, device=device) if counts else None
-        run(
-            programs, 1, 1, stream_of(index), function, *head,
-            gates.data_ptr(), *pointers, *(() if spec.bias else (p_h, p_h)), p_h, out.data_ptr(),
-            *(() if between is None else (between.data_ptr(),)), h_n.data_ptr(),
-            p_h if counters is None else counters.data_ptr(), *rest,
-        )  # fmt: skip
+        try:
+            run(
+                programs, 1, 1, stream_of(index), function, *head,
+                gates.data_ptr(), *pointers, *(() if spec.bias else (p_h, p_h)), p_h, out.data_ptr(),
+                *(() if between is None else (between.data_ptr(),)), h_n.data_ptr(),
+                p_h if counters is None else counters.data_ptr(), *rest,
+            )  # fmt: skip
+        except RuntimeError as error:  # in a context of fewer multiprocessors: the long way knows what fits there
+            if not residents.too_large(error):
+                raise
+            return None
         return out, h_n
 
     return plan

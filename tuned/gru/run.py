@@ -6,15 +6,17 @@ directions in it, or one for all layers, or what else the tables name: see tuned
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tuned import misses
+from tuned import misses, residents
 from tuned.family import FAMILIES
 from tuned.gpu import gpu_of, why_eager
+from tuned.gru import eager
 from tuned.gru.launches import Recurrence, counters_needed
 from tuned.gru.plan import by_library, gru_precision, learn
 from tuned.gru.spec import GruSize, GruSpec
@@ -75,15 +77,30 @@ def forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     if _empty(call):
         return call.input.new_empty((*call.input.shape[:-1], directions * call.hx.shape[2])), call.hx.clone()
     with torch.cuda.device(call.input.device):
-        lengths = _lengths(call)
-        x, h_n = call.input, torch.empty_like(call.hx, memory_format=torch.contiguous_format)
-        layer = 0
-        for spec, size, choice in _parts(call):
-            if layer and call.dropout:
-                x = torch.nn.functional.dropout(x, call.dropout)
-            cells = slice(layer * directions, (layer + spec.layers) * directions)
-            x = _recur(call, spec, size, choice.variant, x, cells, h_n[cells], lengths)
-            layer += spec.layers
+        try:
+            return _forward(call)
+        except RuntimeError as error:
+            if not residents.too_large(error):
+                raise
+        # The driver allows fewer programs than it said, or could not be asked. Every layer is alike, so the first launch
+        # that waits has failed, and nothing was dropped yet.
+        residents.forbid(call.input.device.index or 0)
+        return _forward(call)
+
+
+def _forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
+    parts, directions = _parts(call), 2 if call.bidirectional else 1
+    if any(choice.variant is None for _, _, choice in parts):  # a limit was met since the call was let pass
+        return eager.gru(call)
+    lengths = _lengths(call)
+    x, h_n = call.input, torch.empty_like(call.hx, memory_format=torch.contiguous_format)
+    layer = 0
+    for spec, size, choice in parts:
+        if layer and call.dropout:
+            x = torch.nn.functional.dropout(x, call.dropout)
+        cells = slice(layer * directions, (layer + spec.layers) * directions)
+        x = _recur(call, spec, size, choice.variant, x, cells, h_n[cells], lengths)
+        layer += spec.layers
     return x, h_n
 
 
@@ -117,21 +134,26 @@ def _steps(call: GruCall) -> int:
 def _parts(call: GruCall) -> list[tuple[GruSpec, GruSize, Choice]]:
     """The launches of a call, lowest first: all layers in one where that is offered and can be, else one a layer."""
     gpu = gpu_of(call.input.device)
+    limit = () if (found := residents.allowed(call.input.device.index or 0)) is None else (found,)
     if call.num_layers > 1 and not call.bidirectional and not call.dropout:
         spec, size = _spec(call, call.num_layers)
-        choice = _choose(spec, size, gpu)
+        choice = _choose(spec, size, gpu, *limit)
         if choice.variant is not None:
             return [(spec, size, choice)]
     spec, size = _spec(call, 1)
-    return [(spec, size, _choose(spec, size, gpu))] * call.num_layers
+    return [(spec, size, _choose(spec, size, gpu, *limit))] * call.num_layers
 
 
 @functools.lru_cache(maxsize=MAX_CHOICES)
-def _choose(spec: GruSpec, size: GruSize, gpu: Gpu) -> Choice:
+def _choose(spec: GruSpec, size: GruSize, gpu: Gpu, limit: int | None = None) -> Choice:
     """Decided once for all calls that are alike."""
-    choice = choose(GRU, spec, size, gpu)
-    misses.note(GRU, spec, size, choice)
-    return choice
+    if limit is None:
+        choice = choose(GRU, spec, size, gpu)
+        misses.note(GRU, spec, size, choice)
+        return choice
+    choice = choose(GRU, spec, size, dataclasses.replace(gpu, multiprocessors=limit))
+    part = f"{limit} of {gpu.multiprocessors} programs may wait for each other here, on a part of the GPU"
+    return dataclasses.replace(choice, why=f"{part}: {choice.why}")
 
 
 def _recur(  # noqa: PLR0913 - a part of a call
@@ -234,11 +256,33 @@ def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _lengths(call: GruCall) -> _Lengths:
     """Where sequences start, and how long they are, on the device."""
     if call.batch_sizes is not None:
-        starts, lengths = _packed_lengths(tuple(call.batch_sizes.tolist()), call.input.device)
+        starts, lengths = _packed_tensors(tuple(call.batch_sizes.tolist()), call.input.device)
         return _Lengths("packed", starts, lengths, _steps(call))
     if call.cu_seqlens is not None:
         return _Lengths("thd", call.cu_seqlens, call.cu_seqlens.diff().clamp_(max=_steps(call)), _steps(call))
     return _Lengths("dense", None, None, _steps(call))
+
+
+_CAPTURED: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # what graphs read: nothing tells when the last is gone
+
+
+def _packed_tensors(batch_sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """``_packed_lengths``, for a launch on the current stream: alive as long as that, or a graph it is captured in, reads."""
+    key = batch_sizes, device
+    found = _CAPTURED.get(key)
+    if found is not None:
+        return found
+    found = _packed_lengths(batch_sizes, device)
+    if device.type != "cuda":
+        return found
+    if torch.cuda.is_current_stream_capturing():
+        # A graph knows addresses alone. A few bytes a step and a sequence, once for all graphs of these lengths.
+        _CAPTURED[key] = found
+    else:
+        stream = torch.cuda.current_stream(device)
+        for t in found:  # which may leave the table while this stream has yet to read them
+            t.record_stream(stream)
+    return found
 
 
 @functools.lru_cache(maxsize=MAX_LENGTHS)
