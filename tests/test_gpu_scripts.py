@@ -14,8 +14,7 @@ import tests.gpu
 from generator.searching.pool import legal_pool
 from generator.workload import WORKLOADS
 from tests.broken.server import ranked
-from tests.gpu import broken, gru_stress, rope_stress, test_gpu_isolation, test_gpu_variants
-from tests.test_rope_plan import CASES
+from tests.gpu import broken, gru_stress, test_gpu_isolation, test_gpu_variants
 from tuned.gru.spec import GruSpec
 from tuned.gru.variant import rejection
 
@@ -25,12 +24,6 @@ MODULES = sorted(m.name for m in pkgutil.iter_modules(tests.gpu.__path__))
 @pytest.mark.parametrize("name", MODULES)
 def test_every_module_can_be_imported(name: str) -> None:
     importlib.import_module(f"tests.gpu.{name}")
-
-
-def test_the_calls_for_the_sanitizer_are_all_served() -> None:
-    kinds = {(case.source, case.layout, case.kv_heads is None) for case in rope_stress.cases()}
-    assert kinds == {(case.source, case.layout, case.kv_heads is None) for case in CASES.values()}
-    rope_stress.main("cpu")
 
 
 def test_the_decode_problem_has_variants_to_try() -> None:
