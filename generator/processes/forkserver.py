@@ -33,7 +33,9 @@ from generator.processes.channel import Channel, ChannelError, ClosedError, pair
 PRELOAD = ("generator.processes.compiler", "generator.processes.serve", "generator.measuring.stage")
 FORK_SECONDS = 120.0  # the first fork waits for the imports of torch and Triton: 2 s, from a cold disk more
 REAP_SECONDS = 10.0  # a killed process that holds a GPU takes a moment to go
-GRACE_SECONDS = 1.0  # for a process that closed its end to be gone, so that how it ended is known
+GRACE_SECONDS = (
+    10.0  # for a process that closed its end to be gone, so that how it ended is known; it takes milliseconds
+)
 TICK_SECONDS = 0.5  # how often the log of a child that is waited for is looked at
 LOG_BYTES = 64 * 2**20  # only a loop prints more
 TAIL_CHARACTERS = 300
@@ -60,13 +62,13 @@ class Child:
         Raises:
             LostError: none came within ``seconds``, or none that can be read; the child has been ended.
         """
-        until = time.monotonic() + seconds
+        until = self.now() + seconds
         try:
             self.channel.send(message, seconds)
-            while not self.channel.ready(min(TICK_SECONDS, max(0.0, until - time.monotonic()))):
+            while not self.channel.ready(min(TICK_SECONDS, max(0.0, until - self.now()))):
                 if os.fstat(self.log.fileno()).st_size - self.log_start > LOG_BYTES:
                     raise self.lost(f"it printed more than {LOG_BYTES // 2**20} MiB, and was killed")
-                if time.monotonic() >= until:
+                if self.now() >= until:
                     raise self.lost(f"no answer in {seconds:g} s: it hung, and was killed")
             return self.channel.receive(TICK_SECONDS)
         except ClosedError:
@@ -76,10 +78,14 @@ class Child:
         except ChannelError as error:
             raise self.lost(f"it answered nonsense, and was killed: {error}") from None
 
+    def now(self) -> float:
+        """The clock that an answer is waited for by, in seconds; tests have one of their own, which no load slows down."""
+        return time.monotonic()
+
     def lost(self, reason: str | None) -> LostError:
         """End the child; the error that says why, or how it ended by itself, and what it printed last."""
         ended = self.end(0.0 if reason else GRACE_SECONDS)
-        tail = self._tail()
+        tail = self.tail()
         self.log.close()
         return LostError((reason or f"the process died ({ended})") + (f"; it printed last: {tail}" if tail else ""))
 
@@ -97,7 +103,7 @@ class Child:
         self.channel.close()
         return _ending(self.server.reap(self.pid, grace_s))
 
-    def _tail(self) -> str:
+    def tail(self) -> str:
         """The last that it printed, on one line, without what is not text."""
         end = os.fstat(self.log.fileno()).st_size
         start = max(self.log_start, end - 4 * TAIL_CHARACTERS)

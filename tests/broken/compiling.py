@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import TYPE_CHECKING, Any
 
 from tests.broken.server import DEEDS, ranked
 from tests.fakes import fine
+from tests.processes import hang
 
 if TYPE_CHECKING:
     from generator.measuring.compile import Resources
     from generator.problem import Problem
 
-DEEDS_OF_COMPILERS = ("takes a minute", "crashes", "complains")
+DEEDS_OF_COMPILERS = ("hangs", "crashes", "complains")
 
 
 def compile_variant(problem: Problem, variant: Any, architecture: str) -> tuple[Resources, ...] | str:
@@ -21,8 +21,8 @@ def compile_variant(problem: Problem, variant: Any, architecture: str) -> tuple[
     del architecture
     place = ranked(problem).index(variant) - len(DEEDS)
     match DEEDS_OF_COMPILERS[place] if 0 <= place < len(DEEDS_OF_COMPILERS) else "":
-        case "takes a minute":
-            time.sleep(60)
+        case "hangs":
+            hang()
         case "crashes":
             os.write(2, b"LLVM ERROR: out of registers")
             os.abort()

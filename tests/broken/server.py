@@ -20,6 +20,7 @@ from generator.measuring.stage import Baselines, Measured, Stage
 from generator.processes import channel
 from generator.searching.pool import legal_pool
 from tests.fakes import ENVIRONMENT
+from tests.processes import HUNG, hang
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -134,10 +135,10 @@ class BrokenServer(CpuServer):
             case "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "endless loop":
-                time.sleep(3600)
+                hang()
             case "endless loop that prints":
                 while True:
-                    os.write(2, b"again and again\n")
+                    os.write(2, f"{HUNG} again and again\n".encode())
                     time.sleep(0.01)
             case "out of memory":
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 128.00 GiB.")
@@ -165,11 +166,11 @@ class BrokenServer(CpuServer):
             case "garbage in the pipe":
                 for end in pipes():
                     os.write(end, os.urandom(64))
-                time.sleep(3600)
+                signal.pause()
             case "half a message":
                 for end in pipes():
                     os.write(end, channel.HEAD.pack(channel.MARK, 1000) + b"and no more")
-                time.sleep(3600)
+                signal.pause()
             case "raises":
                 raise ValueError("this variant cannot be launched")
 
@@ -206,7 +207,7 @@ class HasChildren(CpuServer):
     def measure(self, variant: Any) -> Any:
         del variant
         os.write(1, f"started {subprocess.Popen(['sleep', '3600']).pid} from {os.getpid()}\n".encode())
-        time.sleep(3600)
+        hang()
 
 
 class CpuStage(Stage):
