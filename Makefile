@@ -4,13 +4,24 @@ PYTHON ?= python3
 GPU_PROCESSES ?= 6
 BIN = $(VENV)/bin
 
-.PHONY: tune test test-gpu verify lint types render check release-check bench clean
+# The older pair of torch and Triton, which the committed rows were measured with, in an environment of its own.
+STACK ?= .venv-triton36
+STACK_TORCH = 2.11.0
+STACK_TRITON = 3.6.0
+# What says something about such a pair: compiled for every architecture, rendered, looked up.
+STACK_TESTS = $(addprefix tests/test_, compile.py gru_compile.py foreign_gpus.py gru_variant.py generated.py show.py \
+	show_gru.py sincos.py lookup.py explain.py portfolio.py launcher.py)
+
+.PHONY: tune test test-stack test-gpu verify lint types render check release-check bench clean
 
 tune: $(VENV)/.tune  ## set up, then tune for the GPU at hand (without one: compile and estimate)
 	$(BIN)/python tune.py --gpu auto
 
 test: $(VENV)/.dev  ## set up, then every test that this machine can run
 	$(BIN)/python -m pytest -n auto
+
+test-stack: $(STACK)/.dev  ## set up, then the compile, render and lookup tests with the older torch and Triton
+	$(STACK)/bin/python -m pytest -n auto $(STACK_TESTS)
 
 test-gpu: $(VENV)/.dev  ## the full grid on a GPU, then what nothing else there may disturb
 	$(BIN)/python -m pytest -m "(gpu or gpu_sample) and not alone" -n $(GPU_PROCESSES) --dist loadgroup
@@ -44,7 +55,7 @@ bench: $(VENV)/.bench  ## against the peers that are installed, on a GPU; then t
 	$(BIN)/python -m benchmarks.plot
 
 clean:
-	rm -rf $(VENV) .cache build *.egg-info
+	rm -rf $(VENV) $(STACK) .cache build *.egg-info
 
 $(VENV)/.tune: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -54,6 +65,12 @@ $(VENV)/.tune: pyproject.toml constraints.txt
 $(VENV)/.dev: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt -e '.[tune,hosts,bench,dev]'
+	touch $@
+
+$(STACK)/.dev: pyproject.toml constraints.txt Makefile
+	$(PYTHON) -m venv $(STACK)
+	sed 's/^torch==.*/torch==$(STACK_TORCH)/; s/^triton==.*/triton==$(STACK_TRITON)/' constraints.txt > $(STACK)/constraints.txt
+	$(STACK)/bin/pip install -q --no-compile -c $(STACK)/constraints.txt -e '.[tune]' hypothesis pytest pytest-xdist ruff
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.tune

@@ -10,6 +10,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import multiprocessing
 import os
 import re
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from tuned.gru_cell.spec import GruCellSpec
     from tuned.gru_cell.variant import GruCellVariant
     from tuned.launch import Launch
+
+
+TRITON = tuple(
+    int(part) for part in importlib.metadata.version("triton").split(".")[:2]
+)  # what holds for one of them says so
 
 
 def _compile_for_real() -> None:
@@ -47,7 +53,7 @@ class Needs:
 
 
 @functools.cache
-def default_launches() -> dict[str, Launch]:
+def default_launches(capability: int = 90) -> dict[str, Launch]:
     """Kernel name -> the launch that a call of it gets untuned; tensors are on the device "meta"."""
     import itertools  # noqa: PLC0415 - what follows imports Triton
 
@@ -74,12 +80,12 @@ def default_launches() -> dict[str, Launch]:
     freqs, cos, sin = (torch.empty((4, 16), dtype=torch.float32, device="meta") for _ in range(3))
     constants = {"WIDTH": 16, "BLOCK": 1024, "PDL": False}
     found[PROBE_KERNEL] = Launch(PROBE_KERNEL, 1, (freqs, cos, sin, 4, 16, 1), constants, {"num_warps": 4})
-    found |= product_launches()
+    found |= product_launches(capability)
     found |= recurrences("poll")
     return found
 
 
-def product_launches() -> dict[str, Launch]:
+def product_launches(capability: int = 90) -> dict[str, Launch]:
     """Kernel name -> the launch that an untuned GRU step or linear over segments gets, at a size that takes its form."""
     from generator.families import gru_cell, linear_cat  # noqa: PLC0415 - as above
     from generator.rendering.structures import gru_gates_specs  # noqa: PLC0415
@@ -87,6 +93,7 @@ def product_launches() -> dict[str, Launch]:
     from tuned.gru_cell.spec import GruCellSize, GruCellSpec  # noqa: PLC0415
     from tuned.gru_cell.variant import GruCellVariant  # noqa: PLC0415
     from tuned.gru_cell.variant import default_variant as cell_default  # noqa: PLC0415
+    from tuned.gru_cell.variant import fit as cell_fit  # noqa: PLC0415
     from tuned.launch import Launch  # noqa: PLC0415
     from tuned.linear_cat.launches import launches as linear_launches  # noqa: PLC0415
     from tuned.linear_cat.variant import default_variant as linear_default  # noqa: PLC0415
@@ -98,7 +105,7 @@ def product_launches() -> dict[str, Launch]:
     fused = GruCellSpec("bfloat16", 1024, (256, 1024))
     for size in map(GruCellSize, (1, 64, 256)):
         call = gru_cell.inputs(fused, size, "meta", 0)
-        steps += cell_launches(fused, cell_default(fused, size), call)
+        steps += cell_launches(fused, cell_fit(cell_default(fused, size), capability), call)
     for problem in linear_cat.problems():
         variant = linear_default(problem.spec, problem.size)
         steps += linear_launches(problem.spec, variant, linear_cat.inputs(problem.spec, problem.size, "meta", 0))
@@ -169,7 +176,8 @@ def needs(name: str, architecture: str) -> Needs:
     """Compile a kernel's default launch for an architecture."""
     from generator.measuring.compile import resources, target_of  # noqa: PLC0415
 
-    found = resources(default_launches()[name], target_of(architecture))
+    launches = default_launches() if architecture.startswith("sm_") else default_launches(0)
+    found = resources(launches[name], target_of(architecture))
     return Needs(found.registers, found.spill_bytes)
 
 

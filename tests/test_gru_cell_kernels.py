@@ -20,7 +20,7 @@ from tests.run import DEVICE, to_numpy
 from tuned.choices import choices
 from tuned.gru_cell.launches import call_of, kernel_name, launches
 from tuned.gru_cell.spec import DTYPES, GruCellSize, GruCellSpec
-from tuned.gru_cell.variant import LEAST_SHARED, GruCellVariant, default_variant, rejection
+from tuned.gru_cell.variant import LEAST_SHARED, GruCellVariant, default_variant, fit, rejection
 
 SPLIT = GruCellVariant("split", 16, 16, 64, k_parts=2, num_stages=2, num_warps=2)
 TILE = GruCellVariant("tile", 64, 32, 64, k_parts=1, num_stages=2)
@@ -174,7 +174,8 @@ def test_the_default_is_legal_for_any_call_on_any_architecture() -> None:
             for size in (None, *(GruCellSize(batch) for batch in sizes)):
                 variant = default_variant(spec, size)
                 for capability in (*LEAST_SHARED, 80, 90):
-                    assert rejection(spec, size, variant, capability) is None, (spec, size, variant, capability)
+                    fitted = fit(variant, capability)
+                    assert rejection(spec, size, fitted, capability) is None, (spec, size, fitted, capability)
 
 
 def test_only_the_librarys_form_writes_over_h() -> None:

@@ -22,7 +22,7 @@ from generator.searching.search import FINALISTS, choose
 from generator.selection import problem_named
 from generator.workload import WORKLOADS
 from tests.broken import compiling
-from tests.broken.server import DEEDS, cost, deed_of, ranked
+from tests.broken.server import DEEDS, cost, ranked
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tests.processes import only_the_hung_are_out_of_time
 from tests.test_isolation import REASONS
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 COPY = problem_named("gru_cell_dreamer_200_16")
 INPLACE = problem_named("gru_cell_1024_inplace_64")
 SERVER = "tests.broken.server:"
-NEVER_ANSWER = ("endless loop", "endless loop that prints")
 REASONS_OF_COMPILERS = (
     "does not compile: the compiler was lost: no answer in 20 s: it hung, and was killed",
     r"does not compile: the compiler was lost: the process died \(killed by SIGABRT\); it printed last: LLVM ERROR: out of",
@@ -66,17 +65,6 @@ def digests(problem: Any) -> Any:
     return lambda variant: {n: structures()[n].digest for n in names(problem.spec, variant)}
 
 
-@dataclasses.dataclass
-class Patient(Worker):
-    """Ends what never answers after two seconds, and waits for all others however busy the machine is."""
-
-    problem: Any = None
-
-    def measure(self, variant: Any) -> Any:
-        self.trial_seconds = 2.0 if deed_of(self.problem, variant) in NEVER_ANSWER else 120.0
-        return super().measure(variant)
-
-
 @pytest.mark.parametrize("problem", [COPY, INPLACE], ids=lambda problem: problem.name)
 def test_everything_at_once(
     tmp_path: Path,
@@ -86,7 +74,7 @@ def test_everything_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(search_module, "MOST_AGAIN", 99)
-    worker = Patient(0, SERVER + "BrokenServer", problem=problem)
+    worker = Worker(0, SERVER + "BrokenServer")
     worker.start()
     run = Run([problem])
     tools = Tools(worker, compilers, journal(tmp_path), ENVIRONMENT)

@@ -79,7 +79,7 @@ def _choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
         why = f"no table has a row that can serve; {row.source}'s best for {row.spec} with {row.size}, {away:.2g} octaves away"
         return Choice("portfolio", why, variant)
     why = f"neither a table nor a portfolio has a {family.name} variant that can stand in for this call"
-    default = family.default_variant(spec, size)
+    default = family.fit(family.default_variant(spec, size), gpu.capability)
     reason = family.rejection(spec, size, default, gpu.capability, gpu.multiprocessors)
     if reason is not None:
         return Choice("eager", f"{why}, nor can the default variant: {reason}", None)

@@ -145,6 +145,6 @@ def candidates(problem: Problem, capability: int, multiprocessors: int | None = 
     """What a quick run measures of a problem: the default, and what is legal of the architecture's portfolio."""
     family = WORKLOADS[problem.family].family
     default = family.default_variant(problem.spec, problem.size)
-    listed = dict.fromkeys([default, *(family.fit(v, capability) for v in variants_for(problem.family, capability))])
+    listed = dict.fromkeys(family.fit(v, capability) for v in (default, *variants_for(problem.family, capability)))
     here = capability, multiprocessors
     return [v for v in listed if family.rejection(problem.spec, problem.size, v, *here) is None]

@@ -19,6 +19,7 @@ LARGE_TILE = 4096  # rows x units
 MAX_LOPSIDED = 3.0  # a tile reads block_batch + 3 * block_hidden rows of K: with more of one, it reads too much
 MIN_IN_FLIGHT = 64 * 1024  # bytes; with fewer the memory was not kept busy (H200)
 MAX_IEEE = 2**15  # products a turn, which without tensor cores are written out one by one
+AMD_COLUMNS = 16  # of its matrix cores' products
 VECTOR_ROWS = 8  # from where on the tensor cores are faster however empty their rows
 VECTOR_REGISTERS = 168  # a thread's weights and sums; of 255
 MAX_VECTOR_BLOCKS = 64  # written out one after another
@@ -131,8 +132,8 @@ def rejection(
     # What is being multiplied is still there while the next stages arrive, but for the older tensor cores' registers.
     kept = variant.num_stages - int(variant.form == "split" or capability < 90)  # noqa: PLR2004 - Hopper's read shared memory
     needed, limit = kept * stage_bytes(spec, variant), shared_limit(capability)
-    if variant.form in ("split", "tile") and capability == 0 and variant.block_hidden < 16:  # noqa: PLR2004
-        return f"block_hidden={variant.block_hidden} is less than the 16 columns of AMD's matrix cores"
+    if variant.form in ("split", "tile") and capability == 0 and variant.block_hidden < AMD_COLUMNS:
+        return f"block_hidden={variant.block_hidden} is less than the {AMD_COLUMNS} columns of AMD's matrix cores"
     if variant.form in ("split", "tile") and needed > limit:
         return f"{needed} bytes of shared memory are more than the {limit} of this architecture: fewer stages are tried"
     return None
@@ -242,22 +243,31 @@ def _grid_rejection(spec: GruCellSpec, size: GruCellSize | None, variant: GruCel
 
 
 def default_variant(spec: GruCellSpec, size: GruCellSize | None = None) -> GruCellVariant:
-    """A legal, decent variant for any spec and size, on any architecture."""
+    """A legal, decent variant for any spec and size, on any architecture that it is ``fit`` to."""
     batch = 16 if size is None else size.batch
     rows = next_power_of_2(batch)
     row = 512 // ITEM_SIZE[spec.dtype]  # elements of 512 bytes
     short = min(row, next_power_of_2(max(64, spec.hidden, *spec.inputs)))
-    tried = (
-        GruCellVariant("vector", min(rows, 2), 4, 4 * row),
-        GruCellVariant("vector", min(rows, 2), 4, row),
+    # Triton 3.6 spills 32 to 2,000 bytes of 16 units with 16 or 32 rows; where rows start at any element, and each has a
+    # pointer, of all but the smallest tile; and of products without tensor cores. It also gives the steps of a longer block
+    # of the vector form to different warps. What remains is the library's.
+    vector = GruCellVariant("vector", min(rows, 2), 4, row)
+    smallest = (
+        *(GruCellVariant("split", 16, 8, row, num_stages=stages) for stages in (4, 3, 2)),
+        GruCellVariant("split", 16, 8, short, k_parts=short * 4 // row, num_stages=2, num_warps=short * 4 // row),
+    )
+    larger = (
         *(GruCellVariant("tile", 64, 32, row // 4, k_parts=1, num_stages=stages) for stages in (4, 3, 2)),
         *(GruCellVariant("tile", 128, 32, row // 4, k_parts=1, num_stages=n, num_warps=8) for n in (3, 2)),
-        GruCellVariant("split", 32, 16, row, num_stages=2),
-        *(GruCellVariant("split", 16, 16, row, num_stages=stages) for stages in (3, 2)),
-        GruCellVariant("split", 16, 16, short, k_parts=short * 4 // row, num_stages=2, num_warps=short * 4 // row),
+        *(GruCellVariant("split", 32, 8, row, num_stages=stages) for stages in (3, 2)),
+        *smallest,
+        *(GruCellVariant("tile", 64, 16, row // 4, k_parts=1, num_stages=stages) for stages in (4, 3, 2)),
     )
+    aligned = all(width * ITEM_SIZE[spec.dtype] % 16 == 0 for width in (*spec.inputs, spec.hidden))
+    products = () if spec.precision == "ieee" else larger if aligned else smallest
+    tried = (vector, *products)
     for variant in tried:
-        fits = all(rejection(spec, size, variant, capability) is None for capability in LEAST_SHARED)
+        fits = all(rejection(spec, size, fit(variant, capability), capability) is None for capability in LEAST_SHARED)
         if fits and (rows <= 2 or variant.form != "vector"):  # noqa: PLR2004
             return variant
     return gates_variant(spec.hidden)
@@ -289,6 +299,10 @@ def adapt(variant: GruCellVariant, spec: GruCellSpec, to: GruCellSpec) -> GruCel
 
 def fit(variant: GruCellVariant, capability: int) -> GruCellVariant:
     """The variant as another architecture can run it: without what only newer ones have, or only Hopper's compiler can."""
+    if capability == 0 and variant.form in ("split", "tile") and variant.block_hidden < AMD_COLUMNS:
+        # As many bytes in flight, in turns of twice as many.
+        stages = max(2, variant.num_stages // 2)
+        variant = dataclasses.replace(variant, block_hidden=AMD_COLUMNS, num_stages=stages)
     if capability < PDL_CAPABILITY:
         variant = dataclasses.replace(variant, pdl=False)
         if variant.form == "tile":  # sums are in registers where a warpgroup does not share them: larger tiles spill
