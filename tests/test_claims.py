@@ -21,6 +21,7 @@ from generator.searching.queues import MixedDevicesError, Shared, TakenOverError
 from generator.searching.run import Run, Tools, tune_all
 from generator.searching.search import Outcome
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
+from tests.processes import BACKSTOP_SECONDS
 from tests.sharing import PROBLEMS, until
 from tests.test_record import winner
 from tuned.gru_cell.variant import default_variant
@@ -73,7 +74,7 @@ def test_of_many_at_once_one_gets_it(storage: Any) -> None:
     barrier = threading.Barrier(8)
 
     def ask(owner: str) -> bool:
-        barrier.wait(10)
+        barrier.wait(BACKSTOP_SECONDS)
         return Claims(storage, "scope", owner).claim("x", None) is not None
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -102,6 +103,29 @@ def test_an_observer_that_has_just_come_waits_as_long_as_any(claims: Any, clock:
     assert theirs.look()["x"].live
     clock.now += 60
     assert not theirs.look()["x"].live
+
+
+@pytest.mark.parametrize("late", ["before", "after"])
+def test_an_observer_that_stood_still_itself_takes_nothing_from_the_living(
+    storage: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    ours, theirs = (Claims(storage, "scope", owner, stale_s=60.0, clock=clock) for owner in "ab")
+    held = ours.claim("x", None)
+    read = storage.get_all_studies
+
+    def slow() -> Any:
+        """A reading in whose middle the observer's machine sleeps, and the owner's does not."""
+        found = read() if late == "after" else None
+        clock.now += 100
+        ours.beat(held)
+        return found or read()
+
+    theirs.look()
+    monkeypatch.setattr(storage, "get_all_studies", slow)
+    assert theirs.look()["x"].live
+    monkeypatch.setattr(storage, "get_all_studies", read)
+    clock.now += 1
+    assert theirs.look()["x"].live
 
 
 def test_a_dead_claim_is_taken_over_by_one(claims: Any, clock: Clock) -> None:
@@ -335,12 +359,22 @@ def test_a_result_that_comes_after_another_took_over_does_not_count(storage: Any
     assert [w.median_us for w in run.winners] == [w.median_us for w in read_record("test_gpu", tmp_path)] == [3.0]
 
 
-def test_what_the_budget_cut_short_is_kept_and_left_to_others(queue: Any, storage: Any, tmp_path: Path) -> None:
-    worker = FakeWorker(lambda *_: time.sleep(0.03) or 4.0)
+def test_what_the_budget_cut_short_is_kept_and_left_to_others(
+    queue: Any, storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+
+    def cost(*_: Any) -> float:
+        clock.now += 0.03
+        return 4.0
+
+    worker = FakeWorker(cost)
     worker.start()
     run = Run([SECOND])
     tools = Tools(worker, FakeCompiler(), Journal(storage), ENVIRONMENT)  # type: ignore[arg-type]
     tune_all(run, tools, trials=10, folder=tmp_path, queue=queue("a", [SECOND]), budget_s=0.1)
+    monkeypatch.undo()
     assert [w.name for w in read_record("test_gpu", tmp_path)] == list(run.outcomes) == [SECOND.name]
     assert queue("b", [SECOND]).take(NO_END, wait_for_nothing) == SECOND
 

@@ -73,24 +73,28 @@ class Claims:
     def look(self) -> dict[str, Attempt]:
         """The last attempt at each piece of work that was ever claimed, in one reading of the storage."""
         last: dict[str, tuple[int, dict[str, Any]]] = {}
-        for study in self._storage.get_all_studies():
+        before = self._clock()
+        studies = self._storage.get_all_studies()
+        # A count is seen from after one reading until before another: this tuner may stand still in the middle of either.
+        span = before, self._clock()
+        for study in studies:
             if study.study_name.startswith(self._prefix):
                 key, _, number = study.study_name[len(self._prefix) :].rpartition("/")
                 if key not in last or int(number) > last[key][0]:
                     last[key] = (int(number), study.user_attrs)
-        return {key: self._attempt(key, number, attrs) for key, (number, attrs) in last.items()}
+        return {key: self._attempt(key, number, attrs, *span) for key, (number, attrs) in last.items()}
 
-    def _attempt(self, key: str, number: int, attrs: dict[str, Any]) -> Attempt:
-        now, beat = self._clock(), attrs.get("beat", -1)
-        if self._seen.get((key, number), (None, now))[0] != beat:
-            self._seen[key, number] = (beat, now)
+    def _attempt(self, key: str, number: int, attrs: dict[str, Any], before: float, after: float) -> Attempt:
+        beat = attrs.get("beat", -1)
+        if self._seen.get((key, number), (None, after))[0] != beat:
+            self._seen[key, number] = (beat, after)
         ended = attrs.get("ended")
         if ended is not None and ended["complete"] and (key, number) not in self._final:
             # Its owner may have slept, ended late, and been taken over between the storage's answers on names and on attributes.
             if self._study(key, number + 1) is not None:
                 return Attempt(number + 1, "another tuner", live=True, ended=None)
             self._final.add((key, number))
-        live = ended is None and now - self._seen[key, number][1] < self._stale_s
+        live = ended is None and before - self._seen[key, number][1] < self._stale_s
         return Attempt(number, attrs.get("owner", "another tuner"), live, ended)
 
     @property
@@ -179,14 +183,17 @@ class Heart:
 
     def _run(self) -> None:
         while not self._stop.wait(self._claims.beat_s):
-            with self._lock:
-                if self._claim is None:
-                    continue
-                try:
-                    self._claims.beat(self._claim)
-                    self.lost = self._claims.lost(self._claim)
-                except Exception as error:  # noqa: BLE001 - the tuner meets the same storage itself, and says so
-                    LOG.warning("no heartbeat: %s", error)
+            self._beat()
+
+    def _beat(self) -> None:
+        with self._lock:
+            if self._claim is None:
+                return
+            try:
+                self._claims.beat(self._claim)
+                self.lost = self._claims.lost(self._claim)
+            except Exception as error:  # noqa: BLE001 - the tuner meets the same storage itself, and says so
+                LOG.warning("no heartbeat: %s", error)
 
 
 def first_says(storage: BaseStorage, name: str, value: str, patience_s: float = 5.0) -> str:
