@@ -12,7 +12,7 @@ STACK_TRITON = 3.6.0
 STACK_TESTS = $(addprefix tests/test_, compile.py gru_compile.py foreign_gpus.py gru_variant.py generated.py show.py \
 	show_gru.py sincos.py lookup.py explain.py portfolio.py launcher.py)
 
-.PHONY: tune test test-stack test-gpu verify lint types render check release-check bench clean
+.PHONY: tune test test-stack test-gpu fuzz verify lint types render check release-check bench clean
 
 tune: $(VENV)/.tune  ## set up, then tune for the GPU at hand (without one: compile and estimate)
 	$(BIN)/python tune.py --gpu auto
@@ -29,6 +29,11 @@ test-gpu: $(VENV)/.dev  ## the full grid on a GPU, then what nothing else there 
 
 verify: $(VENV)/.dev  ## plain tests, GPU tests, fuzz and sanitizers on a GPU; what passed is kept, and not run again
 	$(BIN)/python -m benchmarks.verify
+
+SECONDS = 60
+SEED =
+fuzz: $(VENV)/.dev  ## random calls for SECONDS=60, of one SEED= or a new one, on a GPU or without
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

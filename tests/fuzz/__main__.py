@@ -1,0 +1,212 @@
+"""python -m tests.fuzz --seconds 60 --seed 1: random calls until the time is over, or as many as are asked for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 180  # seconds that one case may take: a few kernels are compiled in it
+LEAST = 3  # calls of each class
+CAP = 600  # seconds, where only a number of calls is asked for
+
+
+def main() -> int:
+    asked = arguments()
+    if asked.worker is not None:
+        from tests.fuzz.worker import work  # noqa: PLC0415 - the parent imports no torch
+
+        work(asked.seed, asked.worker, asked.step, asked.repeats, asked.seconds)
+        return 0
+    if asked.only is not None:
+        return only(asked.seed, asked.only, asked.repeats)
+    processes = asked.processes if asked.processes else max(1, (os.cpu_count() or 2) - 2)
+    repeats = asked.repeats
+    if asked.calls and asked.classes:  # two classes a case, some of which are one
+        repeats = max(LEAST, int(asked.calls / (1.3 * asked.classes)))
+    print(f"fuzz: seed {asked.seed}, {processes} processes, {2 * repeats} calls a case", flush=True)  # noqa: T201
+    found = Found()
+    found.run(asked, processes, repeats)
+    return found.report(asked)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=None)
+    parser.add_argument("--seed", type=int, default=None, help="by default the time; it is printed")
+    parser.add_argument("--processes", type=lambda text: None if text == "auto" else int(text), default=None)
+    parser.add_argument("--calls", type=int, default=0, help="stop when so many were made")
+    parser.add_argument("--classes", type=int, default=0, help="and of so many classes")
+    parser.add_argument("--repeats", type=int, default=LEAST, help="half as many as calls of a case")
+    parser.add_argument("--out", type=Path, default=None, help="write the result there as JSON")
+    parser.add_argument("--only", type=int, default=None, help="run the case of one index, here")
+    parser.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--step", type=int, default=1, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    asked.seed = int(time.time()) if asked.seed is None else asked.seed
+    asked.seconds = asked.seconds or (CAP if asked.calls else 60.0)
+    return asked
+
+
+def only(seed: int, index: int, repeats: int) -> int:
+    from tests.fuzz import case as cases  # noqa: PLC0415
+    from tests.fuzz.draw import case  # noqa: PLC0415
+    from tests.fuzz.worker import world  # noqa: PLC0415
+
+    here = world()
+    made = case(here, seed, index, repeats)
+    calls, failure = cases.run(made, here.device)
+    print(cases.script(made, here.device) if failure is None else failure.script)  # noqa: T201
+    print(f"{calls} calls:", "right" if failure is None else failure.message)  # noqa: T201
+    return int(failure is not None)
+
+
+class Found:
+    """What all processes told."""
+
+    def __init__(self) -> None:
+        self.calls = self.cases = self.restarts = 0
+        self.classes: set[str] = set()
+        self.kernels: set[str] = set()
+        self.rows: set[tuple[str, int]] = set()
+        self.failures: list[dict[str, Any]] = []
+        self.seconds = 0.0
+
+    def run(self, asked: argparse.Namespace, processes: int, repeats: int) -> None:
+        """Processes until the time is over or enough was called; one that ends before is started again behind its case."""
+        begin, told = time.monotonic(), queue.Queue[tuple[int, Any]]()
+        workers = {k: _Worker(asked.seed, k, k, processes, repeats, asked.seconds, told) for k in range(processes)}
+        shown = begin
+        while workers:
+            now = time.monotonic() - begin
+            try:
+                which, line = told.get(timeout=1.0)
+            except queue.Empty:
+                which, line = -1, {}
+            worker = workers.get(which)
+            if worker is not None and line is None:  # it has ended
+                del workers[which]
+                at = worker.at
+                if at is not None:
+                    worker.kept = True
+                    self._lost(asked.seed, at, f"the process ended with {worker.process.wait()} in this case")
+                if (at is not None or worker.process.wait() == 3) and now < asked.seconds:  # noqa: PLR2004
+                    self.restarts += 1
+                    after = (worker.last if at is None else at) + processes
+                    workers[which] = _Worker(asked.seed, which, after, processes, repeats, asked.seconds - now, told)
+            elif worker is not None:
+                worker.note(line)
+                self._note(line)
+            for one in workers.values():
+                if one.at is not None and time.monotonic() - one.since > PATIENCE:
+                    one.process.kill()
+                    one.since = time.monotonic()
+            enough = asked.calls and self.calls >= asked.calls and len(self.classes) >= asked.classes
+            if enough:
+                break
+            if time.monotonic() - shown > 10:  # noqa: PLR2004
+                shown = time.monotonic()
+                print(f"{now:6.0f} s: {self._summary()}", flush=True)  # noqa: T201
+        for one in workers.values():
+            one.process.terminate()
+        for one in workers.values():
+            one.process.wait()
+        self.seconds = time.monotonic() - begin
+
+    def _note(self, line: dict[str, Any]) -> None:
+        if "end" not in line:
+            return
+        self.cases += 1
+        self.calls += line["calls"]
+        self.classes |= set(line["keys"])
+        self.kernels |= set(line["kernels"])
+        self.rows |= {tuple(row) for row in line["rows"]}
+        if line["failure"]:
+            self._fail(line["failure"])
+
+    def _lost(self, seed: int, index: int, message: str) -> None:
+        from tests.fuzz.worker import script_of  # noqa: PLC0415
+
+        self._fail({"seed": seed, "index": index, "step": -1, "message": message, "script": script_of(seed, index)})
+
+    def _fail(self, failure: dict[str, Any]) -> None:
+        self.failures.append(failure)
+        print(f"wrong: case {failure['index']}: {failure['message'].splitlines()[0][:200]}", flush=True)  # noqa: T201
+
+    def _summary(self) -> str:
+        return (
+            f"{self.calls} calls of {len(self.classes)} classes in {self.cases} cases, {len(self.kernels)} kernels, "
+            f"{len(self.rows)} rows forced, {len(self.failures)} wrong"
+        )
+
+    def report(self, asked: argparse.Namespace) -> int:
+        """Print all, write the file; 1 where something is wrong, or less was done than was asked."""
+        for failure in self.failures:
+            print(f"\n{failure['message']}\n{failure['script']}")  # noqa: T201
+        missing = self._missing() if self.kernels else []
+        print(
+            f"\nfuzz: seed {asked.seed}: {self._summary()}; {self.calls / max(self.seconds, 1e-9):.0f} calls a second"
+        )  # noqa: T201
+        if missing:
+            print(f"did not come up: {', '.join(missing)}")  # noqa: T201
+        if asked.out is not None:
+            told = {
+                "calls": self.calls,
+                "classes": len(self.classes),
+                "wrong": len(self.failures),
+                "seed": asked.seed,
+                "seconds": round(self.seconds, 1),
+                "kernels": sorted(self.kernels),
+                "rows": len(self.rows),
+                "missing": missing,
+                "failures": self.failures,
+            }
+            asked.out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        short = self.calls < asked.calls or len(self.classes) < asked.classes
+        if short:
+            print(f"fewer than the {asked.calls} calls of {asked.classes} classes that were asked for")  # noqa: T201
+        return int(bool(self.failures or short or (asked.calls and missing)))
+
+    def _missing(self) -> list[str]:
+        """Kernels and rows that a lookup can choose, and none did."""
+        from tests.fuzz.forced import all_kernels, every_row  # noqa: PLC0415
+
+        rows = [f"row {index} of {family}" for family, index in every_row() if (family, index) not in self.rows]
+        return sorted(all_kernels() - self.kernels) + rows
+
+
+class _Worker:
+    """A process, and the case that it is at."""
+
+    def __init__(
+        self, seed: int, name: int, start: int, step: int, repeats: int, seconds: float, told: queue.Queue[Any]
+    ) -> None:
+        command = [sys.executable, "-m", "tests.fuzz", "--seed", str(seed), "--worker", str(start), "--step", str(step)]
+        command += ["--repeats", str(repeats), "--seconds", str(max(seconds, 0.1))]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
+        self.at: int | None = None
+        self.last, self.since, self.kept = start, time.monotonic(), False
+        threading.Thread(target=self._read, args=(name, told), daemon=True).start()
+
+    def _read(self, name: int, told: queue.Queue[Any]) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                told.put((name, json.loads(line)))
+        told.put((name, None))
+
+    def note(self, line: dict[str, Any]) -> None:
+        self.since = time.monotonic()
+        self.at = line.get("begin")
+        self.last = line.get("end", self.last)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""A seed and an index to a case: which call, its neighbour, and in what order they come."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tests.fuzz import draw_dropins, draw_gru, draw_rope
+from tests.fuzz.case import Call, Case, Name
+from tests.fuzz.forced import every_row, rows
+from tests.fuzz.views import View, drawn, redrawn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+WRONG = 0.1  # of all cases are of calls that are not allowed
+KINDS = {"rope": 46, "gru": 13, "gru_cell": 9, "linear_cat": 6, "nn_gru": 8, "nn_gru_cell": 5, "dropin": 13}
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """Where calls run, as far as what is drawn, or right, depends on it."""
+
+    device: str = "cpu"
+    truncates: bool = False  # Triton's interpreter, which rounds bfloat16 toward zero
+    sees_values: bool = True  # of positions: on a CPU
+    most: int = 200_000  # elements of a rotated tensor
+    hidden: int = 256
+    long: int = 5  # how often sequences are long
+    texts: bool = True  # errors of modules have PyTorch's words
+    modes: tuple[str, ...] = ("plain", "no_grad", "inference", "grad", "autocast", "stream", "graph")
+    kinds: tuple[str, ...] = tuple(KINDS)
+    forces: bool = False  # whether variants are forced in every third case
+
+    @property
+    def casts(self) -> tuple[torch.dtype, ...]:
+        return (torch.bfloat16, torch.float16) if self.device == "cuda" else (torch.bfloat16,)
+
+    def mode(self, rng: random.Random, allowed: Sequence[str]) -> str:
+        weights = {"plain": 25, "no_grad": 25, "inference": 8, "grad": 20, "autocast": 6, "stream": 6, "graph": 8}
+        names = [n for n in allowed if n in self.modes]
+        return rng.choices(names, [weights[n] for n in names])[0]
+
+    def integers(self, rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype, values: Sequence[int]) -> View:
+        """A tensor of positions, offsets or bounds."""
+        return drawn(rng, shape, dtype, shared=False, values=tuple(values))
+
+
+CPU = World(modes=("plain", "no_grad", "inference", "grad", "autocast"))
+GPU = World("cuda", sees_values=False, most=1_000_000, hidden=600, forces=True)
+
+
+def drawn_call(rng: random.Random, world: World, kind: str, row: Any = None) -> Call:
+    """A call of a kind; like a row of a table where one is given."""
+    wrong = row is None and rng.random() < WRONG
+    spec = None if row is None else row.spec
+    if kind == "rope":
+        call = draw_rope.draw(rng, world, spec)
+        plain = all(type(v) is not Name or str(v) in call.views for v in call.arguments.values())
+        return draw_rope.spoiled(rng, world, call) if wrong and plain else call
+    if kind == "dropin":
+        return draw_dropins.draw(rng, world, wrong=wrong)
+    if kind in ("nn_gru", "nn_gru_cell"):
+        return getattr(draw_gru, kind)(rng, world, wrong=wrong)  # type: ignore[no-any-return]
+    size = None if row is None or rng.random() < 0.2 else row.size
+    call = getattr(draw_gru, kind)(rng, world, spec, size)
+    return draw_gru.spoiled(rng, world, call) if wrong else call
+
+
+def neighbour(rng: random.Random, world: World, kind: str, call: Call, row: Any = None) -> Call:
+    """A call that differs in little: one tensor lies in another way, or the mode is another; or in more."""
+    way = rng.random()
+    if call.check == "check_refused" or way < 0.3:
+        return drawn_call(rng, world, kind, row)
+    if way < 0.45:
+        modes = [m for m in ("plain", "no_grad", "inference") if m in world.modes]
+        if call.mode in modes:
+            return dataclasses.replace(call, mode=rng.choice(modes))
+    name = rng.choice(sorted(call.views))
+    if call.function.endswith("rope_qkv") and name == "qkv":
+        return call
+    plain = [n for n in sorted(call.views) if n not in ("qkv", "kv", "batch_sizes", "order", "query", "key")]
+    if not plain:
+        return call
+    name = rng.choice(plain)
+    view = call.views[name]
+    if view.device:
+        return call
+    new = redrawn(rng, view) if name not in call.written else redrawn(rng, dataclasses.replace(view))
+    if rng.random() < 0.4:  # nothing but another place
+        new = dataclasses.replace(view, offset=view.offset + (2 if view.negative else 1), size=view.size + 2)
+    return dataclasses.replace(call, views=call.views | {name: new})
+
+
+def case(world: World, seed: int, index: int, repeats: int = 3) -> Case:
+    """The case of an index; the same in every process.
+
+    Every third walks over the rows of tables and portfolios, and forces the variant of one.
+    """
+    rng = random.Random(seed * 1_000_003 + index)  # noqa: S311 - not for secrets
+    kinds = [k for k in KINDS if k in world.kinds]
+    force, row = None, None
+    if world.forces and index % 3 == 2:  # noqa: PLR2004
+        walk = [pair for pair in every_row() if pair[0] in kinds]
+        force = walk[(index // 3) % len(walk)]
+        kinds = [force[0]]
+        row = rows(force[0])[force[1]] if rng.random() < 0.75 else None
+    kind = rng.choices(kinds, [KINDS[k] for k in kinds])[0]
+    first = drawn_call(rng, world, kind, row)
+    second = neighbour(rng, world, kind, first, row)
+    seeds = [rng.randrange(1 << 30) for _ in range(2 * repeats)]
+    order = [0, 0, 1, 0, 1, 1][: 2 * repeats] + [rng.randrange(2) for _ in range(2 * repeats - 6)]
+    return Case(seed, index, (first, second), tuple(zip(order, seeds, strict=True)), force)

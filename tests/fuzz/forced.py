@@ -1,0 +1,142 @@
+"""Variants that lookups can give: all of them, one after another, whatever the call; and what came up."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
+
+import tuned.family
+import tuned.kernels
+import tuned.lookup
+from tuned.family import FAMILIES
+from tuned.lookup import Choice, nearest
+from tuned.portfolio import rows_for
+from tuned.table import tables
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROBE = "rope_table"  # launched to try a launcher, chosen by nothing
+SERVED: set[tuple[str, int]] = set()  # rows whose variant was given to a call
+PLANS = ("_PLANS", "_COMPILED", "_CLASSES", "_KNOWN", "_HERE")  # what modules of tuned remember of calls
+
+
+@functools.cache
+def rows(family: str, capability: int = 90) -> tuple[Any, ...]:
+    """One row for each variant that some row of a table or a portfolio has: of those the smallest."""
+    found: dict[Any, Any] = {}
+    everything = [row for table in tables().values() for row in table.rows[family]] + list(rows_for(family, capability))
+    for row in sorted(everything, key=_weight):
+        found.setdefault((row.variant, FAMILIES[family].kernel_names(row.spec, row.variant)), row)
+    return tuple(found.values())
+
+
+def _weight(row: Any) -> tuple[float, str]:
+    spec = row.spec
+    size = (
+        getattr(spec, "hidden", 0)
+        + getattr(spec, "outputs", 0)
+        + getattr(spec, "heads", 0) * getattr(spec, "head_dim", 0)
+    )
+    return size * getattr(spec, "layers", 1), repr(spec)
+
+
+def every_row(capability: int = 90) -> list[tuple[str, int]]:
+    """(family, which of its rows), of all families in turn."""
+    return [(family, index) for family in FAMILIES for index in range(len(rows(family, capability)))]
+
+
+def _modules() -> list[Any]:
+    return [m for name, m in list(sys.modules.items()) if name.startswith("tuned.") and m is not None]
+
+
+@contextlib.contextmanager
+def forced(family: str, index: int) -> Iterator[None]:
+    """Inside, lookups of a family give the variant of one row wherever its kernels can do the call; nothing else is known."""
+    genuine, row = tuned.lookup.choose, rows(family)[index]
+
+    def choose(of: Any, spec: Any, size: Any, gpu: Any) -> Choice:
+        if of.name == family:
+            found = nearest(of, spec, size, [row], gpu.capability, gpu.multiprocessors)
+            if found is not None:
+                SERVED.add((family, index))
+                return Choice("winner", "forced by the fuzz", found[2], row, gpu)
+        return genuine(of, spec, size, gpu)
+
+    with fresh(), replaced("choose", genuine, choose), replaced("near_rows", tuned.lookup.near_rows, lambda *_: None):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(name: str, genuine: Any, other: Any) -> Iterator[None]:
+    """A function of tuned replaced in every module that has it."""
+    holders = [m for m in _modules() if vars(m).get(name) is genuine]
+    for module in holders:
+        setattr(module, name, other)
+    try:
+        yield
+    finally:
+        for module in holders:
+            setattr(module, name, genuine)
+
+
+@contextlib.contextmanager
+def fresh() -> Iterator[None]:
+    """Inside, nothing of earlier calls is known, and nothing of what happens inside is known after."""
+    plans = [(m, name, vars(m)[name]) for m in _modules() for name in PLANS if isinstance(vars(m).get(name), dict)]
+    kept = [(table, dict(table)) for _, _, table in plans]
+    decisions = {id(f): f for m in _modules() for f in vars(m).values() if _decides(f)}.values()
+    try:
+        for table, _ in kept:
+            table.clear()
+        for decided in decisions:
+            decided.cache_clear()
+        yield
+    finally:
+        for table, before in kept:
+            table.clear()
+            table.update(before)
+        for decided in decisions:
+            decided.cache_clear()
+
+
+def _decides(value: Any) -> bool:
+    """Whether it is a cache of what was chosen: kept by spec, size and GPU."""
+    names = ("variant_of", "_variant_of", "_choose", "_projection")
+    return hasattr(value, "cache_clear") and getattr(value, "__name__", "") in names
+
+
+# What came up -----------------------------------------------------------------------------------------------------------
+
+
+class Came:
+    """What lookups chose, as (family, variant), and which kernels were launched."""
+
+    def __init__(self) -> None:
+        self.variants: set[tuple[str, str]] = set()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, choices are noted."""
+        genuine = tuned.lookup.usable
+
+        def usable(family: Any, spec: Any, size: Any, variant: Any, *rest: Any) -> bool:
+            found = genuine(family, spec, size, variant, *rest)
+            if found:
+                self.variants.add((family.name, repr(variant)))
+            return found
+
+        with replaced("usable", genuine, usable):
+            yield
+
+    @property
+    def kernels(self) -> set[str]:
+        """The kernels that were imported, which launching does."""
+        return {n.removeprefix("tuned.kernels.") for n in sys.modules if n.startswith("tuned.kernels.")} - {PROBE}
+
+
+def all_kernels() -> set[str]:
+    """All that ship and can be chosen."""
+    return set(tuned.kernels.DIGESTS) - {PROBE}

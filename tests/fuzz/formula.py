@@ -1,0 +1,184 @@
+"""RoPE in float64 from its definition, over whole tensors on any device, and the error that each element may have.
+
+Shares no code with tuned, nor with the oracle in NumPy, against which it is tested.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+# Bits of the significand, the implicit one counted, and exponent of the smallest subnormal number.
+PRECISION = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+SMALLEST_EXPONENT = {torch.float64: -1074, torch.float32: -149, torch.float16: -24, torch.bfloat16: -133}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """What a call asks for that is no tensor."""
+
+    layout: str = "bshd"
+    interleaved: bool = False
+    entries: str = "pair"
+    rotated: str = "first"
+    conjugate: bool = False
+    transposed: bool = False
+    scaling: float = 1.0
+    cp_size: int = 1
+    cp_rank: int = 0
+    offset: int = 0
+    copied: int = 0  # heads at the end that are v's
+
+
+def ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The unit in the last place of each value in ``dtype``; that of the smallest number for zeros and NaN."""
+    _, exponent = torch.frexp(values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+    return torch.ldexp(
+        torch.ones_like(values), (exponent - PRECISION[dtype]).clamp(min=SMALLEST_EXPONENT[dtype]).double()
+    )
+
+
+def positions(
+    call: Rope, seq: int, batch: int, tensors: dict[str, torch.Tensor], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[batch, seq] positions; and which tokens a sequence holds, [seq], or None for all."""
+    given = tensors.get("positions")
+    if given is not None:
+        rows = given.long()
+        if rows.ndim == 1:
+            return rows.expand(batch, seq), None
+        return (rows if call.layout == "bshd" else rows.t()), None
+    token = torch.arange(seq, device=device)
+    held, place, sequence = None, token, torch.zeros_like(token)
+    length = torch.full_like(token, seq)
+    bounds = tensors.get("cu_seqlens")
+    if bounds is not None:
+        bounds = bounds.long() // call.cp_size
+        held = (token >= bounds[0]) & (token < bounds[-1])
+        sequence = (torch.bucketize(token, bounds, right=True) - 1).clamp(0, max(len(bounds) - 2, 0))
+        place = token - bounds[sequence]
+        if len(bounds) > 1:
+            length = (bounds[1:] - bounds[:-1])[sequence]
+    if call.cp_size > 1:
+        chunk = length // 2
+        later = (2 * call.cp_size - 1 - call.cp_rank) * chunk + place - chunk
+        place = torch.where(place < chunk, call.cp_rank * chunk + place, later)
+    starts = tensors.get("starts")
+    out = (place + call.offset).expand(batch, seq)
+    if starts is not None and starts.ndim == 0:
+        out = out + starts.long()
+    elif starts is not None and starts.numel():
+        out = out + (starts.long()[sequence][None] if bounds is not None else starts.long()[:, None])
+    return out, held
+
+
+def angles(call: Rope, tensors: dict[str, torch.Tensor], where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine, [batch, seq, entries] in float64; NaN at positions that a table has no row for."""
+    if "inv_freq" in tensors:
+        radians = (where.float()[..., None] * tensors["inv_freq"]).double()  # rounded to float32 once
+        return radians.cos(), radians.sin()
+    if "freqs" in tensors:
+        table = tensors["freqs"].double()
+        table = table.reshape(table.shape[0], table.shape[-1])
+        both = [table.cos(), table.sin()]
+    elif "cos_sin_cache" in tensors:
+        both = list(tensors["cos_sin_cache"].double().chunk(2, -1))
+    else:
+        both = [tensors[name].double() for name in ("cos", "sin")]
+        both = [t if t.ndim < 4 else t.reshape(t.shape[0], t.shape[-1]) for t in both]
+    rows = both[0].shape[-2]
+    known = (where >= 0) & (where < rows)
+    found = []
+    for table in both:
+        if not rows:
+            out = torch.full((*where.shape, table.shape[-1]), torch.nan, dtype=torch.float64, device=where.device)
+        elif table.ndim > 2:
+            entry = torch.arange(len(where), device=where.device)[:, None]
+            out = table[entry, where.clamp(0, rows - 1)]
+        else:
+            out = table[where.clamp(0, rows - 1)]
+        found.append(torch.where(known[..., None], out, torch.nan))
+    return found[0], found[1]
+
+
+def canonical(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """[batch, seq, heads, head_dim], a view."""
+    return x if layout == "bshd" else x.transpose(0, 1) if layout == "sbhd" else x[None]
+
+
+def pairs(call: Rope, head_dim: int, rotary: int) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Of each pair: its two features, and their two entries where there is one a feature."""
+    half = rotary // 2
+    if call.interleaved:
+        one, two = list(range(0, rotary, 2)), list(range(1, rotary, 2))
+    else:
+        one, two = list(range(half)), list(range(half, rotary))
+    if call.rotated == "proportional":
+        return list(range(half)), [head_dim // 2 + j for j in range(half)], one, two
+    first = head_dim - rotary if call.rotated == "last" else 0
+    return [first + j for j in one], [first + j for j in two], one, two
+
+
+def rope(
+    call: Rope, x: torch.Tensor, tensors: dict[str, torch.Tensor], *, truncates: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result for x, shaped like it, and the largest right error of each element: 0 where it is only copied.
+
+    ``tensors``: the angles by their names in ``tuned.dispatch.rope``; cu_seqlens, positions; starts, a tensor offset.
+
+    In float32 a result is first * cos - second * sin or its like. Each product may be off by 2 units in the last place of
+    its sine or cosine, by its own rounding and by that of the sum, together 4 u of the operands; a factor is one rounding
+    more. The store then rounds once. float64, by PyTorch's operators, is computed in float64.
+    """
+    whole = canonical(x, call.layout).double()
+    moved = whole.shape[2] - call.copied
+    batch, seq = whole.shape[:2]
+    where, held = positions(call, seq, batch, tensors, x.device)
+    cos, sin = angles(call, tensors, where)
+    if call.scaling != 1.0:
+        cos, sin = cos * call.scaling, sin * call.scaling
+    if call.conjugate:
+        sin = -sin
+    out, bound = whole.clone(), torch.zeros_like(whole)
+    rotary = cos.shape[-1] * (1 if call.entries == "feature" else 2)
+    a, b, one, two = pairs(call, whole.shape[-1], rotary)
+    if call.entries == "feature":
+        cos_a, cos_b, sin_a, sin_b = (
+            t[:, :, None] for t in (cos[..., one], cos[..., two], sin[..., one], sin[..., two])
+        )
+    else:
+        cos_a = cos_b = cos[:, :, None]
+        sin_a = sin_b = sin[:, :, None]
+    if call.transposed:
+        sin_a, sin_b = -sin_b, -sin_a
+    first, second = whole[:, :, :moved, a], whole[:, :, :moved, b]
+    new = first * cos_a - second * sin_a, second * cos_b + first * sin_b
+    u = 2.0**-53 if x.dtype == torch.float64 else 2.0**-24
+    roundings = (4 if call.scaling == 1.0 else 5) * u
+    grown = max(1.0, abs(call.scaling))
+    error = [
+        roundings * (own.abs() * c.abs().clamp(min=grown) + other.abs() * s.abs().clamp(min=grown))
+        for own, other, c, s in ((first, second, cos_a, sin_a), (second, first, cos_b, sin_b))
+    ]
+    for features, value, arithmetic in zip((a, b), new, error, strict=True):
+        stored = ulp(value.abs() + arithmetic, x.dtype) * (1.0 if truncates else 0.5)
+        right = arithmetic.nan_to_num(nan=0.0) + stored
+        if held is not None:
+            keep = held[None, :, None, None]
+            value, right = torch.where(keep, value, whole[:, :, :moved, features]), torch.where(keep, right, 0.0)
+        out[:, :, :moved, features] = value
+        bound[:, :, :moved, features] = right
+
+    def back(t: torch.Tensor) -> torch.Tensor:
+        return t if call.layout == "bshd" else t.transpose(0, 1) if call.layout == "sbhd" else t[0]
+
+    return back(out), back(bound)
+
+
+def wrong(got: Any, want: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """Which elements are further off than they may be; NaN must be where it is wanted, and nowhere else."""
+    got = got.double()
+    near = (got - want).abs() <= bound
+    return ~torch.where(want.isnan(), got.isnan(), near | (got == want))

@@ -1,0 +1,462 @@
+"""One call: its tensors, how it is run, and whether what it did is right. What the printed scripts are made of."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tests.fuzz import formula, originals
+from tests.fuzz.formula import Rope
+from tests.fuzz.views import Built, View, bits, build, places, refill, seed_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["Given", "Part", "Rope", "View", "Wrong"]
+MODES = ("plain", "no_grad", "inference", "grad", "autocast", "stream", "graph")
+WORSE = 1.5  # how many times the error of PyTorch's own operators is still right, but for a floor
+FLOOR, HARD = 2.0, 8.0  # roundings of the result that are always right; and, for each step and layer, ever
+MOST_STEPS = 16  # of a recurrence whose errors still add up: its gates forget
+UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+TF32_UNIT = 2.0**-11
+
+
+class Wrong(AssertionError):
+    """What a call did and should not have done."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Heads of a tensor that are rotated: ``see`` says which, as an expression with the axes of the layout."""
+
+    tensor: str
+    see: str
+    rope: Rope
+    angles: dict[str, str]  # name in the formula -> expression
+
+    def __repr__(self) -> str:
+        return f"Part({self.tensor!r}, {self.see!r}, {brief(self.rope)}, {self.angles!r})"
+
+
+def brief(value: Any) -> str:
+    """A dataclass with the fields that are not at their defaults."""
+    fields = [
+        f"{f.name}={getattr(value, f.name)!r}"
+        for f in dataclasses.fields(value)
+        if getattr(value, f.name) != f.default or f.default is dataclasses.MISSING
+    ]
+    return f"{type(value).__name__}({', '.join(fields)})"
+
+
+@functools.lru_cache(maxsize=4096)
+def _expression(text: str) -> Any:
+    return compile(text, text, "eval")
+
+
+def _evaluated(text: str, names: dict[str, Any]) -> Any:
+    return eval(_expression(text), {"__builtins__": {}}, names)  # noqa: S307 - written by the fuzz itself
+
+
+class Given:
+    """The tensors of one call, and what became of it."""
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        device: str = "cpu",
+        mode: str = "plain",
+        autocast: torch.dtype | None = None,
+        tf32: tuple[bool, bool] = (False, True),  # of GEMMs, of cuDNN
+        written: tuple[str, ...] = (),
+        truncates: bool = False,  # a store to bfloat16 does, as Triton's interpreter has it
+    ) -> None:
+        self.seed, self.device, self.mode = seed, device, mode if device == "cuda" else OFF_GPU.get(mode, mode)
+        self.autocast, self.tf32, self.written, self.truncates = autocast, tf32, written, truncates
+        self.built: dict[str, Built] = {}
+        self.out: Any = None
+        self.error: Exception | None = None
+        self.grads: dict[str, torch.Tensor | None] = {}
+        self.grad_outputs: list[torch.Tensor] = []
+        self.flags: list[tuple[str, torch.Tensor]] = []
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...], offset: int, size: int,
+        **rest: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """A tensor of the call, inside a storage of ``size`` elements that is NaN but for it."""
+        return self.view(name, View(shape, dtype, strides, offset, size, **rest))
+
+    def view(self, name: str, view: View) -> torch.Tensor:
+        self.built[name] = build(name, view, self.seed, self.device)
+        return self.built[name].tensor
+
+    # How a call is run ----------------------------------------------------------------------------------------------
+
+    def run(self, function: Callable[..., Any], **arguments: Any) -> Any:
+        """Call it in the mode, keeping what it returns or raises; with gradients where the mode has them."""
+        self.arguments = arguments
+        with self._settings():
+            try:
+                if self.mode == "graph":
+                    self._captured(function, arguments)
+                elif self.mode == "stream":
+                    self._on_stream(function, arguments)
+                else:
+                    self.out = function(**arguments)
+                    if self.mode == "grad":
+                        self._backward()
+            except Wrong:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is judged
+                if "CUDA error" in str(error):
+                    raise  # the context is lost
+                self.error = error.with_traceback(None)
+        return self.out
+
+    @contextlib.contextmanager
+    def _settings(self) -> Iterator[None]:
+        matmul, rnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        before = matmul.allow_tf32, rnn.allow_tf32
+        matmul.allow_tf32, rnn.allow_tf32 = self.tf32
+        mode = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "graph": torch.no_grad}.get(self.mode)
+        casts = self.mode == "autocast"
+        try:
+            with (
+                warnings.catch_warnings(),
+                mode() if mode else contextlib.nullcontext(),
+                torch.autocast(self.device, dtype=self.autocast) if casts else contextlib.nullcontext(),
+            ):
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            matmul.allow_tf32, rnn.allow_tf32 = before
+
+    def _on_stream(self, function: Any, arguments: dict[str, Any]) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.out = function(**arguments)
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _captured(self, function: Any, arguments: dict[str, Any]) -> None:
+        """Warmed up and captured with other values, replayed with others still, then with these."""
+        self._refill(self.seed + 1)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            function(**arguments)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.out = function(**arguments)
+        for seed in (self.seed + 2, self.seed):
+            self._refill(seed)
+            graph.replay()
+        torch.cuda.synchronize()
+        self.graph = graph  # its memory is that of the results
+
+    def _refill(self, seed: int) -> None:
+        for name, built in self.built.items():
+            refill(built, name, seed, self.device)
+
+    def _backward(self) -> None:
+        outs = [t for t in flat(self.out) if t.requires_grad]
+        leaves = {name: b.leaf for name, b in self.built.items() if b.leaf is not None}
+        if not leaves:
+            return
+        if not outs:
+            raise Wrong("nothing that it returned requires a gradient")
+        self.grad_outputs = [
+            drawn_gradient(t, seed_of(self.seed, f"grad {i}"), self.seed + i) for i, t in enumerate(outs)
+        ]
+        kept = [g.clone() for g in self.grad_outputs]
+        found = torch.autograd.grad(outs, list(leaves.values()), self.grad_outputs, allow_unused=True)
+        self.grads = dict(zip(leaves, found, strict=True))
+        for given, before in zip(self.grad_outputs, kept, strict=True):
+            self._flag("a gradient that it was given was overwritten", ~same(given, before))
+
+    # What is right ---------------------------------------------------------------------------------------------------
+
+    def _flag(self, text: str, bad: torch.Tensor | bool) -> None:
+        """Note something that is wrong where ``bad`` has a true element; asked of the device once, at the end."""
+        if isinstance(bad, bool):
+            if bad:
+                self.flags.append((text, torch.ones((), dtype=torch.bool, device=self.device)))
+        else:
+            self.flags.append((text, bad.any()))
+
+    def _settle(self) -> None:
+        if self.flags:
+            bad = torch.stack([flag for _, flag in self.flags]).tolist()
+            texts = [text for (text, _), is_bad in zip(self.flags, bad, strict=True) if is_bad]
+            if texts:
+                raise Wrong("; ".join(texts))
+
+    def untouched(self, allowed: dict[str, list[torch.Tensor]] | None = None) -> None:
+        """Inputs are as they were and so is all memory around views; but for the places that may be overwritten."""
+        for name, built in self.built.items():
+            if built.storage.device.type == "meta":
+                continue
+            now, before = bits(built.storage), built.before
+            if name in self.written and allowed and name in allowed:
+                now, before = now.clone(), before.clone()
+                for where in allowed[name]:
+                    now[where.flatten()] = before[where.flatten()] = 0
+            self._flag(f"{name}, or the memory around it, was changed", (now != before).to(self.device))
+
+    def check_refused(self, *types: type[BaseException], text: str = "") -> None:
+        """It raised one of these, and wrote nothing."""
+        if self.error is None:
+            raise Wrong(f"{'a call that is wrong' if not text else text} was served: {names(types)} is right")
+        if not isinstance(self.error, types):
+            raise Wrong(f"raised {type(self.error).__name__}: {self.error}; {names(types)} is right")
+        self.untouched()
+        self._settle()
+
+    def _served(self) -> None:
+        if self.error is not None:
+            raise Wrong(f"raised {type(self.error).__name__}: {self.error}") from self.error
+
+    def check_rope(self, *parts: Part, results: tuple[str, ...] = (), contiguous: bool = False) -> None:
+        """Results are those tensors with their parts rotated, right to a rounding of float64; gradients too."""
+        self._served()
+        with torch.no_grad():
+            values = {name: b.value() for name, b in self.built.items() if b.storage.device.type != "meta"}
+            wanted = self._rotated(parts, values, values)
+            outs = [t for t in (self.out if isinstance(self.out, tuple) else (self.out,)) if t is not None]
+            if not results:  # nothing is returned
+                self._flag("something was returned", bool(outs))
+                results = self.written
+                outs = [self.built[name].tensor for name in results]
+            elif len(outs) != len(results) or (
+                isinstance(self.out, tuple) != (len(results) > 1) and None not in flat_(self.out)
+            ):
+                raise Wrong(f"returned {describe(self.out)} where {len(results)} tensors are right")
+            tensors = {name: b.tensor for name, b in self.built.items()}
+            for see, out in zip(results, outs, strict=True):
+                self._like(see, _evaluated(see, tensors), out, contiguous=contiguous)
+                want, bound = (_evaluated(see, {n: pair[i] for n, pair in wanted.items()}) for i in (0, 1))
+                self._flag(f"{see} is wrong", formula.wrong(out.detach(), want, bound))
+            allowed = {
+                name: [
+                    _evaluated(p.see, {name: places(self.built[name].view, self.device)})
+                    for p in parts
+                    if p.tensor == name
+                ]
+                for name in self.written
+            }
+            self.untouched(allowed)
+            if self.grads:
+                self._gradients_rope(parts, values, results)
+        self._settle()
+
+    def _rotated(
+        self, parts: tuple[Part, ...], values: dict[str, Any], of: dict[str, Any], *, transposed: bool = False
+    ) -> dict[str, Any]:
+        """name -> (want, bound) of the tensors in ``of``, with angles from ``values``."""
+        found: dict[str, Any] = {}
+        for name in dict.fromkeys(p.tensor for p in parts):
+            want = of[name].to(torch.float64, memory_format=torch.contiguous_format, copy=True)
+            bound = torch.zeros_like(want)
+            for part in (p for p in parts if p.tensor == name):
+                angles = {key: _evaluated(text, values) for key, text in part.angles.items()}
+                call = dataclasses.replace(part.rope, transposed=part.rope.transposed != transposed)
+                new, right = formula.rope(
+                    call, _evaluated(part.see, {name: of[name]}), angles, truncates=self.truncates
+                )
+                _evaluated(part.see, {name: want}).copy_(new)
+                _evaluated(part.see, {name: bound}).copy_(right)
+            found[name] = want, bound
+        return found
+
+    def _like(self, name: str, given: torch.Tensor, out: Any, *, contiguous: bool) -> None:
+        if not isinstance(out, torch.Tensor):
+            raise Wrong(f"returned {describe(out)} for {name}")
+        if (out.shape, out.dtype, out.device.type) != (given.shape, given.dtype, given.device.type):
+            raise Wrong(f"returned {describe(out)} for {name}, {describe(given)}")
+        if self.written:
+            mine = [*self.arguments.values(), *(b.tensor for b in self.built.values())]
+            self._flag(f"{name} is overwritten, and another tensor returned", all(out is not a for a in mine))
+        elif out.numel():
+            memory = {b.storage.untyped_storage().data_ptr() for b in self.built.values()}
+            self._flag(f"the result for {name} lies in an input's memory", out.untyped_storage().data_ptr() in memory)
+        if contiguous:
+            self._flag(f"the result for {name} is not contiguous", not out.is_contiguous())
+
+    def _gradients_rope(self, parts: tuple[Part, ...], values: dict[str, Any], results: tuple[str, ...]) -> None:
+        required = [name for name in results if self.built[name].leaf is not None]
+        if len(self.grad_outputs) != len(required):
+            raise Wrong(f"{len(self.grad_outputs)} results require a gradient, {len(required)} should")
+        given = dict(zip(required, self.grad_outputs, strict=True))
+        found = self._rotated(tuple(p for p in parts if p.tensor in given), values, given, transposed=True)
+        for name, (want, bound) in found.items():
+            self._gradient(name, want, bound)
+
+    def _gradient(self, name: str, want: torch.Tensor, bound: torch.Tensor) -> None:
+        """The gradient of a tensor, or, made of a leaf, that of the storage that it is a view of."""
+        grad, built = self.grads[name], self.built[name]
+        if grad is None:
+            raise Wrong(f"{name} has no gradient")
+        if built.view.grad == "made":
+            where = places(built.view, self.device).flatten()
+            many = built.view.numel
+            whole = [torch.zeros(built.view.size, dtype=torch.float64, device=self.device) for _ in range(3)]
+            whole[0].index_add_(0, where, want.flatten())
+            whole[1].index_add_(0, where, bound.flatten())
+            whole[2].index_add_(0, where, want.abs().flatten())
+            want, bound = whole[0], whole[1]
+            if built.view.negative:
+                want = -want
+            # Elements that share memory are added up, in the dtype.
+            unit = UNIT[built.view.dtype]
+            counts = torch.zeros_like(want).index_add_(
+                0, where, torch.ones(many, dtype=torch.float64, device=self.device)
+            )
+            bound = bound + torch.where(counts > 1, counts * unit * whole[2], 0.0)
+        if grad.shape != want.shape or grad.dtype != built.view.dtype:
+            raise Wrong(f"the gradient of {name} is {describe(grad)}")
+        self._flag(f"the gradient of {name} is wrong", formula.wrong(grad, want, bound))
+
+    # Against PyTorch ---------------------------------------------------------------------------------------------------
+
+    def check_pytorch(self, original: str, *, text: bool = False, must: bool = False) -> None:
+        """As PyTorch's own operators: as exact, and refused where they refuse.
+
+        ``must``: what they refuse is to be refused; ``text``: with the same words. Else they may take less than ours.
+        """
+        theirs, wanted = self._original(original, doubled=False), self._original(original, doubled=True)
+        if theirs.error is not None and (must or self.error is not None):
+            error = theirs.error
+            if self.error is None:
+                raise Wrong(f"served what PyTorch refuses with {type(error).__name__}: {error}")
+            told = str(self.error).strip() == str(error).strip() or not text
+            if type(self.error) is not type(error) or not told:
+                raise Wrong(
+                    f"raised {type(self.error).__name__}: {self.error}\nPyTorch {type(error).__name__}: {error}"
+                )
+            self.untouched()
+            self._settle()
+            return
+        self._served()
+        if wanted.error is not None:
+            raise Wrong(f"the reference raised {type(wanted.error).__name__}: {wanted.error}") from wanted.error
+        with torch.no_grad():
+            self._compare(theirs, wanted)
+            allowed = {name: [places(self.built[name].view, self.device)] for name in self.written}
+            self.untouched(allowed)
+        self._settle()
+
+    def _original(self, original: str, *, doubled: bool) -> Given:
+        """PyTorch's own operators with the tensors of this call as they were."""
+        mode = {"graph": "no_grad", "stream": "no_grad"}.get(self.mode, self.mode)
+        if doubled and mode == "autocast":
+            mode = "no_grad"
+        again = Given(self.seed, device=self.device, mode=mode, autocast=self.autocast, tf32=self.tf32)
+        made: dict[int, torch.Tensor] = {}
+        for name, built in self.built.items():
+            new = again.view(name, built.view)
+            if doubled and built.view.device != "meta" and new.is_floating_point():
+                value = built.value().double()
+                leaf = None
+                if built.view.grad:
+                    value.requires_grad_()
+                    leaf = value
+                again.built[name] = dataclasses.replace(again.built[name], tensor=value, leaf=leaf)
+                new = value
+            made[id(built.tensor)] = new
+        again.run(getattr(originals, original), **originals.swapped(self.arguments, made, doubled=doubled))
+        return again
+
+    def _compare(self, theirs: Given, wanted: Given) -> None:
+        ours, reference, exact = (flat(g.out) for g in (self, theirs, wanted))
+        if theirs.error is not None:
+            reference = [None] * len(exact)  # type: ignore[list-item]
+        if len(ours) != len(exact):
+            raise Wrong(f"returned {describe(self.out)}, PyTorch {describe(theirs.out)}")
+        size, steps = originals.size(self.arguments)
+        dtype = self.autocast if self.mode == "autocast" and self.autocast else self._dtype()
+        unit = UNIT[dtype]
+        if dtype == torch.float32 and any(self.tf32) and (self.device == "cuda" or self.truncates):
+            unit = TF32_UNIT
+        for index, (a, b, c) in enumerate(zip(ours, reference, exact, strict=True)):
+            self._as_good(f"result {index}", a, b, c, size * unit, steps)
+            if index == 0 and self.written:
+                (name,) = self.written
+                self._flag("another tensor than the one overwritten is returned", a is not self.built[name].tensor)
+        for name, grad in self.grads.items():
+            theirs_grad = theirs.grads.get(name)
+            if (grad is None) != (theirs_grad is None) and theirs.error is None:
+                raise Wrong(f"the gradient of {name} is {describe(grad)}, PyTorch's {describe(theirs_grad)}")
+            want = wanted.grads[name]
+            if grad is not None and want is not None:
+                if self.built[name].view.grad == "made":
+                    where = places(self.built[name].view, self.device).flatten()
+                    whole = torch.zeros(self.built[name].view.size, dtype=torch.float64, device=self.device)
+                    want = whole.index_add_(0, where, want.flatten())
+                    want = -want if self.built[name].view.negative else want
+                many = max(self.built[name].view.numel, 1) if self.built[name].view.grad == "made" else 1
+                slack = size * unit * many * 32 * (1 + want.abs().amax() if want.numel() else 1.0)
+                self._as_good(f"the gradient of {name}", grad, theirs_grad, want, slack, steps)
+
+    def _dtype(self) -> torch.dtype:
+        return next(t.dtype for t in flat(self.out))
+
+    def _as_good(self, name: str, a: Any, b: Any, c: Any, unit: Any, steps: int) -> None:
+        """No further from float64 than PyTorch's, but for a factor and a floor; and never far."""
+        if b is not None and (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+            raise Wrong(f"{name} is {describe(a)}, PyTorch's {describe(b)}")
+        if a.shape != c.shape:
+            raise Wrong(f"{name} is {describe(a)}, float64's {describe(c)}")
+        if not a.numel():
+            return
+        error = (a.detach().double() - c.detach()).abs().amax()
+        hard = HARD * unit * min(steps, MOST_STEPS)
+        self._flag(f"{name} is wrong", ~(error <= hard))
+        if b is not None:
+            allowed = (b.detach().double() - c.detach()).abs().amax()
+            self._flag(f"{name} errs more than PyTorch's", ~(error <= WORSE * allowed + FLOOR * unit))
+
+
+OFF_GPU = {"stream": "no_grad", "graph": "no_grad"}
+
+
+def flat_(out: Any) -> list[Any]:
+    return list(out) if isinstance(out, (tuple, list)) else [out]
+
+
+def flat(out: Any) -> list[torch.Tensor]:
+    """The floating point tensors in what a call returned."""
+    if isinstance(out, torch.Tensor):
+        return [out] if out.is_floating_point() else []
+    return [t for one in out for t in flat(one)] if isinstance(out, (tuple, list)) else []
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a == b) | (a.isnan() & b.isnan())
+
+
+def drawn_gradient(t: torch.Tensor, seed: int, which: int) -> torch.Tensor:
+    """A gradient for t: contiguous, with axes in another order, or one number expanded, as sum() gives."""
+    draw = torch.Generator(t.device).manual_seed(seed)
+    shape = t.shape[::-1] if which % 3 == 1 else () if which % 3 == 2 else t.shape  # noqa: PLR2004
+    made = torch.randn(shape, generator=draw, device=t.device).to(t.dtype)
+    return made.permute(*range(t.ndim)[::-1]) if which % 3 == 1 else made.expand(t.shape)
+
+
+def names(types: tuple[type[BaseException], ...]) -> str:
+    return " or ".join(t.__name__ for t in types)
+
+
+def describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{list(value.shape)} {value.dtype} on {value.device}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(describe(v) for v in value)})"
+    return type(value).__name__

@@ -1,0 +1,184 @@
+"""What the drop-ins and modules of the GRU stand for: PyTorch's own operators and modules, called with the same arguments."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+import tuned.nn
+
+
+def gru(
+    input: torch.Tensor,  # noqa: A002
+    hx: torch.Tensor,
+    weights: Any,
+    *,
+    bias: bool = True,
+    num_layers: int = 1,
+    dropout: float = 0.0,
+    training: bool = False,
+    bidirectional: bool = False,
+    batch_first: bool = False,
+    batch_sizes: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch.gru; sequences that lie in a row go one by one."""
+    del max_seqlen
+    training = training or any(t.requires_grad for t in (input, hx, *weights))  # cuDNN has a gradient in training only
+    rest = (list(weights), bias, num_layers, dropout, training, bidirectional)
+    hx = hx.contiguous()
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.tolist()
+        outs, states = [], []
+        for b, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+            state = hx[:, b : b + 1].contiguous()
+            out, state = torch.gru(input[start:end, None], state, *rest, False) if end > start else (None, state)
+            outs += [] if out is None else [out[:, 0]]
+            states.append(state)
+        width = hx.shape[2] * (2 if bidirectional else 1)
+        whole = torch.cat(outs) if outs else input.new_empty((0, width))
+        return whole, torch.cat(states, 1) if states else hx.clone()
+    if batch_sizes is not None:
+        return torch.gru(input, batch_sizes, hx, *rest)
+    return torch.gru(input, hx, *rest, batch_first)
+
+
+def gru_cell(
+    x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any = None, bias_hh: Any = None, *, inplace: bool = False
+) -> torch.Tensor:
+    """torch.gru_cell of the segments put together."""
+    del inplace
+    return torch.gru_cell(torch.cat(x, -1) if isinstance(x, tuple) else x, h, weight_ih, weight_hh, bias_ih, bias_hh)
+
+
+def linear_cat(inputs: Any, weight: Any, bias: Any = None) -> torch.Tensor:
+    """torch's linear of the segments put together."""
+    return torch.nn.functional.linear(torch.cat(tuple(inputs), -1), weight, bias)
+
+
+# Modules ------------------------------------------------------------------------------------------------------------
+
+
+def _parametrised(module: torch.nn.Module, weights: Any, *, chunk: bool) -> Any:
+    """The module with these parameters: where they are, or copied to its own."""
+    names = [name for name, _ in module.named_parameters()]
+    for name, weight in zip(names, weights, strict=True):
+        if chunk:
+            with torch.no_grad():
+                getattr(module, name).copy_(weight)
+        else:
+            setattr(module, name, torch.nn.Parameter(weight, requires_grad=weight.requires_grad))
+    return module
+
+
+def _called(kind: str, module: Any, given: Any) -> Any:
+    if kind == "replace":
+        tuned.nn.replace(module)
+    with tuned.nn.patched() if kind == "patched" else contextlib.nullcontext():
+        return module(*given)
+
+
+def _made(name: str, kind: str, constructor: dict[str, Any], weights: Any, chunk: bool) -> Any:
+    library = tuned.nn if kind == "nn" else torch.nn
+    where = weights[0]
+    module = getattr(library, name)(**constructor, device=where.device if chunk else "meta", dtype=where.dtype)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    return _parametrised(module, weights, chunk=chunk).train(constructor_trains(weights))
+
+
+def constructor_trains(weights: Any) -> bool:
+    return any(w.requires_grad for w in weights)
+
+
+def nn_gru(
+    kind: str,
+    constructor: dict[str, Any],
+    weights: Any,
+    input: Any,  # noqa: A002
+    hx: Any = None,
+    batch_sizes: Any = None,
+    order: Any = None,
+    *,
+    chunk: bool = True,
+) -> Any:
+    """A GRU module called: of tuned.nn ("nn"), torch's "patched" or "replace"d, or torch's own ("torch")."""
+    module = _made("GRU", kind, constructor, weights, chunk)
+    if isinstance(input, torch.Tensor) and input.requires_grad:
+        module.train()
+    if batch_sizes is not None:
+        unsorted = None if order is None else torch.argsort(order)
+        input = PackedSequence(input, batch_sizes, order, unsorted)  # noqa: A001
+    out, h_n = _called(kind, module, (input,) if hx is None else (input, hx))
+    return (out.data if isinstance(out, PackedSequence) else out), h_n
+
+
+def nn_gru_cell(
+    kind: str,
+    constructor: dict[str, Any],
+    weights: Any,
+    input: Any,
+    hx: Any = None,
+    *,
+    chunk: bool = True,  # noqa: A002
+) -> Any:
+    """A GRUCell module called; see nn_gru."""
+    module = _made("GRUCell", kind, constructor, weights, chunk)
+    return _called(kind, module, (input,) if hx is None else (input, hx))
+
+
+def original_nn_gru(kind: str, *args: Any, **kwargs: Any) -> Any:
+    """torch.nn.GRU with the arguments of nn_gru."""
+    del kind
+    return nn_gru("torch", *args, **kwargs)
+
+
+def original_nn_gru_cell(kind: str, *args: Any, input: Any, **kwargs: Any) -> Any:  # noqa: A002
+    """torch.nn.GRUCell with the arguments of nn_gru_cell; segments put together."""
+    del kind
+    return nn_gru_cell("torch", *args, input=torch.cat(input, -1) if isinstance(input, tuple) else input, **kwargs)
+
+
+# Arguments ------------------------------------------------------------------------------------------------------------
+
+
+def swapped(value: Any, made: dict[int, torch.Tensor], *, doubled: bool) -> Any:
+    """Arguments with other tensors in the places of those that they have."""
+    if isinstance(value, torch.Tensor):
+        return made.get(id(value), value)
+    if isinstance(value, dict):
+        return {key: swapped(v, made, doubled=doubled) for key, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(swapped(v, made, doubled=doubled) for v in value)
+    return value
+
+
+def size(arguments: dict[str, Any]) -> tuple[Any, int]:
+    """How large what goes into a sigmoid or a sum may be, by the norms of rows; and how many steps and layers there are."""
+    weights, given = [], []
+
+    def sort(name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
+            (weights if "weight" in name and value.ndim > 1 else given).append(value.detach().double())
+        elif isinstance(value, (tuple, list)):
+            for one in value:
+                sort(name, one)
+
+    for name, value in arguments.items():
+        sort(name, value)
+    if not weights or not given:
+        return 1.0, 1
+    largest = torch.stack([t.abs().amax() for t in given]).amax().clamp(min=1.0)
+    norms = torch.stack([w.square().sum(-1).amax() for w in weights]).sum().sqrt()
+    x = arguments.get("input")
+    steps = max(x.shape[:2]) if isinstance(x, torch.Tensor) and x.ndim > 1 else 1
+    layers = (
+        arguments.get("num_layers", 1) * 2
+        if "constructor" not in arguments
+        else 2 * arguments["constructor"].get("num_layers", 1)
+    )
+    return 1.0 + norms * largest, int(steps) * layers

@@ -1,0 +1,226 @@
+"""Tensors of any strides, each inside a larger storage that is poisoned, whatever is drawn: one seed tells them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    import random
+
+MARGIN = 16  # elements before and after a view that nothing may read or write: 16 bytes at least, so alignment is kept
+POISON = {True: math.nan, False: 2**30 + 7}  # by whether the dtype is floating point
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """How one tensor of a call is made: its place in a storage, and what its values are."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+    offset: int
+    size: int  # elements of the storage
+    scale: float = 1.0  # of normal numbers
+    function: str = ""  # "cos" or "sin" of what is drawn with ``stream``; "rates": falling, as inv_freq
+    values: Any = None  # integers, in the order of the shape, instead of numbers
+    stream: str = ""  # tensors with one stream have one set of numbers
+    negative: bool = False  # as z.conj().imag is: what stands in memory is minus the value
+    device: str = ""  # another one than that of the call
+    grad: str = ""  # "leaf": it requires a gradient; "made": it is a view of something made of a leaf
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass
+class Built:
+    """A tensor of a call, the storage that it lies in, and what that was like before the call."""
+
+    view: View
+    tensor: torch.Tensor
+    storage: torch.Tensor  # [size]
+    before: torch.Tensor  # bits of the storage, as integers
+    leaf: torch.Tensor | None = None  # whose gradient is asked for
+
+    def value(self) -> torch.Tensor:
+        """The tensor as it was before the call, in a memory of its own."""
+        storage = self.before.view(self.view.dtype)
+        t = storage.as_strided(self.view.shape, self.view.strides, self.view.offset).clone()
+        return -t if self.view.negative else t
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    return t.view(INTEGERS[t.element_size()])
+
+
+@functools.lru_cache(maxsize=4096)
+def outside(view: View, device: str) -> torch.Tensor:
+    """[size]: which elements of the storage are no part of the view."""
+    out = torch.ones(view.size, dtype=torch.bool, device=device)
+    if view.numel:
+        out[places(view, device).flatten()] = False
+    return out
+
+
+@functools.lru_cache(maxsize=4096)
+def places(view: View, device: str) -> torch.Tensor:
+    """Of each element of the view, its place in the storage."""
+    return torch.arange(view.size, device=device).as_strided(view.shape, view.strides, view.offset)
+
+
+def numbers(view: View, seed: int, device: str) -> torch.Tensor:
+    """[size]: what is drawn for a view."""
+    draw = torch.Generator(device).manual_seed(seed)
+    wide = torch.float64 if view.dtype == torch.float64 else torch.float32
+    drawn = torch.randn(view.size, generator=draw, device=device, dtype=wide)
+    if view.function == "rates":
+        drawn = drawn.abs() * view.scale
+    elif view.function:
+        drawn = getattr(torch, view.function)(drawn * view.scale)
+    elif view.scale != 1.0:
+        drawn = drawn * view.scale
+    return drawn.to(view.dtype)
+
+
+def filled(view: View, seed: int, device: str) -> torch.Tensor:
+    """A storage with the values of the view, and poison everywhere else."""
+    if view.values is not None:
+        storage = torch.full((view.size,), POISON[view.dtype.is_floating_point], dtype=view.dtype)
+        if view.numel:
+            storage[places(view, "cpu").flatten()] = torch.tensor(view.values, dtype=view.dtype).flatten()
+        return storage.to(device)
+    if not view.dtype.is_floating_point:
+        return torch.full((view.size,), 1, dtype=view.dtype, device=device)
+    return numbers(view, seed, device).masked_fill_(outside(view, device), POISON[True])
+
+
+def seed_of(seed: int, name: str) -> int:
+    """A seed of its own for each tensor of a call; hash() differs from process to process."""
+    return (seed * 1_000_003 + sum(ord(c) * 131**i for i, c in enumerate(name))) % 2**63
+
+
+def build(name: str, view: View, seed: int, device: str) -> Built:
+    """The tensor that a view describes, for one seed."""
+    where = view.device or device
+    if where == "meta":
+        t = torch.empty_strided(view.shape, view.strides, dtype=view.dtype, device="meta")
+        return Built(view, t, t, t)
+    storage = filled(view, seed_of(seed, view.stream or name), where)
+    before = bits(storage).clone()
+    leaf = None
+    base = storage
+    if view.grad == "made":
+        leaf = storage.clone().requires_grad_()
+        base = leaf.clone()
+    t = base.as_strided(view.shape, view.strides, view.offset)
+    if view.negative:
+        t = torch._neg_view(t)
+    if view.grad == "leaf":
+        t = leaf = t.detach().requires_grad_()
+    return Built(view, t, base.detach(), before, leaf)
+
+
+def refill(built: Built, name: str, seed: int, device: str) -> None:
+    """Other values in the same memory: what a captured graph is given before a replay."""
+    if built.storage.device.type != "meta":
+        built.storage.copy_(filled(built.view, seed_of(seed, built.view.stream or name), built.view.device or device))
+        built.before.copy_(bits(built.storage))
+
+
+# What is drawn ------------------------------------------------------------------------------------------------------
+
+PLAIN = 0.35  # of all tensors are contiguous
+
+
+def drawn(
+    rng: random.Random,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    shared: bool = True,
+    plain: float = PLAIN,
+    inner: bool = False,
+    **rest: Any,
+) -> View:
+    """A view of this shape, of any strides; ``shared``: its elements may lie in one place.
+
+    ``inner``: the last axis lies densely. Otherwise axes are in any order, apart by any steps and gaps, expanded or
+    overlapping; axes of length 1 have any stride; and the first element is anywhere.
+    """
+    strides, extent = _strides(rng, shape, shared=shared, plain=plain, inner=inner)
+    misaligned = 0 if rng.random() < 0.6 else rng.choice((1, 1, 2, 3, 4, 8, 13))
+    negative = rest.pop("negative", False)
+    if negative:  # a part of a complex tensor: two numbers an element
+        strides, extent, misaligned = tuple(2 * s for s in strides), 2 * extent, 2 * misaligned + 1
+    offset = MARGIN + misaligned
+    return View(shape, dtype, strides, offset, offset + extent + MARGIN, negative=negative, **rest)
+
+
+def dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    out, step = [], 1
+    for n in reversed(shape):
+        out.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(out))
+
+
+def _strides(
+    rng: random.Random, shape: tuple[int, ...], *, shared: bool, plain: float, inner: bool
+) -> tuple[tuple[int, ...], int]:
+    strides = list(dense(shape))
+    if rng.random() >= plain:
+        axes = list(range(len(shape)))
+        way = rng.random()
+        if way < 0.35:
+            rng.shuffle(axes)
+        elif way < 0.5 and len(axes) > 1:  # a transpose of two
+            a, b = rng.sample(axes, 2)
+            axes[a], axes[b] = axes[b], axes[a]
+        if inner and shape:
+            axes.remove(len(shape) - 1)
+            axes.append(len(shape) - 1)
+        step = 1
+        for axis in reversed(axes):
+            apart = 1 if rng.random() < 0.75 else rng.choice((2, 3))
+            if inner and axis == len(shape) - 1:
+                apart = 1
+            strides[axis] = step * apart
+            step = strides[axis] * max(shape[axis], 1)
+            if rng.random() < 0.25:
+                step += rng.choice((1, 2, 3, 8, 16, 24))
+        long = [axis for axis, n in enumerate(shape) if n > 1 and not (inner and axis == len(shape) - 1)]
+        if shared and long and rng.random() < 0.15:
+            strides[rng.choice(long)] = 0
+        elif shared and long and rng.random() < 0.03:  # overlapping windows, as unfold gives
+            axis = rng.choice(long)
+            strides[axis] = max(1, strides[axis] // 2)
+    for axis, n in enumerate(shape):
+        if n == 1 and rng.random() < 0.4:
+            strides[axis] = rng.choice((0, 1, 3, 7, 40, 1000))
+    extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if math.prod(shape) else 0
+    return tuple(strides), extent
+
+
+def contiguous(shape: tuple[int, ...], dtype: torch.dtype, **rest: Any) -> View:
+    return View(shape, dtype, dense(shape), MARGIN, MARGIN + math.prod(shape) + MARGIN, **rest)
+
+
+def redrawn(rng: random.Random, view: View, **changes: Any) -> View:
+    """The same tensor, lying in another way."""
+    shared = any(s == 0 and n > 1 for s, n in zip(view.strides, view.shape, strict=True))
+    kept = {f.name: getattr(view, f.name) for f in dataclasses.fields(View) if f.name not in _PLACE}
+    made = drawn(rng, view.shape, view.dtype, shared=shared, **kept)
+    return dataclasses.replace(made, **changes)
+
+
+_PLACE = ("shape", "dtype", "strides", "offset", "size")

@@ -1,0 +1,69 @@
+"""One process of the fuzz: its share of the cases, told line by line as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+import traceback
+from typing import Any
+
+import torch
+
+from tests.fuzz import case as cases
+from tests.fuzz import forced
+from tests.fuzz.draw import CPU, GPU, case
+
+
+def world() -> Any:
+    """The one of this machine."""
+    return GPU if torch.cuda.is_available() else CPU
+
+
+def tell(**told: Any) -> None:
+    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()
+
+
+def work(seed: int, start: int, step: int, repeats: int, seconds: float) -> None:
+    """The cases start, start + step, ... until the time is over."""
+    here, end = world(), time.monotonic() + seconds
+    torch.set_num_threads(1)
+    came, known_kernels, known_variants = forced.Came(), set[str](), set[Any]()
+    index = start
+    with came.watched():
+        while time.monotonic() < end:
+            tell(begin=index)
+            failure, calls, keys = None, 0, []
+            try:
+                made = case(here, seed, index, repeats)
+                calls, found = cases.run(made, here.device)
+                keys = [hash_of(call.key()) for call in made.calls]
+                failure = None if found is None else dataclasses.asdict(found)
+            except Exception as error:  # noqa: BLE001 - the fuzz itself, or a context that is lost
+                text = "".join(traceback.format_exception(error)[-3:])
+                failure = {"seed": seed, "index": index, "step": -1, "message": text, "script": script_of(seed, index)}
+                if "CUDA" in str(error):
+                    tell(end=index, calls=0, keys=[], failure=failure, kernels=[], rows=[])
+                    sys.exit(3)
+            new_kernels, new_rows = came.kernels - known_kernels, forced.SERVED - known_variants
+            known_kernels |= new_kernels
+            known_variants |= new_rows
+            tell(end=index, calls=calls, keys=keys, failure=failure, kernels=sorted(new_kernels), rows=sorted(new_rows))
+            index += step
+
+
+def hash_of(key: str) -> str:
+    import hashlib  # noqa: PLC0415
+
+    return hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+
+
+def script_of(seed: int, index: int) -> str:
+    """The script of a whole case, without running it."""
+    here = world()
+    try:
+        return cases.script(case(here, seed, index), here.device)
+    except Exception as error:  # noqa: BLE001 - a case that cannot even be drawn
+        return f"# the case cannot be drawn: {error}"
