@@ -12,7 +12,7 @@ import torch
 
 from tests.fuzz import formula, originals
 from tests.fuzz.formula import Rope
-from tests.fuzz.views import Built, View, bits, build, places, refill, seed_of
+from tests.fuzz.views import Built, View, bits, build, overlaps, places, refill, seed_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,6 +24,7 @@ FLOOR, HARD = 2.0, 8.0  # roundings of the result that are always right; and, fo
 MOST_STEPS = 16  # of a recurrence whose errors still add up: its gates forget
 UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 TF32_UNIT = 2.0**-11
+U32 = UNIT[torch.float32]
 
 
 class Wrong(AssertionError):
@@ -83,7 +84,7 @@ class Given:
         self.error: Exception | None = None
         self.grads: dict[str, torch.Tensor | None] = {}
         self.grad_outputs: list[torch.Tensor] = []
-        self.flags: list[tuple[str, torch.Tensor]] = []
+        self.flags: list[tuple[str, torch.Tensor, Callable[[], str] | None]] = []
 
     def tensor(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...], offset: int, size: int,
@@ -172,7 +173,8 @@ class Given:
         if not leaves:
             return
         if not outs:
-            raise Wrong("nothing that it returned requires a gradient")
+            self.grads = dict.fromkeys(leaves)
+            return
         self.grad_outputs = [
             drawn_gradient(t, seed_of(self.seed, f"grad {i}"), self.seed + i) for i, t in enumerate(outs)
         ]
@@ -184,20 +186,21 @@ class Given:
 
     # What is right ---------------------------------------------------------------------------------------------------
 
-    def _flag(self, text: str, bad: torch.Tensor | bool) -> None:
-        """Note something that is wrong where ``bad`` has a true element; asked of the device once, at the end."""
-        if isinstance(bad, bool):
-            if bad:
-                self.flags.append((text, torch.ones((), dtype=torch.bool, device=self.device)))
-        else:
-            self.flags.append((text, bad.any()))
+    def _flag(self, text: str, bad: torch.Tensor | bool, numbers: Callable[[], str] | None = None) -> None:
+        """Note something that is wrong where ``bad`` has a true element; asked of the device once, at the end.
+
+        ``numbers`` tells how much, of something that is.
+        """
+        flag = torch.tensor(bad, device=self.device) if isinstance(bad, bool) else bad.any()
+        self.flags.append((text, flag, numbers))
 
     def _settle(self) -> None:
-        if self.flags:
-            bad = torch.stack([flag for _, flag in self.flags]).tolist()
-            texts = [text for (text, _), is_bad in zip(self.flags, bad, strict=True) if is_bad]
-            if texts:
-                raise Wrong("; ".join(texts))
+        if not self.flags:
+            return
+        bad = torch.stack([flag for _, flag, _ in self.flags]).tolist()
+        found = [(text, numbers) for (text, _, numbers), is_bad in zip(self.flags, bad, strict=True) if is_bad]
+        if found:
+            raise Wrong("; ".join(text + (f" ({numbers()})" if numbers else "") for text, numbers in found))
 
     def untouched(self, allowed: dict[str, list[torch.Tensor]] | None = None) -> None:
         """Inputs are as they were and so is all memory around views; but for the places that may be overwritten."""
@@ -243,7 +246,7 @@ class Given:
             for see, out in zip(results, outs, strict=True):
                 self._like(see, _evaluated(see, tensors), out, contiguous=contiguous)
                 want, bound = (_evaluated(see, {n: pair[i] for n, pair in wanted.items()}) for i in (0, 1))
-                self._flag(f"{see} is wrong", formula.wrong(out.detach(), want, bound))
+                self._beyond(see, out.detach(), want, bound)
             allowed = {
                 name: [
                     _evaluated(p.see, {name: places(self.built[name].view, self.device)})
@@ -322,7 +325,17 @@ class Given:
             bound = bound + torch.where(counts > 1, counts * unit * whole[2], 0.0)
         if grad.shape != want.shape or grad.dtype != built.view.dtype:
             raise Wrong(f"the gradient of {name} is {describe(grad)}")
-        self._flag(f"the gradient of {name} is wrong", formula.wrong(grad, want, bound))
+        self._beyond(f"the gradient of {name}", grad, want, bound)
+
+    def _beyond(self, name: str, got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor) -> None:
+        bad = formula.wrong(got, want, bound)
+
+        def numbers() -> str:
+            where = tuple(int(i) for i in bad.nonzero()[0])
+            first = f"{float(got[where]):.6g} at {list(where)}, {float(want[where]):.6g} is right to {float(bound[where]):.2g}"
+            return f"{int(bad.sum())} of {bad.numel()}: {first}"
+
+        self._flag(f"{name} is wrong", bad, numbers)
 
     # Against PyTorch ---------------------------------------------------------------------------------------------------
 
@@ -380,11 +393,12 @@ class Given:
             reference = [None] * len(exact)  # type: ignore[list-item]
         if len(ours) != len(exact):
             raise Wrong(f"returned {describe(self.out)}, PyTorch {describe(theirs.out)}")
-        size, steps = originals.size(self.arguments)
+        size, steps, terms = originals.size(self.arguments)
         dtype = self.autocast if self.mode == "autocast" and self.autocast else self._dtype()
         unit = UNIT[dtype]
         if dtype == torch.float32 and any(self.tf32) and (self.device == "cuda" or self.truncates):
             unit = TF32_UNIT
+        unit += U32 * terms**0.5 / 2  # a sum in float32 errs by a unit a term, in any direction
         for index, (a, b, c) in enumerate(zip(ours, reference, exact, strict=True)):
             self._as_good(f"result {index}", a, b, c, size * unit, steps)
             if index == 0 and self.written:
@@ -394,14 +408,14 @@ class Given:
             theirs_grad = theirs.grads.get(name)
             if (grad is None) != (theirs_grad is None) and theirs.error is None:
                 raise Wrong(f"the gradient of {name} is {describe(grad)}, PyTorch's {describe(theirs_grad)}")
-            want = wanted.grads[name]
+            want = wanted.grads.get(name)
             if grad is not None and want is not None:
                 if self.built[name].view.grad == "made":
                     where = places(self.built[name].view, self.device).flatten()
                     whole = torch.zeros(self.built[name].view.size, dtype=torch.float64, device=self.device)
                     want = whole.index_add_(0, where, want.flatten())
                     want = -want if self.built[name].view.negative else want
-                many = max(self.built[name].view.numel, 1) if self.built[name].view.grad == "made" else 1
+                many = overlaps(self.built[name].view) if self.built[name].view.grad == "made" else 1
                 slack = size * unit * many * 32 * (1 + want.abs().amax() if want.numel() else 1.0)
                 self._as_good(f"the gradient of {name}", grad, theirs_grad, want, slack, steps)
 
@@ -418,10 +432,15 @@ class Given:
             return
         error = (a.detach().double() - c.detach()).abs().amax()
         hard = HARD * unit * min(steps, MOST_STEPS)
-        self._flag(f"{name} is wrong", ~(error <= hard))
-        if b is not None:
-            allowed = (b.detach().double() - c.detach()).abs().amax()
-            self._flag(f"{name} errs more than PyTorch's", ~(error <= WORSE * allowed + FLOOR * unit))
+        allowed = None if b is None else (b.detach().double() - c.detach()).abs().amax()
+
+        def numbers() -> str:
+            theirs = "" if allowed is None else f", PyTorch's by {float(allowed):.3g}"
+            return f"off by {float(error):.3g}{theirs}; roundings are {float(unit):.2g}"
+
+        self._flag(f"{name} is wrong", ~(error <= hard), numbers)
+        if allowed is not None:
+            self._flag(f"{name} errs more than PyTorch's", ~(error <= WORSE * allowed + FLOOR * unit), numbers)
 
 
 OFF_GPU = {"stream": "no_grad", "graph": "no_grad"}

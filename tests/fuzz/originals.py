@@ -28,6 +28,7 @@ def gru(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """torch.gru; sequences that lie in a row go one by one."""
     del max_seqlen
+    dropout = dropout if training else 0.0
     training = training or any(t.requires_grad for t in (input, hx, *weights))  # cuDNN has a gradient in training only
     rest = (list(weights), bias, num_layers, dropout, training, bidirectional)
     hx = hx.contiguous()
@@ -157,8 +158,8 @@ def swapped(value: Any, made: dict[int, torch.Tensor], *, doubled: bool) -> Any:
     return value
 
 
-def size(arguments: dict[str, Any]) -> tuple[Any, int]:
-    """How large what goes into a sigmoid or a sum may be, by the norms of rows; and how many steps and layers there are."""
+def size(arguments: dict[str, Any]) -> tuple[Any, int, int]:
+    """How large what goes into a sigmoid or a sum may be, by the norms of rows; how many steps and layers; and how many terms."""
     weights, given = [], []
 
     def sort(name: str, value: Any) -> None:
@@ -171,7 +172,7 @@ def size(arguments: dict[str, Any]) -> tuple[Any, int]:
     for name, value in arguments.items():
         sort(name, value)
     if not weights or not given:
-        return 1.0, 1
+        return 1.0, 1, 1
     largest = torch.stack([t.abs().amax() for t in given]).amax().clamp(min=1.0)
     norms = torch.stack([w.square().sum(-1).amax() for w in weights]).sum().sqrt()
     x = arguments.get("input")
@@ -181,4 +182,4 @@ def size(arguments: dict[str, Any]) -> tuple[Any, int]:
         if "constructor" not in arguments
         else 2 * arguments["constructor"].get("num_layers", 1)
     )
-    return 1.0 + norms * largest, int(steps) * layers
+    return 1.0 + norms * largest, int(steps) * layers, max(w.shape[-1] for w in weights)

@@ -78,6 +78,12 @@ def places(view: View, device: str) -> torch.Tensor:
     return torch.arange(view.size, device=device).as_strided(view.shape, view.strides, view.offset)
 
 
+@functools.lru_cache(maxsize=4096)
+def overlaps(view: View) -> int:
+    """How many elements of the view lie in one place, at most."""
+    return int(places(view, "cpu").flatten().bincount().max()) if view.numel else 1
+
+
 def numbers(view: View, seed: int, device: str) -> torch.Tensor:
     """[size]: what is drawn for a view."""
     draw = torch.Generator(device).manual_seed(seed)

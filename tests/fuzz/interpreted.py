@@ -1,0 +1,121 @@
+"""Calls of CPU tensors that take the way of GPU tensors, kernels in Triton's interpreter: the fuzz where there is no GPU.
+
+What is launched barely is launched with the very addresses and numbers that the plan gave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import types
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+import tuned.gru.run
+import tuned.gru.serve
+import tuned.gru_cell.prepare
+import tuned.gru_cell.run
+import tuned.launcher
+import tuned.linear_cat.run
+import tuned.plan
+from generator.measuring.dots import bfloat16_dots
+from tests.fuzz.forced import fresh
+from tests.rope_calls import PLAIN
+from tuned.gru.launches import sequence
+from tuned.launch import Fill, Launch
+from tuned.launcher import kernel, launch_public
+from tuned.lookup import Gpu
+from tuned.plan import Bare
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Without the PTX of newer architectures, which the interpreter does not know; its variants are those of the H200's rows.
+GPU = Gpu("a_card_without_a_table", 80, 132)
+SILENT = types.SimpleNamespace(calls=[])
+
+
+class Address:
+    """A pointer as the interpreter takes it: something that has a dtype, and a memory."""
+
+    def __new__(cls, address: int, dtype: torch.dtype) -> Any:
+        if not address:
+            raise AssertionError("a launch on a null pointer")
+        memory = (ctypes.c_byte * dtype.itemsize).from_address(address)
+        return torch.frombuffer(memory, dtype=dtype)
+
+
+def interpret(launch: Launch) -> None:
+    """Run one launch."""
+    constants = launch.constants | ({"PDL": False} if "PDL" in launch.constants else {})
+    with np.errstate(all="ignore"), bfloat16_dots():
+        launch_public(kernel(launch.kernel), dataclasses.replace(launch, constants=constants))
+
+
+def bare(launch: Launch, compiled: Any, device: Any) -> Bare:
+    """Stands for tuned.plan.bare_launch."""
+    del compiled, device
+    numbers = tuple(v for v in launch.arguments if not isinstance(v, torch.Tensor))
+    kinds = [v.dtype if isinstance(v, torch.Tensor) else None for v in launch.arguments]
+
+    def run(programs: int, *given: Any) -> None:
+        values = given[8:]  # after the grid, the stream, the function and the head
+        arguments = tuple(v if kind is None else Address(v, kind) for v, kind in zip(values, kinds, strict=False))
+        constants = dict(zip(launch.constants, values[len(kinds) :], strict=True))
+        interpret(dataclasses.replace(launch, programs=programs, arguments=arguments, constants=constants))
+
+    rest = (*numbers, *launch.constants.values())
+    return Bare(run, "function", ("metadata", None, None, None), launch.programs, rest, lambda _: 7, SILENT, SILENT)
+
+
+@contextlib.contextmanager
+def interpreted_families() -> Iterator[None]:
+    """The GRU, its step and the linear over segments; RoPE has tests.rope_calls.watch."""
+    with pytest.MonkeyPatch.context() as patch, fresh():
+        cell, linear, run, prepare = tuned.gru_cell.run, tuned.linear_cat.run, tuned.gru.run, tuned.gru_cell.prepare
+
+        def why_eager(x: Any, supported: bool) -> str | None:
+            return None if supported and type(x) in PLAIN else "no kernel takes it"
+
+        for module in (prepare, linear, run):
+            patch.setattr(module, "why_eager", why_eager)
+        for module in (cell, linear, run):
+            patch.setattr(module, "gpu_of", lambda _device: GPU)
+        for module in (cell, linear):
+            patch.setattr(module, "_capturing", lambda: False)
+            patch.setattr(module, "bare_launch", bare)
+            patch.setattr(module, "launch_public", lambda _function, launch: interpret(launch))
+        patch.setattr(
+            tuned.gru.serve, "why_eager", lambda x, **_: None if type(x) in PLAIN else "it has rules of its own"
+        )
+        patch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
+        _sequences(patch)
+        yield
+
+
+def _sequences(patch: pytest.MonkeyPatch) -> None:
+    """Launches that wait for each other run a step at a time: the launch is the barrier."""
+    run, pending = tuned.gru.run, list[Any]()
+    genuine = run.GRU.launches
+
+    def launches(*parts: Any) -> Any:
+        pending[:] = [parts]
+        return genuine(*parts)
+
+    def launched(_device: Any, launch: Launch) -> None:
+        if not launch.options.get("launch_cooperative_grid"):
+            interpret(launch)
+            return
+        spec, variant, recurrence = pending[-1]
+        for step in range(recurrence.seq + spec.layers - 1):
+            if step < recurrence.seq:
+                for fill in (Fill(recurrence.counters, 0),) if variant.exchange == "counter" else ():
+                    tuned.launcher.run_step(fill)
+                interpret(sequence(spec, variant, recurrence, step, step + 1))
+
+    patch.setattr(run, "GRU", dataclasses.replace(run.GRU, launches=launches))
+    patch.setattr(run, "_launch", launched)
