@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE = 180  # seconds that one case may take: a few kernels are compiled in it
+TRIED = 5  # scripts that are run once more before they are printed
 LEAST = 3  # calls of each class
 CAP = 600  # seconds, where only a number of calls is asked for
 
@@ -132,9 +133,9 @@ class Found:
             self._fail(line["failure"])
 
     def _lost(self, seed: int, index: int, message: str) -> None:
-        from tests.fuzz.worker import script_of  # noqa: PLC0415
+        from tests.fuzz.worker import lost  # noqa: PLC0415
 
-        self._fail({"seed": seed, "index": index, "step": -1, "message": message, "script": script_of(seed, index)})
+        self._fail(lost(seed, index, message))
 
     def _fail(self, failure: dict[str, Any]) -> None:
         self.failures.append(failure)
@@ -148,8 +149,11 @@ class Found:
 
     def report(self, asked: argparse.Namespace) -> int:
         """Print all, write the file; 1 where something is wrong, or less was done than was asked."""
-        for failure in self.failures:
-            print(f"\n{failure['message']}\n{failure['script']}")  # noqa: T201
+        for number, failure in enumerate(self.failures):
+            told = failure["script"]
+            if number < TRIED and told != failure["whole"] and not raises(told):
+                told = failure["whole"]  # it takes what came before
+            print(f"\n{failure['message']}\n{told}")  # noqa: T201
         missing = self._missing() if self.kernels else []
         print(
             f"\nfuzz: seed {asked.seed}: {self._summary()}; {self.calls / max(self.seconds, 1e-9):.0f} calls a second"
@@ -180,6 +184,14 @@ class Found:
 
         rows = [f"row {index} of {family}" for family, index in every_row() if (family, index) not in self.rows]
         return sorted(all_kernels() - self.kernels) + rows
+
+
+def raises(script: str) -> bool:
+    """Whether a script fails in a process of its own."""
+    try:
+        return bool(subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=PATIENCE).returncode)
+    except subprocess.TimeoutExpired:
+        return True
 
 
 class _Worker:

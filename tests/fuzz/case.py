@@ -78,7 +78,8 @@ class Failure:
     index: int
     step: int
     message: str
-    script: str
+    script: str  # the one call that was wrong, where it was wrong again when nothing was known of earlier ones
+    whole: str  # all calls of the case up to it
 
 
 def function_of(path: str) -> Any:
@@ -122,13 +123,18 @@ def run(case: Case, device: str, performed: Any = perform) -> tuple[int, Failure
             except Wrong as error:
                 steps = case.steps[: step + 1]
                 with fresh():
-                    try:
-                        performed(case.calls[which], seed, device)
-                    except Wrong:
-                        steps = steps[-1:]
-                told = script(case, device, steps, str(error))
-                return step + 1, Failure(case.seed, case.index, step, str(error), told)
+                    alone = steps[-1:] if _again(performed, case.calls[which], seed, device) else steps
+                told = (script(case, device, some, str(error)) for some in (alone, steps))
+                return step + 1, Failure(case.seed, case.index, step, str(error), *told)
     return len(case.steps), None
+
+
+def _again(performed: Any, call: Call, seed: int, device: str) -> bool:
+    try:
+        performed(call, seed, device)
+    except Wrong:
+        return True
+    return False
 
 
 # Scripts --------------------------------------------------------------------------------------------------------------
@@ -143,7 +149,7 @@ def script(case: Case, device: str, steps: tuple[tuple[int, int], ...] | None = 
         f"# python -m tests.fuzz --seed {case.seed} --only {case.index}: {message.splitlines()[0] if message else 'right'}",
         "import torch",
         *(f"import {module} as {ALIASES[module]}" for module in sorted(functions)),
-        "from tests.fuzz.given import Given, Part, Rope",
+        "from tests.fuzz.given import Given, Integer, Part, Rope",
     ]
     if case.forced is not None:
         lines.append("from tests.fuzz.forced import forced")

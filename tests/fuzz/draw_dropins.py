@@ -59,8 +59,14 @@ def draw(rng: random.Random, world: World, *, wrong: bool = False) -> Call:
         return Call(made.path, views, made.arguments, "check_refused", types, {"text": what}, mode="no_grad")
     if made.refusal:
         views = {n: dataclasses.replace(v, grad="") for n, v in d.views.items()}
-        return Call(made.path, views, made.arguments, "check_refused", (ValueError,), {"text": made.refusal}, mode="no_grad")
-    about: dict[str, Any] = {"mode": mode, "written": made.written, "autocast": torch.bfloat16 if mode == "autocast" else None}
+        return Call(
+            made.path, views, made.arguments, "check_refused", (ValueError,), {"text": made.refusal}, mode="no_grad"
+        )
+    about: dict[str, Any] = {
+        "mode": mode,
+        "written": made.written,
+        "autocast": torch.bfloat16 if mode == "autocast" else None,
+    }
     if made.written and any(v.grad == "leaf" for v in d.views.values()):
         return Call(made.path, d.views, made.arguments, "check_refused", (RuntimeError,), {"text": "a leaf"}, **about)
     named: dict[str, Any] = {"results": made.results} | ({"contiguous": True} if made.contiguous else {})
@@ -79,7 +85,11 @@ class _Drawer:
         self.heads = rng.choice((1, 2, 3, 4, 8))
         self.key_heads = rng.choice((1, 1, 2, self.heads))
         self.dim = rng.choice((4, 8, 16, 32, 48, 64, 128))
-        self.rotary = self.dim if rng.random() < 0.6 else rng.choice([n for n in range(2, self.dim + 1, 2) if n < 8 or n % 8 == 0])
+        self.rotary = (
+            self.dim
+            if rng.random() < 0.6
+            else rng.choice([n for n in range(2, self.dim + 1, 2) if n < 8 or n % 8 == 0])
+        )
         self.slack = rng.choice((0, 0, 3))
         self.interleaved = rng.random() < 0.5
 
@@ -127,7 +137,12 @@ def _te(d: _Drawer) -> Made:
         arguments["start_positions"], angles["starts"] = Name("start_positions"), "start_positions"
         longest += max(starts, default=0)
     d.rotated("t", (*shape, d.heads, d.dim))
-    d.views["freqs"] = drawn(rng, (longest + d.slack, 1, 1, d.rotary), rng.choice((torch.float32, torch.float32, torch.float64, torch.float16)), scale=rng.choice((1.0, 100.0)))
+    d.views["freqs"] = drawn(
+        rng,
+        (longest + d.slack, 1, 1, d.rotary),
+        rng.choice((torch.float32, torch.float32, torch.float64, torch.float16)),
+        scale=rng.choice((1.0, 100.0)),
+    )
     arguments |= {"tensor_format": layout} if layout != "sbhd" or rng.random() < 0.5 else {}
     arguments |= {"interleaved": True} if d.interleaved else {}
     arguments |= {"cp_size": cp, "cp_rank": rng.randrange(cp)} if cp > 1 else {}
@@ -140,14 +155,18 @@ def _te(d: _Drawer) -> Made:
     freqs = d.views["freqs"]
     made.spoil = {
         "unknown format": lambda: arguments.update(tensor_format="bhsd"),
-        "angles wider than a head": lambda: d.views.update(freqs=contiguous((*freqs.shape[:3], d.dim + 2), torch.float32)),
+        "angles wider than a head": lambda: d.views.update(
+            freqs=contiguous((*freqs.shape[:3], d.dim + 2), torch.float32)
+        ),
         "odd width": lambda: d.views.update(freqs=contiguous((*freqs.shape[:3], d.dim - 1), torch.float32)),
         "no freqs": lambda: arguments.update(freqs=None),
     }
     if layout == "thd":
         made.spoil["thd without cu_seqlens"] = lambda: arguments.pop("cu_seqlens")
     else:
-        made.spoil["fewer rows than tokens"] = lambda: d.views.update(freqs=contiguous((seq * cp - 1, 1, 1, d.rotary), torch.float32))
+        made.spoil["fewer rows than tokens"] = lambda: d.views.update(
+            freqs=contiguous((seq * cp - 1, 1, 1, d.rotary), torch.float32)
+        )
     return made
 
 
@@ -176,28 +195,50 @@ def _flash(d: _Drawer) -> Made:
     arguments |= {"inplace": True} if inplace else {}
     rope = Rope("thd" if packed else "bshd", d.interleaved, offset=number)
     name = rng.choice(("apply_rotary_emb", "apply_rotary_emb_func"))
-    made = Made(f"tuned.compat.flash_attn.{name}", d.views, arguments, (Part("x", "x", rope, angles),), ("x",), ("x",) if inplace else ())
+    made = Made(
+        f"tuned.compat.flash_attn.{name}",
+        d.views,
+        arguments,
+        (Part("x", "x", rope, angles),),
+        ("x",),
+        ("x",) if inplace else (),
+    )
     made.path = "tuned.compat.flash_attn.apply_rotary_emb"
     cos, x = d.views["cos"], d.views["x"]
     made.spoil = {
-        "angles wider than a head": lambda: d.views.update({n: contiguous((cos.shape[0], d.dim // 2 + 1), cos.dtype) for n in ("cos", "sin")}),
+        "angles wider than a head": lambda: d.views.update(
+            {n: contiguous((cos.shape[0], d.dim // 2 + 1), cos.dtype) for n in ("cos", "sin")}
+        ),
         "sin unlike cos": lambda: d.views.update(sin=contiguous((cos.shape[0] + 1, cos.shape[1]), cos.dtype)),
-        "float offsets": lambda: (d.views.update(seqlen_offsets=contiguous((sequences,), torch.float32)), arguments.update(seqlen_offsets=Name("seqlen_offsets"))),
+        "float offsets": lambda: (
+            d.views.update(seqlen_offsets=contiguous((sequences,), torch.float32)),
+            arguments.update(seqlen_offsets=Name("seqlen_offsets")),
+        ),
         "offset below 0": lambda: arguments.update(seqlen_offsets=-1),
-        "offsets of another batch": lambda: (d.views.update(seqlen_offsets=contiguous((sequences + 1,), torch.int32, values=(0,) * (sequences + 1))), arguments.update(seqlen_offsets=Name("seqlen_offsets"))),
+        "offsets of another batch": lambda: (
+            d.views.update(seqlen_offsets=contiguous((sequences + 1,), torch.int32, values=(0,) * (sequences + 1))),
+            arguments.update(seqlen_offsets=Name("seqlen_offsets")),
+        ),
     }
     if not packed:
         made.spoil |= {
-            "fewer rows than tokens": lambda: (arguments.pop("seqlen_offsets", None), d.views.update({n: contiguous((d.seq - 1, cos.shape[1]), cos.dtype) for n in ("cos", "sin")})),
+            "fewer rows than tokens": lambda: (
+                arguments.pop("seqlen_offsets", None),
+                d.views.update({n: contiguous((d.seq - 1, cos.shape[1]), cos.dtype) for n in ("cos", "sin")}),
+            ),
             "offset past the table": lambda: arguments.update(seqlen_offsets=cos.shape[0]),
             "three axes and no cu_seqlens": lambda: d.views.update(x=contiguous(x.shape[1:], x.dtype)),
         }
         if inplace and d.heads > 1:
-            made.spoil["an expanded x in place"] = lambda: d.views.update(x=dataclasses.replace(x, strides=(*x.strides[:2], 0, x.strides[3])))
+            made.spoil["an expanded x in place"] = lambda: d.views.update(
+                x=dataclasses.replace(x, strides=(*x.strides[:2], 0, x.strides[3]))
+            )
     return made
 
 
-def _offsets(d: _Drawer, arguments: dict[str, Any], angles: dict[str, str], batch: int) -> tuple[int, int, dict[str, str]]:
+def _offsets(
+    d: _Drawer, arguments: dict[str, Any], angles: dict[str, str], batch: int
+) -> tuple[int, int, dict[str, str]]:
     """seqlen_offsets: how far they reach, the number, and the angles' names with a tensor's."""
     way = d.rng.random()
     if way < 0.3:
@@ -234,7 +275,9 @@ def _flash_qkv(d: _Drawer) -> Made:
     made = Made("tuned.compat.flash_attn.apply_rotary_emb_qkv_", d.views, arguments, parts, ("qkv",), ("qkv",))
     if own:
         cos = d.views["cos"]
-        made.spoil["cos_k unlike cos"] = lambda: d.views.update({n: contiguous((cos.shape[0] + 1, cos.shape[1]), cos.dtype) for n in ("cos_k", "sin_k")})
+        made.spoil["cos_k unlike cos"] = lambda: d.views.update(
+            {n: contiguous((cos.shape[0] + 1, cos.shape[1]), cos.dtype) for n in ("cos_k", "sin_k")}
+        )
     if five:
         made.spoil["an axis of 4"] = lambda: d.views.update(qkv=contiguous((d.batch, d.seq, 4, h, d.dim), d.dtype))
     else:
@@ -272,8 +315,12 @@ def _liger(d: _Drawer) -> Made:
     made = Made("tuned.compat.liger.liger_rotary_pos_emb", d.views, arguments, parts, ("q", "k"))
     made.spoil = {
         "unsqueeze_dim of 2": lambda: arguments.update(unsqueeze_dim=2),
-        "narrower cos": lambda: d.views.update({n: contiguous((many, d.seq, d.dim // 2), dtype) for n in ("cos", "sin")}),
-        "fewer rows than tokens": lambda: d.views.update({n: contiguous((many, d.seq - 1, d.dim), dtype) for n in ("cos", "sin")}),
+        "narrower cos": lambda: d.views.update(
+            {n: contiguous((many, d.seq, d.dim // 2), dtype) for n in ("cos", "sin")}
+        ),
+        "fewer rows than tokens": lambda: d.views.update(
+            {n: contiguous((many, d.seq - 1, d.dim), dtype) for n in ("cos", "sin")}
+        ),
     }
     return made
 
@@ -320,7 +367,11 @@ def _vllm(d: _Drawer) -> Made:
     arguments |= {"head_size": d.dim, "cos_sin_cache": Name("cos_sin_cache"), "is_neox": not d.interleaved}
     arguments |= {"rope_dim_offset": before} if before else {}
     arguments |= {"inverse": True} if rope.conjugate else {}
-    path = "tuned.compat.flashinfer.apply_rope_with_cos_sin_cache_inplace" if inference else "tuned.compat.vllm.rotary_embedding"
+    path = (
+        "tuned.compat.flashinfer.apply_rope_with_cos_sin_cache_inplace"
+        if inference
+        else "tuned.compat.vllm.rotary_embedding"
+    )
     written = tuple(p.tensor for p in parts)
     made = Made(path, d.views, arguments, tuple(parts), (), written, refusal=refusal)
     if not inference:
@@ -328,6 +379,10 @@ def _vllm(d: _Drawer) -> Made:
             "heads that do not fit": lambda: d.views.update(query=contiguous((*lead, d.heads * d.dim + 1), d.dtype)),
             "rotation past the head": lambda: arguments.update(rope_dim_offset=d.dim),
             "float positions": lambda: d.views.update(positions=contiguous(lead, torch.float32)),
-            "positions of another number": lambda: d.views.update(positions=contiguous((lead[0] + 1, *lead[1:]), torch.int64, values=(0,) * ((lead[0] + 1) * math.prod(lead[1:])))),
+            "positions of another number": lambda: d.views.update(
+                positions=contiguous(
+                    (lead[0] + 1, *lead[1:]), torch.int64, values=(0,) * ((lead[0] + 1) * math.prod(lead[1:]))
+                )
+            ),
         }
     return made

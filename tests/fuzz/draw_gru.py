@@ -204,7 +204,7 @@ def linear_cat(rng: random.Random, world: World, spec: Any = None, size: Any = N
 def nn_gru(rng: random.Random, world: World, *, wrong: bool = False) -> Call:
     """The call of a GRU module, ours or torch's patched or replaced; what torch's own would say of it is right."""
     dtype = rng.choices(DTYPES, ODDS)[0]
-    mode = world.mode(rng, MODES)
+    mode = world.mode(rng, MODES[:-1])  # a captured module is a captured call
     tensor = _tensors(rng, world, dtype, mode)
     both, layers, bias, first = rng.random() < 0.35, rng.choice((1, 1, 2)), rng.random() < 0.7, rng.random() < 0.5
     hidden, features = _size(rng, world), _size(rng, world)
@@ -318,7 +318,7 @@ def _parameters(
 def nn_gru_cell(rng: random.Random, world: World, *, wrong: bool = False) -> Call:
     """The call of a GRUCell module."""
     dtype = rng.choices(DTYPES, ODDS)[0]
-    mode = world.mode(rng, MODES)
+    mode = world.mode(rng, MODES[:-1])  # a captured module is a captured call
     tensor = _tensors(rng, world, dtype, mode)
     hidden, bias, batch = _size(rng, world), rng.random() < 0.7, rng.choice((1, 1, 2, 5, 17))
     kind = rng.choice(("nn", "nn", "patched", "replace"))

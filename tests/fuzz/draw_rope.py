@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.fuzz.case import Call, Name
-from tests.fuzz.given import Part, Rope
+from tests.fuzz.given import Integer, Part, Rope
 from tests.fuzz.views import View, contiguous, dense, drawn
 
 if TYPE_CHECKING:
@@ -86,8 +86,10 @@ def chosen(rng: random.Random, world: World, spec: Any = None) -> Drawn:
         inplace = False
     while batch * seq * max(heads, 1) * head_dim > most and (seq > 1 or heads > 1):
         seq, heads = (seq // 2, heads) if seq > 1 else (seq, heads // 2)
+    if spec is None and function != "rope_qkv" and rng.random() < 0.02:
+        heads = 0
     return Drawn(
-        function, layout, dtype, batch, seq, max(heads, 1), key_heads, kv_heads, head_dim, rotary, source, entries,
+        function, layout, dtype, batch, seq, heads, key_heads, kv_heads, head_dim, rotary, source, entries,
         interleaved, rotated, inplace,
     )  # fmt: skip
 
@@ -159,7 +161,7 @@ def draw(rng: random.Random, world: World, spec: Any = None) -> Call:
         )
         arguments["offset"] = Name("starts")
     elif number:
-        arguments["offset"] = number
+        arguments["offset"] = Integer(number) if rng.random() < 0.1 else number
     # What the call can see of that.
     if d.source != "inv_freq":
         if place not in ("ids", "shared") and not packed and number + seq * cp_size > rows:

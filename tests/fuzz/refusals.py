@@ -28,7 +28,9 @@ TABLE = (
     Refusal("apply_rotary_pos_emb", "fewer rows than tokens", AssertionError, _REFUSED),
     Refusal("apply_rotary_pos_emb", "thd without cu_seqlens", AssertionError, _REFUSED),
     Refusal("apply_rotary_pos_emb", "unknown format", ValueError, _REFUSED, "the same"),
-    Refusal("apply_rotary_pos_emb", "angles wider than a head", RuntimeError, _REFUSED, "shapes that do not broadcast there"),
+    Refusal(
+        "apply_rotary_pos_emb", "angles wider than a head", RuntimeError, _REFUSED, "shapes that do not broadcast there"
+    ),
     Refusal("apply_rotary_pos_emb", "odd width", RuntimeError, _REFUSED, "halves that do not broadcast there"),
     Refusal("apply_rotary_pos_emb", "no freqs", AttributeError, (AttributeError, TypeError, ValueError), "the same"),
     Refusal("apply_rotary_emb", "fewer rows than tokens", AssertionError, _REFUSED),
@@ -38,8 +40,16 @@ TABLE = (
     Refusal("apply_rotary_emb", "offset past the table", AssertionError, _REFUSED),
     Refusal("apply_rotary_emb", "offset below 0", None, _REFUSED, "theirs reads memory before the table"),
     Refusal("apply_rotary_emb", "float offsets", AssertionError, _REFUSED),
-    Refusal("apply_rotary_emb", "three axes and no cu_seqlens", ValueError, _REFUSED, "the same: too few values to unpack"),
-    Refusal("apply_rotary_emb", "an expanded x in place", None, (ValueError,), "elements that share memory: each is turned several times there"),
+    Refusal(
+        "apply_rotary_emb", "three axes and no cu_seqlens", ValueError, _REFUSED, "the same: too few values to unpack"
+    ),
+    Refusal(
+        "apply_rotary_emb",
+        "an expanded x in place",
+        None,
+        (ValueError,),
+        "elements that share memory: each is turned several times there",
+    ),
     Refusal("apply_rotary_emb_qkv_", "four axes and no num_heads_q", AssertionError, _REFUSED),
     Refusal("apply_rotary_emb_qkv_", "odd heads left", AssertionError, _REFUSED),
     Refusal("apply_rotary_emb_qkv_", "an axis of 4", AssertionError, _REFUSED),
@@ -53,6 +63,9 @@ TABLE = (
     Refusal("rotary_embedding", "positions of another number", RuntimeError, (ValueError,), "TORCH_CHECK there"),
     Refusal("rotary_embedding", "float positions", RuntimeError, (TypeError,), "data_ptr of another type there"),
 )
+
+# What PyTorch's own modules refuse, by a part of its text, and tuned.nn takes.
+TAKEN = {"rnn: hx is not contiguous": "cuDNN wants the state in one piece; kernels read it as it lies"}
 
 
 def of(function: str) -> tuple[Refusal, ...]:

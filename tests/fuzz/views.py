@@ -63,7 +63,7 @@ def bits(t: torch.Tensor) -> torch.Tensor:
     return t.view(INTEGERS[t.element_size()])
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def outside(view: View, device: str) -> torch.Tensor:
     """[size]: which elements of the storage are no part of the view."""
     out = torch.ones(view.size, dtype=torch.bool, device=device)
@@ -72,13 +72,13 @@ def outside(view: View, device: str) -> torch.Tensor:
     return out
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def places(view: View, device: str) -> torch.Tensor:
     """Of each element of the view, its place in the storage."""
     return torch.arange(view.size, device=device).as_strided(view.shape, view.strides, view.offset)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def overlaps(view: View) -> int:
     """How many elements of the view lie in one place, at most."""
     return int(places(view, "cpu").flatten().bincount().max()) if view.numel else 1

@@ -43,7 +43,7 @@ def work(seed: int, start: int, step: int, repeats: int, seconds: float) -> None
                 failure = None if found is None else dataclasses.asdict(found)
             except Exception as error:  # noqa: BLE001 - the fuzz itself, or a context that is lost
                 text = "".join(traceback.format_exception(error)[-3:])
-                failure = {"seed": seed, "index": index, "step": -1, "message": text, "script": script_of(seed, index)}
+                failure = lost(seed, index, text)
                 if "CUDA" in str(error):
                     tell(end=index, calls=0, keys=[], failure=failure, kernels=[], rows=[])
                     sys.exit(3)
@@ -52,6 +52,12 @@ def work(seed: int, start: int, step: int, repeats: int, seconds: float) -> None
             known_variants |= new_rows
             tell(end=index, calls=calls, keys=keys, failure=failure, kernels=sorted(new_kernels), rows=sorted(new_rows))
             index += step
+
+
+def lost(seed: int, index: int, message: str) -> dict[str, Any]:
+    """A failure of a whole case, that no call can be named for."""
+    told = script_of(seed, index)
+    return {"seed": seed, "index": index, "step": -1, "message": message, "script": told, "whole": told}
 
 
 def hash_of(key: str) -> str:

@@ -1,0 +1,173 @@
+"""Defects that are planted to see that the fuzz finds them. ``python -m tests.fuzz.planted FOLDER`` runs their scripts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import tuned.gru.serve
+import tuned.rope.arguments
+import tuned.rope.call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Rotate = Any  # (spec, call) -> (x, key)
+
+
+def a_sign(rotate: Rotate) -> Rotate:
+    """The second of each pair has the wrong sign where features are two apart."""
+
+    def planted(spec: Any, call: Any) -> Any:
+        out, key = rotate(spec, call)
+        return (
+            (out * torch.tensor([1.0, -1.0]).to(out).repeat(-(-out.shape[-1] // 2))[: out.shape[-1]], key)
+            if (
+                call.x.stride(-1) == 2  # noqa: PLR2004
+            )
+            else (out, key)
+        )
+
+    return planted
+
+
+def unwritten(rotate: Rotate) -> Rotate:
+    """The last head of several is left as it was allocated."""
+
+    def planted(spec: Any, call: Any) -> Any:
+        out, key = rotate(spec, call)
+        if out.shape[-2] > 2:  # noqa: PLR2004
+            out = torch.cat((out[..., :-1, :], torch.full_like(out[..., -1:, :], torch.nan)), -2)
+        return out, key
+
+    return planted
+
+
+def overwritten(rotate: Rotate) -> Rotate:
+    """The first feature of x is cleared after it was read."""
+
+    def planted(spec: Any, call: Any) -> Any:
+        out = rotate(spec, call)
+        with torch.no_grad():
+            call.x.detach()[..., :1] = 0
+        return out
+
+    return planted
+
+
+def beyond(rotate: Rotate) -> Rotate:
+    """One element behind the last of x is written."""
+
+    def planted(spec: Any, call: Any) -> Any:
+        out, x = rotate(spec, call), call.x.detach()
+        last = x.storage_offset() + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        if x.numel() and x.untyped_storage().nbytes() // x.element_size() > last + 1:
+            x.as_strided((1,), (1,), last + 1).zero_()
+        return out
+
+    return planted
+
+
+def stale(rotate: Rotate) -> Rotate:
+    """The second call of a class gets the angles of the first."""
+    kept: dict[Any, Any] = {}
+
+    def planted(spec: Any, call: Any) -> Any:
+        cos = kept.setdefault((spec, call.cos.shape, call.cos.stride(), call.seq), call.cos.detach().clone())
+        return rotate(spec, dataclasses.replace(call, cos=cos))
+
+    return planted
+
+
+def coarse(rotate: Rotate) -> Rotate:
+    """float32 is rounded as bfloat16 is."""
+
+    def planted(spec: Any, call: Any) -> Any:
+        return tuple(t if t is None or t.dtype != torch.float32 else t.bfloat16().float() for t in rotate(spec, call))
+
+    return planted
+
+
+def other_error(prepare: Any) -> Any:
+    """Wrong arguments are an error of another kind."""
+
+    def planted(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return prepare(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            raise KeyError(str(error)) from error
+
+    return planted
+
+
+def no_error(rotate: Rotate) -> Rotate:
+    """An axis of 1 in front breaks."""
+
+    def planted(spec: Any, call: Any) -> Any:
+        if call.x.shape[0] == 1:
+            raise RuntimeError("an axis of length 1")
+        return rotate(spec, call)
+
+    return planted
+
+
+def half_state(gru: Any) -> Any:
+    """h_n is that of another step where there are several rows."""
+
+    def planted(call: Any) -> Any:
+        out, h_n = gru(call)
+        return out, (h_n * 0.5 if h_n.shape[1] > 1 else h_n)
+
+    return planted
+
+
+ROTATE, PREPARE, GRU = (tuned.rope.call, "rotate"), (tuned.rope.call, "prepare"), (tuned.gru.serve.eager, "gru")
+PLANTS: dict[str, tuple[tuple[Any, str], Callable[[Any], Any]]] = {
+    **{f.__name__: (ROTATE, f) for f in (a_sign, unwritten, overwritten, beyond, stale, coarse, no_error)},
+    "other_error": (PREPARE, other_error),
+    "half_state": (GRU, half_state),
+}
+
+
+@contextlib.contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Inside, the defect is there."""
+    (module, attribute), plant = PLANTS[name]
+    genuine = getattr(module, attribute)
+    tuned.rope.call._PLANS.clear()
+    setattr(module, attribute, plant(genuine))
+    try:
+        yield
+    finally:
+        setattr(module, attribute, genuine)
+        tuned.rope.call._PLANS.clear()
+
+
+def fails(script: str) -> bool:
+    """Whether a script raises."""
+    try:
+        exec(compile(script, "script", "exec"), {"__name__": "script"})
+    except Exception:  # noqa: BLE001 - any does
+        return True
+    return False
+
+
+def main(folder: Path) -> None:
+    """Each FOLDER/NAME.py with its defect planted, and without: what failed, as JSON."""
+    told = {}
+    for path in sorted(folder.glob("*.py")):
+        script = path.read_text(encoding="utf-8")
+        with planted(path.stem.split(".")[0]):
+            with_it = fails(script)
+        told[path.stem] = [with_it, fails(script)]
+    sys.stdout.write(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
