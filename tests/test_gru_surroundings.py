@@ -30,7 +30,7 @@ BOUNDS = [0, 1, 3, 6]
 
 def tensors(device: str = "cpu") -> dict[str, Any]:
     """What all calls below take."""
-    made = {
+    return {
         "x": torch.randn(T, B, FEATURES, device=device),
         "rows": torch.randn(6, FEATURES, device=device),
         "row": torch.randn(B, FEATURES, device=device),
@@ -41,7 +41,6 @@ def tensors(device: str = "cpu") -> dict[str, Any]:
         "deep": weights_of(2, 1, device=device),
         "bounds": torch.tensor(BOUNDS, dtype=torch.int32, device=device),
     }
-    return made
 
 
 CALLS: dict[str, Callable[[dict[str, Any]], Any]] = {

@@ -180,6 +180,17 @@ def test_no_limit_is_looked_up_where_none_was_ever_met(part: types.SimpleNamespa
     assert residents.allowed(0) == 1
 
 
+def test_a_graph_is_captured_with_what_its_context_is_known_to_allow(
+    part: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    residents.forbid(0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    part.stream = 8
+    assert residents.allowed(0) == 1, "its launch would fail while the graph is captured"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert residents.allowed(0) is None
+
+
 def test_only_one_error_is_about_size() -> None:
     assert residents.too_large(ERROR)
     assert not residents.too_large(RuntimeError("out of memory"))

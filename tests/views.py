@@ -60,7 +60,9 @@ def batch_innermost(t: torch.Tensor) -> torch.Tensor:
 
 def negative(t: torch.Tensor) -> torch.Tensor:
     """The imaginary part of a conjugate: its sign is a flag that only PyTorch's operators see."""
-    return torch.complex(torch.zeros_like(t.float()), -t.float()).conj().imag if t.dtype == torch.float32 else -(-t)
+    if t.dtype == torch.bfloat16:  # no complex numbers are made of it
+        return sliced(t)
+    return torch.complex(torch.zeros_like(t), -t).conj().imag
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -51,7 +51,11 @@ def allowed(device: int) -> int | None:
         return None
     here = _here(device)
     if here not in _PLACES:
-        _note(here, _multiprocessors(device))
+        limit = _multiprocessors(device)
+        if limit is None and _SEEN and torch.cuda.is_current_stream_capturing():
+            # Nothing may fail while a graph is captured, and that is on a stream of its own: as others of this context.
+            return min((n for p, n in _PLACES.items() if p[:2] == here[:2] and n is not None), default=None)
+        _note(here, limit)
     return _PLACES[here]
 
 
