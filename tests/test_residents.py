@@ -41,6 +41,7 @@ def part(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     monkeypatch.setattr(residents, "_driver", lambda: types.SimpleNamespace(cuCtxGetCurrent=lambda _: 0))
     monkeypatch.setattr(residents, "raw_stream", lambda: lambda _device: state.stream)
     monkeypatch.setattr(residents, "_multiprocessors", multiprocessors)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(run, "gpu_of", lambda _device: GPU)
     run._choose.cache_clear()
     return state

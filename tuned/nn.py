@@ -87,7 +87,7 @@ class GRU(torch.nn.RNNBase):
         except _ARGUMENTS as error:
             if not was_refused(error):
                 raise
-            return torch.nn.GRU.forward(self, input, hx)  # type: ignore[arg-type]
+            return torch.nn.GRU.forward(self, input, hx)  # type: ignore[call-overload,no-any-return]
         if packed is not None:
             _, batch_sizes, sorted_indices, unsorted_indices = packed
             rows = PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices)
@@ -150,11 +150,11 @@ def gru_arguments(
     Raises:
         TypeError, ValueError: arguments that torch.nn.GRU would not take, or not like this.
     """
-    if not isinstance(input, (torch.Tensor, PackedSequence)) or not isinstance(hx, (torch.Tensor, type(None))):
-        raise TypeError(f"input and hx must be tensors, got {type(input).__name__} and {type(hx).__name__}")
     packed = input if isinstance(input, PackedSequence) else None
     batch_sizes = None if packed is None else packed.batch_sizes
-    x = input if packed is None else packed.data
+    x: Any = input if packed is None else packed.data
+    if not isinstance(x, torch.Tensor) or not (hx is None or isinstance(hx, torch.Tensor)):
+        raise TypeError(f"input and hx must be tensors, got {type(x).__name__} and {type(hx).__name__}")
     if packed is None:
         x, hx = _batched(module, x, hx)
     elif hx is not None:

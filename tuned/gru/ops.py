@@ -223,7 +223,7 @@ def _elements(shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
-_FORMULAS = {
+_FORMULAS: dict[Any, Any] = {
     torch.ops.tuned.gru: _gru_flops,
     torch.ops.tuned.gru_cell: _cell_flops,
     torch.ops.tuned.linear_cat: _linear_flops,
