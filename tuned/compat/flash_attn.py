@@ -176,8 +176,9 @@ def _kv_heads(qkv: torch.Tensor, num_heads_q: int | None) -> int | None:
         )
     if num_heads_q is None:
         raise ValueError("qkv with four axes needs num_heads_q: how many of its heads are of q")
-    kv_heads, odd = divmod(qkv.shape[2] - num_heads_q, 2)
-    if odd or num_heads_q < 1 or kv_heads < 1:
+    rest = qkv.shape[2] - num_heads_q
+    kv_heads = rest // 2  # torch.compile takes no divmod of a size that it keeps open
+    if rest % 2 or num_heads_q < 1 or kv_heads < 1:
         raise ValueError(
             "num_heads_q must be positive and leave an even and positive number of heads for k and v, "
             f"got num_heads_q={num_heads_q} of {qkv.shape[2]} heads"
