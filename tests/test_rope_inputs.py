@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import gc
+import math
 import subprocess
 import sys
 import weakref
@@ -244,6 +245,84 @@ def test_bounds_may_have_any_strides(watch: Watch) -> None:
         q, k = x.clone(), x[:, :K].clone()
         rope_qk(q, k, freqs, tensor_format="thd", cu_seqlens=given, inplace=True)
         torch.testing.assert_close((q, k), (wanted, wanted[:, :K]))
+
+
+def apart(place: int, shape: tuple[int, ...], memory: bytearray, how: str) -> torch.Tensor:
+    """float32 values from a byte of some memory on, in a storage of its own."""
+    count = math.prod(shape)
+    t = torch.frombuffer(memory, dtype=torch.float32, count=count, offset=place)
+    if how == "dlpack":
+        t = torch.from_dlpack(t)  # type: ignore[attr-defined]
+    if how == "numpy":
+        t = torch.from_numpy(np.frombuffer(memory, dtype=np.float32, count=count, offset=place))
+    return t.view(shape)
+
+
+@pytest.mark.parametrize("served", ["kernel", "eager"])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("how", ["buffer", "dlpack", "numpy"])
+def test_storages_over_one_memory_are_not_both_overwritten(
+    request: pytest.FixtureRequest, how: str, served: str, grad: bool
+) -> None:
+    if served == "kernel":
+        request.getfixturevalue("watch")
+    freqs, memory = torch.rand(8, D), bytearray(65536)
+    of_q, of_k = (1, S, H, D), (1, S, K, D)
+    size = 4 * S * H * D
+    for _ in range(2):
+        for distance in (
+            size,
+            4096,
+            size,
+            size - 4,
+            0,
+            size,
+            -2048,
+            4,
+            2,
+            size + 16,
+            size - 64,
+            -size // 2,
+            -size // 2 + 64,
+        ):
+            q, k = apart(16384, of_q, memory, how), apart(16384 + distance, of_k, memory, how)
+            with torch.no_grad():
+                q.normal_()
+                k.normal_()
+            wanted = rope(q, freqs), rope(k, freqs)
+            before = bytes(memory)
+            if grad:
+                q.requires_grad_()
+                k.requires_grad_()
+            with torch.no_grad():
+                if -size // 2 < distance < size:
+                    with pytest.raises(ValueError, match="q and k share memory"):
+                        rope_qk(q, k, freqs, inplace=True)
+                    assert bytes(memory) == before
+                else:
+                    rope_qk(q, k, freqs, inplace=True)
+                    torch.testing.assert_close((q.detach(), k.detach()), wanted)
+
+
+def test_a_query_and_a_key_side_by_side_in_storages_of_their_own_are_overwritten() -> None:
+    freqs, memory = torch.rand(8, D), bytearray(65536)
+    whole = torch.frombuffer(memory, dtype=torch.float32, count=S * (H + K) * D, offset=0).view(1, S, H + K, D)
+    other = torch.frombuffer(memory, dtype=torch.float32, count=S * (H + K) * D, offset=0).view(1, S, H + K, D)
+    whole.normal_()
+    wanted = rope(whole, freqs)
+    rope_qk(whole[:, :, :H], other[:, :, H:], freqs, inplace=True)
+    torch.testing.assert_close(whole, wanted)
+
+
+def test_tensors_without_memory_may_be_rotated_in_place() -> None:
+    q, k, freqs = (
+        torch.empty(B, S, H, D, device="meta"),
+        torch.empty(B, S, K, D, device="meta"),
+        torch.empty(8, D, device="meta"),
+    )
+    for _ in range(2):
+        assert rope_qk(q, k, freqs, inplace=True)[1] is k
+        assert rope(q, freqs).shape == q.shape
 
 
 def negative(t: torch.Tensor) -> torch.Tensor:

@@ -378,10 +378,13 @@ def _writable(name: str, x: torch.Tensor) -> None:
 
 def refuse_overlap(x: torch.Tensor, key: torch.Tensor) -> None:
     """Refuse to overwrite two tensors of which one element belongs to both."""
-    if not x.numel() or not key.numel() or x.untyped_storage().data_ptr() != key.untyped_storage().data_ptr():
+    if not x.numel() or not key.numel() or x.is_meta or torch.compiler.is_dynamo_compiling():  # no memory, or none yet
         return
-    first, second = sorted((x, key), key=lambda t: t.storage_offset())
-    between = second.storage_offset() - first.storage_offset()
+    between = _bytes_between(x, key)
+    if between is None:
+        return
+    first, second = (x, key) if between >= 0 else (key, x)
+    between, parts = divmod(abs(between), x.element_size())
     lies = zip(first.stride(), first.shape, second.stride(), second.shape, strict=True)
     axes = [(t if n == 1 else s, n, s if m == 1 else t, m) for s, n, t, m in lies]  # of one entry any stride is right
     if sum((n - 1) * s for s, n, _, _ in axes) < between:
@@ -389,7 +392,7 @@ def refuse_overlap(x: torch.Tensor, key: torch.Tensor) -> None:
     # Interleaved views, such as q and k of a packed qkv, with the same strides: within steps no longer than the distance
     # of the two, the first must not reach the second; and longer steps must lead past both.
     axes = [axis for axis in axes if max(axis[1], axis[3]) > 1]
-    alike = all(s == t for s, _, t, _ in axes)
+    alike = not parts and all(s == t for s, _, t, _ in axes)
     short = [axis for axis in axes if axis[0] <= between]
     alike &= sum((n - 1) * s for s, n, _, _ in short) < between
     reach = between + sum((m - 1) * t for _, _, t, m in short)
@@ -397,18 +400,34 @@ def refuse_overlap(x: torch.Tensor, key: torch.Tensor) -> None:
         alike &= s > reach
         reach += (max(n, m) - 1) * s
     if not alike:
-        _refuse_shared(first, second)
+        _refuse_shared(first, second, between * x.element_size() + parts)
 
 
-def _refuse_shared(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Settle by their addresses what strides do not."""
-    where = [
-        torch.arange(t.untyped_storage().nbytes() // t.element_size(), device="cpu")
-        .as_strided(t.shape, t.stride(), t.storage_offset())
-        .flatten()
-        for t in (first, second)
-    ]
-    if torch.isin(*where).any():
+def _bytes_between(x: torch.Tensor, key: torch.Tensor) -> int | None:
+    """How far the key begins behind x in memory; None where they cannot share any.
+
+    By addresses: two storages may lie over the same memory. What has no address, of a tracer say, has its storage's.
+    """
+    try:
+        return key.data_ptr() - x.data_ptr()
+    except RuntimeError:
+        if x.untyped_storage().data_ptr() != key.untyped_storage().data_ptr():
+            return None
+        return (key.storage_offset() - x.storage_offset()) * x.element_size()
+
+
+def _refuse_shared(first: torch.Tensor, second: torch.Tensor, between: int) -> None:
+    """Settle by the addresses of all elements what strides do not; ``between``: bytes from the first to the second."""
+    size = first.element_size()
+    starts = []
+    for t, begin in ((first, 0), (second, between)):
+        places = torch.full((), begin, dtype=torch.int64, device="cpu")
+        for n, step in zip(t.shape, t.stride(), strict=True):
+            places = places[..., None] + torch.arange(n, device="cpu") * (step * size)
+        starts.append(places.flatten())
+    one, other = starts
+    # Elements of one dtype overlap where they begin less than its size apart.
+    if any(torch.isin(one + shift, other).any() for shift in ((0,) if between % size == 0 else range(1 - size, size))):
         raise ValueError("q and k share memory, and both would be overwritten: use inplace=False")
 
 
