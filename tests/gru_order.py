@@ -480,15 +480,14 @@ def _texts_and_exchanges() -> Iterator[tuple[GruSpec, GruVariant]]:
     from tuned.gru.variant import GruVariant, default_variant  # noqa: PLC0415
 
     exchanges, dtypes = choices(GruVariant)["exchange"], ("bfloat16", "float32")
-    for (text, structure), exchange, dtype in itertools.product(gru_texts(), exchanges, dtypes):
+    for at, ((text, structure), exchange, dtype) in enumerate(itertools.product(gru_texts(), exchanges, dtypes)):
         # Of 100 units there is no piece that PTX could wait for in 16 bytes: "poll" is for those.
-        for hidden in (100, 128):
-            spec = dataclasses.replace(text, dtype=dtype, hidden=hidden, directions=1 if text.stacked else 2)
-            units, rows = (16, 8) if structure.splits_columns else (32, 32)
-            variant = dataclasses.replace(structure, block_hidden=units, block_batch=rows, exchange=exchange)
-            yield spec, variant
-            yield spec, dataclasses.replace(variant, prefetch="late")
-            yield spec, default_variant(spec)
+        hidden = 100 if exchange == "poll" else 128
+        spec = dataclasses.replace(text, dtype=dtype, hidden=hidden, directions=1 if text.stacked else 2)
+        units, rows = (16, 8) if structure.splits_columns else (32, 32)
+        prefetch = ("early", "late")[at // 2 % 2]
+        yield spec, GruVariant("persistent", structure.form, units, rows, exchange, prefetch)
+        yield spec, default_variant(spec)
 
 
 def _size(variant: GruVariant) -> GruSize:

@@ -1,19 +1,16 @@
 """A step's store comes before the loads of the next step, which are made again until all is there: in the compiled code.
 
-Compiled here are a few recurrences; `pytest -m gpu` compiles all that a lookup can give on the device that it runs on.
+Compiled here are a few recurrences; tests/gpu compiles all that a lookup can give on the device that it runs on.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import functools
-import multiprocessing
-import os
 import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from tests import compiling, gru_order
 from tests.gru_order import Case, wrong
@@ -176,21 +173,3 @@ def _loaded_early(sass: str) -> str:
     lines, load, back, store = _parts(sass)
     wait = lines[load - 1 : back + 1]
     return "\n".join([*lines[: load - 1], *lines[back + 1 : store], *wait, *lines[store:]])
-
-
-# All that ships, on a GPU's own architecture ----------------------------------------------------------------------------
-
-
-def wrong_here(case: Case) -> list[str]:
-    return [f"{case}: {text}" for text in gru_order.wrong_in(case)]
-
-
-@pytest.mark.gpu
-@pytest.mark.xdist_group("pools")
-def test_no_recurrence_that_ships_loads_a_step_before_it_stores_the_last() -> None:
-    major, minor = torch.cuda.get_device_capability()
-    cases = gru_order.all_that_ships(10 * major + minor)
-    assert len(cases) > 50
-    processes = max(1, min(14, (os.cpu_count() or 1) - 2))
-    with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        assert [text for found in pool.map(wrong_here, cases) for text in found] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -260,8 +261,13 @@ def test_the_suites_are_those_of_the_record_and_no_test_is_in_none(tmp_path: Pat
     assert tuple(every) == SUITES
     assert "-n14" in every["plain"][0].command
     assert "--seed=7" in every["fuzz"][0].command
-    chosen = [one.command[one.command.index("-m", 3) + 1] for name in ("gpu", "sanitizers") for one in every[name]]
-    assert chosen == ["(gpu or gpu_sample) and not alone", "(gpu or gpu_sample) and alone", "sanitizer"]
+    chosen = [one.command[-3:] for name in ("gpu", "sanitizers") for one in every[name]]
+    marks = ("(gpu or gpu_sample) and not alone", "(gpu or gpu_sample) and alone", "sanitizer")
+    assert chosen == [("tests/gpu", "-m", mark) for mark in marks]
+    # Samples elsewhere are plain tests, too; these are nothing else.
+    marked = re.compile(r"^[^#\n]*\bpytest\.mark\.(gpu|alone|sanitizer)\b", re.MULTILINE)
+    found = [path for path in (ROOT / "tests").rglob("*.py") if marked.search(path.read_text())]
+    assert {path.parent for path in found} == {ROOT / "tests" / "gpu"}, "the suites would not find them elsewhere"
     assert all("-n0" in one.command for one in verify.suites(tmp_path, 2, 7)["gpu"]), "two cores have none to spare"
 
 
@@ -274,6 +280,6 @@ def test_without_a_gpu_it_says_what_was_not_run(monkeypatch: pytest.MonkeyPatch,
 def test_the_makefile_runs_the_gpu_tests_as_the_verification_does(tmp_path: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
     for one in verify.suites(tmp_path, 16, 7)["gpu"]:
-        assert f'-m "{one.command[-1]}"' in makefile
+        assert f'pytest tests/gpu -m "{one.command[-1]}"' in makefile
     assert "-n $(GPU_PROCESSES) --dist loadgroup" in makefile
     assert f"GPU_PROCESSES ?= {verify.GPU_PROCESSES}\n" in makefile
