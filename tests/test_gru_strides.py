@@ -353,3 +353,13 @@ def test_the_views_are_what_they_say() -> None:
         assert view(t).shape == t.shape
         if name not in ("expanded", "repeated"):
             assert torch.equal(view(t), t)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_eager_reads_nothing_between_the_rows_of_the_state(dtype: torch.dtype) -> None:
+    between = torch.full((17, 200), torch.nan, dtype=dtype)
+    h = between[:, :100].normal_()[None]
+    weights = [torch.randn(300, 96).to(dtype) / 10, torch.randn(300, 100).to(dtype) / 10]
+    out, h_n = gru(torch.randn(17, 7, 96).to(dtype), h, weights, bias=False, batch_first=True)
+    assert not bool(out.isnan().any())
+    assert not bool(h_n.isnan().any())

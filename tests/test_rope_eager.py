@@ -266,3 +266,20 @@ def test_padding_of_packed_sequences_is_copied_with_its_gradient() -> None:
     assert torch.equal(out[outside], leaf[outside])
     assert bool((leaf.grad[outside] == 1).all())  # type: ignore[index]
     assert not bool((leaf.grad[~outside] == 1).all())  # type: ignore[index]
+
+
+def test_autocast_changes_no_dtype() -> None:
+    x, freqs = torch.randn(1, 2, 2, 8).half(), torch.rand(4, 4)
+    want = rope(x, freqs, angle_entries="pair")
+    with torch.autocast("cpu", torch.bfloat16):
+        out = rope(x, freqs, angle_entries="pair")
+    assert out.dtype == torch.float16
+    assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+@pytest.mark.parametrize("offset", [0, torch.tensor([2, 1])], ids=["order", "starts"])
+def test_no_tokens_are_an_empty_result(layout: str, offset: Any) -> None:
+    shape = (2, 0, 8, 40) if layout == "bshd" else (0, 2, 8, 40)
+    out = rope(torch.zeros(shape), torch.rand(3, 16), offset=offset, tensor_format=layout, angle_entries="pair")
+    assert out.shape == shape

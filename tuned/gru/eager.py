@@ -31,8 +31,8 @@ def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     train = train or (torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors))
     weights = list(call.weights)
     hx = (
-        call.hx.contiguous() if call.hx.is_cuda else call.hx
-    )  # cuDNN takes no other; on a CPU a copy rounds differently
+        call.hx.contiguous()
+    )  # cuDNN takes no other; oneDNN takes it for contiguous, and reads what lies between its rows
     if call.batch_sizes is not None:
         return torch.gru(
             call.input,

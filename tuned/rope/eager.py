@@ -76,6 +76,15 @@ def angles(spec: RopeSpec, call: RopeCall, rows: torch.Tensor) -> tuple[torch.Te
 
 def rotate(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """New tensors with the rotated features of ``call.x`` and of ``call.key``; differentiable in them and in the angles."""
+    kind = call.x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        # Every dtype here is chosen, and autocast's promotion of what is concatenated knows no float16 on a CPU.
+        with torch.autocast(kind, enabled=False):
+            return _rotated(spec, call)
+    return _rotated(spec, call)
+
+
+def _rotated(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     rows, inside = positions(spec, call)
     cos, sin = angles(spec, call, rows)
     if spec.scaled:
@@ -86,7 +95,7 @@ def rotate(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor |
     if spec.layout == "thd":
         cos, sin = (a.reshape(call.seq, 1, a.shape[-1]) for a in (cos, sin))
     elif spec.layout == "bshd":
-        cos, sin = (a.reshape(-1, call.seq, 1, a.shape[-1]) if call.seq else a[:, None] for a in (cos, sin))
+        cos, sin = (a.unsqueeze(-2) for a in (cos, sin))
     else:
         cos, sin = (a.transpose(0, 1)[:, :, None] if a.ndim > 2 else a[:, None, None] for a in (cos, sin))  # noqa: PLR2004
     if spec.conjugate:
