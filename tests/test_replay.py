@@ -199,6 +199,25 @@ def test_a_file_that_is_no_landscape_says_so(tmp_path: Path, bytes_: bytes) -> N
         load(path)
 
 
+def test_a_landscape_tries_what_may_pass_again() -> None:
+    variants = legal_pool(SMALL, 90).variants
+    left = {variants[3]: 1, variants[5]: 10**6}
+
+    def cost(_problem: Any, variant: Any) -> float:
+        if left.get(variant):
+            left[variant] -= 1
+            raise WorkerLostError("no answer in 30 s: it hung, and was killed")
+        return 5.0
+
+    worker = FakeWorker(cost)
+    worker.start()
+    measured = record(SMALL, worker, FakeCompiler(), ENVIRONMENT)  # type: ignore[arg-type]
+    assert measured is not None
+    assert set(measured.times) == set(variants) - {variants[5]}
+    assert measured.failed == {variants[5]: "lost the worker: no answer in 30 s: it hung, and was killed"}
+    assert worker.measured.count(variants[5]) == 3
+
+
 def test_out_of_time_there_is_no_landscape() -> None:
     worker = FakeWorker(cost)
     worker.start()
