@@ -24,11 +24,11 @@ def main() -> int:
     if asked.worker is not None:
         from tests.fuzz.worker import work  # noqa: PLC0415 - the parent imports no torch
 
-        work(asked.seed, asked.worker, asked.step, asked.repeats, asked.seconds)
+        work(asked.seed, asked.worker, asked.step, asked.repeats, asked.seconds, asked.crash)
         return 0
     if asked.only is not None:
         return only(asked.seed, asked.only, asked.repeats)
-    processes = asked.processes if asked.processes else max(1, (os.cpu_count() or 2) - 2)
+    processes = asked.processes or max(1, (os.cpu_count() or 2) - 2)
     repeats = asked.repeats
     if asked.calls and asked.classes:  # two classes a case, some of which are one
         repeats = max(LEAST, int(asked.calls / (1.3 * asked.classes)))
@@ -50,6 +50,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", type=int, default=None, help="run the case of one index, here")
     parser.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--step", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--crash", type=int, default=-1, help=argparse.SUPPRESS)  # the process dies in this case
     asked = parser.parse_args()
     asked.seed = int(time.time()) if asked.seed is None else asked.seed
     asked.seconds = asked.seconds or (CAP if asked.calls else 60.0)
@@ -83,7 +84,7 @@ class Found:
     def run(self, asked: argparse.Namespace, processes: int, repeats: int) -> None:
         """Processes until the time is over or enough was called; one that ends before is started again behind its case."""
         begin, told = time.monotonic(), queue.Queue[tuple[int, Any]]()
-        workers = {k: _Worker(asked.seed, k, k, processes, repeats, asked.seconds, told) for k in range(processes)}
+        workers = {k: _Worker(asked, k, k, processes, repeats, asked.seconds, told) for k in range(processes)}
         shown = begin
         while workers:
             now = time.monotonic() - begin
@@ -98,10 +99,10 @@ class Found:
                 if at is not None:
                     worker.kept = True
                     self._lost(asked.seed, at, f"the process ended with {worker.process.wait()} in this case")
-                if (at is not None or worker.process.wait() == 3) and now < asked.seconds:  # noqa: PLR2004
+                if (at is not None or worker.process.wait() == 3) and now < asked.seconds:
                     self.restarts += 1
                     after = (worker.last if at is None else at) + processes
-                    workers[which] = _Worker(asked.seed, which, after, processes, repeats, asked.seconds - now, told)
+                    workers[which] = _Worker(asked, which, after, processes, repeats, asked.seconds - now, told)
             elif worker is not None:
                 worker.note(line)
                 self._note(line)
@@ -112,7 +113,7 @@ class Found:
             enough = asked.calls and self.calls >= asked.calls and len(self.classes) >= asked.classes
             if enough:
                 break
-            if time.monotonic() - shown > 10:  # noqa: PLR2004
+            if time.monotonic() - shown > 10:
                 shown = time.monotonic()
                 print(f"{now:6.0f} s: {self._summary()}", flush=True)  # noqa: T201
         for one in workers.values():
@@ -157,7 +158,7 @@ class Found:
         missing = self._missing() if self.kernels else []
         print(
             f"\nfuzz: seed {asked.seed}: {self._summary()}; {self.calls / max(self.seconds, 1e-9):.0f} calls a second"
-        )  # noqa: T201
+        )
         if missing:
             print(f"did not come up: {', '.join(missing)}")  # noqa: T201
         if asked.out is not None:
@@ -198,10 +199,27 @@ class _Worker:
     """A process, and the case that it is at."""
 
     def __init__(
-        self, seed: int, name: int, start: int, step: int, repeats: int, seconds: float, told: queue.Queue[Any]
+        self,
+        asked: argparse.Namespace,
+        name: int,
+        start: int,
+        step: int,
+        repeats: int,
+        seconds: float,
+        told: queue.Queue[Any],
     ) -> None:
-        command = [sys.executable, "-m", "tests.fuzz", "--seed", str(seed), "--worker", str(start), "--step", str(step)]
-        command += ["--repeats", str(repeats), "--seconds", str(max(seconds, 0.1))]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.fuzz",
+            "--seed",
+            str(asked.seed),
+            "--worker",
+            str(start),
+            "--step",
+            str(step),
+        ]
+        command += ["--repeats", str(repeats), "--seconds", str(max(seconds, 0.1)), "--crash", str(asked.crash)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
         self.at: int | None = None
         self.last, self.since, self.kept = start, time.monotonic(), False

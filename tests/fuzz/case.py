@@ -156,7 +156,7 @@ def script(case: Case, device: str, steps: tuple[tuple[int, int], ...] | None = 
     for which in used:
         lines += _function(case.calls[which], f"call_{which}", device)
     runs = [f"call_{which}({seed})" for which, seed in steps]
-    if len(steps) > 3:  # noqa: PLR2004 - a line for all
+    if len(steps) > 3:
         pairs = ", ".join(f"(call_{which}, {seed})" for which, seed in steps)
         runs = [f"for call, seed in [{pairs}]:", "    call(seed)"]
     if case.forced is not None:

@@ -100,10 +100,10 @@ def case(world: World, seed: int, index: int, repeats: int = 3) -> Case:
 
     Every third walks over the rows of tables and portfolios, and forces the variant of one.
     """
-    rng = random.Random(seed * 1_000_003 + index)  # noqa: S311 - not for secrets
+    rng = random.Random(seed * 1_000_003 + index)
     kinds = [k for k in KINDS if k in world.kinds]
     force, row = None, None
-    if world.forces and index % 3 == 2:  # noqa: PLR2004
+    if world.forces and index % 3 == 2:
         walk = [pair for pair in every_row() if pair[0] in kinds]
         force = walk[(index // 3) % len(walk)]
         kinds = [force[0]]

@@ -75,8 +75,8 @@ def chosen(rng: random.Random, world: World, spec: Any = None) -> Drawn:
         source = "cos_sin" if spec.angles == "cos_sin" else spec.angles
         entries, interleaved, inplace = spec.angle_entries, spec.interleaved, spec.inplace
         batch, seq = max(batch, 1), rng.choice((6, 7, 16, 33))
-    elif rng.random() < 0.5 and head_dim > 2:  # noqa: PLR2004
-        rotary = rng.choice([n for n in range(2, head_dim + 1, 2) if n % 4 == 0 or n < 8 or n == rotary])  # noqa: PLR2004
+    elif rng.random() < 0.5 and head_dim > 2:
+        rotary = rng.choice([n for n in range(2, head_dim + 1, 2) if n % 4 == 0 or n < 8 or n == rotary])
     rotated = (
         "first" if spec is not None and spec.plain else rng.choices(("first", "last", "proportional"), (70, 15, 15))[0]
     )
@@ -179,6 +179,8 @@ def draw(rng: random.Random, world: World, spec: Any = None) -> Call:
     width = d.rotary if d.entries == "feature" else d.rotary // 2
     named = _angles(rng, world, d, views, rows, width, batch if not packed else 0, plain=plain)
     arguments |= {name: Name(name) for name in named}
+    if mode == "grad" and d.source in ("freqs", "cos_sin", "cos_sin_cache") and rng.random() < 0.1:
+        views[named[0]] = dataclasses.replace(views[named[0]], grad="leaf")
     if d.entries != ("feature" if d.source == "freqs" else "pair") or rng.random() < 0.2:
         arguments["angle_entries"] = d.entries
     if rng.random() < 0.2:
@@ -221,7 +223,7 @@ def draw(rng: random.Random, world: World, spec: Any = None) -> Call:
     path = f"tuned.dispatch.{d.function}"
     if refusal:
         return Call(path, views, arguments, "check_refused", REFUSED, {"text": refusal}, **about)
-    if d.inplace and any(v.grad == "leaf" for v in views.values()):
+    if d.inplace and any(views[p.tensor].grad == "leaf" for p in parts):
         return Call(path, views, arguments, "check_refused", (RuntimeError,), {"text": "a leaf"}, **about)
     truncates = world.truncates and d.dtype == torch.bfloat16
     return Call(path, views, arguments, "check_rope", tuple(parts), {"results": results}, truncates=truncates, **about)

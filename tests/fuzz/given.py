@@ -71,7 +71,7 @@ def _expression(text: str) -> Any:
 
 
 def _evaluated(text: str, names: dict[str, Any]) -> Any:
-    return eval(_expression(text), {"__builtins__": {}}, names)  # noqa: S307 - written by the fuzz itself
+    return eval(_expression(text), {"__builtins__": {}}, names)
 
 
 class Given:
@@ -95,7 +95,7 @@ class Given:
         self.error: Exception | None = None
         self.grads: dict[str, torch.Tensor | None] = {}
         self.grad_outputs: list[torch.Tensor] = []
-        self.flags: list[tuple[str, torch.Tensor, Callable[[], str] | None]] = []
+        self.flags: list[tuple[str, torch.Tensor | bool, Callable[[], str] | None]] = []
 
     def tensor(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...], offset: int, size: int,
@@ -125,7 +125,7 @@ class Given:
                         self._backward()
             except Wrong:
                 raise
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is judged
+            except Exception as error:
                 if "CUDA error" in str(error):
                     raise  # the context is lost
                 self.error = error.with_traceback(None)
@@ -214,16 +214,19 @@ class Given:
 
         ``numbers`` tells how much, of something that is.
         """
-        flag = torch.tensor(bad, device=self.device) if isinstance(bad, bool) else bad.any()
-        self.flags.append((text, flag, numbers))
+        self.flags.append((text, bad if isinstance(bad, bool) else bad.any(), numbers))
 
     def _settle(self) -> None:
         if not self.flags:
             return
-        bad = torch.stack([flag for _, flag, _ in self.flags]).tolist()
-        found = [(text, numbers) for (text, _, numbers), is_bad in zip(self.flags, bad, strict=True) if is_bad]
+        asked = [flag for _, flag, _ in self.flags if isinstance(flag, torch.Tensor)]
+        answers = iter(torch.stack(asked).tolist() if asked else ())
+        found = []
+        for text, flag, numbers in self.flags:
+            if next(answers) if isinstance(flag, torch.Tensor) else flag:
+                found.append(text + (f" ({numbers()})" if numbers else ""))
         if found:
-            raise Wrong("; ".join(text + (f" ({numbers()})" if numbers else "") for text, numbers in found))
+            raise Wrong("; ".join(found))
 
     def untouched(self, allowed: dict[str, list[torch.Tensor]] | None = None) -> None:
         """Inputs are as they were and so is all memory around views; but for the places that may be overwritten."""
@@ -279,7 +282,7 @@ class Given:
                 for name in self.written
             }
             self.untouched(allowed)
-            if self.grads:
+            if self.grad_outputs:
                 self._gradients_rope(parts, values, results)
         self._settle()
 
@@ -317,13 +320,43 @@ class Given:
             self._flag(f"the result for {name} is not contiguous", not out.is_contiguous())
 
     def _gradients_rope(self, parts: tuple[Part, ...], values: dict[str, Any], results: tuple[str, ...]) -> None:
-        required = [name for name in results if self.built[name].leaf is not None]
+        tables = [
+            n for n in ("freqs", "cos", "sin", "cos_sin_cache") if n in self.built and self.built[n].leaf is not None
+        ]
+        required = [name for name in results if tables or self.built[name].leaf is not None]
         if len(self.grad_outputs) != len(required):
             raise Wrong(f"{len(self.grad_outputs)} results require a gradient, {len(required)} should")
         given = dict(zip(required, self.grad_outputs, strict=True))
         found = self._rotated(tuple(p for p in parts if p.tensor in given), values, given, transposed=True)
         for name, (want, bound) in found.items():
-            self._gradient(name, want, bound)
+            if self.built[name].leaf is not None:
+                self._gradient(name, want, bound)
+        for name in tables:
+            self._gradient_table(name, parts, values, given)
+
+    def _gradient_table(
+        self, name: str, parts: tuple[Part, ...], values: dict[str, Any], given: dict[str, torch.Tensor]
+    ) -> None:
+        """The gradient of angles: sums over tokens and heads, each of as many terms at most."""
+        table = values[name].double().requires_grad_()
+        with torch.enable_grad():
+            outs = []
+            for part in parts:
+                angles = {key: _evaluated(text, values | {name: table}) for key, text in part.angles.items()}
+                outs.append(formula.rope(part.rope, _evaluated(part.see, values).double(), angles)[0])
+            grads = [_evaluated(part.see, {part.tensor: given[part.tensor]}).double() for part in parts]
+            (want,) = torch.autograd.grad(outs, table, grads)
+        if not want.numel():
+            return
+        count = sum(out[..., 0].numel() for out in outs)
+        largest = [max((t.abs().amax() for t in ts if t.numel()), default=torch.zeros(())) for ts in (outs, grads)]
+        slack = 8 * U32 * (count + 16) * largest[0] * largest[1] * max(abs(p.rope.scaling) for p in parts)
+        grad = self.grads[name]
+        if grad is None:
+            raise Wrong(f"{name} has no gradient")
+        if (grad.shape, grad.dtype) != (want.shape, self.built[name].view.dtype):
+            raise Wrong(f"the gradient of {name} is {describe(grad)}")
+        self._beyond(f"the gradient of {name}", grad, want, slack + UNIT[grad.dtype] * want.abs() + 1e-30)
 
     def _gradient(self, name: str, want: torch.Tensor, bound: torch.Tensor) -> None:
         """The gradient of a tensor, or, made of a leaf, that of the storage that it is a view of."""
@@ -387,7 +420,7 @@ class Given:
         if wanted.error is not None:
             raise Wrong(f"the reference raised {type(wanted.error).__name__}: {wanted.error}") from wanted.error
         with torch.no_grad():
-            self._compare(theirs, wanted)
+            self._compare(theirs, wanted, sequences=original in ("gru", "original_nn_gru"))
             allowed = {name: [places(self.built[name].view, self.device)] for name in self.written}
             self.untouched(allowed)
         self._settle()
@@ -419,7 +452,8 @@ class Given:
         again.run(getattr(originals, original), **originals.swapped(self.arguments, made, doubled=doubled))
         return again
 
-    def _compare(self, theirs: Given, wanted: Given) -> None:
+    def _compare(self, theirs: Given, wanted: Given, *, sequences: bool) -> None:
+        """``sequences``: cuDNN's setting of TF32 is what tells the precision of products, else that of GEMMs."""
         ours, reference, exact = (flat(g.out) for g in (self, theirs, wanted))
         if theirs.error is not None:
             reference = [None] * len(exact)  # type: ignore[list-item]
@@ -427,8 +461,8 @@ class Given:
             raise Wrong(f"returned {describe(self.out)}, PyTorch {describe(theirs.out)}")
         size, steps, terms = originals.size(self.arguments)
         dtype = self.autocast if self.mode == "autocast" and self.autocast else self._dtype()
-        unit = UNIT[dtype]
-        if dtype == torch.float32 and any(self.tf32) and (self.device == "cuda" or self.truncates):
+        unit = UNIT[dtype] * (2 if self.truncates and dtype == torch.bfloat16 else 1)
+        if dtype == torch.float32 and self.device == "cuda" and self.tf32[sequences]:
             unit = TF32_UNIT
         unit += U32 * terms**0.5 / 2  # a sum in float32 errs by a unit a term, in any direction
         for index, (a, b, c) in enumerate(zip(ours, reference, exact, strict=True)):
@@ -497,7 +531,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def drawn_gradient(t: torch.Tensor, seed: int, which: int) -> torch.Tensor:
     """A gradient for t: contiguous, with axes in another order, or one number expanded, as sum() gives."""
     draw = torch.Generator(t.device).manual_seed(seed)
-    shape = t.shape[::-1] if which % 3 == 1 else () if which % 3 == 2 else t.shape  # noqa: PLR2004
+    shape = t.shape[::-1] if which % 3 == 1 else () if which % 3 == 2 else t.shape
     made = torch.randn(shape, generator=draw, device=t.device).to(t.dtype)
     return made.permute(*range(t.ndim)[::-1]) if which % 3 == 1 else made.expand(t.shape)
 

@@ -125,7 +125,7 @@ def nn_gru_cell(
     input: Any,
     hx: Any = None,
     *,
-    chunk: bool = True,  # noqa: A002
+    chunk: bool = True,
 ) -> Any:
     """A GRUCell module called; see nn_gru."""
     module = _made("GRUCell", kind, constructor, weights, chunk)

@@ -29,7 +29,7 @@ def a_sign(rotate: Rotate) -> Rotate:
         return (
             (out * torch.tensor([1.0, -1.0]).to(out).repeat(-(-out.shape[-1] // 2))[: out.shape[-1]], key)
             if (
-                call.x.stride(-1) == 2  # noqa: PLR2004
+                call.x.stride(-1) == 2
             )
             else (out, key)
         )
@@ -42,7 +42,7 @@ def unwritten(rotate: Rotate) -> Rotate:
 
     def planted(spec: Any, call: Any) -> Any:
         out, key = rotate(spec, call)
-        if out.shape[-2] > 2:  # noqa: PLR2004
+        if out.shape[-2] > 2:
             out = torch.cat((out[..., :-1, :], torch.full_like(out[..., -1:, :], torch.nan)), -2)
         return out, key
 

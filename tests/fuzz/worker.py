@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import time
 import traceback
@@ -26,7 +27,7 @@ def tell(**told: Any) -> None:
     sys.stdout.flush()
 
 
-def work(seed: int, start: int, step: int, repeats: int, seconds: float) -> None:
+def work(seed: int, start: int, step: int, repeats: int, seconds: float, crash: int = -1) -> None:
     """The cases start, start + step, ... until the time is over."""
     here, end = world(), time.monotonic() + seconds
     torch.set_num_threads(1)
@@ -35,6 +36,8 @@ def work(seed: int, start: int, step: int, repeats: int, seconds: float) -> None
     with came.watched():
         while time.monotonic() < end:
             tell(begin=index)
+            if index == crash:
+                os._exit(9)
             failure, calls, keys = None, 0, []
             try:
                 made = case(here, seed, index, repeats)
