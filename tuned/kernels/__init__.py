@@ -28,7 +28,6 @@ DIGESTS = {
     "rope_bshd_copy_interleaved_freqs_grid": "9818d6c65ce6",
     "rope_bshd_copytail_half_cos_sin_grid": "f5026a5eaa97",
     "rope_bshd_copytail_half_freqs_grid": "363af9948e50",
-    "rope_bshd_copytail_half_freqs_loop": "4a2e4b44050f",
     "rope_bshd_copytail_interleaved_cos_sin_grid": "d77ee24bcb65",
     "rope_bshd_copytail_interleaved_freqs_grid": "60c3322baf95",
     "rope_bshd_inplace_half_cos_sin_grid": "969a95c53574",
