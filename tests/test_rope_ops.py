@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tests.rope_calls import Case, build, watch
 from tests.test_rope_autograd import FORMS, angles, assert_same, leaves, turned
+from tuned.compat.flash_attn import apply_rotary_emb_qkv_
 from tuned.dispatch import rope, rope_qk, rope_qkv
 from tuned.rope import call as rope_call
 from tuned.rope import ops
@@ -56,12 +59,14 @@ CHECKED = {
 def operands(given: Given, settings: Settings) -> tuple[Any, tuple[Any, ...]]:
     """The operator that serves a call, and its arguments."""
     seen: list[Any] = []
-    genuine = ops.rope, ops.rope_qk
-    ops.rope, ops.rope_qk = (lambda *a, of=of: seen.append((of, a)) or of(*a) for of in genuine)
+    genuine = ops.rope, ops.rope_qk, ops.rope_, ops.rope_qk_
+    ops.rope, ops.rope_qk, ops.rope_, ops.rope_qk_ = (
+        lambda *a, of=of: seen.append((of, a)) or of(*a) for of in genuine
+    )
     try:
         ops.call(given, settings)
     finally:
-        ops.rope, ops.rope_qk = genuine
+        ops.rope, ops.rope_qk, ops.rope_, ops.rope_qk_ = genuine
     ((operator, arguments),) = seen
     return operator, arguments
 
@@ -198,6 +203,54 @@ def test_arguments_given_in_place_are_overwritten_by_a_compiled_call() -> None:
     assert_same((q, k), wanted)
 
 
+OVERWRITING: dict[str, tuple[Callable[..., Any], Callable[[], list[torch.Tensor]]]] = {
+    "one": (lambda t, x: rotate(x, t, inplace=True), lambda: [torch.randn(B, S, H, D)]),
+    "two": (
+        lambda t, q, k: rotate_qk(q, k, t, inplace=True),
+        lambda: [torch.randn(B, S, H, D), torch.randn(B, S, K, D)],
+    ),
+    "views of one": (
+        lambda t, x: rotate_qk(x[:, :, :H], x[:, :, H : H + K], t, inplace=True),
+        lambda: [torch.randn(B, S, H + 2 * K, D)],
+    ),
+    "a view": (lambda t, x: rotate(x[..., :D], t, inplace=True), lambda: [torch.randn(B, S, H, 2 * D)]),
+    "packed": (
+        lambda t, x: rope_qkv(x, t, angle_entries="pair", kv_heads=K, inplace=True),
+        lambda: [torch.randn(B, S, H + 2 * K, D)],
+    ),
+    "flash-attention's": (lambda t, x: apply_rotary_emb_qkv_(x, t, t), lambda: [torch.randn(B, S, 3, H, D)]),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", OVERWRITING)
+def test_in_place_without_a_gradient_inductor_makes_one_launch_and_no_copy(name: str, dynamic: bool) -> None:
+    function, tensors = OVERWRITING[name]
+    freqs, given = angles(), tensors()
+    again = [t.clone() for t in given]
+    if name == "one":
+        given[0].requires_grad_()  # of which no gradient is needed now
+    with torch.no_grad():
+        fast = torch.compile(function, fullgraph=True, dynamic=dynamic)
+        found, (code,) = run_and_get_code(fast, freqs, *given)
+        wanted = function(freqs, *again)
+    assert_same(given, again)
+    assert_same(found, wanted)
+    called = [line for line in code.split("def call", 1)[1].splitlines() if "torch.ops." in line or ".copy_(" in line]
+    assert len(called) == 1, called
+    assert re.search(r"torch\.ops\.tuned\.rope(_qk)?_\.default", called[0])
+    assert "empty_strided_cpu(" not in code.split("def call", 1)[1], "memory for a copy"
+    assert "cpp_fused" not in code
+
+
+def test_in_place_with_a_gradient_the_operator_is_the_one_that_has_it() -> None:
+    x, freqs = torch.randn(B, S, H, D, requires_grad=True), angles()
+    with Listener() as listener:
+        rotate(x * 1, freqs, inplace=True)
+        rotate_qk(x * 1, torch.randn(B, S, K, D), freqs, inplace=True)
+    assert [name for name in listener.heard if "tuned" in name] == ["tuned.rope.default", "tuned.rope_qk.default"]
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_is_compiled_whole(name: str) -> None:
     given, settings, _ = build(FORMS[name])
@@ -252,7 +305,7 @@ def test_an_exported_module_has_the_operators_and_any_batch(strict: bool) -> Non
     program = torch.export.export(block, (q, k), dynamic_shapes=({0: batch}, {0: batch}), strict=strict)
     targets = [str(node.target) for node in program.graph.nodes]
     assert "tuned.rope_qk.default" in targets
-    assert "tuned.rope.default" in targets
+    assert "tuned.rope_.default" in targets
     q, k = torch.randn(7, S, H, D), torch.randn(7, S, K, D)
     assert_same(program.module()(q, k), block(q, k))
 
@@ -298,7 +351,7 @@ def test_a_mode_that_listens_hears_the_operator_whatever_is_known(inplace: bool)
         a, b = q.clone(), k.clone()
         with Listener() as listener:
             out = rotate_qk(a, b, freqs, inplace=inplace)
-        assert listener.heard.count("tuned.rope_qk.default") == 1
+        assert listener.heard.count(f"tuned.rope_qk{'_' * inplace}.default") == 1
         assert_same(out, wanted)
         assert (out[0] is a) == inplace
         rotate_qk(q.clone(), k.clone(), freqs, inplace=inplace)
