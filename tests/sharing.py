@@ -5,10 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import multiprocessing
 import os
 import signal
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,16 @@ from generator.keeping.journal import Journal
 from generator.keeping.record import read_record
 from generator.keeping.storage import opened_storage
 from generator.problem import Problem
+from generator.rendering.structures import structures
+from generator.searching.claims import Claims, Heart
 from generator.searching.fleet import Orders
 from generator.searching.pool import legal_pool
 from generator.searching.queues import share_storage
 from generator.searching.run import Run, Tools, tune_all
+from generator.searching.seeds import _leaders
 from generator.selection import problem_named
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
+from tests.processes import BACKSTOP_SECONDS, alive, wait_for
 from tuned.gru_cell.spec import GruCellSize
 
 if TYPE_CHECKING:
@@ -30,7 +34,8 @@ if TYPE_CHECKING:
 FORK = multiprocessing.get_context("fork")  # torch is imported once, here
 MODEL = problem_named("gru_cell_512_64")
 PROBLEMS = [
-    Problem(f"gru_{i}", "gru_cell", dataclasses.replace(MODEL.spec, hidden=64), GruCellSize(i)) for i in range(1, 9)
+    Problem(f"gru_{i}", "gru_cell", dataclasses.replace(MODEL.spec, hidden=64), GruCellSize(i))
+    for i in range(9, 15)  # the fewest variants: 63 each
 ]
 
 
@@ -40,24 +45,52 @@ def cost(problem: Problem, variant: Any) -> float:
 
 
 @dataclasses.dataclass
-class SlowWorker(FakeWorker):
-    """Takes a moment for each measurement, and says first that it starts it."""
+class ToldWorker(FakeWorker):
+    """Says of each measurement that it starts it, and does then what it was told to."""
 
     log: Path = Path()
     name: str = ""
-    seconds: float = 0.002
+    together: Any = None  # a barrier: nobody measures before all of these have something to measure
     dies_at: int = 0  # this measurement is never finished
     hangs_at: int = 0
+    waits_at: int = 0  # this measurement is not finished before ``waits_for`` holds
+    waits_for: Callable[[], object] = lambda: False
 
     def measure(self, variant: Any) -> Any:
+        if self.together is not None and not self.measured:
+            self.together.wait(BACKSTOP_SECONDS)
         with self.log.open("a") as file:
             file.write(f"{self.name} {self.problem.name} {variant}\n")
-        if len(self.measured) + 1 == self.dies_at:
+        number = len(self.measured) + 1
+        if number == self.dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        if len(self.measured) + 1 == self.hangs_at:
+        if number == self.hangs_at:
             os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(self.seconds)
+        if number == self.waits_at:
+            wait_for(self.waits_for)
         return super().measure(variant)
+
+
+class Pulse(Heart):
+    """Beats all the time, and writes down how often: the clock of tuners that share, whatever the machine does besides."""
+
+    EVERY_S = 0.1
+
+    def __init__(self, claims: Claims, place: Place, name: str) -> None:
+        super().__init__(claims)
+        self._path, self._count = place.folder / f"{name}.beats", 0
+        self._tick()
+
+    def _tick(self) -> None:
+        fresh = self._path.with_suffix(".fresh")
+        fresh.write_text(f"{os.getpid()} {self._count}")
+        fresh.replace(self._path)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.EVERY_S):
+            self._beat()
+            self._count += 1
+            self._tick()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +99,15 @@ class Place:
 
     folder: Path
     url: str | None = None
-    stale_s: float = 4.0  # a busy machine may keep a heart from beating for a second or two
 
     @property
     def log(self) -> Path:
         return self.folder / "measured.txt"
+
+    def clock(self) -> float:
+        """As many seconds as every living tuner has had beats since it came: nobody alive ever seems dead."""
+        counts = (map(int, path.read_text().split()) for path in self.folder.glob("*.beats"))
+        return float(min((count for pid, count in counts if alive(pid)), default=0))
 
     def measured(self) -> collections.Counter[tuple[str, str]]:
         """(problem, variant) -> how often it was measured, by anyone."""
@@ -92,7 +129,7 @@ class Place:
 
 @contextlib.contextmanager
 def tools(place: Place, name: str, **options: Any) -> Iterator[Tools]:
-    worker = SlowWorker(cost, log=place.log, name=name, **options)
+    worker = ToldWorker(cost, log=place.log, name=name, **options)
     worker.start()
     with place.storage() as storage:
         share_storage(storage, "test_gpu")
@@ -101,7 +138,7 @@ def tools(place: Place, name: str, **options: Any) -> Iterator[Tools]:
 
 def orders(place: Place) -> Orders:
     """What every tuner of a test is told."""
-    return Orders(PROBLEMS, trials=200, folder=place.folder / "out", stale_s=place.stale_s)
+    return Orders(PROBLEMS, trials=200, folder=place.folder / "out", stale_s=6.0)
 
 
 def tuner(place: Place, name: str, options: dict[str, Any]) -> None:
@@ -111,24 +148,34 @@ def tuner(place: Place, name: str, options: dict[str, Any]) -> None:
     with tools(place, name, **options) as made:
         queue = told.queue(made.journal.storage, ENVIRONMENT, name)
         queue._poll_s = 0.05
+        queue._claims._clock = place.clock
+        queue._heart = Pulse(queue._claims, place, name)
         tune_all(run, made, trials=told.trials, folder=place.folder / name, queue=queue, renders=False)
     assert not run.skipped, run.skipped
     (place.folder / f"{name}.done").write_text(" ".join(run.outcomes))
 
 
+@functools.cache
+def warm() -> None:
+    """Have here, before tuners are forked, what each would find for itself: pools, kernels, landscapes."""
+    everything()
+    structures()
+    _leaders()
+
+
 def start(place: Place, **tuners: dict[str, Any]) -> dict[str, Any]:
     """A process for each tuner, by its name."""
+    warm()
     processes = {name: FORK.Process(target=tuner, args=(place, name, options)) for name, options in tuners.items()}
     for process in processes.values():
         process.start()
     return processes
 
 
-def join(processes: dict[str, Any], seconds: float = 60.0) -> dict[str, int | None]:
-    """Exit codes; what has not ended in time is killed."""
-    end = time.monotonic() + seconds
+def join(processes: dict[str, Any]) -> dict[str, int | None]:
+    """Exit codes; what never ends is killed."""
     for process in processes.values():
-        process.join(max(0.0, end - time.monotonic()))
+        process.join(BACKSTOP_SECONDS)
         if process.is_alive():
             process.kill()
             process.join()
@@ -138,11 +185,3 @@ def join(processes: dict[str, Any], seconds: float = 60.0) -> dict[str, int | No
 def everything() -> set[tuple[str, str]]:
     """(problem, variant) of all that there is to measure."""
     return {(p.name, str(v)) for p in PROBLEMS for v in legal_pool(p, 90).variants}
-
-
-def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait until it is so; fail if that takes too long."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it took too long"
-        time.sleep(0.005)

@@ -21,8 +21,8 @@ from generator.searching.queues import MixedDevicesError, Shared, TakenOverError
 from generator.searching.run import Run, Tools, tune_all
 from generator.searching.search import Outcome
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
-from tests.processes import BACKSTOP_SECONDS
-from tests.sharing import PROBLEMS, until
+from tests.processes import BACKSTOP_SECONDS, wait_for
+from tests.sharing import PROBLEMS
 from tests.test_record import winner
 from tuned.gru_cell.variant import default_variant
 from tuned.record import winner_to_json
@@ -207,9 +207,9 @@ def test_a_heart_beats_until_it_is_told_to_stop(storage: Any) -> None:
     heart = Heart(claims)
     with heart:
         heart.hold(held)
-        until(lambda: held.beat >= 3)
+        wait_for(lambda: held.beat >= 3)
         Claims(storage, "scope", "b").claim("x", claims.look()["x"])
-        until(lambda: heart.lost)
+        wait_for(lambda: heart.lost)
         heart.hold(None)
         beat = held.beat
         time.sleep(0.05)
@@ -328,7 +328,7 @@ def test_who_was_taken_over_notices(storage: Any) -> None:
         a.check()
         ((key, seen),) = b.look().items()
         assert b.claim(key, seen) is not None
-        until(lambda: a._heart.lost)
+        wait_for(lambda: a._heart.lost)
         with pytest.raises(TakenOverError, match="taken over by another tuner"):
             a.check()
         assert not a.end(outcome(FIRST), complete=True)

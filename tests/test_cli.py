@@ -27,6 +27,7 @@ from generator.selection import REPRESENTATIVE, SelectionError, select
 from generator.telling.progress import time_left
 from generator.workload import default_problems
 from tests.fakes import FakeCompiler, FakeWorker
+from tests.processes import BACKSTOP_SECONDS
 from tests.test_record import winner
 from tests.test_storage import free_port
 
@@ -434,7 +435,7 @@ def test_without_a_gpu_it_compiles_checks_and_estimates(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=BACKSTOP_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr

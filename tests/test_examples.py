@@ -14,6 +14,7 @@ import torch
 
 import tuned.nn
 from examples import seq2seq
+from tests.processes import BACKSTOP_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +32,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_user_sees_that_it_learns_and_that_the_swap_changes_nothing() -> None:
     command = [sys.executable, "examples/seq2seq.py", *SMALL, "--steps", "60"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=BACKSTOP_SECONDS, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     before, after = (float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout))
     assert after < 0.75 * before

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from examples import decode, llama_block
+from tests.processes import BACKSTOP_SECONDS
 from tuned.dispatch import rope_qk
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ def run(script: str, *options: str) -> str:
     """What the example prints; it must succeed, and warn of nothing."""
     command = [sys.executable, f"examples/{script}.py", "--device", "cpu", *options]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=BACKSTOP_SECONDS, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 

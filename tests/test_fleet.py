@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
+import pathlib
 import pickle
 import signal
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,11 +19,13 @@ from generator.keeping.record import read_record
 from generator.keeping.storage import StorageError
 from generator.processes.worker import WorkerLostError
 from generator.searching import fleet as fleet_module
+from generator.searching.claims import Claims
 from generator.searching.fleet import Fleet, FleetError, Orders, Seat, seats
 from generator.searching.queues import owner_name
 from generator.searching.run import Run, Tools
 from tests import sharing
-from tests.sharing import PROBLEMS, Place, everything, until
+from tests.processes import BACKSTOP_SECONDS, alive, wait_for
+from tests.sharing import PROBLEMS, Place, everything
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -82,8 +85,21 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Host]
     monkeypatch.setattr(fleet_module, "START", "fork")  # torch is imported once, here
     monkeypatch.setattr(fleet_module, "TICK_SECONDS", 0.05)
     monkeypatch.setattr("generator.searching.queues.POLL_SECONDS", 0.05)
-    slow = {"seconds": 0.005}
-    return lambda *gpus: Host(Place(tmp_path), {i: {**slow, **options} for i, options in enumerate(gpus)})
+    # By a clock that stands still nobody is ever late: a tuner is dead when its parent sees that it is.
+    monkeypatch.setattr(fleet_module, "Claims", functools.partial(Claims, clock=lambda: 0.0))
+    monkeypatch.setattr(fleet_module, "STOP_SECONDS", BACKSTOP_SECONDS)
+    sharing.warm()
+    return lambda *gpus: Host(Place(tmp_path), dict(enumerate(gpus)))
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process was stopped by SIGSTOP."""
+    return "\nState:\tT" in pathlib.Path(f"/proc/{pid}/status").read_text()
+
+
+def children(pid: int | None) -> list[int]:
+    """The processes that one has started."""
+    return [int(n) for n in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def all_is_done(run: Run, host: Host) -> None:
@@ -96,7 +112,8 @@ def all_is_done(run: Run, host: Host) -> None:
 
 
 def test_gpus_share_the_problems_and_each_stays_on_one(host: Any) -> None:
-    two = host({}, {})
+    together = {"together": sharing.FORK.Barrier(2)}
+    two = host(together, together)
     run = two.tune()
     all_is_done(run, two)
     assert set(two.place.measured().values()) == {1}
@@ -105,16 +122,15 @@ def test_gpus_share_the_problems_and_each_stays_on_one(host: Any) -> None:
     where = {(problem, gpu) for gpu, problem in two.reported if problem}
     assert len(where) == len(PROBLEMS), "all candidates of a problem are on one GPU"
     assert {gpu for _, gpu in where} == {0, 1}
+    two.workers = {0: {}, 1: {}}
     again = two.tune()
     assert [w.name for w in again.winners] == [p.name for p in PROBLEMS]
     assert set(two.place.measured().values()) == {1}, "nothing is measured again"
 
 
 def test_a_tuner_that_dies_is_noticed_and_its_problem_taken_over_at_once(host: Any) -> None:
-    two = host({}, {"dies_at": 12})
-    start = time.monotonic()
-    run = two.tune()
-    assert time.monotonic() - start < fleet_module.STALE_SECONDS / 3, "nobody waited for its heartbeat"
+    two = host({"waits_at": 2, "waits_for": lambda: two.place.by()["1"] == 12}, {"dies_at": 12})
+    run = two.tune()  # by a clock that stands still: whoever waited for its heartbeat would wait for ever
     all_is_done(run, two)
     assert sum(two.place.measured().values()) <= len(everything()) + 1
     (said,) = two.said
@@ -123,7 +139,7 @@ def test_a_tuner_that_dies_is_noticed_and_its_problem_taken_over_at_once(host: A
 
 
 def test_ctrl_c_ends_all_and_the_same_command_goes_on(host: Any) -> None:
-    two = host({"seconds": 0.01}, {"seconds": 0.01})  # a busy machine must not be done before the key is pressed
+    two = host({"waits_at": 20}, {"waits_at": 20})  # for the key to be pressed
 
     def press(reports: int) -> None:
         if reports == 15:
@@ -137,6 +153,7 @@ def test_ctrl_c_ends_all_and_the_same_command_goes_on(host: Any) -> None:
     assert [p.exitcode for p in two.processes()] == [0, 0], "they ended by themselves"
     before = sum(two.place.measured().values())
     two.on_report = lambda _: None
+    two.workers = {0: {}, 1: {}}
     again = two.tune()
     all_is_done(again, two)
     assert sum(two.place.measured().values()) <= len(everything()) + 2, "but for the two trials under way"
@@ -145,10 +162,11 @@ def test_ctrl_c_ends_all_and_the_same_command_goes_on(host: Any) -> None:
 
 def test_a_tuner_that_does_not_listen_is_killed(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "STOP_SECONDS", 0.3)
-    one = host({"hangs_at": 12}, {})
+    one = host({"hangs_at": 12}, {"waits_at": 12, "waits_for": lambda: one.place.by()["0"] == 12})
 
     def press(reports: int) -> None:
-        if reports == 40:
+        del reports
+        if stopped(one.processes()[0].pid):
             raise KeyboardInterrupt
 
     one.on_report = press
@@ -196,17 +214,18 @@ def test_a_gpu_that_cannot_start_is_left_out_and_said(host: Any) -> None:
     assert two.said == ["GPU 1 is left out: it does not answer"]
 
 
-def test_tuners_end_when_their_parent_is_killed(host: Any) -> None:
-    two = host({"seconds": 0.02}, {"seconds": 0.02})
+def test_tuners_end_when_their_parent_is_killed(host: Any, tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
+    two = host(*({"waits_at": 3, "waits_for": killed.exists} for _ in range(2)))
     parent = sharing.FORK.Process(target=two.tune)
     parent.start()
-    until(two.place.log.exists)
+    wait_for(lambda: two.place.log.exists() and two.place.by() == {"0": 3, "1": 3})
+    tuners = children(parent.pid)
     os.kill(parent.pid or 0, signal.SIGKILL)
     parent.join()
-    sizes = [-1, 0]
-    while sizes[-1] != sizes[-2]:
-        time.sleep(0.7)
-        sizes.append(two.place.log.stat().st_size)
+    killed.touch()
+    assert len(tuners) == 2
+    wait_for(lambda: not any(map(alive, tuners)))
     assert set(two.place.measured()) != everything(), "they measured on"
 
 

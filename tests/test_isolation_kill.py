@@ -6,7 +6,7 @@ import collections
 import os
 import random
 import signal
-import time
+import sys
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from tests.processes import forked
 from tuned.record import load_record
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 # Two whose pools are measured whole, and one that is searched between them.
@@ -59,16 +60,29 @@ def tuner(folder: Path, run: str) -> None:
     assert set(done.outcomes) == {p.name for p in PROBLEMS}
 
 
-def ended(pid: int, seconds: float) -> bool:
-    """Whether a process ended by itself, well; after ``seconds`` it is killed."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if (status := os.waitpid(pid, os.WNOHANG))[0]:
-            assert status[1] == 0, "a run failed where another had been killed"
-            return True
-        time.sleep(0.0005)
-    os.kill(pid, signal.SIGKILL)
-    return os.waitpid(pid, 0)[1] == 0
+def counted(function: Callable[[], object], die_at: int = 0) -> int:
+    """How many calls and returns, of Python and of C, a function takes; the process is killed at the one ``die_at``."""
+    count = 0
+
+    def step(*_: object) -> None:
+        nonlocal count
+        count += 1
+        if count == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(step)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def ended(pid: int) -> bool:
+    """Whether a process ended by itself, well, and was not killed."""
+    status = os.waitpid(pid, 0)[1]
+    assert status in (0, signal.SIGKILL), "a run failed where another had been killed"
+    return status == 0
 
 
 def measured(path: Path) -> list[str]:
@@ -86,20 +100,19 @@ def check_files(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[str], float]:
-    """The record of an unbroken run, what it measured, and its seconds."""
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[str], int]:
+    """The record of an unbroken run, what it measured, and how many calls and returns it takes."""
     folder = tmp_path_factory.mktemp("unbroken")
     tuner(tmp_path_factory.mktemp("warm"), "run")  # templates and pools, which a fork then has
-    start = time.monotonic()
-    assert ended(forked(lambda: tuner(folder, "run")), 60)
-    seconds = time.monotonic() - start
-    return (folder / "out" / "test_gpu.json").read_bytes(), measured(folder / "run"), seconds
+    count = folder / "count"
+    assert ended(forked(lambda: count.write_text(str(counted(lambda: tuner(folder, "run"))))))
+    return (folder / "out" / "test_gpu.json").read_bytes(), measured(folder / "run"), int(count.read_text())
 
 
 def test_a_tuner_killed_at_fifty_moments_ends_as_an_unbroken_one(
-    tmp_path: Path, unbroken: tuple[bytes, list[str], float]
+    tmp_path: Path, unbroken: tuple[bytes, list[str], int]
 ) -> None:
-    record, whole, seconds = unbroken
+    record, whole, calls = unbroken
     assert len(legal_pool(PROBLEMS[1], 90).variants) > EXHAUSTIVE
     assert len(whole) == len(set(whole)) > 2 * TRIALS
     moments = random.Random(0)
@@ -112,9 +125,10 @@ def test_a_tuner_killed_at_fifty_moments_ends_as_an_unbroken_one(
         before: list[str] = []  # what earlier runs of this chain measured
         under_way: list[str] = []  # when they were killed, and kept or not
         for run in map(str, range(KILLS + 1)):
-            # On a machine that got busier since, every run may be killed: the last one is not.
-            patience = seconds * moments.random() if kills < KILLS else 60
-            over = ended(forked(lambda f=folder, r=run: tuner(f, r)), patience)
+            moment = moments.randrange(1, calls) if kills < KILLS else 0
+            over = ended(
+                forked(lambda f=folder, r=run, m=moment: counted(lambda: tuner(f, r), m) if m else tuner(f, r))
+            )
             now = measured(folder / run)
             assert not set(now) & set(before), "measured twice"
             assert len(now) == len(set(now))

@@ -20,6 +20,7 @@ from tests.fakes import FakeCompiler, FakeWorker
 from tests.processes import end_all, forked, wait_for
 from tests.test_record import winner
 from tuned.gru_cell.spec import GruCellSize
+from tuned.gru_cell.variant import default_variant
 from tuned.record import load_record
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def hold(identity: str, file: Path) -> None:
     with gpu_lock(identity, lambda _: None):
         file.write_text(str(os.getpid()))
-        time.sleep(60)
+        signal.pause()
 
 
 def test_the_second_tuner_of_a_gpu_says_who_has_it_and_waits_until_it_ends(tmp_path: Path) -> None:
@@ -103,9 +104,15 @@ def test_two_tuners_on_one_table_keep_every_row_and_no_reader_sees_a_torn_record
 
     def write(first: int) -> None:
         for number in range(first, first + ROWS):
+            if number == first + ROWS // 2:
+                wait_for((tmp_path / "read").exists)
             problem = problem_named("gru_cell_512_64")
+            size = GruCellSize(number)
             row = dataclasses.replace(
-                winner("gru_cell_512_64"), name=f"row_{number}", size=GruCellSize(number), spec=problem.spec
+                winner("gru_cell_512_64", variant=default_variant(problem.spec, size)),
+                name=f"row_{number}",
+                size=size,
+                spec=problem.spec,
             )
             save_winner(row, folder)
 
@@ -114,10 +121,13 @@ def test_two_tuners_on_one_table_keep_every_row_and_no_reader_sees_a_torn_record
     ended: dict[int, int] = {}
     while len(ended) < len(writers):
         seen.append(len(load_record(folder / "test_gpu.json")))
+        if seen[-1] > 1:  # not before each has written something do they write the rest
+            (tmp_path / "read").touch()
         for pid in writers:
             if pid not in ended and (status := os.waitpid(pid, os.WNOHANG))[0]:
                 ended[pid] = status[1]
     assert set(ended.values()) == {0}
+    seen.append(len(load_record(folder / "test_gpu.json")))
     assert seen == sorted(seen), "no row that was there is gone"
     assert seen[-1] > seen[0]
     assert {w.name for w in read_record("test_gpu", folder)} >= {f"row_{n}" for n in range(100, 100 + 2 * ROWS)}

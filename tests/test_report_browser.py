@@ -14,6 +14,7 @@ import pytest
 from generator.rendering.show import PREFERRED
 from generator.telling.html.page import page
 from generator.telling.html.sources import collect
+from tests.processes import BACKSTOP_SECONDS
 
 BROWSERS = (
     "chromium-headless-shell",
@@ -68,7 +69,7 @@ ASK = """<script>addEventListener("load", () => {
 def browse(file: Path, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Run the browser on a file; what the page wrote to its console stands in stderr."""
     command = [str(BROWSER), *QUIET, f"--user-data-dir={folder}", *flags, file.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BACKSTOP_SECONDS, check=True)
     complaints = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert not complaints, complaints
     return done

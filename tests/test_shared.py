@@ -16,11 +16,13 @@ import pytest
 from generator.keeping.storage import opened_storage
 from generator.searching.queues import MixedDevicesError, scope_of, share_storage
 from tests.fakes import ENVIRONMENT
-from tests.sharing import PROBLEMS, Place, everything, join, orders, start
+from tests.sharing import FORK, PROBLEMS, Place, everything, join, orders, start
 from tests.test_storage import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+LAST = 12  # measurement of the one that is killed
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +71,18 @@ def all_see_the_same(place: Place, names: list[str]) -> None:
 
 
 def one_is_killed(place: Place, names: list[str]) -> None:
-    """Tuners share the problems; the first is killed in its second problem."""
+    """Tuners share the problems; the first is killed at its work."""
     victim, *living = names
-    options = {name: {"seconds": 0.005} for name in names}
-    options[victim]["dies_at"] = 12
+    together = FORK.Barrier(len(names))
+    until_then = {"waits_at": 2, "waits_for": lambda: place.by()[victim] == LAST}
+    options: dict[str, dict[str, Any]] = {name: {"together": together, **until_then} for name in living}
+    options[victim] = {"together": together, "dies_at": LAST}
     codes = join(start(place, **options))
     assert codes == {victim: -signal.SIGKILL} | dict.fromkeys(living, 0)
     measured = place.measured()
     assert set(measured) == everything()
     assert sum(measured.values()) <= len(measured) + 1, "the trial under way may be measured again, nothing else"
-    assert place.by()[victim] == 12
+    assert place.by()[victim] == LAST
     assert min(place.by()[name] for name in living) > 0, "all had a part"
     ended_once(place)
     all_see_the_same(place, living)
@@ -108,8 +112,9 @@ def proxy(url: str) -> Iterator[str]:
 
 
 def test_two_tuners_share_through_the_proxy(tmp_path: Path, proxy: str) -> None:
-    place = Place(tmp_path, proxy, stale_s=20.0)
-    assert join(start(place, a={"seconds": 0.005}, b={"seconds": 0.005})) == {"a": 0, "b": 0}
+    place = Place(tmp_path, proxy)
+    together = {"together": FORK.Barrier(2)}
+    assert join(start(place, a=together, b=together)) == {"a": 0, "b": 0}
     assert set(place.measured()) == everything()
     assert set(place.measured().values()) == {1}
     assert min(place.by().values()) > 0

@@ -24,7 +24,7 @@ class Pool:
     rejected: dict[str, int]  # first words of a rule's sentence -> how many tiles it excluded
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=32)
 def legal_pool(problem: Problem, capability: int, multiprocessors: int | None = None) -> Pool:
     """Every legal variant of a problem on a compute capability (90 is 9.0) and so many multiprocessors, if it is known.
 
@@ -33,7 +33,6 @@ def legal_pool(problem: Problem, capability: int, multiprocessors: int | None = 
     """
     family = WORKLOADS[problem.family].family
     declared = choices(family.variant_type)
-    default = family.variant_type()
     core = {name: declared[name] for name in family.core_knobs}
     rest = {name: values for name, values in declared.items() if name not in core}
     rejected: collections.Counter[str] = collections.Counter()
@@ -44,7 +43,7 @@ def legal_pool(problem: Problem, capability: int, multiprocessors: int | None = 
         total *= len(values)
     for tile in itertools.product(*core.values()):
         chosen = dict(zip(core, tile, strict=True))
-        reason = family.rejection(problem.spec, problem.size, dataclasses.replace(default, **chosen), *here)
+        reason = family.rejection(problem.spec, problem.size, family.variant_type(**chosen), *here)
         if reason is not None:
             rejected[reason.split(":")[0].split(" with ")[0]] += 1
             continue

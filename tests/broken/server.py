@@ -61,9 +61,10 @@ def cost(variant: Any) -> float:
     return round(5 + tile + 0.07 * variant.num_warps, 4)
 
 
-def ranked(problem: Problem) -> list[Any]:
+@functools.lru_cache
+def ranked(problem: Problem) -> tuple[Any, ...]:
     """The pool of a problem, the fastest first."""
-    return sorted(legal_pool(problem, 90).variants, key=cost)
+    return tuple(sorted(legal_pool(problem, 90).variants, key=cost))
 
 
 def deed_of(problem: Problem, variant: Any) -> str:

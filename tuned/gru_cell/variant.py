@@ -141,9 +141,9 @@ def rejection(
 
 def _unused(variant: GruCellVariant, *names: str) -> str | None:
     """A knob that the form does not have must be at its default: else it is another spelling of the same."""
-    for field in dataclasses.fields(variant):
-        if field.name in names and getattr(variant, field.name) != field.default:
-            return f"form={variant.form!r} has no {field.name}: only its default is tried"
+    for name in names:
+        if getattr(variant, name) != getattr(GruCellVariant, name):  # the class has each field's default
+            return f"form={variant.form!r} has no {name}: only its default is tried"
     return None
 
 
