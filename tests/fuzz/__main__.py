@@ -156,9 +156,8 @@ class Found:
                 told = failure["whole"]  # it takes what came before
             print(f"\n{failure['message']}\n{told}")  # noqa: T201
         missing = self._missing() if self.kernels else []
-        print(
-            f"\nfuzz: seed {asked.seed}: {self._summary()}; {self.calls / max(self.seconds, 1e-9):.0f} calls a second"
-        )
+        rate = self.calls / max(self.seconds, 1e-9)
+        print(f"\nfuzz: seed {asked.seed}: {self._summary()}; {rate:.0f} calls a second")  # noqa: T201
         if missing:
             print(f"did not come up: {', '.join(missing)}")  # noqa: T201
         if asked.out is not None:
@@ -190,7 +189,11 @@ class Found:
 def raises(script: str) -> bool:
     """Whether a script fails in a process of its own."""
     try:
-        return bool(subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=PATIENCE).returncode)
+        return bool(
+            subprocess.run(
+                [sys.executable, "-c", script], check=False, capture_output=True, timeout=PATIENCE
+            ).returncode
+        )
     except subprocess.TimeoutExpired:
         return True
 

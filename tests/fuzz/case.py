@@ -120,7 +120,7 @@ def run(case: Case, device: str, performed: Any = perform) -> tuple[int, Failure
         for step, (which, seed) in enumerate(case.steps):
             try:
                 performed(case.calls[which], seed, device)
-            except Wrong as error:
+            except Wrong as error:  # noqa: PERF203 - what comes after it says nothing
                 steps = case.steps[: step + 1]
                 with fresh():
                     alone = steps[-1:] if _again(performed, case.calls[which], seed, device) else steps

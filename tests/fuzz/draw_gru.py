@@ -204,7 +204,9 @@ def linear_cat(rng: random.Random, world: World, spec: Any = None, size: Any = N
 # Modules ------------------------------------------------------------------------------------------------------------------
 
 
-def nn_gru(rng: random.Random, world: World, *, wrong: bool = False) -> Call:
+def nn_gru(  # noqa: PLR0912, PLR0915 - one thing after another
+    rng: random.Random, world: World, *, wrong: bool = False
+) -> Call:
     """The call of a GRU module, ours or torch's patched or replaced; what torch's own would say of it is right."""
     dtype = rng.choices(DTYPES, ODDS)[0]
     mode = world.mode(rng, MODES[:-1])  # a captured module is a captured call
@@ -374,7 +376,7 @@ def nn_gru_cell(rng: random.Random, world: World, *, wrong: bool = False) -> Cal
 # Wrong calls --------------------------------------------------------------------------------------------------------------
 
 
-def spoiled(rng: random.Random, world: World, call: Call) -> Call:
+def spoiled(rng: random.Random, world: World, call: Call) -> Call:  # noqa: PLR0915 - one way after another
     """A call of tuned.dispatch's gru, gru_cell or linear_cat with one thing that is not allowed."""
     views, arguments = dict(call.views), dict(call.arguments)
     away = "cpu" if world.device == "cuda" else "meta"
@@ -444,8 +446,6 @@ def spoiled(rng: random.Random, world: World, call: Call) -> Call:
                 ways["no step"] = lambda: swap(
                     "input", shape=(shape[0], 0, shape[2]) if arguments.get("batch_first") else (0, *shape[1:])
                 )
-    if name.startswith(("weight", "b_", "bias")) and "h" in views and not math.prod(views["h"].shape):
-        pass
     what = rng.choice(sorted(ways))
     ways[what]()
     views = {n: dataclasses.replace(v, grad="") for n, v in views.items()}

@@ -94,7 +94,7 @@ def chosen(rng: random.Random, world: World, spec: Any = None) -> Drawn:
     )  # fmt: skip
 
 
-def draw(rng: random.Random, world: World, spec: Any = None) -> Call:
+def draw(rng: random.Random, world: World, spec: Any = None) -> Call:  # noqa: PLR0912, PLR0915 - one thing after another
     """A call that is right, or refused for what its values say."""
     d = chosen(rng, world, spec)
     mode = world.mode(rng, ("plain", "no_grad", "inference", "grad", "autocast", "stream", "graph"))
@@ -177,7 +177,7 @@ def draw(rng: random.Random, world: World, spec: Any = None) -> Call:
         arguments["max_seqlen"] = longest
     # Angles.
     width = d.rotary if d.entries == "feature" else d.rotary // 2
-    named = _angles(rng, world, d, views, rows, width, batch if not packed else 0, plain=plain)
+    named = _angles(rng, d, views, rows, width, batch if not packed else 0, plain=plain)
     arguments |= {name: Name(name) for name in named}
     if mode == "grad" and d.source in ("freqs", "cos_sin", "cos_sin_cache") and rng.random() < 0.1:
         views[named[0]] = dataclasses.replace(views[named[0]], grad="leaf")
@@ -206,7 +206,7 @@ def draw(rng: random.Random, world: World, spec: Any = None) -> Call:
         offset=number, transposed=d.function == "rope_backward",
     )  # fmt: skip
     seen = {name: name for name in (*named, "cu_seqlens", "positions", "starts") if name in views}
-    tensors, parts, results, refused = _rotated(rng, world, d, shape, views, rope, seen, mode)
+    tensors, parts, results, refused = _rotated(rng, d, shape, views, rope, seen, mode)
     refusal = refused or refusal
     arguments = {**tensors, **arguments}
     mode = "no_grad" if refusal and mode in ("graph", "stream", "grad") else mode
@@ -242,7 +242,6 @@ def _bounds(rng: random.Random, tokens: int, multiple: int, cp_size: int) -> lis
 
 def _angles(
     rng: random.Random,
-    world: World,
     d: Drawn,
     views: dict[str, View],
     rows: int,
@@ -282,7 +281,7 @@ def _angles(
 
 
 def _rotated(
-    rng: random.Random, world: World, d: Drawn, shape: tuple[int, ...], views: dict[str, View], rope: Rope,
+    rng: random.Random, d: Drawn, shape: tuple[int, ...], views: dict[str, View], rope: Rope,
     seen: dict[str, str], mode: str,
 ) -> tuple[dict[str, Any], list[Part], tuple[str, ...], str]:  # fmt: skip
     """The tensors that are rotated: arguments, parts, results, and why they are refused."""

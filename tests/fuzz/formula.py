@@ -74,7 +74,7 @@ def positions(
     return out, held
 
 
-def angles(call: Rope, tensors: dict[str, torch.Tensor], where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def angles(tensors: dict[str, torch.Tensor], where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine, [batch, seq, entries] in float64; NaN at positions that a table has no row for."""
     if "inv_freq" in tensors:
         radians = (where.float()[..., None] * tensors["inv_freq"]).double()  # rounded to float32 once
@@ -136,7 +136,7 @@ def rope(
     moved = whole.shape[2] - call.copied
     batch, seq = whole.shape[:2]
     where, held = positions(call, seq, batch, tensors, x.device)
-    cos, sin = angles(call, tensors, where)
+    cos, sin = angles(tensors, where)
     if call.scaling != 1.0:
         cos, sin = cos * call.scaling, sin * call.scaling
     if call.conjugate:
@@ -167,9 +167,10 @@ def rope(
         right = arithmetic.nan_to_num(nan=0.0) + stored
         if held is not None:
             keep = held[None, :, None, None]
-            value, right = torch.where(keep, value, whole[:, :, :moved, features]), torch.where(keep, right, 0.0)
-        out[:, :, :moved, features] = value
-        bound[:, :, :moved, features] = right
+            out[:, :, :moved, features] = torch.where(keep, value, whole[:, :, :moved, features])
+            bound[:, :, :moved, features] = torch.where(keep, right, 0.0)
+        else:
+            out[:, :, :moved, features], bound[:, :, :moved, features] = value, right
 
     def back(t: torch.Tensor) -> torch.Tensor:
         return t if call.layout == "bshd" else t.transpose(0, 1) if call.layout == "sbhd" else t[0]

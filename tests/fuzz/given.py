@@ -243,7 +243,7 @@ class Given:
     def check_refused(self, *types: type[BaseException], text: str = "") -> None:
         """It raised one of these, and wrote nothing."""
         if self.error is None:
-            raise Wrong(f"{'a call that is wrong' if not text else text} was served: {names(types)} is right")
+            raise Wrong(f"{text or 'a call that is wrong'} was served: {names(types)} is right")
         if not isinstance(self.error, types):
             raise Wrong(f"raised {type(self.error).__name__}: {self.error}; {names(types)} is right")
         self.untouched()
@@ -349,7 +349,8 @@ class Given:
         if not want.numel():
             return
         count = sum(out[..., 0].numel() for out in outs)
-        largest = [max((t.abs().amax() for t in ts if t.numel()), default=torch.zeros(())) for ts in (outs, grads)]
+        turned = [_evaluated(part.see, values).double() for part in parts]
+        largest = [max((t.abs().amax() for t in ts if t.numel()), default=torch.zeros(())) for ts in (turned, grads)]
         slack = 8 * U32 * (count + 16) * largest[0] * largest[1] * max(abs(p.rope.scaling) for p in parts)
         grad = self.grads[name]
         if grad is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def gru(
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
         outs, states = [], []
-        for b, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for b, (start, end) in enumerate(itertools.pairwise(bounds)):
             state = hx[:, b : b + 1].contiguous()
             out, state = torch.gru(input[start:end, None], state, *rest, False) if end > start else (None, state)
             outs += [] if out is None else [out[:, 0]]
@@ -122,7 +123,7 @@ def nn_gru_cell(
     kind: str,
     constructor: dict[str, Any],
     weights: Any,
-    input: Any,
+    input: Any,  # noqa: A002
     hx: Any = None,
     *,
     chunk: bool = True,

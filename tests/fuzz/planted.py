@@ -28,9 +28,7 @@ def a_sign(rotate: Rotate) -> Rotate:
         out, key = rotate(spec, call)
         return (
             (out * torch.tensor([1.0, -1.0]).to(out).repeat(-(-out.shape[-1] // 2))[: out.shape[-1]], key)
-            if (
-                call.x.stride(-1) == 2
-            )
+            if (call.x.stride(-1) == 2)
             else (out, key)
         )
 
