@@ -17,12 +17,13 @@ from generator.searching.pool import legal_pool
 from tests import oracle, pairwise
 from tests.rope_case import assert_close
 from tests.run import DEVICE, INTERPRETED, addresses, run, to_numpy, truncates, watched
+from tuned.architecture import shared_limit
 from tuned.choices import choices
 from tuned.gru_cell.spec import DTYPES
 from tuned.gru_cell.variant import LEAST_SHARED
 from tuned.linear_cat.launches import LinearCatCall, call_of, kernel_name, launches
 from tuned.linear_cat.spec import LinearCatSize, LinearCatSpec
-from tuned.linear_cat.variant import LinearCatVariant, default_variant, rejection
+from tuned.linear_cat.variant import LinearCatVariant, default_variant, rejection, stage_bytes
 
 TILE = LinearCatVariant("tile", 16, 32, 64, num_stages=2)
 VECTOR = LinearCatVariant("vector", 4, 8, 256)
@@ -110,7 +111,12 @@ def axes_of(form: str) -> dict[str, tuple[Any, ...]]:
 
 
 def possible(knobs: dict[str, Any]) -> bool:
-    """What the text can express, and small enough to be interpreted."""
+    """What the text can express and a GPU has room for, and small enough to be interpreted."""
+    variant = LinearCatVariant(**knobs)
+    if not variant.is_vector:  # with a tenth for the sums; on a GPU these tests launch it
+        needed = variant.num_stages * stage_bytes(spec_of("float16", (40, 8), 19), variant)
+        if needed > 0.9 * shared_limit(90):
+            return False
     if knobs["form"] == "vector":
         return knobs["block_k"] >= 256 and knobs["block_rows"] * knobs["block_columns"] * knobs["block_k"] <= 2**16
     return knobs["block_columns"] >= 16 and knobs["block_k"] <= 512
