@@ -24,8 +24,8 @@ test-stack: $(STACK)/.dev  ## set up, then the compile, render and lookup tests 
 	$(STACK)/bin/python -m pytest -n auto $(STACK_TESTS)
 
 test-gpu: $(VENV)/.dev  ## the full grid on a GPU, then what nothing else there may disturb
-	$(BIN)/python -m pytest tests/gpu -m "(gpu or gpu_sample) and not alone" -n $(GPU_PROCESSES) --dist loadgroup
-	$(BIN)/python -m pytest tests/gpu -m "(gpu or gpu_sample) and alone"
+	$(BIN)/python -m pytest tests/gpu -m "gpu and not alone" -n $(GPU_PROCESSES) --dist loadgroup
+	$(BIN)/python -m pytest tests/gpu -m "gpu and alone"
 
 verify: $(VENV)/.dev  ## plain tests, GPU tests, fuzz and sanitizers on a GPU; what passed is kept, and not run again
 	$(BIN)/python -m benchmarks.verify

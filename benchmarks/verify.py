@@ -92,8 +92,9 @@ def suites(cache: Path, cores: int, seed: int) -> dict[str, tuple[Step, ...]]:
     return {
         "plain": (tests("plain", PLAIN_PROCESSES),),
         "gpu": (
-            tests("gpu", GPU_PROCESSES, "tests/gpu", "-m", "(gpu or gpu_sample) and not alone"),
-            tests("gpu_alone", 1, "tests/gpu", "-m", "(gpu or gpu_sample) and alone"),
+            # Those marked gpu_sample are among the plain ones.
+            tests("gpu", GPU_PROCESSES, "tests/gpu", "-m", "gpu and not alone"),
+            tests("gpu_alone", 1, "tests/gpu", "-m", "gpu and alone"),
         ),
         "fuzz": (Step((sys.executable, "-m", "tests.fuzz", *drawn), fuzz, fuzzed),),
         "sanitizers": (tests("sanitizers", SANITIZED_PROCESSES, "tests/gpu", "-m", "sanitizer"),),

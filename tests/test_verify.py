@@ -262,7 +262,7 @@ def test_the_suites_are_those_of_the_record_and_no_test_is_in_none(tmp_path: Pat
     assert "-n14" in every["plain"][0].command
     assert "--seed=7" in every["fuzz"][0].command
     chosen = [one.command[-3:] for name in ("gpu", "sanitizers") for one in every[name]]
-    marks = ("(gpu or gpu_sample) and not alone", "(gpu or gpu_sample) and alone", "sanitizer")
+    marks = ("gpu and not alone", "gpu and alone", "sanitizer")
     assert chosen == [("tests/gpu", "-m", mark) for mark in marks]
     # Samples elsewhere are plain tests, too; these are nothing else.
     marked = re.compile(r"^[^#\n]*\bpytest\.mark\.(gpu|alone|sanitizer)\b", re.MULTILINE)

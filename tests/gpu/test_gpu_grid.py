@@ -45,7 +45,7 @@ def test_every_call_is_right_forward_and_backward(
     reports: dict[Combination, concurrent.futures.Future[Report]], combination: Combination
 ) -> None:
     report = reports[combination].result()
-    assert report.wrong == []
+    assert report.wrong == [], "\n".join(report.wrong)
     assert report.forward == report.backward == len(combination.dims()) * len(SIZES) * len(VIEWS)
 
 

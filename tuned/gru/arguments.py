@@ -36,7 +36,8 @@ class GruCall:
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """What torch.autocast casts to on a kind of device, or None where it is off or, as on "meta", unknown."""
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    # torch.amp.is_autocast_available would say it of any kind, but torch 2.11's Dynamo cannot trace that.
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 

@@ -259,7 +259,8 @@ def _lengths(call: GruCall) -> _Lengths:
         starts, lengths = _packed_tensors(tuple(call.batch_sizes.tolist()), call.input.device)
         return _Lengths("packed", starts, lengths, _steps(call))
     if call.cu_seqlens is not None:
-        return _Lengths("thd", call.cu_seqlens, call.cu_seqlens.diff().clamp_(max=_steps(call)), _steps(call))
+        starts = call.cu_seqlens.contiguous()  # which the kernels take for granted
+        return _Lengths("thd", starts, starts.diff().clamp_(max=_steps(call)), _steps(call))
     return _Lengths("dense", None, None, _steps(call))
 
 

@@ -77,7 +77,7 @@ def angles(spec: RopeSpec, call: RopeCall, rows: torch.Tensor) -> tuple[torch.Te
 def rotate(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """New tensors with the rotated features of ``call.x`` and of ``call.key``; differentiable in them and in the angles."""
     kind = call.x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         # Every dtype here is chosen, and autocast's promotion of what is concatenated knows no float16 on a CPU.
         with torch.autocast(kind, enabled=False):
             return _rotated(spec, call)
