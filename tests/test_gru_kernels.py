@@ -226,6 +226,8 @@ def test_nan_of_any_bits_ends_in_nan_and_never_in_what_readers_wait_for(bits: in
         run_windows(built, variant)  # of all steps in one launch, readers would wait for ever
         out = built.call.out
         assert not bool((out.view(integers) == -1).any())
+        if name == "weight_hh" and numbers == "tf32" and not INTERPRETED and not pattern & 0x7FE000:
+            continue  # no bit of this NaN's payload is one of TF32: tensor cores take it for an infinity, PyTorch's too
         hit = out[1:, 0].isnan().any(-1) if name != "weight_hh" else out[:, 0].isnan().any(-1)
         assert bool(hit.all())
         if name != "weight_hh":

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from generator.processes.compiler import CompilerPool, compile_variant, hopeless, pool_of_processes
+from generator.processes.compiler import CompilerPool, compile_variant, hopeless
 from generator.searching.pool import legal_pool
 from generator.selection import problem_named
 from generator.workload import default_problems
@@ -55,7 +56,8 @@ def test_every_choice_of_a_knob_is_right_on_the_gpu(knobs: dict[str, Any], dtype
 
 @pytest.fixture(scope="module")
 def compilers() -> Iterator[CompilerPool]:
-    with pool_of_processes() as pool:
+    # A few take most of a minute where neighbours compile too; the tests beside have processes of their own.
+    with CompilerPool((os.cpu_count() or 2) // 2, seconds=300) as pool:
         yield pool
 
 

@@ -413,7 +413,7 @@ def _bytes_between(x: torch.Tensor, key: torch.Tensor) -> int | None:
     except RuntimeError:
         if x.untyped_storage().data_ptr() != key.untyped_storage().data_ptr():
             return None
-        return (key.storage_offset() - x.storage_offset()) * x.element_size()
+        return int(key.storage_offset() - x.storage_offset()) * x.element_size()
 
 
 def _refuse_shared(first: torch.Tensor, second: torch.Tensor, between: int) -> None:
