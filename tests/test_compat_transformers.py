@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.transformers_models import FAMILIES, LAYERS, Family, generated, logits_and_gradients
+from tests.transformers_models import (
+    FAMILIES,
+    LAYERS,
+    ROUNDED_ONCE,
+    Family,
+    generated,
+    logits_and_gradients,
+    rotation_errors,
+)
 from tuned import dispatch
 from tuned.compat.transformers import RotaryPosEmb, kernel_mapping, register_kernel_layer, use_tuned_rope
 
@@ -99,6 +107,12 @@ def test_in_low_precision_the_error_is_no_more_than_the_models_own() -> None:
     for a, b, c in zip(ours, theirs, exact, strict=True):
         assert a.dtype == torch_dtype
         assert torch.equal(a, c.to(torch_dtype)) or (a - c).abs().mean() < 0.9 * (b - c).abs().mean()
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.name in ("Llama", "GPTNeoX", "Glm")], ids=lambda f: f.name)
+def test_in_bfloat16_the_function_errs_less_than_the_models_own(family: Family) -> None:
+    for ours, theirs in rotation_errors(family, "cpu"):
+        assert ours <= ROUNDED_ONCE * theirs
 
 
 def test_undo_restores_the_very_function_and_may_be_called_again() -> None:

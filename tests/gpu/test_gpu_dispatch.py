@@ -135,7 +135,11 @@ REPLAYED = {
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("name", REPLAYED)
 def test_a_graph_replays_with_new_values_and_new_positions(launched: list[str], name: str, known: bool) -> None:
-    given, settings, made = build(REPLAYED[name], "cuda")
+    # A backward runs on the streams that its forward ran on: of a node made on the legacy stream, as x would be here,
+    # PyTorch's own operators cannot be captured either.
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        given, settings, made = build(REPLAYED[name], "cuda")
     state = [t for t in (given.positions, given.offset) if isinstance(t, torch.Tensor)]
 
     def run() -> tuple[torch.Tensor, ...]:
@@ -143,7 +147,6 @@ def test_a_graph_replays_with_new_values_and_new_positions(launched: list[str], 
         outs = out if isinstance(out, tuple) else (out,)
         return (*outs, *(torch.autograd.grad([t.pow(2).sum() for t in outs], made, retain_graph=True) if made else ()))
 
-    stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
             run()
@@ -178,6 +181,77 @@ def test_a_graph_replays_with_new_values_and_new_positions(launched: list[str], 
         graph.replay()
         torch.cuda.synchronize()
         torch.testing.assert_close(outs, wanted, rtol=1e-5, atol=5e-5, msg=lambda text, n=turn: f"replay {n}: {text}")
+
+
+@pytest.mark.gpu_sample
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_training_step_is_captured_whole(launched: list[str], inplace: bool, known: bool) -> None:
+    """As PyTorch's notes on CUDA graphs have it: parameters made before, on the legacy stream; all else in the capture."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(16, device="cuda"))
+    x, freqs = torch.randn(2, 4, 6, 16, device="cuda"), torch.rand(8, 8, device="cuda")
+
+    def step(rotate: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]) -> torch.Tensor:
+        q, k = (x * weight).split([4, 2], 2)
+        out = rotate(q * 1, k * 1)
+        loss = sum((t.pow(2).sum() for t in out if t is not None), torch.zeros((), device="cuda"))
+        loss.backward()
+        return loss.detach()
+
+    def ours(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return rope_qk(q, k, freqs, angle_entries="pair", inplace=inplace)
+
+    def own(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = freqs[:4].cos()[:, None], freqs[:4].sin()[:, None]
+        (a, b), (c, d) = q.chunk(2, -1), k.chunk(2, -1)
+        return (
+            torch.cat((a * cos - b * sin, b * cos + a * sin), -1),
+            torch.cat((c * cos - d * sin, d * cos + c * sin), -1),
+        )
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(ours)
+    torch.cuda.current_stream().wait_stream(side)
+    if not known:
+        forget()
+    weight.grad = None
+    launched.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(ours)
+    assert set(launched) == {"bare" if known else "public"}
+    assert weight.grad is not None
+    grad = weight.grad
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        weight.grad = None
+        wanted = step(own)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(grad, weight.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu_sample
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_features_that_lie_gigabytes_apart_are_found(interleaved: bool, inplace: bool) -> None:
+    far = 2**30  # elements: the products of the third feature on do not fit into 32 bits
+    if torch.cuda.mem_get_info()[0] < 9 * far:
+        pytest.skip("needs 9 GiB of free memory")
+    x = torch.empty(3 * far + 1, dtype=torch.float16, device="cuda").as_strided((1, 1, 1, 4), (4, 4, 4, far))
+    key = torch.empty(0, dtype=torch.float16, device="cuda").new_empty((1, 1, 1, 4))
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float16, device="cuda")
+    for freqs in (torch.rand(1, 2, device="cuda"), torch.rand(1, 4, device="cuda")[:, ::2]):
+        x.copy_(values.view(1, 1, 1, 4))
+        key.copy_(x)
+        wanted = rope(key, freqs, angle_entries="pair", interleaved=interleaved)
+        found = rope(x, freqs, angle_entries="pair", interleaved=interleaved, inplace=inplace)
+        torch.testing.assert_close(found.contiguous(), wanted)
 
 
 @pytest.mark.gpu_sample

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 import tuned
-from tests.transformers_models import FAMILIES, LAYERS, Family, generated, logits_and_gradients
+from tests.transformers_models import (
+    FAMILIES,
+    LAYERS,
+    ROUNDED_ONCE,
+    Family,
+    generated,
+    logits_and_gradients,
+    rotation_errors,
+)
 from tuned import dispatch
 from tuned.compat.transformers import use_tuned_rope
 
@@ -17,15 +25,21 @@ pytestmark = [
     pytest.mark.gpu_sample,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers' own imports
     pytest.mark.filterwarnings("ignore::FutureWarning"),
+    # Of inductor, wherever TF32 is there and not asked for, which float32 compared with float32 must not be.
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
 ]
 WORSE = 1.2  # how many times the error of the model's own function is still as good: each is one draw of roundings
+# Of the weights: with 0.2 attention is all but a choice of one token, which a rounding turns over, so that errors of either
+# function are one draw of a wild distribution: of ten seeds the ratio of the two was from 0.6 to 1.9 on a CPU. With this
+# it was from 0.92 to 1.06.
+SMOOTH = 0.06
 CHOSEN = [family for family in FAMILIES if family.name in ("Llama", "GPTNeoX", "Glm")]  # whole, partial, interleaved
 on_chosen = pytest.mark.parametrize("family", CHOSEN, ids=lambda family: family.name)
 
 
-def model_of(family: Family, dtype: torch.dtype) -> Any:
+def model_of(family: Family, dtype: torch.dtype, **more: Any) -> Any:
     pytest.importorskip("transformers", reason="needs the extra transformers")
-    return family.model(hidden_size=256, head_dim=64).to("cuda", dtype)
+    return family.model(hidden_size=256, head_dim=64, **more).to("cuda", dtype)
 
 
 @pytest.fixture
@@ -66,7 +80,7 @@ def test_in_float32_logits_gradients_and_tokens_are_the_models_own(family: Famil
 
 @on_chosen
 def test_in_bfloat16_logits_and_gradients_err_no_more_than_the_models_own(family: Family, served: list[str]) -> None:
-    model = model_of(family, torch.bfloat16)
+    model = model_of(family, torch.bfloat16, initializer_range=SMOOTH)
     exact, exact_gradients = logits_and_gradients(copy.deepcopy(model).double())
     theirs, their_gradients = logits_and_gradients(model)
     with use_tuned_rope(model):
@@ -79,6 +93,13 @@ def test_in_bfloat16_logits_and_gradients_err_no_more_than_the_models_own(family
         for name, g in (("ours", our_gradients), ("theirs", their_gradients), ("exact", exact_gradients))
     }
     assert error(whole["ours"], whole["exact"]) <= WORSE * error(whole["theirs"], whole["exact"])
+
+
+@on_chosen
+def test_in_bfloat16_the_function_errs_less_than_the_models_own(family: Family) -> None:
+    pytest.importorskip("transformers", reason="needs the extra transformers")
+    for ours, theirs in rotation_errors(family, "cuda"):
+        assert ours <= ROUNDED_ONCE * theirs
 
 
 @on_chosen

@@ -1,7 +1,9 @@
-"""Operators of torch.library for what follows operators: ``tuned::rope`` and ``tuned::rope_qk``, functional both.
+"""Operators of torch.library for what follows operators: ``tuned::rope`` and ``tuned::rope_qk``, and both in place.
 
-torch.compile, tracers and dispatch modes see these; outside of them they are bypassed. Their gradients are the same
-operators with the transposed map, and so differentiable again. Angles have no gradient here: calls whose angles need
+torch.compile, tracers and dispatch modes see these; outside of them they are bypassed. The gradients of the functional
+ones are the same operators with the transposed map, and so differentiable again. An operator that overwrites can have no
+gradient: ``tuned::rope_`` and ``tuned::rope_qk_`` serve where none is needed, and the compiler makes one launch of them
+and no copy. Angles have no gradient here: calls whose angles need
 one are PyTorch's own operators.
 """
 
@@ -26,12 +28,19 @@ _COUNT = 9  # of the arguments in _TENSORS
 
 
 def call(given: Given, settings: Settings) -> Any:
-    """The call as an operator; in place, its result is copied into the tensors given."""
+    """The call as an operator; in place with a gradient, its result is copied into the tensors given."""
     starts = given.offset if isinstance(given.offset, torch.Tensor) else None
     named = settings._asdict()
     inplace = named.pop("inplace")
     offset = 0 if starts is not None else given.offset
     others = (*given[2:9], starts, offset, *named.values())
+    rotated = (given.x,) if given.key is None else (given.x, given.key)
+    if inplace and not (torch.is_grad_enabled() and any(t.requires_grad for t in rotated)):
+        if given.key is None:
+            rope_(given.x, *others)
+            return given.x
+        rope_qk_(given.x, given.key, *others)
+        return rotated
     if given.key is None:
         out = rope(given.x, *others)
         return given.x.copy_(out) if inplace else out
@@ -41,11 +50,11 @@ def call(given: Given, settings: Settings) -> Any:
     return given.x.copy_(outs[0]), given.key.copy_(outs[1])
 
 
-def _arguments(x: Any, key: Any, others: tuple[Any, ...]) -> tuple[Given, Settings]:
+def _arguments(x: Any, key: Any, others: tuple[Any, ...], *, inplace: bool = False) -> tuple[Given, Settings]:
     *tensors, starts, offset = others[:_COUNT]
     first, interleaved, *rest = others[_COUNT:]
     given = Given(x, key, *tensors)._replace(offset=offset if starts is None else starts)
-    return given, Settings(first, interleaved, False, *rest)  # noqa: FBT003
+    return given, Settings(first, interleaved, inplace, *rest)
 
 
 def _like(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -65,6 +74,18 @@ def _rope_qk(q: Any, k: Any, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
         given, settings = _arguments(q, k, others)
         outs = eager.call(*given, tuple(settings))
         return _like(outs[0], q), _like(outs[1], k)
+
+
+def _rope_(x: Any, *others: Any) -> None:
+    with torch.no_grad():
+        given, settings = _arguments(x, None, others, inplace=True)
+        eager.call(*given, tuple(settings))
+
+
+def _rope_qk_(q: Any, k: Any, *others: Any) -> None:
+    with torch.no_grad():
+        given, settings = _arguments(q, k, others, inplace=True)
+        eager.call(*given, tuple(settings))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -89,6 +110,12 @@ def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     return *(grad if grad is None else rope(grad, *others) for grad in grads), *nothing
 
 
+def _overwriting(name: str, schema: str, mutated: tuple[str, ...], function: Any) -> Any:
+    made = torch.library.custom_op(f"tuned::{name}", function, mutates_args=mutated, schema=schema)
+    made.register_fake(lambda *_: None)
+    return made
+
+
 def _operator(name: str, schema: str, function: Any, fake: Any) -> Any:
     made = torch.library.custom_op(f"tuned::{name}", function, mutates_args=(), schema=schema)
     made.register_fake(fake)
@@ -102,4 +129,8 @@ rope_qk = _operator(
     f"(Tensor q, Tensor k, {_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor)",
     _rope_qk,
     lambda q, k, *_: (torch.empty_like(q), torch.empty_like(k)),
+)
+rope_ = _overwriting("rope_", f"(Tensor(a!) x, {_TENSORS}, {_SETTINGS}) -> ()", ("x",), _rope_)
+rope_qk_ = _overwriting(
+    "rope_qk_", f"(Tensor(a!) q, Tensor(b!) k, {_TENSORS}, {_SETTINGS}) -> ()", ("q", "k"), _rope_qk_
 )
