@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,15 @@ COVERING = [
 ]
 
 
+# What multiplies takes another path on each; what only moves and turns is compiled alike, and each kernel for two of them.
+PATHS = ("sm_80", "sm_100", "sm_120", "gfx942")
+ROTATING = [name for name in COVERING if name not in {*PRODUCTS, *RECURRENCES}]
+ELSEWHERE = [
+    *((name, architecture) for name in (*PRODUCTS, *RECURRENCES) for architecture in PATHS),
+    *((name, OTHERS[(index + shift) % len(OTHERS)]) for index, name in enumerate(ROTATING) for shift in (0, 3)),
+]
+
+
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[concurrent.futures.Executor]:
     """A process in which Triton compiles, whatever it does in this one."""
@@ -62,6 +72,10 @@ def test_the_sample_for_other_architectures_covers_every_text_axis() -> None:
     assert set(COVERING) <= set(structures())
     for axis, values in {"layout": 3, "output": 3, "style": 2, "angles": 2, "heads": 2}.items():
         assert len({row[axis] for row in pairwise.covering(text_axes())}) == values, axis
+    assert {name for name, _ in ELSEWHERE} == set(COVERING)
+    rotating = collections.Counter(architecture for name, architecture in ELSEWHERE if name in ROTATING)
+    assert set(rotating) == set(OTHERS)
+    assert min(rotating.values()) >= len(ROTATING) // 3
 
 
 @pytest.mark.parametrize("name", sorted(structures()))
@@ -71,8 +85,7 @@ def test_every_kernel_compiles_for_sm_90_without_a_spill(compiler: concurrent.fu
     assert needs.spill_bytes == 0
 
 
-@pytest.mark.parametrize("architecture", OTHERS)
-@pytest.mark.parametrize("name", COVERING)
+@pytest.mark.parametrize(("name", "architecture"), ELSEWHERE)
 def test_a_sample_compiles_for_every_other_architecture(
     compiler: concurrent.futures.Executor, name: str, architecture: str
 ) -> None:
@@ -122,15 +135,20 @@ def rotated_bits(spec: RopeSpec) -> int:
     return bits(spec, spec.rotary_dim if spec.interleaved else spec.rotary_dim // 2)
 
 
-@pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
-@pytest.mark.parametrize("dims", DIMS, ids=lambda d: f"d{d[0]}r{d[1]}")
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+WIDE = pairwise.covering(
+    pairwise.product(
+        {"dims": DIMS, "style": STYLES, "dtype": ("bfloat16", "float32"), "inplace": (False, True)}, lambda _: True
+    )
+)
+
+
+@pytest.mark.parametrize("case", WIDE, ids=lambda c: "-".join(map(str, c.values())))
 def test_loads_and_stores_are_as_wide_as_alignment_allows(
-    compiler: concurrent.futures.Executor, dtype: str, style: str, dims: tuple[int, int], *, inplace: bool
+    compiler: concurrent.futures.Executor, case: dict[str, Any]
 ) -> None:
+    dims, dtype = case["dims"], case["dtype"]
     arguments = {"layout": "bshd", "dtype": dtype, "heads": 32, "head_dim": dims[0], "rotary_dim": dims[1]}
-    arguments |= {"style": style, "inplace": inplace}
+    arguments |= {"style": case["style"], "inplace": case["inplace"]}
     spec = RopeSpec(**arguments)
     found = compiler.submit(compiling.widths, arguments, {}).result()
     allowed = {rotated_bits(spec)} | ({bits(spec, spec.rotary_dim, spec.head_dim)} if spec.copies_tail else set())
@@ -194,13 +212,16 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+LOOPED = ("order", "offset", "packed", "per-batch", "last-interleaved-inplace", "copied-heads")  # over heads, too
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_complete_calls_move_query_and_key_128_bits_at_a_time(compiler: concurrent.futures.Executor, name: str) -> None:
     whole = {"layout": "bshd", "dtype": "bfloat16", "heads": 32, "head_dim": 128, "rotary_dim": 128, "key_heads": 8}
     arguments = {**whole, **CALLS[name]}
     spec = RopeSpec(**arguments)
     assert not spec.plain
-    for knobs in ({}, {"head_steps": 2}):
+    for knobs in ({}, {"head_steps": 2}) if name in LOOPED else ({},):
         found = compiler.submit(compiling.widths, arguments, knobs).result()
         assert set(found["STG"]) == {128}, knobs
         assert found["LDG"].get(128, 0) >= found["STG"][128], knobs

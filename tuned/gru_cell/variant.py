@@ -253,6 +253,7 @@ def default_variant(spec: GruCellSpec, size: GruCellSize | None = None) -> GruCe
     # of the vector form to different warps. What remains is the library's.
     vector = GruCellVariant("vector", min(rows, 2), 4, row)
     smallest = (
+        GruCellVariant("split", 16, 8, 2 * row, k_parts=8, num_stages=2, num_warps=8),
         *(GruCellVariant("split", 16, 8, row, num_stages=stages) for stages in (4, 3, 2)),
         GruCellVariant("split", 16, 8, short, k_parts=short * 4 // row, num_stages=2, num_warps=short * 4 // row),
     )
