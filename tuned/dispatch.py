@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     from tuned.lookup import Choice
 
 
-_ONE, _ZERO = 1, 0  # one object each: what is not it may be a bool, a float or a tensor, and is looked at
-
-
 def rope(  # noqa: PLR0913 - the arguments of its peers
     x: torch.Tensor,
     freqs: torch.Tensor | None = None,
@@ -116,7 +113,12 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
             are an error where they can be seen without waiting for a GPU, and NaN in the result where not.
         RuntimeError: x cannot be overwritten without losing a gradient; nothing has been written.
     """
-    if rotary_dim is not None or max_seqlen is not None or cp_size is not _ONE or cp_rank is not _ZERO:
+    if (
+        (rotary_dim is not None and type(rotary_dim) is not int)
+        or (max_seqlen is not None and type(max_seqlen) is not int)
+        or type(cp_size) is not int
+        or type(cp_rank) is not int
+    ):
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
@@ -162,7 +164,12 @@ def rope_qk(  # noqa: PLR0913 - the arguments of rope
     Raises:
         TypeError, ValueError, RuntimeError: as ``rope``; nothing has been written.
     """
-    if rotary_dim is not None or max_seqlen is not None or cp_size is not _ONE or cp_rank is not _ZERO:
+    if (
+        (rotary_dim is not None and type(rotary_dim) is not int)
+        or (max_seqlen is not None and type(max_seqlen) is not int)
+        or type(cp_size) is not int
+        or type(cp_rank) is not int
+    ):
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
@@ -208,7 +215,12 @@ def rope_qkv(  # noqa: PLR0913 - the arguments of rope
         TypeError, ValueError, RuntimeError: as ``rope``; nothing has been written.
     """
     kv_heads = 0 if kv_heads is None else whole_number("kv_heads", kv_heads)
-    if rotary_dim is not None or max_seqlen is not None or cp_size is not _ONE or cp_rank is not _ZERO:
+    if (
+        (rotary_dim is not None and type(rotary_dim) is not int)
+        or (max_seqlen is not None and type(max_seqlen) is not int)
+        or type(cp_size) is not int
+        or type(cp_rank) is not int
+    ):
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
@@ -245,7 +257,12 @@ def rope_backward(  # noqa: PLR0913 - the arguments of rope
 
     Always out of place. Where the entries of a pair are equal it is the rotation by minus the angle.
     """
-    if rotary_dim is not None or max_seqlen is not None or cp_size is not _ONE or cp_rank is not _ZERO:
+    if (
+        (rotary_dim is not None and type(rotary_dim) is not int)
+        or (max_seqlen is not None and type(max_seqlen) is not int)
+        or type(cp_size) is not int
+        or type(cp_rank) is not int
+    ):
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
     settings = (
         tensor_format, interleaved, False, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
