@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import queue
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE = 180  # seconds that one case may take: a few kernels are compiled in it
+SWEEPS = 5  # cases for each row that did not come up
 TRIED = 5  # scripts that are run once more before they are printed
 LEAST = 3  # calls of each class
 CAP = 600  # seconds, where only a number of calls is asked for
@@ -24,17 +26,21 @@ def main() -> int:
     if asked.worker is not None:
         from tests.fuzz.worker import work  # noqa: PLC0415 - the parent imports no torch
 
-        work(asked.seed, asked.worker, asked.step, asked.repeats, asked.seconds, asked.crash)
+        pairs = itertools.count(asked.worker, asked.step)  # of a case with many calls, and one that forces a variant
+        stream = iter(asked.indices) if asked.indices else (2 * pair + n for pair in pairs for n in range(2))
+        work(asked.seed, stream, asked.repeats, asked.seconds, asked.crash)
         return 0
     if asked.only is not None:
         return only(asked.seed, asked.only, asked.repeats)
     processes = asked.processes or max(1, (os.cpu_count() or 2) - 2)
     repeats = asked.repeats
     if asked.calls and asked.classes:  # two classes a case, some of which are one
-        repeats = max(LEAST, int(asked.calls / (1.3 * asked.classes)))
+        repeats = max(LEAST, int(2 * asked.calls / (1.3 * asked.classes)))  # every second case is a short one
     print(f"fuzz: seed {asked.seed}, {processes} processes, {2 * repeats} calls a case", flush=True)  # noqa: T201
     found = Found()
     found.run(asked, processes, repeats)
+    if asked.calls:
+        found.sweep(asked, processes)
     return found.report(asked)
 
 
@@ -50,6 +56,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", type=int, default=None, help="run the case of one index, here")
     parser.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--step", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--indices", type=lambda text: [int(n) for n in text.split(",")], help=argparse.SUPPRESS)
     parser.add_argument("--crash", type=int, default=-1, help=argparse.SUPPRESS)  # the process dies in this case
     asked = parser.parse_args()
     asked.seed = int(time.time()) if asked.seed is None else asked.seed
@@ -101,7 +108,7 @@ class Found:
                     self._lost(asked.seed, at, f"the process ended with {worker.process.wait()} in this case")
                 if (at is not None or worker.process.wait() == 3) and now < asked.seconds:
                     self.restarts += 1
-                    after = (worker.last if at is None else at) + processes
+                    after = (worker.last if at is None else at) // 2 + processes
                     workers[which] = _Worker(asked, which, after, processes, repeats, asked.seconds - now, told)
             elif worker is not None:
                 worker.note(line)
@@ -121,6 +128,30 @@ class Found:
         for one in workers.values():
             one.process.wait()
         self.seconds = time.monotonic() - begin
+
+    def sweep(self, asked: argparse.Namespace, processes: int) -> None:
+        """Cases that force the rows which did not come up, a few for each: what was drawn may have been no call for them."""
+        if not self.kernels:
+            return
+        from tests.fuzz.draw import index_of  # noqa: PLC0415
+        from tests.fuzz.forced import every_row  # noqa: PLC0415
+        from tests.fuzz.worker import world  # noqa: PLC0415
+
+        for turn in range(1000, 1000 + 2 * SWEEPS, 2):
+            left = [row for row in every_row() if row not in self.rows]
+            indices = [index_of(world(), *row, turn) for row in left]
+            parts = [indices[k::processes] for k in range(processes) if indices[k::processes]]
+            told = queue.Queue[tuple[int, Any]]()
+            workers = {k: _Worker(asked, k, 0, 1, LEAST, PATIENCE, told, part) for k, part in enumerate(parts)}
+            while workers:
+                which, line = told.get()
+                if line is None:
+                    at = workers.pop(which).at
+                    if at is not None:
+                        self._lost(asked.seed, at, "the process ended in this case")
+                else:
+                    workers[which].note(line)
+                    self._note(line)
 
     def _note(self, line: dict[str, Any]) -> None:
         if "end" not in line:
@@ -202,27 +233,13 @@ class _Worker:
     """A process, and the case that it is at."""
 
     def __init__(
-        self,
-        asked: argparse.Namespace,
-        name: int,
-        start: int,
-        step: int,
-        repeats: int,
-        seconds: float,
-        told: queue.Queue[Any],
-    ) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "tests.fuzz",
-            "--seed",
-            str(asked.seed),
-            "--worker",
-            str(start),
-            "--step",
-            str(step),
-        ]
-        command += ["--repeats", str(repeats), "--seconds", str(max(seconds, 0.1)), "--crash", str(asked.crash)]
+        self, asked: argparse.Namespace, name: int, start: int, step: int, repeats: int, seconds: float,
+        told: queue.Queue[Any], indices: list[int] | None = None,
+    ) -> None:  # fmt: skip
+        options = {"seed": asked.seed, "worker": start, "step": step, "repeats": repeats, "crash": asked.crash}
+        command = [sys.executable, "-m", "tests.fuzz", *(f"--{name}={value}" for name, value in options.items())]
+        command += [f"--seconds={max(seconds, 0.1)}"]
+        command += ["--indices=" + ",".join(map(str, indices))] if indices else []
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
         self.at: int | None = None
         self.last, self.since, self.kept = start, time.monotonic(), False

@@ -46,8 +46,8 @@ class Drawn:
     inplace: bool
 
 
-def chosen(rng: random.Random, world: World, spec: Any = None) -> Drawn:
-    """Sizes and words of a call; those of a spec where one is given."""
+def chosen(rng: random.Random, world: World, spec: Any = None, size: Any = None) -> Drawn:
+    """Sizes and words of a call; those of a spec where one is given, and about its size."""
     function = rng.choices(("rope", "rope_qk", "rope_qkv", "rope_backward"), (30, 30, 20, 20))[0]
     layout = rng.choice(("bshd", "sbhd", "thd"))
     dtype = rng.choices(DTYPES, ODDS)[0]
@@ -74,7 +74,7 @@ def chosen(rng: random.Random, world: World, spec: Any = None) -> Drawn:
             heads -= 2 * spec.copied_heads
         source = "cos_sin" if spec.angles == "cos_sin" else spec.angles
         entries, interleaved, inplace = spec.angle_entries, spec.interleaved, spec.inplace
-        batch, seq = max(batch, 1), rng.choice((6, 7, 16, 33))
+        batch, seq = max(batch, 1) if size is None else min(size.batch, 8), rng.choice((6, 7, 16))
     elif rng.random() < 0.5 and head_dim > 2:
         rotary = rng.choice([n for n in range(2, head_dim + 1, 2) if n % 4 == 0 or n < 8 or n == rotary])
     rotated = (
@@ -84,7 +84,7 @@ def chosen(rng: random.Random, world: World, spec: Any = None) -> Drawn:
         rotated = "last"
     if function == "rope_backward":
         inplace = False
-    while batch * seq * max(heads, 1) * head_dim > most and (seq > 1 or heads > 1):
+    while spec is None and batch * seq * max(heads, 1) * head_dim > most and (seq > 1 or heads > 1):
         seq, heads = (seq // 2, heads) if seq > 1 else (seq, heads // 2)
     if spec is None and function != "rope_qkv" and rng.random() < 0.02:
         heads = 0
@@ -94,9 +94,9 @@ def chosen(rng: random.Random, world: World, spec: Any = None) -> Drawn:
     )  # fmt: skip
 
 
-def draw(rng: random.Random, world: World, spec: Any = None) -> Call:  # noqa: PLR0912, PLR0915 - one thing after another
+def draw(rng: random.Random, world: World, spec: Any = None, size: Any = None) -> Call:  # noqa: PLR0912, PLR0915 - one thing after another
     """A call that is right, or refused for what its values say."""
-    d = chosen(rng, world, spec)
+    d = chosen(rng, world, spec, size)
     mode = world.mode(rng, ("plain", "no_grad", "inference", "grad", "autocast", "stream", "graph"))
     if world.device == "cuda" and d.dtype == torch.float64 and mode == "graph":
         mode = "no_grad"

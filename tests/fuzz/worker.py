@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import sys
 import time
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tests.fuzz import case as cases
 from tests.fuzz import forced
 from tests.fuzz.draw import CPU, GPU, case
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def world() -> Any:
@@ -27,14 +31,13 @@ def tell(**told: Any) -> None:
     sys.stdout.flush()
 
 
-def work(seed: int, start: int, step: int, repeats: int, seconds: float, crash: int = -1) -> None:
-    """The cases start, start + step, ... until the time is over."""
+def work(seed: int, indices: Iterator[int], repeats: int, seconds: float, crash: int = -1) -> None:
+    """The cases of these indices, until the time is over."""
     here, end = world(), time.monotonic() + seconds
     torch.set_num_threads(1)
     came, known_kernels, known_variants = forced.Came(), set[str](), set[Any]()
-    index = start
     with came.watched():
-        while time.monotonic() < end:
+        for index in itertools.takewhile(lambda _: time.monotonic() < end, indices):
             tell(begin=index)
             if index == crash:
                 os._exit(9)
@@ -54,7 +57,6 @@ def work(seed: int, start: int, step: int, repeats: int, seconds: float, crash: 
             known_kernels |= new_kernels
             known_variants |= new_rows
             tell(end=index, calls=calls, keys=keys, failure=failure, kernels=sorted(new_kernels), rows=sorted(new_rows))
-            index += step
 
 
 def lost(seed: int, index: int, message: str) -> dict[str, Any]:
