@@ -65,7 +65,10 @@ TABLE = (
 )
 
 # What PyTorch's own modules refuse, by a part of its text, and tuned.nn takes.
-TAKEN = {"rnn: hx is not contiguous": "cuDNN wants the state in one piece; kernels read it as it lies"}
+TAKEN = {
+    "rnn: hx is not contiguous": "cuDNN wants the state in one piece; kernels read it as it lies",
+    "view size is not compatible with input tensor's size and stride": "of weights that cuDNN's wrapper cannot view flat",
+}
 
 
 def of(function: str) -> tuple[Refusal, ...]:
