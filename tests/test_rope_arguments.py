@@ -375,11 +375,17 @@ def test_a_packed_qkv_of_another_shape_is_refused(
     assert bool((qkv == 1).all())
 
 
-def test_a_packed_qkv_whose_parts_lie_apart_is_refused() -> None:
+def test_a_packed_qkv_whose_parts_lie_apart_is_refused_in_place() -> None:
     qkv = torch.ones(B, S, 4, 3, D).transpose(2, 3)
     with pytest.raises(ValueError, match="must lie side by side: make it contiguous, or use rope_qk"):
-        rope_qkv(qkv, cos=TABLE, sin=TABLE)
-    rope_qkv(torch.ones(B, S, 1, 3, D).transpose(2, 3), cos=TABLE, sin=TABLE)  # of one head each they always do
+        rope_qkv(qkv, cos=TABLE, sin=TABLE, inplace=True)
+    assert bool((qkv == 1).all())
+    rope_qkv(torch.ones(B, S, 1, 3, D).transpose(2, 3), cos=TABLE, sin=TABLE, inplace=True)  # of one head each they always do
+
+
+def test_a_packed_qkv_whose_parts_lie_apart_is_served_out_of_place() -> None:
+    qkv = torch.randn(B, S, 4, 3, D).transpose(2, 3)
+    assert torch.equal(rope_qkv(qkv, cos=TABLE, sin=TABLE), rope_qkv(qkv.contiguous(), cos=TABLE, sin=TABLE))
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])

@@ -336,7 +336,7 @@ def _packed(
     if rng.random() < 0.1:
         tensor("qkv", (*shape, 3, h, d.head_dim))
         strides = views["qkv"].strides
-        if h > 1 and strides[-3] != h * strides[-2]:
+        if d.inplace and h > 1 and strides[-3] != h * strides[-2]:
             apart = "q, k and v apart"
     parts = [Part("qkv", f"qkv[..., {i}, :, :]", rope, seen) for i in (0, 1)]
     return arguments, parts, ("qkv",), apart

@@ -67,6 +67,7 @@ TABLE = (
 # What PyTorch's own modules refuse, by a part of its text, and tuned.nn takes.
 TAKEN = {
     "rnn: hx is not contiguous": "cuDNN wants the state in one piece; kernels read it as it lies",
+    "cudnn RNN backward can only be called in training mode": "a gradient in eval mode, which ours gives",
     "view size is not compatible with input tensor's size and stride": "of weights that cuDNN's wrapper cannot view flat",
 }
 

@@ -29,7 +29,7 @@ def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     # with a gradient or without, whatever it was made with, and torch.jit.trace compares one of each.
     train = call.dropout > 0 or tracing() is not None
     train = train or (torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors))
-    weights = list(call.weights)
+    weights = [w.contiguous() for w in call.weights]  # torch's way to cuDNN views them flat, or cannot
     hx = (
         call.hx.contiguous()
     )  # cuDNN takes no other; oneDNN takes it for contiguous, and reads what lies between its rows

@@ -336,8 +336,18 @@ def _rotated_tensor(name: str, x: Any, layout: str) -> None:
         raise TypeError(f"{name} must be floating point, got {x.dtype}")
 
 
+def heads_apart(x: Any, settings: Settings) -> bool:
+    """Whether q, k and v of a packed qkv with an axis of 3 lie so that no view has their heads on one axis."""
+    if settings.kv_heads != 0 or not isinstance(x, torch.Tensor) or x.ndim != AXES[settings.tensor_format] + 1:
+        return False
+    return bool(x.shape[-2] > 1 and x.stride(-3) != x.shape[-2] * x.stride(-2))
+
+
 def packed_heads(x: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, int]:
-    """A packed qkv with its heads on one axis, a view; and how many of them, the last, are v's."""
+    """A packed qkv with its heads on one axis, and how many of them, the last, are v's.
+
+    A view; where there is none, out of place, of a copy, as of a gradient that a transpose or a slice left.
+    """
     kv_heads, axes = settings.kv_heads, AXES[settings.tensor_format]
     if kv_heads == 0:
         if x.ndim != axes + 1 or x.shape[-3] != 3:  # noqa: PLR2004
@@ -346,8 +356,10 @@ def packed_heads(x: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, int
                 f"[{', '.join(settings.tensor_format[:-2])}, heads + 2 * kv_heads, d]; got {list(x.shape)}"
             )
         heads = x.shape[-2]
-        if x.stride(-3) != heads * x.stride(-2) and heads > 1:
-            raise ValueError("q, k and v of a packed qkv must lie side by side: make it contiguous, or use rope_qk")
+        if heads_apart(x, settings):
+            if settings.inplace:
+                raise ValueError("q, k and v of a packed qkv must lie side by side: make it contiguous, or use rope_qk")
+            x = x.contiguous()
         step = x.stride(-2) if heads > 1 else x.stride(-3)
         return x.as_strided(
             (*x.shape[:-3], 3 * heads, x.shape[-1]), (*x.stride()[:-3], step, x.stride(-1)), x.storage_offset()

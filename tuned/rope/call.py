@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from tuned import misses
 from tuned.overwrite import refuse_overwrite
 from tuned.plan import current_device, remember, tracing, transforms_active
-from tuned.rope.arguments import Given, Settings, Sources, offset_of, prepare, refuse_overlap
+from tuned.rope.arguments import Given, Settings, Sources, heads_apart, offset_of, prepare, refuse_overlap
 from tuned.rope.eager import rotate
 from tuned.rope.lengths import ROPE, class_of, sized
 from tuned.rope.plan import Plan, choice_of, kernel_plan, sized_plan
@@ -166,6 +166,8 @@ def _checked(given: Given, settings: Settings, sources: Sources, klass: Any) -> 
         one = given.key is not None and bool(given.x.numel()) != bool(given.key.numel())
         return Plan((_run_alone if one else _eager_run)(settings, sources), serves=False)
     misses.note(ROPE, prepared.spec, prepared.size, choice)
+    if heads_apart(given.x, settings):  # what was prepared is of a copy
+        return Plan(_run_copy(settings, sources))
     return kernel_plan(prepared, choice.variant, settings, sources, klass)
 
 
@@ -227,6 +229,15 @@ def _eager_run(settings: Settings, sources: Sources) -> Callable[..., Any]:
                 if t is not None:
                     refuse_overwrite(t)
         return run_eager(given, settings)
+
+    return run
+
+
+def _run_copy(settings: Settings, sources: Sources) -> Callable[..., Any]:
+    """The call of a packed qkv whose heads no view has on one axis, as a call of a copy that lies densely."""
+
+    def run(x: Any, *others: Any) -> Any:
+        return _call(sources.given(x.contiguous(), *others), settings)
 
     return run
 
