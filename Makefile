@@ -10,7 +10,7 @@ STACK_TORCH = 2.11.0
 STACK_TRITON = 3.6.0
 # What says something about such a pair: compiled for every architecture, rendered, looked up.
 STACK_TESTS = $(addprefix tests/test_, compile.py gru_compile.py foreign_gpus.py gru_variant.py generated.py show.py \
-	show_gru.py sincos.py lookup.py explain.py portfolio.py launcher.py)
+	show_gru.py sincos.py gru_family.py lookup.py explain.py portfolio.py launcher.py)
 
 .PHONY: tune test test-stack test-gpu fuzz verify lint types render check release-check bench clean
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from generator.measuring.dots import bfloat16_dots
 from generator.measuring.guard import guarded, intact
+from generator.measuring.mended import mended_interpreter
 from tests import oracle
 from tests.rope_case import assert_close
 from tests.run import DEVICE, INTERPRETED, addresses, run, to_numpy, truncates, watched
@@ -112,10 +112,10 @@ def assert_right(case: GruCase, variant: GruCellVariant) -> torch.Tensor:
     want = wanted(case.spec, call, stored=library)
     steps = launches(case.spec, variant, call)
     if INTERPRETED and case.spec.hidden > WATCHED:
-        with bfloat16_dots():
+        with mended_interpreter():
             run_steps(steps)
     elif INTERPRETED:
-        with watched() as traffic, bfloat16_dots():
+        with watched() as traffic, mended_interpreter():
             run_steps(steps)
         (launch,) = (step for step in steps if isinstance(step, Launch))
         gates = launch.arguments[:2] if library else ()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from generator.measuring.dots import bfloat16_dots
 from generator.measuring.guard import guarded, intact
+from generator.measuring.mended import mended_interpreter
 from tests import oracle
 from tests.rope_case import assert_close
 from tests.run import DEVICE, INTERPRETED, addresses, run, to_numpy, truncates, watched
@@ -128,7 +128,7 @@ def run_windows(built: Built, variant: GruVariant, windows: Iterable[tuple[int, 
             run_step(fill)
         if variant.exchange != "counter" and not alone(spec, variant):
             _fill_tokens(built, begin, end)
-        with bfloat16_dots():
+        with mended_interpreter():
             run([sequence(spec, variant, call, begin, end)])
 
 

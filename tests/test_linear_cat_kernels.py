@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from generator.families.linear_cat import problems
-from generator.measuring.dots import bfloat16_dots
 from generator.measuring.guard import guarded, intact
+from generator.measuring.mended import mended_interpreter
 from generator.rendering.structures import structures
 from generator.searching.pool import legal_pool
 from tests import oracle, pairwise
@@ -64,7 +64,7 @@ def assert_right(spec: LinearCatSpec, rows: int, variant: LinearCatVariant, view
     arithmetic = relative * (np.abs(x) @ np.abs(weight).T + np.abs(bias))
     bound = oracle.gru_tolerance(want, arithmetic, spec.dtype, truncates=truncates(spec.dtype))
     if INTERPRETED:
-        with watched() as traffic, bfloat16_dots():
+        with watched() as traffic, mended_interpreter():
             run(launches(spec, variant, call))
         loaded, stored = traffic.loaded()[:, 0], traffic.stored()[:, 0]
         assert np.array_equal(np.sort(stored), np.sort(addresses(call.out).ravel())), "not each element written once"

@@ -16,7 +16,7 @@ import tuned.gru_cell.prepare
 import tuned.gru_cell.run as cell
 import tuned.linear_cat.run as linear
 import tuned.plan
-from generator.measuring.dots import bfloat16_dots
+from generator.measuring.mended import mended_interpreter
 from tests.run import INTERPRETED
 from tuned.lookup import Gpu
 from tuned.plan import Bare
@@ -51,7 +51,7 @@ def fired(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     for cached in (tuned.gru_cell.prepare.variant_of, linear._variant_of):
         cached.cache_clear()
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    with np.errstate(all="ignore"), bfloat16_dots(), torch.no_grad():
+    with np.errstate(all="ignore"), mended_interpreter(), torch.no_grad():
         yield launched
     for cached in (tuned.gru_cell.prepare.variant_of, linear._variant_of):
         cached.cache_clear()
