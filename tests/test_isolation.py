@@ -21,10 +21,11 @@ from generator.measuring.guard import fingerprint, guard, guarded, intact
 from generator.processes import forkserver
 from generator.processes.channel import HEAD, MARK, Channel, ClosedError, GarbledError, pair
 from generator.processes.compiler import CompilerPool, compiled
-from generator.processes.forkserver import Child, fork_server
+from generator.processes.forkserver import Child, ForkServer, fork_server
 from generator.processes.worker import TrialFailedError, Worker, WorkerGoneError, WorkerLostError
 from generator.selection import problem_named
 from tests.broken.server import DEEDS, cost, ranked
+from tests.broken.warm import WARM
 from tests.processes import (
     BACKSTOP_SECONDS,
     HUNG,
@@ -74,6 +75,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TUNED_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(Child, "now", only_the_hung_are_out_of_time)
     monkeypatch.setattr(forkserver, "TICK_SECONDS", 0.02)
+    monkeypatch.setattr(forkserver, "PRELOAD", WARM)
     yield tmp_path / "cache"
     end_all()
 
@@ -128,6 +130,22 @@ def test_a_worker_that_never_starts_is_given_up_with_its_reason() -> None:
             worker.environment()
     with pytest.raises(WorkerGoneError, match=r"3 workers in a row ended before they answered: .*No CUDA GPUs"):
         worker.start()
+
+
+def test_what_a_worker_prints_before_its_tuner_looks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = ForkServer._ask
+
+    def slow(server: ForkServer, request: Any, *rest: Any) -> Any:
+        answer = ask(server, request, *rest)
+        if request[0] == "fork":
+            wait_for(lambda: not alive(answer))
+        return answer
+
+    monkeypatch.setattr(ForkServer, "_ask", slow)
+    worker = Worker(0, SERVER + "NeverStarts")
+    worker.start()
+    with pytest.raises(WorkerLostError, match="No CUDA GPUs are available"):
+        worker.environment()
 
 
 def test_a_problem_that_kills_every_worker_ends_and_the_next_one_is_staged() -> None:

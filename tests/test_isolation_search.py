@@ -23,6 +23,7 @@ from generator.selection import problem_named
 from generator.workload import WORKLOADS
 from tests.broken import compiling
 from tests.broken.server import DEEDS, cost, ranked
+from tests.broken.warm import WARM
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tests.processes import only_the_hung_are_out_of_time
 from tests.test_isolation import REASONS
@@ -47,6 +48,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNED_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(Child, "now", only_the_hung_are_out_of_time)
     monkeypatch.setattr(forkserver, "TICK_SECONDS", 0.02)
+    monkeypatch.setattr(forkserver, "PRELOAD", WARM)
 
 
 @pytest.fixture

@@ -123,7 +123,7 @@ def _ending(status: int | None) -> str:
 class ForkServer:
     """The tuner's end of a fork server."""
 
-    def __init__(self, preload: tuple[str, ...] = PRELOAD) -> None:
+    def __init__(self, preload: tuple[str, ...]) -> None:
         """Start it; its imports go on while the tuner does other things."""
         ours, theirs = pair()
         self._lock = threading.Lock()
@@ -158,10 +158,11 @@ class ForkServer:
             LostError: the server has died.
         """
         ours, theirs = pair()
+        start = os.fstat(log.fileno()).st_size  # it may print, and die, before this process runs again
         with theirs:
             request = ("fork", serve, arguments, dict(os.environ), os.getcwd())  # noqa: PTH109
             pid = self._ask(request, FORK_SECONDS, [theirs.fileno(), log.fileno()])
-        return Child(self, pid, Channel(ours), log, os.fstat(log.fileno()).st_size)
+        return Child(self, pid, Channel(ours), log, start)
 
     def reap(self, pid: int, grace_s: float) -> int | None:
         """The wait status of a child, which ends by itself within ``grace_s`` or is killed; None if it stays."""
@@ -219,7 +220,7 @@ _STARTING = threading.Lock()
 @functools.lru_cache(maxsize=1)
 def _server_of(tuner: int) -> ForkServer:
     del tuner  # a forked tuner has a server of its own
-    return ForkServer()
+    return ForkServer(PRELOAD)
 
 
 def _main(end: int, preload: list[str]) -> None:
