@@ -382,9 +382,9 @@ def test_what_the_budget_cut_short_is_kept_and_left_to_others(
 def test_the_time_that_is_left_is_divided_among_those_at_work(queue: Any) -> None:
     a, b = queue("a", PROBLEMS), queue("b", PROBLEMS)
     a.take(NO_END, wait_for_nothing)
-    assert a.share == 1 / 8
+    assert a.share == 1 / len(PROBLEMS)
     b.take(NO_END, wait_for_nothing)
-    assert b.share == 2 / 8
+    assert b.share == 2 / len(PROBLEMS)
     assert b.following() == PROBLEMS[2]
 
 

@@ -380,7 +380,9 @@ def test_a_packed_qkv_whose_parts_lie_apart_is_refused_in_place() -> None:
     with pytest.raises(ValueError, match="must lie side by side: make it contiguous, or use rope_qk"):
         rope_qkv(qkv, cos=TABLE, sin=TABLE, inplace=True)
     assert bool((qkv == 1).all())
-    rope_qkv(torch.ones(B, S, 1, 3, D).transpose(2, 3), cos=TABLE, sin=TABLE, inplace=True)  # of one head each they always do
+    rope_qkv(
+        torch.ones(B, S, 1, 3, D).transpose(2, 3), cos=TABLE, sin=TABLE, inplace=True
+    )  # of one head each they always do
 
 
 def test_a_packed_qkv_whose_parts_lie_apart_is_served_out_of_place() -> None:
