@@ -22,7 +22,7 @@ import tuned.gru_cell.run
 import tuned.launcher
 import tuned.linear_cat.run
 import tuned.plan
-from generator.measuring.dots import bfloat16_dots
+from generator.measuring.mended import mended_interpreter
 from tests.fuzz.forced import fresh, replaced
 from tests.rope_calls import PLAIN
 from tuned.gru.launches import sequence
@@ -52,7 +52,7 @@ class Address:
 def interpret(launch: Launch) -> None:
     """Run one launch."""
     constants = launch.constants | ({"PDL": False} if "PDL" in launch.constants else {})
-    with np.errstate(all="ignore"), bfloat16_dots():
+    with np.errstate(all="ignore"), mended_interpreter():
         launch_public(kernel(launch.kernel), dataclasses.replace(launch, constants=constants))
 
 

@@ -29,10 +29,10 @@ def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     # with a gradient or without, whatever it was made with, and torch.jit.trace compares one of each.
     train = call.dropout > 0 or tracing() is not None
     train = train or (torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors))
-    weights = [w.contiguous() for w in call.weights]  # torch's way to cuDNN views them flat, or cannot
-    hx = (
-        call.hx.contiguous()
-    )  # cuDNN takes no other; oneDNN takes it for contiguous, and reads what lies between its rows
+    # torch's way to cuDNN takes states that are contiguous, and views weights flat. oneDNN takes 16-bit states for
+    # contiguous, and reads what lies between their rows. Elsewhere a copy would round differently than torch does.
+    weights = [w.contiguous() for w in call.weights] if call.hx.is_cuda else list(call.weights)
+    hx = call.hx.contiguous() if call.hx.is_cuda or call.hx.element_size() == 2 else call.hx  # noqa: PLR2004
     if call.batch_sizes is not None:
         return torch.gru(
             call.input,
