@@ -172,4 +172,6 @@ def test_the_committed_winners_are_near_the_best_of_all_variants(device: str) ->
         pytest.skip(f"no record of {device}")
     assert found.median <= 0.01
     # Calls of 128k positions take one of two times, by how their memory lies: the landscape saw another than the tuning.
-    assert max(r for name, r in found.regrets.items() if "128k" not in name) <= 0.03
+    # What was best of another text may not be of this one: `tune.py --check` says which landscapes to record again.
+    fresh = {one.problem.name for one in load_landscapes(device) if one.fresh}
+    assert max((r for name, r in found.regrets.items() if "128k" not in name and name in fresh), default=0) <= 0.03

@@ -102,6 +102,8 @@ def test_any_strides_called_and_captured(name: str, batch: int, dtype: torch.dty
             found = call(given)
             assert_close(found, theirs([t.double() for t in given]), dtype)
             assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True)), (view_name, kind)
+        if name == "thd" and any(t.is_neg() for t in given):
+            continue  # for PyTorch's operators, which wait for the bounds: nothing that can be captured
         other = torch.cuda.Stream()
         other.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(other):
