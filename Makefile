@@ -18,10 +18,10 @@ tune: $(VENV)/.tune  ## set up, then tune for the GPU at hand (without one: comp
 	$(BIN)/python tune.py --gpu auto
 
 test: $(VENV)/.dev  ## set up, then every test that this machine can run
-	$(BIN)/python -m pytest -n auto --dist loadgroup
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-stack: $(STACK)/.dev  ## set up, then the compile, render and lookup tests with the older torch and Triton
-	$(STACK)/bin/python -m pytest -n auto --dist loadgroup $(STACK_TESTS)
+	$(STACK)/bin/python -m pytest -n auto --dist worksteal $(STACK_TESTS)
 
 test-gpu: $(VENV)/.dev  ## the full grid on a GPU, then what nothing else there may disturb
 	$(BIN)/python -m pytest tests/gpu -m "gpu and not alone" -n $(GPU_PROCESSES) --dist loadgroup

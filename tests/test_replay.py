@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 DEVICE = "nvidia_h200"
 LANDSCAPES = load_landscapes(DEVICE)
 AGAIN = LANDSCAPES[::2]  # searched twice, and with hints
-searches = pytest.mark.xdist_group("searches")  # which one process makes for all of these tests
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,6 @@ def test_the_landscapes_are_of_all_kinds_and_whole() -> None:
     assert sum(path.stat().st_size for path in FOLDER.rglob("*.gz")) < 5 * 2**20
 
 
-@searches
 def test_the_search_comes_within_1_percent_of_the_best_after_15_percent_of_the_pool(
     cold: list[replay.Replay], again: list[replay.Replay]
 ) -> None:
@@ -67,13 +65,11 @@ def test_the_search_comes_within_1_percent_of_the_best_after_15_percent_of_the_p
     assert max(run.regrets[-1] for run in cold + again) <= 0.03
 
 
-@searches
 def test_what_the_search_names_is_as_good(cold: list[replay.Replay], again: list[replay.Replay]) -> None:
     assert statistics.median(run.regret for run in cold + again) <= 0.01
     assert max(run.regret for run in cold + again) <= 0.03
 
 
-@searches
 def test_two_tunings_of_one_problem_end_within_1_5_percent_of_each_other(
     cold: list[replay.Replay], again: list[replay.Replay]
 ) -> None:
@@ -82,7 +78,6 @@ def test_two_tunings_of_one_problem_end_within_1_5_percent_of_each_other(
         assert abs((1 + first.regret) / (1 + second.regret) - 1) <= 0.015, first.problem
 
 
-@searches
 def test_the_search_is_better_than_random_search_and_seeds_make_it_better_still(cold: list[replay.Replay]) -> None:
     random = [replay.at_random(one, seed) for one in LANDSCAPES for seed in range(2)]
     warm = [replay.searched(one, 0, noise=replay.NOISE, warm=LANDSCAPES) for one in AGAIN]
