@@ -243,12 +243,65 @@ def test_in_place_without_a_gradient_inductor_makes_one_launch_and_no_copy(name:
     assert "cpp_fused" not in code
 
 
-def test_in_place_with_a_gradient_the_operator_is_the_one_that_has_it() -> None:
+@pytest.mark.parametrize("name", OVERWRITING)
+def test_in_place_with_a_gradient_inductor_makes_no_copy_either(name: str) -> None:
+    function, tensors = OVERWRITING[name]
+    freqs, given = angles(), tensors()
+    weights = [torch.randn(t.shape[-1], t.shape[-1], requires_grad=True) for t in given]
+
+    def run(*weights: torch.Tensor) -> Any:
+        made = [t @ w for t, w in zip(given, weights, strict=True)]  # as a projection makes what a model rotates
+        function(freqs, *made)
+        return tuple(made)
+
+    fast = torch.compile(run, fullgraph=True)
+    found, codes = run_and_get_code(lambda: gradients(fast(*weights), weights))
+    assert_same(found, gradients(run(*weights), weights))
+    body = codes[0].split("def call", 1)[1]
+    called = re.findall(r"torch\.ops\.tuned\.(\w+)", body)
+    # A node cannot overwrite two views: each has its own.
+    assert called == {"two": ["rope_qk_"], "views of one": ["rope_", "rope_"]}.get(name, ["rope_"])
+    assert "cpp_fused" not in body
+    assert body.count("empty_strided_cpu(") == len(given), "memory for more than the products"
+
+
+def gradients(results: Any, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The results, and gradients that tell apart what came of each element."""
+    ends = [(r * torch.linspace(-1, 1, r.numel()).view(r.shape)).sum() for r in results if r.requires_grad]
+    return [r.detach() for r in results] + list(torch.autograd.grad(ends, leaves))
+
+
+def test_in_place_with_a_gradient_the_operators_are_the_same() -> None:
     x, freqs = torch.randn(B, S, H, D, requires_grad=True), angles()
     with Listener() as listener:
         rotate(x * 1, freqs, inplace=True)
-        rotate_qk(x * 1, torch.randn(B, S, K, D), freqs, inplace=True)
-    assert [name for name in listener.heard if "tuned" in name] == ["tuned.rope.default", "tuned.rope_qk.default"]
+        rotate_qk(x * 1, x[:, :, :K] * 1, freqs, inplace=True)
+        rotate_qk(x * 1, torch.randn(B, S, K, D), freqs, inplace=True)  # only one is in the graph
+    one, both = "tuned.rope_.default", "tuned.rope_qk_.default"
+    assert [name for name in listener.heard if "tuned" in name] == [one, both, one, one]
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("needing", [(True, True), (True, False), (False, True), (False, False)], ids=str)
+def test_in_place_under_an_operator_mode_gives_values_gradients_and_versions(
+    needing: tuple[bool, bool], *, views: bool
+) -> None:
+    def run() -> list[Any]:
+        torch.manual_seed(0)
+        leaves = [torch.randn(B, S, n, D, requires_grad=need) for n, need in zip((H, K), needing, strict=True)]
+        made = [t * 2 for t in leaves]
+        given = [t[..., :] for t in made] if views else made
+        versions = [t._version for t in made]
+        rotate_qk(*given, angles(), inplace=True)
+        assert all(t._version > before for t, before in zip(made, versions, strict=True)), "autograd would miss it"
+        assert [t.requires_grad for t in made] == list(needing)
+        wanted = [t for t in leaves if t.requires_grad]
+        return gradients(made, wanted) if wanted else made
+
+    with Listener() as listener:
+        found = run()
+    assert sum("tuned" in name for name in listener.heard) > 0
+    assert_same(found, run())
 
 
 @pytest.mark.parametrize("name", FORMS)

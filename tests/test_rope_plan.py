@@ -19,7 +19,7 @@ import tuned.plan
 import tuned.rope.plan
 from tests.rope_calls import CHOICES, Case, Watch, build, forget, mode, watch
 from tuned import launcher
-from tuned.dispatch import rope, rope_qk
+from tuned.dispatch import rope, rope_qk, rope_qkv
 from tuned.lookup import Gpu
 from tuned.overwrite import refuse_overwrite
 from tuned.rope import call as rope_call
@@ -355,6 +355,26 @@ def test_the_interpreter_runs_what_is_launched_bare_too(watch: Watch) -> None:
         for _ in range(3):
             check(case)
     assert watch.bare >= 12
+
+
+def test_a_packed_qkv_whose_parts_lie_apart_is_launched_as_a_dense_copy(watch: Watch) -> None:
+    watch.interpreted = True
+    wide = torch.randn(2, 3, 3, 6, 16)
+    freqs, grad = torch.randn(3, 16), torch.randn(2, 3, 3, 4, 16)
+    for needed in (False, True):
+        for _ in range(3):
+            leaf = wide.clone().requires_grad_(needed)
+            dense = wide[..., 1:5, :].clone().requires_grad_(needed)
+            launched = watch.public + watch.bare
+            found = rope_qkv(leaf[..., 1:5, :], freqs)
+            assert watch.public + watch.bare == launched + 1
+            wanted = rope_qkv(dense, freqs)
+            assert torch.equal(found, wanted)
+            if needed:
+                found.backward(grad)
+                wanted.backward(grad)
+                assert torch.equal(leaf.grad[..., 1:5, :], dense.grad)
+    assert watch.bare > 0
 
 
 @pytest.mark.usefixtures("watch")

@@ -274,10 +274,7 @@ def run_eager(given: Given, settings: Settings) -> Any:
 
 
 def _operator(given: Given, settings: Settings) -> Any:
-    """The call for what follows operators: as one of torch.library, or by PyTorch's own where the angles need a gradient.
-
-    In place with a gradient is the operator out of place and a copy: an operator that overwrites can have none.
-    """
+    """The call for what follows operators: as one of torch.library, or by PyTorch's own where the angles need a gradient."""
     from tuned.rope import ops  # noqa: PLC0415 - making operators takes 10 ms, which only this needs
 
     if _followed(given) is not None:

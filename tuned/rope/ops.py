@@ -1,10 +1,9 @@
 """Operators of torch.library for what follows operators: ``tuned::rope`` and ``tuned::rope_qk``, and both in place.
 
-torch.compile, tracers and dispatch modes see these; outside of them they are bypassed. The gradients of the functional
-ones are the same operators with the transposed map, and so differentiable again. An operator that overwrites can have no
-gradient: ``tuned::rope_`` and ``tuned::rope_qk_`` serve where none is needed, and the compiler makes one launch of them
-and no copy. Angles have no gradient here: calls whose angles need
-one are PyTorch's own operators.
+torch.compile, tracers and dispatch modes see these; outside of them they are bypassed. The gradients are the functional
+operators with the transposed map, and so differentiable again. ``tuned::rope_`` and ``tuned::rope_qk_`` overwrite: the
+compiler makes one launch of them and no copy. torch.library.custom_op gives no gradient to an operator that overwrites,
+so these are defined without it. Angles have no gradient here: calls whose angles need one are PyTorch's own operators.
 """
 
 from __future__ import annotations
@@ -28,26 +27,19 @@ _COUNT = 9  # of the arguments in _TENSORS
 
 
 def call(given: Given, settings: Settings) -> Any:
-    """The call as an operator; in place with a gradient, its result is copied into the tensors given."""
+    """The call as an operator."""
     starts = given.offset if isinstance(given.offset, torch.Tensor) else None
     named = settings._asdict()
     inplace = named.pop("inplace")
     offset = 0 if starts is not None else given.offset
     others = (*given[2:9], starts, offset, *named.values())
-    rotated = (given.x,) if given.key is None else (given.x, given.key)
-    if inplace and not (torch.is_grad_enabled() and any(t.requires_grad for t in rotated)):
-        if given.key is None:
-            rope_(given.x, *others)
-            return given.x
-        rope_qk_(given.x, given.key, *others)
-        return rotated
-    if given.key is None:
-        out = rope(given.x, *others)
-        return given.x.copy_(out) if inplace else out
-    outs = rope_qk(given.x, given.key, *others)
     if not inplace:
-        return outs
-    return given.x.copy_(outs[0]), given.key.copy_(outs[1])
+        return rope(given.x, *others) if given.key is None else rope_qk(given.x, given.key, *others)
+    if given.key is None:
+        rope_(given.x, *others)
+        return given.x
+    rope_qk_(given.x, given.key, *others)
+    return given.x, given.key
 
 
 def _arguments(x: Any, key: Any, others: tuple[Any, ...], *, inplace: bool = False) -> tuple[Given, Settings]:
@@ -110,10 +102,46 @@ def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     return *(grad if grad is None else rope(grad, *others) for grad in grads), *nothing
 
 
-def _overwriting(name: str, schema: str, mutated: tuple[str, ...], function: Any) -> Any:
-    made = torch.library.custom_op(f"tuned::{name}", function, mutates_args=mutated, schema=schema)
-    made.register_fake(lambda *_: None)
-    return made
+class _Overwrite(torch.autograd.Function):
+    """The node of an operator that overwrites the first ``count`` of its arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Any, count: int, *arguments: Any) -> Any:
+        """Rotate in place, below autograd; keep what the backward needs."""
+        rotated = arguments[:count]
+        _setup(ctx, arguments, rotated)
+        ctx.mark_dirty(*rotated)
+        with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001 - as torch.library's own operators do
+            operator(*arguments)
+        return rotated if count > 1 else rotated[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """The transposed map of the gradients, out of place: they may be shared."""
+        return None, None, *_backward(ctx, *grads)
+
+
+def _overwriting(name: str, schema: str, count: int, function: Any) -> Any:
+    _LIBRARY.define(name + schema)
+    operator = getattr(torch.ops.tuned, name)
+
+    def autograd(*arguments: Any) -> None:
+        rotated = arguments[:count]
+        needing = [torch.is_grad_enabled() and t.requires_grad for t in rotated]
+        if not any(needing):
+            torch.autograd.graph.increment_version(rotated)
+            with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001
+                operator(*arguments)
+        elif count == 1 or (all(needing) and not any(t._is_view() for t in rotated)):  # noqa: SLF001
+            _Overwrite.apply(operator, count, *arguments)
+        else:  # a node may not overwrite two views, and gives all that it overwrites a gradient
+            for t in rotated:
+                rope_(t, *arguments[count:])
+
+    _LIBRARY.impl(name, torch._disable_dynamo(function), "CompositeExplicitAutograd")  # type: ignore[attr-defined]  # noqa: SLF001
+    _LIBRARY.impl(name, autograd, "Autograd")
+    torch.library.register_fake(f"tuned::{name}", lambda *_: None, lib=_LIBRARY)
+    return operator
 
 
 def _operator(name: str, schema: str, function: Any, fake: Any) -> Any:
@@ -130,7 +158,6 @@ rope_qk = _operator(
     _rope_qk,
     lambda q, k, *_: (torch.empty_like(q), torch.empty_like(k)),
 )
-rope_ = _overwriting("rope_", f"(Tensor(a!) x, {_TENSORS}, {_SETTINGS}) -> ()", ("x",), _rope_)
-rope_qk_ = _overwriting(
-    "rope_qk_", f"(Tensor(a!) q, Tensor(b!) k, {_TENSORS}, {_SETTINGS}) -> ()", ("q", "k"), _rope_qk_
-)
+_LIBRARY = torch.library.Library("tuned", "FRAGMENT")
+rope_ = _overwriting("rope_", f"(Tensor(a!) x, {_TENSORS}, {_SETTINGS}) -> ()", 1, _rope_)
+rope_qk_ = _overwriting("rope_qk_", f"(Tensor(a!) q, Tensor(b!) k, {_TENSORS}, {_SETTINGS}) -> ()", 2, _rope_qk_)
