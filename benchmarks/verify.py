@@ -1,8 +1,9 @@
 """Verify on a GPU all that ships: plain tests, GPU tests, the fuzz, the sanitizers; keep what passed, and of which sources.
 
 `python -m benchmarks.verify` writes benchmarks/results/verified/<device>.json after each suite. A suite that passed with
-these sources and this environment is not run again, so that several commands may share the work, on several machines
-with one GPU's model if the record goes with them. `python tune.py --check` holds the record against what is here.
+these sources and this environment is not run again, so that several commands may share the work: one after the other,
+on several GPUs of one machine at once, or on several machines if the record goes with them. `python tune.py --check`
+holds the record against what is here.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ from generator.keeping.verified import (
     verified_path,
     verified_text,
 )
+from generator.processes.locks import folder_lock
 from generator.rendering.modules import write_if_different
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 PLAIN_PROCESSES = 14
-GPU_PROCESSES = 6  # some start pools of their own, and those that need much memory are one after the other
+GPU_PROCESSES = 8  # some start pools of their own, and those that need much memory are one after the other
 SANITIZED_PROCESSES = 12
 SPARE_CORES = 2  # for the driver's threads and this process
 CALLS, CLASSES = 100_000, 2_000  # of the fuzz
@@ -230,10 +232,10 @@ def verify(  # noqa: PLR0913 - what is run, and where things are
         if digest() != kernels:
             print(f"the sources changed while {name} ran: it says nothing of either, and is not kept")
             return 1
-        done[name] = suite
-        out.mkdir(parents=True, exist_ok=True)
-        record = Verified(dict(environment), kernels, tuple(done.values()))
-        write_if_different(verified_path(device, out), verified_text(record))
+        with folder_lock(out):  # a command for another suite, on another GPU, may have added its own
+            done = known(device, environment, kernels, (out, shipped)) | {name: suite}
+            record = Verified(dict(environment), kernels, tuple(done.values()))
+            write_if_different(verified_path(device, out), verified_text(record))
     print(not_verified(device, out) or f"{device}: verified, {kernels}")
     return 1 if any(done[name].failed or not done[name].passed for name in chosen) else 0
 

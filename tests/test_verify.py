@@ -169,6 +169,19 @@ def test_a_machine_goes_on_with_what_the_checkout_brings(tmp_path: Path) -> None
     assert set(of(tmp_path / "out")) == set(SUITES)
 
 
+def test_commands_side_by_side_keep_what_each_has_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_suite = verify.run_suite
+
+    def with_a_neighbour(name: str, *rest: Any) -> Any:
+        if name == "plain":
+            assert call(tmp_path, {"gpu": [passing(tmp_path, "gpu")]}) == 0
+        return run_suite(name, *rest)
+
+    monkeypatch.setattr(verify, "run_suite", with_a_neighbour)
+    assert call(tmp_path, {"plain": [passing(tmp_path, "plain")]}) == 0
+    assert of(tmp_path / "out") == {"plain": (3, 0, 1), "gpu": (3, 0, 1)}
+
+
 def test_a_broken_record_is_begun_again(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "test_gpu.json").write_text('{"suites": [')
