@@ -1,7 +1,7 @@
 # Every command of the project. VENV=... puts the virtual environment elsewhere.
 VENV ?= .venv
 PYTHON ?= python3
-GPU_PROCESSES ?= 6
+GPU_PROCESSES ?= 8
 BIN = $(VENV)/bin
 
 # The older pair of torch and Triton, which the committed rows were measured with, in an environment of its own.

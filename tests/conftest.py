@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 
+# Tests side by side that each start a thread a core wait for each other: 14 of them on 16 cores take five times as long.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; processes of tests have it too
+
 import pytest
 import torch
 
@@ -12,10 +16,28 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu, gpu_sample or sanitizer are skipped, with the reason, where torch sees no GPU."""
-    if torch.cuda.is_available():
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What a machine runs of tests that are marked: see the markers in pyproject.toml."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if any(item.get_closest_marker(name) for name in ("gpu", "gpu_sample", "sanitizer")):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU, and torch sees none"))
         return
+    left_out = _thinned(items)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _thinned(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases that a GPU leaves out of functions marked ``interpreted(every=n)``: it runs the first, and each nth after."""
+    seen: dict[str, int] = {}
+    left_out = []
     for item in items:
-        if any(item.get_closest_marker(name) for name in ("gpu", "gpu_sample", "sanitizer")):
-            item.add_marker(pytest.mark.skip(reason="needs a GPU, and torch sees none"))
+        marker = item.get_closest_marker("interpreted")
+        if marker is not None:
+            function = item.nodeid.partition("[")[0]
+            number = seen[function] = seen.get(function, -1) + 1
+            if number % marker.kwargs["every"]:
+                left_out.append(item)
+    return left_out

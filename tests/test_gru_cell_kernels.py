@@ -36,6 +36,7 @@ def spec_of(dtype: str, hidden: int, inputs: tuple[int, ...], **rest: Any) -> Gr
     return GruCellSpec(dtype, hidden, inputs, precision=precision if dtype == "float32" else "", **rest)
 
 
+@pytest.mark.interpreted(every=3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inputs", SEGMENTS, ids=str)
 @pytest.mark.parametrize("form", FORMS)
@@ -61,6 +62,7 @@ def test_every_emitted_kernel_is_among_those_tested() -> None:
 SIZES = [(1, 1), (20, 7), (100, 17), (192, 3), (257, 3), (384, 7), (600, 1), (896, 3)]  # hidden, batch
 
 
+@pytest.mark.interpreted(every=5)
 @pytest.mark.parametrize(("hidden", "batch"), SIZES)
 @pytest.mark.parametrize("form", GRU_CELL_FORMS)
 def test_every_form_takes_any_hidden_size_and_batch(form: str, hidden: int, batch: int) -> None:
@@ -68,7 +70,7 @@ def test_every_form_takes_any_hidden_size_and_batch(form: str, hidden: int, batc
     tile = {
         # Of many warps: of few, a GPU's compiler takes 20 s to spill.
         "split": dataclasses.replace(SPLIT, block_hidden=64, block_k=256, k_parts=4, num_warps=8),
-        "tile": dataclasses.replace(TILE, block_hidden=64, block_k=256, schedule="joint", stacked=True),
+        "tile": dataclasses.replace(TILE, block_hidden=64, schedule="joint", stacked=True),
         "vector": dataclasses.replace(VECTOR, block_batch=8, block_hidden=64, block_k=256),
     }
     spec = spec_of(dtype, hidden, (hidden // 2 + 1, 3), bias=hidden % 2 == 0)
@@ -143,7 +145,7 @@ def possible(knobs: dict[str, Any]) -> bool:
     if knobs["form"] == "split":
         return knobs["k_parts"] > 1 and knobs["block_k"] // knobs["k_parts"] >= 16
     if knobs["form"] == "vector":
-        return knobs["block_k"] >= 256 and knobs["block_batch"] * knobs["block_hidden"] * knobs["block_k"] <= 2**16
+        return knobs["block_k"] >= 256 and knobs["block_batch"] * knobs["block_hidden"] * knobs["block_k"] <= 2**15
     return knobs["form"] != "tile" or knobs["block_k"] <= 512
 
 
@@ -154,6 +156,7 @@ NUMBERS = [
 ]
 
 
+@pytest.mark.interpreted(every=9)
 @pytest.mark.parametrize("knobs", NUMBERS, ids=lambda k: "-".join(str(v) for v in k.values()))
 def test_every_choice_of_a_knob_computes_what_the_oracle_does(knobs: dict[str, Any]) -> None:
     # A second tile of units, or of rows where the first has many units, and neither full.

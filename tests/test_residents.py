@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["interpreted", "machine"]
 
+pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")  # of PyTorch's operators on a GPU
+
 # What Triton 3.6 and 3.7 raise: both say what the driver says.
 ERROR = RuntimeError("Triton Error [CUDA]: too many blocks in cooperative launch")
 

@@ -32,7 +32,7 @@ def main() -> int:
         return 0
     if asked.only is not None:
         return only(asked.seed, asked.only, asked.repeats)
-    processes = asked.processes or max(1, (os.cpu_count() or 2) - 2)
+    processes = asked.processes or max(1, len(os.sched_getaffinity(0)) - 2)
     repeats = asked.repeats
     if asked.calls and asked.classes:  # two classes a case, some of which are one
         repeats = max(LEAST, int(2 * asked.calls / (1.3 * asked.classes)))  # every second case is a short one
