@@ -1,7 +1,7 @@
 # Every command of the project. VENV=... puts the virtual environment elsewhere.
 VENV ?= .venv
 PYTHON ?= python3
-GPU_PROCESSES ?= 8
+GPU_PROCESSES ?= 14
 BIN = $(VENV)/bin
 
 # The older pair of torch and Triton, which the committed rows were measured with, in an environment of its own.
@@ -24,7 +24,7 @@ test-stack: $(STACK)/.dev  ## set up, then the compile, render and lookup tests 
 	$(STACK)/bin/python -m pytest -n auto --dist worksteal $(STACK_TESTS)
 
 test-gpu: $(VENV)/.dev  ## the full grid on a GPU, then what nothing else there may disturb
-	$(BIN)/python -m pytest tests/gpu -m "gpu and not alone" -n $(GPU_PROCESSES) --dist loadgroup
+	$(BIN)/python -m pytest tests/gpu -m "gpu and not alone" -n $(GPU_PROCESSES) --dist worksteal
 	$(BIN)/python -m pytest tests/gpu -m "gpu and alone"
 
 verify: $(VENV)/.dev  ## plain tests, GPU tests, fuzz and sanitizers on a GPU; what passed is kept, and not run again

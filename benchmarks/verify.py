@@ -43,9 +43,8 @@ from generator.rendering.modules import write_if_different
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-PLAIN_PROCESSES = 14
-GPU_PROCESSES = 8  # some start pools of their own, and those that need much memory are one after the other
-SANITIZED_PROCESSES = 12
+PROCESSES = 14
+SANITIZED_PROCESSES = 12  # one a share
 SPARE_CORES = 2  # for the driver's threads and this process
 CALLS, CLASSES = 100_000, 2_000  # of the fuzz
 LIMIT_MINUTES = 20.0  # of one suite: something hangs. All take 12 on an H200 with 16 cores
@@ -86,18 +85,16 @@ def suites(cache: Path, cores: int, seed: int) -> dict[str, tuple[Step, ...]]:
     def tests(name: str, processes: int, *arguments: str) -> Step:
         processes = max(1, min(processes, cores - SPARE_CORES))
         result = cache / f"{name}.xml"
-        # Groups are handed out one by one, which thousands of short tests wait for; plain ones have none to keep.
-        how = "worksteal" if name == "plain" else "loadgroup"
-        spread = (f"-n{processes}", f"--dist={how}") if processes > 1 else ("-n0",)
+        spread = (f"-n{processes}", "--dist=worksteal") if processes > 1 else ("-n0",)
         return Step((sys.executable, "-m", "pytest", "-q", *spread, f"--junit-xml={result}", *arguments), result, junit)
 
     fuzz = cache / "fuzz.json"
     drawn = (f"--calls={CALLS}", f"--classes={CLASSES}", f"--seed={seed}", f"--out={fuzz}")
     return {
-        "plain": (tests("plain", PLAIN_PROCESSES),),
+        "plain": (tests("plain", PROCESSES),),
         "gpu": (
             # Those marked gpu_sample are among the plain ones.
-            tests("gpu", GPU_PROCESSES, "tests/gpu", "-m", "gpu and not alone"),
+            tests("gpu", PROCESSES, "tests/gpu", "-m", "gpu and not alone"),
             tests("gpu_alone", 1, "tests/gpu", "-m", "gpu and alone"),
         ),
         "fuzz": (Step((sys.executable, "-m", "tests.fuzz", *drawn), fuzz, fuzzed),),

@@ -294,5 +294,5 @@ def test_the_makefile_runs_the_gpu_tests_as_the_verification_does(tmp_path: Path
     makefile = (ROOT / "Makefile").read_text()
     for one in verify.suites(tmp_path, 16, 7)["gpu"]:
         assert f'pytest tests/gpu -m "{one.command[-1]}"' in makefile
-    assert "-n $(GPU_PROCESSES) --dist loadgroup" in makefile
-    assert f"GPU_PROCESSES ?= {verify.GPU_PROCESSES}\n" in makefile
+    assert "-n $(GPU_PROCESSES) --dist worksteal" in makefile
+    assert f"GPU_PROCESSES ?= {verify.PROCESSES}\n" in makefile

@@ -93,8 +93,9 @@ class Given:
         self.built: dict[str, Built] = {}
         self.out: Any = None
         self.error: Exception | None = None
+        self.refusal: Exception | None = None  # PyTorch's, of what was served here
         self.grads: dict[str, torch.Tensor | None] = {}
-        self.grad_outputs: list[torch.Tensor] = []
+        self.grad_outputs: list[torch.Tensor] = []  # drawn, where they are not given
         self.flags: list[tuple[str, torch.Tensor | bool, Callable[[], str] | None]] = []
 
     def tensor(
@@ -198,7 +199,7 @@ class Given:
         if not outs:
             self.grads = dict.fromkeys(leaves)
             return
-        self.grad_outputs = [
+        self.grad_outputs = self.grad_outputs or [
             drawn_gradient(t, seed_of(self.seed, f"grad {i}"), self.seed + i) for i, t in enumerate(outs)
         ]
         kept = [g.clone() for g in self.grad_outputs]
@@ -450,12 +451,15 @@ class Given:
                 )
                 new = value
             made[id(built.tensor)] = new
+        if device:  # which draws other numbers of the same seed
+            again.grad_outputs = [grad.double().to(device) for grad in self.grad_outputs]
         again.run(getattr(originals, original), **originals.swapped(self.arguments, made, doubled=doubled))
         return again
 
     def _compare(self, theirs: Given, wanted: Given, *, sequences: bool) -> None:
         """``sequences``: cuDNN's setting of TF32 is what tells the precision of products, else that of GEMMs."""
         ours, reference, exact = (flat(g.out) for g in (self, theirs, wanted))
+        self.refusal = theirs.error
         if theirs.error is not None:
             reference = [None] * len(exact)  # type: ignore[list-item]
         if len(ours) != len(exact):
@@ -507,7 +511,7 @@ class Given:
         allowed = None if b is None else (b.detach().double() - c.detach()).abs().amax()
 
         def numbers() -> str:
-            theirs = "" if allowed is None else f", PyTorch's by {float(allowed):.3g}"
+            theirs = f", PyTorch raised {self.refusal!r}" if allowed is None else f", PyTorch's by {float(allowed):.3g}"
             return f"off by {float(error):.3g}{theirs}; roundings are {float(unit):.2g}"
 
         self._flag(f"{name} is wrong", ~(error <= hard), numbers)

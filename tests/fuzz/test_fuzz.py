@@ -24,10 +24,12 @@ from tests import oracle
 from tests.fuzz import case as cases
 from tests.fuzz import forced, formula
 from tests.fuzz.draw import CPU, World, case
+from tests.fuzz.given import Given
 from tests.fuzz.interpreted import interpreted_families
 from tests.fuzz.planted import PLANTS, planted
 from tests.rope_calls import Watch, watch
 from tests.run import INTERPRETED
+from tuned import dispatch
 from tuned.family import FAMILIES as FAMILIES_OF
 from tuned.lookup import Gpu
 
@@ -204,3 +206,15 @@ def test_the_command_counts_and_a_process_that_dies_is_told_and_started_again(tm
     assert failure["index"] == 2
     assert "ended with 9" in failure["message"]
     assert "given.run" in done.stdout
+
+
+def test_a_reference_on_another_device_gets_the_gradients_that_the_call_got() -> None:
+    """One seed gives other numbers there."""
+    given = Given(7, mode="grad")
+    x = given.tensor("x", (3, 8), torch.float32, (8, 1), 0, 24, grad="leaf")
+    w = given.tensor("w", (5, 8), torch.float32, (8, 1), 0, 40, grad="leaf")
+    given.run(dispatch.linear_cat, inputs=(x,), weight=w)
+    (drawn,) = given.grad_outputs
+    given.grad_outputs = [drawn + 1]  # as another generator would have it
+    reference = given._original("linear_cat", doubled=True, device="cpu")
+    torch.testing.assert_close(reference.grads["x"], (drawn + 1).double() @ w.detach().double())

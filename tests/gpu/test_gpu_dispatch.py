@@ -340,7 +340,7 @@ def exact(x: torch.Tensor, radians: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.xdist_group("memory")
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("layout", ["bshd", "thd"])
 @pytest.mark.parametrize("source", ["freqs", "inv_freq", "ids"])
 def test_more_than_two_to_the_31_elements_in_place(source: str, layout: str) -> None:

@@ -2,68 +2,29 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
-import multiprocessing
-import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from tests.gpu import calls
-from tests.gpu.grid import COMBINATIONS, DIMS, SIZES, U32, VIEWS, Combination, Report, run_combination
+from tests.gpu.grid import COMBINATIONS, DIMS, SIZES, U32, VIEWS, Combination, run_combination
 from tuned.dispatch import rope, rope_backward
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 WANTED = 12_600  # forward cases, and backward cases: as many as the largest of the studies ran
-PROCESSES = min(
-    14, len(os.sched_getaffinity(0))
-)  # each compiles on one core, and its CUDA context takes half a gigabyte
 SAMPLE = COMBINATIONS[::17]  # coprime to the length of every axis, so that each value of each is among them
 
-
-# Tests of one xdist_group run in one process, one after the other: those that share a pool of processes, and those that
-# need gigabytes of the GPU's memory (with --dist loadgroup, as `make test-gpu` says).
 
 # The grid -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def reports() -> Iterator[dict[Combination, concurrent.futures.Future[Report]]]:
-    """All combinations, under way at once in a pool of processes: what takes the time is compiling."""
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(PROCESSES, mp_context=context) as pool:
-        yield {combination: pool.submit(run_combination, combination) for combination in COMBINATIONS}
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
 @pytest.mark.gpu
-@pytest.mark.xdist_group("grid")
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
-def test_every_call_is_right_forward_and_backward(
-    reports: dict[Combination, concurrent.futures.Future[Report]], combination: Combination
-) -> None:
-    report = reports[combination].result()
+def test_every_call_is_right_forward_and_backward(combination: Combination) -> None:
+    report = run_combination(combination)
     assert report.wrong == [], "\n".join(report.wrong)
-    assert report.forward == report.backward == len(combination.dims()) * len(SIZES) * len(VIEWS)
-
-
-@pytest.mark.gpu
-@pytest.mark.xdist_group("grid")
-def test_the_grid_is_as_large_as_the_studies(
-    reports: dict[Combination, concurrent.futures.Future[Report]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = [future.result() for future in reports.values()]
-    forward, backward = sum(r.forward for r in found), sum(r.backward for r in found)
-    with capsys.disabled():
-        ulps = max(r.ulps for r in found)
-        print(f"\n{forward} forward and {backward} backward cases; float32 within {ulps:.2f} ulp of the formula")  # noqa: T201 - to be seen
-    assert forward >= WANTED
-    assert backward >= WANTED
-    assert {dims for combination in COMBINATIONS for dims in combination.dims()} == set(DIMS)
+    assert report.forward == report.backward == len(SIZES) * len(VIEWS)
 
 
 @pytest.mark.gpu_sample
@@ -77,22 +38,11 @@ def test_a_sample_of_calls_is_right_forward_and_backward(combination: Combinatio
 # Complete calls -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def call_reports() -> Iterator[list[concurrent.futures.Future[list[str]]]]:
-    """All rows of complete calls, under way at once."""
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(PROCESSES, mp_context=context) as pool:
-        yield [pool.submit(calls.refused if calls.too_few(row) else calls.run_row, row) for row in calls.ROWS]
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
 @pytest.mark.gpu
-@pytest.mark.xdist_group("calls")
 @pytest.mark.parametrize("index", range(len(calls.ROWS)), ids=lambda i: f"{i}-{calls.row_id(calls.ROWS[i])}")
-def test_every_complete_call_is_right_forward_and_backward(
-    call_reports: list[concurrent.futures.Future[list[str]]], index: int
-) -> None:
-    assert call_reports[index].result() == ([] if not calls.too_few(calls.ROWS[index]) else True)
+def test_every_complete_call_is_right_forward_and_backward(index: int) -> None:
+    row = calls.ROWS[index]
+    assert calls.refused(row) if calls.too_few(row) else calls.run_row(row) == []
 
 
 @pytest.mark.gpu_sample
@@ -151,7 +101,7 @@ def test_in_place_is_bitwise_the_same_two_hundred_times(layout: str, *, interlea
 
 
 @pytest.mark.gpu
-@pytest.mark.xdist_group("memory")
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
 @pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])
 def test_a_tensor_of_more_than_2_to_the_31_elements_is_right(layout: str, *, inplace: bool) -> None:
@@ -179,7 +129,7 @@ def test_a_tensor_of_more_than_2_to_the_31_elements_is_right(layout: str, *, inp
 
 
 @pytest.mark.gpu
-@pytest.mark.xdist_group("memory")
+@pytest.mark.usefixtures("much_memory")
 def test_strides_beyond_2_to_the_31_are_followed() -> None:
     # Two tokens 2^31 + 2^16 elements apart: only the two rows of it are ever touched.
     apart = 2**31 + 2**16
@@ -233,6 +183,9 @@ def test_the_grid_names_what_it_holds() -> None:
     axes = list(zip(*((c.layout, c.style, c.dtype, c.angles, c.entries, c.inplace) for c in COMBINATIONS), strict=True))
     sampled = list(zip(*((c.layout, c.style, c.dtype, c.angles, c.entries, c.inplace) for c in SAMPLE), strict=True))
     assert [set(axis) for axis in sampled] == [set(axis) for axis in axes]
-    planned = sum(len(c.dims()) * len(SIZES) * len(VIEWS) for c in COMBINATIONS)
+    planned = len(COMBINATIONS) * len(SIZES) * len(VIEWS)
     assert planned >= WANTED
-    assert len(list(itertools.product(SIZES, VIEWS))) == 48
+    assert planned == 13_824, "as the first line says"
+    for axis in axes:
+        met = set(zip(axis, (c.dims() for c in COMBINATIONS), strict=True))
+        assert met == set(itertools.product(set(axis), DIMS))

@@ -20,12 +20,8 @@ ROOT = Path(__file__).parents[2]
 TOOLS = ("memcheck", "racecheck", "synccheck")  # memcheck is the first to run, and compiles for all three
 SECONDS = 500  # a backstop, most of a test is PyTorch's start
 
-# One process a share, so that each kernel is compiled once.
-RUNS = [
-    pytest.param(index, tool, marks=[pytest.mark.sanitizer, pytest.mark.xdist_group(f"share {index}")])
-    for index in range(sanitized.SHARES)
-    for tool in TOOLS
-]
+# The tools of a share follow each other, so that one process runs them, and each kernel is compiled once.
+RUNS = [pytest.param(index, tool, marks=pytest.mark.sanitizer) for index in range(sanitized.SHARES) for tool in TOOLS]
 
 
 @pytest.mark.parametrize(("index", "tool"), RUNS)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from generator.processes.compiler import CompilerPool, compile_variant, hopeless
+from generator.processes.compiler import compile_variant, hopeless
 from generator.searching.pool import legal_pool
 from generator.selection import problem_named
 from generator.workload import default_problems
@@ -20,14 +19,21 @@ from tuned.choices import choices
 from tuned.rope.variant import RopeVariant, rejection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
     from generator.problem import Problem
 
 # A decode call of a default model, whose pool is run whole: 99 variants, and as many again where there is PDL.
 WHOLE = problem_named("llama3_8b_decode_64x1")
-SAMPLE = 6  # variants of every other default problem's pool, evenly spaced
+SHARES = 8  # in which it is checked, by as many processes as there are
+SAMPLE = 4  # variants of every other default problem's pool, evenly spaced
 LARGEST = 2**24  # elements of x: larger problems have the same variants, and take longer to check
+SAMPLED = [
+    problem
+    for family in ("rope", "gru_cell", "linear_cat")
+    for problem in default_problems(family)
+    if problem.size.tokens * getattr(problem.spec, "heads", 1) * getattr(problem.spec, "head_dim", 1) <= LARGEST
+]
 
 
 def numbers() -> list[dict[str, Any]]:
@@ -47,33 +53,23 @@ def knobs_id(knobs: dict[str, Any]) -> str:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("knobs", numbers(), ids=knobs_id)
 def test_every_choice_of_a_knob_is_right_on_the_gpu(knobs: dict[str, Any], dtype: str) -> None:
-    major, minor = torch.cuda.get_device_capability()
     spec, variant = dataclasses.replace(spec_for(knobs), dtype=dtype), RopeVariant(**knobs)
-    if reason := rejection(spec, None, variant, 10 * major + minor):
+    if reason := rejection(spec, None, variant, capability()):
         pytest.skip(reason)
     assert_right(RopeCase(spec, seq=4 * knobs["block_tokens"] + 1, batch=2), variant)
 
 
-@pytest.fixture(scope="module")
-def compilers() -> Iterator[CompilerPool]:
-    # A few take most of a minute where neighbours compile too; the tests beside have processes of their own.
-    with CompilerPool(max(1, len(os.sched_getaffinity(0)) // 2), seconds=300) as pool:
-        yield pool
-
-
-def check_variants(compilers: CompilerPool, problem: Problem, variants: list[Any]) -> list[str]:
+def check_variants(problem: Problem, variants: Sequence[Any]) -> list[str]:
     """What is wrong with variants of a problem, staged, compiled and checked as tuning does it."""
     from triton.runtime import driver  # noqa: PLC0415 - needs a GPU
 
     from generator.measuring.stage import Stage, WrongResultError  # noqa: PLC0415
 
-    major, minor = torch.cuda.get_device_capability()
     wrong = []
     stage = Stage(problem, driver.active.get_current_target())
     try:
-        tasks = [(v, compilers.submit(compile_variant, problem, v, f"sm_{major}{minor}")) for v in variants]
-        for variant, task in tasks:
-            if hopeless(task.result(), 10 * major + minor):
+        for variant in variants:
+            if hopeless(compile_variant(problem, variant, f"sm_{capability()}"), capability()):
                 continue
             try:
                 stage.check(variant)
@@ -84,25 +80,21 @@ def check_variants(compilers: CompilerPool, problem: Problem, variants: list[Any
     return wrong
 
 
-@pytest.mark.gpu
-@pytest.mark.xdist_group("pools")
-def test_every_legal_variant_of_a_decode_problem_is_right(compilers: CompilerPool) -> None:
+def capability() -> int:
     major, minor = torch.cuda.get_device_capability()
-    variants = legal_pool(WHOLE, 10 * major + minor).variants
+    return 10 * major + minor
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", range(SHARES))
+def test_every_legal_variant_of_a_decode_problem_is_right(share: int) -> None:
+    variants = legal_pool(WHOLE, capability()).variants
     assert len(variants) > 50, "a handful would tell nothing"
-    assert check_variants(compilers, WHOLE, list(variants)) == []
+    assert check_variants(WHOLE, variants[share::SHARES]) == []
 
 
 @pytest.mark.gpu
-@pytest.mark.xdist_group("pools")
-@pytest.mark.parametrize("family", ["rope", "gru_cell", "linear_cat"])
-def test_a_sample_of_every_pool_is_right(compilers: CompilerPool, family: str) -> None:
-    major, minor = torch.cuda.get_device_capability()
-    wrong = []
-    for problem in default_problems(family):
-        spec = problem.spec
-        if problem.size.tokens * getattr(spec, "heads", 1) * getattr(spec, "head_dim", 1) > LARGEST:
-            continue
-        variants = legal_pool(problem, 10 * major + minor).variants
-        wrong += check_variants(compilers, problem, list(variants[:: max(1, len(variants) // SAMPLE)]))
-    assert wrong == []
+@pytest.mark.parametrize("problem", SAMPLED, ids=lambda p: p.name)
+def test_a_sample_of_every_pool_is_right(problem: Problem) -> None:
+    variants = legal_pool(problem, capability()).variants
+    assert check_variants(problem, variants[:: max(1, len(variants) // SAMPLE)]) == []
