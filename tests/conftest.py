@@ -30,11 +30,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _thinned(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The cases that a GPU leaves out of functions marked ``interpreted(every=n)``: it runs the first, and each nth after."""
+    """The cases that a GPU leaves out of functions marked ``thinned_on_gpu(every=n)``: it runs the first, and each nth after."""
     seen: dict[str, int] = {}
     left_out = []
     for item in items:
-        marker = item.get_closest_marker("interpreted")
+        marker = item.get_closest_marker("thinned_on_gpu")
         if marker is not None:
             function = item.nodeid.partition("[")[0]
             number = seen[function] = seen.get(function, -1) + 1

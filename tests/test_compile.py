@@ -78,6 +78,7 @@ def test_the_sample_for_other_architectures_covers_every_text_axis() -> None:
     assert min(rotating.values()) >= len(ROTATING) // 3
 
 
+@pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("name", sorted(structures()))
 def test_every_kernel_compiles_for_sm_90_without_a_spill(compiler: concurrent.futures.Executor, name: str) -> None:
     needs = compiler.submit(compiling.needs, name, "sm_90").result()
@@ -85,6 +86,7 @@ def test_every_kernel_compiles_for_sm_90_without_a_spill(compiler: concurrent.fu
     assert needs.spill_bytes == 0
 
 
+@pytest.mark.thinned_on_gpu(every=4)
 @pytest.mark.parametrize(("name", "architecture"), ELSEWHERE)
 def test_a_sample_compiles_for_every_other_architecture(
     compiler: concurrent.futures.Executor, name: str, architecture: str
@@ -299,6 +301,7 @@ CELLS_ON = [
 ]
 
 
+@pytest.mark.thinned_on_gpu(every=4)
 @pytest.mark.parametrize(
     ("spec", "batch", "architecture"),
     CELLS_ON,

@@ -36,7 +36,7 @@ def spec_of(dtype: str, hidden: int, inputs: tuple[int, ...], **rest: Any) -> Gr
     return GruCellSpec(dtype, hidden, inputs, precision=precision if dtype == "float32" else "", **rest)
 
 
-@pytest.mark.interpreted(every=3)
+@pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inputs", SEGMENTS, ids=str)
 @pytest.mark.parametrize("form", FORMS)
@@ -62,7 +62,7 @@ def test_every_emitted_kernel_is_among_those_tested() -> None:
 SIZES = [(1, 1), (20, 7), (100, 17), (192, 3), (257, 3), (384, 7), (600, 1), (896, 3)]  # hidden, batch
 
 
-@pytest.mark.interpreted(every=5)
+@pytest.mark.thinned_on_gpu(every=5)
 @pytest.mark.parametrize(("hidden", "batch"), SIZES)
 @pytest.mark.parametrize("form", GRU_CELL_FORMS)
 def test_every_form_takes_any_hidden_size_and_batch(form: str, hidden: int, batch: int) -> None:
@@ -156,7 +156,7 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.interpreted(every=9)
+@pytest.mark.thinned_on_gpu(every=9)
 @pytest.mark.parametrize("knobs", NUMBERS, ids=lambda k: "-".join(str(v) for v in k.values()))
 def test_every_choice_of_a_knob_computes_what_the_oracle_does(knobs: dict[str, Any]) -> None:
     # A second tile of units, or of rows where the first has many units, and neither full.

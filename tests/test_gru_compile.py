@@ -123,6 +123,7 @@ def test_the_cases_are_what_tuning_would_try(case: Case) -> None:
     assert reason is None, reason
 
 
+@pytest.mark.thinned_on_gpu(every=4)
 @pytest.mark.parametrize("case", [*SPINNING, *OTHERS, *DEFAULTS], ids=str)
 def test_nothing_spills(compiler: concurrent.futures.Executor, case: Case) -> None:
     found = compiled(compiler, case)

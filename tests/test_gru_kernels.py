@@ -81,7 +81,7 @@ def possible(knobs: dict[str, Any]) -> bool:
 COMBINATIONS = pairwise.covering(pairwise.sample(AXES, possible, 2500))
 
 
-@pytest.mark.interpreted(every=8)
+@pytest.mark.thinned_on_gpu(every=8)
 @pytest.mark.parametrize("knobs", COMBINATIONS, ids=lambda k: "-".join(str(v) for v in k.values()))
 def test_every_choice_computes_what_the_oracle_does(knobs: dict[str, Any]) -> None:
     spec, variant, lengths = parts(knobs)
@@ -115,7 +115,7 @@ def test_every_hidden_size_is_taken_in_pieces(hidden: int, variant: GruVariant) 
     assert_right(Sequences(spec_of("half", hidden), (steps,)), variant, watch=False)
 
 
-@pytest.mark.interpreted(every=5)
+@pytest.mark.thinned_on_gpu(every=5)
 @pytest.mark.parametrize("shape", ["layer", "stack"])
 @pytest.mark.parametrize("hidden", [48, 80, 112, 144])
 def test_pieces_meet_without_a_gap(hidden: int, shape: str) -> None:
@@ -128,7 +128,7 @@ def test_pieces_meet_without_a_gap(hidden: int, shape: str) -> None:
 # Windows of steps ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.interpreted(every=5)
+@pytest.mark.thinned_on_gpu(every=5)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_launch_goes_on_where_the_last_one_ended(layout: str, shape: str) -> None:
@@ -143,7 +143,7 @@ def test_a_launch_goes_on_where_the_last_one_ended(layout: str, shape: str) -> N
     torch.testing.assert_close(resumed.call.out, whole.call.out, rtol=0, atol=1e-6)
 
 
-@pytest.mark.interpreted(every=3)
+@pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("exchange", ["poll", "counter"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_program_waits_for_its_own_results_and_the_layer_below(shape: str, exchange: str) -> None:
@@ -152,7 +152,7 @@ def test_one_program_waits_for_its_own_results_and_the_layer_below(shape: str, e
         assert_right(Sequences(spec_of("half", 20, shape, layout), lengths_of(layout, 17, 3)), variant, [(0, 3)])
 
 
-@pytest.mark.interpreted(every=5)
+@pytest.mark.thinned_on_gpu(every=5)
 @pytest.mark.parametrize("form", ["split", "tile"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("numbers", NUMBERS)

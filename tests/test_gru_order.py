@@ -67,6 +67,7 @@ def texts(compiler: concurrent.futures.Executor, case: Case) -> tuple[str, str]:
     return compiler.submit(gru_order.texts, case).result()
 
 
+@pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_is_stored_before_the_next_is_waited_for(compiler: concurrent.futures.Executor, case: Case) -> None:
     assert rejection(case.spec, case.size, case.variant, int(case.architecture.removeprefix("sm_"))) is None

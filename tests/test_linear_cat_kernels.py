@@ -80,6 +80,7 @@ def assert_right(spec: LinearCatSpec, rows: int, variant: LinearCatVariant, view
             assert torch.equal(base.nan_to_num(nan=7.5), before[name].nan_to_num(nan=7.5)), f"{name} was changed"
 
 
+@pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inputs", SEGMENTS, ids=str)
 @pytest.mark.parametrize("form", FORMS)
@@ -125,7 +126,7 @@ def possible(knobs: dict[str, Any]) -> bool:
 NUMBERS = [k for form in FORMS for k in pairwise.covering(pairwise.product(axes_of(form), possible))]
 
 
-@pytest.mark.interpreted(every=7)
+@pytest.mark.thinned_on_gpu(every=7)
 @pytest.mark.parametrize("knobs", NUMBERS, ids=lambda k: "-".join(str(v) for v in k.values()))
 def test_every_choice_of_a_knob_computes_what_the_oracle_does(knobs: dict[str, Any]) -> None:
     # A second tile of columns, or of rows where the first has many columns, and neither full.

@@ -52,7 +52,7 @@ def gradient(spec: RopeSpec, cos: np.ndarray, sin: np.ndarray, grad: np.ndarray)
     return x.grad.numpy()
 
 
-@pytest.mark.interpreted(every=5)
+@pytest.mark.thinned_on_gpu(every=5)
 @pytest.mark.parametrize("variant", SCHEDULES, ids=lambda v: "loop" if v.loops_heads else "grid")
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{kernel_name(s, RopeVariant())}-{s.angle_entries}")
 def test_the_backward_kernel_is_what_autograd_makes_of_the_formula(spec: RopeSpec, variant: RopeVariant) -> None:

@@ -79,7 +79,7 @@ def test_every_declared_choice_is_tested() -> None:
 # Arguments, pairwise ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.interpreted(every=3)
+@pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=lambda index: f"{index}-{row_id(ROWS[index])}")
 def test_every_kind_of_argument_rotates_as_the_oracle_does(index: int) -> None:
     assert_right(case_of(ROWS[index]), (GRID, LOOP, TOKENS_FIRST)[index % 3])

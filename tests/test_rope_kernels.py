@@ -42,7 +42,7 @@ def small(spec: RopeSpec, **rest: Any) -> RopeSpec:
     return dataclasses.replace(spec, heads=5, head_dim=20 if spec.copies_tail else 12, rotary_dim=12, **rest)
 
 
-@pytest.mark.interpreted(every=3)
+@pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize(("spec", "variant"), TEXTS, ids=[kernel_name(s, v) for s, v in TEXTS])
 def test_every_kernel_rotates_as_the_oracle_does(spec: RopeSpec, variant: RopeVariant) -> None:
     variant = dataclasses.replace(variant, block_tokens=4, block_heads=4 if variant.loops_heads else 8)
@@ -191,7 +191,7 @@ def row_id(row: dict[str, Any]) -> str:
 ROWS = pairwise.covering(pairwise.sample(ARGUMENTS, possible, 6000))
 
 
-@pytest.mark.interpreted(every=3)
+@pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("row", ROWS, ids=row_id)
 def test_every_kind_of_argument_rotates_as_the_oracle_does(row: dict[str, Any]) -> None:
     spec = spec_of(row)
