@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 
-# Tests side by side that each start a thread a core wait for each other: 14 of them on 16 cores take five times as long.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; processes of tests have it too
-
 import pytest
 import torch
 
 # @triton.jit reads this when a kernel is defined, so it must be set before any test module imports one.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers, and what they start, compute with a thread each.
+
+    Side by side, with a thread a core, they wait for each other: NumPy's small products take a hundred times as long on 16
+    cores. Set here, in the process that starts the workers, since plugins of theirs may import NumPy before any conftest.
+    """
+    if config.getoption("numprocesses", None):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -71,7 +71,7 @@ def test_every_form_takes_any_hidden_size_and_batch(form: str, hidden: int, batc
         # Of many warps: of few, a GPU's compiler takes 20 s to spill.
         "split": dataclasses.replace(SPLIT, block_hidden=64, block_k=256, k_parts=4, num_warps=8),
         "tile": dataclasses.replace(TILE, block_hidden=64, schedule="joint", stacked=True),
-        "vector": dataclasses.replace(VECTOR, block_batch=8, block_hidden=64, block_k=256),
+        "vector": dataclasses.replace(VECTOR, block_hidden=32, block_k=256, num_warps=8),
     }
     spec = spec_of(dtype, hidden, (hidden // 2 + 1, 3), bias=hidden % 2 == 0)
     assert_right(GruCase(spec, batch), tile[form])
@@ -145,7 +145,8 @@ def possible(knobs: dict[str, Any]) -> bool:
     if knobs["form"] == "split":
         return knobs["k_parts"] > 1 and knobs["block_k"] // knobs["k_parts"] >= 16
     if knobs["form"] == "vector":
-        return knobs["block_k"] >= 256 and knobs["block_batch"] * knobs["block_hidden"] * knobs["block_k"] <= 2**15
+        products = knobs["block_batch"] * knobs["block_hidden"] * knobs["block_k"]
+        return knobs["block_k"] >= 256 and products <= 2**13 * min(4, knobs["num_warps"])  # 256 a thread
     return knobs["form"] != "tile" or knobs["block_k"] <= 512
 
 

@@ -119,7 +119,8 @@ def possible(knobs: dict[str, Any]) -> bool:
         if needed > 0.9 * shared_limit(90):
             return False
     if knobs["form"] == "vector":
-        return knobs["block_k"] >= 256 and knobs["block_rows"] * knobs["block_columns"] * knobs["block_k"] <= 2**15
+        products = knobs["block_rows"] * knobs["block_columns"] * knobs["block_k"]
+        return knobs["block_k"] >= 256 and products <= 2**13 * min(4, knobs["num_warps"])  # 256 a thread
     return knobs["block_columns"] >= 16 and knobs["block_k"] <= 512
 
 
