@@ -62,7 +62,7 @@ def gru_texts() -> Iterator[tuple[GruSpec, GruVariant]]:
         yield GruSpec("bfloat16", 512, layout=layout, layers=layers), GruVariant("persistent", form)
 
 
-def _texts() -> Iterator[tuple[str, str, Any, Any, bool]]:
+def texts() -> Iterator[tuple[str, str, Any, Any, bool]]:
     """Template, name, spec, variant, and whether a caller can be given it by default."""
     for rope_spec, rope_variant in itertools.product(rope_specs(), ROPE_SCHEDULES):
         yield "rope", rope_name(rope_spec, rope_variant), rope_spec, rope_variant, not rope_variant.loops_heads
@@ -85,10 +85,10 @@ def _texts() -> Iterator[tuple[str, str, Any, Any, bool]]:
 @functools.cache
 def structures() -> dict[str, Kernel]:
     """Every kernel by name, rendered from the templates as they are now."""
-    return {name: render(template, name, spec, variant) for template, name, spec, variant, _ in _texts()}
+    return {name: render(template, name, spec, variant) for template, name, spec, variant, _ in texts()}
 
 
 @functools.cache
 def default_names() -> frozenset[str]:
     """The kernels that a call can get where no table says more: these are always committed."""
-    return frozenset(name for _, name, _, _, default in _texts() if default)
+    return frozenset(name for _, name, _, _, default in texts() if default)

@@ -61,8 +61,10 @@ def _tensors(rng: random.Random, world: World, dtype: torch.dtype, mode: str) ->
     return Tensors(rng, world, dtype, mode, {}, rng.choice((1.0, 0.8, 0.5, 0.2)))
 
 
-def _about(rng: random.Random, world: World, mode: str, dtype: torch.dtype) -> dict[str, Any]:
+def _about(rng: random.Random, world: World, mode: str, dtype: torch.dtype, spec: Any = None) -> dict[str, Any]:
     tf32 = rng.choice(((False, True), (False, True), (True, True), (False, False), (True, False)))
+    if spec is not None and spec.precision:
+        tf32 = (spec.precision == "tf32",) * 2
     return {"mode": mode, "autocast": rng.choice(world.casts) if mode == "autocast" else None, "tf32": tf32} | (
         {"truncates": True} if world.truncates and dtype != torch.float64 else {}
     )
@@ -125,7 +127,12 @@ def gru(rng: random.Random, world: World, spec: Any = None, size: Any = None) ->
         arguments |= {"dropout": rng.choice((0.0, 0.5)), "training": False}
     arguments |= named
     return Call(
-        "tuned.dispatch.gru", tensor.views, arguments, "check_pytorch", ("gru",), **_about(rng, world, mode, dtype)
+        "tuned.dispatch.gru",
+        tensor.views,
+        arguments,
+        "check_pytorch",
+        ("gru",),
+        **_about(rng, world, mode, dtype, spec),
     )
 
 
@@ -156,7 +163,7 @@ def gru_cell(rng: random.Random, world: World, spec: Any = None, size: Any = Non
         arguments |= {name: tensor(name, (3 * hidden,), scale, grad=grad) for name in ("bias_ih", "bias_hh")}
     if inplace:
         arguments["inplace"] = True
-    about = _about(rng, world, mode if not (inplace and mode == "grad") else "no_grad", dtype)
+    about = _about(rng, world, mode if not (inplace and mode == "grad") else "no_grad", dtype, spec)
     if mode == "autocast" and len({v.dtype for n, v in tensor.views.items() if n[0] == "x"}) > 1:
         for n in [n for n in tensor.views if n[0] == "x"]:
             tensor.views[n] = dataclasses.replace(tensor.views[n], dtype=dtype)
@@ -197,7 +204,7 @@ def linear_cat(rng: random.Random, world: World, spec: Any = None, size: Any = N
         arguments,
         "check_pytorch",
         ("linear_cat",),
-        **_about(rng, world, mode, dtype),
+        **_about(rng, world, mode, dtype, spec),
     )
 
 

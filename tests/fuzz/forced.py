@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import tuned.family
 import tuned.kernels
 import tuned.lookup
-from tuned.family import FAMILIES
-from tuned.lookup import Choice, nearest
+from generator.rendering.structures import texts
+from tuned.family import FAMILIES, Family
+from tuned.lookup import Choice, nearest, usable
 from tuned.portfolio import rows_for
-from tuned.table import tables
+from tuned.table import Row, tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,12 +26,29 @@ PLANS = ("_PLANS", "_COMPILED", "_CLASSES", "_KNOWN", "_HERE")  # what modules o
 
 @functools.cache
 def rows(family: str, capability: int = 90) -> tuple[Any, ...]:
-    """One row for each variant that some row of a table or a portfolio has: of those the smallest."""
+    """One row for each variant that some row of a table or a portfolio has: of those the smallest. And one a default kernel.
+
+    The kernels of defaults are what calls get that no row is like; few calls drawn at random ask for each.
+    """
     found: dict[Any, Any] = {}
     everything = [row for table in tables().values() for row in table.rows[family]] + list(rows_for(family, capability))
     for row in sorted(everything, key=_weight):
         found.setdefault((row.variant, FAMILIES[family].kernel_names(row.spec, row.variant)), row)
-    return tuple(found.values())
+    named = {name for _, names in found for name in names}
+    size = min((row.size for row in everything), key=lambda one: one.tokens)
+    defaults = [
+        Row(
+            spec, size, _launching(FAMILIES[family], name, spec, size, [variant, *(v for v, _ in found)]), None, 0.0, ""
+        )
+        for _, name, spec, variant, default in texts()
+        if default and name not in named and name != PROBE and isinstance(spec, FAMILIES[family].spec_type)
+    ]
+    return (*found.values(), *defaults)
+
+
+def _launching(family: Family, name: str, spec: Any, size: Any, variants: list[Any]) -> Any:
+    """The first of the variants that is legal for a call and launches a kernel."""
+    return next(v for v in variants if name in family.kernel_names(spec, v) and usable(family, spec, size, v, 90, 132))
 
 
 def _weight(row: Any) -> tuple[float, str]:
