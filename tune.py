@@ -163,10 +163,10 @@ def show(
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
     """What cannot be answered becomes a sentence and an exit code."""
+    from generator.disk import disk_trouble  # noqa: PLC0415
     from generator.estimating.targets import UnknownTargetError  # noqa: PLC0415
-    from generator.keeping.disk import disk_trouble  # noqa: PLC0415
-    from generator.keeping.storage import StorageError  # noqa: PLC0415
     from generator.selection import SelectionError  # noqa: PLC0415
+    from generator.storage.backends import StorageError  # noqa: PLC0415
     from tuned.record import RecordError  # noqa: PLC0415
 
     try:

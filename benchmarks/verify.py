@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
 from generator.cache import cache_folder
-from generator.keeping.verified import (
+from generator.locks import folder_lock
+from generator.publishing.verified import (
     FOLDER,
     ROOT,
     SUITES,
@@ -37,7 +38,6 @@ from generator.keeping.verified import (
     verified_path,
     verified_text,
 )
-from generator.processes.locks import folder_lock
 from generator.rendering.modules import write_if_different
 
 if TYPE_CHECKING:

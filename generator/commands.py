@@ -13,11 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 from generator import gpu
 from generator.cache import ROOT
+from generator.disk import naming, write_whole
 from generator.estimating.targets import target_named
-from generator.keeping.disk import naming, write_whole
-from generator.keeping.journal import Journal
-from generator.keeping.record import read_record
-from generator.keeping.storage import (
+from generator.evaluation.portfolio import candidates
+from generator.locks import gpu_identity, gpu_lock
+from generator.processes.compiler import pool_of_processes
+from generator.processes.worker import Worker, WorkerLostError
+from generator.publishing.files import render_all
+from generator.reporting.funnel import Funnel, funnel_of
+from generator.reporting.progress import bar
+from generator.reporting.report import knobs, percent_of_floor, problem_lines, stages_table, winners_table
+from generator.searching.fleet import Fleet, FleetError, Orders, Seat, seats
+from generator.searching.pool import legal_pool
+from generator.searching.queues import MixedDevicesError, share_storage
+from generator.searching.run import Run, Tools
+from generator.selection import SelectionError, select
+from generator.storage.backends import (
     LOST_STORAGE,
     StorageError,
     close_storage,
@@ -26,19 +37,8 @@ from generator.keeping.storage import (
     open_storage,
     opened_storage,
 )
-from generator.processes.compiler import pool_of_processes
-from generator.processes.locks import gpu_identity, gpu_lock
-from generator.processes.worker import Worker, WorkerLostError
-from generator.proving.portfolio import candidates
-from generator.rendering.committed import render_all
-from generator.searching.fleet import Fleet, FleetError, Orders, Seat, seats
-from generator.searching.pool import legal_pool
-from generator.searching.queues import MixedDevicesError, share_storage
-from generator.searching.run import Run, Tools
-from generator.selection import SelectionError, select
-from generator.telling.funnel import Funnel, funnel_of
-from generator.telling.progress import bar
-from generator.telling.report import knobs, percent_of_floor, problem_lines, stages_table, winners_table
+from generator.storage.journal import Journal
+from generator.storage.record import read_record
 from generator.workload import WORKLOADS
 from tuned.record import RecordError
 
@@ -267,7 +267,7 @@ def check(options: Options, console: Console, *, release: bool = False) -> int:
 
     ``release``: what was not verified on its GPU is to be done, too.
     """
-    from generator.audit import KINDS, findings  # noqa: PLC0415
+    from generator.publishing.audit import KINDS, findings  # noqa: PLC0415
 
     problems = select(options.family, options.problems, folder=options.out)
     found = sorted(findings(problems, options.target, options.out), key=lambda f: KINDS.index(f.kind))
@@ -285,8 +285,9 @@ def check(options: Options, console: Console, *, release: bool = False) -> int:
 
 def regret(device: str, folder: Path | None, console: Console) -> int:
     """Tell what each rule that picks a variant for what was not tuned would have cost; exit code 1 past the bars."""
-    from generator.proving import landscape, portfolio  # noqa: PLC0415
-    from generator.proving import regret as rules  # noqa: PLC0415
+    from generator.evaluation import portfolio  # noqa: PLC0415
+    from generator.evaluation import regret as rules  # noqa: PLC0415
+    from generator.storage import landscape  # noqa: PLC0415
 
     measured = landscape.load_landscapes(device)
     if not measured:
@@ -341,16 +342,16 @@ def estimate(options: Options, target: str, console: Console) -> int:
 
 def show(name: str, device: str | None, folder: Path | None) -> str:
     """The winner of a problem as one file."""
-    from generator.rendering.show import standalone, winner_of  # noqa: PLC0415
+    from generator.reporting.show import standalone, winner_of  # noqa: PLC0415
 
     return standalone(winner_of(name, device, folder))
 
 
 def report(device: str | None, folder: Path | None, storage: str | None, path: Path | None) -> Path:
     """Write the page of a device: one HTML file that needs no network."""
-    from generator.rendering.show import recorded_device  # noqa: PLC0415
-    from generator.telling.html.page import page  # noqa: PLC0415
-    from generator.telling.html.sources import collect  # noqa: PLC0415
+    from generator.reporting.html.page import page  # noqa: PLC0415
+    from generator.reporting.html.sources import collect  # noqa: PLC0415
+    from generator.reporting.show import recorded_device  # noqa: PLC0415
 
     device = recorded_device(device, folder)
     path = path or Path(f"report-{device}.html")
@@ -370,9 +371,9 @@ def write(path: Path, text: str) -> None:
 
 def explain(name: str, device: str | None, folder: Path | None, storage: str | None, console: Console) -> int:
     """Tell what serves a problem on a device, and what each choice of the winner is worth."""
-    from generator.rendering.show import recorded_device  # noqa: PLC0415
+    from generator.reporting import explain as explaining  # noqa: PLC0415
+    from generator.reporting.show import recorded_device  # noqa: PLC0415
     from generator.selection import problem_named  # noqa: PLC0415
-    from generator.telling import explain as explaining  # noqa: PLC0415
 
     if device is None:
         try:
@@ -397,8 +398,8 @@ def _journal(device: str, storage: str | None) -> Iterator[Journal | None]:
 
 def replay(device: str, seeds: int, write: Path | None, console: Console, *, plain: bool) -> int:
     """Print what the landscapes of a device prove of the search and of the estimate."""
-    from generator.proving import evidence  # noqa: PLC0415 - scipy and Optuna's samplers take seconds to import
-    from generator.proving.landscape import load_landscapes  # noqa: PLC0415
+    from generator.evaluation import evidence  # noqa: PLC0415 - scipy and Optuna's samplers take seconds to import
+    from generator.storage.landscape import load_landscapes  # noqa: PLC0415
 
     landscapes = load_landscapes(device)
     if not landscapes:
@@ -422,7 +423,7 @@ def replay(device: str, seeds: int, write: Path | None, console: Console, *, pla
 
 def landscape(names: str, gpu_option: str, folder: Path | None, console: Console) -> int:
     """Measure every legal variant of some problems."""
-    from generator.proving.landscape import FOLDER, record_all  # noqa: PLC0415
+    from generator.storage.landscape import FOLDER, record_all  # noqa: PLC0415
 
     problems = select(None, names)
     facts = gpu.gather()

@@ -6,9 +6,9 @@ import difflib
 import fnmatch
 from pathlib import Path
 
-from generator.keeping.misses import MissesError, read_misses
-from generator.keeping.record import WINNERS
 from generator.problem import Problem
+from generator.storage.misses import MissesError, read_misses
+from generator.storage.record import WINNERS
 from generator.workload import WORKLOADS, default_problems
 from tuned.record import load_record
 

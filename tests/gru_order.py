@@ -463,7 +463,7 @@ class Case:
 
 def all_that_ships(capability: int) -> list[Case]:
     """What a lookup can give on an architecture: every row there is, as it fits; every text with every way to wait."""
-    from generator.keeping.record import WINNERS  # noqa: PLC0415
+    from generator.storage.record import WINNERS  # noqa: PLC0415
     from tuned.gru.variant import fit  # noqa: PLC0415
     from tuned.record import load_record  # noqa: PLC0415
 

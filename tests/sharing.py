@@ -12,9 +12,6 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from generator.keeping.journal import Journal
-from generator.keeping.record import read_record
-from generator.keeping.storage import opened_storage
 from generator.problem import Problem
 from generator.rendering.structures import structures
 from generator.searching.claims import Claims, Heart
@@ -24,6 +21,9 @@ from generator.searching.queues import share_storage
 from generator.searching.run import Run, Tools, tune_all
 from generator.searching.seeds import _leaders
 from generator.selection import problem_named
+from generator.storage.backends import opened_storage
+from generator.storage.journal import Journal
+from generator.storage.record import read_record
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tests.processes import BACKSTOP_SECONDS, alive, wait_for
 from tuned.gru_cell.spec import GruCellSize

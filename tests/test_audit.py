@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 import tune
-from generator import audit
-from generator.audit import Here, findings
-from generator.keeping.record import save_winner
-from generator.proving.landscape import load_landscapes
+from generator.publishing import audit
+from generator.publishing.audit import Here, findings
 from generator.selection import problem_named
+from generator.storage.landscape import load_landscapes
+from generator.storage.record import save_winner
 from generator.workload import default_problems
 from tests.fakes import ENVIRONMENT
 from tests.test_record import winner

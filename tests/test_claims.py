@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from generator.keeping.journal import KEY, Journal
-from generator.keeping.record import read_record, save_winner
-from generator.keeping.storage import opened_storage
 from generator.searching import queues as queues_module
 from generator.searching.claims import BEATS, Claims, Heart, first_says
 from generator.searching.fleet import Orders
 from generator.searching.queues import MixedDevicesError, Shared, TakenOverError, owner_name, scope_of, share_storage
 from generator.searching.run import Run, Tools, tune_all
 from generator.searching.search import Outcome
+from generator.storage.backends import opened_storage
+from generator.storage.journal import KEY, Journal
+from generator.storage.record import read_record, save_winner
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tests.processes import BACKSTOP_SECONDS, wait_for
 from tests.sharing import PROBLEMS

@@ -15,16 +15,17 @@ import typer
 from typer.testing import CliRunner
 
 import tune
-from generator import audit, commands, gpu
+from generator import commands, gpu
 from generator.gpu import Facts, NoSuchGpuError, choose_gpu, diagnose
-from generator.keeping import record as record_module
-from generator.keeping.record import read_record, save_winner
-from generator.keeping.storage import opened_storage
-from generator.rendering import committed
+from generator.publishing import audit
+from generator.publishing import files as committed
+from generator.reporting.progress import time_left
 from generator.searching import fleet
 from generator.searching.queues import share_storage
 from generator.selection import REPRESENTATIVE, SelectionError, select
-from generator.telling.progress import time_left
+from generator.storage import record as record_module
+from generator.storage.backends import opened_storage
+from generator.storage.record import read_record, save_winner
 from generator.workload import default_problems
 from tests.fakes import FakeCompiler, FakeWorker
 from tests.processes import BACKSTOP_SECONDS

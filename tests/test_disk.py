@@ -13,14 +13,13 @@ import pytest
 import typer.main
 
 import tune
-from generator import commands, gpu
+from generator import commands, disk, gpu
+from generator.disk import disk_trouble, write_whole
 from generator.gpu import Facts
-from generator.keeping import disk
-from generator.keeping.disk import disk_trouble, write_whole
-from generator.keeping.journal import Journal
-from generator.keeping.record import read_record, save_winner
-from generator.keeping.storage import StorageError, journal_path, open_storage
 from generator.selection import problem_named
+from generator.storage.backends import StorageError, journal_path, open_storage
+from generator.storage.journal import Journal
+from generator.storage.record import read_record, save_winner
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tests.test_cli import ONE, call, gru_cost
 from tests.test_record import winner

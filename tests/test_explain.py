@@ -10,14 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 import tune
-from generator.keeping.journal import Journal
-from generator.keeping.record import save_winner
-from generator.keeping.storage import journal_path, open_storage
+from generator.reporting import explain as module
+from generator.reporting.explain import explain, table
+from generator.reporting.history import History
 from generator.searching.pool import legal_pool
 from generator.selection import problem_named
-from generator.telling import explain as module
-from generator.telling.explain import explain, table
-from generator.telling.history import History
+from generator.storage.backends import journal_path, open_storage
+from generator.storage.journal import Journal
+from generator.storage.record import save_winner
 from tests.fakes import ENVIRONMENT
 from tests.test_record import winner
 from tuned.gru_cell.variant import GruCellVariant

@@ -15,14 +15,14 @@ import pytest
 
 from generator import commands
 from generator.gpu import NoSuchGpuError, choose_gpus
-from generator.keeping.record import read_record
-from generator.keeping.storage import StorageError
 from generator.processes.worker import WorkerLostError
 from generator.searching import fleet as fleet_module
 from generator.searching.claims import Claims
 from generator.searching.fleet import Fleet, FleetError, Orders, Seat, seats
 from generator.searching.queues import owner_name
 from generator.searching.run import Run, Tools
+from generator.storage.backends import StorageError
+from generator.storage.record import read_record
 from tests import sharing
 from tests.processes import BACKSTOP_SECONDS, alive, wait_for
 from tests.sharing import PROBLEMS, Place, everything

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from generator.estimating.targets import TARGETS
-from generator.keeping.record import WINNERS
 from generator.problem import Problem
 from generator.processes.compiler import compile_variant, hopeless
+from generator.storage.record import WINNERS
 from tests import compiling
 from tuned.family import FAMILIES
 from tuned.lookup import Gpu, choose

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from generator.rendering.committed import committed_kernels, generated_files
+from generator.publishing.files import committed_kernels, generated_files
 from generator.rendering.render import NAME, TEMPLATES, digest, render
 from generator.rendering.structures import (
     GRU_CELL_FORMS,

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from generator.keeping.journal import Journal
-from generator.keeping.storage import open_storage
 from generator.searching.pool import legal_pool
 from generator.searching.run import Run, Tools, tune_all
 from generator.searching.search import EXHAUSTIVE
 from generator.selection import problem_named
+from generator.storage.backends import open_storage
+from generator.storage.journal import Journal
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tests.processes import forked
 from tuned.record import load_record

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from generator import commands
-from generator.keeping.record import read_record, save_winner
-from generator.processes.locks import folder_lock, gpu_identity, gpu_lock
-from generator.rendering import committed
+from generator.locks import folder_lock, gpu_identity, gpu_lock
+from generator.publishing import files as committed
 from generator.searching.fleet import Seat
 from generator.selection import problem_named
+from generator.storage.record import read_record, save_winner
 from tests.fakes import FakeCompiler, FakeWorker
 from tests.processes import end_all, forked, wait_for
 from tests.test_record import winner

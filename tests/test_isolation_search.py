@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from generator.keeping.failures import times_to_be_a_fact
-from generator.keeping.journal import Journal
-from generator.keeping.storage import open_storage
+from generator.failures import times_to_be_a_fact
 from generator.processes import forkserver
 from generator.processes.compiler import CompilerPool
 from generator.processes.forkserver import Child
@@ -20,6 +18,8 @@ from generator.searching import search as search_module
 from generator.searching.run import Run, Tools, tune_all
 from generator.searching.search import FINALISTS, choose
 from generator.selection import problem_named
+from generator.storage.backends import open_storage
+from generator.storage.journal import Journal
 from generator.workload import WORKLOADS
 from tests.broken import compiling
 from tests.broken.server import DEEDS, cost, ranked

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import optuna
 import pytest
 
-from generator.keeping import journal as journal_module
-from generator.keeping.journal import KEY, Journal
-from generator.keeping.storage import open_storage
 from generator.searching.pool import legal_pool
 from generator.selection import problem_named
+from generator.storage import journal as journal_module
+from generator.storage.backends import open_storage
+from generator.storage.journal import KEY, Journal
 from tests.fakes import ENVIRONMENT
 from tuned.choices import one_of
 from tuned.family import FAMILIES

@@ -14,7 +14,7 @@ import pytest
 import tuned.kernels
 import tuned.lookup
 import tuned.table
-from generator.keeping.record import write_record
+from generator.storage.record import write_record
 from tests.test_record import winner
 from tuned.choices import choices
 from tuned.family import FAMILIES

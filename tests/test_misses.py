@@ -26,10 +26,10 @@ import tuned.lookup
 import tuned.plan
 import tuned.rope.call
 import tuned.rope.plan
-from generator.keeping.misses import MissesError, name_of, read_misses
-from generator.keeping.record import save_winner
 from generator.rendering.structures import structures
 from generator.selection import SelectionError, select
+from generator.storage.misses import MissesError, name_of, read_misses
+from generator.storage.record import save_winner
 from generator.workload import default_problems
 from tests.rope_calls import specialised
 from tests.test_record import winner

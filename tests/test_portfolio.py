@@ -10,10 +10,19 @@ import pytest
 
 import tuned.lookup
 import tuned.portfolio
-from generator.keeping.record import read_record, save_winner
-from generator.proving.landscape import FOLDER, load_landscapes
-from generator.proving.portfolio import LEAST, MOST, candidates, cover, left_out, of_best, of_winners, portfolio_source
-from generator.rendering.committed import generated_files
+from generator.evaluation.portfolio import (
+    LEAST,
+    MOST,
+    candidates,
+    cover,
+    left_out,
+    of_best,
+    of_winners,
+    portfolio_source,
+)
+from generator.publishing.files import generated_files
+from generator.storage.landscape import FOLDER, load_landscapes
+from generator.storage.record import read_record, save_winner
 from generator.workload import WORKLOADS, default_problems
 from tests.fakes import ENVIRONMENT
 from tests.test_cli import call, machine  # noqa: F401 - a fixture

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from generator.measuring.compile import Resources
 from generator.processes.compiler import hopeless
+from generator.reporting.funnel import Funnel, funnel_of
+from generator.reporting.progress import Display, Part, bar, fit
+from generator.reporting.report import stages_table
 from generator.searching.search import Outcome, Progress
-from generator.telling.funnel import Funnel, funnel_of
-from generator.telling.progress import Display, Part, bar, fit
-from generator.telling.report import stages_table
 from tests.test_record import winner
 
 

@@ -9,13 +9,10 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-import generator.proving.landscape
+import generator.storage.landscape
 import tune
-from generator.keeping.record import read_record
-from generator.problem import Problem
-from generator.proving import regret
-from generator.proving.landscape import FOLDER, Landscape, load_landscapes
-from generator.proving.regret import (
+from generator.evaluation import regret
+from generator.evaluation.regret import (
     MEDIAN,
     RULES,
     SERVED,
@@ -27,7 +24,10 @@ from generator.proving.regret import (
     same_shape,
     scores,
 )
+from generator.problem import Problem
 from generator.searching.pool import legal_pool
+from generator.storage.landscape import FOLDER, Landscape, load_landscapes
+from generator.storage.record import read_record
 from generator.workload import WORKLOADS, default_problems
 from tests.fakes import ENVIRONMENT
 from tests.test_record import winner
@@ -120,7 +120,7 @@ def test_a_records_rows_are_judged_without_the_problems_own() -> None:
 
 
 def test_the_command_tells_every_rule_and_whether_the_bars_are_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator.proving.landscape, "load_landscapes", lambda _: MADE)
+    monkeypatch.setattr(generator.storage.landscape, "load_landscapes", lambda _: MADE)
     done = CliRunner().invoke(tune.app, ["regret", "--device", "a_card"])
     assert done.exit_code == 0
     said = " ".join(done.output.split())
@@ -132,7 +132,7 @@ def test_the_command_tells_every_rule_and_whether_the_bars_are_met(monkeypatch: 
         "met; the rule that serves",
     ):
         assert part in said
-    monkeypatch.setattr(generator.proving.landscape, "load_landscapes", lambda _: [])
+    monkeypatch.setattr(generator.storage.landscape, "load_landscapes", lambda _: [])
     done = CliRunner().invoke(tune.app, ["regret", "--device", "a_card"])
     assert done.exit_code == 2
     assert "no landscape of a_card" in " ".join(done.output.split())

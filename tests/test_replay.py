@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from generator.estimating import model
-from generator.proving import evidence, replay
-from generator.proving.landscape import FOLDER, Landscape, LandscapeError, load, load_landscapes, record, save
+from generator.evaluation import evidence, replay
 from generator.searching.pool import legal_pool
 from generator.searching.search import Outcome
 from generator.selection import problem_named
+from generator.storage.landscape import FOLDER, Landscape, LandscapeError, load, load_landscapes, record, save
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker, TrialFailedError, WorkerLostError
 from tuned.rope.variant import RopeVariant
 
@@ -235,10 +235,10 @@ def test_out_of_time_there_is_no_landscape() -> None:
 
 
 def test_variants_of_the_same_code_are_measured_once(tmp_path: Path) -> None:
-    from generator.keeping.journal import Journal  # noqa: PLC0415
-    from generator.keeping.storage import open_storage  # noqa: PLC0415
     from generator.measuring.compile import Resources  # noqa: PLC0415
     from generator.searching.search import tune  # noqa: PLC0415
+    from generator.storage.backends import open_storage  # noqa: PLC0415
+    from generator.storage.journal import Journal  # noqa: PLC0415
 
     def report(problem: Any, variant: Any) -> Any:
         del problem

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from generator.rendering.show import PREFERRED
-from generator.telling.html.page import page
-from generator.telling.html.sources import collect
+from generator.reporting.html.page import page
+from generator.reporting.html.sources import collect
+from generator.reporting.show import PREFERRED
 from tests.processes import BACKSTOP_SECONDS
 
 BROWSERS = (

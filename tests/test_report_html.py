@@ -15,19 +15,19 @@ import pytest
 from typer.testing import CliRunner
 
 import tune
-from generator.keeping.journal import Journal
-from generator.keeping.record import save_winner
-from generator.keeping.storage import open_storage
 from generator.problem import Problem
 from generator.rendering.structures import structures
+from generator.reporting.blocks import answer, per_thread, rows, tile
+from generator.reporting.history import History, from_journal
+from generator.reporting.html import contents
+from generator.reporting.html.block_size import block_answer
+from generator.reporting.html.charts import Axis, apart, byte_name, count_name, number
+from generator.reporting.html.page import Sources, page
+from generator.reporting.importance import importances, knobs_of, spread
 from generator.searching.pool import legal_pool
-from generator.telling.blocks import answer, per_thread, rows, tile
-from generator.telling.history import History, from_journal
-from generator.telling.html import contents
-from generator.telling.html.block_size import block_answer
-from generator.telling.html.charts import Axis, apart, byte_name, count_name, number
-from generator.telling.html.page import Sources, page
-from generator.telling.importance import importances, knobs_of, spread
+from generator.storage.backends import open_storage
+from generator.storage.journal import Journal
+from generator.storage.record import save_winner
 from generator.workload import WORKLOADS, default_problems
 from tests.fakes import ENVIRONMENT
 from tests.test_record import winner

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from generator.keeping.failures import times_to_be_a_fact
-from generator.keeping.journal import Journal
-from generator.keeping.storage import open_storage
+from generator.failures import times_to_be_a_fact
 from generator.processes.worker import TrialFailedError, WorkerLostError
 from generator.searching import run as run_module
 from generator.searching.pool import legal_pool
@@ -21,6 +19,8 @@ from generator.searching.sampler import STARTUP
 from generator.searching.search import MOST_AGAIN, NOISE, Outcome, choose, opening, tune
 from generator.searching.seeds import MAX_SEEDS, incumbent_of, seeds_for
 from generator.selection import problem_named
+from generator.storage.backends import open_storage
+from generator.storage.journal import Journal
 from generator.workload import WORKLOADS, default_problems
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tuned.record import load_record

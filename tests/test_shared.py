@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from generator.keeping.storage import opened_storage
 from generator.searching.queues import MixedDevicesError, scope_of, share_storage
+from generator.storage.backends import opened_storage
 from tests.fakes import ENVIRONMENT
 from tests.sharing import FORK, PROBLEMS, Place, everything, join, orders, start
 from tests.test_storage import free_port

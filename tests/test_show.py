@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from generator.measuring.check import worst_error
-from generator.rendering.show import standalone, winner_of
 from generator.rendering.structures import structures
+from generator.reporting.show import standalone, winner_of
 from generator.selection import SelectionError
 from generator.workload import WORKLOADS
 from tests.run import DEVICE, truncates

@@ -12,7 +12,7 @@ import torch
 
 from generator.measuring.check import worst_error
 from generator.measuring.mended import mended_interpreter
-from generator.rendering.show import standalone
+from generator.reporting.show import standalone
 from generator.workload import WORKLOADS
 from tests.run import DEVICE
 from tests.test_record import winner

@@ -15,8 +15,8 @@ import pytest
 from optuna.storages import JournalStorage
 from optuna.study import StudyDirection
 
-from generator.keeping import storage as storage_module
-from generator.keeping.storage import StorageError, lost_storage, open_storage, opened_storage, without_password
+from generator.storage import backends as storage_module
+from generator.storage.backends import StorageError, lost_storage, open_storage, opened_storage, without_password
 from tests.processes import BACKSTOP_SECONDS
 
 FORK = multiprocessing.get_context("fork")

@@ -11,9 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 import tune
-from generator import audit
-from generator.keeping import verified
-from generator.keeping.verified import SUITES, Suite, Verified, digest, not_verified, read_verified, verified_text
+from generator.publishing import audit, verified
+from generator.publishing.verified import SUITES, Suite, Verified, digest, not_verified, read_verified, verified_text
 from tuned.kernels import DIGESTS
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ def test_every_python_gives_the_same_digest(tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_text(ODD)
     assert digest(tmp_path) == ODD_DIGEST
     program = (
-        "import pathlib, sys; from generator.keeping.verified import digest; assert 'torch' not in sys.modules;"
+        "import pathlib, sys; from generator.publishing.verified import digest; assert 'torch' not in sys.modules;"
         "print(digest(pathlib.Path(sys.argv[1])), digest())"
     )
     for minor in range(10, 16):  # those that are installed here

@@ -1,6 +1,6 @@
 """Estimate the time of variants on a device that is not here, in microseconds.
 
-Where landscapes of the family were recorded (``generator.proving.landscape``) a regression on them ranks the variants, see
+Where landscapes of the family were recorded (``generator.storage.landscape``) a regression on them ranks the variants, see
 ``generator.estimating.model``; ``python tune.py replay`` says how well, each problem left out in turn. Elsewhere a model by hand does:
 it is right about a factor, not about percents. For each launch
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from generator.estimating.work import WORK, Work, registers_of, resident
-from generator.proving.landscape import load_landscapes
 from generator.searching.sampler import WARP
+from generator.storage.landscape import load_landscapes
 from tuned.choices import choices
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from generator.estimating.targets import Target
     from generator.measuring.compile import Resources
     from generator.problem import Problem
-    from generator.proving.landscape import Landscape
+    from generator.storage.landscape import Landscape
 
 DEVICE = "nvidia_h200"  # whose landscapes there are
 RIDGE = 0.03  # a landscape

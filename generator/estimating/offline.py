@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from generator.cache import cache_folder
 from generator.estimating.estimate import estimates
-from generator.keeping.record import read_record
 from generator.measuring.interpret import interpreted
 from generator.processes.compiler import compile_variant, hopeless, pool_of_processes
 from generator.processes.compiler import compiled as result_of
 from generator.rendering.modules import write_if_different
 from generator.rendering.structures import structures
+from generator.reporting.report import knobs
 from generator.searching.pool import Pool, legal_pool
 from generator.searching.seeds import same_problem
-from generator.telling.report import knobs
+from generator.storage.record import read_record
 from generator.workload import WORKLOADS
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from generator.cache import cache_folder
-from generator.keeping.failures import LOST_COMPILER
+from generator.failures import LOST_COMPILER
 from generator.measuring.compile import Resources, distinct, resources, target_of
 from generator.processes.forkserver import Child, LostError, fork_server
 from generator.workload import WORKLOADS

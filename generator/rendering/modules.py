@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from generator.cache import cache_folder
-from generator.keeping.disk import write_whole
+from generator.disk import write_whole
 from generator.rendering.structures import structures
 
 

@@ -13,16 +13,16 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
-from generator.keeping.disk import disk_trouble
-from generator.keeping.record import record_path
-from generator.keeping.storage import LOST_STORAGE, StorageError, lost_storage, opened_storage
+from generator.disk import disk_trouble
 from generator.processes.worker import WorkerLostError
-from generator.rendering.committed import render_all
+from generator.publishing.files import render_all
 from generator.searching.claims import STALE_SECONDS, Claims
 from generator.searching.queues import MixedDevicesError, Shared, owner_name, scope_of
 from generator.searching.run import Renderer, Run, Tools, tune_all
 from generator.searching.sampler import BATCH
 from generator.searching.search import AHEAD
+from generator.storage.backends import LOST_STORAGE, StorageError, lost_storage, opened_storage
+from generator.storage.record import record_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,9 +11,9 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from generator.keeping.journal import KEY, problem_digest
 from generator.rendering.structures import structures
 from generator.searching.claims import Claims, Heart, first_says
+from generator.storage.journal import KEY, problem_digest
 from tuned.choices import choices
 from tuned.family import FAMILIES
 from tuned.record import SCHEMA, winner_from_json, winner_to_json

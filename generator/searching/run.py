@@ -7,25 +7,25 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from generator.keeping.journal import KEY
-from generator.keeping.record import QUICK, read_record, save_winner
 from generator.measuring.stage import bytes_needed
 from generator.processes.compiler import compile_variant
 from generator.processes.worker import TrialFailedError, Worker, WorkerGoneError, WorkerLostError
-from generator.rendering.committed import render_all
+from generator.publishing.files import render_all
 from generator.searching.queues import InOrder, Shared, TakenOverError
 from generator.searching.search import Progress, opening, tune
 from generator.searching.seeds import incumbent_of, is_fresh, same_problem, seeds_for
 from generator.searching.stopwatch import Stopwatch
+from generator.storage.journal import KEY
+from generator.storage.record import QUICK, read_record, save_winner
 
 if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable
     from pathlib import Path
 
-    from generator.keeping.journal import Journal
     from generator.problem import Problem
     from generator.searching.search import Outcome
+    from generator.storage.journal import Journal
     from tuned.record import Winner
 
     # What to measure of a problem on a compute capability with so many multiprocessors, in place of a search.

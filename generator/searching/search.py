@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import optuna
 
-from generator.keeping.failures import LOST_WORKER, times_to_be_a_fact
+from generator.failures import LOST_WORKER, times_to_be_a_fact
 from generator.processes.compiler import compile_variant, hopeless
 from generator.processes.compiler import compiled as result_of
 from generator.processes.worker import TrialFailedError, Worker, WorkerLostError
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable, Iterable
 
-    from generator.keeping.journal import Journal, Result
     from generator.measuring.compile import Resources
     from generator.problem import Problem
     from generator.searching.pool import Pool
+    from generator.storage.journal import Journal, Result
 
 EXHAUSTIVE = 300  # a pool up to this size is measured whole: at 15 ms a variant, under 5 s
 FINALISTS = 6  # measured again, interleaved: re-measuring a handful is the cheapest cure for the winner's curse

@@ -7,8 +7,8 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any
 
-from generator.proving.landscape import FOLDER, LandscapeError, load_landscapes
 from generator.rendering.structures import structures
+from generator.storage.landscape import FOLDER, LandscapeError, load_landscapes
 from generator.workload import WORKLOADS
 
 if TYPE_CHECKING:

@@ -7,14 +7,14 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from generator.telling.importance import Spread, spread
+from generator.reporting.importance import Spread, spread
 from generator.workload import WORKLOADS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from generator.problem import Problem
-    from generator.telling.history import History
+    from generator.reporting.history import History
 
 LEAST_SHARE = 0.9  # of the problems that a rule must be able to serve to be judged at all
 WARP = 32  # threads

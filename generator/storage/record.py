@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from generator.processes.locks import folder_lock
+from generator.locks import folder_lock
 from generator.rendering.modules import write_if_different
 from tuned.record import MEASURED, SCHEMA, Winner, load_record, winner_to_json
 
@@ -58,7 +58,7 @@ def write_record(path: Path, device: str, winners: list[Winner]) -> None:
 
 def table_source(device: str, winners: list[Winner]) -> str:
     """The dispatch table of a device as Python literals, one winner a line; the same record, the same bytes."""
-    from generator.proving.regret import metadata  # noqa: PLC0415 - it imports the search, which imports this
+    from generator.evaluation.regret import metadata  # noqa: PLC0415 - it imports the search, which imports this
 
     lines = [
         f'"""Dispatch table of {device}: the winners of tuned/winners/{device}.json.',

@@ -13,18 +13,18 @@ from generator.estimating.model import fitted
 from generator.estimating.offline import order
 from generator.estimating.targets import target_named
 from generator.estimating.work import WORK
+from generator.evaluation.replay import SHARE, agreement, evaluations, strategies, summary
 from generator.measuring.compile import Resources
-from generator.proving.replay import SHARE, agreement, evaluations, strategies, summary
 from generator.workload import WORKLOADS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from generator.proving.landscape import Landscape
+    from generator.storage.landscape import Landscape
 
 FIRST = 5  # picks of the estimate
-# Head of a column -> its name in generator.proving.replay.summary.
+# Head of a column -> its name in generator.evaluation.replay.summary.
 COLUMNS = {
     "after 15": "median at 15",
     "after 30": "median at 30",
@@ -49,7 +49,7 @@ class Guess:
 def searches(
     landscapes: Sequence[Landscape], seeds: int, *, plain: bool, tell: Callable[[str], None] = lambda _: None
 ) -> dict[str, tuple[int, dict[str, float]]]:
-    """How many searches there were of every strategy, and their generator.proving.replay.summary; ``seeds`` a landscape."""
+    """How many searches there were of every strategy, and their generator.evaluation.replay.summary; ``seeds`` a landscape."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     found = {}
     for name, strategy in strategies(landscapes).items():

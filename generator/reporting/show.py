@@ -7,14 +7,14 @@ import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from generator.keeping.record import WINNERS, read_record, record_path
 from generator.rendering.show_call import call_text
 from generator.rendering.show_gru import wrapper as gru_wrapper
 from generator.rendering.show_products import cell_wrapper, linear_cat_wrapper
 from generator.rendering.structures import structures
+from generator.reporting.report import describe, percent_of_floor
 from generator.searching.seeds import same_problem
 from generator.selection import problem_named
-from generator.telling.report import describe, percent_of_floor
+from generator.storage.record import WINNERS, read_record, record_path
 from generator.workload import WORKLOADS
 from tuned.launch import Launch
 from tuned.record import RecordError

@@ -20,7 +20,7 @@ from optuna.storages.journal import BaseJournalBackend
 from optuna.study import StudyDirection
 
 from generator.cache import cache_path
-from generator.keeping.disk import READ_ONLY, naming
+from generator.disk import READ_ONLY, naming
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

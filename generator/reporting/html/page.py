@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from generator.telling.blocks import Answer, answer
-from generator.telling.html import block_size, contents
-from generator.telling.html.charts import Chart, number
-from generator.telling.importance import Knob, knobs_of
+from generator.reporting.blocks import Answer, answer
+from generator.reporting.html import block_size, contents
+from generator.reporting.html.charts import Chart, number
+from generator.reporting.importance import Knob, knobs_of
 from generator.workload import WORKLOADS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from generator.telling.history import History
+    from generator.reporting.history import History
     from tuned.record import Winner
 
 HERE = Path(__file__).parent

@@ -8,9 +8,9 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any
 
-from generator.keeping.record import fields_of, literal
-from generator.proving.landscape import FOLDER, load_landscapes
-from generator.proving.regret import Score
+from generator.evaluation.regret import Score
+from generator.storage.landscape import FOLDER, load_landscapes
+from generator.storage.record import fields_of, literal
 from generator.workload import WORKLOADS
 from tuned.portfolio import ANY, architecture_of, variants_for
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from generator.problem import Problem
-    from generator.proving.landscape import Landscape
+    from generator.storage.landscape import Landscape
     from tuned.record import Winner
 
 LEAST, MOST = 5, 15  # variants a portfolio

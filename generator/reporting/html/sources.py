@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from generator.cache import ROOT
-from generator.keeping.record import read_record
 from generator.problem import Problem
-from generator.telling.history import from_journal, from_landscapes
-from generator.telling.html.contents import read_results
-from generator.telling.html.page import Sources
+from generator.reporting.history import from_journal, from_landscapes
+from generator.reporting.html.contents import read_results
+from generator.reporting.html.page import Sources
+from generator.storage.record import read_record
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from generator.keeping.journal import Journal
+    from generator.storage.journal import Journal
 
 
 def collect(device: str, folder: Path | None, journal: Journal | None) -> Sources:

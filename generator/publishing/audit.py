@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from generator.keeping.record import PACKAGE, QUICK, TABLES, WINNERS, read_record, record_path
-from generator.keeping.verified import not_verified
 from generator.measuring.environment import driver_version
-from generator.proving.landscape import load_landscapes
-from generator.rendering.committed import KERNELS, generated_files
+from generator.publishing.files import KERNELS, generated_files
+from generator.publishing.verified import not_verified
 from generator.rendering.structures import structures
 from generator.searching.seeds import same_problem
+from generator.storage.landscape import load_landscapes
+from generator.storage.record import PACKAGE, QUICK, TABLES, WINNERS, read_record, record_path
 from generator.workload import default_problems
 from tuned.device import device_slug
 from tuned.mismatch import HARD, SOFT, differences, other_text

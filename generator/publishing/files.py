@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from generator.keeping.record import PACKAGE, TABLES, WINNERS, table_source
-from generator.processes.locks import folder_lock
-from generator.proving.portfolio import portfolio_source
+from generator.evaluation.portfolio import portfolio_source
+from generator.locks import folder_lock
 from generator.rendering.modules import write_if_different
 from generator.rendering.structures import default_names, structures
+from generator.storage.record import PACKAGE, TABLES, WINNERS, table_source
 from tuned.family import FAMILIES
 from tuned.record import load_record
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from generator.proving.landscape import load_landscapes
 from generator.rendering.structures import structures
+from generator.storage.landscape import load_landscapes
 from generator.workload import WORKLOADS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from generator.keeping.journal import Journal
     from generator.problem import Problem
+    from generator.storage.journal import Journal
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,16 +10,16 @@ import re
 import statistics
 from typing import TYPE_CHECKING, Any
 
+from generator.reporting.html.charts import Chart, line_chart, scatter, strips
+from generator.reporting.report import knobs, percent_of_floor
 from generator.searching.seeds import is_fresh
-from generator.telling.html.charts import Chart, line_chart, scatter, strips
-from generator.telling.report import knobs, percent_of_floor
 from generator.workload import WORKLOADS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from generator.telling.history import History
+    from generator.reporting.history import History
     from tuned.record import Winner
 
 DIRECTIONS = ("forward", "backward")

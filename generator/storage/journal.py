@@ -11,7 +11,7 @@ import optuna
 from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 
-from generator.keeping.failures import times_to_be_a_fact
+from generator.failures import times_to_be_a_fact
 from tuned.choices import choices, undeclared
 from tuned.family import FAMILIES
 
@@ -48,7 +48,7 @@ class Journal:
     ) -> dict[Any, Result]:
         """What was measured of a problem with the same kernels, device, versions and method; the last result counts.
 
-        A failure that may pass is left out until it came often enough: generator.keeping.failures. Trials of another space
+        A failure that may pass is left out until it came often enough: generator.failures. Trials of another space
         of the same family count too: a knob that they lack had its default. Those with a knob or a choice that is no more do not.
         """
         return self.recalled(problem, environment, digests)[0]

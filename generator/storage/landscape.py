@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from generator.keeping.disk import write_whole
-from generator.keeping.failures import LOADED, LOST_WORKER, times_to_be_a_fact
+from generator.disk import write_whole
+from generator.failures import LOADED, LOST_WORKER, times_to_be_a_fact
 from generator.problem import Problem
 from generator.processes.compiler import compile_variant, hopeless
 from generator.processes.compiler import compiled as result_of
@@ -122,7 +122,7 @@ def record(  # noqa: PLR0913 - the parts are independent of each other
         variant, future = waiting.popleft()
         submit()
         attempt(variant, future)
-    for tries in range(1, LOADED):  # what may have failed by a busy machine: generator.keeping.failures
+    for tries in range(1, LOADED):  # what may have failed by a busy machine: generator.failures
         for variant in [v for v, why in failed.items() if tries < times_to_be_a_fact(why)]:
             if time.monotonic() > deadline:
                 return None

@@ -7,13 +7,13 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
-from generator.audit import this_machine
 from generator.estimating.targets import target_named
-from generator.keeping.record import read_record
+from generator.publishing.audit import this_machine
 from generator.rendering.structures import structures
+from generator.reporting.history import from_journal, from_landscapes
+from generator.reporting.report import describe, percent_of_floor
 from generator.searching.seeds import same_problem
-from generator.telling.history import from_journal, from_landscapes
-from generator.telling.report import describe, percent_of_floor
+from generator.storage.record import read_record
 from generator.workload import WORKLOADS
 from tuned.choices import choices
 from tuned.lookup import Choice, Gpu, choose
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from generator.audit import Here
-    from generator.keeping.journal import Journal
     from generator.problem import Problem
-    from generator.telling.history import History
+    from generator.publishing.audit import Here
+    from generator.reporting.history import History
+    from generator.storage.journal import Journal
     from tuned.record import Winner
 
 

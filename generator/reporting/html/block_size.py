@@ -5,14 +5,14 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
-from generator.telling.blocks import WARP
-from generator.telling.html.charts import Chart, Frame, line_chart
+from generator.reporting.blocks import WARP
+from generator.reporting.html.charts import Chart, Frame, line_chart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from generator.telling.blocks import Answer
-    from generator.telling.importance import Spread
+    from generator.reporting.blocks import Answer
+    from generator.reporting.importance import Spread
 
 
 def block_charts(answer: Answer) -> list[Chart]:

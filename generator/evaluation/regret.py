@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from generator.proving.landscape import load_landscapes
 from generator.searching.search import choose
+from generator.storage.landscape import load_landscapes
 from generator.workload import WORKLOADS
 from tuned.lookup import nearest
 from tuned.table import Row
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from generator.problem import Problem
-    from generator.proving.landscape import Landscape
+    from generator.storage.landscape import Landscape
     from tuned.record import Winner
 
 SERVED = "nearest row, tile rescaled"  # what tuned.lookup does; a test holds it against the others
