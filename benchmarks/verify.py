@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
 from generator.cache import cache_folder
+from generator.disk import write_if_different
 from generator.locks import folder_lock
 from generator.publishing.verified import (
     FOLDER,
@@ -38,7 +39,6 @@ from generator.publishing.verified import (
     verified_path,
     verified_text,
 )
-from generator.rendering.modules import write_if_different
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

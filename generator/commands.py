@@ -20,13 +20,14 @@ from generator.locks import gpu_identity, gpu_lock
 from generator.processes.compiler import pool_of_processes
 from generator.processes.worker import Worker, WorkerLostError
 from generator.publishing.files import render_all
+from generator.publishing.tables import write_table
 from generator.reporting.funnel import Funnel, funnel_of
 from generator.reporting.progress import bar
 from generator.reporting.report import knobs, percent_of_floor, problem_lines, stages_table, winners_table
-from generator.searching.fleet import Fleet, FleetError, Orders, Seat, seats
+from generator.searching.fleet import Fleet, FleetError, Seat, seats
 from generator.searching.pool import legal_pool
 from generator.searching.queues import MixedDevicesError, share_storage
-from generator.searching.run import Run, Tools
+from generator.searching.run import Orders, Run, Tools, tune_all
 from generator.selection import SelectionError, select
 from generator.storage.backends import (
     LOST_STORAGE,
@@ -94,6 +95,8 @@ def tune(options: Options, console: Console) -> int:
     end = time.monotonic() + options.budget_s
     chosen = candidates if options.quick else None
     orders = Orders(problems, options.trials or TRIALS, end, options.out, chosen)
+    if options.out is None:  # what models import follows the package's record
+        orders = dataclasses.replace(orders, write_table=write_table, render=render_all)
     try:
         if options.storage is not None:
             close_storage(open_storage(options.storage, ""))  # what cannot be reached is said before a GPU is woken
@@ -138,12 +141,13 @@ def _measure(options: Options, orders: Orders, places: list[Seat], console: Cons
             if seat.storage is not None:
                 queue = orders.queue(tools.journal.storage, tools.environment, seat.owner)
             with bar(console, len(orders.problems), options.budget_s) as report:
-                orders.carry_out(
+                tune_all(
                     run,
                     tools,
+                    orders,
                     queue=queue,
                     report=report,
-                    done=lambda problem, result: say(console, _line(problem, result)),
+                    done=lambda p, result: say(console, _line(p, result)),
                 )
     except KeyboardInterrupt:  # before the first problem
         run.interrupted = True

@@ -39,6 +39,14 @@ def write_whole(path: Path, data: bytes) -> None:
             raise
 
 
+def write_if_different(path: Path, text: str) -> bool:
+    """Write a file whole or not at all, and not when it already says this; True if it was written."""
+    if path.exists() and path.read_bytes() == text.encode():
+        return False
+    write_whole(path, text.encode())
+    return True
+
+
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Have any OSError of a block name the file that it was about, which that of a write does not."""

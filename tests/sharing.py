@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 from generator.problem import Problem
 from generator.rendering.structures import structures
 from generator.searching.claims import Claims, Heart
-from generator.searching.fleet import Orders
 from generator.searching.pool import legal_pool
 from generator.searching.queues import share_storage
-from generator.searching.run import Run, Tools, tune_all
+from generator.searching.run import Orders, Run, Tools, tune_all
 from generator.searching.seeds import _leaders
 from generator.selection import problem_named
 from generator.storage.backends import opened_storage
@@ -150,7 +149,7 @@ def tuner(place: Place, name: str, options: dict[str, Any]) -> None:
         queue._poll_s = 0.05
         queue._claims._clock = place.clock
         queue._heart = Pulse(queue._claims, place, name)
-        tune_all(run, made, trials=told.trials, folder=place.folder / name, queue=queue, renders=False)
+        tune_all(run, made, dataclasses.replace(told, folder=place.folder / name), queue=queue)
     assert not run.skipped, run.skipped
     (place.folder / f"{name}.done").write_text(" ".join(run.outcomes))
 

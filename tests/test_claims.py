@@ -13,9 +13,8 @@ import pytest
 
 from generator.searching import queues as queues_module
 from generator.searching.claims import BEATS, Claims, Heart, first_says
-from generator.searching.fleet import Orders
 from generator.searching.queues import MixedDevicesError, Shared, TakenOverError, owner_name, scope_of, share_storage
-from generator.searching.run import Run, Tools, tune_all
+from generator.searching.run import Orders, Run, Tools, tune_all
 from generator.searching.search import Outcome
 from generator.storage.backends import opened_storage
 from generator.storage.journal import KEY, Journal
@@ -354,7 +353,9 @@ def test_a_result_that_comes_after_another_took_over_does_not_count(storage: Any
     worker.start()
     run = Run([FIRST])
     tools = Tools(worker, FakeCompiler(), Journal(storage), ENVIRONMENT)  # type: ignore[arg-type]
-    tune_all(run, tools, trials=10, folder=tmp_path, queue=Shared([FIRST], a, poll_s=0.01), report=report)
+    tune_all(
+        run, tools, Orders(run.problems, 10, folder=tmp_path), queue=Shared([FIRST], a, poll_s=0.01), report=report
+    )
     assert not run.outcomes
     assert [w.median_us for w in run.winners] == [w.median_us for w in read_record("test_gpu", tmp_path)] == [3.0]
 
@@ -373,7 +374,7 @@ def test_what_the_budget_cut_short_is_kept_and_left_to_others(
     worker.start()
     run = Run([SECOND])
     tools = Tools(worker, FakeCompiler(), Journal(storage), ENVIRONMENT)  # type: ignore[arg-type]
-    tune_all(run, tools, trials=10, folder=tmp_path, queue=queue("a", [SECOND]), budget_s=0.1)
+    tune_all(run, tools, Orders(run.problems, 10, time.monotonic() + 0.1, folder=tmp_path), queue=queue("a", [SECOND]))
     monkeypatch.undo()
     assert [w.name for w in read_record("test_gpu", tmp_path)] == list(run.outcomes) == [SECOND.name]
     assert queue("b", [SECOND]).take(NO_END, wait_for_nothing) == SECOND
@@ -401,7 +402,9 @@ def test_what_others_found_does_not_take_the_place_of_something_better(storage: 
         save_winner(row, tmp_path)
     run = Run(list(theirs))
     tools = Tools(FakeWorker(lambda *_: 1.0), FakeCompiler(), Journal(storage), ENVIRONMENT)  # type: ignore[arg-type]
-    tune_all(run, tools, trials=10, folder=tmp_path, queue=Shared(run.problems, Claims(storage, "scope", "a")))
+    tune_all(
+        run, tools, Orders(run.problems, 10, folder=tmp_path), queue=Shared(run.problems, Claims(storage, "scope", "a"))
+    )
     assert {w.name: w.median_us for w in read_record("test_gpu", tmp_path)} == {first: 4.0, second: 4.5, third: 5.0}
     assert set(run.others) == {first, second, third}
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import tune
 from generator import commands, gpu
 from generator.gpu import Facts, NoSuchGpuError, choose_gpu, diagnose
-from generator.publishing import audit
+from generator.publishing import audit, tables
 from generator.publishing import files as committed
 from generator.reporting.progress import time_left
 from generator.searching import fleet
@@ -122,7 +122,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     copy = tmp_path / "tuned"
     for folder in ("kernels", "tables", "winners"):
         shutil.copytree(ROOT / "tuned" / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for module in (committed, audit, record_module):
+    for module in (committed, tables, audit, record_module):
         for name in ("PACKAGE", "KERNELS", "TABLES", "WINNERS"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, copy if name == "PACKAGE" else copy / name.lower())
@@ -150,7 +150,8 @@ def test_a_winner_brings_its_table_and_its_kernels(package: Path) -> None:
     for path in (package / "winners").glob("*.json"):
         path.unlink()
     save_winner(winner(ONE))
-    assert "tables/test_gpu.py" not in call("--render").output, "the table was written with the record"
+    tables.write_table("test_gpu")
+    assert "tables/test_gpu.py" not in call("--render").output, "it was written before"
     assert (package / "tables" / "test_gpu.py").exists()
     done = call("--check", "--problems", ONE)
     assert done.exit_code == 0
@@ -313,6 +314,15 @@ def test_a_run_into_the_package_names_what_models_import(
     assert "models import it: tuned.dispatch, through tuned/tables/test_gpu.py" in done.output
     assert "the record: tuned/winners/test_gpu.json" in done.output
     assert (package / "tables" / "test_gpu.py").exists()
+    assert machine[1]
+
+
+def test_a_run_into_another_folder_leaves_the_tables_of_the_package_alone(
+    machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("write_table", "render_all"):
+        monkeypatch.setattr(commands, name, lambda *_: pytest.fail("written into the package"))
+    assert call("--problems", ONE, "--out", str(tmp_path / "out")).exit_code == 0
     assert machine[1]
 
 

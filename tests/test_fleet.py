@@ -17,10 +17,11 @@ from generator import commands
 from generator.gpu import NoSuchGpuError, choose_gpus
 from generator.processes.worker import WorkerLostError
 from generator.searching import fleet as fleet_module
+from generator.searching import run as run_module
 from generator.searching.claims import Claims
-from generator.searching.fleet import Fleet, FleetError, Orders, Seat, seats
+from generator.searching.fleet import Fleet, FleetError, Seat, seats
 from generator.searching.queues import owner_name
-from generator.searching.run import Run, Tools
+from generator.searching.run import Orders, Run, Tools
 from generator.storage.backends import StorageError
 from generator.storage.record import read_record
 from tests import sharing
@@ -86,7 +87,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Host]
     monkeypatch.setattr(fleet_module, "TICK_SECONDS", 0.05)
     monkeypatch.setattr("generator.searching.queues.POLL_SECONDS", 0.05)
     # By a clock that stands still nobody is ever late: a tuner is dead when its parent sees that it is.
-    monkeypatch.setattr(fleet_module, "Claims", functools.partial(Claims, clock=lambda: 0.0))
+    monkeypatch.setattr(run_module, "Claims", functools.partial(Claims, clock=lambda: 0.0))
     monkeypatch.setattr(fleet_module, "STOP_SECONDS", BACKSTOP_SECONDS)
     sharing.warm()
     return lambda *gpus: Host(Place(tmp_path), dict(enumerate(gpus)))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from generator.searching.pool import legal_pool
-from generator.searching.run import Run, Tools, tune_all
+from generator.searching.run import Orders, Run, Tools, tune_all
 from generator.searching.search import EXHAUSTIVE
 from generator.selection import problem_named
 from generator.storage.backends import open_storage
@@ -56,7 +56,9 @@ def tuner(folder: Path, run: str) -> None:
     worker.start()
     journal = Journal(open_storage(None, "test_gpu", folder / "trials.log"))
     done = Run(PROBLEMS)
-    tune_all(done, Tools(worker, FakeCompiler(), journal, ENVIRONMENT), trials=TRIALS, folder=folder / "out")  # type: ignore[arg-type]
+    tune_all(
+        done, Tools(worker, FakeCompiler(), journal, ENVIRONMENT), Orders(done.problems, TRIALS, folder=folder / "out")
+    )  # type: ignore[arg-type]
     assert set(done.outcomes) == {p.name for p in PROBLEMS}
 
 

@@ -15,7 +15,7 @@ from generator.processes.forkserver import Child
 from generator.processes.worker import Worker, WorkerGoneError, WorkerLostError
 from generator.rendering.structures import structures
 from generator.searching import search as search_module
-from generator.searching.run import Run, Tools, tune_all
+from generator.searching.run import Orders, Run, Tools, tune_all
 from generator.searching.search import FINALISTS, choose
 from generator.selection import problem_named
 from generator.storage.backends import open_storage
@@ -80,7 +80,7 @@ def test_everything_at_once(
     worker.start()
     run = Run([problem])
     tools = Tools(worker, compilers, journal(tmp_path), ENVIRONMENT)
-    tune_all(run, tools, trials=72, folder=tmp_path / "out")
+    tune_all(run, tools, Orders(run.problems, 72, folder=tmp_path / "out"))
     worker.stop()
 
     variants = ranked(problem)
@@ -119,7 +119,11 @@ def test_a_gpu_that_is_gone_ends_the_run_with_its_reason(tmp_path: Path) -> None
     worker = Worker(0, SERVER + "NeverStarts", pause_seconds=0.0)
     worker.start()
     run = Run([COPY, INPLACE])
-    tune_all(run, Tools(worker, FakeCompiler(), journal(tmp_path), ENVIRONMENT), trials=72, folder=tmp_path / "out")
+    tune_all(
+        run,
+        Tools(worker, FakeCompiler(), journal(tmp_path), ENVIRONMENT),
+        Orders(run.problems, 72, folder=tmp_path / "out"),
+    )
     assert not run.outcomes
     assert list(run.skipped) == [COPY.name, INPLACE.name]
     assert all("No CUDA GPUs are available" in reason for reason in run.skipped.values())
@@ -130,7 +134,11 @@ def test_a_problem_that_kills_every_worker_is_skipped_and_the_next_one_measured(
     worker = Worker(0, SERVER + "DiesStaging", pause_seconds=0.0)
     worker.start()
     run = Run([COPY, INPLACE])
-    tune_all(run, Tools(worker, FakeCompiler(), journal(tmp_path), ENVIRONMENT), trials=72, folder=tmp_path / "out")
+    tune_all(
+        run,
+        Tools(worker, FakeCompiler(), journal(tmp_path), ENVIRONMENT),
+        Orders(run.problems, 72, folder=tmp_path / "out"),
+    )
     worker.stop()
     assert "killed by SIGSEGV" in run.skipped[COPY.name]
     assert list(run.outcomes) == [INPLACE.name]
@@ -140,7 +148,11 @@ def test_a_finalist_that_cannot_be_timed_again_does_not_win_and_stops_nothing(tm
     worker = Worker(0, SERVER + "BreaksComparing")
     worker.start()
     run = Run([COPY])
-    tune_all(run, Tools(worker, FakeCompiler(), journal(tmp_path), ENVIRONMENT), trials=72, folder=tmp_path / "out")
+    tune_all(
+        run,
+        Tools(worker, FakeCompiler(), journal(tmp_path), ENVIRONMENT),
+        Orders(run.problems, 72, folder=tmp_path / "out"),
+    )
     worker.stop()
     _, *right = ranked(COPY)
     default = WORKLOADS[COPY.family].family.default_variant(COPY.spec, COPY.size)
@@ -161,7 +173,7 @@ def test_what_the_last_worker_was_lost_by_is_kept(tmp_path: Path) -> None:
     worker.start()
     run = Run([COPY, INPLACE])
     tools = Tools(worker, FakeCompiler(), journal(tmp_path), ENVIRONMENT)  # type: ignore[arg-type]
-    tune_all(run, tools, trials=72, folder=tmp_path / "out")
+    tune_all(run, tools, Orders(run.problems, 72, folder=tmp_path / "out"))
     assert run.skipped == dict.fromkeys((COPY.name, INPLACE.name), "the GPU is lost: the GPU has fallen off the bus")
     known = journal(tmp_path).remembered(COPY, ENVIRONMENT, digests(COPY))
     assert not known, "it was not reproduced"

@@ -18,9 +18,9 @@ from generator.evaluation.portfolio import (
     left_out,
     of_best,
     of_winners,
-    portfolio_source,
 )
 from generator.publishing.files import generated_files
+from generator.publishing.tables import portfolio_source
 from generator.storage.landscape import FOLDER, load_landscapes
 from generator.storage.record import read_record, save_winner
 from generator.workload import WORKLOADS, default_problems

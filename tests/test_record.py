@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from generator.publishing.tables import literal, table_source
 from generator.rendering.structures import structures
 from generator.selection import problem_named
-from generator.storage.record import literal, read_record, save_winner, table_source, write_record
+from generator.storage.record import read_record, save_winner, write_record
 from generator.workload import WORKLOADS, default_problems
 from tests.fakes import ENVIRONMENT
 from tuned.record import SCHEMA, RecordError, Winner, load_record, winner_from_json, winner_to_json

@@ -17,8 +17,9 @@ import pytest
 import tuned.kernels
 import tuned.portfolio
 import tuned.table
+from generator.publishing.tables import table_source
 from generator.storage.misses import MissesError, read_misses
-from generator.storage.record import WINNERS, table_source
+from generator.storage.record import WINNERS
 from tuned.family import FAMILIES
 from tuned.lookup import Gpu, choose
 from tuned.record import TEXT_CHARACTERS, RecordError, load_record

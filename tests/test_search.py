@@ -14,7 +14,7 @@ from generator.failures import times_to_be_a_fact
 from generator.processes.worker import TrialFailedError, WorkerLostError
 from generator.searching import run as run_module
 from generator.searching.pool import legal_pool
-from generator.searching.run import Run, Tools, tune_all
+from generator.searching.run import Orders, Run, Tools, tune_all
 from generator.searching.sampler import STARTUP
 from generator.searching.search import MOST_AGAIN, NOISE, Outcome, choose, opening, tune
 from generator.searching.seeds import MAX_SEEDS, incumbent_of, seeds_for
@@ -381,7 +381,9 @@ def test_each_winner_is_in_the_record_before_the_next_problem_starts(tmp_path: P
         assert len(names) == index
         seen.append(names)
 
-    tune_all(run, tools(FakeWorker(gru_cost), tmp_path), trials=72, folder=tmp_path / "out", report=report)
+    tune_all(
+        run, tools(FakeWorker(gru_cost), tmp_path), Orders(run.problems, 72, folder=tmp_path / "out"), report=report
+    )
     assert seen
     assert [w.name for w in run.winners] == [p.name for p in GRU]
     assert run.record == tmp_path / "out" / "test_gpu.json"
@@ -392,11 +394,11 @@ def test_an_interrupted_run_keeps_its_winners_and_goes_on(tmp_path: Path) -> Non
     whole = legal_pool(GRU[0], 90).variants
     worker = FakeWorker(gru_cost, stop_after=len(whole) + 3)
     run = Run(GRU)
-    tune_all(run, tools(worker, tmp_path), trials=72, folder=tmp_path / "out")
+    tune_all(run, tools(worker, tmp_path), Orders(run.problems, 72, folder=tmp_path / "out"))
     assert run.interrupted
     assert [w.name for w in load_record(tmp_path / "out" / "test_gpu.json")] == [GRU[0].name]
     run, worker = Run(GRU), FakeWorker(gru_cost)
-    tune_all(run, tools(worker, tmp_path), trials=72, folder=tmp_path / "out")
+    tune_all(run, tools(worker, tmp_path), Orders(run.problems, 72, folder=tmp_path / "out"))
     assert not run.interrupted
     assert [run.outcomes[p.name].remembered for p in GRU] == [len(whole), 3, 0]
 
@@ -404,7 +406,7 @@ def test_an_interrupted_run_keeps_its_winners_and_goes_on(tmp_path: Path) -> Non
 def test_a_problem_without_room_is_skipped_and_said(tmp_path: Path) -> None:
     worker = FakeWorker(gru_cost, free=2**20)
     run = Run(GRU)
-    tune_all(run, tools(worker, tmp_path), trials=72, folder=tmp_path / "out")
+    tune_all(run, tools(worker, tmp_path), Orders(run.problems, 72, folder=tmp_path / "out"))
     assert not worker.staged
     assert set(run.skipped) == {p.name for p in GRU}
     assert "GiB of GPU memory" in run.skipped[GRU[0].name]
@@ -418,7 +420,7 @@ def test_a_problem_that_cannot_be_staged_is_skipped_and_the_next_one_measured(tm
             return super().stage(problem)
 
     run = Run(GRU[:2])
-    tune_all(run, tools(Worker(gru_cost), tmp_path), trials=72, folder=tmp_path / "out")
+    tune_all(run, tools(Worker(gru_cost), tmp_path), Orders(run.problems, 72, folder=tmp_path / "out"))
     assert run.skipped == {GRU[0].name: "it could not be staged: OutOfMemoryError"}
     assert list(run.outcomes) == [GRU[1].name]
 
@@ -434,14 +436,20 @@ def test_a_small_budget_still_gives_each_problem_that_it_reaches_a_fair_try(
 
     monkeypatch.setattr(run_module, "tune", stop)
     run = Run(default_problems())
-    tune_all(run, tools(FakeWorker(gru_cost), tmp_path), trials=72, budget_s=60.0, folder=tmp_path / "out")
+    tune_all(
+        run,
+        tools(FakeWorker(gru_cost), tmp_path),
+        Orders(run.problems, 72, time.monotonic() + 60.0, folder=tmp_path / "out"),
+    )
     assert run.interrupted
     assert 9 < given[0] <= 10, "a ninetieth of a minute would not see the compilers started"
 
 
 def test_what_the_budget_does_not_reach_is_said(tmp_path: Path) -> None:
     run = Run(GRU)
-    tune_all(run, tools(FakeWorker(gru_cost), tmp_path), trials=72, budget_s=0.0, folder=tmp_path / "out")
+    tune_all(
+        run, tools(FakeWorker(gru_cost), tmp_path), Orders(run.problems, 72, time.monotonic(), folder=tmp_path / "out")
+    )
     assert not run.outcomes
     assert set(run.skipped.values()) == {"the time budget was used up before it"}
 
@@ -456,7 +464,7 @@ def test_the_start_of_the_next_problem_is_compiled_ahead(tmp_path: Path) -> None
 
     worker = FakeWorker(gru_cost)
     made = dataclasses.replace(tools(worker, tmp_path), compiler=Compiler())
-    tune_all(Run(GRU[:2]), made, trials=72, folder=tmp_path / "out")
+    tune_all(Run(GRU[:2]), made, Orders(GRU[:2], 72, folder=tmp_path / "out"))
     assert (GRU[1].name, 1) in asked, "while the first was on the GPU"
 
 
@@ -467,17 +475,23 @@ def test_what_is_compiled_ahead_is_what_the_search_begins_with(tmp_path: Path) -
     assert opening(LARGE, 90, seeds) == worker.measured[:STARTUP]
 
 
-def test_the_table_of_the_package_is_left_alone_when_the_record_is_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_module, "render_all", lambda: pytest.fail("rendered into the package"))
-    tune_all(Run(GRU[:1]), tools(FakeWorker(gru_cost), tmp_path), trials=72, folder=tmp_path / "out")
+def test_what_is_generated_follows_each_winner(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def write_table(device: str) -> None:
+        said.append(f"{device}: {len(load_record(tmp_path / 'out' / 'test_gpu.json'))} rows")
+
+    orders = Orders(
+        GRU[:2], 72, folder=tmp_path / "out", write_table=write_table, render=lambda: said.append("rendered")
+    )
+    tune_all(Run(GRU[:2]), tools(FakeWorker(gru_cost), tmp_path), orders)
+    assert said == ["test_gpu: 1 rows", "rendered", "test_gpu: 2 rows", "rendered"]
 
 
 def test_seeds_are_legal_near_and_few(tmp_path: Path) -> None:
     names = ("llama3_8b_2x4096", "llama3_70b_1x8192", "qwen2_7b_4x4096", "llama3_8b_decode_64x1")
     run = Run([problem_named(n) for n in names])
-    tune_all(run, tools(FakeWorker(rope_cost), tmp_path), trials=20, folder=tmp_path / "out")
+    tune_all(run, tools(FakeWorker(rope_cost), tmp_path), Orders(run.problems, 20, folder=tmp_path / "out"))
     winners = [
         dataclasses.replace(w, variant=RopeVariant(block_tokens=2**i)) for i, w in enumerate(run.winners)
     ]  # told apart by their tiles

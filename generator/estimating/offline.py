@@ -9,11 +9,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from generator.cache import cache_folder
+from generator.disk import write_if_different
 from generator.estimating.estimate import estimates
 from generator.measuring.interpret import interpreted
 from generator.processes.compiler import compile_variant, hopeless, pool_of_processes
 from generator.processes.compiler import compiled as result_of
-from generator.rendering.modules import write_if_different
 from generator.rendering.structures import structures
 from generator.reporting.report import knobs
 from generator.searching.pool import Pool, legal_pool

@@ -16,7 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from generator.cache import cache_folder
-from generator.rendering.modules import load, write_if_different
+from generator.disk import write_if_different
+from generator.rendering.modules import load
 from tuned.launch import Launch
 
 if TYPE_CHECKING:

@@ -16,11 +16,12 @@ import triton
 
 from generator.measuring.environment import driver_version
 from generator.publishing.files import KERNELS, generated_files
+from generator.publishing.tables import TABLES
 from generator.publishing.verified import not_verified
 from generator.rendering.structures import structures
 from generator.searching.seeds import same_problem
 from generator.storage.landscape import load_landscapes
-from generator.storage.record import PACKAGE, QUICK, TABLES, WINNERS, read_record, record_path
+from generator.storage.record import PACKAGE, QUICK, WINNERS, read_record, record_path
 from generator.workload import default_problems
 from tuned.device import device_slug
 from tuned.mismatch import HARD, SOFT, differences, other_text

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from generator.evaluation.portfolio import portfolio_source
+from generator.disk import write_if_different
 from generator.locks import folder_lock
-from generator.rendering.modules import write_if_different
+from generator.publishing.tables import TABLES, portfolio_source, table_source
 from generator.rendering.structures import default_names, structures
-from generator.storage.record import PACKAGE, TABLES, WINNERS, table_source
+from generator.storage.record import PACKAGE, WINNERS
 from tuned.family import FAMILIES
 from tuned.record import load_record
 

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 from generator.cache import cache_folder
-from generator.disk import write_whole
+from generator.disk import write_if_different
 from generator.rendering.structures import structures
-
-
-def write_if_different(path: Path, text: str) -> bool:
-    """Write a file whole or not at all, and not when it already says this; True if it was written."""
-    if path.exists() and path.read_bytes() == text.encode():
-        return False
-    write_whole(path, text.encode())
-    return True
 
 
 @functools.cache

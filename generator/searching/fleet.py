@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -15,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from generator.disk import disk_trouble
 from generator.processes.worker import WorkerLostError
-from generator.publishing.files import render_all
-from generator.searching.claims import STALE_SECONDS, Claims
-from generator.searching.queues import MixedDevicesError, Shared, owner_name, scope_of
-from generator.searching.run import Renderer, Run, Tools, tune_all
+from generator.searching.queues import MixedDevicesError, owner_name
+from generator.searching.run import Orders, Renderer, Run, Tools, nothing, tune_all
 from generator.searching.sampler import BATCH
 from generator.searching.search import AHEAD
 from generator.storage.backends import LOST_STORAGE, StorageError, lost_storage, opened_storage
@@ -28,12 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
     from multiprocessing.connection import Connection
-    from pathlib import Path
-
-    from optuna.storages import BaseStorage
 
     from generator.problem import Problem
-    from generator.searching.run import Candidates
+    from generator.searching.queues import Shared
     from generator.searching.search import Outcome, Progress
 
 STOP_SECONDS = 20.0  # for the tuners to give back what they hold after Ctrl-C; then they are killed
@@ -58,37 +52,6 @@ class Seat:
 if TYPE_CHECKING:
     # What tuning on a GPU takes, given the seat and whom to tell what it waits for.
     MakeTools = Callable[[Seat, Callable[[str], None]], AbstractContextManager[Tools]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Orders:
-    """What every tuner of a host is told."""
-
-    problems: list[Problem]
-    trials: int
-    end: float = math.inf  # time.monotonic(), which is one clock for all processes of a host
-    folder: Path | None = None
-    candidates: Candidates | None = None
-    stale_s: float = STALE_SECONDS
-
-    def queue(self, storage: BaseStorage, environment: dict[str, Any], owner: str) -> Shared:
-        """The problems as one of the tuners that share them through a storage sees them."""
-
-        def detail(problem: Problem) -> str:
-            if self.candidates is None:
-                return "search"
-            chosen = self.candidates(problem, environment["capability"], environment["multiprocessors"])
-            return hashlib.sha256(repr(chosen).encode()).hexdigest()[:12]
-
-        claims = Claims(storage, scope_of(environment, self.trials), owner, stale_s=self.stale_s)
-        return Shared(self.problems, claims, detail=detail)
-
-    def carry_out(self, run: Run, tools: Tools, **how: Any) -> None:
-        """Tune as ordered, in what is left of the time; ``how`` is what generator.searching.run.tune_all takes besides."""
-        budget_s = self.end - time.monotonic()
-        tune_all(
-            run, tools, trials=self.trials, candidates=self.candidates, budget_s=budget_s, folder=self.folder, **how
-        )
 
 
 def seats(gpus: list[int], processes: int, storage: str | None) -> list[Seat]:
@@ -120,11 +83,11 @@ def _serve(pipe: Connection, seat: Seat, orders: Orders, make_tools: MakeTools) 
     try:
         with make_tools(seat, lambda text: tell("said", f"GPU {seat.gpu}: {text}")) as tools:
             tell("ready", tools.environment)
-            orders.carry_out(
+            tune_all(
                 run,
                 tools,
+                dataclasses.replace(orders, render=nothing),
                 queue=orders.queue(tools.journal.storage, tools.environment, seat.owner),
-                renders=False,
                 report=lambda index, progress: tell("progress", index, progress),
                 done=lambda problem, outcome: tell("done", problem, outcome),
             )
@@ -174,7 +137,7 @@ class Fleet:
         self._tuners: list[_Tuner] = []
         self._environment: dict[str, Any] = {}
         self._skipped: dict[str, str] = {}
-        self._kernels = Renderer(render_all if orders.folder is None else lambda: None, run.stopwatch)
+        self._kernels = Renderer(orders.render, run.stopwatch)
 
     def tune(self, places: list[Seat], make_tools: MakeTools) -> None:
         """Tune all problems; KeyboardInterrupt ends it early, with what was done kept.

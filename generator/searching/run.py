@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import time
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from generator.measuring.stage import bytes_needed
 from generator.processes.compiler import compile_variant
 from generator.processes.worker import TrialFailedError, Worker, WorkerGoneError, WorkerLostError
-from generator.publishing.files import render_all
-from generator.searching.queues import InOrder, Shared, TakenOverError
+from generator.searching.claims import STALE_SECONDS, Claims
+from generator.searching.queues import InOrder, Shared, TakenOverError, scope_of
 from generator.searching.search import Progress, opening, tune
 from generator.searching.seeds import incumbent_of, is_fresh, same_problem, seeds_for
 from generator.searching.stopwatch import Stopwatch
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable
     from pathlib import Path
+
+    from optuna.storages import BaseStorage
 
     from generator.problem import Problem
     from generator.searching.search import Outcome
@@ -65,48 +68,61 @@ class Tools:
     environment: dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class _How:
-    """What is the same for every problem of a run."""
+def nothing(*_: object) -> None:
+    """What follows a winner where nothing is generated from the record."""
 
-    tools: Tools
+
+@dataclasses.dataclass(frozen=True)
+class Orders:
+    """What every tuner of a host is told."""
+
+    problems: list[Problem]
     trials: int
-    candidates: Candidates | None
-    stopwatch: Stopwatch
+    end: float = math.inf  # time.monotonic(), which is one clock for all processes of a host
+    folder: Path | None = None  # of the record, if it is not the package's
+    candidates: Candidates | None = None  # measure these, and search nothing
+    stale_s: float = STALE_SECONDS
+    write_table: Callable[[str], object] = nothing  # of a device, after each winner
+    render: Callable[[], object] = nothing  # whatever the record names, now and then and at the end
+
+    def queue(self, storage: BaseStorage, environment: dict[str, Any], owner: str) -> Shared:
+        """The problems as one of the tuners that share them through a storage sees them."""
+
+        def detail(problem: Problem) -> str:
+            if self.candidates is None:
+                return "search"
+            chosen = self.candidates(problem, environment["capability"], environment["multiprocessors"])
+            return hashlib.sha256(repr(chosen).encode()).hexdigest()[:12]
+
+        claims = Claims(storage, scope_of(environment, self.trials), owner, stale_s=self.stale_s)
+        return Shared(self.problems, claims, detail=detail)
 
 
 def tune_all(  # noqa: PLR0913 - the parts are independent of each other
     run: Run,
     tools: Tools,
+    orders: Orders,
     *,
-    trials: int,
-    candidates: Candidates | None = None,
-    budget_s: float = math.inf,
-    folder: Path | None = None,
     queue: InOrder | Shared | None = None,
-    renders: bool = True,
-    report: Callable[[int, Progress], None] = lambda _index, _progress: None,
-    done: Callable[[Problem, Outcome | str], None] = lambda _problem, _result: None,
+    report: Callable[[int, Progress], None] = nothing,
+    done: Callable[[Problem, Outcome | str], None] = nothing,
 ) -> None:
     """Tune every problem of ``run``; a winner goes into the record, and the table, before the next problem starts.
 
-    What is left of ``budget_s`` is divided evenly over the problems that are left, at least LEAST_SHARE_S each. ``folder`` keeps the record
-    elsewhere; then no table of the package is written. With ``candidates`` these are measured and nothing is searched.
-    ``queue`` says which problem is next, by default the next one. With ``renders`` the kernels that the record names are committed, now and then and at the end. KeyboardInterrupt ends it
-    early, with what was done kept.
+    The time that is left is divided evenly over the problems that are left, at least LEAST_SHARE_S each. ``queue`` says
+    which problem is next, by default the next one. KeyboardInterrupt ends it early, with what was done kept.
     """
-    known = read_record(tools.environment["device"], folder)
-    end = time.monotonic() + budget_s
+    known = read_record(tools.environment["device"], orders.folder)
     queue = InOrder(run.problems) if queue is None else queue
-    how = _How(tools, trials, candidates, run.stopwatch)
-    kernels = Renderer(render_all if renders and folder is None else lambda: None, run.stopwatch)
+    renderer = Renderer(orders.render, run.stopwatch)
 
     def keep(winner: Winner) -> None:
         nonlocal known
         known = [w for w in known if not same_problem(w, winner)] + [winner]
         with run.stopwatch.time("record"):
-            run.record = save_winner(winner, folder)
-        kernels.due()
+            run.record = save_winner(winner, orders.folder)
+            orders.write_table(winner.environment["device"])
+        renderer.due()
 
     def hear() -> None:
         for winner in queue.news():
@@ -121,12 +137,16 @@ def tune_all(  # noqa: PLR0913 - the parts are independent of each other
     gone: str | None = None
     try:
         with queue:
-            while gone is None and time.monotonic() < end and (problem := queue.take(end, wait_for)) is not None:
+            while (
+                gone is None
+                and time.monotonic() < orders.end
+                and (problem := queue.take(orders.end, wait_for)) is not None
+            ):
                 hear()
-                left_s = end - time.monotonic()
+                left_s = orders.end - time.monotonic()
                 deadline = time.monotonic() + max(left_s * queue.share, min(left_s, LEAST_SHARE_S))
                 try:
-                    outcome = _try_one(problem, queue, known, how, deadline, report)
+                    outcome = _tuned(problem, queue, known, tools, orders, run.stopwatch, deadline, report)
                 except WorkerGoneError as error:  # what is left is for other GPUs, or for another day
                     outcome = gone = f"the GPU is lost: {error}"
                 # What was cut short, or failed by what may pass, is kept, and is not the end of it for a later run or another tuner.
@@ -144,7 +164,7 @@ def tune_all(  # noqa: PLR0913 - the parts are independent of each other
     except KeyboardInterrupt:
         run.interrupted = True
     finally:
-        kernels.now()
+        renderer.now()
     run.skipped = {name: reason for name, reason in run.skipped.items() if name not in run.others}
 
 
@@ -177,25 +197,50 @@ class Renderer:
             self._last = time.monotonic()
 
 
-def _try_one(  # noqa: PLR0913 - the parts are independent of each other
+def _tuned(  # noqa: PLR0913 - the parts are independent of each other
     problem: Problem,
     queue: InOrder | Shared,
     known: list[Winner],
-    how: _How,
+    tools: Tools,
+    orders: Orders,
+    stopwatch: Stopwatch,
     deadline: float,
     report: Callable[[int, Progress], None],
 ) -> Outcome | str:
     """The outcome, or why there is none."""
+    here = tools.environment["capability"], tools.environment["multiprocessors"]
+    following: Problem | None = None  # what is still to be compiled ahead
 
     def watch(progress: Progress) -> None:
+        nonlocal following
         queue.check()
+        # The compiler's processes are idle towards the end of a problem, and of a quick one from the start: give them
+        # what the next one begins with.
+        if following is not None and (orders.candidates or progress.trial >= progress.trials * 0.6):
+            ahead, following = following, None
+            for variant in _first_of(ahead, known, orders, *here):
+                tools.compiler.submit(compile_variant, ahead, variant, f"sm_{here[0]}")
         report(queue.done, progress)
 
     try:
-        reason = _no_room(problem, how.tools.worker)
+        reason = _no_room(problem, tools.worker)
         if reason is not None:
             return reason
-        return _tune_one(problem, queue.following(), known, how, deadline, watch)
+        following = queue.following()
+        outcome = tune(
+            problem,
+            tools.worker,
+            tools.compiler,
+            tools.journal,
+            tools.environment,
+            trials=orders.trials,
+            seeds=seeds_for(problem, known, *here),
+            incumbent=incumbent_of(problem, known),
+            candidates=None if orders.candidates is None else orders.candidates(problem, *here),
+            deadline=deadline,
+            stopwatch=stopwatch,
+            report=watch,
+        )
     except TrialFailedError as error:
         return f"it could not be staged: {error}"
     except WorkerGoneError:
@@ -204,6 +249,17 @@ def _try_one(  # noqa: PLR0913 - the parts are independent of each other
         return f"the GPU did not measure it: {error}"
     except TakenOverError as error:
         return str(error)
+    return outcome if orders.candidates is None else _marked_quick(outcome, known)
+
+
+def _first_of(
+    problem: Problem, known: list[Winner], orders: Orders, capability: int, multiprocessors: int
+) -> list[Any]:
+    """The variants that tuning a problem begins with."""
+    if orders.candidates is not None:
+        return orders.candidates(problem, capability, multiprocessors)
+    seeds = seeds_for(problem, known, capability, multiprocessors)
+    return opening(problem, capability, seeds, incumbent_of(problem, known), multiprocessors)
 
 
 def _no_room(problem: Problem, worker: Worker) -> str | None:
@@ -218,44 +274,6 @@ def _no_room(problem: Problem, worker: Worker) -> str | None:
     return None
 
 
-def _tune_one(  # noqa: PLR0913 - the parts are independent of each other
-    problem: Problem,
-    following: Problem | None,
-    known: list[Winner],
-    how: _How,
-    deadline: float,
-    report: Callable[[Progress], None],
-) -> Outcome:
-    tools = how.tools
-    ahead = following is None
-
-    def watch(progress: Progress) -> None:
-        # The compiler's processes are idle towards the end of a problem, and of a quick one from the start: give them
-        # what the next one begins with.
-        nonlocal ahead
-        if not ahead and following is not None and (how.candidates or progress.trial >= progress.trials * 0.6):
-            ahead = True
-            _compile_ahead(following, known, how)
-        report(progress)
-
-    here = tools.environment["capability"], tools.environment["multiprocessors"]
-    outcome = tune(
-        problem,
-        tools.worker,
-        tools.compiler,
-        tools.journal,
-        tools.environment,
-        trials=how.trials,
-        seeds=seeds_for(problem, known, *here),
-        incumbent=incumbent_of(problem, known),
-        candidates=None if how.candidates is None else how.candidates(problem, *here),
-        deadline=deadline,
-        stopwatch=how.stopwatch,
-        report=watch,
-    )
-    return outcome if how.candidates is None else _marked_quick(outcome, known)
-
-
 def _marked_quick(outcome: Outcome, known: list[Winner]) -> Outcome:
     """The outcome, its winner marked as found among a few candidates, unless the problem has a row of a whole search."""
     winner = outcome.winner
@@ -264,14 +282,3 @@ def _marked_quick(outcome: Outcome, known: list[Winner]) -> Outcome:
     return dataclasses.replace(
         outcome, winner=dataclasses.replace(winner, environment={**winner.environment, "search": QUICK})
     )
-
-
-def _compile_ahead(problem: Problem, known: list[Winner], how: _How) -> None:
-    capability, processors = how.tools.environment["capability"], how.tools.environment["multiprocessors"]
-    if how.candidates is None:
-        seeds = seeds_for(problem, known, capability, processors)
-        first = opening(problem, capability, seeds, incumbent_of(problem, known), processors)
-    else:
-        first = how.candidates(problem, capability, processors)
-    for variant in first:
-        how.tools.compiler.submit(compile_variant, problem, variant, f"sm_{capability}")
