@@ -330,7 +330,8 @@ def _devices(folder: Path) -> str:
 
 def estimate(options: Options, target: str, console: Console) -> int:
     """Do what is true without the device; exit code 0 unless a result in the interpreter was wrong."""
-    from generator.estimating.offline import SAMPLE, run_offline  # noqa: PLC0415
+    from generator.estimating.offline import SAMPLE  # noqa: PLC0415
+    from generator.reporting.estimates import run_offline  # noqa: PLC0415
 
     problems = select(options.family, options.problems, representative=True, folder=options.out)
     right = run_offline(
@@ -427,7 +428,8 @@ def replay(device: str, seeds: int, write: Path | None, console: Console, *, pla
 
 def landscape(names: str, gpu_option: str, folder: Path | None, console: Console) -> int:
     """Measure every legal variant of some problems."""
-    from generator.storage.landscape import FOLDER, record_all  # noqa: PLC0415
+    from generator.evaluation.recording import record_all  # noqa: PLC0415
+    from generator.storage.landscape import FOLDER  # noqa: PLC0415
 
     problems = select(None, names)
     facts = gpu.gather()

@@ -10,11 +10,12 @@ import pytest
 
 from generator.estimating import offline
 from generator.estimating.estimate import START_US, by_hand_us
-from generator.estimating.offline import Estimate, funnel, picks, sample_of, save
+from generator.estimating.offline import Estimate, sample_of, save
 from generator.estimating.targets import TARGETS, UnknownTargetError, target_named
 from generator.estimating.work import resident, rope_work
 from generator.measuring.compile import Resources, target_of
 from generator.measuring.interpret import small
+from generator.reporting.estimates import funnel, picks, run_offline
 from generator.searching.pool import legal_pool
 from generator.selection import problem_named
 from tests.test_record import winner
@@ -124,7 +125,7 @@ def test_a_wrong_result_in_the_interpreter_is_told(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(offline, "estimate_all", lambda *_: ([made()], []))
     monkeypatch.setattr(offline, "save", lambda *_: Path("none"))
     monkeypatch.setattr(offline, "interpreted", lambda cases: [None] * (len(cases) - 1) + ["it wrote past an end"])
-    assert not offline.run_offline([PREFILL], H200, 4, None, 60, said.append)
+    assert not run_offline([PREFILL], H200, 4, None, 60, said.append)
     assert any("1 of 2 right" in line for line in said)
     assert any("WRONG llama3_8b_2x4096: it wrote past an end" in line for line in said)
 

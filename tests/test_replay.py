@@ -12,10 +12,11 @@ import pytest
 
 from generator.estimating import model
 from generator.evaluation import evidence, replay
+from generator.evaluation.recording import record
 from generator.searching.pool import legal_pool
 from generator.searching.search import Outcome
 from generator.selection import problem_named
-from generator.storage.landscape import FOLDER, Landscape, LandscapeError, load, load_landscapes, record, save
+from generator.storage.landscape import FOLDER, Landscape, LandscapeError, load, load_landscapes, save
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker, TrialFailedError, WorkerLostError
 from tuned.rope.variant import RopeVariant
 

@@ -1,0 +1,107 @@
+"""Do what is true without a GPU, and tell it as it goes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from generator.estimating import offline
+from generator.estimating.offline import PICKS, check_sample
+from generator.rendering.structures import structures
+from generator.reporting.report import knobs
+from generator.storage.record import read_record
+from generator.workload import WORKLOADS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from generator.estimating.offline import Estimate
+    from generator.estimating.targets import Target
+    from generator.problem import Problem
+
+
+def picks(estimate: Estimate) -> list[str]:
+    """The picks of a problem, what they need, and the measured row beside them, as lines."""
+    default = WORKLOADS[estimate.problem.family].family.default_variant(estimate.problem.spec, estimate.problem.size)
+    lines = [estimate.problem.name]
+    for us, variant in estimate.ranked[:PICKS]:
+        needs = estimate.compiled[variant]
+        registers = "+".join(str(n.registers) for n in needs) or "no"
+        shared = "+".join(str(n.shared_bytes) for n in needs) or "no"
+        lines.append(
+            f"    estimated {us:8.2f} us  {registers} registers, {shared} bytes shared: {knobs(variant, default)}"
+        )
+    return [*lines, f"    {beside(estimate, default)}"]
+
+
+def beside(estimate: Estimate, default: Any) -> str:
+    """The measured row of the same problem, and where the estimate puts its variant."""
+    if estimate.measured is None:
+        return "measured: no row in the record"
+    row = estimate.measured
+    order = [v for _, v in estimate.ranked]
+    place = f"rank {order.index(row.variant) + 1} of {len(order)} here" if row.variant in order else "not compiled here"
+    return f"measured  {row.median_us:8.2f} us  {place}: {knobs(row.variant, default)}"
+
+
+def funnel(estimate: Estimate) -> str:
+    """From declared to distinct, in one line."""
+    sampled = len(estimate.compiled) + sum(v not in estimate.compiled for v in estimate.refused)
+    what = "all" if sampled == len(estimate.pool.variants) else f"a ranked sample of {sampled}"
+    return (
+        f"{estimate.problem.name}: {estimate.pool.declared} declared -> {len(estimate.pool.variants)} legal -> "
+        f"{what}: {len(estimate.compiled)} compiled -> {len(estimate.ranked)} without spills -> "
+        f"{estimate.distinct} distinct in machine code"
+    )
+
+
+def resource_use(estimate: Estimate) -> str:
+    """The range of what the sample's kernels need."""
+    every = [need for needs in estimate.compiled.values() for need in needs]
+    if not every:
+        return "nothing compiled"
+    registers = [n.registers for n in every]
+    return (
+        f"registers a thread {min(registers)} to {max(registers)}, shared memory a program up to "
+        f"{max(n.shared_bytes for n in every)} bytes, spills up to {max(n.spill_bytes for n in every)} bytes a thread"
+    )
+
+
+def run_offline(  # noqa: PLR0913 - the parts are independent of each other
+    problems: list[Problem],
+    target: Target,
+    count: int,
+    folder: Path | None,
+    budget_s: float,
+    say: Callable[[str], None],
+) -> bool:
+    """Everything that is true without a GPU, told as it goes; whether the interpreter found every result right."""
+    winners = read_record(target.device, folder)
+    say(
+        f"Without a GPU, for {target.device} ({target.architecture}): {len(structures())} kernels rendered; "
+        f"{len(problems)} problems, {count} variants compiled for each."
+    )
+
+    def tell(estimate: Estimate) -> None:
+        say(funnel(estimate))
+        say(f"    {resource_use(estimate)}")
+        for reason in sorted(set(estimate.refused.values()))[:PICKS]:
+            say(f"    ruled out: {reason}")
+
+    estimates, left = offline.estimate_all(problems, target, count, winners, budget_s, tell)
+    checked = check_sample(estimates)
+    wrong = [(name, v, said) for (name, v), said in checked.items() if said is not None]
+    say(f"checked in the interpreter against float64: {len(checked) - len(wrong)} of {len(checked)} right")
+    for name, variant, said in wrong:
+        say(f"    WRONG {name}: {said}: {variant}")
+    say(f"Estimated for {target.device}, not measured; best first, within 2 percent the simpler first:")
+    for line in (line for e in estimates for line in picks(e)):
+        say(line)
+    if left:
+        say(f"not reached in the time budget: {', '.join(p.name for p in left)}")
+    say(f"the estimates, marked as such: {offline.save(estimates, target)}")
+    say(
+        "Not done, since it needs the device: timing, the check on its hardware, and a row in a dispatch table. No measured "
+        "row was touched. On a machine with the GPU, python tune.py --gpu auto does it."
+    )
+    return not wrong
