@@ -12,9 +12,6 @@ from generator.storage.record import WINNERS
 from generator.workload import WORKLOADS, default_problems
 from tuned.record import load_record
 
-# One of each kind: a prefill of a common model, a decode batch, partial rotation in place, and the other family.
-REPRESENTATIVE = ("llama3_8b_2x4096", "llama3_8b_decode_64x1", "half_rotary_inplace_bshd_4x4096", "gru_cell_1024_64")
-
 
 class SelectionError(ValueError):
     """A family or problem that is not there; the message says what is, and what may have been meant."""
@@ -37,7 +34,10 @@ def select(
     problems = default_problems(family)
     if names == "all" or (names is None and not representative):
         return problems
-    wanted = REPRESENTATIVE if names is None else [n.strip() for n in names.split(",") if n.strip()]
+    if names is None:
+        wanted = [name for work in WORKLOADS.values() for name in work.representative]
+    else:
+        wanted = [n.strip() for n in names.split(",") if n.strip()]
     known = [p.name for p in problems]
     chosen: set[str] = set()
     others: dict[str, Problem] = {}

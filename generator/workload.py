@@ -1,27 +1,49 @@
-"""A family as tuning sees it: a record of functions beside tuned.family.Family."""
+"""A family as tuning sees it: a record of functions beside tuned.family.Family, found in the folder of the family."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import generator.families.gru
-import generator.families.gru_cell
-import generator.families.linear_cat
-import generator.families.rope
+import generator.families
 from generator.problem import Problem
 from tuned.family import FAMILIES, Family
 
 if TYPE_CHECKING:
     import torch
 
+    from generator.families.counting import Work
+    from generator.families.text import Text
+    from tuned.launch import Step
+    from tuned.record import Winner
+
+# Module of a family's folder -> what it must have, and what it may have.
+PARTS = {
+    "problems": (("problems",), ()),
+    "reference": (("inputs", "reference", "eager", "bytes_moved", "tensor_bytes"), ("small", "interpreted")),
+    "show": (("wrapper",), ("shown_size", "group")),
+    "texts": (("texts",), ()),
+    "work": (("features", "tile", "work"), ()),
+}
+
+
+def _few(size: Any, variant: Any) -> Any:
+    del variant
+    return dataclasses.replace(size, batch=min(size.batch, 3))
+
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """How to make, check, time and count the calls of one family."""
+    """How to make, check, time, count and show the calls of one family."""
 
     family: Family
+    title: str
+    groups: tuple[str, ...]  # of calls, in a chart
+    representative: tuple[str, ...]  # problems
     inputs: Callable[..., Any]  # (spec, size, device, seed) -> call
     reference: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # (spec, call) -> result, bound, float64 both
     eager: Callable[..., Callable[[], Any]]  # (spec, call) -> the baseline, ready to run
@@ -29,22 +51,52 @@ class Workload:
     tensor_bytes: Callable[..., int]  # (spec, size) -> one set of inputs and outputs
     features: Callable[[Any], tuple[int, ...]]  # (variant) -> levels for a model of the time
     tile: Callable[[Any, Any], tuple[int, int]]  # (spec, variant) -> rows and features that a program takes at a time
+    work: Callable[[Problem, Any], tuple[Work, ...]]  # (problem, variant) -> what its launches do, for the estimate
     problems: Callable[[], Iterator[Problem]]  # the default ones, most common first
+    texts: Callable[[], Iterator[Text]]  # every text of its kernels
+    wrapper: Callable[[Winner, tuple[Step, ...]], str]  # the function of a shown winner
+    small: Callable[[Any, Any], Any] = _few  # (size, variant) -> a size for the interpreter
+    interpreted: Callable[..., Iterator[Step]] | None = None  # (spec, variant, call), if not the launches of the family
+    shown_size: Callable[[Any], Any] | None = None  # (size) -> that which a shown winner is made for, if another
+    group: Callable[[Any], str] | None = None  # (spec) -> of groups, if they are several
 
 
-def _workload(name: str, module: Any) -> Workload:
-    names = [f.name for f in dataclasses.fields(Workload) if f.name != "family"]
-    return Workload(family=FAMILIES[name], **{n: getattr(module, n) for n in names})
+@functools.cache
+def _workload(name: str) -> Workload:
+    package = importlib.import_module(f"{generator.families.__name__}.{name}")
+    answers: dict[str, Any] = {}
+    for part, (must, may) in PARTS.items():
+        module = importlib.import_module(f"{package.__name__}.{part}")
+        answers |= {n: getattr(module, n) for n in must} | {n: getattr(module, n) for n in may if hasattr(module, n)}
+    return Workload(FAMILIES[name], package.TITLE, package.GROUPS, package.REPRESENTATIVE, **answers)
 
 
-WORKLOADS = {
-    "rope": _workload("rope", generator.families.rope),
-    "gru_cell": _workload("gru_cell", generator.families.gru_cell),
-    "linear_cat": _workload("linear_cat", generator.families.linear_cat),
-    "gru": _workload("gru", generator.families.gru),
-}
+@functools.cache
+def _names() -> tuple[str, ...]:
+    """The folders of families, in the order of their ranks."""
+    found = pkgutil.iter_modules(generator.families.__path__, f"{generator.families.__name__}.")
+    ranks = {module.name: importlib.import_module(module.name).RANK for module in found if module.ispkg}
+    return tuple(name.rpartition(".")[2] for name in sorted(ranks, key=ranks.__getitem__))
+
+
+class _Families(Mapping[str, Workload]):
+    """Name -> family; a family is imported when it is first asked for."""
+
+    def __getitem__(self, name: str) -> Workload:
+        if name not in _names():
+            raise KeyError(name)
+        return _workload(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_names())
+
+    def __len__(self) -> int:
+        return len(_names())
+
+
+WORKLOADS = _Families()
 
 
 def default_problems(family: str | None = None) -> list[Problem]:
     """Every default problem, or those of one family."""
-    return [p for name, w in WORKLOADS.items() if family in (None, name) for p in w.problems()]
+    return [p for name in WORKLOADS if family in (None, name) for p in WORKLOADS[name].problems()]

@@ -59,8 +59,8 @@ def default_launches(capability: int = 90) -> dict[str, Launch]:
 
     import torch  # noqa: PLC0415
 
-    from generator.families import rope  # noqa: PLC0415
-    from generator.rendering.structures import ROPE_SCHEDULES, rope_call_specs, rope_specs  # noqa: PLC0415
+    from generator.families.rope import reference as rope  # noqa: PLC0415
+    from generator.families.rope.texts import ROPE_SCHEDULES, rope_call_specs, rope_specs  # noqa: PLC0415
     from tuned.launch import Launch  # noqa: PLC0415
     from tuned.launcher import PROBE_KERNEL  # noqa: PLC0415
     from tuned.rope.launches import launches as rope_launches  # noqa: PLC0415
@@ -87,8 +87,10 @@ def default_launches(capability: int = 90) -> dict[str, Launch]:
 
 def product_launches(capability: int = 90) -> dict[str, Launch]:
     """Kernel name -> the launch that an untuned GRU step or linear over segments gets, at a size that takes its form."""
-    from generator.families import gru_cell, linear_cat  # noqa: PLC0415 - as above
-    from generator.rendering.structures import gru_gates_specs  # noqa: PLC0415
+    from generator.families.gru_cell import reference as gru_cell  # noqa: PLC0415 - as above
+    from generator.families.gru_cell.texts import gru_gates_specs  # noqa: PLC0415
+    from generator.families.linear_cat import reference as linear_cat  # noqa: PLC0415
+    from generator.families.linear_cat.problems import problems as linear_problems  # noqa: PLC0415
     from tuned.gru_cell.launches import launches as cell_launches  # noqa: PLC0415
     from tuned.gru_cell.spec import GruCellSize, GruCellSpec  # noqa: PLC0415
     from tuned.gru_cell.variant import GruCellVariant  # noqa: PLC0415
@@ -106,7 +108,7 @@ def product_launches(capability: int = 90) -> dict[str, Launch]:
     for size in map(GruCellSize, (1, 64, 256)):
         call = gru_cell.inputs(fused, size, "meta", 0)
         steps += cell_launches(fused, cell_fit(cell_default(fused, size), capability), call)
-    for problem in linear_cat.problems():
+    for problem in linear_problems():
         variant = linear_default(problem.spec, problem.size)
         steps += linear_launches(problem.spec, variant, linear_cat.inputs(problem.spec, problem.size, "meta", 0))
     return {step.kernel: step for step in steps if isinstance(step, Launch)}
@@ -115,8 +117,8 @@ def product_launches(capability: int = 90) -> dict[str, Launch]:
 @functools.cache
 def recurrences(exchange: str) -> dict[str, Launch]:
     """Kernel name -> the launch of a whole sequence, for every text of the recurrence."""
-    from generator.families import gru  # noqa: PLC0415 - as above
-    from generator.rendering.structures import gru_texts  # noqa: PLC0415
+    from generator.families.gru import reference as gru  # noqa: PLC0415 - as above
+    from generator.families.gru.texts import gru_texts  # noqa: PLC0415
     from tuned.gru.launches import launches  # noqa: PLC0415
     from tuned.gru.spec import GruSize  # noqa: PLC0415
     from tuned.launch import Launch  # noqa: PLC0415
@@ -219,7 +221,7 @@ def packed_halves(arguments: dict[str, Any], knobs: dict[str, Any], strides: tup
 
     ``strides`` of x and the output: tokens, batch, heads, features.
     """
-    from generator.families.rope import inputs  # noqa: PLC0415 - as above
+    from generator.families.rope.reference import inputs  # noqa: PLC0415 - as above
     from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415
     from tuned.rope.launches import launches  # noqa: PLC0415
     from tuned.rope.spec import RopeSize, RopeSpec  # noqa: PLC0415
@@ -242,7 +244,7 @@ def widths(
 
     ``shift`` moves x and the output by so many elements from an aligned address, ``key_shift`` the key and its output.
     """
-    from generator.families.rope import inputs  # noqa: PLC0415
+    from generator.families.rope.reference import inputs  # noqa: PLC0415
     from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415
     from tuned.rope.launches import launches  # noqa: PLC0415
     from tuned.rope.spec import RopeSize, RopeSpec  # noqa: PLC0415
@@ -300,7 +302,7 @@ def code_with_pdl(name: str) -> list[str]:
 
 def cell_code(spec: GruCellSpec, variant: GruCellVariant, batch: int) -> tuple[Needs, str]:
     """What the kernel of a GRU step needs on sm_90, and its PTX."""
-    from generator.families.gru_cell import inputs  # noqa: PLC0415
+    from generator.families.gru_cell.reference import inputs  # noqa: PLC0415
     from generator.measuring.compile import compile_launch, resources, target_of  # noqa: PLC0415
     from tuned.gru_cell.launches import launches  # noqa: PLC0415
     from tuned.gru_cell.spec import GruCellSize  # noqa: PLC0415

@@ -32,7 +32,7 @@ class Found:
 
 def found(spec: GruSpec, size: GruSize, variant: GruVariant, architecture: str) -> Found:
     """Compile the recurrence of a call for an architecture."""
-    from generator.families import gru  # noqa: PLC0415 - imports Triton
+    from generator.families.gru import reference as gru  # noqa: PLC0415 - imports Triton
     from generator.measuring.compile import compile_launch, resources, target_of  # noqa: PLC0415
     from tuned.gru.launches import launches  # noqa: PLC0415
     from tuned.launch import Launch  # noqa: PLC0415

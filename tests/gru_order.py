@@ -475,7 +475,7 @@ def all_that_ships(capability: int) -> list[Case]:
 
 
 def _texts_and_exchanges() -> Iterator[tuple[GruSpec, GruVariant]]:
-    from generator.rendering.structures import gru_texts  # noqa: PLC0415
+    from generator.families.gru.texts import gru_texts  # noqa: PLC0415
     from tuned.choices import choices  # noqa: PLC0415
     from tuned.gru.variant import GruVariant, default_variant  # noqa: PLC0415
 
@@ -521,7 +521,7 @@ def wrong_in(case: Case) -> list[str]:
 def texts(case: Case, edits: Edits = ()) -> tuple[str, str]:
     """PTX and machine code of a case, whose kernel's text is edited first."""
     os.environ.pop("TRITON_INTERPRET", None)
-    from generator.families import gru  # noqa: PLC0415 - imports Triton
+    from generator.families.gru import reference as gru  # noqa: PLC0415 - imports Triton
     from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415
     from tuned.gru.launches import launches  # noqa: PLC0415
     from tuned.launch import Launch  # noqa: PLC0415

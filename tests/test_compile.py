@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from generator.families.gru.texts import gru_texts
+from generator.families.rope.texts import rope_call_specs, rope_specs
 from generator.problem import Problem
 from generator.processes.compiler import compile_variant, hopeless
-from generator.rendering.structures import default_names, gru_texts, rope_call_specs, rope_specs, structures
+from generator.rendering.structures import default_names, structures
 from tests import compiling, pairwise
 from tuned.gru.launches import kernel_name as gru_name
 from tuned.gru_cell.spec import GruCellSize, GruCellSpec

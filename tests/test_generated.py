@@ -16,17 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from generator.families.gru.texts import gru_texts
+from generator.families.gru_cell.texts import GRU_CELL_FORMS, gru_gates_specs
+from generator.families.rope.texts import rope_call_specs, rope_specs
 from generator.publishing.files import committed_kernels, generated_files
 from generator.rendering.render import NAME, TEMPLATES, digest, render
-from generator.rendering.structures import (
-    GRU_CELL_FORMS,
-    default_names,
-    gru_gates_specs,
-    gru_texts,
-    rope_call_specs,
-    rope_specs,
-    structures,
-)
+from generator.rendering.structures import default_names, structures
 from tuned.choices import choices
 from tuned.gru.launches import kernel_name as sequence_name
 from tuned.gru.launches import kernel_names as sequence_kernel_names

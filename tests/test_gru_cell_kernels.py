@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from generator.families.gru_cell import problems
-from generator.rendering.structures import GRU_CELL_FORMS, gru_gates_specs, structures
+from generator.families.gru_cell.problems import problems
+from generator.families.gru_cell.texts import GRU_CELL_FORMS, gru_gates_specs
+from generator.rendering.structures import structures
 from generator.searching.pool import legal_pool
 from tests import pairwise
 from tests.gru_case import GruCase, assert_right, build, run_steps

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from generator.families import gru
+from generator.families.gru import reference as gru
+from generator.families.gru.problems import problems as gru_problems
 from generator.measuring.guard import inputs_of
 from generator.measuring.interpret import interpreted
 from generator.problem import Problem
@@ -105,7 +106,7 @@ def test_the_baseline_gives_what_a_call_gives(layout: str) -> None:
 
 
 def test_default_problems_have_pools_of_kernels_that_there_are() -> None:
-    problems = list(gru.problems())
+    problems = list(gru_problems())
     assert len({p.name for p in problems}) == len({(p.spec, p.size) for p in problems}) == len(problems)
     names = WORKLOADS["gru"].family.kernel_names
     for problem in problems:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from generator.families.gru import problems
+from generator.families.gru.problems import problems
 from tests.pairwise import sample
 from tuned.choices import choices
 from tuned.gru.spec import LAYOUTS, GruSize, GruSpec

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from generator.families.linear_cat import problems
+from generator.families.linear_cat.problems import problems
 from generator.measuring.guard import guarded, intact
 from generator.measuring.mended import mended_interpreter
 from generator.rendering.structures import structures

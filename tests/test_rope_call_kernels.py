@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from generator.families.rope import inputs, reference
+from generator.families.rope.reference import inputs, reference
+from generator.families.rope.texts import ROPE_SCHEDULES, rope_call_specs
 from generator.measuring.guard import intact, probe
-from generator.rendering.structures import ROPE_SCHEDULES, rope_call_specs, structures
+from generator.rendering.structures import structures
 from tests import oracle
 from tests.rope_case import RopeCase, assert_close, assert_right, build, canonical, wanted
 from tests.rope_rows import AXES, PACKED, PACKED_SEQ, ROWS, case_of, row_id, spec_of

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from generator.rendering.structures import ROPE_SCHEDULES, rope_specs, structures
+from generator.families.rope.texts import ROPE_SCHEDULES, rope_specs
+from generator.rendering.structures import structures
 from tests import oracle, pairwise
 from tests.rope_case import RopeCase, assert_close, assert_right
 from tests.run import DEVICE, INTERPRETED, run, to_numpy

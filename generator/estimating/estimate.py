@@ -20,7 +20,7 @@ with, in microseconds unless said,
   0.6 us (published pointer chases: 0.4 to 0.7 us). Share is Little's law: a processor must have latency x bandwidth
   / processors bytes in flight to use its part of the bandwidth, and to bring more takes longer than the latency. Too
   few bytes in flight therefore show as many waves of programs that each cost a latency.
-* chain = the steps of a recurrence one after the other, 0 for what has none: see generator.estimating.work.gru_work.
+* chain = the steps of a recurrence one after the other, 0 for what has none: see the work of the family.
 * start = 0.6 us from one kernel of a graph to the next, 0.3 with programmatic dependent launch.
 
 What it does not know: cache hints, grid order, the path of loads through shared memory, clocks under load. Variants
@@ -32,7 +32,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from generator.estimating.model import fitted
-from generator.estimating.work import WORK, Work, resident
+from generator.estimating.work import resident
+from generator.families.counting import Work
+from generator.workload import WORKLOADS
 from tuned.launch import ceil_div
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ def estimates(
     if model is None or not variants:
         return by_hand
     found = [
-        (v, WORK[problem.family](problem, v)[0], next(iter(needs.get(v, ())), None) if needs else None)
+        (v, WORKLOADS[problem.family].work(problem, v)[0], next(iter(needs.get(v, ())), None) if needs else None)
         for v in variants
     ]
     excess = model.excess(problem, target, found)
@@ -76,7 +78,7 @@ def least_us(work: Work, target: Target) -> float:
 
 def by_hand_us(problem: Problem, variant: Any, target: Target, needs: Sequence[Resources] | None = None) -> float:
     """The time by the model in the head of this module."""
-    works = WORK[problem.family](problem, variant)
+    works = WORKLOADS[problem.family].work(problem, variant)
     return sum(_launch_us(work, target, needs[i] if needs else None) for i, work in enumerate(works))
 
 

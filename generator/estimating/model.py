@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from generator.estimating.work import WORK, Work, registers_of, resident
+from generator.estimating.work import registers_of, resident
+from generator.families.counting import Work
 from generator.searching.sampler import WARP
 from generator.storage.landscape import load_landscapes
+from generator.workload import WORKLOADS
 from tuned.choices import choices
 
 if TYPE_CHECKING:
@@ -103,7 +105,8 @@ def normal_equations(landscape: Landscape, target: Target) -> tuple[np.ndarray, 
 
     problem = landscape.problem
     rows = [
-        (v, WORK[problem.family](problem, v)[0], Resources(landscape.registers[v], 0, 0, "")) for v in landscape.times
+        (v, WORKLOADS[problem.family].work(problem, v)[0], Resources(landscape.registers[v], 0, 0, ""))
+        for v in landscape.times
     ]
     times = np.array(list(landscape.times.values()))
     x = _columns(problem, target, rows)

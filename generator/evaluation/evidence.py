@@ -12,7 +12,6 @@ from rich.table import Table
 from generator.estimating.model import fitted
 from generator.estimating.offline import order
 from generator.estimating.targets import target_named
-from generator.estimating.work import WORK
 from generator.evaluation.replay import SHARE, agreement, evaluations, strategies, summary
 from generator.measuring.compile import Resources
 from generator.workload import WORKLOADS
@@ -116,7 +115,9 @@ def guesses(landscapes: Sequence[Landscape]) -> list[Guess]:
         problem = one.problem
         model = fitted(problem.family, problem.name)
         assert model is not None, "the other landscapes"
-        rows = [(v, WORK[problem.family](problem, v)[0], Resources(one.registers[v], 0, 0, "")) for v in one.times]
+        rows = [
+            (v, WORKLOADS[problem.family].work(problem, v)[0], Resources(one.registers[v], 0, 0, "")) for v in one.times
+        ]
         excess = model.excess(problem, target_named(one.environment["device"]), rows)
         ranked = sorted(zip(excess, one.times, strict=True), key=lambda entry: order(1 + entry[0], entry[1]))
         default = WORKLOADS[problem.family].family.default_variant(problem.spec, problem.size)

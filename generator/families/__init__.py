@@ -1,1 +1,1 @@
-"""What tuning needs to know of each family besides its kernels."""
+"""The families, a folder each, and what they share, a module each."""

@@ -18,28 +18,19 @@ from generator.cache import ROOT
 from generator.measuring.mended import mended_interpreter
 from generator.problem import Problem
 from generator.workload import WORKLOADS
-from tuned.gru.launches import sequence
-from tuned.gru.variant import PTX_EXCHANGES
 from tuned.launch import Launch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tuned.launch import Step
 
 CPU_SECONDS = 600  # of all threads: a kernel that hangs there spins, and a busy machine makes none of it pass faster
 TIMEOUT_S = 3600.0
 
 
 def small(problem: Problem, variant: Any) -> Problem:
-    """The problem with so few tokens that the interpreter takes under a second, and a tile that is not full."""
-    size = problem.size
-    fields = {"batch": min(size.batch, 3)}
-    if problem.family == "rope":
-        fields = {"batch": min(size.batch, 2), "seq": min(size.seq, variant.block_tokens + 1)}
-    elif hasattr(size, "seq"):
-        fields["seq"] = min(size.seq, 4)
-    return dataclasses.replace(problem, size=dataclasses.replace(size, **fields))
+    """The problem at a size that takes the interpreter under a second."""
+    return dataclasses.replace(problem, size=WORKLOADS[problem.family].small(problem.size, variant))
 
 
 def interpreted(cases: Sequence[tuple[Problem, Any]]) -> list[str | None]:
@@ -82,38 +73,22 @@ def _case(values: dict[str, Any]) -> str | None:
     family = work.family
     spec, size = family.spec_type(**values["spec"]), family.size_type(**values["size"])
     variant = family.variant_type(**values["variant"])
-    variant = _interpretable(variant)
+    if getattr(variant, "pdl", False):  # the interpreter has no order of launches, on which no result depends
+        variant = dataclasses.replace(variant, pdl=False)
     problem = small(Problem(values["name"], values["family"], spec, size), variant)
     call = probe(work.inputs(spec, problem.size, "cpu", 0))
     wanted, bound = work.reference(spec, call)
     inputs = inputs_of(call)
     before = {name: tensor.clone() for name, tensor in inputs.items()}
     with mended_interpreter():
-        for step in family.launches(spec, variant, call):
-            for part in _without_waiting(spec, variant, call, step):
-                run_step(part, _launch)
+        for step in (work.interpreted or family.launches)(spec, variant, call):
+            run_step(step, _launch)
     try:
         # The interpreter drops the low bits of a bfloat16 store where a GPU rounds: twice the error of one rounding.
         check(call.out, wanted, 2 * bound, {n: (inputs[n], before[n]) for n in inputs})
     except WrongResultError as error:
         return str(error)
     return None
-
-
-def _interpretable(variant: Any) -> Any:
-    """The variant without what the interpreter does not have and no result depends on: the order of launches, PTX."""
-    if getattr(variant, "pdl", False):
-        variant = dataclasses.replace(variant, pdl=False)
-    if getattr(variant, "exchange", "") in PTX_EXCHANGES:
-        variant = dataclasses.replace(variant, exchange="poll")
-    return variant
-
-
-def _without_waiting(spec: Any, variant: Any, call: Any, step: Step) -> tuple[Step, ...]:
-    """A step, as one launch a time step where its programs wait for each other: the interpreter runs them in turn."""
-    if not isinstance(step, Launch) or not step.options.get("launch_cooperative_grid"):
-        return (step,)
-    return tuple(sequence(spec, variant, call, time, time + 1) for time in range(call.seq))
 
 
 def _launch(launch: Launch) -> None:

@@ -19,7 +19,9 @@ import tests.gru_sequences
 import tests.rope_case
 import tests.test_linear_cat_kernels
 import tuned.nn
-from generator.rendering.structures import ROPE_SCHEDULES, gru_gates_specs, gru_texts, rope_call_specs, rope_specs
+from generator.families.gru.texts import gru_texts
+from generator.families.gru_cell.texts import gru_gates_specs
+from generator.families.rope.texts import ROPE_SCHEDULES, rope_call_specs, rope_specs
 from tests.gru_case import GruCase
 from tests.gru_sequences import Sequences
 from tests.rope_case import RopeCase

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -31,6 +32,7 @@ LINES = {
     "torch.jit.script": "c",
     "eager PyTorch": "d",
 }  # the lines of a sweep -> their kind in the style sheet
+GROUP_KINDS = ("ours", "a", "b", "d", "c")  # of the style sheet, for groups of calls in their order
 REASON = 240  # characters of a failure's reason that are shown
 
 
@@ -95,29 +97,23 @@ def floor_chart(rows: Sequence[Row]) -> Chart | None:
     """Percent of the floor against bytes moved, a point a problem."""
     if not rows:
         return None
-    groups: dict[tuple[str, str], list[tuple[float, float, str]]] = collections.defaultdict(list)
+    groups: dict[str, list[tuple[float, float, str]]] = collections.defaultdict(list)
     for row in rows:
         w = row.winner
         title = f"{w.name}: {row.percent:.1f}% of the floor, {w.median_us:.2f} us"
-        groups[_group(w)].append((w.bytes_moved, row.percent, title))
-    order = sorted(groups, key=lambda g: ("forward", "backward", "in place", "GRU cell").index(g[1]))
+        work = WORKLOADS[w.family]
+        groups[work.group(w.spec) if work.group else work.groups[0]].append((w.bytes_moved, row.percent, title))
+    every = dict.fromkeys(group for work in WORKLOADS.values() for group in work.groups)
+    kinds = dict(zip(every, itertools.cycle(GROUP_KINDS), strict=False))
     median = statistics.median(r.percent for r in rows)
     return scatter(
         "Percent of the floor against the bytes that a call must move",
         f"{len(rows)} winners; the median is at {median:.1f} percent of the floor, the lowest at {min(r.percent for r in rows):.1f}.",
         ("bytes that must move", "% of the floor"),
-        [(kind, name, groups[kind, name]) for kind, name in order],
+        [(kind, name, groups[name]) for name, kind in kinds.items() if name in groups],
         [80, 90, 100, 110, 120, 130, 140, 150],
         100,
     )
-
-
-def _group(w: Winner) -> tuple[str, str]:
-    if w.family != "rope":
-        return "d", "GRU cell"
-    if w.spec.inplace:
-        return "b", "in place"
-    return ("ours", "forward") if w.spec.direction == "forward" else ("a", "backward")
 
 
 def sweep_charts(results: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, str, list[Chart]]]:

@@ -66,6 +66,7 @@ def page(sources: Sources) -> str:
         device=sources.device,
         device_name=next(names, sources.device),
         rows=rows,
+        first=next(iter(WORKLOADS.values())),
         median=_median,
         floor=contents.floor_chart(rows),
         sweeps=contents.sweep_charts(sources.results),

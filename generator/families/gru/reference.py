@@ -1,25 +1,24 @@
-"""What tuning needs to know of the GRU over sequences besides its kernels: inputs, reference, baseline, problems."""
+"""The GRU over sequences as tuning checks and times it: inputs, the float64 reference, the baseline, bytes."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from generator.problem import Problem
-from tuned.gru.launches import Recurrence, counters_needed
+from generator.families.rounding import TF32_ROUNDOFF, UNIT_ROUNDOFF
+from tuned.gru.launches import Recurrence, counters_needed, launches, sequence
 from tuned.gru.spec import GruSize, GruSpec
+from tuned.gru.variant import PTX_EXCHANGES, GruVariant
+from tuned.launch import Launch, Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tuned.gru.variant import GruVariant
 
-# What one rounding of the state may change, relative; of float32 with TF32, of the operands of a product.
-UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-TF32_UNIT, IEEE_UNIT = 2.0**-11, 64 * 2.0**-24  # the latter of a float32 sum of thousands
+IEEE_UNIT = 64 * UNIT_ROUNDOFF["float32"]  # of a float32 sum of thousands
 UNITS = 6  # the state is rounded once a step, and a step contracts: two to three were measured, over 20,000 steps
 
 
@@ -106,7 +105,7 @@ def reference(spec: GruSpec, call: Recurrence) -> tuple[torch.Tensor, torch.Tens
 def _unit(spec: GruSpec) -> float:
     if spec.dtype != "float32":
         return UNIT_ROUNDOFF[spec.dtype]
-    return TF32_UNIT if spec.precision == "tf32" else IEEE_UNIT
+    return TF32_ROUNDOFF if spec.precision == "tf32" else IEEE_UNIT
 
 
 def _token_of(spec: GruSpec, call: Recurrence) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,57 +194,18 @@ def tensor_bytes(spec: GruSpec, size: GruSize) -> int:
     return bytes_moved(spec, size) + between + products
 
 
-def features(variant: GruVariant) -> tuple[int, ...]:
-    """What a model of the time should see beside the knobs, in octaves: elements of a tile, and elements a warp."""
-    elements = variant.block_hidden * variant.block_batch
-    return round(math.log2(elements)), round(math.log2(elements / variant.num_warps))
+def small(size: GruSize, variant: GruVariant) -> GruSize:
+    """So few steps and rows that the interpreter takes under a second."""
+    del variant
+    return dataclasses.replace(size, batch=min(size.batch, 3), seq=min(size.seq, 4))
 
 
-def tile(spec: GruSpec, variant: GruVariant) -> tuple[int, int]:
-    """Rows, and units of each, that a program takes at a time."""
-    del spec
-    return variant.block_batch, variant.block_hidden
-
-
-def problems() -> Iterator[Problem]:
-    """The default problems: the shapes that the benchmark measures, then those of models, by their public configurations."""
-
-    def problem(name: str, spec: GruSpec, seq: int, batch: int) -> Problem:
-        return Problem(name, "gru", spec, GruSize(batch, seq))
-
-    def bf16(hidden: int, **rest: Any) -> GruSpec:
-        return GruSpec("bfloat16", hidden, **rest)
-
-    for seq, batch, hidden in (
-        (512, 16, 512),
-        (512, 32, 512),
-        (512, 64, 512),
-        (512, 1, 512),
-        (512, 1, 1024),
-        (512, 10, 256),
-        (512, 128, 128),
-        (512, 128, 256),
-        (512, 16, 1024),
-        (512, 64, 1024),
-        (256, 128, 512),
-        (128, 1024, 256),
-        (128, 8, 2048),
-    ):
-        yield problem(f"gru_{seq}x{batch}x{hidden}", bf16(hidden), seq, batch)
-    # KernelBench, level 3: 39 is six layers, 41 and 42 six of both directions, which run one by one.
-    yield problem("kernelbench_39", GruSpec("float32", 256, layers=6), 512, 10)
-    yield problem("kernelbench_39_layer", GruSpec("float32", 256), 512, 10)
-    yield problem("kernelbench_41_layer", GruSpec("float32", 256, directions=2), 512, 10)
-    yield problem("seq2seq_encoder", bf16(512, directions=2), 32, 128)
-    yield problem("seq2seq_tutorial_encoder", bf16(128), 10, 32)
-    yield problem("wavernn_training", bf16(512), 1375, 32)
-    yield problem("lpcnet_training", bf16(384), 2400, 128)
-    yield problem("lpcnet_synthesis", bf16(384), 1600, 1)
-    yield problem("deepspeech_800_packed", bf16(800, directions=2, layout="packed"), 512, 32)
-    yield problem("deepspeech_1024_packed", bf16(1024, directions=2, layout="packed"), 512, 32)
-    yield problem("ppo_learner", bf16(256), 128, 128)
-    yield problem("dreamer", bf16(600), 64, 16)
-    yield problem("gru_fp16_512x32x512", GruSpec("float16", 512), 512, 32)
-    yield problem("gru_fp32_512x16x512", GruSpec("float32", 512), 512, 16)
-    yield problem("gru_fp32_ieee_512x16x256", GruSpec("float32", 256, precision="ieee"), 512, 16)
-    yield problem("gru_two_layers_512x16x512", bf16(512, layers=2), 512, 16)
+def interpreted(spec: GruSpec, variant: GruVariant, call: Recurrence) -> Iterator[Step]:
+    """The steps without PTX, on which no result depends, and without waiting: the interpreter runs programs in turn."""
+    if variant.exchange in PTX_EXCHANGES:
+        variant = dataclasses.replace(variant, exchange="poll")
+    for step in launches(spec, variant, call):
+        if isinstance(step, Launch) and step.options.get("launch_cooperative_grid"):
+            yield from (sequence(spec, variant, call, time, time + 1) for time in range(call.seq))
+        else:
+            yield step

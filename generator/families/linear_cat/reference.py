@@ -1,21 +1,14 @@
-"""What tuning needs to know of the linear over segments besides its kernels."""
+"""The linear over segments as tuning checks and times it: inputs, the float64 reference, the baseline, bytes."""
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from generator.families.gru_cell import product_error
-from generator.families.rope import SMALLEST, UNIT_ROUNDOFF
-from generator.problem import Problem
+from generator.families.rounding import SMALLEST, UNIT_ROUNDOFF, product_error
 from tuned.linear_cat.launches import LinearCatCall, call_of
 from tuned.linear_cat.spec import LinearCatSize, LinearCatSpec
-from tuned.linear_cat.variant import LinearCatVariant
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def inputs(spec: LinearCatSpec, size: LinearCatSize, device: str, seed: int) -> LinearCatCall:
@@ -59,27 +52,3 @@ def bytes_moved(spec: LinearCatSpec, size: LinearCatSize) -> int:
 def tensor_bytes(spec: LinearCatSpec, size: LinearCatSize) -> int:
     """Bytes of one set of inputs and outputs, weights too: so that in turn each set's are cold."""
     return bytes_moved(spec, size)
-
-
-def features(variant: LinearCatVariant) -> tuple[int, ...]:
-    """What a model of the time should see beside the knobs, in octaves: elements of a tile, and of a warp."""
-    elements = variant.block_rows * variant.block_columns
-    return round(math.log2(elements)), round(math.log2(elements / variant.num_warps))
-
-
-def tile(spec: LinearCatSpec, variant: LinearCatVariant) -> tuple[int, int]:
-    """Rows, and columns of each, that a program takes at a time."""
-    del spec
-    return variant.block_rows, variant.block_columns
-
-
-def problems() -> Iterator[Problem]:
-    """The default problems: a seq2seq decoder's output layer, over hidden state, context and embedding; a GRU's projection.
-
-    The latter is float32 where torch's settings allow a GRU TF32 and GEMMs not, as they do by default.
-    """
-    spec = LinearCatSpec("bfloat16", (512, 512, 256), 10_000)
-    for rows in (1, 128):
-        yield Problem(f"linear_cat_decoder_{rows}", "linear_cat", spec, LinearCatSize(rows))
-    projection = LinearCatSpec("float32", (512,), 1536, bias=False, precision="tf32")
-    yield Problem("gru_projection_tf32_8192", "linear_cat", projection, LinearCatSize(8192))

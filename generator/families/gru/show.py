@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from tuned.gru.variant import alone
 from tuned.launch import Launch, ceil_div
 
 if TYPE_CHECKING:
-    from tuned.gru.spec import GruSpec
+    from tuned.gru.spec import GruSize, GruSpec
     from tuned.gru.variant import GruVariant
     from tuned.launch import Step
     from tuned.record import Winner
@@ -147,3 +148,8 @@ def _call(launch: Launch, grid: str, arguments: list[str], indent: str) -> str:
     words = [*arguments, *(f"{name}={value!r}" for name, value in launch.options.items())]
     inner = "".join(f"{indent}    {line}\n" for line in textwrap.wrap(", ".join(words), WIDTH - len(indent)))
     return f"{indent}{launch.kernel}[({grid},)](\n{inner.rstrip()},\n{indent})\n"
+
+
+def shown_size(size: GruSize) -> GruSize:
+    """Of one step there is nothing to wait for, and the file is for any number of them."""
+    return dataclasses.replace(size, seq=max(2, size.seq))

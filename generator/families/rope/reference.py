@@ -1,32 +1,23 @@
-"""What tuning needs to know of RoPE besides its kernels: inputs, the float64 reference, baselines, default problems."""
+"""The rotation as tuning checks and times it: inputs, the float64 reference, the baseline, bytes."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from generator.problem import Problem
+from generator.families.rounding import SMALLEST, UNIT_ROUNDOFF
 from tuned.rope.arguments import strides_of
 from tuned.rope.eager import positions, rotate
 from tuned.rope.launches import RopeCall
-from tuned.rope.spec import DIRECTIONS, ITEM_SIZE, RopeSize, RopeSpec
+from tuned.rope.spec import ITEM_SIZE, RopeSize, RopeSpec
 from tuned.rope.variant import RopeVariant
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 THETA = 500_000.0  # base of Llama 3's rotary frequencies: spreads angles from 1e-5 to 1 radian a position
-# Unit roundoff: what one rounding to the type may change, relative.
-UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 CP_SIZE = 2  # ranks of the calls that are context parallel
 SCALING = 1.25  # of the calls that scale, about that of YaRN at 16 times the length
-SMALLEST = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
-
-
 TABLE_ROWS = 4096  # of ids that are drawn: more than the L1 holds, and small beside what large problems move
 
 
@@ -244,124 +235,6 @@ def tensor_bytes(spec: RopeSpec, size: RopeSize) -> int:
     return (1 if spec.inplace else 2) * x + _table_rows(spec, size) * spec.bytes_per_position()
 
 
-def features(variant: RopeVariant) -> tuple[int, ...]:
-    """What a model of the time should see beside the knobs, in octaves: rows of a tile, and rows a warp."""
-    rows = variant.block_tokens * variant.block_heads
-    return round(math.log2(rows)), round(math.log2(rows / variant.num_warps))
-
-
-def tile(spec: RopeSpec, variant: RopeVariant) -> tuple[int, int]:
-    """Rows of the tensor, and features of each that rotate, which a program takes at a time."""
-    return variant.block_tokens * variant.block_heads, spec.rotary_dim
-
-
-def problems() -> Iterator[Problem]:
-    """The default problems, most common first; head counts are those of the models' public configurations."""
-
-    def problem(name: str, spec: RopeSpec, batch: int, seq: int) -> Problem:
-        return Problem(f"{name}_{batch}x{seq}", "rope", spec, RopeSize(batch, seq))
-
-    def bf16(layout: str, heads: int, dim: int, rotary: int | None = None, **rest: Any) -> RopeSpec:
-        return RopeSpec(layout, "bfloat16", heads, dim, rotary or dim, **rest)
-
-    def each_way(name: str, spec: RopeSpec, batch: int, seq: int) -> Iterator[Problem]:
-        """A shape in every layout, forward and backward: the grid that the benchmark measures."""
-        for direction, layout in itertools.product(DIRECTIONS, ("bshd", "sbhd", "thd")):
-            words = [name, *([layout] if layout != "bshd" else []), *([direction] if direction != "forward" else [])]
-            yield problem("_".join(words), dataclasses.replace(spec, layout=layout, direction=direction), batch, seq)
-
-    llama, kv, study, half = (
-        bf16("bshd", 32, 128),
-        bf16("bshd", 8, 128),
-        bf16("bshd", 10, 512),
-        bf16("bshd", 32, 128, 64),
-    )
-    given = dataclasses.replace(llama, angles="cos_sin")
-    every_feature = dataclasses.replace(llama, angle_entries="feature")
-    yield from each_way("llama3_8b", llama, 2, 4096)
-    yield from each_way("llama3_8b_decode", llama, 64, 1)
-    yield from each_way("llama3_8b_prefill", llama, 1, 128)
-    yield problem("llama3_8b_cos_sin", given, 2, 4096)
-    yield from each_way("llama3_8b_cos_sin_decode", given, 64, 1)
-    yield from each_way("llama3_8b_cos_sin_prefill", given, 1, 128)
-    yield problem("llama3_8b_cos_sin_inplace", dataclasses.replace(given, inplace=True), 2, 4096)
-    for layout in ("bshd", "sbhd", "thd"):
-        inplace = dataclasses.replace(llama, layout=layout, inplace=True)
-        yield problem(f"llama3_8b_inplace_{layout}", inplace, 2, 4096)
-        yield problem(f"llama3_8b_feature_{layout}", dataclasses.replace(every_feature, layout=layout), 2, 4096)
-        yield problem(f"half_rotary_inplace_{layout}", dataclasses.replace(inplace, rotary_dim=64), 4, 4096)
-        yield problem(f"study_inplace_{layout}", dataclasses.replace(study, layout=layout, inplace=True), 16, 512)
-        over_kv = dataclasses.replace(kv, layout=layout, inplace=True)
-        yield problem(f"llama3_8b_kv_inplace_{layout}", over_kv, 1, 32768)
-        yield problem(f"llama3_8b_kv_128k_inplace_{layout}", over_kv, 1, 131072)
-    yield problem("llama3_8b_inplace_decode", dataclasses.replace(llama, inplace=True), 64, 1)
-    yield from each_way("llama3_8b_kv", kv, 1, 32768)
-    yield from each_way("llama3_8b_kv_128k", kv, 1, 131072)
-    yield from each_way("study", study, 16, 512)
-    yield from each_way("half_rotary", half, 4, 4096)
-    yield problem("llama3_70b", bf16("bshd", 64, 128), 1, 8192)
-    yield problem("glm4_interleaved", bf16("bshd", 32, 128, 64, style="interleaved"), 2, 8192)
-    yield problem("gptj_interleaved_sbhd", bf16("sbhd", 16, 256, 64, style="interleaved"), 4, 2048)
-    yield problem("qwen2_7b", bf16("bshd", 28, 128), 4, 4096)
-    yield problem("gpt_neox_20b_25_percent", bf16("bshd", 64, 96, 24), 4, 2048)
-    yield problem("phi2_partial", bf16("bshd", 32, 80, 32), 8, 2048)
-    yield problem("gemma3_4b", bf16("bshd", 8, 256), 2, 8192)
-    yield problem("gpt_oss", bf16("bshd", 64, 64), 1, 8192)
-    yield problem("packed_16_sequences", bf16("thd", 32, 128), 16, 4096)
-    yield problem("packed_1024_sequences", bf16("thd", 32, 128), 1024, 64)
-    yield problem("llama3_8b_fp16", RopeSpec("bshd", "float16", 32, 128, 128), 2, 4096)
-    yield problem("llama3_8b_fp32", RopeSpec("bshd", "float32", 32, 128, 128), 2, 4096)
-    yield from _complete(problem, bf16)
-    # The studies' own calls: float32, sbhd, an entry a feature, small.
-    for seq, heads, dim in ((64, 16, 64), (128, 16, 128), (32, 8, 256)):
-        small = RopeSpec("sbhd", "float32", heads, dim, dim, angle_entries="feature")
-        yield problem(f"study_small_{dim}", small, 1, seq)
-
-
-def _complete(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) -> Iterator[Problem]:
-    """Calls of models: a query and a key, positions of their own, other features than the first."""
-    llama, kv = (
-        bf16("bshd", heads, 128, angles="cos_sin", key_heads=key_heads) for heads, key_heads in ((32, 8), (8, 2))
-    )
-    sizes = ((llama, 2, 4096), (kv, 1, 32768), (kv, 1, 131072), (llama, 1, 128), (llama, 64, 1))
-    for (spec, batch, seq), angles, inplace in itertools.product(sizes, ("cos_sin", "freqs"), (False, True)):
-        heads = "qk" if spec.heads == llama.heads else "qk_8_2"
-        name = f"{heads}_{angles}{'_inplace' if inplace else ''}"
-        yield problem(name, dataclasses.replace(spec, angles=angles, inplace=inplace), batch, seq)
-    for spec, batch, seq in sizes[:3]:
-        backward = dataclasses.replace(spec, angles="freqs", direction="backward")
-        yield problem("qk_backward", backward, batch, seq)
-    packed = dataclasses.replace(llama, layout="thd", angles="freqs")
-    for sequences in (1, 16, 256, 2401):
-        yield problem("qk_packed", packed, sequences, 65536 // sequences)
-    served = dataclasses.replace(llama, layout="thd", inplace=True, positions="ids")
-    models = {
-        "llama3_8b": served,
-        "llama3_70b_8_ranks": dataclasses.replace(served, heads=8, key_heads=1),
-        "gpt_oss": dataclasses.replace(served, heads=64, head_dim=64, rotary_dim=64),
-    }
-    for (name, spec), octave in itertools.product(models.items(), range(10)):
-        yield problem(f"{name}_served", spec, 1, 2**octave)
-    for octave in (10, 11, 12, 13, 14, 15, 17):
-        yield problem("llama3_8b_served", served, 1, 2**octave)
-    yield problem("qk_inv_freq", dataclasses.replace(llama, angles="inv_freq"), 2, 4096)
-    yield problem("qk_8_2_inv_freq", dataclasses.replace(kv, angles="inv_freq"), 1, 32768)
-    yield problem("llama3_8b_served_inv_freq", dataclasses.replace(served, angles="inv_freq"), 1, 64)
-    yield problem("qk_starts_inplace", dataclasses.replace(llama, inplace=True, positions="starts"), 64, 1)
-    # A packed qkv out of place, as training needs it: v is copied.
-    qkv = dataclasses.replace(llama, heads=48, key_heads=0, copied_heads=8, angles="freqs")
-    for direction in DIRECTIONS:
-        yield problem(f"qkv_{direction}", dataclasses.replace(qkv, direction=direction), 2, 4096)
-    mla = bf16(
-        "thd", 128, 192, 64, style="interleaved", rotated="last", inplace=True, positions="ids", angles="cos_sin"
-    )
-    yield problem("deepseek_v3_last_inplace", mla, 1, 4096)
-    in_order = dataclasses.replace(mla, positions="order", angles="freqs")
-    yield problem("deepseek_v3_last_in_order_inplace", in_order, 1, 4096)
-    gemma = bf16("bshd", 8, 512, 128, rotated="proportional", angles="cos_sin")
-    yield problem("gemma4_proportional", gemma, 1, 8192)
-    yield problem("gemma4_proportional_inplace", dataclasses.replace(gemma, inplace=True), 1, 8192)
-    glm = bf16("bshd", 32, 128, 64, style="interleaved", angles="cos_sin", key_heads=2)
-    yield problem("glm4_qk", glm, 2, 8192)
-    yield problem("glm4_qk_freqs", dataclasses.replace(glm, angles="freqs"), 2, 8192)
-    yield problem("gpt_neox_qk", bf16("bshd", 64, 96, 24, angles="cos_sin", key_heads=64), 4, 2048)
+def small(size: RopeSize, variant: RopeVariant) -> RopeSize:
+    """So few tokens that the interpreter takes under a second, and a tile that is not full."""
+    return dataclasses.replace(size, batch=min(size.batch, 2), seq=min(size.seq, variant.block_tokens + 1))

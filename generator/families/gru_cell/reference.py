@@ -1,23 +1,15 @@
-"""What tuning needs to know of the GRU cell besides its kernels: inputs, the float64 reference, baselines, problems."""
+"""A step of the GRU as tuning checks and times it: inputs, the float64 reference, the baseline, bytes."""
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from generator.families.rope import SMALLEST, UNIT_ROUNDOFF
-from generator.problem import Problem
+from generator.families.rounding import SMALLEST, UNIT_ROUNDOFF, product_error
 from tuned.gru_cell.eager import cell
 from tuned.gru_cell.launches import GruCellCall, call_of
 from tuned.gru_cell.spec import GruCellSize, GruCellSpec
-from tuned.gru_cell.variant import GruCellVariant
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-TF32_ROUNDOFF = 2.0**-11  # of an operand: 10 bits of fraction
 
 
 def inputs(spec: GruCellSpec, size: GruCellSize, device: str, seed: int) -> GruCellCall:
@@ -35,16 +27,6 @@ def inputs(spec: GruCellSpec, size: GruCellSize, device: str, seed: int) -> GruC
     weights = drawn(wide, spec.input_size, scale=scale), drawn(wide, spec.hidden, scale=scale)
     biases = (drawn(wide, scale=scale), drawn(wide, scale=scale)) if spec.bias else ()
     return call_of(segments, h, *weights, h if spec.inplace else torch.empty_like(h), *biases)
-
-
-def product_error(spec: Any, sizes: torch.Tensor) -> torch.Tensor:
-    """What float32 sums of products may be off by, given the sums of the products' sizes.
-
-    Any order of at most 2^12 additions stays well within 2^-17 of that sum: a bound for each would be 2^-24 times the
-    longest chain, and tensor cores keep a few bits fewer while they add. TF32 rounds both operands first.
-    """
-    operands = 2 * TF32_ROUNDOFF if spec.precision == "tf32" else 0.0
-    return sizes * (2.0**-17 + operands)
 
 
 def reference(spec: GruCellSpec, call: GruCellCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,43 +70,3 @@ def bytes_moved(spec: GruCellSpec, size: GruCellSize) -> int:
 def tensor_bytes(spec: GruCellSpec, size: GruCellSize) -> int:
     """Bytes of one set of inputs and outputs, weights too: so that in turn each set's are cold."""
     return bytes_moved(spec, size)
-
-
-def features(variant: GruCellVariant) -> tuple[int, ...]:
-    """What a model of the time should see beside the knobs, in octaves: units x rows of a tile, and of a warp."""
-    elements = variant.block_batch * variant.block_hidden
-    return round(math.log2(elements)), round(math.log2(elements / variant.num_warps))
-
-
-def tile(spec: GruCellSpec, variant: GruCellVariant) -> tuple[int, int]:
-    """Rows, and units of each, that a program takes at a time."""
-    del spec
-    return variant.block_batch, variant.block_hidden
-
-
-def problems() -> Iterator[Problem]:
-    """The default problems: steps that models take one at a time, most common first."""
-
-    def problem(name: str, spec: GruCellSpec, batch: int) -> Problem:
-        return Problem(f"gru_cell_{name}_{batch}", "gru_cell", spec, GruCellSize(batch))
-
-    def square(hidden: int, dtype: str = "bfloat16", **rest: Any) -> GruCellSpec:
-        return GruCellSpec(dtype, hidden, (hidden,), **rest)
-
-    for hidden, batch in ((512, 1), (1024, 1), (1024, 16), (1024, 64), (1024, 256), (2048, 1), (2048, 64), (512, 1024)):
-        yield problem(str(hidden), square(hidden), batch)
-    yield problem("512", square(512), 64)
-    yield problem("1024_inplace", square(1024, inplace=True), 64)
-    for batch in (1, 128):  # of embedding and context: the seq2seq decoder of examples/
-        yield problem("decoder", GruCellSpec("bfloat16", 512, (256, 512)), batch)
-    # github.com/bentrevett/pytorch-seq2seq, notebook 3: embedding 256, context of both directions 2 * 512
-    yield problem("bahdanau", GruCellSpec("bfloat16", 512, (256, 1024)), 128)
-    for hidden, batch in ((128, 256), (128, 4096), (256, 256), (256, 4096)):  # PPO's policies, acting
-        yield problem(f"ppo_{hidden}", square(hidden), batch)
-    for hidden, batch in ((200, 16), (200, 1024), (600, 16), (600, 1024)):  # Dreamer: a step, and its imagination
-        yield problem(f"dreamer_{hidden}", square(hidden), batch)
-    for hidden, batch in ((512, 11), (896, 1), (896, 11)):  # WaveRNN, generating; github.com/fatchord/WaveRNN has 512
-        yield problem(f"wavernn_{hidden}", square(hidden), batch)
-    for batch in (1, 64):
-        yield problem("512_tf32", square(512, "float32", precision="tf32"), batch)
-    yield problem("1024_fp16", square(1024, "float16"), 64)

@@ -1,0 +1,26 @@
+"""Every text of a kernel of the GRU over sequences: the product of the text axes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from generator.families.text import Text
+from tuned.choices import choices
+from tuned.gru.launches import kernel_name
+from tuned.gru.spec import LAYOUTS, GruSpec
+from tuned.gru.variant import GruVariant
+
+
+def gru_texts() -> Iterator[tuple[GruSpec, GruVariant]]:
+    """One spec and variant for each text of a recurrence: layout, a stack or one layer, form; of a stack one form."""
+    for layout, layers, form in itertools.product(LAYOUTS, (1, 2), choices(GruVariant)["form"]):
+        if layers > 1 and form != GruVariant.form:
+            continue
+        yield GruSpec("bfloat16", 512, layout=layout, layers=layers), GruVariant("persistent", form)
+
+
+def texts() -> Iterator[Text]:
+    """One for each of gru_texts; a caller is given the first form untuned."""
+    for spec, variant in gru_texts():
+        yield "gru", kernel_name(spec, variant), spec, variant, variant.form == GruVariant.form

@@ -1,0 +1,51 @@
+"""What a variant does: programs, bytes, sines, threads; what a program takes at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from generator.families.counting import Work
+from generator.problem import Problem
+from tuned.gru_cell.spec import GruCellSpec
+from tuned.gru_cell.variant import GruCellVariant
+from tuned.launch import ceil_div
+from tuned.rope.spec import ITEM_SIZE
+
+
+def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
+    """A step in one launch; the library's products and the kernel of its gates as one too."""
+    spec, size = problem.spec, problem.size
+    item, units, rows = ITEM_SIZE[spec.dtype], variant.block_hidden, variant.block_batch
+    count = ceil_div(size.batch, rows) * ceil_div(spec.hidden, units)
+    width = spec.input_size + spec.hidden
+    library = variant.form == "library"
+    # Of the library's tiles nothing is known; the gates read and write seven rows of the hidden size besides.
+    operands = (rows + 3 * units) * width * item if not library else 0
+    gates = 12 * size.batch * spec.hidden * item if library else 0
+    stages = 2 if variant.form == "vector" else variant.num_stages
+    return (
+        Work(
+            programs=count,
+            warps=variant.num_warps,
+            memory_bytes=spec.weight_bytes() + size.batch * spec.bytes_per_row() + gates,
+            again_bytes=max(0.0, count * operands - spec.weight_bytes() - size.batch * width * item),
+            in_flight_bytes=min(operands, stages * (rows + 3 * units) * variant.block_k * item)
+            or 8 * rows * units * item,
+            elements=8 * count * rows * units,
+            sines=0.5 * count * rows * units,  # an exponential and a division are about a quarter of a sine
+            pairs_per_thread=max(1.0, 4 * rows * units / (32 * variant.num_warps)),
+        ),
+    )
+
+
+def features(variant: GruCellVariant) -> tuple[int, ...]:
+    """What a model of the time should see beside the knobs, in octaves: units x rows of a tile, and of a warp."""
+    elements = variant.block_batch * variant.block_hidden
+    return round(math.log2(elements)), round(math.log2(elements / variant.num_warps))
+
+
+def tile(spec: GruCellSpec, variant: GruCellVariant) -> tuple[int, int]:
+    """Rows, and units of each, that a program takes at a time."""
+    del spec
+    return variant.block_batch, variant.block_hidden

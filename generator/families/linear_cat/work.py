@@ -1,0 +1,47 @@
+"""What a variant does: programs, bytes, sines, threads; what a program takes at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from generator.families.counting import Work
+from generator.problem import Problem
+from tuned.launch import ceil_div
+from tuned.linear_cat.spec import LinearCatSpec
+from tuned.linear_cat.variant import LinearCatVariant
+from tuned.rope.spec import ITEM_SIZE
+
+
+def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
+    """The one launch of a linear over segments."""
+    spec, size = problem.spec, problem.size
+    item, columns, rows = ITEM_SIZE[spec.dtype], variant.block_columns, variant.block_rows
+    count = ceil_div(size.batch, rows) * ceil_div(spec.outputs, columns)
+    operands = (rows + columns) * spec.input_size * item
+    stages = 2 if variant.is_vector else variant.num_stages
+    moved = spec.weight_bytes() + size.batch * spec.bytes_per_row()
+    return (
+        Work(
+            programs=count,
+            warps=variant.num_warps,
+            memory_bytes=moved,
+            again_bytes=max(0.0, count * operands - moved),
+            in_flight_bytes=min(operands, stages * (rows + columns) * variant.block_k * item),
+            elements=count * rows * columns,
+            sines=0.0,
+            pairs_per_thread=max(1.0, rows * columns / (32 * variant.num_warps)),
+        ),
+    )
+
+
+def features(variant: LinearCatVariant) -> tuple[int, ...]:
+    """What a model of the time should see beside the knobs, in octaves: elements of a tile, and of a warp."""
+    elements = variant.block_rows * variant.block_columns
+    return round(math.log2(elements)), round(math.log2(elements / variant.num_warps))
+
+
+def tile(spec: LinearCatSpec, variant: LinearCatVariant) -> tuple[int, int]:
+    """Rows, and columns of each, that a program takes at a time."""
+    del spec
+    return variant.block_rows, variant.block_columns

@@ -1,0 +1,10 @@
+"""Rotary position embeddings."""
+
+RANK = 0  # among families: those of most models first
+TITLE = "RoPE"
+GROUPS = ("forward", "backward", "in place")  # of the calls, as charts tell them apart
+REPRESENTATIVE = (
+    "llama3_8b_2x4096",
+    "llama3_8b_decode_64x1",
+    "half_rotary_inplace_bshd_4x4096",
+)  # problems: one of each kind, for a look at the family
