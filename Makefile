@@ -38,6 +38,7 @@ fuzz: $(VENV)/.dev  ## random calls for SECONDS=60, of one SEED= or a new one, o
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 types: $(VENV)/.dev
 	$(BIN)/mypy

@@ -1,0 +1,62 @@
+"""What import-linter does not see of the layers of the generator: modules named in strings, and families named outside of their folders."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "generator"
+MODULE = re.compile(r"generator((?:\.\w+)+)(?::\w+)?")
+FAMILIES = sorted(path.parent.name for path in (PACKAGE / "families").glob("*/__init__.py"))
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+
+
+def layers() -> dict[str, int]:
+    """Room or module -> its layer, the highest first, as import-linter holds them."""
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = re.search(r'type = "layers".*?layers = \[.*?\n(.*?)\n\]', text, re.DOTALL)
+    assert listed is not None
+    found = re.findall(r'"(.*?)"', listed[1])
+    return {name.strip(): number for number, entry in enumerate(found) for name in entry.split(":")}
+
+
+def words(path: Path) -> Iterator[str]:
+    """The strings of a module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_every_module_is_in_a_layer() -> None:
+    assert {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in MODULES} == set(layers())
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_a_module_that_is_named_in_a_string_is_not_of_a_higher_layer(path: Path) -> None:
+    number = layers()
+    own = number[path.relative_to(PACKAGE).parts[0].removesuffix(".py")]
+    for word in words(path):
+        if named := MODULE.fullmatch(word):
+            parts = named[1].strip(".").split(".")
+            assert (PACKAGE.joinpath(*parts)).with_suffix(".py").exists(), f"{word} is no module"
+            assert number[parts[0]] >= own, f"{word} is above"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in MODULES if path.relative_to(PACKAGE).parts[0] != "families"],
+    ids=lambda path: path.relative_to(PACKAGE).as_posix(),
+)
+def test_no_module_names_a_family_outside_of_its_folder(path: Path) -> None:
+    assert FAMILIES
+    assert not set(words(path)) & set(FAMILIES)
+    imported = re.findall(r"^\s*(?:from|import) (?:tuned|generator\.families)\.(\w+)", path.read_text(), re.MULTILINE)
+    assert not set(imported) & set(FAMILIES)
