@@ -8,6 +8,7 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ from generator.disk import naming, write_whole
 from generator.estimating.targets import target_named
 from generator.evaluation.portfolio import candidates
 from generator.locks import gpu_identity, gpu_lock
-from generator.processes.compiler import pool_of_processes
+from generator.problem import Problem
+from generator.processes.compiler import CompilerPool
 from generator.processes.worker import Worker, WorkerLostError
 from generator.publishing.files import render_all
 from generator.publishing.tables import write_table
@@ -28,6 +30,7 @@ from generator.searching.fleet import Fleet, FleetError, Seat, seats
 from generator.searching.pool import legal_pool
 from generator.searching.queues import MixedDevicesError, share_storage
 from generator.searching.run import Orders, Run, Tools, tune_all
+from generator.searching.search import Outcome
 from generator.selection import SelectionError, select
 from generator.storage.backends import (
     LOST_STORAGE,
@@ -44,12 +47,7 @@ from generator.workload import WORKLOADS
 from tuned.record import RecordError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from rich.console import Console
-
-    from generator.problem import Problem
-    from generator.searching.search import Outcome
 
 DEFAULT_TARGET = "nvidia_h200"
 TRIALS = 96  # a problem: the 94 default problems then take under 6 minutes on one H200
@@ -116,7 +114,7 @@ def measuring(seat: Seat, waiting: Callable[[str], None]) -> Iterator[Tools]:
     """Everything that tuning on one GPU takes; ended with the block. ``waiting`` is told who else measures there."""
     with gpu_lock(gpu_identity(seat.gpu), waiting):
         worker = Worker(seat.gpu)
-        compiler = pool_of_processes(seat.compilers)
+        compiler = CompilerPool(seat.compilers)
         try:
             worker.start()
             environment = worker.environment()
@@ -438,7 +436,7 @@ def landscape(names: str, gpu_option: str, folder: Path | None, console: Console
         say(console, answer.message)
         return 1
     index = gpu.choose_gpu(facts.names, gpu_option)
-    worker, compiler = Worker(index), pool_of_processes()
+    worker, compiler = Worker(index), CompilerPool()
     try:
         with gpu_lock(gpu_identity(index), lambda text: say(console, text)):
             worker.start()

@@ -9,13 +9,10 @@ import hashlib
 import os
 import re
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from generator.cache import cache_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 LOOK_SECONDS = 0.2  # how often a tuner that waits looks again
 

@@ -10,16 +10,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import generator.families
+from generator.families.counting import Work
+from generator.families.text import Text
 from generator.problem import Problem
 from tuned.family import FAMILIES, Family
+from tuned.launch import Step
+from tuned.record import Winner
 
 if TYPE_CHECKING:
     import torch
-
-    from generator.families.counting import Work
-    from generator.families.text import Text
-    from tuned.launch import Step
-    from tuned.record import Winner
 
 # Module of a family's folder -> what it must have, and what it may have.
 PARTS = {

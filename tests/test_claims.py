@@ -414,7 +414,7 @@ def test_tuners_share_only_what_is_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     assert scope == scope_of(dict(ENVIRONMENT), 96)
     assert scope.startswith("test_gpu/")
     others = [scope_of(ENVIRONMENT, 95), *(scope_of({**ENVIRONMENT, key: "another"}, 96) for key in KEY)]
-    monkeypatch.setattr(queues_module, "structures", dict)
+    monkeypatch.setattr(queues_module, "digests", dict)
     assert len({scope, *others, scope_of(ENVIRONMENT, 96)}) == 3 + len(KEY)
 
 

@@ -37,7 +37,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine with one GPU, a fake of both."""
     monkeypatch.setenv("TUNED_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(commands, "Worker", lambda _: FakeWorker(gru_cost))
-    monkeypatch.setattr(commands, "pool_of_processes", lambda _: FakeCompiler())
+    monkeypatch.setattr(commands, "CompilerPool", lambda _: FakeCompiler())
     monkeypatch.setattr(gpu, "gather", lambda: Facts("2.11.0", "12.8", names=("Test GPU",)))
 
 

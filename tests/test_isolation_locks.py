@@ -79,7 +79,7 @@ def test_ctrl_c_ends_the_waiting_for_a_gpu(tmp_path: Path) -> None:
 
 def test_tuning_holds_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "Worker", lambda _: FakeWorker(lambda _problem, _variant: 1.0))
-    monkeypatch.setattr(commands, "pool_of_processes", lambda _: FakeCompiler())
+    monkeypatch.setattr(commands, "CompilerPool", lambda _: FakeCompiler())
 
     def second() -> None:
         with gpu_lock(gpu_identity(99), (tmp_path / "told").write_text):

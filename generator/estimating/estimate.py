@@ -29,20 +29,17 @@ that differ in these alone get the same time, and the simpler one comes first.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from generator.estimating.model import fitted
+from generator.estimating.targets import Target
 from generator.estimating.work import resident
 from generator.families.counting import Work
+from generator.measuring.compile import Resources
+from generator.problem import Problem
 from generator.workload import WORKLOADS
 from tuned.launch import ceil_div
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from generator.estimating.targets import Target
-    from generator.measuring.compile import Resources
-    from generator.problem import Problem
 
 COPY_EFFICIENCY = 0.88
 CACHE_OVER_MEMORY = 2.2

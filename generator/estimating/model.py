@@ -12,24 +12,20 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from generator.estimating.targets import TARGETS, Target
 from generator.estimating.work import registers_of, resident
 from generator.families.counting import Work
+from generator.measuring.compile import Resources
+from generator.problem import Problem
 from generator.searching.sampler import WARP
-from generator.storage.landscape import load_landscapes
+from generator.storage.landscape import Landscape, load_landscapes
 from generator.workload import WORKLOADS
 from tuned.choices import choices
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from generator.estimating.targets import Target
-    from generator.measuring.compile import Resources
-    from generator.problem import Problem
-    from generator.storage.landscape import Landscape
 
 DEVICE = "nvidia_h200"  # whose landscapes there are
 RIDGE = 0.03  # a landscape
@@ -101,8 +97,6 @@ def _columns(problem: Problem, target: Target, rows: Sequence[tuple[Any, Work, R
 
 def normal_equations(landscape: Landscape, target: Target) -> tuple[np.ndarray, np.ndarray]:
     """What one landscape, measured on ``target``, adds to the two sides of the normal equations."""
-    from generator.measuring.compile import Resources  # noqa: PLC0415 - imports Triton
-
     problem = landscape.problem
     rows = [
         (v, WORKLOADS[problem.family].work(problem, v)[0], Resources(landscape.registers[v], 0, 0, ""))
@@ -117,8 +111,6 @@ def normal_equations(landscape: Landscape, target: Target) -> tuple[np.ndarray, 
 @functools.cache
 def _all_equations(family: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Problem -> its normal equations, of every landscape of a family."""
-    from generator.estimating.targets import TARGETS  # noqa: PLC0415
-
     found = [x for x in load_landscapes(DEVICE) if x.problem.family == family]
     return {x.problem.name: normal_equations(x, TARGETS[DEVICE]) for x in found}
 

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 from generator.cache import cache_folder
 from generator.disk import write_if_different
 from generator.estimating.estimate import estimates
+from generator.estimating.targets import Target
+from generator.measuring.compile import Resources
 from generator.measuring.interpret import interpreted
-from generator.processes.compiler import compile_variant, hopeless, pool_of_processes
+from generator.problem import Problem
+from generator.processes.compiler import CompilerPool, compile_variant, hopeless
 from generator.processes.compiler import compiled as result_of
 from generator.searching.pool import Pool, legal_pool
 from generator.searching.seeds import same_problem
 from generator.workload import WORKLOADS
-
-if TYPE_CHECKING:
-    import concurrent.futures
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
-    from generator.estimating.targets import Target
-    from generator.measuring.compile import Resources
-    from generator.problem import Problem
-    from tuned.record import Winner
+from tuned.record import Winner
 
 SAMPLE = 40  # variants compiled a problem: 0.3 s each on one core
 PICKS = 3
@@ -116,7 +113,7 @@ def estimate_all(  # noqa: PLR0913 - the parts are independent of each other
     """An Estimate for each problem, and the problems that ``budget_s`` did not reach."""
     end = time.monotonic() + budget_s
     estimates: list[Estimate] = []
-    compiler = pool_of_processes()
+    compiler = CompilerPool()
     try:
         for index, problem in enumerate(problems):
             if time.monotonic() > end:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from generator.estimating.targets import Target
-    from generator.families.counting import Work
-    from generator.measuring.compile import Resources
+from generator.estimating.targets import Target
+from generator.families.counting import Work
+from generator.measuring.compile import Resources
 
 # Before anything is compiled: 8, 16 and 32 pairs a thread compiled to 32, 60 and 96 registers for sm_90.
 BASE_REGISTERS, REGISTERS_PER_PAIR = 16, 2.6

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import optuna
 from rich.table import Table
@@ -14,13 +15,8 @@ from generator.estimating.offline import order
 from generator.estimating.targets import target_named
 from generator.evaluation.replay import SHARE, agreement, evaluations, strategies, summary
 from generator.measuring.compile import Resources
+from generator.storage.landscape import Landscape
 from generator.workload import WORKLOADS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from generator.storage.landscape import Landscape
 
 FIRST = 5  # picks of the estimate
 # Head of a column -> its name in generator.evaluation.replay.summary.

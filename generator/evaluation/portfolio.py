@@ -6,19 +6,15 @@ import collections
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from generator.evaluation.regret import Score
-from generator.storage.landscape import FOLDER, load_landscapes
+from generator.problem import Problem
+from generator.storage.landscape import FOLDER, Landscape, load_landscapes
 from generator.workload import WORKLOADS
 from tuned.portfolio import ANY, architecture_of, variants_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from generator.problem import Problem
-    from generator.storage.landscape import Landscape
-    from tuned.record import Winner
+from tuned.record import Winner
 
 LEAST, MOST = 5, 15  # variants a portfolio
 ENOUGH = 0.01  # worst regret at which no more are added: two variants this near are the same in the noise

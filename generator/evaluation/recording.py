@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 from generator.failures import LOADED, LOST_WORKER, times_to_be_a_fact
+from generator.problem import Problem
 from generator.processes.compiler import compile_variant, hopeless
 from generator.processes.compiler import compiled as result_of
-from generator.processes.worker import TrialFailedError, WorkerLostError
-from generator.rendering.structures import structures
+from generator.processes.worker import TrialFailedError, Worker, WorkerLostError
+from generator.rendering.structures import digests
 from generator.searching.pool import legal_pool
 from generator.storage.landscape import Landscape, save
 from tuned.family import FAMILIES
-
-if TYPE_CHECKING:
-    import concurrent.futures
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
-
-    from generator.problem import Problem
-    from generator.processes.worker import Worker
 
 AHEAD = 96  # variants compiled before they are measured: the pool of processes never waits
 AGAIN = 16  # the best by a first timing are timed again together: the least of a thousand noisy times is too low
@@ -90,8 +86,8 @@ def record(  # noqa: PLR0913 - the parts are independent of each other
             attempt(variant, compiler.submit(compile_variant, problem, variant, architecture))
     best = sorted(times, key=times.__getitem__)[:AGAIN]
     times |= {v: t.median_us for v, t in zip(best, worker.compare(best), strict=True)}
-    digests = {name: structures()[name].digest for name in sorted(names)}
-    return Landscape(problem, environment, digests, baselines.copy_us, baselines.floor_us, times, failed, registers)
+    texts = {name: digests()[name] for name in sorted(names)}
+    return Landscape(problem, environment, texts, baselines.copy_us, baselines.floor_us, times, failed, registers)
 
 
 def record_all(  # noqa: PLR0913 - the parts are independent of each other

@@ -6,22 +6,18 @@ import dataclasses
 import functools
 import math
 import statistics
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from rich.table import Table
 
+from generator.problem import Problem
 from generator.searching.search import choose
-from generator.storage.landscape import load_landscapes
+from generator.storage.landscape import Landscape, load_landscapes
 from generator.workload import WORKLOADS
 from tuned.lookup import nearest
+from tuned.record import Winner
 from tuned.table import Row
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from generator.problem import Problem
-    from generator.storage.landscape import Landscape
-    from tuned.record import Winner
 
 SERVED = "nearest row, tile rescaled"  # what tuned.lookup does; a test holds it against the others
 MEDIAN, WORST = 0.02, 0.10  # bars: how much slower than the best a pick may be

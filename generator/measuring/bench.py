@@ -10,12 +10,9 @@ import functools
 import itertools
 import statistics
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 GRAPH_US = 500.0  # launches in one graph take at least this long, so that starting the graph is under 1 percent
 REPLAYS = 12

@@ -9,7 +9,8 @@ import io
 import itertools
 import json
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -18,12 +19,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from generator.cache import cache_folder
 from generator.disk import write_if_different
 from generator.rendering.modules import load
-from tuned.launch import Launch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from tuned.launch import Step
+from tuned.launch import Launch, Step
 
 TRITON_TYPES = {
     "torch.float64": "fp64",

@@ -12,17 +12,14 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from generator.cache import ROOT
 from generator.measuring.mended import mended_interpreter
 from generator.problem import Problem
 from generator.workload import WORKLOADS
 from tuned.launch import Launch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 CPU_SECONDS = 600  # of all threads: a kernel that hangs there spins, and a busy machine makes none of it pass faster
 TIMEOUT_S = 3600.0

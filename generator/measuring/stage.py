@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,18 +15,14 @@ from generator.measuring.bench import Timing, copy_time, device_time, sets_beyon
 from generator.measuring.check import WrongResultError, check
 from generator.measuring.compile import compile_launch, same_code
 from generator.measuring.guard import fingerprint, guard, inputs_of, probe
+from generator.problem import Problem
 from generator.rendering.modules import load
 from generator.workload import WORKLOADS
-from tuned.launch import Launch
+from tuned.launch import Launch, Step
 from tuned.launcher import bare, run_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from triton.backends.compiler import GPUTarget
-
-    from generator.problem import Problem
-    from tuned.launch import Step
 
 MAX_SETS = 256  # buffer sets of a tiny problem; beyond this only making them would take time
 MOST_OF_COPY = 4  # times the output: what moves beyond that is not like a copy of it

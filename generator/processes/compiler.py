@@ -7,18 +7,15 @@ import functools
 import os
 import tempfile
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from generator.cache import cache_folder
 from generator.failures import LOST_COMPILER
 from generator.measuring.compile import Resources, distinct, resources, target_of
+from generator.problem import Problem
 from generator.processes.forkserver import Child, LostError, fork_server
 from generator.workload import WORKLOADS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from generator.problem import Problem
 
 # CUDA C++ Programming Guide, technical specifications: shared memory a block may opt in to; 0 is AMD's CDNA 3, the LDS of
 # a workgroup.
@@ -126,8 +123,3 @@ class CompilerPool(concurrent.futures.Executor):
                 self._children[child.pid] = child
                 self._own.pid = child.pid
             return child
-
-
-def pool_of_processes(workers: int | None = None) -> CompilerPool:
-    """A process pool for compile_variant, by default with one process a core."""
-    return CompilerPool(workers)

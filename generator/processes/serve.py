@@ -7,13 +7,10 @@ import gc
 import importlib
 import signal
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from generator.processes.channel import ClosedError
-
-if TYPE_CHECKING:
-    from generator.problem import Problem
-    from generator.processes.channel import Channel
+from generator.problem import Problem
+from generator.processes.channel import Channel, ClosedError
 
 TEXT_CHARACTERS = 1000  # of an error: a compiler's may hold a whole program
 

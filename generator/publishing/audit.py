@@ -9,30 +9,26 @@ device; worth doing, and what a release must not go without.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 
 from generator.measuring.environment import driver_version
+from generator.problem import Problem
 from generator.publishing.files import KERNELS, generated_files
 from generator.publishing.tables import TABLES
 from generator.publishing.verified import not_verified
-from generator.rendering.structures import structures
+from generator.rendering.structures import digests
 from generator.searching.seeds import same_problem
 from generator.storage.landscape import load_landscapes
 from generator.storage.record import PACKAGE, QUICK, WINNERS, read_record, record_path
 from generator.workload import default_problems
 from tuned.device import device_slug
 from tuned.mismatch import HARD, SOFT, differences, other_text
-from tuned.record import METHOD, RecordError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from generator.problem import Problem
-    from tuned.record import Winner
+from tuned.record import METHOD, RecordError, Winner
 
 NAMES_SHOWN = 3
 # Something is to be done; to be done before a release, else worth doing; worth doing; what could not be compared.
@@ -130,11 +126,10 @@ def _landscapes(device: str) -> Iterator[Finding]:
 
 
 def _hard(device: str, rows: list[Winner], here: Here) -> Iterator[Finding]:
-    kernels = {name: kernel.digest for name, kernel in structures().items()}
     now = {"method": METHOD, **here.gpus.get(device, {})}
     for row in rows:
         measured = row.environment
-        found = [*other_text(row.digests, kernels), *differences(measured, now, HARD)]
+        found = [*other_text(row.digests, digests()), *differences(measured, now, HARD)]
         if device_slug(measured["device_name"]) != device:
             found.append(f"the device was {measured['device_name']}, the record is of {device}")
         if found:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from generator.disk import write_if_different
 from generator.locks import folder_lock
 from generator.publishing.tables import TABLES, portfolio_source, table_source
+from generator.rendering.render import Kernel
 from generator.rendering.structures import default_names, structures
 from generator.storage.record import PACKAGE, WINNERS
 from tuned.family import FAMILIES
 from tuned.record import load_record
-
-if TYPE_CHECKING:
-    from generator.rendering.render import Kernel
 
 KERNELS = PACKAGE / "kernels"
 INDEX = '''"""Generated kernels, one module each.

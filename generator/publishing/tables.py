@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from generator.disk import write_if_different
 from generator.evaluation.portfolio import portfolios
 from generator.evaluation.regret import metadata
 from generator.locks import folder_lock
 from generator.storage.record import PACKAGE, WINNERS, read_record
-from tuned.record import MEASURED
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from tuned.record import Winner
+from tuned.record import MEASURED, Winner
 
 TABLES = PACKAGE / "tables"
 

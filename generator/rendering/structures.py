@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from generator.families.text import Text
+from generator.problem import Problem
 from generator.rendering.render import Kernel, render
 from generator.workload import WORKLOADS
 
@@ -20,6 +22,23 @@ def texts() -> Iterator[Text]:
 def structures() -> dict[str, Kernel]:
     """Every kernel by name, rendered from the templates as they are now."""
     return {name: render(template, name, spec, variant) for template, name, spec, variant, _ in texts()}
+
+
+@functools.cache
+def digests() -> dict[str, str]:
+    """Kernel -> digest of its text now."""
+    return {name: kernel.digest for name, kernel in structures().items()}
+
+
+def digests_of(problem: Problem, variant: Any) -> dict[str, str]:
+    """Those of the kernels that a variant launches."""
+    names = WORKLOADS[problem.family].family.kernel_names(problem.spec, variant)
+    return {name: digests()[name] for name in names}
+
+
+def fresh(measured: dict[str, str]) -> bool:
+    """Whether the templates still give the texts that were measured."""
+    return measured.items() <= digests().items()
 
 
 @functools.cache

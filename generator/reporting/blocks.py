@@ -5,16 +5,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+from generator.problem import Problem
+from generator.reporting.history import History
 from generator.reporting.importance import Spread, spread
 from generator.workload import WORKLOADS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from generator.problem import Problem
-    from generator.reporting.history import History
 
 LEAST_SHARE = 0.9  # of the problems that a rule must be able to serve to be judged at all
 WARP = 32  # threads

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from generator.estimating import offline
-from generator.estimating.offline import PICKS, check_sample
+from generator.estimating.offline import PICKS, Estimate, check_sample
+from generator.estimating.targets import Target
+from generator.problem import Problem
 from generator.rendering.structures import structures
 from generator.reporting.report import knobs
 from generator.storage.record import read_record
 from generator.workload import WORKLOADS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from generator.estimating.offline import Estimate
-    from generator.estimating.targets import Target
-    from generator.problem import Problem
 
 
 def picks(estimate: Estimate) -> list[str]:

@@ -5,31 +5,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from generator.estimating.targets import target_named
-from generator.publishing.audit import this_machine
-from generator.rendering.structures import structures
-from generator.reporting.history import from_journal, from_landscapes
+from generator.problem import Problem
+from generator.publishing.audit import Here, this_machine
+from generator.rendering.structures import digests
+from generator.reporting.history import History, from_journal, from_landscapes
 from generator.reporting.report import describe, percent_of_floor
 from generator.searching.seeds import same_problem
+from generator.storage.journal import Journal
 from generator.storage.record import read_record
 from generator.workload import WORKLOADS
 from tuned.choices import choices
 from tuned.lookup import Choice, Gpu, choose
 from tuned.mismatch import HARD, SOFT, differences, other_text
-from tuned.record import METHOD
+from tuned.record import METHOD, Winner
 from tuned.table import tables, tables_or_error
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from generator.problem import Problem
-    from generator.publishing.audit import Here
-    from generator.reporting.history import History
-    from generator.storage.journal import Journal
-    from tuned.record import Winner
 
 
 def explain(problem: Problem, device: str, folder: Path | None, journal: Journal | None) -> Iterator[str]:
@@ -100,9 +94,8 @@ def _measured(winner: Winner, here: Here) -> Iterator[str]:
         f"with       {facts.get('device_name', '?')} ({facts.get('multiprocessors', '?')} multiprocessors), driver "
         f"{facts.get('driver', '?')}, torch {facts.get('torch', '?')}, Triton {facts.get('triton', '?')}, {facts.get('method', '?')}"
     )
-    kernels = {name: kernel.digest for name, kernel in structures().items()}
     hard = [
-        *other_text(winner.digests, kernels),
+        *other_text(winner.digests, digests()),
         *differences(facts, {"method": METHOD, **here.gpus.get(facts["device"], {})}, HARD),
     ]
     soft = differences(facts, here.versions, SOFT)
@@ -116,14 +109,10 @@ def _measured(winner: Winner, here: Here) -> Iterator[str]:
 
 def _history(problem: Problem, device: str, winner: Winner | None, journal: Journal | None) -> History | None:
     """The landscape of a problem, which is whole, or else what its searches tried."""
-    found = [h for h in from_landscapes(device) if _same(h.problem, problem)]
+    found = [h for h in from_landscapes(device) if same_problem(h.problem, problem)]
     if not found and journal is not None and winner is not None:
         found = from_journal(journal, [(problem, winner.environment)])
     return next((h for h in found if h.times), None)
-
-
-def _same(a: Problem, b: Problem) -> bool:
-    return (a.family, a.spec, a.size) == (b.family, b.spec, b.size)
 
 
 def table(problem: Problem, choice: Choice, history: History | None) -> Iterator[str]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from generator.searching.search import Outcome
+from generator.searching.search import Outcome
 
 COMPILER = ("does not compile", "spills ", "needs ")  # how generator.processes.compiler.hopeless begins its reasons
 

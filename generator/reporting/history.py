@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
-from generator.rendering.structures import structures
+from generator.problem import Problem
+from generator.rendering.structures import digests_of
+from generator.storage.journal import Journal
 from generator.storage.landscape import load_landscapes
-from generator.workload import WORKLOADS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from generator.problem import Problem
-    from generator.storage.journal import Journal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +39,7 @@ def from_journal(journal: Journal, asked: Iterable[tuple[Problem, dict[str, Any]
     """The trials of problems in their environments, measured with the kernels as they are now; problems without any left out."""
     found = []
     for problem, environment in asked:
-        results = journal.remembered(problem, environment, lambda v, p=problem: _digests(p, v))  # type: ignore[misc]
+        results = journal.remembered(problem, environment, functools.partial(digests_of, problem))
         times = {v: r[0] for v, r in results.items() if not isinstance(r, str)}
         failed = {v: r for v, r in results.items() if isinstance(r, str)}
         if results:
@@ -54,8 +51,3 @@ def from_landscapes(device: str, folder: Path | None = None) -> list[History]:
     """The recorded landscapes of a device; none is no error."""
     recorded = load_landscapes(device) if folder is None else load_landscapes(device, folder)
     return [History(s.problem, s.times, s.failed, whole=True, fresh=s.fresh) for s in recorded]
-
-
-def _digests(problem: Problem, variant: Any) -> dict[str, str]:
-    kernels = WORKLOADS[problem.family].family.kernel_names(problem.spec, variant)
-    return {name: structures()[name].digest for name in kernels}

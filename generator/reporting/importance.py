@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import optuna
 
 from tuned.choices import choices
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
 
 LEAST_TRIALS = 20  # of a problem: a tenth of them is the group that importances explain, and one trial is no group
 

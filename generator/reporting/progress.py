@@ -7,17 +7,16 @@ import contextlib
 import dataclasses
 import math
 import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.live import Live
 from rich.text import Text
 
+from generator.searching.search import Progress
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from rich.console import Console, ConsoleOptions, RenderResult
-
-    from generator.searching.search import Progress
 
 WINDOW = 8  # problems that the pace is taken from: what an earlier run measured takes no time, the next may
 BAR = 24  # characters at most

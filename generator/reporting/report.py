@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
+from generator.problem import Problem
 from generator.searching.stopwatch import ON_GPU
 from tuned.choices import choices
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from generator.problem import Problem
-    from tuned.record import Winner
+from tuned.record import Winner
 
 
 def percent_of_floor(winner: Winner) -> float:

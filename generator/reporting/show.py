@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from generator.rendering.structures import structures
 from generator.reporting.report import describe, percent_of_floor
@@ -13,12 +13,7 @@ from generator.selection import problem_named
 from generator.storage.record import WINNERS, read_record, record_path
 from generator.workload import WORKLOADS
 from tuned.launch import Launch
-from tuned.record import RecordError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tuned.record import Winner
+from tuned.record import RecordError, Winner
 
 PREFERRED = "nvidia_h200"
 IMPORTS = "import torch\nimport triton\nimport triton.language as tl\n"

@@ -11,14 +11,13 @@ import dataclasses
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.study import StudyDirection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from optuna.storages import BaseStorage
 
 STALE_SECONDS = 60.0

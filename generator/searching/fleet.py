@@ -10,25 +10,20 @@ import multiprocessing.connection
 import os
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from multiprocessing.connection import Connection
+from typing import Any
 
 from generator.disk import disk_trouble
+from generator.problem import Problem
 from generator.processes.worker import WorkerLostError
-from generator.searching.queues import MixedDevicesError, owner_name
+from generator.searching.queues import MixedDevicesError, Shared, owner_name
 from generator.searching.run import Orders, Renderer, Run, Tools, nothing, tune_all
 from generator.searching.sampler import BATCH
-from generator.searching.search import AHEAD
+from generator.searching.search import AHEAD, Outcome, Progress
 from generator.storage.backends import LOST_STORAGE, StorageError, lost_storage, opened_storage
 from generator.storage.record import record_path
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
-    from multiprocessing.connection import Connection
-
-    from generator.problem import Problem
-    from generator.searching.queues import Shared
-    from generator.searching.search import Outcome, Progress
 
 STOP_SECONDS = 20.0  # for the tuners to give back what they hold after Ctrl-C; then they are killed
 TICK_SECONDS = 1.0  # between looks at whether all tuners live
@@ -49,9 +44,8 @@ class Seat:
     owner: str = ""  # what the others call it
 
 
-if TYPE_CHECKING:
-    # What tuning on a GPU takes, given the seat and whom to tell what it waits for.
-    MakeTools = Callable[[Seat, Callable[[str], None]], AbstractContextManager[Tools]]
+# What tuning on a GPU takes, given the seat and whom to tell what it waits for.
+MakeTools = Callable[[Seat, Callable[[str], None]], AbstractContextManager[Tools]]
 
 
 def seats(gpus: list[int], processes: int, storage: str | None) -> list[Seat]:

@@ -6,13 +6,11 @@ import collections
 import dataclasses
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from generator.problem import Problem
 from generator.workload import WORKLOADS
 from tuned.choices import choices
-
-if TYPE_CHECKING:
-    from generator.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,23 +9,20 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from generator.rendering.structures import structures
+from generator.problem import Problem
+from generator.rendering.structures import digests
 from generator.searching.claims import Claims, Heart, first_says
+from generator.searching.search import Outcome
 from generator.storage.journal import KEY, problem_digest
 from tuned.choices import choices
 from tuned.family import FAMILIES
-from tuned.record import SCHEMA, winner_from_json, winner_to_json
+from tuned.record import SCHEMA, Winner, winner_from_json, winner_to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from optuna.storages import BaseStorage
-
-    from generator.problem import Problem
-    from generator.searching.search import Outcome
-    from tuned.record import Winner
 
 POLL_SECONDS = 1.0  # between looks at a storage while others finish
 NO_TIME = "the time budget was used up before it"
@@ -206,7 +203,7 @@ def scope_of(environment: dict[str, Any], *settings: Any) -> str:
     """What tuners must have in common to share work: device, versions, method, kernels, spaces and settings."""
     common = {
         "environment": [environment[k] for k in KEY],
-        "kernels": {name: kernel.digest for name, kernel in structures().items()},
+        "kernels": digests(),
         "spaces": {name: choices(family.variant_type) for name, family in FAMILIES.items()},
         "record": SCHEMA,
         "settings": settings,

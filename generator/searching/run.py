@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import hashlib
 import math
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from generator.measuring.stage import bytes_needed
+from generator.problem import Problem
 from generator.processes.compiler import compile_variant
 from generator.processes.worker import TrialFailedError, Worker, WorkerGoneError, WorkerLostError
+from generator.rendering.structures import fresh
 from generator.searching.claims import STALE_SECONDS, Claims
 from generator.searching.queues import InOrder, Shared, TakenOverError, scope_of
-from generator.searching.search import Progress, opening, tune
-from generator.searching.seeds import incumbent_of, is_fresh, same_problem, seeds_for
+from generator.searching.search import Outcome, Progress, opening, tune
+from generator.searching.seeds import incumbent_of, same_problem, seeds_for
 from generator.searching.stopwatch import Stopwatch
-from generator.storage.journal import KEY
+from generator.storage.journal import KEY, Journal
 from generator.storage.record import QUICK, read_record, save_winner
+from tuned.record import Winner
 
 if TYPE_CHECKING:
-    import concurrent.futures
-    from collections.abc import Callable
-    from pathlib import Path
-
     from optuna.storages import BaseStorage
 
-    from generator.problem import Problem
-    from generator.searching.search import Outcome
-    from generator.storage.journal import Journal
-    from tuned.record import Winner
-
-    # What to measure of a problem on a compute capability with so many multiprocessors, in place of a search.
-    Candidates = Callable[[Problem, int, int], list[Any]]
-
+# What to measure of a problem on a compute capability with so many multiprocessors, in place of a search.
+Candidates = Callable[[Problem, int, int], list[Any]]
 LEAST_SHARE_S = 10.0  # of a budget, for one problem: less, and starting the compilers leaves the first with one trial
 RENDER_SECONDS = 30.0  # at least, between two renderings of the committed files, which take about a second
 RESERVE = 0.9  # share of the free memory that a problem may take: the allocator's blocks are not exact
@@ -171,7 +167,7 @@ def tune_all(  # noqa: PLR0913 - the parts are independent of each other
 def _as_good(known: Winner, other: Winner) -> bool:
     """Whether a row of the record need not give way to another tuner's winner of the same problem."""
     alike = all(known.environment[k] == other.environment[k] for k in KEY)
-    return same_problem(known, other) and alike and is_fresh(known) and known.median_us <= other.median_us
+    return same_problem(known, other) and alike and fresh(known.digests) and known.median_us <= other.median_us
 
 
 class Renderer:
@@ -277,7 +273,7 @@ def _no_room(problem: Problem, worker: Worker) -> str | None:
 def _marked_quick(outcome: Outcome, known: list[Winner]) -> Outcome:
     """The outcome, its winner marked as found among a few candidates, unless the problem has a row of a whole search."""
     winner = outcome.winner
-    if any(same_problem(w, winner) and is_fresh(w) and w.environment.get("search") != QUICK for w in known):
+    if any(same_problem(w, winner) and fresh(w.digests) and w.environment.get("search") != QUICK for w in known):
         return outcome
     return dataclasses.replace(
         outcome, winner=dataclasses.replace(winner, environment={**winner.environment, "search": QUICK})

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import collections
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import optuna
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BATCH = 8  # proposals made at once from one model: their order is that of expected improvement
 STARTUP = 16  # trials before the model speaks: what is proposed first, and random variants

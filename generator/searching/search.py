@@ -8,36 +8,33 @@ where it ended, in no time, and goes on as if it had not been.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import json
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import optuna
 
 from generator.failures import LOST_WORKER, times_to_be_a_fact
+from generator.measuring.compile import Resources
+from generator.problem import Problem
 from generator.processes.compiler import compile_variant, hopeless
 from generator.processes.compiler import compiled as result_of
 from generator.processes.worker import TrialFailedError, Worker, WorkerLostError
-from generator.rendering.structures import structures
-from generator.searching.pool import legal_pool
+from generator.rendering.structures import digests_of
+from generator.searching.pool import Pool, legal_pool
 from generator.searching.sampler import BATCH, LEAST_RESULTS, STARTUP, PoolSampler
 from generator.searching.seeds import same_problem
 from generator.searching.stopwatch import Stopwatch
+from generator.storage.journal import Journal, Result
 from generator.workload import WORKLOADS
 from tuned.choices import choices
 from tuned.record import RecordError, Winner, winner_from_json, winner_to_json
-
-if TYPE_CHECKING:
-    import concurrent.futures
-    from collections.abc import Callable, Iterable
-
-    from generator.measuring.compile import Resources
-    from generator.problem import Problem
-    from generator.searching.pool import Pool
-    from generator.storage.journal import Journal, Result
 
 EXHAUSTIVE = 300  # a pool up to this size is measured whole: at 15 ms a variant, under 5 s
 FINALISTS = 6  # measured again, interleaved: re-measuring a handful is the cheapest cure for the winner's curse
@@ -181,6 +178,7 @@ class _Search:
     ) -> None:
         self.problem, self.worker, self.compiler, self.deadline = problem, worker, compiler, deadline
         self.environment, self.stopwatch, self.report = environment, stopwatch, report
+        self.digests = functools.partial(digests_of, problem)
         self.family = WORKLOADS[problem.family].family
         self.pool = legal_pool(problem, environment["capability"], environment["multiprocessors"])
         self.legal = frozenset(self.pool.variants)
@@ -198,10 +196,6 @@ class _Search:
         self.study = optuna.create_study(sampler=self.sampler)
         self.remembered = self.same = 0
         self.lost = False  # the worker
-
-    def digests(self, variant: Any) -> dict[str, str]:
-        """Kernel -> digest of its text now, for every kernel that a variant launches."""
-        return {n: structures()[n].digest for n in self.family.kernel_names(self.problem.spec, variant)}
 
     def settings(self, trials: int, candidates: list[Any] | None) -> str:
         """What decides how a search ends, besides times: its length, its pool, and the texts that it may launch."""

@@ -5,36 +5,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
-from generator.rendering.structures import structures
+from generator.problem import Problem
+from generator.rendering.structures import fresh
 from generator.storage.landscape import FOLDER, LandscapeError, load_landscapes
 from generator.workload import WORKLOADS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from generator.problem import Problem
-    from tuned.record import Winner
+from tuned.record import Winner
 
 MAX_SEEDS = 8
 MEASURED_WHOLE = 3  # seeds among them that led a landscape of the very problem, where one was recorded
 
 
-def is_fresh(winner: Winner) -> bool:
-    """Whether the kernels that a winner was measured with are those that the templates give now."""
-    kernels = structures()
-    return all(name in kernels and kernels[name].digest == digest for name, digest in winner.digests.items())
-
-
-def same_problem(winner: Winner, problem: Problem | Winner) -> bool:
-    """Whether a winner is of this problem, or of that of another winner, whatever either is called."""
-    return (winner.family, winner.spec, winner.size) == (problem.family, problem.spec, problem.size)
+def same_problem(one: Problem | Winner, other: Problem | Winner) -> bool:
+    """Whether both are the same problem, or winners of it, whatever either is called."""
+    return (one.family, one.spec, one.size) == (other.family, other.spec, other.size)
 
 
 def incumbent_of(problem: Problem, winners: Iterable[Winner]) -> Any:
     """The variant that the record names for this very problem, if its kernels are as they were measured; or None."""
-    return next((w.variant for w in winners if same_problem(w, problem) and is_fresh(w)), None)
+    return next((w.variant for w in winners if same_problem(w, problem) and fresh(w.digests)), None)
 
 
 def seeds_for(

@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from collections.abc import Iterator
 
 # "stage" puts a problem on the GPU and times what winners are compared with; "compile" is time waited for compilers;
 # "check" and "measure" are a trial's; "compare" times the best again; "search" is Optuna's ask and tell, the

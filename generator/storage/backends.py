@@ -12,6 +12,8 @@ import re
 import time
 import urllib.parse
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -23,9 +25,6 @@ from generator.cache import cache_path
 from generator.disk import READ_ONLY, naming
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from optuna.storages import BaseStorage
 
 CONNECT_SECONDS = 10

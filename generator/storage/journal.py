@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import json
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -12,15 +13,12 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 
 from generator.failures import times_to_be_a_fact
+from generator.problem import Problem
 from tuned.choices import choices, undeclared
 from tuned.family import FAMILIES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from optuna.storages import BaseStorage
-
-    from generator.problem import Problem
 
 # What a measurement must share with this run to be worth as much as a new one.
 KEY = ("device", "driver", "triton", "method")

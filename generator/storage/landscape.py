@@ -11,7 +11,7 @@ from typing import Any
 
 from generator.disk import write_whole
 from generator.problem import Problem
-from generator.rendering.structures import structures
+from generator.rendering.structures import fresh
 from tuned.choices import choices, undeclared
 from tuned.family import FAMILIES
 
@@ -48,8 +48,7 @@ class Landscape:
     @property
     def fresh(self) -> bool:
         """The templates still give the texts that were measured."""
-        known = structures()
-        return all(name in known and known[name].digest == digest for name, digest in self.digests.items())
+        return fresh(self.digests)
 
 
 def save(landscape: Landscape, folder: Path) -> Path:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from generator.problem import Problem
 from generator.workload import WORKLOADS, default_problems
 from tuned.family import FAMILIES
 from tuned.record import RecordError, build, parsed, shown
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MAX_BYTES = 2**40  # of one set of tensors: no GPU has more, so such a size was not recorded by a run
 

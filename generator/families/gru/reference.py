@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -13,10 +14,6 @@ from tuned.gru.launches import Recurrence, counters_needed, launches, sequence
 from tuned.gru.spec import GruSize, GruSpec
 from tuned.gru.variant import PTX_EXCHANGES, GruVariant
 from tuned.launch import Launch, Step
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 IEEE_UNIT = 64 * UNIT_ROUNDOFF["float32"]  # of a float32 sum of thousands
 UNITS = 6  # the state is rounded once a step, and a step contracts: two to three were measured, over 20,000 steps

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from typing import TYPE_CHECKING
 
-from tuned.gru.variant import alone
-from tuned.launch import Launch, ceil_div
-
-if TYPE_CHECKING:
-    from tuned.gru.spec import GruSize, GruSpec
-    from tuned.gru.variant import GruVariant
-    from tuned.launch import Step
-    from tuned.record import Winner
+from tuned.gru.spec import GruSize, GruSpec
+from tuned.gru.variant import GruVariant, alone
+from tuned.launch import Launch, Step, ceil_div
+from tuned.record import Winner
 
 WIDTH = 100  # characters of a line of arguments
 LENGTHS = {

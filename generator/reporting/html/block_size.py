@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from generator.reporting.blocks import WARP
+from generator.reporting.blocks import WARP, Answer
 from generator.reporting.html.charts import Chart, Frame, line_chart
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from generator.reporting.blocks import Answer
-    from generator.reporting.importance import Spread
+from generator.reporting.importance import Spread
 
 
 def block_charts(answer: Answer) -> list[Chart]:

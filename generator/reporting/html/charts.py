@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence
 
 STRIP = 26  # pixels of height a row of points
 LABEL_GAP = 13.0  # pixels between the middles of two labels at the ends of lines
@@ -108,11 +105,6 @@ def apart(places: Sequence[float], gap: float = LABEL_GAP, lowest: float = math.
         moved[here] = min(moved[here], limit)
         limit = moved[here] - gap
     return moved
-
-
-def decades(low: float, high: float) -> list[float]:
-    """Powers of ten from ``low`` to ``high``, those around included."""
-    return [10.0**n for n in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
 
 
 def line_chart(  # noqa: PLR0913 - what a chart is made of

@@ -9,19 +9,16 @@ import json
 import math
 import re
 import statistics
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
+from generator.rendering.structures import fresh
+from generator.reporting.history import History
 from generator.reporting.html.charts import Chart, line_chart, scatter, strips
 from generator.reporting.report import knobs, percent_of_floor
-from generator.searching.seeds import is_fresh
 from generator.workload import WORKLOADS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
-
-    from generator.reporting.history import History
-    from tuned.record import Winner
+from tuned.record import Winner
 
 DIRECTIONS = ("forward", "backward")
 LINES = {
@@ -87,7 +84,7 @@ def winner_rows(winners: Iterable[Winner]) -> list[Row]:
                 w.default_us / w.median_us if w.default_us else None,
                 w.eager_us / w.median_us,
                 knobs(w.variant, default),
-                is_fresh(w),
+                fresh(w.digests),
             )
         )
     return rows

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 
 from generator.reporting.blocks import Answer, answer
+from generator.reporting.history import History
 from generator.reporting.html import block_size, contents
 from generator.reporting.html.charts import Chart, number
 from generator.reporting.importance import Knob, knobs_of
 from generator.workload import WORKLOADS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from generator.reporting.history import History
-    from tuned.record import Winner
+from tuned.record import Winner
 
 HERE = Path(__file__).parent
 

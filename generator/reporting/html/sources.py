@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from generator.cache import ROOT
 from generator.problem import Problem
 from generator.reporting.history import from_journal, from_landscapes
 from generator.reporting.html.contents import read_results
 from generator.reporting.html.page import Sources
+from generator.storage.journal import Journal
 from generator.storage.record import read_record
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from generator.storage.journal import Journal
 
 
 def collect(device: str, folder: Path | None, journal: Journal | None) -> Sources:
