@@ -12,27 +12,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from generator import gpu
-from generator.cache import ROOT
-from generator.disk import naming, write_whole
-from generator.estimating.targets import target_named
-from generator.evaluation.portfolio import candidates
-from generator.locks import gpu_identity, gpu_lock
-from generator.problem import Problem
-from generator.processes.compiler import CompilerPool
-from generator.processes.worker import Worker, WorkerLostError
-from generator.publishing.files import render_all
-from generator.publishing.tables import write_table
-from generator.reporting.funnel import Funnel, funnel_of
-from generator.reporting.progress import bar
-from generator.reporting.report import knobs, percent_of_floor, problem_lines, stages_table, winners_table
-from generator.searching.fleet import Fleet, FleetError, Seat, seats
-from generator.searching.pool import legal_pool
-from generator.searching.queues import MixedDevicesError, share_storage
-from generator.searching.run import Orders, Run, Tools, tune_all
-from generator.searching.search import Outcome
-from generator.selection import SelectionError, select
-from generator.storage.backends import (
+from tuned.record import RecordError
+
+from . import gpu
+from .cache import ROOT
+from .disk import naming, write_whole
+from .estimating.targets import target_named
+from .evaluation.portfolio import candidates
+from .locks import gpu_identity, gpu_lock
+from .problem import Problem
+from .processes.compiler import CompilerPool
+from .processes.worker import Worker, WorkerLostError
+from .publishing.files import render_all
+from .publishing.tables import write_table
+from .reporting.funnel import Funnel, funnel_of
+from .reporting.progress import bar
+from .reporting.report import knobs, percent_of_floor, problem_lines, stages_table, winners_table
+from .searching.fleet import Fleet, FleetError, Seat, seats
+from .searching.pool import legal_pool
+from .searching.queues import MixedDevicesError, share_storage
+from .searching.run import Orders, Run, Tools, tune_all
+from .searching.search import Outcome
+from .selection import SelectionError, select
+from .storage.backends import (
     LOST_STORAGE,
     StorageError,
     close_storage,
@@ -41,10 +43,9 @@ from generator.storage.backends import (
     open_storage,
     opened_storage,
 )
-from generator.storage.journal import Journal
-from generator.storage.record import read_record
-from generator.workload import WORKLOADS
-from tuned.record import RecordError
+from .storage.journal import Journal
+from .storage.record import read_record
+from .workload import WORKLOADS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -269,7 +270,7 @@ def check(options: Options, console: Console, *, release: bool = False) -> int:
 
     ``release``: what was not verified on its GPU is to be done, too.
     """
-    from generator.publishing.audit import KINDS, findings  # noqa: PLC0415
+    from .publishing.audit import KINDS, findings  # noqa: PLC0415
 
     problems = select(options.family, options.problems, folder=options.out)
     found = sorted(findings(problems, options.target, options.out), key=lambda f: KINDS.index(f.kind))
@@ -287,9 +288,9 @@ def check(options: Options, console: Console, *, release: bool = False) -> int:
 
 def regret(device: str, folder: Path | None, console: Console) -> int:
     """Tell what each rule that picks a variant for what was not tuned would have cost; exit code 1 past the bars."""
-    from generator.evaluation import portfolio  # noqa: PLC0415
-    from generator.evaluation import regret as rules  # noqa: PLC0415
-    from generator.storage import landscape  # noqa: PLC0415
+    from .evaluation import portfolio  # noqa: PLC0415
+    from .evaluation import regret as rules  # noqa: PLC0415
+    from .storage import landscape  # noqa: PLC0415
 
     measured = landscape.load_landscapes(device)
     if not measured:
@@ -328,8 +329,8 @@ def _devices(folder: Path) -> str:
 
 def estimate(options: Options, target: str, console: Console) -> int:
     """Do what is true without the device; exit code 0 unless a result in the interpreter was wrong."""
-    from generator.estimating.offline import SAMPLE  # noqa: PLC0415
-    from generator.reporting.estimates import run_offline  # noqa: PLC0415
+    from .estimating.offline import SAMPLE  # noqa: PLC0415
+    from .reporting.estimates import run_offline  # noqa: PLC0415
 
     problems = select(options.family, options.problems, representative=True, folder=options.out)
     right = run_offline(
@@ -345,16 +346,16 @@ def estimate(options: Options, target: str, console: Console) -> int:
 
 def show(name: str, device: str | None, folder: Path | None) -> str:
     """The winner of a problem as one file."""
-    from generator.reporting.show import standalone, winner_of  # noqa: PLC0415
+    from .reporting.show import standalone, winner_of  # noqa: PLC0415
 
     return standalone(winner_of(name, device, folder))
 
 
 def report(device: str | None, folder: Path | None, storage: str | None, path: Path | None) -> Path:
     """Write the page of a device: one HTML file that needs no network."""
-    from generator.reporting.html.page import page  # noqa: PLC0415
-    from generator.reporting.html.sources import collect  # noqa: PLC0415
-    from generator.reporting.show import recorded_device  # noqa: PLC0415
+    from .reporting.html.page import page  # noqa: PLC0415
+    from .reporting.html.sources import collect  # noqa: PLC0415
+    from .reporting.show import recorded_device  # noqa: PLC0415
 
     device = recorded_device(device, folder)
     path = path or Path(f"report-{device}.html")
@@ -374,9 +375,9 @@ def write(path: Path, text: str) -> None:
 
 def explain(name: str, device: str | None, folder: Path | None, storage: str | None, console: Console) -> int:
     """Tell what serves a problem on a device, and what each choice of the winner is worth."""
-    from generator.reporting import explain as explaining  # noqa: PLC0415
-    from generator.reporting.show import recorded_device  # noqa: PLC0415
-    from generator.selection import problem_named  # noqa: PLC0415
+    from .reporting import explain as explaining  # noqa: PLC0415
+    from .reporting.show import recorded_device  # noqa: PLC0415
+    from .selection import problem_named  # noqa: PLC0415
 
     if device is None:
         try:
@@ -401,8 +402,8 @@ def _journal(device: str, storage: str | None) -> Iterator[Journal | None]:
 
 def replay(device: str, seeds: int, write: Path | None, console: Console, *, plain: bool) -> int:
     """Print what the landscapes of a device prove of the search and of the estimate."""
-    from generator.evaluation import evidence  # noqa: PLC0415 - scipy and Optuna's samplers take seconds to import
-    from generator.storage.landscape import load_landscapes  # noqa: PLC0415
+    from .evaluation import evidence  # noqa: PLC0415 - scipy and Optuna's samplers take seconds to import
+    from .storage.landscape import load_landscapes  # noqa: PLC0415
 
     landscapes = load_landscapes(device)
     if not landscapes:
@@ -426,8 +427,8 @@ def replay(device: str, seeds: int, write: Path | None, console: Console, *, pla
 
 def landscape(names: str, gpu_option: str, folder: Path | None, console: Console) -> int:
     """Measure every legal variant of some problems."""
-    from generator.evaluation.recording import record_all  # noqa: PLC0415
-    from generator.storage.landscape import FOLDER  # noqa: PLC0415
+    from .evaluation.recording import record_all  # noqa: PLC0415
+    from .storage.landscape import FOLDER  # noqa: PLC0415
 
     problems = select(None, names)
     facts = gpu.gather()

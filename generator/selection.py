@@ -6,11 +6,12 @@ import difflib
 import fnmatch
 from pathlib import Path
 
-from generator.problem import Problem
-from generator.storage.misses import MissesError, read_misses
-from generator.storage.record import WINNERS
-from generator.workload import WORKLOADS, default_problems
 from tuned.record import load_record
+
+from .problem import Problem
+from .storage.misses import MissesError, read_misses
+from .storage.record import WINNERS
+from .workload import WORKLOADS, default_problems
 
 
 class SelectionError(ValueError):

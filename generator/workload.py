@@ -9,13 +9,14 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import generator.families
-from generator.families.counting import Work
-from generator.families.text import Text
-from generator.problem import Problem
 from tuned.family import FAMILIES, Family
 from tuned.launch import Step
 from tuned.record import Winner
+
+from . import families
+from .families.counting import Work
+from .families.text import Text
+from .problem import Problem
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +63,7 @@ class Workload:
 
 @functools.cache
 def _workload(name: str) -> Workload:
-    package = importlib.import_module(f"{generator.families.__name__}.{name}")
+    package = importlib.import_module(f"{families.__name__}.{name}")
     answers: dict[str, Any] = {}
     for part, (must, may) in PARTS.items():
         module = importlib.import_module(f"{package.__name__}.{part}")
@@ -73,7 +74,7 @@ def _workload(name: str) -> Workload:
 @functools.cache
 def _names() -> tuple[str, ...]:
     """The folders of families, in the order of their ranks."""
-    found = pkgutil.iter_modules(generator.families.__path__, f"{generator.families.__name__}.")
+    found = pkgutil.iter_modules(families.__path__, f"{families.__name__}.")
     ranks = {module.name: importlib.import_module(module.name).RANK for module in found if module.ispkg}
     return tuple(name.rpartition(".")[2] for name in sorted(ranks, key=ranks.__getitem__))
 

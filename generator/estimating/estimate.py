@@ -32,14 +32,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from generator.estimating.model import fitted
-from generator.estimating.targets import Target
-from generator.estimating.work import resident
-from generator.families.counting import Work
-from generator.measuring.compile import Resources
-from generator.problem import Problem
-from generator.workload import WORKLOADS
 from tuned.launch import ceil_div
+
+from ..families.counting import Work
+from ..measuring.compile import Resources
+from ..problem import Problem
+from ..workload import WORKLOADS
+from .model import fitted
+from .targets import Target
+from .work import resident
 
 COPY_EFFICIENCY = 0.88
 CACHE_OVER_MEMORY = 2.2

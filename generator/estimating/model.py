@@ -17,15 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from generator.estimating.targets import TARGETS, Target
-from generator.estimating.work import registers_of, resident
-from generator.families.counting import Work
-from generator.measuring.compile import Resources
-from generator.problem import Problem
-from generator.searching.sampler import WARP
-from generator.storage.landscape import Landscape, load_landscapes
-from generator.workload import WORKLOADS
 from tuned.choices import choices
+
+from ..families.counting import Work
+from ..measuring.compile import Resources
+from ..problem import Problem
+from ..searching.sampler import WARP
+from ..storage.landscape import Landscape, load_landscapes
+from ..workload import WORKLOADS
+from .targets import TARGETS, Target
+from .work import registers_of, resident
 
 DEVICE = "nvidia_h200"  # whose landscapes there are
 RIDGE = 0.03  # a landscape

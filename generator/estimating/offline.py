@@ -11,19 +11,20 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from generator.cache import cache_folder
-from generator.disk import write_if_different
-from generator.estimating.estimate import estimates
-from generator.estimating.targets import Target
-from generator.measuring.compile import Resources
-from generator.measuring.interpret import interpreted
-from generator.problem import Problem
-from generator.processes.compiler import CompilerPool, compile_variant, hopeless
-from generator.processes.compiler import compiled as result_of
-from generator.searching.pool import Pool, legal_pool
-from generator.searching.seeds import same_problem
-from generator.workload import WORKLOADS
 from tuned.record import Winner
+
+from ..cache import cache_folder
+from ..disk import write_if_different
+from ..measuring.compile import Resources
+from ..measuring.interpret import interpreted
+from ..problem import Problem
+from ..processes.compiler import CompilerPool, compile_variant, hopeless
+from ..processes.compiler import compiled as result_of
+from ..searching.pool import Pool, legal_pool
+from ..searching.seeds import same_problem
+from ..workload import WORKLOADS
+from .estimate import estimates
+from .targets import Target
 
 SAMPLE = 40  # variants compiled a problem: 0.3 s each on one core
 PICKS = 3

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from generator.estimating.targets import Target
-from generator.families.counting import Work
-from generator.measuring.compile import Resources
+from ..families.counting import Work
+from ..measuring.compile import Resources
+from .targets import Target
 
 # Before anything is compiled: 8, 16 and 32 pairs a thread compiled to 32, 60 and 96 registers for sm_90.
 BASE_REGISTERS, REGISTERS_PER_PAIR = 16, 2.6

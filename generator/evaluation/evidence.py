@@ -10,13 +10,13 @@ from pathlib import Path
 import optuna
 from rich.table import Table
 
-from generator.estimating.model import fitted
-from generator.estimating.offline import order
-from generator.estimating.targets import target_named
-from generator.evaluation.replay import SHARE, agreement, evaluations, strategies, summary
-from generator.measuring.compile import Resources
-from generator.storage.landscape import Landscape
-from generator.workload import WORKLOADS
+from ..estimating.model import fitted
+from ..estimating.offline import order
+from ..estimating.targets import target_named
+from ..measuring.compile import Resources
+from ..storage.landscape import Landscape
+from ..workload import WORKLOADS
+from .replay import SHARE, agreement, evaluations, strategies, summary
 
 FIRST = 5  # picks of the estimate
 # Head of a column -> its name in generator.evaluation.replay.summary.

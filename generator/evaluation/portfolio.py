@@ -9,12 +9,13 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from generator.evaluation.regret import Score
-from generator.problem import Problem
-from generator.storage.landscape import FOLDER, Landscape, load_landscapes
-from generator.workload import WORKLOADS
 from tuned.portfolio import ANY, architecture_of, variants_for
 from tuned.record import Winner
+
+from ..problem import Problem
+from ..storage.landscape import FOLDER, Landscape, load_landscapes
+from ..workload import WORKLOADS
+from .regret import Score
 
 LEAST, MOST = 5, 15  # variants a portfolio
 ENOUGH = 0.01  # worst regret at which no more are added: two variants this near are the same in the noise

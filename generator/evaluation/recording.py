@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from generator.failures import LOADED, LOST_WORKER, times_to_be_a_fact
-from generator.problem import Problem
-from generator.processes.compiler import compile_variant, hopeless
-from generator.processes.compiler import compiled as result_of
-from generator.processes.worker import TrialFailedError, Worker, WorkerLostError
-from generator.rendering.structures import digests
-from generator.searching.pool import legal_pool
-from generator.storage.landscape import Landscape, save
 from tuned.family import FAMILIES
+
+from ..failures import LOADED, LOST_WORKER, times_to_be_a_fact
+from ..problem import Problem
+from ..processes.compiler import compile_variant, hopeless
+from ..processes.compiler import compiled as result_of
+from ..processes.worker import TrialFailedError, Worker, WorkerLostError
+from ..rendering.structures import digests
+from ..searching.pool import legal_pool
+from ..storage.landscape import Landscape, save
 
 AHEAD = 96  # variants compiled before they are measured: the pool of processes never waits
 AGAIN = 16  # the best by a first timing are timed again together: the least of a thousand noisy times is too low

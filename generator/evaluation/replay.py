@@ -14,17 +14,18 @@ from typing import Any
 import numpy as np
 import optuna
 
-from generator.measuring.bench import Timing
-from generator.measuring.compile import Resources
-from generator.measuring.stage import Baselines, Measured
-from generator.problem import Problem
-from generator.processes.worker import TrialFailedError
-from generator.searching.search import tune
-from generator.searching.seeds import MAX_SEEDS
-from generator.storage.journal import Journal
-from generator.storage.landscape import Landscape
 from tuned.choices import choices
 from tuned.family import FAMILIES
+
+from ..measuring.bench import Timing
+from ..measuring.compile import Resources
+from ..measuring.stage import Baselines, Measured
+from ..problem import Problem
+from ..processes.worker import TrialFailedError
+from ..searching.search import tune
+from ..searching.seeds import MAX_SEEDS
+from ..storage.journal import Journal
+from ..storage.landscape import Landscape
 
 SHARE, LEAST = 0.15, 60  # a search may measure this share of a pool, or so many, whichever is more
 MARKS = (15, 30, 60)  # evaluations after which the regret is told, beside the end

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from generator.measuring.guard import intact
+from .guard import intact
 
 
 class WrongResultError(Exception):

@@ -16,10 +16,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from generator.cache import cache_folder
-from generator.disk import write_if_different
-from generator.rendering.modules import load
 from tuned.launch import Launch, Step
+
+from ..cache import cache_folder
+from ..disk import write_if_different
+from ..rendering.modules import load
 
 TRITON_TYPES = {
     "torch.float64": "fp64",

@@ -15,11 +15,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from generator.cache import ROOT
-from generator.measuring.mended import mended_interpreter
-from generator.problem import Problem
-from generator.workload import WORKLOADS
 from tuned.launch import Launch
+
+from ..cache import ROOT
+from ..problem import Problem
+from ..workload import WORKLOADS
+from .mended import mended_interpreter
 
 CPU_SECONDS = 600  # of all threads: a kernel that hangs there spins, and a busy machine makes none of it pass faster
 TIMEOUT_S = 3600.0
@@ -62,9 +63,10 @@ def interpreted(cases: Sequence[tuple[Problem, Any]]) -> list[str | None]:
 
 
 def _case(values: dict[str, Any]) -> str | None:
-    from generator.measuring.check import WrongResultError, check  # noqa: PLC0415
-    from generator.measuring.guard import inputs_of, probe  # noqa: PLC0415
     from tuned.launcher import run_step  # noqa: PLC0415
+
+    from .check import WrongResultError, check  # noqa: PLC0415
+    from .guard import inputs_of, probe  # noqa: PLC0415
 
     work = WORKLOADS[values["family"]]
     family = work.family
@@ -91,7 +93,7 @@ def _case(values: dict[str, Any]) -> str | None:
 def _launch(launch: Launch) -> None:
     import numpy as np  # noqa: PLC0415
 
-    from generator.rendering.modules import load  # noqa: PLC0415
+    from ..rendering.modules import load  # noqa: PLC0415
 
     with np.errstate(all="ignore"):
         load(launch.kernel)[(launch.programs,)](*launch.arguments, **launch.constants, **launch.options)

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from generator.measuring.bench import Timing, copy_time, device_time, sets_beyond_l2
-from generator.measuring.check import WrongResultError, check
-from generator.measuring.compile import compile_launch, same_code
-from generator.measuring.guard import fingerprint, guard, inputs_of, probe
-from generator.problem import Problem
-from generator.rendering.modules import load
-from generator.workload import WORKLOADS
 from tuned.launch import Launch, Step
 from tuned.launcher import bare, run_step
+
+from ..problem import Problem
+from ..rendering.modules import load
+from ..workload import WORKLOADS
+from .bench import Timing, copy_time, device_time, sets_beyond_l2
+from .check import WrongResultError, check
+from .compile import compile_launch, same_code
+from .guard import fingerprint, guard, inputs_of, probe
 
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget

@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from generator.cache import cache_folder
-from generator.failures import LOST_COMPILER
-from generator.measuring.compile import Resources, distinct, resources, target_of
-from generator.problem import Problem
-from generator.processes.forkserver import Child, LostError, fork_server
-from generator.workload import WORKLOADS
+from ..cache import cache_folder
+from ..failures import LOST_COMPILER
+from ..measuring.compile import Resources, distinct, resources, target_of
+from ..problem import Problem
+from ..workload import WORKLOADS
+from .forkserver import Child, LostError, fork_server
 
 # CUDA C++ Programming Guide, technical specifications: shared memory a block may opt in to; 0 is AMD's CDNA 3, the LDS of
 # a workgroup.

@@ -27,8 +27,8 @@ import time
 import traceback
 from typing import IO, Any
 
-from generator.cache import cache_folder
-from generator.processes.channel import Channel, ChannelError, ClosedError, pair
+from ..cache import cache_folder
+from .channel import Channel, ChannelError, ClosedError, pair
 
 PRELOAD = ("generator.processes.compiler", "generator.processes.serve", "generator.measuring.stage")
 FORK_SECONDS = 120.0  # the first fork waits for the imports of torch and Triton: 2 s, from a cold disk more
@@ -274,7 +274,7 @@ def _fork(request: Any, control: socket.socket, files: list[int]) -> int:
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
-        from generator.processes.serve import serve_with  # noqa: PLC0415 - it imports nothing that the server has not
+        from .serve import serve_with  # noqa: PLC0415 - it imports nothing that the server has not
 
         serve_with(Channel(socket.socket(fileno=end), trusted=True), serve, arguments)
         code = 0

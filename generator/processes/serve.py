@@ -9,8 +9,8 @@ import signal
 import traceback
 from typing import Any
 
-from generator.problem import Problem
-from generator.processes.channel import Channel, ClosedError
+from ..problem import Problem
+from .channel import Channel, ClosedError
 
 TEXT_CHARACTERS = 1000  # of an error: a compiler's may hold a whole program
 
@@ -69,7 +69,7 @@ class GpuServer:
 
     def environment(self, _: None) -> dict[str, Any]:
         """What measurements are made with."""
-        from generator.measuring.environment import environment  # noqa: PLC0415
+        from ..measuring.environment import environment  # noqa: PLC0415
 
         return environment(self.device)
 
@@ -85,7 +85,7 @@ class GpuServer:
         """Put a problem on the GPU; its Baselines."""
         from triton.runtime import driver  # noqa: PLC0415
 
-        from generator.measuring.stage import Stage  # noqa: PLC0415
+        from ..measuring.stage import Stage  # noqa: PLC0415
 
         self._clear()
         self.staged = Stage(problem, driver.active.get_current_target())

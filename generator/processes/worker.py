@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from generator.cache import cache_folder
-from generator.measuring.bench import Timing
-from generator.measuring.stage import Baselines, Measured
-from generator.problem import Problem
-from generator.processes.forkserver import Child, LostError, fork_server
+from ..cache import cache_folder
+from ..measuring.bench import Timing
+from ..measuring.stage import Baselines, Measured
+from ..problem import Problem
+from .forkserver import Child, LostError, fork_server
 
 STAGE_SECONDS = 120.0  # making and checking the inputs of the largest problem takes a few seconds
 TRIAL_SECONDS = 30.0  # a trial takes about 30 ms; one that compiles here first, a second

@@ -16,19 +16,20 @@ from typing import Any
 import torch
 import triton
 
-from generator.measuring.environment import driver_version
-from generator.problem import Problem
-from generator.publishing.files import KERNELS, generated_files
-from generator.publishing.tables import TABLES
-from generator.publishing.verified import not_verified
-from generator.rendering.structures import digests
-from generator.searching.seeds import same_problem
-from generator.storage.landscape import load_landscapes
-from generator.storage.record import PACKAGE, QUICK, WINNERS, read_record, record_path
-from generator.workload import default_problems
 from tuned.device import device_slug
 from tuned.mismatch import HARD, SOFT, differences, other_text
 from tuned.record import METHOD, RecordError, Winner
+
+from ..measuring.environment import driver_version
+from ..problem import Problem
+from ..rendering.structures import digests
+from ..searching.seeds import same_problem
+from ..storage.landscape import load_landscapes
+from ..storage.record import PACKAGE, QUICK, WINNERS, read_record, record_path
+from ..workload import default_problems
+from .files import KERNELS, generated_files
+from .tables import TABLES
+from .verified import not_verified
 
 NAMES_SHOWN = 3
 # Something is to be done; to be done before a release, else worth doing; worth doing; what could not be compared.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from generator.disk import write_if_different
-from generator.locks import folder_lock
-from generator.publishing.tables import TABLES, portfolio_source, table_source
-from generator.rendering.render import Kernel
-from generator.rendering.structures import default_names, structures
-from generator.storage.record import PACKAGE, WINNERS
 from tuned.family import FAMILIES
 from tuned.record import load_record
+
+from ..disk import write_if_different
+from ..locks import folder_lock
+from ..rendering.render import Kernel
+from ..rendering.structures import default_names, structures
+from ..storage.record import PACKAGE, WINNERS
+from .tables import TABLES, portfolio_source, table_source
 
 KERNELS = PACKAGE / "kernels"
 INDEX = '''"""Generated kernels, one module each.

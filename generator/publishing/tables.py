@@ -7,12 +7,13 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from generator.disk import write_if_different
-from generator.evaluation.portfolio import portfolios
-from generator.evaluation.regret import metadata
-from generator.locks import folder_lock
-from generator.storage.record import PACKAGE, WINNERS, read_record
 from tuned.record import MEASURED, Winner
+
+from ..disk import write_if_different
+from ..evaluation.portfolio import portfolios
+from ..evaluation.regret import metadata
+from ..locks import folder_lock
+from ..storage.record import PACKAGE, WINNERS, read_record
 
 TABLES = PACKAGE / "tables"
 

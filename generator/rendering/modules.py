@@ -6,9 +6,9 @@ import functools
 import importlib.util
 from typing import Any
 
-from generator.cache import cache_folder
-from generator.disk import write_if_different
-from generator.rendering.structures import structures
+from ..cache import cache_folder
+from ..disk import write_if_different
+from .structures import structures
 
 
 @functools.cache

@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from generator.families.text import Text
-from generator.problem import Problem
-from generator.rendering.render import Kernel, render
-from generator.workload import WORKLOADS
+from ..families.text import Text
+from ..problem import Problem
+from ..workload import WORKLOADS
+from .render import Kernel, render
 
 
 def texts() -> Iterator[Text]:

@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from generator.problem import Problem
-from generator.reporting.history import History
-from generator.reporting.importance import Spread, spread
-from generator.workload import WORKLOADS
+from ..problem import Problem
+from ..workload import WORKLOADS
+from .history import History
+from .importance import Spread, spread
 
 LEAST_SHARE = 0.9  # of the problems that a rule must be able to serve to be judged at all
 WARP = 32  # threads

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from generator.estimating import offline
-from generator.estimating.offline import PICKS, Estimate, check_sample
-from generator.estimating.targets import Target
-from generator.problem import Problem
-from generator.rendering.structures import structures
-from generator.reporting.report import knobs
-from generator.storage.record import read_record
-from generator.workload import WORKLOADS
+from ..estimating import offline
+from ..estimating.offline import PICKS, Estimate, check_sample
+from ..estimating.targets import Target
+from ..problem import Problem
+from ..rendering.structures import structures
+from ..storage.record import read_record
+from ..workload import WORKLOADS
+from .report import knobs
 
 
 def picks(estimate: Estimate) -> list[str]:

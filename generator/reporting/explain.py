@@ -9,21 +9,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from generator.estimating.targets import target_named
-from generator.problem import Problem
-from generator.publishing.audit import Here, this_machine
-from generator.rendering.structures import digests
-from generator.reporting.history import History, from_journal, from_landscapes
-from generator.reporting.report import describe, percent_of_floor
-from generator.searching.seeds import same_problem
-from generator.storage.journal import Journal
-from generator.storage.record import read_record
-from generator.workload import WORKLOADS
 from tuned.choices import choices
 from tuned.lookup import Choice, Gpu, choose
 from tuned.mismatch import HARD, SOFT, differences, other_text
 from tuned.record import METHOD, Winner
 from tuned.table import tables, tables_or_error
+
+from ..estimating.targets import target_named
+from ..problem import Problem
+from ..publishing.audit import Here, this_machine
+from ..rendering.structures import digests
+from ..searching.seeds import same_problem
+from ..storage.journal import Journal
+from ..storage.record import read_record
+from ..workload import WORKLOADS
+from .history import History, from_journal, from_landscapes
+from .report import describe, percent_of_floor
 
 
 def explain(problem: Problem, device: str, folder: Path | None, journal: Journal | None) -> Iterator[str]:

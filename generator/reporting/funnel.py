@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from generator.searching.search import Outcome
+from ..searching.search import Outcome
 
 COMPILER = ("does not compile", "spills ", "needs ")  # how generator.processes.compiler.hopeless begins its reasons
 

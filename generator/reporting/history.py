@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from generator.problem import Problem
-from generator.rendering.structures import digests_of
-from generator.storage.journal import Journal
-from generator.storage.landscape import load_landscapes
+from ..problem import Problem
+from ..rendering.structures import digests_of
+from ..storage.journal import Journal
+from ..storage.landscape import load_landscapes
 
 
 @dataclasses.dataclass(frozen=True)

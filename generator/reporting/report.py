@@ -8,10 +8,11 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from generator.problem import Problem
-from generator.searching.stopwatch import ON_GPU
 from tuned.choices import choices
 from tuned.record import Winner
+
+from ..problem import Problem
+from ..searching.stopwatch import ON_GPU
 
 
 def percent_of_floor(winner: Winner) -> float:

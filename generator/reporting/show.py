@@ -6,14 +6,15 @@ import re
 import textwrap
 from pathlib import Path
 
-from generator.rendering.structures import structures
-from generator.reporting.report import describe, percent_of_floor
-from generator.searching.seeds import same_problem
-from generator.selection import problem_named
-from generator.storage.record import WINNERS, read_record, record_path
-from generator.workload import WORKLOADS
 from tuned.launch import Launch
 from tuned.record import RecordError, Winner
+
+from ..rendering.structures import structures
+from ..searching.seeds import same_problem
+from ..selection import problem_named
+from ..storage.record import WINNERS, read_record, record_path
+from ..workload import WORKLOADS
+from .report import describe, percent_of_floor
 
 PREFERRED = "nvidia_h200"
 IMPORTS = "import torch\nimport triton\nimport triton.language as tl\n"

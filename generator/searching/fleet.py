@@ -15,15 +15,15 @@ from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from generator.disk import disk_trouble
-from generator.problem import Problem
-from generator.processes.worker import WorkerLostError
-from generator.searching.queues import MixedDevicesError, Shared, owner_name
-from generator.searching.run import Orders, Renderer, Run, Tools, nothing, tune_all
-from generator.searching.sampler import BATCH
-from generator.searching.search import AHEAD, Outcome, Progress
-from generator.storage.backends import LOST_STORAGE, StorageError, lost_storage, opened_storage
-from generator.storage.record import record_path
+from ..disk import disk_trouble
+from ..problem import Problem
+from ..processes.worker import WorkerLostError
+from ..storage.backends import LOST_STORAGE, StorageError, lost_storage, opened_storage
+from ..storage.record import record_path
+from .queues import MixedDevicesError, Shared, owner_name
+from .run import Orders, Renderer, Run, Tools, nothing, tune_all
+from .sampler import BATCH
+from .search import AHEAD, Outcome, Progress
 
 STOP_SECONDS = 20.0  # for the tuners to give back what they hold after Ctrl-C; then they are killed
 TICK_SECONDS = 1.0  # between looks at whether all tuners live

@@ -8,9 +8,10 @@ import functools
 import itertools
 from typing import Any
 
-from generator.problem import Problem
-from generator.workload import WORKLOADS
 from tuned.choices import choices
+
+from ..problem import Problem
+from ..workload import WORKLOADS
 
 
 @dataclasses.dataclass(frozen=True)

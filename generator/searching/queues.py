@@ -12,14 +12,15 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from generator.problem import Problem
-from generator.rendering.structures import digests
-from generator.searching.claims import Claims, Heart, first_says
-from generator.searching.search import Outcome
-from generator.storage.journal import KEY, problem_digest
 from tuned.choices import choices
 from tuned.family import FAMILIES
 from tuned.record import SCHEMA, Winner, winner_from_json, winner_to_json
+
+from ..problem import Problem
+from ..rendering.structures import digests
+from ..storage.journal import KEY, problem_digest
+from .claims import Claims, Heart, first_says
+from .search import Outcome
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage

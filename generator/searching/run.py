@@ -11,19 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from generator.measuring.stage import bytes_needed
-from generator.problem import Problem
-from generator.processes.compiler import compile_variant
-from generator.processes.worker import TrialFailedError, Worker, WorkerGoneError, WorkerLostError
-from generator.rendering.structures import fresh
-from generator.searching.claims import STALE_SECONDS, Claims
-from generator.searching.queues import InOrder, Shared, TakenOverError, scope_of
-from generator.searching.search import Outcome, Progress, opening, tune
-from generator.searching.seeds import incumbent_of, same_problem, seeds_for
-from generator.searching.stopwatch import Stopwatch
-from generator.storage.journal import KEY, Journal
-from generator.storage.record import QUICK, read_record, save_winner
 from tuned.record import Winner
+
+from ..measuring.stage import bytes_needed
+from ..problem import Problem
+from ..processes.compiler import compile_variant
+from ..processes.worker import TrialFailedError, Worker, WorkerGoneError, WorkerLostError
+from ..rendering.structures import fresh
+from ..storage.journal import KEY, Journal
+from ..storage.record import QUICK, read_record, save_winner
+from .claims import STALE_SECONDS, Claims
+from .queues import InOrder, Shared, TakenOverError, scope_of
+from .search import Outcome, Progress, opening, tune
+from .seeds import incumbent_of, same_problem, seeds_for
+from .stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage

@@ -20,21 +20,22 @@ from typing import Any
 
 import optuna
 
-from generator.failures import LOST_WORKER, times_to_be_a_fact
-from generator.measuring.compile import Resources
-from generator.problem import Problem
-from generator.processes.compiler import compile_variant, hopeless
-from generator.processes.compiler import compiled as result_of
-from generator.processes.worker import TrialFailedError, Worker, WorkerLostError
-from generator.rendering.structures import digests_of
-from generator.searching.pool import Pool, legal_pool
-from generator.searching.sampler import BATCH, LEAST_RESULTS, STARTUP, PoolSampler
-from generator.searching.seeds import same_problem
-from generator.searching.stopwatch import Stopwatch
-from generator.storage.journal import Journal, Result
-from generator.workload import WORKLOADS
 from tuned.choices import choices
 from tuned.record import RecordError, Winner, winner_from_json, winner_to_json
+
+from ..failures import LOST_WORKER, times_to_be_a_fact
+from ..measuring.compile import Resources
+from ..problem import Problem
+from ..processes.compiler import compile_variant, hopeless
+from ..processes.compiler import compiled as result_of
+from ..processes.worker import TrialFailedError, Worker, WorkerLostError
+from ..rendering.structures import digests_of
+from ..storage.journal import Journal, Result
+from ..workload import WORKLOADS
+from .pool import Pool, legal_pool
+from .sampler import BATCH, LEAST_RESULTS, STARTUP, PoolSampler
+from .seeds import same_problem
+from .stopwatch import Stopwatch
 
 EXHAUSTIVE = 300  # a pool up to this size is measured whole: at 15 ms a variant, under 5 s
 FINALISTS = 6  # measured again, interleaved: re-measuring a handful is the cheapest cure for the winner's curse

@@ -8,11 +8,12 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from generator.problem import Problem
-from generator.rendering.structures import fresh
-from generator.storage.landscape import FOLDER, LandscapeError, load_landscapes
-from generator.workload import WORKLOADS
 from tuned.record import Winner
+
+from ..problem import Problem
+from ..rendering.structures import fresh
+from ..storage.landscape import FOLDER, LandscapeError, load_landscapes
+from ..workload import WORKLOADS
 
 MAX_SEEDS = 8
 MEASURED_WHOLE = 3  # seeds among them that led a landscape of the very problem, where one was recorded

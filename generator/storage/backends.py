@@ -21,8 +21,8 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import BaseJournalBackend
 from optuna.study import StudyDirection
 
-from generator.cache import cache_path
-from generator.disk import READ_ONLY, naming
+from ..cache import cache_path
+from ..disk import READ_ONLY, naming
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage

@@ -12,10 +12,11 @@ import optuna
 from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 
-from generator.failures import times_to_be_a_fact
-from generator.problem import Problem
 from tuned.choices import choices, undeclared
 from tuned.family import FAMILIES
+
+from ..failures import times_to_be_a_fact
+from ..problem import Problem
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage

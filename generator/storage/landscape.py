@@ -9,11 +9,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from generator.disk import write_whole
-from generator.problem import Problem
-from generator.rendering.structures import fresh
 from tuned.choices import choices, undeclared
 from tuned.family import FAMILIES
+
+from ..disk import write_whole
+from ..problem import Problem
+from ..rendering.structures import fresh
 
 SCHEMA = 1
 FOLDER = Path(__file__).parent.parent / "landscapes"

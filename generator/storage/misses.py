@@ -6,10 +6,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from generator.problem import Problem
-from generator.workload import WORKLOADS, default_problems
 from tuned.family import FAMILIES
 from tuned.record import RecordError, build, parsed, shown
+
+from ..problem import Problem
+from ..workload import WORKLOADS, default_problems
 
 MAX_BYTES = 2**40  # of one set of tensors: no GPU has more, so such a size was not recorded by a run
 

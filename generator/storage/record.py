@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from generator.disk import write_if_different
-from generator.locks import folder_lock
 from tuned.record import SCHEMA, Winner, load_record, winner_to_json
+
+from ..disk import write_if_different
+from ..locks import folder_lock
 
 PACKAGE = Path(__file__).parent.parent.parent / "tuned"
 WINNERS = PACKAGE / "winners"

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from generator.families.rounding import TF32_ROUNDOFF, UNIT_ROUNDOFF
 from tuned.gru.launches import Recurrence, counters_needed, launches, sequence
 from tuned.gru.spec import GruSize, GruSpec
 from tuned.gru.variant import PTX_EXCHANGES, GruVariant
 from tuned.launch import Launch, Step
+
+from ..rounding import TF32_ROUNDOFF, UNIT_ROUNDOFF
 
 IEEE_UNIT = 64 * UNIT_ROUNDOFF["float32"]  # of a float32 sum of thousands
 UNITS = 6  # the state is rounded once a step, and a step contracts: two to three were measured, over 20,000 steps

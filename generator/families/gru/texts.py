@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from generator.families.text import Text
 from tuned.choices import choices
 from tuned.gru.launches import kernel_name
 from tuned.gru.spec import LAYOUTS, GruSpec
 from tuned.gru.variant import GruVariant
+
+from ..text import Text
 
 
 def gru_texts() -> Iterator[tuple[GruSpec, GruVariant]]:

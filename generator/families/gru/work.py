@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from generator.families.counting import Work
-from generator.problem import Problem
 from tuned.gru.spec import GruSpec
 from tuned.gru.variant import GruVariant, pieces
 from tuned.gru.variant import alone as runs_alone
 from tuned.launch import ceil_div
+
+from ...problem import Problem
+from ..counting import Work
 
 # Of the recurrence, measured on an H200: what a time step takes besides the work of a program in it.
 STEP_US = {"alone": 0.2, "spin": 1.2, "probe": 1.2, "poll": 1.5, "counter": 1.8, "steps": 2.0, "library": 4.0}

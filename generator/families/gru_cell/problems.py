@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from generator.problem import Problem
 from tuned.gru_cell.spec import GruCellSize, GruCellSpec
+
+from ...problem import Problem
 
 
 def problems() -> Iterator[Problem]:

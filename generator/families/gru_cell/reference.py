@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from generator.families.rounding import SMALLEST, UNIT_ROUNDOFF, product_error
 from tuned.gru_cell.eager import cell
 from tuned.gru_cell.launches import GruCellCall, call_of
 from tuned.gru_cell.spec import GruCellSize, GruCellSpec
+
+from ..rounding import SMALLEST, UNIT_ROUNDOFF, product_error
 
 
 def inputs(spec: GruCellSpec, size: GruCellSize, device: str, seed: int) -> GruCellCall:

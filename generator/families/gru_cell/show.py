@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from generator.families.text import contiguous_lines, finished, launch_text
 from tuned.gru_cell.spec import MAX_SEGMENTS
 from tuned.launch import Launch, Step, ceil_div
 from tuned.record import Winner
+
+from ..text import contiguous_lines, finished, launch_text
 
 
 def wrapper(winner: Winner, steps: tuple[Step, ...]) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from generator.families.text import Text
 from tuned.gru_cell.launches import gates_name, kernel_name
 from tuned.gru_cell.spec import GruCellSpec
 from tuned.gru_cell.variant import GruCellVariant
+
+from ..text import Text
 
 
 def gru_gates_specs() -> Iterator[GruCellSpec]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from generator.problem import Problem
 from tuned.linear_cat.spec import LinearCatSize, LinearCatSpec
+
+from ...problem import Problem
 
 
 def problems() -> Iterator[Problem]:

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from generator.families.rounding import SMALLEST, UNIT_ROUNDOFF, product_error
 from tuned.linear_cat.launches import LinearCatCall, call_of
 from tuned.linear_cat.spec import LinearCatSize, LinearCatSpec
+
+from ..rounding import SMALLEST, UNIT_ROUNDOFF, product_error
 
 
 def inputs(spec: LinearCatSpec, size: LinearCatSize, device: str, seed: int) -> LinearCatCall:

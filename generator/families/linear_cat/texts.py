@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from generator.families.text import Text
 from tuned.linear_cat.launches import kernel_name
 from tuned.linear_cat.spec import LinearCatSpec
 from tuned.linear_cat.variant import LinearCatVariant
+
+from ..text import Text
 
 
 def texts() -> Iterator[Text]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from generator.families.counting import Work
-from generator.problem import Problem
 from tuned.launch import ceil_div
 from tuned.linear_cat.spec import LinearCatSpec
 from tuned.linear_cat.variant import LinearCatVariant
 from tuned.rope.spec import ITEM_SIZE
+
+from ...problem import Problem
+from ..counting import Work
 
 
 def work(problem: Problem, variant: Any) -> tuple[Work, ...]:

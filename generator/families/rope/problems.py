@@ -7,8 +7,9 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from generator.problem import Problem
 from tuned.rope.spec import DIRECTIONS, RopeSize, RopeSpec
+
+from ...problem import Problem
 
 
 def problems() -> Iterator[Problem]:

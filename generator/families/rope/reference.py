@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from generator.families.rounding import SMALLEST, UNIT_ROUNDOFF
 from tuned.rope.arguments import strides_of
 from tuned.rope.eager import positions, rotate
 from tuned.rope.launches import RopeCall
 from tuned.rope.spec import ITEM_SIZE, RopeSize, RopeSpec
 from tuned.rope.variant import RopeVariant
+
+from ..rounding import SMALLEST, UNIT_ROUNDOFF
 
 THETA = 500_000.0  # base of Llama 3's rotary frequencies: spreads angles from 1e-5 to 1 radian a position
 CP_SIZE = 2  # ranks of the calls that are context parallel

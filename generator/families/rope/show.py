@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from generator.families.text import launch_text
 from tuned.launch import Launch
 from tuned.record import Winner
 from tuned.rope.spec import SEARCH_FAN, RopeSpec
+
+from ..text import launch_text
 
 
 def wrapper(winner: Winner, launches: tuple[Launch, ...]) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from generator.families.text import Text
 from tuned.launcher import PROBE_KERNEL
 from tuned.rope.launches import kernel_name
 from tuned.rope.spec import ANGLES, LAYOUTS, STYLES, RopeSpec
 from tuned.rope.variant import RopeVariant
+
+from ..text import Text
 
 ROPE_SCHEDULES = (RopeVariant(), RopeVariant(head_steps=2, block_heads=4))
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from generator.families.counting import Work
-from generator.problem import Problem
 from tuned.rope.launches import programs
 from tuned.rope.spec import ITEM_SIZE, RopeSpec
 from tuned.rope.variant import RopeVariant, half_block
+
+from ...problem import Problem
+from ..counting import Work
 
 
 def work(problem: Problem, variant: Any) -> tuple[Work, ...]:

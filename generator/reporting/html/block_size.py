@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from generator.reporting.blocks import WARP, Answer
-from generator.reporting.html.charts import Chart, Frame, line_chart
-from generator.reporting.importance import Spread
+from ..blocks import WARP, Answer
+from ..importance import Spread
+from .charts import Chart, Frame, line_chart
 
 
 def block_charts(answer: Answer) -> list[Chart]:

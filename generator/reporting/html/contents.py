@@ -13,12 +13,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from generator.rendering.structures import fresh
-from generator.reporting.history import History
-from generator.reporting.html.charts import Chart, line_chart, scatter, strips
-from generator.reporting.report import knobs, percent_of_floor
-from generator.workload import WORKLOADS
 from tuned.record import Winner
+
+from ...rendering.structures import fresh
+from ...workload import WORKLOADS
+from ..history import History
+from ..report import knobs, percent_of_floor
+from .charts import Chart, line_chart, scatter, strips
 
 DIRECTIONS = ("forward", "backward")
 LINES = {

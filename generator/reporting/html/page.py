@@ -10,13 +10,14 @@ from typing import Any
 
 import jinja2
 
-from generator.reporting.blocks import Answer, answer
-from generator.reporting.history import History
-from generator.reporting.html import block_size, contents
-from generator.reporting.html.charts import Chart, number
-from generator.reporting.importance import Knob, knobs_of
-from generator.workload import WORKLOADS
 from tuned.record import Winner
+
+from ...workload import WORKLOADS
+from ..blocks import Answer, answer
+from ..history import History
+from ..importance import Knob, knobs_of
+from . import block_size, contents
+from .charts import Chart, number
 
 HERE = Path(__file__).parent
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from generator.cache import ROOT
-from generator.problem import Problem
-from generator.reporting.history import from_journal, from_landscapes
-from generator.reporting.html.contents import read_results
-from generator.reporting.html.page import Sources
-from generator.storage.journal import Journal
-from generator.storage.record import read_record
+from ...cache import ROOT
+from ...problem import Problem
+from ...storage.journal import Journal
+from ...storage.record import read_record
+from ..history import from_journal, from_landscapes
+from .contents import read_results
+from .page import Sources
 
 
 def collect(device: str, folder: Path | None, journal: Journal | None) -> Sources:
