@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuned.record import RecordError
+from tuned.lookup.record import RecordError
 
 from . import gpu
 from .cache import ROOT

@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 from pathlib import Path
 
-from tuned.record import load_record
+from tuned.lookup.record import load_record
 
 from .problem import Problem
 from .storage.misses import MissesError, read_misses

@@ -1,4 +1,4 @@
-"""A family as tuning sees it: a record of functions beside tuned.family.Family, found in the folder of the family."""
+"""A family as tuning sees it: a record of functions beside tuned.families.family.Family, found in the folder of the family."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tuned.family import FAMILIES, Family
-from tuned.launch import Step
-from tuned.record import Winner
+from tuned.families.family import Family
+from tuned.families.launch import Step
+from tuned.families.registry import FAMILIES
+from tuned.lookup.record import Winner
 
 from . import families
 from .families.counting import Work

@@ -25,7 +25,7 @@ from generator.storage.journal import Journal
 from generator.storage.record import read_record
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tests.processes import BACKSTOP_SECONDS, alive, wait_for
-from tuned.gru_cell.spec import GruCellSize
+from tuned.families.gru_cell.spec import GruCellSize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

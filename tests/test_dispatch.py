@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tuned
+import tuned.calls.rope.call
 import tuned.dispatch
-import tuned.rope.call
 from tests.rope_calls import Watch, watch
 from tuned.dispatch import apply_rotary_pos_emb, gru_cell, rope, rope_backward, rope_qk, rope_qkv
 
@@ -70,7 +70,7 @@ def test_a_kernel_gives_what_eager_gives_first_and_again(rotary: int, inplace: b
         assert (out is given) == inplace
         assert (given._version > before) == inplace
         assert inplace or torch.equal(given, x)
-    assert len(tuned.rope.call._PLANS) == 1
+    assert len(tuned.calls.rope.call._PLANS) == 1
 
 
 @pytest.mark.usefixtures("kernels")

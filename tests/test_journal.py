@@ -14,9 +14,9 @@ from generator.storage import journal as journal_module
 from generator.storage.backends import open_storage
 from generator.storage.journal import KEY, Journal
 from tests.fakes import ENVIRONMENT
-from tuned.choices import one_of
-from tuned.family import FAMILIES
-from tuned.gru_cell.variant import GruCellVariant
+from tuned.families.choices import one_of
+from tuned.families.gru_cell.variant import GruCellVariant
+from tuned.families.registry import FAMILIES
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,7 @@ from generator.selection import problem_named
 from generator.storage.record import read_record, save_winner, write_record
 from generator.workload import WORKLOADS, default_problems
 from tests.fakes import ENVIRONMENT
-from tuned.record import SCHEMA, RecordError, Winner, load_record, winner_from_json, winner_to_json
+from tuned.lookup.record import SCHEMA, RecordError, Winner, load_record, winner_from_json, winner_to_json
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,7 +18,7 @@ from generator.searching.search import Outcome
 from generator.selection import problem_named
 from generator.storage.landscape import FOLDER, Landscape, LandscapeError, load, load_landscapes, save
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker, TrialFailedError, WorkerLostError
-from tuned.rope.variant import RopeVariant
+from tuned.families.rope.variant import RopeVariant
 
 if TYPE_CHECKING:
     from pathlib import Path

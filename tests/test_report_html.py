@@ -31,7 +31,7 @@ from generator.storage.record import save_winner
 from generator.workload import WORKLOADS, default_problems
 from tests.fakes import ENVIRONMENT
 from tests.test_record import winner
-from tuned.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 
 # In place there is the library's form only, whose tile has three knobs.
 GRU = [

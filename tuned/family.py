@@ -6,19 +6,19 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import tuned.gru.launches
-import tuned.gru.spec
-import tuned.gru.variant
-import tuned.gru_cell.launches
-import tuned.gru_cell.spec
-import tuned.gru_cell.variant
-import tuned.linear_cat.launches
-import tuned.linear_cat.spec
-import tuned.linear_cat.variant
-import tuned.rope.launches
-import tuned.rope.spec
-import tuned.rope.variant
-from tuned.launch import Step
+import tuned.families.gru.launches
+import tuned.families.gru.spec
+import tuned.families.gru.variant
+import tuned.families.gru_cell.launches
+import tuned.families.gru_cell.spec
+import tuned.families.gru_cell.variant
+import tuned.families.linear_cat.launches
+import tuned.families.linear_cat.spec
+import tuned.families.linear_cat.variant
+import tuned.families.rope.launches
+import tuned.families.rope.spec
+import tuned.families.rope.variant
+from tuned.families.launch import Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +59,22 @@ def _family(name: str, prefix: str, spec: Any, variant: Any, launches: Any) -> F
 
 
 FAMILIES = {
-    "rope": _family("rope", "Rope", tuned.rope.spec, tuned.rope.variant, tuned.rope.launches),
-    "gru_cell": _family("gru_cell", "GruCell", tuned.gru_cell.spec, tuned.gru_cell.variant, tuned.gru_cell.launches),
-    "linear_cat": _family(
-        "linear_cat", "LinearCat", tuned.linear_cat.spec, tuned.linear_cat.variant, tuned.linear_cat.launches
+    "rope": _family(
+        "rope", "Rope", tuned.families.rope.spec, tuned.families.rope.variant, tuned.families.rope.launches
     ),
-    "gru": _family("gru", "Gru", tuned.gru.spec, tuned.gru.variant, tuned.gru.launches),
+    "gru_cell": _family(
+        "gru_cell",
+        "GruCell",
+        tuned.families.gru_cell.spec,
+        tuned.families.gru_cell.variant,
+        tuned.families.gru_cell.launches,
+    ),
+    "linear_cat": _family(
+        "linear_cat",
+        "LinearCat",
+        tuned.families.linear_cat.spec,
+        tuned.families.linear_cat.variant,
+        tuned.families.linear_cat.launches,
+    ),
+    "gru": _family("gru", "Gru", tuned.families.gru.spec, tuned.families.gru.variant, tuned.families.gru.launches),
 }

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tuned.launch import Copy, Fill, Launch, Product
+from tuned.families.launch import Copy, Fill, Launch, Product
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tuned.launch import Step
+    from tuned.families.launch import Step
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes -> as what bits are seen
 

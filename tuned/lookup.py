@@ -7,14 +7,14 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tuned.kernels
-from tuned.mismatch import HARD, differences
-from tuned.portfolio import rows_for
-from tuned.table import Row, Table, tables
+from tuned.lookup.mismatch import HARD, differences
+from tuned.lookup.portfolio import rows_for
+from tuned.lookup.table import Row, Table, tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tuned.family import Family
+    from tuned.families.family import Family
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,11 @@ import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from tuned.lookup import has_rows
+from tuned.lookup.lookup import has_rows
 
 if TYPE_CHECKING:
-    from tuned.family import Family
-    from tuned.lookup import Choice, Gpu
+    from tuned.families.family import Family
+    from tuned.lookup.lookup import Choice, Gpu
 
 MAX_RECORDED = 4096  # problems a process; lengths that never come twice would fill the disk otherwise
 _LOCK = threading.Lock()

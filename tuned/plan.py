@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from tuned.launcher import bare_supported, hooks, kernel, raw_stream, unwrapped
+from tuned.launching.launcher import bare_supported, hooks, kernel, raw_stream, unwrapped
 
 if TYPE_CHECKING:
-    from tuned.launch import Launch
+    from tuned.families.launch import Launch
 
 MAX_PLANS = 4096  # properties of calls remembered: a decode loop needs a handful, each new length one more
 

@@ -7,8 +7,8 @@ import importlib
 import warnings
 from typing import Any
 
-from tuned.family import FAMILIES
-from tuned.table import Row
+from tuned.families.registry import FAMILIES
+from tuned.lookup.table import Row
 
 ANY = "any"  # the portfolio from all architectures, for one that has none of its own
 

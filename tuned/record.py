@@ -9,8 +9,8 @@ import re
 import reprlib
 from typing import TYPE_CHECKING, Any
 
-from tuned.choices import undeclared
-from tuned.family import FAMILIES
+from tuned.families.choices import undeclared
+from tuned.families.registry import FAMILIES
 
 if TYPE_CHECKING:
     from pathlib import Path

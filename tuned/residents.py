@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tuned.launcher import raw_stream
+from tuned.launching.launcher import raw_stream
 
 TOO_LARGE = "too many blocks in cooperative launch"  # cuGetErrorString(CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE)
 SM_RESOURCE = 1  # CU_DEV_RESOURCE_TYPE_SM

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import tuned.kernels
 import tuned.tables
-from tuned.choices import undeclared
-from tuned.family import FAMILIES
-from tuned.mismatch import HARD, differences, other_text
-from tuned.record import METHOD, RecordError, load_record
+from tuned.families.choices import undeclared
+from tuned.families.registry import FAMILIES
+from tuned.lookup.mismatch import HARD, differences, other_text
+from tuned.lookup.record import METHOD, RecordError, load_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuned.launch import ceil_div
+from tuned.families.launch import ceil_div
 
 from ..families.counting import Work
 from ..measuring.compile import Resources

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tuned.choices import choices
+from tuned.families.choices import choices
 
 from ..families.counting import Work
 from ..measuring.compile import Resources

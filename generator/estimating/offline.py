@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tuned.record import Winner
+from tuned.lookup.record import Winner
 
 from ..cache import cache_folder
 from ..disk import write_if_different

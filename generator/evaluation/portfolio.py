@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from tuned.portfolio import ANY, architecture_of, variants_for
-from tuned.record import Winner
+from tuned.lookup.portfolio import ANY, architecture_of, variants_for
+from tuned.lookup.record import Winner
 
 from ..problem import Problem
 from ..storage.landscape import FOLDER, Landscape, load_landscapes

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tuned.family import FAMILIES
+from tuned.families.registry import FAMILIES
 
 from ..failures import LOADED, LOST_WORKER, times_to_be_a_fact
 from ..problem import Problem

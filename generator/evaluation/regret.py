@@ -11,16 +11,16 @@ from typing import Any
 
 from rich.table import Table
 
-from tuned.lookup import nearest
-from tuned.record import Winner
-from tuned.table import Row
+from tuned.lookup.lookup import nearest
+from tuned.lookup.record import Winner
+from tuned.lookup.table import Row
 
 from ..problem import Problem
 from ..searching.search import choose
 from ..storage.landscape import Landscape, load_landscapes
 from ..workload import WORKLOADS
 
-SERVED = "nearest row, tile rescaled"  # what tuned.lookup does; a test holds it against the others
+SERVED = "nearest row, tile rescaled"  # what tuned.lookup.lookup does; a test holds it against the others
 MEDIAN, WORST = 0.02, 0.10  # bars: how much slower than the best a pick may be
 
 

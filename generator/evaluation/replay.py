@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import optuna
 
-from tuned.choices import choices
-from tuned.family import FAMILIES
+from tuned.families.choices import choices
+from tuned.families.registry import FAMILIES
 
 from ..measuring.bench import Timing
 from ..measuring.compile import Resources

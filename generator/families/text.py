@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from tuned.launch import Launch
+from tuned.families.launch import Launch
 
 Text = tuple[str, str, Any, Any, bool]  # template, name, spec, variant, whether a caller can be given it by default
 

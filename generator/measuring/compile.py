@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from tuned.launch import Launch, Step
+from tuned.families.launch import Launch, Step
 
 from ..cache import cache_folder
 from ..disk import write_if_different

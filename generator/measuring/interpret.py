@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tuned.launch import Launch
+from tuned.families.launch import Launch
 
 from ..cache import ROOT
 from ..problem import Problem
@@ -63,7 +63,7 @@ def interpreted(cases: Sequence[tuple[Problem, Any]]) -> list[str | None]:
 
 
 def _case(values: dict[str, Any]) -> str | None:
-    from tuned.launcher import run_step  # noqa: PLC0415
+    from tuned.launching.launcher import run_step  # noqa: PLC0415
 
     from .check import WrongResultError, check  # noqa: PLC0415
     from .guard import inputs_of, probe  # noqa: PLC0415

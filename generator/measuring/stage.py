@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tuned.launch import Launch, Step
-from tuned.launcher import bare, run_step
+from tuned.families.launch import Launch, Step
+from tuned.launching.launcher import bare, run_step
 
 from ..problem import Problem
 from ..rendering.modules import load

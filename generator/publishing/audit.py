@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import triton
 
-from tuned.device import device_slug
-from tuned.mismatch import HARD, SOFT, differences, other_text
-from tuned.record import METHOD, RecordError, Winner
+from tuned.lookup.device import device_slug
+from tuned.lookup.mismatch import HARD, SOFT, differences, other_text
+from tuned.lookup.record import METHOD, RecordError, Winner
 
 from ..measuring.environment import driver_version
 from ..problem import Problem

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tuned.family import FAMILIES
-from tuned.record import load_record
+from tuned.families.registry import FAMILIES
+from tuned.lookup.record import load_record
 
 from ..disk import write_if_different
 from ..locks import folder_lock

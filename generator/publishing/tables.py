@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from tuned.record import MEASURED, Winner
+from tuned.lookup.record import MEASURED, Winner
 
 from ..disk import write_if_different
 from ..evaluation.portfolio import portfolios

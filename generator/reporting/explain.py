@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tuned.choices import choices
-from tuned.lookup import Choice, Gpu, choose
-from tuned.mismatch import HARD, SOFT, differences, other_text
-from tuned.record import METHOD, Winner
-from tuned.table import tables, tables_or_error
+from tuned.families.choices import choices
+from tuned.lookup.lookup import Choice, Gpu, choose
+from tuned.lookup.mismatch import HARD, SOFT, differences, other_text
+from tuned.lookup.record import METHOD, Winner
+from tuned.lookup.table import tables, tables_or_error
 
 from ..estimating.targets import target_named
 from ..problem import Problem

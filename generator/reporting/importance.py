@@ -10,7 +10,7 @@ from typing import Any
 
 import optuna
 
-from tuned.choices import choices
+from tuned.families.choices import choices
 
 LEAST_TRIALS = 20  # of a problem: a tenth of them is the group that importances explain, and one trial is no group
 

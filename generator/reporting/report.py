@@ -8,8 +8,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from tuned.choices import choices
-from tuned.record import Winner
+from tuned.families.choices import choices
+from tuned.lookup.record import Winner
 
 from ..problem import Problem
 from ..searching.stopwatch import ON_GPU

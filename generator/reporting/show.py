@@ -6,8 +6,8 @@ import re
 import textwrap
 from pathlib import Path
 
-from tuned.launch import Launch
-from tuned.record import RecordError, Winner
+from tuned.families.launch import Launch
+from tuned.lookup.record import RecordError, Winner
 
 from ..rendering.structures import structures
 from ..searching.seeds import same_problem

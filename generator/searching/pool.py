@@ -8,7 +8,7 @@ import functools
 import itertools
 from typing import Any
 
-from tuned.choices import choices
+from tuned.families.choices import choices
 
 from ..problem import Problem
 from ..workload import WORKLOADS

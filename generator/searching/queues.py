@@ -12,9 +12,9 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from tuned.choices import choices
-from tuned.family import FAMILIES
-from tuned.record import SCHEMA, Winner, winner_from_json, winner_to_json
+from tuned.families.choices import choices
+from tuned.families.registry import FAMILIES
+from tuned.lookup.record import SCHEMA, Winner, winner_from_json, winner_to_json
 
 from ..problem import Problem
 from ..rendering.structures import digests

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuned.record import Winner
+from tuned.lookup.record import Winner
 
 from ..measuring.stage import bytes_needed
 from ..problem import Problem

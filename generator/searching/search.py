@@ -20,8 +20,8 @@ from typing import Any
 
 import optuna
 
-from tuned.choices import choices
-from tuned.record import RecordError, Winner, winner_from_json, winner_to_json
+from tuned.families.choices import choices
+from tuned.lookup.record import RecordError, Winner, winner_from_json, winner_to_json
 
 from ..failures import LOST_WORKER, times_to_be_a_fact
 from ..measuring.compile import Resources

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from tuned.record import Winner
+from tuned.lookup.record import Winner
 
 from ..problem import Problem
 from ..rendering.structures import fresh

@@ -12,8 +12,8 @@ import optuna
 from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 
-from tuned.choices import choices, undeclared
-from tuned.family import FAMILIES
+from tuned.families.choices import choices, undeclared
+from tuned.families.registry import FAMILIES
 
 from ..failures import times_to_be_a_fact
 from ..problem import Problem

@@ -9,8 +9,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from tuned.choices import choices, undeclared
-from tuned.family import FAMILIES
+from tuned.families.choices import choices, undeclared
+from tuned.families.registry import FAMILIES
 
 from ..disk import write_whole
 from ..problem import Problem

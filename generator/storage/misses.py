@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from tuned.family import FAMILIES
-from tuned.record import RecordError, build, parsed, shown
+from tuned.families.registry import FAMILIES
+from tuned.lookup.record import RecordError, build, parsed, shown
 
 from ..problem import Problem
 from ..workload import WORKLOADS, default_problems

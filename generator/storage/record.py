@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tuned.record import SCHEMA, Winner, load_record, winner_to_json
+from tuned.lookup.record import SCHEMA, Winner, load_record, winner_to_json
 
 from ..disk import write_if_different
 from ..locks import folder_lock

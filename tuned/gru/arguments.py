@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tuned.gru_cell.arguments import check_cell
-from tuned.refusal import refuses
+from tuned.calls.gru_cell.arguments import check_cell
+from tuned.calls.refusal import refuses
 
 
 @dataclasses.dataclass(frozen=True)

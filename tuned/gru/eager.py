@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tuned.gru.arguments import check_lengths
-from tuned.plan import tracing
-from tuned.segments import joined
+from tuned.calls.gru.arguments import check_lengths
+from tuned.families.segments import joined
+from tuned.launching.plan import tracing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tuned.gru.arguments import GruCall
+    from tuned.calls.gru.arguments import GruCall
 
 
 def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tuned.gru.spec import GruSize
-from tuned.gru.variant import alone, pieces, programs
-from tuned.gru_cell.launches import call_of, gates_launch, gates_name
-from tuned.gru_cell.spec import GruCellSpec
-from tuned.gru_cell.variant import gates_variant
-from tuned.launch import Copy, Fill, Launch, Product, check_rows
+from tuned.families.gru.spec import GruSize
+from tuned.families.gru.variant import alone, pieces, programs
+from tuned.families.gru_cell.launches import call_of, gates_launch, gates_name
+from tuned.families.gru_cell.spec import GruCellSpec
+from tuned.families.gru_cell.variant import gates_variant
+from tuned.families.launch import Copy, Fill, Launch, Product, check_rows
 
 if TYPE_CHECKING:
-    from tuned.gru.spec import GruSpec
-    from tuned.gru.variant import GruVariant
-    from tuned.launch import Step
+    from tuned.families.gru.spec import GruSpec
+    from tuned.families.gru.variant import GruVariant
+    from tuned.families.launch import Step
 
 COUNTER_STRIDE = 32  # int32: a counter has a line of the cache for itself
 

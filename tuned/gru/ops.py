@@ -14,8 +14,8 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from tuned.gru import eager, serve
-from tuned.gru.arguments import GruCall, check_gru, check_linear_cat, checked_cell
+from tuned.calls.gru import eager, serve
+from tuned.calls.gru.arguments import GruCall, check_gru, check_linear_cat, checked_cell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

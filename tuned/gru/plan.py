@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tuned import residents
-from tuned.gru.launches import counters_needed, sequence
-from tuned.gru.variant import alone
-from tuned.gru_cell.prepare import precision_of
-from tuned.launcher import INTEGERS
-from tuned.plan import bare_launch, modes, remember, traits, unless_negative
+from tuned.calls.gru_cell.prepare import precision_of
+from tuned.families.gru.launches import counters_needed, sequence
+from tuned.families.gru.variant import alone
+from tuned.launching import residents
+from tuned.launching.launcher import INTEGERS
+from tuned.launching.plan import bare_launch, modes, remember, traits, unless_negative
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tuned.gru.arguments import GruCall
-    from tuned.gru.launches import Recurrence
-    from tuned.gru.spec import GruSpec
-    from tuned.gru.variant import GruVariant
+    from tuned.calls.gru.arguments import GruCall
+    from tuned.families.gru.launches import Recurrence
+    from tuned.families.gru.spec import GruSpec
+    from tuned.families.gru.variant import GruVariant
 
 Result = tuple[torch.Tensor, torch.Tensor]
 

@@ -1,7 +1,7 @@
 """Run a GRU over sequences by kernels.
 
 The input of a layer is multiplied by the library, for all steps at once; the recurrence is one launch a layer, both
-directions in it, or one for all layers, or what else the tables name: see tuned.gru.variant.
+directions in it, or one for all layers, or what else the tables name: see tuned.families.gru.variant.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tuned import misses, residents
-from tuned.family import FAMILIES
-from tuned.gpu import gpu_of, why_eager
-from tuned.gru import eager
-from tuned.gru.launches import Recurrence, counters_needed
-from tuned.gru.plan import by_library, gru_precision, learn
-from tuned.gru.spec import GruSize, GruSpec
-from tuned.gru_cell.prepare import rows_of, weight_of
-from tuned.gru_cell.spec import DTYPES
-from tuned.launch import Launch
-from tuned.launcher import bare, bare_supported, hooks, kernel, launch_public, run_step
-from tuned.linear_cat.launches import call_of as linear_call
-from tuned.linear_cat.spec import LinearCatSize, LinearCatSpec
-from tuned.lookup import Choice, Gpu, choose
-from tuned.plan import remember
+from tuned.calls.gru import eager
+from tuned.calls.gru.plan import by_library, gru_precision, learn
+from tuned.calls.gru_cell.prepare import rows_of, weight_of
+from tuned.families.gru.launches import Recurrence, counters_needed
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru_cell.spec import DTYPES
+from tuned.families.launch import Launch
+from tuned.families.linear_cat.launches import call_of as linear_call
+from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.registry import FAMILIES
+from tuned.launching import residents
+from tuned.launching.launcher import bare, bare_supported, hooks, kernel, launch_public, run_step
+from tuned.launching.plan import remember
+from tuned.lookup import misses
+from tuned.lookup.gpu import gpu_of, why_eager
+from tuned.lookup.lookup import Choice, Gpu, choose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tuned.gru.arguments import GruCall
+    from tuned.calls.gru.arguments import GruCall
 
 GRU = FAMILIES["gru"]
 LINEAR_CAT = FAMILIES["linear_cat"]

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tuned.gpu import why_eager
-from tuned.gru import eager, run
-from tuned.gru.arguments import GruCall, autocast_dtype, check_linear_cat, checked_cell, gru_call
-from tuned.gru_cell.prepare import choice_of as choice_of_cell
-from tuned.gru_cell.run import run_cell
-from tuned.linear_cat.run import choice_of as choice_of_linear_cat
-from tuned.linear_cat.run import run_linear_cat
-from tuned.lookup import Choice
-from tuned.plan import listeners
+from tuned.calls.gru import eager, run
+from tuned.calls.gru.arguments import GruCall, autocast_dtype, check_linear_cat, checked_cell, gru_call
+from tuned.calls.gru_cell.prepare import choice_of as choice_of_cell
+from tuned.calls.gru_cell.run import run_cell
+from tuned.calls.linear_cat.run import choice_of as choice_of_linear_cat
+from tuned.calls.linear_cat.run import run_linear_cat
+from tuned.launching.plan import listeners
+from tuned.lookup.gpu import why_eager
+from tuned.lookup.lookup import Choice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tuned.gru import ops
-from tuned.gru.arguments import GruCall, autocast_dtype
+from tuned.calls.gru import ops
+from tuned.calls.gru.arguments import GruCall, autocast_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

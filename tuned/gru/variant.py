@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from tuned.architecture import LEAST_SHARED, shared_limit
-from tuned.choices import one_of
-from tuned.gru.spec import GruSize, GruSpec
-from tuned.launch import ceil_div, next_power_of_2
+from tuned.families.architecture import LEAST_SHARED, shared_limit
+from tuned.families.choices import one_of
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.launch import ceil_div, next_power_of_2
 
 CORE_KNOBS = ("strategy", "form", "block_hidden", "block_batch", "num_warps")
 PTX_EXCHANGES = ("spin", "probe")

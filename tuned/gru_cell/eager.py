@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tuned.segments import joined
+from tuned.families.segments import joined
 
 if TYPE_CHECKING:
-    from tuned.gru_cell.launches import GruCellCall
-    from tuned.gru_cell.spec import GruCellSpec
+    from tuned.families.gru_cell.launches import GruCellCall
+    from tuned.families.gru_cell.spec import GruCellSpec
 
 
 def cell(spec: GruCellSpec, call: GruCellCall) -> torch.Tensor:

@@ -6,14 +6,14 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from tuned.gru_cell.spec import ITEM_SIZE, MAX_SEGMENTS
-from tuned.gru_cell.variant import lanes, programs
-from tuned.launch import Copy, Launch, Product, check_rows
+from tuned.families.gru_cell.spec import ITEM_SIZE, MAX_SEGMENTS
+from tuned.families.gru_cell.variant import lanes, programs
+from tuned.families.launch import Copy, Launch, Product, check_rows
 
 if TYPE_CHECKING:
-    from tuned.gru_cell.spec import GruCellSpec
-    from tuned.gru_cell.variant import GruCellVariant
-    from tuned.launch import Step
+    from tuned.families.gru_cell.spec import GruCellSpec
+    from tuned.families.gru_cell.variant import GruCellVariant
+    from tuned.families.launch import Step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tuned import misses
-from tuned.family import FAMILIES
-from tuned.gpu import gpu_of, why_eager
-from tuned.gru_cell.launches import GruCellCall, call_of
-from tuned.gru_cell.spec import DTYPES, MAX_SEGMENTS, GruCellSize, GruCellSpec
-from tuned.lookup import Choice, Gpu, choose
+from tuned.families.gru_cell.launches import GruCellCall, call_of
+from tuned.families.gru_cell.spec import DTYPES, MAX_SEGMENTS, GruCellSize, GruCellSpec
+from tuned.families.registry import FAMILIES
+from tuned.lookup import misses
+from tuned.lookup.gpu import gpu_of, why_eager
+from tuned.lookup.lookup import Choice, Gpu, choose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
-from tuned.gpu import gpu_of
-from tuned.gru_cell.prepare import GRU_CELL, precision_of, prepared, spec_of, used, variant_of, why_not
-from tuned.gru_cell.spec import MAX_SEGMENTS
-from tuned.launch import Launch
-from tuned.launcher import kernel, launch_public, run_step
-from tuned.overwrite import bump_versions
-from tuned.plan import (
+from tuned.calls.gru_cell.prepare import GRU_CELL, precision_of, prepared, spec_of, used, variant_of, why_not
+from tuned.families.gru_cell.spec import MAX_SEGMENTS
+from tuned.families.launch import Launch
+from tuned.families.segments import joined
+from tuned.launching.launcher import kernel, launch_public, run_step
+from tuned.launching.overwrite import bump_versions
+from tuned.launching.plan import (
     Bare,
     bare_launch,
     current_device,
@@ -28,13 +28,13 @@ from tuned.plan import (
     transforms_active,
     unless_negative,
 )
-from tuned.segments import joined
+from tuned.lookup.gpu import gpu_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tuned.gru_cell.launches import GruCellCall
-    from tuned.gru_cell.spec import GruCellSpec
+    from tuned.families.gru_cell.launches import GruCellCall
+    from tuned.families.gru_cell.spec import GruCellSpec
 
 _PLANS: dict[Any, Any] = {}  # key of a call -> (pointers, x, h, weight_ih, weight_hh, bias_ih, bias_hh) -> h'
 _FLOAT32 = torch.float32

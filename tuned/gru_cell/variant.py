@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from tuned.architecture import LEAST_SHARED, PDL_CAPABILITY, shared_limit
-from tuned.choices import one_of
-from tuned.gru_cell.spec import ITEM_SIZE, GruCellSize, GruCellSpec
-from tuned.launch import ceil_div, next_power_of_2
+from tuned.families.architecture import LEAST_SHARED, PDL_CAPABILITY, shared_limit
+from tuned.families.choices import one_of
+from tuned.families.gru_cell.spec import ITEM_SIZE, GruCellSize, GruCellSpec
+from tuned.families.launch import ceil_div, next_power_of_2
 
 # What a tile's size depends on; the other knobs are free at their defaults.
 CORE_KNOBS = ("form", "block_batch", "block_hidden", "block_k", "k_parts", "num_stages", "num_warps")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from tuned.gru_cell.launches import alignment
-from tuned.gru_cell.spec import MAX_SEGMENTS
-from tuned.launch import Launch, check_rows
-from tuned.linear_cat.variant import lanes, programs
+from tuned.families.gru_cell.launches import alignment
+from tuned.families.gru_cell.spec import MAX_SEGMENTS
+from tuned.families.launch import Launch, check_rows
+from tuned.families.linear_cat.variant import lanes, programs
 
 if TYPE_CHECKING:
-    from tuned.linear_cat.spec import LinearCatSpec
-    from tuned.linear_cat.variant import LinearCatVariant
+    from tuned.families.linear_cat.spec import LinearCatSpec
+    from tuned.families.linear_cat.variant import LinearCatVariant
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tuned import misses
-from tuned.family import FAMILIES
-from tuned.gpu import gpu_of, why_eager
-from tuned.gru_cell.prepare import MAX_CHOICES, MAX_ELEMENTS, precision_of, rows_of, used, weight_of
-from tuned.gru_cell.spec import DTYPES, MAX_SEGMENTS
-from tuned.launcher import kernel, launch_public
-from tuned.linear_cat.launches import LinearCatCall, call_of, launches
-from tuned.linear_cat.spec import LinearCatSize, LinearCatSpec
-from tuned.lookup import Choice, Gpu, choose
-from tuned.plan import bare_launch, modes, remember, traits, unless_negative
-from tuned.segments import joined
+from tuned.calls.gru_cell.prepare import MAX_CHOICES, MAX_ELEMENTS, precision_of, rows_of, used, weight_of
+from tuned.families.gru_cell.spec import DTYPES, MAX_SEGMENTS
+from tuned.families.linear_cat.launches import LinearCatCall, call_of, launches
+from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.registry import FAMILIES
+from tuned.families.segments import joined
+from tuned.launching.launcher import kernel, launch_public
+from tuned.launching.plan import bare_launch, modes, remember, traits, unless_negative
+from tuned.lookup import misses
+from tuned.lookup.gpu import gpu_of, why_eager
+from tuned.lookup.lookup import Choice, Gpu, choose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

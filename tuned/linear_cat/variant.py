@@ -6,17 +6,17 @@ import dataclasses
 import itertools
 import math
 
-from tuned.architecture import LEAST_SHARED, PDL_CAPABILITY, shared_limit
-from tuned.choices import one_of
-from tuned.gru_cell.spec import ITEM_SIZE
-from tuned.gru_cell.variant import (
+from tuned.families.architecture import LEAST_SHARED, PDL_CAPABILITY, shared_limit
+from tuned.families.choices import one_of
+from tuned.families.gru_cell.spec import ITEM_SIZE
+from tuned.families.gru_cell.variant import (
     MAX_VECTOR_BLOCKS,
     VECTOR_REGISTERS,
     VECTOR_ROWS,
     WAVE,
 )
-from tuned.launch import ceil_div, next_power_of_2
-from tuned.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.launch import ceil_div, next_power_of_2
+from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 
 # What a tile's size depends on; the other knobs are free at their defaults.
 CORE_KNOBS = ("form", "block_rows", "block_columns", "block_k", "num_stages", "num_warps")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tuned.rope.launches import RopeCall
-from tuned.rope.spec import ANGLE_ENTRIES, LAYOUTS, ROTATED, RopeSize, RopeSpec
+from tuned.families.rope.launches import RopeCall
+from tuned.families.rope.spec import ANGLE_ENTRIES, LAYOUTS, ROTATED, RopeSize, RopeSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

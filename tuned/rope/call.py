@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
-from tuned import misses
-from tuned.overwrite import refuse_overwrite
-from tuned.plan import current_device, remember, tracing, transforms_active
-from tuned.rope.arguments import Given, Settings, Sources, heads_apart, offset_of, prepare, refuse_overlap
-from tuned.rope.eager import rotate
-from tuned.rope.lengths import ROPE, class_of, sized
-from tuned.rope.plan import Plan, choice_of, kernel_plan, sized_plan
+from tuned.calls.rope.arguments import Given, Settings, Sources, heads_apart, offset_of, prepare, refuse_overlap
+from tuned.calls.rope.lengths import ROPE, class_of, sized
+from tuned.calls.rope.plan import Plan, choice_of, kernel_plan, sized_plan
+from tuned.families.rope.eager import rotate
+from tuned.launching.overwrite import refuse_overwrite
+from tuned.launching.plan import current_device, remember, tracing, transforms_active
+from tuned.lookup import misses
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tuned.lookup import Choice
+    from tuned.lookup.lookup import Choice
 
 _PLANS: dict[Any, Plan] = {}
 _compiling = torch.compiler.is_dynamo_compiling
@@ -275,7 +275,7 @@ def run_eager(given: Given, settings: Settings) -> Any:
 
 def _operator(given: Given, settings: Settings) -> Any:
     """The call for what follows operators: as one of torch.library, or by PyTorch's own where the angles need a gradient."""
-    from tuned.rope import ops  # noqa: PLC0415 - making operators takes 10 ms, which only this needs
+    from tuned.calls.rope import ops  # noqa: PLC0415 - making operators takes 10 ms, which only this needs
 
     if _followed(given) is not None:
         return run_eager(given, settings)

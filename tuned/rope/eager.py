@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from tuned.rope.launches import RopeCall
-    from tuned.rope.spec import RopeSpec
+    from tuned.families.rope.launches import RopeCall
+    from tuned.families.rope.spec import RopeSpec
 
 
 def positions(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor | None]:

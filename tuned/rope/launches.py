@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from tuned.launch import Launch, ceil_div, next_power_of_2
-from tuned.rope.spec import SEARCH_FAN, search_steps
-from tuned.rope.variant import CACHE, RopeVariant, half_block
+from tuned.families.launch import Launch, ceil_div, next_power_of_2
+from tuned.families.rope.spec import SEARCH_FAN, search_steps
+from tuned.families.rope.variant import CACHE, RopeVariant, half_block
 
 if TYPE_CHECKING:
-    from tuned.rope.spec import RopeSpec
+    from tuned.families.rope.spec import RopeSpec
 
 
 @dataclasses.dataclass(frozen=True)

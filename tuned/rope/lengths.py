@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tuned.family import FAMILIES
-from tuned.gpu import gpu_of
-from tuned.launcher import kernel
-from tuned.lookup import NearRows, has_rows, near_rows, usable, variant_at
-from tuned.plan import Bare, remember
-from tuned.rope.arguments import Settings, Sources, offset_limits, packed_size
-from tuned.rope.launches import programs
-from tuned.rope.spec import RopeSize, RopeSpec, search_steps
-from tuned.rope.variant import size_class
+from tuned.calls.rope.arguments import Settings, Sources, offset_limits, packed_size
+from tuned.families.registry import FAMILIES
+from tuned.families.rope.launches import programs
+from tuned.families.rope.spec import RopeSize, RopeSpec, search_steps
+from tuned.families.rope.variant import size_class
+from tuned.launching.launcher import kernel
+from tuned.launching.plan import Bare, remember
+from tuned.lookup.gpu import gpu_of
+from tuned.lookup.lookup import NearRows, has_rows, near_rows, usable, variant_at
 
 if TYPE_CHECKING:
-    from tuned.launch import Launch
-    from tuned.lookup import Gpu
-    from tuned.rope.launches import RopeCall
+    from tuned.families.launch import Launch
+    from tuned.families.rope.launches import RopeCall
+    from tuned.lookup.lookup import Gpu
 
 ROPE = FAMILIES["rope"]
 # The numbers of a launch that depend on lengths, by their names in the kernels.
@@ -82,7 +82,7 @@ _CLASSES: dict[Any, Lengths] = {}
 def class_of(properties: tuple[Any, ...]) -> Any:
     """What of a call's properties does not tell lengths, for contiguous tensors; None for others.
 
-    ``properties`` are those that tuned.rope.call makes.
+    ``properties`` are those that tuned.calls.rope.call makes.
     """
     (
         settings, source, ordered, unshifted,

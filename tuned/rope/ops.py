@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from tuned.rope import call as eager
-from tuned.rope.arguments import Given, Settings
+from tuned.calls.rope import call as eager
+from tuned.calls.rope.arguments import Given, Settings
 
 _TENSORS = (
     "Tensor? freqs, Tensor? cos, Tensor? sin, Tensor? cos_sin_cache, Tensor? inv_freq, Tensor? cu_seqlens, "

@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tuned.gpu import gpu_of, why_eager
-from tuned.launcher import kernel, launch_public
-from tuned.lookup import Choice, choose
-from tuned.overwrite import bump_versions
-from tuned.plan import Bare, bare_launch, remember, specialisation
-from tuned.rope.arguments import SUPPORTED, Given, Sources, offset_limits, prepare
-from tuned.rope.launches import launches
-from tuned.rope.lengths import ROPE, learn
+from tuned.calls.rope.arguments import SUPPORTED, Given, Sources, offset_limits, prepare
+from tuned.calls.rope.lengths import ROPE, learn
+from tuned.families.rope.launches import launches
+from tuned.launching.launcher import kernel, launch_public
+from tuned.launching.overwrite import bump_versions
+from tuned.launching.plan import Bare, bare_launch, remember, specialisation
+from tuned.lookup.gpu import gpu_of, why_eager
+from tuned.lookup.lookup import Choice, choose
 
 if TYPE_CHECKING:
-    from tuned.launch import Launch
-    from tuned.rope.arguments import Prepared, Settings
-    from tuned.rope.launches import RopeCall
-    from tuned.rope.lengths import Sized
-    from tuned.rope.spec import RopeSpec
+    from tuned.calls.rope.arguments import Prepared, Settings
+    from tuned.calls.rope.lengths import Sized
+    from tuned.families.launch import Launch
+    from tuned.families.rope.launches import RopeCall
+    from tuned.families.rope.spec import RopeSpec
 
 capturing = torch.cuda.is_current_stream_capturing
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from tuned.architecture import PDL_CAPABILITY
-from tuned.choices import one_of
-from tuned.launch import next_power_of_2
-from tuned.rope.spec import COMPLETE, ITEM_SIZE, RopeSize, RopeSpec
+from tuned.families.architecture import PDL_CAPABILITY
+from tuned.families.choices import one_of
+from tuned.families.launch import next_power_of_2
+from tuned.families.rope.spec import COMPLETE, ITEM_SIZE, RopeSize, RopeSpec
 
 # 64 float32 values and their angles, a quarter of a thread's 255 registers and more. Larger tiles were not measured.
 MAX_PAIRS_PER_THREAD = 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tuned.gru.spec import GruSize, GruSpec
+from tuned.families.gru.spec import GruSize, GruSpec
 
 from ...problem import Problem
 

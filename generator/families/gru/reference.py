@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from tuned.gru.launches import Recurrence, counters_needed, launches, sequence
-from tuned.gru.spec import GruSize, GruSpec
-from tuned.gru.variant import PTX_EXCHANGES, GruVariant
-from tuned.launch import Launch, Step
+from tuned.families.gru.launches import Recurrence, counters_needed, launches, sequence
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import PTX_EXCHANGES, GruVariant
+from tuned.families.launch import Launch, Step
 
 from ..rounding import TF32_ROUNDOFF, UNIT_ROUNDOFF
 

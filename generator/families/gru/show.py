@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 
-from tuned.gru.spec import GruSize, GruSpec
-from tuned.gru.variant import GruVariant, alone
-from tuned.launch import Launch, Step, ceil_div
-from tuned.record import Winner
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant, alone
+from tuned.families.launch import Launch, Step, ceil_div
+from tuned.lookup.record import Winner
 
 WIDTH = 100  # characters of a line of arguments
 LENGTHS = {
@@ -96,7 +96,7 @@ def _recurrence(spec: GruSpec, variant: GruVariant, launch: Launch) -> str:
 
 
 def _arguments(spec: GruSpec, begin: str, end: str, counters: str) -> list[str]:
-    """In the order of the kernel's signature, as tuned.gru.launches.sequence gives them."""
+    """In the order of the kernel's signature, as tuned.families.gru.launches.sequence gives them."""
     dense = spec.layout == "dense"
 
     def strides(tensor: str, first: int) -> list[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from tuned.choices import choices
-from tuned.gru.launches import kernel_name
-from tuned.gru.spec import LAYOUTS, GruSpec
-from tuned.gru.variant import GruVariant
+from tuned.families.choices import choices
+from tuned.families.gru.launches import kernel_name
+from tuned.families.gru.spec import LAYOUTS, GruSpec
+from tuned.families.gru.variant import GruVariant
 
 from ..text import Text
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tuned.gru.spec import GruSpec
-from tuned.gru.variant import GruVariant, pieces
-from tuned.gru.variant import alone as runs_alone
-from tuned.launch import ceil_div
+from tuned.families.gru.spec import GruSpec
+from tuned.families.gru.variant import GruVariant, pieces
+from tuned.families.gru.variant import alone as runs_alone
+from tuned.families.launch import ceil_div
 
 from ...problem import Problem
 from ..counting import Work

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tuned.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 
 from ...problem import Problem
 

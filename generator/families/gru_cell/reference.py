@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from tuned.gru_cell.eager import cell
-from tuned.gru_cell.launches import GruCellCall, call_of
-from tuned.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.gru_cell.eager import cell
+from tuned.families.gru_cell.launches import GruCellCall, call_of
+from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 
 from ..rounding import SMALLEST, UNIT_ROUNDOFF, product_error
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from tuned.gru_cell.launches import gates_name, kernel_name
-from tuned.gru_cell.spec import GruCellSpec
-from tuned.gru_cell.variant import GruCellVariant
+from tuned.families.gru_cell.launches import gates_name, kernel_name
+from tuned.families.gru_cell.spec import GruCellSpec
+from tuned.families.gru_cell.variant import GruCellVariant
 
 from ..text import Text
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tuned.gru_cell.spec import GruCellSpec
-from tuned.gru_cell.variant import GruCellVariant
-from tuned.launch import ceil_div
-from tuned.rope.spec import ITEM_SIZE
+from tuned.families.gru_cell.spec import GruCellSpec
+from tuned.families.gru_cell.variant import GruCellVariant
+from tuned.families.launch import ceil_div
+from tuned.families.rope.spec import ITEM_SIZE
 
 from ...problem import Problem
 from ..counting import Work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tuned.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 
 from ...problem import Problem
 

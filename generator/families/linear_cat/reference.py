@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from tuned.linear_cat.launches import LinearCatCall, call_of
-from tuned.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.linear_cat.launches import LinearCatCall, call_of
+from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 
 from ..rounding import SMALLEST, UNIT_ROUNDOFF, product_error
 

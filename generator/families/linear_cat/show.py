@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tuned.gru_cell.spec import MAX_SEGMENTS
-from tuned.launch import Launch, Step, ceil_div
-from tuned.record import Winner
+from tuned.families.gru_cell.spec import MAX_SEGMENTS
+from tuned.families.launch import Launch, Step, ceil_div
+from tuned.lookup.record import Winner
 
 from ..text import contiguous_lines, finished, launch_text
 

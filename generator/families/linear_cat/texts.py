@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tuned.linear_cat.launches import kernel_name
-from tuned.linear_cat.spec import LinearCatSpec
-from tuned.linear_cat.variant import LinearCatVariant
+from tuned.families.linear_cat.launches import kernel_name
+from tuned.families.linear_cat.spec import LinearCatSpec
+from tuned.families.linear_cat.variant import LinearCatVariant
 
 from ..text import Text
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tuned.launch import ceil_div
-from tuned.linear_cat.spec import LinearCatSpec
-from tuned.linear_cat.variant import LinearCatVariant
-from tuned.rope.spec import ITEM_SIZE
+from tuned.families.launch import ceil_div
+from tuned.families.linear_cat.spec import LinearCatSpec
+from tuned.families.linear_cat.variant import LinearCatVariant
+from tuned.families.rope.spec import ITEM_SIZE
 
 from ...problem import Problem
 from ..counting import Work

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tuned.rope.spec import DIRECTIONS, RopeSize, RopeSpec
+from tuned.families.rope.spec import DIRECTIONS, RopeSize, RopeSpec
 
 from ...problem import Problem
 

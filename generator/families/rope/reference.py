@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from tuned.rope.arguments import strides_of
-from tuned.rope.eager import positions, rotate
-from tuned.rope.launches import RopeCall
-from tuned.rope.spec import ITEM_SIZE, RopeSize, RopeSpec
-from tuned.rope.variant import RopeVariant
+from tuned.calls.rope.arguments import strides_of
+from tuned.families.rope.eager import positions, rotate
+from tuned.families.rope.launches import RopeCall
+from tuned.families.rope.spec import ITEM_SIZE, RopeSize, RopeSpec
+from tuned.families.rope.variant import RopeVariant
 
 from ..rounding import SMALLEST, UNIT_ROUNDOFF
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tuned.launch import Launch
-from tuned.record import Winner
-from tuned.rope.spec import SEARCH_FAN, RopeSpec
+from tuned.families.launch import Launch
+from tuned.families.rope.spec import SEARCH_FAN, RopeSpec
+from tuned.lookup.record import Winner
 
 from ..text import launch_text
 

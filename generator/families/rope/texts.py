@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from tuned.launcher import PROBE_KERNEL
-from tuned.rope.launches import kernel_name
-from tuned.rope.spec import ANGLES, LAYOUTS, STYLES, RopeSpec
-from tuned.rope.variant import RopeVariant
+from tuned.families.rope.launches import kernel_name
+from tuned.families.rope.spec import ANGLES, LAYOUTS, STYLES, RopeSpec
+from tuned.families.rope.variant import RopeVariant
+from tuned.launching.launcher import PROBE_KERNEL
 
 from ..text import Text
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tuned.rope.launches import programs
-from tuned.rope.spec import ITEM_SIZE, RopeSpec
-from tuned.rope.variant import RopeVariant, half_block
+from tuned.families.rope.launches import programs
+from tuned.families.rope.spec import ITEM_SIZE, RopeSpec
+from tuned.families.rope.variant import RopeVariant, half_block
 
 from ...problem import Problem
 from ..counting import Work

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tuned.record import Winner
+from tuned.lookup.record import Winner
 
 from ...rendering.structures import fresh
 from ...workload import WORKLOADS

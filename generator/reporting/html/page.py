@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from tuned.record import Winner
+from tuned.lookup.record import Winner
 
 from ...workload import WORKLOADS
 from ..blocks import Answer, answer
