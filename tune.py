@@ -167,7 +167,7 @@ def refusals() -> Iterator[None]:
     from generator.keeping.disk import disk_trouble  # noqa: PLC0415
     from generator.keeping.storage import StorageError  # noqa: PLC0415
     from generator.selection import SelectionError  # noqa: PLC0415
-    from tuned.record import RecordError  # noqa: PLC0415
+    from tuned.lookup.record import RecordError  # noqa: PLC0415
 
     try:
         yield

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from benchmarks import peers
-from tuned.device import device_slug
+from tuned.lookup.device import device_slug
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

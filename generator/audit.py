@@ -22,16 +22,16 @@ from generator.rendering.committed import KERNELS, generated_files
 from generator.rendering.structures import structures
 from generator.searching.seeds import same_problem
 from generator.workload import default_problems
-from tuned.device import device_slug
-from tuned.mismatch import HARD, SOFT, differences, other_text
-from tuned.record import METHOD, RecordError
+from tuned.lookup.device import device_slug
+from tuned.lookup.mismatch import HARD, SOFT, differences, other_text
+from tuned.lookup.record import METHOD, RecordError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from generator.problem import Problem
-    from tuned.record import Winner
+    from tuned.lookup.record import Winner
 
 NAMES_SHOWN = 3
 # Something is to be done; to be done before a release, else worth doing; worth doing; what could not be compared.

@@ -40,7 +40,7 @@ from generator.telling.funnel import Funnel, funnel_of
 from generator.telling.progress import bar
 from generator.telling.report import knobs, percent_of_floor, problem_lines, stages_table, winners_table
 from generator.workload import WORKLOADS
-from tuned.record import RecordError
+from tuned.lookup.record import RecordError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,7 +10,7 @@ from generator.keeping.misses import MissesError, read_misses
 from generator.keeping.record import WINNERS
 from generator.problem import Problem
 from generator.workload import WORKLOADS, default_problems
-from tuned.record import load_record
+from tuned.lookup.record import load_record
 
 # One of each kind: a prefill of a common model, a decode batch, partial rotation in place, and the other family.
 REPRESENTATIVE = ("llama3_8b_2x4096", "llama3_8b_decode_64x1", "half_rotary_inplace_bshd_4x4096", "gru_cell_1024_64")

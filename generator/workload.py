@@ -1,4 +1,4 @@
-"""A family as tuning sees it: a record of functions beside tuned.family.Family."""
+"""A family as tuning sees it: a record of functions beside tuned.families.family.Family."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import generator.families.gru_cell
 import generator.families.linear_cat
 import generator.families.rope
 from generator.problem import Problem
-from tuned.family import FAMILIES, Family
+from tuned.families.family import Family
+from tuned.families.registry import FAMILIES
 
 if TYPE_CHECKING:
     import torch

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from generator.problem import Problem
-    from tuned.gru_cell.spec import GruCellSpec
-    from tuned.gru_cell.variant import GruCellVariant
-    from tuned.launch import Launch
+    from tuned.families.gru_cell.spec import GruCellSpec
+    from tuned.families.gru_cell.variant import GruCellVariant
+    from tuned.families.launch import Launch
 
 
 TRITON = tuple(
@@ -61,11 +61,11 @@ def default_launches(capability: int = 90) -> dict[str, Launch]:
 
     from generator.families import rope  # noqa: PLC0415
     from generator.rendering.structures import ROPE_SCHEDULES, rope_call_specs, rope_specs  # noqa: PLC0415
-    from tuned.launch import Launch  # noqa: PLC0415
-    from tuned.launcher import PROBE_KERNEL  # noqa: PLC0415
-    from tuned.rope.launches import launches as rope_launches  # noqa: PLC0415
-    from tuned.rope.spec import RopeSize  # noqa: PLC0415
-    from tuned.rope.variant import default_variant as rope_default  # noqa: PLC0415
+    from tuned.families.launch import Launch  # noqa: PLC0415
+    from tuned.families.rope.launches import launches as rope_launches  # noqa: PLC0415
+    from tuned.families.rope.spec import RopeSize  # noqa: PLC0415
+    from tuned.families.rope.variant import default_variant as rope_default  # noqa: PLC0415
+    from tuned.launching.launcher import PROBE_KERNEL  # noqa: PLC0415
 
     found = {}
     specs = [*rope_specs(), *rope_call_specs()]
@@ -89,14 +89,14 @@ def product_launches(capability: int = 90) -> dict[str, Launch]:
     """Kernel name -> the launch that an untuned GRU step or linear over segments gets, at a size that takes its form."""
     from generator.families import gru_cell, linear_cat  # noqa: PLC0415 - as above
     from generator.rendering.structures import gru_gates_specs  # noqa: PLC0415
-    from tuned.gru_cell.launches import launches as cell_launches  # noqa: PLC0415
-    from tuned.gru_cell.spec import GruCellSize, GruCellSpec  # noqa: PLC0415
-    from tuned.gru_cell.variant import GruCellVariant  # noqa: PLC0415
-    from tuned.gru_cell.variant import default_variant as cell_default  # noqa: PLC0415
-    from tuned.gru_cell.variant import fit as cell_fit  # noqa: PLC0415
-    from tuned.launch import Launch  # noqa: PLC0415
-    from tuned.linear_cat.launches import launches as linear_launches  # noqa: PLC0415
-    from tuned.linear_cat.variant import default_variant as linear_default  # noqa: PLC0415
+    from tuned.families.gru_cell.launches import launches as cell_launches  # noqa: PLC0415
+    from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec  # noqa: PLC0415
+    from tuned.families.gru_cell.variant import GruCellVariant  # noqa: PLC0415
+    from tuned.families.gru_cell.variant import default_variant as cell_default  # noqa: PLC0415
+    from tuned.families.gru_cell.variant import fit as cell_fit  # noqa: PLC0415
+    from tuned.families.launch import Launch  # noqa: PLC0415
+    from tuned.families.linear_cat.launches import launches as linear_launches  # noqa: PLC0415
+    from tuned.families.linear_cat.variant import default_variant as linear_default  # noqa: PLC0415
 
     steps: list[Any] = []
     for spec in gru_gates_specs():
@@ -117,9 +117,9 @@ def recurrences(exchange: str) -> dict[str, Launch]:
     """Kernel name -> the launch of a whole sequence, for every text of the recurrence."""
     from generator.families import gru  # noqa: PLC0415 - as above
     from generator.rendering.structures import gru_texts  # noqa: PLC0415
-    from tuned.gru.launches import launches  # noqa: PLC0415
-    from tuned.gru.spec import GruSize  # noqa: PLC0415
-    from tuned.launch import Launch  # noqa: PLC0415
+    from tuned.families.gru.launches import launches  # noqa: PLC0415
+    from tuned.families.gru.spec import GruSize  # noqa: PLC0415
+    from tuned.families.launch import Launch  # noqa: PLC0415
 
     found = {}
     for text, structure in gru_texts():
@@ -148,8 +148,8 @@ def staged_steps(strategy: str) -> tuple[int, list[list[tuple[int, int]]]]:
 
     from generator.measuring import stage as module  # noqa: PLC0415
     from generator.problem import Problem  # noqa: PLC0415
-    from tuned.gru.spec import GruSize, GruSpec  # noqa: PLC0415
-    from tuned.gru.variant import GruVariant  # noqa: PLC0415
+    from tuned.families.gru.spec import GruSize, GruSpec  # noqa: PLC0415
+    from tuned.families.gru.variant import GruVariant  # noqa: PLC0415
 
     compiled: list[Launch] = []
     launched: list[tuple[int, int]] = []
@@ -221,9 +221,9 @@ def packed_halves(arguments: dict[str, Any], knobs: dict[str, Any], strides: tup
     """
     from generator.families.rope import inputs  # noqa: PLC0415 - as above
     from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415
-    from tuned.rope.launches import launches  # noqa: PLC0415
-    from tuned.rope.spec import RopeSize, RopeSpec  # noqa: PLC0415
-    from tuned.rope.variant import RopeVariant  # noqa: PLC0415
+    from tuned.families.rope.launches import launches  # noqa: PLC0415
+    from tuned.families.rope.spec import RopeSize, RopeSpec  # noqa: PLC0415
+    from tuned.families.rope.variant import RopeVariant  # noqa: PLC0415
 
     spec = RopeSpec(**arguments)
     call = inputs(spec, RopeSize(batch=2, seq=16), "meta", 0)
@@ -244,9 +244,9 @@ def widths(
     """
     from generator.families.rope import inputs  # noqa: PLC0415
     from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415
-    from tuned.rope.launches import launches  # noqa: PLC0415
-    from tuned.rope.spec import RopeSize, RopeSpec  # noqa: PLC0415
-    from tuned.rope.variant import default_variant  # noqa: PLC0415
+    from tuned.families.rope.launches import launches  # noqa: PLC0415
+    from tuned.families.rope.spec import RopeSize, RopeSpec  # noqa: PLC0415
+    from tuned.families.rope.variant import default_variant  # noqa: PLC0415
 
     spec = RopeSpec(**arguments)
     call = inputs(spec, RopeSize(batch=2, seq=4096), "meta", 0)
@@ -302,9 +302,9 @@ def cell_code(spec: GruCellSpec, variant: GruCellVariant, batch: int) -> tuple[N
     """What the kernel of a GRU step needs on sm_90, and its PTX."""
     from generator.families.gru_cell import inputs  # noqa: PLC0415
     from generator.measuring.compile import compile_launch, resources, target_of  # noqa: PLC0415
-    from tuned.gru_cell.launches import launches  # noqa: PLC0415
-    from tuned.gru_cell.spec import GruCellSize  # noqa: PLC0415
-    from tuned.launch import Launch  # noqa: PLC0415
+    from tuned.families.gru_cell.launches import launches  # noqa: PLC0415
+    from tuned.families.gru_cell.spec import GruCellSize  # noqa: PLC0415
+    from tuned.families.launch import Launch  # noqa: PLC0415
 
     steps = launches(spec, variant, inputs(spec, GruCellSize(batch), "meta", 0))
     (launch,) = (step for step in steps if isinstance(step, Launch))

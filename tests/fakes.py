@@ -10,7 +10,7 @@ from generator.measuring.bench import Timing
 from generator.measuring.compile import Resources
 from generator.measuring.stage import Baselines, Measured
 from generator.processes.worker import TrialFailedError, WorkerLostError
-from tuned.record import METHOD
+from tuned.lookup.record import METHOD
 
 if TYPE_CHECKING:
     from collections.abc import Callable

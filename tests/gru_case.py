@@ -13,17 +13,17 @@ from generator.measuring.mended import mended_interpreter
 from tests import oracle
 from tests.rope_case import assert_close
 from tests.run import DEVICE, INTERPRETED, addresses, run, to_numpy, truncates, watched
-from tuned.gru_cell.launches import GruCellCall, call_of, launches
-from tuned.launch import Launch
-from tuned.launcher import run_step
+from tuned.families.gru_cell.launches import GruCellCall, call_of, launches
+from tuned.families.launch import Launch
+from tuned.launching.launcher import run_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tests.run import Traffic
-    from tuned.gru_cell.spec import GruCellSpec
-    from tuned.gru_cell.variant import GruCellVariant
-    from tuned.launch import Step
+    from tuned.families.gru_cell.spec import GruCellSpec
+    from tuned.families.gru_cell.variant import GruCellVariant
+    from tuned.families.launch import Step
 
 WATCHED = 64  # hidden size up to which every address is looked at: millions take a minute
 

@@ -7,8 +7,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tuned.gru.spec import GruSize, GruSpec
-    from tuned.gru.variant import GruVariant
+    from tuned.families.gru.spec import GruSize, GruSpec
+    from tuned.families.gru.variant import GruVariant
 
 LOAD = re.compile(r"\b(?:tt|amdg|amdgpu)\.(?:buffer_)?load\b.*?tensor<([\dx]+)x(?:!tt\.ptr<)?\w+")
 LAYOUT = re.compile(r"^(#\w+) = #ttg\.(blocked|linear)<\{(.*)\}>", re.MULTILINE)
@@ -34,8 +34,8 @@ def found(spec: GruSpec, size: GruSize, variant: GruVariant, architecture: str) 
     """Compile the recurrence of a call for an architecture."""
     from generator.families import gru  # noqa: PLC0415 - imports Triton
     from generator.measuring.compile import compile_launch, resources, target_of  # noqa: PLC0415
-    from tuned.gru.launches import launches  # noqa: PLC0415
-    from tuned.launch import Launch  # noqa: PLC0415
+    from tuned.families.gru.launches import launches  # noqa: PLC0415
+    from tuned.families.launch import Launch  # noqa: PLC0415
 
     call = gru.inputs(spec, size, "meta", 0)
     launch = next(step for step in launches(spec, variant, call) if isinstance(step, Launch))

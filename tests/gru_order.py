@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from tuned.gru.spec import GruSize, GruSpec
-    from tuned.gru.variant import GruVariant
+    from tuned.families.gru.spec import GruSize, GruSpec
+    from tuned.families.gru.variant import GruVariant
 
 RELAXED = re.compile(r"ld\.(?:relaxed\.gpu\.global|volatile\.global)")
 Edits = tuple[tuple[str, str], ...]
@@ -464,8 +464,8 @@ class Case:
 def all_that_ships(capability: int) -> list[Case]:
     """What a lookup can give on an architecture: every row there is, as it fits; every text with every way to wait."""
     from generator.keeping.record import WINNERS  # noqa: PLC0415
-    from tuned.gru.variant import fit  # noqa: PLC0415
-    from tuned.record import load_record  # noqa: PLC0415
+    from tuned.families.gru.variant import fit  # noqa: PLC0415
+    from tuned.lookup.record import load_record  # noqa: PLC0415
 
     rows = [winner for path in sorted(WINNERS.glob("*.json")) for winner in load_record(path)]
     found = [(row.spec, row.size, fit(row.variant, capability)) for row in rows if row.family == "gru"]
@@ -476,8 +476,8 @@ def all_that_ships(capability: int) -> list[Case]:
 
 def _texts_and_exchanges() -> Iterator[tuple[GruSpec, GruVariant]]:
     from generator.rendering.structures import gru_texts  # noqa: PLC0415
-    from tuned.choices import choices  # noqa: PLC0415
-    from tuned.gru.variant import GruVariant, default_variant  # noqa: PLC0415
+    from tuned.families.choices import choices  # noqa: PLC0415
+    from tuned.families.gru.variant import GruVariant, default_variant  # noqa: PLC0415
 
     exchanges, dtypes = choices(GruVariant)["exchange"], ("bfloat16", "float32")
     for at, ((text, structure), exchange, dtype) in enumerate(itertools.product(gru_texts(), exchanges, dtypes)):
@@ -491,14 +491,14 @@ def _texts_and_exchanges() -> Iterator[tuple[GruSpec, GruVariant]]:
 
 
 def _size(variant: GruVariant) -> GruSize:
-    from tuned.gru.spec import GruSize  # noqa: PLC0415
+    from tuned.families.gru.spec import GruSize  # noqa: PLC0415
 
     return GruSize(2 * variant.block_batch, 8)
 
 
 def _waits(spec: GruSpec, size: GruSize, variant: GruVariant, capability: int) -> bool:
     """Whether tuning could choose it there, and its programs wait."""
-    from tuned.gru.variant import alone, rejection  # noqa: PLC0415
+    from tuned.families.gru.variant import alone, rejection  # noqa: PLC0415
 
     if variant.strategy != "persistent" or alone(spec, variant):
         return False
@@ -523,8 +523,8 @@ def texts(case: Case, edits: Edits = ()) -> tuple[str, str]:
     os.environ.pop("TRITON_INTERPRET", None)
     from generator.families import gru  # noqa: PLC0415 - imports Triton
     from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415
-    from tuned.gru.launches import launches  # noqa: PLC0415
-    from tuned.launch import Launch  # noqa: PLC0415
+    from tuned.families.gru.launches import launches  # noqa: PLC0415
+    from tuned.families.launch import Launch  # noqa: PLC0415
 
     call = gru.inputs(case.spec, case.size, "meta", 0)
     launch = next(step for step in launches(case.spec, case.variant, call) if isinstance(step, Launch))

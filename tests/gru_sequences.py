@@ -15,17 +15,17 @@ from generator.measuring.mended import mended_interpreter
 from tests import oracle
 from tests.rope_case import assert_close
 from tests.run import DEVICE, INTERPRETED, addresses, run, to_numpy, truncates, watched
-from tuned.gru.launches import Recurrence, counters_needed, sequence
-from tuned.gru.variant import alone
-from tuned.launch import Fill
-from tuned.launcher import run_step
+from tuned.families.gru.launches import Recurrence, counters_needed, sequence
+from tuned.families.gru.variant import alone
+from tuned.families.launch import Fill
+from tuned.launching.launcher import run_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from tests.run import Traffic
-    from tuned.gru.spec import GruSpec
-    from tuned.gru.variant import GruVariant
+    from tuned.families.gru.spec import GruSpec
+    from tuned.families.gru.variant import GruVariant
 
 VIEWS = ("steps", "rows", "apart")  # how tokens lie in memory; "rows": batch first
 GAP = 8  # elements between rows that are apart: 16 bytes of the narrowest type, which alignment depends on

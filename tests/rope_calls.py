@@ -19,22 +19,22 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
-import tuned.plan
-import tuned.rope.arguments
-import tuned.rope.call
-import tuned.rope.lengths
-import tuned.rope.plan
-from tuned.launcher import kernel, launch_public
-from tuned.lookup import Gpu
-from tuned.rope.arguments import Given, Settings, prepare
-from tuned.rope.eager import rotate
-from tuned.rope.launches import RopeCall, launches
+import tuned.calls.rope.arguments
+import tuned.calls.rope.call
+import tuned.calls.rope.lengths
+import tuned.calls.rope.plan
+import tuned.launching.plan
+from tuned.calls.rope.arguments import Given, Settings, prepare
+from tuned.families.rope.eager import rotate
+from tuned.families.rope.launches import RopeCall, launches
+from tuned.launching.launcher import kernel, launch_public
+from tuned.lookup.lookup import Gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tuned.launch import Launch
-    from tuned.rope.spec import RopeSpec
+    from tuned.families.launch import Launch
+    from tuned.families.rope.spec import RopeSpec
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 STREAM = 7
@@ -97,7 +97,7 @@ class Watch:
         self._under_way = threading.local()
 
     def call(self, *arguments: Any) -> Any:
-        """Take the place of tuned.rope.call.call."""
+        """Take the place of tuned.calls.rope.call.call."""
         stack = self._under_way.__dict__.setdefault("stack", [])
         stack.append((Given(*arguments[:-1]), Settings(*arguments[-1])))
         try:
@@ -106,7 +106,7 @@ class Watch:
             stack.pop()
 
     def run_public(self, spec: Any, variant: Any, call: RopeCall) -> tuple[Launch, Compiled]:
-        """Take the place of tuned.rope.plan.run_public."""
+        """Take the place of tuned.calls.rope.plan.run_public."""
         (part,) = launches(spec, variant, call)
         self.public += 1
         self._execute(part, spec, call)
@@ -125,7 +125,7 @@ class Watch:
                 assert type(t) in PLAIN
                 assert not is_functorch_wrapped_tensor(t)
         assert forward_ad._current_level < 0
-        choice = tuned.rope.plan.choice_of(prepared, None)
+        choice = tuned.calls.rope.plan.choice_of(prepared, None)
         assert choice.variant is not None, "a launch where eager PyTorch should serve"
         call = prepared.call
         (fresh,) = launches(prepared.spec, choice.variant, call)
@@ -186,9 +186,9 @@ def with_parameters(name: str) -> Any:
 
 def forget() -> None:
     """All that was decided and compiled."""
-    tuned.rope.lengths._CLASSES.clear()
-    tuned.rope.call._PLANS.clear()
-    tuned.rope.plan._COMPILED.clear()
+    tuned.calls.rope.lengths._CLASSES.clear()
+    tuned.calls.rope.call._PLANS.clear()
+    tuned.calls.rope.plan._COMPILED.clear()
 
 
 @pytest.fixture
@@ -196,26 +196,26 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     """CPU tensors go the way of GPU tensors; what would be launched is watched."""
     if torch.cuda.is_available():
         pytest.skip("the way of GPU tensors is tested on GPU tensors there")
-    made = Watch(tuned.rope.call.call)
-    monkeypatch.setattr(tuned.rope.call, "call", made.call)
-    plan = tuned.rope.plan
+    made = Watch(tuned.calls.rope.call.call)
+    monkeypatch.setattr(tuned.calls.rope.call, "call", made.call)
+    plan = tuned.calls.rope.plan
     monkeypatch.setattr(
         plan, "why_eager", lambda x, supported: None if supported and type(x) in PLAIN else "no kernel takes it"
     )
-    for module in (plan, tuned.rope.lengths):
+    for module in (plan, tuned.calls.rope.lengths):
         monkeypatch.setattr(module, "gpu_of", lambda _device: GPU)
     monkeypatch.setattr(plan, "capturing", lambda: False)
     # A torch that knows CUDA raises where there is no driver.
-    monkeypatch.setattr(tuned.rope.call, "current_device", lambda: -1)
-    monkeypatch.setattr(tuned.rope.lengths, "kernel", with_parameters)
+    monkeypatch.setattr(tuned.calls.rope.call, "current_device", lambda: -1)
+    monkeypatch.setattr(tuned.calls.rope.lengths, "kernel", with_parameters)
     monkeypatch.setattr(plan, "run_public", made.run_public)
-    monkeypatch.setattr(tuned.plan, "_specialised", specialised)
+    monkeypatch.setattr(tuned.launching.plan, "_specialised", specialised)
     # A GPU is not waited for, so the values of positions are not seen.
-    monkeypatch.setattr(tuned.rope.arguments, "_values_reach", lambda *_: None)
-    # What tuned.plan.bare_launch asks of the device and of Triton.
-    monkeypatch.setattr(tuned.plan, "hooks", lambda: made.listeners)
-    monkeypatch.setattr(tuned.plan, "bare_supported", lambda _device: True)
-    monkeypatch.setattr(tuned.plan, "raw_stream", lambda: lambda _device: STREAM)
+    monkeypatch.setattr(tuned.calls.rope.arguments, "_values_reach", lambda *_: None)
+    # What tuned.launching.plan.bare_launch asks of the device and of Triton.
+    monkeypatch.setattr(tuned.launching.plan, "hooks", lambda: made.listeners)
+    monkeypatch.setattr(tuned.launching.plan, "bare_supported", lambda _device: True)
+    monkeypatch.setattr(tuned.launching.plan, "raw_stream", lambda: lambda _device: STREAM)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
     forget()

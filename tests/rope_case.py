@@ -11,12 +11,12 @@ import torch
 from generator.measuring.guard import guarded, intact
 from tests import oracle
 from tests.run import DEVICE, INTERPRETED, addresses, run, to_numpy, truncates, watched
-from tuned.rope.launches import RopeCall, launches
+from tuned.families.rope.launches import RopeCall, launches
 
 if TYPE_CHECKING:
     from tests.run import Traffic
-    from tuned.rope.spec import RopeSpec
-    from tuned.rope.variant import RopeVariant
+    from tuned.families.rope.spec import RopeSpec
+    from tuned.families.rope.variant import RopeVariant
 
 # How a tensor lies in memory, as (what is allocated, how x is seen in it).
 VIEWS = ("contiguous", "qkv", "swapped", "transposed", "offset", "thirds", "expanded")

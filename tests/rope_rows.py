@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from tests import pairwise
 from tests.rope_case import RopeCase
-from tuned.rope.arguments import Given, Settings
-from tuned.rope.spec import LAYOUTS, ROTATED, STYLES, RopeSpec
+from tuned.calls.rope.arguments import Given, Settings
+from tuned.families.rope.spec import LAYOUTS, ROTATED, STYLES, RopeSpec
 
 if TYPE_CHECKING:
     from tests.rope_case import Built

@@ -15,7 +15,7 @@ from generator.rendering.modules import load
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from tuned.launch import Launch
+    from tuned.families.launch import Launch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -26,7 +26,7 @@ from generator.searching.seeds import _leaders
 from generator.selection import problem_named
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tests.processes import BACKSTOP_SECONDS, alive, wait_for
-from tuned.gru_cell.spec import GruCellSize
+from tuned.families.gru_cell.spec import GruCellSize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

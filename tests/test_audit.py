@@ -18,7 +18,7 @@ from generator.selection import problem_named
 from generator.workload import default_problems
 from tests.fakes import ENVIRONMENT
 from tests.test_record import winner
-from tuned.record import SCHEMA
+from tuned.lookup.record import SCHEMA
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -24,8 +24,8 @@ from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tests.processes import BACKSTOP_SECONDS, wait_for
 from tests.sharing import PROBLEMS
 from tests.test_record import winner
-from tuned.gru_cell.variant import default_variant
-from tuned.record import winner_to_json
+from tuned.families.gru_cell.variant import default_variant
+from tuned.lookup.record import winner_to_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,13 +12,13 @@ from generator.problem import Problem
 from generator.processes.compiler import compile_variant, hopeless
 from generator.rendering.structures import default_names, gru_texts, rope_call_specs, rope_specs, structures
 from tests import compiling, pairwise
-from tuned.gru.launches import kernel_name as gru_name
-from tuned.gru_cell.spec import GruCellSize, GruCellSpec
-from tuned.gru_cell.variant import GruCellVariant, default_variant, fit
-from tuned.launcher import PROBE_KERNEL
-from tuned.rope.launches import kernel_name
-from tuned.rope.spec import ANGLES, ITEM_SIZE, STYLES, RopeSize, RopeSpec
-from tuned.rope.variant import RopeVariant
+from tuned.families.gru.launches import kernel_name as gru_name
+from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.gru_cell.variant import GruCellVariant, default_variant, fit
+from tuned.families.rope.launches import kernel_name
+from tuned.families.rope.spec import ANGLES, ITEM_SIZE, STYLES, RopeSize, RopeSpec
+from tuned.families.rope.variant import RopeVariant
+from tuned.launching.launcher import PROBE_KERNEL
 
 if TYPE_CHECKING:
     import concurrent.futures

@@ -24,7 +24,7 @@ from generator.selection import problem_named
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tests.test_cli import ONE, call, gru_cost
 from tests.test_record import winner
-from tuned.gru_cell.variant import GruCellVariant
+from tuned.families.gru_cell.variant import GruCellVariant
 
 if TYPE_CHECKING:
     from collections.abc import Callable

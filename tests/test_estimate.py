@@ -18,7 +18,7 @@ from generator.measuring.interpret import small
 from generator.searching.pool import legal_pool
 from generator.selection import problem_named
 from tests.test_record import winner
-from tuned.rope.variant import RopeVariant, default_variant
+from tuned.families.rope.variant import RopeVariant, default_variant
 
 H200, H100, RTX_4090 = (target_named(n) for n in ("h200", "h100", "4090"))
 PREFILL = problem_named("llama3_8b_2x4096")

@@ -20,9 +20,9 @@ from generator.telling.explain import explain, table
 from generator.telling.history import History
 from tests.fakes import ENVIRONMENT
 from tests.test_record import winner
-from tuned.gru_cell.variant import GruCellVariant
-from tuned.lookup import Choice
-from tuned.table import tables
+from tuned.families.gru_cell.variant import GruCellVariant
+from tuned.lookup.lookup import Choice
+from tuned.lookup.table import tables
 
 PROBLEM = problem_named("gru_cell_1024_inplace_64")
 DEFAULT = winner(PROBLEM.name).variant  # the library's form, block_batch=1, block_hidden=256, num_warps=4

@@ -12,16 +12,16 @@ from generator.keeping.record import WINNERS
 from generator.problem import Problem
 from generator.processes.compiler import compile_variant, hopeless
 from tests import compiling
-from tuned.family import FAMILIES
-from tuned.lookup import Gpu, choose
-from tuned.record import load_record
+from tuned.families.registry import FAMILIES
+from tuned.lookup.lookup import Gpu, choose
+from tuned.lookup.record import load_record
 
 if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tuned.record import Winner
+    from tuned.lookup.record import Winner
 
 RECORDS = sorted(WINNERS.glob("*.json"))
 # Cards that are not at hand: consumer Ampere, Ada and Blackwell; data centre Ampere and Blackwell.

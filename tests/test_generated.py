@@ -27,21 +27,21 @@ from generator.rendering.structures import (
     rope_specs,
     structures,
 )
-from tuned.choices import choices
-from tuned.gru.launches import kernel_name as sequence_name
-from tuned.gru.launches import kernel_names as sequence_kernel_names
-from tuned.gru.spec import LAYOUTS as SEQUENCE_LAYOUTS
-from tuned.gru.spec import GruSpec
-from tuned.gru.variant import GruVariant, rejection
-from tuned.gru_cell.launches import kernel_name as gru_cell_name
-from tuned.gru_cell.spec import DTYPES, PRECISIONS, GruCellSpec
-from tuned.gru_cell.variant import GruCellVariant
-from tuned.linear_cat.launches import kernel_name as linear_cat_name
-from tuned.linear_cat.spec import LinearCatSpec
-from tuned.linear_cat.variant import LinearCatVariant
-from tuned.rope.launches import kernel_name as rope_name
-from tuned.rope.launches import kernel_names
-from tuned.rope.spec import (
+from tuned.families.choices import choices
+from tuned.families.gru.launches import kernel_name as sequence_name
+from tuned.families.gru.launches import kernel_names as sequence_kernel_names
+from tuned.families.gru.spec import LAYOUTS as SEQUENCE_LAYOUTS
+from tuned.families.gru.spec import GruSpec
+from tuned.families.gru.variant import GruVariant, rejection
+from tuned.families.gru_cell.launches import kernel_name as gru_cell_name
+from tuned.families.gru_cell.spec import DTYPES, PRECISIONS, GruCellSpec
+from tuned.families.gru_cell.variant import GruCellVariant
+from tuned.families.linear_cat.launches import kernel_name as linear_cat_name
+from tuned.families.linear_cat.spec import LinearCatSpec
+from tuned.families.linear_cat.variant import LinearCatVariant
+from tuned.families.rope.launches import kernel_name as rope_name
+from tuned.families.rope.launches import kernel_names
+from tuned.families.rope.spec import (
     ANGLE_ENTRIES,
     ANGLES,
     DIRECTIONS,
@@ -52,7 +52,7 @@ from tuned.rope.spec import (
     STYLES,
     RopeSpec,
 )
-from tuned.rope.variant import RopeVariant
+from tuned.families.rope.variant import RopeVariant
 
 TEMPLATE_FILES = sorted(TEMPLATES.glob("*.jinja"))
 TEMPLATE_IDS = [path.name for path in TEMPLATE_FILES]

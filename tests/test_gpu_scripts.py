@@ -15,8 +15,8 @@ from generator.searching.pool import legal_pool
 from generator.workload import WORKLOADS
 from tests.broken.server import ranked
 from tests.gpu import broken, gru_stress, test_gpu_isolation, test_gpu_variants
-from tuned.gru.spec import GruSpec
-from tuned.gru.variant import rejection
+from tuned.families.gru.spec import GruSpec
+from tuned.families.gru.variant import rejection
 
 MODULES = sorted(m.name for m in pkgutil.iter_modules(tests.gpu.__path__))
 

@@ -10,11 +10,11 @@ import torch
 
 import tuned
 from tests.gru_calls import FEATURES, B, H, T, kernels, weights_of
+from tuned.calls.gru.arguments import checked_cell
 from tuned.dispatch import gru, gru_cell, linear_cat
-from tuned.gru.arguments import checked_cell
 
 if TYPE_CHECKING:
-    from tuned.gru.arguments import GruCall
+    from tuned.calls.gru.arguments import GruCall
 
 __all__ = ["kernels"]
 

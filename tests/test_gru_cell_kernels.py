@@ -17,11 +17,11 @@ from tests import pairwise
 from tests.gru_case import GruCase, assert_right, build, run_steps
 from tests.rope_case import assert_close
 from tests.run import DEVICE, to_numpy
-from tuned.architecture import shared_limit
-from tuned.choices import choices
-from tuned.gru_cell.launches import call_of, kernel_name, launches
-from tuned.gru_cell.spec import DTYPES, GruCellSize, GruCellSpec
-from tuned.gru_cell.variant import LEAST_SHARED, GruCellVariant, default_variant, fit, rejection, stage_bytes
+from tuned.families.architecture import shared_limit
+from tuned.families.choices import choices
+from tuned.families.gru_cell.launches import call_of, kernel_name, launches
+from tuned.families.gru_cell.spec import DTYPES, GruCellSize, GruCellSpec
+from tuned.families.gru_cell.variant import LEAST_SHARED, GruCellVariant, default_variant, fit, rejection, stage_bytes
 
 SPLIT = GruCellVariant("split", 16, 16, 64, k_parts=2, num_stages=2, num_warps=2)
 TILE = GruCellVariant("tile", 64, 32, 64, k_parts=1, num_stages=2)

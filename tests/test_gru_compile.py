@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import compiling, gru_compiling
-from tuned.gru.spec import GruSize, GruSpec
-from tuned.gru.variant import GruVariant, default_variant, pieces, rejection, shared_bytes
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant, default_variant, pieces, rejection, shared_bytes
 
 if TYPE_CHECKING:
     import concurrent.futures

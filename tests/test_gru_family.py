@@ -16,9 +16,9 @@ from generator.problem import Problem
 from generator.rendering.structures import structures
 from generator.searching.pool import legal_pool
 from generator.workload import WORKLOADS
-from tuned.gru.launches import Recurrence
-from tuned.gru.spec import LAYOUTS, GruSize, GruSpec
-from tuned.gru.variant import GruVariant, programs, rejection
+from tuned.families.gru.launches import Recurrence
+from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant, programs, rejection
 
 SIZE = GruSize(batch=3, seq=7)
 HIDDEN, FEATURES = 20, 11

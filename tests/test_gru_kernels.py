@@ -11,11 +11,11 @@ import torch
 from tests import pairwise
 from tests.gru_sequences import Sequences, assert_right, build, run_windows
 from tests.run import INTERPRETED
-from tuned.choices import choices
-from tuned.gru.spec import LAYOUTS, GruSize, GruSpec
-from tuned.gru.variant import GruVariant, alone, pieces, programs, rejection
-from tuned.gru_cell.spec import DTYPES
-from tuned.launch import ceil_div
+from tuned.families.choices import choices
+from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant, alone, pieces, programs, rejection
+from tuned.families.gru_cell.spec import DTYPES
+from tuned.families.launch import ceil_div
 
 SHAPES = {"layer": (1, 1), "both": (2, 1), "stack": (1, 2), "tall": (1, 3)}  # directions, layers
 NUMBERS = {  # dtype, precision

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-import tuned.gru.ops
+import tuned.calls.gru.ops
 import tuned.nn
 from tests.gru_calls import FEATURES, B, H, T, kernels, weights_of
 from tuned.dispatch import gru, gru_cell, linear_cat
@@ -16,7 +16,7 @@ from tuned.dispatch import gru, gru_cell, linear_cat
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tuned.gru.arguments import GruCall
+    from tuned.calls.gru.arguments import GruCall
 
 __all__ = ["kernels"]
 

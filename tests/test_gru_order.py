@@ -14,8 +14,8 @@ import pytest
 
 from tests import compiling, gru_order
 from tests.gru_order import Case, wrong
-from tuned.gru.spec import GruSize, GruSpec
-from tuned.gru.variant import GruVariant, default_variant, rejection
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant, default_variant, rejection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

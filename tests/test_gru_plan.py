@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tuned.gru import plan, run
-from tuned.gru.arguments import GruCall, gru_call
-from tuned.gru.launches import Recurrence, counters_needed
-from tuned.gru.spec import GruSize, GruSpec
-from tuned.gru.variant import GruVariant
-from tuned.launch import Launch
-from tuned.plan import Bare
+from tuned.calls.gru import plan, run
+from tuned.calls.gru.arguments import GruCall, gru_call
+from tuned.families.gru.launches import Recurrence, counters_needed
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant
+from tuned.families.launch import Launch
+from tuned.launching.plan import Bare
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

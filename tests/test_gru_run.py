@@ -1,4 +1,4 @@
-"""tuned.gru.run without a GPU: stacked weights, lengths, which launches a call becomes, and that results go where they belong."""
+"""tuned.calls.gru.run without a GPU: stacked weights, lengths, which launches a call becomes, and that results go where they belong."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from generator.rendering.modules import load
 from generator.rendering.structures import structures
 from tests.gru_sequences import single_steps
 from tests.run import DEVICE, INTERPRETED
-from tuned.gru import eager, run
-from tuned.gru.arguments import GruCall, gru_call
-from tuned.gru.launches import sequence
-from tuned.gru.spec import GruSize, GruSpec
-from tuned.gru.variant import GruVariant, alone
-from tuned.launch import Launch
-from tuned.lookup import Choice, Gpu
+from tuned.calls.gru import eager, run
+from tuned.calls.gru.arguments import GruCall, gru_call
+from tuned.families.gru.launches import sequence
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant, alone
+from tuned.families.launch import Launch
+from tuned.lookup.lookup import Choice, Gpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-import tuned.gru_cell.prepare
-import tuned.gru_cell.run
-import tuned.linear_cat.run
+import tuned.calls.gru_cell.prepare
+import tuned.calls.gru_cell.run
+import tuned.calls.linear_cat.run
 from generator.rendering.modules import load
 from tests.gru_sequences import single_steps
 from tests.run import INTERPRETED
 from tests.views import VIEWS, apart, expanded, misaligned, negative, odd, repeated, sliced, transposed
+from tuned.calls.gru import plan, run, serve
 from tuned.dispatch import gru, gru_cell, linear_cat
-from tuned.gru import plan, run, serve
-from tuned.gru.variant import GruVariant
-from tuned.gru_cell.launches import call_of as cell_call
-from tuned.gru_cell.launches import fused_launch, gates_launch
-from tuned.gru_cell.spec import GruCellSpec
-from tuned.gru_cell.variant import GruCellVariant, gates_variant
-from tuned.launch import Launch
-from tuned.linear_cat.launches import call_of as linear_call
-from tuned.linear_cat.launches import launches as linear_launches
-from tuned.linear_cat.spec import LinearCatSpec
-from tuned.linear_cat.variant import LinearCatVariant
-from tuned.lookup import Choice, Gpu
-from tuned.plan import Bare
+from tuned.families.gru.variant import GruVariant
+from tuned.families.gru_cell.launches import call_of as cell_call
+from tuned.families.gru_cell.launches import fused_launch, gates_launch
+from tuned.families.gru_cell.spec import GruCellSpec
+from tuned.families.gru_cell.variant import GruCellVariant, gates_variant
+from tuned.families.launch import Launch
+from tuned.families.linear_cat.launches import call_of as linear_call
+from tuned.families.linear_cat.launches import launches as linear_launches
+from tuned.families.linear_cat.spec import LinearCatSpec
+from tuned.families.linear_cat.variant import LinearCatVariant
+from tuned.launching.plan import Bare
+from tuned.lookup.lookup import Choice, Gpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -110,14 +110,14 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """Tensors on the CPU are served as those on a GPU are."""
     made = Machine()
-    for module in (serve, run, tuned.gru_cell.prepare, tuned.linear_cat.run):
+    for module in (serve, run, tuned.calls.gru_cell.prepare, tuned.calls.linear_cat.run):
         monkeypatch.setattr(module, "why_eager", lambda *_, **__: None)
-    for module in (run, tuned.gru_cell.run, tuned.gru_cell.prepare, tuned.linear_cat.run):
+    for module in (run, tuned.calls.gru_cell.run, tuned.calls.gru_cell.prepare, tuned.calls.linear_cat.run):
         monkeypatch.setattr(module, "gpu_of", lambda _device: GPU)
-    for module in (plan, tuned.gru_cell.run, tuned.linear_cat.run):
+    for module in (plan, tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
         monkeypatch.setattr(module, "bare_launch", made.bare_launch)
         monkeypatch.setattr(module, "_PLANS", {})
-    for module in (tuned.gru_cell.run, tuned.linear_cat.run):
+    for module in (tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
         monkeypatch.setattr(module, "launch_public", made.launch_public)
         monkeypatch.setattr(module, "_capturing", lambda: False)
     monkeypatch.setattr(run, "_launch", made.launch)
@@ -268,7 +268,7 @@ def test_a_step_takes_every_tensor_with_any_strides(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, form: str, view: str, batch: int, widths: tuple[int, ...]
 ) -> None:
     variant = cell_variant(form)
-    monkeypatch.setattr(tuned.gru_cell.run, "variant_of", lambda *_: variant)
+    monkeypatch.setattr(tuned.calls.gru_cell.run, "variant_of", lambda *_: variant)
     torch.manual_seed(0)
     shapes = {f"x{index}": (batch, width) for index, width in enumerate(widths)}
     shapes |= {"h": (batch, H), "w_ih": (3 * H, FEATURES), "w_hh": (3 * H, H), "b_ih": (3 * H,), "b_hh": (3 * H,)}
@@ -295,7 +295,7 @@ def test_a_linear_over_segments_takes_every_tensor_with_any_strides(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, form: str, view: str, rows: int
 ) -> None:
     variant = LinearCatVariant() if form == "tile" else LinearCatVariant("vector", 4, 32, 128)
-    monkeypatch.setattr(tuned.linear_cat.run, "_variant_of", lambda *_: variant)
+    monkeypatch.setattr(tuned.calls.linear_cat.run, "_variant_of", lambda *_: variant)
     torch.manual_seed(0)
     shapes = {"x0": (2, rows, 5), "x1": (2, rows, 8), "weight": (12, 13), "bias": (12,)}
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}

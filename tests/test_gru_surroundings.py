@@ -15,12 +15,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-import tuned.gru_cell.run
-import tuned.linear_cat.run
+import tuned.calls.gru_cell.run
+import tuned.calls.linear_cat.run
 import tuned.nn
 from tests.gru_calls import FEATURES, B, H, T, weights_of
+from tuned.calls.gru import plan
 from tuned.dispatch import gru, gru_cell, linear_cat
-from tuned.gru import plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,7 +146,7 @@ class Listening(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", ["gru", "cell", "linear_cat"])
 def test_a_known_call_is_not_launched_where_a_mode_would_miss_it(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    module = {"gru": plan, "cell": tuned.gru_cell.run, "linear_cat": tuned.linear_cat.run}[family]
+    module = {"gru": plan, "cell": tuned.calls.gru_cell.run, "linear_cat": tuned.calls.linear_cat.run}[family]
     plans = types.SimpleNamespace(get=lambda key: None if key is None else (lambda *_: "launched"))
     monkeypatch.setattr(module, "_PLANS", plans)
     given = tensors()
@@ -274,7 +274,7 @@ def test_one_bias_of_two_is_refused_whatever_was_called_before(monkeypatch: pyte
     given = tensors()
     x, h, (w_ih, w_hh, b_ih, b_hh) = given["row"], given["h"], given["weights"]
     plans = types.SimpleNamespace(get=lambda key: None if key is None else (lambda *_: "launched"))
-    monkeypatch.setattr(tuned.gru_cell.run, "_PLANS", plans)
+    monkeypatch.setattr(tuned.calls.gru_cell.run, "_PLANS", plans)
     assert gru_cell(x, h, w_ih, w_hh) == "launched"
     for biases in ((b_ih, None), (None, b_hh)):
         with pytest.raises(ValueError, match="both bias_ih and bias_hh"):

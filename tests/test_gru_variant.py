@@ -10,9 +10,9 @@ import pytest
 
 from generator.families.gru import problems
 from tests.pairwise import sample
-from tuned.choices import choices
-from tuned.gru.spec import LAYOUTS, GruSize, GruSpec
-from tuned.gru.variant import (
+from tuned.families.choices import choices
+from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
+from tuned.families.gru.variant import (
     MIN_PART,
     GruVariant,
     adapt,
@@ -24,7 +24,7 @@ from tuned.gru.variant import (
     programs,
     rejection,
 )
-from tuned.gru_cell.spec import DTYPES, PRECISIONS
+from tuned.families.gru_cell.spec import DTYPES, PRECISIONS
 
 PERSISTENT = GruVariant("persistent", exchange="spin")
 BF16, SMALL = GruSpec("bfloat16", 512), GruSpec("bfloat16", 60)

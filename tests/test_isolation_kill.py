@@ -20,7 +20,7 @@ from generator.searching.search import EXHAUSTIVE
 from generator.selection import problem_named
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tests.processes import forked
-from tuned.record import load_record
+from tuned.lookup.record import load_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,9 +19,9 @@ from generator.selection import problem_named
 from tests.fakes import FakeCompiler, FakeWorker
 from tests.processes import end_all, forked, wait_for
 from tests.test_record import winner
-from tuned.gru_cell.spec import GruCellSize
-from tuned.gru_cell.variant import default_variant
-from tuned.record import load_record
+from tuned.families.gru_cell.spec import GruCellSize
+from tuned.families.gru_cell.variant import default_variant
+from tuned.lookup.record import load_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -27,7 +27,7 @@ from tests.broken.warm import WARM
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tests.processes import only_the_hung_are_out_of_time
 from tests.test_isolation import REASONS
-from tuned.record import load_record
+from tuned.lookup.record import load_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

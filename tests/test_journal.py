@@ -14,9 +14,9 @@ from generator.keeping.storage import open_storage
 from generator.searching.pool import legal_pool
 from generator.selection import problem_named
 from tests.fakes import ENVIRONMENT
-from tuned.choices import one_of
-from tuned.family import FAMILIES
-from tuned.gru_cell.variant import GruCellVariant
+from tuned.families.choices import one_of
+from tuned.families.gru_cell.variant import GruCellVariant
+from tuned.families.registry import FAMILIES
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-import tuned.launcher
-from tuned.launch import Copy, Fill, Launch, Product
-from tuned.launcher import as_integers, run_step, unwrapped
+import tuned.launching.launcher
+from tuned.families.launch import Copy, Fill, Launch, Product
+from tuned.launching.launcher import as_integers, run_step, unwrapped
 
 if TYPE_CHECKING:
-    from tuned.launch import Step
+    from tuned.families.launch import Step
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.uint8], ids=str)
@@ -46,8 +46,8 @@ def test_a_copy_takes_any_strides() -> None:
 def test_a_launch_is_public_unless_another_way_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = Launch("a_kernel", 3, (1, 2), {"N": 4}, {"num_warps": 1})
     seen: list[Any] = []
-    monkeypatch.setattr(tuned.launcher, "kernel", lambda name: f"the kernel {name}")
-    monkeypatch.setattr(tuned.launcher, "launch_public", lambda function, part: seen.append((function, part)))
+    monkeypatch.setattr(tuned.launching.launcher, "kernel", lambda name: f"the kernel {name}")
+    monkeypatch.setattr(tuned.launching.launcher, "launch_public", lambda function, part: seen.append((function, part)))
     steps: list[Step] = [launch, Fill(torch.zeros(1), 0)]
     for step in steps:
         run_step(step)

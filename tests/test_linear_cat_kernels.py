@@ -17,13 +17,13 @@ from generator.searching.pool import legal_pool
 from tests import oracle, pairwise
 from tests.rope_case import assert_close
 from tests.run import DEVICE, INTERPRETED, addresses, run, to_numpy, truncates, watched
-from tuned.architecture import shared_limit
-from tuned.choices import choices
-from tuned.gru_cell.spec import DTYPES
-from tuned.gru_cell.variant import LEAST_SHARED
-from tuned.linear_cat.launches import LinearCatCall, call_of, kernel_name, launches
-from tuned.linear_cat.spec import LinearCatSize, LinearCatSpec
-from tuned.linear_cat.variant import LinearCatVariant, default_variant, rejection, stage_bytes
+from tuned.families.architecture import shared_limit
+from tuned.families.choices import choices
+from tuned.families.gru_cell.spec import DTYPES
+from tuned.families.gru_cell.variant import LEAST_SHARED
+from tuned.families.linear_cat.launches import LinearCatCall, call_of, kernel_name, launches
+from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.linear_cat.variant import LinearCatVariant, default_variant, rejection, stage_bytes
 
 TILE = LinearCatVariant("tile", 16, 32, 64, num_stages=2)
 VECTOR = LinearCatVariant("vector", 4, 8, 256)

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import tuned.kernels
-import tuned.lookup
-import tuned.table
+import tuned.lookup.lookup
+import tuned.lookup.table
 from generator.keeping.record import write_record
 from tests.test_record import winner
-from tuned.choices import choices
-from tuned.family import FAMILIES
-from tuned.gru.spec import GruSize, GruSpec
-from tuned.gru.variant import GruVariant
-from tuned.lookup import Gpu, choose, near_rows, nearest, usable, variant_at
-from tuned.record import METHOD
-from tuned.rope.spec import RopeSize, RopeSpec
-from tuned.rope.variant import RopeVariant, adapt, default_variant, distance, rejection, size_class
-from tuned.table import Row, Table
+from tuned.families.choices import choices
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant
+from tuned.families.registry import FAMILIES
+from tuned.families.rope.spec import RopeSize, RopeSpec
+from tuned.families.rope.variant import RopeVariant, adapt, default_variant, distance, rejection, size_class
+from tuned.lookup.lookup import Gpu, choose, near_rows, nearest, usable, variant_at
+from tuned.lookup.record import METHOD
+from tuned.lookup.table import Row, Table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,8 +44,8 @@ def row(
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> dict[str, Table]:
     made: dict[str, Table] = {}
-    monkeypatch.setattr(tuned.lookup, "tables", lambda: made)
-    monkeypatch.setattr(tuned.lookup, "rows_for", lambda *_: ())  # no portfolio
+    monkeypatch.setattr(tuned.lookup.lookup, "tables", lambda: made)
+    monkeypatch.setattr(tuned.lookup.lookup, "rows_for", lambda *_: ())  # no portfolio
     return made
 
 
@@ -191,17 +191,17 @@ def test_records_of_a_folder_stand_in_front_and_a_broken_one_is_skipped_with_a_w
     write_record(tmp_path / f"{device}.json", device, [made])
     (tmp_path / "torn.json").write_text('{"format": "tuned-winners", "sch')
     monkeypatch.setenv("TUNED_TABLES", str(tmp_path))
-    tuned.table.tables.cache_clear()
+    tuned.lookup.table.tables.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match=r"torn.json is not whole JSON"):
-            found = tuned.table.tables()
+            found = tuned.lookup.table.tables()
         assert [r.variant for r in found[device].rows[made.family]] == [made.variant]
         assert "torn" not in found
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # said once
-            tuned.table.tables()
+            tuned.lookup.table.tables()
     finally:
-        tuned.table.tables.cache_clear()
+        tuned.lookup.table.tables.cache_clear()
 
 
 def test_a_row_timed_another_way_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,29 +209,29 @@ def test_a_row_timed_another_way_is_stale(tmp_path: Path, monkeypatch: pytest.Mo
     old = dataclasses.replace(made, environment={**made.environment, "method": "wall clock"})
     write_record(tmp_path / "test_gpu.json", "test_gpu", [old])
     monkeypatch.setenv("TUNED_TABLES", str(tmp_path))
-    tuned.table.tables.cache_clear()
+    tuned.lookup.table.tables.cache_clear()
     try:
-        (found,) = tuned.table.tables()["test_gpu"].rows[made.family]
+        (found,) = tuned.lookup.table.tables()["test_gpu"].rows[made.family]
         assert found.stale == f"the timing method was wall clock, here it is {METHOD}"
         gpu = Gpu("test_gpu", 90, 132, "Test GPU")
         assert choose(FAMILIES[made.family], made.spec, made.size, gpu).rule == "nearest size"
     finally:
-        tuned.table.tables.cache_clear()
+        tuned.lookup.table.tables.cache_clear()
 
 
 def test_every_shipped_row_is_fresh_and_legal() -> None:
-    tuned.table.tables.cache_clear()
-    for found in tuned.table.tables().values():
+    tuned.lookup.table.tables.cache_clear()
+    for found in tuned.lookup.table.tables().values():
         for name, rows in found.rows.items():
             record = json.loads(
-                (tuned.table.Path(tuned.__file__).parent / "winners" / f"{found.device}.json").read_text()
+                (tuned.lookup.table.Path(tuned.__file__).parent / "winners" / f"{found.device}.json").read_text()
             )
             assert len(rows) == sum(w["family"] == name for w in record["winners"])
             assert not [r.stale for r in rows if r.stale], "the template changed since this was measured: tune again"
 
 
 def test_rows_that_are_left_out_would_never_have_been_nearest() -> None:
-    family, table = FAMILIES["rope"], tuned.table.tables()["nvidia_h200"]
+    family, table = FAMILIES["rope"], tuned.lookup.table.tables()["nvidia_h200"]
     rows, gpu = table.rows["rope"], Gpu("nvidia_h200", 90, 132, "NVIDIA H200")
     draw = random.Random(0)
     for _ in range(60):

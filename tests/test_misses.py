@@ -19,13 +19,13 @@ from typer.testing import CliRunner
 
 import tune
 import tuned
-import tuned.gru.serve
-import tuned.gru_cell.prepare
-import tuned.gru_cell.run
-import tuned.lookup
-import tuned.plan
-import tuned.rope.call
-import tuned.rope.plan
+import tuned.calls.gru.serve
+import tuned.calls.gru_cell.prepare
+import tuned.calls.gru_cell.run
+import tuned.calls.rope.call
+import tuned.calls.rope.plan
+import tuned.launching.plan
+import tuned.lookup.lookup
 from generator.keeping.misses import MissesError, name_of, read_misses
 from generator.keeping.record import save_winner
 from generator.rendering.structures import structures
@@ -33,14 +33,14 @@ from generator.selection import SelectionError, select
 from generator.workload import default_problems
 from tests.rope_calls import specialised
 from tests.test_record import winner
-from tuned import misses
 from tuned.dispatch import gru_cell, rope
-from tuned.family import FAMILIES
-from tuned.gru_cell.spec import GruCellSpec
-from tuned.lookup import Choice, Gpu, choose
-from tuned.rope.spec import ANGLE_ENTRIES, ANGLES, DTYPES, ITEM_SIZE, LAYOUTS, STYLES, RopeSize, RopeSpec
-from tuned.rope.variant import default_variant
-from tuned.table import Row, Table
+from tuned.families.gru_cell.spec import GruCellSpec
+from tuned.families.registry import FAMILIES
+from tuned.families.rope.spec import ANGLE_ENTRIES, ANGLES, DTYPES, ITEM_SIZE, LAYOUTS, STYLES, RopeSize, RopeSpec
+from tuned.families.rope.variant import default_variant
+from tuned.lookup import misses
+from tuned.lookup.lookup import Choice, Gpu, choose
+from tuned.lookup.table import Row, Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,8 +61,8 @@ def _nothing_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> dict[str, Table]:
     made: dict[str, Table] = {}
-    monkeypatch.setattr(tuned.lookup, "tables", lambda: made)
-    monkeypatch.setattr(tuned.lookup, "rows_for", lambda *_: ())  # no portfolio
+    monkeypatch.setattr(tuned.lookup.lookup, "tables", lambda: made)
+    monkeypatch.setattr(tuned.lookup.lookup, "rows_for", lambda *_: ())  # no portfolio
     return made
 
 
@@ -71,23 +71,23 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tables: dict[str, Table]) -> Itera
     """CPU tensors take the way of GPU tensors, through the interpreter, publicly launched."""
     if torch.cuda.is_available():
         pytest.skip("this stands in for a GPU where there is none")
-    for module in (tuned.rope.plan, tuned.gru_cell.prepare, tuned.gru.serve):
+    for module in (tuned.calls.rope.plan, tuned.calls.gru_cell.prepare, tuned.calls.gru.serve):
         monkeypatch.setattr(module, "why_eager", lambda *_, **__: None)
-    for module in (tuned.rope.plan, tuned.gru_cell.prepare, tuned.gru_cell.run):
+    for module in (tuned.calls.rope.plan, tuned.calls.gru_cell.prepare, tuned.calls.gru_cell.run):
         monkeypatch.setattr(module, "gpu_of", lambda _: UNKNOWN)
-    monkeypatch.setattr(tuned.gru_cell.run, "_capturing", lambda: False)
-    monkeypatch.setattr(tuned.gru_cell.run, "_bare_plan", lambda *_: None)
-    monkeypatch.setattr(tuned.gru_cell.run, "_PLANS", {})
-    monkeypatch.setattr(tuned.rope.plan, "bare_launch", lambda *_: None)
-    monkeypatch.setattr(tuned.rope.plan, "capturing", lambda: False)
-    monkeypatch.setattr(tuned.plan, "_specialised", specialised)
+    monkeypatch.setattr(tuned.calls.gru_cell.run, "_capturing", lambda: False)
+    monkeypatch.setattr(tuned.calls.gru_cell.run, "_bare_plan", lambda *_: None)
+    monkeypatch.setattr(tuned.calls.gru_cell.run, "_PLANS", {})
+    monkeypatch.setattr(tuned.calls.rope.plan, "bare_launch", lambda *_: None)
+    monkeypatch.setattr(tuned.calls.rope.plan, "capturing", lambda: False)
+    monkeypatch.setattr(tuned.launching.plan, "_specialised", specialised)
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
-    tuned.rope.call._PLANS.clear()
-    tuned.gru_cell.prepare.variant_of.cache_clear()
+    tuned.calls.rope.call._PLANS.clear()
+    tuned.calls.gru_cell.prepare.variant_of.cache_clear()
     with np.errstate(all="ignore"):
         yield tables
-    tuned.rope.call._PLANS.clear()
-    tuned.gru_cell.prepare.variant_of.cache_clear()
+    tuned.calls.rope.call._PLANS.clear()
+    tuned.calls.gru_cell.prepare.variant_of.cache_clear()
 
 
 def note(size: RopeSize = SIZE, gpu: Gpu = UNKNOWN, spec: RopeSpec = SPEC) -> None:
@@ -299,7 +299,7 @@ def test_what_a_model_ran_is_what_is_tuned_and_then_has_a_row(
     on_a_gpu[UNKNOWN.device] = Table(UNKNOWN.device, {}, rows)
     path.unlink()
     misses._RECORDED.clear()
-    tuned.rope.call._PLANS.clear()
+    tuned.calls.rope.call._PLANS.clear()
     assert tuned.explain(rope, x, freqs).rule == "winner"
     rope(x, freqs)
     assert not path.exists()

@@ -20,7 +20,7 @@ from tests.gru_calls import FEATURES, B, H, T, kernels
 from tuned.dispatch import gru, gru_cell
 
 if TYPE_CHECKING:
-    from tuned.gru.arguments import GruCall
+    from tuned.calls.gru.arguments import GruCall
 
 __all__ = ["kernels"]
 

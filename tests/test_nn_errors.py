@@ -11,8 +11,8 @@ from torch import zeros
 from torch.nn.utils.rnn import pack_sequence
 
 import tuned.nn
+from tuned.calls.refusal import was_refused
 from tuned.dispatch import gru, gru_cell
-from tuned.refusal import was_refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable

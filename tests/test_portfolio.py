@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import tuned.lookup
-import tuned.portfolio
+import tuned.lookup.lookup
+import tuned.lookup.portfolio
 from generator.keeping.record import read_record, save_winner
 from generator.proving.landscape import FOLDER, load_landscapes
 from generator.proving.portfolio import LEAST, MOST, candidates, cover, left_out, of_best, of_winners, portfolio_source
@@ -19,10 +19,10 @@ from tests.fakes import ENVIRONMENT
 from tests.test_cli import call, machine  # noqa: F401 - a fixture
 from tests.test_record import winner
 from tests.test_regret import LARGE, MADE, SMALL
-from tuned.family import FAMILIES
-from tuned.gru_cell.spec import GruCellSize, GruCellSpec
-from tuned.lookup import Gpu, choose
-from tuned.portfolio import ANY, architecture_of, rows_for, variants_for
+from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.registry import FAMILIES
+from tuned.lookup.lookup import Gpu, choose
+from tuned.lookup.portfolio import ANY, architecture_of, rows_for, variants_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,28 +85,28 @@ def test_architectures_have_names_and_a_fallback(monkeypatch: pytest.MonkeyPatch
         *("sm_8x", "sm_8x", "sm_9x", "sm_10x", "sm_12x", "gfx")
     ]
     known = {(ANY, "gru_cell"): (SMALL,), ("sm_9x", "gru_cell"): (LARGE,)}
-    monkeypatch.setattr(tuned.portfolio, "_known", lambda: (known, {}))
+    monkeypatch.setattr(tuned.lookup.portfolio, "_known", lambda: (known, {}))
     assert variants_for("gru_cell", 90) == (LARGE,)
     assert variants_for("gru_cell", 120) == (SMALL,)
     assert variants_for("rope", 90) == ()
 
 
 def test_a_portfolio_is_no_table_of_a_device() -> None:
-    tuned.table.tables.cache_clear()
-    assert not [device for device in tuned.table.tables() if "portfolio" in device]
+    tuned.lookup.table.tables.cache_clear()
+    assert not [device for device in tuned.lookup.table.tables() if "portfolio" in device]
 
 
 # In dispatch ----------------------------------------------------------------------------------------------------------
 
 
 def test_without_any_table_the_portfolio_serves_and_without_that_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuned.lookup, "tables", dict)
+    monkeypatch.setattr(tuned.lookup.lookup, "tables", dict)
     here, spec, size = Gpu("a_card", 120, 100), GruCellSpec("bfloat16", 1024, (1024,)), GruCellSize(64)
     choice = choose(GRU, spec, size, here)
     assert choice.rule == "portfolio"
     assert choice.variant in [GRU.fit(v, 120) for v in variants_for("gru_cell", 120)]
     assert "the portfolio of any" in choice.why
-    monkeypatch.setattr(tuned.lookup, "rows_for", lambda *_: ())
+    monkeypatch.setattr(tuned.lookup.lookup, "rows_for", lambda *_: ())
     assert choose(GRU, spec, size, here).rule == "default"
 
 

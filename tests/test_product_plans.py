@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-import tuned.gru_cell.prepare
-import tuned.gru_cell.run as cell
-import tuned.linear_cat.run as linear
-import tuned.plan
+import tuned.calls.gru_cell.prepare
+import tuned.calls.gru_cell.run as cell
+import tuned.calls.linear_cat.run as linear
+import tuned.launching.plan
 from generator.measuring.mended import mended_interpreter
 from tests.run import INTERPRETED
-from tuned.lookup import Gpu
-from tuned.plan import Bare
+from tuned.launching.plan import Bare
+from tuned.lookup.lookup import Gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,19 +41,19 @@ def fired(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
         rest = (*numbers, *launch.constants.values())
         return Bare(lambda *given: launched.append(given), 0, HEAD, launch.programs, rest, lambda _: 7, silent, silent)
 
-    for module in (tuned.gru_cell.prepare, linear):
+    for module in (tuned.calls.gru_cell.prepare, linear):
         monkeypatch.setattr(module, "why_eager", lambda *_: None)
     for module in (cell, linear):
         monkeypatch.setattr(module, "gpu_of", lambda _: Gpu("a_card_without_a_table", 80, 100))
         monkeypatch.setattr(module, "_capturing", lambda: False)
         monkeypatch.setattr(module, "bare_launch", bare)
         monkeypatch.setattr(module, "_PLANS", {})
-    for cached in (tuned.gru_cell.prepare.variant_of, linear._variant_of):
+    for cached in (tuned.calls.gru_cell.prepare.variant_of, linear._variant_of):
         cached.cache_clear()
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     with np.errstate(all="ignore"), mended_interpreter(), torch.no_grad():
         yield launched
-    for cached in (tuned.gru_cell.prepare.variant_of, linear._variant_of):
+    for cached in (tuned.calls.gru_cell.prepare.variant_of, linear._variant_of):
         cached.cache_clear()
 
 
@@ -169,7 +169,7 @@ def test_nothing_of_the_callers_is_kept_alive(fired: list[Any]) -> None:
 
 
 def test_what_is_remembered_is_bounded(fired: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuned.plan, "MAX_PLANS", 2)
+    monkeypatch.setattr(tuned.launching.plan, "MAX_PLANS", 2)
     x, h, *weights = step()
     for batch in range(1, 6):
         serve([x[:1].repeat(batch, 1), h[:1].repeat(batch, 1), *weights])

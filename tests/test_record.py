@@ -15,7 +15,7 @@ from generator.rendering.structures import structures
 from generator.selection import problem_named
 from generator.workload import WORKLOADS, default_problems
 from tests.fakes import ENVIRONMENT
-from tuned.record import SCHEMA, RecordError, Winner, load_record, winner_from_json, winner_to_json
+from tuned.lookup.record import SCHEMA, RecordError, Winner, load_record, winner_from_json, winner_to_json
 
 if TYPE_CHECKING:
     from pathlib import Path

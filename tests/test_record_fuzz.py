@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import tuned.kernels
-import tuned.portfolio
-import tuned.table
+import tuned.lookup.portfolio
+import tuned.lookup.table
 from generator.keeping.misses import MissesError, read_misses
 from generator.keeping.record import WINNERS, table_source
-from tuned.family import FAMILIES
-from tuned.lookup import Gpu, choose
-from tuned.record import TEXT_CHARACTERS, RecordError, load_record
-from tuned.table import tables, tables_or_error
+from tuned.families.registry import FAMILIES
+from tuned.lookup.lookup import Gpu, choose
+from tuned.lookup.record import TEXT_CHARACTERS, RecordError, load_record
+from tuned.lookup.table import tables, tables_or_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,10 +44,10 @@ LONG, DEEP = "9" * 5000, "[" * 100_000 + "]" * 100_000
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("TUNED_TABLES", raising=False)
     tables.cache_clear()
-    tuned.portfolio._known.cache_clear()
+    tuned.lookup.portfolio._known.cache_clear()
     yield
     tables.cache_clear()
-    tuned.portfolio._known.cache_clear()
+    tuned.lookup.portfolio._known.cache_clear()
 
 
 def small() -> dict[str, Any]:
@@ -266,7 +266,7 @@ def test_a_folder_that_is_none_is_said_once_and_the_shipped_tables_serve(
         place.write_text("")
     if kind == "null":  # what no environment can hold, but a caller may pass
         with pytest.raises(RecordError, match="must be one that can be read"):
-            tuned.table.folder_of_records("a\0b")
+            tuned.lookup.table.folder_of_records("a\0b")
         return
     (told,) = used_in_a_model(place, monkeypatch)
     assert told.startswith("TUNED_TABLES: a folder of records must be one that can be read, got ")
@@ -320,8 +320,8 @@ def test_a_portfolio_that_cannot_be_used_is_skipped(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(tuned.tables, "__path__", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "tuned.tables._portfolio", raising=False)
     with pytest.warns(RuntimeWarning, match=r"_portfolio.py cannot be used \(SyntaxError"):
-        assert tuned.portfolio.rows_for("rope", 90) == ()
-    assert tuned.portfolio.variants_for("rope", 90) == ()
+        assert tuned.lookup.portfolio.rows_for("rope", 90) == ()
+    assert tuned.lookup.portfolio.variants_for("rope", 90) == ()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choose(FAMILIES["rope"], *SOME_ROPE, GPU).rule == "default"

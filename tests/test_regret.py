@@ -31,8 +31,8 @@ from generator.searching.pool import legal_pool
 from generator.workload import WORKLOADS, default_problems
 from tests.fakes import ENVIRONMENT
 from tests.test_record import winner
-from tuned.gru_cell.spec import GruCellSize, GruCellSpec
-from tuned.gru_cell.variant import GruCellVariant
+from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.gru_cell.variant import GruCellVariant
 
 DEVICES = sorted(p.name for p in FOLDER.glob("*") if p.is_dir())
 GRU = WORKLOADS["gru_cell"].family

@@ -17,7 +17,7 @@ from generator.searching.pool import legal_pool
 from generator.searching.search import Outcome
 from generator.selection import problem_named
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker, TrialFailedError, WorkerLostError
-from tuned.rope.variant import RopeVariant
+from tuned.families.rope.variant import RopeVariant
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -31,7 +31,7 @@ from generator.telling.importance import importances, knobs_of, spread
 from generator.workload import WORKLOADS, default_problems
 from tests.fakes import ENVIRONMENT
 from tests.test_record import winner
-from tuned.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 
 # In place there is the library's form only, whose tile has three knobs.
 GRU = [

@@ -11,15 +11,15 @@ import torch
 import tuned
 from tests.test_gru_run import VARIANTS, assert_as_pytorch, call_of, interpreted
 from tests.test_gru_strides import GPU, Machine, machine
-from tuned import residents
+from tuned.calls.gru import plan, run, serve
 from tuned.dispatch import gru
-from tuned.gru import plan, run, serve
-from tuned.gru.variant import GruVariant, alone, programs
-from tuned.lookup import Choice
+from tuned.families.gru.variant import GruVariant, alone, programs
+from tuned.launching import residents
+from tuned.lookup.lookup import Choice
 
 if TYPE_CHECKING:
-    from tuned.gru.arguments import GruCall
-    from tuned.launch import Launch
+    from tuned.calls.gru.arguments import GruCall
+    from tuned.families.launch import Launch
 
 __all__ = ["interpreted", "machine"]
 

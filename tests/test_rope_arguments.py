@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.run import addresses
+from tuned.calls.rope.arguments import MAX_TOKENS, Given, Settings, prepare
 from tuned.dispatch import rope_qk, rope_qkv
-from tuned.rope.arguments import MAX_TOKENS, Given, Settings, prepare
-from tuned.rope.spec import RopeSpec
+from tuned.families.rope.spec import RopeSpec
 
 B, S, H, K, D = 2, 6, 4, 2, 8
 ROWS = 12
@@ -502,7 +502,7 @@ def test_views_as_models_make_them_are_told_apart_by_their_strides(name: str, mo
     def enumerated(*_: Any) -> None:
         raise AssertionError("the addresses were looked at one by one")
 
-    monkeypatch.setattr("tuned.rope.arguments._refuse_shared", enumerated)
+    monkeypatch.setattr("tuned.calls.rope.arguments._refuse_shared", enumerated)
     q, k, _ = shared()[name]
     rope_qk(q, k, cos=TABLE, sin=TABLE, inplace=True)
 

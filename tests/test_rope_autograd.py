@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tuned
 from tests.rope_calls import Case, Marked, Watch, build, watch
+from tuned.calls.rope import call as rope_call
 from tuned.dispatch import rope, rope_backward, rope_qk, rope_qkv
-from tuned.rope import call as rope_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

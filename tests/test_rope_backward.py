@@ -11,9 +11,9 @@ import torch
 
 from tests.rope_case import RopeCase, assert_close, build, canonical, wanted
 from tests.run import to_numpy
-from tuned.rope.launches import kernel_name
-from tuned.rope.spec import ANGLE_ENTRIES, ANGLES, LAYOUTS, STYLES, RopeSpec
-from tuned.rope.variant import RopeVariant
+from tuned.families.rope.launches import kernel_name
+from tuned.families.rope.spec import ANGLE_ENTRIES, ANGLES, LAYOUTS, STYLES, RopeSpec
+from tuned.families.rope.variant import RopeVariant
 
 if TYPE_CHECKING:
     import numpy as np

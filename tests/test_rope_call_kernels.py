@@ -18,10 +18,10 @@ from tests.rope_case import RopeCase, assert_close, assert_right, build, canonic
 from tests.rope_rows import AXES, PACKED, PACKED_SEQ, ROWS, case_of, row_id, spec_of
 from tests.run import DEVICE, run, to_numpy, truncates
 from tests.test_rope_kernels import many_bounds, numbers
-from tuned.choices import choices
-from tuned.rope.launches import kernel_name, launches
-from tuned.rope.spec import STYLES, RopeSize, RopeSpec
-from tuned.rope.variant import RopeVariant
+from tuned.families.choices import choices
+from tuned.families.rope.launches import kernel_name, launches
+from tuned.families.rope.spec import STYLES, RopeSize, RopeSpec
+from tuned.families.rope.variant import RopeVariant
 
 TEXTS = [(spec, variant) for spec in rope_call_specs() for variant in ROPE_SCHEDULES]
 GRID = RopeVariant(block_tokens=4, block_heads=4)

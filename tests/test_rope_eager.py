@@ -13,10 +13,10 @@ from tests import oracle
 from tests.rope_case import Built, RopeCase, assert_close, assert_memory_right, build, canonical, wanted
 from tests.rope_rows import PACKED, PACKED_SEQ, ROWS, case_of, given_of, row_id, settings_of
 from tests.run import DEVICE, to_numpy
+from tuned.calls.rope.call import run_eager
 from tuned.dispatch import rope, rope_backward, rope_qk, rope_qkv
-from tuned.rope.call import run_eager
-from tuned.rope.eager import rotate
-from tuned.rope.spec import LAYOUTS, RopeSpec
+from tuned.families.rope.eager import rotate
+from tuned.families.rope.spec import LAYOUTS, RopeSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from tests.run import INTERPRETED, run
-from tuned.rope.launches import RopeCall, launches
-from tuned.rope.spec import RopeSpec
-from tuned.rope.variant import RopeVariant
+from tuned.families.rope.launches import RopeCall, launches
+from tuned.families.rope.spec import RopeSpec
+from tuned.families.rope.variant import RopeVariant
 
 FAR = 2**30  # elements: the products of the third feature on do not fit into 32 bits
 BEFORE = 3 * 2**31  # elements: three products of 32 bits can lead so far before the first

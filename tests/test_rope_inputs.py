@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import tuned
-import tuned.rope.call
-import tuned.rope.lengths
+import tuned.calls.rope.call
+import tuned.calls.rope.lengths
 from tests.rope_calls import Case, Watch, watch
 from tests.test_rope_plan import check
 from tuned.dispatch import rope, rope_backward, rope_qk, rope_qkv
@@ -48,8 +48,8 @@ for name in ("_cuda_getDevice", "_cuda_init", "_cuda_getCurrentStream", "_cuda_g
 from tuned.compat import flash_attn, flashinfer, liger, transformer_engine, transformers, vllm
 from tuned.dispatch import rope, rope_backward, rope_qk, rope_qkv
 import tuned
-import tuned.rope.call
-import tuned.rope.lengths
+import tuned.calls.rope.call
+import tuned.calls.rope.lengths
 B, S, H, K, D = 2, 4, 4, 2, 16
 def new(*shape, grad=False):
     return torch.randn(*shape).requires_grad_(grad)
@@ -179,11 +179,11 @@ def known(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
 
     def sized(*arguments: Any) -> Any:
-        out = tuned.rope.lengths.sized(*arguments)
+        out = tuned.calls.rope.lengths.sized(*arguments)
         found.append(out is not None)
         return out
 
-    monkeypatch.setattr(tuned.rope.call, "sized", sized)
+    monkeypatch.setattr(tuned.calls.rope.call, "sized", sized)
     return found
 
 

@@ -14,12 +14,12 @@ from generator.rendering.structures import ROPE_SCHEDULES, rope_specs, structure
 from tests import oracle, pairwise
 from tests.rope_case import RopeCase, assert_close, assert_right
 from tests.run import DEVICE, INTERPRETED, run, to_numpy
-from tuned.choices import choices
-from tuned.launch import Launch
-from tuned.launcher import PROBE_KERNEL
-from tuned.rope.launches import kernel_name
-from tuned.rope.spec import LAYOUTS, STYLES, RopeSpec
-from tuned.rope.variant import RopeVariant, default_variant, rejection
+from tuned.families.choices import choices
+from tuned.families.launch import Launch
+from tuned.families.rope.launches import kernel_name
+from tuned.families.rope.spec import LAYOUTS, STYLES, RopeSpec
+from tuned.families.rope.variant import RopeVariant, default_variant, rejection
+from tuned.launching.launcher import PROBE_KERNEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,15 +18,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tests.rope_calls import Case, build, watch
 from tests.test_rope_autograd import FORMS, angles, assert_same, leaves, turned
+from tuned.calls.rope import call as rope_call
+from tuned.calls.rope import ops
 from tuned.compat.flash_attn import apply_rotary_emb_qkv_
 from tuned.dispatch import rope, rope_qk, rope_qkv
-from tuned.rope import call as rope_call
-from tuned.rope import ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tuned.rope.arguments import Given, Settings
+    from tuned.calls.rope.arguments import Given, Settings
 
 __all__ = ["watch"]
 

@@ -14,19 +14,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tuned
-import tuned.misses
-import tuned.plan
-import tuned.rope.plan
+import tuned.calls.rope.plan
+import tuned.launching.plan
+import tuned.lookup.misses
 from tests.rope_calls import CHOICES, Case, Watch, build, forget, mode, watch
-from tuned import launcher
+from tuned.calls.rope import call as rope_call
+from tuned.calls.rope.arguments import prepare
 from tuned.dispatch import rope, rope_qk, rope_qkv
-from tuned.lookup import Gpu
-from tuned.overwrite import refuse_overwrite
-from tuned.rope import call as rope_call
-from tuned.rope.arguments import prepare
+from tuned.launching import launcher
+from tuned.launching.overwrite import refuse_overwrite
+from tuned.lookup.lookup import Gpu
 
 if TYPE_CHECKING:
-    from tuned.rope.arguments import Given, Settings
+    from tuned.calls.rope.arguments import Given, Settings
 
 __all__ = ["watch"]
 
@@ -227,7 +227,7 @@ def test_lengths_of_one_class_are_compiled_for_once(watch: Watch) -> None:
     freqs = torch.rand(64, 16)
     for length in range(2, 40, 2):
         rope_qk(torch.randn(1, length, 4, 16), torch.randn(1, length, 2, 16), freqs, tensor_format="sbhd")
-    variants = {key[1] for key in tuned.rope.plan._COMPILED}
+    variants = {key[1] for key in tuned.calls.rope.plan._COMPILED}
     assert watch.public == len(variants) <= 2, "each variant once, whatever the length"
     assert watch.bare == 19 - watch.public
     before = watch.public
@@ -242,11 +242,11 @@ def test_lengths_of_one_class_are_compiled_for_once(watch: Watch) -> None:
 
 
 def test_what_is_remembered_is_bounded(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuned.plan, "MAX_PLANS", 3)
+    monkeypatch.setattr(tuned.launching.plan, "MAX_PLANS", 3)
     for length in range(1, 12):
         for heads in (1, 2, 3, 4):
             check(Case(heads=heads, seq=length))
-    tables = rope_call._PLANS, tuned.rope.plan._COMPILED, tuned.rope.lengths._CLASSES
+    tables = rope_call._PLANS, tuned.calls.rope.plan._COMPILED, tuned.calls.rope.lengths._CLASSES
     assert [0 < len(table) <= 3 for table in tables] == [True] * 3
     assert watch.public
 
@@ -280,9 +280,9 @@ def test_where_there_is_no_other_launcher_every_launch_is_public(
     watch: Watch, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     if why == "hooks kept another way":
-        monkeypatch.setattr(tuned.plan, "hooks", lambda: None)
+        monkeypatch.setattr(tuned.launching.plan, "hooks", lambda: None)
     else:
-        monkeypatch.setattr(tuned.plan, "bare_supported", launcher.bare_supported)
+        monkeypatch.setattr(tuned.launching.plan, "bare_supported", launcher.bare_supported)
         monkeypatch.setattr(launcher, "_PROBED", {})
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setenv("TUNED_DISPATCH", "safe" if why == "safe" else "")
@@ -297,15 +297,15 @@ def test_where_there_is_no_other_launcher_every_launch_is_public(
 def test_a_first_call_under_capture_decides_nothing_for_later_ones(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuned.rope.plan, "capturing", lambda: True)
+    monkeypatch.setattr(tuned.calls.rope.plan, "capturing", lambda: True)
     for _ in range(2):
         check(Case())
     assert (watch.public, watch.bare) == (2, 0)
-    assert not tuned.rope.plan._COMPILED
-    monkeypatch.setattr(tuned.rope.plan, "capturing", lambda: False)
+    assert not tuned.calls.rope.plan._COMPILED
+    monkeypatch.setattr(tuned.calls.rope.plan, "capturing", lambda: False)
     check(Case())
     assert (watch.public, watch.bare) == (3, 0)
-    monkeypatch.setattr(tuned.rope.plan, "capturing", lambda: True)
+    monkeypatch.setattr(tuned.calls.rope.plan, "capturing", lambda: True)
     check(Case())
     assert (watch.public, watch.bare) == (3, 1), "what is known is captured"
 
@@ -389,8 +389,8 @@ def test_a_gpu_that_nothing_was_tuned_on_is_told_of_at_the_line_that_called(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rope_call, "call", watch.genuine)  # the watch's own frame would be the caller
-    monkeypatch.setattr(tuned.rope.plan, "gpu_of", lambda _device: Gpu("a_new_card", 90, 132, "A New Card"))
-    monkeypatch.setattr(tuned.misses, "_TOLD", set())
+    monkeypatch.setattr(tuned.calls.rope.plan, "gpu_of", lambda _device: Gpu("a_new_card", 90, 132, "A New Card"))
+    monkeypatch.setattr(tuned.lookup.misses, "_TOLD", set())
     x, freqs = torch.ones(1, 2, 4, 16), torch.zeros(2, 8)
     with pytest.warns(tuned.TunedWarning, match="nothing was tuned on A New Card") as said:
         rope_qk(x, x, freqs, angle_entries="pair")

@@ -12,8 +12,8 @@ import pytest
 from generator.searching.pool import legal_pool
 from generator.searching.sampler import PoolSampler
 from generator.selection import problem_named
-from tuned.choices import choices
-from tuned.rope.variant import RopeVariant
+from tuned.families.choices import choices
+from tuned.families.rope.variant import RopeVariant
 
 KNOBS: dict[str, tuple[Any, ...]] = {"a": (1, 2, 4, 8), "b": ("x", "y"), "c": (False, True), "d": (0, 1)}
 # Not a product: half of the combinations are illegal.

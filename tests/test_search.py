@@ -23,8 +23,8 @@ from generator.searching.seeds import MAX_SEEDS, incumbent_of, seeds_for
 from generator.selection import problem_named
 from generator.workload import WORKLOADS, default_problems
 from tests.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
-from tuned.record import load_record
-from tuned.rope.variant import RopeVariant, default_variant
+from tuned.families.rope.variant import RopeVariant, default_variant
+from tuned.lookup.record import load_record
 
 if TYPE_CHECKING:
     from pathlib import Path

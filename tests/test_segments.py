@@ -2,7 +2,7 @@
 
 import torch
 
-from tuned.segments import joined
+from tuned.families.segments import joined
 
 
 def test_segments_are_put_together_in_their_order() -> None:

@@ -19,13 +19,13 @@ from generator.selection import SelectionError
 from generator.workload import WORKLOADS
 from tests.run import DEVICE, truncates
 from tests.test_record import winner
-from tuned.gru_cell.spec import GruCellSize, GruCellSpec
-from tuned.gru_cell.variant import GruCellVariant
-from tuned.linear_cat.spec import LinearCatSize, LinearCatSpec
-from tuned.linear_cat.variant import LinearCatVariant
-from tuned.record import RecordError
-from tuned.rope.spec import RopeSize, RopeSpec
-from tuned.rope.variant import RopeVariant
+from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.gru_cell.variant import GruCellVariant
+from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.linear_cat.variant import LinearCatVariant
+from tuned.families.rope.spec import RopeSize, RopeSpec
+from tuned.families.rope.variant import RopeVariant
+from tuned.lookup.record import RecordError
 
 SIZE = RopeSize(2, 5)
 TILE = {"block_tokens": 2, "block_heads": 2, "num_warps": 1}

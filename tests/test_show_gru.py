@@ -16,13 +16,13 @@ from generator.rendering.show import standalone
 from generator.workload import WORKLOADS
 from tests.run import DEVICE
 from tests.test_record import winner
-from tuned.gru.spec import GruSize, GruSpec
-from tuned.gru.variant import GruVariant
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tuned.gru.launches import Recurrence
+    from tuned.families.gru.launches import Recurrence
 
 SIZE = GruSize(batch=3, seq=4)
 # One program has all rows and units, and waits for itself alone: several would wait for ever in the interpreter.

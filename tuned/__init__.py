@@ -6,6 +6,6 @@ print(tuned.explain(rope, x, freqs))
 """
 
 from tuned.explanation import Explanation, explain
-from tuned.misses import TunedWarning
+from tuned.lookup.misses import TunedWarning
 
 __all__ = ["Explanation", "TunedWarning", "explain"]

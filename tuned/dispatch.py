@@ -3,18 +3,18 @@
 Which kernel a call gets:
 
 1. The winner measured on this device for this spec and size, if it still counts: the same text of its kernel, the same
-   model with as many multiprocessors, timed as times are taken now (``tuned.mismatch``). Else it is a neighbour.
+   model with as many multiprocessors, timed as times are taken now (``tuned.lookup.mismatch``). Else it is a neighbour.
 2. The row that is least unlike the call: octaves between the numbers of tokens, plus ``distance`` between the specs
-   (``tuned.rope.variant``), with its tile rescaled to the width of the call's rows. The rule was chosen by leave-one-out
+   (``tuned.families.rope.variant``), with its tile rescaled to the width of the call's rows. The rule was chosen by leave-one-out
    regret: ``python tune.py regret``; its figures stand in each table.
    (2b) The same from the table of the most similar GPU, without what this one lacks.
    (2c) The same from the portfolio of the architecture: ``tuned/tables/_portfolio.py``.
 3. The default variant of the spec.
 4. Eager PyTorch: tensors on a CPU, dtypes that no kernel takes, no Triton, angles or a GRU that need a gradient.
 
-torch.compile traces RoPE as its formula, which it fuses itself, and a GRU, its step and ``linear_cat`` as operators
-(``tuned.gru.ops``), inside of which the order above holds. On a GPU, whatever else follows operators (make_fx,
-FakeTensorMode, FlopCounterMode) finds these operators too; on a CPU it finds PyTorch's own.
+torch.compile traces each call as an operator of torch.library (``tuned.calls.rope.ops``, ``tuned.calls.gru.ops``), and the
+order above holds inside of it. Other tracers and dispatch modes (make_fx, FakeTensorMode, FlopCounterMode) see the operators
+of RoPE everywhere. They see those of the GRU families on a GPU, and PyTorch's own operators on a CPU.
 
 ``tuned.explain`` tells which of these a call gets, and why. On a GPU of a model that nothing was measured on, the first
 call says so (``tuned.TunedWarning``). Environment: ``TUNED_TABLES=DIR`` puts the records in a folder in front of the
@@ -29,20 +29,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tuned.gru import plan as gru_plan
-from tuned.gru import serve
-from tuned.gru.arguments import check_linear_cat, checked_cell, gru_call
-from tuned.gru_cell import run as gru_cell_run
-from tuned.linear_cat import run as linear_cat_run
-from tuned.overwrite import bump_versions, refuse_overwrite
-from tuned.rope import call as rope_call
-from tuned.rope.arguments import Given, Settings, offset_of, whole_number, whole_numbers
+from tuned.calls.gru import plan as gru_plan
+from tuned.calls.gru import serve
+from tuned.calls.gru.arguments import check_linear_cat, checked_cell, gru_call
+from tuned.calls.gru_cell import run as gru_cell_run
+from tuned.calls.linear_cat import run as linear_cat_run
+from tuned.calls.rope import call as rope_call
+from tuned.calls.rope.arguments import Given, Settings, offset_of, whole_number, whole_numbers
+from tuned.launching.overwrite import bump_versions, refuse_overwrite
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tuned.compat.transformer_engine import apply_rotary_pos_emb as apply_rotary_pos_emb  # noqa: PLC0414
-    from tuned.lookup import Choice
+    from tuned.lookup.lookup import Choice
 
 
 def rope(  # noqa: PLR0913 - the arguments of its peers
@@ -273,15 +272,6 @@ def rope_backward(  # noqa: PLR0913 - the arguments of rope
     )
 
 
-def __getattr__(name: str) -> Any:
-    """TransformerEngine's call, where users of this module's first version find it; it is made of ``rope``."""
-    if name == "apply_rotary_pos_emb":
-        from tuned.compat.transformer_engine import apply_rotary_pos_emb  # noqa: PLC0415 - which imports this module
-
-        return apply_rotary_pos_emb
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
     x: torch.Tensor | tuple[torch.Tensor, ...],
     h: torch.Tensor,
@@ -320,7 +310,7 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
         if torch.is_grad_enabled() and any(t.requires_grad for t in serve.present(*segments, *given)):
             raise RuntimeError("h is overwritten, and its old value is needed for a gradient; use inplace=False")
     if serve.by_operator((*segments, *given)):
-        from tuned.gru import traced  # noqa: PLC0415 - making operators takes 10 ms, which only this needs
+        from tuned.calls.gru import traced  # noqa: PLC0415 - making operators takes 10 ms, which only this needs
 
         out: torch.Tensor = traced.gru_cell(segments, *given)
         return h.copy_(out) if inplace else out
@@ -397,7 +387,7 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
         max_seqlen=max_seqlen,
     )
     if serve.by_operator(call.tensors):
-        from tuned.gru import traced  # noqa: PLC0415
+        from tuned.calls.gru import traced  # noqa: PLC0415
 
         return traced.gru(call)
     return serve.gru(call)
@@ -425,7 +415,7 @@ def linear_cat(
             return known  # type: ignore[no-any-return]
     check_linear_cat(inputs, weight, bias)
     if serve.by_operator((*inputs, weight, bias)):
-        from tuned.gru import traced  # noqa: PLC0415
+        from tuned.calls.gru import traced  # noqa: PLC0415
 
         return traced.linear_cat(inputs, weight, bias)
     return serve.linear_cat(inputs, weight, bias)

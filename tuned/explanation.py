@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from tuned import dispatch, nn
+from tuned.calls.gru import serve
 from tuned.compat.transformer_engine import apply_rotary_pos_emb
-from tuned.family import FAMILIES
-from tuned.gru import serve
-from tuned.lookup import Choice
+from tuned.families.registry import FAMILIES
+from tuned.lookup.lookup import Choice
 
 # By themselves, not by their names in dispatch: who wraps one there can still ask for it.
 ROPE = (dispatch.rope, dispatch.rope_qk, dispatch.rope_qkv, dispatch.rope_backward)

@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from tuned import dispatch
-from tuned.refusal import refuses, was_refused
+from tuned.calls.refusal import refuses, was_refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

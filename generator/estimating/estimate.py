@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from generator.estimating.model import fitted
 from generator.estimating.work import WORK, Work, resident
-from tuned.launch import ceil_div
+from tuned.families.launch import ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

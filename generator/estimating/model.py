@@ -19,7 +19,7 @@ import numpy as np
 from generator.estimating.work import WORK, Work, registers_of, resident
 from generator.proving.landscape import load_landscapes
 from generator.searching.sampler import WARP
-from tuned.choices import choices
+from tuned.families.choices import choices
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

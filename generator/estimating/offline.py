@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from generator.estimating.targets import Target
     from generator.measuring.compile import Resources
     from generator.problem import Problem
-    from tuned.record import Winner
+    from tuned.lookup.record import Winner
 
 SAMPLE = 40  # variants compiled a problem: 0.3 s each on one core
 PICKS = 3

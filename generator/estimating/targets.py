@@ -10,7 +10,7 @@ import difflib
 class Target:
     """What the estimate needs of a device, from its maker's documents."""
 
-    device: str  # as tuned.device.device_slug names it
+    device: str  # as tuned.lookup.device.device_slug names it
     architecture: str  # for generator.measuring.compile.target_of
     processors: int  # SMs, or CUs
     bandwidth_gb_s: float  # of memory, as its maker states it

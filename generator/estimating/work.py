@@ -6,12 +6,12 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from tuned.gru.variant import alone as gru_alone
-from tuned.gru.variant import pieces
-from tuned.launch import ceil_div
-from tuned.rope.launches import programs
-from tuned.rope.spec import ITEM_SIZE
-from tuned.rope.variant import half_block
+from tuned.families.gru.variant import alone as gru_alone
+from tuned.families.gru.variant import pieces
+from tuned.families.launch import ceil_div
+from tuned.families.rope.launches import programs
+from tuned.families.rope.spec import ITEM_SIZE
+from tuned.families.rope.variant import half_block
 
 if TYPE_CHECKING:
     from generator.estimating.targets import Target

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from generator.problem import Problem
-from tuned.gru.launches import Recurrence, counters_needed
-from tuned.gru.spec import GruSize, GruSpec
+from tuned.families.gru.launches import Recurrence, counters_needed
+from tuned.families.gru.spec import GruSize, GruSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tuned.gru.variant import GruVariant
+    from tuned.families.gru.variant import GruVariant
 
 # What one rounding of the state may change, relative; of float32 with TF32, of the operands of a product.
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}

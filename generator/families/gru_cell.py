@@ -9,10 +9,10 @@ import torch
 
 from generator.families.rope import SMALLEST, UNIT_ROUNDOFF
 from generator.problem import Problem
-from tuned.gru_cell.eager import cell
-from tuned.gru_cell.launches import GruCellCall, call_of
-from tuned.gru_cell.spec import GruCellSize, GruCellSpec
-from tuned.gru_cell.variant import GruCellVariant
+from tuned.families.gru_cell.eager import cell
+from tuned.families.gru_cell.launches import GruCellCall, call_of
+from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.gru_cell.variant import GruCellVariant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,9 +10,9 @@ import torch
 from generator.families.gru_cell import product_error
 from generator.families.rope import SMALLEST, UNIT_ROUNDOFF
 from generator.problem import Problem
-from tuned.linear_cat.launches import LinearCatCall, call_of
-from tuned.linear_cat.spec import LinearCatSize, LinearCatSpec
-from tuned.linear_cat.variant import LinearCatVariant
+from tuned.families.linear_cat.launches import LinearCatCall, call_of
+from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.linear_cat.variant import LinearCatVariant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from generator.problem import Problem
-from tuned.rope.arguments import strides_of
-from tuned.rope.eager import positions, rotate
-from tuned.rope.launches import RopeCall
-from tuned.rope.spec import DIRECTIONS, ITEM_SIZE, RopeSize, RopeSpec
-from tuned.rope.variant import RopeVariant
+from tuned.calls.rope.arguments import strides_of
+from tuned.families.rope.eager import positions, rotate
+from tuned.families.rope.launches import RopeCall
+from tuned.families.rope.spec import DIRECTIONS, ITEM_SIZE, RopeSize, RopeSpec
+from tuned.families.rope.variant import RopeVariant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

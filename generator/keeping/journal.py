@@ -12,8 +12,8 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 
 from generator.keeping.failures import times_to_be_a_fact
-from tuned.choices import choices, undeclared
-from tuned.family import FAMILIES
+from tuned.families.choices import choices, undeclared
+from tuned.families.registry import FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

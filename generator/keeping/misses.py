@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from generator.problem import Problem
 from generator.workload import WORKLOADS, default_problems
-from tuned.family import FAMILIES
-from tuned.record import RecordError, build, parsed, shown
+from tuned.families.registry import FAMILIES
+from tuned.lookup.record import RecordError, build, parsed, shown
 
 if TYPE_CHECKING:
     from pathlib import Path

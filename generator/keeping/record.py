@@ -9,7 +9,7 @@ from typing import Any
 
 from generator.processes.locks import folder_lock
 from generator.rendering.modules import write_if_different
-from tuned.record import MEASURED, SCHEMA, Winner, load_record, winner_to_json
+from tuned.lookup.record import MEASURED, SCHEMA, Winner, load_record, winner_to_json
 
 PACKAGE = Path(__file__).parent.parent.parent / "tuned"
 WINNERS = PACKAGE / "winners"

@@ -1,6 +1,6 @@
 """Time launches on the device and calls on the host.
 
-A change of the way of timing changes tuned.record.METHOD: what was timed another way does not count.
+A change of the way of timing changes tuned.lookup.record.METHOD: what was timed another way does not count.
 """
 
 from __future__ import annotations

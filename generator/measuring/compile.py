@@ -17,12 +17,12 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from generator.cache import cache_folder
 from generator.rendering.modules import load, write_if_different
-from tuned.launch import Launch
+from tuned.families.launch import Launch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tuned.launch import Step
+    from tuned.families.launch import Step
 
 TRITON_TYPES = {
     "torch.float64": "fp64",

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tuned.device import device_slug
-from tuned.record import METHOD
+from tuned.lookup.device import device_slug
+from tuned.lookup.record import METHOD
 
 
 def driver_version() -> str:

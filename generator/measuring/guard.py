@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tuned.launcher import as_integers
+from tuned.launching.launcher import as_integers
 
 GUARD_ELEMENTS = 4096  # each side; a multiple of 16 bytes in every type, and more than one program's row
 CANARY = -12345.0  # in 16 bits too a value that no rotation of normal numbers gives

@@ -18,14 +18,14 @@ from generator.cache import ROOT
 from generator.measuring.mended import mended_interpreter
 from generator.problem import Problem
 from generator.workload import WORKLOADS
-from tuned.gru.launches import sequence
-from tuned.gru.variant import PTX_EXCHANGES
-from tuned.launch import Launch
+from tuned.families.gru.launches import sequence
+from tuned.families.gru.variant import PTX_EXCHANGES
+from tuned.families.launch import Launch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tuned.launch import Step
+    from tuned.families.launch import Step
 
 CPU_SECONDS = 600  # of all threads: a kernel that hangs there spins, and a busy machine makes none of it pass faster
 TIMEOUT_S = 3600.0
@@ -76,7 +76,7 @@ def interpreted(cases: Sequence[tuple[Problem, Any]]) -> list[str | None]:
 def _case(values: dict[str, Any]) -> str | None:
     from generator.measuring.check import WrongResultError, check  # noqa: PLC0415
     from generator.measuring.guard import inputs_of, probe  # noqa: PLC0415
-    from tuned.launcher import run_step  # noqa: PLC0415
+    from tuned.launching.launcher import run_step  # noqa: PLC0415
 
     work = WORKLOADS[values["family"]]
     family = work.family

@@ -16,8 +16,8 @@ from generator.measuring.compile import compile_launch, same_code
 from generator.measuring.guard import fingerprint, guard, inputs_of, probe
 from generator.rendering.modules import load
 from generator.workload import WORKLOADS
-from tuned.launch import Launch
-from tuned.launcher import bare, run_step
+from tuned.families.launch import Launch
+from tuned.launching.launcher import bare, run_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
     from generator.problem import Problem
-    from tuned.launch import Step
+    from tuned.families.launch import Step
 
 MAX_SETS = 256  # buffer sets of a tiny problem; beyond this only making them would take time
 MOST_OF_COPY = 4  # times the output: what moves beyond that is not like a copy of it

@@ -19,8 +19,8 @@ from generator.processes.compiler import compiled as result_of
 from generator.processes.worker import TrialFailedError, WorkerLostError
 from generator.rendering.structures import structures
 from generator.searching.pool import legal_pool
-from tuned.choices import choices, undeclared
-from tuned.family import FAMILIES
+from tuned.families.choices import choices, undeclared
+from tuned.families.registry import FAMILIES
 
 if TYPE_CHECKING:
     import concurrent.futures

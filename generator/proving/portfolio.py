@@ -12,14 +12,14 @@ from generator.keeping.record import fields_of, literal
 from generator.proving.landscape import FOLDER, load_landscapes
 from generator.proving.regret import Score
 from generator.workload import WORKLOADS
-from tuned.portfolio import ANY, architecture_of, variants_for
+from tuned.lookup.portfolio import ANY, architecture_of, variants_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from generator.problem import Problem
     from generator.proving.landscape import Landscape
-    from tuned.record import Winner
+    from tuned.lookup.record import Winner
 
 LEAST, MOST = 5, 15  # variants a portfolio
 ENOUGH = 0.01  # worst regret at which no more are added: two variants this near are the same in the noise

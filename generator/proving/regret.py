@@ -13,17 +13,17 @@ from rich.table import Table
 from generator.proving.landscape import load_landscapes
 from generator.searching.search import choose
 from generator.workload import WORKLOADS
-from tuned.lookup import nearest
-from tuned.table import Row
+from tuned.lookup.lookup import nearest
+from tuned.lookup.table import Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from generator.problem import Problem
     from generator.proving.landscape import Landscape
-    from tuned.record import Winner
+    from tuned.lookup.record import Winner
 
-SERVED = "nearest row, tile rescaled"  # what tuned.lookup does; a test holds it against the others
+SERVED = "nearest row, tile rescaled"  # what tuned.lookup.lookup does; a test holds it against the others
 MEDIAN, WORST = 0.02, 0.10  # bars: how much slower than the best a pick may be
 
 

@@ -20,8 +20,8 @@ from generator.measuring.stage import Baselines, Measured
 from generator.processes.worker import TrialFailedError
 from generator.searching.search import tune
 from generator.searching.seeds import MAX_SEEDS
-from tuned.choices import choices
-from tuned.family import FAMILIES
+from tuned.families.choices import choices
+from tuned.families.registry import FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

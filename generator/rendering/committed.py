@@ -9,8 +9,8 @@ from generator.processes.locks import folder_lock
 from generator.proving.portfolio import portfolio_source
 from generator.rendering.modules import write_if_different
 from generator.rendering.structures import default_names, structures
-from tuned.family import FAMILIES
-from tuned.record import load_record
+from tuned.families.registry import FAMILIES
+from tuned.lookup.record import load_record
 
 if TYPE_CHECKING:
     from generator.rendering.render import Kernel

@@ -16,14 +16,14 @@ from generator.searching.seeds import same_problem
 from generator.selection import problem_named
 from generator.telling.report import describe, percent_of_floor
 from generator.workload import WORKLOADS
-from tuned.launch import Launch
-from tuned.record import RecordError
-from tuned.rope.spec import SEARCH_FAN
+from tuned.families.launch import Launch
+from tuned.families.rope.spec import SEARCH_FAN
+from tuned.lookup.record import RecordError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tuned.record import Winner
+    from tuned.lookup.record import Winner
 
 PREFERRED = "nvidia_h200"
 IMPORTS = "import torch\nimport triton\nimport triton.language as tl\n"

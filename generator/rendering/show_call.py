@@ -6,7 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tuned.launch import Launch
+    from tuned.families.launch import Launch
 
 
 def call_text(launch: Launch, grid: str, arguments: list[str], indent: str) -> str:

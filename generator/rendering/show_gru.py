@@ -5,14 +5,14 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from tuned.gru.variant import alone
-from tuned.launch import Launch, ceil_div
+from tuned.families.gru.variant import alone
+from tuned.families.launch import Launch, ceil_div
 
 if TYPE_CHECKING:
-    from tuned.gru.spec import GruSpec
-    from tuned.gru.variant import GruVariant
-    from tuned.launch import Step
-    from tuned.record import Winner
+    from tuned.families.gru.spec import GruSpec
+    from tuned.families.gru.variant import GruVariant
+    from tuned.families.launch import Step
+    from tuned.lookup.record import Winner
 
 WIDTH = 100  # characters of a line of arguments
 LENGTHS = {
@@ -100,7 +100,7 @@ def _recurrence(spec: GruSpec, variant: GruVariant, launch: Launch) -> str:
 
 
 def _arguments(spec: GruSpec, begin: str, end: str, counters: str) -> list[str]:
-    """In the order of the kernel's signature, as tuned.gru.launches.sequence gives them."""
+    """In the order of the kernel's signature, as tuned.families.gru.launches.sequence gives them."""
     dense = spec.layout == "dense"
 
     def strides(tensor: str, first: int) -> list[str]:

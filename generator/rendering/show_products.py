@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from generator.rendering.show_call import call_text
-from tuned.gru_cell.spec import MAX_SEGMENTS
-from tuned.launch import Launch, ceil_div
+from tuned.families.gru_cell.spec import MAX_SEGMENTS
+from tuned.families.launch import Launch, ceil_div
 
 if TYPE_CHECKING:
-    from tuned.launch import Step
-    from tuned.record import Winner
+    from tuned.families.launch import Step
+    from tuned.lookup.record import Winner
 
 
 def cell_wrapper(winner: Winner, steps: tuple[Step, ...]) -> str:

@@ -7,22 +7,22 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from generator.rendering.render import Kernel, render
-from tuned.choices import choices
-from tuned.gru.launches import kernel_name as gru_name
-from tuned.gru.spec import LAYOUTS as GRU_LAYOUTS
-from tuned.gru.spec import GruSpec
-from tuned.gru.variant import GruVariant
-from tuned.gru_cell.launches import gates_name
-from tuned.gru_cell.launches import kernel_name as gru_cell_name
-from tuned.gru_cell.spec import GruCellSpec
-from tuned.gru_cell.variant import GruCellVariant
-from tuned.launcher import PROBE_KERNEL
-from tuned.linear_cat.launches import kernel_name as linear_cat_name
-from tuned.linear_cat.spec import LinearCatSpec
-from tuned.linear_cat.variant import LinearCatVariant
-from tuned.rope.launches import kernel_name as rope_name
-from tuned.rope.spec import ANGLES, LAYOUTS, STYLES, RopeSpec
-from tuned.rope.variant import RopeVariant
+from tuned.families.choices import choices
+from tuned.families.gru.launches import kernel_name as gru_name
+from tuned.families.gru.spec import LAYOUTS as GRU_LAYOUTS
+from tuned.families.gru.spec import GruSpec
+from tuned.families.gru.variant import GruVariant
+from tuned.families.gru_cell.launches import gates_name
+from tuned.families.gru_cell.launches import kernel_name as gru_cell_name
+from tuned.families.gru_cell.spec import GruCellSpec
+from tuned.families.gru_cell.variant import GruCellVariant
+from tuned.families.linear_cat.launches import kernel_name as linear_cat_name
+from tuned.families.linear_cat.spec import LinearCatSpec
+from tuned.families.linear_cat.variant import LinearCatVariant
+from tuned.families.rope.launches import kernel_name as rope_name
+from tuned.families.rope.spec import ANGLES, LAYOUTS, STYLES, RopeSpec
+from tuned.families.rope.variant import RopeVariant
+from tuned.launching.launcher import PROBE_KERNEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

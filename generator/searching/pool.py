@@ -9,7 +9,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from generator.workload import WORKLOADS
-from tuned.choices import choices
+from tuned.families.choices import choices
 
 if TYPE_CHECKING:
     from generator.problem import Problem

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from generator.keeping.journal import KEY, problem_digest
 from generator.rendering.structures import structures
 from generator.searching.claims import Claims, Heart, first_says
-from tuned.choices import choices
-from tuned.family import FAMILIES
-from tuned.record import SCHEMA, winner_from_json, winner_to_json
+from tuned.families.choices import choices
+from tuned.families.registry import FAMILIES
+from tuned.lookup.record import SCHEMA, winner_from_json, winner_to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from generator.problem import Problem
     from generator.searching.search import Outcome
-    from tuned.record import Winner
+    from tuned.lookup.record import Winner
 
 POLL_SECONDS = 1.0  # between looks at a storage while others finish
 NO_TIME = "the time budget was used up before it"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from generator.keeping.journal import Journal
     from generator.problem import Problem
     from generator.searching.search import Outcome
-    from tuned.record import Winner
+    from tuned.lookup.record import Winner
 
     # What to measure of a problem on a compute capability with so many multiprocessors, in place of a search.
     Candidates = Callable[[Problem, int, int], list[Any]]

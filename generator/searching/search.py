@@ -27,8 +27,8 @@ from generator.searching.sampler import BATCH, LEAST_RESULTS, STARTUP, PoolSampl
 from generator.searching.seeds import same_problem
 from generator.searching.stopwatch import Stopwatch
 from generator.workload import WORKLOADS
-from tuned.choices import choices
-from tuned.record import RecordError, Winner, winner_from_json, winner_to_json
+from tuned.families.choices import choices
+from tuned.lookup.record import RecordError, Winner, winner_from_json, winner_to_json
 
 if TYPE_CHECKING:
     import concurrent.futures

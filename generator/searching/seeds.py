@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from generator.problem import Problem
-    from tuned.record import Winner
+    from tuned.lookup.record import Winner
 
 MAX_SEEDS = 8
 MEASURED_WHOLE = 3  # seeds among them that led a landscape of the very problem, where one was recorded

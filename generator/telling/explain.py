@@ -15,11 +15,11 @@ from generator.searching.seeds import same_problem
 from generator.telling.history import from_journal, from_landscapes
 from generator.telling.report import describe, percent_of_floor
 from generator.workload import WORKLOADS
-from tuned.choices import choices
-from tuned.lookup import Choice, Gpu, choose
-from tuned.mismatch import HARD, SOFT, differences, other_text
-from tuned.record import METHOD
-from tuned.table import tables, tables_or_error
+from tuned.families.choices import choices
+from tuned.lookup.lookup import Choice, Gpu, choose
+from tuned.lookup.mismatch import HARD, SOFT, differences, other_text
+from tuned.lookup.record import METHOD
+from tuned.lookup.table import tables, tables_or_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from generator.keeping.journal import Journal
     from generator.problem import Problem
     from generator.telling.history import History
-    from tuned.record import Winner
+    from tuned.lookup.record import Winner
 
 
 def explain(problem: Problem, device: str, folder: Path | None, journal: Journal | None) -> Iterator[str]:

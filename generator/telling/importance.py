@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import optuna
 
-from tuned.choices import choices
+from tuned.families.choices import choices
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -8,13 +8,13 @@ from rich import box
 from rich.table import Table
 
 from generator.searching.stopwatch import ON_GPU
-from tuned.choices import choices
+from tuned.families.choices import choices
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from generator.problem import Problem
-    from tuned.record import Winner
+    from tuned.lookup.record import Winner
 
 
 def percent_of_floor(winner: Winner) -> float:

@@ -7,14 +7,15 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
-import tuned.family
+import tuned.families.family
 import tuned.kernels
-import tuned.lookup
+import tuned.lookup.lookup
 from generator.rendering.structures import texts
-from tuned.family import FAMILIES, Family
-from tuned.lookup import Choice, nearest, usable
-from tuned.portfolio import rows_for
-from tuned.table import Row, tables
+from tuned.families.family import Family
+from tuned.families.registry import FAMILIES
+from tuned.lookup.lookup import Choice, nearest, usable
+from tuned.lookup.portfolio import rows_for
+from tuned.lookup.table import Row, tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,7 +74,7 @@ def _modules() -> list[Any]:
 @contextlib.contextmanager
 def forced(family: str, index: int) -> Iterator[None]:
     """Inside, lookups of a family give the variant of one row wherever its kernels can do the call; nothing else is known."""
-    genuine, row = tuned.lookup.choose, rows(family)[index]
+    genuine, row = tuned.lookup.lookup.choose, rows(family)[index]
 
     def choose(of: Any, spec: Any, size: Any, gpu: Any) -> Choice:
         if of.name == family:
@@ -83,7 +84,11 @@ def forced(family: str, index: int) -> Iterator[None]:
                 return Choice("winner", "forced by the fuzz", found[2], row, gpu)
         return genuine(of, spec, size, gpu)
 
-    with fresh(), replaced("choose", genuine, choose), replaced("near_rows", tuned.lookup.near_rows, lambda *_: None):
+    with (
+        fresh(),
+        replaced("choose", genuine, choose),
+        replaced("near_rows", tuned.lookup.lookup.near_rows, lambda *_: None),
+    ):
         yield
 
 
@@ -138,7 +143,7 @@ class Came:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Inside, choices are noted."""
-        genuine = tuned.lookup.usable
+        genuine = tuned.lookup.lookup.usable
 
         def usable(family: Any, spec: Any, size: Any, variant: Any, *rest: Any) -> bool:
             found = genuine(family, spec, size, variant, *rest)

@@ -15,21 +15,21 @@ import numpy as np
 import pytest
 import torch
 
-import tuned.gru.run
-import tuned.gru.serve
-import tuned.gru_cell.prepare
-import tuned.gru_cell.run
-import tuned.launcher
-import tuned.linear_cat.run
-import tuned.plan
+import tuned.calls.gru.run
+import tuned.calls.gru.serve
+import tuned.calls.gru_cell.prepare
+import tuned.calls.gru_cell.run
+import tuned.calls.linear_cat.run
+import tuned.launching.launcher
+import tuned.launching.plan
 from generator.measuring.mended import mended_interpreter
 from tests.fuzz.forced import fresh, replaced
 from tests.rope_calls import PLAIN
-from tuned.gru.launches import sequence
-from tuned.launch import Fill, Launch
-from tuned.launcher import kernel, launch_public
-from tuned.lookup import Gpu
-from tuned.plan import Bare
+from tuned.families.gru.launches import sequence
+from tuned.families.launch import Fill, Launch
+from tuned.launching.launcher import kernel, launch_public
+from tuned.launching.plan import Bare
+from tuned.lookup.lookup import Gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +57,7 @@ def interpret(launch: Launch) -> None:
 
 
 def bare(launch: Launch, compiled: Any, device: Any) -> Bare:
-    """Stands for tuned.plan.bare_launch."""
+    """Stands for tuned.launching.plan.bare_launch."""
     del compiled, device
     numbers = tuple(v for v in launch.arguments if not isinstance(v, torch.Tensor))
     kinds = [v.dtype if isinstance(v, torch.Tensor) else None for v in launch.arguments]
@@ -76,9 +76,14 @@ def bare(launch: Launch, compiled: Any, device: Any) -> Bare:
 def interpreted_families() -> Iterator[None]:
     """The GRU, its step and the linear over segments; RoPE has tests.rope_calls.watch."""
     # A torch that knows CUDA raises where there is no driver.
-    no_device = replaced("current_device", tuned.plan.current_device, lambda: -1)
+    no_device = replaced("current_device", tuned.launching.plan.current_device, lambda: -1)
     with pytest.MonkeyPatch.context() as patch, fresh(), no_device:
-        cell, linear, run, prepare = tuned.gru_cell.run, tuned.linear_cat.run, tuned.gru.run, tuned.gru_cell.prepare
+        cell, linear, run, prepare = (
+            tuned.calls.gru_cell.run,
+            tuned.calls.linear_cat.run,
+            tuned.calls.gru.run,
+            tuned.calls.gru_cell.prepare,
+        )
 
         def why_eager(x: Any, supported: bool) -> str | None:
             return None if supported and type(x) in PLAIN else "no kernel takes it"
@@ -92,7 +97,7 @@ def interpreted_families() -> Iterator[None]:
             patch.setattr(module, "bare_launch", bare)
             patch.setattr(module, "launch_public", lambda _function, launch: interpret(launch))
         patch.setattr(
-            tuned.gru.serve, "why_eager", lambda x, **_: None if type(x) in PLAIN else "it has rules of its own"
+            tuned.calls.gru.serve, "why_eager", lambda x, **_: None if type(x) in PLAIN else "it has rules of its own"
         )
         patch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
         _sequences(patch)
@@ -101,7 +106,7 @@ def interpreted_families() -> Iterator[None]:
 
 def _sequences(patch: pytest.MonkeyPatch) -> None:
     """Launches that wait for each other run a step at a time: the launch is the barrier."""
-    run, pending = tuned.gru.run, list[Any]()
+    run, pending = tuned.calls.gru.run, list[Any]()
     genuine = run.GRU.launches
 
     def launches(*parts: Any) -> Any:
@@ -116,7 +121,7 @@ def _sequences(patch: pytest.MonkeyPatch) -> None:
         for step in range(recurrence.seq + spec.layers - 1):
             if step < recurrence.seq:
                 for fill in (Fill(recurrence.counters, 0),) if variant.exchange == "counter" else ():
-                    tuned.launcher.run_step(fill)
+                    tuned.launching.launcher.run_step(fill)
                 interpret(sequence(spec, variant, recurrence, step, step + 1))
 
     patch.setattr(run, "GRU", dataclasses.replace(run.GRU, launches=launches))

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import tuned.gru.serve
-import tuned.rope.arguments
-import tuned.rope.call
+import tuned.calls.gru.serve
+import tuned.calls.rope.arguments
+import tuned.calls.rope.call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -125,7 +125,11 @@ def half_state(gru: Any) -> Any:
     return planted
 
 
-ROTATE, PREPARE, GRU = (tuned.rope.call, "rotate"), (tuned.rope.call, "prepare"), (tuned.gru.serve.eager, "gru")
+ROTATE, PREPARE, GRU = (
+    (tuned.calls.rope.call, "rotate"),
+    (tuned.calls.rope.call, "prepare"),
+    (tuned.calls.gru.serve.eager, "gru"),
+)
 PLANTS: dict[str, tuple[tuple[Any, str], Callable[[Any], Any]]] = {
     **{f.__name__: (ROTATE, f) for f in (a_sign, unwritten, overwritten, beyond, stale, coarse, no_error)},
     "other_error": (PREPARE, other_error),
@@ -138,13 +142,13 @@ def planted(name: str) -> Iterator[None]:
     """Inside, the defect is there."""
     (module, attribute), plant = PLANTS[name]
     genuine = getattr(module, attribute)
-    tuned.rope.call._PLANS.clear()
+    tuned.calls.rope.call._PLANS.clear()
     setattr(module, attribute, plant(genuine))
     try:
         yield
     finally:
         setattr(module, attribute, genuine)
-        tuned.rope.call._PLANS.clear()
+        tuned.calls.rope.call._PLANS.clear()
 
 
 def fails(script: str) -> bool:

@@ -17,9 +17,9 @@ import torch
 import triton
 from torch.torch_version import TorchVersion as Version
 
-import tuned.gru.run
-import tuned.lookup
-import tuned.rope.plan
+import tuned.calls.gru.run
+import tuned.calls.rope.plan
+import tuned.lookup.lookup
 from tests import oracle
 from tests.fuzz import case as cases
 from tests.fuzz import forced, formula
@@ -30,8 +30,8 @@ from tests.fuzz.planted import PLANTS, planted
 from tests.rope_calls import Watch, watch
 from tests.run import INTERPRETED
 from tuned import dispatch
-from tuned.family import FAMILIES as FAMILIES_OF
-from tuned.lookup import Gpu
+from tuned.families.registry import FAMILIES as FAMILIES_OF
+from tuned.lookup.lookup import Gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -171,12 +171,12 @@ def test_every_row_is_what_lookups_give_while_it_is_forced() -> None:
     assert len(walk) > 100
     for name, index in walk:
         family, row = FAMILIES_OF[name], forced.rows(name)[index]
-        before = tuned.lookup.choose(family, row.spec, row.size, gpu)
+        before = tuned.lookup.lookup.choose(family, row.spec, row.size, gpu)
         with forced.forced(name, index):
-            assert tuned.rope.plan.choose(family, row.spec, row.size, gpu).variant == row.variant
-            assert tuned.gru.run.choose(family, row.spec, row.size, gpu).rule == "winner"
-        assert tuned.rope.plan.choose is tuned.lookup.choose
-        assert tuned.lookup.choose(family, row.spec, row.size, gpu) == before
+            assert tuned.calls.rope.plan.choose(family, row.spec, row.size, gpu).variant == row.variant
+            assert tuned.calls.gru.run.choose(family, row.spec, row.size, gpu).rule == "winner"
+        assert tuned.calls.rope.plan.choose is tuned.lookup.lookup.choose
+        assert tuned.lookup.lookup.choose(family, row.spec, row.size, gpu) == before
     assert set(walk) <= forced.SERVED
     kernels = {
         n for f, i in walk for n in FAMILIES_OF[f].kernel_names(forced.rows(f)[i].spec, forced.rows(f)[i].variant)

@@ -11,7 +11,7 @@ from tests import pairwise
 from tests.rope_case import Built, assert_close, assert_memory_right, build, canonical, wanted
 from tests.rope_rows import AXES, case_of, given_of, possible, row_id, settings_of
 from tests.run import to_numpy
-from tuned.rope.call import call
+from tuned.calls.rope.call import call
 
 TIMES = 9  # tokens of a row of tests/rope_rows.py: enough for several tiles of any variant
 SEEDS = 3  # calls of one row: the second and later ones go by the plan of the first

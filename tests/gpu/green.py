@@ -12,10 +12,10 @@ import torch
 
 import tuned
 import tuned.nn
-from tuned import residents
-from tuned.gru import run
-from tuned.gru.variant import GruVariant, programs
-from tuned.lookup import Choice
+from tuned.calls.gru import run
+from tuned.families.gru.variant import GruVariant, programs
+from tuned.launching import residents
+from tuned.lookup.lookup import Choice
 
 PART = 32  # multiprocessors
 WAITING = GruVariant("persistent", "split", 16, 16, "spin")

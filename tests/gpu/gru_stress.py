@@ -16,10 +16,10 @@ from triton.language.extra.cuda import globaltimer
 
 from tests.gru_sequences import Sequences, build
 from tests.run import run
-from tuned.gru.launches import launches
-from tuned.gru.spec import GruSpec
-from tuned.gru.variant import GruVariant
-from tuned.launcher import run_step
+from tuned.families.gru.launches import launches
+from tuned.families.gru.spec import GruSpec
+from tuned.families.gru.variant import GruVariant
+from tuned.launching.launcher import run_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable

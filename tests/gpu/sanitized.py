@@ -28,18 +28,18 @@ from tests.run import run
 from tests.test_gru_cell_kernels import FORMS as CELLS
 from tests.test_linear_cat_kernels import FORMS as LINEAR
 from tests.test_rope_plan import CASES, check
-from tuned.choices import choices
-from tuned.gru.launches import kernel_name as gru_name
-from tuned.gru.launches import launches as gru_launches
-from tuned.gru.spec import GruSpec
-from tuned.gru.variant import GruVariant
-from tuned.gru_cell.launches import kernel_name as cell_name
-from tuned.gru_cell.spec import GruCellSpec
+from tuned.families.choices import choices
+from tuned.families.gru.launches import kernel_name as gru_name
+from tuned.families.gru.launches import launches as gru_launches
+from tuned.families.gru.spec import GruSpec
+from tuned.families.gru.variant import GruVariant
+from tuned.families.gru_cell.launches import kernel_name as cell_name
+from tuned.families.gru_cell.spec import GruCellSpec
+from tuned.families.linear_cat.launches import kernel_name as linear_name
+from tuned.families.linear_cat.spec import LinearCatSpec
+from tuned.families.rope.launches import kernel_name as rope_name
 from tuned.kernels import DIGESTS
-from tuned.launcher import PROBE_KERNEL, run_step
-from tuned.linear_cat.launches import kernel_name as linear_name
-from tuned.linear_cat.spec import LinearCatSpec
-from tuned.rope.launches import kernel_name as rope_name
+from tuned.launching.launcher import PROBE_KERNEL, run_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-import tuned.rope.call
-import tuned.rope.plan
+import tuned.calls.rope.call
+import tuned.calls.rope.plan
 from tests.rope_calls import CHOICES, Case, build, forget
 from tests.test_rope_plan import CASES, check, rotated
+from tuned.calls.rope import call as rope_call
 from tuned.dispatch import rope, rope_qk
-from tuned.rope import call as rope_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tuned.plan import Bare
+    from tuned.launching.plan import Bare
 
 ROOT = Path(__file__).parents[2]
 CHANGES = [(field, value) for field, values in CHOICES.items() for value in values]
@@ -34,7 +34,7 @@ TEXT = ("layout", "head_dim", "kv_heads", "dtype", "source", "entries", "rotary"
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Each launch as it happens: "public" or "bare"."""
-    plan, seen = tuned.rope.plan, []
+    plan, seen = tuned.calls.rope.plan, []
     public, bare_launch = plan.run_public, plan.bare_launch
 
     def heard(*arguments: Any) -> Any:
@@ -152,9 +152,9 @@ def test_a_graph_replays_with_new_values_and_new_positions(launched: list[str], 
             run()
     torch.cuda.synchronize()
     if not known:  # compiled, but with no plan: what a first call under capture finds
-        tuned.rope.call._PLANS.clear()
-        tuned.rope.plan._COMPILED.clear()
-        tuned.rope.lengths._CLASSES.clear()
+        tuned.calls.rope.call._PLANS.clear()
+        tuned.calls.rope.plan._COMPILED.clear()
+        tuned.calls.rope.lengths._CLASSES.clear()
     launched.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
@@ -300,12 +300,12 @@ def test_a_profiler_that_listens_hears_every_launch(launched: list[str]) -> None
 
 
 SAFE = """
-import torch, tuned.launcher, tuned.rope.plan
+import torch, tuned.launching.launcher, tuned.calls.rope.plan
 from tests.test_rope_plan import CASES, check
 for name in ("plain", "pair in place", "training", "tokens"):
     for _ in range(3):
         check(CASES[name], "cuda")
-assert tuned.launcher._PROBED == {0: False}, tuned.launcher._PROBED
+assert tuned.launching.launcher._PROBED == {0: False}, tuned.launching.launcher._PROBED
 print("safe")
 """
 

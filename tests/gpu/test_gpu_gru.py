@@ -20,22 +20,22 @@ from tests import pairwise
 from tests.gpu.test_gpu_nn import assert_as_good
 from tests.gru_sequences import Sequences, assert_memory_right, assert_steps_right, build
 from tests.run import run as run_launches
-from tuned.choices import choices
-from tuned.gpu import gpu_of
-from tuned.gru import eager, run
-from tuned.gru.arguments import GruCall, gru_call
-from tuned.gru.launches import launches
-from tuned.gru.spec import LAYOUTS, GruSize, GruSpec
-from tuned.gru.variant import GruVariant, alone, default_variant, programs, rejection
-from tuned.launcher import run_step
-from tuned.lookup import Choice
+from tuned.calls.gru import eager, run
+from tuned.calls.gru.arguments import GruCall, gru_call
+from tuned.families.choices import choices
+from tuned.families.gru.launches import launches
+from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant, alone, default_variant, programs, rejection
+from tuned.launching.launcher import run_step
+from tuned.lookup.gpu import gpu_of
+from tuned.lookup.lookup import Choice
 
 pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")  # what torch.nn.GRU says of weights of its own
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tuned.launch import Launch
+    from tuned.families.launch import Launch
 
 ROOT = Path(__file__).parents[2]
 FEATURES = 24

@@ -15,8 +15,8 @@ from generator.workload import default_problems
 from tests import pairwise
 from tests.rope_case import RopeCase, assert_right
 from tests.test_rope_kernels import spec_for
-from tuned.choices import choices
-from tuned.rope.variant import RopeVariant, rejection
+from tuned.families.choices import choices
+from tuned.families.rope.variant import RopeVariant, rejection
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

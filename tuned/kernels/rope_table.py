@@ -3,7 +3,7 @@
 @generated from templates/rope_table.py.jinja. Do not edit: change the template, then run
 `python tune.py --render`.
 
-What tuned.launcher tries a launch on, and what the tests of sine and cosine run.
+What tuned.launching.launcher tries a launch on, and what the tests of sine and cosine run.
 """
 
 import triton

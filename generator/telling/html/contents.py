@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from generator.telling.history import History
-    from tuned.record import Winner
+    from tuned.lookup.record import Winner
 
 DIRECTIONS = ("forward", "backward")
 LINES = {

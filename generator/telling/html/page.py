@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from generator.telling.history import History
-    from tuned.record import Winner
+    from tuned.lookup.record import Winner
 
 HERE = Path(__file__).parent
 

@@ -21,7 +21,7 @@ def collect(device: str, folder: Path | None, journal: Journal | None) -> Source
     """What there is of a device; ``folder`` has its record if it is not the package's.
 
     Raises:
-        tuned.record.RecordError: the record cannot be read.
+        tuned.lookup.record.RecordError: the record cannot be read.
     """
     winners = read_record(device, folder)
     asked = [(Problem(w.name, w.family, w.spec, w.size), w.environment) for w in winners]

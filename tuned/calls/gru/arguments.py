@@ -1,0 +1,299 @@
+"""Check the arguments of a GRU over sequences, and of a linear over segments. Nothing is written here."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import torch
+
+from tuned.calls.gru_cell.arguments import check_cell
+from tuned.calls.refusal import refuses
+
+
+@dataclasses.dataclass(frozen=True)
+class GruCall:
+    """A checked call. D is 2 if bidirectional, else 1; L is num_layers."""
+
+    input: torch.Tensor  # [T, B, I], [B, T, I] batch_first, or [rows, I] packed
+    hx: torch.Tensor  # [L * D, B, H]
+    weights: tuple[torch.Tensor, ...]  # a layer and direction: w_ih, w_hh and, with biases, b_ih, b_hh
+    has_biases: bool
+    num_layers: int
+    bidirectional: bool
+    batch_first: bool
+    batch_sizes: torch.Tensor | None = None  # [T] int64 on the CPU, of a PackedSequence
+    cu_seqlens: torch.Tensor | None = None  # [B + 1] int32 on the device of input
+    max_seqlen: int | None = None  # with cu_seqlens
+    dropout: float = 0.0  # between layers; 0.0 when not training
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that a gradient may belong to: input, hx, weights."""
+        return (self.input, self.hx, *self.weights)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What torch.autocast casts to on a kind of device, or None where it is off or, as on "meta", unknown."""
+    # torch.amp.is_autocast_available would say it of any kind, but torch 2.11's Dynamo cannot trace that.
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+@refuses
+def gru_call(  # noqa: PLR0913 - the arguments of the public call
+    input: Any,  # noqa: A002
+    hx: Any,
+    weights: Any,
+    *,
+    bias: bool = True,
+    num_layers: int = 1,
+    dropout: float = 0.0,
+    training: bool = False,
+    bidirectional: bool = False,
+    batch_first: bool = False,
+    batch_sizes: Any = None,
+    cu_seqlens: Any = None,
+    max_seqlen: int | None = None,
+) -> GruCall:
+    """The call of tuned.dispatch.gru with these arguments, checked; see there."""
+    call = GruCall(
+        input=input,
+        hx=hx,
+        weights=tuple(weights),
+        has_biases=bias,
+        num_layers=num_layers,
+        bidirectional=bidirectional,
+        batch_first=batch_first,
+        dropout=dropout,
+        batch_sizes=batch_sizes,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
+    )
+    check_gru(call)
+    return call if dropout == 0 or (training and num_layers > 1) else dataclasses.replace(call, dropout=0.0)
+
+
+def check_gru(call: GruCall) -> None:
+    """Raise if the parts of a call do not fit each other; lengths on a GPU are not read.
+
+    Raises:
+        TypeError: not a tensor, or a dtype that does not fit.
+        ValueError: a shape, device or combination that is not allowed.
+    """
+    for name, tensor in (("input", call.input), ("hx", call.hx), *_named(call)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if call.num_layers < 1:
+        raise ValueError(f"num_layers must be at least 1, got {call.num_layers}")
+    if not 0 <= call.dropout <= 1:
+        raise ValueError(f"dropout must be a probability in [0, 1], got {call.dropout}")
+    batch = _batch(call)
+    directions = 2 if call.bidirectional else 1
+    stacked = call.num_layers * directions
+    if call.hx.ndim != 3 or call.hx.shape[0] != stacked or call.hx.shape[1] != batch:  # noqa: PLR2004
+        raise ValueError(
+            f"hx must be [num_layers * directions, batch, hidden] = [{stacked}, {batch}, hidden], got {list(call.hx.shape)}"
+        )
+    _check_weights(call, stacked, directions)
+    _check_alike(call)
+
+
+def _named(call: GruCall) -> list[tuple[str, Any]]:
+    return [(f"weights[{index}]", weight) for index, weight in enumerate(call.weights)]
+
+
+def _batch(call: GruCall) -> int:
+    """How many sequences the call has, by its form."""
+    if call.batch_sizes is not None and call.cu_seqlens is not None:
+        raise ValueError("give batch_sizes (of a PackedSequence) or cu_seqlens, not both")
+    if call.max_seqlen is not None and call.cu_seqlens is None:
+        raise ValueError("max_seqlen is for cu_seqlens, which is not given")
+    if call.batch_sizes is None and call.cu_seqlens is None:
+        if call.input.ndim != 3:  # noqa: PLR2004
+            raise ValueError(
+                f"input must be {'[batch, seq' if call.batch_first else '[seq, batch'}, features], got "
+                f"{list(call.input.shape)}; for one sequence add a batch of 1, for packed ones give batch_sizes or cu_seqlens"
+            )
+        seq, batch = call.input.shape[:2] if not call.batch_first else (call.input.shape[1], call.input.shape[0])
+        if seq < 1:
+            raise ValueError(f"a sequence must have at least 1 step, got input of {list(call.input.shape)}")
+        return batch
+    if call.input.ndim != 2:  # noqa: PLR2004
+        raise ValueError(f"packed input must be [rows, features], got {list(call.input.shape)}")
+    if call.batch_first:
+        raise ValueError("packed input has no batch axis: batch_first must be False")
+    return _packed_batch(call) if call.cu_seqlens is None else _thd_batch(call)
+
+
+def _packed_batch(call: GruCall) -> int:
+    sizes = call.batch_sizes
+    if not isinstance(sizes, torch.Tensor) or sizes.dtype != torch.int64 or sizes.device.type != "cpu":
+        what = f"{sizes.dtype} on {sizes.device}" if isinstance(sizes, torch.Tensor) else type(sizes).__name__
+        raise TypeError(f"batch_sizes must be an int64 tensor on the CPU, as PackedSequence has it, got {what}")
+    if sizes.ndim != 1 or sizes.numel() < 1:
+        raise ValueError(f"batch_sizes must be [steps] with at least 1 step, got {list(sizes.shape)}")
+    if not _has_values(sizes):
+        return call.hx.shape[1] if call.hx.ndim > 1 else -1  # values are checked when the operator runs
+    rows: list[int] = sizes.tolist()
+    if rows[-1] < 1 or rows != sorted(rows, reverse=True):
+        raise ValueError("batch_sizes must not increase and be at least 1: pack with torch.nn.utils.rnn")
+    if sum(rows) != call.input.shape[0]:
+        raise ValueError(f"batch_sizes add up to {sum(rows)} rows, but input has {call.input.shape[0]}")
+    return rows[0]
+
+
+def _thd_batch(call: GruCall) -> int:
+    bounds = call.cu_seqlens
+    if not isinstance(bounds, torch.Tensor) or bounds.dtype != torch.int32:
+        what = bounds.dtype if isinstance(bounds, torch.Tensor) else type(bounds).__name__
+        raise TypeError(f"cu_seqlens must be an int32 tensor, got {what}: convert with .to(torch.int32)")
+    if bounds.device != call.input.device:
+        raise ValueError(f"cu_seqlens must be on the device of input, {call.input.device}, got {bounds.device}")
+    if bounds.ndim != 1 or bounds.numel() < 1:
+        raise ValueError(f"cu_seqlens must be [sequences + 1], got {list(bounds.shape)}")
+    if isinstance(call.max_seqlen, torch.Tensor):
+        raise TypeError(
+            "max_seqlen must be an int, got a tensor: give max_seqlen.item(), which waits for the device, or keep it as an int"
+        )
+    if call.max_seqlen is None or call.max_seqlen < 0:
+        raise ValueError(
+            f"cu_seqlens needs max_seqlen, the longest length, got {call.max_seqlen}: reading it from a GPU would wait for it"
+        )
+    if bounds.device.type == "cpu" and _has_values(bounds):
+        check_lengths(bounds.tolist(), call.input.shape[0], call.max_seqlen)
+    return bounds.numel() - 1
+
+
+def _has_values(lengths: torch.Tensor) -> bool:
+    """Whether there are values to check: what stands for a tensor while a call is traced has none."""
+    return not torch.compiler.is_dynamo_compiling() and type(lengths) is torch.Tensor
+
+
+def check_lengths(bounds: list[int], rows: int, max_seqlen: int) -> None:
+    """Raise ValueError if the values of cu_seqlens do not fit the rows of the input and max_seqlen."""
+    if bounds[0] != 0 or bounds[-1] != rows:
+        raise ValueError(
+            f"cu_seqlens must start at 0 and end at the {rows} rows of input, got {bounds[0]} and {bounds[-1]}"
+        )
+    lengths = [after - before for before, after in itertools.pairwise(bounds)]
+    if min(lengths, default=0) < 0:
+        raise ValueError(f"cu_seqlens must not decrease, but one length is {min(lengths)}")
+    if max(lengths, default=0) > max_seqlen:
+        raise ValueError(f"max_seqlen={max_seqlen} is less than the longest length, {max(lengths)}")
+
+
+def _check_weights(call: GruCall, stacked: int, directions: int) -> None:
+    hidden, a_set = call.hx.shape[2], 4 if call.has_biases else 2
+    if len(call.weights) != stacked * a_set:
+        raise ValueError(
+            f"weights must be {a_set} tensors for each of {stacked} layers and directions "
+            f"({'w_ih, w_hh, b_ih, b_hh' if call.has_biases else 'w_ih, w_hh'}), got {len(call.weights)}"
+        )
+    for index, weight in enumerate(call.weights):
+        part, layer = index % a_set, index // a_set // directions
+        features = call.input.shape[-1] if layer == 0 else directions * hidden
+        wanted = ((3 * hidden, features), (3 * hidden, hidden), (3 * hidden,), (3 * hidden,))[part]
+        if weight.shape != wanted:
+            raise ValueError(
+                f"weights[{index}], {('w_ih', 'w_hh', 'b_ih', 'b_hh')[part]} of layer {layer}, must be {list(wanted)} for "
+                f"input of {list(call.input.shape)} and hx of {list(call.hx.shape)}, got {list(weight.shape)}"
+            )
+
+
+def _check_alike(call: GruCall) -> None:
+    """One device and, unless autocast makes it so, one floating point dtype."""
+    device, dtype = call.input.device, call.input.dtype
+    if not dtype.is_floating_point:
+        raise TypeError(f"input must be floating point, got {dtype}")
+    casts = autocast_dtype(device.type) is not None
+    for name, tensor in (("hx", call.hx), *_named(call)):
+        if tensor.device != device:
+            raise ValueError(f"all tensors must be on the device of input, {device}; {name} is on {tensor.device}")
+        if tensor.dtype != dtype and not (casts and tensor.dtype.is_floating_point):
+            raise TypeError(f"all tensors must have the dtype of input, {dtype}; {name} is {tensor.dtype}")
+
+
+@refuses
+def checked_cell(  # noqa: PLR0913 - the arguments of the public call
+    x: Any,
+    h: Any,
+    weight_ih: Any,
+    weight_hh: Any,
+    bias_ih: Any,
+    bias_hh: Any,
+    inplace: bool,  # noqa: FBT001
+) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
+    """The segments of x, and the other tensors of a step of tuned.dispatch.gru_cell, checked together.
+
+    Raises:
+        TypeError: not a tensor, or dtypes that differ.
+        ValueError: a shape or device that does not fit.
+    """
+    segments = x if isinstance(x, tuple) else (x,)
+    if len(segments) != 1:
+        for index, t in enumerate(segments):
+            if not isinstance(t, torch.Tensor):
+                raise TypeError(f"x[{index}] must be a tensor, got {type(t).__name__}")
+            if t.ndim != 2 or t.shape[0] != segments[0].shape[0]:  # noqa: PLR2004
+                raise ValueError(
+                    f"every segment of x must be [batch, k] with one batch, got {[list(s.shape) for s in segments]}"
+                )
+            if (t.dtype, t.device) != (segments[0].dtype, segments[0].device):
+                raise TypeError(
+                    f"all segments of x must have one dtype and device; x[{index}] is {t.dtype} on {t.device}, "
+                    f"x[0] {segments[0].dtype} on {segments[0].device}"
+                )
+        if not segments:
+            raise ValueError("x must have at least one segment, got an empty tuple")
+    given = (h, weight_ih, weight_hh, bias_ih, bias_hh)
+    # Only its shape, dtype and device are looked at: nothing is copied for that.
+    whole = (
+        segments[0]
+        if len(segments) == 1
+        else segments[0].new_empty((len(segments[0]), sum(t.shape[1] for t in segments)))
+    )
+    together: tuple[Any, ...] = (whole, *given)
+    dtype = autocast_dtype(h.device.type) if isinstance(h, torch.Tensor) else None
+    if dtype is not None:  # dtypes may differ, since all will be cast
+        together = tuple(t.to(dtype) if isinstance(t, torch.Tensor) else t for t in together)
+    arguments: tuple[Any, ...] = (*together, inplace)
+    check_cell(*arguments)
+    return segments, given
+
+
+def check_linear_cat(inputs: Any, weight: Any, bias: Any) -> None:
+    """Raise if segments ``[..., k_i]``, weight ``[n, sum of k_i]`` and bias ``[n]`` do not fit each other.
+
+    Raises:
+        TypeError: not a tuple of tensors, or dtypes that differ.
+        ValueError: a shape or device that does not fit.
+    """
+    if not isinstance(inputs, (tuple, list)) or not inputs:
+        raise TypeError(f"inputs must be a tuple of at least one tensor, got {type(inputs).__name__}")
+    named = [(f"inputs[{index}]", t) for index, t in enumerate(inputs)]
+    named += [("weight", weight)] + ([] if bias is None else [("bias", bias)])
+    for name, tensor in named:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    first = inputs[0]
+    casts = autocast_dtype(first.device.type) is not None
+    for name, tensor in named:
+        if tensor.device != first.device:
+            raise ValueError(f"all tensors must be on the device of inputs[0], {first.device}; {name}: {tensor.device}")
+        if not tensor.dtype.is_floating_point or (tensor.dtype != first.dtype and not casts):
+            raise TypeError(
+                f"all tensors must have the floating point dtype of inputs[0], {first.dtype}; {name} is {tensor.dtype}"
+            )
+    for name, tensor in named[: len(inputs)]:
+        if tensor.ndim < 1 or tensor.shape[:-1] != first.shape[:-1]:
+            raise ValueError(
+                f"all inputs must be {[*first.shape[:-1], 'k']}, alike but for the last axis; {name} is {list(tensor.shape)}"
+            )
+    features = sum(t.shape[-1] for t in inputs)
+    if weight.ndim != 2 or weight.shape[1] != features:  # noqa: PLR2004
+        raise ValueError(f"weight must be [n, {features}], the segments' features together, got {list(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be [{weight.shape[0]}], got {list(bias.shape)}")

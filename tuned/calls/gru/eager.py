@@ -1,0 +1,112 @@
+"""The GRU, its step and the linear over segments by PyTorch's own operators: on a CPU, and where a gradient is needed.
+
+torch.gru and torch.gru_cell, not torch._VF's: those are what tuned.nn.patched replaces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+
+from tuned.calls.gru.arguments import check_lengths
+from tuned.families.segments import joined
+from tuned.launching.plan import tracing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tuned.calls.gru.arguments import GruCall
+
+
+def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, h_n) of a checked call, differentiable."""
+    if call.cu_seqlens is not None:
+        return _shapes(call) if call.cu_seqlens.is_meta else _by_bounds(call, call.cu_seqlens.tolist())
+    # cuDNN gives a gradient in training mode only; dropout is 0 already where the caller does not train. A trace is run
+    # with a gradient or without, whatever it was made with, and torch.jit.trace compares one of each.
+    train = call.dropout > 0 or tracing() is not None
+    train = train or (torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors))
+    # torch's way to cuDNN takes states that are contiguous, and views weights flat. oneDNN takes 16-bit states for
+    # contiguous, and reads what lies between their rows. Elsewhere a copy would round differently than torch does.
+    weights = [w.contiguous() for w in call.weights] if call.hx.is_cuda else list(call.weights)
+    hx = call.hx.contiguous() if call.hx.is_cuda or call.hx.element_size() == 2 else call.hx  # noqa: PLR2004
+    if call.batch_sizes is not None:
+        return torch.gru(
+            call.input,
+            call.batch_sizes,
+            hx,
+            weights,
+            call.has_biases,
+            call.num_layers,
+            call.dropout,
+            train,
+            call.bidirectional,
+        )
+    return torch.gru(
+        call.input,
+        hx,
+        weights,
+        call.has_biases,
+        call.num_layers,
+        call.dropout,
+        train,
+        call.bidirectional,
+        call.batch_first,
+    )
+
+
+def _shapes(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result on "meta", where bounds have no values: that of one sequence, and a state for each that there is."""
+    rows, sequences = call.input.shape[0], call.hx.shape[1]
+    if not rows or not sequences:
+        return _by_bounds(call, [0] * (sequences + 1))
+    whole = dataclasses.replace(
+        call, input=call.input.unsqueeze(1), hx=call.hx[:, :1], cu_seqlens=None, max_seqlen=None, batch_first=False
+    )
+    output, h_n = gru(whole)
+    return output.squeeze(1), call.hx.to(h_n.dtype) + h_n
+
+
+def _by_bounds(call: GruCall, bounds: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences one after another: their rows in the order that torch packs them, and back. Waits for the lengths."""
+    check_lengths(bounds, call.input.shape[0], call.max_seqlen or 0)
+    lengths = [after - before for before, after in itertools.pairwise(bounds)]
+    order = sorted((b for b, length in enumerate(lengths) if length), key=lambda b: -lengths[b])  # longest first
+    if not order:
+        features = call.hx.shape[2] * (2 if call.bidirectional else 1)
+        return call.input.new_empty((0, features)), call.hx.clone()
+    steps = [[b for b in order if lengths[b] > step] for step in range(lengths[order[0]])]
+    device = call.input.device
+    rows = torch.tensor([bounds[b] + step for step, alive in enumerate(steps) for b in alive], device=device)
+    sequences = torch.tensor(order, device=device)
+    packed = dataclasses.replace(
+        call,
+        input=call.input.index_select(0, rows),
+        hx=call.hx.index_select(1, sequences),
+        batch_sizes=torch.tensor([len(alive) for alive in steps], device="cpu"),  # whatever the default device
+        cu_seqlens=None,
+        max_seqlen=None,
+    )
+    output, h_n = gru(packed)
+    # A permutation of the rows, undone; an empty sequence keeps its state.
+    return output.index_select(0, rows.argsort()), call.hx.to(h_n.dtype).index_copy(1, sequences, h_n)
+
+
+def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
+    segments: Sequence[torch.Tensor],
+    h: torch.Tensor,
+    weight_ih: torch.Tensor,
+    weight_hh: torch.Tensor,
+    bias_ih: torch.Tensor | None,
+    bias_hh: torch.Tensor | None,
+) -> torch.Tensor:
+    """One step over the segments of its input, differentiable: [batch, hidden]."""
+    return torch.gru_cell(joined(segments), h, weight_ih, weight_hh, bias_ih, bias_hh)
+
+
+def linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The linear over all segments, differentiable: [..., n]."""
+    return torch.nn.functional.linear(joined(inputs), weight, bias)

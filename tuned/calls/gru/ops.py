@@ -1,0 +1,245 @@
+"""Operators of torch.library, for what torch.compile traces: ``tuned::gru``, ``tuned::gru_cell``, ``tuned::linear_cat``.
+
+Outside of a traced graph they are bypassed. Their gradients are PyTorch's: the recurrences are computed once more, by
+PyTorch's own operators, inside ``tuned::gru_backward`` and ``tuned::gru_cell_backward``, which have no gradient of
+their own. No operator draws random numbers: dropout stands between them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from tuned.calls.gru import eager, serve
+from tuned.calls.gru.arguments import GruCall, check_gru, check_linear_cat, checked_cell
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_GRU = (
+    "Tensor input, Tensor hx, Tensor[] weights, bool has_biases, int num_layers, bool bidirectional, bool batch_first, "
+    "Tensor? batch_sizes, Tensor? cu_seqlens, SymInt? max_seqlen"
+)
+_CELL = "Tensor[] segments, Tensor h, Tensor weight_ih, Tensor weight_hh, Tensor? bias_ih, Tensor? bias_hh"
+_LINEAR = "Tensor[] inputs, Tensor weight, Tensor? bias"
+
+
+def _gru_call(input: Any, hx: Any, weights: Any, *settings: Any) -> GruCall:  # noqa: A002
+    """The checked call of the operator's arguments."""
+    call = GruCall(input, hx, tuple(weights), *settings)  # without dropout
+    check_gru(call)
+    return call
+
+
+def _gru(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.no_grad():
+        output, h_n = serve.gru(_gru_call(*args))
+    return output.contiguous(), h_n.contiguous()
+
+
+def _gru_fake(input: Any, hx: Any, weights: Any, *settings: Any) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: A002
+    del weights
+    directions = 2 if settings[2] else 1
+    return input.new_empty((*input.shape[:-1], directions * hx.shape[2])), hx.new_empty(hx.shape)
+
+
+def _gru_backward(grad_output: Any, grad_h_n: Any, wanted: list[bool], *args: Any) -> list[torch.Tensor]:
+    input, hx, weights, *settings = args  # noqa: A001
+
+    def again(input: Any, hx: Any, *weights: Any) -> Any:  # noqa: A002
+        return eager.gru(_gru_call(input, hx, weights, *settings))
+
+    return _recomputed(again, [input, hx, *weights], wanted, [grad_output, grad_h_n])
+
+
+def _cell(segments: Any, h: Any, *weights: Any) -> torch.Tensor:
+    given: tuple[Any, ...] = (tuple(segments), h, *weights, False)
+    checked_cell(*given)
+    with torch.no_grad():
+        return serve.gru_cell(segments, h, *weights, inplace=False).contiguous()
+
+
+def _cell_fake(segments: Any, h: Any, *weights: Any) -> torch.Tensor:
+    del segments, weights
+    return h.new_empty(h.shape)  # type: ignore[no-any-return]
+
+
+def _cell_backward(grad: Any, wanted: list[bool], segments: Any, *others: Any) -> list[torch.Tensor]:
+    count, present = len(segments), [t is not None for t in others]
+
+    def again(*tensors: Any) -> Any:
+        rest = iter(tensors[count:])
+        others: list[Any] = [next(rest) if there else None for there in present]
+        return eager.gru_cell(tensors[:count], *others)
+
+    return _recomputed(again, [*segments, *serve.present(*others)], wanted, [grad])
+
+
+def _linear(inputs: Any, weight: Any, bias: Any) -> torch.Tensor:
+    check_linear_cat(inputs, weight, bias)
+    with torch.no_grad():
+        return serve.linear_cat(inputs, weight, bias).contiguous()
+
+
+def _linear_fake(inputs: Any, weight: Any, bias: Any) -> torch.Tensor:
+    del bias
+    return inputs[0].new_empty((*inputs[0].shape[:-1], weight.shape[0]))  # type: ignore[no-any-return]
+
+
+def _recomputed(
+    function: Callable[..., Any], tensors: Sequence[Any], wanted: Sequence[bool], grads: Sequence[Any]
+) -> list[torch.Tensor]:
+    """Gradients of ``function(*tensors)`` for those wanted, an empty tensor for the others."""
+    # The dispatcher keeps autograd from what runs inside an operator; here it is the work.
+    allowed = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)  # noqa: FBT003, SLF001
+    with allowed, torch.enable_grad():
+        leaves = [t.detach().requires_grad_(asked) for t, asked in zip(tensors, wanted, strict=True)]
+        outputs = function(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        # An output that no input reaches, as that of no rows, has no gradient to give.
+        reached = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
+        asked = [t for t in leaves if t.requires_grad]
+        found = iter(
+            torch.autograd.grad(
+                [out for out, _ in reached], asked, [grad for _, grad in reached], materialize_grads=True
+            )
+        )
+    # Copies: autograd may give one tensor to two leaves, and what an operator returns must not share memory.
+    return [
+        next(found).clone(memory_format=torch.contiguous_format) if w else _nothing(t)
+        for t, w in zip(tensors, wanted, strict=True)
+    ]
+
+
+def _nothing(like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty(0)
+
+
+def _grads_fake(tensors: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor]:
+    return [t.new_empty(t.shape) if w else _nothing(t) for t, w in zip(tensors, wanted, strict=True)]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep the arguments of an operator for its backward: tensors as autograd wants them, the rest beside them."""
+    del output
+    flat, ctx.layout = [], []
+    for value in inputs:
+        many = isinstance(value, (list, tuple))
+        tensors = list(value) if many else [value] if isinstance(value, torch.Tensor) else []
+        ctx.layout.append((many, len(tensors), None if tensors or many else value))
+        flat += tensors
+    ctx.save_for_backward(*flat)
+
+
+def _arguments(ctx: Any) -> list[Any]:
+    """What ``_setup`` kept, as it was given."""
+    saved = iter(ctx.saved_tensors)
+    given: list[Any] = []
+    for many, count, value in ctx.layout:
+        tensors = [next(saved) for _ in range(count)]
+        given.append(tensors if many else tensors[0] if tensors else value)
+    return given
+
+
+def _gru_grads(ctx: Any, grad_output: Any, grad_h_n: Any) -> tuple[Any, ...]:
+    needs = ctx.needs_input_grad
+    wanted = [needs[0], needs[1], *needs[2]]
+    found = gru_backward(grad_output, grad_h_n, wanted, *_arguments(ctx))
+    first, second, *weights = (g if w else None for g, w in zip(found, wanted, strict=True))
+    return first, second, weights, *(None,) * (len(needs) - 3)
+
+
+def _cell_grads(ctx: Any, grad: Any) -> tuple[Any, ...]:
+    segments, *others = _arguments(ctx)
+    needs = ctx.needs_input_grad
+    there = [n for n, t in zip(needs[1:], others, strict=True) if t is not None]
+    wanted = [*needs[0], *there]
+    found = iter(gru_cell_backward(grad, wanted, segments, *others))
+    grads = [next(found) if w else (next(found), None)[1] for w in wanted]
+    rest = iter(grads[len(segments) :])
+    return grads[: len(segments)], *(None if t is None else next(rest) for t in others)
+
+
+def _linear_grads(ctx: Any, grad: Any) -> tuple[Any, ...]:
+    """By parts of the weight: no segment is joined to another here either."""
+    inputs, weight, bias = _arguments(ctx)
+    needs = ctx.needs_input_grad
+    columns = torch.split(weight, [t.shape[-1] for t in inputs], dim=1)
+    rows = grad.reshape(-1, grad.shape[-1])
+    segments = [grad @ part if n else None for part, n in zip(columns, needs[0], strict=True)]
+    parts = [rows.t() @ t.reshape(-1, t.shape[-1]) for t in inputs] if needs[1] else []
+    return segments, torch.cat(parts, 1) if parts else None, rows.sum(0) if bias is not None and needs[2] else None
+
+
+def _operator(name: str, schema: str, function: Any, fake: Any, backward: Any = None) -> Any:
+    made = torch.library.custom_op(f"tuned::{name}", function, mutates_args=(), schema=schema)
+    made.register_fake(fake)
+    if backward is not None:
+        made.register_autograd(backward, setup_context=_setup)
+    return made
+
+
+gru = _operator("gru", f"({_GRU}) -> (Tensor, Tensor)", _gru, _gru_fake, _gru_grads)
+gru_backward = _operator(
+    "gru_backward",
+    f"(Tensor grad_output, Tensor grad_h_n, bool[] wanted, {_GRU}) -> Tensor[]",
+    _gru_backward,
+    lambda _output, _h_n, wanted, input, hx, weights, *_: _grads_fake([input, hx, *weights], wanted),  # noqa: A006
+)
+gru_cell = _operator("gru_cell", f"({_CELL}) -> Tensor", _cell, _cell_fake, _cell_grads)
+gru_cell_backward = _operator(
+    "gru_cell_backward",
+    f"(Tensor grad, bool[] wanted, {_CELL}) -> Tensor[]",
+    _cell_backward,
+    lambda _grad, wanted, segments, *others: _grads_fake([*segments, *serve.present(*others)], wanted),
+)
+linear_cat = _operator("linear_cat", f"({_LINEAR}) -> Tensor", _linear, _linear_fake, _linear_grads)
+
+
+# What FlopCounterMode counts: two for each multiplication of a product, as for PyTorch's own. A backward computes the
+# recurrence once more, and two products for each of its own.
+
+
+def _gru_flops(input: Any, hx: Any, weights: Any, *_: Any, **__: Any) -> int:  # noqa: A002
+    del hx
+    rows = _elements(input[:-1])
+    return 2 * rows * sum(_elements(shape) for shape in weights if len(shape) == 2)  # noqa: PLR2004 - no biases
+
+
+def _cell_flops(segments: Any, h: Any, weight_ih: Any, weight_hh: Any, *_: Any, **__: Any) -> int:
+    del segments
+    return 2 * h[0] * (_elements(weight_ih) + _elements(weight_hh))  # type: ignore[no-any-return]
+
+
+def _linear_flops(inputs: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return 2 * _elements(inputs[0][:-1]) * _elements(weight)
+
+
+def _elements(shape: Sequence[int]) -> int:
+    return math.prod(shape)
+
+
+_FORMULAS: dict[Any, Any] = {
+    torch.ops.tuned.gru: _gru_flops,
+    torch.ops.tuned.gru_cell: _cell_flops,
+    torch.ops.tuned.linear_cat: _linear_flops,
+    torch.ops.tuned.gru_backward: lambda _output, _h_n, _wanted, *args, **named: 3 * _gru_flops(*args, **named),
+    torch.ops.tuned.gru_cell_backward: lambda _grad, _wanted, *args, **named: 3 * _cell_flops(*args, **named),
+}
+
+
+def _register_flops() -> None:
+    """Tell FlopCounterMode, and those that count already: each copies the registry when it is made."""
+    for operator, formula in _FORMULAS.items():
+        register_flop_formula(operator)(formula)
+    for mode in _get_current_dispatch_mode_stack():
+        registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
+        if registry is not None:
+            registry.update({operator: flop_registry[operator] for operator in _FORMULAS})
+
+
+_register_flops()

@@ -1,0 +1,165 @@
+"""Who serves a checked call, a kernel or PyTorch's own operators; and why not a kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tuned.calls.gru import eager, run
+from tuned.calls.gru.arguments import GruCall, autocast_dtype, check_linear_cat, checked_cell, gru_call
+from tuned.calls.gru_cell.prepare import choice_of as choice_of_cell
+from tuned.calls.gru_cell.run import run_cell
+from tuned.calls.linear_cat.run import choice_of as choice_of_linear_cat
+from tuned.calls.linear_cat.run import run_linear_cat
+from tuned.launching.plan import listeners
+from tuned.lookup.gpu import why_eager
+from tuned.lookup.lookup import Choice
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def why_torch(tensors: Sequence[torch.Tensor]) -> str | None:
+    """Why PyTorch's own operators serve these tensors, whatever kernels there are, or None."""
+    reason = why_eager(tensors[0], supported_dtype=True)
+    if reason is not None:
+        return reason
+    for t in tensors:
+        if type(t) not in _PLAIN:
+            return f"{type(t).__name__} is a subclass of Tensor with rules of its own"
+        if t.is_neg() or t.is_conj():
+            return "a tensor is a negative or conjugate view, which PyTorch's own operators turn when they read"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return "a gradient is needed, which PyTorch's own operators give; where it is not, call under torch.no_grad()"
+    if autocast_dtype(tensors[0].device.type) is not None and any(t.dtype == torch.float64 for t in tensors):
+        return "no kernel takes float64, and autocast does not cast it"
+    return _why_unseen()
+
+
+def by_operator(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Whether operators of torch.library serve a checked call: for torch.compile, and for modes that follow operators.
+
+    A mode would miss a launch, and record memory that nothing has written. Tensors on a CPU are PyTorch's own operators'
+    anyway, and torch.export keeps to those too, since its programs run where this package is not.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    if not listeners() or torch.compiler.is_exporting() or _why_unseen() is not None:
+        return False
+    return all(t is None or (t.is_cuda and (type(t) in _PLAIN or _stands_for_a_plain_one(t))) for t in tensors)
+
+
+def _stands_for_a_plain_one(t: torch.Tensor) -> bool:
+    """Whether a tensor is one of those that tracers put in the place of plain ones."""
+    from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415 - private, and only this needs them
+    from torch._subclasses.functional_tensor import FunctionalTensor  # noqa: PLC0415
+
+    return type(t) in (FakeTensor, FunctionalTensor)
+
+
+def _why_unseen() -> str | None:
+    """Why a launch would be overlooked by what follows the call's operators, or None."""
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:  # noqa: SLF001
+        return "a transform of torch.func or forward-mode differentiation is active"
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return "torch.jit is tracing"
+    return None
+
+
+def _as_cast(call: GruCall) -> tuple[GruCall, bool]:
+    """The call with its tensors in the dtype that autocast asks for, as PyTorch's does it; and whether it asks."""
+    dtype = autocast_dtype(call.input.device.type)
+    if dtype is None:
+        return call, False
+    weights = tuple(w.to(dtype) for w in call.weights)
+    return dataclasses.replace(call, input=call.input.to(dtype), hx=call.hx.to(dtype), weights=weights), True
+
+
+def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, h_n) of a checked call."""
+    if why_torch(call.tensors) is None:
+        cast, casts = _as_cast(call)
+        if run.why_not(cast) is None:
+            # What is in one dtype already must stay in it.
+            with torch.autocast(call.input.device.type, enabled=False) if casts else contextlib.nullcontext():
+                return run.forward(cast)
+    return eager.gru(call)
+
+
+def gru_cell(  # noqa: PLR0913 - the arguments of the public call
+    segments: Sequence[torch.Tensor],
+    h: torch.Tensor,
+    weight_ih: torch.Tensor,
+    weight_hh: torch.Tensor,
+    bias_ih: torch.Tensor | None,
+    bias_hh: torch.Tensor | None,
+    *,
+    inplace: bool,
+) -> torch.Tensor:
+    """One checked step; h itself in place."""
+    tensors = present(*segments, h, weight_ih, weight_hh, bias_ih, bias_hh)
+    dtype = autocast_dtype(h.device.type)
+    if why_torch(tensors) is not None:
+        out = eager.gru_cell(segments, h, weight_ih, weight_hh, bias_ih, bias_hh)
+    elif dtype is None:
+        return run_cell(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace=inplace)
+    else:
+        x = [t.to(dtype) for t in segments]
+        state, w_ih, w_hh = (t.to(dtype) for t in (h, weight_ih, weight_hh))
+        b_ih, b_hh = (None if b is None else b.to(dtype) for b in (bias_ih, bias_hh))
+        with torch.autocast(h.device.type, enabled=False):  # what is in one dtype already must stay in it
+            out = run_cell(x, state, w_ih, w_hh, b_ih, b_hh, inplace=False)
+    return h.copy_(out) if inplace else out
+
+
+def linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The linear over all segments."""
+    dtype = autocast_dtype(weight.device.type)
+    if why_torch(present(*inputs, weight, bias)) is not None:
+        return eager.linear_cat(inputs, weight, bias)
+    if dtype is None:
+        return run_linear_cat(inputs, weight, bias)
+    with torch.autocast(weight.device.type, enabled=False):  # what is in one dtype already must stay in it
+        cast = [t.to(dtype) for t in inputs]
+        return run_linear_cat(cast, weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def present(*tensors: Any) -> list[torch.Tensor]:
+    """Those that are not None."""
+    return [t for t in tensors if t is not None]
+
+
+def explain_gru(*args: Any, **kwargs: Any) -> tuple[Choice, tuple[str, ...]]:
+    """The choice for a call of tuned.dispatch.gru with these arguments, and the kernels it launches; nothing runs."""
+    call = gru_call(*args, **kwargs)
+    reason = why_torch(call.tensors)
+    cast = call if reason else _as_cast(call)[0]
+    reason = reason or run.why_not(cast)
+    return (Choice("eager", reason, None), ()) if reason else run.choice_of(cast)
+
+
+def explain_gru_cell(*args: Any, **kwargs: Any) -> tuple[Choice, Any]:
+    """The choice for a call of tuned.dispatch.gru_cell with these arguments, and its spec; no kernel runs."""
+    names = ("x", "h", "weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    given = {**dict.fromkeys(names), "inplace": False, **dict(zip(names, args, strict=False)), **kwargs}
+    segments, (h, *weights) = checked_cell(**given)
+    dtype = autocast_dtype(h.device.type)
+    state = h if dtype is None else h.to(dtype)
+    if (reason := why_torch(present(*segments, h, *weights))) is not None:
+        return Choice("eager", reason, None), None
+    return choice_of_cell(segments, state, given["bias_ih"], given["inplace"] and dtype is None)
+
+
+def explain_linear_cat(inputs: Any, weight: Any, bias: Any = None) -> tuple[Choice, Any]:
+    """The choice for a call of tuned.dispatch.linear_cat with these arguments, and its spec; no kernel runs."""
+    check_linear_cat(inputs, weight, bias)
+    if (reason := why_torch(present(*inputs, weight, bias))) is not None:
+        return Choice("eager", reason, None), None
+    dtype = autocast_dtype(weight.device.type)
+    cast = weight if dtype is None else weight.to(dtype)
+    return choice_of_linear_cat(inputs, cast, bias)

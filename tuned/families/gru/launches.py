@@ -1,0 +1,188 @@
+"""From a recurrence and a Variant to what it launches."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tuned.families.gru.spec import GruSize
+from tuned.families.gru.variant import alone, pieces, programs
+from tuned.families.gru_cell.launches import call_of, gates_launch, gates_name
+from tuned.families.gru_cell.spec import GruCellSpec
+from tuned.families.gru_cell.variant import gates_variant
+from tuned.families.launch import Copy, Fill, Launch, Product, check_rows
+
+if TYPE_CHECKING:
+    from tuned.families.gru.spec import GruSpec
+    from tuned.families.gru.variant import GruVariant
+    from tuned.families.launch import Step
+
+COUNTER_STRIDE = 32  # int32: a counter has a line of the cache for itself
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrence:
+    """The tensors of one call, all checked. G is layers * directions, C = directions * hidden.
+
+    ``dense`` tensors may have any strides but the last; packed ones have tokens where dense ones have time and batch.
+    """
+
+    SCRATCH: ClassVar[tuple[str, ...]] = ("h_n", "between", "counters", "products")  # written besides out
+
+    gates: Any  # [directions, T, B, 3 * hidden] or [directions, tokens, 3 * hidden]: x @ weight_ih.T
+    weight_hh: Any  # [G, 3 * hidden, hidden], any first stride
+    h_0: Any  # [G, B, hidden]
+    out: Any  # [T, B, C] or [tokens, C], contiguous in some order of T and B
+    h_n: Any  # [G, B, hidden]
+    batch: int
+    seq: int
+    weight_ih: Any = None  # [layers - 1, 3 * hidden, hidden] of a stack
+    between: Any = None  # [layers - 1, T, B, hidden] of a stack
+    bias_ih: Any = None  # [G, 3 * hidden]
+    bias_hh: Any = None
+    counters: Any = None  # int32 [COUNTER_STRIDE * rows of programs]
+    products: Any = None  # [B, 3 * hidden], for strategy "library"
+    starts: Any = None  # packed: int64 [T], first row of each step; thd: int32 [B + 1], first token of each sequence
+    lengths: Any = None  # int32 [B]
+
+
+def counters_needed(spec: GruSpec, batch: int) -> int:
+    """Elements of ``counters``, whatever the variant."""
+    return COUNTER_STRIDE * spec.layers * spec.directions * -(-batch // 8)
+
+
+def kernel_name(spec: GruSpec, variant: GruVariant) -> str:
+    """Module and function name: every text axis, in a fixed order."""
+    return f"gru_{spec.layout}_{'stack' if spec.stacked else 'layer'}_{variant.form}"
+
+
+def kernel_names(spec: GruSpec, variant: GruVariant) -> tuple[str, ...]:
+    """Every kernel that the variant launches."""
+    if variant.strategy == "library":
+        return (gates_name(bias=spec.bias, inplace=False),)
+    return (kernel_name(spec, variant),)
+
+
+def launches(spec: GruSpec, variant: GruVariant, call: Recurrence) -> tuple[Step, ...]:
+    """All that runs for the call, in order.
+
+    Raises:
+        ValueError: a tensor that is not as Recurrence says.
+    """
+    _check(call)
+    if variant.strategy == "library":
+        return _library(spec, call)
+    if variant.strategy == "steps":
+        return tuple(sequence(spec, variant, call, step, step + 1) for step in range(call.seq))
+    before: list[Step] = []
+    if not alone(spec, variant):
+        if variant.exchange == "counter":
+            before.append(Fill(call.counters, 0))
+        else:  # all ones is what readers wait to see go away
+            before += [Fill(tensor, -1) for tensor in (call.out, call.between) if tensor is not None]
+    return (*before, sequence(spec, variant, call, 0, call.seq))
+
+
+def _check(call: Recurrence) -> None:
+    rows = (
+        "gates",
+        "weight_hh",
+        "weight_ih",
+        "h_0",
+        "out",
+        "h_n",
+        "between",
+        "bias_ih",
+        "bias_hh",
+        "starts",
+        "lengths",
+    )
+    check_rows(**{name: getattr(call, name) for name in rows})
+    for name in ("weight_hh", "weight_ih"):
+        weights = getattr(call, name)
+        if weights is not None and weights.stride(-2) != weights.shape[-1]:
+            raise ValueError(
+                f"each matrix of {name} must be contiguous, got shape {list(weights.shape)} with strides "
+                f"{list(weights.stride())}"
+            )
+
+
+def sequence(spec: GruSpec, variant: GruVariant, call: Recurrence, begin: int, end: int) -> Launch:
+    """The launch of the steps from ``begin`` to before ``end``; programs of one step of one layer do not wait."""
+    waits = spec.stacked or (end - begin > 1 and not alone(spec, variant))
+    out_t, out_b = _strides(spec, call.out)
+    arguments: list[Any] = [call.gates]
+    if spec.stacked:
+        arguments.append(call.weight_ih)
+    arguments += [
+        call.weight_hh,
+        *((call.bias_ih, call.bias_hh) if spec.bias else (call.h_0, call.h_0)),
+        call.h_0,
+        call.out,
+    ]
+    if spec.stacked:
+        arguments.append(call.between)
+    counts = waits and variant.exchange == "counter"
+    arguments += [call.h_n, call.counters if counts else call.h_0]
+    if spec.layout != "dense":
+        arguments += [call.starts, call.lengths]
+    arguments += [call.batch, call.seq, begin, end, call.gates.stride(0), *_strides(spec, call.gates[0])]
+    if spec.stacked:
+        arguments.append(call.weight_ih.stride(0))
+    arguments += [
+        call.weight_hh.stride(0),
+        *((call.bias_ih.stride(0), call.bias_hh.stride(0)) if spec.bias else (0, 0)),
+    ]
+    arguments += [*call.h_0.stride()[:2], out_t, out_b]
+    if spec.stacked:
+        arguments += [call.between.stride(0), *_strides(spec, call.between[0])]
+    arguments += call.h_n.stride()[:2]
+    first, second, third = pieces(spec.hidden, variant.splits)
+    return Launch(
+        kernel=kernel_name(spec, variant),
+        programs=programs(spec, GruSize(call.batch, call.seq), variant),
+        arguments=tuple(arguments),
+        constants={
+            "HIDDEN": spec.hidden,
+            "DIRECTIONS": spec.directions,
+            "LAYERS": spec.layers,
+            "BIAS": spec.bias,
+            "PRECISION": spec.precision if spec.dtype == "float32" else "ieee",
+            "BLOCK_HIDDEN": variant.block_hidden,
+            "BLOCK_BATCH": variant.block_batch,
+            "SPLITS": variant.splits,
+            "WIDTH_0": first,
+            "WIDTH_1": second,
+            "WIDTH_2": third,
+            "EXCHANGE": variant.exchange if waits else "none",
+            "EARLY": variant.prefetch == "early",
+            "THREADS": 32 * variant.num_warps,
+        },
+        options={"num_warps": variant.num_warps, "num_stages": 1}
+        | ({"launch_cooperative_grid": True} if waits else {}),
+    )
+
+
+def _strides(spec: GruSpec, tensor: Any) -> tuple[int, int]:
+    """Of a tensor of tokens: those of time and batch, or of a token, and 0."""
+    return tensor.stride()[:2] if spec.layout == "dense" else (tensor.stride(0), 0)
+
+
+def _library(spec: GruSpec, call: Recurrence) -> tuple[Step, ...]:
+    """For each step and direction a GEMM of the state, and the gates."""
+    steps: list[Step] = []
+    hidden = spec.hidden
+    precision = spec.precision if spec.dtype == "float32" else ""
+    cell, variant = GruCellSpec(spec.dtype, hidden, (hidden,), spec.bias, precision=precision), gates_variant(hidden)
+    for direction in range(spec.directions):
+        state, weight = call.h_0[direction], call.weight_hh[direction]
+        bias = (call.bias_ih[direction], call.bias_hh[direction]) if spec.bias else ()
+        for step in range(call.seq):
+            t = call.seq - 1 - step if direction else step
+            out = call.out[t, :, direction * hidden : (direction + 1) * hidden]
+            steps.append(Product(state, weight, call.products))
+            one = call_of((state,), state, weight, weight, out, *bias)
+            steps.append(gates_launch(cell, variant, one, (call.gates[direction, t], call.products)))
+            state = out
+        steps.append(Copy(state, call.h_n[direction]))
+    return tuple(steps)

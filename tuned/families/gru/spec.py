@@ -1,0 +1,97 @@
+"""GruSpec: what a caller of a GRU over sequences asks for, and nothing that tuning may change."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tuned.families.gru_cell.spec import DTYPES, ITEM_SIZE, PRECISIONS
+
+LAYOUTS = ("dense", "packed", "thd")
+
+
+@dataclasses.dataclass(frozen=True)
+class GruSpec:
+    """The recurrence of a GRU, given ``x @ weight_ih.T`` of its lowest layer; whatever the batch and the length.
+
+    layout "dense" is all sequences of one length, with any strides (seq-first and batch-first alike); "packed" the rows
+    of a PackedSequence; "thd" sequences one after the other, with cu_seqlens.
+    """
+
+    dtype: str
+    hidden: int
+    layout: str = "dense"
+    directions: int = 1  # 2: both in one launch
+    layers: int = 1  # more: a stack, every layer a step behind the one below it, in one launch
+    bias: bool = True
+    precision: str = (
+        "tf32"  # of the products of float32: "tf32", or "ieee" as torch.backends.cudnn.allow_tf32 = False asks
+    )
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("dtype", DTYPES),
+            ("layout", LAYOUTS),
+            ("directions", (1, 2)),
+            ("precision", PRECISIONS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        if self.hidden < 1 or self.layers < 1:
+            raise ValueError(f"hidden and layers must be at least 1, got {self.hidden} and {self.layers}")
+        if self.layers > 1 and self.directions > 1:
+            raise ValueError("a stack has one direction: the backward one needs the whole sequence of the layer below")
+
+    @property
+    def stacked(self) -> bool:
+        """Several layers in one launch."""
+        return self.layers > 1
+
+    @property
+    def dense(self) -> bool:
+        """All sequences have one length."""
+        return self.layout == "dense"
+
+    @property
+    def packed(self) -> bool:
+        """Rows are those of a PackedSequence."""
+        return self.layout == "packed"
+
+    @property
+    def thd(self) -> bool:
+        """Sequences lie one after the other, any of them may be empty."""
+        return self.layout == "thd"
+
+    @property
+    def stacks_thd(self) -> bool:
+        """A stack over sequences that lie one after the other."""
+        return self.stacked and self.thd
+
+    @property
+    def item(self) -> int:
+        """Bytes of one element."""
+        return ITEM_SIZE[self.dtype]
+
+    def summary(self, variant: Any) -> str:
+        """One sentence for the head of the generated module."""
+        what = {"dense": "sequences of one length", "packed": "a PackedSequence", "thd": "sequences in a row"}[
+            self.layout
+        ]
+        how = {
+            "split": "units times rows, the columns split over the warps",
+            "tile": "rows times units",
+        }[variant.form]
+        return f"a GRU over {what}, {'a stack of layers' if self.stacked else 'one layer'}; {how}."
+
+
+@dataclasses.dataclass(frozen=True)
+class GruSize:
+    """How much of it: what a kernel serves at run time without being compiled again."""
+
+    batch: int
+    seq: int  # steps: the longest sequence
+
+    @property
+    def tokens(self) -> int:
+        """Rows of one step: what the time of a step, and so the choice of a variant, depends on."""
+        return self.batch

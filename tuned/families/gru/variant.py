@@ -1,0 +1,263 @@
+"""GruVariant: the ways to run the recurrence that tuning chooses among, with their costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from tuned.families.architecture import LEAST_SHARED, shared_limit
+from tuned.families.choices import one_of
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.launch import ceil_div, next_power_of_2
+
+CORE_KNOBS = ("strategy", "form", "block_hidden", "block_batch", "num_warps")
+PTX_EXCHANGES = ("spin", "probe")
+SPIN_CAPABILITY = {2: 90, 4: 70}  # bytes of an element -> max.u16x2 is of sm_90, ld.relaxed of sm_70
+MAX_PIECES = 3  # of the columns: WIDTH_0 to WIDTH_2
+MIN_LOAD, MAX_LOAD = 4, 16  # bytes that the PTX of a thread loads at a time
+SMALLEST = 8  # units, and rows
+TILE_ROWS = 32  # below it one product of 16 rows is all there is, which every warp would compute
+STEPS_UNITS = 16
+FEWEST = 8  # with an eighth of the multiprocessors none came near the best
+WARPGROUP = 4  # warps that multiply together on Hopper
+MIN_PART = 16  # columns of a warp: the depth of a 16-bit tensor-core product
+MAX_STATE_PER_THREAD = 128  # elements of the rows of h that a thread holds while it waits, 16 bits each
+SMALL_GPU = 64  # multiprocessors
+
+
+@dataclasses.dataclass(frozen=True)
+class GruVariant:
+    """Which kernels run a sequence, and the tile of one program.
+
+    Text (chooses what Jinja writes): strategy, form. Numbers (constexpr and launch options): the rest.
+    """
+
+    # "persistent": all steps in one launch, weights on chip. "steps": the same kernel, launched for each step, which
+    # reads them again. "library": for each step a library GEMM and a kernel for the gates.
+    strategy: str = one_of("persistent", "steps", "library", default="library")
+    # "split": units times rows, each warp multiplying its part of the columns: few rows. "tile": rows times units.
+    form: str = one_of("split", "tile", default="split")
+    # Units of a program: 3 * block_hidden rows of weight_hh are read, and kept, by it.
+    block_hidden: int = one_of(8, 16, 32, 64, 128, default=16)
+    # Rows of the batch of a program: their whole state is read by it at each step.
+    block_batch: int = one_of(8, 16, 32, 64, 128, default=16)
+    # How a program learns that the others have written: see the template. The order is that of simplicity.
+    exchange: str = one_of("counter", "poll", "spin", "probe", default="counter")
+    # When x's part of the next step's gates is loaded: "early", before waiting for the state, or "late", after it.
+    prefetch: str = one_of("early", "late", default="early")
+    num_warps: int = one_of(2, 4, 8, default=4)
+
+    @property
+    def simplicity(self) -> tuple[int, ...]:
+        """Sort key: inside the noise, the smaller wins, so that two runs agree."""
+        return (
+            ("library", "steps", "persistent").index(self.strategy),
+            ("counter", "poll", "spin", "probe").index(self.exchange),
+            ("early", "late").index(self.prefetch),
+            self.num_warps,
+            self.block_hidden * self.block_batch,
+            self.block_hidden,
+        )
+
+    @property
+    def splits_columns(self) -> bool:
+        """Each warp multiplies its own part of the columns."""
+        return self.form == "split"
+
+    @property
+    def splits(self) -> int:
+        """Into how many parts the columns are split, each for one warp."""
+        return self.num_warps if self.splits_columns else 1
+
+
+def pieces(hidden: int, splits: int) -> tuple[int, int, int]:
+    """The columns as up to three widths that are powers of two, at least MIN_PART a split; 0 is none.
+
+    600 on 4 splits is 512 + 64 + 64, not 1024: what is past the end costs room on the chip and products with 0.
+    """
+    least = MIN_PART * splits
+    widths: list[int] = []
+    left = hidden
+    while left > 0:
+        last = len(widths) == MAX_PIECES - 1
+        width = next_power_of_2(left) if last or left <= least else 1 << (left.bit_length() - 1)
+        widths.append(max(width, least))
+        left -= widths[-1]
+    if sum(widths) >= next_power_of_2(max(hidden, least)):
+        widths = [next_power_of_2(max(hidden, least))]
+    first, second, third = (*widths, 0, 0)[:MAX_PIECES]
+    return first, second, third
+
+
+def programs(spec: GruSpec, size: GruSize, variant: GruVariant) -> int:
+    """Programs of one launch: tiles of units, of rows, and a set for each layer and direction."""
+    tiles = ceil_div(spec.hidden, variant.block_hidden) * ceil_div(size.batch, variant.block_batch)
+    return tiles * spec.layers * spec.directions
+
+
+def alone(spec: GruSpec, variant: GruVariant) -> bool:
+    """One program has all units of its rows, and waits for nobody: ALONE in the template."""
+    first, second, _ = pieces(spec.hidden, variant.splits)
+    return not spec.stacked and second == 0 and variant.block_hidden == first
+
+
+def shared_bytes(spec: GruSpec, variant: GruVariant) -> int:
+    """Shared memory of one program: weights, the rows of h, and the sums on their way to another layout."""
+    columns = sum(pieces(spec.hidden, variant.splits))
+    weights = 3 * variant.block_hidden * columns * spec.item * (2 if spec.stacked else 1)
+    tile = variant.block_hidden * variant.block_batch
+    state = variant.block_batch * columns * spec.item
+    if variant.form == "tile":
+        return weights + state + tile * spec.item
+    return weights + max(state, 4 * variant.splits * tile)
+
+
+def rejection(  # noqa: PLR0911 - one return a rule
+    spec: GruSpec,
+    size: GruSize | None,
+    variant: GruVariant,
+    capability: int = 90,
+    multiprocessors: int | None = None,
+) -> str | None:
+    """Why ``variant`` is not tried for ``spec`` (at ``size``, on so many multiprocessors, if given), or None.
+
+    A rule excludes what is impossible, what would hang, what is another spelling of a variant that stays, or a tile
+    that leaves most of its lanes empty.
+    """
+    if variant.strategy == "library":
+        if spec.layout != "dense" or spec.stacked:
+            return "strategy='library' takes one layer of sequences of one length"
+        if spec.dtype == "float32" and spec.precision == "ieee":
+            return "strategy='library' follows the setting of GEMMs, which may allow TF32"
+        rest = dataclasses.replace(variant, strategy=GruVariant.strategy)
+        return None if rest == GruVariant() else "strategy='library' has no other knobs"
+    if variant.strategy == "steps" and spec.stacked:
+        return "strategy='steps' takes one layer: the layers of a stack wait for each other in one launch"
+    if variant.strategy == "steps" and not (
+        variant.splits_columns and variant.block_hidden <= STEPS_UNITS and variant.num_warps == GruVariant.num_warps
+    ):
+        return f"strategy='steps' reads its weights at each step, whatever the tile: only up to {STEPS_UNITS} units are tried"
+    if (reason := _tile_rejection(spec, variant, capability)) is not None:
+        return reason
+    waits = variant.strategy == "persistent" and not alone(spec, variant)
+    if not waits and (variant.exchange, variant.prefetch) != (GruVariant.exchange, GruVariant.prefetch):
+        return "a program that has all units of its rows waits for nothing"
+    if waits and (reason := _exchange_rejection(spec, variant, capability)) is not None:
+        return reason
+    return None if size is None else _size_rejection(spec, size, variant, multiprocessors)
+
+
+def _exchange_rejection(spec: GruSpec, variant: GruVariant, capability: int) -> str | None:
+    threads, narrowest = 32 * variant.num_warps, min(w for w in pieces(spec.hidden, variant.splits) if w)
+    each = variant.block_batch * narrowest * spec.item // threads
+    spins = capability >= SPIN_CAPABILITY[spec.item] and each >= MIN_LOAD and spec.hidden * spec.item % MAX_LOAD == 0
+    if variant.exchange == "poll" and spins:
+        return "exchange='poll' stops all warps at each look: it never came before 'spin' where that can be"
+    if variant.exchange in PTX_EXCHANGES:
+        if capability < SPIN_CAPABILITY[spec.item]:
+            return f"exchange={variant.exchange!r} with {spec.dtype} needs compute capability {SPIN_CAPABILITY[spec.item] / 10}, not {capability / 10}"
+        if each < MIN_LOAD:
+            return f"exchange={variant.exchange!r} needs {MIN_LOAD} bytes a thread: {variant.block_batch} rows of {narrowest} on {variant.num_warps} warps have {each}"
+        if spec.hidden * spec.item % MAX_LOAD:
+            return f"exchange={variant.exchange!r} reads {MAX_LOAD} bytes at a time, and rows of {spec.hidden} {spec.dtype} are no multiple of that"
+    return None
+
+
+def _size_rejection(spec: GruSpec, size: GruSize, variant: GruVariant, multiprocessors: int | None) -> str | None:
+    if variant.block_batch > max(SMALLEST, next_power_of_2(size.batch)):
+        return f"block_batch={variant.block_batch} would leave half of its rows empty with a batch of {size.batch}"
+    if multiprocessors is None:
+        return None
+    count = programs(spec, size, variant)
+    fits = alone(spec, variant) or count <= multiprocessors
+    if variant.strategy == "steps":
+        return None
+    if not fits:
+        return f"{count} programs wait for each other, and {multiprocessors} multiprocessors may hold no more than one each"
+    if count * FEWEST <= multiprocessors and max(variant.block_hidden, variant.block_batch) > SMALLEST:
+        return f"{count} programs leave most of {multiprocessors} multiprocessors idle, and smaller tiles are more"
+    return None
+
+
+def _tile_rejection(spec: GruSpec, variant: GruVariant, capability: int) -> str | None:  # noqa: PLR0911
+    threads = 32 * variant.num_warps
+    if (
+        variant.block_hidden >= 2 * next_power_of_2(max(spec.hidden, 8))
+        and variant.block_hidden > MIN_PART * variant.splits
+    ):
+        return f"block_hidden={variant.block_hidden} would leave more than half of its units empty with {spec.hidden}"
+    if variant.form == "tile" and spec.stacked:
+        return "form='tile' is not tried for a stack: two sets of weights leave no room for so many rows"
+    if variant.form == "tile" and variant.block_batch < TILE_ROWS:
+        return f"form='tile' with fewer than {TILE_ROWS} rows took twice as long as form='split'"
+    if (
+        variant.form == "tile"
+        and variant.num_warps > WARPGROUP
+        and variant.block_batch * variant.block_hidden < 128 * threads // 32
+    ):
+        return "form='tile' has too few elements for its warps, which would all compute the same"
+    limit = shared_limit(capability)
+    if (needed := shared_bytes(spec, variant)) > limit:
+        return f"{needed} bytes of weights and state are more than the {limit} of shared memory that a program can have"
+    columns = max(pieces(spec.hidden, variant.splits))
+    if variant.block_batch * columns * spec.item > 2 * MAX_STATE_PER_THREAD * threads:
+        return f"{variant.block_batch} rows of {columns} on {variant.num_warps} warps are more than a thread's registers hold"
+    return None
+
+
+def default_variant(spec: GruSpec, size: GruSize | None = None) -> GruVariant:
+    """A variant that is right for any spec and size, if there is one that fits a small GPU.
+
+    Where the library cannot do it, a launch a step, for which programs need not wait for each other; of a stack, one
+    for all, with about as many programs as a small GPU holds.
+    """
+    variant = GruVariant()
+    if rejection(spec, size, variant) is None:
+        return variant
+    strategy = "persistent" if spec.stacked else "steps"
+    tiles = itertools.product((16, 32, 64, 128, 8), (16, 8, 32, 64))
+    tried = [GruVariant(strategy, block_hidden=units, block_batch=rows) for units, rows in tiles]
+    here = [v for v in tried if rejection(spec, size, v) is None]
+    legal = [v for v in here if all(rejection(spec, size, v, capability) is None for capability in LEAST_SHARED)]
+    if size is None or not spec.stacked or not legal:
+        return (legal or here or tried)[0]
+    # As many programs as a small GPU holds; where even the largest tiles are too many, the fewest.
+    return max(legal, key=lambda v: min(programs(spec, size, v), 2 * SMALL_GPU - programs(spec, size, v)))
+
+
+def distance(a: GruSpec, b: GruSpec) -> float:
+    """How unlike two specs are, in octaves.
+
+    Twice those of the hidden size, and those of cells; 1 for another width of an element, half for whatever else differs.
+    """
+    octaves = abs(next_power_of_2(a.hidden).bit_length() - next_power_of_2(b.hidden).bit_length())
+    sets = abs((a.layers * a.directions).bit_length() - (b.layers * b.directions).bit_length())
+    others = (
+        a.layout != b.layout,
+        a.stacked != b.stacked,
+        a.bias != b.bias,
+        a.dtype != b.dtype,
+        a.precision != b.precision,
+    )
+    return 2 * octaves + sets + float(a.item != b.item) + 0.5 * sum(others)
+
+
+def adapt(variant: GruVariant, spec: GruSpec, to: GruSpec) -> GruVariant:
+    """A variant that was tuned for ``spec`` as ``to`` should take it: with fewer units a program until it fits."""
+    del spec
+    if variant.strategy == "library":
+        return variant
+    if variant.exchange in PTX_EXCHANGES and to.hidden * to.item % 16:
+        variant = dataclasses.replace(variant, exchange="poll")
+    if variant.strategy == "persistent" and alone(to, variant):
+        variant = dataclasses.replace(variant, exchange=GruVariant.exchange, prefetch=GruVariant.prefetch)
+    while rejection(to, None, variant) is not None and variant.block_hidden > SMALLEST:
+        variant = dataclasses.replace(variant, block_hidden=variant.block_hidden // 2)
+    return variant
+
+
+def fit(variant: GruVariant, capability: int) -> GruVariant:
+    """The variant as another architecture can run it: without PTX where there is none of it."""
+    if variant.exchange in PTX_EXCHANGES and capability < max(SPIN_CAPABILITY.values()):
+        return dataclasses.replace(variant, exchange="poll")
+    return variant

@@ -1,0 +1,185 @@
+"""From one GRU step and a Variant to what it launches."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+from tuned.families.gru_cell.spec import ITEM_SIZE, MAX_SEGMENTS
+from tuned.families.gru_cell.variant import lanes, programs
+from tuned.families.launch import Copy, Launch, Product, check_rows
+
+if TYPE_CHECKING:
+    from tuned.families.gru_cell.spec import GruCellSpec
+    from tuned.families.gru_cell.variant import GruCellVariant
+    from tuned.families.launch import Step
+
+
+@dataclasses.dataclass(frozen=True)
+class GruCellCall:
+    """The tensors of one step, all checked, those of two axes with last stride 1; ``out`` is ``h`` itself in place."""
+
+    x0: Any  # [batch, widths[0]], and one tensor for each segment
+    x1: Any
+    x2: Any
+    x3: Any
+    h: Any  # [batch, hidden]; where only the library's form is asked for, any strides
+    weight_ih: Any  # [3 * hidden, input_size]
+    weight_hh: Any  # [3 * hidden, hidden]
+    out: Any  # [batch, hidden]
+    bias_ih: Any = None  # [3 * hidden], contiguous
+    bias_hh: Any = None
+
+    @property
+    def segments(self) -> tuple[Any, ...]:
+        """Those of x that there are."""
+        return tuple(x for x in (self.x0, self.x1, self.x2, self.x3) if x is not None)
+
+
+def call_of(segments: tuple[Any, ...], *tensors: Any) -> GruCellCall:
+    """The call of 1 to 4 segments, and the other tensors in the order of GruCellCall."""
+    return GruCellCall(*segments, *(None,) * (MAX_SEGMENTS - len(segments)), *tensors)
+
+
+def gates_name(*, bias: bool, inplace: bool) -> str:
+    """Module and function name of the kernel of the gates: every text axis, in a fixed order."""
+    return f"gru_gates_{'bias' if bias else 'nobias'}_{'inplace' if inplace else 'copy'}"
+
+
+def kernel_name(spec: GruCellSpec, variant: GruCellVariant) -> str:
+    """Module and function name of the one kernel of a variant."""
+    if variant.form == "library":
+        return gates_name(bias=spec.bias, inplace=spec.inplace)
+    return f"gru_cell_{variant.form}"
+
+
+def kernel_names(spec: GruCellSpec, variant: GruCellVariant) -> tuple[str, ...]:
+    """Every kernel that the variant launches, in order."""
+    return (kernel_name(spec, variant),)
+
+
+def launches(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> tuple[Step, ...]:
+    """Every step of the call, in order."""
+    if variant.form == "library":
+        return _library(spec, variant, call)
+    return (fused_launch(spec, variant, call),)
+
+
+def fused_launch(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> Launch:
+    """The whole step in one kernel.
+
+    Raises:
+        ValueError: a tensor that is not as GruCellCall says.
+    """
+    check_rows(
+        x0=call.x0, x1=call.x1, x2=call.x2, x3=call.x3, h=call.h, weight_ih=call.weight_ih, weight_hh=call.weight_hh,
+        out=call.out, bias_ih=call.bias_ih, bias_hh=call.bias_hh,
+    )  # fmt: skip
+    # What there is not is never read: any pointer will do.
+    x = (*call.segments, *(call.h,) * (MAX_SEGMENTS - len(call.segments)))
+    bias = (call.bias_ih, call.bias_hh) if spec.bias else (call.weight_ih, call.weight_hh)
+    batch = call.h.shape[0]
+    return Launch(
+        kernel=kernel_name(spec, variant),
+        programs=programs(spec, variant, batch),
+        arguments=(
+            *x,
+            call.h,
+            call.weight_ih,
+            call.weight_hh,
+            *bias,
+            call.out,
+            batch,
+            *(t.stride(0) for t in x),
+            call.h.stride(0),
+            call.weight_ih.stride(0),
+            call.weight_hh.stride(0),
+            call.out.stride(0),
+        ),
+        constants=_constants(spec, variant, alignment(spec.dtype, *x, call.h, call.weight_ih, call.weight_hh)),
+        options=_options(variant),
+    )
+
+
+def alignment(dtype: str, *tensors: Any) -> int:
+    """The largest power of two of elements, at most 16 bytes, that the row strides of all tensors are multiples of."""
+    return math.gcd(16 // ITEM_SIZE[dtype], *(t.stride(0) for t in tensors))
+
+
+def _constants(spec: GruCellSpec, variant: GruCellVariant, align: int) -> dict[str, Any]:
+    """Every tl.constexpr of a fused kernel, in the order of its signature."""
+    widths = (*spec.inputs, *(0,) * (MAX_SEGMENTS - len(spec.inputs)))
+    constants = {f"WIDTH{index}": width for index, width in enumerate(widths)}
+    constants |= {
+        "HIDDEN": spec.hidden,
+        "BIAS": spec.bias,
+        "ALIGN": align,
+        "BLOCK_BATCH": variant.block_batch,
+        "BLOCK_HIDDEN": variant.block_hidden,
+        "BLOCK_K": variant.block_k,
+    }
+    if variant.form == "vector":
+        return {**constants, "LANES": lanes(spec), "PDL": variant.pdl}
+    return {
+        **constants,
+        "PARTS": variant.k_parts,
+        "SCHEDULE": variant.schedule,
+        "STACKED": variant.stacked,
+        "ORDER": variant.order,
+        "PRECISION": spec.precision or "ieee",  # not looked at for 16 bits
+        "PDL": variant.pdl,
+    }
+
+
+def _options(variant: GruCellVariant) -> dict[str, Any]:
+    stages = 1 if variant.form in ("vector", "library") else variant.num_stages
+    # Named only where it is wanted: other backends than CUDA do not know the option.
+    return {"num_warps": variant.num_warps, "num_stages": stages, **({"launch_pdl": True} if variant.pdl else {})}
+
+
+def gates_launch(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall, gates: tuple[Any, Any]) -> Launch:
+    """The kernel of the gates, after the products x @ weight_ih.T and h @ weight_hh.T, [batch, 3 * hidden] each.
+
+    Raises:
+        ValueError: products or biases with other last strides than 1; h and the output may have any.
+    """
+    check_rows(gates_x=gates[0], gates_h=gates[1], bias_ih=call.bias_ih, bias_hh=call.bias_hh)
+    bias = (call.bias_ih, call.bias_hh) if spec.bias else ()
+    out = () if spec.inplace else (call.out,)
+    return Launch(
+        kernel=kernel_name(spec, variant),
+        programs=programs(spec, variant, call.h.shape[0]),
+        arguments=(
+            *gates,
+            *bias,
+            call.h,
+            *out,
+            call.h.shape[0],
+            *(t.stride(0) for t in gates),
+            *call.h.stride(),
+            *(stride for t in out for stride in t.stride()),
+        ),
+        constants={
+            "HIDDEN": spec.hidden,
+            "BLOCK_BATCH": variant.block_batch,
+            "BLOCK_HIDDEN": variant.block_hidden,
+        },
+        options=_options(variant),
+    )
+
+
+def _library(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> tuple[Step, ...]:
+    """Both products by the library, of x put together where it has several segments, and the gates."""
+    batch = call.h.shape[0]
+    gates = tuple(call.h.new_empty((batch, 3 * spec.hidden)) for _ in range(2))
+    x, copies = call.x0, []
+    if len(call.segments) > 1:
+        x = call.h.new_empty((batch, spec.input_size))
+        starts = [sum(spec.inputs[:index]) for index in range(len(spec.inputs))]
+        copies = [
+            Copy(segment, x[:, start : start + width])
+            for segment, start, width in zip(call.segments, starts, spec.inputs, strict=True)
+        ]
+    products = (Product(x, call.weight_ih, gates[0]), Product(call.h, call.weight_hh, gates[1]))
+    return (*copies, *products, gates_launch(spec, variant, call, gates))

@@ -1,0 +1,315 @@
+"""GruCellVariant: the ways to do one GRU step that tuning chooses among."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from tuned.families.architecture import LEAST_SHARED, PDL_CAPABILITY, shared_limit
+from tuned.families.choices import one_of
+from tuned.families.gru_cell.spec import ITEM_SIZE, GruCellSize, GruCellSpec
+from tuned.families.launch import ceil_div, next_power_of_2
+
+# What a tile's size depends on; the other knobs are free at their defaults.
+CORE_KNOBS = ("form", "block_batch", "block_hidden", "block_k", "k_parts", "num_stages", "num_warps")
+MAX_SUMS = 4096  # rows x units, of each of four sums, before Hopper
+WAVE = 132  # programs that start together: as many as an H200 has multiprocessors
+FEWEST, MOST = 96, 320  # programs of the tensor cores' forms, where another tile has more or fewer
+LARGE_TILE = 4096  # rows x units
+MAX_LOPSIDED = 3.0  # a tile reads block_batch + 3 * block_hidden rows of K: with more of one, it reads too much
+MIN_IN_FLIGHT = 64 * 1024  # bytes; with fewer the memory was not kept busy (H200)
+MAX_IEEE = 2**15  # products a turn, which without tensor cores are written out one by one
+AMD_COLUMNS = 16  # of its matrix cores' products
+VECTOR_ROWS = 8  # from where on the tensor cores are faster however empty their rows
+VECTOR_REGISTERS = 168  # a thread's weights and sums; of 255
+MAX_VECTOR_BLOCKS = 64  # written out one after another
+GATES_PER_THREAD = 8  # elements, eight float32 values each: two 16-byte loads of each tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class GruCellVariant:
+    """How a step is done, and the tile of one program.
+
+    Text (chooses what Jinja writes): ``form``. Numbers (constexpr and launch options): the rest.
+    """
+
+    # "split": one kernel, tensor cores, K split over the warps; "tile": the same without a split; "vector": one kernel
+    # without tensor cores; "library": two GEMMs of the library, and a kernel for the gates.
+    form: str = one_of("split", "tile", "vector", "library", default="split")
+    block_batch: int = one_of(1, 2, 4, 8, 16, 32, 64, 128, default=16)
+    block_hidden: int = one_of(2, 4, 8, 16, 32, 64, 128, 256, default=8)
+    block_k: int = one_of(64, 128, 256, 512, 1024, 2048, default=256)
+    k_parts: int = one_of(1, 2, 4, 8, default=4)  # of block_k, each for warps of its own
+    num_stages: int = one_of(2, 3, 4, 5, 6, 8, default=4)  # blocks of K in flight
+    num_warps: int = one_of(2, 4, 8, default=4)
+    # "two": a loop over x, then one over h; "one": a single loop over both; "joint": a block of each a turn.
+    schedule: str = one_of("two", "one", "joint", default="two")
+    stacked: bool = one_of(False, True, default=False)  # noqa: FBT003 - one product for the gates r and z
+    # Which programs run together: those of neighbouring units, or of neighbouring rows.
+    order: str = one_of("units", "batch", default="units")
+    # Programmatic dependent launch (sm_90+): programs start while the kernel before still drains, and wait before they read.
+    pdl: bool = one_of(False, True, default=False)  # noqa: FBT003
+
+    @property
+    def splits(self) -> bool:
+        """K is split over the warps."""
+        return self.form == "split"
+
+    @property
+    def summary(self) -> str:
+        """One sentence for the head of the generated module."""
+        how = {
+            "split": "on tensor cores, K split over the warps",
+            "tile": "on tensor cores, all of K in every warp",
+            "vector": "for a few rows, without tensor cores",
+        }
+        return f"one step of a GRU in one kernel, {how[self.form]}."
+
+    @property
+    def simplicity(self) -> tuple[int, ...]:
+        """Sort key: inside the noise, the smaller wins, so that two runs agree."""
+        return (
+            ("vector", "split", "tile", "library").index(self.form),
+            int(self.pdl),
+            ("two", "joint", "one").index(self.schedule),
+            int(self.stacked),
+            ("units", "batch").index(self.order),
+            self.num_warps,
+            self.num_stages,
+            self.block_batch * self.block_hidden,
+            self.block_k,
+        )
+
+
+def lanes(spec: GruCellSpec) -> int:
+    """Elements along K that a warp of the vector form reads at once: 16 bytes a lane."""
+    return 32 * 16 // ITEM_SIZE[spec.dtype]
+
+
+def blocks_of_k(spec: GruCellSpec, variant: GruCellVariant) -> tuple[int, int]:
+    """Blocks of K over x, each segment padded to whole ones, and over h."""
+    return sum(ceil_div(w, variant.block_k) for w in spec.inputs), ceil_div(spec.hidden, variant.block_k)
+
+
+def programs(spec: GruCellSpec, variant: GruCellVariant, batch: int) -> int:
+    """Size of the grid."""
+    return ceil_div(batch, variant.block_batch) * ceil_div(spec.hidden, variant.block_hidden)
+
+
+def stage_bytes(spec: GruCellSpec, variant: GruCellVariant) -> int:
+    """Bytes of the operands of one turn of the loop over K."""
+    rows = variant.block_batch + 3 * variant.block_hidden
+    return rows * variant.block_k * ITEM_SIZE[spec.dtype] * (2 if variant.schedule == "joint" else 1)
+
+
+def turns(spec: GruCellSpec, variant: GruCellVariant) -> int:
+    """Turns of the longest loop over K."""
+    of_x, of_h = blocks_of_k(spec, variant)
+    return of_x + of_h if variant.schedule == "one" else max(of_x, of_h)
+
+
+def rejection(
+    spec: GruCellSpec,
+    size: GruCellSize | None,
+    variant: GruCellVariant,
+    capability: int = 90,
+    multiprocessors: int | None = None,
+) -> str | None:
+    """Why ``variant`` is not tried for ``spec`` (at ``size``, if given) on a compute capability (90 is 9.0), or None.
+
+    A rule excludes what is impossible, what is another spelling of a variant that stays, or a tile that leaves most of
+    its lanes empty or was never near the best.
+    """
+    del multiprocessors  # programs of a step do not wait for each other
+    rules = {"library": _library_rejection, "vector": _vector_rejection}.get(variant.form, _tensor_core_rejection)
+    reason = rules(spec, size, variant)
+    if reason is not None:
+        return reason
+    if spec.inplace and variant.form != "library":
+        return "h may not be overwritten while other programs read it: in place, only form='library' is right"
+    if variant.pdl and capability < PDL_CAPABILITY:
+        return f"programmatic dependent launch needs compute capability 9.0, not {capability / 10}"
+    # What is being multiplied is still there while the next stages arrive, but for the older tensor cores' registers.
+    kept = variant.num_stages - int(variant.form == "split" or capability < 90)  # noqa: PLR2004 - Hopper's read shared memory
+    needed, limit = kept * stage_bytes(spec, variant), shared_limit(capability)
+    if variant.form in ("split", "tile") and capability == 0 and variant.block_hidden < AMD_COLUMNS:
+        return f"block_hidden={variant.block_hidden} is less than the {AMD_COLUMNS} columns of AMD's matrix cores"
+    if variant.form in ("split", "tile") and needed > limit:
+        return f"{needed} bytes of shared memory are more than the {limit} of this architecture: fewer stages are tried"
+    return None
+
+
+def _unused(variant: GruCellVariant, *names: str) -> str | None:
+    """A knob that the form does not have must be at its default: else it is another spelling of the same."""
+    for name in names:
+        if getattr(variant, name) != getattr(GruCellVariant, name):  # the class has each field's default
+            return f"form={variant.form!r} has no {name}: only its default is tried"
+    return None
+
+
+def _empty_rows(size: GruCellSize | None, variant: GruCellVariant, least: int) -> str | None:
+    if size is not None and variant.block_batch >= 2 * max(size.batch, least):
+        return f"block_batch={variant.block_batch} would leave more than half of its rows empty with a batch of {size.batch}"
+    return None
+
+
+def _library_rejection(spec: GruCellSpec, size: GruCellSize | None, variant: GruCellVariant) -> str | None:
+    elements = variant.block_batch * variant.block_hidden
+    if reason := _unused(variant, "block_k", "k_parts", "num_stages", "schedule", "stacked", "order", "pdl"):
+        return reason
+    if not 64 <= variant.block_hidden < 2 * next_power_of_2(max(spec.hidden, 64)) or variant.block_batch > 8:  # noqa: PLR2004
+        return f"a tile of {variant.block_batch} x {variant.block_hidden} is not tried for the gates of {spec.hidden} units"
+    if elements > GATES_PER_THREAD * 32 * variant.num_warps:
+        return f"{elements} elements on {variant.num_warps} warps are more than {GATES_PER_THREAD} a thread; larger tiles are not tried"
+    if elements < 32 * variant.num_warps:
+        return f"{elements} elements on {variant.num_warps} warps are fewer than 1 a thread; fewer warps are tried"
+    return _empty_rows(size, variant, 1)
+
+
+def _vector_rejection(  # noqa: PLR0911 - one return a rule
+    spec: GruCellSpec, size: GruCellSize | None, variant: GruCellVariant
+) -> str | None:
+    if reason := _unused(variant, "k_parts", "num_stages", "schedule", "stacked", "order"):
+        return reason
+    if variant.block_batch > VECTOR_ROWS or (size is not None and size.batch > VECTOR_ROWS):
+        return f"form='vector' is for at most {VECTOR_ROWS} rows: with more the tensor cores are faster"
+    if reason := _empty_rows(size, variant, 1):
+        return reason
+    if not variant.num_warps <= variant.block_hidden <= 2 * variant.num_warps:
+        return f"{variant.block_hidden} units on {variant.num_warps} warps: one or two a warp are tried"
+    steps = variant.block_k // lanes(spec)
+    if steps < 1 or variant.block_k >= 2 * next_power_of_2(max(lanes(spec), spec.hidden, *spec.inputs)):
+        return f"block_k={variant.block_k} would leave more than half of its lanes empty with widths {spec.inputs}, {spec.hidden}"
+    if sum(blocks_of_k(spec, variant)) > MAX_VECTOR_BLOCKS:
+        return f"{sum(blocks_of_k(spec, variant))} blocks of K are written out, at most {MAX_VECTOR_BLOCKS}: larger ones are tried"
+    units = variant.block_hidden // variant.num_warps
+    sums = 4 * variant.block_batch * (16 // ITEM_SIZE[spec.dtype])
+    registers = units * (3 * 4 * steps + sums + variant.block_batch * 4 * steps)
+    if registers > VECTOR_REGISTERS:
+        return f"{registers} registers a thread for weights and sums are more than {VECTOR_REGISTERS}"
+    return None
+
+
+def _tensor_core_rejection(  # noqa: PLR0911, PLR0912 - one return a rule
+    spec: GruCellSpec, size: GruCellSize | None, variant: GruCellVariant
+) -> str | None:
+    rows, units = variant.block_batch, variant.block_hidden
+    if rows < 16 or not 8 <= units <= 64:  # noqa: PLR2004 - what the tensor cores' smallest products have
+        return f"a tile of {rows} rows and {units} units is not tried on tensor cores: 16 rows at least, 8 to 64 units"
+    if reason := _empty_rows(size, variant, 16):
+        return reason
+    if units >= 2 * next_power_of_2(max(spec.hidden, 8)):
+        return f"block_hidden={units} would leave more than half of its columns empty with {spec.hidden}"
+    if max(rows, 3 * units) > MAX_LOPSIDED * min(rows, 3 * units):
+        return f"a tile of {rows} rows and 3 x {units} weights reads more than a squarer one"
+    bytes_of_k = variant.block_k // variant.k_parts * ITEM_SIZE[spec.dtype]
+    if bytes_of_k not in (128, 256):
+        return f"{bytes_of_k} bytes of a row for each part of K: 128 and 256 are tried"
+    if variant.block_k > next_power_of_2(max(64, spec.hidden, *spec.inputs)):
+        return f"block_k={variant.block_k} is longer than any row of {spec.inputs}, {spec.hidden}"
+    if variant.form == "split":
+        if rows > 64 or variant.k_parts == 1 or variant.num_warps not in (variant.k_parts, 2 * variant.k_parts):  # noqa: PLR2004
+            return "form='split' takes at most 64 rows, 2 parts at least, and 1 or 2 warps a part"
+        if variant.num_warps != variant.k_parts and rows * units < 1024:  # noqa: PLR2004
+            return f"2 warps for each part of a tile of {rows} x {units} would do the same products"
+        if reason := _unused(variant, "stacked", "order"):
+            return reason
+    elif variant.k_parts != 1 or rows < 64 or variant.num_warps != rows // 16:  # noqa: PLR2004
+        return "form='tile' takes 64 or 128 rows, 4 warps for each 64, which share an instruction, and no parts"
+    if spec.precision == "ieee" and rows * units * variant.block_k > MAX_IEEE:
+        return f"a tile of {rows} x {units} x {variant.block_k} is too much without tensor cores, which IEEE products have not"
+    blocks = turns(spec, variant)
+    if rows > 16 and variant.num_stages in (5, 8):  # noqa: PLR2004
+        return f"{variant.num_stages} stages are tried with 16 rows only: more have larger ones"
+    if variant.num_stages > max(2, blocks):
+        return f"{variant.num_stages} stages for {blocks} turns: no more than that can be in flight"
+    in_flight = variant.num_stages * stage_bytes(spec, variant)
+    if in_flight < MIN_IN_FLIGHT and variant.num_stages < min(blocks, 6) and size is not None:
+        return f"{in_flight} bytes in flight do not keep the memory busy: more stages are tried"
+    return _grid_rejection(spec, size, variant)
+
+
+def _grid_rejection(spec: GruCellSpec, size: GruCellSize | None, variant: GruCellVariant) -> str | None:
+    if size is None:
+        return None
+    count = programs(spec, variant, size.batch)
+    if count < FEWEST and variant.block_hidden > 16:  # noqa: PLR2004 - the smallest that every GPU has
+        return f"{count} programs are fewer than {FEWEST}: smaller tiles are tried"
+    if count > MOST and variant.block_hidden * variant.block_batch < LARGE_TILE:
+        return f"{count} programs are more than {MOST}: larger tiles are tried"
+    if variant.order == "batch" and count <= WAVE:
+        return f"{count} programs all run at once: their order changes nothing"
+    return None
+
+
+def default_variant(spec: GruCellSpec, size: GruCellSize | None = None) -> GruCellVariant:
+    """A legal, decent variant for any spec and size, on any architecture that it is ``fit`` to."""
+    batch = 16 if size is None else size.batch
+    rows = next_power_of_2(batch)
+    row = 512 // ITEM_SIZE[spec.dtype]  # elements of 512 bytes
+    short = min(row, next_power_of_2(max(64, spec.hidden, *spec.inputs)))
+    # Triton 3.6 spills 32 to 2,000 bytes of 16 units with 16 or 32 rows; where rows start at any element, and each has a
+    # pointer, of all but the smallest tile; and of products without tensor cores. It also gives the steps of a longer block
+    # of the vector form to different warps. What remains is the library's.
+    vector = GruCellVariant("vector", min(rows, 2), 4, row)
+    smallest = (
+        GruCellVariant("split", 16, 8, 2 * row, k_parts=8, num_stages=2, num_warps=8),
+        *(GruCellVariant("split", 16, 8, row, num_stages=stages) for stages in (4, 3, 2)),
+        GruCellVariant("split", 16, 8, short, k_parts=short * 4 // row, num_stages=2, num_warps=short * 4 // row),
+    )
+    larger = (
+        *(GruCellVariant("tile", 64, 32, row // 4, k_parts=1, num_stages=stages) for stages in (4, 3, 2)),
+        *(GruCellVariant("tile", 128, 32, row // 4, k_parts=1, num_stages=n, num_warps=8) for n in (3, 2)),
+        *(GruCellVariant("split", 32, 8, row, num_stages=stages) for stages in (3, 2)),
+        *smallest,
+        *(GruCellVariant("tile", 64, 16, row // 4, k_parts=1, num_stages=stages) for stages in (4, 3, 2)),
+    )
+    aligned = all(width * ITEM_SIZE[spec.dtype] % 16 == 0 for width in (*spec.inputs, spec.hidden))
+    products = () if spec.precision == "ieee" else larger if aligned else smallest
+    tried = (vector, *products)
+    for variant in tried:
+        fits = all(rejection(spec, size, fit(variant, capability), capability) is None for capability in LEAST_SHARED)
+        if fits and (rows <= 2 or variant.form != "vector"):  # noqa: PLR2004
+            return variant
+    return gates_variant(spec.hidden)
+
+
+def gates_variant(hidden: int) -> GruCellVariant:
+    """The library's form with a decent tile for the kernel of the gates: one row, two elements a thread."""
+    block = min(256, next_power_of_2(max(hidden, 64)))
+    return GruCellVariant(form="library", block_batch=1, block_hidden=block, num_warps=max(2, block // 64))
+
+
+def distance(a: GruCellSpec, b: GruCellSpec) -> float:
+    """How unlike two specs are, in octaves.
+
+    Octaves of the hidden and the input size count 1 each, as do bytes an element and in place; another number of
+    segments, bias or precision half; which of the 16-bit types a tenth.
+    """
+    octaves = abs(math.log2(a.hidden / b.hidden)) + abs(math.log2(a.input_size / b.input_size))
+    octaves += abs(math.log2(ITEM_SIZE[a.dtype] / ITEM_SIZE[b.dtype])) + 4 * (a.inplace != b.inplace)
+    halves = (len(a.inputs) != len(b.inputs)) + (a.bias != b.bias) + (a.precision != b.precision)
+    return octaves + 0.5 * halves + 0.1 * (a.dtype != b.dtype)
+
+
+def adapt(variant: GruCellVariant, spec: GruCellSpec, to: GruCellSpec) -> GruCellVariant:
+    """A variant that was tuned for ``spec`` as ``to`` should take it: as it is, its tile is one of rows and units."""
+    del spec, to
+    return variant
+
+
+def fit(variant: GruCellVariant, capability: int) -> GruCellVariant:
+    """The variant as another architecture can run it: without what only newer ones have, or only Hopper's compiler can."""
+    if capability == 0 and variant.form in ("split", "tile") and variant.block_hidden < AMD_COLUMNS:
+        # As many bytes in flight, in turns of twice as many.
+        stages = max(2, variant.num_stages // 2)
+        variant = dataclasses.replace(variant, block_hidden=AMD_COLUMNS, num_stages=stages)
+    if capability < PDL_CAPABILITY:
+        variant = dataclasses.replace(variant, pdl=False)
+        if variant.form == "tile":  # sums are in registers where a warpgroup does not share them: larger tiles spill
+            units = min(variant.block_hidden, max(8, MAX_SUMS // variant.block_batch))
+            variant = dataclasses.replace(variant, block_hidden=units)
+    if variant.form == "tile" and capability > PDL_CAPABILITY:
+        # Blackwell's tensor memory: Triton 3.7 does not compile sums that a loop puts aside, and takes more shared memory.
+        variant = dataclasses.replace(variant, schedule="two")
+    return variant

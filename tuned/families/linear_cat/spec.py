@@ -1,0 +1,49 @@
+"""LinearCatSpec: what a caller of a linear over segments asks for, and nothing that tuning may change."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tuned.families.gru_cell.spec import ITEM_SIZE, check_products
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCatSpec:
+    """y = cat(inputs, -1) @ weight.T + bias, whatever the number of rows."""
+
+    dtype: str
+    inputs: tuple[int, ...]  # widths of the segments
+    outputs: int  # columns of y
+    bias: bool = True
+    precision: str = ""  # of float32: "tf32" or "ieee"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", tuple(self.inputs))  # JSON has lists
+        check_products(self.dtype, self.inputs, self.precision)
+        if self.outputs < 1:
+            raise ValueError(f"outputs must be at least 1, got {self.outputs}")
+
+    @property
+    def input_size(self) -> int:
+        """Width of all segments together."""
+        return sum(self.inputs)
+
+    def weight_bytes(self) -> int:
+        """Bytes of the weight and bias, which are read once a call."""
+        return self.outputs * (self.input_size + int(self.bias)) * ITEM_SIZE[self.dtype]
+
+    def bytes_per_row(self) -> int:
+        """Bytes that must be read and written for one row."""
+        return (self.input_size + self.outputs) * ITEM_SIZE[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCatSize:
+    """How much of it: what a kernel serves at run time without being compiled again."""
+
+    batch: int  # rows
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the call."""
+        return self.batch

@@ -1,0 +1,217 @@
+"""LinearCatVariant: the ways to do a linear over segments that tuning chooses among."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+from tuned.families.architecture import LEAST_SHARED, PDL_CAPABILITY, shared_limit
+from tuned.families.choices import one_of
+from tuned.families.gru_cell.spec import ITEM_SIZE
+from tuned.families.gru_cell.variant import (
+    MAX_VECTOR_BLOCKS,
+    VECTOR_REGISTERS,
+    VECTOR_ROWS,
+    WAVE,
+)
+from tuned.families.launch import ceil_div, next_power_of_2
+from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+
+# What a tile's size depends on; the other knobs are free at their defaults.
+CORE_KNOBS = ("form", "block_rows", "block_columns", "block_k", "num_stages", "num_warps")
+FEWEST, MOST = 64, 1024  # programs of the tensor cores' form, where another tile has more or fewer
+MIN_IN_FLIGHT = 48 * 1024  # bytes of a program; with fewer the memory is not kept busy
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCatVariant:
+    """How it is done, and the tile of one program.
+
+    Text (chooses what Jinja writes): ``form``. Numbers (constexpr and launch options): the rest.
+    """
+
+    # "tile": tensor cores; "vector": without, for a few rows.
+    form: str = one_of("tile", "vector", default="tile")
+    block_rows: int = one_of(1, 2, 4, 8, 16, 32, 64, 128, default=16)
+    block_columns: int = one_of(4, 8, 16, 32, 64, 128, default=32)
+    block_k: int = one_of(32, 64, 128, 256, 512, 1024, default=128)
+    num_stages: int = one_of(2, 3, 4, 5, 6, default=3)
+    num_warps: int = one_of(2, 4, 8, default=4)
+    # Which programs run together: those of neighbouring columns, or of neighbouring rows.
+    order: str = one_of("columns", "rows", default="columns")
+    # Programmatic dependent launch (sm_90+): programs start while the kernel before still drains, and wait before they read.
+    pdl: bool = one_of(False, True, default=False)  # noqa: FBT003 - the choices of a flag
+
+    @property
+    def is_vector(self) -> bool:
+        """Without tensor cores."""
+        return self.form == "vector"
+
+    @property
+    def summary(self) -> str:
+        """One sentence for the head of the generated module."""
+        how = "for a few rows, without tensor cores" if self.is_vector else "on tensor cores"
+        return f"a linear layer over several inputs, {how}."
+
+    @property
+    def simplicity(self) -> tuple[int, ...]:
+        """Sort key: inside the noise, the smaller wins, so that two runs agree."""
+        return (
+            ("vector", "tile").index(self.form),
+            int(self.pdl),
+            ("columns", "rows").index(self.order),
+            self.num_warps,
+            self.num_stages,
+            self.block_rows * self.block_columns,
+            self.block_k,
+        )
+
+
+def lanes(spec: LinearCatSpec) -> int:
+    """Elements along K that a warp of the vector form reads at once: 16 bytes a lane."""
+    return 32 * 16 // ITEM_SIZE[spec.dtype]
+
+
+def programs(spec: LinearCatSpec, variant: LinearCatVariant, rows: int) -> int:
+    """Size of the grid."""
+    return ceil_div(rows, variant.block_rows) * ceil_div(spec.outputs, variant.block_columns)
+
+
+def stage_bytes(spec: LinearCatSpec, variant: LinearCatVariant) -> int:
+    """Bytes of the operands of one turn of the loop over K."""
+    return (variant.block_rows + variant.block_columns) * variant.block_k * ITEM_SIZE[spec.dtype]
+
+
+def blocks_of_k(spec: LinearCatSpec, variant: LinearCatVariant) -> int:
+    """Blocks of K, each segment padded to whole ones."""
+    return sum(ceil_div(width, variant.block_k) for width in spec.inputs)
+
+
+def rejection(
+    spec: LinearCatSpec,
+    size: LinearCatSize | None,
+    variant: LinearCatVariant,
+    capability: int = 90,
+    multiprocessors: int | None = None,
+) -> str | None:
+    """Why ``variant`` is not tried for ``spec`` (at ``size``, if given) on a compute capability (90 is 9.0), or None.
+
+    A rule excludes what is impossible, what is another spelling of a variant that stays, or a tile that leaves most of
+    its lanes empty or keeps too little in flight.
+    """
+    del multiprocessors  # programs do not wait for each other
+    reason = (_vector_rejection if variant.is_vector else _tile_rejection)(spec, size, variant)
+    if reason is not None:
+        return reason
+    if variant.block_columns >= 2 * next_power_of_2(max(spec.outputs, 16)):
+        return (
+            f"block_columns={variant.block_columns} would leave more than half of its columns empty with {spec.outputs}"
+        )
+    if variant.pdl and capability < PDL_CAPABILITY:
+        return f"programmatic dependent launch needs compute capability 9.0, not {capability / 10}"
+    needed, limit = variant.num_stages * stage_bytes(spec, variant), shared_limit(capability)
+    if not variant.is_vector and needed > limit:
+        return f"{needed} bytes of shared memory are more than the {limit} of this architecture: fewer stages are tried"
+    return None
+
+
+def _vector_rejection(  # noqa: PLR0911 - one return a rule
+    spec: LinearCatSpec, size: LinearCatSize | None, variant: LinearCatVariant
+) -> str | None:
+    default = LinearCatVariant()
+    if (variant.num_stages, variant.order) != (default.num_stages, default.order):
+        return "form='vector' has no num_stages and no order: only their defaults are tried"
+    if variant.block_rows > VECTOR_ROWS or (size is not None and size.batch > VECTOR_ROWS):
+        return f"form='vector' is for at most {VECTOR_ROWS} rows: with more the tensor cores are faster"
+    if size is not None and variant.block_rows >= 2 * size.batch:
+        return f"block_rows={variant.block_rows} would leave more than half of its rows empty with {size.batch}"
+    columns = variant.block_columns // variant.num_warps
+    if not 1 <= columns <= 4:  # noqa: PLR2004
+        return f"{variant.block_columns} columns on {variant.num_warps} warps: one to four a warp are tried"
+    steps = variant.block_k // lanes(spec)
+    if steps < 1 or variant.block_k >= 2 * next_power_of_2(max(lanes(spec), *spec.inputs)):
+        return f"block_k={variant.block_k} would leave more than half of its lanes empty with widths {spec.inputs}"
+    if blocks_of_k(spec, variant) > MAX_VECTOR_BLOCKS:
+        return f"{blocks_of_k(spec, variant)} blocks of K are written out, at most {MAX_VECTOR_BLOCKS}: larger ones are tried"
+    per_lane = 16 // ITEM_SIZE[spec.dtype]
+    registers = columns * (4 * steps + variant.block_rows * per_lane) + variant.block_rows * 4 * steps
+    if registers > VECTOR_REGISTERS:
+        return f"{registers} registers a thread for weights and sums are more than {VECTOR_REGISTERS}"
+    return None
+
+
+def _tile_rejection(  # noqa: PLR0911 - one return a rule
+    spec: LinearCatSpec, size: LinearCatSize | None, variant: LinearCatVariant
+) -> str | None:
+    rows, columns = variant.block_rows, variant.block_columns
+    if rows < 16 or columns < 16:  # noqa: PLR2004 - what the tensor cores' smallest products have
+        return f"a tile of {rows} x {columns} is not tried on tensor cores: 16 x 16 at least"
+    if size is not None and rows >= 2 * max(size.batch, 16):
+        return f"block_rows={rows} would leave more than half of its rows empty with {size.batch}"
+    if size is not None and rows < 64 and size.batch >= 2 * rows:  # noqa: PLR2004
+        return f"block_rows={rows} reads the weight several times for {size.batch} rows: larger tiles are tried"
+    row_bytes = variant.block_k * ITEM_SIZE[spec.dtype]
+    if not 128 <= row_bytes <= 256:  # noqa: PLR2004
+        return f"{row_bytes} bytes of a row for each turn: 128 to 256 are tried"
+    if rows * columns > 4096 * variant.num_warps // 2 or rows * columns < 128 * variant.num_warps:
+        return f"a tile of {rows} x {columns} is too large or too small for {variant.num_warps} warps"
+    if spec.precision == "ieee" and rows * columns * variant.block_k > 2**17:
+        return f"a tile of {rows} x {columns} x {variant.block_k} is too much without tensor cores, which IEEE products have not"
+    blocks = blocks_of_k(spec, variant)
+    if variant.num_stages > max(2, blocks):
+        return f"{variant.num_stages} stages for {blocks} turns: no more than that can be in flight"
+    if size is None:
+        return None
+    count = programs(spec, variant, size.batch)
+    in_flight = variant.num_stages * stage_bytes(spec, variant)
+    if in_flight < MIN_IN_FLIGHT and variant.num_stages < min(blocks, 6) and count < 4 * WAVE:
+        return f"{in_flight} bytes in flight do not keep the memory busy: more stages are tried"
+    if count < FEWEST and columns > 16:  # noqa: PLR2004 - the smallest
+        return f"{count} programs are fewer than {FEWEST}: smaller tiles are tried"
+    if count > MOST and columns < min(128, next_power_of_2(spec.outputs)) and spec.precision != "ieee":
+        return f"{count} programs are more than {MOST}: larger tiles are tried"
+    if variant.order == "rows" and (count <= WAVE or size.batch <= rows):
+        return f"{count} programs that all run at once, or of one tile of rows: their order changes nothing"
+    return None
+
+
+def default_variant(spec: LinearCatSpec, size: LinearCatSize | None = None) -> LinearCatVariant:
+    """A legal, decent variant for any spec and size, on any architecture."""
+    rows = 16 if size is None else next_power_of_2(max(size.batch, 1))
+    k = 128 // ITEM_SIZE[spec.dtype]
+    tried = (
+        LinearCatVariant("vector", min(rows, 4), 8, 4 * k),
+        *(
+            LinearCatVariant("tile", min(max(rows, 16), 64), columns, k, stages, warps)
+            for columns, stages, warps in itertools.product((128, 64, 32, 16), (4, 5, 6, 3, 2), (4, 2))
+        ),
+    )
+    for variant in tried:
+        fits = all(rejection(spec, size, variant, capability) is None for capability in LEAST_SHARED)
+        if fits and (rows <= 4 or not variant.is_vector):  # noqa: PLR2004
+            return variant
+    raise ValueError(f"no default serves {spec} with {size}")  # the rules leave one for each: tests go through them
+
+
+def distance(a: LinearCatSpec, b: LinearCatSpec) -> float:
+    """How unlike two specs are, in octaves.
+
+    Octaves of the input size and of the outputs count 1 each, as do bytes an element; another number of segments, bias
+    or precision half; which of the 16-bit types a tenth.
+    """
+    octaves = abs(math.log2(a.outputs / b.outputs)) + abs(math.log2(a.input_size / b.input_size))
+    octaves += abs(math.log2(ITEM_SIZE[a.dtype] / ITEM_SIZE[b.dtype]))
+    halves = (len(a.inputs) != len(b.inputs)) + (a.bias != b.bias) + (a.precision != b.precision)
+    return octaves + 0.5 * halves + 0.1 * (a.dtype != b.dtype)
+
+
+def adapt(variant: LinearCatVariant, spec: LinearCatSpec, to: LinearCatSpec) -> LinearCatVariant:
+    """A variant that was tuned for ``spec`` as ``to`` should take it: as it is."""
+    del spec, to
+    return variant
+
+
+def fit(variant: LinearCatVariant, capability: int) -> LinearCatVariant:
+    """The variant as another architecture can run it: without what only newer ones have."""
+    return variant if capability >= PDL_CAPABILITY else dataclasses.replace(variant, pdl=False)

@@ -1,0 +1,144 @@
+"""RoPE in eager PyTorch: what a call gets on a CPU, in float64, or when the angles need a gradient."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from tuned.families.rope.launches import RopeCall
+    from tuned.families.rope.spec import RopeSpec
+
+
+def positions(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Position of each token, int64, [seq] or [batch, seq]; and whether any sequence holds it, [seq], or None for all.
+
+    Nothing is asked of the device.
+    """
+    given: Any = None if call.positions is None else call.positions.long()
+    if spec.positions == "ids":
+        return given.t() if given.ndim > 1 and spec.layout == "sbhd" else given, None
+    tokens = torch.arange(call.seq, device=call.x.device)
+    inside, sequence = None, None
+    length: torch.Tensor | int = call.seq
+    if spec.packed:
+        bounds = call.cu_seqlens.long()
+        if spec.context_parallel:
+            bounds = torch.div(bounds, call.cp_size, rounding_mode="floor")
+        sequence = torch.searchsorted(bounds, tokens, right=True) - 1
+        inside = (sequence >= 0) & (tokens < bounds[-1])
+        sequence = sequence.clamp(0, max(call.sequences - 1, 0))
+        tokens = tokens - bounds[sequence]
+        if spec.context_parallel and call.sequences:
+            length = bounds.diff()[sequence]
+    if spec.context_parallel:
+        tokens = dual_chunk(tokens, length, call.cp_size, call.cp_rank)
+    tokens = tokens + call.offset
+    if spec.positions == "offset":
+        tokens = tokens + given
+    elif spec.positions == "starts":
+        starts = given[sequence] if sequence is not None and call.sequences else given[:, None]
+        tokens = tokens + starts if given.numel() else tokens
+    return tokens, inside
+
+
+def dual_chunk(tokens: torch.Tensor, length: torch.Tensor | int, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """Place in the whole sequence of a rank's tokens, which are chunks cp_rank and 2 cp_size - 1 - cp_rank of 2 cp_size.
+
+    ``length`` is how many tokens of the sequence the rank has.
+    """
+    chunk = length // 2 if isinstance(length, int) else torch.div(length, 2, rounding_mode="floor")
+    later = (2 * cp_size - 2 - cp_rank) * chunk + tokens  # tokens of the second chunk begin at ``chunk``
+    return torch.where(tokens < chunk, cp_rank * chunk + tokens, later)
+
+
+def angles(spec: RopeSpec, call: RopeCall, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine at each of ``rows``, [*rows.shape, entries], NaN outside the table; differentiable in the table."""
+    compute = torch.promote_types(call.x.dtype, torch.float32)
+    if spec.angles == "inv_freq":
+        radians = rows.float()[..., None] * call.cos  # one rounding to float32, as the kernels do and transformers does
+        return torch.cos(radians.to(compute)), torch.sin(radians.to(compute))
+    radians = call.cos.to(compute)
+    taken = (torch.cos(radians), torch.sin(radians)) if spec.takes_sine else (call.cos, call.sin)
+    known = (rows >= 0) & (rows < call.angle_rows)
+    if spec.angles_per_batch:
+        rows, known = (t.expand(call.batch, call.seq) for t in (rows, known))
+    if not call.angle_rows:
+        nothing = torch.full((*rows.shape, call.cos.shape[-1]), torch.nan, dtype=compute, device=rows.device)
+        return nothing, nothing
+    place: tuple[torch.Tensor, ...] = (rows.clamp(0, call.angle_rows - 1),)
+    if spec.angles_per_batch:
+        place = (torch.arange(call.batch, device=rows.device)[:, None], *place)
+    cos, sin = (torch.where(known[..., None], table.to(compute)[place], torch.nan) for table in taken)
+    return cos, sin
+
+
+def rotate(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """New tensors with the rotated features of ``call.x`` and of ``call.key``; differentiable in them and in the angles."""
+    kind = call.x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        # Every dtype here is chosen, and autocast's promotion of what is concatenated knows no float16 on a CPU.
+        with torch.autocast(kind, enabled=False):
+            return _rotated(spec, call)
+    return _rotated(spec, call)
+
+
+def _rotated(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    rows, inside = positions(spec, call)
+    cos, sin = angles(spec, call, rows)
+    if spec.scaled:
+        cos, sin = cos * call.scaling, sin * call.scaling
+    if inside is not None:  # what is copied has no angle: of a NaN here a gradient of nothing would be NaN too
+        cos, sin = (torch.where(inside[:, None], a, still) for a, still in ((cos, 1.0), (sin, 0.0)))
+    # [seq, entries] or [batch, seq, entries] to the axes of x before its last
+    if spec.layout == "thd":
+        cos, sin = (a.reshape(call.seq, 1, a.shape[-1]) for a in (cos, sin))
+    elif spec.layout == "bshd":
+        cos, sin = (a.unsqueeze(-2) for a in (cos, sin))
+    else:
+        cos, sin = (a.transpose(0, 1)[:, :, None] if a.ndim > 2 else a[:, None, None] for a in (cos, sin))  # noqa: PLR2004
+    if spec.conjugate:
+        sin = -sin
+    # What is copied has its gradient as it comes, whatever the angles are.
+    moved = call.x.shape[-2] - spec.copied_heads
+    x = _turn(spec, call.x[..., :moved, :], cos, sin, inside)
+    if spec.copied_heads:
+        x = torch.cat((x, call.x[..., moved:, :]), -2)
+    return x, None if call.key is None else _turn(spec, call.key, cos, sin, inside)
+
+
+def _turn(
+    spec: RopeSpec, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inside: torch.Tensor | None
+) -> torch.Tensor:
+    """X with its pairs turned; tokens outside of ``inside`` stay."""
+    turned, half = spec.rotary_dim, spec.rotary_dim // 2
+    before = spec.head_dim - turned if spec.rotated == "last" else 0
+    # Features in pieces: what stays before, first and second of the pairs, what stays between and after.
+    if spec.rotated == "proportional":
+        between = spec.head_dim // 2 - half
+        first, still, second, after = x.split([half, between, half, between], -1)
+        kept, head = [x[..., :0], still, after], torch.cat((first, second), -1)
+    else:
+        head = x[..., before : before + turned]
+        kept = [x[..., :before], x[..., :0], x[..., before + turned :]]
+    head = head.to(cos.dtype)
+    pair_cos, pair_sin = (cos, cos), (sin, sin)
+    if spec.interleaved:
+        first, second = head[..., 0::2], head[..., 1::2]
+        if spec.angle_entries == "feature":
+            pair_cos, pair_sin = (cos[..., 0::2], cos[..., 1::2]), (sin[..., 0::2], sin[..., 1::2])
+    else:
+        first, second = head[..., :half], head[..., half:]
+        if spec.angle_entries == "feature":
+            pair_cos, pair_sin = (cos[..., :half], cos[..., half:]), (sin[..., :half], sin[..., half:])
+    if spec.direction == "backward":
+        pair_sin = (-pair_sin[1], -pair_sin[0])
+    out_first = (first * pair_cos[0] - second * pair_sin[0]).to(x.dtype)
+    out_second = (second * pair_cos[1] + first * pair_sin[1]).to(x.dtype)
+    if spec.interleaved:
+        middle = [torch.stack((out_first, out_second), -1).flatten(-2), kept[1]]
+    else:
+        middle = [out_first, kept[1], out_second]
+    out = torch.cat((kept[0], *middle, kept[2]), -1)
+    return out if inside is None else torch.where(inside[:, None, None], out, x)

@@ -1,0 +1,177 @@
+"""RopeVariant: the ways to do a RoPE call that tuning chooses among, with their costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from tuned.families.architecture import PDL_CAPABILITY
+from tuned.families.choices import one_of
+from tuned.families.launch import next_power_of_2
+from tuned.families.rope.spec import COMPLETE, ITEM_SIZE, RopeSize, RopeSpec
+
+# 64 float32 values and their angles, a quarter of a thread's 255 registers and more. Larger tiles were not measured.
+MAX_PAIRS_PER_THREAD = 32
+MAX_PAIRS_IN_LOOP = 8  # a loop holds its angles beside the tile; with more pairs none was near the best
+MIN_PAIRS_PER_THREAD = 2  # as many 16-bit features as a load of 4 bytes; with one pair none was near the best
+ADAPTED_HEADS = 8  # 2 x 16 on 4 warps was 80 percent slower than 4 x 8 with the same pairs (head_dim 64, H200)
+# What a tile's size depends on. Every other knob is free at its default: a core that a rule excludes there is excluded anywhere.
+CORE_KNOBS = ("block_tokens", "block_heads", "head_steps", "num_warps")
+# What to tell the L2, each byte of x being used once: (loads' eviction policy, stores' cache modifier, angles' policy).
+# The texts of plain calls say nothing of angles. Those of complete calls do where x streams: up to 3 percent of calls that
+# read more of a table than the L2 holds. With the other two it cost up to a tenth.
+CACHE = {"stream": ("evict_first", ".cs", "evict_first"), "stream_stores": ("", ".cs", ""), "keep": ("", "", "")}
+BLOCK_TOKENS = (1, 2, 4, 8)
+BLOCK_HEADS = (1, 2, 4, 8, 16)
+HEAD_STEPS = (1, 2, 3, 4)
+MOST_ROWS = max(BLOCK_HEADS) * max(HEAD_STEPS)
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeVariant:
+    """How a program moves and rotates its tile. Costs are in bytes a program, besides the tile itself.
+
+    Text (chooses what Jinja writes): whether ``head_steps`` makes a loop. Numbers (constexpr and launch options): the rest.
+    """
+
+    # Tokens whose angles one program holds: angle bytes are read once for block_heads * head_steps rows.
+    block_tokens: int = one_of(*BLOCK_TOKENS, default=2)
+    # Rows of one position handled at a time; in sbhd rows run over batch and heads.
+    block_heads: int = one_of(*BLOCK_HEADS, default=8)
+    # 1: every tile of heads is a program of its own, each reading the angle rows again, from L2. More: one program
+    # walks over as many tiles with its angles in registers, for 1 / head_steps of those reads. 3: 24 heads.
+    head_steps: int = one_of(*HEAD_STEPS, default=1)
+    # Which programs run together. "heads": the tiles of one position first, so angle rows stay in L1 / L2;
+    # "tokens": neighbouring positions first.
+    order: str = one_of("heads", "tokens", default="heads")
+    cache: str = one_of("stream", "stream_stores", "keep", default="stream")
+    # Programmatic dependent launch (sm_90+): programs start while the kernel before still drains, and wait before they read.
+    pdl: bool = one_of(False, True, default=False)  # noqa: FBT003 - the choices of a flag
+    num_warps: int = one_of(1, 2, 4, 8, default=4)
+
+    @property
+    def loops_heads(self) -> bool:
+        """One program walks over several tiles of heads."""
+        return self.head_steps > 1
+
+    @property
+    def simplicity(self) -> tuple[int, ...]:
+        """Sort key: inside the noise, the smaller wins, so that two runs agree."""
+        return (
+            int(self.pdl),
+            self.head_steps,
+            ("heads", "tokens").index(self.order),
+            tuple(CACHE).index(self.cache),
+            self.num_warps,
+            self.block_tokens * self.block_heads,
+            self.block_tokens,
+        )
+
+
+def half_block(spec: RopeSpec) -> int:
+    """Width of the register tile of one half row: the pairs that move, padded to a power of two."""
+    return next_power_of_2(spec.moved_pairs)
+
+
+def rejection(  # noqa: PLR0911 - one return a rule
+    spec: RopeSpec,
+    size: RopeSize | None,
+    variant: RopeVariant,
+    capability: int = 90,
+    multiprocessors: int | None = None,
+) -> str | None:
+    """Why ``variant`` is not tried for ``spec`` (at ``size``, if given) on a compute capability (90 is 9.0), or None.
+
+    A rule excludes what is impossible, what is another spelling of a variant that stays, or a tile that leaves most of
+    its lanes empty or is larger than was tried.
+    """
+    del multiprocessors  # programs of a rotation do not wait for each other
+    # Rows that lie at one position: heads, in sbhd those of every batch entry.
+    rows = spec.all_heads if not spec.merges_batch else None if size is None else spec.heads * size.batch
+    positions = None if size is None else size.tokens if spec.layout == "thd" else size.seq
+    rows_per_program = variant.block_heads * variant.head_steps
+    if rows is not None and variant.block_heads >= 2 * rows:
+        return f"block_heads={variant.block_heads} would leave more than half of its rows empty with {rows} heads"
+    if rows is not None and variant.loops_heads and variant.block_heads * (variant.head_steps - 1) >= rows:
+        return f"{variant.head_steps} steps of {variant.block_heads} heads: the last would find none of {rows} left"
+    if positions is not None and variant.block_tokens >= 2 * positions:
+        return f"block_tokens={variant.block_tokens} would leave more than half of its rows empty with {positions} positions"
+    if variant.loops_heads and variant.order == "tokens":
+        return "order='tokens' is not tried with a loop over heads: it never came first"
+    if variant.order == "tokens" and (
+        (rows is not None and rows <= rows_per_program) or (positions is not None and positions <= variant.block_tokens)
+    ):
+        return "order='tokens' with one tile of heads or of positions is the same grid as order='heads'"
+    if variant.pdl and capability < PDL_CAPABILITY:
+        return f"programmatic dependent launch needs compute capability 9.0, not {capability / 10}"
+    pairs = variant.block_tokens * variant.block_heads * half_block(spec)
+    threads = 32 * variant.num_warps
+    most = MAX_PAIRS_IN_LOOP if variant.loops_heads else MAX_PAIRS_PER_THREAD
+    if pairs > most * threads:
+        return f"a tile of {pairs} pairs on {variant.num_warps} warps is more than {most} a thread; larger tiles are not tried"
+    # More warps only for larger tiles: small tiles of many warps never came first.
+    least = max(MIN_PAIRS_PER_THREAD, variant.num_warps)
+    if variant.num_warps > 1 and pairs < least * threads:
+        return f"a tile of {pairs} pairs on {variant.num_warps} warps is fewer than {least} a thread; fewer warps are tried"
+    return None
+
+
+def size_class(spec: RopeSpec, size: RopeSize) -> tuple[int, int]:
+    """All that ``rejection`` asks of a size: positions, as far as a tile may have more than twice as many, and rows."""
+    positions = size.tokens if spec.layout == "thd" else size.seq
+    rows = spec.heads * size.batch if spec.merges_batch else 0
+    return min(positions, 2 * max(BLOCK_TOKENS)), min(rows, 2 * MOST_ROWS)
+
+
+def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant:
+    """A legal, decent variant for any spec (and size): about 16 pairs a thread, as many warps as that fills, no loop."""
+    half = half_block(spec)
+    heads = 8 if spec.merges_batch else min(8, next_power_of_2(spec.all_heads))
+    positions = 2 if size is None else size.tokens if spec.layout == "thd" else size.seq
+    tokens = min(2, next_power_of_2(max(positions, 1)))
+    while tokens * heads * half > MAX_PAIRS_PER_THREAD * 32 * 4 and (tokens > 1 or heads > 1):
+        tokens, heads = (1, heads) if tokens > 1 else (1, heads // 2)
+    warps = 4
+    # At least 16 bytes a thread: with fewer elements Triton makes narrower loads and stores.
+    while warps > 1 and tokens * heads * half < 32 * warps * (16 // ITEM_SIZE[spec.dtype]):
+        warps //= 2
+    return RopeVariant(block_tokens=tokens, block_heads=heads, num_warps=warps)
+
+
+def distance(a: RopeSpec, b: RopeSpec) -> float:
+    """How unlike two specs are for the choice of a variant, in octaves.
+
+    Octaves of heads (of both tensors) and of padded half rows count 1 each, as do bytes a feature and each other text of
+    the kernel (layout, style, kind of angles, in place, tail, plain or complete); direction, entries of the angles and what
+    else tells a complete call from another count half, since they change little of what is moved; which of the 16-bit
+    types, and the type of the angles, a tenth. Of complete calls the layout is no text, but as far between their rows.
+    """
+    octaves = abs(math.log2(a.all_heads / b.all_heads)) + abs(math.log2(half_block(a) / half_block(b)))
+    octaves += abs(math.log2(ITEM_SIZE[a.dtype] / ITEM_SIZE[b.dtype]))
+    texts = sum(
+        getattr(a, n) != getattr(b, n) for n in ("layout", "style", "angles", "inplace", "copies_tail", "plain")
+    )
+    halves = sum(getattr(a, n) != getattr(b, n) for n in ("direction", "angle_entries", *COMPLETE[2:]))
+    tenths = sum(getattr(a, n) != getattr(b, n) for n in ("dtype", "angle_dtype"))
+    return octaves + texts + 0.5 * halves + 0.1 * tenths
+
+
+def adapt(variant: RopeVariant, spec: RopeSpec, to: RopeSpec) -> RopeVariant:
+    """A variant that was tuned for ``spec`` as ``to`` should take it: with as many pairs a program.
+
+    Narrower rows take more heads up to ADAPTED_HEADS, then more tokens; wider ones fewer tokens, then fewer heads.
+    """
+    tokens, heads = variant.block_tokens, variant.block_heads
+    have, wanted = half_block(to), half_block(spec)
+    while have < wanted and (heads < min(ADAPTED_HEADS, to.all_heads) or tokens < max(BLOCK_TOKENS)):
+        tokens, heads = (tokens, 2 * heads) if heads < min(ADAPTED_HEADS, to.all_heads) else (2 * tokens, heads)
+        have *= 2
+    while have > wanted and tokens * heads > 1:
+        tokens, heads = (tokens // 2, heads) if tokens > 1 else (tokens, heads // 2)
+        have //= 2
+    return dataclasses.replace(variant, block_tokens=tokens, block_heads=heads)
+
+
+def fit(variant: RopeVariant, capability: int) -> RopeVariant:
+    """The variant as another architecture can run it: without what only newer ones have."""
+    return variant if capability >= PDL_CAPABILITY else dataclasses.replace(variant, pdl=False)

@@ -1,0 +1,39 @@
+"""What dispatch must know of a call's device, and when no kernel can serve it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+
+from tuned.lookup.device import device_slug
+from tuned.lookup.lookup import Gpu
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton can be imported; it is not imported here."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU of a tensor's device."""
+    properties = torch.cuda.get_device_properties(device)
+    # AMD's numbers mean other things: 0 turns off what needs an NVIDIA architecture.
+    capability = 0 if torch.version.hip else properties.major * 10 + properties.minor
+    return Gpu(device_slug(properties.name), capability, properties.multi_processor_count, properties.name)
+
+
+def why_eager(x: torch.Tensor, supported_dtype: bool) -> str | None:  # noqa: FBT001
+    """Why a tensor is served by eager PyTorch, or None if a kernel can take it."""
+    if type(x) not in (torch.Tensor, torch.nn.Parameter):
+        return f"{type(x).__name__} is a subclass of Tensor with rules of its own"
+    if not x.is_cuda:
+        return f"the tensors are on {x.device.type}, the kernels are for GPUs"
+    if not supported_dtype:
+        return f"no kernel takes {x.dtype}"
+    if not has_triton():
+        return "Triton is not installed: pip install triton"
+    return None

@@ -1,0 +1,244 @@
+"""Choose a variant for a call: which row serves it, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import tuned.kernels
+from tuned.lookup.mismatch import HARD, differences
+from tuned.lookup.portfolio import rows_for
+from tuned.lookup.table import Row, Table, tables
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tuned.families.family import Family
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """The GPU of a call, as far as the choice depends on it."""
+
+    device: str  # file name of its table
+    capability: int  # 90 is 9.0
+    multiprocessors: int
+    name: str = ""  # as its driver calls it
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The variant of a call, and where it comes from."""
+
+    rule: str  # "winner", "nearest size", "closest spec", "similar GPU", "portfolio", "default" or "eager"
+    why: str  # a sentence
+    variant: Any
+    row: Row | None = None  # the row that it stands in
+    gpu: Gpu | None = None  # whose call it is; None for eager
+
+
+# (GPU, id of its table) -> the answer, and the table, to keep its id its own
+_HAS_ROWS: dict[Any, tuple[bool, Table]] = {}
+
+
+def has_rows(gpu: Gpu) -> bool:
+    """Whether anything was measured on this very model of GPU."""
+    own = tables().get(gpu.device)
+    if own is None:
+        return False
+    key = gpu, id(own)
+    if key not in _HAS_ROWS:
+        _HAS_ROWS[key] = any(not _elsewhere(r, gpu) for rows in own.rows.values() for r in rows), own
+    return _HAS_ROWS[key][0]
+
+
+def _elsewhere(row: Row, gpu: Gpu) -> list[str]:
+    here = {"device_name": gpu.name, "multiprocessors": gpu.multiprocessors}
+    return differences(row.measured, here, HARD)
+
+
+def choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
+    """The variant for a call, by the lookup order in tuned.dispatch."""
+    found = _choose(family, spec, size, gpu)
+    return found if found.variant is None else dataclasses.replace(found, gpu=gpu)
+
+
+def _choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
+    own = tables().get(gpu.device)
+    if own is not None and (found := _from_table(family, spec, size, gpu, own)) is not None:
+        return found
+    others = sorted((t for t in tables().values() if t.device != gpu.device), key=lambda t: _unlike(t, gpu))
+    for table in others:
+        if (found := _from_table(family, spec, size, gpu, table)) is not None:
+            why = f"no row of {gpu.device} can serve; {table.device} is the most similar GPU that has one: {found.why}"
+            return Choice("similar GPU", why, found.variant, found.row)
+    rows = rows_for(family.name, gpu.capability)
+    if found_rows := nearest(family, spec, size, rows, gpu.capability, gpu.multiprocessors):
+        away, row, variant = found_rows
+        why = f"no table has a row that can serve; {row.source}'s best for {row.spec} with {row.size}, {away:.2g} octaves away"
+        return Choice("portfolio", why, variant)
+    why = f"neither a table nor a portfolio has a {family.name} variant that can stand in for this call"
+    default = family.fit(family.default_variant(spec, size), gpu.capability)
+    reason = family.rejection(spec, size, default, gpu.capability, gpu.multiprocessors)
+    if reason is not None:
+        return Choice("eager", f"{why}, nor can the default variant: {reason}", None)
+    return Choice("default", why, default)
+
+
+def _unlike(table: Table, gpu: Gpu) -> tuple[float, str]:
+    # Another generation is further than any difference in size.
+    capability = table.properties.get("capability", 0)
+    processors = table.properties.get("multiprocessors") or 1
+    return abs(capability - gpu.capability) * 10 + abs(math.log2(processors / gpu.multiprocessors)), table.device
+
+
+def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) -> Choice | None:
+    here = _here(family, spec, gpu, table)
+    row = here.measured.get(size)
+    if row is not None:
+        variant = family.fit(row.variant, gpu.capability)
+        if usable(family, spec, size, variant, gpu.capability, gpu.multiprocessors):
+            return Choice("winner", f"measured for this spec and size in {row.source}", variant, row)
+    found = _nearest_of(here.near, size)
+    if found is None or not usable(family, spec, size, found[2], gpu.capability, gpu.multiprocessors):
+        found = nearest(family, spec, size, table.rows[family.name], gpu.capability, gpu.multiprocessors)
+    if found is None:
+        return None
+    away, row, variant = found
+    if row.spec != spec:
+        why = f"the closest row of {row.source}, {away:.2g} octaves away, is of {row.spec} with {row.size}"
+        return Choice("closest spec", why, variant, row)
+    what = f"{row.size}, the nearest size"
+    if row.size == size:
+        what = f"this size, but {'; '.join([*([row.stale] if row.stale else []), *_elsewhere(row, gpu)])}"
+    return Choice("nearest size", f"{row.source} has this spec measured with {what}", variant, row)
+
+
+def near_rows(family: Family, spec: Any, gpu: Gpu) -> NearRows | None:
+    """What the table of this very GPU has for a spec, for ``variant_at``; None where there is no such table."""
+    own = tables().get(gpu.device)
+    return None if own is None else _here(family, spec, gpu, own)
+
+
+def variant_at(rows: NearRows, family: Family, size: Any, gpu: Gpu) -> Any:
+    """The variant that ``choose`` gives at a size if it is ``usable`` there, which is not looked at; or None."""
+    row = rows.measured.get(size)
+    if row is not None:
+        return family.fit(row.variant, gpu.capability)
+    found = _nearest_of(rows.near, size)
+    return None if found is None else found[2]
+
+
+class _Near(NamedTuple):
+    """A row, as far as it decides how near it is to a size."""
+
+    away: float  # octaves between the specs
+    octave: float  # of its tokens
+    stale: bool
+    row: Row
+    variant: Any  # as the call can take it
+
+
+class NearRows(NamedTuple):
+    """What a table has for one spec on one GPU, whatever the size: found out once, since new lengths come all the time."""
+
+    measured: dict[Any, Row]  # size -> its winner, where it counts here
+    near: tuple[_Near, ...]  # the rows that can be nearest to a size
+    table: Table  # keeps the table alive, and so its id its own
+
+
+_HERE: dict[Any, NearRows] = {}
+MAX_HERE = 1024  # specs: a model has a handful
+
+
+def _here(family: Family, spec: Any, gpu: Gpu, table: Table) -> NearRows:
+    key = family.name, spec, gpu, id(table)
+    found = _HERE.get(key)
+    if found is None:
+        if len(_HERE) >= MAX_HERE:
+            _HERE.clear()
+        rows = table.rows[family.name]
+        measured: dict[Any, Row] = {}
+        for row in rows:
+            if row.spec == spec and row.stale is None and not _elsewhere(row, gpu):
+                measured.setdefault(row.size, row)
+        found = _HERE[key] = NearRows(measured, _undominated(family, spec, gpu, rows), table)
+    return found
+
+
+def _undominated(family: Family, spec: Any, gpu: Gpu, rows: Iterable[Row]) -> tuple[_Near, ...]:
+    """The rows that are nearest to some size: one that another is nearer than everywhere can be left out.
+
+    By the triangle inequality that is so where the other is nearer by more octaves of the spec than lie between the two
+    numbers of tokens; among rows as near, a stale one never stands in for a fresh one, nor a later one for an earlier.
+    """
+    found = [
+        _Near(
+            family.distance(row.spec, spec),
+            _octave(row.size),
+            row.stale is not None,
+            row,
+            family.adapt(family.fit(row.variant, gpu.capability), row.spec, spec),
+        )
+        for row in rows
+    ]
+    ranked = list(enumerate(found))
+
+    def beats(i: int, other: _Near, k: int, one: _Near) -> bool:
+        least = other.away + abs(other.octave - one.octave)
+        first = (other.stale, i) < (one.stale, k)  # as ties fall
+        return i != k and (least < one.away - TIE or (first and least <= one.away))
+
+    return tuple(one for k, one in ranked if not any(beats(i, other, k, one) for i, other in ranked))
+
+
+TIE = 1e-9  # octaves: floating point may tell two rows apart by less that are as near
+
+
+def _octave(size: Any) -> float:
+    return math.log2(max(size.tokens, 1))
+
+
+def _nearest_of(near: Iterable[_Near], size: Any) -> tuple[float, Row, Any] | None:
+    """The nearest of the rows, as ``nearest`` would choose if its variant can serve."""
+    octave = _octave(size)
+    best, least = None, (math.inf, True)
+    for one in near:
+        away = one.away + abs(one.octave - octave), one.stale
+        if away < least:
+            best, least = one, away
+    return None if best is None else (least[0], best.row, best.variant)
+
+
+def nearest(  # noqa: PLR0913 - the call, and what there is for it
+    family: Family,
+    spec: Any,
+    size: Any,
+    rows: Iterable[Row],
+    capability: int,
+    multiprocessors: int | None = None,
+) -> tuple[float, Row, Any] | None:
+    """The row that is least unlike a call, how unlike in octaves, and its variant as the call can take it.
+
+    Octaves between the numbers of tokens and those of the family's distance between the specs count alike; a stale row
+    comes after a fresh one as near. Which rule this is was chosen by leave-one-out regret: ``tune.py regret``.
+    """
+    best: tuple[tuple[float, bool], Row, Any] | None = None
+    for row in rows:
+        away = family.distance(row.spec, spec) + abs(_octave(row.size) - _octave(size))
+        if best is not None and (away, row.stale is not None) >= best[0]:
+            continue
+        variant = family.adapt(family.fit(row.variant, capability), row.spec, spec)
+        if usable(family, spec, size, variant, capability, multiprocessors):
+            best = (away, row.stale is not None), row, variant
+    return None if best is None else (best[0][0], best[1], best[2])
+
+
+def usable(  # noqa: PLR0913 - as nearest
+    family: Family, spec: Any, size: Any, variant: Any, capability: int, multiprocessors: int | None = None
+) -> bool:
+    """Whether a variant is legal for a call on a GPU, and the kernels that it launches ship."""
+    return family.rejection(spec, size, variant, capability, multiprocessors) is None and all(
+        name in tuned.kernels.DIGESTS for name in family.kernel_names(spec, variant)
+    )

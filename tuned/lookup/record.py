@@ -1,0 +1,234 @@
+"""The record of what was measured on one device: read it, check every field of it, never run anything from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import reprlib
+from typing import TYPE_CHECKING, Any
+
+from tuned.families.choices import undeclared
+from tuned.families.registry import FAMILIES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SCHEMA = 1
+# How times are taken today (generator.measuring.bench): part of a measurement's key. Change it when the way of timing changes.
+METHOD = "cuda-graph-rotating-2xL2-median/3"  # 3: in place, inputs are made new before each replay
+# What a row must say that it was measured with, besides the digests of its kernels.
+MEASURED = {
+    "device": str,
+    "device_name": str,
+    "capability": int,
+    "multiprocessors": int,
+    "driver": str,
+    "torch": str,
+    "triton": str,
+    "method": str,
+}
+
+
+MOST_CAPABILITY = 999  # 120 is 12.0
+MOST = 2**63 - 1  # the largest whole number that anything here may be
+TEXT_CHARACTERS = 2000  # of a message: a record may hold values of any length
+SHOWN = reprlib.Repr()
+SHOWN.maxstring = SHOWN.maxother = SHOWN.maxlong = 80
+SHOWN.maxlist = SHOWN.maxdict = SHOWN.maxtuple = 20
+
+
+class RecordError(ValueError):
+    """A record is malformed, truncated, foreign or from a newer version; the message says which, where and what to do."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text if len(text) <= TEXT_CHARACTERS else f"{text[:TEXT_CHARACTERS]} ...")
+
+
+@dataclasses.dataclass(frozen=True)
+class Winner:
+    """The best variant measured for one problem, with what it was measured with and against. Times in microseconds."""
+
+    name: str
+    family: str
+    spec: Any
+    size: Any
+    variant: Any
+    digests: dict[str, str]  # kernel -> digest of the text that was measured
+    median_us: float
+    spread_us: float
+    error: float  # worst error over what rounding allows: at most 1
+    default_us: float  # the default variant, in the same run
+    copy_us: float  # out.copy_(x), in the same run
+    floor_us: float  # that, scaled to the bytes that must move
+    eager_us: float  # eager PyTorch, in the same run
+    bytes_moved: int
+    trials: int  # variants measured for this problem
+    environment: dict[str, Any]
+
+
+def winner_to_json(winner: Winner) -> dict[str, Any]:
+    """Plain JSON values; the inverse of winner_from_json."""
+    return dataclasses.asdict(winner)
+
+
+def parsed(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is none, nests deeper than Python reads, or has a number of more digits.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it nests deeper than Python reads") from None
+
+
+def shown(value: Any) -> str:
+    """A value of a record for a message, shortened."""
+    try:
+        return SHOWN.repr(value)
+    except ValueError:  # a number of more digits than Python prints
+        return f"<{type(value).__name__}>"
+
+
+def build(kind: type, values: Any, where: str, *, may_lack: bool = False, least: int = -MOST) -> Any:
+    """A frozen dataclass (spec, size or variant) from plain JSON values, every field checked.
+
+    ``may_lack``: fields that have a default may be missing. A spec of a record that is older than a field means what
+    it had then; a variant that lacks one is torn. ``least``: what whole numbers must at least be.
+
+    Raises:
+        RecordError: a field is missing, unknown, of another type or refused by the class; ``where`` begins the message.
+    """
+    fields = dataclasses.fields(kind)
+    names = {f.name for f in fields}
+    needed = {f.name for f in fields if not may_lack or f.default is dataclasses.MISSING}
+    if not isinstance(values, dict) or not needed <= set(values) <= names:
+        found = sorted(values) if isinstance(values, dict) else type(values).__name__
+        raise RecordError(f"{where} must have the fields {sorted(names)}, got {found}")
+    for field in fields:
+        if field.name not in values:
+            continue
+        found, kind_of_it = values[field.name], str(field.type)
+        if kind_of_it == "tuple[int, ...]":
+            right = isinstance(found, list | tuple) and all(_is_whole(n, least) for n in found)
+        elif kind_of_it == "int":
+            right = _is_whole(found, least)
+        else:
+            right = type(found) is {"str": str, "bool": bool}.get(kind_of_it, type(found))
+        if not right:
+            limits = f" from {least} to {MOST}" if type(found) is int else ""
+            raise RecordError(f"{where}.{field.name} must be {kind_of_it}{limits}, got {shown(found)}")
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"{where}: {error}") from error
+
+
+def _is_whole(value: Any, least: int = -MOST) -> bool:
+    return type(value) is int and least <= value <= MOST
+
+
+def winner_from_json(values: Any, where: str) -> Winner:
+    """A Winner with every field checked.
+
+    Raises:
+        RecordError: a field is missing, unknown, of another type or not allowed by the family's space.
+    """
+    names = {f.name for f in dataclasses.fields(Winner)}
+    if not isinstance(values, dict) or set(values) != names:
+        found = sorted(values) if isinstance(values, dict) else type(values).__name__
+        raise RecordError(f"{where} must have the fields {sorted(names)}, got {found}")
+    family = FAMILIES.get(values["family"]) if isinstance(values["family"], str) else None
+    if family is None:
+        raise RecordError(f"{where}.family must be one of {sorted(FAMILIES)}, got {shown(values['family'])}")
+    spec = build(family.spec_type, values["spec"], f"{where}.spec", may_lack=True)
+    size = build(family.size_type, values["size"], f"{where}.size", least=1)
+    variant = build(family.variant_type, values["variant"], f"{where}.variant")
+    reason = undeclared(variant) or family.rejection(spec, size, variant)
+    if reason is not None:
+        raise RecordError(f"{where}.variant is not in the space: {reason}")
+    kernels = set(family.kernel_names(spec, variant))
+    digests = values["digests"]
+    if not isinstance(digests, dict) or set(digests) != kernels or not all(map(_is_line, digests.values())):
+        raise RecordError(
+            f"{where}.digests must name the kernels {sorted(kernels)}, each with a digest, got {shown(digests)}"
+        )
+    for name in ("median_us", "spread_us", "error", "default_us", "copy_us", "floor_us", "eager_us"):
+        number = values[name]
+        if type(number) not in (int, float) or not 0 <= number <= MOST:  # not true either for what is not a number
+            raise RecordError(f"{where}.{name} must be a number of at least 0, got {shown(number)}")
+    if not values["median_us"]:
+        raise RecordError(f"{where}.median_us must be a number above 0: no kernel takes no time")
+    for name in ("bytes_moved", "trials"):
+        if not _is_whole(values[name], 0):
+            raise RecordError(f"{where}.{name} must be an integer of at least 0, got {shown(values[name])}")
+    _check_environment(values["environment"], f"{where}.environment")
+    # It stands in a comment of the generated table: with a line break what follows would be Python.
+    if not _is_line(values["name"]):
+        raise RecordError(f"{where}.name must be a string of one printable line, got {shown(values['name'])}")
+    return Winner(**{**values, "spec": spec, "size": size, "variant": variant})
+
+
+def _is_line(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= TEXT_CHARACTERS and value.isprintable()
+
+
+def _check_environment(environment: Any, where: str) -> None:
+    if not isinstance(environment, dict):
+        raise RecordError(f"{where} must be an object with the fields {sorted(MEASURED)}, got {shown(environment)}")
+    for name, kind in MEASURED.items():
+        if type(environment.get(name)) is not kind:
+            raise RecordError(f"{where}.{name} must be {kind.__name__}, got {shown(environment.get(name))}")
+    for name, least, most in (("multiprocessors", 1, MOST), ("capability", 0, MOST_CAPABILITY)):
+        if not least <= environment[name] <= most:
+            raise RecordError(f"{where}.{name} must be from {least} to {most}, got {shown(environment[name])}")
+    for name, value in environment.items():
+        finite = isinstance(value, float) and math.isfinite(value)
+        if not (_is_line(value) or _is_whole(value, 0) or finite or value is None or isinstance(value, bool)):
+            label = name if _is_line(name) else shown(name)
+            raise RecordError(f"{where}.{label} must be a line of text or a number, got {shown(value)}")
+    _check_device(environment["device"], f"{where}.device")
+
+
+def _check_device(device: Any, where: str) -> None:
+    # It names a generated module, and stands in its docstring.
+    if not isinstance(device, str) or re.fullmatch("[a-z0-9_]{1,200}", device) is None:
+        raise RecordError(
+            f"{where} must be the file name of a device, of small letters, digits and _, got {shown(device)}"
+        )
+
+
+def load_record(path: Path) -> list[Winner]:
+    """The winners of one record file.
+
+    Raises:
+        RecordError: the file is not a record that this version can read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path.name} cannot be read: {error}") from error
+    try:
+        content = parsed(text)
+    except ValueError as error:
+        raise RecordError(
+            f"{path.name} is not whole JSON ({error}): restore it from version control, or delete it and tune again"
+        ) from error
+    if not isinstance(content, dict) or content.get("format") != "tuned-winners":
+        raise RecordError(f'{path.name} is not a record of winners: "format" must be "tuned-winners"')
+    if content.get("schema") != SCHEMA:
+        raise RecordError(
+            f"{path.name} has schema {shown(content.get('schema'))}, this version reads {SCHEMA}: "
+            "update this package, or tune again with python tune.py"
+        )
+    if not isinstance(content.get("winners"), list):
+        raise RecordError(f'{path.name}: "winners" must be a list')
+    _check_device(content.get("device"), f'{path.name}: "device"')
+    winners = [winner_from_json(w, f"{path.name}: winners[{i}]") for i, w in enumerate(content["winners"])]
+    foreign = {w.environment["device"] for w in winners} - {content["device"]}
+    if foreign:
+        raise RecordError(f"{path.name} is the record of {content['device']!r} but has rows of {sorted(foreign)}")
+    return winners

@@ -1,0 +1,152 @@
+"""What is known of which GPU: the shipped dispatch tables, and records from TUNED_TABLES in front of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import os
+import pkgutil
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tuned.kernels
+import tuned.tables
+from tuned.families.choices import undeclared
+from tuned.families.registry import FAMILIES
+from tuned.lookup.mismatch import HARD, differences, other_text
+from tuned.lookup.record import METHOD, RecordError, load_record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One winner, as dispatch uses it."""
+
+    spec: Any
+    size: Any
+    variant: Any
+    stale: str | None  # why it does not count whatever the GPU: other kernels, another way of timing; or None
+    median_us: float
+    source: str  # the table or record that it stands in
+    measured: dict[str, Any] = dataclasses.field(default_factory=dict)  # device and versions that it was measured with
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The winners of one device."""
+
+    device: str
+    properties: dict[str, Any]  # capability, multiprocessors, ... of the device that was measured; may be empty
+    rows: dict[str, tuple[Row, ...]]  # family -> rows
+
+
+def _stale(digests: dict[str, str], measured: dict[str, Any]) -> str | None:
+    found = [*other_text(digests, tuned.kernels.DIGESTS), *differences(measured, {"method": METHOD}, HARD)]
+    return "; ".join(found) or None
+
+
+def _ships(family: Any, spec: Any, variant: Any) -> bool:
+    return all(name in tuned.kernels.DIGESTS for name in family.kernel_names(spec, variant))
+
+
+def _shipped(device: str) -> Table:
+    """The generated table of a device.
+
+    Raises:
+        RecordError: it is not what a record of this version gives, or half a file.
+    """
+    try:
+        return _imported(device)
+    except Exception as error:
+        raise RecordError(
+            f"tuned/tables/{device}.py cannot be used ({type(error).__name__}: {error}): restore it from version control, "
+            "or write it again with python tune.py --render"
+        ) from error
+
+
+def _imported(device: str) -> Table:
+    module = importlib.import_module(f"tuned.tables.{device}")
+    rows: dict[str, list[Row]] = {name: [] for name in FAMILIES}
+    for name, spec, size, variant, digests, median_us, index in module.ROWS:
+        measured = module.MEASURED[index]
+        family = FAMILIES[name]
+        built = family.spec_type(**spec), family.size_type(**size), family.variant_type(**variant)
+        if undeclared(built[2]) is None and _ships(family, built[0], built[2]):
+            rows[name].append(Row(*built, _stale(digests, measured), median_us, f"tuned.tables.{device}", measured))
+    return Table(device, module.DEVICE, {name: tuple(found) for name, found in rows.items()})
+
+
+def _recorded(path: Path) -> Table:
+    rows: dict[str, list[Row]] = {name: [] for name in FAMILIES}
+    properties: dict[str, Any] = {}
+    for w in load_record(path):
+        # A record names kernels; only those that ship can be launched.
+        if _ships(FAMILIES[w.family], w.spec, w.variant):
+            stale = _stale(w.digests, w.environment)
+            rows[w.family].append(Row(w.spec, w.size, w.variant, stale, w.median_us, str(path), w.environment))
+        properties = w.environment
+    return Table(path.stem, properties, {name: tuple(found) for name, found in rows.items()})
+
+
+def folder_of_records(name: str | Path) -> list[Path]:
+    """The records in a folder.
+
+    Raises:
+        RecordError: it is no folder, or cannot be read.
+    """
+    try:
+        return sorted(path for path in Path(name).iterdir() if path.suffix == ".json" and path.name[0] != ".")
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        raise RecordError(
+            f"a folder of records must be one that can be read, got {str(name)!r} ({error}): name the folder that "
+            "python tune.py --out wrote, or none"
+        ) from error
+
+
+@functools.cache
+def tables() -> dict[str, Table]:
+    """Device -> table. A record in TUNED_TABLES replaces the shipped table of its device.
+
+    What cannot be read is skipped with one warning each: a model must not stop for it.
+    """
+    return _collected(lambda error: warnings.warn(f"{error}; it is not used", RuntimeWarning, stacklevel=5))
+
+
+def tables_or_error() -> dict[str, Table]:
+    """``tables`` for who asks after them.
+
+    Raises:
+        RecordError: one cannot be read.
+    """
+
+    def refuse(error: RecordError) -> None:
+        raise error
+
+    return _collected(refuse)
+
+
+def _collected(trouble: Callable[[RecordError], None]) -> dict[str, Table]:
+    found: dict[str, Table] = {}
+
+    def put(device: str, load: Callable[[Any], Table], source: Any) -> None:
+        try:
+            found[device] = load(source)
+        except RecordError as error:
+            trouble(error)
+
+    for module in pkgutil.iter_modules(tuned.tables.__path__):
+        if module.name[0] != "_":
+            put(module.name, _shipped, module.name)
+    if folder := os.environ.get("TUNED_TABLES"):
+        try:
+            paths = folder_of_records(folder)
+        except RecordError as error:
+            trouble(RecordError(f"TUNED_TABLES: {error}"))
+        else:
+            for path in paths:
+                put(path.stem, _recorded, path)
+    return found
