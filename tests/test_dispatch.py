@@ -13,7 +13,8 @@ import tuned
 import tuned.calls.rope.call
 import tuned.dispatch
 from tests.rope_calls import Watch, watch
-from tuned.dispatch import apply_rotary_pos_emb, gru_cell, rope, rope_backward, rope_qk, rope_qkv
+from tuned.compat.transformer_engine import apply_rotary_pos_emb
+from tuned.dispatch import gru_cell, rope, rope_backward, rope_qk, rope_qkv
 
 __all__ = ["watch"]
 
@@ -135,14 +136,6 @@ def test_what_is_wrapped_in_dispatch_can_still_be_explained(monkeypatch: pytest.
     assert tuned.explain(genuine, x, x, freqs).rule == "eager"
     with pytest.raises(TypeError, match="explain knows rope, rope_qk"):
         tuned.explain(len, x)
-
-
-def test_transformer_engines_call_is_found_here_too() -> None:
-    from tuned.compat import transformer_engine  # noqa: PLC0415 - what is asked is where it is found
-
-    assert tuned.dispatch.apply_rotary_pos_emb is transformer_engine.apply_rotary_pos_emb
-    with pytest.raises(AttributeError, match="no attribute 'rotate'"):
-        tuned.dispatch.rotate  # noqa: B018
 
 
 def test_angles_that_require_grad_get_one() -> None:

@@ -19,6 +19,7 @@ import torch
 import tuned
 import tuned.calls.rope.call
 import tuned.calls.rope.lengths
+from tests import pairwise
 from tests.rope_calls import Case, Watch, watch
 from tests.test_rope_plan import check
 from tuned.dispatch import rope, rope_backward, rope_qk, rope_qkv
@@ -460,10 +461,19 @@ KEPT: dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("served", ["kernel", "eager"])
-@pytest.mark.parametrize("name", KEPT)
+KEPT_CALLS = pairwise.covering(
+    pairwise.product(
+        {"name": tuple(KEPT), "served": ("kernel", "eager"), "inplace": (False, True), "grad": (False, True)},
+        lambda _: True,
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "served", "inplace", "grad"),
+    [tuple(row.values()) for row in KEPT_CALLS],
+    ids=["-".join(map(str, row.values())) for row in KEPT_CALLS],
+)
 def test_nothing_of_a_caller_is_kept(
     request: pytest.FixtureRequest, name: str, served: str, inplace: bool, grad: bool
 ) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 KERNEL = "kernels/rope_bshd.py"
 TABLE = "tables/nvidia_h200.py"
 RECORD = "winners/nvidia_h200.json"
-RUNTIME = "gru/run.py"
+RUNTIME = "calls/gru/run.py"
 FILES = {
     KERNEL: '"""A kernel."""\n\n\ndef rope(x, BLOCK):\n    """Rotate."""\n    return x * BLOCK + 1  # a token\n',
     TABLE: 'ROWS = (\n    ("rope", {"heads": 8}, 1.5),  # llama\n)\n',

@@ -12,9 +12,9 @@ Which kernel a call gets:
 3. The default variant of the spec.
 4. Eager PyTorch: tensors on a CPU, dtypes that no kernel takes, no Triton, angles or a GRU that need a gradient.
 
-torch.compile traces RoPE as its formula, which it fuses itself, and a GRU, its step and ``linear_cat`` as operators
-(``tuned.calls.gru.ops``), inside of which the order above holds. On a GPU, whatever else follows operators (make_fx,
-FakeTensorMode, FlopCounterMode) finds these operators too; on a CPU it finds PyTorch's own.
+torch.compile traces each call as an operator of torch.library (``tuned.calls.rope.ops``, ``tuned.calls.gru.ops``), and the
+order above holds inside of it. Other tracers and dispatch modes (make_fx, FakeTensorMode, FlopCounterMode) see the operators
+of RoPE everywhere. They see those of the GRU families on a GPU, and PyTorch's own operators on a CPU.
 
 ``tuned.explain`` tells which of these a call gets, and why. On a GPU of a model that nothing was measured on, the first
 call says so (``tuned.TunedWarning``). Environment: ``TUNED_TABLES=DIR`` puts the records in a folder in front of the
@@ -41,7 +41,6 @@ from tuned.launching.overwrite import bump_versions, refuse_overwrite
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tuned.compat.transformer_engine import apply_rotary_pos_emb as apply_rotary_pos_emb  # noqa: PLC0414
     from tuned.lookup.lookup import Choice
 
 
@@ -271,15 +270,6 @@ def rope_backward(  # noqa: PLR0913 - the arguments of rope
     return rope_call.call(  # type: ignore[no-any-return]
         grad_output, None, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, settings
     )
-
-
-def __getattr__(name: str) -> Any:
-    """TransformerEngine's call, where users of this module's first version find it; it is made of ``rope``."""
-    if name == "apply_rotary_pos_emb":
-        from tuned.compat.transformer_engine import apply_rotary_pos_emb  # noqa: PLC0415 - which imports this module
-
-        return apply_rotary_pos_emb
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell

@@ -52,7 +52,7 @@ def seats(gpus: list[int], processes: int, storage: str | None) -> list[Seat]:
     """One seat a GPU. Each compiles with an even part of the cores, and with as many as one search keeps busy at most.
 
     A search wants AHEAD + BATCH variants compiled at once and then few for a while, so a tuner may use cores that the others
-    leave idle. What that is worth is not known: docs/decisions.md.
+    leave idle. What that is worth is not known: docs/decisions/0012-what-tuning-costs.md.
     """
     share = max(1, processes // max(1, len(gpus)), min(processes, AHEAD + BATCH))
     return [Seat(gpu, share, storage, owner_name(gpu)) for gpu in gpus]

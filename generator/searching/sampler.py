@@ -22,7 +22,7 @@ class PoolSampler(optuna.samplers.BaseSampler):
     """Bayesian optimisation over a pool: a Gaussian process on the knobs, expected improvement, batches of BATCH.
 
     Chosen by replay on exhaustive landscapes (``python tune.py replay``) against random search and Optuna's own TPE and
-    Gaussian process, which propose what is illegal or seen: docs/decisions.md has the figures. Kernel: Matérn 3/2 on the
+    Gaussian process, which propose what is illegal or seen: docs/decisions/0008-*.md has the figures. Kernel: Matérn 3/2 on the
     places of ordered choices, exchangeable on others; 0.7 of the product over knobs and 0.3 of their mean (after additive
     Gaussian processes, Duvenaud et al. 2011). Length scales and noise by marginal likelihood over random candidates.
     Trials that were asked and not told count as if they had the mean that the model gives them (kriging believer,

@@ -149,7 +149,7 @@ def _te(d: _Drawer) -> Made:
     arguments |= {"fused": rng.random() < 0.5} if rng.random() < 0.3 else {}
     rope = Rope(layout, d.interleaved, "feature", cp_size=cp, cp_rank=arguments.get("cp_rank", 0))
     made = Made(
-        rng.choice(("tuned.compat.transformer_engine", "tuned.dispatch")) + ".apply_rotary_pos_emb", d.views, arguments,
+        "tuned.compat.transformer_engine.apply_rotary_pos_emb", d.views, arguments,
         (Part("t", "t", rope, angles),), ("t",), contiguous=True,
     )  # fmt: skip
     freqs = d.views["freqs"]

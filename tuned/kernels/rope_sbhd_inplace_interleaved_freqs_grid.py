@@ -70,7 +70,7 @@ def _sincos(x):
     turned = (quarter & 2) != 0
     sine = tl.where(turned != (x < 0), -sine, sine)
     # Bit 1 of quarter + 1, without the sum: LLVM narrows that to 16 bits and adds two at once (add.s16x2), and ptxas 12.8
-    # then loses the constant of some. docs/decisions.md, "Packed additions of 16 bits".
+    # then loses the constant of some. docs/decisions/0024.
     cosine = tl.where(turned != swapped, -cosine, cosine)
     return sine, cosine
 

@@ -3,7 +3,7 @@
 @generated from templates/rope_table.py.jinja. Do not edit: change the template, then run
 `python tune.py --render`.
 
-What tuned.launcher tries a launch on, and what the tests of sine and cosine run.
+What tuned.launching.launcher tries a launch on, and what the tests of sine and cosine run.
 """
 
 import triton
@@ -46,7 +46,7 @@ def _sincos(x):
     turned = (quarter & 2) != 0
     sine = tl.where(turned != (x < 0), -sine, sine)
     # Bit 1 of quarter + 1, without the sum: LLVM narrows that to 16 bits and adds two at once (add.s16x2), and ptxas 12.8
-    # then loses the constant of some. docs/decisions.md, "Packed additions of 16 bits".
+    # then loses the constant of some. docs/decisions/0024.
     cosine = tl.where(turned != swapped, -cosine, cosine)
     return sine, cosine
 

@@ -1,0 +1,1 @@
+"""Calls as users make them: checked, remembered by their properties, launched, differentiated, traced."""

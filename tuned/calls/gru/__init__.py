@@ -1,0 +1,1 @@
+"""A call of a GRU over sequences: arguments, plans, launches, operators, tracing."""

@@ -1,0 +1,331 @@
+"""Run a GRU over sequences by kernels.
+
+The input of a layer is multiplied by the library, for all steps at once; the recurrence is one launch a layer, both
+directions in it, or one for all layers, or what else the tables name: see tuned.families.gru.variant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tuned.calls.gru import eager
+from tuned.calls.gru.plan import by_library, gru_precision, learn
+from tuned.calls.gru_cell.prepare import rows_of, weight_of
+from tuned.families.gru import FAMILY as GRU
+from tuned.families.gru.launches import Recurrence, counters_needed
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru_cell.spec import DTYPES
+from tuned.families.launch import Launch
+from tuned.families.linear_cat import FAMILY as LINEAR_CAT
+from tuned.families.linear_cat.launches import call_of as linear_call
+from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.launching import residents
+from tuned.launching.launcher import bare, bare_supported, hooks, kernel, launch_public, run_step
+from tuned.launching.plan import remember
+from tuned.lookup import misses
+from tuned.lookup.gpu import gpu_of, why_eager
+from tuned.lookup.lookup import Choice, Gpu, choose
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tuned.calls.gru.arguments import GruCall
+
+MAX_CHOICES = 4096  # sizes remembered
+MAX_LENGTHS = 64  # sets of lengths whose tensors stay on a device
+ALIGNED_BYTES = 16  # what templates/gru.py.jinja takes for granted of rows whose width allows it
+
+
+class _Lengths(NamedTuple):
+    """Of packed sequences: templates/gru.py.jinja says what they are."""
+
+    layout: str
+    starts: torch.Tensor | None
+    lengths: torch.Tensor | None
+    seq: int
+
+
+def why_not(call: GruCall) -> str | None:
+    """Why no kernel can serve a checked call, or None."""
+    reason = why_eager(call.input, str(call.input.dtype).removeprefix("torch.") in DTYPES)
+    if reason is not None:
+        return reason
+    if not call.hx.shape[2]:
+        return "there is nothing to compute: an axis is empty"
+    if _empty(call):
+        return None
+    choice = _parts(call)[-1][2]
+    return choice.why if choice.variant is None else None
+
+
+def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
+    """The choice for a call that ``why_not`` lets pass, and the modules of tuned.kernels that it launches."""
+    if _empty(call):
+        return Choice("eager", "there is no step to compute", None), ()
+    spec, _, choice = _parts(call)[-1]
+    return choice, GRU.kernel_names(spec, choice.variant)
+
+
+def forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, h_n) by kernels, for a call that ``why_not`` lets pass."""
+    directions = 2 if call.bidirectional else 1
+    if _empty(call):
+        return call.input.new_empty((*call.input.shape[:-1], directions * call.hx.shape[2])), call.hx.clone()
+    with torch.cuda.device(call.input.device):
+        try:
+            return _forward(call)
+        except RuntimeError as error:
+            if not residents.too_large(error):
+                raise
+        # The driver allows fewer programs than it said, or could not be asked. Every layer is alike, so the first launch
+        # that waits has failed, and nothing was dropped yet.
+        residents.forbid(call.input.device.index or 0)
+        return _forward(call)
+
+
+def _forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
+    parts, directions = _parts(call), 2 if call.bidirectional else 1
+    if any(choice.variant is None for _, _, choice in parts):  # a limit was met since the call was let pass
+        return eager.gru(call)
+    lengths = _lengths(call)
+    x, h_n = call.input, torch.empty_like(call.hx, memory_format=torch.contiguous_format)
+    layer = 0
+    for spec, size, choice in parts:
+        if layer and call.dropout:
+            x = torch.nn.functional.dropout(x, call.dropout)
+        cells = slice(layer * directions, (layer + spec.layers) * directions)
+        x = _recur(call, spec, size, choice.variant, x, cells, h_n[cells], lengths)
+        layer += spec.layers
+    return x, h_n
+
+
+def _empty(call: GruCall) -> bool:
+    """No token at all: the state stays as it is."""
+    return not call.input.shape[:-1].numel() or not call.hx.shape[1]
+
+
+def _spec(call: GruCall, layers: int) -> tuple[GruSpec, GruSize]:
+    layout = "packed" if call.batch_sizes is not None else "thd" if call.cu_seqlens is not None else "dense"
+    spec = GruSpec(
+        dtype=str(call.input.dtype).removeprefix("torch."),
+        hidden=call.hx.shape[2],
+        layout=layout,
+        directions=2 if call.bidirectional else 1,
+        layers=layers,
+        bias=call.has_biases,
+        precision=gru_precision() if call.input.dtype == torch.float32 else "tf32",
+    )
+    return spec, GruSize(call.hx.shape[1], _steps(call))
+
+
+def _steps(call: GruCall) -> int:
+    if call.batch_sizes is not None:
+        return call.batch_sizes.numel()
+    if call.max_seqlen is not None:
+        return call.max_seqlen
+    return call.input.shape[1 if call.batch_first else 0]
+
+
+def _parts(call: GruCall) -> list[tuple[GruSpec, GruSize, Choice]]:
+    """The launches of a call, lowest first: all layers in one where that is offered and can be, else one a layer."""
+    gpu = gpu_of(call.input.device)
+    limit = () if (found := residents.allowed(call.input.device.index or 0)) is None else (found,)
+    if call.num_layers > 1 and not call.bidirectional and not call.dropout:
+        spec, size = _spec(call, call.num_layers)
+        choice = _choose(spec, size, gpu, *limit)
+        if choice.variant is not None:
+            return [(spec, size, choice)]
+    spec, size = _spec(call, 1)
+    return [(spec, size, _choose(spec, size, gpu, *limit))] * call.num_layers
+
+
+@functools.lru_cache(maxsize=MAX_CHOICES)
+def _choose(spec: GruSpec, size: GruSize, gpu: Gpu, limit: int | None = None) -> Choice:
+    """Decided once for all calls that are alike."""
+    if limit is None:
+        choice = choose(GRU, spec, size, gpu)
+        misses.note(GRU, spec, size, choice)
+        return choice
+    choice = choose(GRU, spec, size, dataclasses.replace(gpu, multiprocessors=limit))
+    part = f"{limit} of {gpu.multiprocessors} programs may wait for each other here, on a part of the GPU"
+    return dataclasses.replace(choice, why=f"{part}: {choice.why}")
+
+
+def _recur(  # noqa: PLR0913 - a part of a call
+    call: GruCall,
+    spec: GruSpec,
+    size: GruSize,
+    variant: Any,
+    x: torch.Tensor,
+    cells: slice,
+    h_n: torch.Tensor,
+    lengths: _Lengths,
+) -> torch.Tensor:
+    """The output of one part; its last states go to ``h_n``."""
+    each = 4 if call.has_biases else 2
+    weights = [call.weights[cell * each : (cell + 1) * each] for cell in range(cells.start, cells.stop)]
+    turned = call.batch_first and lengths.layout == "dense"
+    width = spec.directions * spec.hidden
+    tokens = x.shape[:-1]
+    out = x.new_empty((*tokens, width))
+    gates = x.new_empty((spec.directions, *tokens, 3 * spec.hidden))
+    rows = x.reshape(-1, x.shape[-1])
+    for direction in range(spec.directions):
+        _project(rows, weights[direction][0], gates[direction].view(-1, 3 * spec.hidden), spec.precision)
+    between = x.new_empty((spec.layers - 1, *tokens, width)) if spec.stacked else None
+    recurrence = Recurrence(
+        gates=gates.transpose(1, 2) if turned else gates,
+        weight_ih=_stack([w[0] for w in weights[1:]]) if spec.stacked else None,
+        weight_hh=_stack([w[1] for w in weights]),
+        bias_ih=_stack([w[2] for w in weights]) if spec.bias else None,
+        bias_hh=_stack([w[3] for w in weights]) if spec.bias else None,
+        h_0=_rows(call.hx[cells]),
+        out=out.transpose(0, 1) if turned else out,
+        between=between.transpose(1, 2) if turned and between is not None else between,
+        h_n=h_n,
+        batch=size.batch,
+        seq=size.seq,
+        starts=lengths.starts,
+        lengths=lengths.lengths,
+        counters=x.new_empty(counters_needed(spec, size.batch), dtype=torch.int32)
+        if variant.exchange == "counter"
+        else None,
+        products=x.new_empty((size.batch, 3 * spec.hidden)) if variant.strategy == "library" else None,
+    )
+    compiled: list[Any] = []
+
+    def launch(one: Launch) -> None:
+        compiled.append(_launch(x.device.index, one))
+
+    for step in GRU.launches(spec, variant, recurrence):
+        run_step(step, launch)
+    if spec.layers == call.num_layers and _may_learn(x.device):
+        learn(call, spec, variant, recurrence, compiled[0])
+    return out
+
+
+def _may_learn(device: torch.device) -> bool:
+    """Whether a launch can be tried out; while a graph is captured the next call decides how the later ones launch."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
+def _project(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, precision: str) -> None:
+    """``out = rows @ weight.T``, in a precision that the products of a GRU are to be made with."""
+    if not by_library(rows.shape[0], weight, precision):
+        spec = LinearCatSpec("float32", (rows.shape[1],), weight.shape[0], bias=False, precision=precision)
+        variant = _projection(spec, LinearCatSize(rows.shape[0]), gpu_of(rows.device))
+        if variant is not None:
+            for step in LINEAR_CAT.launches(spec, variant, linear_call((rows_of(rows),), weight_of(weight), out)):
+                run_step(step, functools.partial(_launch, rows.device.index))
+            return
+    torch.mm(rows, weight.t(), out=out)
+
+
+@functools.lru_cache(maxsize=MAX_CHOICES)
+def _projection(spec: LinearCatSpec, size: LinearCatSize, gpu: Gpu) -> Any:
+    return choose(LINEAR_CAT, spec, size, gpu).variant
+
+
+def _rows(h_0: torch.Tensor) -> torch.Tensor:
+    """The first states with rows side by side, aligned as far as their width allows it."""
+    if h_0.is_contiguous() and h_0.data_ptr() % ALIGNED_BYTES == 0:
+        return h_0
+    return h_0.clone(memory_format=torch.contiguous_format)
+
+
+def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensors of all cells as one: a view where they lie evenly in one memory, as torch.nn.GRU's do, else a copy."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first.contiguous().unsqueeze(0)
+    item = first.element_size()
+    apart = {b.data_ptr() - a.data_ptr() for a, b in itertools.pairwise(tensors)}
+    together = {t.untyped_storage().data_ptr() for t in tensors}
+    if len(apart) == len(together) == 1 and all(t.is_contiguous() for t in tensors):
+        (step,) = apart
+        if step > 0 and step % item == 0:
+            return first.as_strided((len(tensors), *first.shape), (step // item, *first.stride()))
+    return torch.stack(list(tensors))
+
+
+def _lengths(call: GruCall) -> _Lengths:
+    """Where sequences start, and how long they are, on the device."""
+    if call.batch_sizes is not None:
+        starts, lengths = _packed_tensors(tuple(call.batch_sizes.tolist()), call.input.device)
+        return _Lengths("packed", starts, lengths, _steps(call))
+    if call.cu_seqlens is not None:
+        starts = call.cu_seqlens.contiguous()  # which the kernels take for granted
+        return _Lengths("thd", starts, starts.diff().clamp_(max=_steps(call)), _steps(call))
+    return _Lengths("dense", None, None, _steps(call))
+
+
+_CAPTURED: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # what graphs read: nothing tells when the last is gone
+
+
+def _packed_tensors(batch_sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """``_packed_lengths``, for a launch on the current stream: alive as long as that, or a graph it is captured in, reads."""
+    key = batch_sizes, device
+    found = _CAPTURED.get(key)
+    if found is not None:
+        return found
+    found = _packed_lengths(batch_sizes, device)
+    if device.type != "cuda":
+        return found
+    if torch.cuda.is_current_stream_capturing():
+        # A graph knows addresses alone. A few bytes a step and a sequence, once for all graphs of these lengths.
+        _CAPTURED[key] = found
+    else:
+        stream = torch.cuda.current_stream(device)
+        for t in found:  # which may leave the table while this stream has yet to read them
+            t.record_stream(stream)
+    return found
+
+
+@functools.lru_cache(maxsize=MAX_LENGTHS)
+def _packed_lengths(batch_sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """First row of each step, int64, and the length of each sequence, int32; remembered, since a copy waits for them."""
+    rows = torch.tensor(batch_sizes, device="cpu")  # whatever the default device
+    lengths = (rows[:, None] > torch.arange(batch_sizes[0], device="cpu")).sum(0, dtype=torch.int32)
+    return (rows.cumsum(0) - rows).to(device), lengths.to(device)
+
+
+_KNOWN: dict[Any, Any] = {}  # properties of a launch -> compiled kernel, and its own launcher; no tensors
+
+
+def _launch(device: int, launch: Launch) -> Any:
+    """Launch on the current stream: publicly the first time, which compiles, then by the compiled kernel's launcher.
+
+    Returns the compiled kernel.
+    """
+    function = kernel(launch.kernel)
+    listening = hooks()
+    key = (device, launch.kernel, *launch.constants.values(), *launch.options.items(), *_specialised(function, launch))
+    known = _KNOWN.get(key)
+    if known is not None and listening is not None and not listening[0].calls and not listening[1].calls:
+        compiled, run = known
+        run(launch.programs, (*launch.arguments, *launch.constants.values()))
+        return compiled
+    compiled = launch_public(function, launch)
+    # While a graph is captured nothing can be tried out: the next launch decides for the later ones.
+    if not torch.cuda.is_current_stream_capturing() and listening is not None and bare_supported(device):
+        remember(_KNOWN, key, (compiled, bare(compiled, device)))
+    return compiled
+
+
+def _specialised(function: Any, launch: Launch) -> list[Any]:
+    """What Triton compiles another kernel for: types, alignment, and integers that are 1 or multiples of 16."""
+    found: list[Any] = []
+    for parameter, value in zip(function.params, launch.arguments, strict=False):
+        if isinstance(value, torch.Tensor):
+            found.append((value.dtype, value.data_ptr() % ALIGNED_BYTES))
+        elif not parameter.do_not_specialize:
+            found.append((value == 1, value % 16 == 0, -(2**31) <= value < 2**31))
+    return found
+
+
+__all__ = ["choice_of", "forward", "why_not"]

@@ -1,0 +1,1 @@
+"""A call of one step of a GRU: arguments, launches."""

@@ -1,0 +1,248 @@
+"""Run one GRU step by kernels.
+
+A step whose properties were seen before costs one key, one dictionary hit and the launch: ``known``. Nothing of a
+caller's is kept alive: plans hold numbers, kernels and settings, no tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import forward_ad
+
+from tuned.calls.gru_cell.prepare import precision_of, prepared, spec_of, used, variant_of, why_not
+from tuned.families.gru_cell import FAMILY as GRU_CELL
+from tuned.families.gru_cell.spec import MAX_SEGMENTS
+from tuned.families.launch import Launch
+from tuned.families.segments import joined
+from tuned.launching.launcher import kernel, launch_public, run_step
+from tuned.launching.overwrite import bump_versions
+from tuned.launching.plan import (
+    Bare,
+    bare_launch,
+    current_device,
+    listeners,
+    remember,
+    tracing,
+    transforms_active,
+    unless_negative,
+)
+from tuned.lookup.gpu import gpu_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tuned.families.gru_cell.launches import GruCellCall
+    from tuned.families.gru_cell.spec import GruCellSpec
+
+_PLANS: dict[Any, Any] = {}  # key of a call -> (pointers, x, h, weight_ih, weight_hh, bias_ih, bias_hh) -> h'
+_FLOAT32 = torch.float32
+_grad_enabled = torch.is_grad_enabled
+_autocast = torch.is_autocast_enabled
+_linear = torch.nn.functional.linear
+_capturing = torch.cuda.is_current_stream_capturing
+
+
+def _key(  # noqa: PLR0913
+    x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_hh: Any, inplace: Any
+) -> tuple[Any, tuple[int, ...]] | None:
+    """All that a compiled kernel, or the way to it, may depend on; and the pointers in the order of its signature.
+
+    None where a gradient may be needed, or where something follows operators and would miss a launch. x is a tensor, or
+    a tuple of several.
+    """
+    if forward_ad._current_level >= 0 or transforms_active() or tracing() is not None or listeners():  # noqa: SLF001
+        return None
+    single, biased = type(x) is not tuple, bias_ih is not None
+    if not biased and bias_hh is not None:
+        return None
+    if _grad_enabled() and (
+        weight_ih.requires_grad
+        or h.requires_grad
+        or weight_hh.requires_grad
+        or any(t.requires_grad for t in ((x,) if single else x))
+        or (biased and (bias_ih.requires_grad or bias_hh.requires_grad))
+    ):
+        return None
+    # Written out: a call of a function that did it for one tensor would cost as much again.
+    p_h, p_ih, p_hh = h.data_ptr(), weight_ih.data_ptr(), weight_hh.data_ptr()
+    p_b_ih, p_b_hh = (bias_ih.data_ptr(), bias_hh.data_ptr()) if biased else (p_ih, p_hh)
+    if single:
+        p_x = x.data_ptr()
+        pointers: tuple[int, ...] = (p_x, p_h, p_h, p_h, p_h, p_ih, p_hh, p_b_ih, p_b_hh)
+        low_bits = p_x | p_h | p_ih | p_hh | p_b_ih | p_b_hh
+        of_x: Any = (type(x), x.dtype, x.shape, x.stride(), x.get_device())
+    else:
+        of_x = tuple([(type(t), t.dtype, t.shape, t.stride(), t.get_device()) for t in x])
+        pointers = (*[t.data_ptr() for t in x], *(p_h,) * (MAX_SEGMENTS - len(x)), p_h, p_ih, p_hh, p_b_ih, p_b_hh)
+        low_bits = 15
+    device = h.get_device()
+    return (
+        inplace, _autocast(), device if device < 0 else current_device(), h.dtype is _FLOAT32 and precision_of(_FLOAT32), of_x,
+        type(h), h.dtype, h.shape, h.stride(), device,
+        # Of what is contiguous, strides and the number of elements tell the shape, and have a faster hash.
+        type(weight_ih), weight_ih.dtype, weight_ih.stride(), weight_ih.numel(),
+        weight_ih.is_contiguous() or weight_ih.shape, weight_ih.get_device(),
+        type(weight_hh), weight_hh.dtype, weight_hh.stride(), weight_hh.numel(),
+        weight_hh.is_contiguous() or weight_hh.shape, weight_hh.get_device(),
+        biased and (
+            type(bias_ih), bias_ih.dtype, bias_ih.stride(), bias_ih.numel(), bias_ih.get_device(),
+            type(bias_hh), bias_hh.dtype, bias_hh.stride(), bias_hh.numel(), bias_hh.get_device(),
+        ),
+        low_bits & 15 and tuple([p & 15 for p in pointers]),
+    ), pointers  # fmt: skip
+
+
+def known(  # noqa: PLR0913 - the arguments of the public call
+    x: Any,
+    h: Any,
+    weight_ih: Any,
+    weight_hh: Any,
+    bias_ih: Any,
+    bias_hh: Any,
+    inplace: bool,  # noqa: FBT001
+) -> Any:
+    """The next state of a step just like one that ``run_cell`` has served before, nothing checked again; None for any other."""
+    try:
+        if type(x) is tuple and len(x) == 1:
+            x = x[0]
+        found = _key(x, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace)
+        plan = None if found is None else _PLANS.get(found[0])
+    except (AttributeError, RuntimeError, TypeError):  # no plain tensors: the checks say what is wrong
+        return None
+    return None if plan is None or found is None else plan(found[1], x, h, weight_ih, weight_hh, bias_ih, bias_hh)
+
+
+def run_cell(  # noqa: PLR0913 - the tensors of the public call
+    segments: Sequence[torch.Tensor],
+    h: torch.Tensor,
+    weight_ih: torch.Tensor,
+    weight_hh: torch.Tensor,
+    bias_ih: torch.Tensor | None,
+    bias_hh: torch.Tensor | None,
+    *,
+    inplace: bool,
+) -> torch.Tensor:
+    """One checked step that needs no gradient; h itself in place. Remembered for ``known``."""
+    given = (h, weight_ih, weight_hh, bias_ih, bias_hh)
+    variant = None
+    if why_not(segments, h) is None:
+        spec, size = spec_of(tuple(t.shape[1] for t in used(segments)), h, bias_ih, inplace)
+        variant = variant_of(spec, size, gpu_of(h.device))
+    if variant is None:
+        out = torch.gru_cell(joined(segments), *given)
+        return h.copy_(out) if inplace else out
+    call = prepared(segments, *given, inplace)
+    compiled = _launched(spec, variant, call)
+    # While a graph is captured nothing can be tried out: the next call decides how the later ones launch.
+    if not _capturing():
+        plan = _bare_plan(spec, variant, call, compiled, (segments, *given))
+        found = _key(segments[0] if len(segments) == 1 else tuple(segments), *given, inplace)
+        if found is not None:
+            plan = plan or functools.partial(_public, spec, variant)
+            remember(_PLANS, found[0], unless_negative(plan, (*segments, *given), _tensors))
+    return call.out  # type: ignore[no-any-return]
+
+
+def _tensors(_pointers: Any, x: Any, *others: Any) -> tuple[Any, ...]:
+    """The tensors among the arguments of a plan."""
+    return (*(x if isinstance(x, tuple) else (x,)), *others)
+
+
+def _launched(spec: GruCellSpec, variant: Any, call: GruCellCall) -> Any:
+    """Run every step of the call publicly; the compiled kernel, of which each variant has one."""
+    compiled = None
+    with torch.cuda.device(call.h.device):
+        for step in GRU_CELL.launches(spec, variant, call):
+            if isinstance(step, Launch):
+                compiled = launch_public(kernel(step.kernel), step)
+            else:
+                run_step(step)
+    return compiled
+
+
+def _public(  # noqa: PLR0913
+    spec: GruCellSpec,
+    variant: Any,
+    pointers: Any,
+    x: Any,
+    h: Any,
+    weight_ih: Any,
+    weight_hh: Any,
+    bias_ih: Any,
+    bias_hh: Any,
+) -> Any:
+    """A known step that cannot launch barely."""
+    del pointers
+    segments = x if isinstance(x, tuple) else (x,)
+    call = prepared(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, spec.inplace)
+    _launched(spec, variant, call)
+    if spec.inplace:
+        bump_versions(h)
+    return call.out
+
+
+def _bare_plan(spec: GruCellSpec, variant: Any, call: GruCellCall, compiled: Any, given: Any) -> Any:
+    """A closure like ``_public`` that launches the compiled kernel by its own launcher, or None."""
+    segments, *others = given
+    as_given = [t.data_ptr() for t in (*segments, *others) if t is not None]
+    taken = (*call.segments, call.h, call.weight_ih, call.weight_hh, call.bias_ih, call.bias_hh)
+    if as_given != [t.data_ptr() for t in taken if t is not None]:
+        return None  # something had to be copied or put together, which every call must do again
+    launch = next(s for s in GRU_CELL.launches(spec, variant, call) if isinstance(s, Launch))
+    bare = bare_launch(launch, compiled, call.h.device.index)
+    if bare is None:
+        return None
+    public = functools.partial(_public, spec, variant)
+    make = _library_plan if variant.form == "library" else _fused_plan
+    return make(call, bare, public)
+
+
+def _fresh(h: torch.Tensor) -> Any:
+    """The function that makes the output for such an h, contiguous."""
+    if h.is_contiguous():
+        return torch.empty_like  # half the time
+    return functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+
+
+def _fused_plan(call: GruCellCall, bare: Bare, public: Any) -> Any:
+    device = call.h.device.index
+    run, function, head, programs, rest, stream_of, enter, leave = bare
+    fresh = _fresh(call.h)
+
+    def plan(  # noqa: PLR0913
+        pointers: Any, x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_hh: Any
+    ) -> Any:
+        if enter.calls or leave.calls:  # a profiler listens: the public launch tells it what it wants to know
+            return public(pointers, x, h, weight_ih, weight_hh, bias_ih, bias_hh)
+        out = fresh(h)
+        stream = stream_of(device)
+        run(programs, 1, 1, stream, function, *head, *pointers, out.data_ptr(), *rest)
+        return out
+
+    return plan
+
+
+def _library_plan(call: GruCellCall, bare: Bare, public: Any) -> Any:
+    device, inplace = call.h.device.index, call.out is call.h
+    run, function, head, programs, rest, stream_of, enter, leave = bare
+    single, biased, cat, fresh = call.x1 is None, call.bias_ih is not None, torch.cat, _fresh(call.h)
+
+    def plan(  # noqa: PLR0913
+        pointers: Any, x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_hh: Any
+    ) -> Any:
+        if enter.calls or leave.calls:
+            return public(pointers, x, h, weight_ih, weight_hh, bias_ih, bias_hh)
+        out = h if inplace else fresh(h)
+        of_x, of_h = _linear(x if single else cat(x, -1), weight_ih), _linear(h, weight_hh)
+        biases = pointers[-2:] if biased else ()
+        states = (h.data_ptr(),) if inplace else (h.data_ptr(), out.data_ptr())
+        places = (of_x.data_ptr(), of_h.data_ptr(), *biases, *states)
+        run(programs, 1, 1, stream_of(device), function, *head, *places, *rest)
+        if inplace:
+            bump_versions(h)
+        return out
+
+    return plan

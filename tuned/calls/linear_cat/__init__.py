@@ -1,0 +1,1 @@
+"""A call of a linear layer over several inputs."""

@@ -1,0 +1,158 @@
+"""Run a linear over segments by kernels.
+
+A call whose properties were seen before costs one key, one dictionary hit and the launch: ``known``. Nothing of a
+caller's is kept alive: plans hold numbers, kernels and settings, no tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tuned.calls.gru_cell.prepare import MAX_CHOICES, MAX_ELEMENTS, precision_of, rows_of, used, weight_of
+from tuned.families.gru_cell.spec import DTYPES, MAX_SEGMENTS
+from tuned.families.linear_cat import FAMILY as LINEAR_CAT
+from tuned.families.linear_cat.launches import LinearCatCall, call_of, launches
+from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.segments import joined
+from tuned.launching.launcher import kernel, launch_public
+from tuned.launching.plan import bare_launch, modes, remember, traits, unless_negative
+from tuned.lookup import misses
+from tuned.lookup.gpu import gpu_of, why_eager
+from tuned.lookup.lookup import Choice, Gpu, choose
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PLANS: dict[Any, Any] = {}  # key of a call -> (inputs, weight, bias) -> y
+_grad_enabled = torch.is_grad_enabled
+_capturing = torch.cuda.is_current_stream_capturing
+
+
+def why_not(inputs: Sequence[torch.Tensor], weight: torch.Tensor) -> str | None:
+    """Why no kernel serves a checked call, or None."""
+    reason = why_eager(weight, str(weight.dtype).removeprefix("torch.") in DTYPES)
+    if reason is not None:
+        return reason
+    if weight.numel() == 0 or inputs[0].shape[:-1].numel() == 0:
+        return "there is nothing to compute: an axis is empty"
+    if len(used(inputs)) == 1:
+        return "a linear over one segment is the library's"
+    if weight.numel() >= MAX_ELEMENTS:
+        return f"the kernels take weights of less than {MAX_ELEMENTS} elements"
+    return None
+
+
+def _spec_of(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: Any) -> tuple[LinearCatSpec, LinearCatSize]:
+    dtype = str(weight.dtype).removeprefix("torch.")
+    widths = tuple(t.shape[-1] for t in used(inputs))
+    spec = LinearCatSpec(dtype, widths, weight.shape[0], bias is not None, precision_of(weight.dtype))
+    return spec, LinearCatSize(inputs[0].shape[:-1].numel())
+
+
+def choice_of(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: Any) -> tuple[Choice, LinearCatSpec | None]:
+    """Which variant a checked call gets, or why it runs in eager PyTorch, and its spec; nothing runs."""
+    if (reason := why_not(inputs, weight)) is not None:
+        return Choice("eager", reason, None), None
+    spec, size = _spec_of(inputs, weight, bias)
+    return choose(LINEAR_CAT, spec, size, gpu_of(weight.device)), spec
+
+
+@functools.lru_cache(maxsize=MAX_CHOICES)
+def _variant_of(spec: LinearCatSpec, size: LinearCatSize, gpu: Gpu) -> Any:
+    """Decided once for all calls that are alike."""
+    choice = choose(LINEAR_CAT, spec, size, gpu)
+    misses.note(LINEAR_CAT, spec, size, choice)
+    return choice.variant
+
+
+def _key(inputs: Any, weight: Any, bias: Any) -> Any:
+    """All that a compiled kernel, or the way to it, may depend on; None where a gradient may be needed."""
+    if _grad_enabled() and (
+        weight.requires_grad or any(t.requires_grad for t in inputs) or (bias is not None and bias.requires_grad)
+    ):
+        return None
+    mode = modes(weight.get_device())
+    if mode is None:
+        return None
+    x = tuple([traits(t) for t in inputs])
+    return mode, precision_of(weight.dtype), x, traits(weight), bias if bias is None else traits(bias)
+
+
+def known(inputs: Any, weight: Any, bias: Any) -> Any:
+    """The result of a call just like one that ``run_linear_cat`` has served before, nothing checked again; None for any other."""
+    try:
+        plan = _PLANS.get(_key(inputs, weight, bias))
+    except (AttributeError, RuntimeError, TypeError):  # no plain tensors: the checks say what is wrong
+        return None
+    return None if plan is None else plan(inputs, weight, bias)
+
+
+def run_linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A checked call that needs no gradient: inputs ``[..., k_i]`` to ``[..., outputs]``. Remembered for ``known``."""
+    choice_size = None if why_not(inputs, weight) is not None else _spec_of(inputs, weight, bias)
+    variant = None if choice_size is None else _variant_of(*choice_size, gpu_of(weight.device))
+    if choice_size is None or variant is None:
+        return torch.nn.functional.linear(joined(inputs), weight, bias)
+    spec, call = choice_size[0], _prepared(inputs, weight, bias)
+    compiled = _launched(spec, variant, call)
+    # While a graph is captured nothing can be tried out: the next call decides how the later ones launch.
+    if not _capturing() and (key := _key(inputs, weight, bias)) is not None:
+        plan = _bare_plan(spec, variant, call, compiled, (inputs, weight, bias))
+        plan = plan or functools.partial(_public, spec, variant)
+        given = (*inputs, weight, bias)
+        remember(_PLANS, key, unless_negative(plan, given, lambda inputs, weight, bias: (*inputs, weight, bias)))
+    return call.out.view(*inputs[0].shape[:-1], spec.outputs)  # type: ignore[no-any-return]
+
+
+def _prepared(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> LinearCatCall:
+    """The call of the kernels: all in rows, contiguous, by copies where they are not; the output not filled."""
+    segments = tuple(rows_of(t.reshape(-1, t.shape[-1])) for t in used(inputs))
+    out = weight.new_empty((segments[0].shape[0], weight.shape[0]))
+    return call_of(segments, weight_of(weight), out, *(() if bias is None else (bias.contiguous(),)))
+
+
+def _launched(spec: LinearCatSpec, variant: Any, call: LinearCatCall) -> Any:
+    """Launch publicly; returns the compiled kernel."""
+    (launch,) = launches(spec, variant, call)
+    with torch.cuda.device(call.weight.device):
+        return launch_public(kernel(launch.kernel), launch)
+
+
+def _public(spec: LinearCatSpec, variant: Any, inputs: Any, weight: Any, bias: Any) -> Any:
+    """A known call that cannot launch barely."""
+    call = _prepared(inputs, weight, bias)
+    _launched(spec, variant, call)
+    return call.out.view(*inputs[0].shape[:-1], spec.outputs)
+
+
+def _bare_plan(spec: LinearCatSpec, variant: Any, call: LinearCatCall, compiled: Any, given: Any) -> Any:
+    """A closure like ``_public`` that launches the compiled kernel by its own launcher, or None."""
+    inputs, weight, bias = given
+    as_given = [t.data_ptr() for t in (*inputs, weight, bias) if t is not None]
+    if as_given != [t.data_ptr() for t in (*call.segments, call.weight, call.bias) if t is not None]:
+        return None  # something had to be copied or put together, which every call must do again
+    (launch,) = launches(spec, variant, call)
+    device = weight.device.index
+    bare = bare_launch(launch, compiled, device)
+    if bare is None:
+        return None
+    run, function, head, programs, rest, stream_of, enter, leave = bare
+    public = functools.partial(_public, spec, variant)
+    shape, missing = (*inputs[0].shape[:-1], spec.outputs), MAX_SEGMENTS - len(spec.inputs)
+
+    def plan(inputs: Any, weight: Any, bias: Any) -> Any:
+        if enter.calls or leave.calls:  # a profiler listens: the public launch tells it what it wants to know
+            return public(inputs, weight, bias)
+        out = weight.new_empty(shape)
+        p_weight = weight.data_ptr()
+        p_bias = p_weight if bias is None else bias.data_ptr()
+        run(
+            programs, 1, 1, stream_of(device), function, *head,
+            *[t.data_ptr() for t in inputs], *(p_weight,) * missing, p_weight, p_bias, out.data_ptr(), *rest,
+        )  # fmt: skip
+        return out
+
+    return plan

@@ -1,0 +1,1 @@
+"""A call of RoPE: arguments, plans by properties, lengths, operators."""

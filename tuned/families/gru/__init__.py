@@ -1,0 +1,6 @@
+"""A GRU over whole sequences: layers, directions, padded or packed."""
+
+from tuned.families.family import described
+from tuned.families.gru import launches, spec, variant
+
+FAMILY = described("gru", "Gru", spec, variant, launches)

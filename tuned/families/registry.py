@@ -1,0 +1,32 @@
+"""The families there are: folders of this package, each imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+
+import tuned.families
+from tuned.families.family import Family
+
+
+class _Families(Mapping[str, Family]):
+    """Name -> family. A folder of this package is one, and its ``FAMILY`` describes it."""
+
+    def __init__(self) -> None:
+        self._names = tuple(module.name for module in pkgutil.iter_modules(tuned.families.__path__) if module.ispkg)
+
+    def __getitem__(self, name: str) -> Family:
+        if name not in self._names:
+            raise KeyError(name)
+        found: Family = importlib.import_module(f"tuned.families.{name}").FAMILY
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+FAMILIES: Mapping[str, Family] = _Families()

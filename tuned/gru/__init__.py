@@ -1,1 +1,0 @@
-"""A GRU over whole sequences: layers, directions, padded or packed."""

@@ -1,1 +1,0 @@
-"""One step of a GRU: two library GEMMs, and a kernel for the gates."""

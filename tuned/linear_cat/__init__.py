@@ -1,1 +1,0 @@
-"""A linear layer over several inputs, taken as if concatenated."""

@@ -1,1 +1,0 @@
-"""Rotary position embedding: spec, variants, launches, and the way of a call."""
