@@ -9,16 +9,25 @@ STACK ?= .venv-triton36
 STACK_TORCH = 2.11.0
 STACK_TRITON = 3.6.0
 # What says something about such a pair: compiled for every architecture, rendered, looked up.
-STACK_TESTS = $(addprefix tests/test_, compile.py gru_compile.py foreign_gpus.py gru_variant.py generated.py show.py \
-	show_gru.py sincos.py gru_family.py lookup.py explain.py portfolio.py launcher.py)
+STACK_TESTS = tests/kernels/test_compile.py tests/kernels/test_gru_compile.py \
+	tests/tuned/lookup/test_foreign_gpus.py tests/tuned/families/test_gru_variant.py \
+	tests/generator/rendering/test_generated.py tests/generator/reporting/test_show.py \
+	tests/generator/reporting/test_show_gru.py tests/kernels/test_sincos.py \
+	tests/generator/families/test_gru_family.py tests/tuned/lookup/test_lookup.py \
+	tests/tuned/test_explain.py tests/generator/evaluation/test_portfolio.py \
+	tests/tuned/launching/test_launcher.py
 
-.PHONY: tune test test-stack test-gpu fuzz verify lint types render check release-check bench clean
+.PHONY: tune test test-fast test-stack test-gpu fuzz verify lint types render check release-check bench clean
 
 tune: $(VENV)/.tune  ## set up, then tune for the GPU at hand (without one: compile and estimate)
 	$(BIN)/python tune.py --gpu auto
 
 test: $(VENV)/.dev  ## set up, then every test that this machine can run
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+FAST = not gpu and not sanitizer and not interpreter and not compiler and not processes
+test-fast: $(VENV)/.dev  ## within a minute on two cores: no kernel is interpreted or compiled, no process started
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "$(FAST)"
 
 test-stack: $(STACK)/.dev  ## set up, then the compile, render and lookup tests with the older torch and Triton
 	$(STACK)/bin/python -m pytest -n auto --dist worksteal $(STACK_TESTS)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 import tune
 from generator import commands, gpu
@@ -27,17 +26,17 @@ from generator.storage import record as record_module
 from generator.storage.backends import opened_storage
 from generator.storage.record import read_record, save_winner
 from generator.workload import default_problems
-from tests.fakes import FakeCompiler, FakeWorker
-from tests.processes import BACKSTOP_SECONDS
-from tests.test_record import winner
-from tests.test_storage import free_port
+from tests.support.command_line import ONE, call, machine
+from tests.support.fakes import FakeWorker
+from tests.support.ports import free_port
+from tests.support.processes import BACKSTOP_SECONDS
+from tests.support.records import winner
+
+pytestmark = pytest.mark.processes
+
+__all__ = ["machine"]
 
 ROOT = Path(tune.__file__).parent
-ONE = "gru_cell_1024_inplace_64"
-
-
-def call(*arguments: str) -> Any:
-    return CliRunner().invoke(tune.app, list(arguments), catch_exceptions=False)
 
 
 # --- lists ----------------------------------------------------------------------------------------------------------
@@ -258,30 +257,6 @@ def test_a_gpu_is_chosen_by_index_or_name() -> None:
 
 
 # --- a run, with a worker that needs no GPU --------------------------------------------------------------------------
-
-
-def gru_cost(problem: Any, variant: Any) -> float:
-    del problem
-    rows = variant.block_rows if hasattr(variant, "block_rows") else variant.block_batch
-    return 4.0 + variant.num_warps / 8 + rows / 8
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """A machine with one GPU, a fake of both."""
-    workers: list[FakeWorker] = []
-    options: dict[str, Any] = {"cost": gru_cost}
-
-    def start(index: int) -> FakeWorker:
-        assert index == 0
-        workers.append(FakeWorker(**options))
-        return workers[-1]
-
-    monkeypatch.setenv("TUNED_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(commands, "Worker", start)
-    monkeypatch.setattr(commands, "CompilerPool", lambda _: FakeCompiler())
-    monkeypatch.setattr(gpu, "gather", lambda: Facts("2.11.0", "12.8", names=("Test GPU",)))
-    return options, workers
 
 
 def test_a_run_tells_what_it_found_and_where_it_is(machine: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What import-linter does not see of the layers of the generator: modules named in strings, and families named outside of their folders."""
+"""What import-linter does not see of the layers: modules named in strings, families named outside of their folders, tests that import tests."""
 
 from __future__ import annotations
 
@@ -50,13 +50,24 @@ def test_a_module_that_is_named_in_a_string_is_not_of_a_higher_layer(path: Path)
             assert number[parts[0]] >= own, f"{word} is above"
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in MODULES if path.relative_to(PACKAGE).parts[0] != "families"],
-    ids=lambda path: path.relative_to(PACKAGE).as_posix(),
-)
+# What users call, and what is generated, names families; so do their own folders.
+NAMING = {"families", "calls", "compat", "kernels", "tables", "dispatch", "nn", "explanation"}
+COMMON = [
+    path
+    for package in (PACKAGE, ROOT / "tuned")
+    for path in sorted(package.rglob("*.py"))
+    if path.relative_to(package).parts[0].removesuffix(".py") not in NAMING
+]
+
+
+@pytest.mark.parametrize("path", COMMON, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_no_module_names_a_family_outside_of_its_folder(path: Path) -> None:
     assert FAMILIES
     assert not set(words(path)) & set(FAMILIES)
-    imported = re.findall(r"^\s*(?:from|import) (?:tuned|\.+families)\.(\w+)", path.read_text(), re.MULTILINE)
+    imported = re.findall(r"^\s*(?:from|import) (?:[\w.]*\.)?(?:families|calls)\.(\w+)", path.read_text(), re.MULTILINE)
     assert not set(imported) & set(FAMILIES)
+
+
+def test_no_file_of_tests_imports_another_one_with_tests() -> None:
+    importing = re.compile(r"^\s*(?:from|import) tests\.(?:[\w.]+\.)?test_", re.MULTILINE)
+    assert [path for path in (ROOT / "tests").rglob("*.py") if importing.search(path.read_text())] == []

@@ -6,8 +6,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from tests.broken.server import DEEDS, ranked
-from tests.fakes import fine
-from tests.processes import hang
+from tests.support.fakes import fine
+from tests.support.processes import hang
 
 if TYPE_CHECKING:
     from generator.measuring.compile import Resources

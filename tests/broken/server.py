@@ -19,8 +19,8 @@ from generator.measuring.bench import Timing
 from generator.measuring.stage import Baselines, Measured, Stage
 from generator.processes import channel
 from generator.searching.pool import legal_pool
-from tests.fakes import ENVIRONMENT
-from tests.processes import HUNG, hang
+from tests.support.fakes import ENVIRONMENT
+from tests.support.processes import HUNG, hang
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -24,7 +24,7 @@ import tuned.launching.launcher
 import tuned.launching.plan
 from generator.measuring.mended import mended_interpreter
 from tests.fuzz.forced import fresh, replaced
-from tests.rope_calls import PLAIN
+from tests.support.rope_calls import PLAIN
 from tuned.families.gru.launches import sequence
 from tuned.families.launch import Fill, Launch
 from tuned.launching.launcher import kernel, launch_public
@@ -74,7 +74,7 @@ def bare(launch: Launch, compiled: Any, device: Any) -> Bare:
 
 @contextlib.contextmanager
 def interpreted_families() -> Iterator[None]:
-    """The GRU, its step and the linear over segments; RoPE has tests.rope_calls.watch."""
+    """The GRU, its step and the linear over segments; RoPE has tests.support.rope_calls.watch."""
     # A torch that knows CUDA raises where there is no driver.
     no_device = replaced("current_device", tuned.launching.plan.current_device, lambda: -1)
     with pytest.MonkeyPatch.context() as patch, fresh(), no_device:

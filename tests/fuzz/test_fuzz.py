@@ -20,21 +20,23 @@ from torch.torch_version import TorchVersion as Version
 import tuned.calls.gru.run
 import tuned.calls.rope.plan
 import tuned.lookup.lookup
-from tests import oracle
 from tests.fuzz import case as cases
 from tests.fuzz import forced, formula
 from tests.fuzz.draw import CPU, World, case
 from tests.fuzz.given import Given
 from tests.fuzz.interpreted import interpreted_families
 from tests.fuzz.planted import PLANTS, planted
-from tests.rope_calls import Watch, watch
-from tests.run import INTERPRETED
+from tests.support import oracle
+from tests.support.rope_calls import Watch, watch
+from tests.support.run import INTERPRETED
 from tuned import dispatch
 from tuned.families.registry import FAMILIES as FAMILIES_OF
 from tuned.lookup.lookup import Gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+pytestmark = pytest.mark.interpreter
 
 __all__ = ["watch"]
 SEED = 11

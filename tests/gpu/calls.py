@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from tests import pairwise
-from tests.rope_case import Built, assert_close, assert_memory_right, build, canonical, wanted
-from tests.rope_rows import AXES, case_of, given_of, possible, row_id, settings_of
-from tests.run import to_numpy
+from tests.support import pairwise
+from tests.support.rope_case import Built, assert_close, assert_memory_right, build, canonical, wanted
+from tests.support.rope_rows import AXES, case_of, given_of, possible, row_id, settings_of
+from tests.support.run import to_numpy
 from tuned.calls.rope.call import call
 
-TIMES = 9  # tokens of a row of tests/rope_rows.py: enough for several tiles of any variant
+TIMES = 9  # tokens of a row of tests/support/rope_rows.py: enough for several tiles of any variant
 SEEDS = 3  # calls of one row: the second and later ones go by the plan of the first
 # Sizes of models, and some that no tile divides.
 DIMS = ((128, 128), (128, 64), (256, 64), (96, 24), (80, 20), (64, 64), (5, 4))

@@ -212,7 +212,7 @@ def _judge(case: Case, what: str, got: torch.Tensor, x: torch.Tensor, *, angles:
     exact = formula(case, x.double(), *angles.exact, transposed=transposed)
     plain = formula(case, x, *angles.plain, transposed=transposed)
     size = _size(case, x.double())
-    # 2 units in the last place of sine and cosine, a product and a sum, twice: tests/oracle.py has the argument.
+    # 2 units in the last place of sine and cosine, a product and a sum, twice: tests/support/oracle.py has the argument.
     arithmetic = 4 * U32 * size
     error = (got.double() - exact).abs()
     right = error <= arithmetic + 0.5 * _ulp(exact.abs() + arithmetic, case.combination.dtype) * (size > 0)

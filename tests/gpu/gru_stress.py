@@ -14,8 +14,8 @@ import torch
 import triton
 from triton.language.extra.cuda import globaltimer
 
-from tests.gru_sequences import Sequences, build
-from tests.run import run
+from tests.support.gru_sequences import Sequences, build
+from tests.support.run import run
 from tuned.families.gru.launches import launches
 from tuned.families.gru.spec import GruSpec
 from tuned.families.gru.variant import GruVariant
@@ -24,7 +24,7 @@ from tuned.launching.launcher import run_step
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.gru_sequences import Built
+    from tests.support.gru_sequences import Built
 
 FULL_WARPS = 32  # of one program of spin: half of the threads that a multiprocessor holds
 TILE = GruVariant("persistent", "tile", 32, 32, "spin", num_warps=4)

@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import tests.gru_case
-import tests.gru_sequences
-import tests.rope_case
-import tests.test_linear_cat_kernels
+import tests.support.gru_case
+import tests.support.gru_sequences
+import tests.support.linear_cat_forms
+import tests.support.rope_case
 import tuned.nn
 from generator.families.gru.texts import gru_texts
 from generator.families.gru_cell.texts import gru_gates_specs
 from generator.families.rope.texts import ROPE_SCHEDULES, rope_call_specs, rope_specs
-from tests.gru_case import GruCase
-from tests.gru_sequences import Sequences
-from tests.rope_case import RopeCase
-from tests.rope_rows import PACKED, PACKED_SEQ
-from tests.run import run
-from tests.test_gru_cell_kernels import FORMS as CELLS
-from tests.test_linear_cat_kernels import FORMS as LINEAR
-from tests.test_rope_plan import CASES, check
+from tests.support.gru_case import GruCase
+from tests.support.gru_cell_forms import FORMS as CELLS
+from tests.support.gru_sequences import Sequences
+from tests.support.linear_cat_forms import FORMS as LINEAR
+from tests.support.rope_case import RopeCase
+from tests.support.rope_plans import CASES, check
+from tests.support.rope_rows import PACKED, PACKED_SEQ
+from tests.support.run import run
 from tuned.families.choices import choices
 from tuned.families.gru.launches import kernel_name as gru_name
 from tuned.families.gru.launches import launches as gru_launches
@@ -91,7 +91,9 @@ def _rope() -> Iterator[Deed]:
         if complete:  # features must lie alike in both
             views["key_view"] = "packed"
         for case in (_rope_case(odd, **views), _rope_case(even)):
-            yield Deed((rope_name(spec, schedule),), functools.partial(tests.rope_case.assert_right, case, variant))
+            yield Deed(
+                (rope_name(spec, schedule),), functools.partial(tests.support.rope_case.assert_right, case, variant)
+            )
 
 
 def _rope_case(spec: Any, **views: str) -> RopeCase:
@@ -105,7 +107,7 @@ def _cells() -> Iterator[Deed]:
         case = GruCase(spec, batch=5, view=view)
         name = cell_name(spec, CELLS[form])
         library = form == "library"
-        return Deed((name,), functools.partial(tests.gru_case.assert_right, case, CELLS[form]), library)
+        return Deed((name,), functools.partial(tests.support.gru_case.assert_right, case, CELLS[form]), library)
 
     for text, view in itertools.product(gru_gates_specs(), ("contiguous", "wide", "transposed")):
         yield deed(GruCellSpec("bfloat16", 70, (20, 3), bias=text.bias, inplace=text.inplace), "library", view)
@@ -122,7 +124,7 @@ def _linear() -> Iterator[Deed]:
     ):
         width = 64 if view == "contiguous" else 33
         spec = LinearCatSpec(dtype, (width, 128, 5), 37, precision="tf32" if dtype == "float32" else "")
-        right = tests.test_linear_cat_kernels.assert_right
+        right = tests.support.linear_cat_forms.assert_right
         yield Deed((linear_name(spec, LINEAR[form]),), functools.partial(right, spec, rows, LINEAR[form], view))
 
 
@@ -155,11 +157,11 @@ def _sequence(name: str, spec: GruSpec, variant: GruVariant, view: str) -> Deed:
     lengths = {"dense": (4, 4, 4), "packed": (4, 3, 1), "thd": (3, 4, 1)}[spec.layout]
 
     def launch() -> None:
-        built = tests.gru_sequences.build(Sequences(spec, lengths, view), "cuda")
+        built = tests.support.gru_sequences.build(Sequences(spec, lengths, view), "cuda")
         for step in gru_launches(spec, variant, built.call):
             run_step(step, lambda found: run([found]))
         torch.cuda.synchronize()
-        tests.gru_sequences.assert_steps_right(built)
+        tests.support.gru_sequences.assert_steps_right(built)
 
     return Deed((name,), launch)
 
@@ -200,7 +202,7 @@ def bare(shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.Tenso
 
 def main(index: int, *, library: bool) -> None:
     harnesses: tuple[Any, ...] = (
-        tests.rope_case, tests.gru_case, tests.gru_sequences, tests.test_linear_cat_kernels
+        tests.support.rope_case, tests.support.gru_case, tests.support.gru_sequences, tests.support.linear_cat_forms
     )  # fmt: skip
     for harness in harnesses:
         harness.guarded, harness.intact = bare, lambda _: True

@@ -15,8 +15,8 @@ import torch
 
 import tuned.calls.rope.call
 import tuned.calls.rope.plan
-from tests.rope_calls import CHOICES, Case, build, forget
-from tests.test_rope_plan import CASES, check, rotated
+from tests.support.rope_calls import CHOICES, Case, build, forget
+from tests.support.rope_plans import CASES, check, rotated
 from tuned.calls.rope import call as rope_call
 from tuned.dispatch import rope, rope_qk
 
@@ -301,7 +301,7 @@ def test_a_profiler_that_listens_hears_every_launch(launched: list[str]) -> None
 
 SAFE = """
 import torch, tuned.launching.launcher, tuned.calls.rope.plan
-from tests.test_rope_plan import CASES, check
+from tests.support.rope_plans import CASES, check
 for name in ("plain", "pair in place", "training", "tokens"):
     for _ in range(3):
         check(CASES[name], "cuda")

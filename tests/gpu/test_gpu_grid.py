@@ -157,7 +157,7 @@ def test_positions_beyond_1e5_are_as_right_as_the_first(first: float, *, interle
     turn = torch.polar(torch.ones_like(angle), angle)[None, :, None]
     want = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
     got = out.unflatten(-1, (-1, 2)) if interleaved else out.unflatten(-1, (2, -1)).transpose(-1, -2)
-    bound = 4 * U32 * pairs.abs().sum(-1, keepdim=True)  # tests/oracle.py has the argument
+    bound = 4 * U32 * pairs.abs().sum(-1, keepdim=True)  # tests/support/oracle.py has the argument
     assert bool(((got - want).abs() <= bound).all())
 
 

@@ -16,10 +16,10 @@ from torch.nn.utils.rnn import pack_sequence
 
 import tuned
 import tuned.nn
-from tests import pairwise
-from tests.gpu.test_gpu_nn import assert_as_good
-from tests.gru_sequences import Sequences, assert_memory_right, assert_steps_right, build
-from tests.run import run as run_launches
+from tests.support import pairwise
+from tests.support.as_good import assert_as_good
+from tests.support.gru_sequences import Sequences, assert_memory_right, assert_steps_right, build
+from tests.support.run import run as run_launches
 from tuned.calls.gru import eager, run
 from tuned.calls.gru.arguments import GruCall, gru_call
 from tuned.families.choices import choices

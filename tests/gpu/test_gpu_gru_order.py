@@ -1,11 +1,11 @@
-"""All recurrences that a lookup can give here, as compiled here: tests/gru_order.py says what is looked at."""
+"""All recurrences that a lookup can give here, as compiled here: tests/support/gru_order.py says what is looked at."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests import gru_order
+from tests.support import gru_order
 
 SHARES = 14  # by as many processes as there are: compiling one takes seconds
 

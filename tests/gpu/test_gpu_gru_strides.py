@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tuned
 import tuned.nn
-from tests.views import VIEWS, expanded, repeated
+from tests.support.views import VIEWS, expanded, repeated
 from tuned.dispatch import gru, gru_cell, linear_cat
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def test_a_part_of_the_gpu_is_served(deed: str, layers: int) -> None:
 CHILD = """
 import os
 import torch
-from tests.test_gru_surroundings import CALLS, tensors
+from tests.support.gru_calls_of_users import CALLS, tensors
 given = tensors()
 for call in CALLS.values():
     call(given)

@@ -12,11 +12,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import tuned
 import tuned.nn
+from tests.support.as_good import WORSE, assert_as_good, data_of
 from tuned.dispatch import gru
 
 pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")  # what torch.nn.GRU says of its own in bfloat16
 
-WORSE = 1.1  # how many times the error of PyTorch's own module is still as good
 # float32 with TF32: cuDNN multiplies the input of upper layers in float32 where it is as small as here, a stack in TF32.
 WORSE_STACK = 1.3
 FEATURES, H, LENGTHS = 48, 64, (9, 17, 1, 12)
@@ -24,22 +24,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 GRID = list(itertools.product((1, 2, 3), (False, True), (False, True), (False, True), (True, False), DTYPES))
 
 
-def data_of(x: Any) -> torch.Tensor:
-    return x.data if isinstance(x, PackedSequence) else x
-
-
 def doubled(x: Any) -> Any:
     return x._replace(data=x.data.double()) if isinstance(x, PackedSequence) else x.double()
-
-
-def assert_as_good(found: Any, theirs: Any, exact: Any, worse: float = WORSE) -> None:
-    """The root mean square error against float64 is at most that of PyTorch's, but for one rounding of the dtype."""
-    for a, b, c in zip(found, theirs, exact, strict=True):
-        ours, reference, wanted = data_of(a), data_of(b), data_of(c)
-        assert (ours.shape, ours.dtype) == (reference.shape, reference.dtype)
-        error, allowed = ((t.double() - wanted).square().mean().sqrt() for t in (ours, reference))
-        rounding = torch.finfo(ours.dtype).eps / 8 * wanted.square().mean().sqrt()
-        assert error <= worse * allowed + rounding, f"{error:.3g} against {allowed:.3g}"
 
 
 def case(layers: int, both: bool, first: bool, packs: bool, bias: bool, dtype: torch.dtype) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tuned
-from tests.transformers_models import (
+from tests.support.transformers_models import (
     FAMILIES,
     LAYERS,
     ROUNDED_ONCE,

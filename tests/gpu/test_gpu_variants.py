@@ -12,9 +12,9 @@ from generator.processes.compiler import compile_variant, hopeless
 from generator.searching.pool import legal_pool
 from generator.selection import problem_named
 from generator.workload import default_problems
-from tests import pairwise
-from tests.rope_case import RopeCase, assert_right
-from tests.test_rope_kernels import spec_for
+from tests.support import pairwise
+from tests.support.rope_case import RopeCase, assert_right
+from tests.support.rope_variants import spec_for
 from tuned.families.choices import choices
 from tuned.families.rope.variant import RopeVariant, rejection
 

@@ -1,0 +1,310 @@
+"""Whatever a variant does to the process that measures it: a recorded failure, and everything else stands."""
+
+from __future__ import annotations
+
+import collections
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from generator.cache import cache_folder
+from generator.measuring.guard import fingerprint, guard, guarded, intact
+from generator.processes import forkserver
+from generator.processes.channel import HEAD, MARK, Channel, ClosedError, GarbledError, pair
+from generator.processes.compiler import CompilerPool, compiled
+from generator.processes.forkserver import Child, ForkServer, fork_server
+from generator.processes.worker import TrialFailedError, Worker, WorkerGoneError, WorkerLostError
+from generator.selection import problem_named
+from tests.broken.server import DEEDS, cost, ranked
+from tests.broken.warm import WARM
+from tests.support.processes import (
+    BACKSTOP_SECONDS,
+    HUNG,
+    alive,
+    end_all,
+    forked,
+    hang,
+    only_the_hung_are_out_of_time,
+    wait_for,
+)
+from tests.support.reasons import REASONS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.processes
+
+COPY = problem_named("gru_cell_dreamer_200_16")
+INPLACE = problem_named("gru_cell_1024_inplace_64")
+SERVER = "tests.broken.server:"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("TUNED_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(Child, "now", only_the_hung_are_out_of_time)
+    monkeypatch.setattr(forkserver, "TICK_SECONDS", 0.02)
+    monkeypatch.setattr(forkserver, "PRELOAD", WARM)
+    yield tmp_path / "cache"
+    end_all()
+
+
+@pytest.fixture
+def broken() -> Iterator[Worker]:
+    worker = Worker(0, SERVER + "BrokenServer")
+    worker.start()
+    yield worker
+    worker.stop()
+
+
+CHECKED = (
+    "wrong result",
+    "not a number",
+    "past the end",
+    "before the start",
+    "far outside",
+    "changed input",
+    "changed input while timed",
+)
+CASES = [(COPY, deed) for deed in DEEDS] + [(INPLACE, deed) for deed in CHECKED]
+
+
+@pytest.mark.parametrize(("problem", "deed"), CASES, ids=lambda v: v if isinstance(v, str) else v.name)
+def test_a_broken_variant_has_its_reason_and_the_next_one_is_measured(
+    broken: Worker, deed: str, problem: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reason, lost = REASONS[deed]
+    variants = ranked(problem)
+    bad, good = variants[DEEDS.index(deed)], variants[-1]
+    broken.stage(problem)
+    with pytest.raises(WorkerLostError if lost else TrialFailedError) as raised:
+        broken.measure(bad)
+    assert re.search(reason, str(raised.value)), str(raised.value)
+    if lost:
+        with pytest.raises(WorkerLostError):
+            broken.measure(good)
+        broken.start()
+        broken.stage(problem)
+    assert broken.measure(good).timing.median_us == cost(good)
+    assert [t.median_us for t in broken.compare([good, variants[-2]])] == [cost(good), cost(variants[-2])]
+    assert broken.starts == 1 + lost
+    assert capfd.readouterr() == ("", ""), "nothing that a worker prints reaches the terminal"
+
+
+def test_a_worker_that_never_starts_is_given_up_with_its_reason() -> None:
+    worker = Worker(0, SERVER + "NeverStarts", pause_seconds=0.0)
+    for _ in range(3):
+        worker.start()
+        with pytest.raises(WorkerLostError, match=r"exit code 1.*RuntimeError: No CUDA GPUs are available"):
+            worker.environment()
+    with pytest.raises(WorkerGoneError, match=r"3 workers in a row ended before they answered: .*No CUDA GPUs"):
+        worker.start()
+
+
+def test_what_a_worker_prints_before_its_tuner_looks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = ForkServer._ask
+
+    def slow(server: ForkServer, request: Any, *rest: Any) -> Any:
+        answer = ask(server, request, *rest)
+        if request[0] == "fork":
+            wait_for(lambda: not alive(answer))
+        return answer
+
+    monkeypatch.setattr(ForkServer, "_ask", slow)
+    worker = Worker(0, SERVER + "NeverStarts")
+    worker.start()
+    with pytest.raises(WorkerLostError, match="No CUDA GPUs are available"):
+        worker.environment()
+
+
+def test_a_problem_that_kills_every_worker_ends_and_the_next_one_is_staged() -> None:
+    worker = Worker(0, SERVER + "DiesStaging", pause_seconds=0.0)
+    for _ in range(2):
+        worker.start()
+        with pytest.raises(WorkerLostError, match="killed by SIGSEGV"):
+            worker.stage(COPY)
+    worker.start()
+    assert worker.stage(INPLACE).copy_us == 9.0
+    for _ in range(3):  # one answer, and it counts from the beginning
+        worker.start()
+    worker.stop()
+
+
+def test_a_worker_killed_from_outside_is_lost_and_comes_back() -> None:
+    worker = Worker(0, SERVER + "CpuServer")
+    worker.start()
+    worker.stage(COPY)
+    good = ranked(COPY)[-1]
+    for _ in range(3):
+        assert worker._child is not None
+        threading.Timer(0.05, os.kill, (worker._child.pid, signal.SIGKILL)).start()
+        with pytest.raises(WorkerLostError, match="killed by SIGKILL"):
+            collections.deque((worker.measure(good) for _ in range(10_000)), 0)
+        worker.start()
+        worker.stage(COPY)
+    assert worker.measure(good).timing.median_us == cost(good)
+    worker.stop()
+
+
+def test_a_killed_fork_server_takes_its_children_with_it_and_is_replaced() -> None:
+    worker = Worker(0, SERVER + "CpuServer", pause_seconds=0.0)
+    worker.start()
+    worker.stage(COPY)
+    with CompilerPool(1) as pool:
+        pool.submit(pow, 1, 1).result()
+        children = [worker._child.pid, *pool._children] if worker._child else []
+        os.kill(fork_server()._process.pid, signal.SIGKILL)
+        wait_for(lambda: len(children) == 2 and not any(map(alive, children)))
+        with pytest.raises(WorkerLostError, match="killed by SIGKILL"):
+            worker.stage(COPY)
+        assert "the compiler was lost" in compiled(pool.submit(pow, 2, 2))
+        assert pool.submit(pow, 2, 3).result() == 8
+    worker.start()
+    assert worker.stage(COPY).copy_us == 9.0
+    worker.stop()
+
+
+def test_a_stopped_worker_takes_what_it_started_with_it(cache: Path) -> None:
+    worker = Worker(0, SERVER + "HasChildren")
+    worker.start()
+    worker.stage(COPY)
+    with pytest.raises(WorkerLostError, match=r"it hung, and was killed; it printed last: started \d+ from \d+ hung"):
+        worker.measure(ranked(COPY)[0])
+    assert not any(alive(pid) for pid in started(cache))
+
+
+def test_a_killed_tuner_leaves_no_process_behind(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Child, "now", lambda _: 0.0)  # it has all the time there is
+
+    def tuner() -> None:
+        worker = Worker(0, SERVER + "HasChildren")
+        pool = CompilerPool(2)
+        worker.start()
+        worker.stage(COPY)
+        for _ in range(3):
+            pool.submit(sleep_in_two_processes)
+        worker.measure(ranked(COPY)[0])
+
+    pid = forked(tuner)
+    pids: list[int] = []
+    wait_for(lambda: len(pids := started(cache)) == 6 and all(map(alive, pids)))
+    pids = started(cache)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    wait_for(lambda: not any(map(alive, pids)))
+
+
+def sleep_in_two_processes() -> None:
+    with (cache_folder("logs") / "worker-compiler.log").open("a") as log:
+        log.write(f"started {subprocess.Popen(['sleep', '3600']).pid} from {os.getpid()}\n")
+    signal.pause()
+
+
+def started(cache: Path) -> list[int]:
+    """The processes whose ids workers wrote into their logs."""
+    text = "".join(path.read_text() for path in sorted((cache / "logs").glob("worker-*.log")))
+    return [int(n) for line in re.findall(r"started (\d+) from (\d+)\n", text) for n in line]
+
+
+# --- what results are judged by -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int32, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+)
+def test_a_fingerprint_is_another_when_any_one_value_is(dtype: torch.dtype) -> None:
+    tensor = torch.arange(64).to(dtype)
+    before = fingerprint([tensor, tensor.clone()])
+    assert before == fingerprint([tensor, tensor.clone()])
+    for place in range(64):
+        kept, tensor[place] = tensor[place].clone(), 77
+        changed = fingerprint([tensor])
+        tensor[place] = kept
+        assert changed != before[:1]
+    assert fingerprint([tensor]) == before[:1]
+    assert fingerprint([]) == []
+
+
+def test_canaries_are_laid_again() -> None:
+    tensor = guarded((3, 5), torch.bfloat16, "cpu").zero_()
+    for place in (-1, 15):
+        tensor.as_strided((1,), (1,), tensor.storage_offset() + place).fill_(1)
+        assert not intact(tensor)
+        guard(tensor)
+        assert intact(tensor)
+    assert not tensor.any(), "and nothing else is touched"
+
+
+# --- compilers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_compiler_that_hangs_or_crashes_is_replaced_and_the_others_answer() -> None:
+    with CompilerPool(2) as pool:
+        tasks = [pool.submit(hang), pool.submit(os.abort), pool.submit(sys.exit, 3), pool.submit(int, "x")]
+        good = [pool.submit(pow, 2, n) for n in range(20)]
+        assert [task.result() for task in good] == [2**n for n in range(20)]
+        assert (
+            compiled(tasks[0])
+            == f"the compiler was lost: no answer in 20 s: it hung, and was killed; it printed last: {HUNG}"
+        )
+        assert "the process died (killed by SIGABRT)" in compiled(tasks[1])
+        assert "the process died (exit code 1)" in compiled(tasks[2])
+        assert compiled(tasks[3]).startswith("ValueError: invalid literal")
+
+
+def test_a_pool_that_is_shut_down_waits_for_nothing() -> None:
+    pool = CompilerPool(2)
+    tasks = [pool.submit(signal.pause) for _ in range(4)]  # for ever, by the clock of these tests
+    wait_for(lambda: all(task.running() for task in tasks[:2]))
+    pool.shutdown(wait=False, cancel_futures=True)
+    assert "killed by SIGKILL" in compiled(tasks[0]) or "shut down" in compiled(tasks[0])
+    assert all(task.cancelled() for task in tasks[2:])
+
+
+# --- the wire -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"Traceback (most recent call last):\n",
+        HEAD.pack(MARK, 2**40),
+        HEAD.pack(MARK, 3) + b"\x80\x05?",
+        HEAD.pack(MARK, len(pickle.dumps(os.system))) + pickle.dumps(os.system),
+        HEAD.pack(MARK, len(pickle.dumps(ranked))) + pickle.dumps(ranked),
+    ],
+    ids=["text", "length", "torn", "function", "ours"],
+)
+def test_what_is_no_answer_is_garbled(sent: bytes) -> None:
+    ours, theirs = pair()
+    theirs.send(sent)
+    with pytest.raises(GarbledError):
+        Channel(ours).receive(BACKSTOP_SECONDS)
+    ours.close()
+    theirs.close()
+
+
+def test_a_message_of_any_size_comes_whole_and_the_end_is_seen() -> None:
+    ours, theirs = (Channel(end) for end in pair())
+    for message in (None, {"a": [1.5, "b"]}, b"x" * 5_000_000):
+        thread = threading.Thread(target=theirs.send, args=(message,))
+        thread.start()
+        assert ours.receive(BACKSTOP_SECONDS) == message
+        thread.join()
+    with pytest.raises(TimeoutError):
+        ours.receive(0.01)
+    theirs.close()
+    with pytest.raises(ClosedError):
+        ours.receive(BACKSTOP_SECONDS)
+    with pytest.raises(ClosedError):
+        ours.send("anybody?", BACKSTOP_SECONDS)
+    ours.close()

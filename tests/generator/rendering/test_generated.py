@@ -1,0 +1,350 @@
+"""Templates and what they give: readable, pure, injective in name, formatted, and committed as they are."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import dataclasses
+import itertools
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from generator.families.gru.texts import gru_texts
+from generator.families.gru_cell.texts import GRU_CELL_FORMS, gru_gates_specs
+from generator.families.rope.texts import rope_call_specs, rope_specs
+from generator.publishing.files import committed_kernels, generated_files
+from generator.rendering.render import NAME, TEMPLATES, digest, render
+from generator.rendering.structures import default_names, structures
+from tuned.families.choices import choices
+from tuned.families.gru.launches import kernel_name as sequence_name
+from tuned.families.gru.launches import kernel_names as sequence_kernel_names
+from tuned.families.gru.spec import LAYOUTS as SEQUENCE_LAYOUTS
+from tuned.families.gru.spec import GruSpec
+from tuned.families.gru.variant import GruVariant, rejection
+from tuned.families.gru_cell.launches import kernel_name as gru_cell_name
+from tuned.families.gru_cell.spec import DTYPES, PRECISIONS, GruCellSpec
+from tuned.families.gru_cell.variant import GruCellVariant
+from tuned.families.linear_cat.launches import kernel_name as linear_cat_name
+from tuned.families.linear_cat.spec import LinearCatSpec
+from tuned.families.linear_cat.variant import LinearCatVariant
+from tuned.families.rope.launches import kernel_name as rope_name
+from tuned.families.rope.launches import kernel_names
+from tuned.families.rope.spec import (
+    ANGLE_ENTRIES,
+    ANGLES,
+    DIRECTIONS,
+    ITEM_SIZE,
+    LAYOUTS,
+    POSITIONS,
+    ROTATED,
+    STYLES,
+    RopeSpec,
+)
+from tuned.families.rope.variant import RopeVariant
+
+TEMPLATE_FILES = sorted(TEMPLATES.glob("*.jinja"))
+TEMPLATE_IDS = [path.name for path in TEMPLATE_FILES]
+# Functions that more than one family's kernel needs; included, no kernel of their own.
+FRAGMENTS = {"activations.py.jinja", "segments.py.jinja", "sincos.py.jinja"}
+TUNED = Path(__file__).parents[3] / "tuned"
+BLOCK = re.compile(r"# \{% (if|elif|else|endif|for|endfor|set|macro|include|import|block)\b(.*?)%\}")
+
+# A little above the lines with a Jinja block mark in each template today. A structural choice is two to four lines: one
+# more takes a decision here, and a look at whether tl.constexpr would not do.
+MAX_BLOCK_LINES = {
+    "activations.py.jinja": 0,
+    "gru.py.jinja": 68,  # two forms, whose results are each other's transpose, and a stack's second set of weights
+    "gru_cell.py.jinja": 8,
+    "gru_cell_vector.py.jinja": 2,
+    "gru_gates.py.jinja": 13,
+    "linear_cat.py.jinja": 10,
+    "rope.py.jinja": 49,
+    "rope_call.py.jinja": 41,
+    "rope_table.py.jinja": 1,
+    "segments.py.jinja": 0,
+    "sincos.py.jinja": 0,
+}
+MAX_BRANCHES = 3
+MAX_MODULES = 128  # of all families; left alone, structure explodes into thousands
+
+
+# Templates ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", TEMPLATE_FILES, ids=TEMPLATE_IDS)
+def test_a_template_is_python_as_it_stands(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    if path.name in FRAGMENTS:
+        assert functions
+        assert NAME not in functions
+    else:
+        assert NAME in functions
+
+
+@pytest.mark.parametrize("path", TEMPLATE_FILES, ids=TEMPLATE_IDS)
+def test_a_template_stays_within_its_budget_of_block_marks(path: Path) -> None:
+    marks = BLOCK.findall(path.read_text())
+    assert len(marks) <= MAX_BLOCK_LINES[path.name]
+    assert {word for word, _ in marks} <= {"if", "elif", "else", "endif", "include"}
+    assert {argument.strip(' "') for word, argument in marks if word == "include"} <= FRAGMENTS
+    depth, branches = 0, 0
+    for word, _ in marks:
+        if word == "if":
+            depth, branches = depth + 1, 1
+        elif word == "endif":
+            depth -= 1
+        elif word != "include":
+            branches += 1
+        assert depth <= 1, "a block inside a block"
+        assert branches <= MAX_BRANCHES
+    assert depth == 0
+
+
+@pytest.mark.parametrize("path", TEMPLATE_FILES, ids=TEMPLATE_IDS)
+def test_a_template_asks_named_questions_of_its_spec_and_variant(path: Path) -> None:
+    text = path.read_text()
+    for word, condition in BLOCK.findall(text):
+        if word in ("if", "elif"):
+            assert re.fullmatch(r"\s*(not )?(spec|variant)\.\w+\s*", condition), condition
+    for expression in re.findall(r"\{\{(.*?)\}\}", text):
+        assert re.fullmatch(r" (spec|variant)\.\w+(\((variant|\d+(, \d+)?)\))? ", expression), expression
+
+
+# Rendering ----------------------------------------------------------------------------------------------------------
+
+ROPE_SPECS = st.builds(
+    lambda heads, pairs, tail, inplace, direction, **rest: RopeSpec(
+        heads=heads,
+        head_dim=2 * pairs + tail,
+        rotary_dim=2 * pairs,
+        inplace=inplace and direction == "forward",
+        direction=direction,
+        **rest,
+    ),
+    layout=st.sampled_from(LAYOUTS),
+    dtype=st.sampled_from(DTYPES),
+    heads=st.integers(1, 128),
+    pairs=st.integers(1, 256),
+    tail=st.sampled_from((0, 0, 1, 64)),
+    style=st.sampled_from(STYLES),
+    angles=st.sampled_from(ANGLES),
+    angle_dtype=st.sampled_from(tuple(ITEM_SIZE)),
+    angle_entries=st.sampled_from(ANGLE_ENTRIES),
+    inplace=st.booleans(),
+    direction=st.sampled_from(DIRECTIONS),
+)
+
+
+def completed(spec: RopeSpec, key_heads: int, copied_heads: int, rotated: str, **rest: Any) -> RopeSpec:
+    """A complete call like a plain one, as far as there is one."""
+    if rotated == "proportional" and (spec.interleaved or spec.head_dim % 2):
+        rotated = "last"
+    copied_heads = 0 if key_heads or spec.inplace else min(copied_heads, spec.heads - 1)
+    return dataclasses.replace(spec, key_heads=key_heads, copied_heads=copied_heads, rotated=rotated, **rest)
+
+
+CALL_SPECS = st.builds(
+    completed,
+    ROPE_SPECS,
+    key_heads=st.integers(0, 64),
+    copied_heads=st.integers(0, 64),
+    rotated=st.sampled_from(ROTATED),
+    positions=st.sampled_from(POSITIONS),
+    context_parallel=st.booleans(),
+    conjugate=st.booleans(),
+    scaled=st.booleans(),
+    angles_per_batch=st.booleans(),
+)
+ROPE_VARIANTS = st.builds(
+    RopeVariant, **{name: st.sampled_from(values) for name, values in choices(RopeVariant).items()}
+)
+GRU_SPECS = st.builds(
+    lambda dtype, tf32, **rest: GruCellSpec(
+        dtype, precision=("ieee", "tf32")[tf32] if dtype == "float32" else "", **rest
+    ),
+    dtype=st.sampled_from(DTYPES),
+    tf32=st.booleans(),
+    hidden=st.integers(1, 4096),
+    inputs=st.lists(st.integers(1, 4096), min_size=1, max_size=4).map(tuple),
+    bias=st.booleans(),
+    inplace=st.booleans(),
+)
+GRU_VARIANTS = st.builds(
+    GruCellVariant, **{name: st.sampled_from(values) for name, values in choices(GruCellVariant).items()}
+)
+SEQUENCE_SPECS = st.builds(
+    lambda layers, directions, **rest: GruSpec(layers=layers, directions=1 if layers > 1 else directions, **rest),
+    dtype=st.sampled_from(DTYPES),
+    hidden=st.integers(1, 4096),
+    layout=st.sampled_from(SEQUENCE_LAYOUTS),
+    directions=st.sampled_from((1, 2)),
+    layers=st.integers(1, 4),
+    bias=st.booleans(),
+    precision=st.sampled_from(PRECISIONS),
+)
+SEQUENCE_VARIANTS = st.builds(
+    GruVariant, **{name: st.sampled_from(values) for name, values in choices(GruVariant).items()}
+)
+PROPERTY = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+
+
+def text_of_rope(spec: RopeSpec, variant: RopeVariant) -> str:
+    """What the rotating kernel of any spec and variant is rendered from, as the launches say."""
+    return render("rope" if spec.plain else "rope_call", rope_name(spec, variant), spec, variant).source
+
+
+@PROPERTY
+@given(spec=st.one_of(ROPE_SPECS, CALL_SPECS), variant=ROPE_VARIANTS)
+def test_any_rope_call_finds_the_text_that_its_name_promises(spec: RopeSpec, variant: RopeVariant) -> None:
+    assert text_of_rope(spec, variant) == structures()[rope_name(spec, variant)].source
+    assert set(kernel_names(spec, variant)) <= set(structures())
+
+
+@PROPERTY
+@given(spec=GRU_SPECS, variant=GRU_VARIANTS)
+def test_any_gru_cell_call_finds_the_text_that_its_name_promises(spec: GruCellSpec, variant: GruCellVariant) -> None:
+    name = gru_cell_name(spec, variant)
+    template = GRU_CELL_FORMS.get(variant.form, "gru_gates")
+    assert render(template, name, spec, variant).source == structures()[name].source
+
+
+LINEAR_SPECS = st.builds(
+    lambda dtype, tf32, **rest: LinearCatSpec(
+        dtype, precision=("ieee", "tf32")[tf32] if dtype == "float32" else "", **rest
+    ),
+    dtype=st.sampled_from(DTYPES),
+    tf32=st.booleans(),
+    inputs=st.lists(st.integers(1, 4096), min_size=1, max_size=4).map(tuple),
+    outputs=st.integers(1, 50_000),
+    bias=st.booleans(),
+)
+LINEAR_VARIANTS = st.builds(
+    LinearCatVariant, **{name: st.sampled_from(values) for name, values in choices(LinearCatVariant).items()}
+)
+
+
+@PROPERTY
+@given(spec=LINEAR_SPECS, variant=LINEAR_VARIANTS)
+def test_any_linear_call_finds_the_text_that_its_name_promises(spec: LinearCatSpec, variant: LinearCatVariant) -> None:
+    name = linear_cat_name(spec, variant)
+    assert render("linear_cat", name, spec, variant).source == structures()[name].source
+
+
+@PROPERTY
+@given(spec=SEQUENCE_SPECS, variant=SEQUENCE_VARIANTS)
+def test_any_gru_call_finds_the_text_that_its_name_promises(spec: GruSpec, variant: GruVariant) -> None:
+    if rejection(spec, None, variant) is not None:
+        return
+    assert set(sequence_kernel_names(spec, variant)) <= set(structures())
+    if variant.strategy != "library":
+        name = sequence_name(spec, variant)
+        assert render("gru", name, spec, variant).source == structures()[name].source
+
+
+@PROPERTY
+@given(spec=ROPE_SPECS, variant=ROPE_VARIANTS)
+def test_rendering_twice_gives_the_same_bytes(spec: RopeSpec, variant: RopeVariant) -> None:
+    first, second = (render("rope", "twice", spec, variant) for _ in range(2))
+    assert first == second
+
+
+def test_names_are_injective_over_the_text_axes() -> None:
+    specs = [*rope_specs(), *rope_call_specs()]
+    texts = list(itertools.product(specs, (RopeVariant(), RopeVariant(head_steps=2))))
+    names = [rope_name(spec, variant) for spec, variant in texts]
+    names += [gru_cell_name(spec, GruCellVariant("library")) for spec in gru_gates_specs()]
+    names += [gru_cell_name(next(gru_gates_specs()), GruCellVariant(form)) for form in GRU_CELL_FORMS]
+    names += [linear_cat_name(LinearCatSpec("float16", (1,), 1), LinearCatVariant(form)) for form in ("tile", "vector")]
+    names += [sequence_name(spec, variant) for spec, variant in gru_texts()]
+    assert len(set(names)) == len(names) == len(structures()) - 1  # and the kernel that a launcher is tried on
+
+
+def test_no_two_names_have_the_same_text() -> None:
+    digests = collections.Counter(digest(k.source.replace(k.name, "kernel")) for k in structures().values())
+    assert set(digests.values()) == {1}
+
+
+@pytest.mark.parametrize("name", sorted(structures()))
+def test_a_rendered_module_says_what_it_is_and_leaves_no_mark_of_its_template(name: str) -> None:
+    source = structures()[name].source
+    tree = ast.parse(source)
+    head = ast.get_docstring(tree)
+    assert head.startswith(f"{name}: ")
+    assert "@generated from templates/" in head
+    assert "python tune.py --render" in head
+    assert not re.search(r"\{[{%#]|[%}#]\}|KERNEL", source)
+    imports = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert imports == {"triton", "triton.language"}
+    assert not any(isinstance(node, ast.ImportFrom) for node in ast.walk(tree))
+
+
+def test_the_digest_sees_code_and_nothing_else() -> None:
+    text = '"""Head."""\n\ndef f(x):\n    """Say."""\n    return x + 1  # why\n'
+    same = "def f( x ):\n\n    return (x + 1)\n"
+    assert digest(text) == digest(same)
+    assert digest(text) != digest(text.replace("+", "-"))
+    assert digest(text) != digest(text.replace("f(x)", "g(x)"))
+    assert digest(text) != digest(text.replace("return x", "return 2 * x"))
+    assert digest('def f():\n    """Only this."""\n') == digest("def f():\n    pass\n")
+
+
+@pytest.mark.parametrize("name", sorted(structures()))
+def test_a_comment_in_a_kernel_leaves_its_digest_and_a_sign_changes_it(name: str) -> None:
+    kernel = structures()[name]
+    assert digest(kernel.source + "# a last word\n") == kernel.digest
+    changed = re.sub(r" \* ", " / ", kernel.source[::-1], count=1)[::-1]
+    assert changed != kernel.source
+    assert digest(changed) != kernel.digest
+
+
+def test_rendered_modules_are_formatted(tmp_path: Path) -> None:
+    pytest.importorskip("ruff", reason="ruff formats; without it nothing is known")
+    for name, kernel in structures().items():
+        (tmp_path / f"{name}.py").write_text(kernel.source)
+    ruff = [sys.executable, "-m", "ruff", "format", "--check", "--diff", "--isolated", "--line-length", "120"]
+    result = subprocess.run([*ruff, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-1000:]
+
+
+# What is committed --------------------------------------------------------------------------------------------------
+
+
+def files_in(folder: Path) -> dict[str, str]:
+    """Path below tuned -> text of each Python file of a folder."""
+    return {f"{folder.name}/{path.name}": path.read_text() for path in sorted(folder.glob("*.py"))}
+
+
+def test_generated_files_are_what_the_templates_and_records_give_today() -> None:
+    wanted = generated_files()
+    found = files_in(TUNED / "kernels") | files_in(TUNED / "tables")
+    found = {name: text for name, text in found.items() if name in wanted or name != "tables/__init__.py"}
+    assert sorted(found) == sorted(wanted), "stray or missing files: run `python tune.py --render`"
+    assert [name for name in wanted if found[name] != wanted[name]] == [], "run `python tune.py --render`"
+
+
+def test_every_default_kernel_is_committed_and_they_are_few(capsys: pytest.CaptureFixture[str]) -> None:
+    kernels = committed_kernels()
+    assert default_names() <= set(kernels)
+    families: dict[str, int] = collections.Counter(
+        next((f for f in ("gru_cell", "gru_gates", "gru", "linear_cat") if name.startswith(f)), "rope")
+        for name in kernels
+    )
+    with capsys.disabled():
+        counts = ", ".join(f"{family} {count}" for family, count in sorted(families.items()))
+        print(f"\ncommitted kernel modules: {counts}; {len(kernels)} of at most {MAX_MODULES}")  # noqa: T201 - to be seen in every run
+    assert len(kernels) <= MAX_MODULES
+    assert len(structures()) <= MAX_MODULES, "every structure may come to be committed, once a table names it"
+
+
+def test_the_digests_that_ship_are_those_of_the_kernels_that_ship() -> None:
+    shipped: dict[str, Any] = {}
+    exec((TUNED / "kernels" / "__init__.py").read_text(), shipped)  # as data: no Triton is imported
+    assert shipped["DIGESTS"] == {name: kernel.digest for name, kernel in committed_kernels().items()}

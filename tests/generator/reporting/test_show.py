@@ -1,0 +1,183 @@
+"""`tune.py show`: the file runs on its own, and gives what the reference gives."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from generator.measuring.check import worst_error
+from generator.rendering.structures import structures
+from generator.reporting.show import standalone, winner_of
+from generator.selection import SelectionError
+from generator.workload import WORKLOADS
+from tests.support.records import winner
+from tests.support.run import DEVICE, truncates
+from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.gru_cell.variant import GruCellVariant
+from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.linear_cat.variant import LinearCatVariant
+from tuned.families.rope.spec import RopeSize, RopeSpec
+from tuned.families.rope.variant import RopeVariant
+from tuned.lookup.record import RecordError
+
+SIZE = RopeSize(2, 5)
+TILE = {"block_tokens": 2, "block_heads": 2, "num_warps": 1}
+
+
+def rope(layout: str, rotary: int = 16, variant: dict[str, Any] | None = None, **spec: Any) -> Any:
+    made = RopeSpec(layout, spec.pop("dtype", "float32"), 3, 16, rotary, **spec)
+    return made, SIZE, RopeVariant(**{**TILE, **(variant or {})})
+
+
+GATES = GruCellVariant("library", 1, 64, num_warps=2)
+FAMILY_OF = {RopeSpec: "rope", GruCellSpec: "gru_cell", LinearCatSpec: "linear_cat"}
+CASES = {
+    "bshd": rope("bshd"),
+    "sbhd-partial-tokens-first": rope("sbhd", 8, {"order": "tokens"}),
+    "thd-interleaved": rope("thd", style="interleaved"),
+    "bshd-inplace-partial": rope("bshd", 8, inplace=True),
+    "bshd-cos-sin-bf16": rope("bshd", angles="cos_sin", angle_dtype="bfloat16", dtype="bfloat16"),
+    "bshd-feature-backward": rope("bshd", angle_entries="feature", direction="backward", dtype="float16"),
+    "thd-pdl": rope("thd", variant={"pdl": True}),
+    "sbhd-loop-inplace": rope("sbhd", 16, {"head_steps": 2}, inplace=True),
+    "bshd-no-hints": rope("bshd", 4, {"cache": "keep"}),
+    "gru-cell-split": (
+        GruCellSpec("float32", 70, (33, 8), precision="tf32"),
+        GruCellSize(3),
+        GruCellVariant("split", 16, 32, 64, k_parts=2, num_stages=2, num_warps=2, pdl=True),
+    ),
+    "gru-cell-vector": (
+        GruCellSpec("float16", 24, (16,), bias=False),
+        GruCellSize(2),
+        GruCellVariant("vector", 2, 4, 256),
+    ),
+    "gru-cell-library": (GruCellSpec("float32", 70, (8, 3), precision="ieee"), GruCellSize(3), GATES),
+    "gru-cell-inplace": (GruCellSpec("float16", 64, (64,), bias=False, inplace=True), GruCellSize(2), GATES),
+    "linear-cat-tile": (
+        LinearCatSpec("float32", (33, 8), 20, precision="ieee"),
+        LinearCatSize(5),
+        LinearCatVariant("tile", 16, 16, 64, pdl=True),
+    ),
+    "linear-cat-vector": (
+        LinearCatSpec("float16", (33, 8, 4), 20, bias=False),
+        LinearCatSize(3),
+        LinearCatVariant("vector", 4, 8, 256),
+    ),
+}
+
+
+def shown(spec: Any, size: Any, variant: Any) -> str:
+    family = FAMILY_OF[type(spec)]
+    names = WORKLOADS[family].family.kernel_names(spec, variant)
+    digests = {name: structures()[name].digest for name in names}
+    return standalone(
+        dataclasses.replace(
+            winner(), name="a_problem", family=family, spec=spec, size=size, variant=variant, digests=digests
+        )
+    )
+
+
+def load(text: str, folder: Path) -> Any:
+    path = folder / "shown.py"
+    path.write_text(text)
+    found = importlib.util.spec_from_file_location(f"shown_{folder.name}", path)
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_is_shown_runs_and_is_right(case: Any, tmp_path: Path) -> None:
+    spec, size, variant = case
+    family = FAMILY_OF[type(spec)]
+    module = load(shown(spec, size, variant), tmp_path)
+    work = WORKLOADS[family]
+    call = work.inputs(spec, size, DEVICE, 1)
+    wanted, bound = work.reference(spec, call)
+    if family == "rope":
+        function = module.rope_backward if spec.direction == "backward" else module.rope
+        angles = [call.cos] if spec.takes_sine else [call.cos, call.sin]
+        with np.errstate(invalid="ignore"):  # NumPy warns of the NaN that stands for an angle past the rows
+            out = function(call.x, *angles, *([call.cu_seqlens] if spec.packed else []))
+        assert (out is call.x) == spec.inplace
+    elif family == "gru_cell":
+        bias = [call.bias_ih, call.bias_hh] if spec.bias else []
+        out = module.gru_cell(*call.segments, call.h, call.weight_ih, call.weight_hh, *bias)
+        assert (out is call.h) == spec.inplace
+    else:
+        out = module.linear_cat(*call.segments, call.weight, *([call.bias] if spec.bias else []))
+    # The interpreter drops the low bits of a bfloat16 store: twice the error of one rounding.
+    assert worst_error(out, wanted, bound * (2 if truncates(spec.dtype) else 1)) <= 1
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_is_shown_is_self_contained(case: Any) -> None:
+    text = shown(*case)
+    tree = ast.parse(text)
+    imported = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
+    assert imported == {"torch", "triton", "triton.language"}
+    assert not any(isinstance(node, ast.ImportFrom) for node in ast.walk(tree))
+    kernels = [
+        n
+        for n in tree.body
+        if isinstance(n, ast.FunctionDef) and any("do_not" in ast.dump(d) for d in n.decorator_list)
+    ]
+    assert len(kernels) == len(WORKLOADS[FAMILY_OF[type(case[0])]].family.kernel_names(*case[::2]))
+    for kernel in kernels:
+        constants = [a for a in kernel.args.args if a.annotation is not None]
+        assert len(kernel.args.defaults) == len(constants) > 0
+        assert all(isinstance(d, ast.Constant) for d in kernel.args.defaults), "numbers are literals"
+
+
+def test_any_number_of_tokens_and_any_strides_are_right(tmp_path: Path) -> None:
+    spec, _, variant = CASES["bshd"]
+    module = load(shown(*CASES["bshd"]), tmp_path)
+    work = WORKLOADS["rope"]
+    size = RopeSize(1, 7)
+    call = work.inputs(spec, size, DEVICE, 2)
+    wanted, bound = work.reference(spec, call)
+    del variant
+    strided = torch.empty(1, 3, 7, 16, device=DEVICE).transpose(1, 2)
+    strided.copy_(call.x)
+    assert worst_error(module.rope(strided, call.cos[:, None, None, :]), wanted, bound) <= 1
+    assert module.rope(strided[:, :0], call.cos).shape == (1, 0, 3, 16)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    module = load(shown(*CASES["bshd"]), tmp_path)
+    x, freqs = torch.zeros(2, 5, 3, 16), torch.zeros(5, 8)
+    with pytest.raises(ValueError, match=r"x must be float32 \[..., 3, 16\], got torch.float16"):
+        module.rope(x.half(), freqs)
+    with pytest.raises(ValueError, match=r"x must be float32 \[..., 3, 16\], got .*\(2, 5, 4, 16\)"):
+        module.rope(torch.zeros(2, 5, 4, 16), freqs)
+    with pytest.raises(ValueError, match=r"freqs must be float32, a row a position, got torch.float32 \(4, 8\)"):
+        module.rope(x, freqs[:4])
+
+
+def test_the_header_names_problem_device_and_time() -> None:
+    text = shown(*CASES["bshd"])
+    doc = ast.get_docstring(ast.parse(text))
+    for part in (
+        "a_problem",
+        "34.50 us on Test GPU",
+        "rotary_dim=16",
+        "block_tokens=2",
+        "python tune.py show a_problem",
+    ):
+        assert part in doc
+    assert str(Path.cwd()) not in text
+    assert shown(*CASES["bshd"]) == text
+
+
+def test_a_problem_or_a_row_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(SelectionError, match="Did you mean llama3_8b_2x4096"):
+        winner_of("llama3_8b_2x409", None, tmp_path)
+    with pytest.raises(RecordError, match=r"no record of any device \(there are: none\): run python tune.py"):
+        winner_of("llama3_8b_2x4096", None, tmp_path)

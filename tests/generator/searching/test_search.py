@@ -1,0 +1,506 @@
+"""The search on a landscape that is known: no GPU, no compiler, no clock."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from generator.failures import times_to_be_a_fact
+from generator.processes.worker import TrialFailedError, WorkerLostError
+from generator.searching import run as run_module
+from generator.searching.pool import legal_pool
+from generator.searching.run import Orders, Run, Tools, tune_all
+from generator.searching.sampler import STARTUP
+from generator.searching.search import MOST_AGAIN, NOISE, Outcome, choose, opening, tune
+from generator.searching.seeds import MAX_SEEDS, incumbent_of, seeds_for
+from generator.selection import problem_named
+from generator.storage.backends import open_storage
+from generator.storage.journal import Journal
+from generator.workload import WORKLOADS, default_problems
+from tests.support.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
+from tuned.families.rope.variant import RopeVariant, default_variant
+from tuned.lookup.record import load_record
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALL = problem_named("gru_cell_dreamer_200_16")  # a pool of 54: measured whole
+LARGE = problem_named("llama3_8b_2x4096")  # of 1032: searched
+BEST = RopeVariant(block_tokens=2, block_heads=16, cache="keep", num_warps=8)
+
+
+def octaves(a: int, b: int) -> float:
+    return abs(math.log2(a / b))
+
+
+def gru_cost(problem: Any, variant: Any) -> float:
+    del problem
+    return 5 + octaves(variant.block_hidden, 128) + octaves(variant.num_warps, 2) + octaves(variant.block_batch, 4)
+
+
+def rope_cost(problem: Any, variant: Any) -> float:
+    """Microseconds, least at BEST; every knob counts."""
+    del problem
+    differ = sum(getattr(variant, n) != getattr(BEST, n) for n in ("head_steps", "order", "cache", "pdl"))
+    tile = sum(octaves(getattr(variant, n), getattr(BEST, n)) for n in ("block_tokens", "block_heads", "num_warps"))
+    return 35 + 1.5 * tile + 2 * differ
+
+
+def search(problem: Any, worker: FakeWorker, folder: Path, **options: Any) -> Outcome:
+    worker.starts or worker.start()
+    environment = options.pop("environment", ENVIRONMENT)
+    compiler = options.pop("compiler", FakeCompiler())
+    journal = Journal(open_storage(None, "test_gpu", folder / "journal.log"))
+    return tune(problem, worker, compiler, journal, environment, **{"trials": 72, **options})  # type: ignore[arg-type]
+
+
+def test_a_small_pool_is_measured_whole_and_its_best_wins(tmp_path: Path) -> None:
+    worker = FakeWorker(gru_cost)
+    outcome = search(SMALL, worker, tmp_path, trials=10)
+    pool = legal_pool(SMALL, 90).variants
+    assert sorted(map(repr, worker.measured)) == sorted(map(repr, pool))
+    assert gru_cost(SMALL, outcome.winner.variant) == min(gru_cost(SMALL, v) for v in pool)
+    assert outcome.winner.default_us == round(gru_cost(SMALL, worker.measured[0]), 3)
+    assert outcome.winner.trials == outcome.measured == len(pool)
+
+
+def test_a_large_pool_is_searched_to_within_the_noise_of_its_best(tmp_path: Path) -> None:
+    worker = FakeWorker(rope_cost)
+    outcome = search(LARGE, worker, tmp_path)
+    best = min(rope_cost(LARGE, v) for v in legal_pool(LARGE, 90).variants)
+    assert outcome.winner.median_us <= best * 1.05
+    assert len(worker.measured) == len(set(worker.measured)) <= 72
+    assert worker.measured[0] == default_variant(LARGE.spec, LARGE.size)
+
+
+def test_the_default_the_incumbent_and_the_seeds_are_measured_first(tmp_path: Path) -> None:
+    worker = FakeWorker(rope_cost)
+    incumbent, seed, illegal = BEST, RopeVariant(block_tokens=4, num_warps=8), RopeVariant(head_steps=4, order="tokens")
+    outcome = search(LARGE, worker, tmp_path, incumbent=incumbent, seeds=[seed, illegal, seed], trials=20)
+    assert worker.measured[:3] == [default_variant(LARGE.spec, LARGE.size), incumbent, seed]
+    assert illegal not in worker.measured
+    assert outcome.winner.variant == incumbent
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
+    first = search(SMALL, FakeWorker(gru_cost), tmp_path)
+    again = FakeWorker(gru_cost)
+    second = search(SMALL, again, tmp_path)
+    assert not again.measured
+    assert second.remembered == first.measured
+    assert second.winner == first.winner
+
+
+@pytest.mark.parametrize("changed", ["driver", "triton", "method", "device"])
+def test_what_was_measured_with_something_else_is_measured_again(tmp_path: Path, changed: str) -> None:
+    search(SMALL, FakeWorker(gru_cost), tmp_path)
+    again = FakeWorker(gru_cost)
+    outcome = search(SMALL, again, tmp_path, environment={**ENVIRONMENT, changed: "another"})
+    assert outcome.remembered == 0
+    assert len(again.measured) == outcome.pool
+
+
+def test_what_was_measured_with_another_kernel_text_is_forgotten(tmp_path: Path) -> None:
+    search(SMALL, FakeWorker(gru_cost), tmp_path)
+    journal = Journal(open_storage(None, "test_gpu", tmp_path / "journal.log"))
+    assert not list(journal.remembered(SMALL, ENVIRONMENT, lambda _: {"gru_cell_bias_copy": "another"}))
+
+
+def test_an_interrupt_loses_at_most_the_trial_under_way(tmp_path: Path) -> None:
+    first = FakeWorker(gru_cost, stop_after=7)
+    with pytest.raises(KeyboardInterrupt):
+        search(SMALL, first, tmp_path)
+    second = FakeWorker(gru_cost)
+    outcome = search(SMALL, second, tmp_path)
+    assert outcome.remembered == 7
+    assert not set(first.measured) & set(second.measured)
+    assert len(first.measured) + len(second.measured) == outcome.pool
+    assert outcome.winner.median_us == min(gru_cost(SMALL, v) for v in legal_pool(SMALL, 90).variants)
+
+
+def test_a_search_with_the_same_times_ends_the_same(tmp_path: Path) -> None:
+    workers = [FakeWorker(rope_cost), FakeWorker(rope_cost)]
+    winners = [search(LARGE, w, tmp_path / str(i)).winner for i, w in enumerate(workers) if mkdir(tmp_path / str(i))]
+    assert workers[0].measured == workers[1].measured
+    assert winners[0] == winners[1]
+
+
+def mkdir(path: Path) -> bool:
+    path.mkdir()
+    return True
+
+
+def test_a_torn_last_line_of_the_journal_costs_that_line_only(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        search(SMALL, FakeWorker(gru_cost, stop_after=5), tmp_path)
+    with (tmp_path / "journal.log").open("a") as file:
+        file.write('{"op_code":4,"trial_')
+    assert search(SMALL, FakeWorker(gru_cost), tmp_path).remembered == 5
+
+
+def test_a_variant_that_is_wrong_is_data(tmp_path: Path) -> None:
+    def cost(problem: Any, variant: Any) -> float:
+        if variant.num_warps == 2:  # the fastest, had it been right
+            raise TrialFailedError("WrongResultError: the worst error is 12 times what rounding allows")
+        return gru_cost(problem, variant)
+
+    outcome = search(SMALL, FakeWorker(cost), tmp_path)
+    assert outcome.winner.variant.num_warps != 2
+    assert set(outcome.failed.values()) == {"WrongResultError: the worst error is 12 times what rounding allows"}
+    assert outcome.measured + len(outcome.failed) == outcome.pool
+    again = FakeWorker(cost)
+    assert len(search(SMALL, again, tmp_path).failed) == len(outcome.failed)
+    assert not again.measured, "a failure is remembered as well"
+
+
+def test_a_lost_worker_is_started_again_and_the_search_goes_on(tmp_path: Path) -> None:
+    def cost(problem: Any, variant: Any) -> float:
+        if variant.block_hidden == 1024 or variant.num_warps == 8:
+            raise WorkerLostError("illegal memory access")
+        return gru_cost(problem, variant)
+
+    worker = FakeWorker(cost)
+    outcome = search(SMALL, worker, tmp_path)
+    assert len(outcome.failed) >= 5
+    # Each is tried twice, the second time in a process that has tried nothing else.
+    assert worker.starts - 1 in (2 * len(outcome.failed), 2 * len(outcome.failed) + 1)
+    assert outcome.passing == 0
+    assert worker.staged == [SMALL.name] * worker.starts
+    assert all(reason.startswith("lost the worker") for reason in outcome.failed.values())
+    assert outcome.measured + len(outcome.failed) == outcome.pool
+
+
+HUNG = "no answer in 30 s: it hung, and was killed"
+
+
+class Flaky(FakeWorker):
+    """Fails some variants the first so many times, and keeps what its process had measured before."""
+
+    def __init__(self, fails: dict[Any, int], error: Exception) -> None:
+        super().__init__(self._cost)
+        self.fails, self.error = dict(fails), error
+        self.before: list[tuple[Any, int]] = []  # variant -> how much was measured in its process before
+        self.here = 0
+
+    def start(self) -> None:
+        super().start()
+        self.here = 0
+
+    def measure(self, variant: Any) -> Any:
+        self.before.append((variant, self.here))
+        self.here += 1
+        return super().measure(variant)
+
+    def _cost(self, problem: Any, variant: Any) -> float:
+        if self.fails.get(variant, 0):
+            self.fails[variant] -= 1
+            raise self.error
+        return gru_cost(problem, variant)
+
+    def tries(self, variant: Any) -> int:
+        return self.measured.count(variant)
+
+
+def best_of(problem: Any) -> Any:
+    return min(legal_pool(problem, 90).variants, key=lambda v: (gru_cost(problem, v), v.simplicity))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WorkerLostError(HUNG),
+        WorkerLostError("illegal memory access"),
+        WorkerLostError("the process died (killed by SIGKILL)"),
+        TrialFailedError("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"),
+        TrialFailedError("OSError: [Errno 28] No space left on device"),
+    ],
+    ids=str,
+)
+def test_a_failure_that_passes_rules_nothing_out(tmp_path: Path, error: Exception) -> None:
+    best = best_of(SMALL)
+    worker = Flaky({best: 1}, error)
+    outcome = search(SMALL, worker, tmp_path)
+    assert outcome.winner.variant == best
+    assert not outcome.failed
+    assert outcome.passing == 0
+    assert worker.tries(best) == 2
+    assert worker.measured[-1] == best, "after all others"
+    if isinstance(error, WorkerLostError):
+        assert worker.before[-1] == (best, 0), "in a process that tried nothing else"
+    again = Flaky({}, error)
+    assert search(SMALL, again, tmp_path).winner.variant == best
+    assert not again.measured
+
+
+def test_a_variant_that_hangs_is_tried_three_times_in_all(tmp_path: Path) -> None:
+    best = best_of(SMALL)
+    runs = []
+    for _ in range(4):
+        worker = Flaky({best: 10**6}, WorkerLostError(HUNG))
+        outcome = search(SMALL, worker, tmp_path)
+        runs.append((worker.tries(best), outcome.passing, len(worker.measured)))
+        assert list(outcome.failed.values()) == [f"lost the worker: {HUNG}"]
+    pool = len(legal_pool(SMALL, 90).variants)
+    assert runs == [(2, 1, pool + 1), (1, 0, 1), (0, 0, 0), (0, 0, 0)]
+
+
+def test_what_hung_in_one_run_is_tried_by_the_next(tmp_path: Path) -> None:
+    best = best_of(SMALL)
+    assert search(SMALL, Flaky({best: 2}, WorkerLostError(HUNG)), tmp_path).winner.variant != best
+    quiet = Flaky({}, WorkerLostError(HUNG))
+    assert search(SMALL, quiet, tmp_path).winner.variant == best
+    assert quiet.measured == [best], "and nothing else"
+
+
+def test_a_compiler_that_took_too_long_is_asked_again(tmp_path: Path) -> None:
+    best, asked = best_of(SMALL), collections.Counter[Any]()
+    slow = "the compiler was lost: no answer in 20 s: it hung, and was killed"
+
+    def report(problem: Any, variant: Any) -> Any:
+        asked[variant] += 1
+        return slow if variant == best and asked[variant] == 1 else FakeCompiler().report(problem, variant)
+
+    assert search(SMALL, FakeWorker(gru_cost), tmp_path, compiler=FakeCompiler(report)).winner.variant == best
+    assert asked[best] == 2
+
+
+def test_many_that_hang_are_not_all_tried_again_in_one_run(tmp_path: Path) -> None:
+    worker = Flaky(dict.fromkeys(legal_pool(SMALL, 90).variants[1:], 10**6), WorkerLostError(HUNG))
+    outcome = search(SMALL, worker, tmp_path)
+    pool = len(legal_pool(SMALL, 90).variants)
+    assert len(worker.measured) == pool + MOST_AGAIN
+    assert outcome.passing == pool - 1
+
+
+def test_a_deadline_leaves_what_may_pass_to_the_next_run(tmp_path: Path) -> None:
+    default = WORKLOADS[SMALL.family].family.default_variant(SMALL.spec, SMALL.size)
+    with pytest.raises(WorkerLostError, match="no variant"):
+        search(SMALL, Flaky({default: 1}, WorkerLostError(HUNG)), tmp_path, deadline=0.0)
+    assert search(SMALL, Flaky({}, WorkerLostError(HUNG)), tmp_path, deadline=0.0).winner.variant == default
+
+
+@pytest.mark.parametrize(
+    ("reason", "times"),
+    [
+        ("spills 16 bytes a thread", 1),
+        ("needs 400000 bytes of shared memory a program", 1),
+        ("does not compile: CompilationError: at 3:4", 1),
+        ("does not compile: OutOfResources: out of resource: shared memory, Required: 300000", 1),
+        ("WrongResultError: the worst error is 12 times what rounding allows", 1),
+        ("ValueError: this variant cannot be launched", 1),
+        ("lost the worker: RuntimeError: Triton Error [CUDA]: an illegal memory access was encountered", 2),
+        ("lost the worker: the process died (killed by SIGSEGV)", 2),
+        ("does not compile: the compiler was lost: the process died (killed by SIGABRT)", 2),
+        ("lost the worker: it answered nonsense, and was killed", 2),
+        (f"lost the worker: {HUNG}", 3),
+        ("does not compile: the compiler was lost: no answer in 20 s: it hung, and was killed", 3),
+        ("does not compile: the compiler was lost: the process died (killed by SIGKILL)", 3),
+        ("does not compile: MemoryError: ", 3),
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", 3),
+        ("lost the worker: half an answer came, and it was killed", 3),
+    ],
+)
+def test_how_often_a_failure_must_come_to_be_a_fact(reason: str, times: int) -> None:
+    assert times_to_be_a_fact(reason) == times
+
+
+def test_a_problem_that_nothing_can_be_measured_on_says_why(tmp_path: Path) -> None:
+    def cost(_problem: Any, _variant: Any) -> float:
+        raise TrialFailedError("out of memory")
+
+    with pytest.raises(WorkerLostError, match="no variant of gru_cell_dreamer_200_16 could be measured: out of memory"):
+        search(SMALL, FakeWorker(cost), tmp_path)
+
+
+def test_what_the_compiler_rules_out_never_reaches_the_gpu(tmp_path: Path) -> None:
+    def report(problem: Any, variant: Any) -> Any:
+        needs = FakeCompiler().report(problem, variant)
+        if variant.num_warps == 8:
+            return "CompilationError: no"
+        return (dataclasses.replace(needs[0], spill_bytes=16),) if variant.num_warps == 4 else needs
+
+    worker = FakeWorker(gru_cost)
+    outcome = search(SMALL, worker, tmp_path, compiler=FakeCompiler(report))
+    assert {v.num_warps for v in worker.measured} == {2}
+    assert set(outcome.failed.values()) == {"spills 16 bytes a thread", "does not compile: CompilationError: no"}
+
+
+def test_a_deadline_in_the_past_still_gives_the_default(tmp_path: Path) -> None:
+    worker = FakeWorker(rope_cost)
+    outcome = search(LARGE, worker, tmp_path, deadline=0.0)
+    assert worker.measured == [default_variant(LARGE.spec, LARGE.size)]
+    assert outcome.winner.variant == worker.measured[0]
+
+
+A, B, C = (RopeVariant(num_warps=w) for w in (1, 4, 8))  # from simple to less so
+
+
+@pytest.mark.parametrize(
+    ("times", "incumbent", "wanted"),
+    [
+        ({A: 10.0, B: 9.0}, None, B),
+        ({A: 10.0, B: 9.95}, None, A),
+        ({A: 10.0, B: 9.95, C: 9.5}, None, C),
+        ({A: 10.0, C: 9.95}, C, C),
+        ({A: 9.95, C: 10.0}, C, C),
+        ({A: 9.0, C: 10.0}, C, A),
+        ({A: 10.0, B: 9.0}, C, B),
+    ],
+)
+def test_inside_the_noise_the_incumbent_wins_and_else_the_simpler(
+    times: dict[Any, float], incumbent: Any, wanted: Any
+) -> None:
+    assert NOISE == 0.01
+    assert choose(times, incumbent) == wanted
+
+
+# --- several problems -----------------------------------------------------------------------------------------------
+
+
+def tools(worker: FakeWorker, folder: Path) -> Tools:
+    worker.start()
+    return Tools(worker, FakeCompiler(), Journal(open_storage(None, "test_gpu", folder / "journal.log")), ENVIRONMENT)  # type: ignore[arg-type]
+
+
+GRU = [problem_named(n) for n in ("gru_cell_dreamer_200_16", "gru_cell_wavernn_512_11", "gru_cell_1024_inplace_64")]
+
+
+def test_each_winner_is_in_the_record_before_the_next_problem_starts(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+    run = Run(GRU)
+
+    def report(index: int, progress: Any) -> None:
+        del progress
+        path = tmp_path / "out" / "test_gpu.json"
+        names = [w.name for w in load_record(path)] if path.exists() else []
+        assert len(names) == index
+        seen.append(names)
+
+    tune_all(
+        run, tools(FakeWorker(gru_cost), tmp_path), Orders(run.problems, 72, folder=tmp_path / "out"), report=report
+    )
+    assert seen
+    assert [w.name for w in run.winners] == [p.name for p in GRU]
+    assert run.record == tmp_path / "out" / "test_gpu.json"
+    assert {w.name for w in load_record(run.record)} == {p.name for p in GRU}
+
+
+def test_an_interrupted_run_keeps_its_winners_and_goes_on(tmp_path: Path) -> None:
+    whole = legal_pool(GRU[0], 90).variants
+    worker = FakeWorker(gru_cost, stop_after=len(whole) + 3)
+    run = Run(GRU)
+    tune_all(run, tools(worker, tmp_path), Orders(run.problems, 72, folder=tmp_path / "out"))
+    assert run.interrupted
+    assert [w.name for w in load_record(tmp_path / "out" / "test_gpu.json")] == [GRU[0].name]
+    run, worker = Run(GRU), FakeWorker(gru_cost)
+    tune_all(run, tools(worker, tmp_path), Orders(run.problems, 72, folder=tmp_path / "out"))
+    assert not run.interrupted
+    assert [run.outcomes[p.name].remembered for p in GRU] == [len(whole), 3, 0]
+
+
+def test_a_problem_without_room_is_skipped_and_said(tmp_path: Path) -> None:
+    worker = FakeWorker(gru_cost, free=2**20)
+    run = Run(GRU)
+    tune_all(run, tools(worker, tmp_path), Orders(run.problems, 72, folder=tmp_path / "out"))
+    assert not worker.staged
+    assert set(run.skipped) == {p.name for p in GRU}
+    assert "GiB of GPU memory" in run.skipped[GRU[0].name]
+
+
+def test_a_problem_that_cannot_be_staged_is_skipped_and_the_next_one_measured(tmp_path: Path) -> None:
+    class Worker(FakeWorker):
+        def stage(self, problem: Any) -> Any:
+            if problem == GRU[0]:
+                raise TrialFailedError("OutOfMemoryError")
+            return super().stage(problem)
+
+    run = Run(GRU[:2])
+    tune_all(run, tools(Worker(gru_cost), tmp_path), Orders(run.problems, 72, folder=tmp_path / "out"))
+    assert run.skipped == {GRU[0].name: "it could not be staged: OutOfMemoryError"}
+    assert list(run.outcomes) == [GRU[1].name]
+
+
+def test_a_small_budget_still_gives_each_problem_that_it_reaches_a_fair_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    def stop(*_: object, deadline: float, **__: object) -> None:
+        given.append(deadline - time.monotonic())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "tune", stop)
+    run = Run(default_problems())
+    tune_all(
+        run,
+        tools(FakeWorker(gru_cost), tmp_path),
+        Orders(run.problems, 72, time.monotonic() + 60.0, folder=tmp_path / "out"),
+    )
+    assert run.interrupted
+    assert 9 < given[0] <= 10, "a ninetieth of a minute would not see the compilers started"
+
+
+def test_what_the_budget_does_not_reach_is_said(tmp_path: Path) -> None:
+    run = Run(GRU)
+    tune_all(
+        run, tools(FakeWorker(gru_cost), tmp_path), Orders(run.problems, 72, time.monotonic(), folder=tmp_path / "out")
+    )
+    assert not run.outcomes
+    assert set(run.skipped.values()) == {"the time budget was used up before it"}
+
+
+def test_the_start_of_the_next_problem_is_compiled_ahead(tmp_path: Path) -> None:
+    asked: list[tuple[str, int]] = []
+
+    class Compiler(FakeCompiler):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+            asked.append((args[0].name, len(worker.staged)))
+            return super().submit(fn, *args, **kwargs)
+
+    worker = FakeWorker(gru_cost)
+    made = dataclasses.replace(tools(worker, tmp_path), compiler=Compiler())
+    tune_all(Run(GRU[:2]), made, Orders(GRU[:2], 72, folder=tmp_path / "out"))
+    assert (GRU[1].name, 1) in asked, "while the first was on the GPU"
+
+
+def test_what_is_compiled_ahead_is_what_the_search_begins_with(tmp_path: Path) -> None:
+    worker = FakeWorker(rope_cost)
+    seeds = [RopeVariant(block_tokens=4, num_warps=8), BEST]
+    search(LARGE, worker, tmp_path, seeds=seeds)
+    assert opening(LARGE, 90, seeds) == worker.measured[:STARTUP]
+
+
+def test_what_is_generated_follows_each_winner(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def write_table(device: str) -> None:
+        said.append(f"{device}: {len(load_record(tmp_path / 'out' / 'test_gpu.json'))} rows")
+
+    orders = Orders(
+        GRU[:2], 72, folder=tmp_path / "out", write_table=write_table, render=lambda: said.append("rendered")
+    )
+    tune_all(Run(GRU[:2]), tools(FakeWorker(gru_cost), tmp_path), orders)
+    assert said == ["test_gpu: 1 rows", "rendered", "test_gpu: 2 rows", "rendered"]
+
+
+def test_seeds_are_legal_near_and_few(tmp_path: Path) -> None:
+    names = ("llama3_8b_2x4096", "llama3_70b_1x8192", "qwen2_7b_4x4096", "llama3_8b_decode_64x1")
+    run = Run([problem_named(n) for n in names])
+    tune_all(run, tools(FakeWorker(rope_cost), tmp_path), Orders(run.problems, 20, folder=tmp_path / "out"))
+    winners = [
+        dataclasses.replace(w, variant=RopeVariant(block_tokens=2**i)) for i, w in enumerate(run.winners)
+    ]  # told apart by their tiles
+    seeds = seeds_for(LARGE, winners, 90)
+    assert seeds[0] == winners[0].variant, "the same spec and size"
+    assert seeds[1] == winners[3].variant, "then the same spec at another size"
+    assert len(seeds) <= MAX_SEEDS
+    decode = seeds_for(problem_named("llama3_8b_decode_64x1"), winners, 90)
+    assert all(v.block_tokens == 1 for v in decode), "nothing that a rule excludes here"
+    assert incumbent_of(LARGE, winners) == winners[0].variant
+    stale = dataclasses.replace(winners[0], digests=dict.fromkeys(winners[0].digests, "another"))
+    assert incumbent_of(LARGE, [stale]) is None

@@ -1,0 +1,382 @@
+"""Kernels compile for every architecture, no two to the same code, with accesses as wide as alignment allows: no GPU."""
+
+from __future__ import annotations
+
+import collections
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from generator.families.gru.texts import gru_texts
+from generator.families.rope.texts import rope_call_specs, rope_specs
+from generator.problem import Problem
+from generator.processes.compiler import compile_variant, hopeless
+from generator.rendering.structures import default_names, structures
+from tests.support import compiling, pairwise
+from tuned.families.gru.launches import kernel_name as gru_name
+from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.gru_cell.variant import GruCellVariant, default_variant, fit
+from tuned.families.rope.launches import kernel_name
+from tuned.families.rope.spec import ANGLES, ITEM_SIZE, STYLES, RopeSize, RopeSpec
+from tuned.families.rope.variant import RopeVariant
+from tuned.launching.launcher import PROBE_KERNEL
+
+if TYPE_CHECKING:
+    import concurrent.futures
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.compiler
+
+# Ampere, Ada, Blackwell (data centre and desktop) and AMD's CDNA 3, beside the sm_90 that every kernel is compiled for.
+OTHERS = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120", "gfx942")
+PRODUCTS = [n for n in structures() if n.startswith(("gru_cell_", "gru_gates_", "linear_cat_"))]
+
+RECURRENCES = [gru_name(*text) for text in gru_texts()]
+MAX_STRAY_SPILL = 16  # bytes a thread, beside the loop of the steps: ptxas leaves a word or two on some architectures
+
+
+def text_axes() -> list[dict[str, Any]]:
+    """The text axes of every kernel that rotates."""
+    axes: dict[str, tuple[Any, ...]] = {"spec": tuple(rope_specs()), "heads": ("grid", "loop")}
+    return [
+        {"layout": s.layout, "output": s.output, "style": s.style, "angles": s.angles, "heads": row["heads"]}
+        for row in pairwise.product(axes, bool)
+        for s in (row["spec"],)
+    ]
+
+
+# Every two values of text axes that can meet are compiled together for every architecture.
+COVERING = [
+    *("rope_" + "_".join(row.values()) for row in pairwise.covering(text_axes())),
+    *(kernel_name(spec, RopeVariant()) for spec in rope_call_specs()),
+    PROBE_KERNEL,
+    *PRODUCTS,
+    *RECURRENCES,
+]
+
+
+# What multiplies takes another path on each; what only moves and turns is compiled alike, and each kernel for two of them.
+PATHS = ("sm_80", "sm_100", "sm_120", "gfx942")
+ROTATING = [name for name in COVERING if name not in {*PRODUCTS, *RECURRENCES}]
+ELSEWHERE = [
+    *((name, architecture) for name in (*PRODUCTS, *RECURRENCES) for architecture in PATHS),
+    *((name, OTHERS[(index + shift) % len(OTHERS)]) for index, name in enumerate(ROTATING) for shift in (0, 3)),
+]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[concurrent.futures.Executor]:
+    """A process in which Triton compiles, whatever it does in this one."""
+    with compiling.process() as process:
+        yield process
+
+
+def test_the_sample_for_other_architectures_covers_every_text_axis() -> None:
+    assert set(COVERING) <= set(structures())
+    for axis, values in {"layout": 3, "output": 3, "style": 2, "angles": 2, "heads": 2}.items():
+        assert len({row[axis] for row in pairwise.covering(text_axes())}) == values, axis
+    assert {name for name, _ in ELSEWHERE} == set(COVERING)
+    rotating = collections.Counter(architecture for name, architecture in ELSEWHERE if name in ROTATING)
+    assert set(rotating) == set(OTHERS)
+    assert min(rotating.values()) >= len(ROTATING) // 3
+
+
+@pytest.mark.thinned_on_gpu(every=3)
+@pytest.mark.parametrize("name", sorted(structures()))
+def test_every_kernel_compiles_for_sm_90_without_a_spill(compiler: concurrent.futures.Executor, name: str) -> None:
+    needs = compiler.submit(compiling.needs, name, "sm_90").result()
+    assert 0 < needs.registers < 256
+    assert needs.spill_bytes == 0
+
+
+@pytest.mark.thinned_on_gpu(every=4)
+@pytest.mark.parametrize(("name", "architecture"), ELSEWHERE)
+def test_a_sample_compiles_for_every_other_architecture(
+    compiler: concurrent.futures.Executor, name: str, architecture: str
+) -> None:
+    needs = compiler.submit(compiling.needs, name, architecture).result()
+    assert 0 < needs.registers <= 512  # AMD counts vector registers, of which a thread may have 512
+    # A loop over heads is never what an untuned call gets, and tuning drops a variant that spills.
+    stray = MAX_STRAY_SPILL if name in RECURRENCES else 0
+    assert needs.spill_bytes <= stray or name not in default_names()
+
+
+# A key of Qwen2.5 1.5B, decoded: two heads, one token. Small enough to compile whole, and with every knob in it but
+# order and tail, which need a batch and a partial rotation.
+WHOLE = Problem("qwen2_1b_kv_decode", "rope", RopeSpec("bshd", "bfloat16", 2, 128, 128), RopeSize(batch=1, seq=1))
+PARTS = 4  # so that two processes can share the work
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_legal_variant_of_a_problem_compiles_for_sm_90(compiler: concurrent.futures.Executor, part: int) -> None:
+    count, failures = compiler.submit(compiling.pool_failures, WHOLE, part, PARTS).result()
+    assert count > 1
+    assert not failures
+
+
+def test_no_two_kernels_compile_to_the_same_code(compiler: concurrent.futures.Executor) -> None:
+    names_of: dict[str, list[str]] = {}
+    for name, code in compiler.submit(compiling.code_digests, "sm_90").result().items():
+        names_of.setdefault(code, []).append(name)
+    assert sum(map(len, names_of.values())) == len(structures())
+    assert not [names for names in names_of.values() if len(names) > 1]
+
+
+# Width of loads and stores -------------------------------------------------------------------------------------------
+
+DIMS = ((128, 128), (128, 64), (96, 48), (96, 24), (80, 32), (80, 20), (256, 64), (512, 512))  # head_dim, rotary_dim
+
+
+def bits(spec: RopeSpec, *lengths: int) -> int:
+    """The widest access that may begin and end at multiples of all these lengths in elements."""
+    size = ITEM_SIZE[spec.dtype]
+    if spec.head_dim % 16:  # Triton knows of a stride only whether it is a multiple of 16 elements
+        return 8 * size
+    return 8 * min(16, math.gcd(16, *(size * length for length in lengths)))
+
+
+def rotated_bits(spec: RopeSpec) -> int:
+    """Of the features that rotate: interleaved they are one run, else two halves."""
+    return bits(spec, spec.rotary_dim if spec.interleaved else spec.rotary_dim // 2)
+
+
+WIDE = pairwise.covering(
+    pairwise.product(
+        {"dims": DIMS, "style": STYLES, "dtype": ("bfloat16", "float32"), "inplace": (False, True)}, lambda _: True
+    )
+)
+
+
+@pytest.mark.parametrize("case", WIDE, ids=lambda c: "-".join(map(str, c.values())))
+def test_loads_and_stores_are_as_wide_as_alignment_allows(
+    compiler: concurrent.futures.Executor, case: dict[str, Any]
+) -> None:
+    dims, dtype = case["dims"], case["dtype"]
+    arguments = {"layout": "bshd", "dtype": dtype, "heads": 32, "head_dim": dims[0], "rotary_dim": dims[1]}
+    arguments |= {"style": case["style"], "inplace": case["inplace"]}
+    spec = RopeSpec(**arguments)
+    found = compiler.submit(compiling.widths, arguments, {}).result()
+    allowed = {rotated_bits(spec)} | ({bits(spec, spec.rotary_dim, spec.head_dim)} if spec.copies_tail else set())
+    assert set(found["STG"]) == allowed
+    # What is stored was loaded, in the same pieces; angles are loaded besides.
+    for width, stores in found["STG"].items():
+        assert found["LDG"].get(width, 0) >= stores
+    if (dims[1] // 2) * ITEM_SIZE[dtype] % 16 == 0:
+        assert set(found["STG"]) == {128}
+
+
+@pytest.mark.parametrize("angles", ANGLES)
+@pytest.mark.parametrize("layout", ["sbhd", "thd"])
+def test_every_layout_moves_128_bits_at_a_time(compiler: concurrent.futures.Executor, layout: str, angles: str) -> None:
+    arguments = {
+        "layout": layout,
+        "dtype": "bfloat16",
+        "heads": 32,
+        "head_dim": 128,
+        "rotary_dim": 64,
+        "angles": angles,
+    }
+    assert set(compiler.submit(compiling.widths, arguments, {}).result()["STG"]) == {128}
+
+
+@pytest.mark.parametrize("dims", [(6, 2), (5, 4)], ids=lambda d: f"d{d[0]}r{d[1]}")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_without_alignment_are_moved_an_element_at_a_time(
+    compiler: concurrent.futures.Executor, dtype: str, dims: tuple[int, int]
+) -> None:
+    arguments = {"layout": "bshd", "dtype": dtype, "heads": 32, "head_dim": dims[0], "rotary_dim": dims[1]}
+    assert set(compiler.submit(compiling.widths, arguments, {}).result()["STG"]) == {8 * ITEM_SIZE[dtype]}
+
+
+def test_a_pointer_without_alignment_is_read_an_element_at_a_time(compiler: concurrent.futures.Executor) -> None:
+    arguments = {"layout": "bshd", "dtype": "bfloat16", "heads": 32, "head_dim": 128, "rotary_dim": 128}
+    assert set(compiler.submit(compiling.widths, arguments, {}, 1).result()["STG"]) == {16}
+
+
+# Complete calls: a query and a key by pointers of their own, of which each row takes one.
+CALLS: dict[str, dict[str, Any]] = {
+    "order": {},
+    "backward": {"direction": "backward"},
+    "shifted": {"positions": "shifted", "angles": "cos_sin"},
+    "offset": {"positions": "offset"},
+    "starts-inplace": {"positions": "starts", "inplace": True},
+    "ids": {"positions": "ids", "layout": "thd", "angles": "cos_sin", "inplace": True},
+    "packed": {"layout": "thd"},
+    "packed-ranks": {"layout": "thd", "context_parallel": True, "positions": "starts"},
+    "rates": {"angles": "inv_freq", "positions": "ids"},
+    "scaled": {"scaled": True, "conjugate": True},
+    "per-batch": {"angles": "cos_sin", "angles_per_batch": True},
+    "low-precision": {"angles": "cos_sin", "angle_dtype": "bfloat16"},
+    "last": {"rotary_dim": 64, "rotated": "last"},
+    "last-interleaved-inplace": {"rotary_dim": 64, "rotated": "last", "style": "interleaved", "inplace": True},
+    "proportional": {"rotary_dim": 32, "rotated": "proportional"},
+    "proportional-inplace": {"rotary_dim": 32, "rotated": "proportional", "inplace": True},
+    "one-key-head": {"heads": 8, "key_heads": 1},
+    "heads-of-no-power-of-two": {"heads": 28, "key_heads": 4, "style": "interleaved"},
+    "copied-heads": {"heads": 48, "key_heads": 0, "copied_heads": 8},
+}
+
+
+LOOPED = ("order", "offset", "packed", "per-batch", "last-interleaved-inplace", "copied-heads")  # over heads, too
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_complete_calls_move_query_and_key_128_bits_at_a_time(compiler: concurrent.futures.Executor, name: str) -> None:
+    whole = {"layout": "bshd", "dtype": "bfloat16", "heads": 32, "head_dim": 128, "rotary_dim": 128, "key_heads": 8}
+    arguments = {**whole, **CALLS[name]}
+    spec = RopeSpec(**arguments)
+    assert not spec.plain
+    for knobs in ({}, {"head_steps": 2}) if name in LOOPED else ({},):
+        found = compiler.submit(compiling.widths, arguments, knobs).result()
+        assert set(found["STG"]) == {128}, knobs
+        assert found["LDG"].get(128, 0) >= found["STG"][128], knobs
+
+
+def test_a_key_without_alignment_is_not_read_128_bits_at_a_time(compiler: concurrent.futures.Executor) -> None:
+    # Else the widths above would say nothing of the key.
+    arguments = {"layout": "bshd", "dtype": "bfloat16", "heads": 32, "head_dim": 128, "rotary_dim": 128, "key_heads": 8}
+    found = compiler.submit(compiling.widths, arguments, {}, 0, 1).result()
+    assert set(found["STG"]) == {16}
+
+
+CALL_DIMS = ((128, 64), (96, 24), (80, 20), (6, 2))  # head_dim, rotary_dim
+
+
+@pytest.mark.parametrize("rotated", ["first", "last"])
+@pytest.mark.parametrize("dims", CALL_DIMS, ids=lambda d: f"d{d[0]}r{d[1]}")
+def test_complete_calls_are_as_wide_as_alignment_allows(
+    compiler: concurrent.futures.Executor, dims: tuple[int, int], rotated: str
+) -> None:
+    arguments = {"layout": "bshd", "dtype": "bfloat16", "heads": 32, "head_dim": dims[0], "rotary_dim": dims[1]}
+    arguments |= {"key_heads": 8, "rotated": rotated}
+    spec = RopeSpec(**arguments)
+    found = compiler.submit(compiling.widths, arguments, {}).result()
+    tail = dims[0] - dims[1]
+    turned = bits(spec, dims[1] // 2, *([tail] if rotated == "last" else []))
+    assert set(found["STG"]) == {turned, bits(spec, tail, *([dims[1]] if rotated == "first" else []))}
+
+
+# Programmatic dependent launch: an instruction that the interpreter has not ---------------------------------------------
+
+
+def test_pdl_waits_before_it_reads(compiler: concurrent.futures.Executor) -> None:
+    rope = [kernel_name(next(specs), RopeVariant()) for specs in (rope_specs(), rope_call_specs())]
+    for name in (*rope, PROBE_KERNEL, "gru_cell_split", "linear_cat_vector"):
+        code = compiler.submit(compiling.code_with_pdl, name).result()
+        waits = [line for line, text in enumerate(code) if "ACQBULK" in text]
+        loads = [line for line, text in enumerate(code) if "LDG" in text]
+        assert waits, f"{name} does not wait"
+        assert waits[0] < loads[0], f"{name} reads before it waits"
+
+
+# Steps of a GRU: weights and states on their way --------------------------------------------------------------------
+
+
+def kernel_id(spec: GruCellSpec) -> str:
+    return f"{spec.dtype}{spec.precision}-{spec.hidden}-{'x'.join(map(str, spec.inputs))}"
+
+
+def cell(dtype: str, hidden: int, *inputs: int, precision: str = "tf32") -> GruCellSpec:
+    return GruCellSpec(dtype, hidden, inputs, precision=precision if dtype == "float32" else "")
+
+
+# Widths that no block divides, whose elements are loaded one at a time; many rows; long rows.
+CELLS = [
+    (cell("bfloat16", 65, 33, 100), 1),
+    (cell("bfloat16", 65, 33, 100), 16),
+    (cell("bfloat16", 65, 33, 100), 300),
+    (cell("float32", 65, 33, 100), 2),
+    (cell("float32", 65, 33, 100), 300),
+    (cell("float32", 1000, 333, 77), 32),
+    (cell("float32", 4096, 4096, precision="ieee"), 1),
+    (cell("bfloat16", 1024, 256, 1024), 32),
+    (cell("bfloat16", 1024, 256, 1024), 128),
+    (cell("bfloat16", 257, 300), 1000),
+    (cell("bfloat16", 4096, 4096), 1),
+]
+
+
+# All on Hopper, and two of three on one of the others each.
+CELLS_ON = [
+    (spec, batch, architecture)
+    for index, (spec, batch) in enumerate(CELLS)
+    for architecture in ("sm_90", *(("sm_80",), ("sm_100",), ())[index % 3])
+]
+
+
+@pytest.mark.thinned_on_gpu(every=4)
+@pytest.mark.parametrize(
+    ("spec", "batch", "architecture"),
+    CELLS_ON,
+    ids=lambda v: kernel_id(v) if isinstance(v, GruCellSpec) else str(v),
+)
+def test_the_default_of_a_step_compiles_whatever_its_sizes(
+    compiler: concurrent.futures.Executor, spec: GruCellSpec, batch: int, architecture: str
+) -> None:
+    size = GruCellSize(batch)
+    variant = fit(default_variant(spec, size), int(architecture.removeprefix("sm_")))
+    problem = Problem("any sizes", "gru_cell", spec, size)
+    needs = compiler.submit(compile_variant, problem, variant, architecture).result()
+    assert hopeless(needs, int(architecture.removeprefix("sm_"))) is None
+
+
+# 600 is a multiple of 8 elements, which are 16 bytes, but not of the 16 that Triton looks for by itself.
+@pytest.mark.parametrize("hidden", [600, 1024])
+@pytest.mark.parametrize("schedule", ["two", "one", "joint"])
+def test_operands_come_16_bytes_at_a_time_while_others_are_multiplied(
+    compiler: concurrent.futures.Executor, schedule: str, hidden: int
+) -> None:
+    spec = GruCellSpec("bfloat16", hidden, (hidden,))
+    variant = GruCellVariant("split", 16, 16, 256, num_stages=3, schedule=schedule)
+    needs, ptx = compiler.submit(compiling.cell_code, spec, variant, 16).result()
+    assert "cp.async.cg.shared.global" in ptx
+    assert "cp.async.ca" not in ptx
+    assert needs.spill_bytes == 0
+
+
+def test_64_rows_are_multiplied_by_the_instructions_of_a_warp_group(compiler: concurrent.futures.Executor) -> None:
+    spec = GruCellSpec("bfloat16", 1024, (1024,))
+    variant = GruCellVariant("tile", 64, 32, 64, k_parts=1, schedule="joint", stacked=True)
+    _, ptx = compiler.submit(compiling.cell_code, spec, variant, 256).result()
+    assert "wgmma.mma_async" in ptx
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_vector_step_exchanges_nothing_between_warps_but_its_results(
+    compiler: concurrent.futures.Executor, steps: int
+) -> None:
+    spec = GruCellSpec("bfloat16", 1024, (1024,))
+    _, ptx = compiler.submit(compiling.cell_code, spec, GruCellVariant("vector", 1, 4, steps * 256), 1).result()
+    # Three gates of x and of h, 1024 / 256 steps; and x and h themselves.
+    assert ptx.count("ld.global.v4") == 2 * 4 * 4
+    # Triton 3.6 gives the steps of a block to different warps, and adds them up through shared memory: no default has
+    # several, and on the H200 no winner.
+    crosses = steps > 1 and compiling.TRITON < (3, 7)
+    assert (ptx.count("bar.sync") > 1) == crosses, "sums that cross warps are several times slower"
+
+
+# Recurrences: launches of many steps --------------------------------------------------------------------------------
+
+
+WAITING = [*((name, "spin") for name in RECURRENCES), *((name, "counter") for name in RECURRENCES if "dense" in name)]
+
+
+@pytest.mark.parametrize(("name", "exchange"), WAITING)
+def test_a_whole_sequence_runs_all_programs_at_once_and_waits(
+    compiler: concurrent.futures.Executor, name: str, exchange: str
+) -> None:
+    ptx, spill_bytes, cooperative = compiler.submit(compiling.waiting_code, name, exchange).result()
+    assert cooperative, "its programs wait for each other"
+    assert spill_bytes == 0
+    # The acquire of a counter vanishes where its result is not used.
+    for word in {"spin": ("max.u16x2", "ld.relaxed.gpu"), "counter": ("acquire", "release")}[exchange]:
+        assert word in ptx
+
+
+def test_a_launch_a_step_is_compiled_once_for_all_steps_and_sets(compiler: concurrent.futures.Executor) -> None:
+    compiled, thunks = compiler.submit(compiling.staged_steps, "steps").result()
+    assert compiled == 1
+    assert thunks == [[(step, step + 1) for step in range(6)]] * 3, "the probe and two sets"
+    compiled, thunks = compiler.submit(compiling.staged_steps, "persistent").result()
+    assert (compiled, thunks) == (1, [[(0, 6)]] * 3)

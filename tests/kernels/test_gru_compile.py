@@ -1,0 +1,195 @@
+"""The recurrence as compiled: no spill, weights on chip, one wait a piece of the columns, in a layout that the PTX can load."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support import compiling, gru_compiling
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant, default_variant, pieces, rejection, shared_bytes
+
+if TYPE_CHECKING:
+    import concurrent.futures
+    from collections.abc import Iterator
+
+    from tests.support.gru_compiling import Found
+
+pytestmark = pytest.mark.compiler
+
+SHARED_SLACK = 8192  # bytes that the formula may be off
+MAX_CONVERTS = 6  # of layouts in the loop of form "split"; sums across warps instead took 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One compiled launch."""
+
+    spec: GruSpec
+    variant: GruVariant
+    batch: int = 16
+    architecture: str = "sm_90"
+
+    def __str__(self) -> str:
+        s, v = self.spec, self.variant
+        shape = f"{s.layout}{s.directions}{s.layers}-{s.dtype}-{s.hidden}"
+        tile = f"{v.form}{v.block_hidden}x{v.block_batch}x{v.num_warps}-{v.exchange}-{v.prefetch}"
+        return f"{self.architecture}-{shape}-{v.strategy}-{tile}"
+
+    @property
+    def size(self) -> GruSize:
+        return GruSize(self.batch, 8)
+
+
+def waiting(form: str = "split", units: int = 16, rows: int = 16, warps: int = 4, exchange: str = "spin") -> GruVariant:
+    return GruVariant("persistent", form, units, rows, exchange, num_warps=warps)
+
+
+def bf16(hidden: int, layout: str = "dense", directions: int = 1, layers: int = 1) -> GruSpec:
+    return GruSpec("bfloat16", hidden, layout, directions, layers)
+
+
+SPINNING = [
+    Case(bf16(512), waiting()),
+    Case(bf16(512), dataclasses.replace(waiting(exchange="probe"), prefetch="late")),
+    Case(bf16(1024), waiting(warps=8)),
+    Case(bf16(2048), waiting(rows=8, warps=8)),
+    Case(bf16(256), waiting("tile", 32, 64, 8), batch=512),
+    Case(GruSpec("float32", 256, layers=6), waiting(units=32, rows=8), batch=10),
+    Case(bf16(600), waiting()),
+    Case(bf16(200, "packed", directions=2), waiting(units=8, rows=8)),
+    Case(GruSpec("float32", 384, "thd"), waiting(rows=8)),
+    Case(bf16(512), waiting(), architecture="sm_100"),
+    Case(GruSpec("float32", 256), waiting(), architecture="sm_80"),
+]
+SPLIT = [case for case in SPINNING if case.variant.form == "split"]
+HOPPER = [case for case in SPINNING if case.architecture == "sm_90"]
+OTHERS = [
+    Case(bf16(512), waiting(exchange="counter")),
+    Case(bf16(512), waiting(exchange="poll"), architecture="sm_80"),
+    Case(bf16(256, "thd", layers=2), waiting(exchange="counter"), architecture="sm_80"),
+    Case(bf16(256), waiting(exchange="poll"), architecture="gfx942"),
+    Case(bf16(256), waiting(exchange="counter"), architecture="gfx942"),
+    Case(bf16(60), GruVariant("persistent", block_hidden=64)),
+]
+DEFAULTS = [
+    Case(spec, default_variant(spec), architecture=architecture)
+    for architecture in ("sm_90", "sm_80")
+    for spec in (
+        bf16(512, "packed"),
+        bf16(512, "thd", directions=2),
+        bf16(256, layers=2),
+        bf16(256, "packed", layers=3),
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[concurrent.futures.Executor]:
+    """A process in which Triton compiles, whatever it does in this one."""
+    with compiling.process() as process:
+        yield process
+
+
+@functools.cache
+def compiled(compiler: concurrent.futures.Executor, case: Case) -> Found:
+    return compiler.submit(gru_compiling.found, case.spec, case.size, case.variant, case.architecture).result()
+
+
+def capability_of(case: Case) -> int:
+    return int(case.architecture.removeprefix("sm_")) if case.architecture.startswith("sm_") else 0
+
+
+def state_loads(case: Case) -> list[str]:
+    """Shapes of the loads of rows of the state in a step: one a piece, of a stack also of those of the layer below."""
+    widths = [width for width in pieces(case.spec.hidden, case.variant.splits) if width]
+    return [f"{case.variant.block_batch}x{width}" for width in widths] * (2 if case.spec.stacked else 1)
+
+
+def gate_loads(case: Case) -> list[str]:
+    units, rows = case.variant.block_hidden, case.variant.block_batch
+    return [f"{units}x{rows}" if case.variant.form == "split" else f"{rows}x{units}"] * 3
+
+
+def tiles_of(found: Found) -> list[str]:
+    """Shapes of the loads in the loop but for those of where packed rows start, one number a row."""
+    return [shape for shape in found.loads if "x" in shape]
+
+
+@pytest.mark.parametrize("case", [*SPINNING, *OTHERS], ids=str)
+def test_the_cases_are_what_tuning_would_try(case: Case) -> None:
+    reason = rejection(case.spec, None, case.variant, capability_of(case))
+    assert reason is None, reason
+
+
+@pytest.mark.thinned_on_gpu(every=4)
+@pytest.mark.parametrize("case", [*SPINNING, *OTHERS, *DEFAULTS], ids=str)
+def test_nothing_spills(compiler: concurrent.futures.Executor, case: Case) -> None:
+    found = compiled(compiler, case)
+    assert 0 < found.registers <= (512 if case.architecture.startswith("gfx") else 255)
+    assert found.spill_bytes == 0
+
+
+@pytest.mark.parametrize("case", SPINNING, ids=str)
+def test_a_step_loads_gates_and_state_and_no_weight(compiler: concurrent.futures.Executor, case: Case) -> None:
+    found = compiled(compiler, case)
+    assert tiles_of(found) == sorted(gate_loads(case) + state_loads(case))
+    assert found.stores == 1
+    assert found.cooperative
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=str)
+def test_however_programs_wait_no_step_loads_a_weight(compiler: concurrent.futures.Executor, case: Case) -> None:
+    found = compiled(compiler, case)
+    assert set(gate_loads(case)) <= set(tiles_of(found)) <= set(gate_loads(case) + state_loads(case))
+    assert found.waits == ()
+    assert found.cooperative == (case.spec.hidden != 60)
+
+
+@pytest.mark.parametrize("case", SPINNING, ids=str)
+def test_a_thread_has_neighbours_of_a_row_for_every_load_of_the_wait(
+    compiler: concurrent.futures.Executor, case: Case
+) -> None:
+    found = compiled(compiler, case)
+    assert len(found.waits) == len(state_loads(case))
+    for shape, run in zip(state_loads(case), found.waits, strict=True):
+        rows, width = map(int, shape.split("x"))
+        each = rows * width // (32 * case.variant.num_warps)
+        load = min(each, 16 // case.spec.item)
+        assert len(run) >= load, f"a thread holds {len(run)} neighbours, and the PTX loads {load}"
+        assert run[:load] == tuple(range(load))
+
+
+@pytest.mark.parametrize("case", SPINNING, ids=str)
+def test_a_wait_is_one_loop_of_ptx_for_eight_loads(compiler: concurrent.futures.Executor, case: Case) -> None:
+    wanted = 0
+    for shape in state_loads(case):
+        rows, width = map(int, shape.split("x"))
+        each = rows * width // (32 * case.variant.num_warps)
+        load = min(each, 16 // case.spec.item)
+        wanted += max(1, each // (8 * load))
+    assert compiled(compiler, case).asm == wanted
+
+
+@pytest.mark.parametrize("case", SPLIT, ids=str)
+def test_sums_over_the_warps_take_few_conversions(compiler: concurrent.futures.Executor, case: Case) -> None:
+    assert 0 < compiled(compiler, case).converts <= MAX_CONVERTS
+
+
+@pytest.mark.parametrize("case", HOPPER, ids=str)
+def test_shared_memory_is_what_the_rule_counts(compiler: concurrent.futures.Executor, case: Case) -> None:
+    assert abs(compiled(compiler, case).shared_bytes - shared_bytes(case.spec, case.variant)) <= SHARED_SLACK
+
+
+def test_a_layout_is_read_in_the_order_of_its_registers() -> None:
+    assert gru_compiling.neighbours("blocked", "sizePerThread = [1, 8], threadsPerWarp = [1, 32], order = [1, 0]") == (
+        *range(8),
+    )
+    assert gru_compiling.neighbours("blocked", "sizePerThread = [8, 1], threadsPerWarp = [32, 1], order = [0, 1]") == (
+        0,
+    )
+    linear = "register = [[0, 1], [0, 2], [8, 0], [0, 4]], lane = [[0, 8]]"
+    assert gru_compiling.neighbours("linear", linear) == (0, 1, 2, 3)

@@ -1,0 +1,280 @@
+"""The recurrence of a GRU over sequences, every structure of it, against the oracle; programs in turn, where none can wait."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import pairwise
+from tests.support.gru_sequences import Sequences, assert_right, build, run_windows
+from tests.support.run import INTERPRETED
+from tuned.families.choices import choices
+from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant, alone, pieces, programs, rejection
+from tuned.families.gru_cell.spec import DTYPES
+from tuned.families.launch import ceil_div
+
+pytestmark = pytest.mark.interpreter
+
+SHAPES = {"layer": (1, 1), "both": (2, 1), "stack": (1, 2), "tall": (1, 3)}  # directions, layers
+NUMBERS = {  # dtype, precision
+    "half": ("float16", "tf32"),
+    "brain": ("bfloat16", "tf32"),
+    "ieee": ("float32", "ieee"),
+    "tf32": ("float32", "tf32"),
+}
+SPLIT = GruVariant("persistent", "split", 16, 16, "poll")
+TILE = GruVariant("persistent", "tile", 32, 32, "poll")
+WORK = 16  # programs over all steps that a case of many may have: each takes the interpreter about 10 ms
+
+
+def spec_of(numbers: str, hidden: int, shape: str = "layer", layout: str = "dense", *, bias: bool = True) -> GruSpec:
+    directions, layers = SHAPES[shape]
+    dtype, precision = NUMBERS[numbers]
+    return GruSpec(dtype, hidden, layout, directions, layers, bias, precision)
+
+
+def lengths_of(layout: str, rows: int, seq: int) -> tuple[int, ...]:
+    """All alike, or falling to 1; for cu_seqlens out of order, and every third sequence empty."""
+    if layout == "dense":
+        return (seq,) * rows
+    falling = [max(1, seq - row) for row in range(rows)]
+    if layout == "packed":
+        return tuple(falling)
+    return tuple(0 if row % 3 == 1 else length for row, length in enumerate([seq, *falling[:0:-1]]))
+
+
+# Every two choices together -----------------------------------------------------------------------------------------
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "layout": LAYOUTS,
+    "shape": tuple(SHAPES),
+    "numbers": tuple(NUMBERS),
+    "bias": (True, False),
+    "view": ("steps", "rows", "apart"),
+    "hidden": (1, 20, 100, 192, 257),
+    "rows": (1, 3, 7, 17),
+    "seq": (1, 2, 7),
+    # 256 units are what no rows fit beside in 228 KiB: below, where nothing has to fit.
+    **{name: choices(GruVariant)[name] for name in ("form", "block_batch", "prefetch", "num_warps")},
+    "block_hidden": (8, 16, 32, 64, 128),
+    "exchange": ("poll", "counter"),
+}
+
+
+def parts(knobs: dict[str, Any]) -> tuple[GruSpec, GruVariant, tuple[int, ...]]:
+    spec = spec_of(knobs["numbers"], knobs["hidden"], knobs["shape"], knobs["layout"], bias=knobs["bias"])
+    variant = GruVariant("persistent", **{name: knobs[name] for name in choices(GruVariant) if name in knobs})
+    return spec, variant, lengths_of(knobs["layout"], knobs["rows"], knobs["seq"])
+
+
+def possible(knobs: dict[str, Any]) -> bool:
+    """A legal variant of a structure that there is, quick to interpret."""
+    spec, variant, lengths = parts(knobs)
+    small = programs(spec, GruSize(len(lengths), 1), variant) * max(lengths) <= WORK
+    # Of the two ways to wait that can be interpreted, one is not tried where there is PTX.
+    legal = rejection(spec, None, dataclasses.replace(variant, exchange="counter")) is None
+    return small and legal and not (alone(spec, variant) and variant.exchange != GruVariant.exchange)
+
+
+COMBINATIONS = pairwise.covering(pairwise.sample(AXES, possible, 2500))
+
+
+@pytest.mark.thinned_on_gpu(every=8)
+@pytest.mark.parametrize("knobs", COMBINATIONS, ids=lambda k: "-".join(str(v) for v in k.values()))
+def test_every_choice_computes_what_the_oracle_does(knobs: dict[str, Any]) -> None:
+    spec, variant, lengths = parts(knobs)
+    assert_right(Sequences(spec, lengths, knobs["view"]), variant)
+
+
+def test_every_declared_choice_is_tested() -> None:
+    for name, values in AXES.items():
+        assert {knobs[name] for knobs in COMBINATIONS} == set(values), name
+    # PTX, which the interpreter has not: see the compile tests.
+    assert set(choices(GruVariant)["exchange"]) - set(AXES["exchange"]) == {"spin", "probe"}
+    assert {NUMBERS[numbers][0] for numbers in AXES["numbers"]} == set(DTYPES)
+
+
+# Widths -------------------------------------------------------------------------------------------------------------
+
+WIDE = [  # hidden, tile: each in one, two and three pieces
+    (384, dataclasses.replace(SPLIT, block_hidden=64)),
+    (384, dataclasses.replace(TILE, block_hidden=128)),
+    (600, dataclasses.replace(SPLIT, block_hidden=128)),
+    (896, dataclasses.replace(SPLIT, block_hidden=256, num_warps=8)),
+    (1536, dataclasses.replace(SPLIT, block_hidden=256, num_warps=8)),
+]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the tiles are larger than a GPU has room for")
+@pytest.mark.parametrize(("hidden", "variant"), WIDE, ids=lambda v: v.form if isinstance(v, GruVariant) else str(v))
+def test_every_hidden_size_is_taken_in_pieces(hidden: int, variant: GruVariant) -> None:
+    # A tile larger than a program can hold on a GPU, so that there are few programs: the text is the same.
+    steps = 2 if hidden < 600 else 1
+    assert_right(Sequences(spec_of("half", hidden), (steps,)), variant, watch=False)
+
+
+@pytest.mark.thinned_on_gpu(every=5)
+@pytest.mark.parametrize("shape", ["layer", "stack"])
+@pytest.mark.parametrize("hidden", [48, 80, 112, 144])
+def test_pieces_meet_without_a_gap(hidden: int, shape: str) -> None:
+    variant = dataclasses.replace(SPLIT, num_warps=2, block_hidden=64)
+    widths = [width for width in pieces(hidden, variant.splits) if width]
+    assert len(widths) == {48: 1, 80: 2, 112: 1, 144: 2}[hidden]
+    assert_right(Sequences(spec_of("ieee", hidden, shape), (2, 2)), variant)
+
+
+# Windows of steps ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.thinned_on_gpu(every=5)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_launch_goes_on_where_the_last_one_ended(layout: str, shape: str) -> None:
+    # One program has all units, so its own writes are all that it waits for, and it can run several steps.
+    spec = spec_of("ieee", 20, shape, layout)
+    variant = dataclasses.replace(SPLIT, block_hidden=32, exchange="counter")
+    assert ceil_div(spec.hidden, variant.block_hidden) == 1
+    assert not alone(spec, variant)
+    case = Sequences(spec, lengths_of(layout, 4, 5), "apart")
+    windows = [(0, 2), (2, 3), (3, 5)]
+    whole, resumed = assert_right(case, variant, [(0, 5)]), assert_right(case, variant, windows)
+    torch.testing.assert_close(resumed.call.out, whole.call.out, rtol=0, atol=1e-6)
+
+
+@pytest.mark.thinned_on_gpu(every=3)
+@pytest.mark.parametrize("exchange", ["poll", "counter"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_program_waits_for_its_own_results_and_the_layer_below(shape: str, exchange: str) -> None:
+    variant = dataclasses.replace(SPLIT, block_hidden=32, exchange=exchange)
+    for layout in LAYOUTS:
+        assert_right(Sequences(spec_of("half", 20, shape, layout), lengths_of(layout, 17, 3)), variant, [(0, 3)])
+
+
+@pytest.mark.thinned_on_gpu(every=5)
+@pytest.mark.parametrize("form", ["split", "tile"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_a_program_with_all_units_keeps_its_state_to_itself(numbers: str, layout: str, form: str) -> None:
+    spec = spec_of(numbers, 60, "both", layout)
+    variant = GruVariant("persistent", form, block_hidden=64, block_batch=16)
+    assert alone(spec, variant)
+    assert_right(Sequences(spec, lengths_of(layout, 18, 4)), variant, [(0, 4)])
+
+
+def test_the_state_of_a_program_is_not_rounded_between_its_steps() -> None:
+    # A state that z hardly moves: rounded to float16 after each step it would stay where it is.
+    spec = spec_of("half", 8, bias=False)
+    variant = GruVariant("persistent", "split", 64, 16)
+    built = build(Sequences(spec, (120,)))
+    built.call.weight_hh.zero_()
+    built.call.h_0.fill_(1.0)
+    gates = built.call.gates.zero_()
+    gates[..., 8:16] = 9.0  # 1 - z is 2^-13: a quarter of what changes 1.0 - 2^-11
+    run_windows(built, variant, [(0, 120)])
+    want = torch.sigmoid(torch.tensor(9.0, dtype=torch.float64)) ** 120
+    assert want < 0.99
+    assert (built.call.h_n.double() - want).abs().max() < 2.0**-11
+
+
+# Rows ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sequences_may_be_empty_and_shorter_than_the_call_says(shape: str) -> None:
+    spec = spec_of("half", 20, shape, "thd")
+    for lengths in ((0, 0, 2), (2, 0)):
+        built = assert_right(Sequences(spec, lengths, slack=1), SPLIT)
+        for row, length in enumerate(lengths):
+            kept = torch.equal(built.call.h_n[:, row], built.call.h_0[:, row])
+            assert kept == (length == 0)
+
+
+@pytest.mark.parametrize("form", ["split", "tile"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_is_computed_alike_whatever_stands_beside_it(layout: str, form: str) -> None:
+    spec = spec_of("ieee", 40, "both", layout)
+    variant = {"split": SPLIT, "tile": TILE}[form]
+    few, many = (build(Sequences(spec, (2,) * rows)) for rows in (2, 18))
+    few.call.h_0.copy_(many.call.h_0[:, :2])
+    few.call.weight_hh.copy_(many.call.weight_hh)
+    few.call.bias_ih.copy_(many.call.bias_ih)
+    few.call.bias_hh.copy_(many.call.bias_hh)
+    few.call.gates.copy_(many.call.gates[:, :, :2] if layout == "dense" else many.call.gates[:, first_rows(layout)])
+    for built in (few, many):
+        run_windows(built, variant)
+    assert torch.equal(few.call.h_n, many.call.h_n[:, :2])
+
+
+def first_rows(layout: str) -> list[int]:
+    """Where the tokens of the first two of 18 sequences of two steps stand."""
+    return list(range(4)) if layout == "thd" else [0, 1, 18, 19]
+
+
+# What is no number --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize(
+    "bits", [0x7FC00000, 0x7F800001, -1, -(2**22), 0x7FFFFFFF], ids=lambda b: f"{b & 0xFFFFFFFF:x}"
+)
+def test_nan_of_any_bits_ends_in_nan_and_never_in_what_readers_wait_for(bits: int, numbers: str) -> None:
+    spec = spec_of(numbers, 20, bias=False)
+    variant = dataclasses.replace(SPLIT, block_hidden=32)
+    integers, shift = (torch.int16, 16) if spec.item == 2 else (torch.int32, 0)
+    pattern = bits >> shift
+    for name in ("gates", "h_0", "weight_hh"):
+        built = build(Sequences(spec, (3, 3)))
+        tensor = getattr(built.call, name)
+        tensor.view(integers)[(0,) * tensor.dim()] = pattern if pattern != 0x7F80 else 0x7F81  # no infinity
+        run_windows(built, variant)  # of all steps in one launch, readers would wait for ever
+        out = built.call.out
+        assert not bool((out.view(integers) == -1).any())
+        if name == "weight_hh" and numbers == "tf32" and not INTERPRETED and not pattern & 0x7FE000:
+            continue  # no bit of this NaN's payload is one of TF32: tensor cores take it for an infinity, PyTorch's too
+        hit = out[1:, 0].isnan().any(-1) if name != "weight_hh" else out[:, 0].isnan().any(-1)
+        assert bool(hit.all())
+        if name != "weight_hh":
+            assert not bool(out[:, 1].isnan().any()), "NaN went to another row"
+
+
+@pytest.mark.parametrize("form", ["split", "tile"])
+def test_gates_far_out_saturate(form: str) -> None:
+    spec = spec_of("ieee", 20)
+    built = build(Sequences(spec, (2, 2, 2)))
+    built.call.gates.mul_(1e30)
+    built.call.h_0.mul_(1e3)
+    run_windows(built, {"split": SPLIT, "tile": TILE}[form])
+    assert not bool(built.call.out.isnan().any())
+    built.call.gates.fill_(torch.inf)
+    run_windows(built, {"split": SPLIT, "tile": TILE}[form])
+    assert not bool(built.call.out.isnan().any())
+
+
+# Precision ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="tensor cores cut the low bits off themselves")
+@pytest.mark.parametrize("form", ["split", "tile"])
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+def test_operands_of_tf32_are_rounded_to_nearest(precision: str, form: str) -> None:
+    # 1 + 2^-11 + 2^-23 is above the middle of two numbers of TF32. The interpreter multiplies all bits: what it gives
+    # shows that half a unit was added, which the tensor cores then cut at.
+    spec = GruSpec("float32", 16, bias=False, precision=precision)
+    built = build(Sequences(spec, (1,)))
+    value = 1 + 2.0**-11 + 2.0**-23
+    built.call.gates.zero_()
+    built.call.h_0.zero_()[..., 0] = value
+    built.call.weight_hh.zero_()[0, :, 0] = 0.5
+    run_windows(built, {"split": SPLIT, "tile": TILE}[form])
+    bits = torch.tensor([value, 0.5]).view(torch.int32)
+    h, w = (bits + (0x1000 if precision == "tf32" else 0)).view(torch.float32).double()
+    product = h * w
+    own = torch.zeros(16, dtype=torch.float64)
+    own[0] = value
+    gate = torch.sigmoid(product)
+    n = torch.tanh(gate * product)
+    torch.testing.assert_close(built.call.out[0, 0].double(), n + gate * (own - n), rtol=0, atol=2.0**-22)

@@ -1,0 +1,114 @@
+"""The kernels of a linear over segments against NumPy's float64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from generator.families.linear_cat.problems import problems
+from generator.rendering.structures import structures
+from generator.searching.pool import legal_pool
+from tests.support import pairwise
+from tests.support.linear_cat_forms import FORMS, assert_right
+from tuned.families.architecture import shared_limit
+from tuned.families.choices import choices
+from tuned.families.gru_cell.spec import DTYPES
+from tuned.families.gru_cell.variant import LEAST_SHARED
+from tuned.families.linear_cat.launches import kernel_name
+from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.linear_cat.variant import LinearCatVariant, default_variant, rejection, stage_bytes
+
+pytestmark = pytest.mark.interpreter
+
+SEGMENTS = ((70, 8), (33, 100), (5, 1, 64), (7, 130, 1, 3))
+
+
+def spec_of(dtype: str, inputs: tuple[int, ...], outputs: int, **rest: Any) -> LinearCatSpec:
+    precision = rest.pop("precision", "tf32")
+    return LinearCatSpec(dtype, inputs, outputs, precision=precision if dtype == "float32" else "", **rest)
+
+
+@pytest.mark.thinned_on_gpu(every=3)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", SEGMENTS, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_takes_segments_of_any_width(form: str, inputs: tuple[int, ...], dtype: str) -> None:
+    view = "wide" if len(inputs) % 2 else "contiguous"
+    assert_right(spec_of(dtype, inputs, 37, bias=len(inputs) < 4), 5, FORMS[form], view)
+
+
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 1), (3, 20), (7, 100), (17, 257)])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_takes_any_number_of_rows_and_outputs(form: str, rows: int, outputs: int) -> None:
+    assert_right(spec_of("float32", (20, 3), outputs, precision="ieee"), rows, FORMS[form])
+
+
+def test_every_emitted_kernel_is_among_those_tested() -> None:
+    tested = {kernel_name(spec_of("float16", (70,), 1), variant) for variant in FORMS.values()}
+    assert tested == {name for name in structures() if name.startswith("linear_cat_")}
+
+
+# Every number, pairwise ---------------------------------------------------------------------------------------------
+
+
+def axes_of(form: str) -> dict[str, tuple[Any, ...]]:
+    """The knobs of a form."""
+    declared = choices(LinearCatVariant)
+    rows = tuple(n for n in declared["block_rows"] if (n >= 16) == (form == "tile"))
+    names = ("block_columns", "block_k", *(("num_stages", "order") if form == "tile" else ()), "num_warps")
+    return {"form": (form,), "block_rows": rows, **{name: declared[name] for name in names}}
+
+
+def possible(knobs: dict[str, Any]) -> bool:
+    """What the text can express and a GPU has room for, and small enough to be interpreted."""
+    variant = LinearCatVariant(**knobs)
+    if not variant.is_vector:  # with a tenth for the sums; on a GPU these tests launch it
+        needed = variant.num_stages * stage_bytes(spec_of("float16", (40, 8), 19), variant)
+        if needed > 0.9 * shared_limit(90):
+            return False
+    if knobs["form"] == "vector":
+        products = knobs["block_rows"] * knobs["block_columns"] * knobs["block_k"]
+        return knobs["block_k"] >= 256 and products <= 2**13 * min(4, knobs["num_warps"])  # 256 a thread
+    return knobs["block_columns"] >= 16 and knobs["block_k"] <= 512
+
+
+NUMBERS = [k for form in FORMS for k in pairwise.covering(pairwise.product(axes_of(form), possible))]
+
+
+@pytest.mark.thinned_on_gpu(every=7)
+@pytest.mark.parametrize("knobs", NUMBERS, ids=lambda k: "-".join(str(v) for v in k.values()))
+def test_every_choice_of_a_knob_computes_what_the_oracle_does(knobs: dict[str, Any]) -> None:
+    # A second tile of columns, or of rows where the first has many columns, and neither full.
+    outputs, rows = min(knobs["block_columns"] + 3, 20), min(knobs["block_rows"] + 1, 33)
+    assert_right(spec_of("float16", (40, 8), outputs), rows, LinearCatVariant(**knobs))
+
+
+def test_every_declared_choice_is_tested() -> None:
+    for name, declared in choices(LinearCatVariant).items():
+        # griddepcontrol is an instruction of Hopper's, which the interpreter has not: see the compile tests.
+        interpretable = set(declared) - ({True} if name == "pdl" else set())
+        assert {getattr(LinearCatVariant(**knobs), name) for knobs in NUMBERS} == interpretable, name
+
+
+# Rules --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_default_is_legal_for_any_call_on_any_architecture() -> None:
+    widths, sizes = ((1,), (64,), (3, 5), (256, 1024), (7, 7, 7, 4000)), (1, 3, 16, 17, 128, 1000, 100_000)
+    for dtype, outputs, inputs, precision in itertools.product(
+        DTYPES, (1, 20, 257, 10_000, 50_257), widths, ("ieee", "tf32")
+    ):
+        spec = spec_of(dtype, inputs, outputs, precision=precision)
+        for size in (None, *map(LinearCatSize, sizes)):
+            variant = default_variant(spec, size)
+            for capability in (*LEAST_SHARED, 80, 90):
+                assert rejection(spec, size, variant, capability) is None, (spec, size, variant, capability)
+
+
+@pytest.mark.parametrize("problem", list(problems()), ids=lambda p: p.name)
+def test_pools_are_neither_tiny_nor_endless_and_hold_the_default(problem: Any) -> None:
+    pool = legal_pool(problem, 90).variants
+    assert 50 <= len(pool) <= 600
+    assert default_variant(problem.spec, problem.size) in pool

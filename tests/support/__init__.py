@@ -1,0 +1,1 @@
+"""What tests share: no test stands here, and no test imports another test's file."""

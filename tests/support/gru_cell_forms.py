@@ -1,0 +1,15 @@
+"""A variant for each form of a step."""
+
+from __future__ import annotations
+
+from tuned.families.gru_cell.variant import GruCellVariant
+
+SPLIT = GruCellVariant("split", 16, 16, 64, k_parts=2, num_stages=2, num_warps=2)
+
+TILE = GruCellVariant("tile", 64, 32, 64, k_parts=1, num_stages=2)
+
+VECTOR = GruCellVariant("vector", 4, 4, 256)
+
+LIBRARY = GruCellVariant("library", 2, 64, num_warps=2)
+
+FORMS = {"split": SPLIT, "tile": TILE, "vector": VECTOR, "library": LIBRARY}

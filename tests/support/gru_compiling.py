@@ -1,0 +1,86 @@
+"""What the compiler makes of a recurrence; for a process of its own, as tests.support.compiling says. Only plain values come back."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tuned.families.gru.spec import GruSize, GruSpec
+    from tuned.families.gru.variant import GruVariant
+
+LOAD = re.compile(r"\b(?:tt|amdg|amdgpu)\.(?:buffer_)?load\b.*?tensor<([\dx]+)x(?:!tt\.ptr<)?\w+")
+LAYOUT = re.compile(r"^(#\w+) = #ttg\.(blocked|linear)<\{(.*)\}>", re.MULTILINE)
+RESULT = re.compile(r"-> tensor<[^,]*, (#\w+)>")
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """One compiled launch."""
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    cooperative: bool
+    loads: tuple[str, ...]  # shapes, "16x512", of every load from global memory in the loop of the steps
+    stores: int  # to global memory in the loop
+    converts: int  # conversions between layouts in the loop
+    waits: tuple[tuple[int, ...], ...]  # of each wait in PTX: how the elements of a thread lie in a row, see neighbours
+    asm: int  # loops of such waits in the whole PTX
+
+
+def found(spec: GruSpec, size: GruSize, variant: GruVariant, architecture: str) -> Found:
+    """Compile the recurrence of a call for an architecture."""
+    from generator.families.gru import reference as gru  # noqa: PLC0415 - imports Triton
+    from generator.measuring.compile import compile_launch, resources, target_of  # noqa: PLC0415
+    from tuned.families.gru.launches import launches  # noqa: PLC0415
+    from tuned.families.launch import Launch  # noqa: PLC0415
+
+    call = gru.inputs(spec, size, "meta", 0)
+    launch = next(step for step in launches(spec, variant, call) if isinstance(step, Launch))
+    target = target_of(architecture)
+    needs, compiled = resources(launch, target), compile_launch(launch, target)
+    text = compiled.asm["ttgir"]
+    body = _loop(text)
+    layouts = {name: neighbours(kind, fields) for name, kind, fields in LAYOUT.findall(text)}
+    asm = [line for line in body.splitlines() if "tt.elementwise_inline_asm" in line]
+    return Found(
+        registers=needs.registers,
+        spill_bytes=needs.spill_bytes,
+        shared_bytes=needs.shared_bytes,
+        cooperative=bool(compiled.metadata.launch_cooperative_grid),
+        loads=tuple(sorted(match[1] for match in LOAD.finditer(body))),
+        stores=body.count("tt.store") + body.count("buffer_store"),
+        converts=body.count("ttg.convert_layout"),
+        waits=tuple(layouts[RESULT.findall(line)[-1]] for line in asm),
+        asm=compiled.asm.get("ptx", "").count("again:"),
+    )
+
+
+def _loop(text: str) -> str:
+    """The first loop that is in no other: that of the steps."""
+    lines = text.splitlines()
+    first = next(i for i, line in enumerate(lines) if "scf.for" in line)
+    indent = lines[first][: len(lines[first]) - len(lines[first].lstrip())]
+    last = next(i for i in range(first + 1, len(lines)) if lines[i].startswith(indent + "}"))
+    return "\n".join(lines[first:last])
+
+
+def neighbours(kind: str, fields: str) -> tuple[int, ...]:
+    """Where in a row the first elements lie that a thread holds, in the order of its registers: (0, 1, 2, 3) is four
+    neighbours. The run ends with the first that is not the next one, or in another row."""
+    if kind == "linear":
+        registers = [tuple(map(int, base)) for base in re.findall(r"\[(\d+), (\d+)\]", fields.partition("lane")[0])]
+        run = [0]
+        for index, base in enumerate(registers):
+            if base != (0, 1 << index):
+                break
+            run += [x + (1 << index) for x in run]
+        return tuple(run)
+    numbers: dict[str, Any] = {
+        name: [int(n) for n in values.split(",")] for name, values in re.findall(r"(\w+) = \[([\d, ]+)\]", fields)
+    }
+    if len(numbers["order"]) != 2 or numbers["order"][0] != 1:
+        return (0,)
+    return tuple(range(numbers["sizePerThread"][1]))

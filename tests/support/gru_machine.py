@@ -1,0 +1,109 @@
+"""CPU tensors that take the way of GPU tensors through the GRU families."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import types
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import tuned.calls.gru_cell.prepare
+import tuned.calls.gru_cell.run
+import tuned.calls.linear_cat.run
+from generator.rendering.modules import load
+from tests.support.gru_sequences import single_steps
+from tuned.calls.gru import plan, run, serve
+from tuned.families.launch import Launch
+from tuned.launching.plan import Bare
+from tuned.lookup.lookup import Gpu
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+GPU = Gpu("some_gpu", 90, 132, "Some GPU")
+
+
+class _NoDevice:
+    def __init__(self, _device: Any) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _at(address: int, like: torch.Tensor) -> torch.Tensor:
+    """A tensor at an address, as a bare launch gives one to a kernel."""
+    memory = (ctypes.c_char * like.element_size()).from_address(address)
+    return torch.frombuffer(memory, dtype=like.dtype)
+
+
+class Machine:
+    """What launches kernels in the place of a GPU: public launches, and bare ones by address."""
+
+    def __init__(self) -> None:
+        self.public = self.bare = 0
+
+    def interpret(self, launch: Launch) -> None:
+        cooperative = launch.options.get("launch_cooperative_grid")
+        kernel = load(launch.kernel)
+        if not cooperative:
+            kernel[(launch.programs,)](*launch.arguments, **launch.constants, **launch.options)
+            return
+        names = [parameter.name for parameter in kernel.params] if hasattr(kernel, "params") else kernel.arg_names
+        begin, end = names.index("t_begin"), names.index("t_end")
+        seq = launch.arguments[names.index("seq")]
+        for window in single_steps(seq):  # which wait for each other by being launches
+            arguments = list(launch.arguments)
+            arguments[begin], arguments[end] = window
+            constants = {**launch.constants, "EXCHANGE": "none"}
+            kernel[(launch.programs,)](*arguments, **constants, **launch.options)
+
+    def launch_public(self, _kernel: Any, launch: Launch) -> str:
+        self.public += 1
+        self.interpret(launch)
+        return "compiled"
+
+    def launch(self, _device: Any, launch: Launch) -> str:
+        return self.launch_public(None, launch)
+
+    def bare_launch(self, launch: Launch, compiled: Any, _device: Any) -> Bare:
+        assert compiled == "compiled"
+        tensors = [t for t in launch.arguments if isinstance(t, torch.Tensor)]
+        likes = [t.new_empty(1) for t in tensors]
+        aligned = [t.data_ptr() % 16 == 0 for t in tensors]
+        numbers = [n for n in launch.arguments if not isinstance(n, torch.Tensor)]
+        rest = (*numbers, *launch.constants.values())
+
+        def fire(programs: int, _y: int, _z: int, _stream: Any, _function: Any, *values: Any) -> None:
+            self.bare += 1
+            pointers, others = values[: len(likes)], values[len(likes) :]
+            assert others == rest
+            for pointer, was in zip(pointers, aligned, strict=True):
+                assert pointer % 16 == 0 or not was, "the kernel was compiled for an aligned address"
+            arguments = (*(_at(p, like) for p, like in zip(pointers, likes, strict=True)), *numbers)
+            self.interpret(dataclasses.replace(launch, programs=programs, arguments=arguments))
+
+        silent = types.SimpleNamespace(calls=[])
+        return Bare(fire, 0, (), launch.programs, rest, lambda _: 7, silent, silent)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """Tensors on the CPU are served as those on a GPU are."""
+    made = Machine()
+    for module in (serve, run, tuned.calls.gru_cell.prepare, tuned.calls.linear_cat.run):
+        monkeypatch.setattr(module, "why_eager", lambda *_, **__: None)
+    for module in (run, tuned.calls.gru_cell.run, tuned.calls.gru_cell.prepare, tuned.calls.linear_cat.run):
+        monkeypatch.setattr(module, "gpu_of", lambda _device: GPU)
+    for module in (plan, tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
+        monkeypatch.setattr(module, "bare_launch", made.bare_launch)
+        monkeypatch.setattr(module, "_PLANS", {})
+    for module in (tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
+        monkeypatch.setattr(module, "launch_public", made.launch_public)
+        monkeypatch.setattr(module, "_capturing", lambda: False)
+    monkeypatch.setattr(run, "_launch", made.launch)
+    monkeypatch.setattr(run, "_may_learn", lambda _device: True)
+    monkeypatch.setattr(torch.cuda, "device", _NoDevice)
+    with torch.no_grad():
+        yield made

@@ -1,0 +1,281 @@
+"""A GRU over sequences with tensors of any strides: build a call, run it in windows of steps, hold it against the oracle."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from generator.measuring.guard import guarded, intact
+from generator.measuring.mended import mended_interpreter
+from tests.support import oracle
+from tests.support.rope_case import assert_close
+from tests.support.run import DEVICE, INTERPRETED, addresses, run, to_numpy, truncates, watched
+from tuned.families.gru.launches import Recurrence, counters_needed, sequence
+from tuned.families.gru.variant import alone
+from tuned.families.launch import Fill
+from tuned.launching.launcher import run_step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from tests.support.run import Traffic
+    from tuned.families.gru.spec import GruSpec
+    from tuned.families.gru.variant import GruVariant
+
+VIEWS = ("steps", "rows", "apart")  # how tokens lie in memory; "rows": batch first
+GAP = 8  # elements between rows that are apart: 16 bytes of the narrowest type, which alignment depends on
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """What a recurrence is given besides its spec."""
+
+    spec: GruSpec
+    lengths: tuple[int, ...]  # steps of each row; all alike in a dense call, falling in a packed one
+    view: str = "steps"
+    seed: int = 0
+    slack: int = 0  # steps that the call says its longest sequence may have beyond what it has
+
+    @property
+    def seq(self) -> int:
+        """Steps of the call."""
+        return max(self.lengths) + self.slack
+
+
+@dataclasses.dataclass
+class Built:
+    """The call of a case, and the guarded tensors below its tensors."""
+
+    case: Sequences
+    call: Recurrence
+    bases: dict[str, torch.Tensor]
+
+    def written(self) -> dict[str, torch.Tensor]:
+        """What launches write."""
+        found = {"out": self.call.out, "h_n": self.call.h_n, "between": self.call.between}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def build(case: Sequences, device: str = DEVICE) -> Built:
+    """The tensors of a case: normal numbers in what is read, NaN in what is written, canaries around all."""
+    spec, dtype = case.spec, getattr(torch, case.spec.dtype)
+    draw = torch.Generator().manual_seed(case.seed)
+    hidden, sets, batch = spec.hidden, spec.layers * spec.directions, len(case.lengths)
+    bases: dict[str, torch.Tensor] = {}
+
+    def plain(name: str, shape: tuple[int, ...], scale: float) -> Any:
+        gap = GAP if case.view == "apart" and name in {"h_0", "h_n"} else 0
+        bases[name] = guarded((*shape[:-1], shape[-1] + gap), dtype, device)
+        view: Any = bases[name][..., : shape[-1]]
+        return view.copy_(torch.randn(shape, generator=draw) * scale) if scale else view
+
+    def tokens(name: str, before: tuple[int, ...], width: int, scale: float) -> Any:
+        rows = (case.seq, batch) if spec.layout == "dense" else (sum(case.lengths),)
+        gap = GAP if case.view == "apart" else 0
+        turned = case.view == "rows" and spec.layout == "dense"
+        bases[name] = guarded((*before, *(rows[::-1] if turned else rows), width + gap), dtype, device)
+        view: Any = bases[name][..., :width]
+        view = view.transpose(-3, -2) if turned else view
+        return view.copy_(torch.randn(view.shape, generator=draw) * scale) if scale else view
+
+    small = hidden**-0.5
+    dense = spec.layout == "dense"
+    call = Recurrence(
+        gates=tokens("gates", (spec.directions,), 3 * hidden, 1.0),
+        weight_hh=plain("weight_hh", (sets, 3 * hidden, hidden), small),
+        h_0=plain("h_0", (sets, batch, hidden), 1.0),
+        out=tokens("out", (), spec.directions * hidden, 0.0),
+        h_n=plain("h_n", (sets, batch, hidden), 0.0),
+        batch=batch,
+        seq=case.seq,
+        weight_ih=plain("weight_ih", (spec.layers - 1, 3 * hidden, hidden), small) if spec.stacked else None,
+        between=tokens("between", (spec.layers - 1,), hidden, 0.0) if spec.stacked else None,
+        bias_ih=plain("bias_ih", (sets, 3 * hidden), 1.0) if spec.bias else None,
+        bias_hh=plain("bias_hh", (sets, 3 * hidden), 1.0) if spec.bias else None,
+        counters=torch.zeros(counters_needed(spec, batch), dtype=torch.int32, device=device),
+        starts=None if dense else torch.tensor(starts_of(spec, case.lengths), device=device, dtype=_starts_type(spec)),
+        lengths=None if dense else torch.tensor(case.lengths, device=device, dtype=torch.int32),
+    )
+    return Built(case, call, bases)
+
+
+def starts_of(spec: GruSpec, lengths: tuple[int, ...]) -> list[int]:
+    """Packed: first row of each step; "thd": first token of each sequence, and the end."""
+    if spec.layout == "thd":
+        return list(itertools.accumulate(lengths, initial=0))
+    sizes = [sum(length > step for length in lengths) for step in range(max(lengths))]
+    return list(itertools.accumulate(sizes[:-1], initial=0))
+
+
+def _starts_type(spec: GruSpec) -> torch.dtype:
+    return torch.int64 if spec.layout == "packed" else torch.int32
+
+
+def run_windows(built: Built, variant: GruVariant, windows: Iterable[tuple[int, int]] | None = None) -> None:
+    """Launch the steps from ``begin`` to before ``end`` of each window; by default one step a launch.
+
+    Before each, what readers wait to see go away is put where the window's results will be, and counters are 0.
+    """
+    spec, call = built.case.spec, built.call
+    waits = {"counter": [Fill(call.counters, 0)]}.get(variant.exchange, [])
+    for begin, end in windows or single_steps(call.seq):
+        for fill in waits:
+            run_step(fill)
+        if variant.exchange != "counter" and not alone(spec, variant):
+            _fill_tokens(built, begin, end)
+        with mended_interpreter():
+            run([sequence(spec, variant, call, begin, end)])
+
+
+def single_steps(seq: int) -> list[tuple[int, int]]:
+    """A window for each step: the launch is the barrier."""
+    return [(step, step + 1) for step in range(seq)]
+
+
+def _fill_tokens(built: Built, begin: int, end: int) -> None:
+    """All ones in the results of some steps, as a launch of all of them finds them."""
+    spec = built.case.spec
+    for name, tensor in built.written().items():
+        if name == "h_n":
+            continue
+        bits = tensor.view(torch.int16 if spec.item == 2 else torch.int32)
+        width = spec.hidden
+        for direction, row in itertools.product(range(spec.directions), range(len(built.case.lengths))):
+            for token in tokens_of(built, row, direction)[begin:end]:
+                index: tuple[Any, ...] = (..., *token, slice(direction * width, (direction + 1) * width))
+                bits[index] = -1
+
+
+def tokens_of(built: Built, row: int, direction: int) -> list[tuple[int, ...]]:
+    """Where each step of a row stands in a tensor of tokens, in the order that a direction takes them."""
+    case = built.case
+    steps = range(case.lengths[row])
+    order = steps[::-1] if direction else steps
+    if case.spec.layout == "dense":
+        return [(t, row) for t in order]
+    starts = built.call.starts.tolist()
+    return [(starts[t] + row,) if case.spec.layout == "packed" else (starts[row] + t,) for t in order]
+
+
+def _cells(built: Built) -> Iterator[tuple[int, Any, Any, list[Any], list[Any]]]:
+    """Of each layer and direction: which it is, its gates or input, its output, both [tokens, n], and each token's place
+    in them with that of the state before it, or None for h_0."""
+    spec, call = built.case.spec, built.call
+    for layer, direction in itertools.product(range(spec.layers), range(spec.directions)):
+        last = layer == spec.layers - 1
+        out = (call.out if last else call.between[layer])[..., direction * spec.hidden : (direction + 1) * spec.hidden]
+        given = call.gates[direction] if layer == 0 else call.between[layer - 1]
+        now, before = [], []
+        for row in range(len(built.case.lengths)):
+            found = tokens_of(built, row, direction)
+            now += found
+            before += [None if step == 0 else found[step - 1] for step in range(len(found))]
+        yield layer * spec.directions + direction, given, out, now, before
+
+
+def operand_error(spec: GruSpec) -> float:
+    """Relative error of a product: a float32 sum of so many terms, and of TF32 the rounding of both operands."""
+    return 2.0**-24 * (2 * spec.hidden + 16) + (2 * 2.0**-11 if _tf32(spec) else 0.0)
+
+
+def _tf32(spec: GruSpec) -> bool:
+    return spec.dtype == "float32" and spec.precision == "tf32"
+
+
+def assert_steps_right(built: Built, *, rounds_products: bool = False) -> None:
+    """Every state is one step of the oracle from the state that stands before it, so all are; h_n is the last of each row.
+
+    From what is stored, since errors of earlier steps would else have to be bounded through all later ones. A launch of
+    several steps keeps its own state unrounded: half a unit in its last place more. ``rounds_products``: the products of
+    the state are stored too, as the library does.
+    """
+    spec, call, case = built.case.spec, built.call, built.case
+    hidden = spec.hidden
+    for cell, given, out, now, before in _cells(built):
+        rows = [row for row, length in enumerate(case.lengths) for _ in range(length)]
+        x_of, out_of, h_0 = to_numpy(given), to_numpy(out), to_numpy(call.h_0[cell])
+        places = tuple(np.array(axis, dtype=int) for axis in zip(*now, strict=True)) if now else ((np.array([], int),))
+        h = np.array(
+            [h_0[row] if place is None else out_of[place] for row, place in zip(rows, before, strict=True)]
+        ).reshape(len(rows), hidden)
+        x, got = x_of[places], out_of[places]
+        w_hh, none = to_numpy(call.weight_hh[cell]), np.zeros(3 * hidden)
+        b_ih, b_hh = (to_numpy(call.bias_ih[cell]), to_numpy(call.bias_hh[cell])) if spec.bias else (none, none)
+        relative = operand_error(spec)
+        gates_h = h @ w_hh.T
+        error = relative * (np.abs(h) @ np.abs(w_hh).T)
+        if rounds_products:
+            error += 0.5 * oracle.ulp(gates_h, spec.dtype)
+        if cell >= spec.directions:
+            w_ih = to_numpy(call.weight_ih[cell - 1])
+            error += relative * (np.abs(x) @ np.abs(w_ih).T)
+            x = x @ w_ih.T
+        want, arithmetic = oracle.gru_gates(x, gates_h, h, b_ih, b_hh)
+        error_r, error_z = (np.minimum(0.25 * error[:, i * hidden : (i + 1) * hidden], 1) for i in range(2))
+        g_n = gates_h[:, 2 * hidden :] + b_hh[2 * hidden :]
+        error_n = np.minimum(error[:, 2 * hidden :] + error_r * np.abs(g_n), 2)
+        kept = (1.0 if truncates(spec.dtype) else 0.5) * oracle.ulp(h, spec.dtype)  # the state of a launch's own rows
+        bound = oracle.gru_tolerance(
+            want, arithmetic + error_n + error_z * (np.abs(h) + 1) + kept, spec.dtype, truncates=truncates(spec.dtype)
+        )
+        assert_close(got[:, None, None], want[:, None, None], bound[:, None, None])
+        last = h_0.copy()
+        for row, place in zip(rows, now, strict=True):
+            last[row] = out_of[place]
+        assert np.array_equal(to_numpy(call.h_n[cell]), last, equal_nan=True), "h_n is not the last state of every row"
+
+
+def assert_memory_right(built: Built, before: dict[str, torch.Tensor]) -> None:
+    """Canaries stand, what is read is as it was, and nothing but tokens and rows of h_n was written."""
+    outside = {name: base.clone() for name, base in built.bases.items()}
+    for name, view in built.written().items():
+        base = built.bases[name]
+        outside[name].as_strided(view.shape, view.stride(), 0).fill_(7.5)
+        before[name].as_strided(view.shape, view.stride(), 0).fill_(7.5)
+    for name, base in built.bases.items():
+        assert bool(intact(base)), f"a canary beside {name} was overwritten"
+        same = torch.equal(outside[name].nan_to_num(nan=3.25), before[name].nan_to_num(nan=3.25))
+        assert same, f"{name} was changed where no result belongs"
+
+
+def assert_traffic_right(built: Built, traffic: Traffic) -> None:
+    """No load outside the tensors of the call; every result written, and once."""
+    call = built.call
+    read = [t for t in vars(call).values() if isinstance(t, torch.Tensor) and t is not call.counters]
+    allowed = np.concatenate([addresses(t).ravel() for t in read])
+    loaded, stored = traffic.loaded()[:, 0], traffic.stored()[:, 0]
+    strays = loaded[~np.isin(loaded, allowed)]
+    assert not len(strays), f"{len(strays)} loads outside every tensor of the call"
+    results = np.concatenate([addresses(t).ravel() for t in built.written().values()])
+    assert np.array_equal(np.sort(stored), np.sort(results)), "not every result is written, or one is written twice"
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[Traffic]:
+    """As tests.support.run.watched, for masks that are integers, as those of a block and a scalar together are in the interpreter."""
+    with watched() as traffic:
+        note = traffic.note
+        traffic.note = lambda kind, pointers, mask, program: note(kind, pointers, mask.astype(bool), program)  # type: ignore[method-assign]
+        yield traffic
+
+
+def assert_right(
+    case: Sequences, variant: GruVariant, windows: Iterable[tuple[int, int]] | None = None, *, watch: bool = True
+) -> Built:
+    """Run a case in windows and hold everything it did against the oracle."""
+    built = build(case)
+    before = {name: base.clone() for name, base in built.bases.items()}
+    if INTERPRETED and watch:
+        with _watched() as traffic:
+            run_windows(built, variant, windows)
+        assert_traffic_right(built, traffic)
+    else:
+        run_windows(built, variant, windows)
+    assert_steps_right(built)
+    assert_memory_right(built, before)
+    return built

@@ -1,0 +1,43 @@
+"""Landscapes made up: every variant has a time."""
+
+from __future__ import annotations
+
+import math
+
+from generator.problem import Problem
+from generator.searching.pool import legal_pool
+from generator.storage.landscape import Landscape
+from tests.support.fakes import ENVIRONMENT
+from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.gru_cell.variant import GruCellVariant
+
+
+def landscape(problem: Problem, best: GruCellVariant) -> Landscape:
+    """A made-up one: an eighth more for each octave of a tile's side, and each of warps, away from the best."""
+
+    def cost(variant: GruCellVariant) -> float:
+        names = ("block_batch", "block_hidden", "num_warps")
+        return 8.0 + sum(abs(math.log2(getattr(variant, n) / getattr(best, n))) for n in names)
+
+    times = {v: cost(v) for v in legal_pool(problem, 90).variants}
+    return Landscape(problem, ENVIRONMENT, {}, 5.0, 6.0, times, {}, dict.fromkeys(times, 32))
+
+
+def cell(batch: int, hidden: int = 1024, dtype: str = "bfloat16") -> Problem:
+    return Problem(
+        f"cell_{hidden}_{batch}_{dtype}",
+        "gru_cell",
+        GruCellSpec(dtype, hidden, (hidden,), inplace=True),
+        GruCellSize(batch),
+    )
+
+
+# In place there is the library's form only, whose tile has these three knobs.
+SMALL, LARGE = GruCellVariant("library", 1, 64, num_warps=2), GruCellVariant("library", 4, 256, num_warps=8)
+
+MADE = [
+    landscape(cell(8), SMALL),
+    landscape(cell(16), SMALL),
+    landscape(cell(4096), LARGE),
+    landscape(cell(8192), LARGE),
+]

@@ -1,0 +1,245 @@
+"""The short way of a GRU call: which launch it makes, what it does not take for the same call, and what it keeps."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import types
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tuned.calls.gru import plan, run
+from tuned.calls.gru.arguments import GruCall, gru_call
+from tuned.families.gru.launches import Recurrence, counters_needed
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant
+from tuned.families.launch import Launch
+from tuned.launching.plan import Bare
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.interpreter
+
+T, B, FEATURES, H = 3, 2, 5, 16
+SPIN = GruVariant("persistent", block_hidden=8, block_batch=8, exchange="spin")
+HEAD = (0, None, None, None)  # what the launcher adds
+COUNTER = GruVariant("persistent", block_hidden=8, block_batch=8, exchange="counter")
+ALONE = GruVariant("persistent", block_hidden=64, num_warps=4)
+
+
+class Wiretap:
+    """What a bare launch was made from, and what it was called with since."""
+
+    def __init__(self) -> None:
+        self.learned: list[Launch] = []
+        self.fired: list[tuple[Any, ...]] = []
+        self.listeners = types.SimpleNamespace(calls=[])
+
+    def bare(self, launch: Launch, compiled: Any, device: Any) -> Bare:
+        del compiled, device
+        self.learned.append(launch)
+        numbers = tuple(v for v in launch.arguments if not isinstance(v, torch.Tensor))
+        rest = (*numbers, *launch.constants.values())
+        silent = types.SimpleNamespace(calls=[])
+        return Bare(
+            lambda *g: self.fired.append(g), 0, HEAD, launch.programs, rest, lambda _: 7, self.listeners, silent
+        )
+
+
+@pytest.fixture
+def tap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wiretap]:
+    made = Wiretap()
+    monkeypatch.setattr(plan, "bare_launch", made.bare)
+    monkeypatch.setattr(plan, "_PLANS", {})
+    with torch.no_grad():
+        yield made
+
+
+def weights_of(layers: int, directions: int, *, bias: bool = True, flat: bool = False) -> list[torch.Tensor]:
+    shapes = []
+    for layer, _ in itertools.product(range(layers), range(directions)):
+        shapes += [(3 * H, FEATURES if layer == 0 else directions * H), (3 * H, H)] + [(3 * H,), (3 * H,)] * bias
+    if not flat:
+        return [torch.randn(shape) for shape in shapes]
+    memory, at, views = torch.randn(sum(torch.Size(s).numel() for s in shapes)), 0, []
+    for shape in shapes:
+        count = torch.Size(shape).numel()
+        views.append(memory[at : at + count].view(shape))
+        at += count
+    return views
+
+
+def learned(variant: GruVariant, weights: list[torch.Tensor], **settings: Any) -> tuple[GruCall, GruSpec]:
+    """A call on the CPU, served the long way and remembered."""
+    call = gru_call(torch.randn(T, B, FEATURES), torch.randn(hidden_rows(settings), B, H), weights, **settings)
+    directions = 2 if call.bidirectional else 1
+    spec = GruSpec("float32", H, "dense", directions, call.num_layers, call.has_biases)
+    each = 4 if call.has_biases else 2
+    cells = [call.weights[i : i + each] for i in range(0, len(call.weights), each)]
+    tokens = call.input.shape[:-1]
+    recurrence = Recurrence(
+        gates=torch.empty(directions, *tokens, 3 * H).transpose(1, 2)
+        if call.batch_first
+        else torch.empty(directions, *tokens, 3 * H),
+        weight_ih=run._stack([c[0] for c in cells[1:]]) if spec.stacked else None,
+        weight_hh=run._stack([c[1] for c in cells]),
+        bias_ih=run._stack([c[2] for c in cells]) if spec.bias else None,
+        bias_hh=run._stack([c[3] for c in cells]) if spec.bias else None,
+        h_0=call.hx,
+        out=torch.empty(*tokens, directions * H),
+        between=torch.empty(spec.layers - 1, *tokens, H) if spec.stacked else None,
+        h_n=torch.empty_like(call.hx),
+        batch=B,
+        seq=T,
+        counters=torch.empty(counters_needed(spec, B), dtype=torch.int32),
+    )
+    plan.learn(call, spec, variant, recurrence, None)
+    return call, spec
+
+
+def hidden_rows(settings: dict[str, Any]) -> int:
+    return int(settings.get("num_layers", 1) * (2 if settings.get("bidirectional") else 1))
+
+
+def again(call: GruCall, weights: Any = None) -> Any:
+    settings = (call.has_biases, call.num_layers, call.bidirectional, call.batch_first)
+    return plan.known(call.input, call.hx, weights or call.weights, settings)
+
+
+CASES = {
+    "layer": (SPIN, {}, False),
+    "without bias": (SPIN, {"bias": False}, False),
+    "counter": (COUNTER, {}, False),
+    "both ways, apart": (SPIN, {"bidirectional": True}, False),
+    "both ways, together": (SPIN, {"bidirectional": True}, True),
+    "stack, apart": (SPIN, {"num_layers": 3}, False),
+    "stack, together": (SPIN, {"num_layers": 3}, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_call_seen_before_is_the_same_launch_on_its_own_tensors(tap: Wiretap, case: str) -> None:
+    variant, settings, flat = CASES[case]
+    weights = weights_of(
+        settings.get("num_layers", 1),
+        2 if settings.get("bidirectional") else 1,
+        bias=settings.get("bias", True),
+        flat=flat,
+    )
+    call, spec = learned(variant, weights, **settings)
+    out, h_n = again(call)
+    (launch,), (fired,) = tap.learned, tap.fired
+    tensors = [t for t in launch.arguments if isinstance(t, torch.Tensor)]
+    numbers = [n for n in launch.arguments if not isinstance(n, torch.Tensor)]
+    assert fired[:4] == (launch.programs, 1, 1, 7)
+    given = fired[9:]
+    assert list(given[len(tensors) :]) == [*numbers, *launch.constants.values()]
+    pointers = given[: len(tensors)]
+    assert out.data_ptr() in pointers
+    assert h_n.data_ptr() in pointers
+    order = ["gates", *["weight_ih"] * spec.stacked, "weight_hh", "bias_ih", "bias_hh", "h_0", "out"]
+    named = dict(zip(order, pointers, strict=False))
+    assert named["out"] == out.data_ptr()
+    assert named["h_0"] == call.hx.data_ptr()
+    if flat or case in ("layer", "counter"):  # read where they lie
+        assert named["weight_hh"] == call.weights[1].data_ptr()
+        assert not spec.stacked or named["weight_ih"] == call.weights[4].data_ptr()
+    if not spec.bias:
+        assert named["bias_ih"] == named["bias_hh"] == call.hx.data_ptr()
+    filled = out.view(torch.int32)
+    assert bool((filled == -1).all()) is (variant.exchange != "counter"), "what readers wait to see go away"
+    assert out.shape == (T, B, spec.directions * H)
+
+
+@pytest.mark.usefixtures("tap")
+def test_what_is_not_like_the_call_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, _ = learned(SPIN, weights_of(1, 1))
+    x, hx, weights, settings = call.input, call.hx, call.weights, (True, 1, False, False)
+    assert plan.known(x, hx, weights, settings) is not None
+    others: dict[str, tuple[Any, ...]] = {
+        "length": (torch.randn(T + 1, B, FEATURES), hx, weights, settings),
+        "strides": (x.transpose(0, 1).contiguous().transpose(0, 1), hx, weights, settings),
+        "alignment": (torch.randn(T * B * FEATURES + 1)[1:].view(T, B, FEATURES), hx, weights, settings),
+        "dtype": (x.half(), hx.half(), [w.half() for w in weights], settings),
+        "state": (x, torch.randn(1, H, B).transpose(1, 2), weights, settings),
+        "weights": (x, hx, [*weights[:1], torch.randn(H, 3 * H).t(), *weights[2:]], settings),
+        "subclass": (torch.nn.Parameter(x, requires_grad=False), hx, weights, settings),
+        "batch first": (x, hx, weights, (True, 1, False, True)),
+        "no tensor": (None, hx, weights, settings),
+    }
+    for what, given in others.items():
+        assert plan.known(*given) is None, what
+    with torch.enable_grad():
+        assert plan.known(x.clone().requires_grad_(), hx, weights, settings) is None, "a gradient"
+        assert plan.known(x, hx, weights, settings) is not None, "none is asked for"
+    monkeypatch.setattr(plan, "modes", lambda: (True, -1))
+    assert plan.known(x, hx, weights, settings) is None, "autocast"
+
+
+def test_a_profiler_that_listens_gets_a_launch_that_it_sees(tap: Wiretap) -> None:
+    call, _ = learned(SPIN, weights_of(1, 1))
+    tap.listeners.calls.append("a profiler")
+    assert again(call) is None
+    assert not tap.fired
+
+
+@pytest.mark.usefixtures("tap")
+def test_weights_whose_distances_changed_go_the_long_way() -> None:
+    call, _ = learned(SPIN, weights_of(1, 2, flat=True), bidirectional=True)
+    assert again(call) is not None
+    assert again(call, weights_of(1, 2)) is None, "the kernel was compiled for other strides"
+
+
+@pytest.mark.usefixtures("tap")
+@pytest.mark.parametrize("why", ["steps", "a copied state", "another product"])
+def test_what_one_launch_cannot_do_again_is_not_remembered(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    variant = SPIN
+    if why == "steps":
+        variant = GruVariant("steps")
+    if why == "another product":
+        monkeypatch.setattr(plan, "SMALL_PRODUCT", 0)
+        monkeypatch.setattr(plan, "precision_of", lambda _: "ieee")
+    if why == "a copied state":
+        genuine = Recurrence.__init__
+
+        def copied(self: Any, *args: Any, **named: Any) -> None:
+            genuine(self, *args, **{**named, "h_0": named["h_0"].clone()})
+
+        monkeypatch.setattr(Recurrence, "__init__", copied)
+    call, _ = learned(variant, weights_of(1, 1))
+    assert again(call) is None
+
+
+def test_a_plan_keeps_nothing_of_the_callers(tap: Wiretap) -> None:
+    call, _ = learned(SPIN, weights_of(1, 1))
+    assert again(call) is not None
+    kept = [weakref.ref(t) for t in call.tensors]
+    tap.learned.clear()
+    del call
+    gc.collect()
+    assert [r() for r in kept] == [None] * len(kept)
+
+
+def test_small_float32_products_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.empty(3 * H, FEATURES)
+    for library, gru, rows, wanted in (
+        ("ieee", "tf32", 10, True),
+        ("ieee", "tf32", 10**9, False),
+        ("tf32", "ieee", 10, False),
+        ("tf32", "tf32", 10**9, True),
+    ):
+        monkeypatch.setattr(plan, "precision_of", lambda _, now=library: now)
+        assert plan.by_library(rows, weight, gru) is wanted
+    assert plan.by_library(10**9, weight.half(), "tf32")
+
+
+def test_sizes_are_what_the_kernel_is_told(tap: Wiretap) -> None:
+    call, spec = learned(ALONE, weights_of(1, 1))
+    assert again(call) is not None
+    (launch,) = tap.learned
+    assert GruSize(B, T) == GruSize(*launch.arguments[8:10])
+    assert launch.constants["HIDDEN"] == spec.hidden

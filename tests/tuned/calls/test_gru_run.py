@@ -1,0 +1,331 @@
+"""tuned.calls.gru.run without a GPU: stacked weights, lengths, which launches a call becomes, and that results go where they belong."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import types
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from generator.rendering.structures import structures
+from tests.support.gru_running import FEATURES, VARIANTS, B, H, T, assert_as_pytorch, call_of, interpreted
+from tests.support.run import DEVICE, INTERPRETED
+from tuned.calls.gru import run
+from tuned.calls.gru.arguments import GruCall
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant, alone
+from tuned.families.launch import Launch
+from tuned.lookup.lookup import Choice, Gpu
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.interpreter
+
+__all__ = ["interpreted"]
+
+GPU = Gpu("some_gpu", 90, 132, "Some GPU")
+
+
+# Weights ------------------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_lie_evenly_in_one_memory_are_seen_and_not_copied() -> None:
+    memory = torch.randn(3, 50)
+    parts = [memory[index, 5:45].view(8, 5) for index in range(3)]
+    stacked = run._stack(parts)
+    assert stacked.data_ptr() == parts[0].data_ptr()
+    assert stacked.stride() == (50, 5, 1)
+    assert torch.equal(stacked, torch.stack(parts))
+    one = run._stack(parts[:1])
+    assert one.data_ptr() == parts[0].data_ptr()
+    assert one.shape == (1, 8, 5)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [torch.randn(4, 2) for _ in range(3)],
+        [*torch.randn(2, 4, 2).unbind(), *torch.randn(1, 4, 2).unbind()],
+        [part for index, part in enumerate(torch.randn(4, 4, 2).unbind()) if index != 2],
+        list(torch.randn(3, 4, 2).unbind()[::-1]),
+        list(torch.randn(3, 2, 4).transpose(1, 2).unbind()),
+        [torch.zeros(4, 2)] * 3,
+    ],
+    ids=["apart", "two memories", "uneven", "backwards", "transposed", "the same"],
+)
+def test_other_weights_are_copied_together(parts: list[torch.Tensor]) -> None:
+    stacked = run._stack(parts)
+    assert torch.equal(stacked, torch.stack(parts))
+    assert stacked.is_contiguous()
+    assert stacked.data_ptr() not in {t.data_ptr() for t in parts}
+
+
+def test_weights_of_two_memories_are_never_seen_as_one() -> None:
+    memory = torch.randn(4, 8)
+    halves = [torch.from_numpy(memory.numpy()[:2]), torch.from_numpy(memory.numpy()[2:])]  # one after another
+    assert torch.equal(run._stack(halves), memory.view(2, 2, 8))
+    assert run._stack(halves).untyped_storage().nbytes() == memory.untyped_storage().nbytes()
+
+
+def test_a_state_is_taken_as_it_is_only_with_rows_that_are_aligned() -> None:
+    memory = torch.randn(4 * 6 * 8 + 1)
+    aligned, moved = memory[:-1].view(4, 6, 8), memory[1:].view(4, 6, 8)
+    assert aligned.data_ptr() % 16 == 0
+    assert run._rows(aligned).data_ptr() == aligned.data_ptr()
+    for given in (moved, aligned.transpose(0, 1), aligned[:, :, :4]):
+        found = run._rows(given)
+        assert torch.equal(found, given)
+        assert found.is_contiguous()
+        assert found.data_ptr() % 16 == 0
+
+
+# Lengths ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_packs_lengths_and_starts_are_those_of_its_batch_sizes() -> None:
+    call = call_of("packed")
+    layout, starts, lengths, seq = run._lengths(call)
+    assert (layout, seq) == ("packed", 4)
+    assert starts is not None
+    assert lengths is not None
+    assert starts.tolist() == [0, 3, 5, 7]
+    assert lengths.tolist() == [4, 3, 1]
+    assert (starts.dtype, lengths.dtype) == (torch.int64, torch.int32)
+    again = run._lengths(call)
+    assert again.starts is starts, "made anew, which on a GPU waits for a copy"
+
+
+def test_lengths_by_bounds_are_their_differences_and_at_most_what_the_call_says() -> None:
+    call = call_of("thd")
+    _, starts, lengths, seq = run._lengths(call)
+    assert seq == T
+    assert starts is call.cu_seqlens
+    assert lengths is not None
+    assert lengths.tolist() == [2, 0, 4]
+    shorter = run._lengths(dataclasses.replace(call, max_seqlen=3)).lengths
+    assert shorter is not None
+    assert shorter.tolist() == [2, 0, 3], "more would be written than the launch has steps"
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_sequences_of_one_length_have_none(first: bool) -> None:
+    call = call_of(first=first)
+    assert run._lengths(call) == ("dense", None, None, T)
+    assert run._spec(call, 1)[1] == GruSize(B, T)
+
+
+# Which launches -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[GruSpec], GruVariant | None]], None]:
+    """Makes every choice what a function of the spec says; None is eager."""
+
+    def install(variant_of: Callable[[GruSpec], GruVariant | None]) -> None:
+        def choose(spec: GruSpec, _size: GruSize, _gpu: Gpu) -> Choice:
+            variant = variant_of(spec)
+            return Choice("default" if variant else "eager", f"for {spec}", variant)
+
+        monkeypatch.setattr(run, "_choose", choose)
+        monkeypatch.setattr(run, "gpu_of", lambda _device: GPU)
+
+    return install
+
+
+def layers_of(call: GruCall) -> list[int]:
+    return [spec.layers for spec, _, _ in run._parts(call)]
+
+
+def test_a_stack_is_one_launch_where_that_is_offered_else_one_a_layer(chosen: Any) -> None:
+    chosen(lambda _: GruVariant())
+    assert layers_of(call_of(layers=3)) == [3]
+    assert layers_of(call_of(layers=1)) == [1]
+    assert layers_of(call_of(layers=3, directions=2)) == [1, 1, 1], "the backward one needs all of the layer below"
+    assert layers_of(call_of(layers=3, dropout=0.5, training=True)) == [1, 1, 1]
+    assert layers_of(call_of(layers=3, dropout=0.5)) == [3], "nothing is dropped in evaluation"
+    chosen(lambda spec: None if spec.stacked else GruVariant())
+    assert layers_of(call_of(layers=3)) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("processors", [4, 24, 132])
+def test_a_grid_that_waits_fits_the_gpu(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
+    gpu = dataclasses.replace(GPU, multiprocessors=processors)
+    monkeypatch.setattr(run, "gpu_of", lambda _device: gpu)
+    for layout, layers, directions in (("dense", 1, 1), ("packed", 1, 2), ("thd", 3, 1), ("packed", 4, 1)):
+        call = call_of(layout, layers, directions)
+        for batch in (1, 16, 300):
+            wide = dataclasses.replace(call, hx=torch.zeros(layers * directions, batch, 512, device=DEVICE))
+            for spec, size, choice in run._parts(wide):
+                if choice.variant is None or choice.variant.strategy != "persistent" or alone(spec, choice.variant):
+                    continue
+                assert run.GRU.rejection(spec, size, choice.variant, 90, processors) is None
+
+
+def test_a_call_that_nothing_serves_says_why(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen(lambda _: None)
+    monkeypatch.setattr(run, "why_eager", lambda _x, supported: None if supported else "no kernel takes it")
+    assert str(run.why_not(call_of())).startswith("for GruSpec(")
+    doubled = dataclasses.replace(call_of(), input=torch.zeros(T, B, FEATURES, dtype=torch.float64))
+    assert run.why_not(doubled) == "no kernel takes it"
+    chosen(lambda _: GruVariant())
+    assert run.why_not(call_of()) is None
+    nothing = dataclasses.replace(call_of(), hx=torch.zeros(1, B, 0))
+    assert "empty" in str(run.why_not(nothing))
+
+
+def test_the_precision_is_that_of_torchs_setting() -> None:
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        assert run._spec(call_of(), 1)[0].precision == "ieee"
+    with torch.backends.cudnn.flags(allow_tf32=True):
+        assert run._spec(call_of(), 1)[0].precision == "tf32"
+        half = dataclasses.replace(call_of(), input=torch.zeros(T, B, FEATURES).half())
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        assert run._spec(half, 1)[0].precision == "tf32", "one spec for 16 bits, whatever the setting"
+
+
+# Whole calls, by the interpreter --------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="tests/gpu/test_gpu_gru.py has these on a GPU")
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("layout", ["dense", "first", "packed", "thd"])
+def test_a_call_gives_what_pytorch_gives(
+    chosen: Any, interpreted: list[Launch], layout: str, shape: tuple[int, int]
+) -> None:
+    chosen(lambda _: VARIANTS["persistent"])
+    layers, directions = shape
+    bias, first = layout in {"dense", "packed"}, layout == "first"
+    call = call_of("dense" if first else layout, layers, directions, bias=bias, first=first)
+    assert_as_pytorch(call, run.forward(call))
+    assert len(interpreted) == (layers if directions == 2 else 1)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="tests/gpu/test_gpu_gru.py has these on a GPU")
+@pytest.mark.parametrize("strategy", ["steps", "library"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_every_strategy_gives_what_pytorch_gives(
+    chosen: Any, interpreted: list[Launch], layers: int, strategy: str
+) -> None:
+    chosen(lambda spec: None if spec.stacked else VARIANTS[strategy])
+    for directions in (1, 2):
+        interpreted.clear()
+        call = call_of(layers=layers, directions=directions)
+        assert_as_pytorch(call, run.forward(call))
+        per_layer = T * (directions if strategy == "library" else 1)
+        assert len(interpreted) == layers * per_layer
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="tests/gpu/test_gpu_gru.py has these on a GPU")
+def test_what_is_between_layers_is_dropped_and_the_first_input_is_not(chosen: Any, interpreted: list[Launch]) -> None:
+    chosen(lambda _: VARIANTS["steps"])
+    call = call_of(layers=2, dropout=1.0, training=True)
+    output, h_n = run.forward(call)
+    weights = [torch.zeros_like(w) if index == 4 else w for index, w in enumerate(call.weights)]
+    cut = dataclasses.replace(call, weights=tuple(weights), dropout=0.0)
+    assert_as_pytorch(cut, (output, h_n))
+    assert len(interpreted) == 2 * T
+
+
+@pytest.mark.parametrize("shape", [(0, B), (T, 0)], ids=str)
+def test_no_token_at_all_leaves_the_state(shape: tuple[int, int]) -> None:
+    call = call_of()
+    empty = dataclasses.replace(call, input=torch.zeros(*shape, FEATURES), hx=torch.randn(1, shape[1], H))
+    output, h_n = run.forward(empty)
+    assert output.shape == (*shape, H)
+    assert torch.equal(h_n, empty.hx)
+    assert h_n.data_ptr() != empty.hx.data_ptr() or not h_n.numel()
+    assert run.choice_of(empty)[0].rule == "eager"
+
+
+# Keys of compiled kernels ---------------------------------------------------------------------------------------------
+
+
+class _Parameter:
+    def __init__(self, *, do_not_specialize: bool = False) -> None:
+        self.do_not_specialize = do_not_specialize
+
+
+def key_of(*arguments: Any, free: int = -1) -> list[Any]:
+    """What a launch of these arguments is remembered under; the argument at ``free`` is not specialised on."""
+    parameters = [_Parameter(do_not_specialize=index == free) for index in range(len(arguments))]
+    function = type("F", (), {"params": parameters})
+    return run._specialised(function, Launch("k", 1, arguments, {}, {}))
+
+
+def test_what_triton_compiles_another_kernel_for_is_in_the_key() -> None:
+    memory = torch.zeros(64)
+    assert key_of(memory) == key_of(memory[4:]), "both are aligned to 16 bytes"
+    assert key_of(memory) != key_of(memory[1:])
+    assert key_of(memory) != key_of(memory.half())
+    assert len({str(key_of(value)) for value in (1, 2, 16, 2**31, 2**31 + 1)}) == 5
+    assert key_of(2) == key_of(3)
+    assert key_of(16) == key_of(32) != key_of(2)
+    assert key_of(2**31 - 1) != key_of(2**31 + 1)
+    assert key_of(1, free=0) == key_of(16, free=0) == key_of(7, free=0)
+
+
+def test_steps_and_sizes_compile_nothing_anew() -> None:
+    for name, kernel in structures().items():
+        if name.startswith(("gru_dense", "gru_packed", "gru_thd")):
+            assert '@triton.jit(do_not_specialize=["batch", "seq", "t_begin", "t_end"])' in kernel.source
+
+
+# Memory of lengths ----------------------------------------------------------------------------------------------------
+
+
+class _OnGpu:
+    """A stand-in for a tensor on a GPU, which notes the streams that read it."""
+
+    def __init__(self) -> None:
+        self.streams: list[Any] = []
+
+    def record_stream(self, stream: Any) -> None:
+        self.streams.append(stream)
+
+
+@pytest.fixture
+def lengths_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lengths that lie on a GPU, as far as ``run`` sees it: what is made for each, the current stream, whether it captures."""
+    state = types.SimpleNamespace(made={}, stream="first", capturing=False)
+
+    @functools.lru_cache(maxsize=2)  # of which one soon leaves
+    def packed(batch_sizes: Any, _device: Any) -> Any:
+        made = _OnGpu(), _OnGpu()
+        state.made.setdefault(batch_sizes, []).append(weakref.ref(made[0]))
+        return made
+
+    monkeypatch.setattr(run, "_packed_lengths", packed)
+    monkeypatch.setattr(run, "_CAPTURED", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: state.stream)
+    return state
+
+
+def test_lengths_that_a_graph_reads_stay_as_long_as_the_process(lengths_on_gpu: Any) -> None:
+    device = torch.device("cuda", 0)
+    run._packed_tensors((2, 1), device)
+    lengths_on_gpu.capturing = True
+    starts, _ = run._packed_tensors((2, 1), device)
+    lengths_on_gpu.capturing = False
+    address = id(starts)
+    del starts
+    for count in range(3, 12):
+        run._packed_tensors((count,), device)
+    gc.collect()
+    assert lengths_on_gpu.made[2, 1][0]() is not None, "the graph reads memory that was given back"
+    assert lengths_on_gpu.made[3,][0]() is None, "the table kept what no graph reads"
+    assert id(run._packed_tensors((2, 1), device)[0]) == address
+
+
+def test_lengths_are_not_given_back_while_a_stream_reads_them(lengths_on_gpu: Any) -> None:
+    device = torch.device("cuda", 0)
+    for stream in ("first", "second"):
+        lengths_on_gpu.stream = stream
+        found = run._packed_tensors((3, 1), device)
+    assert [t.streams for t in found] == [["first", "second"]] * 2

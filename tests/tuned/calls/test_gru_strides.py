@@ -1,0 +1,283 @@
+"""Every tensor of every GRU family with any strides, first and later calls, against float64; by the interpreter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import tuned.calls.gru_cell.prepare
+import tuned.calls.gru_cell.run
+import tuned.calls.linear_cat.run
+from tests.support.gru_machine import Machine, machine
+from tests.support.run import INTERPRETED
+from tests.support.views import VIEWS, apart, expanded, misaligned, negative, odd, repeated, sliced, transposed
+from tuned.calls.gru import plan, run, serve
+from tuned.dispatch import gru, gru_cell, linear_cat
+from tuned.families.gru.variant import GruVariant
+from tuned.families.gru_cell.launches import call_of as cell_call
+from tuned.families.gru_cell.launches import fused_launch, gates_launch
+from tuned.families.gru_cell.spec import GruCellSpec
+from tuned.families.gru_cell.variant import GruCellVariant, gates_variant
+from tuned.families.linear_cat.launches import call_of as linear_call
+from tuned.families.linear_cat.launches import launches as linear_launches
+from tuned.families.linear_cat.spec import LinearCatSpec
+from tuned.families.linear_cat.variant import LinearCatVariant
+from tuned.lookup.lookup import Choice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["machine"]
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(not INTERPRETED, reason="tests/gpu/test_gpu_gru_strides.py has these on a GPU"),
+]
+
+T, FEATURES, H = 2, 6, 20
+TOLERANCE = {"rtol": 0, "atol": 3e-3}  # the products of TF32
+SHORT = ("plain", "transposed", "apart", "misaligned", "odd", "batch_innermost")  # views with which calls are known
+CALLS = 2  # the first is decided, the second known
+
+
+def assert_right(
+    call: Callable[[list[torch.Tensor]], Any],
+    exact: Callable[[list[torch.Tensor]], Any],
+    tensors: dict[str, torch.Tensor],
+    view: Callable[[torch.Tensor], torch.Tensor],
+    which: set[str],
+) -> None:
+    """Calls give what PyTorch gives in float64, with some of the tensors in a view, each call with other numbers."""
+    for again in range(CALLS):
+        # What a negative view must be told from: one like it, seen before, without the sign.
+        use = sliced if view is negative and again == 0 else view
+        given = [use(t.roll(again, -1)) if name in which else t.roll(again, -1) for name, t in tensors.items()]
+        before = [t.clone() for t in given]
+        found = call(given)
+        wanted = exact([t.double() for t in before])
+        for ours, theirs in zip(_all(found), _all(wanted), strict=True):
+            torch.testing.assert_close(ours.double(), theirs, **TOLERANCE, msg=lambda m, n=again: f"call {n}: {m}")
+        assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True)), "an input was changed"
+
+
+def _all(result: Any) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+# Sequences ------------------------------------------------------------------------------------------------------------
+
+POLL = GruVariant("persistent", block_hidden=32, exchange="poll")
+GRUS: dict[str, tuple[GruVariant, dict[str, Any]]] = {
+    "layer": (POLL, {}),
+    "batch first": (POLL, {"batch_first": True}),
+    "both ways": (POLL, {"bidirectional": True}),
+    "stack": (POLL, {"num_layers": 2}),
+    "steps": (GruVariant("steps", block_hidden=16), {"batch_first": True}),
+    "library": (GruVariant(), {"batch_first": True}),
+    "packed": (POLL, {"batch_sizes": True}),
+    "thd": (POLL, {"cu_seqlens": True}),
+}
+
+
+def gru_tensors(batch: int, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    layers, directions = settings.get("num_layers", 1), 2 if settings.get("bidirectional") else 1
+    rows = (T * batch,) if {"batch_sizes", "cu_seqlens"} & set(settings) else (T, batch)
+    rows = rows[::-1] if settings.get("batch_first") else rows
+    made = {"input": torch.randn(*rows, FEATURES), "hx": torch.randn(layers * directions, batch, H)}
+    for layer in range(layers):
+        for direction in range(directions):
+            features = FEATURES if layer == 0 else directions * H
+            shapes = {"w_ih": (3 * H, features), "w_hh": (3 * H, H), "b_ih": (3 * H,), "b_hh": (3 * H,)}
+            made |= {f"{name} {layer}{direction}": torch.randn(shape) / 4 for name, shape in shapes.items()}
+    return made
+
+
+def gru_function(batch: int, settings: dict[str, Any]) -> Callable[[list[torch.Tensor]], Any]:
+    named = dict(settings)
+    if "batch_sizes" in named:
+        named["batch_sizes"] = torch.tensor([batch] * T)
+    if "cu_seqlens" in named:
+        named |= {"cu_seqlens": torch.arange(batch + 1, dtype=torch.int32) * T, "max_seqlen": T}
+    return lambda tensors: gru(tensors[0], tensors[1], tensors[2:], **named)
+
+
+# A layer has every view with one sequence and with three; of two other forms each has every other one.
+STRIDED = [("layer", view, batch) for view in VIEWS for batch in (1, 3)] + [
+    (case, view, 1) for i, case in enumerate(GRUS) for j, view in enumerate(VIEWS) if case != "layer" and (i + j) % 2
+]
+
+
+@pytest.mark.parametrize(("case", "view", "batch"), STRIDED)
+def test_a_gru_takes_every_tensor_with_any_strides(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, case: str, view: str, batch: int
+) -> None:
+    variant, settings = GRUS[case]
+    monkeypatch.setattr(
+        run, "_choose", lambda spec, *_: Choice("default", "", variant if not spec.stacked or variant is POLL else None)
+    )
+    tensors = gru_tensors(batch, settings)
+    function = gru_function(batch, settings)
+
+    def exact(doubled: list[torch.Tensor]) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(serve, "why_eager", lambda *_, **__: "float64")
+            return function(doubled)
+
+    # A state that is copied is never known, so it stays as it is where all else is in the view.
+    for which in ({"hx"}, set(tensors) - {"hx"}):
+        assert_right(function, exact, tensors, VIEWS[view], which)
+    assert machine.public
+    if variant is POLL and view in SHORT and not {"batch_sizes", "cu_seqlens"} & set(settings):
+        assert machine.bare >= CALLS - 1, "the short way was not tried"
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(("form", "batch"), [("tile", 1), ("vector", 3)])
+def test_products_of_another_precision_than_the_librarys_take_any_input(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, view: str, batch: int, form: str
+) -> None:
+    """What a float32 GRU's input gets where TF32 is allowed for recurrent networks and not for GEMMs."""
+    variant = LinearCatVariant() if form == "tile" else LinearCatVariant("vector", 4, 32, 128)
+    monkeypatch.setattr(run, "_choose", lambda *_: Choice("default", "", POLL))
+    monkeypatch.setattr(plan, "SMALL_PRODUCT", 0)
+    monkeypatch.setattr(run, "_projection", lambda *_: variant)
+    settings = {"batch_first": True}
+    tensors, function = gru_tensors(batch, settings), gru_function(batch, settings)
+
+    def exact(doubled: list[torch.Tensor]) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(serve, "why_eager", lambda *_, **__: "float64")
+            return function(doubled)
+
+    for which in ("input", "w_ih 00"):
+        assert_right(function, exact, tensors, VIEWS[view], {which})
+    assert machine.public
+
+
+# Steps ----------------------------------------------------------------------------------------------------------------
+
+FORMS = ("library", "tile", "split", "vector")
+
+
+def cell_variant(form: str) -> GruCellVariant:
+    """One of a form, small."""
+    sizes: dict[str, dict[str, Any]] = {
+        "tile": {"block_batch": 16, "block_hidden": 32, "block_k": 64},
+        "split": {"block_batch": 16, "block_hidden": 32, "block_k": 64},
+        "vector": {"block_batch": 4, "block_hidden": 16, "block_k": 128},
+    }
+    return gates_variant(H) if form == "library" else GruCellVariant(form, **sizes[form])
+
+
+@pytest.mark.parametrize(
+    ("form", "view"),
+    # How tensors come to a kernel depends on whether it is one; the others differ in what they do with them.
+    [
+        (form, view)
+        for form in FORMS
+        for view in (VIEWS if form in ("library", "tile") else ("transposed", "misaligned"))
+    ],
+)
+@pytest.mark.parametrize(("widths", "batch"), [((FEATURES,), 1), ((2, 4), 3)], ids=str)
+def test_a_step_takes_every_tensor_with_any_strides(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, form: str, view: str, batch: int, widths: tuple[int, ...]
+) -> None:
+    variant = cell_variant(form)
+    monkeypatch.setattr(tuned.calls.gru_cell.run, "variant_of", lambda *_: variant)
+    torch.manual_seed(0)
+    shapes = {f"x{index}": (batch, width) for index, width in enumerate(widths)}
+    shapes |= {"h": (batch, H), "w_ih": (3 * H, FEATURES), "w_hh": (3 * H, H), "b_ih": (3 * H,), "b_hh": (3 * H,)}
+    tensors = {name: torch.randn(shape) / (1 if name[0] in "xh" else 4) for name, shape in shapes.items()}
+    count = len(widths)
+
+    def function(given: list[torch.Tensor]) -> Any:
+        return gru_cell(given[0] if count == 1 else tuple(given[:count]), *given[count:])
+
+    def exact(given: list[torch.Tensor]) -> Any:
+        return torch.gru_cell(torch.cat(given[:count], -1), *given[count:])
+
+    for kinds in ("x", "h", "w", "b") if view != "plain" else "h":
+        which = {name for name in tensors if name[0] in kinds}
+        assert_right(function, exact, tensors, VIEWS[view], which)
+    assert machine.public
+    if view == "plain":
+        assert machine.bare >= CALLS - 1, "the short way was not tried"
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(("form", "rows"), [("tile", 1), ("vector", 3)])
+def test_a_linear_over_segments_takes_every_tensor_with_any_strides(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, form: str, view: str, rows: int
+) -> None:
+    variant = LinearCatVariant() if form == "tile" else LinearCatVariant("vector", 4, 32, 128)
+    monkeypatch.setattr(tuned.calls.linear_cat.run, "_variant_of", lambda *_: variant)
+    torch.manual_seed(0)
+    shapes = {"x0": (2, rows, 5), "x1": (2, rows, 8), "weight": (12, 13), "bias": (12,)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+
+    def function(given: list[torch.Tensor]) -> Any:
+        return linear_cat(tuple(given[:2]), *given[2:])
+
+    def exact(given: list[torch.Tensor]) -> Any:
+        return torch.nn.functional.linear(torch.cat(given[:2], -1), *given[2:])
+
+    for which in ({"x0"}, {"x1"}, {"weight", "bias"}) if view != "plain" else ({"x0"},):
+        assert_right(function, exact, tensors, VIEWS[view], which)
+    assert machine.public
+    if view == "plain":
+        assert machine.bare >= CALLS - 1, "the short way was not tried"
+
+
+# What is taken for granted --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("view", [transposed, sliced, repeated])
+def test_a_launch_over_rows_that_are_not_side_by_side_is_refused(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x, weight, out, bias = torch.randn(4, 6), torch.randn(12, 6), torch.randn(4, 12), torch.randn(12)
+    spec = LinearCatSpec("float32", (6,), 12, precision="ieee")
+    for index in range(4):
+        given = [view(t) if i == index else t for i, t in enumerate((x, weight, out, bias))]
+        with pytest.raises(ValueError, match=r"last stride of \w+ must be 1 in a launch.*contiguous"):
+            linear_launches(spec, LinearCatVariant(), linear_call((given[0],), *given[1:]))
+    cell = GruCellSpec("float32", 4, (6,), precision="ieee")
+    tensors = (x, torch.randn(4, 4), torch.randn(12, 6), torch.randn(12, 4), torch.randn(4, 4), bias, bias)
+    for index in range(len(tensors)):
+        given = [view(t) if i == index else t for i, t in enumerate(tensors)]
+        with pytest.raises(ValueError, match="last stride"):
+            fused_launch(cell, cell_variant("tile"), cell_call((given[0],), *given[1:]))
+    gates = (out, view(out))
+    with pytest.raises(ValueError, match="last stride of gates_h"):
+        gates_launch(cell, gates_variant(4), cell_call((x,), *tensors[1:]), gates)
+
+
+def test_what_means_nothing_is_not_refused() -> None:
+    x = torch.randn(12).as_strided((4, 1), (3, 5))
+    spec = LinearCatSpec("float32", (1,), 12, bias=False, precision="ieee")
+    call = linear_call((x,), odd(torch.randn(12, 1)), torch.randn(4, 12))
+    assert linear_launches(spec, LinearCatVariant(), call)
+
+
+def test_the_views_are_what_they_say() -> None:
+    t = torch.randn(3, 1, 4)
+    assert negative(t).is_neg()
+    assert odd(t).stride() == (4, 7, 1)
+    assert misaligned(t).data_ptr() % 16 == 4
+    assert apart(t).stride(-1) == 1
+    assert expanded(t).stride(0) == 0
+    for name, view in VIEWS.items():
+        assert view(t).shape == t.shape
+        if name not in ("expanded", "repeated"):
+            assert torch.equal(view(t), t)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_eager_reads_nothing_between_the_rows_of_the_state(dtype: torch.dtype) -> None:
+    between = torch.full((17, 200), torch.nan, dtype=dtype)
+    h = between[:, :100].normal_()[None]
+    weights = [torch.randn(300, 96).to(dtype) / 10, torch.randn(300, 100).to(dtype) / 10]
+    out, h_n = gru(torch.randn(17, 7, 96).to(dtype), h, weights, bias=False, batch_first=True)
+    assert not bool(out.isnan().any())
+    assert not bool(h_n.isnan().any())

@@ -1,0 +1,286 @@
+"""The hot path of RoPE: no call is served by a launch that was made for another, and nothing of a caller's is kept."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import tuned
+import tuned.calls.rope.plan
+import tuned.launching.plan
+import tuned.lookup.misses
+from tests.support.rope_calls import CHOICES, Case, Watch, forget, watch
+from tests.support.rope_plans import CASES, check, wanted_of
+from tuned.calls.rope import call as rope_call
+from tuned.dispatch import rope, rope_qk, rope_qkv
+from tuned.launching import launcher
+from tuned.lookup.lookup import Gpu
+
+pytestmark = pytest.mark.interpreter
+
+__all__ = ["watch"]
+
+
+@pytest.mark.usefixtures("watch")
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_that_differs_in_one_thing_from_one_seen_before_is_right(name: str) -> None:
+    base = CASES[name]
+    for field, values in CHOICES.items():
+        for value in values:
+            changed = dataclasses.replace(base, **{field: value})
+            for case in (base, changed, changed) if changed != base else ():
+                check(case)
+
+
+def test_calls_seen_before_are_launched_bare(watch: Watch) -> None:
+    for case in CASES.values():
+        for _ in range(3):
+            check(case)
+    assert watch.bare >= 2 * len(CASES)
+
+
+LENGTHS = {
+    "plain": Case(key_heads=None),
+    "plain sbhd": Case("sbhd", key_heads=None, source="cos_sin"),
+    "plain packed": Case("thd", key_heads=None, source="cache"),
+    "pair": Case(),
+    "pair in place": Case(inplace=True, source="inv_freq"),
+    "narrow key": Case("sbhd", key_heads=1, head_dim=24),
+    "training": Case(x_grad="made", key_grad="made", source="cos_sin", entries="feature"),
+    "tokens": Case("thd", source="cache", place="ids", inplace=True),
+    "ids": Case(source="cache", place="ids"),
+    "shared ids": Case("sbhd", source="cache", place="shared"),
+    "shifted": Case(place="shifted"),
+    "starts": Case("sbhd", place="starts"),
+    "packed starts": Case("thd", place="starts"),
+    "parallel": Case(cp_size=2, rows=2 * 40),
+    "packed parallel": Case("thd", cp_size=2, rows=2 * 40),
+    "qkv": Case(key_heads=None, kv_heads=1),
+    "qkv in place": Case(key_heads=None, kv_heads=1, inplace=True),
+    "qkv of 5": Case(key_heads=None, kv_heads=0, heads=8),
+}
+VIEWS = [
+    {"view": view, "key_view": view, "angle_view": angle, "sine_view": angle, "index_view": "odd"}
+    for view in ("contiguous", "odd")
+    for angle in ("contiguous", "odd")
+]
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_calls_of_other_lengths_are_right_whichever_came_first(watch: Watch, name: str) -> None:
+    sizes = [(2, 4), (1, 1), (1, 6), (3, 2), (2, 1), (1, 10), (1, 2)]
+    for views in VIEWS:
+        for first in (0, 1, 4):
+            forget()
+            for batch, seq in sizes[first:] + sizes[:first]:
+                rows = LENGTHS[name].rows
+                for few in {1, rows} if (batch, seq) == (1, 1) else {rows, rows + 1}:
+                    check(dataclasses.replace(LENGTHS[name], batch=batch, seq=seq, rows=few, **views))
+    assert watch.bare
+
+
+CHANGES = [(field, value) for field, values in CHOICES.items() for value in values]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(sorted(CASES)),
+    changes=st.lists(st.sampled_from(CHANGES), min_size=4, max_size=16),
+    data=st.data(),
+)
+def test_nothing_stale_is_launched_whatever_came_before(
+    watch: Watch, name: str, changes: list[tuple[str, Any]], data: st.DataObject
+) -> None:
+    """Changes add up; then calls come again in any order."""
+    assert watch.public >= 0
+    forget()
+    cases = [CASES[name]]
+    for field, value in changes:
+        cases.append(dataclasses.replace(cases[-1], **{field: value}))
+    again = data.draw(st.lists(st.sampled_from(range(len(cases))), max_size=12))
+    for case in (*cases, *(cases[i] for i in again)):
+        check(case)
+
+
+# What is compiled, and how it is launched -----------------------------------------------------------------------------
+
+
+def test_lengths_of_one_class_are_compiled_for_once(watch: Watch) -> None:
+    freqs = torch.rand(64, 16)
+    for length in range(2, 40, 2):
+        rope_qk(torch.randn(1, length, 4, 16), torch.randn(1, length, 2, 16), freqs, tensor_format="sbhd")
+    variants = {key[1] for key in tuned.calls.rope.plan._COMPILED}
+    assert watch.public == len(variants) <= 2, "each variant once, whatever the length"
+    assert watch.bare == 19 - watch.public
+    before = watch.public
+    rope_qk(
+        torch.randn(1, 4, 4, 16),
+        torch.randn(1, 4, 2, 16),
+        freqs.half().float()[:, ::2],
+        angle_entries="pair",
+        tensor_format="sbhd",
+    )
+    assert watch.public == before + 1, "what is of another class is compiled"
+
+
+def test_what_is_remembered_is_bounded(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned.launching.plan, "MAX_PLANS", 3)
+    for length in range(1, 12):
+        for heads in (1, 2, 3, 4):
+            check(Case(heads=heads, seq=length))
+    tables = rope_call._PLANS, tuned.calls.rope.plan._COMPILED, tuned.calls.rope.lengths._CLASSES
+    assert [0 < len(table) <= 3 for table in tables] == [True] * 3
+    assert watch.public
+
+
+CALLS = [CASES["plain"], CASES["pair in place"], CASES["training"], CASES["qkv"]]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_while_a_profiler_listens_launches_are_public(watch: Watch, which: int) -> None:
+    for case in CALLS:
+        for _ in range(2):
+            check(case)
+    bare = watch.bare
+    assert bare
+    watch.listeners[which].calls.append("a profiler")
+    public = watch.public
+    for case in CALLS:
+        check(case)
+    assert watch.bare == bare
+    assert watch.public >= public + len(CALLS)
+    watch.listeners[which].calls.clear()
+    public = watch.public
+    for case in CALLS:
+        check(case)
+    assert watch.public == public
+    assert watch.bare >= bare + len(CALLS)
+
+
+@pytest.mark.parametrize("why", ["safe", "another launcher", "hooks kept another way"])
+def test_where_there_is_no_other_launcher_every_launch_is_public(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    if why == "hooks kept another way":
+        monkeypatch.setattr(tuned.launching.plan, "hooks", lambda: None)
+    else:
+        monkeypatch.setattr(tuned.launching.plan, "bare_supported", launcher.bare_supported)
+        monkeypatch.setattr(launcher, "_PROBED", {})
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setenv("TUNED_DISPATCH", "safe" if why == "safe" else "")
+        monkeypatch.setattr(launcher, "_probe", lambda _device: why == "safe")
+    for case in CALLS:
+        for _ in range(3):
+            check(case)
+    assert watch.bare == 0
+    assert watch.public >= 3 * len(CALLS)
+
+
+def test_a_first_call_under_capture_decides_nothing_for_later_ones(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuned.calls.rope.plan, "capturing", lambda: True)
+    for _ in range(2):
+        check(Case())
+    assert (watch.public, watch.bare) == (2, 0)
+    assert not tuned.calls.rope.plan._COMPILED
+    monkeypatch.setattr(tuned.calls.rope.plan, "capturing", lambda: False)
+    check(Case())
+    assert (watch.public, watch.bare) == (3, 0)
+    monkeypatch.setattr(tuned.calls.rope.plan, "capturing", lambda: True)
+    check(Case())
+    assert (watch.public, watch.bare) == (3, 1), "what is known is captured"
+
+
+def test_more_tokens_than_the_table_has_rows_are_no_reason_to_launch_publicly(watch: Watch) -> None:
+    for _ in range(3):
+        check(Case("thd", batch=5, seq=10, rows=40, source="cache", place="ids", inplace=True))
+    assert (watch.public, watch.bare) == (1, 2)
+
+
+def test_offsets_that_are_numbers_share_a_plan_and_are_checked_each_time(watch: Watch) -> None:
+    x, freqs = torch.randn(1, 4, 2, 16), torch.rand(20, 16)
+    for offset in (1, 2, 16, 7):
+        torch.testing.assert_close(rope(x, freqs, offset=offset), rope(x, freqs[offset:]))
+    assert watch.public == 2, "with an offset and without"
+    for offset in (17, -1, 2**31):
+        with pytest.raises(ValueError, match=r"offset|angles are too short"):
+            rope(x, freqs, offset=offset)
+
+
+@pytest.mark.usefixtures("watch")
+def test_threads_that_call_at_once_disturb_nobody() -> None:
+    cases = [dataclasses.replace(case, seq=seq) for case in CASES.values() for seq in (2, 4, 6) if not case.cp_size > 1]
+    for case in cases:
+        wanted_of(case)
+
+    def work(first: int) -> int:
+        for i in range(len(cases)):
+            check(cases[(first + 7 * i) % len(cases)])
+        return first
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(3):
+            forget()
+            with concurrent.futures.ThreadPoolExecutor(8) as pool:
+                assert list(pool.map(work, range(8))) == list(range(8))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_the_interpreter_runs_what_is_launched_bare_too(watch: Watch) -> None:
+    watch.interpreted = True
+    for name in ("pair", "in place training", "tokens", "packed", "qkv", "proportional"):
+        case = dataclasses.replace(CASES[name], seq=2)
+        for _ in range(3):
+            check(case)
+    assert watch.bare >= 12
+
+
+def test_a_packed_qkv_whose_parts_lie_apart_is_launched_as_a_dense_copy(watch: Watch) -> None:
+    watch.interpreted = True
+    wide = torch.randn(2, 3, 3, 6, 16)
+    freqs, grad = torch.randn(3, 16), torch.randn(2, 3, 3, 4, 16)
+    for needed in (False, True):
+        for _ in range(3):
+            leaf = wide.clone().requires_grad_(needed)
+            dense = wide[..., 1:5, :].clone().requires_grad_(needed)
+            launched = watch.public + watch.bare
+            found = rope_qkv(leaf[..., 1:5, :], freqs)
+            assert watch.public + watch.bare == launched + 1
+            wanted = rope_qkv(dense, freqs)
+            assert torch.equal(found, wanted)
+            if needed:
+                found.backward(grad)
+                wanted.backward(grad)
+                assert torch.equal(leaf.grad[..., 1:5, :], dense.grad)
+    assert watch.bare > 0
+
+
+@pytest.mark.usefixtures("watch")
+def test_a_scaling_that_is_a_tensor_is_refused_and_not_kept() -> None:
+    x, freqs, factor = torch.randn(1, 4, 2, 16), torch.rand(4, 16), torch.tensor(1.5)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="must be a number"):
+            rope(x, freqs, attention_scaling=factor)
+
+
+def test_a_gpu_that_nothing_was_tuned_on_is_told_of_at_the_line_that_called(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rope_call, "call", watch.genuine)  # the watch's own frame would be the caller
+    monkeypatch.setattr(tuned.calls.rope.plan, "gpu_of", lambda _device: Gpu("a_new_card", 90, 132, "A New Card"))
+    monkeypatch.setattr(tuned.lookup.misses, "_TOLD", set())
+    x, freqs = torch.ones(1, 2, 4, 16), torch.zeros(2, 8)
+    with pytest.warns(tuned.TunedWarning, match="nothing was tuned on A New Card") as said:
+        rope_qk(x, x, freqs, angle_entries="pair")
+    assert said[0].filename == __file__

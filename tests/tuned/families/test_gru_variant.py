@@ -1,0 +1,318 @@
+"""Rules of the variants of a recurrence: each excludes what it names and nothing beside it; what calls are given is legal."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+
+from generator.families.gru.problems import problems
+from tests.support.pairwise import sample
+from tuned.families.choices import choices
+from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
+from tuned.families.gru.variant import (
+    MIN_PART,
+    GruVariant,
+    adapt,
+    alone,
+    default_variant,
+    distance,
+    fit,
+    pieces,
+    programs,
+    rejection,
+)
+from tuned.families.gru_cell.spec import DTYPES, PRECISIONS
+
+PERSISTENT = GruVariant("persistent", exchange="spin")
+BF16, SMALL = GruSpec("bfloat16", 512), GruSpec("bfloat16", 60)
+CAPABILITIES = (75, 80, 86, 89, 90, 100, 120, 0)
+HIDDEN = (1, 2, 7, 8, 20, 63, 64, 100, 128, 192, 256, 257, 384, 512, 600, 800, 896, 1024, 1536, 2048, 4096)
+
+
+def v(**knobs: Any) -> GruVariant:
+    return dataclasses.replace(PERSISTENT, **knobs)
+
+
+# Each rule: what it says, what it excludes, and the nearest thing that stays.
+RULES: list[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = [
+    (
+        "takes one layer of sequences of one length",
+        (GruSpec("bfloat16", 512, "packed"), None, GruVariant()),
+        (BF16, None, GruVariant()),
+    ),
+    (
+        "takes one layer of sequences of one length",
+        (GruSpec("bfloat16", 512, layers=2), None, GruVariant()),
+        (BF16, None, GruVariant()),
+    ),
+    (
+        "may allow TF32",
+        (GruSpec("float32", 512, precision="ieee"), None, GruVariant()),
+        (GruSpec("float32", 512, precision="tf32"), None, GruVariant()),
+    ),
+    ("has no other knobs", (BF16, None, GruVariant(block_hidden=8)), (BF16, None, GruVariant("steps", block_hidden=8))),
+    (
+        "strategy='steps' takes one layer",
+        (GruSpec("bfloat16", 512, layers=2), None, GruVariant("steps")),
+        (BF16, None, GruVariant("steps")),
+    ),
+    (
+        "would leave more than half of its units empty",
+        (GruSpec("bfloat16", 24), None, v(block_hidden=128)),
+        (GruSpec("bfloat16", 24), None, v(block_hidden=32)),
+    ),
+    (
+        "is not tried for a stack",
+        (GruSpec("bfloat16", 512, layers=2), None, v(form="tile", block_batch=32)),
+        (BF16, None, v(form="tile", block_batch=32)),
+    ),
+    (
+        "form='tile' with fewer than 32 rows",
+        (BF16, None, v(form="tile", block_batch=16)),
+        (BF16, None, v(form="tile", block_batch=32)),
+    ),
+    (
+        "too few elements for its warps",
+        (BF16, None, v(form="tile", block_batch=32, block_hidden=16, num_warps=8)),
+        (BF16, None, v(form="tile", block_batch=64, block_hidden=16, num_warps=8)),
+    ),
+    (
+        "shared memory that a program can have",
+        (GruSpec("bfloat16", 2048), None, v(block_hidden=32, block_batch=8, num_warps=8)),
+        (GruSpec("bfloat16", 2048), None, v(block_hidden=16, block_batch=8, num_warps=8)),
+    ),
+    (
+        "more than a thread's registers hold",
+        (BF16, None, v(block_batch=32, num_warps=2)),
+        (BF16, None, v(block_batch=16, num_warps=2)),
+    ),
+    ("waits for nothing", (SMALL, None, v(block_hidden=64)), (SMALL, None, GruVariant("persistent", block_hidden=64))),
+    ("waits for nothing", (BF16, None, GruVariant("steps", prefetch="late")), (BF16, None, v(prefetch="late"))),
+    ("exchange='poll' stops all warps", (BF16, None, v(exchange="poll")), (BF16, None, v(exchange="poll"), 80)),
+    (
+        "exchange='poll' stops all warps",
+        (GruSpec("bfloat16", 104), None, v(exchange="poll")),
+        (GruSpec("bfloat16", 100), None, v(exchange="poll")),
+    ),
+    ("needs compute capability 9.0, not 8.0", (BF16, None, v(), 80), (BF16, None, v(), 90)),
+    (
+        "needs compute capability 7.0",
+        (GruSpec("float32", 64), None, v(), 0),
+        (GruSpec("float32", 64), None, v(), 75),
+    ),
+    ("reads 16 bytes at a time", (GruSpec("bfloat16", 100), None, v()), (GruSpec("bfloat16", 104), None, v())),
+    (
+        "would leave half of its rows empty",
+        (BF16, GruSize(16, 8), v(block_batch=32)),
+        (BF16, GruSize(17, 8), v(block_batch=32)),
+    ),
+    (
+        "128 programs wait for each other, and 127 multiprocessors",
+        (BF16, GruSize(64, 8), v(), 90, 127),
+        (BF16, GruSize(64, 8), v(), 90, 128),
+    ),
+    (
+        "only up to 16 units are tried",
+        (BF16, None, GruVariant("steps", block_hidden=32)),
+        (BF16, None, GruVariant("steps")),
+    ),
+    (
+        "leave most of 128 multiprocessors idle",
+        (BF16, GruSize(16, 8), v(block_hidden=32), 90, 128),
+        (BF16, GruSize(16, 8), v(block_hidden=32), 90, 127),
+    ),
+]
+
+
+@pytest.mark.parametrize(("sentence", "excluded", "kept"), RULES, ids=lambda r: r if isinstance(r, str) else None)
+def test_every_rule_says_why_and_leaves_its_neighbour(
+    sentence: str, excluded: tuple[Any, ...], kept: tuple[Any, ...]
+) -> None:
+    assert sentence in str(rejection(*excluded))
+    assert rejection(*kept) is None, rejection(*kept)
+
+
+def test_only_programs_that_wait_have_to_be_there_at_once() -> None:
+    size = GruSize(4096, 8)
+    for variant in (GruVariant("steps"), GruVariant()):
+        assert rejection(BF16, size, variant, 90, 1) is None
+    own = GruVariant("persistent", block_hidden=64)
+    assert alone(SMALL, own)
+    assert rejection(SMALL, size, own, 90, 1) is None
+
+
+def random_rows(count: int) -> list[tuple[GruSpec, GruSize, GruVariant, int]]:
+    """Specs, sizes, variants and architectures in any combination."""
+    axes = {
+        "dtype": DTYPES,
+        "hidden": HIDDEN,
+        "layout": LAYOUTS,
+        "shape": ((1, 1), (2, 1), (1, 2), (1, 6)),
+        "bias": (True, False),
+        "precision": PRECISIONS,
+        "batch": (1, 3, 16, 17, 128, 1024),
+        "seq": (1, 2, 512),
+        "capability": CAPABILITIES,
+        **choices(GruVariant),
+    }
+    found = []
+    for row in sample(axes, lambda _: True, count):
+        directions, layers = row["shape"]
+        spec = GruSpec(row["dtype"], row["hidden"], row["layout"], directions, layers, row["bias"], row["precision"])
+        variant = GruVariant(**{name: row[name] for name in choices(GruVariant)})
+        found.append((spec, GruSize(row["batch"], row["seq"]), variant, row["capability"]))
+    return found
+
+
+def test_a_rule_without_a_size_holds_for_every_size() -> None:
+    for spec, size, variant, capability in random_rows(4000):
+        if (reason := rejection(spec, None, variant, capability)) is not None:
+            assert rejection(spec, size, variant, capability, 132) == reason
+
+
+def test_every_choice_of_a_knob_is_legal_somewhere() -> None:
+    free = {name: set(values) for name, values in choices(GruVariant).items()}
+    for spec, size, variant, capability in random_rows(30_000):
+        if rejection(spec, size, variant, capability) is None:
+            for name, values in free.items():
+                values.discard(getattr(variant, name))
+    free["block_hidden"].discard(256)  # that many rows of weights fit in no shared memory of today
+    assert not any(free.values()), free
+
+
+# Pieces -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4, 8, 16])
+def test_pieces_hold_all_columns_in_powers_of_two(splits: int) -> None:
+    for hidden in (*range(1, 700), *HIDDEN):
+        widths = pieces(hidden, splits)
+        used = [width for width in widths if width]
+        assert len(widths) == 3
+        assert list(widths) == used + [0] * (3 - len(used)), "a width of 0 is no piece"
+        assert all(width & (width - 1) == 0 and width >= MIN_PART * splits for width in used)
+        assert sum(used) >= hidden > sum(used[:-1]), "a piece lies past the end"
+        smallest = max(MIN_PART * splits, 1 << (hidden - 1).bit_length())
+        assert sum(used) <= smallest, "more room than one power of two takes"
+
+
+def test_pieces_are_few_and_spare_room() -> None:
+    assert pieces(600, 4) == (512, 64, 64)
+    assert pieces(512, 4) == (512, 0, 0)
+    assert pieces(384, 4) == (256, 128, 0)
+    assert pieces(20, 4) == (64, 0, 0)
+    assert pieces(896, 8) == (512, 256, 128)
+    assert pieces(1000, 4) == (1024, 0, 0)
+
+
+# What calls are given -----------------------------------------------------------------------------------------------
+
+
+def specs() -> list[GruSpec]:
+    shapes = ((1, 1), (2, 1), (1, 2), (1, 6))
+    return [
+        GruSpec(dtype, hidden, layout, directions, layers)
+        for dtype, hidden, layout, (directions, layers) in itertools.product(DTYPES, HIDDEN, LAYOUTS, shapes)
+    ]
+
+
+@pytest.mark.parametrize("processors", [24, 132])
+@pytest.mark.parametrize("batch", [1, 16, 300])
+def test_a_call_without_a_row_gets_the_default(batch: int, processors: int) -> None:
+    size = GruSize(batch, 100)
+    for spec in specs():
+        if spec.stacked or spec.hidden > 1024:
+            continue  # a stack that does not fit runs layer by layer
+        reason = rejection(spec, size, default_variant(spec, size), 90, processors)
+        assert reason is None, f"{spec}: {reason}"
+
+
+def test_a_stack_gets_a_default_where_its_weights_fit() -> None:
+    for dtype, hidden, layout in itertools.product(DTYPES, (64, 128, 256), LAYOUTS):
+        spec = GruSpec(dtype, hidden, layout, layers=2)
+        assert rejection(spec, GruSize(16, 100), default_variant(spec, GruSize(16, 100)), 90, 132) is None
+
+
+def test_what_every_gpu_can_run_is_the_default_of_sequences_of_one_length() -> None:
+    for dtype, hidden, directions in itertools.product(DTYPES, HIDDEN, (1, 2)):
+        spec = GruSpec(dtype, hidden, directions=directions)  # and of TF32: the library follows the setting of GEMMs
+        for batch, capability in itertools.product((1, 16, 5000), CAPABILITIES):
+            size = GruSize(batch, 100)
+            assert rejection(spec, size, default_variant(spec, size), capability, 1) is None
+
+
+def test_a_neighbours_variant_is_legal_or_not_taken() -> None:
+    rows = random_rows(6000)
+    known = [(spec, variant) for spec, _, variant, _ in rows if rejection(spec, None, variant) is None]
+    taken = 0
+    for (spec, variant), (to, _, _, _) in zip(known, rows, strict=False):
+        found = adapt(variant, spec, to)
+        for name in ("strategy", "form", "block_batch", "num_warps"):
+            assert getattr(found, name) == getattr(variant, name), "adapting changes tiles and what cannot be"
+        assert found.block_hidden <= variant.block_hidden
+        taken += rejection(to, None, found) is None
+    assert taken > len(known) / 10
+
+
+def test_a_variant_fits_specs_of_other_widths_with_fewer_units() -> None:
+    tuned = v(block_hidden=32)
+    assert rejection(BF16, None, tuned) is None
+    wide = GruSpec("bfloat16", 2048)
+    found = adapt(dataclasses.replace(tuned, num_warps=8, block_batch=8), BF16, wide)
+    assert found.block_hidden == 16
+    assert rejection(wide, None, found) is None
+    assert adapt(tuned, BF16, GruSpec("bfloat16", 100)).exchange == "poll", "rows that are no multiple of 16 bytes"
+    assert adapt(v(block_hidden=64), BF16, SMALL) == GruVariant("persistent", block_hidden=64)
+    assert adapt(GruVariant(), BF16, wide) == GruVariant()
+    assert adapt(tuned, BF16, BF16) == tuned
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_no_variant_brings_instructions_that_an_architecture_lacks(capability: int) -> None:
+    for exchange in choices(GruVariant)["exchange"]:
+        found = fit(v(exchange=exchange, block_batch=8), capability)
+        reason = rejection(GruSpec("bfloat16", 128), None, found, capability)
+        assert reason is None or found.exchange == exchange == "poll", (exchange, capability)
+        assert found.exchange == exchange or capability < 90
+
+
+def test_a_grid_is_one_program_a_tile_and_cell() -> None:
+    variant = v(block_hidden=16, block_batch=16)
+    assert programs(BF16, GruSize(16, 5), variant) == 32
+    assert programs(BF16, GruSize(17, 5), variant) == 64
+    assert programs(GruSpec("bfloat16", 513), GruSize(1, 5), variant) == 33
+    assert programs(GruSpec("bfloat16", 512, directions=2), GruSize(16, 5), variant) == 64
+    assert programs(GruSpec("bfloat16", 512, layers=3), GruSize(16, 5), variant) == 96
+
+
+def test_distance_is_symmetric_and_nothing_to_itself() -> None:
+    some = specs()[::7]
+    for a, b in itertools.product(some, some[::5]):
+        assert distance(a, b) == distance(b, a)
+        assert (distance(a, b) == 0) == (a == b) or a.hidden != b.hidden
+    assert distance(BF16, GruSpec("bfloat16", 1024)) > distance(BF16, GruSpec("float16", 512))
+
+
+def test_architectures_with_little_shared_memory_have_a_limit() -> None:
+    wide = GruSpec("bfloat16", 1024)
+    variant = v(block_hidden=32, block_batch=8, num_warps=8, exchange="counter")
+    assert rejection(wide, None, variant, 90) is None
+    for capability in (86, 89, 120, 121):
+        assert "101376" in str(rejection(wide, None, variant, capability))
+
+
+@pytest.mark.parametrize("problem", list(problems()), ids=lambda p: p.name)
+def test_every_default_problem_has_a_kernel_that_fits_an_h200(problem: Any) -> None:
+    declared = choices(GruVariant)
+    names = ("form", "block_hidden", "block_batch", "num_warps")
+    fitting = [
+        knobs
+        for values in itertools.product(*(declared[name] for name in names))
+        for knobs in [dict(zip(names, values, strict=True))]
+        for exchange in ("spin", "counter")
+        if rejection(problem.spec, problem.size, GruVariant("persistent", exchange=exchange, **knobs), 90, 132) is None
+    ]
+    assert fitting

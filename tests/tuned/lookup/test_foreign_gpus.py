@@ -1,0 +1,72 @@
+"""A winner of one GPU serves another: as dispatch would take it over, it compiles there within registers and shared memory."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+
+from generator.estimating.targets import TARGETS
+from generator.problem import Problem
+from generator.processes.compiler import compile_variant, hopeless
+from generator.storage.record import WINNERS
+from tests.support import compiling
+from tuned.families.registry import FAMILIES
+from tuned.lookup.lookup import Gpu, choose
+from tuned.lookup.record import load_record
+
+if TYPE_CHECKING:
+    import concurrent.futures
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tuned.lookup.record import Winner
+
+pytestmark = pytest.mark.compiler
+
+RECORDS = sorted(WINNERS.glob("*.json"))
+# Cards that are not at hand: consumer Ampere, Ada and Blackwell; data centre Ampere and Blackwell.
+TARGETS_BY_CAPABILITY = {t.capability: t for t in TARGETS.values() if t.capability}
+FOREIGN = (86, 89, 120, 80, 100)
+MAX_REGISTERS = 255  # a thread, all of these architectures (CUDA C++ Programming Guide)
+SAMPLE = 12  # winners a GPU: 0.4 s each where the compiler's cache has none of them
+
+
+def sample(winners: list[Winner]) -> list[Winner]:
+    """Half of those with the largest tiles for their warps, no text twice, and half evenly spaced over the rest."""
+
+    def tile(winner: Winner) -> float:
+        knobs = (n for n in FAMILIES[winner.family].core_knobs if n.startswith("block_"))
+        elements = math.prod(getattr(winner.variant, n) for n in knobs) * getattr(winner.spec, "rotary_dim", 1)
+        return elements / winner.variant.num_warps
+
+    ordered = sorted(winners, key=lambda w: (-tile(w), w.name))
+    texts = {FAMILIES[w.family].kernel_names(w.spec, w.variant): w for w in reversed(ordered)}
+    largest = sorted(texts.values(), key=ordered.index)[: SAMPLE // 2]
+    rest = [w for w in ordered if w not in largest]
+    return largest + rest[:: max(1, -(-len(rest) // (SAMPLE // 2)))]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[concurrent.futures.Executor]:
+    """A process in which Triton compiles, whatever it does in this one."""
+    with compiling.process() as process:
+        yield process
+
+
+@pytest.mark.thinned_on_gpu(every=2)
+@pytest.mark.parametrize("capability", FOREIGN, ids=lambda c: f"sm_{c}")
+@pytest.mark.parametrize("record", RECORDS, ids=lambda p: p.stem)
+def test_winners_fit_a_card_that_is_not_at_hand(
+    compiler: concurrent.futures.Executor, record: Path, capability: int
+) -> None:
+    target = TARGETS_BY_CAPABILITY[capability]
+    gpu = Gpu(target.device, capability, target.processors)
+    for winner in sample(load_record(record)):
+        choice = choose(FAMILIES[winner.family], winner.spec, winner.size, gpu)
+        assert choice.rule in ("similar GPU", "default"), winner.name  # the latter where no tile has room
+        problem = Problem(winner.name, winner.family, winner.spec, winner.size)
+        needs = compiler.submit(compile_variant, problem, choice.variant, target.architecture).result()
+        assert hopeless(needs, capability) is None, winner.name
+        assert all(need.registers <= MAX_REGISTERS for need in needs)

@@ -1,0 +1,260 @@
+"""Which row serves a call: the order that tuned.dispatch documents, on tables made for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import tuned.kernels
+import tuned.lookup.lookup
+import tuned.lookup.table
+from generator.storage.record import write_record
+from tests.support.records import winner
+from tuned.families.choices import choices
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant
+from tuned.families.registry import FAMILIES
+from tuned.families.rope.spec import RopeSize, RopeSpec
+from tuned.families.rope.variant import RopeVariant, adapt, default_variant, distance, rejection, size_class
+from tuned.lookup.lookup import Gpu, choose, near_rows, nearest, usable, variant_at
+from tuned.lookup.record import METHOD
+from tuned.lookup.table import Row, Table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ROPE = FAMILIES["rope"]
+SPEC = RopeSpec("bshd", "bfloat16", 32, 128, 128)
+SMALL, LARGE = RopeSize(1, 128), RopeSize(2, 4096)
+HERE = Gpu("here", 90, 132)
+
+
+def row(
+    spec: RopeSpec, size: RopeSize, stale: str | None = None, measured: dict[str, Any] | None = None, **knobs: Any
+) -> Row:
+    return Row(spec, size, RopeVariant(**knobs), stale, 1.0, "a table", measured or {})
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> dict[str, Table]:
+    made: dict[str, Table] = {}
+    monkeypatch.setattr(tuned.lookup.lookup, "tables", lambda: made)
+    monkeypatch.setattr(tuned.lookup.lookup, "rows_for", lambda *_: ())  # no portfolio
+    return made
+
+
+def table(device: str, *rows: Row, **properties: Any) -> Table:
+    return Table(device, properties, {"rope": rows, "gru_cell": ()})
+
+
+def test_the_winner_of_this_spec_and_size_comes_first(tables: dict[str, Table]) -> None:
+    tables["here"] = table("here", row(SPEC, SMALL, num_warps=1), row(SPEC, LARGE, num_warps=2))
+    choice = choose(ROPE, SPEC, LARGE, HERE)
+    assert (choice.rule, choice.variant.num_warps) == ("winner", 2)
+
+
+def test_the_nearest_size_comes_next_and_a_stale_row_is_only_a_neighbour(tables: dict[str, Table]) -> None:
+    tables["here"] = table("here", row(SPEC, SMALL, num_warps=1), row(SPEC, LARGE, "another text of k", num_warps=2))
+    assert choose(ROPE, SPEC, RopeSize(2, 3000), HERE).variant.num_warps == 2
+    choice = choose(ROPE, SPEC, LARGE, HERE)
+    assert choice.rule == "nearest size"
+    assert "this size, but another text of k" in choice.why
+
+
+def test_the_closest_spec_comes_next_whatever_its_text(tables: dict[str, Table]) -> None:
+    other = dataclasses.replace(SPEC, style="interleaved")
+    near, far = dataclasses.replace(SPEC, heads=64), dataclasses.replace(SPEC, heads=8)
+    tables["here"] = table("here", row(other, LARGE), row(far, LARGE, num_warps=1), row(near, LARGE, num_warps=2))
+    wanted = dataclasses.replace(SPEC, heads=40)
+    choice = choose(ROPE, wanted, LARGE, HERE)
+    assert (choice.rule, choice.variant.num_warps) == ("closest spec", 2)
+    assert 0 < distance(wanted, near) < distance(wanted, other) < distance(wanted, far)
+    tables["here"] = table("here", row(other, LARGE, num_warps=1))
+    assert choose(ROPE, wanted, LARGE, HERE).variant.num_warps == 1
+
+
+def test_octaves_of_tokens_and_of_specs_count_alike(tables: dict[str, Table]) -> None:
+    twice = dataclasses.replace(SPEC, heads=64)
+    tables["here"] = table("here", row(SPEC, RopeSize(2, 512), num_warps=1), row(twice, LARGE, num_warps=2))
+    assert choose(ROPE, SPEC, RopeSize(2, 4000), HERE).variant.num_warps == 2, "3 octaves of tokens, 1 of heads"
+    assert choose(ROPE, SPEC, RopeSize(2, 600), HERE).variant.num_warps == 1
+
+
+def test_a_row_of_other_rows_gives_its_tile_rescaled(tables: dict[str, Table]) -> None:
+    wide = dataclasses.replace(SPEC, head_dim=256, rotary_dim=256)
+    tables["here"] = table("here", row(wide, LARGE, block_tokens=2, block_heads=4))
+    choice = choose(ROPE, SPEC, LARGE, HERE)
+    assert (choice.variant.block_tokens, choice.variant.block_heads) == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("dim", "to", "tile", "wanted"),
+    [
+        (128, 128, (4, 4), (4, 4)),
+        (128, 64, (4, 4), (4, 8)),  # narrower: more heads up to 8,
+        (128, 32, (4, 4), (8, 8)),  # then more tokens,
+        (128, 32, (8, 8), (8, 8)),  # as many as there are
+        (128, 96, (4, 4), (4, 4)),  # as wide when padded
+        (128, 512, (4, 4), (1, 4)),  # wider: fewer tokens,
+        (128, 512, (2, 4), (1, 2)),  # then fewer heads
+        (64, 1024, (1, 4), (1, 1)),
+    ],
+)
+def test_a_tile_keeps_its_pairs(dim: int, to: int, tile: tuple[int, int], wanted: tuple[int, int]) -> None:
+    specs = [dataclasses.replace(SPEC, head_dim=d, rotary_dim=d) for d in (dim, to)]
+    variant = adapt(RopeVariant(block_tokens=tile[0], block_heads=tile[1], num_warps=2, pdl=True), *specs)
+    assert (variant.block_tokens, variant.block_heads) == wanted
+    assert (variant.num_warps, variant.pdl) == (2, True)
+
+
+def test_a_tile_of_few_heads_grows_in_tokens() -> None:
+    specs = [dataclasses.replace(SPEC, heads=2, head_dim=d, rotary_dim=d) for d in (128, 64)]
+    variant = adapt(RopeVariant(block_tokens=1, block_heads=2), *specs)
+    assert (variant.block_tokens, variant.block_heads) == (2, 2)
+
+
+def test_a_variant_whose_kernel_does_not_ship_is_passed_over(
+    tables: dict[str, Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables["here"] = table("here", row(SPEC, LARGE, head_steps=2, block_heads=4), row(SPEC, SMALL, num_warps=2))
+    monkeypatch.setattr(tuned.kernels, "DIGESTS", {"rope_bshd_copy_half_freqs_grid": ""})
+    choice = choose(ROPE, SPEC, LARGE, HERE)
+    assert (choice.rule, choice.variant.num_warps) == ("nearest size", 2)
+
+
+def test_a_row_measured_on_other_multiprocessors_is_a_neighbour(tables: dict[str, Table]) -> None:
+    whole = {"multiprocessors": 132, "device_name": "Here"}
+    tables["here"] = table("here", row(SPEC, LARGE, measured=whole))
+    assert choose(ROPE, SPEC, LARGE, dataclasses.replace(HERE, name="Here")).rule == "winner"
+    slice_of_it = Gpu("here", 90, 16, "Here")
+    choice = choose(ROPE, SPEC, LARGE, slice_of_it)
+    assert choice.rule == "nearest size"
+    assert "multiprocessors was 132, here it is 16" in choice.why
+
+
+def test_a_row_that_is_not_legal_for_the_call_is_passed_over(tables: dict[str, Table]) -> None:
+    tables["here"] = table("here", row(SPEC, LARGE, block_tokens=8, block_heads=1))
+    assert choose(ROPE, SPEC, RopeSize(64, 1), HERE).rule == "default"
+
+
+def test_another_gpu_serves_without_what_this_one_lacks(tables: dict[str, Table]) -> None:
+    tables["far"] = table("far", row(SPEC, LARGE, num_warps=1), capability=70, multiprocessors=80)
+    tables["near"] = table("near", row(SPEC, LARGE, num_warps=2, pdl=True), capability=90, multiprocessors=132)
+    choice = choose(ROPE, SPEC, LARGE, Gpu("unknown", 86, 84))
+    assert (choice.rule, choice.variant.num_warps, choice.variant.pdl) == ("similar GPU", 2, False)
+
+
+def test_with_no_table_the_default_serves(tables: dict[str, Table]) -> None:
+    assert tables == {}
+    choice = choose(ROPE, SPEC, LARGE, HERE)
+    assert (choice.rule, choice.variant) == ("default", default_variant(SPEC, LARGE))
+
+
+def test_a_default_that_does_not_fit_the_gpu_leaves_the_call_to_eager(tables: dict[str, Table]) -> None:
+    assert tables == {}
+    gru, spec, size = FAMILIES["gru"], GruSpec("bfloat16", 512, layers=2), GruSize(batch=64, seq=8)
+    unfit = GruVariant("persistent", block_hidden=8, block_batch=8)
+    for family in (gru, dataclasses.replace(gru, default_variant=lambda *_: unfit)):
+        default = family.default_variant(spec, size)
+        reason = family.rejection(spec, size, default, 90, 8)
+        choice = choose(family, spec, size, Gpu("small", 90, 8))
+        assert reason is not None
+        assert (choice.rule, choice.variant, choice.gpu) == ("eager", None, None)
+        assert choice.why.endswith(reason)
+
+
+def test_a_row_whose_programs_do_not_fit_the_gpu_together_is_passed_over(
+    tables: dict[str, Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gru, spec, size = FAMILIES["gru"], GruSpec("bfloat16", 512), GruSize(batch=16, seq=8)
+    many, few = (GruVariant("persistent", block_hidden=units, block_batch=16) for units in (8, 32))
+    names = {name: "" for v in (many, few) for name in gru.kernel_names(spec, v)}
+    monkeypatch.setattr(tuned.kernels, "DIGESTS", names)
+    rows = Row(spec, size, many, None, 1.0, "t"), Row(spec, GruSize(4, 8), few, None, 1.0, "t")
+    tables["here"] = Table("here", {}, {"gru": rows})
+    assert choose(gru, spec, size, HERE).variant == many
+    small = choose(gru, spec, size, Gpu("here", 90, 16))
+    assert (small.rule, small.variant) == ("nearest size", few)
+
+
+def test_records_of_a_folder_stand_in_front_and_a_broken_one_is_skipped_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = winner()
+    device = made.environment["device"]
+    write_record(tmp_path / f"{device}.json", device, [made])
+    (tmp_path / "torn.json").write_text('{"format": "tuned-winners", "sch')
+    monkeypatch.setenv("TUNED_TABLES", str(tmp_path))
+    tuned.lookup.table.tables.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match=r"torn.json is not whole JSON"):
+            found = tuned.lookup.table.tables()
+        assert [r.variant for r in found[device].rows[made.family]] == [made.variant]
+        assert "torn" not in found
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # said once
+            tuned.lookup.table.tables()
+    finally:
+        tuned.lookup.table.tables.cache_clear()
+
+
+def test_a_row_timed_another_way_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = winner()
+    old = dataclasses.replace(made, environment={**made.environment, "method": "wall clock"})
+    write_record(tmp_path / "test_gpu.json", "test_gpu", [old])
+    monkeypatch.setenv("TUNED_TABLES", str(tmp_path))
+    tuned.lookup.table.tables.cache_clear()
+    try:
+        (found,) = tuned.lookup.table.tables()["test_gpu"].rows[made.family]
+        assert found.stale == f"the timing method was wall clock, here it is {METHOD}"
+        gpu = Gpu("test_gpu", 90, 132, "Test GPU")
+        assert choose(FAMILIES[made.family], made.spec, made.size, gpu).rule == "nearest size"
+    finally:
+        tuned.lookup.table.tables.cache_clear()
+
+
+def test_every_shipped_row_is_fresh_and_legal() -> None:
+    tuned.lookup.table.tables.cache_clear()
+    for found in tuned.lookup.table.tables().values():
+        for name, rows in found.rows.items():
+            record = json.loads(
+                (tuned.lookup.table.Path(tuned.__file__).parent / "winners" / f"{found.device}.json").read_text()
+            )
+            assert len(rows) == sum(w["family"] == name for w in record["winners"])
+            assert not [r.stale for r in rows if r.stale], "the template changed since this was measured: tune again"
+
+
+def test_rows_that_are_left_out_would_never_have_been_nearest() -> None:
+    family, table = FAMILIES["rope"], tuned.lookup.table.tables()["nvidia_h200"]
+    rows, gpu = table.rows["rope"], Gpu("nvidia_h200", 90, 132, "NVIDIA H200")
+    draw = random.Random(0)
+    for _ in range(60):
+        spec = draw.choice(rows).spec
+        if draw.random() < 0.6:
+            spec = dataclasses.replace(
+                spec, heads=draw.choice([9, 16, 40, 64]), dtype=draw.choice(["bfloat16", "float32"])
+            )
+        kept = near_rows(family, spec, gpu)
+        assert 0 < len(kept.near) < len(rows)
+        for size in (RopeSize(draw.choice([1, 2, 7]), draw.randint(1, 200_000)) for _ in range(8)):
+            chosen = variant_at(kept._replace(measured={}), family, size, gpu)
+            if usable(family, spec, size, chosen, gpu.capability, gpu.multiprocessors):
+                assert chosen == nearest(family, spec, size, rows, gpu.capability, gpu.multiprocessors)[2]
+
+
+def test_sizes_of_one_class_are_alike_to_every_rule() -> None:
+    draw = random.Random(0)
+    variants = [RopeVariant(**{n: draw.choice(c) for n, c in choices(RopeVariant).items()}) for _ in range(60)]
+    for layout, heads in itertools.product(("bshd", "sbhd", "thd"), (1, 3, 32)):
+        spec = RopeSpec(layout, "bfloat16", heads, 128, 128)
+        classes: dict[Any, Any] = {}
+        for batch, seq in itertools.product((1, 2, 3, 5, 40, 200), (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 500)):
+            size = RopeSize(batch, seq)
+            verdicts = [rejection(spec, size, v) is None for v in variants]
+            assert classes.setdefault(size_class(spec, size), verdicts) == verdicts

@@ -1,0 +1,336 @@
+"""tuned.nn: PyTorch's modules, their inputs and outputs, whatever serves them; and existing models made to use it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+import tuned
+import tuned.nn
+from tests.support.gru_calls import FEATURES, B, H, T, kernels
+from tuned.dispatch import gru, gru_cell
+
+if TYPE_CHECKING:
+    from tuned.calls.gru.arguments import GruCall
+
+__all__ = ["kernels"]
+
+GRID = list(
+    itertools.product(
+        (1, 2, 3),
+        (False, True),
+        (False, True),
+        (False, True),
+        (True, False),
+        (torch.float32, torch.float64, torch.bfloat16),
+    )
+)
+
+
+def pair(*args: Any, **kwargs: Any) -> tuple[torch.nn.GRU, tuned.nn.GRU]:
+    """torch's module and ours, with the same parameters."""
+    torch.manual_seed(0)
+    theirs, ours = torch.nn.GRU(*args, **kwargs), tuned.nn.GRU(*args, **kwargs)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def packed(dtype: torch.dtype = torch.float32, **kwargs: Any) -> PackedSequence:
+    sequences = [torch.randn(length, FEATURES, dtype=dtype) for length in (2, 5, 1)]
+    return pack_sequence(sequences, **{"enforce_sorted": False, **kwargs})
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        if isinstance(b, PackedSequence):
+            assert isinstance(a, PackedSequence)
+            assert_same([t for t in a if t is not None], [t for t in b if t is not None])
+        else:
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("layers", "both", "first", "packs", "bias", "dtype"), GRID)
+def test_a_module_gives_what_pytorchs_gives_and_says_why_it_is_eager(
+    layers: int, both: bool, first: bool, packs: bool, bias: bool, dtype: torch.dtype
+) -> None:
+    theirs, ours = pair(FEATURES, H, layers, bias, first, bidirectional=both, dtype=dtype)
+    x = packed(dtype) if packs else torch.randn((B, T, FEATURES) if first else (T, B, FEATURES), dtype=dtype)
+    hx = torch.randn(layers * (2 if both else 1), H, B, dtype=dtype).transpose(1, 2)  # not contiguous
+    assert repr(ours) == repr(theirs)
+    assert_same(ours(x), theirs(x))
+    with torch.no_grad():
+        assert_same(ours(x, hx), theirs(x, hx))
+        told = tuned.explain(ours, x, hx)
+    assert (told.rule, told.why) == ("eager", "the tensors are on cpu, the kernels are for GPUs")
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_one_sequence_needs_no_batch_axis(first: bool) -> None:
+    theirs, ours = pair(FEATURES, H, 2, batch_first=first)
+    x, hx = torch.randn(T, FEATURES), torch.randn(2, H)
+    assert_same(ours(x, hx), theirs(x, hx))
+    assert_same(ours(x), theirs(x))
+
+
+def test_a_sorted_pack_keeps_its_order() -> None:
+    theirs, ours = pair(FEATURES, H)
+    sequences = [torch.randn(n, FEATURES) for n in (4, 2)]
+    x, hx = pack_sequence(sequences), torch.randn(1, 2, H)
+    assert_same(ours(x, hx), theirs(x, hx))
+
+
+def test_an_empty_batch_is_served() -> None:
+    theirs, ours = pair(FEATURES, H, 2, bidirectional=True)
+    assert_same(ours(torch.randn(T, 0, FEATURES)), theirs(torch.randn(T, 0, FEATURES)))
+
+
+def test_dropout_draws_pytorchs_numbers_and_only_in_training() -> None:
+    theirs, ours = pair(FEATURES, H, 3, dropout=0.5)
+    x = torch.randn(T, B, FEATURES)
+    results = []
+    for module in (theirs, ours):
+        torch.manual_seed(1)
+        results.append((*module(x), *module.eval()(x)))
+    assert_same(*results)
+    assert not torch.equal(results[0][0], results[0][2])
+
+
+def test_gradients_are_pytorchs() -> None:
+    theirs, ours = pair(FEATURES, H, 2, bidirectional=True)
+    x = torch.randn(T, B, FEATURES, requires_grad=True)
+    found, wanted = (
+        torch.autograd.grad(m(x)[0].square().sum() + m(x)[1].sum(), [x, *m.parameters()]) for m in (ours, theirs)
+    )
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_on_a_cpu_is_pytorchs(dtype: torch.dtype) -> None:
+    theirs, ours = pair(FEATURES, H, 2)
+    cells = torch.nn.GRUCell(FEATURES, H), tuned.nn.GRUCell(FEATURES, H)
+    cells[1].load_state_dict(cells[0].state_dict())
+    x = torch.randn(T, B, FEATURES).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(ours(x), theirs(x))
+        assert_same([cells[1](x[0])], [cells[0](x[0])])
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_a_module_can_be_copied_and_kept(way: str) -> None:
+    _, ours = pair(FEATURES, H, 2)
+    x = torch.randn(T, B, FEATURES)
+    if way == "deepcopy":
+        again = copy.deepcopy(ours)
+    elif way == "pickle":
+        again = pickle.loads(pickle.dumps(ours))
+    else:
+        file = io.BytesIO()
+        torch.save(ours, file)
+        file.seek(0)
+        again = torch.load(file, weights_only=False)
+    assert_same(again(x), ours(x))
+    assert {p.data_ptr() for p in again.parameters()}.isdisjoint(p.data_ptr() for p in ours.parameters())
+    with torch.no_grad():
+        next(again.parameters()).zero_()
+    assert not torch.equal(again(x)[0], ours(x)[0]), "the copy reads its own weights"
+
+
+def test_weights_are_read_where_they_are() -> None:
+    theirs, ours = pair(FEATURES, H)
+    x = torch.randn(T, B, FEATURES)
+    halved = {name: p.detach() / 2 for name, p in ours.named_parameters()}
+    wanted = torch.func.functional_call(theirs, halved, (x,))
+    assert_same(torch.func.functional_call(ours, halved, (x,)), wanted)
+    assert not torch.equal(ours(x)[0], wanted[0])
+    torch.nn.utils.parametrize.register_parametrization(ours, "weight_hh_l0", torch.nn.Softsign())
+    with torch.no_grad():
+        theirs.weight_hh_l0.copy_(torch.nn.functional.softsign(theirs.weight_hh_l0))
+    assert_same(ours(x), theirs(x))
+
+
+# Kernels: a stand-in takes their place, in float64 ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layers", "both", "first", "packs", "bias"), sorted({row[:5] for row in GRID}))
+def test_without_a_gradient_kernels_serve_every_form(
+    kernels: list[GruCall], layers: int, both: bool, first: bool, packs: bool, bias: bool
+) -> None:
+    theirs, ours = pair(FEATURES, H, layers, bias, first, bidirectional=both)
+    x = packed() if packs else torch.randn((B, T, FEATURES) if first else (T, B, FEATURES))
+    ours(x)
+    assert not kernels, "a gradient was needed"
+    with torch.no_grad():
+        found = ours(x)
+        told = tuned.explain(ours, x)
+        with tuned.nn.patched():
+            patched = theirs(x)
+            assert told == tuned.explain(theirs, x)
+    assert (len(kernels), told.rule, told.kernels) == (2, "default", ("a_kernel",))
+    assert_same(patched, found)
+    for a, b in zip(found, theirs(x), strict=True):
+        torch.testing.assert_close(a[0], b[0], rtol=1e-5, atol=1e-5)
+    assert [t.data_ptr() for t in kernels[0].weights] == [p.data_ptr() for p in ours.parameters()]
+
+
+def test_a_kernel_gets_what_autocast_casts_and_no_autocast(kernels: list[GruCall]) -> None:
+    theirs, ours = pair(FEATURES, H, 2)
+    x = torch.randn(T, B, FEATURES)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        output, h_n = ours(x)
+        assert tuned.explain(ours, x).rule == "default"
+    (call,) = kernels
+    assert {t.dtype for t in (*call.tensors, output, h_n)} == {torch.bfloat16}
+    torch.testing.assert_close(output.float(), theirs(x)[0], rtol=0.05, atol=0.05)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert_same(ours.double()(x.double()), theirs.double()(x.double()))
+        assert "float64" in tuned.explain(ours, x.double()).why
+
+
+@pytest.mark.usefixtures("kernels")
+def test_explain_names_what_keeps_the_kernels_away() -> None:
+    theirs, ours = pair(FEATURES, H)
+    x = torch.randn(T, B, FEATURES)
+    assert "a gradient is needed" in tuned.explain(ours, x).why
+    assert "tuned.nn.patched()" in tuned.explain(theirs, x).why
+    with torch.no_grad():
+        assert tuned.explain(ours, x).rule == "default"
+        assert tuned.explain(gru, x, torch.zeros(1, B, H), list(ours.parameters())).rule == "default"
+
+
+def test_what_looks_at_operators_finds_pytorchs(kernels: list[GruCall]) -> None:
+    theirs, ours = pair(FEATURES, H)
+    x, tangent = torch.randn(2, T, B, FEATURES)
+    with torch.no_grad():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.jit is deprecated, and warns of checks of shapes
+            traced = torch.jit.trace(ours, x, check_trace=False)  # the check runs it once more, untraced
+        assert_same(traced(x[1:]), theirs(x[1:]))
+        found, wanted = (torch.func.jvp(lambda t, m=m: m(t)[0], (x,), (tangent,)) for m in (ours, theirs))
+        assert_same(found, wanted)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, tangent)
+            assert_same(torch.autograd.forward_ad.unpack_dual(ours(dual)[0]), wanted)
+        why = []  # torch.gru itself has no rule for vmap: what a call would get is all there is to see
+        torch.func.vmap(lambda t: why.append(tuned.explain(ours, t, torch.zeros(1, B, H)).why) or t)(x[None])
+        assert "torch.func" in why[0]
+    assert not kernels
+
+
+# Cells ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch", [(), (0,), (3,)])
+def test_a_cell_gives_what_pytorchs_gives(bias: bool, batch: tuple[int, ...]) -> None:
+    theirs, ours = torch.nn.GRUCell(FEATURES, H, bias), tuned.nn.GRUCell(FEATURES, H, bias)
+    ours.load_state_dict(theirs.state_dict())
+    assert repr(ours) == repr(theirs)
+    x, hx = torch.randn(*batch, FEATURES), torch.randn(*batch, H)
+    assert_same([ours(x), ours(x, hx)], [theirs(x), theirs(x, hx)])
+    assert_same([ours(x.split((1, 3, 2), -1), hx)], [theirs(x, hx)])
+    with torch.no_grad():
+        assert_same([ours(x, hx)], [theirs(x, hx)])
+        told = tuned.explain(ours, x, hx)
+    assert (told.rule, told.why) == ("eager", "the tensors are on cpu, the kernels are for GPUs")
+    found, wanted = (torch.autograd.grad(m(x, hx).square().sum(), list(m.parameters())) for m in (ours, theirs))
+    assert_same(found, wanted)
+
+
+CELL = tuned.nn.GRUCell(FEATURES, H)
+WRONG = {
+    "cell segments": (
+        lambda: CELL((torch.zeros(B, 2), torch.zeros(B, 2))),
+        ValueError,
+        r"must be \[12, 4\].*got \[12, 6\]",
+    ),
+    "cell empty": (lambda: CELL(()), ValueError, "at least one segment"),
+    "explain": (lambda: tuned.explain(torch.nn.LSTM(1, 1)), TypeError, "explain knows .*gru.*got LSTM"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), WRONG.values(), ids=WRONG)
+def test_what_does_not_fit_is_refused(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+# Existing models --------------------------------------------------------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    """A model that knows nothing of tuned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.cell = torch.nn.GRU(FEATURES, H, batch_first=True), torch.nn.GRUCell(H, H)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output, h_n = self.encoder(x)
+        return self.cell(output[:, -1], h_n[0])
+
+
+def test_an_existing_model_is_patched_and_left_as_it_was(kernels: list[GruCall]) -> None:
+    model, x = Model(), torch.randn(B, T, FEATURES)
+    with torch.no_grad():
+        wanted = model(x)
+        with tuned.nn.patched():
+            with tuned.nn.patched():
+                torch.testing.assert_close(model(x), wanted)
+            assert len(kernels) == 1
+            other = threading.Thread(target=torch.no_grad()(model), args=(x,))
+            other.start()
+            other.join()
+            assert len(kernels) == 2, "another thread sees it, and the inner one that was left did not end it"
+        with pytest.raises(KeyError), tuned.nn.patched():
+            raise KeyError
+        assert_same([model(x)], [wanted])
+    assert len(kernels) == 2
+    assert not tuned.nn.is_patched()
+    assert not {"gru", "gru_cell"} & set(vars(torch._VF))
+
+
+def test_another_patch_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def another(*_: Any) -> str:
+        return "another"
+
+    monkeypatch.setattr(torch._VF, "gru_cell", another)
+    with tuned.nn.patched():
+        assert torch._VF.gru_cell is not another
+    assert torch._VF.gru_cell is another
+
+
+def test_other_forms_of_the_patched_functions_are_pytorchs() -> None:
+    x, h, *weights = (torch.randn(*s) for s in ((B, FEATURES), (B, H), (3 * H, FEATURES), (3 * H, H)))
+    with tuned.nn.patched():
+        found = torch._VF.gru_cell(x, h, w_ih=weights[0], w_hh=weights[1])
+        assert_same([torch._VF.gru_cell(x, h, *weights)], [found])
+        whole = torch._VF.gru(
+            x[None], h[None], weights, has_biases=False, num_layers=1, dropout=0.0, train=False, bidirectional=False,
+            batch_first=False,
+        )  # fmt: skip
+    assert_same([gru_cell(x, h, *weights), whole[0][0]], [found, found])
+
+
+def test_modules_are_replaced_in_place_and_restored(kernels: list[GruCall]) -> None:
+    model, x = Model(), torch.randn(B, T, FEATURES)
+    before = dict(model.named_parameters())
+    with torch.no_grad():
+        wanted = model(x)
+        assert tuned.nn.replace(model) is model
+        assert (type(model.encoder), type(model.cell)) == (tuned.nn.GRU, tuned.nn.GRUCell)
+        torch.testing.assert_close(model(x), wanted)
+        assert len(kernels) == 1
+        assert all(p is before[name] for name, p in model.named_parameters())
+        tuned.nn.restore(model)
+        assert (type(model.encoder), type(model.cell)) == (torch.nn.GRU, torch.nn.GRUCell)
+        assert_same([model(x)], [wanted])
+    assert len(kernels) == 1
