@@ -29,7 +29,7 @@ from tuned.families.linear_cat.launches import call_of as linear_call
 from tuned.families.linear_cat.launches import launches as linear_launches
 from tuned.families.linear_cat.spec import LinearCatSpec
 from tuned.families.linear_cat.variant import LinearCatVariant
-from tuned.launching.plan import Bare
+from tuned.launching.plan import DirectLaunch
 from tuned.lookup.lookup import Choice, Gpu
 
 if TYPE_CHECKING:
@@ -51,16 +51,16 @@ class _NoDevice:
 
 
 def _at(address: int, like: torch.Tensor) -> torch.Tensor:
-    """A tensor at an address, as a bare launch gives one to a kernel."""
+    """A tensor at an address, as a direct launch gives one to a kernel."""
     memory = (ctypes.c_char * like.element_size()).from_address(address)
     return torch.frombuffer(memory, dtype=like.dtype)
 
 
 class Machine:
-    """What launches kernels in the place of a GPU: public launches, and bare ones by address."""
+    """What launches kernels in the place of a GPU: public launches, and direct ones by address."""
 
     def __init__(self) -> None:
-        self.public = self.bare = 0
+        self.public = self.direct = 0
 
     def interpret(self, launch: Launch) -> None:
         cooperative = launch.options.get("launch_cooperative_grid")
@@ -85,7 +85,7 @@ class Machine:
     def launch(self, _device: Any, launch: Launch) -> str:
         return self.launch_public(None, launch)
 
-    def bare_launch(self, launch: Launch, compiled: Any, _device: Any) -> Bare:
+    def direct_launch(self, launch: Launch, compiled: Any, _device: Any) -> DirectLaunch:
         assert compiled == "compiled"
         tensors = [t for t in launch.arguments if isinstance(t, torch.Tensor)]
         likes = [t.new_empty(1) for t in tensors]
@@ -94,7 +94,7 @@ class Machine:
         rest = (*numbers, *launch.constants.values())
 
         def fire(programs: int, _y: int, _z: int, _stream: Any, _function: Any, *values: Any) -> None:
-            self.bare += 1
+            self.direct += 1
             pointers, others = values[: len(likes)], values[len(likes) :]
             assert others == rest
             for pointer, was in zip(pointers, aligned, strict=True):
@@ -103,7 +103,7 @@ class Machine:
             self.interpret(dataclasses.replace(launch, programs=programs, arguments=arguments))
 
         silent = types.SimpleNamespace(calls=[])
-        return Bare(fire, 0, (), launch.programs, rest, lambda _: 7, silent, silent)
+        return DirectLaunch(fire, 0, (), launch.programs, rest, lambda _: 7, silent, silent)
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     for module in (run, tuned.calls.gru_cell.run, tuned.calls.gru_cell.prepare, tuned.calls.linear_cat.run):
         monkeypatch.setattr(module, "gpu_of", lambda _device: GPU)
     for module in (plan, tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
-        monkeypatch.setattr(module, "bare_launch", made.bare_launch)
+        monkeypatch.setattr(module, "direct_launch", made.direct_launch)
         monkeypatch.setattr(module, "_PLANS", {})
     for module in (tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
         monkeypatch.setattr(module, "launch_public", made.launch_public)
@@ -216,7 +216,7 @@ def test_a_gru_takes_every_tensor_with_any_strides(
         assert_right(function, exact, tensors, VIEWS[view], which)
     assert machine.public
     if variant is POLL and view in SHORT and not {"batch_sizes", "cu_seqlens"} & set(settings):
-        assert machine.bare >= CALLS - 1, "the short way was not tried"
+        assert machine.direct >= CALLS - 1, "the short way was not tried"
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -289,7 +289,7 @@ def test_a_step_takes_every_tensor_with_any_strides(
         assert_right(function, exact, tensors, VIEWS[view], which)
     assert machine.public
     if view == "plain":
-        assert machine.bare >= CALLS - 1, "the short way was not tried"
+        assert machine.direct >= CALLS - 1, "the short way was not tried"
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -313,7 +313,7 @@ def test_a_linear_over_segments_takes_every_tensor_with_any_strides(
         assert_right(function, exact, tensors, VIEWS[view], which)
     assert machine.public
     if view == "plain":
-        assert machine.bare >= CALLS - 1, "the short way was not tried"
+        assert machine.direct >= CALLS - 1, "the short way was not tried"
 
 
 # What is taken for granted --------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from tuned.calls.gru.arguments import check_linear_cat, checked_cell, gru_call
 from tuned.calls.gru_cell import run as gru_cell_run
 from tuned.calls.linear_cat import run as linear_cat_run
 from tuned.calls.rope import call as rope_call
-from tuned.calls.rope.arguments import Given, Settings, offset_of, whole_number, whole_numbers
+from tuned.calls.rope.arguments import Given, Settings, kv_heads_of, offset_of, whole_numbers
 from tuned.launching.overwrite import bump_versions, refuse_overwrite
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def rope_qkv(  # noqa: PLR0913 - the arguments of rope
     Raises:
         TypeError, ValueError, RuntimeError: as ``rope``; nothing has been written.
     """
-    kv_heads = 0 if kv_heads is None else whole_number("kv_heads", kv_heads)
+    kv_heads = 0 if kv_heads is None else kv_heads_of(kv_heads)  # in Settings, 0 is an axis of 3
     if (
         (rotary_dim is not None and type(rotary_dim) is not int)
         or (max_seqlen is not None and type(max_seqlen) is not int)
@@ -430,7 +430,7 @@ def explain_rope(function: Any, *args: Any, **kwargs: Any) -> tuple[Choice, Any]
     counts = ("rotary_dim", "max_seqlen", "cp_size", "cp_rank")
     named |= zip(counts, whole_numbers(*map(named.get, counts)), strict=True)
     if function is rope_qkv:
-        named["kv_heads"] = whole_number("kv_heads", named["kv_heads"] or 0)
+        named["kv_heads"] = 0 if named["kv_heads"] is None else kv_heads_of(named["kv_heads"])
     named["offset"] = offset_of(named["offset"], named["positions"])
     direction = "backward" if function is rope_backward else "forward"
     given = Given(x, key, **{name: named.pop(name) for name in Given._fields[2:]})

@@ -17,7 +17,7 @@ from generator.measuring.guard import fingerprint, guard, inputs_of, probe
 from generator.rendering.modules import load
 from generator.workload import WORKLOADS
 from tuned.families.launch import Launch
-from tuned.launching.launcher import bare, run_step
+from tuned.launching.launcher import direct_launcher, run_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,7 +127,7 @@ class Stage:
             return functools.partial(run_step, step)
         key = same_code(load(step.kernel), step)
         if key not in launchers:
-            launchers[key] = bare(compile_launch(step, self.target), self.device)
+            launchers[key] = direct_launcher(compile_launch(step, self.target), self.device)
         return functools.partial(launchers[key], step.programs, (*step.arguments, *step.constants.values()))
 
     def measure(self, variant: Any) -> Measured:

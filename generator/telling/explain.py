@@ -17,7 +17,7 @@ from generator.telling.report import describe, percent_of_floor
 from generator.workload import WORKLOADS
 from tuned.families.choices import choices
 from tuned.lookup.lookup import Choice, Gpu, choose
-from tuned.lookup.mismatch import HARD, SOFT, differences, other_text
+from tuned.lookup.mismatch import HARD, SOFT, changed_sources, differences
 from tuned.lookup.record import METHOD
 from tuned.lookup.table import tables, tables_or_error
 
@@ -102,7 +102,7 @@ def _measured(winner: Winner, here: Here) -> Iterator[str]:
     )
     kernels = {name: kernel.digest for name, kernel in structures().items()}
     hard = [
-        *other_text(winner.digests, kernels),
+        *changed_sources(winner.digests, kernels),
         *differences(facts, {"method": METHOD, **here.gpus.get(facts["device"], {})}, HARD),
     ]
     soft = differences(facts, here.versions, SOFT)

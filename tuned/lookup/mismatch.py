@@ -22,7 +22,7 @@ def differences(measured: Mapping[str, Any], here: Mapping[str, Any], fields: Ma
     ]
 
 
-def other_text(digests: Mapping[str, str], kernels: Mapping[str, str]) -> list[str]:
+def changed_sources(digests: Mapping[str, str], kernels: Mapping[str, str]) -> list[str]:
     """The phrase for kernels whose text is not the one that was measured, if there are any.
 
     Args:
@@ -30,4 +30,4 @@ def other_text(digests: Mapping[str, str], kernels: Mapping[str, str]) -> list[s
         kernels: the same, of the texts that there are now.
     """
     changed = sorted(name for name, digest in digests.items() if kernels.get(name) != digest)
-    return [f"another text of {', '.join(changed)}"] if changed else []
+    return [f"the source of {', '.join(changed)} changed since it was measured"] if changed else []

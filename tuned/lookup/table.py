@@ -15,7 +15,7 @@ import tuned.kernels
 import tuned.tables
 from tuned.families.choices import undeclared
 from tuned.families.registry import FAMILIES
-from tuned.lookup.mismatch import HARD, differences, other_text
+from tuned.lookup.mismatch import HARD, changed_sources, differences
 from tuned.lookup.record import METHOD, RecordError, load_record
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Table:
 
 
 def _stale(digests: dict[str, str], measured: dict[str, Any]) -> str | None:
-    found = [*other_text(digests, tuned.kernels.DIGESTS), *differences(measured, {"method": METHOD}, HARD)]
+    found = [*changed_sources(digests, tuned.kernels.DIGESTS), *differences(measured, {"method": METHOD}, HARD)]
     return "; ".join(found) or None
 
 

@@ -15,7 +15,7 @@ from tuned.families.gru.launches import counters_needed, sequence
 from tuned.families.gru.variant import alone
 from tuned.launching import residents
 from tuned.launching.launcher import INTEGERS
-from tuned.launching.plan import bare_launch, modes, remember, traits, unless_negative
+from tuned.launching.plan import direct_launch, modes, remember, traits, unless_negative
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -93,16 +93,16 @@ def learn(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurre
     if recurrence.h_0.data_ptr() != call.hx.data_ptr():
         return  # it had to be copied, which every call must do again
     launch = sequence(spec, variant, recurrence, 0, recurrence.seq)
-    bare = bare_launch(launch, compiled, call.input.device.index)
-    if bare is not None:
-        plan = _plan(call, spec, variant, recurrence, bare)
+    direct = direct_launch(launch, compiled, call.input.device.index)
+    if direct is not None:
+        plan = _plan(call, spec, variant, recurrence, direct)
         remember(_PLANS, key, unless_negative(plan, call.tensors, lambda x, hx, weights: (x, hx, *weights)))
 
 
 def _plan(
-    call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurrence, bare: Any
+    call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurrence, direct: Any
 ) -> Callable[[Any, Any, Any], Result | None]:
-    run, function, head, programs, rest, stream_of, enter, leave = bare
+    run, function, head, programs, rest, stream_of, enter, leave = direct
     device, dtype = call.input.device, call.input.dtype
     tokens, hidden, each = call.input.shape[:-1], spec.hidden, 4 if spec.bias else 2
     width, item, index = spec.directions * hidden, spec.item, device.index

@@ -25,7 +25,7 @@ from tuned.families.linear_cat import FAMILY as LINEAR_CAT
 from tuned.families.linear_cat.launches import call_of as linear_call
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.launching import residents
-from tuned.launching.launcher import bare, bare_supported, hooks, kernel, launch_public, run_step
+from tuned.launching.launcher import direct_launcher, direct_supported, hooks, kernel, launch_public, run_step
 from tuned.launching.plan import remember
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
@@ -312,8 +312,8 @@ def _launch(device: int, launch: Launch) -> Any:
         return compiled
     compiled = launch_public(function, launch)
     # While a graph is captured nothing can be tried out: the next launch decides for the later ones.
-    if not torch.cuda.is_current_stream_capturing() and listening is not None and bare_supported(device):
-        remember(_KNOWN, key, (compiled, bare(compiled, device)))
+    if not torch.cuda.is_current_stream_capturing() and listening is not None and direct_supported(device):
+        remember(_KNOWN, key, (compiled, direct_launcher(compiled, device)))
     return compiled
 
 

@@ -20,9 +20,9 @@ from tuned.families.segments import joined
 from tuned.launching.launcher import kernel, launch_public, run_step
 from tuned.launching.overwrite import bump_versions
 from tuned.launching.plan import (
-    Bare,
-    bare_launch,
+    DirectLaunch,
     current_device,
+    direct_launch,
     listeners,
     remember,
     tracing,
@@ -138,7 +138,7 @@ def run_cell(  # noqa: PLR0913 - the tensors of the public call
     compiled = _launched(spec, variant, call)
     # While a graph is captured nothing can be tried out: the next call decides how the later ones launch.
     if not _capturing():
-        plan = _bare_plan(spec, variant, call, compiled, (segments, *given))
+        plan = _direct_plan(spec, variant, call, compiled, (segments, *given))
         found = _key(segments[0] if len(segments) == 1 else tuple(segments), *given, inplace)
         if found is not None:
             plan = plan or functools.partial(_public, spec, variant)
@@ -174,7 +174,7 @@ def _public(  # noqa: PLR0913
     bias_ih: Any,
     bias_hh: Any,
 ) -> Any:
-    """A known step that cannot launch barely."""
+    """A known step that must use Triton's public launcher."""
     del pointers
     segments = x if isinstance(x, tuple) else (x,)
     call = prepared(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, spec.inplace)
@@ -184,7 +184,7 @@ def _public(  # noqa: PLR0913
     return call.out
 
 
-def _bare_plan(spec: GruCellSpec, variant: Any, call: GruCellCall, compiled: Any, given: Any) -> Any:
+def _direct_plan(spec: GruCellSpec, variant: Any, call: GruCellCall, compiled: Any, given: Any) -> Any:
     """A closure like ``_public`` that launches the compiled kernel by its own launcher, or None."""
     segments, *others = given
     as_given = [t.data_ptr() for t in (*segments, *others) if t is not None]
@@ -192,12 +192,12 @@ def _bare_plan(spec: GruCellSpec, variant: Any, call: GruCellCall, compiled: Any
     if as_given != [t.data_ptr() for t in taken if t is not None]:
         return None  # something had to be copied or put together, which every call must do again
     launch = next(s for s in GRU_CELL.launches(spec, variant, call) if isinstance(s, Launch))
-    bare = bare_launch(launch, compiled, call.h.device.index)
-    if bare is None:
+    direct = direct_launch(launch, compiled, call.h.device.index)
+    if direct is None:
         return None
     public = functools.partial(_public, spec, variant)
     make = _library_plan if variant.form == "library" else _fused_plan
-    return make(call, bare, public)
+    return make(call, direct, public)
 
 
 def _fresh(h: torch.Tensor) -> Any:
@@ -207,9 +207,9 @@ def _fresh(h: torch.Tensor) -> Any:
     return functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
 
 
-def _fused_plan(call: GruCellCall, bare: Bare, public: Any) -> Any:
+def _fused_plan(call: GruCellCall, direct: DirectLaunch, public: Any) -> Any:
     device = call.h.device.index
-    run, function, head, programs, rest, stream_of, enter, leave = bare
+    run, function, head, programs, rest, stream_of, enter, leave = direct
     fresh = _fresh(call.h)
 
     def plan(  # noqa: PLR0913
@@ -225,9 +225,9 @@ def _fused_plan(call: GruCellCall, bare: Bare, public: Any) -> Any:
     return plan
 
 
-def _library_plan(call: GruCellCall, bare: Bare, public: Any) -> Any:
+def _library_plan(call: GruCellCall, direct: DirectLaunch, public: Any) -> Any:
     device, inplace = call.h.device.index, call.out is call.h
-    run, function, head, programs, rest, stream_of, enter, leave = bare
+    run, function, head, programs, rest, stream_of, enter, leave = direct
     single, biased, cat, fresh = call.x1 is None, call.bias_ih is not None, torch.cat, _fresh(call.h)
 
     def plan(  # noqa: PLR0913

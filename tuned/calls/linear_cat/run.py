@@ -18,7 +18,7 @@ from tuned.families.linear_cat.launches import LinearCatCall, call_of, launches
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.families.segments import joined
 from tuned.launching.launcher import kernel, launch_public
-from tuned.launching.plan import bare_launch, modes, remember, traits, unless_negative
+from tuned.launching.plan import direct_launch, modes, remember, traits, unless_negative
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, Gpu, choose
@@ -100,7 +100,7 @@ def run_linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: t
     compiled = _launched(spec, variant, call)
     # While a graph is captured nothing can be tried out: the next call decides how the later ones launch.
     if not _capturing() and (key := _key(inputs, weight, bias)) is not None:
-        plan = _bare_plan(spec, variant, call, compiled, (inputs, weight, bias))
+        plan = _direct_plan(spec, variant, call, compiled, (inputs, weight, bias))
         plan = plan or functools.partial(_public, spec, variant)
         given = (*inputs, weight, bias)
         remember(_PLANS, key, unless_negative(plan, given, lambda inputs, weight, bias: (*inputs, weight, bias)))
@@ -122,13 +122,13 @@ def _launched(spec: LinearCatSpec, variant: Any, call: LinearCatCall) -> Any:
 
 
 def _public(spec: LinearCatSpec, variant: Any, inputs: Any, weight: Any, bias: Any) -> Any:
-    """A known call that cannot launch barely."""
+    """A known call that must use Triton's public launcher."""
     call = _prepared(inputs, weight, bias)
     _launched(spec, variant, call)
     return call.out.view(*inputs[0].shape[:-1], spec.outputs)
 
 
-def _bare_plan(spec: LinearCatSpec, variant: Any, call: LinearCatCall, compiled: Any, given: Any) -> Any:
+def _direct_plan(spec: LinearCatSpec, variant: Any, call: LinearCatCall, compiled: Any, given: Any) -> Any:
     """A closure like ``_public`` that launches the compiled kernel by its own launcher, or None."""
     inputs, weight, bias = given
     as_given = [t.data_ptr() for t in (*inputs, weight, bias) if t is not None]
@@ -136,10 +136,10 @@ def _bare_plan(spec: LinearCatSpec, variant: Any, call: LinearCatCall, compiled:
         return None  # something had to be copied or put together, which every call must do again
     (launch,) = launches(spec, variant, call)
     device = weight.device.index
-    bare = bare_launch(launch, compiled, device)
-    if bare is None:
+    direct = direct_launch(launch, compiled, device)
+    if direct is None:
         return None
-    run, function, head, programs, rest, stream_of, enter, leave = bare
+    run, function, head, programs, rest, stream_of, enter, leave = direct
     public = functools.partial(_public, spec, variant)
     shape, missing = (*inputs[0].shape[:-1], spec.outputs), MAX_SEGMENTS - len(spec.inputs)
 

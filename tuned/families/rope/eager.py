@@ -60,7 +60,7 @@ def angles(spec: RopeSpec, call: RopeCall, rows: torch.Tensor) -> tuple[torch.Te
         radians = rows.float()[..., None] * call.cos  # one rounding to float32, as the kernels do and transformers does
         return torch.cos(radians.to(compute)), torch.sin(radians.to(compute))
     radians = call.cos.to(compute)
-    taken = (torch.cos(radians), torch.sin(radians)) if spec.takes_sine else (call.cos, call.sin)
+    taken = (torch.cos(radians), torch.sin(radians)) if spec.computes_sincos else (call.cos, call.sin)
     known = (rows >= 0) & (rows < call.angle_rows)
     if spec.angles_per_batch:
         rows, known = (t.expand(call.batch, call.seq) for t in (rows, known))

@@ -74,7 +74,7 @@ def _dependent(variant: RopeVariant) -> dict[str, bool]:
 def _plain_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> Launch:
     """The launch of a plain call's kernel, angles as the text wants them."""
     out = () if spec.inplace else (call.out,)
-    angles = (call.cos,) if spec.takes_sine else (call.cos, call.sin)
+    angles = (call.cos,) if spec.computes_sincos else (call.cos, call.sin)
     packed = (call.cu_seqlens, call.sequences) if spec.packed else ()
     out_strides = () if spec.inplace else call.out_strides
     tail = spec.head_dim - spec.rotary_dim
@@ -133,7 +133,7 @@ def _complete_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> La
     elif key is None:
         key, key_out, key_strides, key_out_strides = call.x, call.out, call.x_strides, call.out_strides
     outs = () if spec.inplace else (call.out, key_out)
-    angles = (call.cos,) if spec.takes_sine else (call.cos, call.sin)
+    angles = (call.cos,) if spec.computes_sincos else (call.cos, call.sin)
     out_strides = () if spec.inplace else (*call.out_strides[:3], *key_out_strides[:3], call.out_strides[3])
     tail = spec.head_dim - spec.rotary_dim if spec.copies_tail else 0
     load_evict, store_cache, angle_evict = CACHE[variant.cache]

@@ -136,7 +136,7 @@ class RopeSpec:
         return self.style == "interleaved"
 
     @property
-    def takes_sine(self) -> bool:
+    def computes_sincos(self) -> bool:
         """The kernel takes sine and cosine itself."""
         return self.angles != "cos_sin"
 
@@ -200,7 +200,7 @@ class RopeSpec:
         if self.angles == "inv_freq":
             return 0
         entries = self.rotary_dim if self.angle_entries == "feature" else self.rotary_dim // 2
-        return entries * ITEM_SIZE[self.angle_dtype] * (1 if self.takes_sine else 2)
+        return entries * ITEM_SIZE[self.angle_dtype] * (1 if self.computes_sincos else 2)
 
     def angle_rows(self, size: RopeSize) -> int:
         """Rows of angles that must be read: one a position, which the batch shares unless each has its own."""
