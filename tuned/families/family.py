@@ -21,7 +21,7 @@ class Family:
     # (spec, size or None, variant, capability, multiprocessors or None) -> why it is not tried, or None
     rejection: Callable[..., str | None]
     default_variant: Callable[..., Any]  # (spec, size or None) -> a legal variant for any spec
-    distance: Callable[[Any, Any], float]  # (spec, spec) -> how unlike for the choice of a variant, in octaves
+    distance: Callable[[Any, Any], float]  # (spec, spec) -> distance for the choice of a variant, in octaves
     adapt: Callable[[Any, Any, Any], Any]  # (variant, its spec, another) -> it, as the other should take it
     fit: Callable[[Any, int], Any]  # (variant, capability) -> it, without what the architecture lacks
     kernel_names: Callable[[Any, Any], tuple[str, ...]]  # (spec, variant) -> modules in tuned.kernels, in order

@@ -1,4 +1,4 @@
-"""RopeSpec: what a caller of RoPE asks for, and nothing that tuning may change."""
+"""RopeSpec: what a caller of RoPE asks for, which tuning may not change."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class RopeSpec:
 
     @property
     def summary(self) -> str:
-        """One sentence for the head of the generated module."""
+        """One sentence for the header of the generated module."""
         angle = {
             "freqs": "sine and cosine taken here",
             "cos_sin": "cosine and sine given",
