@@ -172,7 +172,7 @@ def test_check_lists_rows_that_are_stale_or_missing(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     done = call(*check)
     assert done.exit_code == 1
-    assert f"test_gpu: {ONE} does not count: another text of " in done.output
+    assert f"test_gpu: {ONE} does not count: the source of " in done.output
     assert "1 to do" in done.output
     assert "nvidia_b200: no record" in call(*check, "--target", "nvidia_b200").output
 

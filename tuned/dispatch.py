@@ -2,12 +2,13 @@
 
 Which kernel a call gets:
 
-1. The winner measured on this device for this spec and size, if it still counts: the same text of its kernel, the same
-   model with as many multiprocessors, timed as times are taken now (``tuned.lookup.mismatch``). Else it is a neighbour.
-2. The row that is least unlike the call: octaves between the numbers of tokens, plus ``distance`` between the specs
-   (``tuned.families.rope.variant``), with its tile rescaled to the width of the call's rows. The rule was chosen by leave-one-out
-   regret: ``python tune.py regret``; its figures stand in each table.
-   (2b) The same from the table of the most similar GPU, without what this one lacks.
+1. The winner measured on this device for this spec and size, if it still counts: the source of its kernel is unchanged,
+   the GPU is the same model with as many multiprocessors, and the timing method is today's (``tuned.lookup.mismatch``).
+   Otherwise it is a neighbour, as in 2.
+2. The row nearest to the call: octaves between the numbers of tokens, plus the family's ``distance`` between the specs
+   (for RoPE in ``tuned.families.rope.variant``), with its tile rescaled to the width of the call's rows. The rule was
+   chosen by leave-one-out regret: ``python tune.py regret``; its figures are in each table.
+   (2b) The same from the table of the most similar GPU, without what this GPU lacks.
    (2c) The same from the portfolio of the architecture: ``tuned/tables/_portfolio.py``.
 3. The default variant of the spec.
 4. Eager PyTorch: tensors on a CPU, dtypes that no kernel takes, no Triton, angles or a GRU that need a gradient.
@@ -16,10 +17,12 @@ torch.compile traces each call as an operator of torch.library (``tuned.calls.ro
 order above holds inside of it. Other tracers and dispatch modes (make_fx, FakeTensorMode, FlopCounterMode) see the operators
 of RoPE everywhere. They see those of the GRU families on a GPU, and PyTorch's own operators on a CPU.
 
-``tuned.explain`` tells which of these a call gets, and why. On a GPU of a model that nothing was measured on, the first
-call says so (``tuned.TunedWarning``). Environment: ``TUNED_TABLES=DIR`` puts the records in a folder in front of the
-shipped tables; ``TUNED_RECORD=FILE`` appends the problems that no row was measured for, for ``tune.py --problems FILE``;
-``TUNED_DISPATCH=safe`` launches through Triton's public call only.
+``tuned.explain`` tells which of these a call gets, and why. On a model of GPU without measurements, the first call warns
+(``tuned.TunedWarning``).
+
+Environment: ``TUNED_TABLES=DIR`` puts the records in a folder before the shipped tables. ``TUNED_RECORD=FILE`` appends to a
+file the problems that no row was measured for, for ``tune.py --problems FILE``. ``TUNED_DISPATCH=safe`` makes every launch
+use Triton's public launcher.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from tuned.calls.gru.arguments import check_linear_cat, checked_cell, gru_call
 from tuned.calls.gru_cell import run as gru_cell_run
 from tuned.calls.linear_cat import run as linear_cat_run
 from tuned.calls.rope import call as rope_call
-from tuned.calls.rope.arguments import Given, Settings, offset_of, whole_number, whole_numbers
+from tuned.calls.rope.arguments import Given, Settings, kv_heads_of, offset_of, whole_numbers
 from tuned.launching.overwrite import bump_versions, refuse_overwrite
 
 if TYPE_CHECKING:
@@ -69,47 +72,47 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
 ) -> torch.Tensor:
     """Rotary position embedding: rotate features of each head by angles that depend on the position.
 
-    Angles come from one of freqs, cos and sin, cos_sin_cache, and inv_freq. A token's position is its place in its
-    sequence plus offset, or what positions says.
+    Angles come from one source: freqs, cos and sin, cos_sin_cache, or inv_freq. A token's position is its index in its
+    sequence plus offset, or its entry in positions.
 
     Args:
         x: ``[b, s, h, d]`` (bshd), ``[s, b, h, d]`` (sbhd) or ``[t, h, d]`` (thd), any strides, float32, float16 or
             bfloat16 on a GPU; anything floating point on a CPU.
-        freqs: angles in radians, float32, ``[rows, entries]`` or ``[rows, 1, 1, entries]``, a row a position.
+        freqs: angles in radians, float32, ``[rows, entries]`` or ``[rows, 1, 1, entries]``, one row per position.
         cos: cosines of the angles, any float dtype, shaped like freqs, or ``[b, rows, entries]``; and
         sin: sines of the angles.
         tensor_format: the axes of x: "bshd", "sbhd" or "thd".
         interleaved: pairs are features (2 j, 2 j + 1), GPT-J; otherwise (j, j + rotary_dim / 2), NeoX, rotate_half.
         inplace: overwrite x and return it; features that do not rotate are not touched.
         rotary_dim: how many features rotate; checked against the angles when given.
-        angle_entries: "feature": one entry a rotated feature, and the two of a pair may differ (TransformerEngine);
-            "pair": one entry a pair (flash-attention), half the bytes. By default "feature" for freqs, "pair" for the
-            others. Never guessed from the width.
-        cu_seqlens: int32 ``[sequences + 1]`` on the device of x, where packed sequences start; thd only. Tokens that no
-            sequence holds are copied.
-        max_seqlen: if given, checked against the angles, without asking the device; thd only.
+        angle_entries: "feature": one entry per rotated feature, and the two of a pair may differ (TransformerEngine);
+            "pair": one entry per pair (flash-attention), half the bytes. The default is "feature" for freqs and "pair" for
+            the others. It is never guessed from the width.
+        cu_seqlens: int32 ``[sequences + 1]`` on the device of x, where packed sequences start; thd only. Tokens outside
+            every sequence are copied.
+        max_seqlen: if given, checked against the angles, without synchronizing with the GPU; thd only.
         cos_sin_cache: ``[rows, rotary_dim]``: the cosines of a position's pairs, then their sines (vLLM, FlashInfer).
-        inv_freq: radians a position, float32, ``[pairs]``: the angle is position * inv_freq, rounded to float32 once, and
+        inv_freq: radians per position, float32, ``[pairs]``: the angle is position * inv_freq, rounded once to float32;
             no table is read.
         attention_scaling: cosines and sines are multiplied by it (YaRN); with freqs and inv_freq.
-        positions: int32 or int64, ``[b, s]``, ``[s, b]`` or ``[t]`` as the tokens of x lie, or ``[s]``, shared by the
-            batch; on the device of x.
-        offset: added to the places in the sequence: an int; or on the device of x, int32 or int64, a tensor of no
-            dimension, or the starts of the sequences, ``[b]``, of packed ones ``[sequences]``.
+        positions: int32 or int64, ``[b, s]`` (bshd), ``[s, b]`` (sbhd) or ``[t]`` (thd), or ``[s]``, shared by the batch;
+            on the device of x.
+        offset: added to the index in the sequence: an int; or an int32 or int64 tensor on the device of x, either of no
+            dimension or one entry per sequence, ``[b]`` or, if packed, ``[sequences]``.
         cp_size: ranks of context parallelism. x has this rank's tokens of each sequence: chunk cp_rank and chunk
-            2 * cp_size - 1 - cp_rank of 2 * cp_size. The angles and cu_seqlens are those of whole sequences, each as
-            long as 2 * cp_size divides.
-        cp_rank: this rank.
+            2 * cp_size - 1 - cp_rank of 2 * cp_size. The angles and cu_seqlens are those of whole sequences, whose
+            lengths must be divisible by 2 * cp_size.
+        cp_rank: the rank of this process.
         rotated: which features: the "first" rotary_dim; the "last" rotary_dim (DeepSeek's MLA); or "proportional": pairs
             (j, j + d / 2) over the whole head, of which the first rotary_dim / 2 rotate (Gemma 4).
-        conjugate: rotate by minus the angle.
+        conjugate: rotate by the negative angle.
 
     Returns:
         A tensor like x, or x itself in place. Differentiable in x by a kernel; in the angles through eager PyTorch.
 
     Raises:
         TypeError, ValueError: an argument is not allowed; nothing has been written. Positions past a table, or below 0,
-            are an error where they can be seen without waiting for a GPU, and NaN in the result where not.
+            are an error if they can be found without synchronizing with a GPU; otherwise they give NaN in the result.
         RuntimeError: x cannot be overwritten without losing a gradient; nothing has been written.
     """
     if (
@@ -152,13 +155,13 @@ def rope_qk(  # noqa: PLR0913 - the arguments of rope
     rotated: str = "first",
     conjugate: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``rope`` of a query and a key in one launch; all but q and k as there.
+    """``rope`` of a query and a key in one launch, with the arguments of ``rope``.
 
-    q is like its x. k has the tokens, dtype and head_dim of q, and as many heads as it likes (GQA, MQA); it is None where
-    a layer has none.
+    q is as x there. k has the tokens, dtype and head_dim of q, and any number of heads (GQA, MQA); it is None if a layer
+    has no key.
 
     Returns:
-        (q, k), rotated; in place the tensors given.
+        (q, k), rotated; in place, the given tensors.
 
     Raises:
         TypeError, ValueError, RuntimeError: as ``rope``; nothing has been written.
@@ -202,18 +205,18 @@ def rope_qkv(  # noqa: PLR0913 - the arguments of rope
     conjugate: bool = False,
     kv_heads: int | None = None,
 ) -> torch.Tensor:
-    """``rope`` of the query and the key in a packed qkv; v is copied, in place not touched. All else as there.
+    """``rope`` of the query and the key in a packed qkv, with the arguments of ``rope``; v is copied, or left as it is in place.
 
-    qkv has the axes of tensor_format, with heads + 2 * kv_heads heads: queries, keys, values. Without kv_heads it has an
-    axis of 3 before the heads: ``[b, s, 3, h, d]``.
+    With kv_heads, which is at least 1, qkv has the axes of tensor_format and heads + 2 * kv_heads heads: queries, keys,
+    values. Without it (None) qkv has an axis of 3 before the heads: ``[b, s, 3, h, d]``.
 
     Returns:
         A tensor like qkv, or qkv itself in place.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as ``rope``; nothing has been written.
+        TypeError, ValueError, RuntimeError: as ``rope``, and a ValueError if kv_heads is below 1; nothing has been written.
     """
-    kv_heads = 0 if kv_heads is None else whole_number("kv_heads", kv_heads)
+    kv_heads = 0 if kv_heads is None else kv_heads_of(kv_heads)  # in Settings, 0 is an axis of 3
     if (
         (rotary_dim is not None and type(rotary_dim) is not int)
         or (max_seqlen is not None and type(max_seqlen) is not int)
@@ -252,9 +255,9 @@ def rope_backward(  # noqa: PLR0913 - the arguments of rope
     rotated: str = "first",
     conjugate: bool = False,
 ) -> torch.Tensor:
-    """The transpose of ``rope`` as a map of x, with the same arguments: grad_output to the gradient of x.
+    """The transpose of ``rope`` as a linear map of x, with the same arguments: from grad_output to the gradient of x.
 
-    Always out of place. Where the entries of a pair are equal it is the rotation by minus the angle.
+    Always out of place. If the two entries of each pair are equal, it is the rotation by the negative angle.
     """
     if (
         (rotary_dim is not None and type(rotary_dim) is not int)
@@ -294,7 +297,7 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
         inplace: overwrite h and return it; safe because both products have read it before the gates start.
 
     Returns:
-        The next hidden state ``[batch, hidden]``, or h itself in place. Where a gradient is needed, eager PyTorch.
+        The next hidden state ``[batch, hidden]``, or h itself in place. If a gradient is needed, eager PyTorch computes it.
 
     Raises:
         TypeError, ValueError: an argument is not allowed; nothing has been written.
@@ -310,7 +313,7 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
         if torch.is_grad_enabled() and any(t.requires_grad for t in serve.present(*segments, *given)):
             raise RuntimeError("h is overwritten, and its old value is needed for a gradient; use inplace=False")
     if serve.by_operator((*segments, *given)):
-        from tuned.calls.gru import traced  # noqa: PLC0415 - making operators takes 10 ms, which only this needs
+        from tuned.calls.gru import traced  # noqa: PLC0415 - registering operators takes 10 ms, and only this path needs them
 
         out: torch.Tensor = traced.gru_cell(segments, *given)
         return h.copy_(out) if inplace else out
@@ -351,14 +354,14 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
         training: whether to drop.
         bidirectional: run each layer backwards too; outputs of the two directions stand side by side.
         batch_first: the axes of input and output; not for packed input.
-        batch_sizes: how many sequences have each step, int64 ``[T]`` on the CPU, as torch's PackedSequence has it.
-        cu_seqlens: where the sequences start in rows, int32 ``[B + 1]`` on the device of input: the first 0, the last the
-            number of rows. Sequences may be empty and in any order. Values on a GPU are not checked.
+        batch_sizes: the number of sequences at each step, int64 ``[T]`` on the CPU, as in torch's PackedSequence.
+        cu_seqlens: where the sequences start in rows, int32 ``[B + 1]`` on the device of input, from 0 to the number of
+            rows. Sequences may be empty and in any order. Values on a GPU are not checked.
         max_seqlen: at least the longest length; with cu_seqlens.
 
     Returns:
         output, ``[T, B, D * H]``, ``[B, T, D * H]`` or ``[rows, D * H]``, and h_n ``[L * D, B, H]``, in the dtype of
-        input; under autocast as PyTorch's. Where a gradient is needed, by eager PyTorch.
+        input; under autocast as PyTorch's. If a gradient is needed, eager PyTorch computes them.
 
     Raises:
         TypeError, ValueError: an argument is not allowed.
@@ -399,12 +402,12 @@ def linear_cat(
     """torch.nn.functional.linear of several inputs, taken as if concatenated in their last axis.
 
     Args:
-        inputs: segments ``[..., k_i]``, alike but for k_i.
+        inputs: segments ``[..., k_i]``, equal in all but k_i.
         weight: ``[n, sum of k_i]``.
         bias: ``[n]`` or None.
 
     Returns:
-        ``[..., n]``. Where no kernel serves the call, eager PyTorch concatenates.
+        ``[..., n]``. If no kernel serves the call, eager PyTorch concatenates the segments.
 
     Raises:
         TypeError, ValueError: an argument is not allowed.
@@ -430,7 +433,7 @@ def explain_rope(function: Any, *args: Any, **kwargs: Any) -> tuple[Choice, Any]
     counts = ("rotary_dim", "max_seqlen", "cp_size", "cp_rank")
     named |= zip(counts, whole_numbers(*map(named.get, counts)), strict=True)
     if function is rope_qkv:
-        named["kv_heads"] = whole_number("kv_heads", named["kv_heads"] or 0)
+        named["kv_heads"] = 0 if named["kv_heads"] is None else kv_heads_of(named["kv_heads"])
     named["offset"] = offset_of(named["offset"], named["positions"])
     direction = "backward" if function is rope_backward else "forward"
     given = Given(x, key, **{name: named.pop(name) for name in Given._fields[2:]})

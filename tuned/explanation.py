@@ -14,22 +14,22 @@ from tuned.compat.transformer_engine import apply_rotary_pos_emb
 from tuned.families.registry import FAMILIES
 from tuned.lookup.lookup import Choice
 
-# By themselves, not by their names in dispatch: who wraps one there can still ask for it.
+# The functions themselves, not their names in dispatch: if a user wraps one there, the original still works here.
 ROPE = (dispatch.rope, dispatch.rope_qk, dispatch.rope_qkv, dispatch.rope_backward)
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What serves a call; ``str()`` gives it as text."""
+    """What serves a call, and why; ``str()`` gives it as text."""
 
     rule: str  # "winner", "nearest size", "closest spec", "similar GPU", "portfolio", "default" or "eager"
     why: str
     kernels: tuple[str, ...]  # modules of tuned.kernels, in order; none for eager
     variant: Any
-    median_us: float | None  # of the row that was taken, as measured
+    median_us: float | None  # of the chosen row, as measured; not of this call
 
     def __str__(self) -> str:
-        """Rule, reason, kernels and numbers, a line each."""
+        """Rule, reason, kernels and numbers, one line each."""
         lines = [f"{self.rule}: {self.why}"]
         if self.kernels:
             lines.append(f"kernels: {', '.join(self.kernels)}")
@@ -44,14 +44,13 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
 
     Args:
         function: rope, rope_qk, rope_qkv, rope_backward, gru_cell, gru or linear_cat of tuned.dispatch; TransformerEngine's
-            apply_rotary_pos_emb of tuned.compat; or a GRU or
-            GRUCell module, of tuned.nn or of torch.nn.
+            apply_rotary_pos_emb of tuned.compat; or a GRU or GRUCell module, of tuned.nn or of torch.nn.
         args: its arguments.
         kwargs: its keyword arguments.
 
     Raises:
-        TypeError: for any other function.
-        ValueError: what the call itself would raise.
+        TypeError: ``function`` is none of these, or the call itself would raise it.
+        ValueError: the call itself would raise it.
     """
     if function in ROPE:
         family = FAMILIES["rope"]

@@ -1,13 +1,13 @@
-"""GRU modules that run on tuned's kernels, and ways to make those of an existing model do so.
+"""GRU modules that run on tuned's kernels, and ways to make an existing model's GRUs do so.
 
     gru = tuned.nn.GRU(256, 512, num_layers=2)   # the constructor, state_dict, shapes and numerics of torch.nn.GRU
     with tuned.nn.patched():                     # a model as it is
         output = model(x)
     tuned.nn.replace(model)                      # or its modules changed in place; tuned.nn.restore(model) undoes it
 
-On a CPU, where a gradient is needed, and for whatever no kernel serves, PyTorch's own operators run:
-``tuned.explain(module, x)`` tells which, and why. Arguments that do not fit are PyTorch's to answer: its modules and
-functions raise their own errors, or serve the call.
+PyTorch's own operators run on a CPU, if a gradient is needed, and for calls that no kernel serves:
+``tuned.explain(module, x)`` tells which, and why. A call whose arguments our checks refuse is passed to PyTorch's module or
+function, which raises its own error or serves the call.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _ARGUMENTS = (TypeError, ValueError)
 class GRU(torch.nn.RNNBase):
     """torch.nn.GRU: the same arguments, parameters, inputs, outputs and random numbers.
 
-    Not a subclass of torch.nn.GRU, since torch.compile refuses every instance of that: traced, this one is a single
-    operator (one a layer where dropout is active). torch.compile leaves its graph at a PackedSequence, and goes on
-    after it. Weights are read where they are, in one chunk of memory or not.
+    It is not a subclass of torch.nn.GRU, since torch.compile does not trace any instance of that. Traced, this module is a
+    single operator, or one per layer if dropout is active. A PackedSequence is a graph break for torch.compile. Weights are
+    read where they are, in one chunk of memory or not.
     """
 
     def __init__(  # noqa: PLR0913 - the arguments of torch.nn.GRU
@@ -49,7 +49,7 @@ class GRU(torch.nn.RNNBase):
         dtype: Any = None,
         **others: Any,
     ) -> None:
-        if others:  # PyTorch's own says what is wrong with them
+        if others:  # torch.nn.GRU raises the error for unknown arguments
             torch.nn.GRU(input_size, hidden_size, device="meta", **others)
         super().__init__(
             "GRU",
@@ -79,7 +79,7 @@ class GRU(torch.nn.RNNBase):
             output, shaped like input but for its last axis, D * H; and h_n, shaped like hx.
 
         Raises:
-            RuntimeError, ValueError: a shape or dtype that does not fit: what torch.nn.GRU raises, in its words.
+            RuntimeError, ValueError: a shape or dtype does not fit; the error is torch.nn.GRU's.
         """
         try:
             given, named, packed = gru_arguments(self, input, hx)
@@ -119,8 +119,7 @@ class GRUCell(torch.nn.GRUCell):
             The next hidden state, ``[B, H]`` or ``[H]``.
 
         Raises:
-            RuntimeError, ValueError: a shape or dtype that does not fit: what torch.nn.GRUCell raises, in its words; of
-                segments, ours.
+            RuntimeError, ValueError: a shape or dtype does not fit; the error is torch.nn.GRUCell's, or ours for segments.
         """
         try:
             given, batched = cell_arguments(self, input, hx)
@@ -133,7 +132,7 @@ class GRUCell(torch.nn.GRUCell):
 
 
 def _twin(module: torch.nn.Module, kind: type[torch.nn.Module]) -> torch.nn.Module:
-    """A module of another class with the very parameters, hooks and settings of this one."""
+    """A module of another class that shares the parameters, hooks and settings of this one."""
     twin = kind.__new__(kind)
     twin.__dict__ = module.__dict__
     return twin
@@ -145,10 +144,10 @@ def gru_arguments(
     input: Any,  # noqa: A002
     hx: torch.Tensor | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any], PackedSequence | None]:
-    """What the call of a GRU module passes to tuned.dispatch.gru, and the PackedSequence that it was given.
+    """(arguments, keyword arguments) that a GRU module passes to tuned.dispatch.gru, and its PackedSequence or None.
 
     Raises:
-        TypeError, ValueError: arguments that torch.nn.GRU would not take, or not like this.
+        TypeError, ValueError: arguments that torch.nn.GRU would refuse, or would treat differently.
     """
     packed = input if isinstance(input, PackedSequence) else None
     batch_sizes = None if packed is None else packed.batch_sizes
@@ -161,7 +160,7 @@ def gru_arguments(
         hx = module.permute_hidden(hx, packed.sorted_indices)
     if x.shape[-1] != module.input_size:
         raise ValueError(f"input must have input_size={module.input_size} features, got {x.shape[-1]}")
-    # Not module._flat_weights: torch.func.functional_call and parametrizations leave that behind.
+    # Not module._flat_weights: torch.func.functional_call and parametrizations do not update it.
     weights = tuple(getattr(module, name) for name in module._flat_weights_names)  # noqa: SLF001
     expected = module.get_expected_hidden_size(x, batch_sizes)
     if hx is None:
@@ -187,7 +186,7 @@ def gru_arguments(
 
 
 def _batched(module: torch.nn.RNNBase, x: torch.Tensor, hx: torch.Tensor | None) -> tuple[Any, Any]:
-    """Input and state with an axis for the batch."""
+    """Input and state with a batch axis."""
     if x.dim() not in (2, 3):
         raise ValueError(f"input must be 3-D, or 2-D for one sequence without a batch axis, got {x.dim()}-D")
     if hx is not None and hx.dim() != x.dim():
@@ -203,10 +202,10 @@ def cell_arguments(
     input: torch.Tensor | tuple[torch.Tensor, ...],  # noqa: A002
     hx: torch.Tensor | None = None,
 ) -> tuple[tuple[Any, ...], bool]:
-    """What the call of a GRUCell module passes to tuned.dispatch.gru_cell, and whether it had a batch axis.
+    """(the arguments that a GRUCell module passes to tuned.dispatch.gru_cell, whether input has a batch axis).
 
     Raises:
-        TypeError, ValueError: arguments that torch.nn.GRUCell would not take.
+        TypeError, ValueError: arguments that torch.nn.GRUCell would refuse.
     """
     segments = input if isinstance(input, tuple) else (input,)
     for t in (*segments, *(() if hx is None else (hx,))):
@@ -233,7 +232,7 @@ def cell_arguments(
 
 def _patched_gru(*args: Any, **kwargs: Any) -> Any:
     """torch._VF.gru while patched: (input, hx, weights, ...) or, packed, (data, batch_sizes, hx, weights, ...)."""
-    if kwargs or len(args) != 9:  # noqa: PLR2004 - another form than torch's modules use
+    if kwargs or len(args) != 9:  # noqa: PLR2004 - not the form that torch's modules use
         return torch.gru(*args, **kwargs)
     packed = isinstance(args[2], torch.Tensor)
     input, *others = args  # noqa: A001
@@ -274,9 +273,9 @@ _PATCHES = {"gru": _patched_gru, "gru_cell": _patched_gru_cell}
 
 
 def _scriptable() -> None:
-    """Make torch.jit.script take the patched functions for PyTorch's operators, which it takes those of torch._VF for.
+    """Register the patched functions with torch.jit.script as PyTorch's operators, as those of torch._VF are.
 
-    It cannot compile them, and a class whose compilation failed once it never compiles again.
+    torch.jit.script cannot compile them, and never retries a class whose compilation failed.
     """
     from torch.jit import _builtins  # noqa: PLC0415
 
@@ -285,17 +284,19 @@ def _scriptable() -> None:
 
 
 _lock = threading.Lock()
-_depth = 0  # how many patched() are entered
-_before: dict[str, Any] = {}  # what torch._VF held by these names itself; mostly nothing, it looks them up elsewhere
+_depth = 0  # patched() blocks that are active
+_before: dict[
+    str, Any
+] = {}  # torch._VF's own attributes of these names; usually none, since it looks them up elsewhere
 
 
 @contextlib.contextmanager
 def patched() -> Iterator[None]:
-    """Inside, torch.nn.GRU and torch.nn.GRUCell, and all else that calls torch._VF's, run on tuned's kernels.
+    """Inside, torch.nn.GRU, torch.nn.GRUCell and other callers of torch._VF.gru and gru_cell run on tuned's kernels.
 
-    For the whole process: other threads see it too, until the last of those that entered it has left. May be nested.
-    torch.compile leaves its graph at every torch.nn.GRU, patched or not; where that matters, use ``replace``.
-    torch.jit.script and torch.jit.trace keep to PyTorch's own operators.
+    It holds for the whole process, other threads included, until the last block is left. Blocks may be nested. Every
+    torch.nn.GRU is a graph break for torch.compile, patched or not; if that matters, use ``replace``. torch.jit.script and
+    torch.jit.trace keep PyTorch's own operators.
     """
     global _depth  # noqa: PLW0603 - the patch is one for the process
     functions = vars(torch._VF)  # noqa: SLF001
@@ -318,7 +319,7 @@ def patched() -> Iterator[None]:
 
 
 def is_patched() -> bool:
-    """Whether a ``patched`` is entered."""
+    """Whether a ``patched`` block is active."""
     return _depth > 0
 
 
@@ -326,16 +327,16 @@ _SWAPS: dict[type, type] = {torch.nn.GRU: GRU, torch.nn.GRUCell: GRUCell}
 
 
 def replace(model: torch.nn.Module) -> torch.nn.Module:
-    """Make every torch.nn.GRU and torch.nn.GRUCell in a model, itself included, one of this module, in place.
+    """Turn every torch.nn.GRU and torch.nn.GRUCell in a model, itself included, into tuned's, in place; returns the model.
 
-    Parameters, buffers and hooks stay as they are. Modules of their subclasses are left alone. Returns the model.
-    torch.jit.script compiles torch.nn's modules instead, and leaves those in the model: replace them once more after it.
+    Parameters, buffers and hooks stay as they are. Subclasses of the two are left alone. torch.jit.script compiles
+    torch.nn's modules instead, and leaves those in the model: call ``replace`` again after it.
     """
     return _swap(model, _SWAPS)
 
 
 def restore(model: torch.nn.Module) -> torch.nn.Module:
-    """Undo ``replace``; every GRU and GRUCell of this module becomes torch.nn's."""
+    """Undo ``replace``: turn every tuned.nn.GRU and GRUCell into torch.nn's; returns the model."""
     return _swap(model, {ours: theirs for theirs, ours in _SWAPS.items()})
 
 

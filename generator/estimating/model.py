@@ -64,7 +64,7 @@ def _level(value: float, edges: Sequence[float]) -> list[float]:
 def _columns(problem: Problem, target: Target, rows: Sequence[tuple[Any, Work, Resources | None]]) -> np.ndarray:
     """[rows, columns]."""
     spec = problem.spec
-    kinds = [getattr(spec, name, False) for name in ("packed", "inplace", "copies_tail", "takes_sine")]
+    kinds = [getattr(spec, name, False) for name in ("packed", "inplace", "copies_tail", "computes_sincos")]
     small = rows[0][1].memory_bytes < SMALL_BYTES
     groups: list[list[list[float]]] = []  # a row's levels, by knob
     places = []

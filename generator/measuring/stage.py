@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tuned.families.launch import Launch, Step
-from tuned.launching.launcher import bare, run_step
+from tuned.launching.launcher import direct_launcher, run_step
 
 from ..problem import Problem
 from ..rendering.modules import load
@@ -125,7 +125,7 @@ class Stage:
             return functools.partial(run_step, step)
         key = same_code(load(step.kernel), step)
         if key not in launchers:
-            launchers[key] = bare(compile_launch(step, self.target), self.device)
+            launchers[key] = direct_launcher(compile_launch(step, self.target), self.device)
         return functools.partial(launchers[key], step.programs, (*step.arguments, *step.constants.values()))
 
     def measure(self, variant: Any) -> Measured:

@@ -1,6 +1,6 @@
 """Find what is out of date: rows that do not count any more, problems without a row, generated files that differ.
 
-Hard: another text of a kernel, another model of GPU or other multiprocessors than the device has here, another way of
+Hard: a kernel whose source changed, another model of GPU or other multiprocessors than the device has here, another way of
 timing, another schema; such a row does not count. Soft: another Triton, torch or driver than is installed here, or found
 by a quick run; the row counts, and tuning again may find better. Unverified: the sources are not those that passed on the
 device; worth doing, and what a release must not go without.
@@ -17,7 +17,7 @@ import torch
 import triton
 
 from tuned.lookup.device import device_slug
-from tuned.lookup.mismatch import HARD, SOFT, differences, other_text
+from tuned.lookup.mismatch import HARD, SOFT, changed_sources, differences
 from tuned.lookup.record import METHOD, RecordError, Winner
 
 from ..measuring.environment import driver_version
@@ -122,7 +122,7 @@ def _landscapes(device: str) -> Iterator[Finding]:
     """Landscapes of other texts than today's: they still rank, and what is proved on them is of another kernel."""
     stale = [one.problem.name for one in load_landscapes(device) if not one.fresh]
     if stale:
-        text = f"{device}: worth recording again, {len(stale)} landscapes are of another text of their kernels"
+        text = f"{device}: worth recording again, {len(stale)} landscapes are of kernels whose source changed since"
         yield Finding("soft", f"{text}: python tune.py landscape {','.join(stale)}")
 
 
@@ -130,7 +130,7 @@ def _hard(device: str, rows: list[Winner], here: Here) -> Iterator[Finding]:
     now = {"method": METHOD, **here.gpus.get(device, {})}
     for row in rows:
         measured = row.environment
-        found = [*other_text(row.digests, digests()), *differences(measured, now, HARD)]
+        found = [*changed_sources(row.digests, digests()), *differences(measured, now, HARD)]
         if device_slug(measured["device_name"]) != device:
             found.append(f"the device was {measured['device_name']}, the record is of {device}")
         if found:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tuned.families.choices import choices
 from tuned.lookup.lookup import Choice, Gpu, choose
-from tuned.lookup.mismatch import HARD, SOFT, differences, other_text
+from tuned.lookup.mismatch import HARD, SOFT, changed_sources, differences
 from tuned.lookup.record import METHOD, Winner
 from tuned.lookup.table import tables, tables_or_error
 
@@ -96,7 +96,7 @@ def _measured(winner: Winner, here: Here) -> Iterator[str]:
         f"{facts.get('driver', '?')}, torch {facts.get('torch', '?')}, Triton {facts.get('triton', '?')}, {facts.get('method', '?')}"
     )
     hard = [
-        *other_text(winner.digests, digests()),
+        *changed_sources(winner.digests, digests()),
         *differences(facts, {"method": METHOD, **here.gpus.get(facts["device"], {})}, HARD),
     ]
     soft = differences(facts, here.versions, SOFT)

@@ -1,6 +1,6 @@
 """Calls of CPU tensors that take the way of GPU tensors, kernels in Triton's interpreter: the fuzz where there is no GPU.
 
-What is launched barely is launched with the very addresses and numbers that the plan gave.
+What is launched directly is launched with the very addresses and numbers that the plan gave.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.rope_calls import PLAIN
 from tuned.families.gru.launches import sequence
 from tuned.families.launch import Fill, Launch
 from tuned.launching.launcher import kernel, launch_public
-from tuned.launching.plan import Bare
+from tuned.launching.plan import DirectLaunch
 from tuned.lookup.lookup import Gpu
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ def interpret(launch: Launch) -> None:
         launch_public(kernel(launch.kernel), dataclasses.replace(launch, constants=constants))
 
 
-def bare(launch: Launch, compiled: Any, device: Any) -> Bare:
-    """Stands for tuned.launching.plan.bare_launch."""
+def direct(launch: Launch, compiled: Any, device: Any) -> DirectLaunch:
+    """Stands for tuned.launching.plan.direct_launch."""
     del compiled, device
     numbers = tuple(v for v in launch.arguments if not isinstance(v, torch.Tensor))
     kinds = [v.dtype if isinstance(v, torch.Tensor) else None for v in launch.arguments]
@@ -69,7 +69,9 @@ def bare(launch: Launch, compiled: Any, device: Any) -> Bare:
         interpret(dataclasses.replace(launch, programs=programs, arguments=arguments, constants=constants))
 
     rest = (*numbers, *launch.constants.values())
-    return Bare(run, "function", ("metadata", None, None, None), launch.programs, rest, lambda _: 7, SILENT, SILENT)
+    return DirectLaunch(
+        run, "function", ("metadata", None, None, None), launch.programs, rest, lambda _: 7, SILENT, SILENT
+    )
 
 
 @contextlib.contextmanager
@@ -94,7 +96,7 @@ def interpreted_families() -> Iterator[None]:
             patch.setattr(module, "gpu_of", lambda _device: GPU)
         for module in (cell, linear):
             patch.setattr(module, "_capturing", lambda: False)
-            patch.setattr(module, "bare_launch", bare)
+            patch.setattr(module, "direct_launch", direct)
             patch.setattr(module, "launch_public", lambda _function, launch: interpret(launch))
         patch.setattr(
             tuned.calls.gru.serve, "why_eager", lambda x, **_: None if type(x) in PLAIN else "it has rules of its own"

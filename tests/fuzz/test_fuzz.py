@@ -77,7 +77,7 @@ def test_calls_by_pytorchs_operators_are_right() -> None:
 def test_rope_by_kernels_is_right(watch: Watch) -> None:
     watch.interpreted = True
     assert assert_right(ROPE, range(36), 1) > 60
-    assert watch.bare > 10
+    assert watch.direct > 10
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="python -m tests.fuzz runs kernels on a GPU")

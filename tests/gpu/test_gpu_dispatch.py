@@ -23,7 +23,7 @@ from tuned.dispatch import rope, rope_qk
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tuned.launching.plan import Bare
+    from tuned.launching.plan import DirectLaunch
 
 ROOT = Path(__file__).parents[2]
 CHANGES = [(field, value) for field, values in CHOICES.items() for value in values]
@@ -33,27 +33,27 @@ TEXT = ("layout", "head_dim", "kv_heads", "dtype", "source", "entries", "rotary"
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Each launch as it happens: "public" or "bare"."""
+    """Each launch as it happens: "public" or "direct"."""
     plan, seen = tuned.calls.rope.plan, []
-    public, bare_launch = plan.run_public, plan.bare_launch
+    public, direct_launch = plan.run_public, plan.direct_launch
 
     def heard(*arguments: Any) -> Any:
         seen.append("public")
         return public(*arguments)
 
-    def bare(*arguments: Any) -> Bare | None:
-        made = bare_launch(*arguments)
+    def direct(*arguments: Any) -> DirectLaunch | None:
+        made = direct_launch(*arguments)
         if made is None:
             return None
 
         def run(*given: Any) -> None:
-            seen.append("bare")
+            seen.append("direct")
             made.run(*given)
 
         return made._replace(run=run)
 
     monkeypatch.setattr(plan, "run_public", heard)
-    monkeypatch.setattr(plan, "bare_launch", bare)
+    monkeypatch.setattr(plan, "direct_launch", direct)
     forget()
     yield seen
     forget()
@@ -75,7 +75,7 @@ def test_a_call_that_differs_in_one_thing_from_one_seen_before_is_right(launched
         if field not in TEXT and changed != base:
             for case in (base, changed, changed):
                 check(case, "cuda")
-    assert launched.count("bare") > launched.count("public")
+    assert launched.count("direct") > launched.count("public")
 
 
 @pytest.mark.gpu
@@ -92,7 +92,7 @@ def test_nothing_stale_is_launched_whatever_came_before(launched: list[str], see
             with torch.cuda.stream(drawn.choice(streams)):
                 check(case, "cuda")
             torch.cuda.synchronize()
-    assert "bare" in launched
+    assert "direct" in launched
 
 
 @pytest.mark.gpu_sample
@@ -159,7 +159,7 @@ def test_a_graph_replays_with_new_values_and_new_positions(launched: list[str], 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         outs = run()
-    assert set(launched) == {"bare" if known else "public"}
+    assert set(launched) == {"direct" if known else "public"}
     for turn in range(4):
         for t in state:
             t.random_(0, 9)
@@ -223,7 +223,7 @@ def test_a_training_step_is_captured_whole(launched: list[str], inplace: bool, k
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = step(ours)
-    assert set(launched) == {"bare" if known else "public"}
+    assert set(launched) == {"direct" if known else "public"}
     assert weight.grad is not None
     grad = weight.grad
     for _ in range(3):
@@ -295,7 +295,7 @@ def test_a_profiler_that_listens_hears_every_launch(launched: list[str]) -> None
             launched.clear()
             heard.clear()
             check(case, "cuda")
-            assert set(launched) == {"bare"}
+            assert set(launched) == {"direct"}
             assert heard == []
 
 

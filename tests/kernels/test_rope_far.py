@@ -91,13 +91,13 @@ def test_what_lies_gigabytes_apart_is_found(name: str, what: str) -> None:
     if not spec.inplace:
         out, key_out = values(DIM, torch.float16, "out").zero_(), values(DIM, torch.float16, "out").zero_()
     # The second of two rows is read: its position is 1.
-    turned = [values(spec.rotary_dim, angle_dtype, "angles") for _ in range(1 if spec.takes_sine else 2)]
+    turned = [values(spec.rotary_dim, angle_dtype, "angles") for _ in range(1 if spec.computes_sincos else 2)]
     step = turned[0].stride(0)
     starts = None
     if what == "starts":
         starts = far(torch.tensor([9, 9, 1], dtype=torch.int32))
     read = [t.double() for t in turned]
-    cos, sin = (read[0].cos(), read[0].sin()) if spec.takes_sine else read
+    cos, sin = (read[0].cos(), read[0].sin()) if spec.computes_sincos else read
     wanted = [rotated(t.double(), cos, sin, spec) for t in (x, key)]
 
     def shaped(t: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ def test_what_lies_gigabytes_apart_is_found(name: str, what: str) -> None:
         x=shaped(x),
         out=shaped(out),
         cos=turned[0],
-        sin=None if spec.takes_sine else turned[1],
+        sin=None if spec.computes_sincos else turned[1],
         seq=1,
         batch=1,
         angle_rows=len(turned[0]),

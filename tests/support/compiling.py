@@ -156,12 +156,12 @@ def staged_steps(strategy: str) -> tuple[int, list[list[tuple[int, int]]]]:
     compiled: list[Launch] = []
     launched: list[tuple[int, int]] = []
 
-    def bare(code: Launch, _: int) -> Any:
+    def direct(code: Launch, _: int) -> Any:
         begin = next(i for i, p in enumerate(module.load(code.kernel).params) if p.name == "t_begin")
         return lambda _, values: launched.append(values[begin : begin + 2])
 
     module.compile_launch = lambda launch, _: compiled.append(launch) or launch  # type: ignore[assignment, func-returns-value]
-    module.bare = bare  # type: ignore[assignment]
+    module.direct_launcher = direct  # type: ignore[assignment]
     stage = module.Stage(Problem("six steps", "gru", GruSpec("bfloat16", 32), GruSize(3, 6)), None, "cpu")
     thunks = []
     exchange = "poll" if strategy == "persistent" else GruVariant.exchange

@@ -17,7 +17,7 @@ from generator.rendering.modules import load
 from tests.support.gru_sequences import single_steps
 from tuned.calls.gru import plan, run, serve
 from tuned.families.launch import Launch
-from tuned.launching.plan import Bare
+from tuned.launching.plan import DirectLaunch
 from tuned.lookup.lookup import Gpu
 
 if TYPE_CHECKING:
@@ -33,16 +33,16 @@ class _NoDevice:
 
 
 def _at(address: int, like: torch.Tensor) -> torch.Tensor:
-    """A tensor at an address, as a bare launch gives one to a kernel."""
+    """A tensor at an address, as a direct launch gives one to a kernel."""
     memory = (ctypes.c_char * like.element_size()).from_address(address)
     return torch.frombuffer(memory, dtype=like.dtype)
 
 
 class Machine:
-    """What launches kernels in the place of a GPU: public launches, and bare ones by address."""
+    """What launches kernels in the place of a GPU: public launches, and direct ones by address."""
 
     def __init__(self) -> None:
-        self.public = self.bare = 0
+        self.public = self.direct = 0
 
     def interpret(self, launch: Launch) -> None:
         cooperative = launch.options.get("launch_cooperative_grid")
@@ -67,7 +67,7 @@ class Machine:
     def launch(self, _device: Any, launch: Launch) -> str:
         return self.launch_public(None, launch)
 
-    def bare_launch(self, launch: Launch, compiled: Any, _device: Any) -> Bare:
+    def direct_launch(self, launch: Launch, compiled: Any, _device: Any) -> DirectLaunch:
         assert compiled == "compiled"
         tensors = [t for t in launch.arguments if isinstance(t, torch.Tensor)]
         likes = [t.new_empty(1) for t in tensors]
@@ -76,7 +76,7 @@ class Machine:
         rest = (*numbers, *launch.constants.values())
 
         def fire(programs: int, _y: int, _z: int, _stream: Any, _function: Any, *values: Any) -> None:
-            self.bare += 1
+            self.direct += 1
             pointers, others = values[: len(likes)], values[len(likes) :]
             assert others == rest
             for pointer, was in zip(pointers, aligned, strict=True):
@@ -85,7 +85,7 @@ class Machine:
             self.interpret(dataclasses.replace(launch, programs=programs, arguments=arguments))
 
         silent = types.SimpleNamespace(calls=[])
-        return Bare(fire, 0, (), launch.programs, rest, lambda _: 7, silent, silent)
+        return DirectLaunch(fire, 0, (), launch.programs, rest, lambda _: 7, silent, silent)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     for module in (run, tuned.calls.gru_cell.run, tuned.calls.gru_cell.prepare, tuned.calls.linear_cat.run):
         monkeypatch.setattr(module, "gpu_of", lambda _device: GPU)
     for module in (plan, tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
-        monkeypatch.setattr(module, "bare_launch", made.bare_launch)
+        monkeypatch.setattr(module, "direct_launch", made.direct_launch)
         monkeypatch.setattr(module, "_PLANS", {})
     for module in (tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
         monkeypatch.setattr(module, "launch_public", made.launch_public)

@@ -1,6 +1,6 @@
 """What the tests of RoPE's hot path share: CPU tensors that take the way of GPU tensors, and a watch on every launch.
 
-A public launch stands for compiling. A bare launch is held against one derived afresh, without any cache, from the very
+A public launch stands for compiling. A direct launch is held against one derived afresh, without any cache, from the very
 tensors of the call that made it: the kernel, what it was compiled for, the grid, the pointers and the numbers.
 """
 
@@ -79,11 +79,11 @@ class Compiled:
         self.constants, self.options = dict(launch.constants), dict(launch.options)
 
     def run(self, *given: Any) -> None:
-        """A bare launch."""
+        """A direct launch."""
         programs, *grid, stream, function, metadata = given[:6]
         assert (grid, stream, function, metadata) == ([1, 1], STREAM, self.function, self.packed_metadata)
         assert given[6:9] == (None, None, None)
-        self.watch.bare_launch(self, programs, given[9:])
+        self.watch.direct_launch(self, programs, given[9:])
 
 
 class Watch:
@@ -91,7 +91,7 @@ class Watch:
 
     def __init__(self, genuine: Any) -> None:
         self.genuine = genuine
-        self.public = self.bare = 0
+        self.public = self.direct = 0
         self.interpreted = False
         self.listeners = types.SimpleNamespace(calls=[]), types.SimpleNamespace(calls=[])
         self._under_way = threading.local()
@@ -112,9 +112,9 @@ class Watch:
         self._execute(part, spec, call)
         return part, Compiled(self, part)
 
-    def bare_launch(self, compiled: Compiled, programs: int, values: tuple[Any, ...]) -> None:
-        """Hold a bare launch against a fresh one, then do what it would."""
-        self.bare += 1
+    def direct_launch(self, compiled: Compiled, programs: int, values: tuple[Any, ...]) -> None:
+        """Hold a direct launch against a fresh one, then do what it would."""
+        self.direct += 1
         given, settings = self._under_way.stack[-1]
         try:
             prepared = prepare(given, settings, make_out=torch.empty_like)
@@ -212,9 +212,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     monkeypatch.setattr(tuned.launching.plan, "_specialised", specialised)
     # A GPU is not waited for, so the values of positions are not seen.
     monkeypatch.setattr(tuned.calls.rope.arguments, "_values_reach", lambda *_: None)
-    # What tuned.launching.plan.bare_launch asks of the device and of Triton.
+    # What tuned.launching.plan.direct_launch asks of the device and of Triton.
     monkeypatch.setattr(tuned.launching.plan, "hooks", lambda: made.listeners)
-    monkeypatch.setattr(tuned.launching.plan, "bare_supported", lambda _device: True)
+    monkeypatch.setattr(tuned.launching.plan, "direct_supported", lambda _device: True)
     monkeypatch.setattr(tuned.launching.plan, "raw_stream", lambda: lambda _device: STREAM)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())

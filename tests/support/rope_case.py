@@ -161,7 +161,7 @@ def _angles(case: RopeCase, rows: int, draw: torch.Generator) -> tuple[list[Any]
     width = spec.rotary_dim if spec.angle_entries == "feature" else spec.rotary_dim // 2
     shape = (case.batch, rows, width) if spec.angles_per_batch else (rows, width)
     radians = torch.randn(shape, generator=draw, dtype=torch.float64) * case.angle_scale
-    values = [radians] if spec.takes_sine else [radians.cos(), radians.sin()]
+    values = [radians] if spec.computes_sincos else [radians.cos(), radians.sin()]
     dtype = getattr(torch, spec.angle_dtype)
     if case.angle_view == "halves":  # cosines and sines of one cache
         base = guarded((rows, 2 * width), dtype, DEVICE)
@@ -196,7 +196,7 @@ def _turns(case: RopeCase, taken: list[np.ndarray]) -> tuple[np.ndarray, np.ndar
         radians = oracle.radians_at(taken[0][0], positions)
         cos, sin = np.cos(radians), np.sin(radians)
     else:
-        tables = (np.cos(taken[0]), np.sin(taken[0])) if spec.takes_sine else taken
+        tables = (np.cos(taken[0]), np.sin(taken[0])) if spec.computes_sincos else taken
         cos, sin = (oracle.rows_at(table, positions) for table in tables)
     return cos * case.scaling, sin * case.scaling * (-1 if spec.conjugate else 1)
 
@@ -252,7 +252,7 @@ def build(case: RopeCase) -> Built:
         x=x,
         out=out,
         cos=views[0],
-        sin=None if spec.takes_sine else views[1],
+        sin=None if spec.computes_sincos else views[1],
         seq=case.seq,
         batch=1 if spec.layout == "thd" else case.batch,
         angle_rows=rows,

@@ -101,7 +101,7 @@ def test_a_row_that_does_not_count_says_why(tmp_path: Path) -> None:
     save_winner(winner(PROBLEM.name, digests=stale), tmp_path)
     text = words(call("--out", str(tmp_path), "explain", PROBLEM.name))
     assert "on test_gpu, nearest size:" in text
-    assert "state stale, it does not count: another text of gru_gates_bias_inplace" in text
+    assert "state stale, it does not count: the source of gru_gates_bias_inplace changed since it was measured" in text
     other = {**ENVIRONMENT, "method": "by the clock on the wall"}
     save_winner(winner(PROBLEM.name, environment=other), tmp_path)
     assert "stale, it does not count: the timing method was by the clock" in words(

@@ -1,7 +1,7 @@
-"""Errors of what checks arguments, told from those of what runs afterwards.
+"""Tell errors of argument checks from errors of what runs afterwards.
 
-PyTorch's modules, and its functions while they are patched, raise errors of their own for the same arguments: what our
-checks refuse there is PyTorch's to answer.
+PyTorch's modules, and its functions while they are patched, raise their own errors for wrong arguments. So a call there
+that our checks refuse is passed on to PyTorch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MARK = "refused_by_tuned"
 
 
 def refuses(check: Callable[..., T]) -> Callable[..., T]:
-    """``check``, whose TypeError and ValueError say that arguments are not allowed: ``was_refused`` knows them."""
+    """``check``, with its TypeErrors and ValueErrors marked, so that ``was_refused`` is true for them."""
 
     @functools.wraps(check)
     def checked(*args: Any, **kwargs: Any) -> T:
@@ -31,5 +31,5 @@ def refuses(check: Callable[..., T]) -> Callable[..., T]:
 
 
 def was_refused(error: Exception) -> bool:
-    """Whether an error says that arguments are not allowed, and so nothing has run."""
+    """Whether an error comes from an argument check, so that nothing has run."""
     return getattr(error, _MARK, False)

@@ -2,11 +2,11 @@
 
 They differ from theirs in four ways:
 
-* Positions outside the table: theirs leaves tokens past its end unrotated and reads memory before its start. Here an
-  error where it can be seen without asking the device, NaN where not.
-* In place, a leaf that requires grad is refused with RuntimeError, before any write; others are tracked by autograd, in
-  what is returned and in what was given alike. A backward never overwrites the gradient that it is given.
-* Every size of head is taken, not 256 features at most, and cos and sin may be of another dtype than x.
+* Positions outside the table: theirs leaves tokens past its end unrotated and reads memory before its start. Here they are
+  an error if that is known without synchronizing with the GPU, and give NaN otherwise.
+* In place, a leaf that requires grad is refused with RuntimeError, before any write. For other tensors autograd tracks the
+  write, in the result and in the argument alike. A backward never overwrites the gradient that it gets.
+* head_dim may be above 256, and cos and sin may have another dtype than x.
 * max_seqlen may be left out.
 """
 
@@ -36,11 +36,11 @@ def apply_rotary_emb(  # noqa: PLR0913 - the arguments of flash-attention
 
     Args:
         x: ``[batch, seqlen, heads, head_dim]``, or ``[tokens, heads, head_dim]`` with cu_seqlens; any strides.
-        cos: ``[rows, rotary_dim / 2]``, one entry a pair, any float dtype.
+        cos: ``[rows, rotary_dim / 2]``, one entry per pair, any float dtype.
         sin: like cos.
         interleaved: pairs are features (2 j, 2 j + 1), GPT-J; otherwise (j, j + rotary_dim / 2), GPT-NeoX.
         inplace: overwrite x and return it.
-        seqlen_offsets: added to the positions: an int, or int32 or int64 ``[batch]``, one a sequence.
+        seqlen_offsets: added to the positions: an int, or int32 or int64 ``[batch]``, one per sequence.
         cu_seqlens: int32 ``[batch + 1]``, where packed sequences start.
         max_seqlen: their longest length; checked against cos. Read with cu_seqlens only.
 
@@ -81,18 +81,18 @@ def apply_rotary_emb_qkv_(  # noqa: PLR0913 - the arguments of flash-attention
 ) -> torch.Tensor:
     """Rotate q and k in place in a packed qkv; v is not touched.
 
-    One launch, or one each for q and k where they have tables of their own or lie apart in memory.
+    It is one launch, or one each for q and k if k has its own table or their heads are not contiguous in memory.
 
     Args:
         qkv: ``[batch, seqlen, 3, heads, head_dim]``, or ``[batch, seqlen, num_heads_q + 2 * num_heads_k, head_dim]``;
             any strides.
-        cos: ``[rows, rotary_dim / 2]``, one entry a pair, any float dtype.
+        cos: ``[rows, rotary_dim / 2]``, one entry per pair, any float dtype.
         sin: like cos.
         cos_k: cosines for k, if others than those for q (XPos).
         sin_k: sines for k.
         interleaved: pairs are features (2 j, 2 j + 1); otherwise (j, j + rotary_dim / 2).
         seqlen_offsets: added to the positions: an int, or int32 or int64 ``[batch]``.
-        num_heads_q: how many heads are of q; needed where qkv has four axes, not read where it has five.
+        num_heads_q: the number of q's heads; required if qkv has four axes, ignored if it has five.
 
     Returns:
         qkv itself. Differentiable in it.
@@ -115,7 +115,7 @@ def apply_rotary_emb_qkv_(  # noqa: PLR0913 - the arguments of flash-attention
             kv_heads=kv_heads,
         )
     cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
-    # Checked before q is written; all else about them is checked with cos and sin.
+    # Checked here, before q is written; with these equal, the checks of cos and sin cover the rest.
     for name, table in (("cos_k", cos_k), ("sin_k", sin_k)):
         if (table.shape, table.dtype, table.device) != (cos.shape, cos.dtype, cos.device):
             raise ValueError(
@@ -142,7 +142,7 @@ def apply_rotary_emb_kv_(
 
     Args:
         kv: ``[batch, seqlen, 2, heads, head_dim]``.
-        cos: ``[rows, rotary_dim / 2]``, one entry a pair, any float dtype.
+        cos: ``[rows, rotary_dim / 2]``, one entry per pair, any float dtype.
         sin: like cos.
         interleaved: pairs are features (2 j, 2 j + 1); otherwise (j, j + rotary_dim / 2).
         seqlen_offsets: added to the positions: an int, or int32 or int64 ``[batch]``.
@@ -161,12 +161,12 @@ def apply_rotary_emb_kv_(
 
 
 def _side_by_side(qkv: torch.Tensor) -> bool:
-    """Whether one axis can hold the heads of q, k and v, [batch, seqlen, 3, heads, head_dim]."""
+    """Whether the heads of q, k and v of [batch, seqlen, 3, heads, head_dim] can be one axis of a view."""
     return qkv.stride(2) == qkv.shape[3] * qkv.stride(3)
 
 
 def _kv_heads(qkv: torch.Tensor, num_heads_q: int | None) -> int | None:
-    """How many heads k has in a qkv of four axes; None for one of five, which says so itself."""
+    """The number of k's heads in a qkv of four axes; None for a qkv of five."""
     if qkv.ndim == PACKED_DIMS and qkv.shape[2] == 3:  # noqa: PLR2004 - q, k and v
         return None
     if qkv.ndim != PACKED_DIMS - 1:
@@ -175,9 +175,9 @@ def _kv_heads(qkv: torch.Tensor, num_heads_q: int | None) -> int | None:
             f"[batch, seqlen, num_heads_q + 2 * num_heads_k, head_dim], got {list(qkv.shape)}"
         )
     if num_heads_q is None:
-        raise ValueError("qkv with four axes needs num_heads_q: how many of its heads are of q")
+        raise ValueError("qkv with four axes needs num_heads_q, the number of q's heads")
     rest = qkv.shape[2] - num_heads_q
-    kv_heads = rest // 2  # torch.compile takes no divmod of a size that it keeps open
+    kv_heads = rest // 2  # torch.compile does not trace divmod of a dynamic size
     if rest % 2 or num_heads_q < 1 or kv_heads < 1:
         raise ValueError(
             "num_heads_q must be positive and leave an even and positive number of heads for k and v, "

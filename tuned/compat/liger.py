@@ -2,11 +2,10 @@
 
 They differ from theirs in three ways:
 
-* Never in place: theirs overwrites q and k where a token's heads lie side by side in memory, and leaves them alone where
-  they do not, so that callers can rely on what is returned only. A caller that is short of memory has
-  ``tuned.dispatch.rope_qk(..., inplace=True)``.
-* float32 arithmetic and one rounding; theirs computes in the dtype of cos, bfloat16 in most models.
-* What theirs would rotate wrongly is refused: an unsqueeze_dim other than 1, and cos narrower or wider than a head.
+* It is never in place. Theirs overwrites q and k if the heads of a token are contiguous in memory, and not otherwise, so
+  that callers can rely only on the result. To save memory, call ``tuned.dispatch.rope_qk(..., inplace=True)``.
+* It computes in float32 and rounds once; theirs computes in the dtype of cos, bfloat16 in most models.
+* It refuses what theirs would rotate wrongly: an unsqueeze_dim other than 1, and cos narrower or wider than a head.
 """
 
 from __future__ import annotations
@@ -93,13 +92,13 @@ def liger_rotary_pos_emb_vision(
 
 
 def _first_half(angles: torch.Tensor, head_dim: int, name: str) -> torch.Tensor:
-    """One entry a pair: [seq, head_dim / 2], or [batch, seq, head_dim / 2] where sequences differ."""
+    """One entry per pair: [seq, head_dim / 2], or [batch, seq, head_dim / 2] where sequences differ."""
     if angles.shape[-1] != head_dim:
         raise ValueError(
-            f"{name} must have head_dim={head_dim} entries a token, got {angles.shape[-1]}; to rotate a part of each head, "
+            f"{name} must have head_dim={head_dim} entries per token, got {angles.shape[-1]}; to rotate a part of each head, "
             "call tuned.dispatch.rope_qk"
         )
     half = head_dim // 2
-    if angles.ndim == 3 and angles.shape[0] == 1:  # noqa: PLR2004 - one for the whole batch
+    if angles.ndim == 3 and angles.shape[0] == 1:  # noqa: PLR2004 - one table for the whole batch
         return angles[0, :, :half]
     return angles[..., :half]

@@ -1,7 +1,8 @@
-"""How a function ``apply_rotary_pos_emb`` rotates, found by calling it; and the same by ``tuned.dispatch.rope_qk``.
+"""Find how a function ``apply_rotary_pos_emb`` rotates, by calling it, and do the same with ``tuned.dispatch.rope_qk``.
 
-transformers has some two hundred functions of that name, and its models' remote code more. They differ in the pairs (halves
-of the features, or adjacent ones), in what cos and sin hold, in whether a head may be wider than these, and in the sign.
+transformers has about two hundred functions of that name, and remote code of models has more. They differ in the pairs
+(halves of the features, or adjacent features), in what cos and sin hold, in whether head_dim may exceed their width, and in
+the sign of the angle.
 """
 
 from __future__ import annotations
@@ -28,18 +29,20 @@ class Style:
     """How a function rotates."""
 
     interleaved: bool  # pairs are features (2 j, 2 j + 1); otherwise (j, j + half the width)
-    entries: str  # of cos and sin: "feature", each used; "half", the first half used, one a pair; "pair", one a pair
-    conjugate: bool = False  # by minus the angle
-    rotated: str | None = None  # of a head wider than the angles, the "first" or "last" features; None: there is none
+    entries: (
+        str  # of cos and sin: "feature", each used; "half", the first half used, one per pair; "pair", one per pair
+    )
+    conjugate: bool = False  # rotate by the negative angle
+    rotated: str | None = None  # "first" or "last" features if head_dim exceeds the angles; None: it may not
 
 
 def replacement(model: torch.nn.Module, namespace: dict[str, Any], name: str) -> Callable[..., Any] | str:
-    """A function like the one of this name in a modeling file, by ``rope_qk``; or why there is none.
+    """A function that does by ``rope_qk`` what the one of this name in a modeling file does, or why there is none.
 
-    Calls of shapes that ``rope_qk`` does not take go to the original.
+    Calls with shapes that ``rope_qk`` does not take go to the original.
     """
     original = namespace[name]
-    # What the kernels package decorated is a module, and may run a kernel by now: its class still has the function.
+    # The kernels package turns a decorated function into a module, which may run a kernel; its class has the function.
     plain = functools.partial(type(original).forward, original) if isinstance(original, torch.nn.Module) else original
     parameters = inspect.signature(plain).parameters.values()
     takes = tuple(
@@ -50,7 +53,7 @@ def replacement(model: torch.nn.Module, namespace: dict[str, Any], name: str) ->
         return f"it takes ({', '.join(takes)}), not (q, k, cos, sin, unsqueeze_dim) or (x, cos, sin, unsqueeze_dim)"
     style = _style_of(plain, make)
     if style is None:
-        return "it gives neither what halves nor what adjacent pairs turned by (cos, sin) give"
+        return "its results are those of rotating neither halves nor adjacent pairs by (cos, sin)"
     if style.entries == "feature" and not style.interleaved and _halves_are_equal(model, namespace):
         style = replace(style, entries="half")  # half the bytes of cos and sin
     return make(style, original)
@@ -59,12 +62,12 @@ def replacement(model: torch.nn.Module, namespace: dict[str, Any], name: str) ->
 def rotate(
     style: Style, q: torch.Tensor, k: torch.Tensor | None, angles: tuple[torch.Tensor, torch.Tensor], unsqueeze_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """The rotated tensors, out of place, or None where the shapes are others.
+    """The rotated tensors, out of place; None if the shapes are not these.
 
     Args:
-        style: how.
+        style: how to rotate.
         q: queries ``[b, h, s, d]``, or ``[b, s, h, d]`` with unsqueeze_dim 2; any strides.
-        k: keys, like q but for the number of heads, or None.
+        k: keys, like q except for the number of heads, or None.
         angles: cos and sin, ``[b or 1, s, width]``.
         unsqueeze_dim: the axis of heads, 1 or 2.
     """
@@ -103,7 +106,7 @@ def rotate(
 
 
 def _style_of(original: Callable[..., Any], make: Callable[..., Any]) -> Style | None:
-    """The style whose results are those of the function, on entries that are all different."""
+    """The style that gives the function's results on cos and sin with all entries different, or None."""
     for fields in itertools.product((False, True), ("feature", "half", "pair"), (False, True)):
         style = Style(*fields)
         if _agree(original, make, style, PROBE_DIM):
@@ -114,9 +117,9 @@ def _style_of(original: Callable[..., Any], make: Callable[..., Any]) -> Style |
 
 @torch.no_grad()
 def _agree(original: Callable[..., Any], make: Callable[..., Any], style: Style, head_dim: int) -> bool:
-    """Whether a style is that of a function: for q ``[2, 3, 5, head_dim]``, k ``[2, 1, 5, head_dim]``, and transposed."""
+    """Whether a style gives a function's results, for q ``[2, 3, 5, head_dim]``, k ``[2, 1, 5, head_dim]``, and transposed."""
     ours = make(style, original)
-    generator = torch.Generator("cpu").manual_seed(0)  # the caller's random numbers stay as they are
+    generator = torch.Generator("cpu").manual_seed(0)  # the caller's random state does not change
     width = PROBE_DIM // 2 if style.entries == "pair" else PROBE_DIM
 
     def random(*shape: int) -> torch.Tensor:
@@ -129,7 +132,7 @@ def _agree(original: Callable[..., Any], make: Callable[..., Any], style: Style,
         given = [t if unsqueeze_dim == 1 else t.transpose(1, 2) for t in tensors]
         try:
             wanted = original(*given, **angles, unsqueeze_dim=unsqueeze_dim)
-        except Exception:  # noqa: BLE001 - a stranger's function may raise anything at a shape that it is not for
+        except Exception:  # noqa: BLE001 - an unknown function may raise anything at an unexpected shape
             return False
         found = ours(*given, **angles, unsqueeze_dim=unsqueeze_dim)
         found, wanted = ((found,), (wanted,)) if one else (found, wanted)
@@ -141,7 +144,7 @@ def _agree(original: Callable[..., Any], make: Callable[..., Any], style: Style,
 
 
 def _halves_are_equal(model: torch.nn.Module, namespace: dict[str, Any]) -> bool:
-    """Whether every rotary embedding of a modeling file is in the model and gives cos and sin of two equal halves."""
+    """Whether all rotary embeddings of a modeling file are in the model and return cos and sin with two equal halves."""
     kinds = {kind for name, kind in namespace.items() if isinstance(kind, type) and name.endswith("RotaryEmbedding")}
     embeddings = [module for module in model.modules() if type(module) in kinds]
     found = {type(module) for module in embeddings}

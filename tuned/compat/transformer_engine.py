@@ -21,24 +21,24 @@ def apply_rotary_pos_emb(  # noqa: PLR0913 - the arguments of TransformerEngine
     """Rotate the first features of each head, out of place.
 
     Args:
-        t: ``[s, b, h, d]`` (sbhd), ``[b, s, h, d]`` (bshd) or ``[t, h, d]`` (thd), any strides; of this rank alone where
+        t: ``[s, b, h, d]`` (sbhd), ``[b, s, h, d]`` (bshd) or ``[t, h, d]`` (thd), any strides; only this rank's tokens if
             cp_size is above 1.
-        freqs: angles in radians, ``[s2, 1, 1, d2]`` with s2 >= s * cp_size and d2 <= d, one entry a feature; taken in
+        freqs: angles in radians, ``[s2, 1, 1, d2]`` with s2 >= s * cp_size and d2 <= d, one entry per feature; taken in
             float32.
         tensor_format: the axes of t.
         start_positions: int32 or int64 ``[b]`` (thd: ``[sequences]``), where each sequence starts; added to every
             position.
         interleaved: pairs are features (2 j, 2 j + 1); otherwise (j, j + d2 / 2).
-        fused: accepted and ignored: there is one implementation, and it takes every layout.
-        cu_seqlens: int32 ``[sequences + 1]``, of all ranks together; read for thd only, as there.
+        fused: accepted and ignored: there is one implementation, which takes every layout.
+        cu_seqlens: int32 ``[sequences + 1]``, of all ranks together; read for thd only, as theirs.
         cp_size: ranks of context parallelism; each holds two of 2 * cp_size chunks of every sequence.
         cp_rank: this rank: it holds chunks cp_rank and 2 * cp_size - 1 - cp_rank.
 
     Returns:
         A contiguous tensor like t. Differentiable in t, also with start_positions.
 
-    Positions that freqs has no row for are not read there but give NaN on a GPU, and an error where a shape or a CPU
-    tensor tells.
+    A position that freqs has no row for gives NaN on a GPU, without reading past freqs. It is an error if shapes or a CPU
+    tensor show it.
 
     Raises:
         TypeError, ValueError: an argument is not allowed; nothing has been written.

@@ -1,4 +1,4 @@
-"""Hugging Face transformers on tuned's RoPE kernels: a loaded model as it is, or a layer for the kernels package.
+"""Hugging Face transformers on tuned's RoPE kernels: for a loaded model, or as a layer for the kernels package.
 
     patch = use_tuned_rope(model)        # the model's own apply_rotary_pos_emb becomes tuned.dispatch.rope_qk
     ...
@@ -9,11 +9,11 @@
     register_kernel_layer()              # or, where transformers runs with the kernels package: the layer "rotary_pos_emb"
     kernels.kernelize(model, mode=kernels.Mode.TRAINING, device="cuda")
 
-What is replaced is ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)`` of the modeling files
-(transformers/models/*/modeling_*.py), which attention looks up there at each call. How each of them rotates is found by
+It replaces ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)`` of the modeling files
+(transformers/models/*/modeling_*.py), which attention looks up there at each call. How each function rotates is found by
 calling it on a few random numbers (``tuned.compat.rotary_style``); one that does something else is left alone.
 
-The arithmetic is float32 with one rounding to q's dtype, where a low-precision model rounds every product.
+The arithmetic is float32 with one rounding to q's dtype; a low-precision model itself rounds every product.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _replaced: dict[tuple[int, str], _Replaced] = {}  # by identity of the namespace
 def use_tuned_rope(model: torch.nn.Module) -> RopePatch:
     """Make a loaded model rotate q and k with ``tuned.dispatch.rope_qk``: in one launch, out of place.
 
-    What changes are its modeling files, so all models of these in the process are served, compiled ones after a
-    recompilation, until as many patches are undone as were made. Calls of shapes that the kernels do not take (cos without
-    a batch axis, q and k of different lengths) go to the model's own function.
+    It patches the modeling files, so it serves all models of these files in the process, compiled ones after a
+    recompilation, until every patch is undone. Calls with shapes that the kernels do not take (cos without a batch axis, q
+    and k of different lengths) go to the model's own function.
 
     Args:
         model: any module with attention from transformers inside; on any device, in any mode.
 
     Returns:
-        What undoes it: ``undo()``, or leaving a ``with`` block. Its ``functions`` are the full names of what was replaced;
-        its ``kept`` says of what was not, why.
+        The patch: ``undo()``, or leaving a ``with`` block, undoes it. ``functions`` are the full names of the replaced
+        functions; ``kept`` maps the others to the reason.
 
     Raises:
-        TypeError: model is no torch.nn.Module.
-        ValueError: no attention of this model can be served; the message names its class, and says why. Nothing changed.
+        TypeError: model is not a torch.nn.Module.
+        ValueError: no attention of this model can be served; the message names its class and the reason. Nothing changed.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself")
@@ -109,7 +109,7 @@ def register_kernel_layer(*device_types: str) -> None:
 
 
 def _rotary_calls(kind: type) -> Iterator[tuple[dict[str, Any], str]]:
-    """What the methods of a class look up to apply rotary embeddings: namespaces and names."""
+    """The functions that the methods of a class look up to apply rotary embeddings, as (namespace, name)."""
     for base in kind.__mro__[: kind.__mro__.index(torch.nn.Module)]:
         for method in vars(base).values():
             function = inspect.unwrap(method) if inspect.isfunction(method) else None
@@ -121,20 +121,20 @@ def _rotary_calls(kind: type) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _tried(model: torch.nn.Module, namespace: dict[str, Any], name: str) -> _Replaced:
-    """What stands for a function already, or would."""
+    """The existing replacement of a function, or a new one that is not installed yet."""
     known = _replaced.get((id(namespace), name))
     return known or _Replaced(namespace, name, namespace[name], replacement(model, namespace, name))
 
 
 @dataclass
 class _Replaced:
-    """A function of a modeling file."""
+    """A function of a modeling file and its replacement."""
 
-    namespace: dict[str, Any]  # of the file
+    namespace: dict[str, Any]  # the file's globals
     name: str
     original: Any
-    ours: Callable[..., Any] | str  # or why there is none
-    users: int = 0  # patches that are not undone
+    ours: Callable[..., Any] | str  # the replacement, or why there is none
+    users: int = 0  # patches that are not undone yet
 
     @property
     def where(self) -> str:
@@ -142,7 +142,7 @@ class _Replaced:
 
 
 class RopePatch:
-    """What ``use_tuned_rope`` did, and the way back."""
+    """What ``use_tuned_rope`` replaced, and how to undo it."""
 
     def __init__(self, replaced: tuple[_Replaced, ...], kept: dict[str, str]) -> None:
         self.functions = tuple(sorted(one.where for one in replaced))  # full names
@@ -179,10 +179,10 @@ class RopePatch:
 class RotaryPosEmb(torch.nn.Module):
     """The layer "rotary_pos_emb" of transformers, for the kernels package.
 
-    It turns the halves of q and k by cos and sin as wide as the head, as all that transformers names so do but three, for
-    which there is ``use_tuned_rope``: gpt-oss and the privacy filter, whose cos is half as wide, are refused; nanochat
-    turns by minus the angle, which a layer without a state cannot see. It has no method but forward, as kernels.kernelize
-    demands.
+    It rotates the halves of q and k by cos and sin as wide as the head. So do all layers of that name in transformers but
+    three, for which there is ``use_tuned_rope``: those of gpt-oss and the privacy filter, whose cos is half as wide, are
+    refused; nanochat's rotates by the negative angle, which a layer without state cannot know. It has no method but
+    forward, as kernels.kernelize requires.
     """
 
     has_backward = True
@@ -201,7 +201,7 @@ class RotaryPosEmb(torch.nn.Module):
             unsqueeze_dim: the axis of heads, 1 or 2.
 
         Raises:
-            ValueError: the shapes are others.
+            ValueError: the shapes are not these.
         """
         out = rotate(Style(interleaved=False, entries="feature"), q, k, (cos, sin), unsqueeze_dim)
         if out is None:
@@ -214,7 +214,7 @@ class RotaryPosEmb(torch.nn.Module):
 
 
 class _Repository:
-    """Where the kernels package gets the layer from: its protocol is ``load``."""
+    """A layer repository for the kernels package, whose protocol is ``load``."""
 
     def load(self) -> type[torch.nn.Module]:
         return RotaryPosEmb

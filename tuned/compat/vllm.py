@@ -1,7 +1,7 @@
 """The call of vllm-project/vllm, ``vllm._custom_ops.rotary_embedding``.
 
-It differs from theirs in three ways: positions may be int32, query and key may have other strides than one another, and
-an id past the cache gives NaN on a GPU (theirs reads past it) and an error on a CPU.
+It differs from theirs in three ways: positions may be int32; query and key may have different strides; and a position past
+the cache gives NaN on a GPU (theirs reads past it) and an error on a CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What GPU architectures offer, as far as the choice of a variant depends on it; 90 is compute capability 9.0, 0 is AMD's."""
+"""What the choice of a variant needs to know of GPU architectures; 90 is compute capability 9.0, 0 is AMD."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ PDL_CAPABILITY = 90  # griddepcontrol: PTX ISA, sm_90 and up
 SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 DESKTOP_SHARED_BYTES = 99 * 1024  # of compute capability 12
 OTHER_SHARED_BYTES = 64 * 1024  # AMD's CDNA 3, and what is not known
-LEAST_SHARED = (0, 120)  # capabilities: what fits these two fits all
+LEAST_SHARED = (0, 120)  # capabilities with the least shared memory: a variant that fits these two fits all
 
 
 def shared_limit(capability: int) -> int:

@@ -1,4 +1,4 @@
-"""Declare a knob where its field is: the choices it may take and the one it takes untuned."""
+"""Declare a knob where its field is: its choices, and its default, which it has if nothing was tuned."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def one_of(*choices: Any, default: Any) -> Any:
-    """A dataclass field that takes one of ``choices``, ``default`` when nothing is known.
+    """A dataclass field that takes one of ``choices``, and ``default`` if nothing is known.
 
     Raises:
         ValueError: if the default is not among the choices.
@@ -23,10 +23,10 @@ def choices(variant_type: type) -> dict[str, tuple[Any, ...]]:
 
 
 def undeclared(variant: Any) -> str | None:
-    """The sentence that says which value of ``variant`` is not a declared choice, or None."""
+    """A sentence that names the value of ``variant`` that is not a declared choice, or None."""
     for name, allowed in choices(type(variant)).items():
         value = getattr(variant, name)
-        # True == 1 in Python; a knob that means a number must not take a flag, nor the reverse.
+        # True == 1 in Python, but a numeric knob must not take a bool, nor the reverse.
         if not any(value == c and type(value) is type(c) for c in allowed):
             return f"{name} must be one of {allowed}, got {value!r}"
     return None

@@ -1,4 +1,4 @@
-"""A kernel family, as a record of functions: what dispatch and the generator both ask of it."""
+"""A kernel family as a record of functions, which dispatch and the generator both use."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from tuned.families.launch import Step
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What a family must answer; spec, size and variant are frozen dataclasses of the types named here."""
+    """What a family must provide; spec, size and variant are frozen dataclasses of the types named here."""
 
     name: str
     spec_type: type
     size_type: type
     variant_type: type
-    core_knobs: tuple[str, ...]  # what excludes a variant whatever the other knobs say
+    core_knobs: tuple[str, ...]  # if a rule excludes their values, it does so whatever the other knobs are
     # (spec, size or None, variant, capability, multiprocessors or None) -> why it is not tried, or None
     rejection: Callable[..., str | None]
     default_variant: Callable[..., Any]  # (spec, size or None) -> a legal variant for any spec
-    distance: Callable[[Any, Any], float]  # (spec, spec) -> how unlike for the choice of a variant, in octaves
-    adapt: Callable[[Any, Any, Any], Any]  # (variant, its spec, another) -> it, as the other should take it
-    fit: Callable[[Any, int], Any]  # (variant, capability) -> it, without what the architecture lacks
+    distance: Callable[[Any, Any], float]  # (spec, spec) -> distance for the choice of a variant, in octaves
+    adapt: Callable[[Any, Any, Any], Any]  # (variant, its spec, another spec) -> the variant for the other spec
+    fit: Callable[[Any, int], Any]  # (variant, capability) -> the variant, without what the architecture lacks
     kernel_names: Callable[[Any, Any], tuple[str, ...]]  # (spec, variant) -> modules in tuned.kernels, in order
-    launches: Callable[..., tuple[Step, ...]]  # (spec, variant, call) -> all that runs, in order
+    launches: Callable[..., tuple[Step, ...]]  # (spec, variant, call) -> all steps, in order
 
 
 def described(name: str, prefix: str, spec: Any, variant: Any, launches: Any) -> Family:
-    """The family whose types start with ``prefix`` and whose functions stand in three modules of its folder."""
+    """The family whose types start with ``prefix`` and whose functions are in three modules of its folder."""
     return Family(
         name=name,
         spec_type=getattr(spec, f"{prefix}Spec"),

@@ -1,4 +1,4 @@
-"""What one kernel launch is made of, before anything decides how to launch it."""
+"""What a call consists of: kernel launches, fills, GEMMs and copies, before anything decides how to launch them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Fill:
-    """Every bit of a tensor set to 0 or to 1, before a kernel that waits for another value."""
+    """Set every bit of a tensor to 0 or to 1, before a kernel that waits for another value."""
 
     tensor: Any
     bits: int  # 0 or -1
@@ -50,12 +50,12 @@ Step = Launch | Fill | Product | Copy
 
 
 def check_rows(**tensors: Any) -> None:
-    """Raise unless the elements of each row lie side by side, which kernels take for granted; None is no tensor.
+    """Check that the last stride of each tensor is 1, as the kernels assume; None is skipped.
 
-    Whoever makes a launch asks: a kernel that is given other strides reads other elements, without a word.
+    Every function that makes a launch calls it: with other strides a kernel would silently read the wrong elements.
 
     Raises:
-        ValueError: a last stride that is not 1.
+        ValueError: a last stride is not 1.
     """
     for name, tensor in tensors.items():
         if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:

@@ -1,4 +1,4 @@
-"""The families there are: folders of this package, each imported when it is asked for."""
+"""The families: the folders of this package, each imported when it is first used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tuned.families.family import Family
 
 
 class _Families(Mapping[str, Family]):
-    """Name -> family. A folder of this package is one, and its ``FAMILY`` describes it."""
+    """Name -> family. Each folder of this package is a family, described by its ``FAMILY``."""
 
     def __init__(self) -> None:
         self._names = tuple(module.name for module in pkgutil.iter_modules(tuned.families.__path__) if module.ispkg)

@@ -1,4 +1,4 @@
-"""Inputs in segments, for PyTorch's own operators, which take one tensor; the kernels read the segments where they lie."""
+"""Join input segments for PyTorch's own operators, which take one tensor; the kernels read segments without a copy."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ if TYPE_CHECKING:
 
 
 def joined(segments: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The segments in the last axis, one after another; a single one as it is."""
+    """The segments concatenated in the last axis; a single one as it is."""
     return segments[0] if len(segments) == 1 else torch.cat(tuple(segments), -1)

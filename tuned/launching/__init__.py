@@ -1,1 +1,1 @@
-"""Compiled kernels and how they are launched: plans of known calls, the launcher, overwriting, resident programs."""
+"""How compiled kernels are launched: the launchers, plans of known calls, overwriting, and limits on resident programs."""

@@ -1,8 +1,8 @@
-"""Launch compiled kernels: through Triton's public call, or by the compiled kernel's own C launcher.
+"""Launch kernels: through Triton's public launcher (``kernel[grid](...)``), or directly by the compiled kernel's launcher.
 
-A public launch costs about 10 us of Python, most of it to find out again what a dictionary hit has told already. The
-compiled kernel's ``run`` costs under 4. Its arguments differ between Triton versions, so it is tried once, on a tiny
-kernel whose result is known; where it does not do what it should, every launch is public.
+A public launch costs about 10 us of Python, most of it to find the compiled kernel, which a dictionary lookup has found
+already. The compiled kernel's ``run`` costs less than 4 us. Its arguments differ between Triton versions. So it is probed
+once per device, on a tiny kernel whose result is known; if the result is wrong, every launch is public.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
     from tuned.families.launch import Step
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes -> as what bits are seen
+INTEGERS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # item size in bytes -> dtype that shows the bits
 
 
 @functools.cache
@@ -37,14 +42,14 @@ def kernel(name: str) -> Any:
 
 
 def launch_public(function: Any, launch: Launch) -> Any:
-    """Launch through Triton's public call; returns the compiled kernel."""
+    """Launch through Triton's public launcher; returns the compiled kernel."""
     return function[(launch.programs,)](*launch.arguments, **launch.constants, **launch.options)
 
 
 def run_step(step: Step, launch: Callable[[Launch], Any] | None = None) -> None:
-    """Run one step of a call on the current stream, a kernel by ``launch``: by default the committed one, publicly.
+    """Run one step of a call on the current stream. Kernels run by ``launch``; by default the committed one, publicly.
 
-    None of it waits, allocates or gives a gradient, so all of it can be captured in a CUDA graph.
+    It does not synchronize with the GPU, allocate or compute gradients, so it can be captured in a CUDA graph.
 
     Raises:
         ModuleNotFoundError: the kernel does not ship with the package.
@@ -64,14 +69,14 @@ def run_step(step: Step, launch: Callable[[Launch], Any] | None = None) -> None:
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor of any strides, as integers of its width."""
+    """A view of a tensor, of any strides, as integers of the same item size."""
     return tensor.view(INTEGERS[tensor.element_size()])
 
 
-def bare_supported(device: int) -> bool:
-    """Whether a compiled kernel's own launcher does here what a public launch does; tried once a device.
+def direct_supported(device: int) -> bool:
+    """Whether a direct launch does what a public launch does on a device; probed once per device.
 
-    False when TUNED_DISPATCH=safe, and, until it was tried, while a CUDA graph is captured.
+    False if TUNED_DISPATCH=safe. Also False during CUDA graph capture, unless the device was probed before.
     """
     known = _PROBED.get(device)
     if known is None:
@@ -81,7 +86,7 @@ def bare_supported(device: int) -> bool:
     return known
 
 
-PROBE_KERNEL = "rope_table"  # small, and its result is known
+PROBE_KERNEL = "rope_table"  # small, and its result is easy to check
 _PROBED: dict[int, bool] = {}
 
 
@@ -96,20 +101,20 @@ def _probe(device: int) -> bool:
         wanted = torch.stack((cos, sin)).clone()
         cos.zero_()
         sin.zero_()
-        bare(compiled, device)(
+        direct_launcher(compiled, device)(
             1, (freqs.data_ptr(), cos.data_ptr(), sin.data_ptr(), *arguments[3:], *constants.values())
         )
         return bool(torch.equal(torch.stack((cos, sin)), wanted)) and bool(wanted.any())
-    except (TypeError, ValueError, AttributeError, SystemError, ImportError):  # another version's launcher
+    except (TypeError, ValueError, AttributeError, SystemError, ImportError):  # the launcher of another Triton version
         return False
 
 
-def bare(compiled: Any, device: int) -> Callable[[int, tuple[Any, ...]], None]:
-    """``launch(programs, values)`` of a compiled kernel on the current stream of ``device``.
+def direct_launcher(compiled: Any, device: int) -> Callable[[int, tuple[Any, ...]], None]:
+    """A function ``launch(programs, values)`` that launches a compiled kernel on the current stream of ``device``.
 
-    ``values`` are all arguments and constants in the order of the signature; tensors may be given by address. Nothing
-    is checked: the values must be of the kind that the kernel was compiled for. Whether the launch is cooperative, and
-    whether it depends on the one before, is what the kernel was compiled with: ``run`` reads it there (Triton 3.6, 3.7).
+    ``values`` are all arguments and constants in the order of the signature; a tensor may be given by its address. Nothing
+    is checked: the values must match what the kernel was specialised on. Cooperative launch and programmatic dependent
+    launch follow from the compile options, which ``run`` reads from the kernel (Triton 3.6, 3.7).
     """
     run, head = unwrapped(compiled)
     function, stream_of = compiled.function, raw_stream()
@@ -121,7 +126,7 @@ def bare(compiled: Any, device: int) -> Callable[[int, tuple[Any, ...]], None]:
 
 
 class _StandIn:
-    """What a launcher's Python is asked with in place of itself: it has all that it has, and keeps what it would launch."""
+    """Stands for ``self`` in a launcher's ``__call__``: it records the arguments of the C function instead of launching."""
 
     def __init__(self, genuine: Any) -> None:
         self._genuine = genuine
@@ -137,15 +142,15 @@ class _StandIn:
 def unwrapped(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     """(run, head) such that ``run(programs, 1, 1, stream, compiled.function, *head, *values)`` launches a kernel.
 
-    A compiled kernel's ``run`` is an object of Python, which adds what it knows of the kernel to its arguments and calls
-    one function of C. That takes more than a microsecond, and adds the same each time; so it is asked twice, with another
-    grid, stream and values, what it would call. Where it adds anything else than constants, ``run`` is what there is.
+    A compiled kernel's ``run`` is a Python object that adds arguments of its own and calls one C function. That takes more
+    than a microsecond, and what it adds is the same each time. So it is called twice with a stand-in, with different
+    grids, streams and values, to see what it would pass on. If it adds anything but constants, ``run`` itself is returned.
     """
     run, function = compiled.run, compiled.function
     head = (compiled.packed_metadata, None, None, None)
     wrapper = type(run).__call__
     scratch = (getattr(run, f"{kind}_scratch_size", 0) for kind in ("global", "profile"))
-    if not inspect.isfunction(wrapper) or any(scratch):  # which it allocates for each launch
+    if not inspect.isfunction(wrapper) or any(scratch):  # scratch memory is allocated for each launch
         return run, head
     stand_in, middles = _StandIn(run), []
     try:
@@ -173,9 +178,9 @@ def unwrapped(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
 
 @functools.cache
 def raw_stream() -> Callable[[int], int]:
-    """Device -> handle of its current stream, the way Triton itself asks: 0.05 us.
+    """The function from a device index to the handle of its current stream, as Triton itself asks for it: 0.05 us.
 
-    torch.cuda.current_stream().cuda_stream takes 3.
+    torch.cuda.current_stream().cuda_stream takes 3 us.
     """
     from triton.runtime import driver  # noqa: PLC0415 - Triton is imported at the first GPU call
 
@@ -184,7 +189,7 @@ def raw_stream() -> Callable[[int], int]:
 
 @functools.cache
 def hooks() -> tuple[Any, Any] | None:
-    """The chains of functions that listen to launches (profilers); None where this Triton keeps them another way."""
+    """Triton's chains of launch hooks (enter, exit), which profilers use; None if this Triton keeps them another way."""
     from triton import knobs  # noqa: PLC0415
 
     chains = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook

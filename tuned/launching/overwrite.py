@@ -1,4 +1,4 @@
-"""When a tensor may be written over, and how autograd is told."""
+"""When a tensor may be overwritten, and how autograd learns of it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-# The function under torch.autograd.graph.increment_version takes half a microsecond less; not every torch has it.
+# What torch.autograd.graph.increment_version calls; it saves half a microsecond. Not every torch version has it.
 _increment: Callable[[Any], None] = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)  # noqa: SLF001
 
 
 def bump_versions(x: torch.Tensor, key: torch.Tensor | None = None) -> None:
-    """Tell autograd that tensors have changed, so that a node which kept an old value says so instead of being wrong."""
+    """Tell autograd that tensors have changed, so that a node that saved an old value raises instead of being wrong."""
     try:
         _increment((x,) if key is None else (x, key))
-    except RuntimeError:  # inference tensors have no version, and not every torch leaves them out
+    except RuntimeError:  # inference tensors have no version counter, and not every torch version skips them
         for t in (x, key):
             if t is not None and not t.is_inference():
                 torch.autograd.graph.increment_version(t)
@@ -26,7 +26,7 @@ def refuse_overwrite(x: torch.Tensor) -> None:
     if not torch.is_grad_enabled() or not x.requires_grad:
         return
     base = x._base if x._is_view() else x  # noqa: SLF001 - no public way to ask
-    # A leaf may be a view too: of a base that requires none.
+    # A leaf may also be a view, of a base that requires no grad.
     if x.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
         raise RuntimeError(
             "x is a leaf that requires grad, or a view of one: overwriting it would lose the value its gradient belongs "

@@ -1,4 +1,4 @@
-"""What a hot path holds of a compiled kernel: decided once, then one C call a launch."""
+"""What plans share: the modes and tensor traits that a call's key holds, and direct launches of one C call each."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from tuned.launching.launcher import bare_supported, hooks, kernel, raw_stream, unwrapped
+from tuned.launching.launcher import direct_supported, hooks, kernel, raw_stream, unwrapped
 
 if TYPE_CHECKING:
     from tuned.families.launch import Launch
 
-MAX_PLANS = 4096  # properties of calls remembered: a decode loop needs a handful, each new length one more
+MAX_PLANS = 4096  # plans per table: a decode loop needs a handful, and one more for each new length
 
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # noqa: SLF001 - 0.05 us, the public one 0.2
 _autocast = torch.is_autocast_enabled
-# What listens to operators, and would miss a launch: FakeTensorMode, tracers, FlopCounterMode.
+# Number of active dispatch modes, which a launch would bypass: FakeTensorMode, tracers, FlopCounterMode.
 listeners: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # noqa: SLF001
 tracing: Callable[[], Any] = torch._C._get_tracing_state  # noqa: SLF001 - of torch.jit
 
 
 def modes(device: int) -> tuple[Any, ...] | None:
-    """What a call depends on beside its arguments; None where something follows operators and would miss a launch.
+    """What a call depends on besides its arguments; None if a launch would bypass torch.func, tracing or dispatch modes.
 
-    ``device`` is that of its tensors, as ``get_device()`` gives it: where they are on no GPU, none is asked for, which
-    would initialise CUDA and keep the children of this process from using it.
+    ``device`` is ``get_device()`` of its tensors. If they are not on a GPU, the current device is not asked for: that
+    would initialise CUDA, which forked children of this process could then not use.
     """
     if forward_ad._current_level >= 0 or transforms_active() or tracing() is not None or listeners():  # noqa: SLF001
         return None
@@ -37,22 +37,23 @@ def modes(device: int) -> tuple[Any, ...] | None:
 
 
 def traits(t: torch.Tensor) -> tuple[Any, ...]:
-    """All of one tensor that a compiled kernel, or the way to it, may depend on where no gradient is needed."""
+    """All properties of a tensor that a compiled kernel, or the path to it, may depend on if no gradient is needed."""
     return type(t), t.dtype, t.shape, t.stride(), t.data_ptr() & 15, t.get_device()
 
 
 def may_be_negative(t: torch.Tensor) -> bool:
-    """Whether a tensor with these strides may be the imaginary part of a conjugate: PyTorch negates it when it reads.
+    """Whether strides allow that a tensor is the imaginary part of a conjugated one, which PyTorch negates lazily.
 
-    Kernels read memory as it is. To ask every tensor of every call takes longer than to ask those that may be.
+    Kernels read memory as it is. Calling ``is_neg()`` for every tensor of every call would cost more than calling it only
+    for those with such strides.
     """
     return all(step % 2 == 0 for step, length in zip(t.stride(), t.shape, strict=True) if length > 1)
 
 
 def unless_negative(plan: Callable[..., Any], tensors: Iterable[torch.Tensor | None], given: Callable[..., Any]) -> Any:
-    """The plan of a call of these tensors; if one may be negative, a plan that gives None where one is.
+    """``plan``; if one of ``tensors`` may have the negative bit, a plan that returns None when one has it.
 
-    ``given(*arguments)`` are the tensors of a call of the plan.
+    ``given(*arguments)`` are the tensors among the arguments of the plan.
     """
     if not any(t is not None and may_be_negative(t) for t in tensors):
         return plan
@@ -63,12 +64,12 @@ def unless_negative(plan: Callable[..., Any], tensors: Iterable[torch.Tensor | N
     return asked
 
 
-class Bare(NamedTuple):
-    """All that a launch by the compiled kernel's own launcher takes, but the stream and the pointers; no tensors.
+class DirectLaunch(NamedTuple):
+    """All that a direct launch takes except the stream and the pointers; it holds no tensors.
 
-    ``run(programs, 1, 1, stream_of(device), function, *head, *pointers, *rest)``: the pointers in the order of the
-    kernel's signature, which has them all before its numbers. They must be aligned as those of the launch were, and while
-    a profiler listens (``enter.calls or leave.calls``) the launch should be public instead.
+    Launch with ``run(programs, 1, 1, stream_of(device), function, *head, *pointers, *rest)``. The pointers are in the
+    order of the kernel's signature, which has them all before its numbers, and must have the 16-byte alignment of those
+    that the kernel was compiled for. If a profiler has launch hooks (``enter.calls or leave.calls``), launch publicly.
     """
 
     run: Callable[..., None]
@@ -81,22 +82,22 @@ class Bare(NamedTuple):
     leave: Any
 
 
-def bare_launch(launch: Launch, compiled: Any, device: int) -> Bare | None:
-    """The bare launch of a kernel that was compiled by a public one, or None where this Triton or device has none."""
+def direct_launch(launch: Launch, compiled: Any, device: int) -> DirectLaunch | None:
+    """The direct launch of a kernel that a public launch compiled; None if it must use Triton's public launcher."""
     listening = hooks()
-    if listening is None or torch.cuda.current_device() != device or not bare_supported(device):
+    if listening is None or torch.cuda.current_device() != device or not direct_supported(device):
         return None
     numbers = (v for v in launch.arguments if not isinstance(v, torch.Tensor))
     rest = (*numbers, *launch.constants.values())
     run, head = unwrapped(compiled)
-    return Bare(run, compiled.function, head, launch.programs, rest, raw_stream(), *listening)
+    return DirectLaunch(run, compiled.function, head, launch.programs, rest, raw_stream(), *listening)
 
 
 def specialisation(launch: Launch) -> tuple[Any, ...]:
-    """What Triton compiles a kernel anew for, of a launch's arguments: types, 16-byte alignment, and numbers' kinds.
+    """What Triton specialises a kernel on, of a launch's arguments.
 
-    A number of a parameter that is not specialised tells its width alone; of any other also whether it is 1, and
-    whether 16 divides it.
+    For a tensor: its dtype and 16-byte alignment. For an int: whether it needs 64 bits and, unless the parameter is
+    do_not_specialize, whether it is 1 and whether 16 divides it.
     """
     kinds: list[Any] = []
     for value, specialised in zip(launch.arguments, _specialised(launch.kernel), strict=False):
@@ -116,7 +117,7 @@ def _specialised(name: str) -> tuple[bool, ...]:
 
 
 def remember(plans: dict[Any, Any], key: Any, plan: Any) -> None:
-    """Keep a plan; a table that grew to MAX_PLANS starts anew."""
+    """Keep a plan; a table that has MAX_PLANS is emptied first."""
     if len(plans) >= MAX_PLANS:
         plans.clear()
     plans[key] = plan

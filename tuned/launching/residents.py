@@ -1,8 +1,8 @@
-"""How many programs may wait for each other: fewer than a GPU's multiprocessors where a process is given a part of them.
+"""How many programs may wait for each other: fewer than a GPU's multiprocessors if a process has only a part of them.
 
-A program that waits must run beside those that it waits for, so such a launch is cooperative and has at most as many
-programs as multiprocessors. A green context has fewer than its GPU says, and only the driver knows: it is asked where a
-call is decided. Where it cannot be asked, the launch that fails tells, and is not tried again there.
+A program that waits for others must be resident together with them. So such a launch is cooperative, with at most one
+program per multiprocessor. A green context has fewer multiprocessors than its GPU reports, and only the driver knows how
+many: it is asked when a call is decided. If it cannot be asked, the first launch that fails tells, and is not repeated.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from tuned.launching.launcher import raw_stream
 
 TOO_LARGE = "too many blocks in cooperative launch"  # cuGetErrorString(CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE)
 SM_RESOURCE = 1  # CU_DEV_RESOURCE_TYPE_SM
-RESOURCE_BYTES = 512  # of a CUdevResource, and more: 144 in CUDA 12
-SM_COUNT_OFFSET = 96  # of sm.smCount in it: the type, 92 bytes of padding, the union
+RESOURCE_BYTES = 512  # at least sizeof(CUdevResource), which is 144 in CUDA 12
+SM_COUNT_OFFSET = 96  # offset of sm.smCount in a CUdevResource: after the type (4 bytes) and 92 bytes of padding
 
-MAX_PLACES = 1024  # streams and contexts remembered
+MAX_PLACES = 1024  # (device, context, stream) triples remembered
 
-_PLACES: dict[tuple[int, int, int], int | None] = {}  # (device, context, stream) -> what ``allowed`` says there
-_SEEN: list[int] = []  # limits that were met: empty in nearly every process, which a hot path asks for first
+_PLACES: dict[tuple[int, int, int], int | None] = {}  # (device, context, stream) -> what ``allowed`` returns there
+_SEEN: list[int] = []  # the first limit that was met; empty in nearly every process, so the hot path looks here first
 
 
 def too_large(error: BaseException) -> bool:
-    """Whether a launch failed because its programs cannot all run at once; nothing has run then."""
+    """Whether a launch failed because its programs cannot all be resident; then nothing has run."""
     return isinstance(error, RuntimeError) and TOO_LARGE in str(error)
 
 
 def forbid(device: int) -> None:
-    """Remember that a launch of waiting programs was too large on the current stream of a device."""
+    """Remember that a cooperative launch was too large for the current stream of a device."""
     _note(_here(device), 1)
 
 
 def place(device: int) -> Any:
-    """What the choice of a variant depends on beside its device: False until a limit was met anywhere."""
+    """What the choice of a variant depends on besides its device; False until a limit was met anywhere."""
     return bool(_SEEN) and allowed(device)
 
 
 def allowed(device: int) -> int | None:
-    """How many programs may wait for each other on the current stream of a device; None if as many as it says itself.
+    """How many programs may wait for each other on the current stream of a device; None if the device sets the limit.
 
-    1 where a launch has failed although the driver had allowed it. A handle that the driver gives out once more may
-    bring an old answer: a smaller variant than would do, or a launch that fails and is made again.
+    It is 1 where a launch failed although the driver had allowed it. The driver may reuse the handle of a stream or
+    context, and then the answer may be old: the variant is smaller than needed, or a launch fails and is repeated.
     """
     if _driver() is None and not _SEEN:
         return None
@@ -53,7 +53,7 @@ def allowed(device: int) -> int | None:
     if here not in _PLACES:
         limit = _multiprocessors(device)
         if limit is None and _SEEN and torch.cuda.is_current_stream_capturing():
-            # Nothing may fail while a graph is captured, and that is on a stream of its own: as others of this context.
+            # No launch may fail during graph capture, which has its own stream: take the limit of this context's others.
             return min((n for p, n in _PLACES.items() if p[:2] == here[:2] and n is not None), default=None)
         _note(here, limit)
     return _PLACES[here]
@@ -76,7 +76,7 @@ def _here(device: int) -> tuple[int, int, int]:
 
 
 def _multiprocessors(device: int) -> int | None:
-    """Those of the green context that the current stream, or else the current context, belongs to."""
+    """Multiprocessors of the current stream's green context, or else of the current context; None if all of the GPU's."""
     driver = _driver()
     if driver is None:
         return None
@@ -100,7 +100,7 @@ def _multiprocessors(device: int) -> int | None:
 
 @functools.cache
 def _driver() -> Any:
-    """CUDA's driver, if it is there and knows green contexts (12.4)."""
+    """The CUDA driver library, or None if it is missing or has no green contexts (CUDA 12.4)."""
     if torch.version.hip or not torch.cuda.is_available():
         return None
     try:

@@ -1,4 +1,4 @@
-"""One home for what a GPU is called in file names."""
+"""The name of a GPU in file names, defined in one place."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 
 
 def device_slug(name: str) -> str:
-    """The file name of a device: "NVIDIA H200" -> "nvidia_h200".
+    """The name of a device in file names: "NVIDIA H200" -> "nvidia_h200".
 
     Raises:
-        ValueError: if nothing of the name is left.
+        ValueError: the name has no letter or digit.
     """
     slug = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
     if not slug:

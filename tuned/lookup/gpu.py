@@ -1,4 +1,4 @@
-"""What dispatch must know of a call's device, and when no kernel can serve it."""
+"""What dispatch must know about a call's device, and when no kernel can serve it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def has_triton() -> bool:
 def gpu_of(device: torch.device) -> Gpu:
     """The GPU of a tensor's device."""
     properties = torch.cuda.get_device_properties(device)
-    # AMD's numbers mean other things: 0 turns off what needs an NVIDIA architecture.
+    # AMD's version numbers mean something else: 0 disables what needs an NVIDIA architecture.
     capability = 0 if torch.version.hip else properties.major * 10 + properties.minor
     return Gpu(device_slug(properties.name), capability, properties.multi_processor_count, properties.name)
 
 
 def why_eager(x: torch.Tensor, supported_dtype: bool) -> str | None:  # noqa: FBT001
-    """Why a tensor is served by eager PyTorch, or None if a kernel can take it."""
+    """Why eager PyTorch must serve a tensor, or None if a kernel can take it."""
     if type(x) not in (torch.Tensor, torch.nn.Parameter):
         return f"{type(x).__name__} is a subclass of Tensor with rules of its own"
     if not x.is_cuda:

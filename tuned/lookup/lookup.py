@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 class Gpu:
     """The GPU of a call, as far as the choice depends on it."""
 
-    device: str  # file name of its table
+    device: str  # slug, which names its table
     capability: int  # 90 is 9.0
     multiprocessors: int
-    name: str = ""  # as its driver calls it
+    name: str = ""  # the driver's name for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,16 +34,16 @@ class Choice:
     rule: str  # "winner", "nearest size", "closest spec", "similar GPU", "portfolio", "default" or "eager"
     why: str  # a sentence
     variant: Any
-    row: Row | None = None  # the row that it stands in
-    gpu: Gpu | None = None  # whose call it is; None for eager
+    row: Row | None = None  # the row that it comes from
+    gpu: Gpu | None = None  # the GPU of the call; None for eager
 
 
-# (GPU, id of its table) -> the answer, and the table, to keep its id its own
+# (GPU, id of its table) -> (answer, table); holding the table keeps its id from being reused
 _HAS_ROWS: dict[Any, tuple[bool, Table]] = {}
 
 
 def has_rows(gpu: Gpu) -> bool:
-    """Whether anything was measured on this very model of GPU."""
+    """Whether any row was measured on this exact model of GPU."""
     own = tables().get(gpu.device)
     if own is None:
         return False
@@ -87,7 +87,7 @@ def _choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
 
 
 def _unlike(table: Table, gpu: Gpu) -> tuple[float, str]:
-    # Another generation is further than any difference in size.
+    # Another generation is further away than any difference in size.
     capability = table.properties.get("capability", 0)
     processors = table.properties.get("multiprocessors") or 1
     return abs(capability - gpu.capability) * 10 + abs(math.log2(processors / gpu.multiprocessors)), table.device
@@ -116,13 +116,13 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
 
 
 def near_rows(family: Family, spec: Any, gpu: Gpu) -> NearRows | None:
-    """What the table of this very GPU has for a spec, for ``variant_at``; None where there is no such table."""
+    """The rows for a spec in the table of exactly this GPU, for ``variant_at``; None if there is no such table."""
     own = tables().get(gpu.device)
     return None if own is None else _here(family, spec, gpu, own)
 
 
 def variant_at(rows: NearRows, family: Family, size: Any, gpu: Gpu) -> Any:
-    """The variant that ``choose`` gives at a size if it is ``usable`` there, which is not looked at; or None."""
+    """The variant that ``choose`` gives at a size, provided that it is ``usable`` there, which is not checked; or None."""
     row = rows.measured.get(size)
     if row is not None:
         return family.fit(row.variant, gpu.capability)
@@ -131,25 +131,25 @@ def variant_at(rows: NearRows, family: Family, size: Any, gpu: Gpu) -> Any:
 
 
 class _Near(NamedTuple):
-    """A row, as far as it decides how near it is to a size."""
+    """A row with what decides how near it is to a size."""
 
-    away: float  # octaves between the specs
-    octave: float  # of its tokens
+    away: float  # octaves between its spec and the call's
+    octave: float  # log2 of its tokens
     stale: bool
     row: Row
-    variant: Any  # as the call can take it
+    variant: Any  # its variant, adapted to the call
 
 
 class NearRows(NamedTuple):
-    """What a table has for one spec on one GPU, whatever the size: found out once, since new lengths come all the time."""
+    """What a table has for one spec on one GPU, for all sizes. Computed once, since new lengths come all the time."""
 
-    measured: dict[Any, Row]  # size -> its winner, where it counts here
-    near: tuple[_Near, ...]  # the rows that can be nearest to a size
-    table: Table  # keeps the table alive, and so its id its own
+    measured: dict[Any, Row]  # size -> its winner, if that counts on this GPU
+    near: tuple[_Near, ...]  # the rows that can be nearest to some size
+    table: Table  # holding the table keeps its id from being reused
 
 
 _HERE: dict[Any, NearRows] = {}
-MAX_HERE = 1024  # specs: a model has a handful
+MAX_HERE = 1024  # specs remembered: a model has a handful
 
 
 def _here(family: Family, spec: Any, gpu: Gpu, table: Table) -> NearRows:
@@ -168,10 +168,10 @@ def _here(family: Family, spec: Any, gpu: Gpu, table: Table) -> NearRows:
 
 
 def _undominated(family: Family, spec: Any, gpu: Gpu, rows: Iterable[Row]) -> tuple[_Near, ...]:
-    """The rows that are nearest to some size: one that another is nearer than everywhere can be left out.
+    """The rows that are nearest to some size. A row is left out if another row is nearer at every size.
 
-    By the triangle inequality that is so where the other is nearer by more octaves of the spec than lie between the two
-    numbers of tokens; among rows as near, a stale one never stands in for a fresh one, nor a later one for an earlier.
+    By the triangle inequality another row is, if its spec is closer by more octaves than lie between the two numbers of
+    tokens. Among equally near rows a fresh one comes before a stale one, then an earlier one before a later one.
     """
     found = [
         _Near(
@@ -187,13 +187,13 @@ def _undominated(family: Family, spec: Any, gpu: Gpu, rows: Iterable[Row]) -> tu
 
     def beats(i: int, other: _Near, k: int, one: _Near) -> bool:
         least = other.away + abs(other.octave - one.octave)
-        first = (other.stale, i) < (one.stale, k)  # as ties fall
+        first = (other.stale, i) < (one.stale, k)  # who wins a tie
         return i != k and (least < one.away - TIE or (first and least <= one.away))
 
     return tuple(one for k, one in ranked if not any(beats(i, other, k, one) for i, other in ranked))
 
 
-TIE = 1e-9  # octaves: floating point may tell two rows apart by less that are as near
+TIE = 1e-9  # octaves: equally near rows may differ by less than this, by rounding
 
 
 def _octave(size: Any) -> float:
@@ -201,7 +201,7 @@ def _octave(size: Any) -> float:
 
 
 def _nearest_of(near: Iterable[_Near], size: Any) -> tuple[float, Row, Any] | None:
-    """The nearest of the rows, as ``nearest`` would choose if its variant can serve."""
+    """The row that ``nearest`` would choose, provided that its variant is usable."""
     octave = _octave(size)
     best, least = None, (math.inf, True)
     for one in near:
@@ -211,7 +211,7 @@ def _nearest_of(near: Iterable[_Near], size: Any) -> tuple[float, Row, Any] | No
     return None if best is None else (least[0], best.row, best.variant)
 
 
-def nearest(  # noqa: PLR0913 - the call, and what there is for it
+def nearest(  # noqa: PLR0913 - the call, the rows and the GPU
     family: Family,
     spec: Any,
     size: Any,
@@ -219,10 +219,10 @@ def nearest(  # noqa: PLR0913 - the call, and what there is for it
     capability: int,
     multiprocessors: int | None = None,
 ) -> tuple[float, Row, Any] | None:
-    """The row that is least unlike a call, how unlike in octaves, and its variant as the call can take it.
+    """The usable row nearest to a call: (distance in octaves, row, its variant adapted to the call), or None.
 
-    Octaves between the numbers of tokens and those of the family's distance between the specs count alike; a stale row
-    comes after a fresh one as near. Which rule this is was chosen by leave-one-out regret: ``tune.py regret``.
+    The distance is the octaves between the numbers of tokens plus the family's distance between the specs. Of equally near
+    rows a fresh one comes before a stale one. The rule was chosen by leave-one-out regret: ``tune.py regret``.
     """
     best: tuple[tuple[float, bool], Row, Any] | None = None
     for row in rows:
@@ -238,7 +238,7 @@ def nearest(  # noqa: PLR0913 - the call, and what there is for it
 def usable(  # noqa: PLR0913 - as nearest
     family: Family, spec: Any, size: Any, variant: Any, capability: int, multiprocessors: int | None = None
 ) -> bool:
-    """Whether a variant is legal for a call on a GPU, and the kernels that it launches ship."""
+    """Whether a variant is legal for a call on a GPU, and the package ships the kernels that it launches."""
     return family.rejection(spec, size, variant, capability, multiprocessors) is None and all(
         name in tuned.kernels.DIGESTS for name in family.kernel_names(spec, variant)
     )

@@ -1,4 +1,7 @@
-"""What a row was measured with, against what is here: a hard mismatch and the row does not count, a soft one and it is worth tuning again."""
+"""Compare what a row was measured with to what is here.
+
+After a hard mismatch the row does not count. After a soft one it counts, and tuning again may find better.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Field of what was measured -> how a person calls it.
+# Field of a measurement's environment -> its name in messages.
 HARD = {"device_name": "the device", "multiprocessors": "multiprocessors", "method": "the timing method"}
 SOFT = {"triton": "Triton", "torch": "torch", "driver": "the driver"}
 UNKNOWN = (None, "", "unknown")
 
 
 def differences(measured: Mapping[str, Any], here: Mapping[str, Any], fields: Mapping[str, str]) -> list[str]:
-    """A phrase for each of ``fields`` that both sides know and that is not the same."""
+    """A phrase for each of ``fields`` that both sides know and that differs."""
     return [
         f"{what} was {measured[name]}, here it is {here[name]}"
         for name, what in fields.items()
@@ -22,12 +25,12 @@ def differences(measured: Mapping[str, Any], here: Mapping[str, Any], fields: Ma
     ]
 
 
-def other_text(digests: Mapping[str, str], kernels: Mapping[str, str]) -> list[str]:
-    """The phrase for kernels whose text is not the one that was measured, if there are any.
+def changed_sources(digests: Mapping[str, str], kernels: Mapping[str, str]) -> list[str]:
+    """A phrase that names the kernels whose source changed since it was measured; an empty list if none did.
 
     Args:
-        digests: kernel -> digest of the text that was measured.
-        kernels: the same, of the texts that there are now.
+        digests: kernel -> digest of the source that was measured.
+        kernels: kernel -> digest of its source now.
     """
     changed = sorted(name for name, digest in digests.items() if kernels.get(name) != digest)
-    return [f"another text of {', '.join(changed)}"] if changed else []
+    return [f"the source of {', '.join(changed)} changed since it was measured"] if changed else []

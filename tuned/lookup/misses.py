@@ -1,6 +1,6 @@
-"""Calls that no row was measured for: said once a GPU of another model, and kept for tuning where TUNED_RECORD says.
+"""Calls that no row was measured for: a warning once per untuned GPU, and a record for tuning if TUNED_RECORD is set.
 
-Called where a call is decided for the first time, never where a decision is reused: a model that runs pays nothing.
+It is called when a call is decided for the first time, never when a decision is reused: a running model pays nothing.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from tuned.families.family import Family
     from tuned.lookup.lookup import Choice, Gpu
 
-MAX_RECORDED = 4096  # problems a process; lengths that never come twice would fill the disk otherwise
+MAX_RECORDED = 4096  # problems per process; otherwise ever new lengths would fill the disk
 ROOT = __name__.partition(".")[0]
 _LOCK = threading.Lock()
-_TOLD: set[str] = set()  # devices, and files that could not be written
+_TOLD: set[str] = set()  # devices, and files that could not be written, that were warned about
 _RECORDED: set[tuple[str, str]] = set()  # (file, line)
 
 
 class TunedWarning(RuntimeWarning):
-    """No row was measured on this model of GPU: it works, and tuning would make it faster.
+    """No row was measured on this model of GPU: calls work, and tuning would make them faster.
 
-    Python's own filters silence it: ``warnings.filterwarnings("ignore", category=tuned.TunedWarning)``, or in the
+    Python's filters silence it: ``warnings.filterwarnings("ignore", category=tuned.TunedWarning)``, or in the
     environment ``PYTHONWARNINGS="ignore:nothing was tuned on"``.
     """
 
 
 def note(family: Family, spec: Any, size: Any, choice: Choice) -> None:
-    """Take note of a call that a kernel serves; what was measured for it and on this GPU is no news.
+    """Note a call that a kernel serves, unless a row was measured for it on this GPU.
 
-    Warns TunedWarning at the first call without a row on a GPU that has none at all. Appends the problem to the file
-    that TUNED_RECORD names, each once a process.
+    Warns TunedWarning at the first call on a GPU that has no row at all. Appends the problem to the file that
+    TUNED_RECORD names, each problem once per process.
     """
     gpu = choice.gpu
     if choice.rule == "winner" or gpu is None:
@@ -47,7 +47,7 @@ def note(family: Family, spec: Any, size: Any, choice: Choice) -> None:
         text = (
             f"nothing was tuned on {gpu.name or gpu.device} ({_size_of(gpu)}). This call gets: {choice.rule}: {choice.why}. "
             "To tune this GPU, in a checkout of this project: python tune.py --gpu auto; with --quick it takes a minute. "
-            "This is said once."
+            "This warning is given once."
         )
         warnings.warn(text, TunedWarning, stacklevel=_outside())
     if path := os.environ.get("TUNED_RECORD"):
@@ -55,8 +55,8 @@ def note(family: Family, spec: Any, size: Any, choice: Choice) -> None:
 
 
 def _outside() -> int:
-    """The stack level, for the function that asks, of the line outside of this package that made the call."""
-    level, frame = 1, sys._getframe(1)  # noqa: SLF001 - no public way that makes no list of all frames
+    """The stacklevel, for a warning of the caller, of the line outside this package that made the call."""
+    level, frame = 1, sys._getframe(1)  # noqa: SLF001 - the public ways list all frames
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == ROOT:
         level, frame = level + 1, frame.f_back
     return level
@@ -90,12 +90,12 @@ def _record(path: str, family: Family, spec: Any, size: Any) -> None:
         )
         return
     try:
-        # One write of under 4 KB at the file's end: processes that share the file do not tear each other's lines.
+        # One append of less than 4 KB: processes that share the file do not mix their lines.
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             os.write(file, line.encode())
         finally:
             os.close(file)
-    except OSError as error:  # a model must not stop for it
+    except OSError as error:  # a model must not stop because of it
         if _first(path):
             warnings.warn(f"TUNED_RECORD: {path} cannot be written: {error}", RuntimeWarning, stacklevel=3)

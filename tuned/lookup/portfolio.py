@@ -1,4 +1,4 @@
-"""A few variants that serve every measured problem of a family well, by kind of architecture: tuned/tables/_portfolio.py."""
+"""A few variants per architecture that serve every measured problem of a family well: tuned/tables/_portfolio.py."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from tuned.families.registry import FAMILIES
 from tuned.lookup.table import Row
 
-ANY = "any"  # the portfolio from all architectures, for one that has none of its own
+ANY = "any"  # the portfolio made from all architectures, for one that has none of its own
 
 
 def architecture_of(capability: int) -> str:
-    """The kind of architecture of a compute capability: 90 is "sm_9x", 120 is "sm_12x", 0 is AMD's "gfx"."""
+    """The architecture of a compute capability: 90 is "sm_9x", 120 is "sm_12x", 0 is AMD's "gfx"."""
     return f"sm_{capability // 10}x" if capability else "gfx"
 
 
@@ -24,10 +24,10 @@ Best = dict[tuple[str, str], tuple[Row, ...]]  # (architecture, family) -> its r
 
 @functools.cache
 def _known() -> tuple[Variants, Best]:
-    """What the generated module has; nothing, with one warning, where it cannot be used: a model must not stop for it."""
+    """The contents of the generated module. If it cannot be used: nothing, and one warning, since a model must not stop."""
     try:
         return _imported()
-    except Exception as error:  # noqa: BLE001 - half a file, or one of another version, raises anything
+    except Exception as error:  # noqa: BLE001 - a truncated file, or one of another version, may raise anything
         text = (
             f"tuned/tables/_portfolio.py cannot be used ({type(error).__name__}: {error}): restore it from version control, "
             "or write it again with python tune.py --render; it is not used"
@@ -52,12 +52,12 @@ def _imported() -> tuple[Variants, Best]:
 
 
 def variants_for(family: str, capability: int) -> tuple[Any, ...]:
-    """The portfolio of a family on an architecture, of all architectures where it has none; empty where nothing is known."""
+    """The portfolio of a family on an architecture, or else that of all architectures; may be empty."""
     known, _ = _known()
     return known.get((architecture_of(capability), family)) or known.get((ANY, family), ())
 
 
 def rows_for(family: str, capability: int) -> tuple[Row, ...]:
-    """The measured problems of a family, each with the portfolio's best variant for it."""
+    """The measured problems of a family as rows, each with the portfolio's best variant for it."""
     _, known = _known()
     return known.get((architecture_of(capability), family)) or known.get((ANY, family), ())

@@ -1,4 +1,4 @@
-"""The record of what was measured on one device: read it, check every field of it, never run anything from it."""
+"""Records: the winners measured on one device. Reading one checks every field, and never runs anything from it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SCHEMA = 1
-# How times are taken today (generator.measuring.bench): part of a measurement's key. Change it when the way of timing changes.
+# The timing method of generator.measuring.bench, part of a measurement's key. Change it when that method changes.
 METHOD = "cuda-graph-rotating-2xL2-median/3"  # 3: in place, inputs are made new before each replay
-# What a row must say that it was measured with, besides the digests of its kernels.
+# The environment that a row must give, besides the digests of its kernels: field -> type.
 MEASURED = {
     "device": str,
     "device_name": str,
@@ -32,8 +32,8 @@ MEASURED = {
 
 
 MOST_CAPABILITY = 999  # 120 is 12.0
-MOST = 2**63 - 1  # the largest whole number that anything here may be
-TEXT_CHARACTERS = 2000  # of a message: a record may hold values of any length
+MOST = 2**63 - 1  # the largest integer allowed in a record
+TEXT_CHARACTERS = 2000  # longest message and line of text: a record may hold values of any length
 SHOWN = reprlib.Repr()
 SHOWN.maxstring = SHOWN.maxother = SHOWN.maxlong = 80
 SHOWN.maxlist = SHOWN.maxdict = SHOWN.maxtuple = 20
@@ -48,20 +48,20 @@ class RecordError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Winner:
-    """The best variant measured for one problem, with what it was measured with and against. Times in microseconds."""
+    """The best variant measured for one problem, with its environment and baselines. Times in microseconds."""
 
     name: str
     family: str
     spec: Any
     size: Any
     variant: Any
-    digests: dict[str, str]  # kernel -> digest of the text that was measured
+    digests: dict[str, str]  # kernel -> digest of the source that was measured
     median_us: float
     spread_us: float
-    error: float  # worst error over what rounding allows: at most 1
+    error: float  # worst error divided by the tolerance: at most 1
     default_us: float  # the default variant, in the same run
     copy_us: float  # out.copy_(x), in the same run
-    floor_us: float  # that, scaled to the bytes that must move
+    floor_us: float  # copy_us, scaled to the bytes that must move
     eager_us: float  # eager PyTorch, in the same run
     bytes_moved: int
     trials: int  # variants measured for this problem
@@ -77,30 +77,30 @@ def parsed(text: str | bytes) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: it is none, nests deeper than Python reads, or has a number of more digits.
+        ValueError: it is not JSON, is nested deeper than Python can read, or has a number with too many digits.
     """
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("it nests deeper than Python reads") from None
+        raise ValueError("it is nested deeper than Python can read") from None
 
 
 def shown(value: Any) -> str:
-    """A value of a record for a message, shortened."""
+    """A value of a record, shortened for a message."""
     try:
         return SHOWN.repr(value)
-    except ValueError:  # a number of more digits than Python prints
+    except ValueError:  # an integer with more digits than Python prints
         return f"<{type(value).__name__}>"
 
 
 def build(kind: type, values: Any, where: str, *, may_lack: bool = False, least: int = -MOST) -> Any:
     """A frozen dataclass (spec, size or variant) from plain JSON values, every field checked.
 
-    ``may_lack``: fields that have a default may be missing. A spec of a record that is older than a field means what
-    it had then; a variant that lacks one is torn. ``least``: what whole numbers must at least be.
+    ``may_lack``: fields with a default may be missing, as in the spec of a record that is older than the field; its
+    default is what such a record meant. A variant must have all fields. ``least``: the smallest integer allowed.
 
     Raises:
-        RecordError: a field is missing, unknown, of another type or refused by the class; ``where`` begins the message.
+        RecordError: a field is missing, unknown, of the wrong type, or refused by the class; ``where`` begins the message.
     """
     fields = dataclasses.fields(kind)
     names = {f.name for f in fields}
@@ -132,10 +132,10 @@ def _is_whole(value: Any, least: int = -MOST) -> bool:
 
 
 def winner_from_json(values: Any, where: str) -> Winner:
-    """A Winner with every field checked.
+    """A Winner from plain JSON values, every field checked.
 
     Raises:
-        RecordError: a field is missing, unknown, of another type or not allowed by the family's space.
+        RecordError: a field is missing, unknown, of the wrong type, or not in the family's space.
     """
     names = {f.name for f in dataclasses.fields(Winner)}
     if not isinstance(values, dict) or set(values) != names:
@@ -158,7 +158,7 @@ def winner_from_json(values: Any, where: str) -> Winner:
         )
     for name in ("median_us", "spread_us", "error", "default_us", "copy_us", "floor_us", "eager_us"):
         number = values[name]
-        if type(number) not in (int, float) or not 0 <= number <= MOST:  # not true either for what is not a number
+        if type(number) not in (int, float) or not 0 <= number <= MOST:  # NaN fails too
             raise RecordError(f"{where}.{name} must be a number of at least 0, got {shown(number)}")
     if not values["median_us"]:
         raise RecordError(f"{where}.median_us must be a number above 0: no kernel takes no time")
@@ -166,7 +166,7 @@ def winner_from_json(values: Any, where: str) -> Winner:
         if not _is_whole(values[name], 0):
             raise RecordError(f"{where}.{name} must be an integer of at least 0, got {shown(values[name])}")
     _check_environment(values["environment"], f"{where}.environment")
-    # It stands in a comment of the generated table: with a line break what follows would be Python.
+    # The name is rendered into a comment of the generated table: text after a line break would be Python.
     if not _is_line(values["name"]):
         raise RecordError(f"{where}.name must be a string of one printable line, got {shown(values['name'])}")
     return Winner(**{**values, "spec": spec, "size": size, "variant": variant})
@@ -194,7 +194,7 @@ def _check_environment(environment: Any, where: str) -> None:
 
 
 def _check_device(device: Any, where: str) -> None:
-    # It names a generated module, and stands in its docstring.
+    # It is the name of a generated module, and is rendered into its docstring.
     if not isinstance(device, str) or re.fullmatch("[a-z0-9_]{1,200}", device) is None:
         raise RecordError(
             f"{where} must be the file name of a device, of small letters, digits and _, got {shown(device)}"
@@ -205,7 +205,7 @@ def load_record(path: Path) -> list[Winner]:
     """The winners of one record file.
 
     Raises:
-        RecordError: the file is not a record that this version can read.
+        RecordError: the file is not a record, or not one that this version can read.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What is known of which GPU: the shipped dispatch tables, and records from TUNED_TABLES in front of them."""
+"""The dispatch tables: those that the package ships, and the records in TUNED_TABLES, which come first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import tuned.kernels
 import tuned.tables
 from tuned.families.choices import undeclared
 from tuned.families.registry import FAMILIES
-from tuned.lookup.mismatch import HARD, differences, other_text
+from tuned.lookup.mismatch import HARD, changed_sources, differences
 from tuned.lookup.record import METHOD, RecordError, load_record
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ class Row:
     spec: Any
     size: Any
     variant: Any
-    stale: str | None  # why it does not count whatever the GPU: other kernels, another way of timing; or None
+    stale: str | None  # why it does not count on any GPU (changed kernels, another timing method), or None
     median_us: float
-    source: str  # the table or record that it stands in
-    measured: dict[str, Any] = dataclasses.field(default_factory=dict)  # device and versions that it was measured with
+    source: str  # the table or record that it comes from
+    measured: dict[str, Any] = dataclasses.field(default_factory=dict)  # device and versions of the measurement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Table:
     """The winners of one device."""
 
     device: str
-    properties: dict[str, Any]  # capability, multiprocessors, ... of the device that was measured; may be empty
+    properties: dict[str, Any]  # capability, multiprocessors, ... of the measured device; may be empty
     rows: dict[str, tuple[Row, ...]]  # family -> rows
 
 
 def _stale(digests: dict[str, str], measured: dict[str, Any]) -> str | None:
-    found = [*other_text(digests, tuned.kernels.DIGESTS), *differences(measured, {"method": METHOD}, HARD)]
+    found = [*changed_sources(digests, tuned.kernels.DIGESTS), *differences(measured, {"method": METHOD}, HARD)]
     return "; ".join(found) or None
 
 
@@ -57,7 +57,7 @@ def _shipped(device: str) -> Table:
     """The generated table of a device.
 
     Raises:
-        RecordError: it is not what a record of this version gives, or half a file.
+        RecordError: the module is truncated, or not what this version renders from a record.
     """
     try:
         return _imported(device)
@@ -84,7 +84,7 @@ def _recorded(path: Path) -> Table:
     rows: dict[str, list[Row]] = {name: [] for name in FAMILIES}
     properties: dict[str, Any] = {}
     for w in load_record(path):
-        # A record names kernels; only those that ship can be launched.
+        # A record may name kernels that the package does not ship, which cannot be launched.
         if _ships(FAMILIES[w.family], w.spec, w.variant):
             stale = _stale(w.digests, w.environment)
             rows[w.family].append(Row(w.spec, w.size, w.variant, stale, w.median_us, str(path), w.environment))
@@ -96,13 +96,13 @@ def folder_of_records(name: str | Path) -> list[Path]:
     """The records in a folder.
 
     Raises:
-        RecordError: it is no folder, or cannot be read.
+        RecordError: it is not a folder, or cannot be read.
     """
     try:
         return sorted(path for path in Path(name).iterdir() if path.suffix == ".json" and path.name[0] != ".")
     except (OSError, ValueError) as error:  # ValueError: a null byte
         raise RecordError(
-            f"a folder of records must be one that can be read, got {str(name)!r} ({error}): name the folder that "
+            f"a folder of records must be a readable folder, got {str(name)!r} ({error}): name the folder that "
             "python tune.py --out wrote, or none"
         ) from error
 
@@ -111,16 +111,16 @@ def folder_of_records(name: str | Path) -> list[Path]:
 def tables() -> dict[str, Table]:
     """Device -> table. A record in TUNED_TABLES replaces the shipped table of its device.
 
-    What cannot be read is skipped with one warning each: a model must not stop for it.
+    A table or record that cannot be read is skipped with a warning: a model must not stop because of it.
     """
     return _collected(lambda error: warnings.warn(f"{error}; it is not used", RuntimeWarning, stacklevel=5))
 
 
 def tables_or_error() -> dict[str, Table]:
-    """``tables`` for who asks after them.
+    """``tables``, for tools that report on them.
 
     Raises:
-        RecordError: one cannot be read.
+        RecordError: a table or record cannot be read.
     """
 
     def refuse(error: RecordError) -> None:

@@ -64,7 +64,7 @@ def _table(spec: RopeSpec, size: RopeSize, device: str) -> tuple[torch.Tensor, t
     if spec.angles_per_batch:
         angles = angles.expand(size.batch, *angles.shape).contiguous()
     dtype = getattr(torch, spec.angle_dtype)
-    if spec.takes_sine:
+    if spec.computes_sincos:
         return angles.to(dtype), None
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -162,7 +162,7 @@ def _turns(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = radians.cos(), radians.sin()
     else:
         table, second = call.cos.double(), call.sin
-        cos, sin = (table.cos(), table.sin()) if spec.takes_sine else (table, second.double())
+        cos, sin = (table.cos(), table.sin()) if spec.computes_sincos else (table, second.double())
         if spec.angles_per_batch:
             rows = rows.expand(call.batch, call.seq)
             cos, sin = (torch.stack([a[b][rows[b]] for b in range(call.batch)]) for a in (cos, sin))

@@ -15,7 +15,7 @@ def wrapper(winner: Winner, launches: tuple[Launch, ...]) -> str:
     rotate = launches[-1]
     backward = spec.direction == "backward"
     name, x = ("rope_backward", "grad") if backward else ("rope", "x")
-    given = ["freqs"] if spec.takes_sine else ["cos", "sin"]
+    given = ["freqs"] if spec.computes_sincos else ["cos", "sin"]
     shape = {"sbhd": "seq, batch", "bshd": "batch, seq", "thd": "tokens"}[spec.layout]
     width = spec.rotary_dim if spec.angle_entries == "feature" else spec.rotary_dim // 2
     parameters = [x, *given, *(["cu_seqlens"] if spec.packed else [])]
@@ -27,7 +27,7 @@ def wrapper(winner: Winner, launches: tuple[Launch, ...]) -> str:
     takes = (
         f"    {x}: {spec.dtype} [{shape}, {spec.heads}, {spec.head_dim}], any strides."
         f" {' and '.join(given)}: {spec.angle_dtype} [positions, {width}]"
-        f"{', in radians' if spec.takes_sine else ''}."
+        f"{', in radians' if spec.computes_sincos else ''}."
     )
     lines = [
         f"def {name}({', '.join(parameters)}):",

@@ -142,10 +142,12 @@ def test_the_committed_winners_are_near_the_best_of_all_variants(device: str) ->
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_committed_winner_is_far_from_the_best_of_its_own_text(device: str) -> None:
-    # What was best of another text may not be of this one.
+    # What was best before the source changed may not be best now.
     fresh = [one for one in load_landscapes(device) if one.fresh]
     found = from_record(fresh, read_record(device), nothing) if fresh else None
     if found is None:
-        pytest.skip(f"every landscape of {device} is of another text: `tune.py --check` says which to record again")
+        pytest.skip(
+            f"the kernels of every landscape of {device} changed since; `tune.py --check` says which to record again"
+        )
     # Calls of 128k positions take one of two times, by how their memory lies: the landscape saw another than the tuning.
     assert max(r for name, r in found.regrets.items() if "128k" not in name) <= 0.03

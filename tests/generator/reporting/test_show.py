@@ -103,7 +103,7 @@ def test_what_is_shown_runs_and_is_right(case: Any, tmp_path: Path) -> None:
     wanted, bound = work.reference(spec, call)
     if family == "rope":
         function = module.rope_backward if spec.direction == "backward" else module.rope
-        angles = [call.cos] if spec.takes_sine else [call.cos, call.sin]
+        angles = [call.cos] if spec.computes_sincos else [call.cos, call.sin]
         with np.errstate(invalid="ignore"):  # NumPy warns of the NaN that stands for an angle past the rows
             out = function(call.x, *angles, *([call.cu_seqlens] if spec.packed else []))
         assert (out is call.x) == spec.inplace

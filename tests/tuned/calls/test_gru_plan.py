@@ -17,7 +17,7 @@ from tuned.families.gru.launches import Recurrence, counters_needed
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant
 from tuned.families.launch import Launch
-from tuned.launching.plan import Bare
+from tuned.launching.plan import DirectLaunch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,20 +32,20 @@ ALONE = GruVariant("persistent", block_hidden=64, num_warps=4)
 
 
 class Wiretap:
-    """What a bare launch was made from, and what it was called with since."""
+    """What a direct launch was made from, and what it was called with since."""
 
     def __init__(self) -> None:
         self.learned: list[Launch] = []
         self.fired: list[tuple[Any, ...]] = []
         self.listeners = types.SimpleNamespace(calls=[])
 
-    def bare(self, launch: Launch, compiled: Any, device: Any) -> Bare:
+    def direct(self, launch: Launch, compiled: Any, device: Any) -> DirectLaunch:
         del compiled, device
         self.learned.append(launch)
         numbers = tuple(v for v in launch.arguments if not isinstance(v, torch.Tensor))
         rest = (*numbers, *launch.constants.values())
         silent = types.SimpleNamespace(calls=[])
-        return Bare(
+        return DirectLaunch(
             lambda *g: self.fired.append(g), 0, HEAD, launch.programs, rest, lambda _: 7, self.listeners, silent
         )
 
@@ -53,7 +53,7 @@ class Wiretap:
 @pytest.fixture
 def tap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wiretap]:
     made = Wiretap()
-    monkeypatch.setattr(plan, "bare_launch", made.bare)
+    monkeypatch.setattr(plan, "direct_launch", made.direct)
     monkeypatch.setattr(plan, "_PLANS", {})
     with torch.no_grad():
         yield made

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.run import addresses
 from tuned.calls.rope.arguments import MAX_TOKENS, Given, Settings, prepare
-from tuned.dispatch import rope_qk, rope_qkv
+from tuned.dispatch import explain_rope, rope_qk, rope_qkv
 from tuned.families.rope.spec import RopeSpec
 
 B, S, H, K, D = 2, 6, 4, 2, 8
@@ -73,7 +73,7 @@ ANGLES: dict[str, Refusal] = {
     "two": (
         {"freqs": WIDE, "cos": TABLE, "sin": TABLE},
         ValueError,
-        "one source of angles, not both freqs and cos and sin",
+        "one source of angles, got freqs and cos and sin",
     ),
     "cache-and-rates": (
         {"cos_sin_cache": WIDE, "inv_freq": TABLE[0]},
@@ -97,26 +97,26 @@ ANGLES: dict[str, Refusal] = {
     "freqs-axes": (
         {"freqs": like(ROWS, 2, D)},
         ValueError,
-        r"freqs must be \[rows, entries\], or with dimensions of 1",
+        r"freqs must be \[rows, entries\], or have axes of length 1",
     ),
     "freqs-vector": ({"freqs": like(D)}, ValueError, r"freqs must be \[rows, entries\]"),
     "cos-shape": (
         {"cos": TABLE, "sin": TABLE[:5]},
         ValueError,
-        r"cos and sin must have one shape and dtype, got \[12, 4\]",
+        r"cos and sin must have the same shape and dtype, got \[12, 4\]",
     ),
-    "cos-dtype": ({"cos": TABLE, "sin": TABLE.double()}, ValueError, "one shape and dtype, .* torch.float64"),
+    "cos-dtype": ({"cos": TABLE, "sin": TABLE.double()}, ValueError, "the same shape and dtype, .* torch.float64"),
     "cos-batch": ({"cos": like(3, ROWS, 4), "sin": like(3, ROWS, 4)}, ValueError, "must have the batch of x, 2, got"),
     "cos-batch-packed": (
         {"cos": like(B, ROWS, 4), "sin": like(B, ROWS, 4), "tensor_format": "thd", "cu_seqlens": BOUNDS},
         ValueError,
-        "packed tokens have none",
+        "packed tokens have no batch",
     ),
-    "cache-odd": ({"cos_sin_cache": like(ROWS, 7)}, ValueError, "cosines, then as many sines, in a row; got 7 entries"),
+    "cache-odd": ({"cos_sin_cache": like(ROWS, 7)}, ValueError, "rows of cosines followed by as many sines, .*; got 7"),
     "rates-axes": (
         {"inv_freq": TABLE},
         ValueError,
-        r"inv_freq must be a tensor of \[pairs\], radians a position, got \[12, 4\]",
+        r"inv_freq must be a tensor of \[pairs\], in radians per position, got \[12, 4\]",
     ),
     "rates-no-tensor": ({"inv_freq": 0.5}, ValueError, "inv_freq must be a tensor of .* got float"),
     "rates-64-bit": ({"inv_freq": TABLE[0].double()}, TypeError, "inv_freq must be float32, got torch.float64"),
@@ -124,7 +124,7 @@ ANGLES: dict[str, Refusal] = {
     "rotary-dim": (
         {"rotary_dim": 4},
         ValueError,
-        'rotary_dim=4 does not fit: angles with 4 entries, one a pair, rotate 8.*pass angle_entries="feature"',
+        'rotary_dim=4 does not fit: angles with 4 entries, one per pair, rotate 8.*pass angle_entries="feature"',
     ),
     "too-wide": (
         {"freqs": WIDE, "angle_entries": "pair"},
@@ -133,7 +133,11 @@ ANGLES: dict[str, Refusal] = {
     ),
     "odd": ({"freqs": WIDE[:, :3]}, ValueError, "rotary_dim must be even"),
     "no-entries": ({"freqs": WIDE[:, :0]}, ValueError, "rotary_dim must be even and in"),
-    "scaled-cos": ({"attention_scaling": 1.5}, ValueError, "attention_scaling is for freqs and inv_freq"),
+    "scaled-cos": (
+        {"attention_scaling": 1.5},
+        ValueError,
+        "attention_scaling must be 1.0 unless freqs or inv_freq give the angles, got 1.5",
+    ),
 }
 POSITIONS: dict[str, Refusal] = {
     "too-short": (
@@ -174,17 +178,17 @@ POSITIONS: dict[str, Refusal] = {
     "starts-count": (
         {"offset": torch.zeros(3, dtype=torch.int32)},
         ValueError,
-        r"one for each of the 2 sequences, got \[3\]",
+        r"a tensor of \[2\], one entry per sequence; got \[3\]",
     ),
     "starts-axes": (
         {"offset": torch.zeros(B, 1, dtype=torch.int32)},
         ValueError,
-        r"one for each of the 2 sequences, got \[2, 1\]",
+        r"a tensor of \[2\], one entry per sequence; got \[2, 1\]",
     ),
     "starts-count-packed": (
         {"offset": torch.zeros(3, dtype=torch.int32), "tensor_format": "thd", "cu_seqlens": BOUNDS},
         ValueError,
-        "one for each of the 2 sequences",
+        "one entry per sequence",
     ),
     "starts-value": (
         {"offset": torch.tensor([0, 7])},
@@ -216,10 +220,10 @@ POSITIONS: dict[str, Refusal] = {
     "ids-and-bounds": (
         {"positions": IDS[0], "cu_seqlens": BOUNDS, "tensor_format": "thd"},
         ValueError,
-        "give no cu_seqlens",
+        "positions cannot be combined with cu_seqlens",
     ),
-    "ids-and-length": ({"positions": IDS, "max_seqlen": 6}, ValueError, "positions say where each token is"),
-    "ids-and-ranks": ({"positions": IDS, "cp_size": 2}, ValueError, "positions say where each token is"),
+    "ids-and-length": ({"positions": IDS, "max_seqlen": 6}, ValueError, "positions cannot be combined with cu_seqlens"),
+    "ids-and-ranks": ({"positions": IDS, "cp_size": 2}, ValueError, "positions cannot be combined with cu_seqlens"),
     "ids-past": ({"positions": IDS + 12}, ValueError, r"positions must keep positions in \[0, 12\), .* from 12 to 12"),
     "ids-below": ({"positions": IDS - 1}, ValueError, "they go from -1 to -1"),
     "ids-wrapped": ({"positions": IDS + 2**32}, ValueError, "they go from 4294967296 to"),
@@ -230,13 +234,17 @@ POSITIONS: dict[str, Refusal] = {
     ),
     "rank-below": ({"cp_size": 2, "cp_rank": -1}, ValueError, "cp_rank must be from 0"),
     "ranks": ({"cp_size": 0}, ValueError, "got cp_rank=0, cp_size=0"),
-    "ranks-odd": ({"q": like(B, 5, H, D), "k": None, "cp_size": 2}, ValueError, "5 tokens cannot be halved"),
+    "ranks-odd": (
+        {"q": like(B, 5, H, D), "k": None, "cp_size": 2},
+        ValueError,
+        "seq must be even with cp_size=2, .*; got 5",
+    ),
 }
 PACKED: dict[str, Refusal] = {
     "no-bounds": (
         {"tensor_format": "thd"},
         ValueError,
-        '"thd" needs cu_seqlens, .* or positions, one a token; got NoneType',
+        '"thd" needs cu_seqlens, .* or positions, one per token; got NoneType',
     ),
     "bounds-list": (
         {"tensor_format": "thd", "cu_seqlens": [0, 6]},
@@ -363,7 +371,9 @@ def test_tokens_are_counted_in_32_bits() -> None:
         ((B, S, 2, 4, D), None, r"got \[2, 6, 2, 4, 8\]"),
         ((B, S, 4, D), 2, "more than 2 . kv_heads heads, got .* with kv_heads=2"),
         ((B, S, 3, 4, D), 2, "more than 2 . kv_heads heads"),
-        ((B, S, 8, D), -1, "with kv_heads=-1"),
+        ((B, S, 8, D), -1, "kv_heads must be at least 1, got kv_heads=-1"),
+        ((B, S, 3, 4, D), 0, r"kv_heads must be at least 1, got kv_heads=0: pass None for .* axis of 3"),
+        ((B, S, 8, D), 0, "kv_heads must be at least 1, got kv_heads=0"),
     ],
 )
 def test_a_packed_qkv_of_another_shape_is_refused(
@@ -372,12 +382,16 @@ def test_a_packed_qkv_of_another_shape_is_refused(
     qkv = torch.ones(shape)
     with pytest.raises(ValueError, match=message):
         rope_qkv(qkv, cos=TABLE, sin=TABLE, kv_heads=kv_heads, inplace=inplace)
+    with pytest.raises(ValueError, match=message):
+        explain_rope(rope_qkv, qkv, cos=TABLE, sin=TABLE, kv_heads=kv_heads, inplace=inplace)
     assert bool((qkv == 1).all())
 
 
 def test_a_packed_qkv_whose_parts_lie_apart_is_refused_in_place() -> None:
     qkv = torch.ones(B, S, 4, 3, D).transpose(2, 3)
-    with pytest.raises(ValueError, match="must lie side by side: make it contiguous, or use rope_qk"):
+    with pytest.raises(
+        ValueError, match=r"must be contiguous to be rotated in place, .*: make qkv contiguous, or use rope_qk"
+    ):
         rope_qkv(qkv, cos=TABLE, sin=TABLE, inplace=True)
     assert bool((qkv == 1).all())
     rope_qkv(

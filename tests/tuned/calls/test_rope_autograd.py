@@ -73,10 +73,10 @@ def test_the_backward_of_a_pair_is_one_launch_and_of_one_of_them_moves_that_alon
     freqs = angles()
     for wanted, results in ((2, slice(None)), (2, slice(1))):
         for _ in range(3):
-            before = watch.public + watch.bare
+            before = watch.public + watch.direct
             rotated = rotate_qk(q, k, freqs)
             sum(t.square().sum() for t in rotated[results]).backward()
-        assert watch.public + watch.bare - before == wanted
+        assert watch.public + watch.direct - before == wanted
 
 
 @pytest.mark.usefixtures("way")
@@ -300,7 +300,7 @@ def test_a_table_that_was_overwritten_before_the_backward_is_an_error(watch: Wat
             {"freqs": freqs, "positions": ids, "offset": start}[kind].zero_()
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 out.sum().backward()
-    assert watch.bare
+    assert watch.direct
 
 
 def kept_by(case: Case) -> list[Any]:
@@ -383,7 +383,7 @@ def test_what_a_transform_decided_is_for_calls_under_it(watch: Watch) -> None:
     torch.func.grad(lambda t: (rotate(x, freqs) * t).sum())(torch.randn_like(x))
     rotate(x, freqs)
     rotate(x, freqs)
-    assert (watch.public, watch.bare) == (1, 1)
+    assert (watch.public, watch.direct) == (1, 1)
 
 
 @pytest.mark.usefixtures("way")

@@ -133,9 +133,9 @@ def test_what_has_no_elements_is_not_launched(watch: Watch, name: str, grad: str
     base = dataclasses.replace(EMPTY[name], x_grad=grad, key_grad=grad)
     full = dataclasses.replace(base, batch=2, seq=4)
     for case in (base, base, full, full, base, base):
-        before = watch.public + watch.bare
+        before = watch.public + watch.direct
         check(case)
-        assert (watch.public + watch.bare > before) == (case is full and (grad != "leaf" or not case.inplace))
+        assert (watch.public + watch.direct > before) == (case is full and (grad != "leaf" or not case.inplace))
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -156,9 +156,9 @@ def test_a_query_or_a_key_of_no_heads_stays_one_of_two(
         q, k = (t * 1 for t in leaves)
         wanted = [rope(t, **angles) if t.numel() else t.clone() for t in (q, k)]
         versions = q._version, k._version
-        launched = watch.public + watch.bare
+        launched = watch.public + watch.direct
         out = rope_qk(q, k, inplace=inplace, **angles)
-        assert watch.public + watch.bare == launched + bool(heads or key_heads)
+        assert watch.public + watch.direct == launched + bool(heads or key_heads)
         assert isinstance(out, tuple)
         assert [t.shape for t in out] == [q.shape, k.shape]
         assert [t.requires_grad for t in out] == [grad, grad]
@@ -204,7 +204,7 @@ def test_bounds_of_a_known_class_must_still_be_bounds(watch: Watch, known: list[
             torch.testing.assert_close(run(*none), x)
         torch.testing.assert_close(run(0, 0, 4, 4, 32), torch.cat((whole[:4], whole[:28])))
     assert any(known)
-    assert watch.bare
+    assert watch.direct
 
 
 def test_starts_and_tables_of_a_known_class_that_are_empty_are_not_launched(watch: Watch, known: list[bool]) -> None:
@@ -219,11 +219,11 @@ def test_starts_and_tables_of_a_known_class_that_are_empty_are_not_launched(watc
 
     for _ in range(3):
         run(64, 0, 32)
-        launched = watch.public + watch.bare
+        launched = watch.public + watch.direct
         torch.testing.assert_close(run(64, 0), (x, q))
         torch.testing.assert_close(run(0, 0, 0), (x, q))
         assert bool(run(0, 0, 32)[0].isnan().all())
-        assert watch.public + watch.bare == launched
+        assert watch.public + watch.direct == launched
         run(64, 0, 16, 32)
     assert any(known)
 
@@ -417,7 +417,7 @@ def test_a_number_that_counts_is_an_int_before_and_after_one_was_seen(name: str)
         for wrong in (2.0, True, np.bool_(True), np.float32(2), "2", torch.tensor(2.0), torch.tensor(True)):
             if name == "offset" and isinstance(wrong, torch.Tensor):
                 continue
-            with pytest.raises(TypeError, match=rf"{name} must be an int, got .*: pass int"):
+            with pytest.raises(TypeError, match=rf"{name} must be an int, got .*: convert it with int"):
                 run(wrong)
         wanted = run(2)
     with pytest.raises(TypeError):

@@ -101,7 +101,7 @@ def test_the_operators_launch_kernels(request: pytest.FixtureRequest) -> None:
     for _ in range(3):
         q, k = ops.call(given, settings)
         (q.sum() + k.sum()).backward()
-    assert seen.public + seen.bare == 6
+    assert seen.public + seen.direct == 6
 
 
 # torch.compile ----------------------------------------------------------------------------------------------------------

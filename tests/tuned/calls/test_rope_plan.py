@@ -39,11 +39,11 @@ def test_a_call_that_differs_in_one_thing_from_one_seen_before_is_right(name: st
                 check(case)
 
 
-def test_calls_seen_before_are_launched_bare(watch: Watch) -> None:
+def test_calls_seen_before_are_launched_directly(watch: Watch) -> None:
     for case in CASES.values():
         for _ in range(3):
             check(case)
-    assert watch.bare >= 2 * len(CASES)
+    assert watch.direct >= 2 * len(CASES)
 
 
 LENGTHS = {
@@ -83,7 +83,7 @@ def test_calls_of_other_lengths_are_right_whichever_came_first(watch: Watch, nam
                 rows = LENGTHS[name].rows
                 for few in {1, rows} if (batch, seq) == (1, 1) else {rows, rows + 1}:
                     check(dataclasses.replace(LENGTHS[name], batch=batch, seq=seq, rows=few, **views))
-    assert watch.bare
+    assert watch.direct
 
 
 CHANGES = [(field, value) for field, values in CHOICES.items() for value in values]
@@ -118,7 +118,7 @@ def test_lengths_of_one_class_are_compiled_for_once(watch: Watch) -> None:
         rope_qk(torch.randn(1, length, 4, 16), torch.randn(1, length, 2, 16), freqs, tensor_format="sbhd")
     variants = {key[1] for key in tuned.calls.rope.plan._COMPILED}
     assert watch.public == len(variants) <= 2, "each variant once, whatever the length"
-    assert watch.bare == 19 - watch.public
+    assert watch.direct == 19 - watch.public
     before = watch.public
     rope_qk(
         torch.randn(1, 4, 4, 16),
@@ -148,20 +148,20 @@ def test_while_a_profiler_listens_launches_are_public(watch: Watch, which: int) 
     for case in CALLS:
         for _ in range(2):
             check(case)
-    bare = watch.bare
-    assert bare
+    direct = watch.direct
+    assert direct
     watch.listeners[which].calls.append("a profiler")
     public = watch.public
     for case in CALLS:
         check(case)
-    assert watch.bare == bare
+    assert watch.direct == direct
     assert watch.public >= public + len(CALLS)
     watch.listeners[which].calls.clear()
     public = watch.public
     for case in CALLS:
         check(case)
     assert watch.public == public
-    assert watch.bare >= bare + len(CALLS)
+    assert watch.direct >= direct + len(CALLS)
 
 
 @pytest.mark.parametrize("why", ["safe", "another launcher", "hooks kept another way"])
@@ -171,7 +171,7 @@ def test_where_there_is_no_other_launcher_every_launch_is_public(
     if why == "hooks kept another way":
         monkeypatch.setattr(tuned.launching.plan, "hooks", lambda: None)
     else:
-        monkeypatch.setattr(tuned.launching.plan, "bare_supported", launcher.bare_supported)
+        monkeypatch.setattr(tuned.launching.plan, "direct_supported", launcher.direct_supported)
         monkeypatch.setattr(launcher, "_PROBED", {})
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setenv("TUNED_DISPATCH", "safe" if why == "safe" else "")
@@ -179,7 +179,7 @@ def test_where_there_is_no_other_launcher_every_launch_is_public(
     for case in CALLS:
         for _ in range(3):
             check(case)
-    assert watch.bare == 0
+    assert watch.direct == 0
     assert watch.public >= 3 * len(CALLS)
 
 
@@ -189,20 +189,20 @@ def test_a_first_call_under_capture_decides_nothing_for_later_ones(
     monkeypatch.setattr(tuned.calls.rope.plan, "capturing", lambda: True)
     for _ in range(2):
         check(Case())
-    assert (watch.public, watch.bare) == (2, 0)
+    assert (watch.public, watch.direct) == (2, 0)
     assert not tuned.calls.rope.plan._COMPILED
     monkeypatch.setattr(tuned.calls.rope.plan, "capturing", lambda: False)
     check(Case())
-    assert (watch.public, watch.bare) == (3, 0)
+    assert (watch.public, watch.direct) == (3, 0)
     monkeypatch.setattr(tuned.calls.rope.plan, "capturing", lambda: True)
     check(Case())
-    assert (watch.public, watch.bare) == (3, 1), "what is known is captured"
+    assert (watch.public, watch.direct) == (3, 1), "what is known is captured"
 
 
 def test_more_tokens_than_the_table_has_rows_are_no_reason_to_launch_publicly(watch: Watch) -> None:
     for _ in range(3):
         check(Case("thd", batch=5, seq=10, rows=40, source="cache", place="ids", inplace=True))
-    assert (watch.public, watch.bare) == (1, 2)
+    assert (watch.public, watch.direct) == (1, 2)
 
 
 def test_offsets_that_are_numbers_share_a_plan_and_are_checked_each_time(watch: Watch) -> None:
@@ -237,13 +237,13 @@ def test_threads_that_call_at_once_disturb_nobody() -> None:
         sys.setswitchinterval(interval)
 
 
-def test_the_interpreter_runs_what_is_launched_bare_too(watch: Watch) -> None:
+def test_the_interpreter_runs_what_is_launched_directly_too(watch: Watch) -> None:
     watch.interpreted = True
     for name in ("pair", "in place training", "tokens", "packed", "qkv", "proportional"):
         case = dataclasses.replace(CASES[name], seq=2)
         for _ in range(3):
             check(case)
-    assert watch.bare >= 12
+    assert watch.direct >= 12
 
 
 def test_a_packed_qkv_whose_parts_lie_apart_is_launched_as_a_dense_copy(watch: Watch) -> None:
@@ -254,16 +254,16 @@ def test_a_packed_qkv_whose_parts_lie_apart_is_launched_as_a_dense_copy(watch: W
         for _ in range(3):
             leaf = wide.clone().requires_grad_(needed)
             dense = wide[..., 1:5, :].clone().requires_grad_(needed)
-            launched = watch.public + watch.bare
+            launched = watch.public + watch.direct
             found = rope_qkv(leaf[..., 1:5, :], freqs)
-            assert watch.public + watch.bare == launched + 1
+            assert watch.public + watch.direct == launched + 1
             wanted = rope_qkv(dense, freqs)
             assert torch.equal(found, wanted)
             if needed:
                 found.backward(grad)
                 wanted.backward(grad)
                 assert torch.equal(leaf.grad[..., 1:5, :], dense.grad)
-    assert watch.bare > 0
+    assert watch.direct > 0
 
 
 @pytest.mark.usefixtures("watch")

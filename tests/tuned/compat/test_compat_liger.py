@@ -98,8 +98,8 @@ def test_a_vision_tower():
     ("arguments", "message"),
     [
         ({"unsqueeze_dim": 2}, "unsqueeze_dim must be 1"),
-        ({"cos": doubled(S, 1)[0][..., : D // 2]}, "cos must have head_dim=8 entries a token, got 4"),
-        ({"sin": doubled(S, 1)[1][..., : D // 2]}, "sin must have head_dim=8 entries a token, got 4"),
+        ({"cos": doubled(S, 1)[0][..., : D // 2]}, "cos must have head_dim=8 entries per token, got 4"),
+        ({"sin": doubled(S, 1)[1][..., : D // 2]}, "sin must have head_dim=8 entries per token, got 4"),
         ({"cos": doubled(S - 1, 1)[0], "sin": doubled(S - 1, 1)[1]}, "too short"),
         ({"cos": doubled(S, B + 1)[0], "sin": doubled(S, B + 1)[1]}, "batch"),
         ({"k": randn(B, H, S + 1, D)}, "k must have the tokens"),

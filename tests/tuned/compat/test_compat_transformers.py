@@ -404,7 +404,7 @@ def test_half_of_the_angles_is_read_only_where_all_models_of_the_file_make_equal
 REFUSED = {
     "another rotation": (
         SOURCE.replace("{partner}", "t.flip(-1)"),
-        "it gives neither what halves nor what adjacent pairs",
+        "its results are those of rotating neither halves nor adjacent pairs",
     ),
     "another call": (
         SOURCE.replace("({signature})", "(q, k, freqs_cis, unsqueeze_dim=1)"),

@@ -18,7 +18,7 @@ import tuned.calls.linear_cat.run as linear
 import tuned.launching.plan
 from generator.measuring.mended import mended_interpreter
 from tests.support.run import INTERPRETED
-from tuned.launching.plan import Bare
+from tuned.launching.plan import DirectLaunch
 from tuned.lookup.lookup import Gpu
 
 if TYPE_CHECKING:
@@ -34,22 +34,24 @@ HEAD = (0, None, None, None)  # what the launcher adds
 
 @pytest.fixture
 def fired(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """CPU tensors take the way of GPU tensors, through the interpreter; the arguments of each bare launch."""
+    """CPU tensors take the way of GPU tensors, through the interpreter; the arguments of each direct launch."""
     launched: list[tuple[Any, ...]] = []
 
-    def bare(launch: Any, compiled: Any, device: Any) -> Bare:
+    def direct(launch: Any, compiled: Any, device: Any) -> DirectLaunch:
         del compiled, device
         numbers = tuple(v for v in launch.arguments if not isinstance(v, torch.Tensor))
         silent = types.SimpleNamespace(calls=[])
         rest = (*numbers, *launch.constants.values())
-        return Bare(lambda *given: launched.append(given), 0, HEAD, launch.programs, rest, lambda _: 7, silent, silent)
+        return DirectLaunch(
+            lambda *given: launched.append(given), 0, HEAD, launch.programs, rest, lambda _: 7, silent, silent
+        )
 
     for module in (tuned.calls.gru_cell.prepare, linear):
         monkeypatch.setattr(module, "why_eager", lambda *_: None)
     for module in (cell, linear):
         monkeypatch.setattr(module, "gpu_of", lambda _: Gpu("a_card_without_a_table", 80, 100))
         monkeypatch.setattr(module, "_capturing", lambda: False)
-        monkeypatch.setattr(module, "bare_launch", bare)
+        monkeypatch.setattr(module, "direct_launch", direct)
         monkeypatch.setattr(module, "_PLANS", {})
     for cached in (tuned.calls.gru_cell.prepare.variant_of, linear._variant_of):
         cached.cache_clear()
@@ -78,7 +80,9 @@ def serve(arguments: list[Any], *, inplace: bool = False) -> Any:
 
 @pytest.mark.parametrize("segments", [1, 2])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_step_is_right_and_the_next_alike_is_one_bare_launch(fired: list[Any], *, bias: bool, segments: int) -> None:
+def test_a_step_is_right_and_the_next_alike_is_one_direct_launch(
+    fired: list[Any], *, bias: bool, segments: int
+) -> None:
     arguments = step(bias=bias, segments=segments)
     x, *rest = arguments
     want = torch.gru_cell(x if segments == 1 else torch.cat(x, -1), *rest)
@@ -189,7 +193,7 @@ def linear_of(*, bias: bool = True) -> tuple[tuple[torch.Tensor, ...], torch.Ten
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_linear_is_right_and_the_next_alike_is_one_bare_launch(fired: list[Any], *, bias: bool) -> None:
+def test_a_linear_is_right_and_the_next_alike_is_one_direct_launch(fired: list[Any], *, bias: bool) -> None:
     inputs, weight, b = linear_of(bias=bias)
     want = torch.nn.functional.linear(torch.cat(inputs, -1), weight, b)
     assert linear.known(inputs, weight, b) is None

@@ -147,9 +147,9 @@ def test_a_known_call_that_comes_to_a_smaller_part_is_served(
 ) -> None:
     """Its plan was made where all of the GPU was there."""
     monkeypatch.setattr(run, "_choose", choose)
-    whole = machine.bare_launch
+    whole = machine.direct_launch
 
-    def bare_launch(launch: Launch, compiled: Any, device: Any) -> Any:
+    def direct_launch(launch: Launch, compiled: Any, device: Any) -> Any:
         made = whole(launch, compiled, device)
 
         def fire(*values: Any) -> None:
@@ -159,21 +159,21 @@ def test_a_known_call_that_comes_to_a_smaller_part_is_served(
 
         return made._replace(run=fire)
 
-    monkeypatch.setattr(plan, "bare_launch", bare_launch)
+    monkeypatch.setattr(plan, "direct_launch", direct_launch)
     call = call_of()
     call = type(call)(call.input, call.hx.contiguous(), *list(vars(call).values())[2:])
     wanted = dispatched(call)
     dispatched(call)
-    assert (machine.public, machine.bare) == (1, 1)
+    assert (machine.public, machine.direct) == (1, 1)
     part.stream, part.driver = 9, 1
     for _ in range(3):
         for ours, theirs in zip(dispatched(call), wanted, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)
-    assert machine.bare == 1
+    assert machine.direct == 1
     part.stream = 7
     dispatched(call)
     dispatched(call)
-    assert machine.bare == 2, "where all of it is there, it is used again"
+    assert machine.direct == 2, "where all of it is there, it is used again"
 
 
 def test_no_limit_is_looked_up_where_none_was_ever_met(part: types.SimpleNamespace) -> None:

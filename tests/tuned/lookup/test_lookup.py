@@ -60,11 +60,15 @@ def test_the_winner_of_this_spec_and_size_comes_first(tables: dict[str, Table]) 
 
 
 def test_the_nearest_size_comes_next_and_a_stale_row_is_only_a_neighbour(tables: dict[str, Table]) -> None:
-    tables["here"] = table("here", row(SPEC, SMALL, num_warps=1), row(SPEC, LARGE, "another text of k", num_warps=2))
+    tables["here"] = table(
+        "here",
+        row(SPEC, SMALL, num_warps=1),
+        row(SPEC, LARGE, "the source of k changed since it was measured", num_warps=2),
+    )
     assert choose(ROPE, SPEC, RopeSize(2, 3000), HERE).variant.num_warps == 2
     choice = choose(ROPE, SPEC, LARGE, HERE)
     assert choice.rule == "nearest size"
-    assert "this size, but another text of k" in choice.why
+    assert "this size, but the source of k changed since it was measured" in choice.why
 
 
 def test_the_closest_spec_comes_next_whatever_its_text(tables: dict[str, Table]) -> None:

@@ -76,9 +76,9 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tables: dict[str, Table]) -> Itera
     for module in (tuned.calls.rope.plan, tuned.calls.gru_cell.prepare, tuned.calls.gru_cell.run):
         monkeypatch.setattr(module, "gpu_of", lambda _: UNKNOWN)
     monkeypatch.setattr(tuned.calls.gru_cell.run, "_capturing", lambda: False)
-    monkeypatch.setattr(tuned.calls.gru_cell.run, "_bare_plan", lambda *_: None)
+    monkeypatch.setattr(tuned.calls.gru_cell.run, "_direct_plan", lambda *_: None)
     monkeypatch.setattr(tuned.calls.gru_cell.run, "_PLANS", {})
-    monkeypatch.setattr(tuned.calls.rope.plan, "bare_launch", lambda *_: None)
+    monkeypatch.setattr(tuned.calls.rope.plan, "direct_launch", lambda *_: None)
     monkeypatch.setattr(tuned.calls.rope.plan, "capturing", lambda: False)
     monkeypatch.setattr(tuned.launching.plan, "_specialised", specialised)
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())

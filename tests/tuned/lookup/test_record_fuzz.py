@@ -266,11 +266,11 @@ def test_a_folder_that_is_none_is_said_once_and_the_shipped_tables_serve(
     if kind == "file":
         place.write_text("")
     if kind == "null":  # what no environment can hold, but a caller may pass
-        with pytest.raises(RecordError, match="must be one that can be read"):
+        with pytest.raises(RecordError, match="must be a readable folder"):
             tuned.lookup.table.folder_of_records("a\0b")
         return
     (told,) = used_in_a_model(place, monkeypatch)
-    assert told.startswith("TUNED_TABLES: a folder of records must be one that can be read, got ")
+    assert told.startswith("TUNED_TABLES: a folder of records must be a readable folder, got ")
     assert repr(str(place)) in told
     assert "name the folder that python tune.py --out wrote" in told
     assert DEVICE in tables()

@@ -1,4 +1,4 @@
-"""Check the arguments of a GRU over sequences, and of a linear over segments. Nothing is written here."""
+"""Check the arguments of a GRU over sequences, and of a linear over segments. No tensor is written here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GruCall:
 
     input: torch.Tensor  # [T, B, I], [B, T, I] batch_first, or [rows, I] packed
     hx: torch.Tensor  # [L * D, B, H]
-    weights: tuple[torch.Tensor, ...]  # a layer and direction: w_ih, w_hh and, with biases, b_ih, b_hh
+    weights: tuple[torch.Tensor, ...]  # for each layer and direction: w_ih, w_hh and, with biases, b_ih, b_hh
     has_biases: bool
     num_layers: int
     bidirectional: bool
@@ -30,13 +30,13 @@ class GruCall:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that a gradient may belong to: input, hx, weights."""
+        """The tensors that may need a gradient: input, hx, weights."""
         return (self.input, self.hx, *self.weights)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What torch.autocast casts to on a kind of device, or None where it is off or, as on "meta", unknown."""
-    # torch.amp.is_autocast_available would say it of any kind, but torch 2.11's Dynamo cannot trace that.
+    """The dtype that torch.autocast casts to on a device type; None if it is off or, as on "meta", unknown."""
+    # torch.amp.is_autocast_available would tell for any device type, but torch 2.11's Dynamo cannot trace it.
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
@@ -58,7 +58,7 @@ def gru_call(  # noqa: PLR0913 - the arguments of the public call
     cu_seqlens: Any = None,
     max_seqlen: int | None = None,
 ) -> GruCall:
-    """The call of tuned.dispatch.gru with these arguments, checked; see there."""
+    """Check the arguments of tuned.dispatch.gru; see there."""
     call = GruCall(
         input=input,
         hx=hx,
@@ -77,11 +77,11 @@ def gru_call(  # noqa: PLR0913 - the arguments of the public call
 
 
 def check_gru(call: GruCall) -> None:
-    """Raise if the parts of a call do not fit each other; lengths on a GPU are not read.
+    """Check that the parts of a call fit each other. Lengths on a GPU are not read.
 
     Raises:
-        TypeError: not a tensor, or a dtype that does not fit.
-        ValueError: a shape, device or combination that is not allowed.
+        TypeError: an argument is not a tensor, or has the wrong dtype.
+        ValueError: a shape, device or combination is not allowed.
     """
     for name, tensor in (("input", call.input), ("hx", call.hx), *_named(call)):
         if not isinstance(tensor, torch.Tensor):
@@ -106,7 +106,7 @@ def _named(call: GruCall) -> list[tuple[str, Any]]:
 
 
 def _batch(call: GruCall) -> int:
-    """How many sequences the call has, by its form."""
+    """The number of sequences of a call: dense, packed or thd."""
     if call.batch_sizes is not None and call.cu_seqlens is not None:
         raise ValueError("give batch_sizes (of a PackedSequence) or cu_seqlens, not both")
     if call.max_seqlen is not None and call.cu_seqlens is None:
@@ -136,7 +136,7 @@ def _packed_batch(call: GruCall) -> int:
     if sizes.ndim != 1 or sizes.numel() < 1:
         raise ValueError(f"batch_sizes must be [steps] with at least 1 step, got {list(sizes.shape)}")
     if not _has_values(sizes):
-        return call.hx.shape[1] if call.hx.ndim > 1 else -1  # values are checked when the operator runs
+        return call.hx.shape[1] if call.hx.ndim > 1 else -1  # the operator checks the values when it runs
     rows: list[int] = sizes.tolist()
     if rows[-1] < 1 or rows != sorted(rows, reverse=True):
         raise ValueError("batch_sizes must not increase and be at least 1: pack with torch.nn.utils.rnn")
@@ -156,11 +156,11 @@ def _thd_batch(call: GruCall) -> int:
         raise ValueError(f"cu_seqlens must be [sequences + 1], got {list(bounds.shape)}")
     if isinstance(call.max_seqlen, torch.Tensor):
         raise TypeError(
-            "max_seqlen must be an int, got a tensor: give max_seqlen.item(), which waits for the device, or keep it as an int"
+            "max_seqlen must be an int, got a tensor: pass max_seqlen.item(), which synchronizes with the GPU, or keep an int"
         )
     if call.max_seqlen is None or call.max_seqlen < 0:
         raise ValueError(
-            f"cu_seqlens needs max_seqlen, the longest length, got {call.max_seqlen}: reading it from a GPU would wait for it"
+            f"cu_seqlens needs max_seqlen, the longest length, got {call.max_seqlen}: reading it from a GPU would synchronize"
         )
     if bounds.device.type == "cpu" and _has_values(bounds):
         check_lengths(bounds.tolist(), call.input.shape[0], call.max_seqlen)
@@ -168,7 +168,7 @@ def _thd_batch(call: GruCall) -> int:
 
 
 def _has_values(lengths: torch.Tensor) -> bool:
-    """Whether there are values to check: what stands for a tensor while a call is traced has none."""
+    """Whether there are values to check: a tracer's tensor has none."""
     return not torch.compiler.is_dynamo_compiling() and type(lengths) is torch.Tensor
 
 
@@ -204,7 +204,7 @@ def _check_weights(call: GruCall, stacked: int, directions: int) -> None:
 
 
 def _check_alike(call: GruCall) -> None:
-    """One device and, unless autocast makes it so, one floating point dtype."""
+    """Check that all tensors have one device and one floating point dtype; under autocast dtypes may differ."""
     device, dtype = call.input.device, call.input.dtype
     if not dtype.is_floating_point:
         raise TypeError(f"input must be floating point, got {dtype}")
@@ -226,11 +226,11 @@ def checked_cell(  # noqa: PLR0913 - the arguments of the public call
     bias_hh: Any,
     inplace: bool,  # noqa: FBT001
 ) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
-    """The segments of x, and the other tensors of a step of tuned.dispatch.gru_cell, checked together.
+    """Check the arguments of tuned.dispatch.gru_cell; returns (segments of x, the other tensors).
 
     Raises:
-        TypeError: not a tensor, or dtypes that differ.
-        ValueError: a shape or device that does not fit.
+        TypeError: an argument is not a tensor, or dtypes differ.
+        ValueError: a shape or device does not fit.
     """
     segments = x if isinstance(x, tuple) else (x,)
     if len(segments) != 1:
@@ -249,7 +249,7 @@ def checked_cell(  # noqa: PLR0913 - the arguments of the public call
         if not segments:
             raise ValueError("x must have at least one segment, got an empty tuple")
     given = (h, weight_ih, weight_hh, bias_ih, bias_hh)
-    # Only its shape, dtype and device are looked at: nothing is copied for that.
+    # Only the shape, dtype and device of ``whole`` are checked, so the segments are not copied into it.
     whole = (
         segments[0]
         if len(segments) == 1
@@ -265,11 +265,11 @@ def checked_cell(  # noqa: PLR0913 - the arguments of the public call
 
 
 def check_linear_cat(inputs: Any, weight: Any, bias: Any) -> None:
-    """Raise if segments ``[..., k_i]``, weight ``[n, sum of k_i]`` and bias ``[n]`` do not fit each other.
+    """Check that segments ``[..., k_i]``, weight ``[n, sum of k_i]`` and bias ``[n]`` fit each other.
 
     Raises:
-        TypeError: not a tuple of tensors, or dtypes that differ.
-        ValueError: a shape or device that does not fit.
+        TypeError: inputs is not a tuple or list of tensors, or dtypes differ.
+        ValueError: a shape or device does not fit.
     """
     if not isinstance(inputs, (tuple, list)) or not inputs:
         raise TypeError(f"inputs must be a tuple of at least one tensor, got {type(inputs).__name__}")
@@ -290,7 +290,7 @@ def check_linear_cat(inputs: Any, weight: Any, bias: Any) -> None:
     for name, tensor in named[: len(inputs)]:
         if tensor.ndim < 1 or tensor.shape[:-1] != first.shape[:-1]:
             raise ValueError(
-                f"all inputs must be {[*first.shape[:-1], 'k']}, alike but for the last axis; {name} is {list(tensor.shape)}"
+                f"all inputs must be {[*first.shape[:-1], 'k']}, equal except in the last axis; {name} is {list(tensor.shape)}"
             )
     features = sum(t.shape[-1] for t in inputs)
     if weight.ndim != 2 or weight.shape[1] != features:  # noqa: PLR2004

@@ -1,6 +1,6 @@
-"""The GRU, its step and the linear over segments by PyTorch's own operators: on a CPU, and where a gradient is needed.
+"""The GRU, its step and the linear over segments by PyTorch's own operators: on a CPU, and if a gradient is needed.
 
-torch.gru and torch.gru_cell, not torch._VF's: those are what tuned.nn.patched replaces.
+They call torch.gru and torch.gru_cell. tuned.nn.patched replaces those of torch._VF, which would call back here.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, h_n) of a checked call, differentiable."""
     if call.cu_seqlens is not None:
         return _shapes(call) if call.cu_seqlens.is_meta else _by_bounds(call, call.cu_seqlens.tolist())
-    # cuDNN gives a gradient in training mode only; dropout is 0 already where the caller does not train. A trace is run
-    # with a gradient or without, whatever it was made with, and torch.jit.trace compares one of each.
+    # cuDNN computes gradients in training mode only; dropout is 0 already if the caller does not train. A trace may run
+    # with gradients or without, whatever it was made with, and torch.jit.trace compares one run of each.
     train = call.dropout > 0 or tracing() is not None
     train = train or (torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors))
-    # torch's way to cuDNN takes states that are contiguous, and views weights flat. oneDNN takes 16-bit states for
-    # contiguous, and reads what lies between their rows. Elsewhere a copy would round differently than torch does.
+    # For cuDNN, torch requires contiguous states and flattens weights by views. oneDNN assumes that 16-bit states are
+    # contiguous, and would read what lies between their rows. Elsewhere a copy would round differently than torch does.
     weights = [w.contiguous() for w in call.weights] if call.hx.is_cuda else list(call.weights)
     hx = call.hx.contiguous() if call.hx.is_cuda or call.hx.element_size() == 2 else call.hx  # noqa: PLR2004
     if call.batch_sizes is not None:
@@ -59,7 +59,7 @@ def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _shapes(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result on "meta", where bounds have no values: that of one sequence, and a state for each that there is."""
+    """The result on "meta", where cu_seqlens has no values: the output of one sequence, and a state for each sequence."""
     rows, sequences = call.input.shape[0], call.hx.shape[1]
     if not rows or not sequences:
         return _by_bounds(call, [0] * (sequences + 1))
@@ -71,7 +71,7 @@ def _shapes(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _by_bounds(call: GruCall, bounds: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequences one after another: their rows in the order that torch packs them, and back. Waits for the lengths."""
+    """Sequences given by their bounds in rows: reordered to torch's packed order, and the output back again."""
     check_lengths(bounds, call.input.shape[0], call.max_seqlen or 0)
     lengths = [after - before for before, after in itertools.pairwise(bounds)]
     order = sorted((b for b, length in enumerate(lengths) if length), key=lambda b: -lengths[b])  # longest first
@@ -86,12 +86,12 @@ def _by_bounds(call: GruCall, bounds: list[int]) -> tuple[torch.Tensor, torch.Te
         call,
         input=call.input.index_select(0, rows),
         hx=call.hx.index_select(1, sequences),
-        batch_sizes=torch.tensor([len(alive) for alive in steps], device="cpu"),  # whatever the default device
+        batch_sizes=torch.tensor([len(alive) for alive in steps], device="cpu"),  # not the default device
         cu_seqlens=None,
         max_seqlen=None,
     )
     output, h_n = gru(packed)
-    # A permutation of the rows, undone; an empty sequence keeps its state.
+    # Undo the permutation of the rows; an empty sequence keeps its state.
     return output.index_select(0, rows.argsort()), call.hx.to(h_n.dtype).index_copy(1, sequences, h_n)
 
 

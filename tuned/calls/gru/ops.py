@@ -1,8 +1,8 @@
-"""Operators of torch.library, for what torch.compile traces: ``tuned::gru``, ``tuned::gru_cell``, ``tuned::linear_cat``.
+"""Operators of torch.library: ``tuned::gru``, ``tuned::gru_cell``, ``tuned::linear_cat``.
 
-Outside of a traced graph they are bypassed. Their gradients are PyTorch's: the recurrences are computed once more, by
-PyTorch's own operators, inside ``tuned::gru_backward`` and ``tuned::gru_cell_backward``, which have no gradient of
-their own. No operator draws random numbers: dropout stands between them.
+torch.compile and, on a GPU, dispatch modes see these operators; other calls do not use them. Gradients are PyTorch's:
+``tuned::gru_backward`` and ``tuned::gru_cell_backward`` compute the recurrence again with PyTorch's own operators, and
+have no gradient themselves. No operator draws random numbers: dropout is applied between them.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ def _linear_fake(inputs: Any, weight: Any, bias: Any) -> torch.Tensor:
 def _recomputed(
     function: Callable[..., Any], tensors: Sequence[Any], wanted: Sequence[bool], grads: Sequence[Any]
 ) -> list[torch.Tensor]:
-    """Gradients of ``function(*tensors)`` for those wanted, an empty tensor for the others."""
-    # The dispatcher keeps autograd from what runs inside an operator; here it is the work.
+    """Gradients of ``function(*tensors)`` for the wanted tensors, and an empty tensor for each other."""
+    # The dispatcher turns autograd off inside an operator; here it is needed.
     allowed = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)  # noqa: FBT003, SLF001
     with allowed, torch.enable_grad():
         leaves = [t.detach().requires_grad_(asked) for t, asked in zip(tensors, wanted, strict=True)]
         outputs = function(*leaves)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        # An output that no input reaches, as that of no rows, has no gradient to give.
+        # An output that depends on no input, such as one without rows, has no gradient to pass on.
         reached = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
         asked = [t for t in leaves if t.requires_grad]
         found = iter(
@@ -124,7 +124,7 @@ def _grads_fake(tensors: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Keep the arguments of an operator for its backward: tensors as autograd wants them, the rest beside them."""
+    """Save the arguments of an operator for its backward: tensors by save_for_backward, the rest on ctx."""
     del output
     flat, ctx.layout = [], []
     for value in inputs:
@@ -136,7 +136,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _arguments(ctx: Any) -> list[Any]:
-    """What ``_setup`` kept, as it was given."""
+    """The arguments that ``_setup`` saved, in their original structure."""
     saved = iter(ctx.saved_tensors)
     given: list[Any] = []
     for many, count, value in ctx.layout:
@@ -165,7 +165,7 @@ def _cell_grads(ctx: Any, grad: Any) -> tuple[Any, ...]:
 
 
 def _linear_grads(ctx: Any, grad: Any) -> tuple[Any, ...]:
-    """By parts of the weight: no segment is joined to another here either."""
+    """The gradients of linear_cat by parts of the weight: segments are not concatenated here either."""
     inputs, weight, bias = _arguments(ctx)
     needs = ctx.needs_input_grad
     columns = torch.split(weight, [t.shape[-1] for t in inputs], dim=1)
@@ -200,8 +200,8 @@ gru_cell_backward = _operator(
 linear_cat = _operator("linear_cat", f"({_LINEAR}) -> Tensor", _linear, _linear_fake, _linear_grads)
 
 
-# What FlopCounterMode counts: two for each multiplication of a product, as for PyTorch's own. A backward computes the
-# recurrence once more, and two products for each of its own.
+# What FlopCounterMode counts: two FLOPs per multiply-add of a matrix product, as for PyTorch's own operators. A backward
+# computes the recurrence again, and two products for each of its products.
 
 
 def _gru_flops(input: Any, hx: Any, weights: Any, *_: Any, **__: Any) -> int:  # noqa: A002
@@ -233,7 +233,7 @@ _FORMULAS: dict[Any, Any] = {
 
 
 def _register_flops() -> None:
-    """Tell FlopCounterMode, and those that count already: each copies the registry when it is made."""
+    """Register the formulas, also with counters that are active: each copied the registry when it was made."""
     for operator, formula in _FORMULAS.items():
         register_flop_formula(operator)(formula)
     for mode in _get_current_dispatch_mode_stack():

@@ -1,7 +1,7 @@
-"""The way of a GRU call that was seen before: one key, one dictionary hit, and one launch after the library's product.
+"""The path of a GRU call that was seen before: one key, one dictionary lookup, and one launch after the library's GEMM.
 
-For sequences of one length whose layers all run in one launch that waits, or needs not wait, on the chip; every other
-call goes the long way. Nothing of a caller's is kept alive: plans hold numbers, kernels and settings, no tensors.
+It serves sequences of one length whose layers all run in one persistent launch. Every other call takes the long path.
+Plans keep none of the caller's tensors alive: they hold numbers, kernels and settings.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tuned.families.gru.launches import counters_needed, sequence
 from tuned.families.gru.variant import alone
 from tuned.launching import residents
 from tuned.launching.launcher import INTEGERS
-from tuned.launching.plan import bare_launch, modes, remember, traits, unless_negative
+from tuned.launching.plan import direct_launch, modes, remember, traits, unless_negative
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,19 +27,21 @@ if TYPE_CHECKING:
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
-_PLANS: dict[Any, Any] = {}  # key of a call -> (input, hx, weights) -> (output, h_n), or None if it cannot be after all
+_PLANS: dict[
+    Any, Any
+] = {}  # key of a call -> function (input, hx, weights) -> (output, h_n), or None if it cannot serve
 _grad_enabled = torch.is_grad_enabled
 _FLOAT32 = torch.float32
-ALIGNED_BYTES = 16  # what Triton compiles a kernel anew for
+ALIGNED_BYTES = 16  # the alignment that Triton specialises on
 SMALL_PRODUCT = 2**29  # multiplications: 20 us at the 50 TFLOP/s that an H200 has for float32
 
 
 def _key(x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...]) -> Any:
-    """All that a compiled kernel, or the way to it, may depend on; None where it may not be launched like this."""
+    """All that a compiled kernel, or the path to it, may depend on; None if a plan may not serve the call."""
     if _grad_enabled() and (x.requires_grad or hx.requires_grad or any(w.requires_grad for w in weights)):
         return None
     mode = modes(x.get_device())
-    if mode is None or mode[0]:  # autocast gives other tensors to the kernels than these
+    if mode is None or mode[0]:  # under autocast the kernels get other tensors: casts of these
         return None
     precision = x.dtype is _FLOAT32 and (precision_of(_FLOAT32), gru_precision())
     return (
@@ -54,16 +56,17 @@ def _key(x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...]) -> 
 
 
 def gru_precision() -> str:
-    """How float32 products of a GRU are to be made, as torch's setting for cuDNN's recurrent networks says."""
-    # torch.backends.cudnn.allow_tf32 raises once a program has used the newer setting.
+    """The precision of a GRU's float32 products, "tf32" or "ieee": torch's setting for cuDNN's recurrent networks."""
+    # torch.backends.cudnn.allow_tf32 raises after a program has used the newer setting, fp32_precision.
     now = getattr(torch.backends.cudnn.rnn, "fp32_precision", None)
     return "tf32" if (torch.backends.cudnn.allow_tf32 if now is None else now == "tf32") else "ieee"
 
 
 def by_library(rows: int, weight: torch.Tensor, precision: str) -> bool:
-    """Whether the library multiplies the input of a layer, whatever its setting for float32 GEMMs.
+    """Whether the library multiplies the input of a layer.
 
-    It does unless that setting is not a GRU's; and where it is the more exact one, for what takes no time.
+    It does for 16-bit weights, and if torch's precision of float32 GEMMs is the GRU's. It also does if that is "ieee", the
+    GRU's is "tf32", and the product is too small for the difference in time to matter.
     """
     if weight.dtype is not _FLOAT32 or precision_of(_FLOAT32) == precision:
         return True
@@ -71,19 +74,19 @@ def by_library(rows: int, weight: torch.Tensor, precision: str) -> bool:
 
 
 def known(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...]) -> Result | None:
-    """The result of a call just like one that was served before, nothing checked again; None for any other.
+    """The result of a call with the properties of one served before, without checks; None for any other call.
 
     ``settings``: has_biases, num_layers, bidirectional, batch_first, of a call without packing or dropout.
     """
     try:
         plan = _PLANS.get(_key(x, hx, weights, settings))
-    except (AttributeError, RuntimeError, TypeError):  # no plain tensors: the checks say what is wrong
+    except (AttributeError, RuntimeError, TypeError):  # not plain tensors: the checks say what is wrong
         return None
     return None if plan is None else plan(x, hx, weights)
 
 
 def learn(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurrence, compiled: Any) -> None:
-    """Remember how a call was served, if others like it can be by one launch and library products of its input."""
+    """Remember how a call was served, if equal calls need only library GEMMs of the input and one launch."""
     settings = (call.has_biases, call.num_layers, call.bidirectional, call.batch_first)
     key = _key(call.input, call.hx, call.weights, settings)
     if key is None or not spec.dense or variant.strategy != "persistent":
@@ -91,18 +94,18 @@ def learn(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurre
     if not by_library(call.input.shape[:-1].numel(), call.weights[0], spec.precision):
         return
     if recurrence.h_0.data_ptr() != call.hx.data_ptr():
-        return  # it had to be copied, which every call must do again
+        return  # hx was copied, and every call must copy it again
     launch = sequence(spec, variant, recurrence, 0, recurrence.seq)
-    bare = bare_launch(launch, compiled, call.input.device.index)
-    if bare is not None:
-        plan = _plan(call, spec, variant, recurrence, bare)
+    direct = direct_launch(launch, compiled, call.input.device.index)
+    if direct is not None:
+        plan = _plan(call, spec, variant, recurrence, direct)
         remember(_PLANS, key, unless_negative(plan, call.tensors, lambda x, hx, weights: (x, hx, *weights)))
 
 
 def _plan(
-    call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurrence, bare: Any
+    call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurrence, direct: Any
 ) -> Callable[[Any, Any, Any], Result | None]:
-    run, function, head, programs, rest, stream_of, enter, leave = bare
+    run, function, head, programs, rest, stream_of, enter, leave = direct
     device, dtype = call.input.device, call.input.dtype
     tokens, hidden, each = call.input.shape[:-1], spec.hidden, 4 if spec.bias else 2
     width, item, index = spec.directions * hidden, spec.item, device.index
@@ -110,11 +113,12 @@ def _plan(
     fills, counts = not alone(spec, variant) and variant.exchange != "counter", variant.exchange == "counter"
     integer = INTEGERS[item]
     out_shape, between_shape = (*tokens, width), (spec.layers - 1, *tokens, width)
-    # Bytes between the tensors of neighbouring cells, of each kind; the kernel was compiled for these strides.
+    # Bytes between the tensors of neighbouring cells, for each kind of weight; the kernel was compiled for these strides.
     stacks = (recurrence.weight_hh, *((recurrence.bias_ih, recurrence.bias_hh) if spec.bias else ()))
     apart = [stack.stride(0) * item for stack in stacks]
     apart_ih = recurrence.weight_ih.stride(0) * item if spec.stacked else 0
-    # Kinds that can be read where they lie. A copy is contiguous and aligned: what the kernel was compiled for must be so.
+    # Kinds of weights that the kernel can read without a copy. If the kernel was compiled for a copy, which is contiguous
+    # and aligned, the caller's tensors must be so too.
     given = ((0, 1, recurrence.weight_ih), *((kind, 0, stack) for kind, stack in enumerate(stacks, 1)))
     as_given = {
         kind: all(w.is_contiguous() for w in call.weights[start * each + kind :: each])
@@ -128,7 +132,10 @@ def _plan(
     rows, features = tokens.numel(), call.input.shape[-1]
 
     def stack(weights: Any, kind: int, start: int, step: Any) -> tuple[int, Any]:
-        """The address of the first cell's tensor of a kind, the others ``step`` bytes apart; and what must stay for it."""
+        """(address of the first cell's tensor of a kind, copy that must stay alive or None); cells are ``step`` bytes apart.
+
+        The address is 0 if neither the tensors nor a copy of them have that distance.
+        """
         given = weights[start * each + kind :: each]
         at = given[0].data_ptr()
         if as_given[kind] and all(w.data_ptr() == at + cell * step for cell, w in enumerate(given)):
@@ -139,12 +146,12 @@ def _plan(
         return copy.data_ptr(), copy
 
     def made(shape: Any) -> torch.Tensor:
-        if fills:  # all ones, which readers wait to see go away
+        if fills:  # all bits set: readers poll until a value differs
             return torch.full(shape, -1, dtype=integer, device=device).view(dtype)
         return torch.empty(shape, dtype=dtype, device=device)
 
     def plan(x: Any, hx: Any, weights: Any) -> Result | None:
-        if enter.calls or leave.calls:  # a profiler listens: the public launch tells it what it wants to know
+        if enter.calls or leave.calls:  # a profiler has hooks: only the public launcher calls them
             return None
         stacks = [stack(weights, kind, 0, apart[kind - 1]) for kind in range(1, each)]
         if spec.stacked:
@@ -169,7 +176,7 @@ def _plan(
                 *(() if between is None else (between.data_ptr(),)), h_n.data_ptr(),
                 p_h if counters is None else counters.data_ptr(), *rest,
             )  # fmt: skip
-        except RuntimeError as error:  # in a context of fewer multiprocessors: the long way knows what fits there
+        except RuntimeError as error:  # a context with fewer multiprocessors: the long path finds what fits
             if not residents.too_large(error):
                 raise
             return None

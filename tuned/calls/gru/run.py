@@ -1,7 +1,7 @@
-"""Run a GRU over sequences by kernels.
+"""Run a GRU over sequences with kernels.
 
-The input of a layer is multiplied by the library, for all steps at once; the recurrence is one launch a layer, both
-directions in it, or one for all layers, or what else the tables name: see tuned.families.gru.variant.
+The library (cuBLAS) multiplies the input of a layer by its weights, for all steps at once. The recurrence is one launch
+per layer, for both directions, or one for all layers, or what else the variant says: see tuned.families.gru.variant.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tuned.families.linear_cat import FAMILY as LINEAR_CAT
 from tuned.families.linear_cat.launches import call_of as linear_call
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.launching import residents
-from tuned.launching.launcher import bare, bare_supported, hooks, kernel, launch_public, run_step
+from tuned.launching.launcher import direct_launcher, direct_supported, hooks, kernel, launch_public, run_step
 from tuned.launching.plan import remember
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from tuned.calls.gru.arguments import GruCall
 
 MAX_CHOICES = 4096  # sizes remembered
-MAX_LENGTHS = 64  # sets of lengths whose tensors stay on a device
-ALIGNED_BYTES = 16  # what templates/gru.py.jinja takes for granted of rows whose width allows it
+MAX_LENGTHS = 64  # sets of lengths whose tensors are kept on a device
+ALIGNED_BYTES = 16  # templates/gru.py.jinja assumes that rows are so aligned if their width allows it
 
 
 class _Lengths(NamedTuple):
-    """Of packed sequences: templates/gru.py.jinja says what they are."""
+    """The tensors of packed sequences as the kernels take them; templates/gru.py.jinja says what they hold."""
 
     layout: str
     starts: torch.Tensor | None
@@ -64,7 +64,7 @@ def why_not(call: GruCall) -> str | None:
 
 
 def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
-    """The choice for a call that ``why_not`` lets pass, and the modules of tuned.kernels that it launches."""
+    """The choice for a call that ``why_not`` accepts, and the modules of tuned.kernels that it launches."""
     if _empty(call):
         return Choice("eager", "there is no step to compute", None), ()
     spec, _, choice = _parts(call)[-1]
@@ -72,7 +72,7 @@ def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
 
 
 def forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, h_n) by kernels, for a call that ``why_not`` lets pass."""
+    """(output, h_n) by kernels, for a call that ``why_not`` accepts."""
     directions = 2 if call.bidirectional else 1
     if _empty(call):
         return call.input.new_empty((*call.input.shape[:-1], directions * call.hx.shape[2])), call.hx.clone()
@@ -82,15 +82,15 @@ def forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
         except RuntimeError as error:
             if not residents.too_large(error):
                 raise
-        # The driver allows fewer programs than it said, or could not be asked. Every layer is alike, so the first launch
-        # that waits has failed, and nothing was dropped yet.
+        # The driver allows fewer resident programs than it said, or could not be asked. All layers are alike, so the
+        # first cooperative launch has failed, before any dropout drew random numbers.
         residents.forbid(call.input.device.index or 0)
         return _forward(call)
 
 
 def _forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     parts, directions = _parts(call), 2 if call.bidirectional else 1
-    if any(choice.variant is None for _, _, choice in parts):  # a limit was met since the call was let pass
+    if any(choice.variant is None for _, _, choice in parts):  # a limit was met after ``why_not`` accepted the call
         return eager.gru(call)
     lengths = _lengths(call)
     x, h_n = call.input, torch.empty_like(call.hx, memory_format=torch.contiguous_format)
@@ -105,7 +105,7 @@ def _forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _empty(call: GruCall) -> bool:
-    """No token at all: the state stays as it is."""
+    """Whether the call has no token, so that its state stays as it is."""
     return not call.input.shape[:-1].numel() or not call.hx.shape[1]
 
 
@@ -132,7 +132,7 @@ def _steps(call: GruCall) -> int:
 
 
 def _parts(call: GruCall) -> list[tuple[GruSpec, GruSize, Choice]]:
-    """The launches of a call, lowest first: all layers in one where that is offered and can be, else one a layer."""
+    """The launches of a call, lowest layer first: one for all layers if a variant can, else one per layer."""
     gpu = gpu_of(call.input.device)
     limit = () if (found := residents.allowed(call.input.device.index or 0)) is None else (found,)
     if call.num_layers > 1 and not call.bidirectional and not call.dropout:
@@ -146,7 +146,7 @@ def _parts(call: GruCall) -> list[tuple[GruSpec, GruSize, Choice]]:
 
 @functools.lru_cache(maxsize=MAX_CHOICES)
 def _choose(spec: GruSpec, size: GruSize, gpu: Gpu, limit: int | None = None) -> Choice:
-    """Decided once for all calls that are alike."""
+    """The choice, made once for all equal calls; ``limit`` is the number of programs that may wait for each other."""
     if limit is None:
         choice = choose(GRU, spec, size, gpu)
         misses.note(GRU, spec, size, choice)
@@ -166,7 +166,7 @@ def _recur(  # noqa: PLR0913 - a part of a call
     h_n: torch.Tensor,
     lengths: _Lengths,
 ) -> torch.Tensor:
-    """The output of one part; its last states go to ``h_n``."""
+    """The output of one part of a call, ``[*tokens, directions * hidden]``; its last states are written to ``h_n``."""
     each = 4 if call.has_biases else 2
     weights = [call.weights[cell * each : (cell + 1) * each] for cell in range(cells.start, cells.stop)]
     turned = call.batch_first and lengths.layout == "dense"
@@ -210,12 +210,12 @@ def _recur(  # noqa: PLR0913 - a part of a call
 
 
 def _may_learn(device: torch.device) -> bool:
-    """Whether a launch can be tried out; while a graph is captured the next call decides how the later ones launch."""
+    """Whether the direct launcher can be probed; during graph capture it cannot, and the next call decides."""
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
 def _project(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, precision: str) -> None:
-    """``out = rows @ weight.T``, in a precision that the products of a GRU are to be made with."""
+    """``out = rows @ weight.T``, in the precision that a GRU's products must have."""
     if not by_library(rows.shape[0], weight, precision):
         spec = LinearCatSpec("float32", (rows.shape[1],), weight.shape[0], bias=False, precision=precision)
         variant = _projection(spec, LinearCatSize(rows.shape[0]), gpu_of(rows.device))
@@ -232,14 +232,14 @@ def _projection(spec: LinearCatSpec, size: LinearCatSize, gpu: Gpu) -> Any:
 
 
 def _rows(h_0: torch.Tensor) -> torch.Tensor:
-    """The first states with rows side by side, aligned as far as their width allows it."""
+    """The initial states, contiguous and 16-byte aligned: itself or a copy."""
     if h_0.is_contiguous() and h_0.data_ptr() % ALIGNED_BYTES == 0:
         return h_0
     return h_0.clone(memory_format=torch.contiguous_format)
 
 
 def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tensors of all cells as one: a view where they lie evenly in one memory, as torch.nn.GRU's do, else a copy."""
+    """The tensors of all cells as one: a view if they lie at equal distances in one storage, as torch.nn.GRU's do; or a copy."""
     first = tensors[0]
     if len(tensors) == 1:
         return first.contiguous().unsqueeze(0)
@@ -254,21 +254,23 @@ def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _lengths(call: GruCall) -> _Lengths:
-    """Where sequences start, and how long they are, on the device."""
+    """Where sequences start and how long they are, as tensors on the device."""
     if call.batch_sizes is not None:
         starts, lengths = _packed_tensors(tuple(call.batch_sizes.tolist()), call.input.device)
         return _Lengths("packed", starts, lengths, _steps(call))
     if call.cu_seqlens is not None:
-        starts = call.cu_seqlens.contiguous()  # which the kernels take for granted
+        starts = call.cu_seqlens.contiguous()  # as the kernels assume
         return _Lengths("thd", starts, starts.diff().clamp_(max=_steps(call)), _steps(call))
     return _Lengths("dense", None, None, _steps(call))
 
 
-_CAPTURED: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # what graphs read: nothing tells when the last is gone
+_CAPTURED: dict[
+    Any, tuple[torch.Tensor, torch.Tensor]
+] = {}  # read by captured graphs, so kept for good: nothing tells when the last graph is gone
 
 
 def _packed_tensors(batch_sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """``_packed_lengths``, for a launch on the current stream: alive as long as that, or a graph it is captured in, reads."""
+    """``_packed_lengths``, kept alive as long as the current stream, or a graph captured on it, may read them."""
     key = batch_sizes, device
     found = _CAPTURED.get(key)
     if found is not None:
@@ -277,28 +279,28 @@ def _packed_tensors(batch_sizes: tuple[int, ...], device: torch.device) -> tuple
     if device.type != "cuda":
         return found
     if torch.cuda.is_current_stream_capturing():
-        # A graph knows addresses alone. A few bytes a step and a sequence, once for all graphs of these lengths.
+        # A graph holds addresses, not tensors. They take a few bytes per step and sequence, once for all such graphs.
         _CAPTURED[key] = found
     else:
         stream = torch.cuda.current_stream(device)
-        for t in found:  # which may leave the table while this stream has yet to read them
+        for t in found:  # the cache may drop them before this stream has read them
             t.record_stream(stream)
     return found
 
 
 @functools.lru_cache(maxsize=MAX_LENGTHS)
 def _packed_lengths(batch_sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """First row of each step, int64, and the length of each sequence, int32; remembered, since a copy waits for them."""
-    rows = torch.tensor(batch_sizes, device="cpu")  # whatever the default device
+    """The first row of each step, int64 [T], and the length of each sequence, int32 [B]; cached: the copies synchronize."""
+    rows = torch.tensor(batch_sizes, device="cpu")  # not the default device
     lengths = (rows[:, None] > torch.arange(batch_sizes[0], device="cpu")).sum(0, dtype=torch.int32)
     return (rows.cumsum(0) - rows).to(device), lengths.to(device)
 
 
-_KNOWN: dict[Any, Any] = {}  # properties of a launch -> compiled kernel, and its own launcher; no tensors
+_KNOWN: dict[Any, Any] = {}  # properties of a launch -> (compiled kernel, its direct launcher); no tensors
 
 
 def _launch(device: int, launch: Launch) -> Any:
-    """Launch on the current stream: publicly the first time, which compiles, then by the compiled kernel's launcher.
+    """Launch on the current stream: publicly the first time, which compiles, then directly.
 
     Returns the compiled kernel.
     """
@@ -311,14 +313,14 @@ def _launch(device: int, launch: Launch) -> Any:
         run(launch.programs, (*launch.arguments, *launch.constants.values()))
         return compiled
     compiled = launch_public(function, launch)
-    # While a graph is captured nothing can be tried out: the next launch decides for the later ones.
-    if not torch.cuda.is_current_stream_capturing() and listening is not None and bare_supported(device):
-        remember(_KNOWN, key, (compiled, bare(compiled, device)))
+    # The direct launcher cannot be probed during CUDA graph capture: the next launch decides for the later ones.
+    if not torch.cuda.is_current_stream_capturing() and listening is not None and direct_supported(device):
+        remember(_KNOWN, key, (compiled, direct_launcher(compiled, device)))
     return compiled
 
 
 def _specialised(function: Any, launch: Launch) -> list[Any]:
-    """What Triton compiles another kernel for: types, alignment, and integers that are 1 or multiples of 16."""
+    """What Triton specialises on: dtypes, alignment, and which integers are 1, divisible by 16 or wider than 32 bits."""
     found: list[Any] = []
     for parameter, value in zip(function.params, launch.arguments, strict=False):
         if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Who serves a checked call, a kernel or PyTorch's own operators; and why not a kernel."""
+"""What serves a checked call, a kernel or PyTorch's own operators, and why not a kernel."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ def why_torch(tensors: Sequence[torch.Tensor]) -> str | None:
         if type(t) not in _PLAIN:
             return f"{type(t).__name__} is a subclass of Tensor with rules of its own"
         if t.is_neg() or t.is_conj():
-            return "a tensor is a negative or conjugate view, which PyTorch's own operators turn when they read"
+            return "a tensor has the negative or conjugate bit, which only PyTorch's own operators resolve"
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return "a gradient is needed, which PyTorch's own operators give; where it is not, call under torch.no_grad()"
+        return "a gradient is needed, which PyTorch's own operators compute; if not, call under torch.no_grad()"
     if autocast_dtype(tensors[0].device.type) is not None and any(t.dtype == torch.float64 for t in tensors):
         return "no kernel takes float64, and autocast does not cast it"
-    return _why_unseen()
+    return _bypassed()
 
 
 def by_operator(tensors: Sequence[torch.Tensor | None]) -> bool:
-    """Whether operators of torch.library serve a checked call: for torch.compile, and for modes that follow operators.
+    """Whether a checked call runs as an operator of torch.library: under torch.compile and under dispatch modes.
 
-    A mode would miss a launch, and record memory that nothing has written. Tensors on a CPU are PyTorch's own operators'
-    anyway, and torch.export keeps to those too, since its programs run where this package is not.
+    A launch would bypass a mode, which would then record memory that nothing has written. Tensors on a CPU are served by
+    PyTorch's own operators in any case. So are calls under torch.export, whose programs run without this package.
     """
     if torch.compiler.is_dynamo_compiling():
         return True
-    if not listeners() or torch.compiler.is_exporting() or _why_unseen() is not None:
+    if not listeners() or torch.compiler.is_exporting() or _bypassed() is not None:
         return False
     return all(t is None or (t.is_cuda and (type(t) in _PLAIN or _stands_for_a_plain_one(t))) for t in tensors)
 
 
 def _stands_for_a_plain_one(t: torch.Tensor) -> bool:
-    """Whether a tensor is one of those that tracers put in the place of plain ones."""
-    from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415 - private, and only this needs them
+    """Whether a tensor is of a class that tracers use in place of plain tensors."""
+    from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415 - private modules, which only this needs
     from torch._subclasses.functional_tensor import FunctionalTensor  # noqa: PLC0415
 
     return type(t) in (FakeTensor, FunctionalTensor)
 
 
-def _why_unseen() -> str | None:
-    """Why a launch would be overlooked by what follows the call's operators, or None."""
+def _bypassed() -> str | None:
+    """Why a launch would bypass torch.func, forward-mode AD or torch.jit tracing; or None."""
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:  # noqa: SLF001
         return "a transform of torch.func or forward-mode differentiation is active"
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
@@ -72,7 +72,7 @@ def _why_unseen() -> str | None:
 
 
 def _as_cast(call: GruCall) -> tuple[GruCall, bool]:
-    """The call with its tensors in the dtype that autocast asks for, as PyTorch's does it; and whether it asks."""
+    """(the call with its tensors cast as PyTorch's autocast casts them, whether autocast is on)."""
     dtype = autocast_dtype(call.input.device.type)
     if dtype is None:
         return call, False
@@ -85,7 +85,7 @@ def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     if why_torch(call.tensors) is None:
         cast, casts = _as_cast(call)
         if run.why_not(cast) is None:
-            # What is in one dtype already must stay in it.
+            # The tensors are cast: autocast must not cast them again inside.
             with torch.autocast(call.input.device.type, enabled=False) if casts else contextlib.nullcontext():
                 return run.forward(cast)
     return eager.gru(call)
@@ -101,7 +101,7 @@ def gru_cell(  # noqa: PLR0913 - the arguments of the public call
     *,
     inplace: bool,
 ) -> torch.Tensor:
-    """One checked step; h itself in place."""
+    """One checked step: the next state ``[batch, hidden]``, or h itself in place."""
     tensors = present(*segments, h, weight_ih, weight_hh, bias_ih, bias_hh)
     dtype = autocast_dtype(h.device.type)
     if why_torch(tensors) is not None:
@@ -112,30 +112,30 @@ def gru_cell(  # noqa: PLR0913 - the arguments of the public call
         x = [t.to(dtype) for t in segments]
         state, w_ih, w_hh = (t.to(dtype) for t in (h, weight_ih, weight_hh))
         b_ih, b_hh = (None if b is None else b.to(dtype) for b in (bias_ih, bias_hh))
-        with torch.autocast(h.device.type, enabled=False):  # what is in one dtype already must stay in it
+        with torch.autocast(h.device.type, enabled=False):  # the tensors are cast: autocast must not cast them again
             out = run_cell(x, state, w_ih, w_hh, b_ih, b_hh, inplace=False)
     return h.copy_(out) if inplace else out
 
 
 def linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The linear over all segments."""
+    """The linear over all segments, ``[..., n]``."""
     dtype = autocast_dtype(weight.device.type)
     if why_torch(present(*inputs, weight, bias)) is not None:
         return eager.linear_cat(inputs, weight, bias)
     if dtype is None:
         return run_linear_cat(inputs, weight, bias)
-    with torch.autocast(weight.device.type, enabled=False):  # what is in one dtype already must stay in it
+    with torch.autocast(weight.device.type, enabled=False):  # the tensors are cast: autocast must not cast them again
         cast = [t.to(dtype) for t in inputs]
         return run_linear_cat(cast, weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def present(*tensors: Any) -> list[torch.Tensor]:
-    """Those that are not None."""
+    """The tensors that are not None."""
     return [t for t in tensors if t is not None]
 
 
 def explain_gru(*args: Any, **kwargs: Any) -> tuple[Choice, tuple[str, ...]]:
-    """The choice for a call of tuned.dispatch.gru with these arguments, and the kernels it launches; nothing runs."""
+    """The choice for a call of tuned.dispatch.gru with these arguments, and the kernels that it would launch; nothing runs."""
     call = gru_call(*args, **kwargs)
     reason = why_torch(call.tensors)
     cast = call if reason else _as_cast(call)[0]

@@ -1,4 +1,4 @@
-"""What torch.compile sees of a checked call: operators, casts that autocast asks for, and dropout between layers."""
+"""What torch.compile traces of a checked call: operators, the casts of autocast, and dropout between layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _cast(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors in the dtype of autocast, where it is on; float64 stays, as under PyTorch's."""
+    """The tensors in the dtype of autocast, if it is on. If one is float64 nothing is cast."""
     dtype = autocast_dtype(tensors[0].device.type)
     if dtype is None or any(t.dtype == torch.float64 for t in tensors):
         return list(tensors)
@@ -22,12 +22,12 @@ def _cast(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _out(out: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """A result in the dtype that PyTorch gives: on a CPU, autocast leaves a GRU's state in its own."""
+    """A result in the dtype that PyTorch returns: on a CPU, autocast leaves a GRU's state in its own dtype."""
     return out.to(state.dtype) if out.device.type == "cpu" else out
 
 
 def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, h_n): one operator; with dropout, one a layer."""
+    """(output, h_n) by one operator; with dropout, one per layer."""
     x, hx, *weights = _cast(call.tensors)
     depth = 1 if call.dropout > 0 else call.num_layers
     steps = call.num_layers // depth

@@ -1,4 +1,4 @@
-"""Check the arguments of one GRU step. Nothing is written here."""
+"""Check the arguments of one GRU step. No tensor is written here."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def check_cell(  # noqa: PLR0913 - the arguments of the public call
     bias_hh: Any,
     inplace: bool,  # noqa: FBT001
 ) -> None:
-    """Raise if a tensor does not fit the others.
+    """Check that the tensors of a step fit each other.
 
     Raises:
-        TypeError: not a tensor, or dtypes that differ.
-        ValueError: a shape or device that does not fit.
+        TypeError: an argument is not a tensor, or dtypes differ.
+        ValueError: a shape or device does not fit.
     """
     if (bias_ih is None) != (bias_hh is None):
         raise ValueError("give both bias_ih and bias_hh, or neither")

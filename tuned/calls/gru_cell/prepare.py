@@ -17,30 +17,30 @@ from tuned.lookup.lookup import Choice, Gpu, choose
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MAX_ELEMENTS = 2**31  # of a weight: the kernels' offsets in it have 32 bits
-MAX_CHOICES = 4096  # batch sizes remembered
+MAX_ELEMENTS = 2**31  # of a weight: the kernels compute offsets in it in 32 bits
+MAX_CHOICES = 4096  # (spec, size, GPU) triples whose variant is remembered
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """How float32 products are made now: "tf32" or "ieee", as torch's setting for GEMMs on a GPU says; else ""."""
+    """The precision of float32 products now, "tf32" or "ieee": torch's setting for GEMMs on a GPU. "" for other dtypes."""
     if dtype != torch.float32:
         return ""
-    # Not allow_tf32, which raises where the newer setting was made; this one follows both.
+    # allow_tf32 raises after a program has used the newer setting; fp32_precision follows both.
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def rows_of(t: torch.Tensor) -> torch.Tensor:
-    """A tensor of two axes with last stride 1: itself, or a copy."""
+    """A 2D tensor with last stride 1: itself, or a copy."""
     return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
 
 
 def weight_of(t: torch.Tensor) -> torch.Tensor:
-    """A weight with last stride 1, all of whose offsets have 32 bits: itself, or a copy."""
+    """A weight with last stride 1 and offsets that fit in 32 bits: itself, or a copy."""
     return rows_of(t) if t.stride(0) * t.shape[0] < MAX_ELEMENTS else t.contiguous()
 
 
 def used(segments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The segments that are not empty; put together where they are more than the kernels take."""
+    """The segments that are not empty; concatenated if there are more than the kernels take."""
     wide = tuple(t for t in segments if t.shape[-1])
     return wide if len(wide) <= MAX_SEGMENTS else (torch.cat(wide, -1),)
 
@@ -83,7 +83,7 @@ def choice_of(
 
 @functools.lru_cache(maxsize=MAX_CHOICES)
 def variant_of(spec: GruCellSpec, size: GruCellSize, gpu: Gpu) -> Any:
-    """Decided once for all steps that are alike."""
+    """The variant, chosen once for all equal steps."""
     choice = choose(GRU_CELL, spec, size, gpu)
     misses.note(GRU_CELL, spec, size, choice)
     return choice.variant
@@ -98,7 +98,7 @@ def prepared(  # noqa: PLR0913 - the tensors of the public call
     bias_hh: torch.Tensor | None,
     inplace: bool,  # noqa: FBT001
 ) -> GruCellCall:
-    """The call of the kernels: rows contiguous, by copies where they are not; the output not filled."""
+    """The arguments of the kernels: tensors with contiguous rows, copied if needed, and an output that is not filled."""
     biases = () if bias_ih is None or bias_hh is None else (bias_ih.contiguous(), bias_hh.contiguous())
     state = h if inplace else rows_of(h)  # in place, the library's form takes any strides
     out = h if inplace else torch.empty_like(h, memory_format=torch.contiguous_format)

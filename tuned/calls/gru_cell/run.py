@@ -1,7 +1,7 @@
-"""Run one GRU step by kernels.
+"""Run one GRU step with kernels.
 
-A step whose properties were seen before costs one key, one dictionary hit and the launch: ``known``. Nothing of a
-caller's is kept alive: plans hold numbers, kernels and settings, no tensors.
+A step whose properties were seen before costs building one key, one dictionary lookup and the launch: ``known``. Plans
+keep none of the caller's tensors alive: they hold numbers, kernels and settings.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tuned.families.segments import joined
 from tuned.launching.launcher import kernel, launch_public, run_step
 from tuned.launching.overwrite import bump_versions
 from tuned.launching.plan import (
-    Bare,
-    bare_launch,
+    DirectLaunch,
     current_device,
+    direct_launch,
     listeners,
     remember,
     tracing,
@@ -48,9 +48,9 @@ _capturing = torch.cuda.is_current_stream_capturing
 def _key(  # noqa: PLR0913
     x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_hh: Any, inplace: Any
 ) -> tuple[Any, tuple[int, ...]] | None:
-    """All that a compiled kernel, or the way to it, may depend on; and the pointers in the order of its signature.
+    """(all that a compiled kernel, or the path to it, may depend on; the pointers in the order of its signature).
 
-    None where a gradient may be needed, or where something follows operators and would miss a launch. x is a tensor, or
+    None if a gradient may be needed, or if a launch would bypass torch.func, tracing or dispatch modes. x is a tensor, or
     a tuple of several.
     """
     if forward_ad._current_level >= 0 or transforms_active() or tracing() is not None or listeners():  # noqa: SLF001
@@ -66,7 +66,7 @@ def _key(  # noqa: PLR0913
         or (biased and (bias_ih.requires_grad or bias_hh.requires_grad))
     ):
         return None
-    # Written out: a call of a function that did it for one tensor would cost as much again.
+    # Written out: a function called for each tensor would double its cost.
     p_h, p_ih, p_hh = h.data_ptr(), weight_ih.data_ptr(), weight_hh.data_ptr()
     p_b_ih, p_b_hh = (bias_ih.data_ptr(), bias_hh.data_ptr()) if biased else (p_ih, p_hh)
     if single:
@@ -82,7 +82,7 @@ def _key(  # noqa: PLR0913
     return (
         inplace, _autocast(), device if device < 0 else current_device(), h.dtype is _FLOAT32 and precision_of(_FLOAT32), of_x,
         type(h), h.dtype, h.shape, h.stride(), device,
-        # Of what is contiguous, strides and the number of elements tell the shape, and have a faster hash.
+        # The shape of a contiguous tensor follows from its strides and number of elements, which hash faster.
         type(weight_ih), weight_ih.dtype, weight_ih.stride(), weight_ih.numel(),
         weight_ih.is_contiguous() or weight_ih.shape, weight_ih.get_device(),
         type(weight_hh), weight_hh.dtype, weight_hh.stride(), weight_hh.numel(),
@@ -104,13 +104,13 @@ def known(  # noqa: PLR0913 - the arguments of the public call
     bias_hh: Any,
     inplace: bool,  # noqa: FBT001
 ) -> Any:
-    """The next state of a step just like one that ``run_cell`` has served before, nothing checked again; None for any other."""
+    """The next state, without checks, of a step with the properties of one that ``run_cell`` served; None for any other."""
     try:
         if type(x) is tuple and len(x) == 1:
             x = x[0]
         found = _key(x, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace)
         plan = None if found is None else _PLANS.get(found[0])
-    except (AttributeError, RuntimeError, TypeError):  # no plain tensors: the checks say what is wrong
+    except (AttributeError, RuntimeError, TypeError):  # not plain tensors: the checks say what is wrong
         return None
     return None if plan is None or found is None else plan(found[1], x, h, weight_ih, weight_hh, bias_ih, bias_hh)
 
@@ -125,7 +125,7 @@ def run_cell(  # noqa: PLR0913 - the tensors of the public call
     *,
     inplace: bool,
 ) -> torch.Tensor:
-    """One checked step that needs no gradient; h itself in place. Remembered for ``known``."""
+    """One checked step that needs no gradient: the next state, or h itself in place. ``known`` serves the next ones."""
     given = (h, weight_ih, weight_hh, bias_ih, bias_hh)
     variant = None
     if why_not(segments, h) is None:
@@ -136,9 +136,9 @@ def run_cell(  # noqa: PLR0913 - the tensors of the public call
         return h.copy_(out) if inplace else out
     call = prepared(segments, *given, inplace)
     compiled = _launched(spec, variant, call)
-    # While a graph is captured nothing can be tried out: the next call decides how the later ones launch.
+    # The direct launcher cannot be probed during CUDA graph capture: the next call decides how later ones launch.
     if not _capturing():
-        plan = _bare_plan(spec, variant, call, compiled, (segments, *given))
+        plan = _direct_plan(spec, variant, call, compiled, (segments, *given))
         found = _key(segments[0] if len(segments) == 1 else tuple(segments), *given, inplace)
         if found is not None:
             plan = plan or functools.partial(_public, spec, variant)
@@ -152,7 +152,7 @@ def _tensors(_pointers: Any, x: Any, *others: Any) -> tuple[Any, ...]:
 
 
 def _launched(spec: GruCellSpec, variant: Any, call: GruCellCall) -> Any:
-    """Run every step of the call publicly; the compiled kernel, of which each variant has one."""
+    """Run all launches and products of the call, publicly; returns the compiled kernel. Each variant has one kernel."""
     compiled = None
     with torch.cuda.device(call.h.device):
         for step in GRU_CELL.launches(spec, variant, call):
@@ -174,7 +174,7 @@ def _public(  # noqa: PLR0913
     bias_ih: Any,
     bias_hh: Any,
 ) -> Any:
-    """A known step that cannot launch barely."""
+    """The plan of a step that must use Triton's public launcher."""
     del pointers
     segments = x if isinstance(x, tuple) else (x,)
     call = prepared(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, spec.inplace)
@@ -184,38 +184,38 @@ def _public(  # noqa: PLR0913
     return call.out
 
 
-def _bare_plan(spec: GruCellSpec, variant: Any, call: GruCellCall, compiled: Any, given: Any) -> Any:
-    """A closure like ``_public`` that launches the compiled kernel by its own launcher, or None."""
+def _direct_plan(spec: GruCellSpec, variant: Any, call: GruCellCall, compiled: Any, given: Any) -> Any:
+    """A plan like ``_public`` that launches directly, or None."""
     segments, *others = given
     as_given = [t.data_ptr() for t in (*segments, *others) if t is not None]
     taken = (*call.segments, call.h, call.weight_ih, call.weight_hh, call.bias_ih, call.bias_hh)
     if as_given != [t.data_ptr() for t in taken if t is not None]:
-        return None  # something had to be copied or put together, which every call must do again
+        return None  # a tensor was copied, or segments were concatenated, and every call must do so again
     launch = next(s for s in GRU_CELL.launches(spec, variant, call) if isinstance(s, Launch))
-    bare = bare_launch(launch, compiled, call.h.device.index)
-    if bare is None:
+    direct = direct_launch(launch, compiled, call.h.device.index)
+    if direct is None:
         return None
     public = functools.partial(_public, spec, variant)
     make = _library_plan if variant.form == "library" else _fused_plan
-    return make(call, bare, public)
+    return make(call, direct, public)
 
 
 def _fresh(h: torch.Tensor) -> Any:
-    """The function that makes the output for such an h, contiguous."""
+    """A function that allocates a contiguous output like such an h."""
     if h.is_contiguous():
-        return torch.empty_like  # half the time
+        return torch.empty_like  # takes half the time
     return functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
 
 
-def _fused_plan(call: GruCellCall, bare: Bare, public: Any) -> Any:
+def _fused_plan(call: GruCellCall, direct: DirectLaunch, public: Any) -> Any:
     device = call.h.device.index
-    run, function, head, programs, rest, stream_of, enter, leave = bare
+    run, function, head, programs, rest, stream_of, enter, leave = direct
     fresh = _fresh(call.h)
 
     def plan(  # noqa: PLR0913
         pointers: Any, x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_hh: Any
     ) -> Any:
-        if enter.calls or leave.calls:  # a profiler listens: the public launch tells it what it wants to know
+        if enter.calls or leave.calls:  # a profiler has hooks: only the public launcher calls them
             return public(pointers, x, h, weight_ih, weight_hh, bias_ih, bias_hh)
         out = fresh(h)
         stream = stream_of(device)
@@ -225,9 +225,9 @@ def _fused_plan(call: GruCellCall, bare: Bare, public: Any) -> Any:
     return plan
 
 
-def _library_plan(call: GruCellCall, bare: Bare, public: Any) -> Any:
+def _library_plan(call: GruCellCall, direct: DirectLaunch, public: Any) -> Any:
     device, inplace = call.h.device.index, call.out is call.h
-    run, function, head, programs, rest, stream_of, enter, leave = bare
+    run, function, head, programs, rest, stream_of, enter, leave = direct
     single, biased, cat, fresh = call.x1 is None, call.bias_ih is not None, torch.cat, _fresh(call.h)
 
     def plan(  # noqa: PLR0913
@@ -239,8 +239,8 @@ def _library_plan(call: GruCellCall, bare: Bare, public: Any) -> Any:
         of_x, of_h = _linear(x if single else cat(x, -1), weight_ih), _linear(h, weight_hh)
         biases = pointers[-2:] if biased else ()
         states = (h.data_ptr(),) if inplace else (h.data_ptr(), out.data_ptr())
-        places = (of_x.data_ptr(), of_h.data_ptr(), *biases, *states)
-        run(programs, 1, 1, stream_of(device), function, *head, *places, *rest)
+        addresses = (of_x.data_ptr(), of_h.data_ptr(), *biases, *states)
+        run(programs, 1, 1, stream_of(device), function, *head, *addresses, *rest)
         if inplace:
             bump_versions(h)
         return out

@@ -1,7 +1,7 @@
-"""Run a linear over segments by kernels.
+"""Run a linear over segments with kernels.
 
-A call whose properties were seen before costs one key, one dictionary hit and the launch: ``known``. Nothing of a
-caller's is kept alive: plans hold numbers, kernels and settings, no tensors.
+A call whose properties were seen before costs building one key, one dictionary lookup and the launch: ``known``. Plans
+keep none of the caller's tensors alive: they hold numbers, kernels and settings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tuned.families.linear_cat.launches import LinearCatCall, call_of, launches
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.families.segments import joined
 from tuned.launching.launcher import kernel, launch_public
-from tuned.launching.plan import bare_launch, modes, remember, traits, unless_negative
+from tuned.launching.plan import direct_launch, modes, remember, traits, unless_negative
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, Gpu, choose
@@ -39,7 +39,7 @@ def why_not(inputs: Sequence[torch.Tensor], weight: torch.Tensor) -> str | None:
     if weight.numel() == 0 or inputs[0].shape[:-1].numel() == 0:
         return "there is nothing to compute: an axis is empty"
     if len(used(inputs)) == 1:
-        return "a linear over one segment is the library's"
+        return "a linear over one segment is a plain GEMM, which the library serves"
     if weight.numel() >= MAX_ELEMENTS:
         return f"the kernels take weights of less than {MAX_ELEMENTS} elements"
     return None
@@ -62,14 +62,17 @@ def choice_of(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: Any) -
 
 @functools.lru_cache(maxsize=MAX_CHOICES)
 def _variant_of(spec: LinearCatSpec, size: LinearCatSize, gpu: Gpu) -> Any:
-    """Decided once for all calls that are alike."""
+    """The variant, chosen once for all equal calls."""
     choice = choose(LINEAR_CAT, spec, size, gpu)
     misses.note(LINEAR_CAT, spec, size, choice)
     return choice.variant
 
 
 def _key(inputs: Any, weight: Any, bias: Any) -> Any:
-    """All that a compiled kernel, or the way to it, may depend on; None where a gradient may be needed."""
+    """All that a compiled kernel, or the path to it, may depend on.
+
+    None if a gradient may be needed, or if a launch would bypass torch.func, tracing or dispatch modes.
+    """
     if _grad_enabled() and (
         weight.requires_grad or any(t.requires_grad for t in inputs) or (bias is not None and bias.requires_grad)
     ):
@@ -82,25 +85,25 @@ def _key(inputs: Any, weight: Any, bias: Any) -> Any:
 
 
 def known(inputs: Any, weight: Any, bias: Any) -> Any:
-    """The result of a call just like one that ``run_linear_cat`` has served before, nothing checked again; None for any other."""
+    """The result, without checks, of a call with the properties of one that ``run_linear_cat`` served; None for any other."""
     try:
         plan = _PLANS.get(_key(inputs, weight, bias))
-    except (AttributeError, RuntimeError, TypeError):  # no plain tensors: the checks say what is wrong
+    except (AttributeError, RuntimeError, TypeError):  # not plain tensors: the checks say what is wrong
         return None
     return None if plan is None else plan(inputs, weight, bias)
 
 
 def run_linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """A checked call that needs no gradient: inputs ``[..., k_i]`` to ``[..., outputs]``. Remembered for ``known``."""
+    """A checked call that needs no gradient: inputs ``[..., k_i]`` to ``[..., outputs]``. ``known`` serves the next ones."""
     choice_size = None if why_not(inputs, weight) is not None else _spec_of(inputs, weight, bias)
     variant = None if choice_size is None else _variant_of(*choice_size, gpu_of(weight.device))
     if choice_size is None or variant is None:
         return torch.nn.functional.linear(joined(inputs), weight, bias)
     spec, call = choice_size[0], _prepared(inputs, weight, bias)
     compiled = _launched(spec, variant, call)
-    # While a graph is captured nothing can be tried out: the next call decides how the later ones launch.
+    # The direct launcher cannot be probed during CUDA graph capture: the next call decides how later ones launch.
     if not _capturing() and (key := _key(inputs, weight, bias)) is not None:
-        plan = _bare_plan(spec, variant, call, compiled, (inputs, weight, bias))
+        plan = _direct_plan(spec, variant, call, compiled, (inputs, weight, bias))
         plan = plan or functools.partial(_public, spec, variant)
         given = (*inputs, weight, bias)
         remember(_PLANS, key, unless_negative(plan, given, lambda inputs, weight, bias: (*inputs, weight, bias)))
@@ -108,7 +111,7 @@ def run_linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: t
 
 
 def _prepared(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> LinearCatCall:
-    """The call of the kernels: all in rows, contiguous, by copies where they are not; the output not filled."""
+    """The arguments of the kernel: 2D tensors with contiguous rows, copied if needed, and an output that is not filled."""
     segments = tuple(rows_of(t.reshape(-1, t.shape[-1])) for t in used(inputs))
     out = weight.new_empty((segments[0].shape[0], weight.shape[0]))
     return call_of(segments, weight_of(weight), out, *(() if bias is None else (bias.contiguous(),)))
@@ -122,29 +125,29 @@ def _launched(spec: LinearCatSpec, variant: Any, call: LinearCatCall) -> Any:
 
 
 def _public(spec: LinearCatSpec, variant: Any, inputs: Any, weight: Any, bias: Any) -> Any:
-    """A known call that cannot launch barely."""
+    """The plan of a call that must use Triton's public launcher."""
     call = _prepared(inputs, weight, bias)
     _launched(spec, variant, call)
     return call.out.view(*inputs[0].shape[:-1], spec.outputs)
 
 
-def _bare_plan(spec: LinearCatSpec, variant: Any, call: LinearCatCall, compiled: Any, given: Any) -> Any:
-    """A closure like ``_public`` that launches the compiled kernel by its own launcher, or None."""
+def _direct_plan(spec: LinearCatSpec, variant: Any, call: LinearCatCall, compiled: Any, given: Any) -> Any:
+    """A plan like ``_public`` that launches directly, or None."""
     inputs, weight, bias = given
     as_given = [t.data_ptr() for t in (*inputs, weight, bias) if t is not None]
     if as_given != [t.data_ptr() for t in (*call.segments, call.weight, call.bias) if t is not None]:
-        return None  # something had to be copied or put together, which every call must do again
+        return None  # a tensor was copied, or segments were concatenated, and every call must do so again
     (launch,) = launches(spec, variant, call)
     device = weight.device.index
-    bare = bare_launch(launch, compiled, device)
-    if bare is None:
+    direct = direct_launch(launch, compiled, device)
+    if direct is None:
         return None
-    run, function, head, programs, rest, stream_of, enter, leave = bare
+    run, function, head, programs, rest, stream_of, enter, leave = direct
     public = functools.partial(_public, spec, variant)
     shape, missing = (*inputs[0].shape[:-1], spec.outputs), MAX_SEGMENTS - len(spec.inputs)
 
     def plan(inputs: Any, weight: Any, bias: Any) -> Any:
-        if enter.calls or leave.calls:  # a profiler listens: the public launch tells it what it wants to know
+        if enter.calls or leave.calls:  # a profiler has hooks: only the public launcher calls them
             return public(inputs, weight, bias)
         out = weight.new_empty(shape)
         p_weight = weight.data_ptr()

@@ -1,1 +1,1 @@
-"""A call of RoPE: arguments, plans by properties, lengths, operators."""
+"""A call of RoPE: arguments, plans by properties, plans for new lengths, operators."""

@@ -1,4 +1,4 @@
-"""Check the arguments of a RoPE call and turn them into a Spec, a size and a RopeCall. Nothing is written here."""
+"""Check the arguments of a RoPE call and turn them into a Spec, a size and a RopeCall. No tensor is written here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AXES = {"bshd": 4, "sbhd": 4, "thd": 3}
 
 
 class Given(NamedTuple):
-    """The tensors of a call, and its offset, which may be one."""
+    """The tensors of a call, and its offset, which is an int or a tensor."""
 
     x: Any
     key: Any = None
@@ -37,33 +37,36 @@ class Given(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """Which arguments of the public call a plan's tensors were."""
+    """Which arguments of the public call the tensors of a plan come from."""
 
     angles: str
-    place: str | None
-    copied: bool  # cos and sin have no strides in common, or cu_seqlens has gaps: they are copied in each call
+    positions: str | None  # "positions", or "offset" if that is a tensor
+    copied: bool  # cos and sin differ in strides, or cu_seqlens is not contiguous: they are copied in each call
 
     @classmethod
     def of(cls, given: Given) -> Sources:
-        """Those of a call."""
+        """The sources of a call."""
         names = ("freqs", "cos_sin_cache", "inv_freq", "cos")
         angles = next((name for name in names if getattr(given, name) is not None), "freqs")
         ids = given.positions is not None
-        place = "positions" if ids else "offset" if isinstance(given.offset, torch.Tensor) else None
+        positions = "positions" if ids else "offset" if isinstance(given.offset, torch.Tensor) else None
         apart = given.cos is not None and given.sin is not None and given.cos.stride() != given.sin.stride()
         bounds = given.cu_seqlens
-        return cls(angles, place, apart or (isinstance(bounds, torch.Tensor) and not bounds.is_contiguous()))
+        return cls(angles, positions, apart or (isinstance(bounds, torch.Tensor) and not bounds.is_contiguous()))
 
     def given(  # noqa: PLR0913 - those of Plan.run
-        self, x: Any, key: Any, angles: Any, sin: Any, cu_seqlens: Any, place: Any, number: Any, *_addresses: int
+        self, x: Any, key: Any, angles: Any, sin: Any, cu_seqlens: Any, positions: Any, offset: Any, *_addresses: int
     ) -> Given:
-        """The arguments of the public call again."""
-        tensors = {self.angles: angles, "sin": sin, "cu_seqlens": cu_seqlens, "offset": number}
-        return Given(x, key, **tensors | ({self.place: place} if self.place else {}))
+        """The arguments of the public call, from those of ``Plan.run``."""
+        tensors = {self.angles: angles, "sin": sin, "cu_seqlens": cu_seqlens, "offset": offset}
+        return Given(x, key, **tensors | ({self.positions: positions} if self.positions else {}))
 
 
 class Settings(NamedTuple):
-    """The arguments of a call that are no tensors. ``kv_heads``: None, or of a packed qkv; 0 where it has an axis of 3."""
+    """The arguments of a call that are not tensors.
+
+    ``kv_heads``: None unless x is a packed qkv; then its number of kv heads, or 0 if qkv has an axis of 3 instead.
+    """
 
     tensor_format: str = "bshd"
     interleaved: bool = False
@@ -83,10 +86,10 @@ class Settings(NamedTuple):
 class Prepared(NamedTuple):
     """A checked call."""
 
-    spec: RopeSpec | None  # None where no kernel takes the dtype of x, or features of x and key that lie unlike
+    spec: RopeSpec | None  # None if no kernel takes the dtype of x, or x and key differ in the stride of head_dim
     size: RopeSize
     call: RopeCall
-    eager_spec: RopeSpec  # for eager PyTorch, which does not read the dtype from it
+    eager_spec: RopeSpec  # for eager PyTorch, which ignores its dtype
 
 
 class Angles(NamedTuple):
@@ -98,12 +101,12 @@ class Angles(NamedTuple):
 
 
 def whole_number(name: str, value: Any) -> Any:
-    """A number that counts, as an int: whatever stands for one is one, but no bool. A tracer's symbol stays.
+    """An integer argument as an int. A SymInt is returned as it is; a bool is refused.
 
-    Of a tensor on a GPU this waits for its value.
+    Anything with ``__index__`` is taken. A tensor on a GPU makes the CPU wait for its value.
 
     Raises:
-        TypeError: for anything else.
+        TypeError: ``value`` is not an integer.
     """
     if type(value) is int or isinstance(value, torch.SymInt):
         return value
@@ -114,11 +117,11 @@ def whole_number(name: str, value: Any) -> Any:
         except TypeError:
             pass
     what = f"a tensor of {list(value.shape)} {value.dtype}" if tensor else f"{type(value).__name__} {value!r}"
-    raise TypeError(f"{name} must be an int, got {what}: pass int(...) of it if that is what is meant")
+    raise TypeError(f"{name} must be an int, got {what}: convert it with int(...) if that is meant")
 
 
 def whole_numbers(rotary_dim: Any, max_seqlen: Any, cp_size: Any, cp_rank: Any) -> tuple[Any, Any, Any, Any]:
-    """The arguments of a public call that count, each as ``whole_number``; the first two may be None."""
+    """The integer arguments of a public call, each by ``whole_number``; the first two may be None."""
     return (
         rotary_dim if rotary_dim is None else whole_number("rotary_dim", rotary_dim),
         max_seqlen if max_seqlen is None else whole_number("max_seqlen", max_seqlen),
@@ -127,8 +130,25 @@ def whole_numbers(rotary_dim: Any, max_seqlen: Any, cp_size: Any, cp_rank: Any) 
     )
 
 
+def kv_heads_of(kv_heads: Any) -> Any:
+    """The kv_heads that a user gave for a packed qkv, as an int.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it is below 1. (In ``Settings``, 0 means an axis of 3, for which a user gives None.)
+    """
+    if type(kv_heads) is not int:
+        kv_heads = whole_number("kv_heads", kv_heads)
+    if kv_heads < 1:
+        raise ValueError(
+            f"kv_heads must be at least 1, got kv_heads={kv_heads}: pass None for a qkv with an axis of 3, "
+            "such as [b, s, 3, h, d]"
+        )
+    return kv_heads
+
+
 def offset_of(offset: Any, positions: Any) -> Any:
-    """An offset that is no int: the tensor that it is, or the int that it stands for."""
+    """An offset that is not of type int: a tensor stays a tensor, anything else becomes an int."""
     if not isinstance(offset, torch.Tensor):
         return whole_number("offset", offset)
     if positions is not None:
@@ -137,7 +157,7 @@ def offset_of(offset: Any, positions: Any) -> Any:
 
 
 def _angle_tensor(name: str, tensor: Any, device: torch.device, *, batched: bool = False) -> torch.Tensor:
-    """A tensor of angles as [rows, entries], or, where it may be, [batch, rows, entries]: a view."""
+    """A view of a tensor of angles as [rows, entries], or, if ``batched``, maybe [batch, rows, entries]."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.device != device:
@@ -149,7 +169,7 @@ def _angle_tensor(name: str, tensor: Any, device: torch.device, *, batched: bool
     if tensor.ndim < 2 or any(n != 1 for n in tensor.shape[1:-1]):  # noqa: PLR2004
         allowed = "[rows, entries], [batch, rows, entries]" if batched else "[rows, entries]"
         raise ValueError(
-            f"{name} must be {allowed}, or with dimensions of 1 between, such as [rows, 1, 1, entries]; "
+            f"{name} must be {allowed}, or have axes of length 1 between rows and entries, as [rows, 1, 1, entries]; "
             f"got {list(tensor.shape)}"
         )
     return tensor.reshape(tensor.shape[0], tensor.shape[-1])
@@ -158,25 +178,25 @@ def _angle_tensor(name: str, tensor: Any, device: torch.device, *, batched: bool
 def _radians(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype != torch.float32:
         raise TypeError(
-            f"{name} must be float32, got {tensor.dtype}: angles of 1e5 rad have no digits left in 16 bits; "
-            "convert with .float(), or pass cos and sin"
+            f"{name} must be float32, got {tensor.dtype}: 16 bits cannot resolve an angle of 1e5 rad; "
+            "convert with .float(), or better make the angles in float32; or pass cos and sin"
         )
     return tensor
 
 
 def _angles(given: Given, device: torch.device) -> Angles:
-    """The one source of angles that was given."""
+    """The angles of a call, which must come from exactly one source."""
     sources = {
         "freqs": given.freqs is not None,
         "cos and sin": given.cos is not None or given.sin is not None,
         "cos_sin_cache": given.cos_sin_cache is not None,
         "inv_freq": given.inv_freq is not None,
     }
-    named = [name for name, there in sources.items() if there]
+    named = [name for name, is_given in sources.items() if is_given]
     if not named:
         raise ValueError("give the angles: freqs in radians, both cos and sin, a cos_sin_cache, or inv_freq")
     if len(named) > 1:
-        raise ValueError(f"give one source of angles, not both {' and '.join(named)}: they say the same thing")
+        raise ValueError(f"give one source of angles, got {' and '.join(named)}: leave out all but one")
     if given.freqs is not None:
         return Angles("freqs", _radians("freqs", _angle_tensor("freqs", given.freqs, device)), None)
     if given.inv_freq is not None:
@@ -185,7 +205,8 @@ def _angles(given: Given, device: torch.device) -> Angles:
         cache = _angle_tensor("cos_sin_cache", given.cos_sin_cache, device)
         if cache.shape[1] % 2:
             raise ValueError(
-                f"cos_sin_cache must have cosines, then as many sines, in a row; got {cache.shape[1]} entries"
+                "cos_sin_cache must have rows of cosines followed by as many sines, so an even number of entries; "
+                f"got {cache.shape[1]}"
             )
         half = cache.shape[1] // 2
         return Angles("cos_sin", cache[:, :half], cache[:, half:])
@@ -195,7 +216,7 @@ def _angles(given: Given, device: torch.device) -> Angles:
 def _inv_freq(inv_freq: Any, device: torch.device) -> torch.Tensor:
     if not isinstance(inv_freq, torch.Tensor) or inv_freq.ndim != 1:
         what = list(inv_freq.shape) if isinstance(inv_freq, torch.Tensor) else type(inv_freq).__name__
-        raise ValueError(f"inv_freq must be a tensor of [pairs], radians a position, got {what}")
+        raise ValueError(f"inv_freq must be a tensor of [pairs], in radians per position, got {what}")
     return _radians("inv_freq", _angle_tensor("inv_freq", inv_freq[None], device))
 
 
@@ -205,10 +226,10 @@ def _cos_sin(cos: Any, sin: Any, device: torch.device) -> Angles:
     cos, sin = (_angle_tensor(n, t, device, batched=True) for n, t in (("cos", cos), ("sin", sin)))
     if cos.shape != sin.shape or cos.dtype != sin.dtype:
         raise ValueError(
-            f"cos and sin must have one shape and dtype, got {list(cos.shape)} {cos.dtype} "
+            f"cos and sin must have the same shape and dtype, got {list(cos.shape)} {cos.dtype} "
             f"and {list(sin.shape)} {sin.dtype}"
         )
-    if cos.stride() != sin.stride():  # the kernel walks both by one set of strides; angles are small
+    if cos.stride() != sin.stride():  # the kernel has one set of strides for both; the copies are small
         cos, sin = cos.contiguous(), sin.contiguous()
     return Angles("cos_sin", cos, sin)
 
@@ -217,11 +238,11 @@ def _rotary_dim(entries: int, angle_entries: str, settings: Settings, head_dim: 
     """How many features the angles rotate."""
     if angle_entries not in ANGLE_ENTRIES:
         raise ValueError(
-            'angle_entries must be "feature" (one entry a rotated feature) or "pair" (one a pair, half as many), '
+            'angle_entries must be "feature" (one entry per rotated feature) or "pair" (one per pair, half as many), '
             f"got {angle_entries!r}"
         )
     implied = entries if angle_entries == "feature" else 2 * entries
-    told = f"angles with {entries} entries, one a {angle_entries}, rotate {implied} features"
+    told = f"angles with {entries} entries, one per {angle_entries}, rotate {implied} features"
     other = "pair" if angle_entries == "feature" else "feature"
     if settings.rotary_dim is not None and settings.rotary_dim != implied:
         raise ValueError(
@@ -245,11 +266,11 @@ def _index_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> torc
 
 
 def _packed(cu_seqlens: Any, device: torch.device) -> torch.Tensor:
-    """The bounds of the packed sequences, side by side in memory as the kernels read them."""
+    """cu_seqlens, checked, and contiguous as the kernels need it."""
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
         what = list(cu_seqlens.shape) if isinstance(cu_seqlens, torch.Tensor) else type(cu_seqlens).__name__
         raise ValueError(
-            f'tensor_format "thd" needs cu_seqlens, a tensor of [sequences + 1], or positions, one a token; got {what}'
+            f'tensor_format "thd" needs cu_seqlens, a tensor of [sequences + 1], or positions, one per token; got {what}'
         )
     if cu_seqlens.dtype != torch.int32:
         raise TypeError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}: convert with .to(torch.int32)")
@@ -258,37 +279,40 @@ def _packed(cu_seqlens: Any, device: torch.device) -> torch.Tensor:
     return cu_seqlens.contiguous()
 
 
-class _Places(NamedTuple):
-    """Where positions come from."""
+class _Positions(NamedTuple):
+    """Where the positions of a call come from."""
 
     mode: str  # as in RopeSpec.positions
     tensor: torch.Tensor | None = None
-    strides: tuple[int, int] = (0, 0)  # seq, batch
+    strides: tuple[int, int] = (0, 0)  # seq, batch; in elements
     offset: int = 0
 
 
-def _places(given: Given, settings: Settings, seq: int, batch: int, sequences: int | None) -> _Places:
-    """What the call says of positions; ``sequences`` is None where they are not packed."""
+def _positions(given: Given, settings: Settings, seq: int, batch: int, sequences: int | None) -> _Positions:
+    """The positions of a call; ``sequences`` is None unless the tokens are packed by cu_seqlens."""
     device, offset = given.x.device, given.offset
     if given.positions is not None:
         return _ids(given, settings, seq, batch)
     if not isinstance(offset, torch.Tensor):
-        # Positions are 32-bit inside the kernels where all that they come from is.
+        # Kernels compute positions in 32 bits if everything that they come from has 32 bits.
         most = MAX_TOKENS - seq * settings.cp_size
         if not -MAX_TOKENS <= offset <= most:
             raise ValueError(f"offset must be from {-MAX_TOKENS} to {most}, got {offset}")
-        return _Places("shifted" if offset else "order", offset=offset)
+        return _Positions("shifted" if offset else "order", offset=offset)
     offset = _index_tensor("offset", offset, device)
     count = batch if sequences is None else sequences
     if offset.ndim == 0:
-        return _Places("offset", offset)
+        return _Positions("offset", offset)
     if offset.shape != (count,):
-        raise ValueError(f"offset must be a number, or one for each of the {count} sequences, got {list(offset.shape)}")
-    return _Places("starts", offset, (0, offset.stride(0)))
+        raise ValueError(
+            f"offset must be an int, a tensor of no dimension, or a tensor of [{count}], one entry per sequence; "
+            f"got {list(offset.shape)}"
+        )
+    return _Positions("starts", offset, (0, offset.stride(0)))
 
 
-def _ids(given: Given, settings: Settings, seq: int, batch: int) -> _Places:
-    """Positions given token by token."""
+def _ids(given: Given, settings: Settings, seq: int, batch: int) -> _Positions:
+    """Positions given as a tensor, one entry per token."""
     ids = given.positions
     if not isinstance(ids, torch.Tensor):
         raise TypeError(f"positions must be a tensor of int32 or int64, got {type(ids).__name__}")
@@ -296,14 +320,14 @@ def _ids(given: Given, settings: Settings, seq: int, batch: int) -> _Places:
     if offset_of(given.offset, ids) != 0:
         raise ValueError("give positions or an offset, not both: add the offset to the positions")
     if given.cu_seqlens is not None or settings.max_seqlen is not None or settings.cp_size != 1:
-        raise ValueError("positions say where each token is: give no cu_seqlens, max_seqlen or cp_size with them")
+        raise ValueError("positions cannot be combined with cu_seqlens, max_seqlen or cp_size: leave those out")
     layout = settings.tensor_format
     whole = {"bshd": (batch, seq), "sbhd": (seq, batch), "thd": (seq,)}[layout]
     if ids.shape == whole and layout != "thd":
         first, second = ids.stride()
-        return _Places("ids", ids, (second, first) if layout == "bshd" else (first, second))
+        return _Positions("ids", ids, (second, first) if layout == "bshd" else (first, second))
     if ids.shape == (seq,):
-        return _Places("ids", ids, (ids.stride(0), 0))
+        return _Positions("ids", ids, (ids.stride(0), 0))
     either = f"{list(whole)}, as the tokens" + ("" if layout == "thd" else f", or [{seq}], shared by the batch")
     raise ValueError(f"positions must be {either}; got {list(ids.shape)}")
 
@@ -314,13 +338,13 @@ def _context_parallel(settings: Settings, seq: int, sequences: int | None) -> bo
         raise ValueError(f"cp_rank must be from 0 to cp_size - 1, got cp_rank={rank}, cp_size={size}")
     if size > 1 and sequences is None and seq % 2:
         raise ValueError(
-            f"with cp_size={size} each rank has two chunks of every sequence: {seq} tokens cannot be halved"
+            f"seq must be even with cp_size={size}, since each rank has two chunks of every sequence; got {seq}"
         )
     return size > 1
 
 
 def strides_of(layout: str, tensor: Any) -> tuple[int, int, int, int]:
-    """Strides in elements as the kernels take them: seq, batch, heads, head_dim."""
+    """Strides in elements, in the order of the kernels: seq, batch, heads, head_dim. Packed tokens have batch stride 0."""
     first, *rest = tensor.stride()
     if layout == "thd":
         return first, 0, rest[0], rest[1]
@@ -337,16 +361,17 @@ def _rotated_tensor(name: str, x: Any, layout: str) -> None:
 
 
 def heads_apart(x: Any, settings: Settings) -> bool:
-    """Whether q, k and v of a packed qkv with an axis of 3 lie so that no view has their heads on one axis."""
+    """Whether a packed qkv with an axis of 3 has strides that do not let that axis and the heads be one axis of a view."""
     if settings.kv_heads != 0 or not isinstance(x, torch.Tensor) or x.ndim != AXES[settings.tensor_format] + 1:
         return False
     return bool(x.shape[-2] > 1 and x.stride(-3) != x.shape[-2] * x.stride(-2))
 
 
 def packed_heads(x: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, int]:
-    """A packed qkv with its heads on one axis, and how many of them, the last, are v's.
+    """A packed qkv with all its heads on one axis, and the number of v's heads, which are the last.
 
-    A view; where there is none, out of place, of a copy, as of a gradient that a transpose or a slice left.
+    The tensor is a view of qkv. If no view has that shape, as of a gradient that came through a transpose or a slice, it
+    is a view of a copy; in place that is an error.
     """
     kv_heads, axes = settings.kv_heads, AXES[settings.tensor_format]
     if kv_heads == 0:
@@ -358,7 +383,10 @@ def packed_heads(x: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, int
         heads = x.shape[-2]
         if heads_apart(x, settings):
             if settings.inplace:
-                raise ValueError("q, k and v of a packed qkv must lie side by side: make it contiguous, or use rope_qk")
+                raise ValueError(
+                    "the axis of 3 and the heads of qkv must be contiguous to be rotated in place, got strides "
+                    f"{list(x.stride())}: make qkv contiguous, or use rope_qk"
+                )
             x = x.contiguous()
         step = x.stride(-2) if heads > 1 else x.stride(-3)
         return x.as_strided(
@@ -370,8 +398,8 @@ def packed_heads(x: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, int
     return x, kv_heads
 
 
-def _like(x: torch.Tensor, key: Any, layout: str) -> None:
-    """Whether the key is a tensor with the tokens of x."""
+def _check_key(x: torch.Tensor, key: Any, layout: str) -> None:
+    """Refuse a key that differs from x in more than its number of heads."""
     _rotated_tensor("k", key, layout)
     if key.shape[:-2] != x.shape[:-2] or key.shape[-1] != x.shape[-1]:
         raise ValueError(
@@ -381,7 +409,7 @@ def _like(x: torch.Tensor, key: Any, layout: str) -> None:
         raise ValueError(f"k must be {x.dtype} on {x.device}, as q is; got {key.dtype} on {key.device}")
 
 
-def _writable(name: str, x: torch.Tensor) -> None:
+def _check_strides(name: str, x: torch.Tensor) -> None:
     if any(stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)):
         raise ValueError(
             f"{name} cannot be overwritten: some of its elements share memory (stride 0); use inplace=False"
@@ -389,8 +417,12 @@ def _writable(name: str, x: torch.Tensor) -> None:
 
 
 def refuse_overlap(x: torch.Tensor, key: torch.Tensor) -> None:
-    """Refuse to overwrite two tensors of which one element belongs to both."""
-    if not x.numel() or not key.numel() or x.is_meta or torch.compiler.is_dynamo_compiling():  # no memory, or none yet
+    """Refuse to overwrite two tensors that overlap in memory.
+
+    Raises:
+        ValueError: an element of one shares memory with an element of the other.
+    """
+    if not x.numel() or not key.numel() or x.is_meta or torch.compiler.is_dynamo_compiling():  # no memory, or not yet
         return
     between = _bytes_between(x, key)
     if between is None:
@@ -398,11 +430,13 @@ def refuse_overlap(x: torch.Tensor, key: torch.Tensor) -> None:
     first, second = (x, key) if between >= 0 else (key, x)
     between, parts = divmod(abs(between), x.element_size())
     lies = zip(first.stride(), first.shape, second.stride(), second.shape, strict=True)
-    axes = [(t if n == 1 else s, n, s if m == 1 else t, m) for s, n, t, m in lies]  # of one entry any stride is right
+    axes = [
+        (t if n == 1 else s, n, s if m == 1 else t, m) for s, n, t, m in lies
+    ]  # an axis of length 1 may have any stride
     if sum((n - 1) * s for s, n, _, _ in axes) < between:
         return
-    # Interleaved views, such as q and k of a packed qkv, with the same strides: within steps no longer than the distance
-    # of the two, the first must not reach the second; and longer steps must lead past both.
+    # Interleaved views with equal strides, such as q and k of a packed qkv: along the axes whose stride is at most the
+    # distance between the tensors, the first must end before the second begins; longer strides must step past both.
     axes = [axis for axis in axes if max(axis[1], axis[3]) > 1]
     alike = not parts and all(s == t for s, _, t, _ in axes)
     short = [axis for axis in axes if axis[0] <= between]
@@ -416,9 +450,10 @@ def refuse_overlap(x: torch.Tensor, key: torch.Tensor) -> None:
 
 
 def _bytes_between(x: torch.Tensor, key: torch.Tensor) -> int | None:
-    """How far the key begins behind x in memory; None where they cannot share any.
+    """Bytes from the first element of x to that of the key; None if they cannot share memory.
 
-    By addresses: two storages may lie over the same memory. What has no address, of a tracer say, has its storage's.
+    It compares addresses, since two storages may cover the same memory. A tensor without an address, such as a tracer's,
+    is compared by its storage.
     """
     try:
         return key.data_ptr() - x.data_ptr()
@@ -429,43 +464,46 @@ def _bytes_between(x: torch.Tensor, key: torch.Tensor) -> int | None:
 
 
 def _refuse_shared(first: torch.Tensor, second: torch.Tensor, between: int) -> None:
-    """Settle by the addresses of all elements what strides do not; ``between``: bytes from the first to the second."""
+    """Compare the addresses of all elements, where strides do not tell; ``between``: bytes from first to second."""
     size = first.element_size()
     starts = []
     for t, begin in ((first, 0), (second, between)):
-        places = torch.full((), begin, dtype=torch.int64, device="cpu")
+        addresses = torch.full((), begin, dtype=torch.int64, device="cpu")
         for n, step in zip(t.shape, t.stride(), strict=True):
-            places = places[..., None] + torch.arange(n, device="cpu") * (step * size)
-        starts.append(places.flatten())
+            addresses = addresses[..., None] + torch.arange(n, device="cpu") * (step * size)
+        starts.append(addresses.flatten())
     one, other = starts
-    # Elements of one dtype overlap where they begin less than its size apart.
+    # Elements of the same dtype overlap if their addresses differ by less than its size.
     if any(torch.isin(one + shift, other).any() for shift in ((0,) if between % size == 0 else range(1 - size, size))):
         raise ValueError("q and k share memory, and both would be overwritten: use inplace=False")
 
 
-def _overwritable(x: torch.Tensor, key: torch.Tensor | None) -> None:
-    """Whether no element of what is overwritten is written twice."""
-    _writable("x" if key is None else "q", x)
+def _check_overwritable(x: torch.Tensor, key: torch.Tensor | None) -> None:
+    """Refuse tensors of which an element would be written twice."""
+    _check_strides("x" if key is None else "q", x)
     if key is not None:
-        _writable("k", key)
+        _check_strides("k", key)
         refuse_overlap(x, key)
 
 
-def _words(settings: Settings) -> None:
-    """Whether the words among the settings are known, and go together."""
+def _check_settings(settings: Settings) -> None:
+    """Refuse unknown strings, strings that do not go together, and tensors in the place of bools."""
     if settings.tensor_format not in LAYOUTS:
         raise ValueError(f"tensor_format must be one of {LAYOUTS}, got {settings.tensor_format!r}")
     if settings.rotated not in ROTATED:
         raise ValueError(f"rotated must be one of {ROTATED}, got {settings.rotated!r}")
     if settings.rotated == "proportional" and settings.interleaved:
-        raise ValueError('rotated="proportional" pairs j with j + head_dim / 2, so interleaved must be False')
+        raise ValueError(
+            'rotated="proportional" pairs j with j + head_dim / 2, so interleaved must be False, '
+            f"got {settings.interleaved!r}"
+        )
     for name in ("interleaved", "inplace", "conjugate"):
         if isinstance(getattr(settings, name), torch.Tensor):
-            raise TypeError(f"{name} must be a bool, got a tensor, which may change: pass bool(...) of it")
+            raise TypeError(f"{name} must be a bool, got a tensor, whose value may change: convert it with bool(...)")
 
 
 def _tokens(layout: str, x: torch.Tensor) -> tuple[int, int]:
-    """Tokens along their axis, and the batch; a packed call has a batch of one."""
+    """(seq, batch) of x; packed tokens have a batch of 1."""
     if layout == "thd":
         return x.shape[0], 1
     first, second = x.shape[:2]
@@ -476,14 +514,14 @@ _spec = functools.lru_cache(maxsize=4096)(RopeSpec)
 
 
 def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tensor], torch.Tensor]) -> Prepared:
-    """The call, checked; out of place its outputs are what ``make_out`` makes of x and of the key.
+    """Check a call. Out of place its outputs are ``make_out(x)`` and ``make_out(key)``.
 
     Raises:
-        TypeError: a tensor of the wrong kind or dtype.
-        ValueError: a shape, device, layout or combination that is not allowed. Nothing has been written.
+        TypeError: an argument has the wrong type, or a tensor the wrong dtype.
+        ValueError: a shape, device, layout or combination is not allowed. Nothing has been written.
     """
     layout, inplace = settings.tensor_format, settings.inplace
-    _words(settings)
+    _check_settings(settings)
     x, key, copied = given.x, given.key, 0
     if settings.kv_heads is not None and isinstance(x, torch.Tensor):
         x, copied = packed_heads(x, settings)
@@ -491,7 +529,7 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
             x, copied = x[..., : x.shape[-2] - copied, :], 0
     _rotated_tensor("x", x, layout)
     if key is not None:
-        _like(x, key, layout)
+        _check_key(x, key, layout)
     angles = _angles(given, x.device)
     entries = settings.angle_entries or ("feature" if angles.kind == "freqs" else "pair")
     heads, head_dim = x.shape[-2:]
@@ -503,35 +541,38 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
         sequences = bounds.numel() - 1
     elif given.positions is None and (given.cu_seqlens is not None or settings.max_seqlen is not None):
         raise ValueError(f'cu_seqlens and max_seqlen are for tensor_format "thd", got {layout!r}')
-    places = _places(given, settings, seq, batch, sequences)
+    positions = _positions(given, settings, seq, batch, sequences)
     parallel = _context_parallel(settings, seq, sequences)
     rows = _rows(angles, batch, layout)
     if angles.kind != "inv_freq":
-        _reach(rows, places, settings, seq, sequences)
-        _values_reach(rows, places, seq * settings.cp_size, sequences)
+        _reach(rows, positions, settings, seq, sequences)
+        _values_reach(rows, positions, seq * settings.cp_size, sequences)
     if x.numel() and seq * batch > MAX_TOKENS:
         raise ValueError(f"seq * batch must be at most {MAX_TOKENS}, got {seq * batch}: split the call")
     if inplace:
-        _overwritable(x, key)
+        _check_overwritable(x, key)
     if isinstance(settings.attention_scaling, torch.Tensor):
-        raise TypeError("attention_scaling must be a number, got a tensor, which may change: pass float(...) of it")
+        raise TypeError(
+            "attention_scaling must be a number, got a tensor, whose value may change: convert it with float(...)"
+        )
     scaled = settings.attention_scaling != 1.0
     if scaled and angles.kind == "cos_sin":
         raise ValueError(
-            "attention_scaling is for freqs and inv_freq: cos and sin hold it already, or multiply them by it"
+            f"attention_scaling must be 1.0 unless freqs or inv_freq give the angles, got {settings.attention_scaling}: "
+            "multiply cos and sin by it, unless they were"
         )
     direction, conjugate = settings.direction, settings.conjugate
-    if conjugate and entries == "pair" and not inplace:  # then it is the transpose
+    if conjugate and entries == "pair" and not inplace:  # the conjugate is the transpose: one spec for both
         direction, conjugate = ("forward" if direction == "backward" else "backward"), False
     out = x if inplace else make_out(x)
     key_out = key if inplace or key is None else make_out(key)
-    # The kernels step through the features of both tensors, and of both results, by one stride.
+    # The kernels have one head_dim stride for x and key, and one for both results.
     alike = key is None or (x.stride(-1) == key.stride(-1) and out.stride(-1) == key_out.stride(-1))
     supported = x.dtype in SUPPORTED and alike
-    make_spec = RopeSpec if torch.compiler.is_dynamo_compiling() else _spec  # which does not look into a cache
+    make_spec = RopeSpec if torch.compiler.is_dynamo_compiling() else _spec  # Dynamo does not trace lru_cache
     eager_spec = make_spec(
         layout,
-        SUPPORTED.get(x.dtype, "float32"),  # eager PyTorch takes float64 too; the spec has no word for it
+        SUPPORTED.get(x.dtype, "float32"),  # eager PyTorch also takes float64, which a spec cannot say
         max(heads, 1),
         head_dim,
         rotary,
@@ -543,9 +584,9 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
         direction,
         key.shape[-2] if key is not None else 0,
         copied,
-        places.mode,
+        positions.mode,
         parallel,
-        # All features, or the first pairs: other words for the same.
+        # If all features rotate, "first", "last" and "proportional" are the same.
         "first" if rotary == head_dim else settings.rotated,
         conjugate,
         scaled,
@@ -571,9 +612,9 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
         key_strides=(0, 0, 0, 0) if key is None else strides_of(layout, key),
         key_out_strides=(0, 0, 0, 0) if key is None else strides_of(layout, key_out),
         angle_stride_b=first.stride(0) if first.ndim > 2 else 0,  # noqa: PLR2004
-        positions=places.tensor,
-        position_strides=places.strides,
-        offset=places.offset,
+        positions=positions.tensor,
+        position_strides=positions.strides,
+        offset=positions.offset,
         cp_size=settings.cp_size,
         cp_rank=settings.cp_rank,
         scaling=float(settings.attention_scaling),
@@ -582,55 +623,58 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
 
 
 def _rows(angles: Angles, batch: int, layout: str) -> int:
-    """How many positions the angles have."""
+    """The number of positions that the angles cover."""
     first = angles.first
     if first.ndim > 2:  # noqa: PLR2004
         if layout == "thd" or first.shape[0] != batch:
             raise ValueError(
                 f"cos and sin of [batch, rows, entries] must have the batch of x, {batch}, got {list(first.shape)}"
-                + ("; packed tokens have none: give [rows, entries] and positions" if layout == "thd" else "")
+                + ("; packed tokens have no batch: give [rows, entries] and positions" if layout == "thd" else "")
             )
         return first.shape[1]
     return first.shape[0]
 
 
-def _reach(rows: int, places: _Places, settings: Settings, seq: int, sequences: int | None) -> None:
-    """Refuse positions past the angles where the arguments say so without their values."""
-    if places.mode == "ids":
+def _reach(rows: int, positions: _Positions, settings: Settings, seq: int, sequences: int | None) -> None:
+    """Refuse positions past the end of the angles that shapes and int arguments alone show."""
+    if positions.mode == "ids":
         return
     if sequences is not None:
         longest = settings.max_seqlen
-        if longest is not None and longest + max(places.offset, 0) > rows:
+        if longest is not None and longest + max(positions.offset, 0) > rows:
             raise ValueError(
                 f"the angles are too short: {rows} positions for sequences of up to max_seqlen={longest}"
-                f"{f' from {places.offset} on' if places.offset else ''}; make them at least as long"
+                f"{f' from {positions.offset} on' if positions.offset else ''}; make them at least as long"
             )
-    elif places.offset + seq * settings.cp_size > rows:
+    elif positions.offset + seq * settings.cp_size > rows:
         of = f"{seq}" if settings.cp_size == 1 else f"{seq} on each of {settings.cp_size} ranks"
-        on = f" from position {places.offset} on" if places.offset else ""
+        on = f" from position {positions.offset} on" if positions.offset else ""
         raise ValueError(
             f"the angles are too short: {rows} positions for a sequence of {of}{on}; make them at least as long"
         )
-    if places.offset < 0:
-        raise ValueError(f"offset must be at least 0 with a table of angles, got {places.offset}")
+    if positions.offset < 0:
+        raise ValueError(f"offset must be at least 0 with a table of angles, got {positions.offset}")
 
 
-def _values_reach(rows: int, places: _Places, seq: int, sequences: int | None) -> None:
-    """Refuse positions past the angles by their values, which a CPU shows without waiting; on a GPU they give NaN."""
-    tensor = places.tensor
+def _values_reach(rows: int, positions: _Positions, seq: int, sequences: int | None) -> None:
+    """Refuse positions past the end of the angles by their values, on a CPU only.
+
+    On a GPU that would synchronize; there such positions give NaN.
+    """
+    tensor = positions.tensor
     if tensor is None or tensor.device.type != "cpu" or type(tensor) is not torch.Tensor or not tensor.numel():
         return
     least, most = (int(v) for v in torch.aminmax(tensor))
-    most += 0 if places.mode == "ids" or sequences is not None or not seq else seq - 1
+    most += 0 if positions.mode == "ids" or sequences is not None or not seq else seq - 1
     if least < 0 or most >= rows:
-        name = "positions" if places.mode == "ids" else "offset"
+        name = "positions" if positions.mode == "ids" else "offset"
         raise ValueError(
             f"{name} must keep positions in [0, {rows}), the rows of the angles; they go from {least} to {most}"
         )
 
 
 def offset_limits(spec: RopeSpec, settings: Settings, rows: int, seq: int) -> tuple[int, int]:
-    """The least and the largest offset that is a number which ``prepare`` accepts, with a table of ``rows`` positions."""
+    """The smallest and the largest int offset that ``prepare`` accepts, with angles of ``rows`` positions."""
     if spec.angles == "inv_freq":
         return -MAX_TOKENS, MAX_TOKENS - seq * settings.cp_size
     if spec.positions == "ids":
@@ -641,5 +685,5 @@ def offset_limits(spec: RopeSpec, settings: Settings, rows: int, seq: int) -> tu
 
 
 def packed_size(tokens: int, sequences: int) -> RopeSize:
-    """The size of a packed call: as many sequences of their mean length."""
+    """The size of a packed call, as if all its sequences had their mean length, rounded."""
     return RopeSize(max(sequences, 1), max(1, round(tokens / max(sequences, 1))))

@@ -1,7 +1,7 @@
-"""The way of a RoPE call: what its properties are, the plan that was made for them, and the node autograd sees.
+"""The path of a RoPE call: its properties, the plan made for them, and the autograd node.
 
-A call whose properties were seen before costs one key, one dictionary hit and the launch. Nothing of a caller's is kept
-alive: plans hold numbers, kernels and settings, no tensors.
+A call whose properties were seen before costs building one key, one dictionary lookup and the launch. Plans keep none of
+the caller's tensors alive: they hold numbers, kernels and settings.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 _PLANS: dict[Any, Plan] = {}
 _compiling = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
-# What listens to operators, and would miss a launch: FakeTensorMode, tracers, selective checkpointing.
+# Number of active dispatch modes, which a launch would bypass: FakeTensorMode, tracers, selective checkpointing.
 _listeners: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF001
-# Errors of a key made of something that is no plain tensor: the checks say what is wrong, or eager PyTorch takes it.
+# Errors of building the key from what is not a plain tensor: the checks then refuse it, or eager PyTorch takes it.
 _NO_KEY = (AttributeError, RuntimeError, TypeError)
 
 
-def call(  # noqa: PLR0912, PLR0913 - a call of a function would cost more; the tensors of the public call
+def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensors of the public call
     x: Any,
     key: Any,
     freqs: Any,
@@ -48,9 +48,9 @@ def call(  # noqa: PLR0912, PLR0913 - a call of a function would cost more; the 
     offset: Any,
     settings: tuple[Any, ...],
 ) -> Any:
-    """Run RoPE on x, and on a key that is not None; ``settings`` are those of Settings, in order. See tuned.dispatch.
+    """Rotate x, and key unless it is None; ``settings`` are the fields of Settings in order. See tuned.dispatch.
 
-    A tensor with a key gives (x, key).
+    Returns the rotated x, or (x, key) if there is a key.
     """
     if type(offset) is not int:
         offset = offset_of(offset, positions)
@@ -65,18 +65,18 @@ def call(  # noqa: PLR0912, PLR0913 - a call of a function would cost more; the 
                 source = -1
     else:
         angles, source = cos, 3 if freqs is None and cos_sin_cache is None and inv_freq is None else -1
-    place, number = positions, offset
+    position_tensor, int_offset = positions, offset
     if positions is None and type(offset) is not int:  # a tensor
-        place, number = offset, 0
+        position_tensor, int_offset = offset, 0
     properties: Any
     try:
-        here, device, table, grad = x.data_ptr(), x.get_device(), angles.data_ptr(), _grad_enabled()
-        # All that a compiled kernel, or the way to it, may depend on; written out, since a call of a function that
-        # did it for one tensor would cost as much again. Of a contiguous tensor the shape tells the strides.
+        x_ptr, device, angles_ptr, grad = x.data_ptr(), x.get_device(), angles.data_ptr(), _grad_enabled()
+        # All that a compiled kernel, or the path to it, may depend on. Written out: a function called for each tensor
+        # would double its cost. The shape of a contiguous tensor implies its strides.
         properties = (
-            settings, source, positions is None, number == 0,
-            type(x), x.dtype, x.shape, x.is_contiguous() or x.stride(), here & 15, device, grad and x.requires_grad,
-            type(angles), angles.dtype, angles.shape, angles.is_contiguous() or angles.stride(), table & 15,
+            settings, source, positions is None, int_offset == 0,
+            type(x), x.dtype, x.shape, x.is_contiguous() or x.stride(), x_ptr & 15, device, grad and x.requires_grad,
+            type(angles), angles.dtype, angles.shape, angles.is_contiguous() or angles.stride(), angles_ptr & 15,
             angles.get_device(), grad and angles.requires_grad,
             key if key is None else (
                 type(key), key.dtype, key.shape, key.is_contiguous() or key.stride(), key.data_ptr() & 15,
@@ -86,35 +86,40 @@ def call(  # noqa: PLR0912, PLR0913 - a call of a function would cost more; the 
                 type(sin), sin.dtype, sin.shape, sin.is_contiguous() or sin.stride(), sin.data_ptr() & 15,
                 sin.get_device(), grad and sin.requires_grad,
             ),
-            place if place is None else (
-                type(place), place.dtype, place.shape, place.is_contiguous() or place.stride(), place.data_ptr() & 15,
-                place.get_device(),
+            position_tensor if position_tensor is None else (
+                type(position_tensor), position_tensor.dtype, position_tensor.shape,
+                position_tensor.is_contiguous() or position_tensor.stride(), position_tensor.data_ptr() & 15,
+                position_tensor.get_device(),
             ),
             cu_seqlens if cu_seqlens is None else (
                 type(cu_seqlens), cu_seqlens.dtype, cu_seqlens.shape, cu_seqlens.is_contiguous() or cu_seqlens.stride(),
                 cu_seqlens.data_ptr() & 15, cu_seqlens.get_device(),
             ),
-            # Only where a tensor is on a device: asking for the current one initialises it.
+            # Asked only if x is on a GPU: asking for the current device initialises CUDA.
             grad, forward_ad._current_level, device if device < 0 else current_device(),  # noqa: SLF001
         )  # fmt: skip
         plan = _PLANS.get(properties)
     except _NO_KEY:
         properties = plan = None
-        here = table = 0
+        x_ptr = angles_ptr = 0
     if plan is None:
-        klass = None if properties is None else class_of(properties)
-        plan = None if klass is None else _known_but_for_lengths(klass, x, key, angles, sin, cu_seqlens, place)
+        class_key = None if properties is None else class_of(properties)
+        plan = (
+            None
+            if class_key is None
+            else _known_but_for_lengths(class_key, x, key, angles, sin, cu_seqlens, position_tensor)
+        )
         if plan is None:
             given = Given(x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset)
-            plan = _decide(given, Settings(*settings), klass)
-        # The properties do not tell whether something follows operators, which is what may have decided.
+            plan = _decide(given, Settings(*settings), class_key)
+        # The properties do not tell whether torch.func or torch.jit is active, and that may have decided the plan.
         if properties is not None and not transforms_active() and tracing() is None:
             remember(_PLANS, properties, plan)
     try:
-        return plan.run(x, key, angles, sin, cu_seqlens, place, number, here, table)
+        return plan.run(x, key, angles, sin, cu_seqlens, position_tensor, int_offset, x_ptr, angles_ptr)
     except RuntimeError:
-        # torch.func.grad wraps all that is made inside of it, the results of tensors that it does not follow too, and
-        # what is wrapped has no address. Nothing was launched then; in place nothing is made.
+        # torch.func.grad wraps every tensor made inside it, even a result that depends on no tensor it differentiates,
+        # and a wrapped tensor has no address. The error came before any launch. In place no tensor is made.
         if settings[2] or not transforms_active():
             raise
         given = Given(x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset)
@@ -122,19 +127,19 @@ def call(  # noqa: PLR0912, PLR0913 - a call of a function would cost more; the 
 
 
 def _known_but_for_lengths(  # noqa: PLR0913 - the tensors of a call
-    klass: Any, x: Any, key: Any, angles: Any, sin: Any, cu_seqlens: Any, place: Any
+    class_key: Any, x: Any, key: Any, angles: Any, sin: Any, cu_seqlens: Any, positions: Any
 ) -> Plan | None:
-    """The plan of a call that differs in its lengths alone from one that a kernel served."""
+    """The plan of a call that differs only in its lengths from one that a kernel served, or None."""
     if transforms_active() or tracing() is not None:
         return None
-    found = sized(klass, x, key, angles, sin, cu_seqlens, place)
+    found = sized(class_key, x, key, angles, sin, cu_seqlens, positions)
     return None if found is None else _differentiable(sized_plan(found), found.settings, found.sources, x, key)
 
 
-def _decide(given: Given, settings: Settings, klass: Any) -> Plan:
-    """Check everything and choose what calls like this one do. Nothing is launched, nothing written."""
+def _decide(given: Given, settings: Settings, class_key: Any) -> Plan:
+    """Check a call and choose what calls with its properties do. It launches nothing and writes nothing."""
     sources = Sources.of(given)
-    plan = _checked(given, settings, sources, klass)
+    plan = _checked(given, settings, sources, class_key)
     if settings.inplace:
         for t in (given.x, given.key):
             if t is not None:
@@ -147,7 +152,7 @@ def _decide(given: Given, settings: Settings, klass: Any) -> Plan:
 
 
 def _differentiable(plan: Plan, settings: Settings, sources: Sources, x: Any, key: Any) -> Plan:
-    """The plan, as a node of the graph where a gradient is needed."""
+    """The plan; as an autograd node if a gradient is needed."""
     if not _grad_enabled():
         return plan
     needs = [x.requires_grad] if key is None else [x.requires_grad, key.requires_grad]
@@ -156,44 +161,44 @@ def _differentiable(plan: Plan, settings: Settings, sources: Sources, x: Any, ke
     return Plan(_Node(settings, sources, plan, None if all(needs) else needs.index(False)).run)
 
 
-def _checked(given: Given, settings: Settings, sources: Sources, klass: Any) -> Plan:
-    """The plan of a call of which nothing is known yet."""
+def _checked(given: Given, settings: Settings, sources: Sources, class_key: Any) -> Plan:
+    """The plan of a call whose properties are new."""
     prepared = prepare(given, settings, make_out=_strides_of_result)
-    choice = choice_of(prepared, _missed(given))
+    choice = choice_of(prepared, _why_no_launch(given))
     if choice.variant is None:
         return Plan(_eager_run(settings, sources), serves=False)
     tensors = [t for t in given if isinstance(t, torch.Tensor)]
-    if not all(t.numel() for t in tensors):  # what has no elements has no address
+    if not all(t.numel() for t in tensors):  # an empty tensor has no address
         one = given.key is not None and bool(given.x.numel()) != bool(given.key.numel())
         return Plan((_run_alone if one else _eager_run)(settings, sources), serves=False)
     misses.note(ROPE, prepared.spec, prepared.size, choice)
-    if heads_apart(given.x, settings):  # what was prepared is of a copy
+    if heads_apart(given.x, settings):  # ``prepared`` is of a contiguous copy
         return Plan(_run_copy(settings, sources))
-    return kernel_plan(prepared, choice.variant, settings, sources, klass)
+    return kernel_plan(prepared, choice.variant, settings, sources, class_key)
 
 
 def _strides_of_result(t: torch.Tensor) -> torch.Tensor:
-    """A tensor with the strides that the result will have."""
+    """A tensor with the strides that the result will have, which ``prepare`` reads."""
     return t if t.is_contiguous() else torch.empty_like(t)
 
 
-def _followed(given: Given) -> str | None:
-    """Why a launch would be missed by what follows operators here, or None."""
+def _bypassed(given: Given) -> str | None:
+    """Why a launch would bypass torch.func or forward-mode AD, or lose a gradient of the angles; or None."""
     if transforms_active() or forward_ad._current_level >= 0:  # noqa: SLF001
-        return "torch.func or forward-mode differentiation follows PyTorch's own operators"
+        return "a kernel would bypass torch.func or forward-mode differentiation"
     if _angles_need_gradient(given):
-        return "the angles need a gradient, which the kernels do not give"
+        return "the angles need a gradient, which the kernels do not compute"
     return None
 
 
-def _missed(given: Given) -> str | None:
-    """Why a launch would be missed, or would not find a tensor's values in memory, or None."""
+def _why_no_launch(given: Given) -> str | None:
+    """Why a launch would bypass torch.func or tracing, lose a gradient, or find no plain tensor in memory; or None."""
     if tracing() is not None:
-        return "torch.jit traces PyTorch's own operators"
+        return "a kernel would bypass torch.jit tracing"
     for t in given:
         if isinstance(t, torch.Tensor) and type(t) not in (torch.Tensor, torch.nn.Parameter):
             return f"{type(t).__name__} is a subclass of Tensor with rules of its own"
-    return _followed(given)
+    return _bypassed(given)
 
 
 def _angles_need_gradient(given: Given) -> bool:
@@ -202,9 +207,9 @@ def _angles_need_gradient(given: Given) -> bool:
 
 
 def _may_be_negative(t: torch.Tensor | None) -> bool:
-    """Whether a tensor with these strides may be the imaginary part of a conjugate: PyTorch negates it when it reads.
+    """Whether strides allow that a tensor is the imaginary part of a conjugated one, which PyTorch negates lazily.
 
-    Of an axis of length 1 the stride says nothing.
+    The stride of an axis of length 1 tells nothing.
     """
     if t is None or not t.is_floating_point():
         return False
@@ -212,7 +217,7 @@ def _may_be_negative(t: torch.Tensor | None) -> bool:
 
 
 def _run_unless_negative(plan: Plan, settings: Settings, sources: Sources) -> Callable[..., Any]:
-    """Kernels read memory as it is, so negative views are for eager PyTorch."""
+    """The plan's run, but eager PyTorch for tensors with the negative bit: kernels read memory as it is."""
     eager = _eager_run(settings, sources)
 
     def run(x: Any, key: Any, angles: Any, sin: Any, *rest: Any) -> Any:
@@ -235,7 +240,7 @@ def _eager_run(settings: Settings, sources: Sources) -> Callable[..., Any]:
 
 
 def _run_copy(settings: Settings, sources: Sources) -> Callable[..., Any]:
-    """The call of a packed qkv whose heads no view has on one axis, as a call of a copy that lies densely."""
+    """Run a packed qkv with ``heads_apart`` as a call of its contiguous copy."""
 
     def run(x: Any, *others: Any) -> Any:
         return _call(sources.given(x.contiguous(), *others), settings)
@@ -244,7 +249,7 @@ def _run_copy(settings: Settings, sources: Sources) -> Callable[..., Any]:
 
 
 def _run_alone(settings: Settings, sources: Sources) -> Callable[..., Any]:
-    """The call of a query and a key of which one has no heads, as a call of the other."""
+    """Run a call of a query and a key, one of them empty, as a call of the other alone."""
 
     def run(x: Any, key: Any, *others: Any) -> Any:
         empty = key if x.numel() else x
@@ -258,10 +263,10 @@ def _run_alone(settings: Settings, sources: Sources) -> Callable[..., Any]:
 
 
 def run_eager(given: Given, settings: Settings) -> Any:
-    """The call by PyTorch's operators; in place, the tensors are overwritten after all has been computed."""
+    """Run the call with PyTorch's operators; in place, the tensors are overwritten after everything is computed."""
     prepared = prepare(given, settings, make_out=lambda t: t)
     call = prepared.call
-    if settings.inplace and _angles_need_gradient(given):  # which takes the old values
+    if settings.inplace and _angles_need_gradient(given):  # whose formula needs the old values
         call = dataclasses.replace(call, x=call.x.clone(), key=None if call.key is None else call.key.clone())
     out, key_out = rotate(prepared.eager_spec, call)
     if settings.inplace:
@@ -275,30 +280,33 @@ def run_eager(given: Given, settings: Settings) -> Any:
 
 
 def _operator(given: Given, settings: Settings) -> Any:
-    """The call for what follows operators: as one of torch.library, or by PyTorch's own where the angles need a gradient."""
-    from tuned.calls.rope import ops  # noqa: PLC0415 - making operators takes 10 ms, which only this needs
+    """The call under torch.compile or a dispatch mode: as an operator of torch.library.
 
-    if _followed(given) is not None:
+    Under torch.func and forward-mode AD, and if the angles need a gradient, it is eager PyTorch.
+    """
+    from tuned.calls.rope import ops  # noqa: PLC0415 - registering operators takes 10 ms, and only this path needs them
+
+    if _bypassed(given) is not None:
         return run_eager(given, settings)
     return ops.call(given, settings)
 
 
 class _Node:
-    """A differentiable call: the plan of its forward, and the settings of its backward."""
+    """A differentiable call: the plan of its forward and the settings of its backward."""
 
     def __init__(self, settings: Settings, sources: Sources, forward: Plan, frozen: int | None) -> None:
         self.settings, self.sources, self.forward = settings, sources, forward
-        self.frozen = frozen  # which of two tensors needs no gradient, if one
+        self.frozen = frozen  # index of the one of (x, key) that needs no gradient; None if both do, or without a key
         self.transposed = tuple(transposed(settings))
 
     def run(self, x: Any, key: Any, *others: Any) -> Any:
-        """The call as a node of the graph: ``Plan.run``."""
+        """``Plan.run``, with a node in the autograd graph."""
         if not self.settings.inplace:
             return _apply(x, key, self, *others)
         refuse_overwrite(x)
         if key is None:
             return _apply(x, key, self, *others)
-        # A node may not overwrite two tensors that are views; copies of its results autograd can follow.
+        # An autograd node may not overwrite two views. So rotate out of place, and let copy_ overwrite each.
         refuse_overwrite(key)
         refuse_overlap(x, key)
         given = self.sources.given(x, key, *others)
@@ -307,7 +315,7 @@ class _Node:
         return x, key
 
     def backward(self, grad: Any, key_grad: Any, *others: Any) -> tuple[Any, Any]:
-        """Gradients of x and of the key; None where none came."""
+        """Gradients of x and of the key; None for a result without one."""
         if grad is None or key_grad is None:
             one = _call(self.sources.given(key_grad if grad is None else grad, None, *others), self.transposed)
             return (None, one) if grad is None else (one, None)
@@ -320,43 +328,43 @@ def _call(given: Given, settings: Any) -> Any:
 
 
 def transposed(settings: Settings) -> Settings:
-    """The settings of a call's backward: the transposed map, out of place."""
+    """The settings of a call's backward: its transpose, out of place."""
     turned = "backward" if settings.direction == "forward" else "forward"
     return settings._replace(inplace=False, direction=turned)
 
 
 class _Rope(torch.autograd.Function):
-    """The kernel as a node of the graph. Its backward is the transposed call, and so differentiable again."""
+    """The kernel as an autograd node. Its backward is the transposed call, and so differentiable again."""
 
     @staticmethod
     def forward(  # noqa: PLR0913
-        ctx: Any, x: Any, key: Any, node: _Node, angles: Any, sin: Any, cu_seqlens: Any, place: Any, *numbers: int
+        ctx: Any, x: Any, key: Any, node: _Node, angles: Any, sin: Any, cu_seqlens: Any, positions: Any, *others: int
     ) -> Any:
-        """Rotate; keep the angles and where the tokens are, not x."""
-        ctx.save_for_backward(angles, sin, cu_seqlens, place)
-        ctx.node, ctx.numbers = node, numbers
+        """Rotate; save the angles and the positions, not x."""
+        ctx.save_for_backward(angles, sin, cu_seqlens, positions)
+        ctx.node, ctx.others = node, others
         ctx.set_materialize_grads(False)
         if node.settings.inplace:
             ctx.mark_dirty(x)
-        out = node.forward.run(x, key, angles, sin, cu_seqlens, place, *numbers)
+        out = node.forward.run(x, key, angles, sin, cu_seqlens, positions, *others)
         if node.frozen is not None:
             ctx.mark_non_differentiable(out[node.frozen])
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Apply the transpose to the gradients, out of place: they may be shared."""
+        """Apply the transpose to the gradients, out of place, since autograd may share them."""
         grad, key_grad = grads if len(grads) > 1 else (*grads, None)
         if grad is None and key_grad is None:
             return (None,) * 10
-        return *ctx.node.backward(grad, key_grad, *ctx.saved_tensors, *ctx.numbers), *(None,) * 8
+        return *ctx.node.backward(grad, key_grad, *ctx.saved_tensors, *ctx.others), *(None,) * 8
 
 
-# What Function.apply ends in when no transform of torch.func is active; the checks before cost 1.5 us a call.
+# What Function.apply calls in the end if no torch.func transform is active; its checks before cost 1.5 us per call.
 _apply: Any = super(torch.autograd.Function, _Rope).apply
 
 
 def explain(given: Given, settings: Settings) -> tuple[Choice, Any]:
-    """The choice for a call, and its spec; nothing runs."""
+    """The choice for a call, and its spec; nothing is launched."""
     prepared = prepare(given, settings, make_out=lambda t: t)
-    return choice_of(prepared, _missed(given)), prepared.spec
+    return choice_of(prepared, _why_no_launch(given)), prepared.spec

@@ -1,8 +1,8 @@
-"""Calls that differ in their lengths alone from one that was served: a plan without checking or compiling it all again.
+"""Plans for calls that differ only in their lengths from a call that a kernel served: no full check, no compilation.
 
-A decode loop or ragged training brings new lengths all the time. What a class of such calls has in common is kept:
-its spec, and for each variant that served it the compiled kernel. A new length then costs the sizes' own checks, the
-choice of the variant, and the few numbers of a launch that depend on sizes.
+Decode loops and ragged training bring new lengths all the time. What the calls of one shape class have in common is kept:
+the spec and, for each variant that served the class, the compiled kernel. A new length then costs the checks of its sizes,
+the choice of a variant, and the few launch arguments that depend on lengths.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tuned.families.rope.launches import programs
 from tuned.families.rope.spec import RopeSize, RopeSpec, search_steps
 from tuned.families.rope.variant import size_class
 from tuned.launching.launcher import kernel
-from tuned.launching.plan import Bare, remember
+from tuned.launching.plan import DirectLaunch, remember
 from tuned.lookup.gpu import gpu_of
 from tuned.lookup.lookup import NearRows, has_rows, near_rows, usable, variant_at
 
@@ -28,71 +28,71 @@ if TYPE_CHECKING:
     from tuned.families.rope.launches import RopeCall
     from tuned.lookup.lookup import Gpu
 
-# The numbers of a launch that depend on lengths, by their names in the kernels.
-SIZED = {"seq", "batch", "sequences", "angle_rows", "position_stride_s", "position_stride_b"}
-SIZED |= {f"{of}_stride_{axis}" for of in ("x", "out", "key", "key_out") for axis in "sb"}
-NARROW = 2**31  # elements: strides of larger tensors may need 64 bits, and other code
+# The kernel parameters whose values depend on lengths.
+LENGTH_PARAMETERS = {"seq", "batch", "sequences", "angle_rows", "position_stride_s", "position_stride_b"}
+LENGTH_PARAMETERS |= {f"{of}_stride_{axis}" for of in ("x", "out", "key", "key_out") for axis in "sb"}
+NARROW = 2**31  # elements: strides of larger tensors may need 64 bits, for which Triton compiles other code
 
 
-class Form(NamedTuple):
-    """A compiled kernel of a class, and the numbers of one launch of it."""
+class CompiledLaunch(NamedTuple):
+    """A compiled kernel of a shape class, and the integer arguments of one launch of it."""
 
-    bare: Bare
+    direct: DirectLaunch
     numbers: tuple[Any, ...]
-    sized: tuple[tuple[int, str], ...]  # which of them depend on lengths: place and name
+    length_indices: tuple[tuple[int, str], ...]  # (index into numbers, parameter) of those that depend on lengths
     constants: tuple[Any, ...]
-    search_steps: int  # that it was compiled for
+    search_steps: int  # the constexpr that it was compiled with; it follows from the number of sequences
 
 
 @dataclasses.dataclass(frozen=True)
-class Lengths:
-    """What the calls of one class have in common."""
+class ShapeClass:
+    """What calls that differ only in their lengths have in common."""
 
     spec: RopeSpec
     settings: Settings
     sources: Sources
     gpu: Gpu
     device: int
-    sines: int  # of one cache: how many bytes after its cosines the sines begin
-    rows: NearRows  # of the table, for its spec
-    forms: dict[Any, Form] = dataclasses.field(default_factory=dict)  # variant -> its kernel
-    # (variant, class of sizes) -> whether it may serve
+    sines: int  # with a cos_sin_cache: bytes from its first cosine to its first sine
+    rows: NearRows  # of the dispatch table, for the spec
+    launches: dict[Any, CompiledLaunch] = dataclasses.field(default_factory=dict)  # by variant
+    # (variant, size class) -> whether the variant may serve it
     legal: dict[Any, bool] = dataclasses.field(default_factory=dict)
 
 
-class Sized(NamedTuple):
-    """The launch of one call of a class."""
+class SizedLaunch(NamedTuple):
+    """The launch of one call of a shape class."""
 
     spec: RopeSpec
     settings: Settings
     sources: Sources
     variant: Any
-    two: bool  # a key is rotated too
-    bare: Bare
+    two: bool  # the call has a key
+    direct: DirectLaunch
     device: int
     sines: int
-    limits: tuple[int, int]  # the least and the largest offset that is a number of the call
-    beside: tuple[int, int, int]  # between which distances of the key from x, in bytes, they overlap
+    limits: tuple[int, int]  # the smallest and the largest int offset that the call allows
+    beside: tuple[int, int, int]  # as tuned.calls.rope.plan._beside
 
 
-_CLASSES: dict[Any, Lengths] = {}
+_CLASSES: dict[Any, ShapeClass] = {}
 
 
 def class_of(properties: tuple[Any, ...]) -> Any:
-    """What of a call's properties does not tell lengths, for contiguous tensors; None for others.
+    """The key of a call's shape class: its properties without the lengths. None unless all tensors are contiguous.
 
-    ``properties`` are those that tuned.calls.rope.call makes.
+    ``properties`` is the tuple that tuned.calls.rope.call builds.
     """
     (
         settings, source, ordered, unshifted,
         kind, dtype, shape, dense, alignment, device, grad,
         table_kind, table_dtype, table_shape, table_dense, table_alignment, table_device, table_grad,
-        key, sin, place, cu_seqlens, *modes,
+        key, sin, positions, cu_seqlens, *modes,
     ) = properties  # fmt: skip
-    if dense is not True or table_dense is not True or len(table_shape) == 3:  # noqa: PLR2004 - tables of a batch's own
+    if dense is not True or table_dense is not True or len(table_shape) == 3:  # noqa: PLR2004 - a table for each sequence
         return None
     others: list[Any] = []
-    for other in (key, sin, place, cu_seqlens):
+    for other in (key, sin, positions, cu_seqlens):
         if other is None:
             others.append(None)
             continue
@@ -107,34 +107,40 @@ def class_of(properties: tuple[Any, ...]) -> Any:
     )  # fmt: skip
 
 
-def learn(  # noqa: PLR0913 - a call that was served, and how
-    klass: Any,
+def learn(  # noqa: PLR0913 - a call and how it was served
+    class_key: Any,
     spec: RopeSpec,
     settings: Settings,
     sources: Sources,
     variant: Any,
     call: RopeCall,
     launch: Launch,
-    bare: Bare,
+    direct: DirectLaunch,
 ) -> None:
-    """Keep what a call that a kernel served has in common with those of other lengths, where that is all it takes."""
+    """Remember a served call for calls of other lengths, if nothing but the lengths can differ between their launches."""
     gpu = gpu_of(call.x.device)
-    if klass is None or sources.copied or settings.kv_heads == 0 or not has_rows(gpu) or os.environ.get("TUNED_RECORD"):
-        return  # a packed qkv with an axis of 3 is seen through another shape; the others have more to tell of each call
+    if (
+        class_key is None
+        or sources.copied
+        or settings.kv_heads == 0
+        or not has_rows(gpu)
+        or os.environ.get("TUNED_RECORD")
+    ):
+        return  # kv_heads=0 launches on a view of another shape; the last two need the full choice for each call
     if not all(_regular(t) for t in (call.x, call.out, call.key, call.key_out) if t is not None):
         return
-    # A table of one row is contiguous whatever that row's stride, which others of its class would be walked by.
+    # A table of one row counts as contiguous whatever its row stride; other calls of the class would use that stride.
     width = call.cos.shape[-1] * (2 if sources.angles == "cos_sin_cache" else 1)
     if spec.angles != "inv_freq" and call.cos.stride(-2) != width:
         return
-    known = _CLASSES.get(klass)
+    known = _CLASSES.get(class_key)
     if known is None:
-        sines = 0 if spec.takes_sine else call.sin.data_ptr() - call.cos.data_ptr()
+        sines = 0 if spec.computes_sincos else call.sin.data_ptr() - call.cos.data_ptr()
         rows = near_rows(ROPE, spec, gpu)
         if rows is None:
             return
-        known = Lengths(spec, settings, sources, gpu, call.x.get_device(), sines, rows)
-        remember(_CLASSES, klass, known)
+        known = ShapeClass(spec, settings, sources, gpu, call.x.get_device(), sines, rows)
+        remember(_CLASSES, class_key, known)
     parameters = kernel(launch.kernel).params
     numbers = {
         parameter.name: value
@@ -142,14 +148,16 @@ def learn(  # noqa: PLR0913 - a call that was served, and how
         if not isinstance(value, torch.Tensor)
     }
     constants = tuple(launch.constants.values())
-    places = tuple((place, name) for place, name in enumerate(numbers) if name in SIZED)
-    known.forms[variant] = Form(bare, tuple(numbers.values()), places, constants, search_steps(call.sequences))
+    indices = tuple((index, name) for index, name in enumerate(numbers) if name in LENGTH_PARAMETERS)
+    known.launches[variant] = CompiledLaunch(
+        direct, tuple(numbers.values()), indices, constants, search_steps(call.sequences)
+    )
 
 
 def _regular(t: torch.Tensor) -> bool:
-    """Whether a tensor's strides are of the kind that they are for all lengths: none is 1 for want of a length, or wide.
+    """Whether Triton specialises on a tensor's strides as it would for any length: no stride is 1 by chance or too wide.
 
-    In place, a packed qkv is seen without its v: its rows are further apart than its heads are many.
+    The rows may be further apart than their heads fill: in place, a packed qkv is passed without its v.
     """
     *lengths, heads, head_dim = t.shape
     row = t.stride(-2) * heads if not lengths else t.stride(len(lengths) - 1)
@@ -161,11 +169,14 @@ def _regular(t: torch.Tensor) -> bool:
     return t.stride()[-2:] == (head_dim, 1) and row >= heads * head_dim and row % 16 == 0 and step < NARROW
 
 
-def sized(  # noqa: PLR0911, PLR0913 - one return a check; the tensors of a call
-    klass: Any, x: Any, key: Any, angles: Any, sin: Any, cu_seqlens: Any, place: Any
-) -> Sized | None:
-    """The launch of a call whose class was seen; None where something is not as in ``prepare``, which then says what."""
-    known = _CLASSES.get(klass)
+def sized(  # noqa: PLR0911, PLR0913 - one return per check; the tensors of a call
+    class_key: Any, x: Any, key: Any, angles: Any, sin: Any, cu_seqlens: Any, positions: Any
+) -> SizedLaunch | None:
+    """The launch of a call whose shape class is known.
+
+    None if ``prepare`` must look at the call: it may be refused there, with the reason.
+    """
+    known = _CLASSES.get(class_key)
     if known is None:
         return None
     spec, settings = known.spec, known.settings
@@ -179,16 +190,16 @@ def sized(  # noqa: PLR0911, PLR0913 - one return a check; the tensors of a call
         return None
     if key is not None and (key.shape[:-2] != shape[:-2] or not 0 < key.numel() < NARROW):
         return None
-    # What has no elements has no address; bounds have one at least; and one angle alone may be negated when it is read.
-    if sequences < 0 or angles.numel() < 2 or (place is not None and not place.numel()):  # noqa: PLR2004
+    # An empty tensor has no address, cu_seqlens has at least one entry, and a single angle may be a lazily negated view.
+    if sequences < 0 or angles.numel() < 2 or (positions is not None and not positions.numel()):  # noqa: PLR2004
         return None
-    steps = _position_strides(spec, place, seq, batch, sequences, shape)
+    steps = _position_strides(spec, positions, seq, batch, sequences, shape)
     if steps is None or (spec.context_parallel and not spec.packed and seq % 2):
         return None
     size = packed_size(seq, sequences) if spec.packed else RopeSize(batch, seq)
     variant = variant_at(known.rows, ROPE, size, known.gpu)
-    form = known.forms.get(variant)
-    if form is None or form.search_steps != search_steps(sequences) or not _legal(known, variant, size):
+    compiled = known.launches.get(variant)
+    if compiled is None or compiled.search_steps != search_steps(sequences) or not _legal(known, variant, size):
         return None
     limits = offset_limits(spec, settings, rows, seq)
     if limits[1] < limits[0]:
@@ -204,20 +215,20 @@ def sized(  # noqa: PLR0911, PLR0913 - one return a check; the tensors of a call
         "key_out_stride_s": per_token * key_row, "key_out_stride_b": per_batch * key_row,
         "position_stride_s": steps[0], "position_stride_b": steps[1],
     }  # fmt: skip
-    numbers = list(form.numbers)
-    for at, name in form.sized:
-        numbers[at] = new[name]
+    numbers = list(compiled.numbers)
+    for index, name in compiled.length_indices:
+        numbers[index] = new[name]
     grid = programs(spec, variant, seq, batch)
-    bare = form.bare._replace(programs=grid, rest=(*numbers, *form.constants))
+    direct = compiled.direct._replace(programs=grid, rest=(*numbers, *compiled.constants))
     reach = x.numel() * x.element_size()
     beside = (reach, 0 if key is None else -key.numel() * x.element_size(), reach)
-    return Sized(
-        spec, settings, known.sources, variant, key is not None, bare, known.device, known.sines, limits, beside
+    return SizedLaunch(
+        spec, settings, known.sources, variant, key is not None, direct, known.device, known.sines, limits, beside
     )
 
 
-def _legal(known: Lengths, variant: Any, size: RopeSize) -> bool:
-    """Whether the variant may serve the size, asked once for all sizes that the rules do not tell apart."""
+def _legal(known: ShapeClass, variant: Any, size: RopeSize) -> bool:
+    """Whether the variant may serve the size; decided once per size class, since the rules see nothing finer."""
     key = variant, size_class(known.spec, size)
     found = known.legal.get(key)
     if found is None:
@@ -227,15 +238,15 @@ def _legal(known: Lengths, variant: Any, size: RopeSize) -> bool:
 
 
 def _position_strides(  # noqa: PLR0913 - the sizes of a call
-    spec: RopeSpec, place: Any, seq: int, batch: int, sequences: int, shape: Any
+    spec: RopeSpec, positions: Any, seq: int, batch: int, sequences: int, shape: Any
 ) -> tuple[int, int] | None:
-    """Strides of positions as the kernel takes them, seq and batch; None for a shape that is not allowed."""
-    if place is None or not place.ndim:
+    """Strides of positions in elements as the kernel takes them, (seq, batch); None if the shape is not allowed."""
+    if positions is None or not positions.ndim:
         return 0, 0
     if spec.positions == "starts":
-        return (0, 1) if place.shape[0] == (sequences if spec.packed else batch) else None
-    if place.ndim == 1:
-        return (1, 0) if place.shape[0] == seq else None
-    if place.shape != shape[:2]:
+        return (0, 1) if positions.shape[0] == (sequences if spec.packed else batch) else None
+    if positions.ndim == 1:
+        return (1, 0) if positions.shape[0] == seq else None
+    if positions.shape != shape[:2]:
         return None
     return (1, seq) if spec.layout == "bshd" else (batch, 1)

@@ -1,9 +1,10 @@
-"""Operators of torch.library for what follows operators: ``tuned::rope`` and ``tuned::rope_qk``, and both in place.
+"""Operators of torch.library for RoPE: ``tuned::rope`` and ``tuned::rope_qk``, and both in place.
 
-torch.compile, tracers and dispatch modes see these; outside of them they are bypassed. The gradients are the functional
-operators with the transposed map, and so differentiable again. ``tuned::rope_`` and ``tuned::rope_qk_`` overwrite: the
-compiler makes one launch of them and no copy. torch.library.custom_op gives no gradient to an operator that overwrites,
-so these are defined without it. Angles have no gradient here: calls whose angles need one are PyTorch's own operators.
+torch.compile, tracers and dispatch modes see these operators; other calls do not use them. The backward of each is the
+functional operator with the transposed map, and so differentiable again. ``tuned::rope_`` and ``tuned::rope_qk_``
+overwrite their arguments: torch.compile makes one launch of them, and no copy. They are defined without
+torch.library.custom_op, which gives no gradient to an operator that overwrites. Angles get no gradient here: calls whose
+angles need one run as PyTorch's own operators.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _SETTINGS = (
     "str tensor_format, bool interleaved, SymInt? rotary_dim, str? angle_entries, SymInt? max_seqlen, "
     "float attention_scaling, int cp_size, int cp_rank, str rotated, bool conjugate, int? kv_heads, str direction"
 )
-_COUNT = 9  # of the arguments in _TENSORS
+_COUNT = 9  # arguments in _TENSORS
 
 
 def call(given: Given, settings: Settings) -> Any:
-    """The call as an operator."""
+    """Run the call as an operator."""
     starts = given.offset if isinstance(given.offset, torch.Tensor) else None
     named = settings._asdict()
     inplace = named.pop("inplace")
@@ -50,7 +51,7 @@ def _arguments(x: Any, key: Any, others: tuple[Any, ...], *, inplace: bool = Fal
 
 
 def _like(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The result with the strides that the fake one has."""
+    """The result with the strides that the fake implementation returns."""
     wanted = torch.empty_like(x)
     return out if out.stride() == wanted.stride() else wanted.copy_(out)
 
@@ -81,7 +82,7 @@ def _rope_qk_(q: Any, k: Any, *others: Any) -> None:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Keep the angles and where the tokens are, not what was rotated."""
+    """Save the angles and the positions, not what was rotated."""
     rotated = len(output) if isinstance(output, tuple) else 1
     tensors = inputs[rotated : rotated + _COUNT - 1]
     ctx.rotated, ctx.present = rotated, [t is not None for t in tensors]
@@ -92,22 +93,22 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     saved = iter(ctx.saved_tensors)
-    tensors = [next(saved) if there else None for there in ctx.present]
+    tensors = [next(saved) if present else None for present in ctx.present]
     *rest, direction = ctx.rest
     others = (*tensors, *rest, "backward" if direction == "forward" else "forward")
     nothing = (None,) * len(others)
     given = [grad for grad in grads if grad is not None]
-    if len(given) == 2:  # noqa: PLR2004 - a query's and a key's
+    if len(given) == 2:  # noqa: PLR2004 - of q and k
         return *rope_qk(*given, *others), *nothing
     return *(grad if grad is None else rope(grad, *others) for grad in grads), *nothing
 
 
 class _Overwrite(torch.autograd.Function):
-    """The node of an operator that overwrites the first ``count`` of its arguments."""
+    """The autograd node of an operator that overwrites the first ``count`` of its arguments."""
 
     @staticmethod
     def forward(ctx: Any, operator: Any, count: int, *arguments: Any) -> Any:
-        """Rotate in place, below autograd; keep what the backward needs."""
+        """Rotate in place, below autograd; save what the backward needs."""
         rotated = arguments[:count]
         _setup(ctx, arguments, rotated)
         ctx.mark_dirty(*rotated)
@@ -117,7 +118,7 @@ class _Overwrite(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """The transposed map of the gradients, out of place: they may be shared."""
+        """Apply the transpose to the gradients, out of place, since autograd may share them."""
         return None, None, *_backward(ctx, *grads)
 
 
@@ -134,7 +135,7 @@ def _overwriting(name: str, schema: str, count: int, function: Any) -> Any:
                 operator(*arguments)
         elif count == 1 or (all(needing) and not any(t._is_view() for t in rotated)):  # noqa: SLF001
             _Overwrite.apply(operator, count, *arguments)
-        else:  # a node may not overwrite two views, and gives all that it overwrites a gradient
+        else:  # a node may not overwrite two views, and makes all that it overwrites require grad
             for t in rotated:
                 rope_(t, *arguments[count:])
 

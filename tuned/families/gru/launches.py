@@ -17,14 +17,15 @@ if TYPE_CHECKING:
     from tuned.families.gru.variant import GruVariant
     from tuned.families.launch import Step
 
-COUNTER_STRIDE = 32  # int32: a counter has a line of the cache for itself
+COUNTER_STRIDE = 32  # int32 elements, 128 bytes: each counter has its own cache line
 
 
 @dataclasses.dataclass(frozen=True)
 class Recurrence:
-    """The tensors of one call, all checked. G is layers * directions, C = directions * hidden.
+    """The tensors of one checked call. G = layers * directions, C = directions * hidden.
 
-    ``dense`` tensors may have any strides but the last; packed ones have tokens where dense ones have time and batch.
+    Dense tensors may have any strides except the last, which is 1. Packed tensors have one axis of tokens where dense ones
+    have time and batch.
     """
 
     SCRATCH: ClassVar[tuple[str, ...]] = ("h_n", "between", "counters", "products")  # written besides out
@@ -47,7 +48,7 @@ class Recurrence:
 
 
 def counters_needed(spec: GruSpec, batch: int) -> int:
-    """Elements of ``counters``, whatever the variant."""
+    """Elements of ``counters`` that suffice for every variant."""
     return COUNTER_STRIDE * spec.layers * spec.directions * -(-batch // 8)
 
 
@@ -67,7 +68,7 @@ def launches(spec: GruSpec, variant: GruVariant, call: Recurrence) -> tuple[Step
     """All that runs for the call, in order.
 
     Raises:
-        ValueError: a tensor that is not as Recurrence says.
+        ValueError: a tensor does not have the strides that Recurrence requires.
     """
     _check(call)
     if variant.strategy == "library":
@@ -78,7 +79,7 @@ def launches(spec: GruSpec, variant: GruVariant, call: Recurrence) -> tuple[Step
     if not alone(spec, variant):
         if variant.exchange == "counter":
             before.append(Fill(call.counters, 0))
-        else:  # all ones is what readers wait to see go away
+        else:  # all bits set: readers poll until a value differs
             before += [Fill(tensor, -1) for tensor in (call.out, call.between) if tensor is not None]
     return (*before, sequence(spec, variant, call, 0, call.seq))
 
@@ -108,7 +109,7 @@ def _check(call: Recurrence) -> None:
 
 
 def sequence(spec: GruSpec, variant: GruVariant, call: Recurrence, begin: int, end: int) -> Launch:
-    """The launch of the steps from ``begin`` to before ``end``; programs of one step of one layer do not wait."""
+    """The launch of the steps in [begin, end). If that is one step of one layer, its programs do not wait."""
     waits = spec.stacked or (end - begin > 1 and not alone(spec, variant))
     out_t, out_b = _strides(spec, call.out)
     arguments: list[Any] = [call.gates]
@@ -164,12 +165,12 @@ def sequence(spec: GruSpec, variant: GruVariant, call: Recurrence, begin: int, e
 
 
 def _strides(spec: GruSpec, tensor: Any) -> tuple[int, int]:
-    """Of a tensor of tokens: those of time and batch, or of a token, and 0."""
+    """Strides of a tensor of tokens: (time, batch) if dense, otherwise (token, 0)."""
     return tensor.stride()[:2] if spec.layout == "dense" else (tensor.stride(0), 0)
 
 
 def _library(spec: GruSpec, call: Recurrence) -> tuple[Step, ...]:
-    """For each step and direction a GEMM of the state, and the gates."""
+    """For each step and direction: a GEMM of the state, and the gates kernel."""
     steps: list[Step] = []
     hidden = spec.hidden
     precision = spec.precision if spec.dtype == "float32" else ""

@@ -1,4 +1,4 @@
-"""GruSpec: what a caller of a GRU over sequences asks for, and nothing that tuning may change."""
+"""GruSpec: what a caller of a GRU over sequences asks for, which tuning may not change."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ LAYOUTS = ("dense", "packed", "thd")
 
 @dataclasses.dataclass(frozen=True)
 class GruSpec:
-    """The recurrence of a GRU, given ``x @ weight_ih.T`` of its lowest layer; whatever the batch and the length.
+    """The recurrence of a GRU, given ``x @ weight_ih.T`` of its lowest layer, for any batch size and length.
 
-    layout "dense" is all sequences of one length, with any strides (seq-first and batch-first alike); "packed" the rows
-    of a PackedSequence; "thd" sequences one after the other, with cu_seqlens.
+    Layout "dense": all sequences have one length; any strides, so both seq-first and batch-first. "packed": the rows of a
+    PackedSequence. "thd": sequences one after the other, with cu_seqlens.
     """
 
     dtype: str
     hidden: int
     layout: str = "dense"
     directions: int = 1  # 2: both in one launch
-    layers: int = 1  # more: a stack, every layer a step behind the one below it, in one launch
+    layers: int = 1  # more than 1: a stack in one launch, each layer one step behind the layer below
     bias: bool = True
     precision: str = (
         "tf32"  # of the products of float32: "tf32", or "ieee" as torch.backends.cudnn.allow_tf32 = False asks
@@ -73,7 +73,7 @@ class GruSpec:
         return ITEM_SIZE[self.dtype]
 
     def summary(self, variant: Any) -> str:
-        """One sentence for the head of the generated module."""
+        """One sentence for the header of the generated module."""
         what = {"dense": "sequences of one length", "packed": "a PackedSequence", "thd": "sequences in a row"}[
             self.layout
         ]
@@ -86,12 +86,12 @@ class GruSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GruSize:
-    """How much of it: what a kernel serves at run time without being compiled again."""
+    """The sizes of a call, which a kernel takes at run time without being compiled again."""
 
     batch: int
     seq: int  # steps: the longest sequence
 
     @property
     def tokens(self) -> int:
-        """Rows of one step: what the time of a step, and so the choice of a variant, depends on."""
+        """The batch, which is the rows of one step, not all tokens: the time of a step, and so the choice, depends on it."""
         return self.batch

@@ -12,13 +12,13 @@ from tuned.families.launch import ceil_div, next_power_of_2
 
 CORE_KNOBS = ("strategy", "form", "block_hidden", "block_batch", "num_warps")
 PTX_EXCHANGES = ("spin", "probe")
-SPIN_CAPABILITY = {2: 90, 4: 70}  # bytes of an element -> max.u16x2 is of sm_90, ld.relaxed of sm_70
-MAX_PIECES = 3  # of the columns: WIDTH_0 to WIDTH_2
-MIN_LOAD, MAX_LOAD = 4, 16  # bytes that the PTX of a thread loads at a time
-SMALLEST = 8  # units, and rows
-TILE_ROWS = 32  # below it one product of 16 rows is all there is, which every warp would compute
-STEPS_UNITS = 16
-FEWEST = 8  # with an eighth of the multiprocessors none came near the best
+SPIN_CAPABILITY = {2: 90, 4: 70}  # item size in bytes -> capability: max.u16x2 needs sm_90, ld.relaxed sm_70
+MAX_PIECES = 3  # pieces of the columns: WIDTH_0 to WIDTH_2
+MIN_LOAD, MAX_LOAD = 4, 16  # bytes that a thread's PTX loads at a time
+SMALLEST = 8  # units, and rows, of a tile
+TILE_ROWS = 32  # a tile with fewer rows is one product of 16 rows, which every warp would compute
+STEPS_UNITS = 16  # most units of a tile with strategy "steps"
+FEWEST = 8  # no variant that used an eighth of the multiprocessors or less came near the best
 WARPGROUP = 4  # warps that multiply together on Hopper
 MIN_PART = 16  # columns of a warp: the depth of a 16-bit tensor-core product
 MAX_STATE_PER_THREAD = 128  # elements of the rows of h that a thread holds while it waits, 16 bits each
@@ -37,11 +37,11 @@ class GruVariant:
     strategy: str = one_of("persistent", "steps", "library", default="library")
     # "split": units times rows, each warp multiplying its part of the columns: few rows. "tile": rows times units.
     form: str = one_of("split", "tile", default="split")
-    # Units of a program: 3 * block_hidden rows of weight_hh are read, and kept, by it.
+    # Units per program: it reads, and keeps, 3 * block_hidden rows of weight_hh.
     block_hidden: int = one_of(8, 16, 32, 64, 128, default=16)
-    # Rows of the batch of a program: their whole state is read by it at each step.
+    # Rows of the batch per program: it reads their whole state at each step.
     block_batch: int = one_of(8, 16, 32, 64, 128, default=16)
-    # How a program learns that the others have written: see the template. The order is that of simplicity.
+    # How a program learns that the others have written: see the template. In order of simplicity.
     exchange: str = one_of("counter", "poll", "spin", "probe", default="counter")
     # When x's part of the next step's gates is loaded: "early", before waiting for the state, or "late", after it.
     prefetch: str = one_of("early", "late", default="early")
@@ -49,7 +49,7 @@ class GruVariant:
 
     @property
     def simplicity(self) -> tuple[int, ...]:
-        """Sort key: inside the noise, the smaller wins, so that two runs agree."""
+        """Sort key: within the noise the smaller one wins, so that two runs agree."""
         return (
             ("library", "steps", "persistent").index(self.strategy),
             ("counter", "poll", "spin", "probe").index(self.exchange),
@@ -66,14 +66,14 @@ class GruVariant:
 
     @property
     def splits(self) -> int:
-        """Into how many parts the columns are split, each for one warp."""
+        """The number of parts of the columns, each for one warp."""
         return self.num_warps if self.splits_columns else 1
 
 
 def pieces(hidden: int, splits: int) -> tuple[int, int, int]:
-    """The columns as up to three widths that are powers of two, at least MIN_PART a split; 0 is none.
+    """The columns as up to three widths, powers of two of at least MIN_PART per split; 0 for an unused width.
 
-    600 on 4 splits is 512 + 64 + 64, not 1024: what is past the end costs room on the chip and products with 0.
+    600 on 4 splits is 512 + 64 + 64, not 1024: padding costs shared memory and multiplications by 0.
     """
     least = MIN_PART * splits
     widths: list[int] = []
@@ -96,13 +96,13 @@ def programs(spec: GruSpec, size: GruSize, variant: GruVariant) -> int:
 
 
 def alone(spec: GruSpec, variant: GruVariant) -> bool:
-    """One program has all units of its rows, and waits for nobody: ALONE in the template."""
+    """Whether one program has all units of its rows, and so waits for no other: ALONE in the template."""
     first, second, _ = pieces(spec.hidden, variant.splits)
     return not spec.stacked and second == 0 and variant.block_hidden == first
 
 
 def shared_bytes(spec: GruSpec, variant: GruVariant) -> int:
-    """Shared memory of one program: weights, the rows of h, and the sums on their way to another layout."""
+    """Bytes of shared memory per program: weights, the rows of h, and accumulators that change layout."""
     columns = sum(pieces(spec.hidden, variant.splits))
     weights = 3 * variant.block_hidden * columns * spec.item * (2 if spec.stacked else 1)
     tile = variant.block_hidden * variant.block_batch
@@ -112,7 +112,7 @@ def shared_bytes(spec: GruSpec, variant: GruVariant) -> int:
     return weights + max(state, 4 * variant.splits * tile)
 
 
-def rejection(  # noqa: PLR0911 - one return a rule
+def rejection(  # noqa: PLR0911 - one return per rule
     spec: GruSpec,
     size: GruSize | None,
     variant: GruVariant,
@@ -121,7 +121,7 @@ def rejection(  # noqa: PLR0911 - one return a rule
 ) -> str | None:
     """Why ``variant`` is not tried for ``spec`` (at ``size``, on so many multiprocessors, if given), or None.
 
-    A rule excludes what is impossible, what would hang, what is another spelling of a variant that stays, or a tile
+    A rule excludes what is impossible, what would hang, what duplicates a variant that stays, or a tile
     that leaves most of its lanes empty.
     """
     if variant.strategy == "library":
@@ -157,7 +157,7 @@ def _exchange_rejection(spec: GruSpec, variant: GruVariant, capability: int) -> 
         if capability < SPIN_CAPABILITY[spec.item]:
             return f"exchange={variant.exchange!r} with {spec.dtype} needs compute capability {SPIN_CAPABILITY[spec.item] / 10}, not {capability / 10}"
         if each < MIN_LOAD:
-            return f"exchange={variant.exchange!r} needs {MIN_LOAD} bytes a thread: {variant.block_batch} rows of {narrowest} on {variant.num_warps} warps have {each}"
+            return f"exchange={variant.exchange!r} needs {MIN_LOAD} bytes per thread: {variant.block_batch} rows of {narrowest} on {variant.num_warps} warps have {each}"
         if spec.hidden * spec.item % MAX_LOAD:
             return f"exchange={variant.exchange!r} reads {MAX_LOAD} bytes at a time, and rows of {spec.hidden} {spec.dtype} are no multiple of that"
     return None
@@ -206,10 +206,10 @@ def _tile_rejection(spec: GruSpec, variant: GruVariant, capability: int) -> str 
 
 
 def default_variant(spec: GruSpec, size: GruSize | None = None) -> GruVariant:
-    """A variant that is right for any spec and size, if there is one that fits a small GPU.
+    """A legal variant for any spec and size, if one fits a small GPU.
 
-    Where the library cannot do it, a launch a step, for which programs need not wait for each other; of a stack, one
-    for all, with about as many programs as a small GPU holds.
+    It is "library" if that is legal. Otherwise it is "steps", whose programs do not wait for each other; for a stack it is
+    "persistent", with about as many programs as a small GPU holds.
     """
     variant = GruVariant()
     if rejection(spec, size, variant) is None:
@@ -221,14 +221,15 @@ def default_variant(spec: GruSpec, size: GruSize | None = None) -> GruVariant:
     legal = [v for v in here if all(rejection(spec, size, v, capability) is None for capability in LEAST_SHARED)]
     if size is None or not spec.stacked or not legal:
         return (legal or here or tried)[0]
-    # As many programs as a small GPU holds; where even the largest tiles are too many, the fewest.
+    # As many programs as a small GPU holds; if even the largest tiles give too many, the fewest.
     return max(legal, key=lambda v: min(programs(spec, size, v), 2 * SMALL_GPU - programs(spec, size, v)))
 
 
 def distance(a: GruSpec, b: GruSpec) -> float:
-    """How unlike two specs are, in octaves.
+    """The distance between two specs, in octaves.
 
-    Twice those of the hidden size, and those of cells; 1 for another width of an element, half for whatever else differs.
+    Octaves of the hidden size count 2 each, octaves of layers * directions 1; another item size counts 1, and each other
+    difference a half.
     """
     octaves = abs(next_power_of_2(a.hidden).bit_length() - next_power_of_2(b.hidden).bit_length())
     sets = abs((a.layers * a.directions).bit_length() - (b.layers * b.directions).bit_length())
@@ -243,7 +244,7 @@ def distance(a: GruSpec, b: GruSpec) -> float:
 
 
 def adapt(variant: GruVariant, spec: GruSpec, to: GruSpec) -> GruVariant:
-    """A variant that was tuned for ``spec`` as ``to`` should take it: with fewer units a program until it fits."""
+    """A variant that was tuned for ``spec``, adapted to ``to``: with fewer units per program until it fits."""
     del spec
     if variant.strategy == "library":
         return variant
@@ -257,7 +258,7 @@ def adapt(variant: GruVariant, spec: GruSpec, to: GruSpec) -> GruVariant:
 
 
 def fit(variant: GruVariant, capability: int) -> GruVariant:
-    """The variant as another architecture can run it: without PTX where there is none of it."""
+    """The variant for another architecture: without inline PTX that it does not have."""
     if variant.exchange in PTX_EXCHANGES and capability < max(SPIN_CAPABILITY.values()):
         return dataclasses.replace(variant, exchange="poll")
     return variant

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class GruCellCall:
-    """The tensors of one step, all checked, those of two axes with last stride 1; ``out`` is ``h`` itself in place."""
+    """The tensors of one checked step; 2D tensors have last stride 1, and in place ``out`` is ``h`` itself."""
 
     x0: Any  # [batch, widths[0]], and one tensor for each segment
     x1: Any
     x2: Any
     x3: Any
-    h: Any  # [batch, hidden]; where only the library's form is asked for, any strides
+    h: Any  # [batch, hidden]; any strides if the variant has form "library"
     weight_ih: Any  # [3 * hidden, input_size]
     weight_hh: Any  # [3 * hidden, hidden]
     out: Any  # [batch, hidden]
@@ -33,7 +33,7 @@ class GruCellCall:
 
     @property
     def segments(self) -> tuple[Any, ...]:
-        """Those of x that there are."""
+        """The segments of x that exist."""
         return tuple(x for x in (self.x0, self.x1, self.x2, self.x3) if x is not None)
 
 
@@ -43,12 +43,12 @@ def call_of(segments: tuple[Any, ...], *tensors: Any) -> GruCellCall:
 
 
 def gates_name(*, bias: bool, inplace: bool) -> str:
-    """Module and function name of the kernel of the gates: every text axis, in a fixed order."""
+    """Module and function name of the gates kernel: every text axis, in a fixed order."""
     return f"gru_gates_{'bias' if bias else 'nobias'}_{'inplace' if inplace else 'copy'}"
 
 
 def kernel_name(spec: GruCellSpec, variant: GruCellVariant) -> str:
-    """Module and function name of the one kernel of a variant."""
+    """Module and function name of a variant's only kernel."""
     if variant.form == "library":
         return gates_name(bias=spec.bias, inplace=spec.inplace)
     return f"gru_cell_{variant.form}"
@@ -60,7 +60,7 @@ def kernel_names(spec: GruCellSpec, variant: GruCellVariant) -> tuple[str, ...]:
 
 
 def launches(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> tuple[Step, ...]:
-    """Every step of the call, in order."""
+    """All steps of the call, in order: launches, GEMMs and copies."""
     if variant.form == "library":
         return _library(spec, variant, call)
     return (fused_launch(spec, variant, call),)
@@ -70,13 +70,13 @@ def fused_launch(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) 
     """The whole step in one kernel.
 
     Raises:
-        ValueError: a tensor that is not as GruCellCall says.
+        ValueError: a tensor does not have the strides that GruCellCall requires.
     """
     check_rows(
         x0=call.x0, x1=call.x1, x2=call.x2, x3=call.x3, h=call.h, weight_ih=call.weight_ih, weight_hh=call.weight_hh,
         out=call.out, bias_ih=call.bias_ih, bias_hh=call.bias_hh,
     )  # fmt: skip
-    # What there is not is never read: any pointer will do.
+    # A segment that does not exist is never read: any pointer will do.
     x = (*call.segments, *(call.h,) * (MAX_SEGMENTS - len(call.segments)))
     bias = (call.bias_ih, call.bias_hh) if spec.bias else (call.weight_ih, call.weight_hh)
     batch = call.h.shape[0]
@@ -103,7 +103,7 @@ def fused_launch(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) 
 
 
 def alignment(dtype: str, *tensors: Any) -> int:
-    """The largest power of two of elements, at most 16 bytes, that the row strides of all tensors are multiples of."""
+    """The largest power of two, in elements and at most 16 bytes, that divides the row strides of all tensors."""
     return math.gcd(16 // ITEM_SIZE[dtype], *(t.stride(0) for t in tensors))
 
 
@@ -127,22 +127,22 @@ def _constants(spec: GruCellSpec, variant: GruCellVariant, align: int) -> dict[s
         "SCHEDULE": variant.schedule,
         "STACKED": variant.stacked,
         "ORDER": variant.order,
-        "PRECISION": spec.precision or "ieee",  # not looked at for 16 bits
+        "PRECISION": spec.precision or "ieee",  # ignored for 16-bit dtypes
         "PDL": variant.pdl,
     }
 
 
 def _options(variant: GruCellVariant) -> dict[str, Any]:
     stages = 1 if variant.form in ("vector", "library") else variant.num_stages
-    # Named only where it is wanted: other backends than CUDA do not know the option.
+    # Given only if it is on: backends other than CUDA do not know the option.
     return {"num_warps": variant.num_warps, "num_stages": stages, **({"launch_pdl": True} if variant.pdl else {})}
 
 
 def gates_launch(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall, gates: tuple[Any, Any]) -> Launch:
-    """The kernel of the gates, after the products x @ weight_ih.T and h @ weight_hh.T, [batch, 3 * hidden] each.
+    """The gates kernel, on the products x @ weight_ih.T and h @ weight_hh.T, each [batch, 3 * hidden].
 
     Raises:
-        ValueError: products or biases with other last strides than 1; h and the output may have any.
+        ValueError: the last stride of a product or bias is not 1; h and the output may have any strides.
     """
     check_rows(gates_x=gates[0], gates_h=gates[1], bias_ih=call.bias_ih, bias_hh=call.bias_hh)
     bias = (call.bias_ih, call.bias_hh) if spec.bias else ()
@@ -170,7 +170,7 @@ def gates_launch(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall, 
 
 
 def _library(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> tuple[Step, ...]:
-    """Both products by the library, of x put together where it has several segments, and the gates."""
+    """Both GEMMs by the library, after concatenating the segments of x if it has several, and the gates kernel."""
     batch = call.h.shape[0]
     gates = tuple(call.h.new_empty((batch, 3 * spec.hidden)) for _ in range(2))
     x, copies = call.x0, []

@@ -1,4 +1,4 @@
-"""GruCellSpec: what a caller of one GRU step asks for, and nothing that tuning may change."""
+"""GruCellSpec: what a caller of one GRU step asks for, which tuning may not change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_products(dtype: str, widths: tuple[int, ...], precision: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class GruCellSpec:
-    """One step of torch.nn.GRUCell, whatever the batch."""
+    """One step of torch.nn.GRUCell, for any batch size."""
 
     dtype: str
     hidden: int
@@ -45,12 +45,12 @@ class GruCellSpec:
 
     @property
     def summary(self) -> str:
-        """One sentence for the head of the generated module of the gates."""
+        """One sentence for the header of the generated module of the gates."""
         place = "over h, in place" if self.inplace else "out of place"
         return f"the gates of a GRU cell {'with' if self.bias else 'without'} bias, {place}."
 
     def weight_bytes(self) -> int:
-        """Bytes of the weights and biases, which are read once a call."""
+        """Bytes of the weights and biases, which are read once per call."""
         entries = self.input_size + self.hidden + (2 if self.bias else 0)
         return 3 * self.hidden * entries * ITEM_SIZE[self.dtype]
 
@@ -61,7 +61,7 @@ class GruCellSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GruCellSize:
-    """How much of it: what a kernel serves at run time without being compiled again."""
+    """The sizes of a call, which a kernel takes at run time without being compiled again."""
 
     batch: int
 

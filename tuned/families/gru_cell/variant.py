@@ -12,17 +12,17 @@ from tuned.families.launch import ceil_div, next_power_of_2
 
 # What a tile's size depends on; the other knobs are free at their defaults.
 CORE_KNOBS = ("form", "block_batch", "block_hidden", "block_k", "k_parts", "num_stages", "num_warps")
-MAX_SUMS = 4096  # rows x units, of each of four sums, before Hopper
-WAVE = 132  # programs that start together: as many as an H200 has multiprocessors
-FEWEST, MOST = 96, 320  # programs of the tensor cores' forms, where another tile has more or fewer
+MAX_SUMS = 4096  # rows x units of each of the four accumulators, on architectures before Hopper
+WAVE = 132  # programs that start together: the multiprocessors of an H200
+FEWEST, MOST = 96, 320  # programs of a tensor-core form, if another tile gives more or fewer
 LARGE_TILE = 4096  # rows x units
 MAX_LOPSIDED = 3.0  # a tile reads block_batch + 3 * block_hidden rows of K: with more of one, it reads too much
-MIN_IN_FLIGHT = 64 * 1024  # bytes; with fewer the memory was not kept busy (H200)
-MAX_IEEE = 2**15  # products a turn, which without tensor cores are written out one by one
-AMD_COLUMNS = 16  # of its matrix cores' products
-VECTOR_ROWS = 8  # from where on the tensor cores are faster however empty their rows
-VECTOR_REGISTERS = 168  # a thread's weights and sums; of 255
-MAX_VECTOR_BLOCKS = 64  # written out one after another
+MIN_IN_FLIGHT = 64 * 1024  # bytes of loads in flight; with fewer, memory bandwidth was not saturated (H200)
+MAX_IEEE = 2**15  # products per turn, which without tensor cores are written out one by one
+AMD_COLUMNS = 16  # columns of a product of AMD's matrix cores
+VECTOR_ROWS = 8  # with more rows the tensor cores are faster, even if most of theirs are empty
+VECTOR_REGISTERS = 168  # per thread for weights and sums, of 255
+MAX_VECTOR_BLOCKS = 64  # blocks of K, which are unrolled
 GATES_PER_THREAD = 8  # elements, eight float32 values each: two 16-byte loads of each tensor
 
 
@@ -39,15 +39,15 @@ class GruCellVariant:
     block_batch: int = one_of(1, 2, 4, 8, 16, 32, 64, 128, default=16)
     block_hidden: int = one_of(2, 4, 8, 16, 32, 64, 128, 256, default=8)
     block_k: int = one_of(64, 128, 256, 512, 1024, 2048, default=256)
-    k_parts: int = one_of(1, 2, 4, 8, default=4)  # of block_k, each for warps of its own
+    k_parts: int = one_of(1, 2, 4, 8, default=4)  # parts of block_k, each for its own warps
     num_stages: int = one_of(2, 3, 4, 5, 6, 8, default=4)  # blocks of K in flight
     num_warps: int = one_of(2, 4, 8, default=4)
-    # "two": a loop over x, then one over h; "one": a single loop over both; "joint": a block of each a turn.
+    # "two": a loop over x, then one over h; "one": a single loop over both; "joint": a block of each per turn.
     schedule: str = one_of("two", "one", "joint", default="two")
     stacked: bool = one_of(False, True, default=False)  # noqa: FBT003 - one product for the gates r and z
     # Which programs run together: those of neighbouring units, or of neighbouring rows.
     order: str = one_of("units", "batch", default="units")
-    # Programmatic dependent launch (sm_90+): programs start while the kernel before still drains, and wait before they read.
+    # Programmatic dependent launch (sm_90+): programs start while the previous kernel drains, and wait before they read.
     pdl: bool = one_of(False, True, default=False)  # noqa: FBT003
 
     @property
@@ -57,7 +57,7 @@ class GruCellVariant:
 
     @property
     def summary(self) -> str:
-        """One sentence for the head of the generated module."""
+        """One sentence for the header of the generated module."""
         how = {
             "split": "on tensor cores, K split over the warps",
             "tile": "on tensor cores, all of K in every warp",
@@ -67,7 +67,7 @@ class GruCellVariant:
 
     @property
     def simplicity(self) -> tuple[int, ...]:
-        """Sort key: inside the noise, the smaller wins, so that two runs agree."""
+        """Sort key: within the noise the smaller one wins, so that two runs agree."""
         return (
             ("vector", "split", "tile", "library").index(self.form),
             int(self.pdl),
@@ -82,12 +82,12 @@ class GruCellVariant:
 
 
 def lanes(spec: GruCellSpec) -> int:
-    """Elements along K that a warp of the vector form reads at once: 16 bytes a lane."""
+    """Elements along K that a warp of the vector form reads at once: 16 bytes per lane."""
     return 32 * 16 // ITEM_SIZE[spec.dtype]
 
 
 def blocks_of_k(spec: GruCellSpec, variant: GruCellVariant) -> tuple[int, int]:
-    """Blocks of K over x, each segment padded to whole ones, and over h."""
+    """(blocks of K over x, each segment padded to whole blocks; blocks of K over h)."""
     return sum(ceil_div(w, variant.block_k) for w in spec.inputs), ceil_div(spec.hidden, variant.block_k)
 
 
@@ -97,13 +97,13 @@ def programs(spec: GruCellSpec, variant: GruCellVariant, batch: int) -> int:
 
 
 def stage_bytes(spec: GruCellSpec, variant: GruCellVariant) -> int:
-    """Bytes of the operands of one turn of the loop over K."""
+    """Bytes of the operands of one iteration of the loop over K."""
     rows = variant.block_batch + 3 * variant.block_hidden
     return rows * variant.block_k * ITEM_SIZE[spec.dtype] * (2 if variant.schedule == "joint" else 1)
 
 
 def turns(spec: GruCellSpec, variant: GruCellVariant) -> int:
-    """Turns of the longest loop over K."""
+    """Iterations of the longest loop over K."""
     of_x, of_h = blocks_of_k(spec, variant)
     return of_x + of_h if variant.schedule == "one" else max(of_x, of_h)
 
@@ -117,7 +117,7 @@ def rejection(
 ) -> str | None:
     """Why ``variant`` is not tried for ``spec`` (at ``size``, if given) on a compute capability (90 is 9.0), or None.
 
-    A rule excludes what is impossible, what is another spelling of a variant that stays, or a tile that leaves most of
+    A rule excludes what is impossible, what duplicates a variant that stays, or a tile that leaves most of
     its lanes empty or was never near the best.
     """
     del multiprocessors  # programs of a step do not wait for each other
@@ -129,7 +129,7 @@ def rejection(
         return "h may not be overwritten while other programs read it: in place, only form='library' is right"
     if variant.pdl and capability < PDL_CAPABILITY:
         return f"programmatic dependent launch needs compute capability 9.0, not {capability / 10}"
-    # What is being multiplied is still there while the next stages arrive, but for the older tensor cores' registers.
+    # The stage being multiplied stays in shared memory while the next ones arrive, unless tensor cores read registers.
     kept = variant.num_stages - int(variant.form == "split" or capability < 90)  # noqa: PLR2004 - Hopper's read shared memory
     needed, limit = kept * stage_bytes(spec, variant), shared_limit(capability)
     if variant.form in ("split", "tile") and capability == 0 and variant.block_hidden < AMD_COLUMNS:
@@ -140,7 +140,7 @@ def rejection(
 
 
 def _unused(variant: GruCellVariant, *names: str) -> str | None:
-    """A knob that the form does not have must be at its default: else it is another spelling of the same."""
+    """A knob that the form does not have must be at its default: otherwise it duplicates a variant."""
     for name in names:
         if getattr(variant, name) != getattr(GruCellVariant, name):  # the class has each field's default
             return f"form={variant.form!r} has no {name}: only its default is tried"
@@ -160,13 +160,13 @@ def _library_rejection(spec: GruCellSpec, size: GruCellSize | None, variant: Gru
     if not 64 <= variant.block_hidden < 2 * next_power_of_2(max(spec.hidden, 64)) or variant.block_batch > 8:  # noqa: PLR2004
         return f"a tile of {variant.block_batch} x {variant.block_hidden} is not tried for the gates of {spec.hidden} units"
     if elements > GATES_PER_THREAD * 32 * variant.num_warps:
-        return f"{elements} elements on {variant.num_warps} warps are more than {GATES_PER_THREAD} a thread; larger tiles are not tried"
+        return f"{elements} elements on {variant.num_warps} warps are more than {GATES_PER_THREAD} per thread; larger tiles are not tried"
     if elements < 32 * variant.num_warps:
-        return f"{elements} elements on {variant.num_warps} warps are fewer than 1 a thread; fewer warps are tried"
+        return f"{elements} elements on {variant.num_warps} warps are fewer than 1 per thread; fewer warps are tried"
     return _empty_rows(size, variant, 1)
 
 
-def _vector_rejection(  # noqa: PLR0911 - one return a rule
+def _vector_rejection(  # noqa: PLR0911 - one return per rule
     spec: GruCellSpec, size: GruCellSize | None, variant: GruCellVariant
 ) -> str | None:
     if reason := _unused(variant, "k_parts", "num_stages", "schedule", "stacked", "order"):
@@ -176,7 +176,7 @@ def _vector_rejection(  # noqa: PLR0911 - one return a rule
     if reason := _empty_rows(size, variant, 1):
         return reason
     if not variant.num_warps <= variant.block_hidden <= 2 * variant.num_warps:
-        return f"{variant.block_hidden} units on {variant.num_warps} warps: one or two a warp are tried"
+        return f"{variant.block_hidden} units on {variant.num_warps} warps: one or two per warp are tried"
     steps = variant.block_k // lanes(spec)
     if steps < 1 or variant.block_k >= 2 * next_power_of_2(max(lanes(spec), spec.hidden, *spec.inputs)):
         return f"block_k={variant.block_k} would leave more than half of its lanes empty with widths {spec.inputs}, {spec.hidden}"
@@ -186,11 +186,11 @@ def _vector_rejection(  # noqa: PLR0911 - one return a rule
     sums = 4 * variant.block_batch * (16 // ITEM_SIZE[spec.dtype])
     registers = units * (3 * 4 * steps + sums + variant.block_batch * 4 * steps)
     if registers > VECTOR_REGISTERS:
-        return f"{registers} registers a thread for weights and sums are more than {VECTOR_REGISTERS}"
+        return f"{registers} registers per thread for weights and sums are more than {VECTOR_REGISTERS}"
     return None
 
 
-def _tensor_core_rejection(  # noqa: PLR0911, PLR0912 - one return a rule
+def _tensor_core_rejection(  # noqa: PLR0911, PLR0912 - one return per rule
     spec: GruCellSpec, size: GruCellSize | None, variant: GruCellVariant
 ) -> str | None:
     rows, units = variant.block_batch, variant.block_hidden
@@ -209,7 +209,7 @@ def _tensor_core_rejection(  # noqa: PLR0911, PLR0912 - one return a rule
         return f"block_k={variant.block_k} is longer than any row of {spec.inputs}, {spec.hidden}"
     if variant.form == "split":
         if rows > 64 or variant.k_parts == 1 or variant.num_warps not in (variant.k_parts, 2 * variant.k_parts):  # noqa: PLR2004
-            return "form='split' takes at most 64 rows, 2 parts at least, and 1 or 2 warps a part"
+            return "form='split' takes at most 64 rows, 2 parts at least, and 1 or 2 warps per part"
         if variant.num_warps != variant.k_parts and rows * units < 1024:  # noqa: PLR2004
             return f"2 warps for each part of a tile of {rows} x {units} would do the same products"
         if reason := _unused(variant, "stacked", "order"):
@@ -275,15 +275,15 @@ def default_variant(spec: GruCellSpec, size: GruCellSize | None = None) -> GruCe
 
 
 def gates_variant(hidden: int) -> GruCellVariant:
-    """The library's form with a decent tile for the kernel of the gates: one row, two elements a thread."""
+    """Form "library" with a decent tile for the gates kernel: one row, two elements per thread."""
     block = min(256, next_power_of_2(max(hidden, 64)))
     return GruCellVariant(form="library", block_batch=1, block_hidden=block, num_warps=max(2, block // 64))
 
 
 def distance(a: GruCellSpec, b: GruCellSpec) -> float:
-    """How unlike two specs are, in octaves.
+    """The distance between two specs, in octaves.
 
-    Octaves of the hidden and the input size count 1 each, as do bytes an element and in place; another number of
+    Octaves of the hidden and the input size count 1 each, as do bytes per element and in place; another number of
     segments, bias or precision half; which of the 16-bit types a tenth.
     """
     octaves = abs(math.log2(a.hidden / b.hidden)) + abs(math.log2(a.input_size / b.input_size))
@@ -293,23 +293,23 @@ def distance(a: GruCellSpec, b: GruCellSpec) -> float:
 
 
 def adapt(variant: GruCellVariant, spec: GruCellSpec, to: GruCellSpec) -> GruCellVariant:
-    """A variant that was tuned for ``spec`` as ``to`` should take it: as it is, its tile is one of rows and units."""
+    """A variant that was tuned for ``spec``, adapted to ``to``: as it is, its tile is one of rows and units."""
     del spec, to
     return variant
 
 
 def fit(variant: GruCellVariant, capability: int) -> GruCellVariant:
-    """The variant as another architecture can run it: without what only newer ones have, or only Hopper's compiler can."""
+    """The variant for another architecture: without what only newer ones have, or only Hopper's compiler can."""
     if capability == 0 and variant.form in ("split", "tile") and variant.block_hidden < AMD_COLUMNS:
-        # As many bytes in flight, in turns of twice as many.
+        # The same bytes in flight, in iterations of twice the bytes.
         stages = max(2, variant.num_stages // 2)
         variant = dataclasses.replace(variant, block_hidden=AMD_COLUMNS, num_stages=stages)
     if capability < PDL_CAPABILITY:
         variant = dataclasses.replace(variant, pdl=False)
-        if variant.form == "tile":  # sums are in registers where a warpgroup does not share them: larger tiles spill
+        if variant.form == "tile":  # without warpgroups all accumulators are in a warp's registers: larger tiles spill
             units = min(variant.block_hidden, max(8, MAX_SUMS // variant.block_batch))
             variant = dataclasses.replace(variant, block_hidden=units)
     if variant.form == "tile" and capability > PDL_CAPABILITY:
-        # Blackwell's tensor memory: Triton 3.7 does not compile sums that a loop puts aside, and takes more shared memory.
+        # Blackwell's tensor memory: Triton 3.7 cannot compile accumulators that a loop sets aside, and takes more shared memory.
         variant = dataclasses.replace(variant, schedule="two")
     return variant

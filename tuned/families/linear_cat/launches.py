@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LinearCatCall:
-    """The tensors of one call, all checked, those of two axes with last stride 1."""
+    """The tensors of one checked call; 2D tensors have last stride 1."""
 
     x0: Any  # [rows, widths[0]], and one tensor for each segment
     x1: Any
@@ -29,7 +29,7 @@ class LinearCatCall:
 
     @property
     def segments(self) -> tuple[Any, ...]:
-        """Those that there are."""
+        """The segments that exist."""
         return tuple(x for x in (self.x0, self.x1, self.x2, self.x3) if x is not None)
 
 
@@ -40,7 +40,7 @@ def call_of(segments: tuple[Any, ...], *tensors: Any) -> LinearCatCall:
 
 def kernel_name(spec: LinearCatSpec, variant: LinearCatVariant) -> str:
     """Module and function name: every text axis, in a fixed order."""
-    del spec  # nothing that a caller asks for chooses text
+    del spec  # no field of the spec chooses text
     return f"linear_cat_{variant.form}"
 
 
@@ -50,17 +50,17 @@ def kernel_names(spec: LinearCatSpec, variant: LinearCatVariant) -> tuple[str, .
 
 
 def launches(spec: LinearCatSpec, variant: LinearCatVariant, call: LinearCatCall) -> tuple[Launch, ...]:
-    """Every launch of the call, in order: the one that there is.
+    """The launches of the call: exactly one.
 
     Raises:
-        ValueError: a tensor that is not as LinearCatCall says.
+        ValueError: a tensor does not have the strides that LinearCatCall requires.
     """
     check_rows(x0=call.x0, x1=call.x1, x2=call.x2, x3=call.x3, weight=call.weight, out=call.out, bias=call.bias)
-    # What there is not is never read: any pointer will do.
+    # A segment that does not exist is never read: any pointer will do.
     x = (*call.segments, *(call.weight,) * (MAX_SEGMENTS - len(call.segments)))
     rows = call.out.shape[0]
     widths = (*spec.inputs, *(0,) * (MAX_SEGMENTS - len(spec.inputs)))
-    form = {"ORDER": variant.order, "PRECISION": spec.precision or "ieee"}  # not looked at for 16 bits
+    form = {"ORDER": variant.order, "PRECISION": spec.precision or "ieee"}  # ignored for 16-bit dtypes
     return (
         Launch(
             kernel=kernel_name(spec, variant),
@@ -89,7 +89,7 @@ def launches(spec: LinearCatSpec, variant: LinearCatVariant, call: LinearCatCall
             options={
                 "num_warps": variant.num_warps,
                 "num_stages": 1 if variant.is_vector else variant.num_stages,
-                # Named only where it is wanted: other backends than CUDA do not know the option.
+                # Given only if it is on: backends other than CUDA do not know the option.
                 **({"launch_pdl": True} if variant.pdl else {}),
             },
         ),

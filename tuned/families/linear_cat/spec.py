@@ -1,4 +1,4 @@
-"""LinearCatSpec: what a caller of a linear over segments asks for, and nothing that tuning may change."""
+"""LinearCatSpec: what a caller of a linear over segments asks for, which tuning may not change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tuned.families.gru_cell.spec import ITEM_SIZE, check_products
 
 @dataclasses.dataclass(frozen=True)
 class LinearCatSpec:
-    """y = cat(inputs, -1) @ weight.T + bias, whatever the number of rows."""
+    """y = cat(inputs, -1) @ weight.T + bias, for any number of rows."""
 
     dtype: str
     inputs: tuple[int, ...]  # widths of the segments
@@ -29,7 +29,7 @@ class LinearCatSpec:
         return sum(self.inputs)
 
     def weight_bytes(self) -> int:
-        """Bytes of the weight and bias, which are read once a call."""
+        """Bytes of the weight and bias, which are read once per call."""
         return self.outputs * (self.input_size + int(self.bias)) * ITEM_SIZE[self.dtype]
 
     def bytes_per_row(self) -> int:
@@ -39,7 +39,7 @@ class LinearCatSpec:
 
 @dataclasses.dataclass(frozen=True)
 class LinearCatSize:
-    """How much of it: what a kernel serves at run time without being compiled again."""
+    """The sizes of a call, which a kernel takes at run time without being compiled again."""
 
     batch: int  # rows
 

@@ -40,7 +40,7 @@ class LinearCatVariant:
     num_warps: int = one_of(2, 4, 8, default=4)
     # Which programs run together: those of neighbouring columns, or of neighbouring rows.
     order: str = one_of("columns", "rows", default="columns")
-    # Programmatic dependent launch (sm_90+): programs start while the kernel before still drains, and wait before they read.
+    # Programmatic dependent launch (sm_90+): programs start while the previous kernel drains, and wait before they read.
     pdl: bool = one_of(False, True, default=False)  # noqa: FBT003 - the choices of a flag
 
     @property
@@ -50,13 +50,13 @@ class LinearCatVariant:
 
     @property
     def summary(self) -> str:
-        """One sentence for the head of the generated module."""
+        """One sentence for the header of the generated module."""
         how = "for a few rows, without tensor cores" if self.is_vector else "on tensor cores"
         return f"a linear layer over several inputs, {how}."
 
     @property
     def simplicity(self) -> tuple[int, ...]:
-        """Sort key: inside the noise, the smaller wins, so that two runs agree."""
+        """Sort key: within the noise the smaller one wins, so that two runs agree."""
         return (
             ("vector", "tile").index(self.form),
             int(self.pdl),
@@ -69,7 +69,7 @@ class LinearCatVariant:
 
 
 def lanes(spec: LinearCatSpec) -> int:
-    """Elements along K that a warp of the vector form reads at once: 16 bytes a lane."""
+    """Elements along K that a warp of the vector form reads at once: 16 bytes per lane."""
     return 32 * 16 // ITEM_SIZE[spec.dtype]
 
 
@@ -97,7 +97,7 @@ def rejection(
 ) -> str | None:
     """Why ``variant`` is not tried for ``spec`` (at ``size``, if given) on a compute capability (90 is 9.0), or None.
 
-    A rule excludes what is impossible, what is another spelling of a variant that stays, or a tile that leaves most of
+    A rule excludes what is impossible, what duplicates a variant that stays, or a tile that leaves most of
     its lanes empty or keeps too little in flight.
     """
     del multiprocessors  # programs do not wait for each other
@@ -116,7 +116,7 @@ def rejection(
     return None
 
 
-def _vector_rejection(  # noqa: PLR0911 - one return a rule
+def _vector_rejection(  # noqa: PLR0911 - one return per rule
     spec: LinearCatSpec, size: LinearCatSize | None, variant: LinearCatVariant
 ) -> str | None:
     default = LinearCatVariant()
@@ -128,7 +128,7 @@ def _vector_rejection(  # noqa: PLR0911 - one return a rule
         return f"block_rows={variant.block_rows} would leave more than half of its rows empty with {size.batch}"
     columns = variant.block_columns // variant.num_warps
     if not 1 <= columns <= 4:  # noqa: PLR2004
-        return f"{variant.block_columns} columns on {variant.num_warps} warps: one to four a warp are tried"
+        return f"{variant.block_columns} columns on {variant.num_warps} warps: one to four per warp are tried"
     steps = variant.block_k // lanes(spec)
     if steps < 1 or variant.block_k >= 2 * next_power_of_2(max(lanes(spec), *spec.inputs)):
         return f"block_k={variant.block_k} would leave more than half of its lanes empty with widths {spec.inputs}"
@@ -137,11 +137,11 @@ def _vector_rejection(  # noqa: PLR0911 - one return a rule
     per_lane = 16 // ITEM_SIZE[spec.dtype]
     registers = columns * (4 * steps + variant.block_rows * per_lane) + variant.block_rows * 4 * steps
     if registers > VECTOR_REGISTERS:
-        return f"{registers} registers a thread for weights and sums are more than {VECTOR_REGISTERS}"
+        return f"{registers} registers per thread for weights and sums are more than {VECTOR_REGISTERS}"
     return None
 
 
-def _tile_rejection(  # noqa: PLR0911 - one return a rule
+def _tile_rejection(  # noqa: PLR0911 - one return per rule
     spec: LinearCatSpec, size: LinearCatSize | None, variant: LinearCatVariant
 ) -> str | None:
     rows, columns = variant.block_rows, variant.block_columns
@@ -195,9 +195,9 @@ def default_variant(spec: LinearCatSpec, size: LinearCatSize | None = None) -> L
 
 
 def distance(a: LinearCatSpec, b: LinearCatSpec) -> float:
-    """How unlike two specs are, in octaves.
+    """The distance between two specs, in octaves.
 
-    Octaves of the input size and of the outputs count 1 each, as do bytes an element; another number of segments, bias
+    Octaves of the input size and of the outputs count 1 each, as do bytes per element; another number of segments, bias
     or precision half; which of the 16-bit types a tenth.
     """
     octaves = abs(math.log2(a.outputs / b.outputs)) + abs(math.log2(a.input_size / b.input_size))
@@ -207,11 +207,11 @@ def distance(a: LinearCatSpec, b: LinearCatSpec) -> float:
 
 
 def adapt(variant: LinearCatVariant, spec: LinearCatSpec, to: LinearCatSpec) -> LinearCatVariant:
-    """A variant that was tuned for ``spec`` as ``to`` should take it: as it is."""
+    """A variant that was tuned for ``spec``, adapted to ``to``: as it is."""
     del spec, to
     return variant
 
 
 def fit(variant: LinearCatVariant, capability: int) -> LinearCatVariant:
-    """The variant as another architecture can run it: without what only newer ones have."""
+    """The variant for another architecture: without what only newer ones have."""
     return variant if capability >= PDL_CAPABILITY else dataclasses.replace(variant, pdl=False)

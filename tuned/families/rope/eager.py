@@ -1,4 +1,4 @@
-"""RoPE in eager PyTorch: what a call gets on a CPU, in float64, or when the angles need a gradient."""
+"""RoPE in eager PyTorch: it serves calls on a CPU, in float64, or whose angles need a gradient."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def positions(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Position of each token, int64, [seq] or [batch, seq]; and whether any sequence holds it, [seq], or None for all.
+    """(position of each token, int64, [seq] or [batch, seq]; whether a sequence holds it, bool, [seq], or None if all do).
 
-    Nothing is asked of the device.
+    It does not synchronize with the GPU.
     """
     given: Any = None if call.positions is None else call.positions.long()
     if spec.positions == "ids":
@@ -44,12 +44,12 @@ def positions(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tenso
 
 
 def dual_chunk(tokens: torch.Tensor, length: torch.Tensor | int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Place in the whole sequence of a rank's tokens, which are chunks cp_rank and 2 cp_size - 1 - cp_rank of 2 cp_size.
+    """Index in the whole sequence of a rank's tokens, which are chunks cp_rank and 2 cp_size - 1 - cp_rank of 2 cp_size.
 
-    ``length`` is how many tokens of the sequence the rank has.
+    ``length`` is the number of tokens of the sequence that the rank has.
     """
     chunk = length // 2 if isinstance(length, int) else torch.div(length, 2, rounding_mode="floor")
-    later = (2 * cp_size - 2 - cp_rank) * chunk + tokens  # tokens of the second chunk begin at ``chunk``
+    later = (2 * cp_size - 2 - cp_rank) * chunk + tokens  # the second chunk's tokens begin at index ``chunk``
     return torch.where(tokens < chunk, cp_rank * chunk + tokens, later)
 
 
@@ -57,20 +57,20 @@ def angles(spec: RopeSpec, call: RopeCall, rows: torch.Tensor) -> tuple[torch.Te
     """Cosine and sine at each of ``rows``, [*rows.shape, entries], NaN outside the table; differentiable in the table."""
     compute = torch.promote_types(call.x.dtype, torch.float32)
     if spec.angles == "inv_freq":
-        radians = rows.float()[..., None] * call.cos  # one rounding to float32, as the kernels do and transformers does
+        radians = rows.float()[..., None] * call.cos  # rounded once to float32, as in the kernels and in transformers
         return torch.cos(radians.to(compute)), torch.sin(radians.to(compute))
     radians = call.cos.to(compute)
-    taken = (torch.cos(radians), torch.sin(radians)) if spec.takes_sine else (call.cos, call.sin)
+    taken = (torch.cos(radians), torch.sin(radians)) if spec.computes_sincos else (call.cos, call.sin)
     known = (rows >= 0) & (rows < call.angle_rows)
     if spec.angles_per_batch:
         rows, known = (t.expand(call.batch, call.seq) for t in (rows, known))
     if not call.angle_rows:
         nothing = torch.full((*rows.shape, call.cos.shape[-1]), torch.nan, dtype=compute, device=rows.device)
         return nothing, nothing
-    place: tuple[torch.Tensor, ...] = (rows.clamp(0, call.angle_rows - 1),)
+    index: tuple[torch.Tensor, ...] = (rows.clamp(0, call.angle_rows - 1),)
     if spec.angles_per_batch:
-        place = (torch.arange(call.batch, device=rows.device)[:, None], *place)
-    cos, sin = (torch.where(known[..., None], table.to(compute)[place], torch.nan) for table in taken)
+        index = (torch.arange(call.batch, device=rows.device)[:, None], *index)
+    cos, sin = (torch.where(known[..., None], table.to(compute)[index], torch.nan) for table in taken)
     return cos, sin
 
 
@@ -78,7 +78,7 @@ def rotate(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor |
     """New tensors with the rotated features of ``call.x`` and of ``call.key``; differentiable in them and in the angles."""
     kind = call.x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
-        # Every dtype here is chosen, and autocast's promotion of what is concatenated knows no float16 on a CPU.
+        # All dtypes here are explicit, and autocast's promotion for torch.cat does not support float16 on a CPU.
         with torch.autocast(kind, enabled=False):
             return _rotated(spec, call)
     return _rotated(spec, call)
@@ -89,7 +89,7 @@ def _rotated(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor
     cos, sin = angles(spec, call, rows)
     if spec.scaled:
         cos, sin = cos * call.scaling, sin * call.scaling
-    if inside is not None:  # what is copied has no angle: of a NaN here a gradient of nothing would be NaN too
+    if inside is not None:  # copied tokens have no angle: a NaN here would make even their zero gradients NaN
         cos, sin = (torch.where(inside[:, None], a, still) for a, still in ((cos, 1.0), (sin, 0.0)))
     # [seq, entries] or [batch, seq, entries] to the axes of x before its last
     if spec.layout == "thd":
@@ -100,7 +100,7 @@ def _rotated(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor
         cos, sin = (a.transpose(0, 1)[:, :, None] if a.ndim > 2 else a[:, None, None] for a in (cos, sin))  # noqa: PLR2004
     if spec.conjugate:
         sin = -sin
-    # What is copied has its gradient as it comes, whatever the angles are.
+    # Copied heads pass their gradient on unchanged, whatever the angles are.
     moved = call.x.shape[-2] - spec.copied_heads
     x = _turn(spec, call.x[..., :moved, :], cos, sin, inside)
     if spec.copied_heads:
@@ -111,10 +111,10 @@ def _rotated(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor
 def _turn(
     spec: RopeSpec, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inside: torch.Tensor | None
 ) -> torch.Tensor:
-    """X with its pairs turned; tokens outside of ``inside`` stay."""
+    """X with its pairs rotated; tokens outside ``inside`` stay."""
     turned, half = spec.rotary_dim, spec.rotary_dim // 2
     before = spec.head_dim - turned if spec.rotated == "last" else 0
-    # Features in pieces: what stays before, first and second of the pairs, what stays between and after.
+    # The features in pieces: those kept before, the first and second of each pair, those kept between and after.
     if spec.rotated == "proportional":
         between = spec.head_dim // 2 - half
         first, still, second, after = x.split([half, between, half, between], -1)

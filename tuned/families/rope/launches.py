@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RopeCall:
-    """The tensors of one call, all checked. Tensors are anything with data_ptr, stride and dtype.
+    """The tensors of one checked call. A tensor is anything with data_ptr, stride and dtype.
 
-    Strides are in elements and in the order seq, batch, heads, head_dim; a packed call has batch 1, batch stride 0.
-    The fields from ``key`` on are those of complete calls.
+    Strides are in elements, in the order seq, batch, heads, head_dim; a packed call has batch 1 and batch stride 0.
+    The fields from ``key`` on are used by complete calls only.
     """
 
     x: Any
     out: Any  # x itself in place
-    cos: Any  # freqs or inv_freq, when the spec takes sine
-    sin: Any  # None when the spec takes sine
+    cos: Any  # or freqs or inv_freq, if spec.computes_sincos
+    sin: Any  # None if spec.computes_sincos
     seq: int
     batch: int
     angle_rows: int
@@ -33,12 +33,12 @@ class RopeCall:
     angle_strides: tuple[int, int]  # row, entry
     cu_seqlens: Any = None
     sequences: int = 0
-    key: Any = None  # None where the spec has key_heads: it lies in x, see ``_key_in``
+    key: Any = None  # if None although the spec has key_heads, the key is a part of x: see ``_key_in``
     key_out: Any = None
     key_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
     key_out_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
     angle_stride_b: int = 0
-    positions: Any = None  # an offset, starts or ids
+    positions: Any = None  # the offset, starts or ids, as spec.positions says
     position_strides: tuple[int, int] = (0, 0)  # seq, batch
     offset: int = 0
     cp_size: int = 1
@@ -67,14 +67,14 @@ def programs(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
 
 
 def _dependent(variant: RopeVariant) -> dict[str, bool]:
-    # Named only where it is wanted: other backends than CUDA do not know the option.
+    # Given only if it is on: backends other than CUDA do not know the option.
     return {"launch_pdl": True} if variant.pdl else {}
 
 
 def _plain_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> Launch:
-    """The launch of a plain call's kernel, angles as the text wants them."""
+    """The launch of a plain call's kernel."""
     out = () if spec.inplace else (call.out,)
-    angles = (call.cos,) if spec.takes_sine else (call.cos, call.sin)
+    angles = (call.cos,) if spec.computes_sincos else (call.cos, call.sin)
     packed = (call.cu_seqlens, call.sequences) if spec.packed else ()
     out_strides = () if spec.inplace else call.out_strides
     tail = spec.head_dim - spec.rotary_dim
@@ -119,21 +119,21 @@ def _plain_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> Launc
 
 
 def _key_in(tensor: Any, spec: RopeSpec, call: RopeCall) -> Any:
-    """The key that x holds: behind the heads of each token, or, in a tensor of rows, behind all of the query."""
+    """The key inside x: after the query's heads of each token or, if x is [rows, head_dim], after all of the query."""
     if tensor.ndim == 2:  # noqa: PLR2004 - [rows, head_dim]
         return tensor[call.batch * call.seq * spec.heads :]
     return tensor.narrow(-2, spec.heads, spec.key_heads)
 
 
 def _complete_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> Launch:
-    """The launch of a complete call's kernel. What it does not read is given some other tensor's address."""
+    """The launch of a complete call's kernel. For a tensor that it does not read it gets another tensor's address."""
     key, key_out, key_strides, key_out_strides = call.key, call.key_out, call.key_strides, call.key_out_strides
     if key is None and spec.key_heads:
         key, key_out = _key_in(call.x, spec, call), _key_in(call.out, spec, call)
     elif key is None:
         key, key_out, key_strides, key_out_strides = call.x, call.out, call.x_strides, call.out_strides
     outs = () if spec.inplace else (call.out, key_out)
-    angles = (call.cos,) if spec.takes_sine else (call.cos, call.sin)
+    angles = (call.cos,) if spec.computes_sincos else (call.cos, call.sin)
     out_strides = () if spec.inplace else (*call.out_strides[:3], *key_out_strides[:3], call.out_strides[3])
     tail = spec.head_dim - spec.rotary_dim if spec.copies_tail else 0
     load_evict, store_cache, angle_evict = CACHE[variant.cache]
@@ -200,5 +200,5 @@ def _complete_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> La
 
 
 def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Launch, ...]:
-    """Every launch of the call, in order: the one that there is."""
+    """The launches of the call: exactly one."""
     return ((_plain_launch if spec.plain else _complete_launch)(spec, variant, call),)

@@ -1,4 +1,4 @@
-"""RopeSpec: what a caller of RoPE asks for, and nothing that tuning may change."""
+"""RopeSpec: what a caller of RoPE asks for, which tuning may not change."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ ANGLE_ENTRIES = ("feature", "pair")
 DIRECTIONS = ("forward", "backward")
 POSITIONS = ("order", "shifted", "offset", "starts", "ids")
 ROTATED = ("first", "last", "proportional")
-# The fields that tell a complete call from a plain one, and what they are in that.
+# The fields that tell a complete call from a plain one, and their values in a plain one.
 COMPLETE = (
     "key_heads", "copied_heads", "positions", "context_parallel", "rotated", "conjugate", "scaled", "angles_per_batch",
 )  # fmt: skip
 PLAIN = (0, 0, "order", False, "first", False, False, False)
-SEARCH_FAN = 64  # one wait for memory finds a token among 63 sequences, two among 4095
+SEARCH_FAN = 64  # one round of loads finds a token's sequence among 63, two rounds among 4095
 
 
 def search_steps(sequences: int) -> int:
-    """How many steps find a place among ``sequences`` + 1 bounds, SEARCH_FAN at a time."""
+    """How many steps of a search that compares SEARCH_FAN bounds at a time find a sequence among ``sequences``."""
     steps = 1
     while SEARCH_FAN**steps <= sequences:
         steps += 1
@@ -31,10 +31,10 @@ def search_steps(sequences: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RopeSpec:
-    """One way of calling RoPE, whatever the number of tokens.
+    """One way of calling RoPE, for any number of tokens.
 
-    Out of place, the features that do not rotate are copied; in place they are not touched. The fields from
-    ``key_heads`` on are those of complete calls; one that leaves them at their defaults is ``plain``.
+    Out of place, the features that do not rotate are copied; in place they are not touched. A spec that leaves the fields
+    from ``key_heads`` on at their defaults, and does not use "inv_freq", is ``plain``; others are complete.
     """
 
     layout: str  # sbhd [s, b, h, d], bshd [b, s, h, d] or thd [t, h, d] with cu_seqlens
@@ -43,7 +43,7 @@ class RopeSpec:
     head_dim: int
     rotary_dim: int  # features that rotate; even
     style: str = "half"  # pair (j, j + rotary_dim / 2), NeoX; or "interleaved": (2 j, 2 j + 1), GPT-J
-    # "freqs": radians, float32; "cos_sin": two tensors, already taken; "inv_freq": radians a position, float32, no table
+    # "freqs": radians, float32; "cos_sin": cosines and sines; "inv_freq": radians per position, float32, no table
     angles: str = "freqs"
     angle_dtype: str = "float32"
     angle_entries: str = "pair"  # width rotary_dim / 2; or "feature": width rotary_dim, entries of a pair may differ
@@ -51,14 +51,14 @@ class RopeSpec:
     direction: str = "forward"  # or "backward": the transpose of the forward map, applied to grad_output
     key_heads: int = 0  # of a second tensor with the same tokens, rotated in the same launch
     copied_heads: int = 0  # the last of ``heads``, out of place: copied, as v is in a packed qkv
-    # Positions: "order", the place in the sequence; "shifted", that and a number of the call; "offset", that and one
-    # number on the device; "starts", that and one number a sequence; "ids": one number a token.
+    # A token's position. "order": its index in the sequence; "shifted": plus an int; "offset": plus a number on the
+    # device; "starts": plus one number per sequence on the device. "ids": one number per token on the device.
     positions: str = "order"
     context_parallel: bool = False  # tokens are two of the 2 cp_size chunks of each sequence
     rotated: str = "first"  # which features: the "first" rotary_dim, the "last"; "proportional": see ``pair_distance``
-    conjugate: bool = False  # by minus the angle
-    scaled: bool = False  # cosine and sine are multiplied by a number of the call
-    angles_per_batch: bool = False  # each batch entry has a table of its own
+    conjugate: bool = False  # rotate by the negative angle
+    scaled: bool = False  # cosine and sine are multiplied by attention_scaling
+    angles_per_batch: bool = False  # each batch entry has its own table
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -94,7 +94,7 @@ class RopeSpec:
 
     @property
     def plain(self) -> bool:
-        """One tensor, positions in order, a table, the first features: what templates/rope.py.jinja has texts for."""
+        """One tensor, positions in order, a table, the first features: what templates/rope.py.jinja covers."""
         return self.angles != "inv_freq" and (
             self.key_heads, self.copied_heads, self.positions, self.context_parallel, self.rotated, self.conjugate,
             self.scaled, self.angles_per_batch,
@@ -107,27 +107,27 @@ class RopeSpec:
 
     @property
     def pair_distance(self) -> int:
-        """Features between the two of a pair of style half; proportional, they are those of a whole head's pairs."""
+        """Distance in features between the two of a pair in style half: half of rotary_dim, or of head_dim if proportional."""
         return (self.head_dim if self.rotated == "proportional" else self.rotary_dim) // 2
 
     @property
     def moved_pairs(self) -> int:
-        """Pairs that a program reads and writes: those that turn, and proportional out of place those of the whole head."""
+        """Pairs per head that a program reads and writes: those that rotate; all pairs if proportional and out of place."""
         return self.head_dim // 2 if self.rotated == "proportional" and not self.inplace else self.rotary_dim // 2
 
     @property
     def copies_tail(self) -> bool:
-        """Out of place, the features that do not rotate must still reach the output."""
+        """Out of place, the features that do not rotate must be copied to the output."""
         return not self.inplace and self.rotary_dim < self.head_dim and self.rotated != "proportional"
 
     @property
     def packed(self) -> bool:
-        """Tokens of all sequences on one axis: positions come from cu_seqlens."""
+        """The tokens of all sequences are on one axis, and positions come from cu_seqlens."""
         return self.layout == "thd" and self.positions != "ids"
 
     @property
     def merges_batch(self) -> bool:
-        """In sbhd the b * h rows of one position lie together and share its angles: one axis of rows."""
+        """In sbhd the b * h rows of one position are adjacent and share its angles, so they are one axis of rows."""
         return self.layout == "sbhd" and self.plain
 
     @property
@@ -136,13 +136,13 @@ class RopeSpec:
         return self.style == "interleaved"
 
     @property
-    def takes_sine(self) -> bool:
-        """The kernel takes sine and cosine itself."""
+    def computes_sincos(self) -> bool:
+        """The kernel computes sine and cosine, since no sines are given."""
         return self.angles != "cos_sin"
 
     @property
     def takes_rates(self) -> bool:
-        """The kernel takes the angles themselves, of positions and radians a position."""
+        """The kernel computes the angles, from positions and radians per position."""
         return self.angles == "inv_freq"
 
     @property
@@ -152,17 +152,17 @@ class RopeSpec:
 
     @property
     def skips_padding(self) -> bool:
-        """Packed and in place: tokens that no sequence holds stay as they are, unwritten."""
+        """Packed and in place: tokens outside every sequence are not written."""
         return self.packed and self.inplace
 
     @property
     def copies_padding(self) -> bool:
-        """Packed and out of place: tokens that no sequence holds are copied."""
+        """Packed and out of place: tokens outside every sequence are copied."""
         return self.packed and not self.inplace
 
     @property
     def and_tail(self) -> str:
-        """What a docstring of the kernel adds where the tail is copied."""
+        """What the kernel's docstring adds if the tail is copied."""
         return ", and the tail" if self.copies_tail else ""
 
     @property
@@ -174,7 +174,7 @@ class RopeSpec:
 
     @property
     def summary(self) -> str:
-        """One sentence for the head of the generated module."""
+        """One sentence for the header of the generated module."""
         angle = {
             "freqs": "sine and cosine taken here",
             "cos_sin": "cosine and sine given",
@@ -191,29 +191,29 @@ class RopeSpec:
         return f"RoPE, {self.layout}, {self.style} pairs, {place}; {angle}."
 
     def bytes_per_token(self) -> int:
-        """Bytes of x, and of the key, that must be read and written for one token, angles not counted."""
+        """Bytes of x and of the key that must be read and written per token, without the angles."""
         features = self.rotary_dim if self.inplace else self.head_dim
         return 2 * self.all_heads * features * ITEM_SIZE[self.dtype]
 
     def bytes_per_position(self) -> int:
-        """Bytes of angles that must be read for one position, shared by the batch."""
+        """Bytes of angles that must be read per position, shared by the batch."""
         if self.angles == "inv_freq":
             return 0
         entries = self.rotary_dim if self.angle_entries == "feature" else self.rotary_dim // 2
-        return entries * ITEM_SIZE[self.angle_dtype] * (1 if self.takes_sine else 2)
+        return entries * ITEM_SIZE[self.angle_dtype] * (1 if self.computes_sincos else 2)
 
     def angle_rows(self, size: RopeSize) -> int:
-        """Rows of angles that must be read: one a position, which the batch shares unless each has its own."""
+        """Rows of angles that must be read: one per position, shared by the batch unless each entry has its own."""
         own = self.positions in ("ids", "starts") or self.angles_per_batch
         return size.tokens if own else size.seq
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeSize:
-    """How much of it: what a kernel serves at run time without being compiled again."""
+    """The sizes of a call, which a kernel takes at run time without being compiled again."""
 
-    batch: int  # sequences; in thd the number of packed ones
-    seq: int  # tokens a sequence; in thd the mean
+    batch: int  # sequences; in thd, packed sequences
+    seq: int  # tokens per sequence; in thd the mean
 
     @property
     def tokens(self) -> int:

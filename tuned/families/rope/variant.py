@@ -15,11 +15,12 @@ MAX_PAIRS_PER_THREAD = 32
 MAX_PAIRS_IN_LOOP = 8  # a loop holds its angles beside the tile; with more pairs none was near the best
 MIN_PAIRS_PER_THREAD = 2  # as many 16-bit features as a load of 4 bytes; with one pair none was near the best
 ADAPTED_HEADS = 8  # 2 x 16 on 4 warps was 80 percent slower than 4 x 8 with the same pairs (head_dim 64, H200)
-# What a tile's size depends on. Every other knob is free at its default: a core that a rule excludes there is excluded anywhere.
+# The knobs that decide a tile's size. The other knobs exclude nothing at their defaults: if a rule excludes these there,
+# it excludes them with any others.
 CORE_KNOBS = ("block_tokens", "block_heads", "head_steps", "num_warps")
-# What to tell the L2, each byte of x being used once: (loads' eviction policy, stores' cache modifier, angles' policy).
-# The texts of plain calls say nothing of angles. Those of complete calls do where x streams: up to 3 percent of calls that
-# read more of a table than the L2 holds. With the other two it cost up to a tenth.
+# Cache hints for L2, since each byte of x is used once: (loads' eviction policy, stores' cache modifier, angles' policy).
+# Kernels of plain calls give no hint for angles. Those of complete calls do with "stream": that saved up to 3 percent in
+# calls that read more of a table than the L2 holds. With the other two it cost up to a tenth.
 CACHE = {"stream": ("evict_first", ".cs", "evict_first"), "stream_stores": ("", ".cs", ""), "keep": ("", "", "")}
 BLOCK_TOKENS = (1, 2, 4, 8)
 BLOCK_HEADS = (1, 2, 4, 8, 16)
@@ -29,7 +30,7 @@ MOST_ROWS = max(BLOCK_HEADS) * max(HEAD_STEPS)
 
 @dataclasses.dataclass(frozen=True)
 class RopeVariant:
-    """How a program moves and rotates its tile. Costs are in bytes a program, besides the tile itself.
+    """How a program moves and rotates its tile. Costs are in bytes per program, besides the tile itself.
 
     Text (chooses what Jinja writes): whether ``head_steps`` makes a loop. Numbers (constexpr and launch options): the rest.
     """
@@ -45,7 +46,7 @@ class RopeVariant:
     # "tokens": neighbouring positions first.
     order: str = one_of("heads", "tokens", default="heads")
     cache: str = one_of("stream", "stream_stores", "keep", default="stream")
-    # Programmatic dependent launch (sm_90+): programs start while the kernel before still drains, and wait before they read.
+    # Programmatic dependent launch (sm_90+): programs start while the previous kernel drains, and wait before they read.
     pdl: bool = one_of(False, True, default=False)  # noqa: FBT003 - the choices of a flag
     num_warps: int = one_of(1, 2, 4, 8, default=4)
 
@@ -56,7 +57,7 @@ class RopeVariant:
 
     @property
     def simplicity(self) -> tuple[int, ...]:
-        """Sort key: inside the noise, the smaller wins, so that two runs agree."""
+        """Sort key: within the noise the smaller one wins, so that two runs agree."""
         return (
             int(self.pdl),
             self.head_steps,
@@ -73,7 +74,7 @@ def half_block(spec: RopeSpec) -> int:
     return next_power_of_2(spec.moved_pairs)
 
 
-def rejection(  # noqa: PLR0911 - one return a rule
+def rejection(  # noqa: PLR0911 - one return per rule
     spec: RopeSpec,
     size: RopeSize | None,
     variant: RopeVariant,
@@ -82,7 +83,7 @@ def rejection(  # noqa: PLR0911 - one return a rule
 ) -> str | None:
     """Why ``variant`` is not tried for ``spec`` (at ``size``, if given) on a compute capability (90 is 9.0), or None.
 
-    A rule excludes what is impossible, what is another spelling of a variant that stays, or a tile that leaves most of
+    A rule excludes what is impossible, what duplicates a variant that stays, or a tile that leaves most of
     its lanes empty or is larger than was tried.
     """
     del multiprocessors  # programs of a rotation do not wait for each other
@@ -108,23 +109,23 @@ def rejection(  # noqa: PLR0911 - one return a rule
     threads = 32 * variant.num_warps
     most = MAX_PAIRS_IN_LOOP if variant.loops_heads else MAX_PAIRS_PER_THREAD
     if pairs > most * threads:
-        return f"a tile of {pairs} pairs on {variant.num_warps} warps is more than {most} a thread; larger tiles are not tried"
+        return f"a tile of {pairs} pairs on {variant.num_warps} warps is more than {most} per thread; larger tiles are not tried"
     # More warps only for larger tiles: small tiles of many warps never came first.
     least = max(MIN_PAIRS_PER_THREAD, variant.num_warps)
     if variant.num_warps > 1 and pairs < least * threads:
-        return f"a tile of {pairs} pairs on {variant.num_warps} warps is fewer than {least} a thread; fewer warps are tried"
+        return f"a tile of {pairs} pairs on {variant.num_warps} warps is fewer than {least} per thread; fewer warps are tried"
     return None
 
 
 def size_class(spec: RopeSpec, size: RopeSize) -> tuple[int, int]:
-    """All that ``rejection`` asks of a size: positions, as far as a tile may have more than twice as many, and rows."""
+    """(positions, rows) of a size, each capped where ``rejection`` no longer tells larger values apart."""
     positions = size.tokens if spec.layout == "thd" else size.seq
     rows = spec.heads * size.batch if spec.merges_batch else 0
     return min(positions, 2 * max(BLOCK_TOKENS)), min(rows, 2 * MOST_ROWS)
 
 
 def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant:
-    """A legal, decent variant for any spec (and size): about 16 pairs a thread, as many warps as that fills, no loop."""
+    """A legal, decent variant for any spec (and size): about 16 pairs per thread, as many warps as that fills, no loop."""
     half = half_block(spec)
     heads = 8 if spec.merges_batch else min(8, next_power_of_2(spec.all_heads))
     positions = 2 if size is None else size.tokens if spec.layout == "thd" else size.seq
@@ -132,19 +133,19 @@ def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant
     while tokens * heads * half > MAX_PAIRS_PER_THREAD * 32 * 4 and (tokens > 1 or heads > 1):
         tokens, heads = (1, heads) if tokens > 1 else (1, heads // 2)
     warps = 4
-    # At least 16 bytes a thread: with fewer elements Triton makes narrower loads and stores.
+    # At least 16 bytes per thread: with fewer elements Triton makes narrower loads and stores.
     while warps > 1 and tokens * heads * half < 32 * warps * (16 // ITEM_SIZE[spec.dtype]):
         warps //= 2
     return RopeVariant(block_tokens=tokens, block_heads=heads, num_warps=warps)
 
 
 def distance(a: RopeSpec, b: RopeSpec) -> float:
-    """How unlike two specs are for the choice of a variant, in octaves.
+    """The distance between two specs for the choice of a variant, in octaves.
 
-    Octaves of heads (of both tensors) and of padded half rows count 1 each, as do bytes a feature and each other text of
-    the kernel (layout, style, kind of angles, in place, tail, plain or complete); direction, entries of the angles and what
-    else tells a complete call from another count half, since they change little of what is moved; which of the 16-bit
-    types, and the type of the angles, a tenth. Of complete calls the layout is no text, but as far between their rows.
+    Octaves of heads (of both tensors), of padded half rows and of bytes per feature count 1 each. So does each difference
+    in the kernel's text: layout, style, kind of angles, in place, tail, plain or complete. The layout counts 1 for complete
+    calls too, whose text it does not change. Direction, entries of the angles and the other fields of complete calls count
+    a half, since they change little of what is moved. The two dtypes count a tenth.
     """
     octaves = abs(math.log2(a.all_heads / b.all_heads)) + abs(math.log2(half_block(a) / half_block(b)))
     octaves += abs(math.log2(ITEM_SIZE[a.dtype] / ITEM_SIZE[b.dtype]))
@@ -157,7 +158,7 @@ def distance(a: RopeSpec, b: RopeSpec) -> float:
 
 
 def adapt(variant: RopeVariant, spec: RopeSpec, to: RopeSpec) -> RopeVariant:
-    """A variant that was tuned for ``spec`` as ``to`` should take it: with as many pairs a program.
+    """A variant that was tuned for ``spec``, adapted to ``to``: with as many pairs per program.
 
     Narrower rows take more heads up to ADAPTED_HEADS, then more tokens; wider ones fewer tokens, then fewer heads.
     """
@@ -173,5 +174,5 @@ def adapt(variant: RopeVariant, spec: RopeSpec, to: RopeSpec) -> RopeVariant:
 
 
 def fit(variant: RopeVariant, capability: int) -> RopeVariant:
-    """The variant as another architecture can run it: without what only newer ones have."""
+    """The variant for another architecture: without what only newer ones have."""
     return variant if capability >= PDL_CAPABILITY else dataclasses.replace(variant, pdl=False)
