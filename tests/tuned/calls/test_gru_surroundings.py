@@ -241,7 +241,7 @@ def test_one_bias_of_two_is_refused_whatever_was_called_before(monkeypatch: pyte
 
 def test_max_seqlen_is_no_tensor() -> None:
     given = tensors()
-    with pytest.raises(TypeError, match=r"max_seqlen must be an int, got a tensor: give max_seqlen.item\(\)"):
+    with pytest.raises(TypeError, match=r"max_seqlen must be an int, got a tensor: pass max_seqlen.item\(\)"):
         gru(
             given["rows"],
             given["hx"],
