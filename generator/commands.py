@@ -353,8 +353,7 @@ def show(name: str, device: str | None, folder: Path | None) -> str:
 
 def report(device: str | None, folder: Path | None, storage: str | None, path: Path | None) -> Path:
     """Write the page of a device: one HTML file that needs no network."""
-    from .reporting.html.page import page  # noqa: PLC0415
-    from .reporting.html.sources import collect  # noqa: PLC0415
+    from .reporting.html.page import collect, page  # noqa: PLC0415
     from .reporting.show import recorded_device  # noqa: PLC0415
 
     device = recorded_device(device, folder)

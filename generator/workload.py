@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -25,16 +26,21 @@ if TYPE_CHECKING:
 # Module of a family's folder -> what it must have, and what it may have.
 PARTS = {
     "problems": (("problems",), ()),
-    "reference": (("inputs", "reference", "eager", "bytes_moved", "tensor_bytes"), ("small", "interpreted")),
+    "reference": (("inputs", "reference", "eager", "bytes_moved"), ("tensor_bytes", "small", "interpreted")),
     "show": (("wrapper",), ("shown_size", "group")),
     "texts": (("texts",), ()),
-    "work": (("features", "tile", "work"), ()),
+    "work": (("tile", "work"), ("features",)),
 }
 
 
 def _few(size: Any, variant: Any) -> Any:
     del variant
     return dataclasses.replace(size, batch=min(size.batch, 3))
+
+
+def _octaves(tile: Callable[[Any, Any], tuple[int, int]], variant: Any) -> tuple[int, ...]:
+    elements = math.prod(tile(None, variant))
+    return round(math.log2(elements)), round(math.log2(elements / variant.num_warps))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +55,10 @@ class Workload:
     reference: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # (spec, call) -> result, bound, float64 both
     eager: Callable[..., Callable[[], Any]]  # (spec, call) -> the baseline, ready to run
     bytes_moved: Callable[..., int]  # (spec, size) -> what must move
-    tensor_bytes: Callable[..., int]  # (spec, size) -> one set of inputs and outputs
-    features: Callable[[Any], tuple[int, ...]]  # (variant) -> levels for a model of the time
+    tensor_bytes: Callable[..., int]  # (spec, size) -> one set of inputs and outputs, by default what must move
+    features: Callable[
+        [Any], tuple[int, ...]
+    ]  # (variant) -> levels for a model of the time, by default of a tile and of a warp
     tile: Callable[[Any, Any], tuple[int, int]]  # (spec, variant) -> rows and features that a program takes at a time
     work: Callable[[Problem, Any], tuple[Work, ...]]  # (problem, variant) -> what its launches do, for the estimate
     problems: Callable[[], Iterator[Problem]]  # the default ones, most common first
@@ -69,6 +77,8 @@ def _workload(name: str) -> Workload:
     for part, (must, may) in PARTS.items():
         module = importlib.import_module(f"{package.__name__}.{part}")
         answers |= {n: getattr(module, n) for n in must} | {n: getattr(module, n) for n in may if hasattr(module, n)}
+    answers.setdefault("tensor_bytes", answers["bytes_moved"])
+    answers.setdefault("features", functools.partial(_octaves, answers["tile"]))
     return Workload(FAMILIES[name], package.TITLE, package.GROUPS, package.REPRESENTATIVE, **answers)
 
 

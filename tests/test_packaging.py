@@ -16,8 +16,7 @@ NAME = "tuned-kernels"
 
 def test_the_distribution_is_named_after_no_other_project() -> None:
     text = (ROOT / "pyproject.toml").read_text()
-    project = text.split("[project]", 1)[1].split("\n[", 1)[0]
-    assert re.findall(r'^name = "(.*?)"', project, re.MULTILINE) == [NAME]
+    assert re.findall(r'^\[project\]\nname = "(.*?)"', text, re.MULTILINE) == [NAME]
     wanted = re.compile(r"install\s[^\n]*?\btuned(?!-kernels)\b(?=['\"\[ ]|$)")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:

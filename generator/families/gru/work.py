@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from tuned.families.gru.spec import GruSpec
@@ -71,12 +70,6 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
             chain_clocks=steps * clocks,
         ),
     )
-
-
-def features(variant: GruVariant) -> tuple[int, ...]:
-    """What a model of the time should see beside the knobs, in octaves: elements of a tile, and elements a warp."""
-    elements = variant.block_hidden * variant.block_batch
-    return round(math.log2(elements)), round(math.log2(elements / variant.num_warps))
 
 
 def tile(spec: GruSpec, variant: GruVariant) -> tuple[int, int]:

@@ -66,8 +66,3 @@ def eager(spec: GruCellSpec, call: GruCellCall) -> Any:
 def bytes_moved(spec: GruCellSpec, size: GruCellSize) -> int:
     """Bytes that must move: weights, x and h read, h' written."""
     return spec.weight_bytes() + size.batch * spec.bytes_per_row()
-
-
-def tensor_bytes(spec: GruCellSpec, size: GruCellSize) -> int:
-    """Bytes of one set of inputs and outputs, weights too: so that in turn each set's are cold."""
-    return bytes_moved(spec, size)

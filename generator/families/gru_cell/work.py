@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from tuned.families.gru_cell.spec import GruCellSpec
@@ -38,12 +37,6 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
             pairs_per_thread=max(1.0, 4 * rows * units / (32 * variant.num_warps)),
         ),
     )
-
-
-def features(variant: GruCellVariant) -> tuple[int, ...]:
-    """What a model of the time should see beside the knobs, in octaves: units x rows of a tile, and of a warp."""
-    elements = variant.block_batch * variant.block_hidden
-    return round(math.log2(elements)), round(math.log2(elements / variant.num_warps))
 
 
 def tile(spec: GruCellSpec, variant: GruCellVariant) -> tuple[int, int]:

@@ -48,8 +48,3 @@ def eager(spec: LinearCatSpec, call: LinearCatCall) -> Any:
 def bytes_moved(spec: LinearCatSpec, size: LinearCatSize) -> int:
     """Bytes that must move: the weight and the inputs read, the result written."""
     return spec.weight_bytes() + size.batch * spec.bytes_per_row()
-
-
-def tensor_bytes(spec: LinearCatSpec, size: LinearCatSize) -> int:
-    """Bytes of one set of inputs and outputs, weights too: so that in turn each set's are cold."""
-    return bytes_moved(spec, size)

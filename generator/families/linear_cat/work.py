@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from tuned.families.launch import ceil_div
@@ -34,12 +33,6 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
             pairs_per_thread=max(1.0, rows * columns / (32 * variant.num_warps)),
         ),
     )
-
-
-def features(variant: LinearCatVariant) -> tuple[int, ...]:
-    """What a model of the time should see beside the knobs, in octaves: elements of a tile, and of a warp."""
-    elements = variant.block_rows * variant.block_columns
-    return round(math.log2(elements)), round(math.log2(elements / variant.num_warps))
 
 
 def tile(spec: LinearCatSpec, variant: LinearCatVariant) -> tuple[int, int]:

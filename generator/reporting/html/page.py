@@ -12,9 +12,13 @@ import jinja2
 
 from tuned.lookup.record import Winner
 
+from ...cache import ROOT
+from ...problem import Problem
+from ...storage.journal import Journal
+from ...storage.record import read_record
 from ...workload import WORKLOADS
 from ..blocks import Answer, answer
-from ..history import History
+from ..history import History, from_journal, from_landscapes
 from ..importance import Knob, knobs_of
 from . import block_size, contents
 from .charts import Chart, number
@@ -31,6 +35,23 @@ class Sources:
     trials: Sequence[History] = ()  # of the journal
     landscapes: Sequence[History] = ()
     results: Sequence[tuple[str, dict[str, Any]]] = ()  # of benchmarks: where they stand, and what they say
+
+
+def collect(device: str, folder: Path | None, journal: Journal | None) -> Sources:
+    """What there is of a device; ``folder`` has its record if it is not the package's.
+
+    Raises:
+        tuned.lookup.record.RecordError: the record cannot be read.
+    """
+    winners = read_record(device, folder)
+    asked = [(Problem(w.name, w.family, w.spec, w.size), w.environment) for w in winners]
+    return Sources(
+        device,
+        winners,
+        trials=from_journal(journal, asked) if journal is not None else (),
+        landscapes=from_landscapes(device),
+        results=contents.read_results(ROOT / "benchmarks" / "results", device),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

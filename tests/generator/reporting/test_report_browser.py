@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from generator.reporting.html.page import page
-from generator.reporting.html.sources import collect
+from generator.reporting.html.page import collect, page
 from generator.reporting.show import PREFERRED
 from tests.support.processes import BACKSTOP_SECONDS
 
