@@ -26,6 +26,7 @@ from .sampler import BATCH
 from .search import AHEAD, Outcome, Progress
 
 STOP_SECONDS = 20.0  # for the tuners to give back what they hold after Ctrl-C; then they are killed
+AGAIN_SECONDS = 5.0  # Python drops a KeyboardInterrupt that falls into a destructor or a callback: it is sent again
 TICK_SECONDS = 1.0  # between looks at whether all tuners live
 START = "spawn"  # a tuner may have CUDA in it, which does not survive a fork
 
@@ -234,12 +235,13 @@ class Fleet:
 
     def _stop(self) -> None:
         """Pass Ctrl-C on, and hear how each ends."""
-        for tuner in self._tuners:
-            if tuner.over is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(tuner.process.pid, signal.SIGINT)
+        end = time.monotonic() + STOP_SECONDS
         with contextlib.suppress(KeyboardInterrupt):  # pressed again: do not wait
-            self._listen(time.monotonic() + STOP_SECONDS)
+            while (now := time.monotonic()) < end and (living := [t for t in self._tuners if t.over is None]):
+                for tuner in living:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(tuner.process.pid, signal.SIGINT)
+                self._listen(min(end, now + AGAIN_SECONDS))
 
     def _kill(self) -> None:
         for tuner in self._tuners:

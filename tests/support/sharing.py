@@ -54,6 +54,7 @@ class ToldWorker(FakeWorker):
     hangs_at: int = 0
     waits_at: int = 0  # this measurement is not finished before ``waits_for`` holds
     waits_for: Callable[[], object] = lambda: False
+    drops: int = 0  # so many times Ctrl-C does nothing while it waits, as where it falls into a destructor
 
     def measure(self, variant: Any) -> Any:
         if self.together is not None and not self.measured:
@@ -66,6 +67,9 @@ class ToldWorker(FakeWorker):
         if number == self.hangs_at:
             os.kill(os.getpid(), signal.SIGSTOP)
         if number == self.waits_at:
+            for _ in range(self.drops):
+                with contextlib.suppress(KeyboardInterrupt):
+                    wait_for(self.waits_for)
             wait_for(self.waits_for)
         return super().measure(variant)
 
