@@ -141,15 +141,25 @@ def test_a_tuner_that_dies_is_noticed_and_its_problem_taken_over_at_once(host: A
     assert said.endswith(": another takes over")
 
 
-@pytest.mark.parametrize("drops", [0, 1])
-def test_ctrl_c_ends_all_and_the_same_command_goes_on(host: Any, monkeypatch: pytest.MonkeyPatch, drops: int) -> None:
-    if drops:
-        monkeypatch.setattr(fleet_module, "AGAIN_SECONDS", 0.5)
-    two = host({"waits_at": 20, "drops": drops}, {"waits_at": 20})  # for the key to be pressed
+def test_ctrl_c_that_a_tuner_dropped_is_passed_on_again(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "AGAIN_SECONDS", 0.5)
+    two = host({"waits_at": 5, "drops": 1}, {})
+
+    def press(_reports: int) -> None:
+        if two.place.by()["0"] == 5:
+            raise KeyboardInterrupt
+
+    two.on_report = press
+    two.place.log.touch()
+    assert two.tune().interrupted
+    assert [p.exitcode for p in two.processes()] == [0, 0], "they ended by themselves"
+
+
+def test_ctrl_c_ends_all_and_the_same_command_goes_on(host: Any) -> None:
+    two = host({"waits_at": 20}, {"waits_at": 20})  # for the key to be pressed
 
     def press(reports: int) -> None:
-        # With both at their twentieth, where one of them drops it.
-        if reports == (15 if not drops else 38):
+        if reports == 15:
             raise KeyboardInterrupt
 
     two.on_report = press
