@@ -15,6 +15,7 @@ import torch
 
 from tuned.calls.rope import call as eager
 from tuned.calls.rope.arguments import Given, Settings
+from tuned.launching.overwrite import bump_versions
 
 _TENSORS = (
     "Tensor? freqs, Tensor? cos, Tensor? sin, Tensor? cos_sin_cache, Tensor? inv_freq, Tensor? cu_seqlens, "
@@ -104,16 +105,16 @@ def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
 
 
 class _Overwrite(torch.autograd.Function):
-    """The autograd node of an operator that overwrites the first ``count`` of its arguments."""
+    """The autograd node of the first ``count`` tensors that an operator overwrites."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Any, count: int, *arguments: Any) -> Any:
-        """Rotate in place, below autograd; save what the backward needs."""
+    def forward(ctx: Any, launch: Any, count: int, *arguments: Any) -> Any:
+        """Launch, if another node has not done so; save what the backward needs."""
         rotated = arguments[:count]
         _setup(ctx, arguments, rotated)
         ctx.mark_dirty(*rotated)
-        with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001 - as torch.library's own operators do
-            operator(*arguments)
+        if launch is not None:
+            launch()
         return rotated if count > 1 else rotated[0]
 
     @staticmethod
@@ -128,16 +129,21 @@ def _overwriting(name: str, schema: str, count: int, function: Any) -> Any:
 
     def autograd(*arguments: Any) -> None:
         rotated = arguments[:count]
-        needing = [torch.is_grad_enabled() and t.requires_grad for t in rotated]
-        if not any(needing):
-            torch.autograd.graph.increment_version(rotated)
-            with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001
+
+        def launch() -> None:
+            with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001 - as torch.library's own operators do
                 operator(*arguments)
-        elif count == 1 or (all(needing) and not any(t._is_view() for t in rotated)):  # noqa: SLF001
-            _Overwrite.apply(operator, count, *arguments)
-        else:  # a node may not overwrite two views, and makes all that it overwrites require grad
-            for t in rotated:
-                rope_(t, *arguments[count:])
+
+        needing = [t for t in rotated if torch.is_grad_enabled() and t.requires_grad]
+        if len(needing) < count:
+            bump_versions(*rotated)
+        if not needing:
+            launch()
+        elif len(needing) == count and not any(t._is_view() for t in rotated):  # noqa: SLF001
+            _Overwrite.apply(launch, count, *arguments)
+        else:  # a node may not overwrite two views, and makes all that it overwrites require grad: the first launches
+            for t in needing:
+                _Overwrite.apply(launch if t is needing[0] else None, 1, t, *arguments[count:])
 
     _LIBRARY.impl(name, torch._disable_dynamo(function), "CompositeExplicitAutograd")  # type: ignore[attr-defined]  # noqa: SLF001
     _LIBRARY.impl(name, autograd, "Autograd")
