@@ -44,7 +44,7 @@ from .storage.backends import (
     opened_storage,
 )
 from .storage.journal import Journal
-from .storage.record import read_record
+from .storage.record import WINNERS, read_record
 from .workload import WORKLOADS
 
 if TYPE_CHECKING:
@@ -94,7 +94,9 @@ def tune(options: Options, console: Console) -> int:
     end = time.monotonic() + options.budget_s
     chosen = candidates if options.quick else None
     orders = Orders(problems, options.trials or TRIALS, end, options.out, chosen)
-    if options.out is None:  # what models import follows the package's record
+    if (
+        options.out is None or options.out.resolve() == WINNERS.resolve()
+    ):  # what models import follows the package's record
         orders = dataclasses.replace(orders, write_table=write_table, render=render_all)
     try:
         if options.storage is not None:
