@@ -122,7 +122,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     copy = tmp_path / "tuned"
     for folder in ("kernels", "tables", "winners"):
         shutil.copytree(ROOT / "tuned" / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for module in (committed, tables, audit, record_module):
+    for module in (committed, tables, audit, record_module, commands):
         for name in ("PACKAGE", "KERNELS", "TABLES", "WINNERS"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, copy if name == "PACKAGE" else copy / name.lower())
@@ -281,14 +281,16 @@ def test_a_run_tells_what_it_found_and_where_it_is(machine: Any, tmp_path: Path)
     assert not machine[1][0].alive, "the worker was ended"
 
 
+@pytest.mark.parametrize("named", [False, True])
 def test_a_run_into_the_package_names_what_models_import(
-    machine: Any, package: Path, monkeypatch: pytest.MonkeyPatch
+    machine: Any, package: Path, monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
     monkeypatch.setattr(commands, "ROOT", package.parent)
-    done = call("--problems", ONE)
+    done = call("--problems", ONE, *(("--out", str(package / "winners")) if named else ()))
     assert done.exit_code == 0
-    assert "models import it: tuned.dispatch, through tuned/tables/test_gpu.py" in done.output
-    assert "the record: tuned/winners/test_gpu.json" in done.output
+    if not named:
+        assert "models import it: tuned.dispatch, through tuned/tables/test_gpu.py" in done.output
+        assert "the record: tuned/winners/test_gpu.json" in done.output
     assert (package / "tables" / "test_gpu.py").exists()
     assert machine[1]
 
