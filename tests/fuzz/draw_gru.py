@@ -187,6 +187,8 @@ def linear_cat(rng: random.Random, world: World, spec: Any = None, size: Any = N
     mode = world.mode(rng, MODES)
     tensor = _tensors(rng, world, dtype, mode)
     widths = _widths(rng, world) if spec is None else list(spec.inputs)
+    if spec is not None and len(widths) == 1:  # a GRU's projection; elsewhere the library serves one segment
+        widths = [widths[0] - widths[0] // 2, widths[0] // 2]
     outputs = _size(rng, world) if spec is None else spec.outputs
     lead = rng.choice(((), (1,), (2,), (5,), (17,), (3, 2), (1, 1), (2, 1, 3), (0,), (40,)))
     if size is not None:

@@ -339,6 +339,8 @@ class Given:
         self, name: str, parts: tuple[Part, ...], values: dict[str, Any], given: dict[str, torch.Tensor]
     ) -> None:
         """The gradient of angles: sums over tokens and heads, each of as many terms at most."""
+        if not values[name].numel():
+            return  # no result depends on it
         table = values[name].double().requires_grad_()
         with torch.enable_grad():
             outs = []
@@ -347,8 +349,6 @@ class Given:
                 outs.append(formula.rope(part.rope, _evaluated(part.see, values).double(), angles)[0])
             grads = [_evaluated(part.see, {part.tensor: given[part.tensor]}).double() for part in parts]
             (want,) = torch.autograd.grad(outs, table, grads)
-        if not want.numel():
-            return
         count = sum(out[..., 0].numel() for out in outs)
         turned = [_evaluated(part.see, values).double() for part in parts]
         largest = [max((t.abs().amax() for t in ts if t.numel()), default=torch.zeros(())) for ts in (turned, grads)]

@@ -22,8 +22,8 @@ import tuned.calls.rope.plan
 import tuned.lookup.lookup
 from tests.fuzz import case as cases
 from tests.fuzz import forced, formula
-from tests.fuzz.draw import CPU, World, case
-from tests.fuzz.given import Given
+from tests.fuzz.draw import CPU, GPU, World, case, index_of
+from tests.fuzz.given import Given, Part
 from tests.fuzz.interpreted import interpreted_families
 from tests.fuzz.planted import PLANTS, planted
 from tests.support import oracle
@@ -184,6 +184,28 @@ def test_every_row_is_what_lookups_give_while_it_is_forced() -> None:
         n for f, i in walk for n in FAMILIES_OF[f].kernel_names(forced.rows(f)[i].spec, forced.rows(f)[i].variant)
     }
     assert kernels <= forced.all_kernels()
+
+
+def test_a_row_is_drawn_calls_that_kernels_serve() -> None:
+    """linear_cat of one segment is the library's GEMM, and a GRU's projection has rows of one."""
+    rows = forced.rows("linear_cat")
+    assert any(len(row.spec.inputs) == 1 for row in rows)
+    for index, row in enumerate(rows):
+        call = case(GPU, 3, index_of(GPU, "linear_cat", index, 0)).calls[0]
+        widths = [t.shape[-1] for name, t in call.views.items() if name.startswith("x")]
+        assert len(widths) > 1
+        assert sum(widths) == sum(row.spec.inputs)
+
+
+def test_a_table_without_rows_has_a_gradient_to_judge() -> None:
+    """No result depends on it: it is nobody's graph."""
+    given = Given(7, mode="grad")
+    cu_seqlens = given.tensor("cu_seqlens", (3,), torch.int32, (1,), 0, 3, values=(0, 1, 2))
+    cos, sin = (given.tensor(name, (0, 4), torch.float32, (4, 1), 0, 8, grad="leaf") for name in ("cos", "sin"))
+    x = given.tensor("x", (2, 2, 8), torch.float32, (16, 8, 1), 0, 32, grad="leaf")
+    given.run(dispatch.rope, x=x, cu_seqlens=cu_seqlens, cos=cos, sin=sin, tensor_format="thd")
+    angles = {"cos": "cos", "sin": "sin", "cu_seqlens": "cu_seqlens"}
+    given.check_rope(Part("x", "x", formula.Rope(layout="thd"), angles), results=("x",))
 
 
 def test_the_command_counts_and_a_process_that_dies_is_told_and_started_again(tmp_path: Path) -> None:
