@@ -21,7 +21,7 @@ import tests.support.rope_case
 import tuned.nn
 from generator.families.gru.texts import gru_texts
 from generator.families.gru_cell.texts import gru_gates_specs
-from generator.families.rope.texts import ROPE_SCHEDULES, rope_call_specs, rope_specs
+from generator.families.rope.texts import rope_specs
 from tests.support.gru_case import GruCase
 from tests.support.gru_cell_forms import FORMS as CELLS
 from tests.support.gru_sequences import Sequences
@@ -40,6 +40,7 @@ from tuned.families.gru_cell.spec import GruCellSpec
 from tuned.families.linear_cat.launches import kernel_name as linear_name
 from tuned.families.linear_cat.spec import LinearCatSpec
 from tuned.families.rope.launches import kernel_name as rope_name
+from tuned.families.rope.variant import RopeVariant
 from tuned.kernels import DIGESTS
 from tuned.launching.launcher import PROBE_KERNEL, run_step
 
@@ -72,9 +73,9 @@ def share(index: int) -> list[Deed]:
 
 
 def _rope() -> Iterator[Deed]:
-    texts = itertools.product([*rope_specs(), *rope_call_specs()], ROPE_SCHEDULES)
-    ships = [(spec, schedule) for spec, schedule in texts if rope_name(spec, schedule) in DIGESTS]
-    for at, (spec, schedule) in enumerate(ships):
+    variant = RopeVariant(block_tokens=4, block_heads=4)
+    ships = [spec for spec in rope_specs() if rope_name(spec, variant) in DIGESTS]
+    for at, spec in enumerate(ships):
         complete = spec.key_heads > 0
         odd = dataclasses.replace(
             spec,
@@ -82,17 +83,16 @@ def _rope() -> Iterator[Deed]:
             dtype=DTYPES[at // 2 % 3],
             heads=5,
             key_heads=2 if complete else 0,
-            head_dim=20 if spec.copies_tail else 12,
+            head_dim=(20, 12)[at % 2],
             rotary_dim=12,
         )
-        even = dataclasses.replace(odd, head_dim=128, rotary_dim=64 if spec.copies_tail else 128)
-        variant = dataclasses.replace(schedule, block_tokens=4, block_heads=4)
+        even = dataclasses.replace(odd, head_dim=128, rotary_dim=(128, 64)[at % 2])
         views = {"x_view": X_VIEWS[at % 6], "angle_view": ANGLE_VIEWS[at % 4], "out_view": "offset"}
         if complete:  # features must lie alike in both
             views["key_view"] = "packed"
         for case in (_rope_case(odd, **views), _rope_case(even)):
             yield Deed(
-                (rope_name(spec, schedule),), functools.partial(tests.support.rope_case.assert_right, case, variant)
+                (rope_name(spec, variant),), functools.partial(tests.support.rope_case.assert_right, case, variant)
             )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from generator.families.gru.texts import gru_texts
-from generator.families.rope.texts import rope_call_specs, rope_specs
+from generator.families.rope.texts import rope_specs
 from generator.problem import Problem
 from generator.processes.compiler import compile_variant, hopeless
 from generator.rendering.structures import default_names, structures
@@ -36,20 +36,18 @@ RECURRENCES = [gru_name(*text) for text in gru_texts()]
 MAX_STRAY_SPILL = 16  # bytes a thread, beside the loop of the steps: ptxas leaves a word or two on some architectures
 
 
-def text_axes() -> list[dict[str, Any]]:
-    """The text axes of every kernel that rotates."""
-    axes: dict[str, tuple[Any, ...]] = {"spec": tuple(rope_specs()), "heads": ("grid", "loop")}
-    return [
-        {"layout": s.layout, "output": s.output, "style": s.style, "angles": s.angles, "heads": row["heads"]}
-        for row in pairwise.product(axes, bool)
-        for s in (row["spec"],)
-    ]
-
-
+PLAIN = [
+    {name: getattr(spec, name) for name in ("layout", "inplace", "style", "angles")}
+    for spec in rope_specs()
+    if spec.plain
+]
 # Every two values of text axes that can meet are compiled together for every architecture.
 COVERING = [
-    *("rope_" + "_".join(row.values()) for row in pairwise.covering(text_axes())),
-    *(kernel_name(spec, RopeVariant()) for spec in rope_call_specs()),
+    *(
+        kernel_name(RopeSpec(dtype="bfloat16", heads=32, head_dim=128, rotary_dim=128, **axes), RopeVariant())
+        for axes in pairwise.covering(PLAIN)
+    ),
+    *(kernel_name(spec, RopeVariant()) for spec in rope_specs() if not spec.plain),
     PROBE_KERNEL,
     *PRODUCTS,
     *RECURRENCES,
@@ -74,8 +72,8 @@ def compiler() -> Iterator[concurrent.futures.Executor]:
 
 def test_the_sample_for_other_architectures_covers_every_text_axis() -> None:
     assert set(COVERING) <= set(structures())
-    for axis, values in {"layout": 3, "output": 3, "style": 2, "angles": 2, "heads": 2}.items():
-        assert len({row[axis] for row in pairwise.covering(text_axes())}) == values, axis
+    for axis, values in {"layout": 3, "inplace": 2, "style": 2, "angles": 2}.items():
+        assert len({row[axis] for row in pairwise.covering(PLAIN)}) == values, axis
     assert {name for name, _ in ELSEWHERE} == set(COVERING)
     rotating = collections.Counter(architecture for name, architecture in ELSEWHERE if name in ROTATING)
     assert set(rotating) == set(OTHERS)
@@ -218,19 +216,15 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-LOOPED = ("order", "offset", "packed", "per-batch", "last-interleaved-inplace", "copied-heads")  # over heads, too
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_complete_calls_move_query_and_key_128_bits_at_a_time(compiler: concurrent.futures.Executor, name: str) -> None:
     whole = {"layout": "bshd", "dtype": "bfloat16", "heads": 32, "head_dim": 128, "rotary_dim": 128, "key_heads": 8}
     arguments = {**whole, **CALLS[name]}
     spec = RopeSpec(**arguments)
     assert not spec.plain
-    for knobs in ({}, {"head_steps": 2}) if name in LOOPED else ({},):
-        found = compiler.submit(compiling.widths, arguments, knobs).result()
-        assert set(found["STG"]) == {128}, knobs
-        assert found["LDG"].get(128, 0) >= found["STG"][128], knobs
+    found = compiler.submit(compiling.widths, arguments, {}).result()
+    assert set(found["STG"]) == {128}
+    assert found["LDG"].get(128, 0) >= found["STG"][128]
 
 
 def test_a_key_without_alignment_is_not_read_128_bits_at_a_time(compiler: concurrent.futures.Executor) -> None:
@@ -261,7 +255,8 @@ def test_complete_calls_are_as_wide_as_alignment_allows(
 
 
 def test_pdl_waits_before_it_reads(compiler: concurrent.futures.Executor) -> None:
-    rope = [kernel_name(next(specs), RopeVariant()) for specs in (rope_specs(), rope_call_specs())]
+    specs = list(rope_specs())
+    rope = [kernel_name(spec, RopeVariant()) for spec in (specs[0], specs[-1])]
     for name in (*rope, PROBE_KERNEL, "gru_cell_split", "linear_cat_vector"):
         code = compiler.submit(compiling.code_with_pdl, name).result()
         waits = [line for line, text in enumerate(code) if "ACQBULK" in text]

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.interpreter
 
 SCHEDULES = (
     RopeVariant(block_tokens=4, block_heads=4),
-    RopeVariant(block_tokens=4, block_heads=2, head_steps=2),
+    RopeVariant(block_tokens=2, block_heads=2, order="tokens"),
 )
 SPECS = [
     RopeSpec(layout, "float32", 3, 16, rotary, style=style, angles=angles, angle_entries=entries, direction="backward")
@@ -55,7 +55,7 @@ def gradient(spec: RopeSpec, cos: np.ndarray, sin: np.ndarray, grad: np.ndarray)
 
 
 @pytest.mark.thinned_on_gpu(every=5)
-@pytest.mark.parametrize("variant", SCHEDULES, ids=lambda v: "loop" if v.loops_heads else "grid")
+@pytest.mark.parametrize("variant", SCHEDULES, ids=lambda v: v.order)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{kernel_name(s, RopeVariant())}-{s.angle_entries}")
 def test_the_backward_kernel_is_what_autograd_makes_of_the_formula(spec: RopeSpec, variant: RopeVariant) -> None:
     packed = (0, 7) if spec.packed else None  # one sequence, so that the formula's positions are right

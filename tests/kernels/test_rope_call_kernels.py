@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from generator.families.rope.reference import inputs, reference
-from generator.families.rope.texts import ROPE_SCHEDULES, rope_call_specs
+from generator.families.rope.texts import rope_specs
 from generator.measuring.guard import intact, probe
 from generator.rendering.structures import structures
 from tests.support import oracle
@@ -26,16 +26,16 @@ from tuned.families.rope.variant import RopeVariant
 
 pytestmark = pytest.mark.interpreter
 
-TEXTS = [(spec, variant) for spec in rope_call_specs() for variant in ROPE_SCHEDULES]
+TEXTS = {kernel_name(spec, RopeVariant()): spec for spec in rope_specs() if not spec.plain}
 GRID = RopeVariant(block_tokens=4, block_heads=4)
-LOOP = RopeVariant(block_tokens=4, block_heads=2, head_steps=3)
+NARROW = RopeVariant(block_tokens=4, block_heads=2)
 TOKENS_FIRST = RopeVariant(block_tokens=4, block_heads=2, order="tokens", cache="keep")
 
 
-@pytest.mark.parametrize(("spec", "variant"), TEXTS, ids=[kernel_name(s, v) for s, v in TEXTS])
-def test_every_kernel_rotates_query_and_key_as_the_oracle_does(spec: RopeSpec, variant: RopeVariant) -> None:
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_kernel_rotates_query_and_key_as_the_oracle_does(name: str) -> None:
     # Tiles that hold rows of both tensors: 5 heads and 2, 4 rows at a time.
-    variant = dataclasses.replace(variant, block_tokens=4, block_heads=4)
+    spec, variant = TEXTS[name], GRID
     whole = dataclasses.replace(spec, dtype="float32", heads=5, key_heads=2, head_dim=12, rotary_dim=12)
     partial = dataclasses.replace(
         whole,
@@ -48,20 +48,18 @@ def test_every_kernel_rotates_query_and_key_as_the_oracle_does(spec: RopeSpec, v
         direction="forward" if spec.inplace else "backward",
         rotated="last",
     )
-    assert kernel_name(whole, variant) == kernel_name(partial, variant) == kernel_name(spec, variant)
+    assert kernel_name(whole, variant) == kernel_name(partial, variant) == name
     assert_right(RopeCase(whole, seq=7, batch=2), variant)
     assert_right(RopeCase(partial, seq=PACKED_SEQ, cu_seqlens=PACKED, key_view="packed"), variant)
 
 
 def test_every_emitted_kernel_of_complete_calls_is_among_those_tested() -> None:
-    tested = {kernel_name(spec, variant) for spec, variant in TEXTS}
-    assert tested == {name for name in structures() if name.startswith("rope_call_")}
+    assert set(TEXTS) == {name for name in structures() if name.startswith("rope_complete_")}
 
 
 def spec_for(knobs: dict[str, Any]) -> RopeSpec:
     """A spec that a variant fits: two tiles of rows, the last of one head, the key's, and a tail to copy."""
-    heads = knobs["block_heads"] * knobs["head_steps"]
-    return RopeSpec("bshd", "float32", heads, 48, 32, key_heads=1, angles="cos_sin", positions="starts")
+    return RopeSpec("bshd", "float32", knobs["block_heads"], 48, 32, key_heads=1, angles="cos_sin", positions="starts")
 
 
 NUMBERS = numbers(spec_for)
@@ -85,7 +83,7 @@ def test_every_declared_choice_is_tested() -> None:
 @pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=lambda index: f"{index}-{row_id(ROWS[index])}")
 def test_every_kind_of_argument_rotates_as_the_oracle_does(index: int) -> None:
-    assert_right(case_of(ROWS[index]), (GRID, LOOP, TOKENS_FIRST)[index % 3])
+    assert_right(case_of(ROWS[index]), (GRID, NARROW, TOKENS_FIRST)[index % 3])
 
 
 def test_every_value_of_an_argument_is_tested() -> None:
@@ -111,7 +109,7 @@ def test_ids_outside_of_the_angles_give_nan_and_read_nothing(angles: str, *, inp
     rotated = to_numpy(canonical(built.call.out, "thd"))
     assert np.flatnonzero(~np.isnan(rotated).any((1, 2, 3))).tolist() == [0, len(WILD) + 1, len(WILD) + 3]
     narrow = (0, 2**31 - 1, -1, -(2**31), 4, 5)
-    assert_right(dataclasses.replace(case, seq=6, ids=tuple((i,) for i in narrow), index_dtype="int32"), LOOP)
+    assert_right(dataclasses.replace(case, seq=6, ids=tuple((i,) for i in narrow), index_dtype="int32"), NARROW)
 
 
 @pytest.mark.parametrize("start", [*WILD, 2**31 - 1], ids=str)
@@ -226,7 +224,7 @@ def test_the_ranks_together_rotate_the_whole_sequence(cp_size: int, seq: int) ->
 # What does not rotate -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", [GRID, LOOP], ids=["grid", "loop"])
+@pytest.mark.parametrize("variant", [GRID, TOKENS_FIRST], ids=["heads", "tokens"])
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize(("rotated", "copied"), [("last", 0), ("proportional", 0), ("first", 2), ("last", 3)])
 def test_what_does_not_rotate_is_copied_bit_by_bit(rotated: str, copied: int, style: str, variant: RopeVariant) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from generator.families.rope.texts import ROPE_SCHEDULES, rope_specs
+from generator.families.rope.texts import rope_specs
 from generator.rendering.structures import structures
 from tests.support import oracle, pairwise
 from tests.support.rope_case import RopeCase, assert_close, assert_right
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.interpreter
 # Two empty sequences, first and in the middle; two tokens before the first bound and two past the last.
 PACKED = (2, 2, 7, 7, 12)
 PACKED_SEQ = 14
-TEXTS = [(spec, variant) for spec in rope_specs() for variant in ROPE_SCHEDULES]
+TEXTS = {kernel_name(spec, RopeVariant()): spec for spec in rope_specs() if spec.plain}
 
 
 def case_of(spec: RopeSpec, **rest: Any) -> RopeCase:
@@ -38,26 +38,26 @@ def case_of(spec: RopeSpec, **rest: Any) -> RopeCase:
     return RopeCase(spec, **{"seq": 7, "batch": 2, **rest})
 
 
-def small(spec: RopeSpec, **rest: Any) -> RopeSpec:
-    """The same text with 5 heads of 12 features, or of 20 with 12 that rotate."""
-    return dataclasses.replace(spec, heads=5, head_dim=20 if spec.copies_tail else 12, rotary_dim=12, **rest)
+def small(spec: RopeSpec, head_dim: int, **rest: Any) -> RopeSpec:
+    """The same text with 5 heads, 12 features of which rotate."""
+    return dataclasses.replace(spec, heads=5, head_dim=head_dim, rotary_dim=12, **rest)
 
 
 @pytest.mark.thinned_on_gpu(every=3)
-@pytest.mark.parametrize(("spec", "variant"), TEXTS, ids=[kernel_name(s, v) for s, v in TEXTS])
-def test_every_kernel_rotates_as_the_oracle_does(spec: RopeSpec, variant: RopeVariant) -> None:
-    variant = dataclasses.replace(variant, block_tokens=4, block_heads=4 if variant.loops_heads else 8)
-    wide = small(spec, dtype="float32")
-    narrow = small(spec, dtype="float16", angle_entries="feature", direction="forward" if spec.inplace else "backward")
-    assert kernel_name(wide, variant) == kernel_name(narrow, variant) == kernel_name(spec, variant)
-    assert_right(case_of(wide), variant)
-    assert_right(case_of(narrow), variant)
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_kernel_rotates_as_the_oracle_does(name: str) -> None:
+    spec, variant = TEXTS[name], RopeVariant(block_tokens=4, block_heads=8)
+    direction = "forward" if spec.inplace else "backward"
+    whole = small(spec, 12, dtype="float32")
+    partial = small(spec, 20, dtype="float16", angle_entries="feature", direction=direction)
+    assert kernel_name(whole, variant) == kernel_name(partial, variant) == name
+    assert_right(case_of(whole), variant)
+    assert_right(case_of(partial), variant)
 
 
 def test_every_emitted_rope_kernel_of_plain_calls_is_among_those_tested() -> None:
-    tested = {kernel_name(spec, variant) for spec, variant in TEXTS} | {PROBE_KERNEL}
     emitted = {name for name in structures() if name.startswith("rope_")}
-    assert tested == {name for name in emitted if not name.startswith("rope_call_")}
+    assert {*TEXTS, PROBE_KERNEL} == {name for name in emitted if not name.startswith("rope_complete_")}
 
 
 @pytest.mark.parametrize("strides", [(12, 1), (40, 3), (1, 5)], ids=str)
@@ -121,16 +121,16 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "out_view": ("contiguous", "swapped", "offset"),
     "angle_view": ("contiguous", "strided", "transposed"),
     "longer": (0, 5),  # rows of angles past the sequence
-    "schedule": ("default", "loop"),
+    "schedule": ("default", "tokens first"),
 }
 
 
 def schedule_of(name: str, spec: RopeSpec) -> RopeVariant:
-    """A variant that takes another way through the template."""
+    """A variant that walks over the tiles in another order."""
     default = dataclasses.replace(default_variant(spec), block_tokens=4, block_heads=4)
     return {
         "default": default,
-        "loop": dataclasses.replace(default, block_heads=2, head_steps=2),
+        "tokens first": dataclasses.replace(default, block_heads=2, order="tokens", cache="keep"),
     }[name]
 
 

@@ -55,12 +55,10 @@ class Needs:
 @functools.cache
 def default_launches(capability: int = 90) -> dict[str, Launch]:
     """Kernel name -> the launch that a call of it gets untuned; tensors are on the device "meta"."""
-    import itertools  # noqa: PLC0415 - what follows imports Triton
-
-    import torch  # noqa: PLC0415
+    import torch  # noqa: PLC0415 - what follows imports Triton
 
     from generator.families.rope import reference as rope  # noqa: PLC0415
-    from generator.families.rope.texts import ROPE_SCHEDULES, rope_call_specs, rope_specs  # noqa: PLC0415
+    from generator.families.rope.texts import rope_specs  # noqa: PLC0415
     from tuned.families.launch import Launch  # noqa: PLC0415
     from tuned.families.rope.launches import launches as rope_launches  # noqa: PLC0415
     from tuned.families.rope.spec import RopeSize  # noqa: PLC0415
@@ -68,14 +66,9 @@ def default_launches(capability: int = 90) -> dict[str, Launch]:
     from tuned.launching.launcher import PROBE_KERNEL  # noqa: PLC0415
 
     found = {}
-    specs = [*rope_specs(), *rope_call_specs()]
-    for spec, schedule in itertools.product(specs, ROPE_SCHEDULES):
+    for spec in rope_specs():
         call = rope.inputs(spec, RopeSize(batch=2, seq=4096), "meta", 0)
-        variant = rope_default(spec)
-        if schedule.loops_heads:  # half the tile: the next one is loaded while this one is worked on
-            half = max(1, variant.block_heads // 2)
-            variant = dataclasses.replace(variant, head_steps=schedule.head_steps, block_heads=half)
-        for launch in rope_launches(spec, variant, call):
+        for launch in rope_launches(spec, rope_default(spec), call):
             found[launch.kernel] = launch
     freqs, cos, sin = (torch.empty((4, 16), dtype=torch.float32, device="meta") for _ in range(3))
     constants = {"WIDTH": 16, "BLOCK": 1024, "PDL": False}

@@ -20,7 +20,7 @@ def spec_for(knobs: dict[str, Any]) -> RopeSpec:
     return RopeSpec(
         layout="bshd",
         dtype="float32",
-        heads=knobs["block_heads"] * knobs["head_steps"] + 1,
+        heads=knobs["block_heads"] + 1,
         head_dim=48,
         rotary_dim=32,
     )

@@ -65,12 +65,12 @@ def wrapper(winner: Winner, launches: tuple[Launch, ...]) -> str:
     lines.append(f"    if not {x}.numel():\n        return out")
     if variant.pdl:
         lines.append(f"    dependent = {x}.is_cuda and torch.version.hip is None")
-    strides = [f"{given[0]}.stride(0)", f"{given[0]}.stride(1)"]
+    strides = [f"{given[0]}.stride(0)", f"{given[0]}.stride(1)", *(["sequences"] if spec.packed else [])]
     if len(given) == 2:  # noqa: PLR2004 - cos and sin share their strides
         lines.append("    if sin.stride() != cos.stride():\n        cos, sin = cos.contiguous(), sin.contiguous()")
     arguments = [x, *([] if spec.inplace else ["out"]), *given]
     if spec.packed:
-        arguments += ["cu_seqlens", "sequences"]
+        arguments += ["cu_seqlens"]
     arguments += [
         "seq",
         "batch",
@@ -78,9 +78,8 @@ def wrapper(winner: Winner, launches: tuple[Launch, ...]) -> str:
         *_strides(spec.layout, x),
         *([] if spec.inplace else _strides(spec.layout, "out")),
     ]
-    rows = variant.block_heads * variant.head_steps
     heads = f"{spec.heads} * batch" if spec.merges_batch else str(spec.heads)
-    grid = f"triton.cdiv(seq, {variant.block_tokens}) * triton.cdiv({heads}, {rows})"
+    grid = f"triton.cdiv(seq, {variant.block_tokens}) * triton.cdiv({heads}, {variant.block_heads})"
     grid += "" if spec.merges_batch or spec.packed else " * batch"
     searched = ["SEARCH_STEPS=steps"] if spec.packed else []
     body = launch_text(rotate, grid, [*arguments, *strides, *searched], " " * 8)

@@ -12,26 +12,19 @@ from tuned.launching.launcher import PROBE_KERNEL
 
 from ..text import Text
 
-ROPE_SCHEDULES = (RopeVariant(), RopeVariant(head_steps=2, block_heads=4))
-
 
 def rope_specs() -> Iterator[RopeSpec]:
-    """One spec for each combination of a plain call's text axes: layout, output, style, angles."""
-    outputs = (("copy", 128, False), ("copytail", 64, False), ("inplace", 128, True))
-    tables = [angles for angles in ANGLES if angles != "inv_freq"]
-    for layout, (_, rotary, inplace), style, angles in itertools.product(LAYOUTS, outputs, STYLES, tables):
-        yield RopeSpec(layout, "bfloat16", 32, 128, rotary, style=style, angles=angles, inplace=inplace)
-
-
-def rope_call_specs() -> Iterator[RopeSpec]:
-    """One spec for each combination of a complete call's text axes: in place, style, angles."""
-    for inplace, style, angles in itertools.product((False, True), STYLES, ANGLES):
+    """One spec for each combination of text axes. Plain calls: layout, in place, style, angles; complete ones: the last three."""
+    axes = list(itertools.product((False, True), STYLES, ANGLES))
+    for layout, (inplace, style, angles) in itertools.product(LAYOUTS, axes):
+        if angles != "inv_freq":
+            yield RopeSpec(layout, "bfloat16", 32, 128, 128, style=style, angles=angles, inplace=inplace)
+    for inplace, style, angles in axes:
         yield RopeSpec("bshd", "bfloat16", 32, 128, 128, style=style, angles=angles, inplace=inplace, key_heads=8)
 
 
 def texts() -> Iterator[Text]:
-    """Both templates, and the table that a launcher is probed with."""
-    for template, specs in (("rope", rope_specs()), ("rope_call", rope_call_specs())):
-        for spec, variant in itertools.product(specs, ROPE_SCHEDULES):
-            yield template, kernel_name(spec, variant), spec, variant, not variant.loops_heads
+    """The rotations, and the table that a launcher is probed with."""
+    for spec in rope_specs():
+        yield "rope", kernel_name(spec, RopeVariant()), spec, RopeVariant(), True
     yield "rope_table", PROBE_KERNEL, next(rope_specs()), RopeVariant(), True

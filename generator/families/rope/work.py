@@ -29,7 +29,7 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
             memory_bytes=size.tokens * spec.bytes_per_token() + spec.angle_rows(size) * angle_row,
             again_bytes=max(0.0, count * variant.block_tokens * angle_row - spec.angle_rows(size) * angle_row),
             in_flight_bytes=tile_rows * spec.rotary_dim * item + variant.block_tokens * angle_row,
-            elements=count * tile_rows * variant.head_steps * 2 * half,
+            elements=count * tile_rows * 2 * half,
             sines=count * variant.block_tokens * half * 2 * entries_per_pair if spec.computes_sincos else 0,
             pairs_per_thread=tile_rows * half / (32 * variant.num_warps),
             row_bytes=half * item,

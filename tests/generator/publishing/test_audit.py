@@ -141,7 +141,7 @@ def test_landscapes_of_another_text_are_worth_recording_again(tmp_path: Path, mo
     measured(tmp_path)
     before = found(tmp_path)
     one = dataclasses.replace(next(x for x in load_landscapes("nvidia_h200")), digests={})  # of any text
-    stale = dataclasses.replace(one, digests={"rope_bshd_copy_half_freqs_grid": "another"})
+    stale = dataclasses.replace(one, digests={"rope_bshd_copy_half_freqs": "another"})
     monkeypatch.setattr(audit, "load_landscapes", lambda _: [one, stale])
     (new,) = [finding for finding in found(tmp_path) if finding not in before]
     assert new[0] == "soft"

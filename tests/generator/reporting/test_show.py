@@ -46,7 +46,7 @@ CASES = {
     "bshd-cos-sin-bf16": rope("bshd", angles="cos_sin", angle_dtype="bfloat16", dtype="bfloat16"),
     "bshd-feature-backward": rope("bshd", angle_entries="feature", direction="backward", dtype="float16"),
     "thd-pdl": rope("thd", variant={"pdl": True}),
-    "sbhd-loop-inplace": rope("sbhd", 16, {"head_steps": 2}, inplace=True),
+    "sbhd-inplace": rope("sbhd", 16, inplace=True),
     "bshd-no-hints": rope("bshd", 4, {"cache": "keep"}),
     "gru-cell-split": (
         GruCellSpec("float32", 70, (33, 8), precision="tf32"),

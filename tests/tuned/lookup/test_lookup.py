@@ -19,6 +19,8 @@ from tests.support.records import winner
 from tuned.families.choices import choices
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant
+from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.gru_cell.variant import default_variant as cell_default
 from tuned.families.registry import FAMILIES
 from tuned.families.rope.spec import RopeSize, RopeSpec
 from tuned.families.rope.variant import RopeVariant, adapt, default_variant, distance, rejection, size_class
@@ -126,10 +128,16 @@ def test_a_tile_of_few_heads_grows_in_tokens() -> None:
 def test_a_variant_whose_kernel_does_not_ship_is_passed_over(
     tables: dict[str, Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tables["here"] = table("here", row(SPEC, LARGE, head_steps=2, block_heads=4), row(SPEC, SMALL, num_warps=2))
-    monkeypatch.setattr(tuned.kernels, "DIGESTS", {"rope_bshd_copy_half_freqs_grid": ""})
-    choice = choose(ROPE, SPEC, LARGE, HERE)
-    assert (choice.rule, choice.variant.num_warps) == ("nearest size", 2)
+    spec, family = GruCellSpec("bfloat16", 1024, (256, 1024)), FAMILIES["gru_cell"]
+    size, other = GruCellSize(256), GruCellSize(128)
+    best, second = cell_default(spec, size), cell_default(spec, other)
+    rows = [Row(spec, of, v, None, 1.0, "a table", {}) for of, v in ((size, best), (other, second))]
+    tables["here"] = Table("here", {}, {"rope": (), "gru_cell": tuple(rows)})
+    assert choose(family, spec, size, HERE).variant == best
+    assert family.kernel_names(spec, best) != family.kernel_names(spec, second)
+    monkeypatch.setattr(tuned.kernels, "DIGESTS", dict.fromkeys(family.kernel_names(spec, second), ""))
+    choice = choose(family, spec, size, HERE)
+    assert (choice.rule, choice.variant) == ("nearest size", second)
 
 
 def test_a_row_measured_on_other_multiprocessors_is_a_neighbour(tables: dict[str, Table]) -> None:

@@ -254,25 +254,21 @@ def _complete(  # noqa: PLR0913 - what the closure holds
     ) -> Any:
         if enter.calls or leave.calls or not low <= offset <= high:
             return public(x, key, angles, sin, cu_seqlens, positions, offset, x_ptr, angles_ptr)
-        pointers: tuple[int, ...]
         key_ptr = key.data_ptr() if two else x_ptr
-        if inplace:
-            if two and nearest < key_ptr - x_ptr < furthest and key_ptr - x_ptr != checked:
-                # They may overlap: ``public`` checks.
-                return public(x, key, angles, sin, cu_seqlens, positions, offset, x_ptr, angles_ptr)
-            pointers = (x_ptr, key_ptr)
-        else:
+        outs: tuple[int, ...] = ()
+        key_outs: tuple[int, ...] = ()
+        if not inplace:
             out = empty_like(x)
             key_out = empty_like(key) if two else out
-            pointers = (x_ptr, key_ptr, out.data_ptr(), key_out.data_ptr())
-        if not computes_sincos:
-            pointers = (*pointers, angles_ptr, angles_ptr + sines if sin is None else sin.data_ptr())
-        else:
-            pointers = (*pointers, angles_ptr)
+            outs, key_outs = (out.data_ptr(),), (key_out.data_ptr(),)
+        elif two and nearest < key_ptr - x_ptr < furthest and key_ptr - x_ptr != checked:
+            # They may overlap: ``public`` checks.
+            return public(x, key, angles, sin, cu_seqlens, positions, offset, x_ptr, angles_ptr)
+        sines_ptr = () if computes_sincos else (angles_ptr + sines if sin is None else sin.data_ptr(),)
         run(
-            programs, 1, 1, stream_of(device), function, *head, *pointers,
-            angles_ptr if cu_seqlens is None else cu_seqlens.data_ptr(), angles_ptr if positions is None else positions.data_ptr(),
-            offset, *rest,
+            programs, 1, 1, stream_of(device), function, *head, x_ptr, *outs, angles_ptr, *sines_ptr,
+            angles_ptr if cu_seqlens is None else cu_seqlens.data_ptr(), key_ptr, *key_outs,
+            angles_ptr if positions is None else positions.data_ptr(), offset, *rest,
         )  # fmt: skip
         if inplace:
             bump_versions(x, key)

@@ -12,6 +12,20 @@ from tuned.families.rope.variant import CACHE, RopeVariant, half_block
 if TYPE_CHECKING:
     from tuned.families.rope.spec import RopeSpec
 
+# Parameters of kernels of complete calls only; a plain call's kernel has constants instead.
+OF_COMPLETE = frozenset((
+    "key", "key_out", "positions", "offset", "cp_size", "cp_rank", "scaling",
+    "key_stride_s", "key_stride_b", "key_stride_h", "key_out_stride_s", "key_out_stride_b", "key_out_stride_h",
+    "angle_stride_b", "position_stride_s", "position_stride_b",
+    "KEY_HEADS", "COPIED_HEADS", "TURNED_PAIRS", "PAIR_DISTANCE", "FIRST_FEATURE", "TAIL_FEATURE", "CONJUGATE", "SCALED",
+    "ANGLES_PER_BATCH", "POSITIONS", "PACKED", "CONTEXT_PARALLEL", "ANGLE_EVICT",
+))  # fmt: skip
+OF_BOUNDS = frozenset(("cu_seqlens", "sequences", "SEARCH_STEPS", "SEARCH_FAN"))
+OF_OUT = frozenset((  # of calls out of place
+    "out", "key_out", "out_stride_s", "out_stride_b", "out_stride_h", "out_stride_d",
+    "key_out_stride_s", "key_out_stride_b", "key_out_stride_h",
+))  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeCall:
@@ -47,11 +61,10 @@ class RopeCall:
 
 
 def kernel_name(spec: RopeSpec, variant: RopeVariant) -> str:
-    """Module and function name of the rotating kernel: every text axis, in a fixed order."""
-    schedule = "loop" if variant.loops_heads else "grid"
-    if spec.plain:
-        return f"rope_{spec.layout}_{spec.output}_{spec.style}_{spec.angles}_{schedule}"
-    return f"rope_call_{'inplace' if spec.inplace else 'copy'}_{spec.style}_{spec.angles}_{schedule}"
+    """Module and function name of the kernel: every text axis, in a fixed order. The variant is all numbers."""
+    del variant
+    calls = spec.layout if spec.plain else "complete"
+    return f"rope_{calls}_{'inplace' if spec.inplace else 'copy'}_{spec.style}_{spec.angles}"
 
 
 def kernel_names(spec: RopeSpec, variant: RopeVariant) -> tuple[str, ...]:
@@ -62,60 +75,8 @@ def kernel_names(spec: RopeSpec, variant: RopeVariant) -> tuple[str, ...]:
 def programs(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
     """Size of the rotating kernel's grid."""
     rows = spec.all_heads * (batch if spec.merges_batch else 1)
-    tiles = ceil_div(seq, variant.block_tokens) * ceil_div(rows, variant.block_heads * variant.head_steps)
+    tiles = ceil_div(seq, variant.block_tokens) * ceil_div(rows, variant.block_heads)
     return tiles if spec.merges_batch else tiles * batch
-
-
-def _dependent(variant: RopeVariant) -> dict[str, bool]:
-    # Given only if it is on: backends other than CUDA do not know the option.
-    return {"launch_pdl": True} if variant.pdl else {}
-
-
-def _plain_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> Launch:
-    """The launch of a plain call's kernel."""
-    out = () if spec.inplace else (call.out,)
-    angles = (call.cos,) if spec.computes_sincos else (call.cos, call.sin)
-    packed = (call.cu_seqlens, call.sequences) if spec.packed else ()
-    out_strides = () if spec.inplace else call.out_strides
-    tail = spec.head_dim - spec.rotary_dim
-    half = half_block(spec)
-    load_evict, store_cache, _ = CACHE[variant.cache]
-    constants = {
-        "HEADS": spec.heads,
-        "HEAD_DIM": spec.head_dim,
-        "ROTARY_DIM": spec.rotary_dim,
-        "HALF_BLOCK": half,
-        "TAIL_BLOCK": next_power_of_2(tail) if tail else half,
-        "PER_FEATURE": spec.angle_entries == "feature",
-        "BACKWARD": spec.direction == "backward",
-        "BLOCK_TOKENS": variant.block_tokens,
-        "BLOCK_HEADS": variant.block_heads,
-        "HEAD_STEPS": variant.head_steps,
-        "ORDER": variant.order,
-        "LOAD_EVICT": load_evict,
-        "STORE_CACHE": store_cache,
-        "PDL": variant.pdl,
-    }
-    if spec.packed:
-        constants |= {"SEARCH_STEPS": search_steps(call.sequences), "SEARCH_FAN": SEARCH_FAN}
-    return Launch(
-        kernel=kernel_name(spec, variant),
-        programs=programs(spec, variant, call.seq, call.batch),
-        arguments=(
-            call.x,
-            *out,
-            *angles,
-            *packed,
-            call.seq,
-            call.batch,
-            call.angle_rows,
-            *call.x_strides,
-            *out_strides,
-            *call.angle_strides,
-        ),
-        constants=constants,
-        options={"num_warps": variant.num_warps, "num_stages": 1, **_dependent(variant)},
-    )
 
 
 def _key_in(tensor: Any, spec: RopeSpec, call: RopeCall) -> Any:
@@ -125,80 +86,93 @@ def _key_in(tensor: Any, spec: RopeSpec, call: RopeCall) -> Any:
     return tensor.narrow(-2, spec.heads, spec.key_heads)
 
 
-def _complete_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> Launch:
-    """The launch of a complete call's kernel. For a tensor that it does not read it gets another tensor's address."""
+def _left_out(spec: RopeSpec) -> frozenset[str]:
+    """The parameters that a call's kernel does not have."""
+    without = [(OF_OUT, spec.inplace), (frozenset({"sin"}), spec.computes_sincos)]
+    without += [(OF_COMPLETE, spec.plain), (OF_BOUNDS, not spec.takes_bounds)]
+    return frozenset().union(*(names for names, are_left_out in without if are_left_out))
+
+
+def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Launch, ...]:
+    """The launch of the call: exactly one. For a tensor that it does not read, it gets another tensor's address."""
     key, key_out, key_strides, key_out_strides = call.key, call.key_out, call.key_strides, call.key_out_strides
     if key is None and spec.key_heads:
         key, key_out = _key_in(call.x, spec, call), _key_in(call.out, spec, call)
     elif key is None:
         key, key_out, key_strides, key_out_strides = call.x, call.out, call.x_strides, call.out_strides
-    outs = () if spec.inplace else (call.out, key_out)
-    angles = (call.cos,) if spec.computes_sincos else (call.cos, call.sin)
-    out_strides = () if spec.inplace else (*call.out_strides[:3], *key_out_strides[:3], call.out_strides[3])
     tail = spec.head_dim - spec.rotary_dim if spec.copies_tail else 0
     load_evict, store_cache, angle_evict = CACHE[variant.cache]
-    return Launch(
+    left_out = _left_out(spec)
+    arguments = {
+        "x": call.x,
+        "out": call.out,
+        "cos": call.cos,  # or freqs or inv_freq
+        "sin": call.sin,
+        "cu_seqlens": call.cos if call.cu_seqlens is None else call.cu_seqlens,
+        "key": key,
+        "key_out": key_out,
+        "positions": call.cos if call.positions is None else call.positions,
+        "offset": call.offset,
+        "seq": call.seq,
+        "batch": call.batch,
+        "angle_rows": call.angle_rows,
+        **_strides("x", call.x_strides),
+        "stride_d": call.x_strides[3],
+        **_strides("out", call.out_strides),
+        "out_stride_d": call.out_strides[3],
+        "angle_stride_s": call.angle_strides[0],
+        "angle_stride_d": call.angle_strides[1],
+        "sequences": call.sequences,
+        "cp_size": call.cp_size,
+        "cp_rank": call.cp_rank,
+        "scaling": call.scaling,
+        **_strides("key", key_strides),
+        "angle_stride_b": call.angle_stride_b,
+        "position_stride_s": call.position_strides[0],
+        "position_stride_b": call.position_strides[1],
+        **_strides("key_out", key_out_strides),
+    }
+    constants = {
+        "HEADS": spec.heads,
+        "PAIRS": spec.moved_pairs,
+        "PAIR_BLOCK": half_block(spec),
+        "TAIL": tail,
+        "TAIL_BLOCK": next_power_of_2(max(tail, 1)),
+        "PER_FEATURE": spec.angle_entries == "feature",
+        "BACKWARD": spec.direction == "backward",
+        "BLOCK_TOKENS": variant.block_tokens,
+        "BLOCK_HEADS": variant.block_heads,
+        "ORDER": variant.order,
+        "LOAD_EVICT": load_evict,
+        "STORE_CACHE": store_cache,
+        "PDL": variant.pdl,
+        "SEARCH_STEPS": search_steps(call.sequences),
+        "SEARCH_FAN": SEARCH_FAN,
+        "KEY_HEADS": spec.key_heads,
+        "COPIED_HEADS": spec.copied_heads,
+        "TURNED_PAIRS": spec.rotary_dim // 2,
+        "PAIR_DISTANCE": spec.pair_distance,
+        "FIRST_FEATURE": spec.head_dim - spec.rotary_dim if spec.rotated == "last" else 0,
+        "TAIL_FEATURE": 0 if spec.rotated == "last" else spec.rotary_dim,
+        "CONJUGATE": spec.conjugate,
+        "SCALED": spec.scaled,
+        "ANGLES_PER_BATCH": spec.angles_per_batch,
+        "POSITIONS": "order" if spec.positions == "shifted" else spec.positions,
+        "PACKED": spec.packed,
+        "CONTEXT_PARALLEL": spec.context_parallel,
+        "ANGLE_EVICT": angle_evict,
+    }
+    one = Launch(
         kernel=kernel_name(spec, variant),
         programs=programs(spec, variant, call.seq, call.batch),
-        arguments=(
-            call.x,
-            key,
-            *outs,
-            *angles,
-            call.cos if call.cu_seqlens is None else call.cu_seqlens,
-            call.cos if call.positions is None else call.positions,
-            call.offset,
-            call.seq,
-            call.batch,
-            call.angle_rows,
-            call.sequences,
-            call.cp_size,
-            call.cp_rank,
-            call.scaling,
-            *call.x_strides[:3],
-            *key_strides[:3],
-            call.x_strides[3],
-            *out_strides,
-            call.angle_strides[0],
-            call.angle_stride_b,
-            call.angle_strides[1],
-            *call.position_strides,
-        ),
-        constants={
-            "HEADS": spec.heads,
-            "KEY_HEADS": spec.key_heads,
-            "COPIED_HEADS": spec.copied_heads,
-            "PAIRS": spec.moved_pairs,
-            "PAIR_BLOCK": half_block(spec),
-            "TURNED_PAIRS": spec.rotary_dim // 2,
-            "PAIR_DISTANCE": spec.pair_distance,
-            "FIRST_FEATURE": spec.head_dim - spec.rotary_dim if spec.rotated == "last" else 0,
-            "TAIL": tail,
-            "TAIL_BLOCK": next_power_of_2(max(tail, 1)),
-            "TAIL_FEATURE": 0 if spec.rotated == "last" else spec.rotary_dim,
-            "PER_FEATURE": spec.angle_entries == "feature",
-            "BACKWARD": spec.direction == "backward",
-            "CONJUGATE": spec.conjugate,
-            "SCALED": spec.scaled,
-            "ANGLES_PER_BATCH": spec.angles_per_batch,
-            "POSITIONS": "order" if spec.positions == "shifted" else spec.positions,
-            "PACKED": spec.packed,
-            "CONTEXT_PARALLEL": spec.context_parallel,
-            "BLOCK_TOKENS": variant.block_tokens,
-            "BLOCK_HEADS": variant.block_heads,
-            "HEAD_STEPS": variant.head_steps,
-            "ORDER": variant.order,
-            "LOAD_EVICT": load_evict,
-            "STORE_CACHE": store_cache,
-            "ANGLE_EVICT": angle_evict,
-            "PDL": variant.pdl,
-            "SEARCH_STEPS": search_steps(call.sequences),
-            "SEARCH_FAN": SEARCH_FAN,
-        },
-        options={"num_warps": variant.num_warps, "num_stages": 1, **_dependent(variant)},
+        arguments=tuple(value for name, value in arguments.items() if name not in left_out),
+        constants={name: value for name, value in constants.items() if name not in left_out},
+        # Dependent launch only if it is on: backends other than CUDA do not know the option.
+        options={"num_warps": variant.num_warps, "num_stages": 1, **({"launch_pdl": True} if variant.pdl else {})},
     )
+    return (one,)
 
 
-def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Launch, ...]:
-    """The launches of the call: exactly one."""
-    return ((_plain_launch if spec.plain else _complete_launch)(spec, variant, call),)
+def _strides(tensor: str, strides: tuple[int, int, int, int]) -> dict[str, int]:
+    """Those of tokens, batch entries and heads; that of features is one for a tensor and its key."""
+    return dict(zip((f"{tensor}_stride_s", f"{tensor}_stride_b", f"{tensor}_stride_h"), strides[:3], strict=True))

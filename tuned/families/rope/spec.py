@@ -94,7 +94,7 @@ class RopeSpec:
 
     @property
     def plain(self) -> bool:
-        """One tensor, positions in order, a table, the first features: what templates/rope.py.jinja covers."""
+        """One tensor, positions in order, a table, the first features: its kernel has no parameters for more."""
         return self.angles != "inv_freq" and (
             self.key_heads, self.copied_heads, self.positions, self.context_parallel, self.rotated, self.conjugate,
             self.scaled, self.angles_per_batch,
@@ -126,6 +126,21 @@ class RopeSpec:
         return self.layout == "thd" and self.positions != "ids"
 
     @property
+    def takes_bounds(self) -> bool:
+        """The kernel has a parameter for cu_seqlens: those of packed calls and of complete ones."""
+        return self.packed or not self.plain
+
+    @property
+    def copies_key(self) -> bool:
+        """The kernel has parameters for a second result: complete calls, out of place."""
+        return not self.plain and not self.inplace
+
+    @property
+    def may_begin_before(self) -> bool:
+        """A position may be negative, before the first row of a table: an offset, starts or ids of the caller."""
+        return not self.plain and not self.takes_rates
+
+    @property
     def merges_batch(self) -> bool:
         """In sbhd the b * h rows of one position are adjacent and share its angles, so they are one axis of rows."""
         return self.layout == "sbhd" and self.plain
@@ -151,28 +166,6 @@ class RopeSpec:
         return "cos, sin" if self.angles == "cos_sin" else self.angles
 
     @property
-    def skips_padding(self) -> bool:
-        """Packed and in place: tokens outside every sequence are not written."""
-        return self.packed and self.inplace
-
-    @property
-    def copies_padding(self) -> bool:
-        """Packed and out of place: tokens outside every sequence are copied."""
-        return self.packed and not self.inplace
-
-    @property
-    def and_tail(self) -> str:
-        """What the kernel's docstring adds if the tail is copied."""
-        return ", and the tail" if self.copies_tail else ""
-
-    @property
-    def output(self) -> str:
-        """Where the result goes, as a word of the kernel's name."""
-        if self.inplace:
-            return "inplace"
-        return "copytail" if self.copies_tail else "copy"
-
-    @property
     def summary(self) -> str:
         """One sentence for the header of the generated module."""
         angle = {
@@ -180,15 +173,9 @@ class RopeSpec:
             "cos_sin": "cosine and sine given",
             "inv_freq": "angles, sines and cosines taken here",
         }[self.angles]
-        if not self.plain:
-            place = "in place" if self.inplace else "out of place"
-            return f"RoPE of complete calls, any layout, {self.style} pairs, {place}; {angle}."
-        place = {
-            "inplace": "in place; features that do not rotate are not touched",
-            "copy": "out of place; every feature rotates",
-            "copytail": "out of place; features that do not rotate are copied",
-        }[self.output]
-        return f"RoPE, {self.layout}, {self.style} pairs, {place}; {angle}."
+        place = "in place" if self.inplace else "out of place"
+        calls = f"plain calls, {self.layout}" if self.plain else "complete calls, any layout"
+        return f"RoPE of {calls}, {self.style} pairs, {place}; {angle}."
 
     def bytes_per_token(self) -> int:
         """Bytes of x and of the key that must be read and written per token, without the angles."""

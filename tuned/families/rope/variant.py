@@ -12,36 +12,31 @@ from tuned.families.rope.spec import COMPLETE, ITEM_SIZE, RopeSize, RopeSpec
 
 # 64 float32 values and their angles, a quarter of a thread's 255 registers and more. Larger tiles were not measured.
 MAX_PAIRS_PER_THREAD = 32
-MAX_PAIRS_IN_LOOP = 8  # a loop holds its angles beside the tile; with more pairs none was near the best
 MIN_PAIRS_PER_THREAD = 2  # as many 16-bit features as a load of 4 bytes; with one pair none was near the best
 ADAPTED_HEADS = 8  # 2 x 16 on 4 warps was 80 percent slower than 4 x 8 with the same pairs (head_dim 64, H200)
 # The knobs that decide a tile's size. The other knobs exclude nothing at their defaults: if a rule excludes these there,
 # it excludes them with any others.
-CORE_KNOBS = ("block_tokens", "block_heads", "head_steps", "num_warps")
+CORE_KNOBS = ("block_tokens", "block_heads", "num_warps")
 # Cache hints for L2, since each byte of x is used once: (loads' eviction policy, stores' cache modifier, angles' policy).
 # Kernels of plain calls give no hint for angles. Those of complete calls do with "stream": that saved up to 3 percent in
 # calls that read more of a table than the L2 holds. With the other two it cost up to a tenth.
 CACHE = {"stream": ("evict_first", ".cs", "evict_first"), "stream_stores": ("", ".cs", ""), "keep": ("", "", "")}
 BLOCK_TOKENS = (1, 2, 4, 8)
 BLOCK_HEADS = (1, 2, 4, 8, 16)
-HEAD_STEPS = (1, 2, 3, 4)
-MOST_ROWS = max(BLOCK_HEADS) * max(HEAD_STEPS)
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeVariant:
     """How a program moves and rotates its tile. Costs are in bytes per program, besides the tile itself.
 
-    Text (chooses what Jinja writes): whether ``head_steps`` makes a loop. Numbers (constexpr and launch options): the rest.
+    All are numbers, constexpr and launch options: none changes the kernel's text.
     """
 
-    # Tokens whose angles one program holds: angle bytes are read once for block_heads * head_steps rows.
+    # Tokens whose angles one program holds: angle bytes are read once for block_heads rows.
     block_tokens: int = one_of(*BLOCK_TOKENS, default=2)
-    # Rows of one position handled at a time; in sbhd rows run over batch and heads.
+    # Rows of one position handled at a time; in sbhd rows run over batch and heads. Every tile of rows is a program of its
+    # own, and each reads the angle rows again, from L2.
     block_heads: int = one_of(*BLOCK_HEADS, default=8)
-    # 1: every tile of heads is a program of its own, each reading the angle rows again, from L2. More: one program
-    # walks over as many tiles with its angles in registers, for 1 / head_steps of those reads. 3: 24 heads.
-    head_steps: int = one_of(*HEAD_STEPS, default=1)
     # Which programs run together. "heads": the tiles of one position first, so angle rows stay in L1 / L2;
     # "tokens": neighbouring positions first.
     order: str = one_of("heads", "tokens", default="heads")
@@ -51,16 +46,10 @@ class RopeVariant:
     num_warps: int = one_of(1, 2, 4, 8, default=4)
 
     @property
-    def loops_heads(self) -> bool:
-        """One program walks over several tiles of heads."""
-        return self.head_steps > 1
-
-    @property
     def simplicity(self) -> tuple[int, ...]:
         """Sort key: within the noise the smaller one wins, so that two runs agree."""
         return (
             int(self.pdl),
-            self.head_steps,
             ("heads", "tokens").index(self.order),
             tuple(CACHE).index(self.cache),
             self.num_warps,
@@ -90,26 +79,24 @@ def rejection(  # noqa: PLR0911 - one return per rule
     # Rows that lie at one position: heads, in sbhd those of every batch entry.
     rows = spec.all_heads if not spec.merges_batch else None if size is None else spec.heads * size.batch
     positions = None if size is None else size.tokens if spec.layout == "thd" else size.seq
-    rows_per_program = variant.block_heads * variant.head_steps
     if rows is not None and variant.block_heads >= 2 * rows:
         return f"block_heads={variant.block_heads} would leave more than half of its rows empty with {rows} heads"
-    if rows is not None and variant.loops_heads and variant.block_heads * (variant.head_steps - 1) >= rows:
-        return f"{variant.head_steps} steps of {variant.block_heads} heads: the last would find none of {rows} left"
     if positions is not None and variant.block_tokens >= 2 * positions:
         return f"block_tokens={variant.block_tokens} would leave more than half of its rows empty with {positions} positions"
-    if variant.loops_heads and variant.order == "tokens":
-        return "order='tokens' is not tried with a loop over heads: it never came first"
     if variant.order == "tokens" and (
-        (rows is not None and rows <= rows_per_program) or (positions is not None and positions <= variant.block_tokens)
+        (rows is not None and rows <= variant.block_heads)
+        or (positions is not None and positions <= variant.block_tokens)
     ):
         return "order='tokens' with one tile of heads or of positions is the same grid as order='heads'"
     if variant.pdl and capability < PDL_CAPABILITY:
         return f"programmatic dependent launch needs compute capability 9.0, not {capability / 10}"
     pairs = variant.block_tokens * variant.block_heads * half_block(spec)
     threads = 32 * variant.num_warps
-    most = MAX_PAIRS_IN_LOOP if variant.loops_heads else MAX_PAIRS_PER_THREAD
-    if pairs > most * threads:
-        return f"a tile of {pairs} pairs on {variant.num_warps} warps is more than {most} per thread; larger tiles are not tried"
+    if pairs > MAX_PAIRS_PER_THREAD * threads:
+        return (
+            f"a tile of {pairs} pairs on {variant.num_warps} warps is more than {MAX_PAIRS_PER_THREAD} per thread;"
+            " larger tiles are not tried"
+        )
     # More warps only for larger tiles: small tiles of many warps never came first.
     least = max(MIN_PAIRS_PER_THREAD, variant.num_warps)
     if variant.num_warps > 1 and pairs < least * threads:
@@ -121,11 +108,11 @@ def size_class(spec: RopeSpec, size: RopeSize) -> tuple[int, int]:
     """(positions, rows) of a size, each capped where ``rejection`` no longer tells larger values apart."""
     positions = size.tokens if spec.layout == "thd" else size.seq
     rows = spec.heads * size.batch if spec.merges_batch else 0
-    return min(positions, 2 * max(BLOCK_TOKENS)), min(rows, 2 * MOST_ROWS)
+    return min(positions, 2 * max(BLOCK_TOKENS)), min(rows, 2 * max(BLOCK_HEADS))
 
 
 def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant:
-    """A legal, decent variant for any spec (and size): about 16 pairs per thread, as many warps as that fills, no loop."""
+    """A legal, decent variant for any spec (and size): about 16 pairs per thread, as many warps as that fills."""
     half = half_block(spec)
     heads = 8 if spec.merges_batch else min(8, next_power_of_2(spec.all_heads))
     positions = 2 if size is None else size.tokens if spec.layout == "thd" else size.seq
