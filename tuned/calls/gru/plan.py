@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tuned.calls.gru_cell.prepare import precision_of
+from tuned.calls.products import precision_of
 from tuned.families.gru.launches import counters_needed, sequence
 from tuned.families.gru.variant import alone
 from tuned.launching import residents

@@ -15,15 +15,15 @@ import torch
 
 from tuned.calls.gru import eager
 from tuned.calls.gru.plan import by_library, gru_precision, learn
-from tuned.calls.gru_cell.prepare import rows_of, weight_of
+from tuned.calls.products import rows_of, weight_of
 from tuned.families.gru import FAMILY as GRU
 from tuned.families.gru.launches import Recurrence, counters_needed
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru_cell.spec import DTYPES
 from tuned.families.launch import Launch
 from tuned.families.linear_cat import FAMILY as LINEAR_CAT
-from tuned.families.linear_cat.launches import call_of as linear_call
+from tuned.families.linear_cat.launches import LinearCatCall
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.products import DTYPES
 from tuned.launching import residents
 from tuned.launching.launcher import direct_launcher, direct_supported, hooks, kernel, launch_public, run_step
 from tuned.launching.plan import remember
@@ -220,7 +220,7 @@ def _project(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, precis
         spec = LinearCatSpec("float32", (rows.shape[1],), weight.shape[0], bias=False, precision=precision)
         variant = _projection(spec, LinearCatSize(rows.shape[0]), gpu_of(rows.device))
         if variant is not None:
-            for step in LINEAR_CAT.launches(spec, variant, linear_call((rows_of(rows),), weight_of(weight), out)):
+            for step in LINEAR_CAT.launches(spec, variant, LinearCatCall.of((rows_of(rows),), weight_of(weight), out)):
                 run_step(step, functools.partial(_launch, rows.device.index))
             return
     torch.mm(rows, weight.t(), out=out)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
-from tuned.calls.gru_cell.prepare import precision_of, prepared, spec_of, used, variant_of, why_not
+from tuned.calls.gru_cell.prepare import prepared, spec_of, variant_of, why_not
+from tuned.calls.products import precision_of, used
 from tuned.families.gru_cell import FAMILY as GRU_CELL
-from tuned.families.gru_cell.spec import MAX_SEGMENTS
 from tuned.families.launch import Launch
+from tuned.families.products import MAX_SEGMENTS
 from tuned.families.segments import joined
 from tuned.launching.launcher import kernel, launch_public, run_step
 from tuned.launching.overwrite import bump_versions

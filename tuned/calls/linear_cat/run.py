@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tuned.calls.gru_cell.prepare import MAX_CHOICES, MAX_ELEMENTS, precision_of, rows_of, used, weight_of
-from tuned.families.gru_cell.spec import DTYPES, MAX_SEGMENTS
+from tuned.calls.products import MAX_CHOICES, MAX_ELEMENTS, precision_of, rows_of, used, weight_of
 from tuned.families.linear_cat import FAMILY as LINEAR_CAT
-from tuned.families.linear_cat.launches import LinearCatCall, call_of, launches
+from tuned.families.linear_cat.launches import LinearCatCall, launches
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.products import DTYPES, MAX_SEGMENTS
 from tuned.families.segments import joined
 from tuned.launching.launcher import kernel, launch_public
 from tuned.launching.plan import direct_launch, modes, remember, traits, unless_negative
@@ -114,7 +114,7 @@ def _prepared(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.
     """The arguments of the kernel: 2D tensors with contiguous rows, copied if needed, and an output that is not filled."""
     segments = tuple(rows_of(t.reshape(-1, t.shape[-1])) for t in used(inputs))
     out = weight.new_empty((segments[0].shape[0], weight.shape[0]))
-    return call_of(segments, weight_of(weight), out, *(() if bias is None else (bias.contiguous(),)))
+    return LinearCatCall.of(segments, weight_of(weight), out, *(() if bias is None else (bias.contiguous(),)))
 
 
 def _launched(spec: LinearCatSpec, variant: Any, call: LinearCatCall) -> Any:
