@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import tuned.calls.gru.run
-import tuned.calls.gru.serve
 import tuned.calls.gru_cell.prepare
 import tuned.calls.gru_cell.run
 import tuned.calls.linear_cat.run
+import tuned.calls.recurrent.serve
 import tuned.launching.launcher
 import tuned.launching.plan
 from generator.measuring.mended import mended_interpreter
@@ -99,7 +99,9 @@ def interpreted_families() -> Iterator[None]:
             patch.setattr(module, "direct_launch", direct)
             patch.setattr(module, "launch_public", lambda _function, launch: interpret(launch))
         patch.setattr(
-            tuned.calls.gru.serve, "why_eager", lambda x, **_: None if type(x) in PLAIN else "it has rules of its own"
+            tuned.calls.recurrent.serve,
+            "why_eager",
+            lambda x, **_: None if type(x) in PLAIN else "it has rules of its own",
         )
         patch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
         _sequences(patch)

@@ -15,7 +15,8 @@ import tuned.calls.gru_cell.run
 import tuned.calls.linear_cat.run
 from generator.rendering.modules import load
 from tests.support.gru_sequences import single_steps
-from tuned.calls.gru import plan, run, serve
+from tuned.calls.gru import plan, run
+from tuned.calls.recurrent import serve
 from tuned.families.launch import Launch
 from tuned.launching.plan import DirectLaunch
 from tuned.lookup.lookup import Gpu

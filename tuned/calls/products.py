@@ -37,3 +37,11 @@ def used(segments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The segments that are not empty; concatenated if there are more than the kernels take."""
     wide = tuple(t for t in segments if t.shape[-1])
     return wide if len(wide) <= MAX_SEGMENTS else (torch.cat(wide, -1),)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype that torch.autocast casts to on a device type; None if it is off or, as on "meta", unknown."""
+    # torch.amp.is_autocast_available would tell for any device type, but torch 2.11's Dynamo cannot trace it.
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)

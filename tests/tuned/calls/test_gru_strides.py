@@ -13,7 +13,8 @@ import tuned.calls.linear_cat.run
 from tests.support.gru_machine import Machine, machine
 from tests.support.run import INTERPRETED
 from tests.support.views import VIEWS, apart, expanded, misaligned, negative, odd, repeated, sliced, transposed
-from tuned.calls.gru import plan, run, serve
+from tuned.calls.gru import plan, run
+from tuned.calls.recurrent import serve
 from tuned.dispatch import gru, gru_cell, linear_cat
 from tuned.families.gru.variant import GruVariant
 from tuned.families.gru_cell.launches import GruCellCall, fused_launch, gates_launch

@@ -11,7 +11,8 @@ import torch
 import tuned
 from tests.support.gru_machine import GPU, Machine, machine
 from tests.support.gru_running import VARIANTS, assert_as_pytorch, call_of, interpreted
-from tuned.calls.gru import plan, run, serve
+from tuned.calls.gru import plan, run
+from tuned.calls.recurrent import serve
 from tuned.dispatch import gru
 from tuned.families.gru.variant import GruVariant, alone, programs
 from tuned.launching import residents

@@ -116,6 +116,12 @@ def known(  # noqa: PLR0913 - the arguments of the public call
     return None if plan is None or found is None else plan(found[1], x, h, weight_ih, weight_hh, bias_ih, bias_hh)
 
 
+def eager(segments: Sequence[torch.Tensor], *others: Any) -> torch.Tensor:
+    """One step by PyTorch's own operators, differentiable; ``others`` are h, the weights and the biases."""
+    # torch.gru_cell, not torch._VF's: that is what tuned.nn.patched replaces, and it would call back here.
+    return torch.gru_cell(joined(segments), *others)
+
+
 def run_cell(  # noqa: PLR0913 - the tensors of the public call
     segments: Sequence[torch.Tensor],
     h: torch.Tensor,
@@ -133,7 +139,7 @@ def run_cell(  # noqa: PLR0913 - the tensors of the public call
         spec, size = spec_of(tuple(t.shape[1] for t in used(segments)), h, bias_ih, inplace)
         variant = variant_of(spec, size, gpu_of(h.device))
     if variant is None:
-        out = torch.gru_cell(joined(segments), *given)
+        out = eager(segments, *given)
         return h.copy_(out) if inplace else out
     call = prepared(segments, *given, inplace)
     compiled = _launched(spec, variant, call)

@@ -93,12 +93,17 @@ def known(inputs: Any, weight: Any, bias: Any) -> Any:
     return None if plan is None else plan(inputs, weight, bias)
 
 
+def eager(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The linear over all segments by PyTorch's own operators, differentiable: ``[..., n]``."""
+    return torch.nn.functional.linear(joined(inputs), weight, bias)
+
+
 def run_linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """A checked call that needs no gradient: inputs ``[..., k_i]`` to ``[..., outputs]``. ``known`` serves the next ones."""
     choice_size = None if why_not(inputs, weight) is not None else _spec_of(inputs, weight, bias)
     variant = None if choice_size is None else _variant_of(*choice_size, gpu_of(weight.device))
     if choice_size is None or variant is None:
-        return torch.nn.functional.linear(joined(inputs), weight, bias)
+        return eager(inputs, weight, bias)
     spec, call = choice_size[0], _prepared(inputs, weight, bias)
     compiled = _launched(spec, variant, call)
     # The direct launcher cannot be probed during CUDA graph capture: the next call decides how later ones launch.

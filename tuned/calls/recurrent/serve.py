@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tuned.calls.gru import eager, run
-from tuned.calls.gru.arguments import GruCall, autocast_dtype, check_linear_cat, checked_cell, gru_call
+from tuned.calls.gru.arguments import GruCall, gru_call
+from tuned.calls.gru_cell import run as cell_run
+from tuned.calls.gru_cell.arguments import checked_cell
 from tuned.calls.gru_cell.prepare import choice_of as choice_of_cell
-from tuned.calls.gru_cell.run import run_cell
-from tuned.calls.linear_cat.run import choice_of as choice_of_linear_cat
-from tuned.calls.linear_cat.run import run_linear_cat
+from tuned.calls.linear_cat import run as linear_run
+from tuned.calls.linear_cat.arguments import check_linear_cat
+from tuned.calls.products import autocast_dtype
 from tuned.launching.plan import listeners
 from tuned.lookup.gpu import why_eager
 from tuned.lookup.lookup import Choice
@@ -105,15 +107,15 @@ def gru_cell(  # noqa: PLR0913 - the arguments of the public call
     tensors = present(*segments, h, weight_ih, weight_hh, bias_ih, bias_hh)
     dtype = autocast_dtype(h.device.type)
     if why_torch(tensors) is not None:
-        out = eager.gru_cell(segments, h, weight_ih, weight_hh, bias_ih, bias_hh)
+        out = cell_run.eager(segments, h, weight_ih, weight_hh, bias_ih, bias_hh)
     elif dtype is None:
-        return run_cell(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace=inplace)
+        return cell_run.run_cell(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace=inplace)
     else:
         x = [t.to(dtype) for t in segments]
         state, w_ih, w_hh = (t.to(dtype) for t in (h, weight_ih, weight_hh))
         b_ih, b_hh = (None if b is None else b.to(dtype) for b in (bias_ih, bias_hh))
         with torch.autocast(h.device.type, enabled=False):  # the tensors are cast: autocast must not cast them again
-            out = run_cell(x, state, w_ih, w_hh, b_ih, b_hh, inplace=False)
+            out = cell_run.run_cell(x, state, w_ih, w_hh, b_ih, b_hh, inplace=False)
     return h.copy_(out) if inplace else out
 
 
@@ -121,12 +123,12 @@ def linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch
     """The linear over all segments, ``[..., n]``."""
     dtype = autocast_dtype(weight.device.type)
     if why_torch(present(*inputs, weight, bias)) is not None:
-        return eager.linear_cat(inputs, weight, bias)
+        return linear_run.eager(inputs, weight, bias)
     if dtype is None:
-        return run_linear_cat(inputs, weight, bias)
+        return linear_run.run_linear_cat(inputs, weight, bias)
     with torch.autocast(weight.device.type, enabled=False):  # the tensors are cast: autocast must not cast them again
         cast = [t.to(dtype) for t in inputs]
-        return run_linear_cat(cast, weight.to(dtype), None if bias is None else bias.to(dtype))
+        return linear_run.run_linear_cat(cast, weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def present(*tensors: Any) -> list[torch.Tensor]:
@@ -162,4 +164,4 @@ def explain_linear_cat(inputs: Any, weight: Any, bias: Any = None) -> tuple[Choi
         return Choice("eager", reason, None), None
     dtype = autocast_dtype(weight.device.type)
     cast = weight if dtype is None else weight.to(dtype)
-    return choice_of_linear_cat(inputs, cast, bias)
+    return linear_run.choice_of(inputs, cast, bias)
