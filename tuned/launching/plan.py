@@ -14,6 +14,7 @@ from tuned.launching.launcher import direct_supported, hooks, kernel, raw_stream
 if TYPE_CHECKING:
     from tuned.families.launch import Launch
 
+ALIGNED_BYTES = 16  # of an address, as Triton specialises on it
 MAX_PLANS = 4096  # plans per table: a decode loop needs a handful, and one more for each new length
 
 
@@ -93,22 +94,28 @@ def direct_launch(launch: Launch, compiled: Any, device: int) -> DirectLaunch | 
     return DirectLaunch(run, compiled.function, head, launch.programs, rest, raw_stream(), *listening)
 
 
-def specialisation(launch: Launch) -> tuple[Any, ...]:
-    """What Triton specialises a kernel on, of a launch's arguments.
+class Kind(NamedTuple):
+    """What Triton lets the code of a kernel know of one argument: it compiles another kernel for another kind."""
 
-    For a tensor: its dtype and 16-byte alignment. For an int: whether it needs 64 bits and, unless the parameter is
-    do_not_specialize, whether it is 1 and whether 16 divides it.
-    """
-    kinds: list[Any] = []
-    for value, specialised in zip(launch.arguments, _specialised(launch.kernel), strict=False):
-        if isinstance(value, torch.Tensor):
-            kinds.append((value.dtype, not value.data_ptr() % 16))
-        elif isinstance(value, int):
-            wide = not -(2**31) <= value < 2**31
-            kinds.append((wide, value == 1, not value % 16) if specialised else wide)
-        else:
-            kinds.append(type(value))
-    return tuple(kinds)
+    type: Any  # the dtype of a tensor; "i32" or "i64"; the Python type of anything else
+    one: bool = False  # an integer that is 1, and so a constant of the code
+    by_16: bool = False  # an address, or an integer, that 16 divides
+
+
+def kind_of(value: Any, *, specialised: bool = True) -> Kind:
+    """The kind of an argument; of an integer whose parameter is do_not_specialize, only its width is known."""
+    if isinstance(value, int):
+        width = "i32" if -(2**31) <= value < 2**31 else "i64"
+        return Kind(width, value == 1, not value % ALIGNED_BYTES) if specialised else Kind(width)
+    if isinstance(value, torch.Tensor):
+        return Kind(value.dtype, by_16=not value.data_ptr() % ALIGNED_BYTES)
+    return Kind(type(value))
+
+
+def specialisation(launch: Launch) -> tuple[Kind, ...]:
+    """What Triton specialises a kernel on, of a launch's arguments."""
+    asked = _specialised(launch.kernel)
+    return tuple(kind_of(value, specialised=one) for value, one in zip(launch.arguments, asked, strict=False))
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from tuned.families.gru.launches import counters_needed, sequence
 from tuned.families.gru.variant import alone
 from tuned.launching import residents
 from tuned.launching.launcher import INTEGERS
-from tuned.launching.plan import direct_launch, modes, remember, traits, unless_negative
+from tuned.launching.plan import ALIGNED_BYTES, direct_launch, modes, remember, traits, unless_negative
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,7 +32,6 @@ _PLANS: dict[
 ] = {}  # key of a call -> function (input, hx, weights) -> (output, h_n), or None if it cannot serve
 _grad_enabled = torch.is_grad_enabled
 _FLOAT32 = torch.float32
-ALIGNED_BYTES = 16  # the alignment that Triton specialises on
 SMALL_PRODUCT = 2**29  # multiplications: 20 us at the 50 TFLOP/s that an H200 has for float32
 
 

@@ -26,7 +26,7 @@ from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.families.products import DTYPES
 from tuned.launching import residents
 from tuned.launching.launcher import direct_launcher, direct_supported, hooks, kernel, launch_public, run_step
-from tuned.launching.plan import remember
+from tuned.launching.plan import remember, specialisation
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, Gpu, choose
@@ -306,7 +306,7 @@ def _launch(device: int, launch: Launch) -> Any:
     """
     function = kernel(launch.kernel)
     listening = hooks()
-    key = (device, launch.kernel, *launch.constants.values(), *launch.options.items(), *_specialised(function, launch))
+    key = (device, launch.kernel, *launch.constants.values(), *launch.options.items(), *specialisation(launch))
     known = _KNOWN.get(key)
     if known is not None and listening is not None and not listening[0].calls and not listening[1].calls:
         compiled, run = known
@@ -317,17 +317,6 @@ def _launch(device: int, launch: Launch) -> Any:
     if not torch.cuda.is_current_stream_capturing() and listening is not None and direct_supported(device):
         remember(_KNOWN, key, (compiled, direct_launcher(compiled, device)))
     return compiled
-
-
-def _specialised(function: Any, launch: Launch) -> list[Any]:
-    """What Triton specialises on: dtypes, alignment, and which integers are 1, divisible by 16 or wider than 32 bits."""
-    found: list[Any] = []
-    for parameter, value in zip(function.params, launch.arguments, strict=False):
-        if isinstance(value, torch.Tensor):
-            found.append((value.dtype, value.data_ptr() % ALIGNED_BYTES))
-        elif not parameter.do_not_specialize:
-            found.append((value == 1, value % 16 == 0, -(2**31) <= value < 2**31))
-    return found
 
 
 __all__ = ["choice_of", "forward", "why_not"]
