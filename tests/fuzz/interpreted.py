@@ -94,10 +94,9 @@ def interpreted_families() -> Iterator[None]:
             patch.setattr(module, "why_eager", why_eager)
         for module in (cell, linear, run):
             patch.setattr(module, "gpu_of", lambda _device: GPU)
-        for module in (cell, linear):
-            patch.setattr(module, "_capturing", lambda: False)
-            patch.setattr(module, "direct_launch", direct)
-            patch.setattr(module, "launch_public", lambda _function, launch: interpret(launch))
+        patch.setattr(tuned.launching.plan, "_capturing", lambda: False)
+        patch.setattr(tuned.launching.plan, "direct_launch", direct)
+        patch.setattr(tuned.launching.launcher, "launch_public", lambda _function, launch: interpret(launch))
         patch.setattr(
             tuned.calls.recurrent.serve,
             "why_eager",
@@ -129,4 +128,4 @@ def _sequences(patch: pytest.MonkeyPatch) -> None:
                 interpret(sequence(spec, variant, recurrence, step, step + 1))
 
     patch.setattr(run, "GRU", dataclasses.replace(run.GRU, launches=launches))
-    patch.setattr(run, "_launch", launched)
+    patch.setattr(run, "launch_known", launched)

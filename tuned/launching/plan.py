@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
-from tuned.launching.launcher import direct_supported, hooks, kernel, raw_stream, unwrapped
-
-if TYPE_CHECKING:
-    from tuned.families.launch import Launch
+from tuned.families.launch import Launch
+from tuned.launching.launcher import (
+    direct_launcher,
+    direct_supported,
+    hooks,
+    kernel,
+    launch_public,
+    raw_stream,
+    unwrapped,
+)
 
 ALIGNED_BYTES = 16  # of an address, as Triton specialises on it
 MAX_PLANS = 4096  # plans per table: a decode loop needs a handful, and one more for each new length
@@ -23,6 +29,7 @@ _autocast = torch.is_autocast_enabled
 # Number of active dispatch modes, which a launch would bypass: FakeTensorMode, tracers, FlopCounterMode.
 listeners: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # noqa: SLF001
+_capturing = torch.cuda.is_current_stream_capturing
 tracing: Callable[[], Any] = torch._C._get_tracing_state  # noqa: SLF001 - of torch.jit
 
 
@@ -94,6 +101,23 @@ def direct_launch(launch: Launch, compiled: Any, device: int) -> DirectLaunch | 
     return DirectLaunch(run, compiled.function, head, launch.programs, rest, raw_stream(), *listening)
 
 
+def plan_of(  # noqa: PLR0913 - a call that was launched publicly, as it was given and as the kernel took it
+    make: Callable[[DirectLaunch], Any],
+    public: Any,
+    steps: Iterable[Any],
+    compiled: Any,
+    given: Iterable[torch.Tensor | None],
+    taken: Iterable[torch.Tensor | None],
+) -> Any:
+    """The plan of calls like one that was launched publicly: ``make`` of its direct launch; ``public`` if it can have none."""
+    addresses = [[(t.data_ptr(), t.get_device()) for t in tensors if t is not None] for tensors in (given, taken)]
+    if addresses[0] != addresses[1]:
+        return public  # a tensor was copied, or segments were concatenated, and every call must do so again
+    launch = next(step for step in steps if isinstance(step, Launch))
+    direct = direct_launch(launch, compiled, addresses[0][0][1])
+    return public if direct is None else make(direct)
+
+
 class Kind(NamedTuple):
     """What Triton lets the code of a kernel know of one argument: it compiles another kernel for another kind."""
 
@@ -123,8 +147,42 @@ def _specialised(name: str) -> tuple[bool, ...]:
     return tuple(not parameter.do_not_specialize for parameter in kernel(name).params)
 
 
+_KNOWN: dict[Any, Any] = {}  # properties of a launch -> (compiled kernel, its direct launcher); no tensors
+
+
+def launch_known(device: int, launch: Launch) -> Any:
+    """Launch on the current stream: publicly the first time, which compiles, then directly.
+
+    Returns the compiled kernel.
+    """
+    function = kernel(launch.kernel)
+    listening = hooks()
+    key = (device, launch.kernel, *launch.constants.values(), *launch.options.items(), *specialisation(launch))
+    known = _KNOWN.get(key)
+    if known is not None and listening is not None and not listening[0].calls and not listening[1].calls:
+        compiled, run = known
+        run(launch.programs, (*launch.arguments, *launch.constants.values()))
+        return compiled
+    compiled = launch_public(function, launch)
+    # The direct launcher cannot be probed during CUDA graph capture: the next launch decides for the later ones.
+    if not _capturing() and listening is not None and direct_supported(device):
+        remember(_KNOWN, key, (compiled, direct_launcher(compiled, device)))
+    return compiled
+
+
 def remember(plans: dict[Any, Any], key: Any, plan: Any) -> None:
     """Keep a plan; a table that has MAX_PLANS is emptied first."""
     if len(plans) >= MAX_PLANS:
         plans.clear()
     plans[key] = plan
+
+
+def learn(plans: dict[Any, Any], key: Any, make: Callable[[], Any], given: Callable[..., Any], *arguments: Any) -> None:
+    """Remember what calls like one that was served do: the plan that ``make`` gives, if ``key`` and it are not None.
+
+    ``arguments`` are what the plan would take for this call, and ``given(*arguments)`` the tensors among them.
+    """
+    # The direct launcher cannot be probed during CUDA graph capture: the next call decides how later ones launch.
+    if key is None or _capturing() or (plan := make()) is None:
+        return
+    remember(plans, key, unless_negative(plan, given(*arguments), given))

@@ -75,8 +75,8 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tables: dict[str, Table]) -> Itera
         monkeypatch.setattr(module, "why_eager", lambda *_, **__: None)
     for module in (tuned.calls.rope.plan, tuned.calls.gru_cell.prepare, tuned.calls.gru_cell.run):
         monkeypatch.setattr(module, "gpu_of", lambda _: UNKNOWN)
-    monkeypatch.setattr(tuned.calls.gru_cell.run, "_capturing", lambda: False)
-    monkeypatch.setattr(tuned.calls.gru_cell.run, "_direct_plan", lambda *_: None)
+    monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
+    monkeypatch.setattr(tuned.launching.plan, "direct_launch", lambda *_: None)
     monkeypatch.setattr(tuned.calls.gru_cell.run, "_PLANS", {})
     monkeypatch.setattr(tuned.calls.rope.plan, "direct_launch", lambda *_: None)
     monkeypatch.setattr(tuned.calls.rope.plan, "capturing", lambda: False)

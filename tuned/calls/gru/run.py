@@ -25,8 +25,8 @@ from tuned.families.linear_cat.launches import LinearCatCall
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.families.products import DTYPES
 from tuned.launching import residents
-from tuned.launching.launcher import direct_launcher, direct_supported, hooks, kernel, launch_public, run_step
-from tuned.launching.plan import remember, specialisation
+from tuned.launching.launcher import run_step
+from tuned.launching.plan import launch_known
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, Gpu, choose
@@ -200,7 +200,7 @@ def _recur(  # noqa: PLR0913 - a part of a call
     compiled: list[Any] = []
 
     def launch(one: Launch) -> None:
-        compiled.append(_launch(x.device.index, one))
+        compiled.append(launch_known(x.device.index, one))
 
     for step in GRU.launches(spec, variant, recurrence):
         run_step(step, launch)
@@ -221,7 +221,7 @@ def _project(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, precis
         variant = _projection(spec, LinearCatSize(rows.shape[0]), gpu_of(rows.device))
         if variant is not None:
             for step in LINEAR_CAT.launches(spec, variant, LinearCatCall.of((rows_of(rows),), weight_of(weight), out)):
-                run_step(step, functools.partial(_launch, rows.device.index))
+                run_step(step, functools.partial(launch_known, rows.device.index))
             return
     torch.mm(rows, weight.t(), out=out)
 
@@ -294,29 +294,6 @@ def _packed_lengths(batch_sizes: tuple[int, ...], device: torch.device) -> tuple
     rows = torch.tensor(batch_sizes, device="cpu")  # not the default device
     lengths = (rows[:, None] > torch.arange(batch_sizes[0], device="cpu")).sum(0, dtype=torch.int32)
     return (rows.cumsum(0) - rows).to(device), lengths.to(device)
-
-
-_KNOWN: dict[Any, Any] = {}  # properties of a launch -> (compiled kernel, its direct launcher); no tensors
-
-
-def _launch(device: int, launch: Launch) -> Any:
-    """Launch on the current stream: publicly the first time, which compiles, then directly.
-
-    Returns the compiled kernel.
-    """
-    function = kernel(launch.kernel)
-    listening = hooks()
-    key = (device, launch.kernel, *launch.constants.values(), *launch.options.items(), *specialisation(launch))
-    known = _KNOWN.get(key)
-    if known is not None and listening is not None and not listening[0].calls and not listening[1].calls:
-        compiled, run = known
-        run(launch.programs, (*launch.arguments, *launch.constants.values()))
-        return compiled
-    compiled = launch_public(function, launch)
-    # The direct launcher cannot be probed during CUDA graph capture: the next launch decides for the later ones.
-    if not torch.cuda.is_current_stream_capturing() and listening is not None and direct_supported(device):
-        remember(_KNOWN, key, (compiled, direct_launcher(compiled, device)))
-    return compiled
 
 
 __all__ = ["choice_of", "forward", "why_not"]
