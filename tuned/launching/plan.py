@@ -44,6 +44,17 @@ def modes(device: int) -> tuple[Any, ...] | None:
     return _autocast("cuda"), device if device < 0 else current_device()
 
 
+def bypassed() -> str | None:
+    """Why a launch would bypass torch.func, forward-mode AD or torch.jit tracing, in words; or None.
+
+    ``modes`` asks the same where a call is known, and of dispatch modes too: it is written out there, since a function
+    called would cost time.
+    """
+    if transforms_active() or forward_ad._current_level >= 0:  # noqa: SLF001
+        return "a transform of torch.func or forward-mode differentiation is active"
+    return "torch.jit is tracing" if tracing() is not None else None
+
+
 def traits(t: torch.Tensor) -> tuple[Any, ...]:
     """All properties of a tensor that a compiled kernel, or the path to it, may depend on if no gradient is needed."""
     return type(t), t.dtype, t.shape, t.stride(), t.data_ptr() & 15, t.get_device()

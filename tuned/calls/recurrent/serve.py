@@ -16,14 +16,12 @@ from tuned.calls.gru_cell.prepare import choice_of as choice_of_cell
 from tuned.calls.linear_cat import run as linear_run
 from tuned.calls.linear_cat.arguments import check_linear_cat
 from tuned.calls.products import autocast_dtype
-from tuned.launching.plan import listeners
-from tuned.lookup.gpu import why_eager
+from tuned.launching.plan import bypassed, listeners
+from tuned.lookup.gpu import PLAIN, why_eager, why_not_plain
 from tuned.lookup.lookup import Choice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def why_torch(tensors: Sequence[torch.Tensor]) -> str | None:
@@ -32,15 +30,15 @@ def why_torch(tensors: Sequence[torch.Tensor]) -> str | None:
     if reason is not None:
         return reason
     for t in tensors:
-        if type(t) not in _PLAIN:
-            return f"{type(t).__name__} is a subclass of Tensor with rules of its own"
+        if (reason := why_not_plain(t)) is not None:
+            return reason
         if t.is_neg() or t.is_conj():
             return "a tensor has the negative or conjugate bit, which only PyTorch's own operators resolve"
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return "a gradient is needed, which PyTorch's own operators compute; if not, call under torch.no_grad()"
     if autocast_dtype(tensors[0].device.type) is not None and any(t.dtype == torch.float64 for t in tensors):
         return "no kernel takes float64, and autocast does not cast it"
-    return _bypassed()
+    return bypassed()
 
 
 def by_operator(tensors: Sequence[torch.Tensor | None]) -> bool:
@@ -51,9 +49,9 @@ def by_operator(tensors: Sequence[torch.Tensor | None]) -> bool:
     """
     if torch.compiler.is_dynamo_compiling():
         return True
-    if not listeners() or torch.compiler.is_exporting() or _bypassed() is not None:
+    if not listeners() or torch.compiler.is_exporting() or bypassed() is not None:
         return False
-    return all(t is None or (t.is_cuda and (type(t) in _PLAIN or _stands_for_a_plain_one(t))) for t in tensors)
+    return all(t is None or (t.is_cuda and (type(t) in PLAIN or _stands_for_a_plain_one(t))) for t in tensors)
 
 
 def _stands_for_a_plain_one(t: torch.Tensor) -> bool:
@@ -62,15 +60,6 @@ def _stands_for_a_plain_one(t: torch.Tensor) -> bool:
     from torch._subclasses.functional_tensor import FunctionalTensor  # noqa: PLC0415
 
     return type(t) in (FakeTensor, FunctionalTensor)
-
-
-def _bypassed() -> str | None:
-    """Why a launch would bypass torch.func, forward-mode AD or torch.jit tracing; or None."""
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:  # noqa: SLF001
-        return "a transform of torch.func or forward-mode differentiation is active"
-    if torch.jit.is_tracing():  # type: ignore[attr-defined]
-        return "torch.jit is tracing"
-    return None
 
 
 def _as_cast(call: GruCall) -> tuple[GruCall, bool]:
