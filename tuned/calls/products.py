@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAX_ELEMENTS = 2**31  # of a weight: the kernels compute offsets in it in 32 bits
-MAX_CHOICES = 4096  # (spec, size, GPU) triples whose variant is remembered
 
 
 def precision_of(dtype: torch.dtype) -> str:

@@ -21,6 +21,8 @@ from tuned.launching.launcher import (
 )
 
 ALIGNED_BYTES = 16  # of an address, as Triton specialises on it
+# Errors of building the key of a call from what is not a plain tensor: the checks say what is wrong, or eager takes it.
+NO_KEY = (AttributeError, RuntimeError, TypeError)
 MAX_PLANS = 4096  # plans per table: a decode loop needs a handful, and one more for each new length
 
 
@@ -188,7 +190,7 @@ def remember(plans: dict[Any, Any], key: Any, plan: Any) -> None:
     plans[key] = plan
 
 
-def learn(plans: dict[Any, Any], key: Any, make: Callable[[], Any], given: Callable[..., Any], *arguments: Any) -> None:
+def keep(plans: dict[Any, Any], key: Any, make: Callable[[], Any], given: Callable[..., Any], *arguments: Any) -> None:
     """Remember what calls like one that was served do: the plan that ``make`` gives, if ``key`` and it are not None.
 
     ``arguments`` are what the plan would take for this call, and ``given(*arguments)`` the tensors among them.

@@ -15,7 +15,7 @@ from tuned.families.gru.launches import counters_needed, sequence
 from tuned.families.gru.variant import alone
 from tuned.launching import residents
 from tuned.launching.launcher import INTEGERS
-from tuned.launching.plan import ALIGNED_BYTES, direct_launch, modes, remember, traits, unless_negative
+from tuned.launching.plan import ALIGNED_BYTES, NO_KEY, direct_launch, keep, modes, traits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,7 +79,7 @@ def known(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...]) -> Result | 
     """
     try:
         plan = _PLANS.get(_key(x, hx, weights, settings))
-    except (AttributeError, RuntimeError, TypeError):  # not plain tensors: the checks say what is wrong
+    except NO_KEY:
         return None
     return None if plan is None else plan(x, hx, weights)
 
@@ -94,11 +94,13 @@ def learn(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurre
         return
     if recurrence.h_0.data_ptr() != call.hx.data_ptr():
         return  # hx was copied, and every call must copy it again
-    launch = sequence(spec, variant, recurrence, 0, recurrence.seq)
-    direct = direct_launch(launch, compiled, call.input.device.index)
-    if direct is not None:
-        plan = _plan(call, spec, variant, recurrence, direct)
-        remember(_PLANS, key, unless_negative(plan, call.tensors, lambda x, hx, weights: (x, hx, *weights)))
+
+    def make() -> Any:
+        launch = sequence(spec, variant, recurrence, 0, recurrence.seq)
+        direct = direct_launch(launch, compiled, call.input.device.index)
+        return None if direct is None else _plan(call, spec, variant, recurrence, direct)
+
+    keep(_PLANS, key, make, lambda x, hx, weights: (x, hx, *weights), call.input, call.hx, call.weights)
 
 
 def _plan(

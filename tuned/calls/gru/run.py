@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from tuned.calls.gru.arguments import GruCall
 
-MAX_CHOICES = 4096  # sizes remembered
 MAX_LENGTHS = 64  # sets of lengths whose tensors are kept on a device
 ALIGNED_BYTES = 16  # templates/gru.py.jinja assumes that rows are so aligned if their width allows it
 
@@ -144,7 +143,7 @@ def _parts(call: GruCall) -> list[tuple[GruSpec, GruSize, Choice]]:
     return [(spec, size, _choose(spec, size, gpu, *limit))] * call.num_layers
 
 
-@functools.lru_cache(maxsize=MAX_CHOICES)
+@functools.lru_cache(maxsize=misses.MAX_CHOICES)
 def _choose(spec: GruSpec, size: GruSize, gpu: Gpu, limit: int | None = None) -> Choice:
     """The choice, made once for all equal calls; ``limit`` is the number of programs that may wait for each other."""
     if limit is None:
@@ -226,7 +225,7 @@ def _project(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, precis
     torch.mm(rows, weight.t(), out=out)
 
 
-@functools.lru_cache(maxsize=MAX_CHOICES)
+@functools.lru_cache(maxsize=misses.MAX_CHOICES)
 def _projection(spec: LinearCatSpec, size: LinearCatSize, gpu: Gpu) -> Any:
     return choose(LINEAR_CAT, spec, size, gpu).variant
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tuned.calls.products import MAX_CHOICES, MAX_ELEMENTS, precision_of, rows_of, used, weight_of
+from tuned.calls.products import MAX_ELEMENTS, precision_of, rows_of, used, weight_of
 from tuned.families.gru_cell import FAMILY as GRU_CELL
 from tuned.families.gru_cell.launches import GruCellCall
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.products import DTYPES
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
-from tuned.lookup.lookup import Choice, Gpu, choose
+from tuned.lookup.lookup import Choice, choose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +29,9 @@ def spec_of(
     dtype = str(h.dtype).removeprefix("torch.")
     spec = GruCellSpec(dtype, h.shape[1], widths, bias is not None, inplace, precision_of(h.dtype))
     return spec, GruCellSize(h.shape[0])
+
+
+variant_of = misses.variants(GRU_CELL)
 
 
 def why_not(segments: Sequence[torch.Tensor], h: torch.Tensor) -> str | None:
@@ -54,14 +56,6 @@ def choice_of(
     widths = tuple(t.shape[1] for t in used(segments))
     spec, size = spec_of(widths, h, bias, inplace)
     return choose(GRU_CELL, spec, size, gpu_of(h.device)), spec
-
-
-@functools.lru_cache(maxsize=MAX_CHOICES)
-def variant_of(spec: GruCellSpec, size: GruCellSize, gpu: Gpu) -> Any:
-    """The variant, chosen once for all equal steps."""
-    choice = choose(GRU_CELL, spec, size, gpu)
-    misses.note(GRU_CELL, spec, size, choice)
-    return choice.variant
 
 
 def prepared(  # noqa: PLR0913 - the tensors of the public call

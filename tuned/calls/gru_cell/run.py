@@ -20,9 +20,10 @@ from tuned.families.segments import joined
 from tuned.launching.launcher import run_steps
 from tuned.launching.overwrite import bump_versions
 from tuned.launching.plan import (
+    NO_KEY,
     DirectLaunch,
     current_device,
-    learn,
+    keep,
     listeners,
     plan_of,
     tracing,
@@ -108,7 +109,7 @@ def known(  # noqa: PLR0913 - the arguments of the public call
             x = x[0]
         found = _key(x, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace)
         plan = None if found is None else _PLANS.get(found[0])
-    except (AttributeError, RuntimeError, TypeError):  # not plain tensors: the checks say what is wrong
+    except NO_KEY:
         return None
     return None if plan is None or found is None else plan(found[1], x, h, weight_ih, weight_hh, bias_ih, bias_hh)
 
@@ -147,7 +148,7 @@ def run_cell(  # noqa: PLR0913 - the tensors of the public call
     x = segments[0] if len(segments) == 1 else tuple(segments)
     key, pointers = _key(x, *given, inplace) or (None, None)
     plan = functools.partial(plan_of, make, public, steps, compiled, (*segments, *given), taken)
-    learn(_PLANS, key, plan, _tensors, pointers, x, *given)
+    keep(_PLANS, key, plan, _tensors, pointers, x, *given)
     return call.out  # type: ignore[no-any-return]
 
 

@@ -11,22 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tuned.calls.products import MAX_CHOICES, MAX_ELEMENTS, precision_of, rows_of, used, weight_of
+from tuned.calls.products import MAX_ELEMENTS, precision_of, rows_of, used, weight_of
 from tuned.families.linear_cat import FAMILY as LINEAR_CAT
 from tuned.families.linear_cat.launches import LinearCatCall, launches
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.families.products import DTYPES, MAX_SEGMENTS
 from tuned.families.segments import joined
 from tuned.launching.launcher import run_steps
-from tuned.launching.plan import DirectLaunch, learn, modes, plan_of, traits
+from tuned.launching.plan import NO_KEY, DirectLaunch, keep, modes, plan_of, traits
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
-from tuned.lookup.lookup import Choice, Gpu, choose
+from tuned.lookup.lookup import Choice, choose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _PLANS: dict[Any, Any] = {}  # key of a call -> (inputs, weight, bias) -> y
+_variant_of = misses.variants(LINEAR_CAT)
 _grad_enabled = torch.is_grad_enabled
 
 
@@ -59,14 +60,6 @@ def choice_of(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: Any) -
     return choose(LINEAR_CAT, spec, size, gpu_of(weight.device)), spec
 
 
-@functools.lru_cache(maxsize=MAX_CHOICES)
-def _variant_of(spec: LinearCatSpec, size: LinearCatSize, gpu: Gpu) -> Any:
-    """The variant, chosen once for all equal calls."""
-    choice = choose(LINEAR_CAT, spec, size, gpu)
-    misses.note(LINEAR_CAT, spec, size, choice)
-    return choice.variant
-
-
 def _key(inputs: Any, weight: Any, bias: Any) -> Any:
     """All that a compiled kernel, or the path to it, may depend on.
 
@@ -87,7 +80,7 @@ def known(inputs: Any, weight: Any, bias: Any) -> Any:
     """The result, without checks, of a call with the properties of one that ``run_linear_cat`` served; None for any other."""
     try:
         plan = _PLANS.get(_key(inputs, weight, bias))
-    except (AttributeError, RuntimeError, TypeError):  # not plain tensors: the checks say what is wrong
+    except NO_KEY:
         return None
     return None if plan is None else plan(inputs, weight, bias)
 
@@ -110,7 +103,7 @@ def run_linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: t
     make = functools.partial(_direct_plan, inputs[0].shape[:-1], spec, weight.device.index, public)
     taken = (*call.segments, call.weight, call.bias)
     plan = functools.partial(plan_of, make, public, steps, compiled, _tensors(inputs, weight, bias), taken)
-    learn(_PLANS, _key(inputs, weight, bias), plan, _tensors, inputs, weight, bias)
+    keep(_PLANS, _key(inputs, weight, bias), plan, _tensors, inputs, weight, bias)
     return call.out.view(*inputs[0].shape[:-1], spec.outputs)  # type: ignore[no-any-return]
 
 
