@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 from typing_extensions import Self
 
@@ -64,3 +69,8 @@ def alignment(dtype: str, *tensors: Any) -> int:
 def lanes(spec: Any) -> int:
     """Elements along K that a warp of the vector form reads at once: 16 bytes per lane."""
     return 32 * 16 // ITEM_SIZE[spec.dtype]
+
+
+def joined(segments: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The segments concatenated in the last axis, for PyTorch's own operators; a single one as it is."""
+    return segments[0] if len(segments) == 1 else torch.cat(tuple(segments), -1)

@@ -15,8 +15,7 @@ from torch.autograd import forward_ad
 from tuned.calls.gru_cell.prepare import prepared, spec_of, variant_of, why_not
 from tuned.calls.products import precision_of, used
 from tuned.families.gru_cell import FAMILY as GRU_CELL
-from tuned.families.products import MAX_SEGMENTS
-from tuned.families.segments import joined
+from tuned.families.products import MAX_SEGMENTS, joined
 from tuned.launching.launcher import run_steps
 from tuned.launching.overwrite import bump_versions
 from tuned.launching.plan import (

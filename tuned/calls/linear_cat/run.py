@@ -15,8 +15,7 @@ from tuned.calls.products import MAX_ELEMENTS, precision_of, rows_of, used, weig
 from tuned.families.linear_cat import FAMILY as LINEAR_CAT
 from tuned.families.linear_cat.launches import LinearCatCall, launches
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
-from tuned.families.products import DTYPES, MAX_SEGMENTS
-from tuned.families.segments import joined
+from tuned.families.products import DTYPES, MAX_SEGMENTS, joined
 from tuned.launching.launcher import run_steps
 from tuned.launching.plan import NO_KEY, DirectLaunch, keep, modes, plan_of, traits
 from tuned.lookup import misses
