@@ -71,12 +71,13 @@ def source_of(function: Any, launch: Launch) -> ASTSource:
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], list[list[Any]]] = {}
     for index, (parameter, known) in enumerate(zip(function.params, specialised(function, launch), strict=True)):
-        if parameter.is_constexpr or known.one:
+        if parameter.is_constexpr or known[1]:
             signature[parameter.name] = "constexpr"
             constants[(index,)] = known if parameter.is_constexpr else 1
             continue
-        signature[parameter.name] = TYPES[known.type]
-        if known.by_16:
+        kind, _, by_16 = known
+        signature[parameter.name] = TYPES[kind]
+        if by_16:
             attributes[(index,)] = [["tt.divisibility", ALIGNED_BYTES]]
     return ASTSource(function, signature, constants, attributes)
 
@@ -88,7 +89,7 @@ def specialised(function: Any, launch: Launch) -> tuple[Any, ...]:
     """
     values = (*launch.arguments, *launch.constants.values())
     return tuple(
-        value if parameter.is_constexpr else kind_of(value, specialised=not parameter.do_not_specialize)
+        value if parameter.is_constexpr else kind_of(value, not parameter.do_not_specialize)
         for parameter, value in zip(function.params, values, strict=True)
     )
 

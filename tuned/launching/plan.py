@@ -131,28 +131,25 @@ def plan_of(  # noqa: PLR0913 - a call that was launched publicly, as it was giv
     return public if direct is None else make(direct)
 
 
-class Kind(NamedTuple):
-    """What Triton lets the code of a kernel know of one argument: it compiles another kernel for another kind."""
-
-    type: Any  # the dtype of a tensor; "i32" or "i64"; the Python type of anything else
-    one: bool = False  # an integer that is 1, and so a constant of the code
-    by_16: bool = False  # an address, or an integer, that 16 divides
+# What Triton lets the code of a kernel know of one argument, which is another kernel for each: the dtype of a tensor, "i32" or
+# "i64", or the Python type of anything else; whether it is the integer 1, and so a constant; whether 16 divides the address or
+# the integer. A plain tuple: a class would triple the time, and every launch of a long GRU asks for 20.
+Kind = tuple[Any, bool, bool]
 
 
-def kind_of(value: Any, *, specialised: bool = True) -> Kind:
+def kind_of(value: Any, specialised: bool = True) -> Kind:  # noqa: FBT001, FBT002 - mapped over arguments
     """The kind of an argument; of an integer whose parameter is do_not_specialize, only its width is known."""
     if isinstance(value, int):
         width = "i32" if -(2**31) <= value < 2**31 else "i64"
-        return Kind(width, value == 1, not value % ALIGNED_BYTES) if specialised else Kind(width)
+        return (width, value == 1, not value % ALIGNED_BYTES) if specialised else (width, False, False)
     if isinstance(value, torch.Tensor):
-        return Kind(value.dtype, by_16=not value.data_ptr() % ALIGNED_BYTES)
-    return Kind(type(value))
+        return value.dtype, False, not value.data_ptr() % ALIGNED_BYTES
+    return type(value), False, False
 
 
 def specialisation(launch: Launch) -> tuple[Kind, ...]:
     """What Triton specialises a kernel on, of a launch's arguments."""
-    asked = _specialised(launch.kernel)
-    return tuple(kind_of(value, specialised=one) for value, one in zip(launch.arguments, asked, strict=False))
+    return tuple(map(kind_of, launch.arguments, _specialised(launch.kernel)))
 
 
 @functools.cache

@@ -27,5 +27,5 @@ def test_arguments_are_of_one_kind_where_triton_compiles_one_kernel(*, specialis
         return native(CUDABackend, value, False, specialised or isinstance(value, torch.Tensor), True)
 
     for a, b in itertools.combinations(VALUES, 2):
-        ours = kind_of(a, specialised=specialised) == kind_of(b, specialised=specialised)
+        ours = kind_of(a, specialised) == kind_of(b, specialised)
         assert ours == (tritons(a) == tritons(b)), (a, b)
