@@ -2,7 +2,7 @@
 
 import torch
 
-from tuned.families.segments import joined
+from tuned.families.products import joined
 
 
 def test_segments_are_put_together_in_their_order() -> None:

@@ -33,10 +33,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tuned.calls.gru import plan as gru_plan
-from tuned.calls.gru import serve
-from tuned.calls.gru.arguments import check_linear_cat, checked_cell, gru_call
+from tuned.calls.gru.arguments import gru_call
 from tuned.calls.gru_cell import run as gru_cell_run
+from tuned.calls.gru_cell.arguments import checked_cell
 from tuned.calls.linear_cat import run as linear_cat_run
+from tuned.calls.linear_cat.arguments import check_linear_cat
+from tuned.calls.recurrent import serve
 from tuned.calls.rope import call as rope_call
 from tuned.calls.rope.arguments import Given, Settings, kv_heads_of, offset_of, whole_numbers
 from tuned.launching.overwrite import bump_versions, refuse_overwrite
@@ -313,7 +315,7 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
         if torch.is_grad_enabled() and any(t.requires_grad for t in serve.present(*segments, *given)):
             raise RuntimeError("h is overwritten, and its old value is needed for a gradient; use inplace=False")
     if serve.by_operator((*segments, *given)):
-        from tuned.calls.gru import traced  # noqa: PLC0415 - registering operators takes 10 ms, and only this path needs them
+        from tuned.calls.recurrent import traced  # noqa: PLC0415 - registering operators takes 10 ms, and only this path needs them
 
         out: torch.Tensor = traced.gru_cell(segments, *given)
         return h.copy_(out) if inplace else out
@@ -390,7 +392,7 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
         max_seqlen=max_seqlen,
     )
     if serve.by_operator(call.tensors):
-        from tuned.calls.gru import traced  # noqa: PLC0415
+        from tuned.calls.recurrent import traced  # noqa: PLC0415
 
         return traced.gru(call)
     return serve.gru(call)
@@ -418,7 +420,7 @@ def linear_cat(
             return known  # type: ignore[no-any-return]
     check_linear_cat(inputs, weight, bias)
     if serve.by_operator((*inputs, weight, bias)):
-        from tuned.calls.gru import traced  # noqa: PLC0415
+        from tuned.calls.recurrent import traced  # noqa: PLC0415
 
         return traced.linear_cat(inputs, weight, bias)
     return serve.linear_cat(inputs, weight, bias)

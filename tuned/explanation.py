@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tuned import dispatch, nn
-from tuned.calls.gru import serve
+from tuned.calls.recurrent import serve
 from tuned.compat.transformer_engine import apply_rotary_pos_emb
 from tuned.families.registry import FAMILIES
 from tuned.lookup.lookup import Choice

@@ -6,31 +6,34 @@ import contextlib
 import dataclasses
 import hashlib
 import io
-import itertools
 import json
 import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from tuned.families.launch import Launch, Step
+from tuned.launching.plan import ALIGNED_BYTES, kind_of
 
 from ..cache import cache_folder
 from ..disk import write_if_different
 from ..rendering.modules import load
 
-TRITON_TYPES = {
-    "torch.float64": "fp64",
-    "torch.float32": "fp32",
-    "torch.float16": "fp16",
-    "torch.bfloat16": "bf16",
-    "torch.int32": "i32",
-    "torch.int64": "i64",
+TYPES = {  # of tuned.launching.plan.Kind -> as Triton's compiler names them
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    float: "fp32",
+    "i32": "i32",
+    "i64": "i64",
 }
-SIGNED_32 = range(-(2**31), 2**31)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,40 +70,28 @@ def source_of(function: Any, launch: Launch) -> ASTSource:
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], list[list[Any]]] = {}
-    for index, (parameter, special) in enumerate(zip(function.params, specialised(function, launch), strict=True)):
-        signature[parameter.name] = special.type
-        if special.type == "constexpr":
-            constants[(index,)] = special.value
-        elif special.by_16:
-            attributes[(index,)] = [["tt.divisibility", 16]]
+    for index, (parameter, known) in enumerate(zip(function.params, specialised(function, launch), strict=True)):
+        if parameter.is_constexpr or known[1]:
+            signature[parameter.name] = "constexpr"
+            constants[(index,)] = known if parameter.is_constexpr else 1
+            continue
+        kind, _, by_16 = known
+        signature[parameter.name] = TYPES[kind]
+        if by_16:
+            attributes[(index,)] = [["tt.divisibility", ALIGNED_BYTES]]
     return ASTSource(function, signature, constants, attributes)
 
 
-class Special(NamedTuple):
-    """What the code of a kernel knows of one argument. A tuple: strategies with a launch a step ask for thousands."""
+def specialised(function: Any, launch: Launch) -> tuple[Any, ...]:
+    """What the code knows of each argument: equal for launches that one compilation serves.
 
-    type: str
-    value: Any = None  # of a constant
-    by_16: bool = False
-
-
-def specialised(function: Any, launch: Launch) -> tuple[Special, ...]:
-    """What the code knows of each argument of a launch: equal for launches that one compilation serves."""
+    A Kind, or the value of a constexpr. Tuples: strategies with a launch a step ask for thousands.
+    """
     values = (*launch.arguments, *launch.constants.values())
-    return tuple(itertools.starmap(_special, zip(function.params, values, strict=True)))
-
-
-def _special(parameter: Any, value: Any) -> Special:
-    if parameter.is_constexpr:
-        return Special("constexpr", value)
-    if isinstance(value, float):
-        return Special("fp32")
-    if not isinstance(value, int):
-        return Special(f"*{TRITON_TYPES[str(value.dtype)]}", by_16=value.data_ptr() % 16 == 0)
-    free = bool(parameter.do_not_specialize)
-    if value == 1 and not free:
-        return Special("constexpr", 1)
-    return Special("i32" if value in SIGNED_32 else "i64", by_16=value % 16 == 0 and not free)
+    return tuple(
+        value if parameter.is_constexpr else kind_of(value, not parameter.do_not_specialize)
+        for parameter, value in zip(function.params, values, strict=True)
+    )
 
 
 def same_code(function: Any, launch: Launch) -> tuple[Any, ...]:

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from tuned.families.architecture import shared_limit
+
 from ..cache import cache_folder
 from ..failures import LOST_COMPILER
 from ..measuring.compile import Resources, distinct, resources, target_of
@@ -17,9 +19,6 @@ from ..problem import Problem
 from ..workload import WORKLOADS
 from .forkserver import Child, LostError, fork_server
 
-# CUDA C++ Programming Guide, technical specifications: shared memory a block may opt in to; 0 is AMD's CDNA 3, the LDS of
-# a workgroup.
-MAX_SHARED_BYTES = {0: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 COMPILE_SECONDS = 20.0  # a variant takes 0.3 s, one that spills thousands of bytes 30: it is not wanted
 
 
@@ -48,7 +47,7 @@ def hopeless(needs: tuple[Resources, ...] | str, capability: int) -> str | None:
     for need in needs:
         if need.spill_bytes:
             return f"spills {need.spill_bytes} bytes a thread"
-        if need.shared_bytes > MAX_SHARED_BYTES.get(capability, 232_448):
+        if need.shared_bytes > shared_limit(capability):
             return f"needs {need.shared_bytes} bytes of shared memory a program"
     return None
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import tuned.calls.gru.run
-import tuned.calls.gru.serve
 import tuned.calls.gru_cell.prepare
 import tuned.calls.gru_cell.run
 import tuned.calls.linear_cat.run
+import tuned.calls.recurrent.serve
 import tuned.launching.launcher
 import tuned.launching.plan
 from generator.measuring.mended import mended_interpreter
@@ -94,12 +94,13 @@ def interpreted_families() -> Iterator[None]:
             patch.setattr(module, "why_eager", why_eager)
         for module in (cell, linear, run):
             patch.setattr(module, "gpu_of", lambda _device: GPU)
-        for module in (cell, linear):
-            patch.setattr(module, "_capturing", lambda: False)
-            patch.setattr(module, "direct_launch", direct)
-            patch.setattr(module, "launch_public", lambda _function, launch: interpret(launch))
+        patch.setattr(tuned.launching.plan, "_capturing", lambda: False)
+        patch.setattr(tuned.launching.plan, "direct_launch", direct)
+        patch.setattr(tuned.launching.launcher, "launch_public", lambda _function, launch: interpret(launch))
         patch.setattr(
-            tuned.calls.gru.serve, "why_eager", lambda x, **_: None if type(x) in PLAIN else "it has rules of its own"
+            tuned.calls.recurrent.serve,
+            "why_eager",
+            lambda x, **_: None if type(x) in PLAIN else "it has rules of its own",
         )
         patch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
         _sequences(patch)
@@ -127,4 +128,4 @@ def _sequences(patch: pytest.MonkeyPatch) -> None:
                 interpret(sequence(spec, variant, recurrence, step, step + 1))
 
     patch.setattr(run, "GRU", dataclasses.replace(run.GRU, launches=launches))
-    patch.setattr(run, "_launch", launched)
+    patch.setattr(run, "launch_known", launched)

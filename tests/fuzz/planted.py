@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import tuned.calls.gru.serve
+import tuned.calls.recurrent.serve
 import tuned.calls.rope.arguments
 import tuned.calls.rope.call
 
@@ -128,7 +128,7 @@ def half_state(gru: Any) -> Any:
 ROTATE, PREPARE, GRU = (
     (tuned.calls.rope.call, "rotate"),
     (tuned.calls.rope.call, "prepare"),
-    (tuned.calls.gru.serve.eager, "gru"),
+    (tuned.calls.recurrent.serve.eager, "gru"),
 )
 PLANTS: dict[str, tuple[tuple[Any, str], Callable[[Any], Any]]] = {
     **{f.__name__: (ROTATE, f) for f in (a_sign, unwritten, overwritten, beyond, stale, coarse, no_error)},

@@ -19,11 +19,12 @@ from tests.support.gru_case import GruCase, assert_right, build, run_steps
 from tests.support.gru_cell_forms import FORMS, LIBRARY, SPLIT, TILE, VECTOR
 from tests.support.rope_case import assert_close
 from tests.support.run import DEVICE, to_numpy
-from tuned.families.architecture import shared_limit
+from tuned.families.architecture import LEAST_SHARED, shared_limit
 from tuned.families.choices import choices
-from tuned.families.gru_cell.launches import call_of, kernel_name, launches
-from tuned.families.gru_cell.spec import DTYPES, GruCellSize, GruCellSpec
-from tuned.families.gru_cell.variant import LEAST_SHARED, GruCellVariant, default_variant, fit, rejection, stage_bytes
+from tuned.families.gru_cell.launches import GruCellCall, kernel_name, launches
+from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.gru_cell.variant import GruCellVariant, default_variant, fit, rejection, stage_bytes
+from tuned.families.products import DTYPES
 
 pytestmark = pytest.mark.interpreter
 
@@ -90,7 +91,7 @@ def test_tf32_operands_are_rounded_to_nearest() -> None:
     x[0, 0], weight_ih[:, 0] = 1 + 2.0**-11 + 2.0**-23, 0.5
     for variant in (SPLIT, TILE):
         tensors = [t.to(DEVICE) for t in (h, weight_ih, torch.zeros(24, 8), torch.empty(1, 8))]
-        call = call_of((x.to(DEVICE),), *tensors)
+        call = GruCellCall.of((x.to(DEVICE),), *tensors)
         run_steps(launches(spec, variant, call))
         rounded = torch.full((8,), 0.5 * (1 + 2.0**-10), dtype=torch.float64)
         want = torch.tanh(rounded) * (1 - torch.sigmoid(rounded))
@@ -226,7 +227,7 @@ def test_a_step_is_that_of_pytorchs_cell(form: str, *, bias: bool) -> None:
     tensors += [cell.bias_ih, cell.bias_hh] if bias else []
     given = [t.detach().to(DEVICE, torch.float32) for t in tensors]
     spec = spec_of("float32", hidden, (inputs,), bias=bias, precision="ieee")
-    call = call_of((given[0],), *given[1:])
+    call = GruCellCall.of((given[0],), *given[1:])
     run_steps(launches(spec, FORMS[form], call))
     # Inputs were rounded to float32 on the way, by 2^-24 of values below 8: a few dozen such errors in a chain.
     assert_close(to_numpy(call.out), want.numpy(), np.full(want.shape, 64 * 2.0**-24))

@@ -14,8 +14,8 @@ from tests.support.run import INTERPRETED
 from tuned.families.choices import choices
 from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant, alone, pieces, programs, rejection
-from tuned.families.gru_cell.spec import DTYPES
 from tuned.families.launch import ceil_div
+from tuned.families.products import DTYPES
 
 pytestmark = pytest.mark.interpreter
 

@@ -12,13 +12,12 @@ from generator.rendering.structures import structures
 from generator.searching.pool import legal_pool
 from tests.support import pairwise
 from tests.support.linear_cat_forms import FORMS, assert_right
-from tuned.families.architecture import shared_limit
+from tuned.families.architecture import LEAST_SHARED, shared_limit
 from tuned.families.choices import choices
-from tuned.families.gru_cell.spec import DTYPES
-from tuned.families.gru_cell.variant import LEAST_SHARED
 from tuned.families.linear_cat.launches import kernel_name
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.families.linear_cat.variant import LinearCatVariant, default_variant, rejection, stage_bytes
+from tuned.families.products import DTYPES
 
 pytestmark = pytest.mark.interpreter
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-import tuned.calls.gru.serve
+import tuned.calls.recurrent.serve
 from tuned.calls.gru import eager
-from tuned.calls.gru.arguments import GruCall, autocast_dtype
+from tuned.calls.gru.arguments import GruCall
+from tuned.calls.products import autocast_dtype
 from tuned.lookup.lookup import Choice
 
 T, B, FEATURES, H = 5, 3, 6, 4
@@ -32,13 +33,15 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[GruCall]:
 
     plain = (torch.Tensor, torch.nn.Parameter)
     monkeypatch.setattr(
-        tuned.calls.gru.serve, "why_eager", lambda x, **_: None if type(x) in plain else f"{type(x)} is a subclass"
+        tuned.calls.recurrent.serve,
+        "why_eager",
+        lambda x, **_: None if type(x) in plain else f"{type(x)} is a subclass",
     )
-    monkeypatch.setattr(tuned.calls.gru.serve.run, "why_not", lambda _call: None)
+    monkeypatch.setattr(tuned.calls.recurrent.serve.run, "why_not", lambda _call: None)
     monkeypatch.setattr(
-        tuned.calls.gru.serve.run, "choice_of", lambda _call: (Choice("default", "", "v"), ("a_kernel",))
+        tuned.calls.recurrent.serve.run, "choice_of", lambda _call: (Choice("default", "", "v"), ("a_kernel",))
     )
-    monkeypatch.setattr(tuned.calls.gru.serve.run, "forward", forward)
+    monkeypatch.setattr(tuned.calls.recurrent.serve.run, "forward", forward)
     return calls
 
 

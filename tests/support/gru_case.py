@@ -13,7 +13,7 @@ from generator.measuring.mended import mended_interpreter
 from tests.support import oracle
 from tests.support.rope_case import assert_close
 from tests.support.run import DEVICE, INTERPRETED, addresses, run, to_numpy, truncates, watched
-from tuned.families.gru_cell.launches import GruCellCall, call_of, launches
+from tuned.families.gru_cell.launches import GruCellCall, launches
 from tuned.families.launch import Launch
 from tuned.launching.launcher import run_step
 
@@ -64,7 +64,7 @@ def build(case: GruCase) -> tuple[GruCellCall, dict[str, Any]]:
     weights = tensor("weight_ih", (wide, spec.input_size), scale), tensor("weight_hh", (wide, spec.hidden), scale)
     out = h if spec.inplace else tensor("out", (case.batch, spec.hidden), 0.0, columns=True)
     biases = [tensor(name, (wide,), 1.0) for name in ("bias_ih", "bias_hh")] if spec.bias else []
-    return call_of(x, h, *weights, out, *biases), bases
+    return GruCellCall.of(x, h, *weights, out, *biases), bases
 
 
 def operand_error(spec: Any) -> float:

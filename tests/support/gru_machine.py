@@ -13,9 +13,12 @@ import torch
 import tuned.calls.gru_cell.prepare
 import tuned.calls.gru_cell.run
 import tuned.calls.linear_cat.run
+import tuned.launching.launcher
+import tuned.launching.plan
 from generator.rendering.modules import load
 from tests.support.gru_sequences import single_steps
-from tuned.calls.gru import plan, run, serve
+from tuned.calls.gru import plan, run
+from tuned.calls.recurrent import serve
 from tuned.families.launch import Launch
 from tuned.launching.plan import DirectLaunch
 from tuned.lookup.lookup import Gpu
@@ -97,12 +100,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     for module in (run, tuned.calls.gru_cell.run, tuned.calls.gru_cell.prepare, tuned.calls.linear_cat.run):
         monkeypatch.setattr(module, "gpu_of", lambda _device: GPU)
     for module in (plan, tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
-        monkeypatch.setattr(module, "direct_launch", made.direct_launch)
         monkeypatch.setattr(module, "_PLANS", {})
-    for module in (tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
-        monkeypatch.setattr(module, "launch_public", made.launch_public)
-        monkeypatch.setattr(module, "_capturing", lambda: False)
-    monkeypatch.setattr(run, "_launch", made.launch)
+    for module in (plan, tuned.launching.plan):
+        monkeypatch.setattr(module, "direct_launch", made.direct_launch)
+    monkeypatch.setattr(tuned.launching.launcher, "launch_public", made.launch_public)
+    monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
+    monkeypatch.setattr(run, "launch_known", made.launch)
     monkeypatch.setattr(run, "_may_learn", lambda _device: True)
     monkeypatch.setattr(torch.cuda, "device", _NoDevice)
     with torch.no_grad():

@@ -84,7 +84,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
             one(sequence(spec, variant, recurrence, begin, end))
 
     monkeypatch.setattr(run, "GRU", dataclasses.replace(run.GRU, launches=remembered))
-    monkeypatch.setattr(run, "_launch", launched)
+    monkeypatch.setattr(run, "launch_known", launched)
     monkeypatch.setattr(torch.cuda, "device", _NoDevice)
     yield made
     made.clear()

@@ -12,7 +12,7 @@ from generator.measuring.mended import mended_interpreter
 from tests.support import oracle
 from tests.support.rope_case import assert_close
 from tests.support.run import DEVICE, INTERPRETED, addresses, run, to_numpy, truncates, watched
-from tuned.families.linear_cat.launches import LinearCatCall, call_of, launches
+from tuned.families.linear_cat.launches import LinearCatCall, launches
 from tuned.families.linear_cat.spec import LinearCatSpec
 from tuned.families.linear_cat.variant import LinearCatVariant
 
@@ -37,7 +37,7 @@ def build(spec: LinearCatSpec, rows: int, view: str) -> tuple[LinearCatCall, dic
     x = tuple(tensor(f"x{index}", (rows, width), 1.0) for index, width in enumerate(spec.inputs))
     weight = tensor("weight", (spec.outputs, spec.input_size), spec.input_size**-0.5)
     out = tensor("out", (rows, spec.outputs), 0.0)
-    return call_of(x, weight, out, *([tensor("bias", (spec.outputs,), 1.0)] if spec.bias else [])), bases
+    return LinearCatCall.of(x, weight, out, *([tensor("bias", (spec.outputs,), 1.0)] if spec.bias else [])), bases
 
 
 def assert_right(spec: LinearCatSpec, rows: int, variant: LinearCatVariant, view: str = "contiguous") -> None:

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 PDL_CAPABILITY = 90  # griddepcontrol: PTX ISA, sm_90 and up
-# Shared memory a program may have, in bytes: CUDA C++ Programming Guide, table of compute capabilities.
-SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-DESKTOP_SHARED_BYTES = 99 * 1024  # of compute capability 12
-OTHER_SHARED_BYTES = 64 * 1024  # AMD's CDNA 3, and what is not known
+# KiB of shared memory that a program may have, which is what a thread block may opt in to: CUDA C++ Programming Guide,
+# table of technical specifications per compute capability. 0 is AMD's CDNA 3: the LDS of a workgroup, by its ISA guide.
+SHARED_KIB = {
+    0: 64,
+    80: 163,
+    86: 99,
+    87: 163,
+    89: 99,
+    90: 227,
+    100: 227,
+    101: 227,
+    103: 227,
+    110: 227,
+    120: 99,
+    121: 99,
+}
 LEAST_SHARED = (0, 120)  # capabilities with the least shared memory: a variant that fits these two fits all
 
 
 def shared_limit(capability: int) -> int:
-    """Bytes of shared memory that a program may have on a compute capability."""
-    if capability >= 120:  # noqa: PLR2004 - 12.0
-        return DESKTOP_SHARED_BYTES
-    return SHARED_BYTES.get(capability, SHARED_BYTES[100] if capability > 90 else OTHER_SHARED_BYTES)  # noqa: PLR2004
+    """Bytes of shared memory that a program may have on a compute capability.
+
+    One that is not in the table counts as its generation's: 12.0 and later, 10.0, or what has least.
+    """
+    like = 120 if capability >= 120 else 100 if capability > 90 else 0  # noqa: PLR2004 - 12.0, 9.0
+    return 1024 * SHARED_KIB.get(capability, SHARED_KIB[like])

@@ -19,7 +19,7 @@ import torch
 from tuned.families.launch import Copy, Fill, Launch, Product
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from tuned.families.launch import Step
 
@@ -66,6 +66,18 @@ def run_step(step: Step, launch: Callable[[Launch], Any] | None = None) -> None:
             torch.mm(step.a, step.b.t(), out=step.out)
         case Copy():
             step.out.copy_(step.x)
+
+
+def run_steps(steps: Iterable[Step], device: torch.device) -> Any:
+    """Run the steps of a call, publicly, on the current stream of a device; returns the last kernel that was launched."""
+    compiled = None
+    with torch.cuda.device(device):
+        for step in steps:
+            if isinstance(step, Launch):
+                compiled = launch_public(kernel(step.kernel), step)
+            else:
+                run_step(step)
+    return compiled
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
-from tuned.launching.launcher import direct_supported, hooks, kernel, raw_stream, unwrapped
+from tuned.families.launch import Launch
+from tuned.launching.launcher import (
+    direct_launcher,
+    direct_supported,
+    hooks,
+    kernel,
+    launch_public,
+    raw_stream,
+    unwrapped,
+)
 
-if TYPE_CHECKING:
-    from tuned.families.launch import Launch
-
+ALIGNED_BYTES = 16  # of an address, as Triton specialises on it
+# Errors of building the key of a call from what is not a plain tensor: the checks say what is wrong, or eager takes it.
+NO_KEY = (AttributeError, RuntimeError, TypeError)
 MAX_PLANS = 4096  # plans per table: a decode loop needs a handful, and one more for each new length
 
 
@@ -22,6 +31,7 @@ _autocast = torch.is_autocast_enabled
 # Number of active dispatch modes, which a launch would bypass: FakeTensorMode, tracers, FlopCounterMode.
 listeners: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # noqa: SLF001
+_capturing = torch.cuda.is_current_stream_capturing
 tracing: Callable[[], Any] = torch._C._get_tracing_state  # noqa: SLF001 - of torch.jit
 
 
@@ -34,6 +44,17 @@ def modes(device: int) -> tuple[Any, ...] | None:
     if forward_ad._current_level >= 0 or transforms_active() or tracing() is not None or listeners():  # noqa: SLF001
         return None
     return _autocast("cuda"), device if device < 0 else current_device()
+
+
+def bypassed() -> str | None:
+    """Why a launch would bypass torch.func, forward-mode AD or torch.jit tracing, in words; or None.
+
+    ``modes`` asks the same where a call is known, and of dispatch modes too: it is written out there, since a function
+    called would cost time.
+    """
+    if transforms_active() or forward_ad._current_level >= 0:  # noqa: SLF001
+        return "a transform of torch.func or forward-mode differentiation is active"
+    return "torch.jit is tracing" if tracing() is not None else None
 
 
 def traits(t: torch.Tensor) -> tuple[Any, ...]:
@@ -93,22 +114,42 @@ def direct_launch(launch: Launch, compiled: Any, device: int) -> DirectLaunch | 
     return DirectLaunch(run, compiled.function, head, launch.programs, rest, raw_stream(), *listening)
 
 
-def specialisation(launch: Launch) -> tuple[Any, ...]:
-    """What Triton specialises a kernel on, of a launch's arguments.
+def plan_of(  # noqa: PLR0913 - a call that was launched publicly, as it was given and as the kernel took it
+    make: Callable[[DirectLaunch], Any],
+    public: Any,
+    steps: Iterable[Any],
+    compiled: Any,
+    given: Iterable[torch.Tensor | None],
+    taken: Iterable[torch.Tensor | None],
+) -> Any:
+    """The plan of calls like one that was launched publicly: ``make`` of its direct launch; ``public`` if it can have none."""
+    addresses = [[(t.data_ptr(), t.get_device()) for t in tensors if t is not None] for tensors in (given, taken)]
+    if addresses[0] != addresses[1]:
+        return public  # a tensor was copied, or segments were concatenated, and every call must do so again
+    launch = next(step for step in steps if isinstance(step, Launch))
+    direct = direct_launch(launch, compiled, addresses[0][0][1])
+    return public if direct is None else make(direct)
 
-    For a tensor: its dtype and 16-byte alignment. For an int: whether it needs 64 bits and, unless the parameter is
-    do_not_specialize, whether it is 1 and whether 16 divides it.
-    """
-    kinds: list[Any] = []
-    for value, specialised in zip(launch.arguments, _specialised(launch.kernel), strict=False):
-        if isinstance(value, torch.Tensor):
-            kinds.append((value.dtype, not value.data_ptr() % 16))
-        elif isinstance(value, int):
-            wide = not -(2**31) <= value < 2**31
-            kinds.append((wide, value == 1, not value % 16) if specialised else wide)
-        else:
-            kinds.append(type(value))
-    return tuple(kinds)
+
+# What Triton lets the code of a kernel know of one argument, which is another kernel for each: the dtype of a tensor, "i32" or
+# "i64", or the Python type of anything else; whether it is the integer 1, and so a constant; whether 16 divides the address or
+# the integer. A plain tuple: a class would triple the time, and every launch of a long GRU asks for 20.
+Kind = tuple[Any, bool, bool]
+
+
+def kind_of(value: Any, specialised: bool = True) -> Kind:  # noqa: FBT001, FBT002 - mapped over arguments
+    """The kind of an argument; of an integer whose parameter is do_not_specialize, only its width is known."""
+    if isinstance(value, int):
+        width = "i32" if -(2**31) <= value < 2**31 else "i64"
+        return (width, value == 1, not value % ALIGNED_BYTES) if specialised else (width, False, False)
+    if isinstance(value, torch.Tensor):
+        return value.dtype, False, not value.data_ptr() % ALIGNED_BYTES
+    return type(value), False, False
+
+
+def specialisation(launch: Launch) -> tuple[Kind, ...]:
+    """What Triton specialises a kernel on, of a launch's arguments."""
+    return tuple(map(kind_of, launch.arguments, _specialised(launch.kernel)))
 
 
 @functools.cache
@@ -116,8 +157,42 @@ def _specialised(name: str) -> tuple[bool, ...]:
     return tuple(not parameter.do_not_specialize for parameter in kernel(name).params)
 
 
+_KNOWN: dict[Any, Any] = {}  # properties of a launch -> (compiled kernel, its direct launcher); no tensors
+
+
+def launch_known(device: int, launch: Launch) -> Any:
+    """Launch on the current stream: publicly the first time, which compiles, then directly.
+
+    Returns the compiled kernel.
+    """
+    function = kernel(launch.kernel)
+    listening = hooks()
+    key = (device, launch.kernel, *launch.constants.values(), *launch.options.items(), *specialisation(launch))
+    known = _KNOWN.get(key)
+    if known is not None and listening is not None and not listening[0].calls and not listening[1].calls:
+        compiled, run = known
+        run(launch.programs, (*launch.arguments, *launch.constants.values()))
+        return compiled
+    compiled = launch_public(function, launch)
+    # The direct launcher cannot be probed during CUDA graph capture: the next launch decides for the later ones.
+    if not _capturing() and listening is not None and direct_supported(device):
+        remember(_KNOWN, key, (compiled, direct_launcher(compiled, device)))
+    return compiled
+
+
 def remember(plans: dict[Any, Any], key: Any, plan: Any) -> None:
     """Keep a plan; a table that has MAX_PLANS is emptied first."""
     if len(plans) >= MAX_PLANS:
         plans.clear()
     plans[key] = plan
+
+
+def keep(plans: dict[Any, Any], key: Any, make: Callable[[], Any], given: Callable[..., Any], *arguments: Any) -> None:
+    """Remember what calls like one that was served do: the plan that ``make`` gives, if ``key`` and it are not None.
+
+    ``arguments`` are what the plan would take for this call, and ``given(*arguments)`` the tensors among them.
+    """
+    # The direct launcher cannot be probed during CUDA graph capture: the next call decides how later ones launch.
+    if key is None or _capturing() or (plan := make()) is None:
+        return
+    remember(plans, key, unless_negative(plan, given(*arguments), given))

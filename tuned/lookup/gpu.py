@@ -26,10 +26,18 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu(device_slug(properties.name), capability, properties.multi_processor_count, properties.name)
 
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # the types of tensors that have no rules of their own
+
+
+def why_not_plain(t: torch.Tensor) -> str | None:
+    """Why a kernel, which knows nothing of a tensor but its memory, cannot take it; or None."""
+    return None if type(t) in PLAIN else f"{type(t).__name__} is a subclass of Tensor with rules of its own"
+
+
 def why_eager(x: torch.Tensor, supported_dtype: bool) -> str | None:  # noqa: FBT001
     """Why eager PyTorch must serve a tensor, or None if a kernel can take it."""
-    if type(x) not in (torch.Tensor, torch.nn.Parameter):
-        return f"{type(x).__name__} is a subclass of Tensor with rules of its own"
+    if (reason := why_not_plain(x)) is not None:
+        return reason
     if not x.is_cuda:
         return f"the tensors are on {x.device.type}, the kernels are for GPUs"
     if not supported_dtype:

@@ -6,6 +6,7 @@ It is called when a call is decided for the first time, never when a decision is
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -13,12 +14,13 @@ import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from tuned.lookup.lookup import has_rows
+from tuned.lookup.lookup import choose, has_rows
 
 if TYPE_CHECKING:
     from tuned.families.family import Family
     from tuned.lookup.lookup import Choice, Gpu
 
+MAX_CHOICES = 4096  # (spec, size, GPU) triples whose choice is remembered, of each family
 MAX_RECORDED = 4096  # problems per process; otherwise ever new lengths would fill the disk
 ROOT = __name__.partition(".")[0]
 _LOCK = threading.Lock()
@@ -52,6 +54,18 @@ def note(family: Family, spec: Any, size: Any, choice: Choice) -> None:
         warnings.warn(text, TunedWarning, stacklevel=_outside())
     if path := os.environ.get("TUNED_RECORD"):
         _record(path, family, spec, size)
+
+
+def variants(family: Family) -> Any:
+    """A function (spec, size, gpu) -> variant, or None, of a family: chosen and noted once for all equal calls."""
+
+    @functools.lru_cache(maxsize=MAX_CHOICES)
+    def variant_of(spec: Any, size: Any, gpu: Gpu) -> Any:
+        choice = choose(family, spec, size, gpu)
+        note(family, spec, size, choice)
+        return choice.variant
+
+    return variant_of
 
 
 def _outside() -> int:

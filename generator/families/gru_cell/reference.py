@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tuned.families.gru_cell.eager import cell
-from tuned.families.gru_cell.launches import GruCellCall, call_of
+from tuned.families.gru_cell.launches import GruCellCall
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 
 from ..rounding import SMALLEST, UNIT_ROUNDOFF, product_error
@@ -27,7 +27,7 @@ def inputs(spec: GruCellSpec, size: GruCellSize, device: str, seed: int) -> GruC
     h = drawn(size.batch, spec.hidden)
     weights = drawn(wide, spec.input_size, scale=scale), drawn(wide, spec.hidden, scale=scale)
     biases = (drawn(wide, scale=scale), drawn(wide, scale=scale)) if spec.bias else ()
-    return call_of(segments, h, *weights, h if spec.inplace else torch.empty_like(h), *biases)
+    return GruCellCall.of(segments, h, *weights, h if spec.inplace else torch.empty_like(h), *biases)
 
 
 def reference(spec: GruCellSpec, call: GruCellCall) -> tuple[torch.Tensor, torch.Tensor]:

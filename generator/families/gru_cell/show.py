@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tuned.families.gru_cell.spec import MAX_SEGMENTS
 from tuned.families.launch import Launch, Step, ceil_div
+from tuned.families.products import MAX_SEGMENTS
 from tuned.lookup.record import Winner
 
 from ..text import contiguous_lines, finished, launch_text

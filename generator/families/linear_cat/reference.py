@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tuned.families.linear_cat.launches import LinearCatCall, call_of
+from tuned.families.linear_cat.launches import LinearCatCall
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 
 from ..rounding import SMALLEST, UNIT_ROUNDOFF, product_error
@@ -25,7 +25,7 @@ def inputs(spec: LinearCatSpec, size: LinearCatSize, device: str, seed: int) -> 
     segments = tuple(drawn(size.batch, width, scale=1.7) for width in spec.inputs)  # of variance 1
     weight = drawn(spec.outputs, spec.input_size, scale=scale)
     out = torch.empty((size.batch, spec.outputs), dtype=dtype, device=device)
-    return call_of(segments, weight, out, *((drawn(spec.outputs, scale=scale),) if spec.bias else ()))
+    return LinearCatCall.of(segments, weight, out, *((drawn(spec.outputs, scale=scale),) if spec.bias else ()))
 
 
 def reference(spec: LinearCatSpec, call: LinearCatCall) -> tuple[torch.Tensor, torch.Tensor]:

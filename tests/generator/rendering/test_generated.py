@@ -28,11 +28,12 @@ from tuned.families.gru.spec import LAYOUTS as SEQUENCE_LAYOUTS
 from tuned.families.gru.spec import GruSpec
 from tuned.families.gru.variant import GruVariant, rejection
 from tuned.families.gru_cell.launches import kernel_name as gru_cell_name
-from tuned.families.gru_cell.spec import DTYPES, PRECISIONS, GruCellSpec
+from tuned.families.gru_cell.spec import GruCellSpec
 from tuned.families.gru_cell.variant import GruCellVariant
 from tuned.families.linear_cat.launches import kernel_name as linear_cat_name
 from tuned.families.linear_cat.spec import LinearCatSpec
 from tuned.families.linear_cat.variant import LinearCatVariant
+from tuned.families.products import DTYPES, PRECISIONS
 from tuned.families.rope.launches import kernel_name as rope_name
 from tuned.families.rope.launches import kernel_names
 from tuned.families.rope.spec import (

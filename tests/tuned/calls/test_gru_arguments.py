@@ -10,7 +10,7 @@ import torch
 
 import tuned
 from tests.support.gru_calls import FEATURES, B, H, T, kernels, weights_of
-from tuned.calls.gru.arguments import checked_cell
+from tuned.calls.gru_cell.arguments import checked_cell
 from tuned.dispatch import gru, gru_cell, linear_cat
 
 if TYPE_CHECKING:

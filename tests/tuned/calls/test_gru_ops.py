@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-import tuned.calls.gru.ops
+import tuned.calls.recurrent.ops
 import tuned.nn
 from tests.support.gru_calls import FEATURES, B, H, T, kernels, weights_of
 from tuned.dispatch import gru, gru_cell, linear_cat

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+import tuned.launching.plan
 from tuned.calls.gru import plan, run
 from tuned.calls.gru.arguments import GruCall, gru_call
 from tuned.families.gru.launches import Recurrence, counters_needed
@@ -55,6 +56,7 @@ def tap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wiretap]:
     made = Wiretap()
     monkeypatch.setattr(plan, "direct_launch", made.direct)
     monkeypatch.setattr(plan, "_PLANS", {})
+    monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
     with torch.no_grad():
         yield made
 

@@ -246,30 +246,6 @@ def test_no_token_at_all_leaves_the_state(shape: tuple[int, int]) -> None:
 # Keys of compiled kernels ---------------------------------------------------------------------------------------------
 
 
-class _Parameter:
-    def __init__(self, *, do_not_specialize: bool = False) -> None:
-        self.do_not_specialize = do_not_specialize
-
-
-def key_of(*arguments: Any, free: int = -1) -> list[Any]:
-    """What a launch of these arguments is remembered under; the argument at ``free`` is not specialised on."""
-    parameters = [_Parameter(do_not_specialize=index == free) for index in range(len(arguments))]
-    function = type("F", (), {"params": parameters})
-    return run._specialised(function, Launch("k", 1, arguments, {}, {}))
-
-
-def test_what_triton_compiles_another_kernel_for_is_in_the_key() -> None:
-    memory = torch.zeros(64)
-    assert key_of(memory) == key_of(memory[4:]), "both are aligned to 16 bytes"
-    assert key_of(memory) != key_of(memory[1:])
-    assert key_of(memory) != key_of(memory.half())
-    assert len({str(key_of(value)) for value in (1, 2, 16, 2**31, 2**31 + 1)}) == 5
-    assert key_of(2) == key_of(3)
-    assert key_of(16) == key_of(32) != key_of(2)
-    assert key_of(2**31 - 1) != key_of(2**31 + 1)
-    assert key_of(1, free=0) == key_of(16, free=0) == key_of(7, free=0)
-
-
 def test_steps_and_sizes_compile_nothing_anew() -> None:
     for name, kernel in structures().items():
         if name.startswith(("gru_dense", "gru_packed", "gru_thd")):

@@ -13,14 +13,14 @@ import tuned.calls.linear_cat.run
 from tests.support.gru_machine import Machine, machine
 from tests.support.run import INTERPRETED
 from tests.support.views import VIEWS, apart, expanded, misaligned, negative, odd, repeated, sliced, transposed
-from tuned.calls.gru import plan, run, serve
+from tuned.calls.gru import plan, run
+from tuned.calls.recurrent import serve
 from tuned.dispatch import gru, gru_cell, linear_cat
 from tuned.families.gru.variant import GruVariant
-from tuned.families.gru_cell.launches import call_of as cell_call
-from tuned.families.gru_cell.launches import fused_launch, gates_launch
+from tuned.families.gru_cell.launches import GruCellCall, fused_launch, gates_launch
 from tuned.families.gru_cell.spec import GruCellSpec
 from tuned.families.gru_cell.variant import GruCellVariant, gates_variant
-from tuned.families.linear_cat.launches import call_of as linear_call
+from tuned.families.linear_cat.launches import LinearCatCall
 from tuned.families.linear_cat.launches import launches as linear_launches
 from tuned.families.linear_cat.spec import LinearCatSpec
 from tuned.families.linear_cat.variant import LinearCatVariant
@@ -241,22 +241,22 @@ def test_a_launch_over_rows_that_are_not_side_by_side_is_refused(view: Callable[
     for index in range(4):
         given = [view(t) if i == index else t for i, t in enumerate((x, weight, out, bias))]
         with pytest.raises(ValueError, match=r"last stride of \w+ must be 1 in a launch.*contiguous"):
-            linear_launches(spec, LinearCatVariant(), linear_call((given[0],), *given[1:]))
+            linear_launches(spec, LinearCatVariant(), LinearCatCall.of((given[0],), *given[1:]))
     cell = GruCellSpec("float32", 4, (6,), precision="ieee")
     tensors = (x, torch.randn(4, 4), torch.randn(12, 6), torch.randn(12, 4), torch.randn(4, 4), bias, bias)
     for index in range(len(tensors)):
         given = [view(t) if i == index else t for i, t in enumerate(tensors)]
         with pytest.raises(ValueError, match="last stride"):
-            fused_launch(cell, cell_variant("tile"), cell_call((given[0],), *given[1:]))
+            fused_launch(cell, cell_variant("tile"), GruCellCall.of((given[0],), *given[1:]))
     gates = (out, view(out))
     with pytest.raises(ValueError, match="last stride of gates_h"):
-        gates_launch(cell, gates_variant(4), cell_call((x,), *tensors[1:]), gates)
+        gates_launch(cell, gates_variant(4), GruCellCall.of((x,), *tensors[1:]), gates)
 
 
 def test_what_means_nothing_is_not_refused() -> None:
     x = torch.randn(12).as_strided((4, 1), (3, 5))
     spec = LinearCatSpec("float32", (1,), 12, bias=False, precision="ieee")
-    call = linear_call((x,), odd(torch.randn(12, 1)), torch.randn(4, 12))
+    call = LinearCatCall.of((x,), odd(torch.randn(12, 1)), torch.randn(4, 12))
     assert linear_launches(spec, LinearCatVariant(), call)
 
 

@@ -24,7 +24,7 @@ from tuned.families.gru.variant import (
     programs,
     rejection,
 )
-from tuned.families.gru_cell.spec import DTYPES, PRECISIONS
+from tuned.families.products import DTYPES, PRECISIONS
 
 PERSISTENT = GruVariant("persistent", exchange="spin")
 BF16, SMALL = GruSpec("bfloat16", 512), GruSpec("bfloat16", 60)

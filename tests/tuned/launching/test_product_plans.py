@@ -50,9 +50,9 @@ def fired(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
         monkeypatch.setattr(module, "why_eager", lambda *_: None)
     for module in (cell, linear):
         monkeypatch.setattr(module, "gpu_of", lambda _: Gpu("a_card_without_a_table", 80, 100))
-        monkeypatch.setattr(module, "_capturing", lambda: False)
-        monkeypatch.setattr(module, "direct_launch", direct)
         monkeypatch.setattr(module, "_PLANS", {})
+    monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
+    monkeypatch.setattr(tuned.launching.plan, "direct_launch", direct)
     for cached in (tuned.calls.gru_cell.prepare.variant_of, linear._variant_of):
         cached.cache_clear()
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())

@@ -11,7 +11,8 @@ import torch
 import tuned
 from tests.support.gru_machine import GPU, Machine, machine
 from tests.support.gru_running import VARIANTS, assert_as_pytorch, call_of, interpreted
-from tuned.calls.gru import plan, run, serve
+from tuned.calls.gru import plan, run
+from tuned.calls.recurrent import serve
 from tuned.dispatch import gru
 from tuned.families.gru.variant import GruVariant, alone, programs
 from tuned.launching import residents
@@ -99,7 +100,7 @@ def test_a_launch_that_is_too_large_is_made_another_way_and_not_tried_again(
     machine: Machine, part: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, layers: int
 ) -> None:
     fails = Fails(machine)
-    monkeypatch.setattr(run, "_launch", fails.launch)
+    monkeypatch.setattr(run, "launch_known", fails.launch)
     monkeypatch.setattr(run, "_choose", choose)
     call = call_of(layers=layers)
     call = type(call)(call.input, call.hx.contiguous(), *list(vars(call).values())[2:])
@@ -119,7 +120,7 @@ def test_a_launch_that_is_too_large_is_made_another_way_and_not_tried_again(
 @pytest.mark.usefixtures("part")
 def test_where_no_kernel_is_left_pytorch_serves(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     fails = Fails(machine)
-    monkeypatch.setattr(run, "_launch", fails.launch)
+    monkeypatch.setattr(run, "launch_known", fails.launch)
 
     def only(_spec: Any, _size: Any, _gpu: Any, limit: int | None = None) -> Choice:
         return Choice("eager", "nothing fits", None) if limit else Choice("default", "", VARIANTS["persistent"])
@@ -136,7 +137,7 @@ def test_another_error_of_a_launch_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     def launch(*_: Any) -> Any:
         raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
 
-    monkeypatch.setattr(run, "_launch", launch)
+    monkeypatch.setattr(run, "launch_known", launch)
     monkeypatch.setattr(run, "_choose", choose)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         dispatched(call_of())

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 import tune
 import tuned
-import tuned.calls.gru.serve
 import tuned.calls.gru_cell.prepare
 import tuned.calls.gru_cell.run
+import tuned.calls.recurrent.serve
 import tuned.calls.rope.call
 import tuned.calls.rope.plan
 import tuned.launching.plan
@@ -71,12 +71,12 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tables: dict[str, Table]) -> Itera
     """CPU tensors take the way of GPU tensors, through the interpreter, publicly launched."""
     if torch.cuda.is_available():
         pytest.skip("this stands in for a GPU where there is none")
-    for module in (tuned.calls.rope.plan, tuned.calls.gru_cell.prepare, tuned.calls.gru.serve):
+    for module in (tuned.calls.rope.plan, tuned.calls.gru_cell.prepare, tuned.calls.recurrent.serve):
         monkeypatch.setattr(module, "why_eager", lambda *_, **__: None)
     for module in (tuned.calls.rope.plan, tuned.calls.gru_cell.prepare, tuned.calls.gru_cell.run):
         monkeypatch.setattr(module, "gpu_of", lambda _: UNKNOWN)
-    monkeypatch.setattr(tuned.calls.gru_cell.run, "_capturing", lambda: False)
-    monkeypatch.setattr(tuned.calls.gru_cell.run, "_direct_plan", lambda *_: None)
+    monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
+    monkeypatch.setattr(tuned.launching.plan, "direct_launch", lambda *_: None)
     monkeypatch.setattr(tuned.calls.gru_cell.run, "_PLANS", {})
     monkeypatch.setattr(tuned.calls.rope.plan, "direct_launch", lambda *_: None)
     monkeypatch.setattr(tuned.calls.rope.plan, "capturing", lambda: False)

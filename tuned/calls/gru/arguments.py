@@ -1,4 +1,4 @@
-"""Check the arguments of a GRU over sequences, and of a linear over segments. No tensor is written here."""
+"""Check the arguments of a GRU over sequences. No tensor is written here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tuned.calls.gru_cell.arguments import check_cell
+from tuned.calls.products import autocast_dtype
 from tuned.calls.refusal import refuses
 
 
@@ -32,14 +32,6 @@ class GruCall:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors that may need a gradient: input, hx, weights."""
         return (self.input, self.hx, *self.weights)
-
-
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that torch.autocast casts to on a device type; None if it is off or, as on "meta", unknown."""
-    # torch.amp.is_autocast_available would tell for any device type, but torch 2.11's Dynamo cannot trace it.
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
 
 
 @refuses
@@ -214,86 +206,3 @@ def _check_alike(call: GruCall) -> None:
             raise ValueError(f"all tensors must be on the device of input, {device}; {name} is on {tensor.device}")
         if tensor.dtype != dtype and not (casts and tensor.dtype.is_floating_point):
             raise TypeError(f"all tensors must have the dtype of input, {dtype}; {name} is {tensor.dtype}")
-
-
-@refuses
-def checked_cell(  # noqa: PLR0913 - the arguments of the public call
-    x: Any,
-    h: Any,
-    weight_ih: Any,
-    weight_hh: Any,
-    bias_ih: Any,
-    bias_hh: Any,
-    inplace: bool,  # noqa: FBT001
-) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
-    """Check the arguments of tuned.dispatch.gru_cell; returns (segments of x, the other tensors).
-
-    Raises:
-        TypeError: an argument is not a tensor, or dtypes differ.
-        ValueError: a shape or device does not fit.
-    """
-    segments = x if isinstance(x, tuple) else (x,)
-    if len(segments) != 1:
-        for index, t in enumerate(segments):
-            if not isinstance(t, torch.Tensor):
-                raise TypeError(f"x[{index}] must be a tensor, got {type(t).__name__}")
-            if t.ndim != 2 or t.shape[0] != segments[0].shape[0]:  # noqa: PLR2004
-                raise ValueError(
-                    f"every segment of x must be [batch, k] with one batch, got {[list(s.shape) for s in segments]}"
-                )
-            if (t.dtype, t.device) != (segments[0].dtype, segments[0].device):
-                raise TypeError(
-                    f"all segments of x must have one dtype and device; x[{index}] is {t.dtype} on {t.device}, "
-                    f"x[0] {segments[0].dtype} on {segments[0].device}"
-                )
-        if not segments:
-            raise ValueError("x must have at least one segment, got an empty tuple")
-    given = (h, weight_ih, weight_hh, bias_ih, bias_hh)
-    # Only the shape, dtype and device of ``whole`` are checked, so the segments are not copied into it.
-    whole = (
-        segments[0]
-        if len(segments) == 1
-        else segments[0].new_empty((len(segments[0]), sum(t.shape[1] for t in segments)))
-    )
-    together: tuple[Any, ...] = (whole, *given)
-    dtype = autocast_dtype(h.device.type) if isinstance(h, torch.Tensor) else None
-    if dtype is not None:  # dtypes may differ, since all will be cast
-        together = tuple(t.to(dtype) if isinstance(t, torch.Tensor) else t for t in together)
-    arguments: tuple[Any, ...] = (*together, inplace)
-    check_cell(*arguments)
-    return segments, given
-
-
-def check_linear_cat(inputs: Any, weight: Any, bias: Any) -> None:
-    """Check that segments ``[..., k_i]``, weight ``[n, sum of k_i]`` and bias ``[n]`` fit each other.
-
-    Raises:
-        TypeError: inputs is not a tuple or list of tensors, or dtypes differ.
-        ValueError: a shape or device does not fit.
-    """
-    if not isinstance(inputs, (tuple, list)) or not inputs:
-        raise TypeError(f"inputs must be a tuple of at least one tensor, got {type(inputs).__name__}")
-    named = [(f"inputs[{index}]", t) for index, t in enumerate(inputs)]
-    named += [("weight", weight)] + ([] if bias is None else [("bias", bias)])
-    for name, tensor in named:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    first = inputs[0]
-    casts = autocast_dtype(first.device.type) is not None
-    for name, tensor in named:
-        if tensor.device != first.device:
-            raise ValueError(f"all tensors must be on the device of inputs[0], {first.device}; {name}: {tensor.device}")
-        if not tensor.dtype.is_floating_point or (tensor.dtype != first.dtype and not casts):
-            raise TypeError(
-                f"all tensors must have the floating point dtype of inputs[0], {first.dtype}; {name} is {tensor.dtype}"
-            )
-    for name, tensor in named[: len(inputs)]:
-        if tensor.ndim < 1 or tensor.shape[:-1] != first.shape[:-1]:
-            raise ValueError(
-                f"all inputs must be {[*first.shape[:-1], 'k']}, equal except in the last axis; {name} is {list(tensor.shape)}"
-            )
-    features = sum(t.shape[-1] for t in inputs)
-    if weight.ndim != 2 or weight.shape[1] != features:  # noqa: PLR2004
-        raise ValueError(f"weight must be [n, {features}], the segments' features together, got {list(weight.shape)}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must be [{weight.shape[0]}], got {list(bias.shape)}")

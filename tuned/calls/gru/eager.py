@@ -1,6 +1,6 @@
-"""The GRU, its step and the linear over segments by PyTorch's own operators: on a CPU, and if a gradient is needed.
+"""The GRU by PyTorch's own operators: on a CPU, and if a gradient is needed.
 
-They call torch.gru and torch.gru_cell. tuned.nn.patched replaces those of torch._VF, which would call back here.
+It calls torch.gru. tuned.nn.patched replaces that of torch._VF, which would call back here.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from tuned.calls.gru.arguments import check_lengths
-from tuned.families.segments import joined
 from tuned.launching.plan import tracing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tuned.calls.gru.arguments import GruCall
 
 
@@ -93,20 +90,3 @@ def _by_bounds(call: GruCall, bounds: list[int]) -> tuple[torch.Tensor, torch.Te
     output, h_n = gru(packed)
     # Undo the permutation of the rows; an empty sequence keeps its state.
     return output.index_select(0, rows.argsort()), call.hx.to(h_n.dtype).index_copy(1, sequences, h_n)
-
-
-def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
-    segments: Sequence[torch.Tensor],
-    h: torch.Tensor,
-    weight_ih: torch.Tensor,
-    weight_hh: torch.Tensor,
-    bias_ih: torch.Tensor | None,
-    bias_hh: torch.Tensor | None,
-) -> torch.Tensor:
-    """One step over the segments of its input, differentiable: [batch, hidden]."""
-    return torch.gru_cell(joined(segments), h, weight_ih, weight_hh, bias_ih, bias_hh)
-
-
-def linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The linear over all segments, differentiable: [..., n]."""
-    return torch.nn.functional.linear(joined(inputs), weight, bias)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tuned.calls.gru_cell.prepare import precision_of
+from tuned.calls.products import precision_of
 from tuned.families.gru.launches import counters_needed, sequence
 from tuned.families.gru.variant import alone
 from tuned.launching import residents
 from tuned.launching.launcher import INTEGERS
-from tuned.launching.plan import direct_launch, modes, remember, traits, unless_negative
+from tuned.launching.plan import ALIGNED_BYTES, NO_KEY, direct_launch, keep, modes, traits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,7 +32,6 @@ _PLANS: dict[
 ] = {}  # key of a call -> function (input, hx, weights) -> (output, h_n), or None if it cannot serve
 _grad_enabled = torch.is_grad_enabled
 _FLOAT32 = torch.float32
-ALIGNED_BYTES = 16  # the alignment that Triton specialises on
 SMALL_PRODUCT = 2**29  # multiplications: 20 us at the 50 TFLOP/s that an H200 has for float32
 
 
@@ -80,7 +79,7 @@ def known(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...]) -> Result | 
     """
     try:
         plan = _PLANS.get(_key(x, hx, weights, settings))
-    except (AttributeError, RuntimeError, TypeError):  # not plain tensors: the checks say what is wrong
+    except NO_KEY:
         return None
     return None if plan is None else plan(x, hx, weights)
 
@@ -95,11 +94,13 @@ def learn(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurre
         return
     if recurrence.h_0.data_ptr() != call.hx.data_ptr():
         return  # hx was copied, and every call must copy it again
-    launch = sequence(spec, variant, recurrence, 0, recurrence.seq)
-    direct = direct_launch(launch, compiled, call.input.device.index)
-    if direct is not None:
-        plan = _plan(call, spec, variant, recurrence, direct)
-        remember(_PLANS, key, unless_negative(plan, call.tensors, lambda x, hx, weights: (x, hx, *weights)))
+
+    def make() -> Any:
+        launch = sequence(spec, variant, recurrence, 0, recurrence.seq)
+        direct = direct_launch(launch, compiled, call.input.device.index)
+        return None if direct is None else _plan(call, spec, variant, recurrence, direct)
+
+    keep(_PLANS, key, make, lambda x, hx, weights: (x, hx, *weights), call.input, call.hx, call.weights)
 
 
 def _plan(

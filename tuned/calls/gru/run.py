@@ -15,18 +15,18 @@ import torch
 
 from tuned.calls.gru import eager
 from tuned.calls.gru.plan import by_library, gru_precision, learn
-from tuned.calls.gru_cell.prepare import rows_of, weight_of
+from tuned.calls.products import rows_of, weight_of
 from tuned.families.gru import FAMILY as GRU
 from tuned.families.gru.launches import Recurrence, counters_needed
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru_cell.spec import DTYPES
 from tuned.families.launch import Launch
 from tuned.families.linear_cat import FAMILY as LINEAR_CAT
-from tuned.families.linear_cat.launches import call_of as linear_call
+from tuned.families.linear_cat.launches import LinearCatCall
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.products import DTYPES
 from tuned.launching import residents
-from tuned.launching.launcher import direct_launcher, direct_supported, hooks, kernel, launch_public, run_step
-from tuned.launching.plan import remember
+from tuned.launching.launcher import run_step
+from tuned.launching.plan import launch_known
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, Gpu, choose
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from tuned.calls.gru.arguments import GruCall
 
-MAX_CHOICES = 4096  # sizes remembered
 MAX_LENGTHS = 64  # sets of lengths whose tensors are kept on a device
 ALIGNED_BYTES = 16  # templates/gru.py.jinja assumes that rows are so aligned if their width allows it
 
@@ -144,7 +143,7 @@ def _parts(call: GruCall) -> list[tuple[GruSpec, GruSize, Choice]]:
     return [(spec, size, _choose(spec, size, gpu, *limit))] * call.num_layers
 
 
-@functools.lru_cache(maxsize=MAX_CHOICES)
+@functools.lru_cache(maxsize=misses.MAX_CHOICES)
 def _choose(spec: GruSpec, size: GruSize, gpu: Gpu, limit: int | None = None) -> Choice:
     """The choice, made once for all equal calls; ``limit`` is the number of programs that may wait for each other."""
     if limit is None:
@@ -200,7 +199,7 @@ def _recur(  # noqa: PLR0913 - a part of a call
     compiled: list[Any] = []
 
     def launch(one: Launch) -> None:
-        compiled.append(_launch(x.device.index, one))
+        compiled.append(launch_known(x.device.index, one))
 
     for step in GRU.launches(spec, variant, recurrence):
         run_step(step, launch)
@@ -220,13 +219,13 @@ def _project(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, precis
         spec = LinearCatSpec("float32", (rows.shape[1],), weight.shape[0], bias=False, precision=precision)
         variant = _projection(spec, LinearCatSize(rows.shape[0]), gpu_of(rows.device))
         if variant is not None:
-            for step in LINEAR_CAT.launches(spec, variant, linear_call((rows_of(rows),), weight_of(weight), out)):
-                run_step(step, functools.partial(_launch, rows.device.index))
+            for step in LINEAR_CAT.launches(spec, variant, LinearCatCall.of((rows_of(rows),), weight_of(weight), out)):
+                run_step(step, functools.partial(launch_known, rows.device.index))
             return
     torch.mm(rows, weight.t(), out=out)
 
 
-@functools.lru_cache(maxsize=MAX_CHOICES)
+@functools.lru_cache(maxsize=misses.MAX_CHOICES)
 def _projection(spec: LinearCatSpec, size: LinearCatSize, gpu: Gpu) -> Any:
     return choose(LINEAR_CAT, spec, size, gpu).variant
 
@@ -294,40 +293,6 @@ def _packed_lengths(batch_sizes: tuple[int, ...], device: torch.device) -> tuple
     rows = torch.tensor(batch_sizes, device="cpu")  # not the default device
     lengths = (rows[:, None] > torch.arange(batch_sizes[0], device="cpu")).sum(0, dtype=torch.int32)
     return (rows.cumsum(0) - rows).to(device), lengths.to(device)
-
-
-_KNOWN: dict[Any, Any] = {}  # properties of a launch -> (compiled kernel, its direct launcher); no tensors
-
-
-def _launch(device: int, launch: Launch) -> Any:
-    """Launch on the current stream: publicly the first time, which compiles, then directly.
-
-    Returns the compiled kernel.
-    """
-    function = kernel(launch.kernel)
-    listening = hooks()
-    key = (device, launch.kernel, *launch.constants.values(), *launch.options.items(), *_specialised(function, launch))
-    known = _KNOWN.get(key)
-    if known is not None and listening is not None and not listening[0].calls and not listening[1].calls:
-        compiled, run = known
-        run(launch.programs, (*launch.arguments, *launch.constants.values()))
-        return compiled
-    compiled = launch_public(function, launch)
-    # The direct launcher cannot be probed during CUDA graph capture: the next launch decides for the later ones.
-    if not torch.cuda.is_current_stream_capturing() and listening is not None and direct_supported(device):
-        remember(_KNOWN, key, (compiled, direct_launcher(compiled, device)))
-    return compiled
-
-
-def _specialised(function: Any, launch: Launch) -> list[Any]:
-    """What Triton specialises on: dtypes, alignment, and which integers are 1, divisible by 16 or wider than 32 bits."""
-    found: list[Any] = []
-    for parameter, value in zip(function.params, launch.arguments, strict=False):
-        if isinstance(value, torch.Tensor):
-            found.append((value.dtype, value.data_ptr() % ALIGNED_BYTES))
-        elif not parameter.do_not_specialize:
-            found.append((value == 1, value % 16 == 0, -(2**31) <= value < 2**31))
-    return found
 
 
 __all__ = ["choice_of", "forward", "why_not"]

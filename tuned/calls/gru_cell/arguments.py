@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 
+from tuned.calls.products import autocast_dtype
+from tuned.calls.refusal import refuses
 
-def check_cell(  # noqa: PLR0913 - the arguments of the public call
+
+def _check_cell(  # noqa: PLR0913 - the arguments of the public call
     x: Any,
     h: Any,
     weight_ih: Any,
@@ -51,3 +54,51 @@ def check_cell(  # noqa: PLR0913 - the arguments of the public call
             raise ValueError(f"all tensors must be on the device of h, {h.device}; {name} is on {tensor.device}")
     if inplace and any(stride == 0 and n > 1 for stride, n in zip(h.stride(), h.shape, strict=True)):
         raise ValueError("h cannot be overwritten: some of its elements share memory (stride 0); use inplace=False")
+
+
+@refuses
+def checked_cell(  # noqa: PLR0913 - the arguments of the public call
+    x: Any,
+    h: Any,
+    weight_ih: Any,
+    weight_hh: Any,
+    bias_ih: Any,
+    bias_hh: Any,
+    inplace: bool,  # noqa: FBT001
+) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
+    """Check the arguments of tuned.dispatch.gru_cell; returns (segments of x, the other tensors).
+
+    Raises:
+        TypeError: an argument is not a tensor, or dtypes differ.
+        ValueError: a shape or device does not fit.
+    """
+    segments = x if isinstance(x, tuple) else (x,)
+    if len(segments) != 1:
+        for index, t in enumerate(segments):
+            if not isinstance(t, torch.Tensor):
+                raise TypeError(f"x[{index}] must be a tensor, got {type(t).__name__}")
+            if t.ndim != 2 or t.shape[0] != segments[0].shape[0]:  # noqa: PLR2004
+                raise ValueError(
+                    f"every segment of x must be [batch, k] with one batch, got {[list(s.shape) for s in segments]}"
+                )
+            if (t.dtype, t.device) != (segments[0].dtype, segments[0].device):
+                raise TypeError(
+                    f"all segments of x must have one dtype and device; x[{index}] is {t.dtype} on {t.device}, "
+                    f"x[0] {segments[0].dtype} on {segments[0].device}"
+                )
+        if not segments:
+            raise ValueError("x must have at least one segment, got an empty tuple")
+    given = (h, weight_ih, weight_hh, bias_ih, bias_hh)
+    # Only the shape, dtype and device of ``whole`` are checked, so the segments are not copied into it.
+    whole = (
+        segments[0]
+        if len(segments) == 1
+        else segments[0].new_empty((len(segments[0]), sum(t.shape[1] for t in segments)))
+    )
+    together: tuple[Any, ...] = (whole, *given)
+    dtype = autocast_dtype(h.device.type) if isinstance(h, torch.Tensor) else None
+    if dtype is not None:  # dtypes may differ, since all will be cast
+        together = tuple(t.to(dtype) if isinstance(t, torch.Tensor) else t for t in together)
+    arguments: tuple[Any, ...] = (*together, inplace)
+    _check_cell(*arguments)
+    return segments, given

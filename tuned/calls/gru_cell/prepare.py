@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tuned.calls.products import MAX_ELEMENTS, precision_of, rows_of, used, weight_of
 from tuned.families.gru_cell import FAMILY as GRU_CELL
-from tuned.families.gru_cell.launches import GruCellCall, call_of
-from tuned.families.gru_cell.spec import DTYPES, MAX_SEGMENTS, GruCellSize, GruCellSpec
+from tuned.families.gru_cell.launches import GruCellCall
+from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.products import DTYPES
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
-from tuned.lookup.lookup import Choice, Gpu, choose
+from tuned.lookup.lookup import Choice, choose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-MAX_ELEMENTS = 2**31  # of a weight: the kernels compute offsets in it in 32 bits
-MAX_CHOICES = 4096  # (spec, size, GPU) triples whose variant is remembered
-
-
-def precision_of(dtype: torch.dtype) -> str:
-    """The precision of float32 products now, "tf32" or "ieee": torch's setting for GEMMs on a GPU. "" for other dtypes."""
-    if dtype != torch.float32:
-        return ""
-    # allow_tf32 raises after a program has used the newer setting; fp32_precision follows both.
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-
-
-def rows_of(t: torch.Tensor) -> torch.Tensor:
-    """A 2D tensor with last stride 1: itself, or a copy."""
-    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
-
-
-def weight_of(t: torch.Tensor) -> torch.Tensor:
-    """A weight with last stride 1 and offsets that fit in 32 bits: itself, or a copy."""
-    return rows_of(t) if t.stride(0) * t.shape[0] < MAX_ELEMENTS else t.contiguous()
-
-
-def used(segments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The segments that are not empty; concatenated if there are more than the kernels take."""
-    wide = tuple(t for t in segments if t.shape[-1])
-    return wide if len(wide) <= MAX_SEGMENTS else (torch.cat(wide, -1),)
 
 
 def spec_of(
@@ -55,6 +29,9 @@ def spec_of(
     dtype = str(h.dtype).removeprefix("torch.")
     spec = GruCellSpec(dtype, h.shape[1], widths, bias is not None, inplace, precision_of(h.dtype))
     return spec, GruCellSize(h.shape[0])
+
+
+variant_of = misses.variants(GRU_CELL)
 
 
 def why_not(segments: Sequence[torch.Tensor], h: torch.Tensor) -> str | None:
@@ -81,14 +58,6 @@ def choice_of(
     return choose(GRU_CELL, spec, size, gpu_of(h.device)), spec
 
 
-@functools.lru_cache(maxsize=MAX_CHOICES)
-def variant_of(spec: GruCellSpec, size: GruCellSize, gpu: Gpu) -> Any:
-    """The variant, chosen once for all equal steps."""
-    choice = choose(GRU_CELL, spec, size, gpu)
-    misses.note(GRU_CELL, spec, size, choice)
-    return choice.variant
-
-
 def prepared(  # noqa: PLR0913 - the tensors of the public call
     segments: Sequence[torch.Tensor],
     h: torch.Tensor,
@@ -103,4 +72,4 @@ def prepared(  # noqa: PLR0913 - the tensors of the public call
     state = h if inplace else rows_of(h)  # in place, the library's form takes any strides
     out = h if inplace else torch.empty_like(h, memory_format=torch.contiguous_format)
     x = tuple(map(rows_of, used(segments)))
-    return call_of(x, state, weight_of(weight_ih), weight_of(weight_hh), out, *biases)
+    return GruCellCall.of(x, state, weight_of(weight_ih), weight_of(weight_hh), out, *biases)

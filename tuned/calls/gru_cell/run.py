@@ -12,22 +12,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
-from tuned.calls.gru_cell.prepare import precision_of, prepared, spec_of, used, variant_of, why_not
+from tuned.calls.gru_cell.prepare import prepared, spec_of, variant_of, why_not
+from tuned.calls.products import precision_of, used
 from tuned.families.gru_cell import FAMILY as GRU_CELL
-from tuned.families.gru_cell.spec import MAX_SEGMENTS
-from tuned.families.launch import Launch
-from tuned.families.segments import joined
-from tuned.launching.launcher import kernel, launch_public, run_step
+from tuned.families.products import MAX_SEGMENTS, joined
+from tuned.launching.launcher import run_steps
 from tuned.launching.overwrite import bump_versions
 from tuned.launching.plan import (
+    NO_KEY,
     DirectLaunch,
     current_device,
-    direct_launch,
+    keep,
     listeners,
-    remember,
+    plan_of,
     tracing,
     transforms_active,
-    unless_negative,
 )
 from tuned.lookup.gpu import gpu_of
 
@@ -42,7 +41,6 @@ _FLOAT32 = torch.float32
 _grad_enabled = torch.is_grad_enabled
 _autocast = torch.is_autocast_enabled
 _linear = torch.nn.functional.linear
-_capturing = torch.cuda.is_current_stream_capturing
 
 
 def _key(  # noqa: PLR0913
@@ -110,9 +108,15 @@ def known(  # noqa: PLR0913 - the arguments of the public call
             x = x[0]
         found = _key(x, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace)
         plan = None if found is None else _PLANS.get(found[0])
-    except (AttributeError, RuntimeError, TypeError):  # not plain tensors: the checks say what is wrong
+    except NO_KEY:
         return None
     return None if plan is None or found is None else plan(found[1], x, h, weight_ih, weight_hh, bias_ih, bias_hh)
+
+
+def eager(segments: Sequence[torch.Tensor], *others: Any) -> torch.Tensor:
+    """One step by PyTorch's own operators, differentiable; ``others`` are h, the weights and the biases."""
+    # torch.gru_cell, not torch._VF's: that is what tuned.nn.patched replaces, and it would call back here.
+    return torch.gru_cell(joined(segments), *others)
 
 
 def run_cell(  # noqa: PLR0913 - the tensors of the public call
@@ -132,35 +136,24 @@ def run_cell(  # noqa: PLR0913 - the tensors of the public call
         spec, size = spec_of(tuple(t.shape[1] for t in used(segments)), h, bias_ih, inplace)
         variant = variant_of(spec, size, gpu_of(h.device))
     if variant is None:
-        out = torch.gru_cell(joined(segments), *given)
+        out = eager(segments, *given)
         return h.copy_(out) if inplace else out
     call = prepared(segments, *given, inplace)
-    compiled = _launched(spec, variant, call)
-    # The direct launcher cannot be probed during CUDA graph capture: the next call decides how later ones launch.
-    if not _capturing():
-        plan = _direct_plan(spec, variant, call, compiled, (segments, *given))
-        found = _key(segments[0] if len(segments) == 1 else tuple(segments), *given, inplace)
-        if found is not None:
-            plan = plan or functools.partial(_public, spec, variant)
-            remember(_PLANS, found[0], unless_negative(plan, (*segments, *given), _tensors))
+    steps = GRU_CELL.launches(spec, variant, call)
+    compiled = run_steps(steps, h.device)
+    public = functools.partial(_public, spec, variant)
+    make = functools.partial(_library_plan if variant.form == "library" else _fused_plan, call, public)
+    taken = (*call.segments, call.h, call.weight_ih, call.weight_hh, call.bias_ih, call.bias_hh)
+    x = segments[0] if len(segments) == 1 else tuple(segments)
+    key, pointers = _key(x, *given, inplace) or (None, None)
+    plan = functools.partial(plan_of, make, public, steps, compiled, (*segments, *given), taken)
+    keep(_PLANS, key, plan, _tensors, pointers, x, *given)
     return call.out  # type: ignore[no-any-return]
 
 
 def _tensors(_pointers: Any, x: Any, *others: Any) -> tuple[Any, ...]:
     """The tensors among the arguments of a plan."""
     return (*(x if isinstance(x, tuple) else (x,)), *others)
-
-
-def _launched(spec: GruCellSpec, variant: Any, call: GruCellCall) -> Any:
-    """Run all launches and products of the call, publicly; returns the compiled kernel. Each variant has one kernel."""
-    compiled = None
-    with torch.cuda.device(call.h.device):
-        for step in GRU_CELL.launches(spec, variant, call):
-            if isinstance(step, Launch):
-                compiled = launch_public(kernel(step.kernel), step)
-            else:
-                run_step(step)
-    return compiled
 
 
 def _public(  # noqa: PLR0913
@@ -178,26 +171,10 @@ def _public(  # noqa: PLR0913
     del pointers
     segments = x if isinstance(x, tuple) else (x,)
     call = prepared(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, spec.inplace)
-    _launched(spec, variant, call)
+    run_steps(GRU_CELL.launches(spec, variant, call), h.device)
     if spec.inplace:
         bump_versions(h)
     return call.out
-
-
-def _direct_plan(spec: GruCellSpec, variant: Any, call: GruCellCall, compiled: Any, given: Any) -> Any:
-    """A plan like ``_public`` that launches directly, or None."""
-    segments, *others = given
-    as_given = [t.data_ptr() for t in (*segments, *others) if t is not None]
-    taken = (*call.segments, call.h, call.weight_ih, call.weight_hh, call.bias_ih, call.bias_hh)
-    if as_given != [t.data_ptr() for t in taken if t is not None]:
-        return None  # a tensor was copied, or segments were concatenated, and every call must do so again
-    launch = next(s for s in GRU_CELL.launches(spec, variant, call) if isinstance(s, Launch))
-    direct = direct_launch(launch, compiled, call.h.device.index)
-    if direct is None:
-        return None
-    public = functools.partial(_public, spec, variant)
-    make = _library_plan if variant.form == "library" else _fused_plan
-    return make(call, direct, public)
 
 
 def _fresh(h: torch.Tensor) -> Any:
@@ -207,7 +184,7 @@ def _fresh(h: torch.Tensor) -> Any:
     return functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
 
 
-def _fused_plan(call: GruCellCall, direct: DirectLaunch, public: Any) -> Any:
+def _fused_plan(call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
     device = call.h.device.index
     run, function, head, programs, rest, stream_of, enter, leave = direct
     fresh = _fresh(call.h)
@@ -225,7 +202,7 @@ def _fused_plan(call: GruCellCall, direct: DirectLaunch, public: Any) -> Any:
     return plan
 
 
-def _library_plan(call: GruCellCall, direct: DirectLaunch, public: Any) -> Any:
+def _library_plan(call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
     device, inplace = call.h.device.index, call.out is call.h
     run, function, head, programs, rest, stream_of, enter, leave = direct
     single, biased, cat, fresh = call.x1 is None, call.bias_ih is not None, torch.cat, _fresh(call.h)

@@ -11,24 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tuned.calls.gru_cell.prepare import MAX_CHOICES, MAX_ELEMENTS, precision_of, rows_of, used, weight_of
-from tuned.families.gru_cell.spec import DTYPES, MAX_SEGMENTS
+from tuned.calls.products import MAX_ELEMENTS, precision_of, rows_of, used, weight_of
 from tuned.families.linear_cat import FAMILY as LINEAR_CAT
-from tuned.families.linear_cat.launches import LinearCatCall, call_of, launches
+from tuned.families.linear_cat.launches import LinearCatCall, launches
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
-from tuned.families.segments import joined
-from tuned.launching.launcher import kernel, launch_public
-from tuned.launching.plan import direct_launch, modes, remember, traits, unless_negative
+from tuned.families.products import DTYPES, MAX_SEGMENTS, joined
+from tuned.launching.launcher import run_steps
+from tuned.launching.plan import NO_KEY, DirectLaunch, keep, modes, plan_of, traits
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
-from tuned.lookup.lookup import Choice, Gpu, choose
+from tuned.lookup.lookup import Choice, choose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _PLANS: dict[Any, Any] = {}  # key of a call -> (inputs, weight, bias) -> y
+_variant_of = misses.variants(LINEAR_CAT)
 _grad_enabled = torch.is_grad_enabled
-_capturing = torch.cuda.is_current_stream_capturing
 
 
 def why_not(inputs: Sequence[torch.Tensor], weight: torch.Tensor) -> str | None:
@@ -60,14 +59,6 @@ def choice_of(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: Any) -
     return choose(LINEAR_CAT, spec, size, gpu_of(weight.device)), spec
 
 
-@functools.lru_cache(maxsize=MAX_CHOICES)
-def _variant_of(spec: LinearCatSpec, size: LinearCatSize, gpu: Gpu) -> Any:
-    """The variant, chosen once for all equal calls."""
-    choice = choose(LINEAR_CAT, spec, size, gpu)
-    misses.note(LINEAR_CAT, spec, size, choice)
-    return choice.variant
-
-
 def _key(inputs: Any, weight: Any, bias: Any) -> Any:
     """All that a compiled kernel, or the path to it, may depend on.
 
@@ -88,9 +79,14 @@ def known(inputs: Any, weight: Any, bias: Any) -> Any:
     """The result, without checks, of a call with the properties of one that ``run_linear_cat`` served; None for any other."""
     try:
         plan = _PLANS.get(_key(inputs, weight, bias))
-    except (AttributeError, RuntimeError, TypeError):  # not plain tensors: the checks say what is wrong
+    except NO_KEY:
         return None
     return None if plan is None else plan(inputs, weight, bias)
+
+
+def eager(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The linear over all segments by PyTorch's own operators, differentiable: ``[..., n]``."""
+    return torch.nn.functional.linear(joined(inputs), weight, bias)
 
 
 def run_linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -98,53 +94,41 @@ def run_linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: t
     choice_size = None if why_not(inputs, weight) is not None else _spec_of(inputs, weight, bias)
     variant = None if choice_size is None else _variant_of(*choice_size, gpu_of(weight.device))
     if choice_size is None or variant is None:
-        return torch.nn.functional.linear(joined(inputs), weight, bias)
+        return eager(inputs, weight, bias)
     spec, call = choice_size[0], _prepared(inputs, weight, bias)
-    compiled = _launched(spec, variant, call)
-    # The direct launcher cannot be probed during CUDA graph capture: the next call decides how later ones launch.
-    if not _capturing() and (key := _key(inputs, weight, bias)) is not None:
-        plan = _direct_plan(spec, variant, call, compiled, (inputs, weight, bias))
-        plan = plan or functools.partial(_public, spec, variant)
-        given = (*inputs, weight, bias)
-        remember(_PLANS, key, unless_negative(plan, given, lambda inputs, weight, bias: (*inputs, weight, bias)))
+    steps = launches(spec, variant, call)
+    compiled = run_steps(steps, weight.device)
+    public = functools.partial(_public, spec, variant)
+    make = functools.partial(_direct_plan, inputs[0].shape[:-1], spec, weight.device.index, public)
+    taken = (*call.segments, call.weight, call.bias)
+    plan = functools.partial(plan_of, make, public, steps, compiled, _tensors(inputs, weight, bias), taken)
+    keep(_PLANS, _key(inputs, weight, bias), plan, _tensors, inputs, weight, bias)
     return call.out.view(*inputs[0].shape[:-1], spec.outputs)  # type: ignore[no-any-return]
+
+
+def _tensors(inputs: Any, weight: Any, bias: Any) -> tuple[Any, ...]:
+    """The tensors among the arguments of a plan."""
+    return (*inputs, weight, bias)
 
 
 def _prepared(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> LinearCatCall:
     """The arguments of the kernel: 2D tensors with contiguous rows, copied if needed, and an output that is not filled."""
     segments = tuple(rows_of(t.reshape(-1, t.shape[-1])) for t in used(inputs))
     out = weight.new_empty((segments[0].shape[0], weight.shape[0]))
-    return call_of(segments, weight_of(weight), out, *(() if bias is None else (bias.contiguous(),)))
-
-
-def _launched(spec: LinearCatSpec, variant: Any, call: LinearCatCall) -> Any:
-    """Launch publicly; returns the compiled kernel."""
-    (launch,) = launches(spec, variant, call)
-    with torch.cuda.device(call.weight.device):
-        return launch_public(kernel(launch.kernel), launch)
+    return LinearCatCall.of(segments, weight_of(weight), out, *(() if bias is None else (bias.contiguous(),)))
 
 
 def _public(spec: LinearCatSpec, variant: Any, inputs: Any, weight: Any, bias: Any) -> Any:
     """The plan of a call that must use Triton's public launcher."""
     call = _prepared(inputs, weight, bias)
-    _launched(spec, variant, call)
+    run_steps(launches(spec, variant, call), weight.device)
     return call.out.view(*inputs[0].shape[:-1], spec.outputs)
 
 
-def _direct_plan(spec: LinearCatSpec, variant: Any, call: LinearCatCall, compiled: Any, given: Any) -> Any:
-    """A plan like ``_public`` that launches directly, or None."""
-    inputs, weight, bias = given
-    as_given = [t.data_ptr() for t in (*inputs, weight, bias) if t is not None]
-    if as_given != [t.data_ptr() for t in (*call.segments, call.weight, call.bias) if t is not None]:
-        return None  # a tensor was copied, or segments were concatenated, and every call must do so again
-    (launch,) = launches(spec, variant, call)
-    device = weight.device.index
-    direct = direct_launch(launch, compiled, device)
-    if direct is None:
-        return None
+def _direct_plan(rows: torch.Size, spec: LinearCatSpec, device: int, public: Any, direct: DirectLaunch) -> Any:
+    """A plan like ``public`` that launches directly."""
     run, function, head, programs, rest, stream_of, enter, leave = direct
-    public = functools.partial(_public, spec, variant)
-    shape, missing = (*inputs[0].shape[:-1], spec.outputs), MAX_SEGMENTS - len(spec.inputs)
+    shape, missing = (*rows, spec.outputs), MAX_SEGMENTS - len(spec.inputs)
 
     def plan(inputs: Any, weight: Any, bias: Any) -> Any:
         if enter.calls or leave.calls:  # a profiler has hooks: only the public launcher calls them

@@ -19,7 +19,7 @@ from tuned.families.rope.launches import programs
 from tuned.families.rope.spec import RopeSize, RopeSpec, search_steps
 from tuned.families.rope.variant import size_class
 from tuned.launching.launcher import kernel
-from tuned.launching.plan import DirectLaunch, remember
+from tuned.launching.plan import DirectLaunch, kind_of, remember
 from tuned.lookup.gpu import gpu_of
 from tuned.lookup.lookup import NearRows, has_rows, near_rows, usable, variant_at
 
@@ -166,7 +166,7 @@ def _regular(t: torch.Tensor) -> bool:
         if t.stride(axis) != step:
             return False
         step *= lengths[axis]
-    return t.stride()[-2:] == (head_dim, 1) and row >= heads * head_dim and row % 16 == 0 and step < NARROW
+    return t.stride()[-2:] == (head_dim, 1) and row >= heads * head_dim and kind_of(row) == kind_of(step) == kind_of(16)
 
 
 def sized(  # noqa: PLR0911, PLR0913 - one return per check; the tensors of a call

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tuned.families.gru.spec import GruSize
 from tuned.families.gru.variant import alone, pieces, programs
-from tuned.families.gru_cell.launches import call_of, gates_launch, gates_name
+from tuned.families.gru_cell.launches import GruCellCall, gates_launch, gates_name
 from tuned.families.gru_cell.spec import GruCellSpec
 from tuned.families.gru_cell.variant import gates_variant
 from tuned.families.launch import Copy, Fill, Launch, Product, check_rows
@@ -182,7 +182,7 @@ def _library(spec: GruSpec, call: Recurrence) -> tuple[Step, ...]:
             t = call.seq - 1 - step if direction else step
             out = call.out[t, :, direction * hidden : (direction + 1) * hidden]
             steps.append(Product(state, weight, call.products))
-            one = call_of((state,), state, weight, weight, out, *bias)
+            one = GruCellCall.of((state,), state, weight, weight, out, *bias)
             steps.append(gates_launch(cell, variant, one, (call.gates[direction, t], call.products)))
             state = out
         steps.append(Copy(state, call.h_n[direction]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tuned.families.gru_cell.spec import DTYPES, ITEM_SIZE, PRECISIONS
+from tuned.families.products import DTYPES, ITEM_SIZE, PRECISIONS
 
 LAYOUTS = ("dense", "packed", "thd")
 

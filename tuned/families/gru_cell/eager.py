@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tuned.families.segments import joined
+from tuned.families.products import joined
 
 if TYPE_CHECKING:
     from tuned.families.gru_cell.launches import GruCellCall

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any
 
-from tuned.families.gru_cell.spec import ITEM_SIZE, MAX_SEGMENTS
-from tuned.families.gru_cell.variant import lanes, programs
+from tuned.families.gru_cell.variant import programs
 from tuned.families.launch import Copy, Launch, Product, check_rows
+from tuned.families.products import MAX_SEGMENTS, Segments, alignment, lanes, widths_of
 
 if TYPE_CHECKING:
     from tuned.families.gru_cell.spec import GruCellSpec
@@ -17,29 +16,18 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class GruCellCall:
-    """The tensors of one checked step; 2D tensors have last stride 1, and in place ``out`` is ``h`` itself."""
+class GruCellCall(Segments):
+    """The tensors of one checked step, after the segments ``[batch, widths[i]]`` of x.
 
-    x0: Any  # [batch, widths[0]], and one tensor for each segment
-    x1: Any
-    x2: Any
-    x3: Any
+    2D tensors have last stride 1, and in place ``out`` is ``h`` itself.
+    """
+
     h: Any  # [batch, hidden]; any strides if the variant has form "library"
     weight_ih: Any  # [3 * hidden, input_size]
     weight_hh: Any  # [3 * hidden, hidden]
     out: Any  # [batch, hidden]
     bias_ih: Any = None  # [3 * hidden], contiguous
     bias_hh: Any = None
-
-    @property
-    def segments(self) -> tuple[Any, ...]:
-        """The segments of x that exist."""
-        return tuple(x for x in (self.x0, self.x1, self.x2, self.x3) if x is not None)
-
-
-def call_of(segments: tuple[Any, ...], *tensors: Any) -> GruCellCall:
-    """The call of 1 to 4 segments, and the other tensors in the order of GruCellCall."""
-    return GruCellCall(*segments, *(None,) * (MAX_SEGMENTS - len(segments)), *tensors)
 
 
 def gates_name(*, bias: bool, inplace: bool) -> str:
@@ -102,16 +90,9 @@ def fused_launch(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) 
     )
 
 
-def alignment(dtype: str, *tensors: Any) -> int:
-    """The largest power of two, in elements and at most 16 bytes, that divides the row strides of all tensors."""
-    return math.gcd(16 // ITEM_SIZE[dtype], *(t.stride(0) for t in tensors))
-
-
 def _constants(spec: GruCellSpec, variant: GruCellVariant, align: int) -> dict[str, Any]:
     """Every tl.constexpr of a fused kernel, in the order of its signature."""
-    widths = (*spec.inputs, *(0,) * (MAX_SEGMENTS - len(spec.inputs)))
-    constants = {f"WIDTH{index}": width for index, width in enumerate(widths)}
-    constants |= {
+    constants = widths_of(spec.inputs) | {
         "HIDDEN": spec.hidden,
         "BIAS": spec.bias,
         "ALIGN": align,

@@ -4,21 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-DTYPES = ("float32", "float16", "bfloat16")
-ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes
-PRECISIONS = ("ieee", "tf32")  # of float32 products
-MAX_SEGMENTS = 4  # inputs that the kernels take side by side
-
-
-def check_products(dtype: str, widths: tuple[int, ...], precision: str) -> None:
-    """Raise ValueError unless products over such inputs have kernels: spec fields of GruCellSpec and LinearCatSpec."""
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {DTYPES}, got {dtype!r}")
-    if not 1 <= len(widths) <= MAX_SEGMENTS or min(widths) < 1:
-        raise ValueError(f"inputs must be 1 to {MAX_SEGMENTS} widths of at least 1, got {widths}")
-    allowed = PRECISIONS if dtype == "float32" else ("",)
-    if precision not in allowed:
-        raise ValueError(f"precision must be one of {allowed} for {dtype}, got {precision!r}")
+from tuned.families.products import ITEM_SIZE, check_products
 
 
 @dataclasses.dataclass(frozen=True)

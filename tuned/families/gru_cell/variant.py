@@ -7,22 +7,19 @@ import math
 
 from tuned.families.architecture import LEAST_SHARED, PDL_CAPABILITY, shared_limit
 from tuned.families.choices import one_of
-from tuned.families.gru_cell.spec import ITEM_SIZE, GruCellSize, GruCellSpec
+from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.launch import ceil_div, next_power_of_2
+from tuned.families.products import ITEM_SIZE, MAX_VECTOR_BLOCKS, VECTOR_REGISTERS, VECTOR_ROWS, WAVE, lanes
 
 # What a tile's size depends on; the other knobs are free at their defaults.
 CORE_KNOBS = ("form", "block_batch", "block_hidden", "block_k", "k_parts", "num_stages", "num_warps")
 MAX_SUMS = 4096  # rows x units of each of the four accumulators, on architectures before Hopper
-WAVE = 132  # programs that start together: the multiprocessors of an H200
 FEWEST, MOST = 96, 320  # programs of a tensor-core form, if another tile gives more or fewer
 LARGE_TILE = 4096  # rows x units
 MAX_LOPSIDED = 3.0  # a tile reads block_batch + 3 * block_hidden rows of K: with more of one, it reads too much
 MIN_IN_FLIGHT = 64 * 1024  # bytes of loads in flight; with fewer, memory bandwidth was not saturated (H200)
 MAX_IEEE = 2**15  # products per turn, which without tensor cores are written out one by one
 AMD_COLUMNS = 16  # columns of a product of AMD's matrix cores
-VECTOR_ROWS = 8  # with more rows the tensor cores are faster, even if most of theirs are empty
-VECTOR_REGISTERS = 168  # per thread for weights and sums, of 255
-MAX_VECTOR_BLOCKS = 64  # blocks of K, which are unrolled
 GATES_PER_THREAD = 8  # elements, eight float32 values each: two 16-byte loads of each tensor
 
 
@@ -79,11 +76,6 @@ class GruCellVariant:
             self.block_batch * self.block_hidden,
             self.block_k,
         )
-
-
-def lanes(spec: GruCellSpec) -> int:
-    """Elements along K that a warp of the vector form reads at once: 16 bytes per lane."""
-    return 32 * 16 // ITEM_SIZE[spec.dtype]
 
 
 def blocks_of_k(spec: GruCellSpec, variant: GruCellVariant) -> tuple[int, int]:

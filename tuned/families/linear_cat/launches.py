@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from tuned.families.gru_cell.launches import alignment
-from tuned.families.gru_cell.spec import MAX_SEGMENTS
 from tuned.families.launch import Launch, check_rows
-from tuned.families.linear_cat.variant import lanes, programs
+from tuned.families.linear_cat.variant import programs
+from tuned.families.products import MAX_SEGMENTS, Segments, alignment, lanes, widths_of
 
 if TYPE_CHECKING:
     from tuned.families.linear_cat.spec import LinearCatSpec
@@ -16,26 +15,12 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearCatCall:
-    """The tensors of one checked call; 2D tensors have last stride 1."""
+class LinearCatCall(Segments):
+    """The tensors of one checked call, after the segments ``[rows, widths[i]]``; 2D tensors have last stride 1."""
 
-    x0: Any  # [rows, widths[0]], and one tensor for each segment
-    x1: Any
-    x2: Any
-    x3: Any
     weight: Any  # [outputs, input_size]
     out: Any  # [rows, outputs]
     bias: Any = None  # [outputs], contiguous
-
-    @property
-    def segments(self) -> tuple[Any, ...]:
-        """The segments that exist."""
-        return tuple(x for x in (self.x0, self.x1, self.x2, self.x3) if x is not None)
-
-
-def call_of(segments: tuple[Any, ...], *tensors: Any) -> LinearCatCall:
-    """The call of 1 to 4 segments, and the other tensors in the order of LinearCatCall."""
-    return LinearCatCall(*segments, *(None,) * (MAX_SEGMENTS - len(segments)), *tensors)
 
 
 def kernel_name(spec: LinearCatSpec, variant: LinearCatVariant) -> str:
@@ -59,7 +44,6 @@ def launches(spec: LinearCatSpec, variant: LinearCatVariant, call: LinearCatCall
     # A segment that does not exist is never read: any pointer will do.
     x = (*call.segments, *(call.weight,) * (MAX_SEGMENTS - len(call.segments)))
     rows = call.out.shape[0]
-    widths = (*spec.inputs, *(0,) * (MAX_SEGMENTS - len(spec.inputs)))
     form = {"ORDER": variant.order, "PRECISION": spec.precision or "ieee"}  # ignored for 16-bit dtypes
     return (
         Launch(
@@ -76,7 +60,7 @@ def launches(spec: LinearCatSpec, variant: LinearCatVariant, call: LinearCatCall
                 call.out.stride(0),
             ),
             constants={
-                **{f"WIDTH{index}": width for index, width in enumerate(widths)},
+                **widths_of(spec.inputs),
                 "COLUMNS": spec.outputs,
                 "BIAS": spec.bias,
                 "ALIGN": alignment(spec.dtype, *x, call.weight),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tuned.families.gru_cell.spec import ITEM_SIZE, check_products
+from tuned.families.products import ITEM_SIZE, check_products
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,15 +8,9 @@ import math
 
 from tuned.families.architecture import LEAST_SHARED, PDL_CAPABILITY, shared_limit
 from tuned.families.choices import one_of
-from tuned.families.gru_cell.spec import ITEM_SIZE
-from tuned.families.gru_cell.variant import (
-    MAX_VECTOR_BLOCKS,
-    VECTOR_REGISTERS,
-    VECTOR_ROWS,
-    WAVE,
-)
 from tuned.families.launch import ceil_div, next_power_of_2
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.products import ITEM_SIZE, MAX_VECTOR_BLOCKS, VECTOR_REGISTERS, VECTOR_ROWS, WAVE, lanes
 
 # What a tile's size depends on; the other knobs are free at their defaults.
 CORE_KNOBS = ("form", "block_rows", "block_columns", "block_k", "num_stages", "num_warps")
@@ -66,11 +60,6 @@ class LinearCatVariant:
             self.block_rows * self.block_columns,
             self.block_k,
         )
-
-
-def lanes(spec: LinearCatSpec) -> int:
-    """Elements along K that a warp of the vector form reads at once: 16 bytes per lane."""
-    return 32 * 16 // ITEM_SIZE[spec.dtype]
 
 
 def programs(spec: LinearCatSpec, variant: LinearCatVariant, rows: int) -> int:

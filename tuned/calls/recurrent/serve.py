@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tuned.calls.gru import eager, run
-from tuned.calls.gru.arguments import GruCall, autocast_dtype, check_linear_cat, checked_cell, gru_call
+from tuned.calls.gru.arguments import GruCall, gru_call
+from tuned.calls.gru_cell import run as cell_run
+from tuned.calls.gru_cell.arguments import checked_cell
 from tuned.calls.gru_cell.prepare import choice_of as choice_of_cell
-from tuned.calls.gru_cell.run import run_cell
-from tuned.calls.linear_cat.run import choice_of as choice_of_linear_cat
-from tuned.calls.linear_cat.run import run_linear_cat
-from tuned.launching.plan import listeners
-from tuned.lookup.gpu import why_eager
+from tuned.calls.linear_cat import run as linear_run
+from tuned.calls.linear_cat.arguments import check_linear_cat
+from tuned.calls.products import autocast_dtype
+from tuned.launching.plan import bypassed, listeners
+from tuned.lookup.gpu import PLAIN, why_eager, why_not_plain
 from tuned.lookup.lookup import Choice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def why_torch(tensors: Sequence[torch.Tensor]) -> str | None:
@@ -30,15 +30,15 @@ def why_torch(tensors: Sequence[torch.Tensor]) -> str | None:
     if reason is not None:
         return reason
     for t in tensors:
-        if type(t) not in _PLAIN:
-            return f"{type(t).__name__} is a subclass of Tensor with rules of its own"
+        if (reason := why_not_plain(t)) is not None:
+            return reason
         if t.is_neg() or t.is_conj():
             return "a tensor has the negative or conjugate bit, which only PyTorch's own operators resolve"
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return "a gradient is needed, which PyTorch's own operators compute; if not, call under torch.no_grad()"
     if autocast_dtype(tensors[0].device.type) is not None and any(t.dtype == torch.float64 for t in tensors):
         return "no kernel takes float64, and autocast does not cast it"
-    return _bypassed()
+    return bypassed()
 
 
 def by_operator(tensors: Sequence[torch.Tensor | None]) -> bool:
@@ -49,9 +49,9 @@ def by_operator(tensors: Sequence[torch.Tensor | None]) -> bool:
     """
     if torch.compiler.is_dynamo_compiling():
         return True
-    if not listeners() or torch.compiler.is_exporting() or _bypassed() is not None:
+    if not listeners() or torch.compiler.is_exporting() or bypassed() is not None:
         return False
-    return all(t is None or (t.is_cuda and (type(t) in _PLAIN or _stands_for_a_plain_one(t))) for t in tensors)
+    return all(t is None or (t.is_cuda and (type(t) in PLAIN or _stands_for_a_plain_one(t))) for t in tensors)
 
 
 def _stands_for_a_plain_one(t: torch.Tensor) -> bool:
@@ -60,15 +60,6 @@ def _stands_for_a_plain_one(t: torch.Tensor) -> bool:
     from torch._subclasses.functional_tensor import FunctionalTensor  # noqa: PLC0415
 
     return type(t) in (FakeTensor, FunctionalTensor)
-
-
-def _bypassed() -> str | None:
-    """Why a launch would bypass torch.func, forward-mode AD or torch.jit tracing; or None."""
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:  # noqa: SLF001
-        return "a transform of torch.func or forward-mode differentiation is active"
-    if torch.jit.is_tracing():  # type: ignore[attr-defined]
-        return "torch.jit is tracing"
-    return None
 
 
 def _as_cast(call: GruCall) -> tuple[GruCall, bool]:
@@ -105,15 +96,15 @@ def gru_cell(  # noqa: PLR0913 - the arguments of the public call
     tensors = present(*segments, h, weight_ih, weight_hh, bias_ih, bias_hh)
     dtype = autocast_dtype(h.device.type)
     if why_torch(tensors) is not None:
-        out = eager.gru_cell(segments, h, weight_ih, weight_hh, bias_ih, bias_hh)
+        out = cell_run.eager(segments, h, weight_ih, weight_hh, bias_ih, bias_hh)
     elif dtype is None:
-        return run_cell(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace=inplace)
+        return cell_run.run_cell(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace=inplace)
     else:
         x = [t.to(dtype) for t in segments]
         state, w_ih, w_hh = (t.to(dtype) for t in (h, weight_ih, weight_hh))
         b_ih, b_hh = (None if b is None else b.to(dtype) for b in (bias_ih, bias_hh))
         with torch.autocast(h.device.type, enabled=False):  # the tensors are cast: autocast must not cast them again
-            out = run_cell(x, state, w_ih, w_hh, b_ih, b_hh, inplace=False)
+            out = cell_run.run_cell(x, state, w_ih, w_hh, b_ih, b_hh, inplace=False)
     return h.copy_(out) if inplace else out
 
 
@@ -121,12 +112,12 @@ def linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch
     """The linear over all segments, ``[..., n]``."""
     dtype = autocast_dtype(weight.device.type)
     if why_torch(present(*inputs, weight, bias)) is not None:
-        return eager.linear_cat(inputs, weight, bias)
+        return linear_run.eager(inputs, weight, bias)
     if dtype is None:
-        return run_linear_cat(inputs, weight, bias)
+        return linear_run.run_linear_cat(inputs, weight, bias)
     with torch.autocast(weight.device.type, enabled=False):  # the tensors are cast: autocast must not cast them again
         cast = [t.to(dtype) for t in inputs]
-        return run_linear_cat(cast, weight.to(dtype), None if bias is None else bias.to(dtype))
+        return linear_run.run_linear_cat(cast, weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def present(*tensors: Any) -> list[torch.Tensor]:
@@ -162,4 +153,4 @@ def explain_linear_cat(inputs: Any, weight: Any, bias: Any = None) -> tuple[Choi
         return Choice("eager", reason, None), None
     dtype = autocast_dtype(weight.device.type)
     cast = weight if dtype is None else weight.to(dtype)
-    return choice_of_linear_cat(inputs, cast, bias)
+    return linear_run.choice_of(inputs, cast, bias)

@@ -14,8 +14,12 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from tuned.calls.gru import eager, serve
-from tuned.calls.gru.arguments import GruCall, check_gru, check_linear_cat, checked_cell
+from tuned.calls.gru import eager
+from tuned.calls.gru.arguments import GruCall, check_gru
+from tuned.calls.gru_cell import run as cell_run
+from tuned.calls.gru_cell.arguments import checked_cell
+from tuned.calls.linear_cat.arguments import check_linear_cat
+from tuned.calls.recurrent import serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -74,7 +78,7 @@ def _cell_backward(grad: Any, wanted: list[bool], segments: Any, *others: Any) -
     def again(*tensors: Any) -> Any:
         rest = iter(tensors[count:])
         others: list[Any] = [next(rest) if there else None for there in present]
-        return eager.gru_cell(tensors[:count], *others)
+        return cell_run.eager(tensors[:count], *others)
 
     return _recomputed(again, [*segments, *serve.present(*others)], wanted, [grad])
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tuned.calls.gru import ops
-from tuned.calls.gru.arguments import GruCall, autocast_dtype
+from tuned.calls.gru.arguments import GruCall
+from tuned.calls.products import autocast_dtype
+from tuned.calls.recurrent import ops
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

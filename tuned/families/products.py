@@ -1,0 +1,76 @@
+"""What the families share that multiply inputs by weights: dtypes, precisions, segments side by side, and limits of tiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+from typing_extensions import Self
+
+DTYPES = ("float32", "float16", "bfloat16")
+ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes
+PRECISIONS = ("ieee", "tf32")  # of float32 products
+MAX_SEGMENTS = 4  # inputs that the kernels take side by side
+WAVE = 132  # programs that start together: the multiprocessors of an H200
+VECTOR_ROWS = 8  # with more rows the tensor cores are faster, even if most of theirs are empty
+VECTOR_REGISTERS = 168  # per thread for weights and sums, of 255
+MAX_VECTOR_BLOCKS = 64  # blocks of K, which are unrolled
+
+T = TypeVar("T", bound="Segments")
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """The segments of an input, 2D tensors of last stride 1, which the kernels read side by side; None where there is none."""
+
+    x0: Any  # [rows, widths[0]]
+    x1: Any
+    x2: Any
+    x3: Any
+
+    @property
+    def segments(self) -> tuple[Any, ...]:
+        """The segments that exist."""
+        return tuple(x for x in (self.x0, self.x1, self.x2, self.x3) if x is not None)
+
+    @classmethod
+    def of(cls, segments: tuple[Any, ...], *tensors: Any) -> Self:
+        """The call of 1 to 4 segments, and the other tensors in the order of the fields."""
+        return cls(*segments, *(None,) * (MAX_SEGMENTS - len(segments)), *tensors)
+
+
+def check_products(dtype: str, widths: tuple[int, ...], precision: str) -> None:
+    """Raise ValueError unless products over such inputs have kernels: spec fields of GruCellSpec and LinearCatSpec."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {DTYPES}, got {dtype!r}")
+    if not 1 <= len(widths) <= MAX_SEGMENTS or min(widths) < 1:
+        raise ValueError(f"inputs must be 1 to {MAX_SEGMENTS} widths of at least 1, got {widths}")
+    allowed = PRECISIONS if dtype == "float32" else ("",)
+    if precision not in allowed:
+        raise ValueError(f"precision must be one of {allowed} for {dtype}, got {precision!r}")
+
+
+def widths_of(inputs: tuple[int, ...]) -> dict[str, int]:
+    """The widths of the segments as the kernels' constants; 0 for a segment that does not exist."""
+    return {f"WIDTH{index}": width for index, width in enumerate((*inputs, *(0,) * (MAX_SEGMENTS - len(inputs))))}
+
+
+def alignment(dtype: str, *tensors: Any) -> int:
+    """The largest power of two, in elements and at most 16 bytes, that divides the row strides of all tensors."""
+    return math.gcd(16 // ITEM_SIZE[dtype], *(t.stride(0) for t in tensors))
+
+
+def lanes(spec: Any) -> int:
+    """Elements along K that a warp of the vector form reads at once: 16 bytes per lane."""
+    return 32 * 16 // ITEM_SIZE[spec.dtype]
+
+
+def joined(segments: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The segments concatenated in the last axis, for PyTorch's own operators; a single one as it is."""
+    return segments[0] if len(segments) == 1 else torch.cat(tuple(segments), -1)
