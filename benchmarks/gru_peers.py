@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ Run = Callable[[], tuple[Input, torch.Tensor]]  # output and last hidden state, 
 NN_GRU = "nn.GRU"
 IN_A_GRAPH = "nn.GRU in a CUDA graph"
 FLASHRNN = "FlashRNN"
+PACKAGES = {"flashrnn": "flashrnn"}  # import name to distribution
 
 
 def make_gru(call: SequenceCall, device: str, kind: Callable[..., torch.nn.RNNBase] = torch.nn.GRU) -> torch.nn.RNNBase:
@@ -78,11 +78,3 @@ def flashrnn(call: SequenceCall, gru: torch.nn.RNNBase, x: Input, backend: str =
         return states[0, :, :, 0].transpose(0, 1), last[0, :, :, 0].transpose(0, 1)
 
     return launch
-
-
-def versions() -> dict[str, str]:
-    """What is installed of the peers that are packages of their own."""
-    try:
-        return {"flashrnn": importlib.metadata.version("flashrnn")}
-    except importlib.metadata.PackageNotFoundError:
-        return {}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
 from benchmarks.call import ITEM_BYTES
+from benchmarks.record import Row
 
 MATRIX_FLOPS = {  # a second, dense, on an H200: 790e12 was measured in bfloat16; TF32 runs at half the rate
     torch.bfloat16: 790e12,
@@ -154,30 +155,6 @@ class StepCall:
         return 2 * self.batch * self.weights
 
 
-C = TypeVar("C", SequenceCall, StepCall)
-
-
-@dataclasses.dataclass(frozen=True)
-class GruRow(Generic[C]):
-    """One measurement of this project beside its peers."""
-
-    suite: str
-    call: C
-    bar: str | None  # which bars of benchmarks.bars judge it, beside those that judge every row
-    name: str = ""  # where the sizes come from
-    kind: str = "device"
-
-    @property
-    def key(self) -> str:
-        """What it is, in words, once in a plan."""
-        return ", ".join((self.suite, *self.call.words, self.kind))
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a record says of the call."""
-        return {"name": self.name, **self.call.facts}
-
-
 # steps, batch, hidden and input size; the bar
 SEQUENCES = (
     (512, 16, 512, "small, H 512, B 16 to 64"),
@@ -217,21 +194,20 @@ DECODER_BATCHES = (1, 128)
 EMBEDDING, CONTEXT, DECODER_HIDDEN, VOCABULARY = 256, 512, 512, 10_000
 
 
-def sequences() -> list[GruRow[SequenceCall]]:
+def sequences() -> list[Row[SequenceCall]]:
     """The suite "gru"."""
-    rows = [GruRow("gru", SequenceCall(t, b, h, h), bar, kind="call") for t, b, h, bar in SEQUENCES]
-    rows.insert(1, GruRow("gru", KERNELBENCH, "KernelBench 39", "KernelBench 39 and 40", kind="call"))
-    return rows + [GruRow("gru", call, None, name, kind="call") for name, call in OTHERS]
+    rows = [Row("gru", SequenceCall(t, b, h, h), bar, kind="call") for t, b, h, bar in SEQUENCES]
+    rows.insert(1, Row("gru", KERNELBENCH, "KernelBench 39", name="KernelBench 39 and 40", kind="call"))
+    return rows + [Row("gru", call, None, name=name, kind="call") for name, call in OTHERS]
 
 
-def steps() -> list[GruRow[StepCall]]:
+def steps() -> list[Row[StepCall]]:
     """The suite "gru_cell": cells, the decoder's step and its output layer."""
     rows = [
-        GruRow("gru_cell", StepCall("cell", b, (h,), h), "cell, H 2048" if h >= HUGE_HIDDEN else "cell")
-        for b, h in CELLS
+        Row("gru_cell", StepCall("cell", b, (h,), h), "cell, H 2048" if h >= HUGE_HIDDEN else "cell") for b, h in CELLS
     ]
     for batch in DECODER_BATCHES:
         step = StepCall("step", batch, (EMBEDDING, CONTEXT), DECODER_HIDDEN)
         output = StepCall("linear_cat", batch, (DECODER_HIDDEN, CONTEXT, EMBEDDING), VOCABULARY)
-        rows += [GruRow("gru_cell", call, "segments", "seq2seq decoder") for call in (step, output)]
+        rows += [Row("gru_cell", call, "segments", name="seq2seq decoder") for call in (step, output)]
     return rows

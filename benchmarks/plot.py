@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 
 from benchmarks.plan import DIRECTIONS, SWEEPS
-from benchmarks.table import RESULTS, newest
+from benchmarks.session import RESULTS
+from benchmarks.table import newest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     written = plot(options.results or newest(RESULTS)[0])
     if not written:
-        print("no row of the suite rope-sweep; run `python -m benchmarks.rope --only rope-sweep`")
+        print("no row of the suite rope-sweep; run `python -m benchmarks.rope --suite rope-sweep`")
         return 1
     for path in written:
         print(path)
