@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 import tuned.dispatch
+from benchmarks.record import dtype_name
 
 Angles = Literal["freqs pair", "cos_sin pair", "freqs feature", "cos_sin_cache", "inv_freq"]
 Layout = Literal["bshd", "sbhd", "thd"]
@@ -71,11 +72,6 @@ class Call:
         return f"b{self.batch} s{self.seq} h{self.heads}{keys} d{self.head_dim} r{self.rotary_dim}{ragged}"
 
     @property
-    def dtype_name(self) -> str:
-        """As in the records: without the package."""
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
     def source(self) -> str:
         """Where the angles come from, in words."""
         ids = {"implicit": "", "counted": " by position", "random": " by random position"}[self.positions]
@@ -92,7 +88,16 @@ class Call:
         """What tells it from any other call: the middle of a row's key."""
         place = "in place" if self.inplace else "out of place"
         extra = [text for text, on in (("packed", self.packed), ("with autograd", self.gradient)) if on]
-        return (self.problem, self.layout, self.dtype_name, self.direction, self.source, place, self.style, *extra)
+        return (
+            self.problem,
+            self.layout,
+            dtype_name(self.dtype),
+            self.direction,
+            self.source,
+            place,
+            self.style,
+            *extra,
+        )
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -100,7 +105,7 @@ class Call:
         return {
             "problem": self.problem,
             "layout": self.layout,
-            "dtype": self.dtype_name,
+            "dtype": dtype_name(self.dtype),
             "direction": self.direction,
             "sizes": {name: getattr(self, name) for name in SIZES},
             "angles": self.source,

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from benchmarks.record import dtype_name
+
 if TYPE_CHECKING:
     from benchmarks.gru_plan import SequenceCall
 
@@ -73,7 +75,7 @@ def flashrnn(call: SequenceCall, gru: torch.nn.RNNBase, x: Input, backend: str =
             biases,
             function="gru",
             backend=backend,
-            dtype=call.dtype_name,
+            dtype=dtype_name(call.dtype),
         )
         return states[0, :, :, 0].transpose(0, 1), last[0, :, :, 0].transpose(0, 1)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.call import ITEM_BYTES
-from benchmarks.record import Row
+from benchmarks.record import Row, dtype_name
 
 MATRIX_FLOPS = {  # a second, dense, on an H200: 790e12 was measured in bfloat16; TF32 runs at half the rate
     torch.bfloat16: 790e12,
@@ -35,11 +35,6 @@ class SequenceCall:
     lengths: tuple[int, ...] = ()
 
     @property
-    def dtype_name(self) -> str:
-        """As in the records: without the package."""
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
     def directions(self) -> int:
         """1, or 2 if bidirectional."""
         return 2 if self.bidirectional else 1
@@ -63,7 +58,7 @@ class SequenceCall:
     @property
     def words(self) -> tuple[str, ...]:
         """What tells it from any other call."""
-        return (self.problem, self.layout, self.dtype_name, "forward")
+        return (self.problem, self.layout, dtype_name(self.dtype), "forward")
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -71,7 +66,7 @@ class SequenceCall:
         return {
             "problem": self.problem,
             "layout": self.layout,
-            "dtype": self.dtype_name,
+            "dtype": dtype_name(self.dtype),
             "direction": "forward",
             "sizes": {
                 "steps": self.steps,
@@ -112,11 +107,6 @@ class StepCall:
     dtype: torch.dtype = torch.bfloat16
 
     @property
-    def dtype_name(self) -> str:
-        """As in the records: without the package."""
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
     def problem(self) -> str:
         """Operation and sizes as text: batch, widths of the inputs, outputs."""
         return f"{self.operation} b{self.batch} i{'+'.join(map(str, self.segments))} h{self.outputs}"
@@ -124,7 +114,7 @@ class StepCall:
     @property
     def words(self) -> tuple[str, ...]:
         """What tells it from any other call."""
-        return (self.problem, self.dtype_name, "forward")
+        return (self.problem, dtype_name(self.dtype), "forward")
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -132,7 +122,7 @@ class StepCall:
         return {
             "problem": self.problem,
             "layout": "rows",
-            "dtype": self.dtype_name,
+            "dtype": dtype_name(self.dtype),
             "direction": "forward",
             "operation": self.operation,
             "sizes": {"batch": self.batch, "segments": list(self.segments), "outputs": self.outputs},

@@ -46,6 +46,11 @@ class Row(Generic[C]):
         return ", ".join((self.suite, *self.call.words, self.kind))
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in the records: without the package."""
+    return str(dtype).removeprefix("torch.")
+
+
 def version(package: str, distribution: str) -> str | None:
     """The version of what is installed by its import name, or None."""
     try:
