@@ -63,9 +63,7 @@ release-check:  ## the same, and what is here must be what was verified on its G
 
 bench: $(VENV)/.bench  ## against the peers that are installed, on a GPU; then the tables and the plots
 	$(BIN)/python -m benchmarks.rope
-	$(BIN)/python -m benchmarks.rope_calls
 	$(BIN)/python -m benchmarks.gru
-	$(BIN)/python -m benchmarks.gru_cell
 	$(BIN)/python -m benchmarks.table --write README.md
 	$(BIN)/python -m benchmarks.plot
 

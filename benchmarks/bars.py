@@ -6,9 +6,8 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.calls_plan import SUITES as CALL_SUITES
 from benchmarks.gru_peers import IN_A_GRAPH
-from benchmarks.peers import REQUIRED
+from benchmarks.plan import COMPLETE, REQUIRED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -122,28 +121,21 @@ CALL_MEANS = {  # which complete calls, by ours in microseconds: the geometric m
 GEOMETRIC_MEAN_MOONSHOT = 0.80  # of ours / best peer, over the rows with all required peers
 
 
+def geometric_mean(values: Sequence[float]) -> tuple[float, int] | None:
+    """The geometric mean of ratios and their number, or None of none."""
+    return (math.exp(math.fsum(map(math.log, values)) / len(values)), len(values)) if values else None
+
+
 def best_peer_mean(rows: Sequence[dict[str, Any]]) -> tuple[float, int] | None:
     """The geometric mean of ours / best peer over the rows that have all required peers, and their number."""
-    ratios = [
-        row["ours_over_best_peer"]
-        for row in rows
-        if row["suite"] == "rope" and all(peer in row["peers"] for peer in REQUIRED)
-    ]
-    if not ratios:
-        return None
-    return math.exp(math.fsum(math.log(ratio) for ratio in ratios) / len(ratios)), len(ratios)
+    known = (row for row in rows if row["suite"] == "rope" and all(peer in row["peers"] for peer in REQUIRED))
+    return geometric_mean([row["ours_over_best_peer"] for row in known])
 
 
 def call_mean(rows: Sequence[dict[str, Any]], below_us: float) -> tuple[float, int] | None:
     """The geometric mean of best peer / ours over the complete calls that take less on the device, and their number."""
-    ratios = [
-        row["ours_over_best_peer"]
-        for row in rows
-        if row["suite"] in CALL_SUITES and row["kind"] == "device" and row["best_peer"] and row["ours"] < below_us
-    ]
-    if not ratios:
-        return None
-    return math.exp(-math.fsum(math.log(ratio) for ratio in ratios) / len(ratios)), len(ratios)
+    complete = (row for row in rows if row["suite"] in COMPLETE and row["kind"] == "device" and row["ours"] < below_us)
+    return geometric_mean([1 / row["ours_over_best_peer"] for row in complete if row["best_peer"]])
 
 
 def _call_means(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -163,21 +155,19 @@ def _call_means(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def where(row: dict[str, Any]) -> str:
     """The row in a few words."""
+    named = f"{row['problem']} ({row['name']})" if row.get("name") else row["problem"]
     if "angles" not in row:
-        name = f" ({row['name']})" if row["name"] else ""
-        return f"{row['problem']}{name} {row['layout']} {row['dtype']}"
+        return f"{named} {row['layout']} {row['dtype']}"
     place = ", in place" if row["inplace"] else ""
-    name = f" ({row['name']})" if row.get("name") else ""
-    return f"{row['problem']}{name} {row['layout']} {row.get('measured', row['direction'])}{place}, {row['angles']}"
+    return f"{named} {row['layout']} {row.get('measured', row['direction'])}{place}, {row['angles']}"
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[tuple[Bar, list[dict[str, Any]]]]:
     """Every bar with its rows, the worst first."""
-
-    def worst_first(bar: Bar) -> list[dict[str, Any]]:
-        return sorted(filter(bar.applies, rows), key=lambda row: row[bar.ratio], reverse=not bar.at_least)
-
-    return [(bar, worst_first(bar)) for bar in (*BARS, *CALL_BARS, *GRU_BARS)]
+    return [
+        (bar, sorted(filter(bar.applies, rows), key=lambda row: row[bar.ratio], reverse=not bar.at_least))
+        for bar in (*BARS, *CALL_BARS, *GRU_BARS)
+    ]
 
 
 def _judgement(bar: Bar, judged: Sequence[dict[str, Any]]) -> list[str]:

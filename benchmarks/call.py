@@ -1,32 +1,48 @@
-"""A RoPE call worth timing, and the tensors it is made on."""
+"""A RoPE call worth timing, the tensors it is made on, what it must give, and how this project is asked for it."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import random
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 
-from benchmarks import formula
+import tuned.dispatch
+from benchmarks.record import dtype_name
 
-Angles = Literal["freqs pair", "cos_sin pair", "freqs feature"]
+Angles = Literal["freqs pair", "cos_sin pair", "freqs feature", "cos_sin_cache", "inv_freq"]
 Layout = Literal["bshd", "sbhd", "thd"]
 Direction = Literal["forward", "backward"]
+Positions = Literal["implicit", "counted", "random"]
+Rotated = Literal["first", "last", "proportional"]
+Formula = Literal["transformers", "TransformerEngine"]
+Launch = Callable[[], tuple[torch.Tensor, ...]]  # of the query, and the key if the call has one
 
 ITEM_BYTES = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 ANGLE_BYTES = 4  # float32, as every peer but one is given
+ID_BYTES = 8  # int64, the only ids that every serving kernel takes
 ROPE_BASE = 500_000.0  # Llama 3
 FIRST_POSITION = 17  # position 0 would rotate nothing
 PIECE_ELEMENTS = 1 << 26  # 0.5 GB of float64
+SEED = 5  # of the lengths of packed sequences
+SIZES = (
+    "batch", "seq", "heads", "key_heads", "head_dim", "rotary_dim", "sequences", "positions", "rows", "packed",
+    "gradient",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is asked for. ``seq`` is the length of each of ``batch`` sequences, packed ones included."""
+    """What is asked for: ``batch`` sequences of ``seq`` tokens, packed ones too; or ragged ones of ``seq`` in all."""
 
     batch: int
     seq: int
     heads: int
+    key_heads: int  # 0: no key
     head_dim: int
     rotary_dim: int
     layout: Layout = "bshd"
@@ -34,26 +50,54 @@ class Call:
     angles: Angles = "freqs pair"
     inplace: bool = False
     interleaved: bool = False
+    rotated: Rotated = "first"
+    sequences: int = 1  # above 1: ragged ones; thd of batch 1 only
+    positions: Positions = "implicit"  # "counted": the ids 0, 1, 2, ...; "random": ids below rows
+    rows: int = 0  # of the table that ids choose from
+    packed: bool = False  # query and key are views of one tensor that holds the value as well
+    gradient: bool = False  # the tensors ask for a gradient
+    formula: Formula = "transformers"  # whose PyTorch stands beside it; TransformerEngine's begins with the angles
     dtype: torch.dtype = torch.bfloat16
-    key_heads: int = 0  # above 0: rotate a key of as many heads as well, in the same measurement
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all."""
+        return self.batch * self.seq
 
     @property
     def problem(self) -> str:
-        """The sizes as text: batch, sequence, heads, head dimension, rotated features."""
+        """The sizes as text: batch, sequence, heads, head dimension, rotated features, ragged sequences."""
         keys = f"+{self.key_heads}" if self.key_heads else ""
-        return f"b{self.batch} s{self.seq} h{self.heads}{keys} d{self.head_dim} r{self.rotary_dim}"
+        ragged = f" n{self.sequences}" if self.sequences > 1 else ""
+        return f"b{self.batch} s{self.seq} h{self.heads}{keys} d{self.head_dim} r{self.rotary_dim}{ragged}"
 
     @property
-    def dtype_name(self) -> str:
-        """As in the records: without the package."""
-        return str(self.dtype).removeprefix("torch.")
+    def source(self) -> str:
+        """Where the angles come from, in words."""
+        ids = {"implicit": "", "counted": " by position", "random": " by random position"}[self.positions]
+        return self.angles + ids
+
+    @property
+    def style(self) -> str:
+        """Which features make a pair, and which rotate."""
+        pairs = "interleaved" if self.interleaved else "half"
+        return pairs if self.rotated == "first" else f"{pairs}, {self.rotated}"
 
     @property
     def words(self) -> tuple[str, ...]:
         """What tells it from any other call: the middle of a row's key."""
         place = "in place" if self.inplace else "out of place"
-        style = "interleaved" if self.interleaved else "half"
-        return (self.problem, self.layout, self.dtype_name, self.direction, self.angles, place, style)
+        extra = [text for text, on in (("packed", self.packed), ("with autograd", self.gradient)) if on]
+        return (
+            self.problem,
+            self.layout,
+            dtype_name(self.dtype),
+            self.direction,
+            self.source,
+            place,
+            self.style,
+            *extra,
+        )
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -61,105 +105,235 @@ class Call:
         return {
             "problem": self.problem,
             "layout": self.layout,
-            "dtype": self.dtype_name,
+            "dtype": dtype_name(self.dtype),
             "direction": self.direction,
-            "sizes": {
-                "batch": self.batch,
-                "seq": self.seq,
-                "heads": self.heads,
-                "key_heads": self.key_heads,
-                "head_dim": self.head_dim,
-                "rotary_dim": self.rotary_dim,
-            },
-            "angles": self.angles,
+            "sizes": {name: getattr(self, name) for name in SIZES},
+            "angles": self.source,
             "inplace": self.inplace,
-            "style": "interleaved" if self.interleaved else "half",
+            "style": self.style,
         }
 
-    def shape(self, heads: int) -> tuple[int, ...]:
-        """The shape of a tensor of this call with that many heads."""
-        if self.layout == "thd":
-            return (self.batch * self.seq, heads, self.head_dim)
-        first = (self.seq, self.batch) if self.layout == "sbhd" else (self.batch, self.seq)
-        return (*first, heads, self.head_dim)
+    @functools.cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Of each sequence; ragged ones are at least 1, ``seq`` in all, and the same in every run."""
+        if self.sequences == 1:
+            return (self.seq,) * self.batch
+        cuts = sorted(random.Random(SEED).sample(range(1, self.seq), self.sequences - 1))  # noqa: S311 (no secret)
+        return tuple(end - begin for begin, end in itertools.pairwise((0, *cuts, self.seq)))
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest sequence."""
+        return max(self.lengths)
+
+    @property
+    def angle_rows(self) -> int:
+        """Rows of the table of angles."""
+        return self.longest if self.positions == "implicit" else self.rows
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of all that is rotated, counted once."""
-        heads = self.heads + self.key_heads
-        return self.batch * self.seq * heads * self.head_dim * ITEM_BYTES[self.dtype]
+        """Bytes of all heads of query and key, counted once."""
+        return self.tokens * (self.heads + self.key_heads) * self.head_dim * ITEM_BYTES[self.dtype]
 
     @property
     def angle_bytes(self) -> int:
-        """Bytes of the angles that the call gives, once a position, shared by the batch."""
+        """Bytes of the angles that must be read: each row once that the tokens name, and the ids."""
+        if self.angles == "inv_freq":
+            return self.rotary_dim // 2 * ANGLE_BYTES
         entries = self.rotary_dim // 2 if self.angles == "freqs pair" else self.rotary_dim
-        return self.seq * entries * ANGLE_BYTES
+        if self.positions == "implicit":
+            return self.longest * entries * ANGLE_BYTES
+        rows = self.seq if self.positions == "counted" else self.tokens
+        return rows * entries * ANGLE_BYTES + self.tokens * ID_BYTES
+
+    @property
+    def touched_bytes(self) -> int:
+        """Bytes of memory that one call reads or writes."""
+        return self.tensor_bytes * (1 if self.inplace else 2) + self.angle_bytes
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that must move: what rotates in and out, the tail too out of place, and the angles."""
+        """Bytes that must move: what rotates in and out, out of place the rest too, and the angles."""
         share = self.rotary_dim / self.head_dim if self.inplace else 1.0
         return round(2 * self.tensor_bytes * share) + self.angle_bytes
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes that ``out.copy_(x)`` moves."""
+        """Bytes that a copy of as many elements moves."""
         return 2 * self.tensor_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Buffers:
+class Table:
+    """Angles: a row a position."""
+
+    freqs: torch.Tensor  # [rows, R / 2] float32
+    cos: torch.Tensor  # [rows, R / 2] float32
+    sin: torch.Tensor  # [rows, R / 2] float32
+    cache: torch.Tensor  # [rows, R] float32: cosines, then sines
+    inv_freq: torch.Tensor  # [R / 2] float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensors:
     """One set of tensors for a call: everything that any peer reads or writes."""
 
-    tensors: list[torch.Tensor]  # x, or x and a key; the gradient of the output in a backward call
-    freqs: torch.Tensor  # [S, R / 2] float32
-    cos: torch.Tensor  # [S, R / 2] float32
-    sin: torch.Tensor  # [S, R / 2] float32
-    feature_freqs: torch.Tensor  # [S, 1, 1, R] float32
-    cu_seqlens: torch.Tensor | None  # [B + 1] int32, thd only
-    positions: torch.Tensor | None  # [T] int64, thd only: for the peers that gather angles
-
-    @property
-    def x(self) -> torch.Tensor:
-        """The tensor that is rotated, or the first of the two."""
-        return self.tensors[0]
+    rotated: tuple[torch.Tensor, ...]  # query, and key if the call has one; backward: the gradient of the output
+    qkv: torch.Tensor | None  # [t, H + 2 Hk, D], of which they are views if the call is packed
+    table: Table
+    ids: torch.Tensor  # [tokens] int64: the row of the table for each token, in the order of memory
+    cu_seqlens: torch.Tensor | None  # [sequences + 1] int32: thd without ids
 
 
-def make_buffers(call: Call, device: str = "cuda") -> Buffers:
-    """Fresh tensors with their own angles, so that no set finds its angles in the cache."""
-    shapes = [call.shape(heads) for heads in (call.heads, call.key_heads) if heads]
-    tensors = [torch.randn(shape, device=device, dtype=call.dtype) for shape in shapes]
-    position = torch.arange(call.seq, device=device, dtype=torch.float32) + FIRST_POSITION
-    exponent = torch.arange(0, call.rotary_dim, 2, device=device, dtype=torch.float32) / call.rotary_dim
-    freqs = torch.outer(position, ROPE_BASE**-exponent)
-    feature = freqs.repeat_interleave(2, dim=-1) if call.interleaved else torch.cat((freqs, freqs), dim=-1)
-    cu_seqlens = positions = None
-    if call.layout == "thd":
-        cu_seqlens = torch.arange(call.batch + 1, device=device, dtype=torch.int32) * call.seq
-        positions = torch.arange(call.seq, device=device).repeat(call.batch)
-    return Buffers(
-        tensors=tensors,
-        freqs=freqs,
-        cos=freqs.cos(),
-        sin=freqs.sin(),
-        feature_freqs=feature[:, None, None, :],
-        cu_seqlens=cu_seqlens,
-        positions=positions,
-    )
+def make_table(call: Call, device: str) -> Table:
+    """A table of the call's angles."""
+    # With inv_freq the kernel counts from 0; a table may begin further on, where its first row rotates something.
+    first = 0 if call.angles == "inv_freq" else FIRST_POSITION
+    position = torch.arange(call.angle_rows, device=device, dtype=torch.float32) + first
+    inv_freq = ROPE_BASE ** -(torch.arange(0, call.rotary_dim, 2, device=device, dtype=torch.float32) / call.rotary_dim)
+    freqs = torch.outer(position, inv_freq)
+    cos, sin = freqs.cos(), freqs.sin()
+    return Table(freqs, cos, sin, torch.cat((cos, sin), dim=-1), inv_freq)
 
 
-def reference(call: Call, buffers: Buffers) -> torch.Tensor:
-    """The first tensor by the formula in float64, rounded to float32; in pieces, for float64 is four times the size."""
-    run = formula.ROTATIONS[call.direction, call.interleaved]
-    x, expected = buffers.x, torch.empty_like(buffers.x, dtype=torch.float32)
-    freqs, positions = buffers.feature_freqs.double(), buffers.positions
-    axis = 1 if call.layout == "bshd" else 0
-    step = max(1, PIECE_ELEMENTS * x.shape[axis] // x.numel())
-    for start in range(0, x.shape[axis], step):
-        length = min(step, x.shape[axis] - start)
-        if positions is None:
-            angles = formula.broadcast(freqs.narrow(0, start, length), call.layout, None)
+def per_feature(call: Call, x: torch.Tensor) -> torch.Tensor:
+    """Entries of pairs, [rows, R / 2], as entries of features."""
+    return x.repeat_interleave(2, dim=-1) if call.interleaved else torch.cat((x, x), dim=-1)
+
+
+def make_ids(call: Call, device: str) -> torch.Tensor:
+    """The position of each token."""
+    if call.positions == "random":
+        return torch.randint(call.rows, (call.tokens,), device=device)
+    ids = torch.cat([torch.arange(length, device=device) for length in call.lengths])
+    return ids.view(call.batch, call.seq).t().flatten() if call.layout == "sbhd" else ids
+
+
+def _views(call: Call, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return qkv[:, : call.heads], qkv[:, call.heads : call.heads + call.key_heads]
+
+
+def make_tensors(call: Call, count: int, device: str = "cuda") -> list[Tensors]:
+    """Fresh sets, with angles of their own so that none finds them in the cache; random ids share one large table."""
+    first = {"thd": (call.tokens,), "bshd": (call.batch, call.seq), "sbhd": (call.seq, call.batch)}[call.layout]
+    cu_seqlens = None
+    if call.layout == "thd" and call.positions == "implicit":
+        starts = [0, *itertools.accumulate(call.lengths)]
+        cu_seqlens = torch.tensor(starts, device=device, dtype=torch.int32)
+    options: dict[str, Any] = {"device": device, "dtype": call.dtype}
+    sets: list[Tensors] = []
+    for _ in range(count):
+        table = sets[0].table if sets and call.positions == "random" else make_table(call, device)
+        qkv = None
+        if call.packed:
+            qkv = torch.randn((*first, call.heads + 2 * call.key_heads, call.head_dim), **options)
+            rotated = _views(call, qkv)
         else:
-            angles = formula.broadcast(freqs, call.layout, positions.narrow(0, start, length))
-        expected.narrow(axis, start, length).copy_(run(x.narrow(axis, start, length).double(), angles))
-    return expected
+            heads = [heads for heads in (call.heads, call.key_heads) if heads]
+            rotated = tuple(torch.randn((*first, h, call.head_dim), **options) for h in heads)
+        if call.gradient:
+            rotated = tuple(x.requires_grad_() for x in rotated)
+        sets.append(Tensors(rotated, qkv, table, make_ids(call, device), cu_seqlens))
+    return sets
+
+
+def probe(call: Call, t: Tensors) -> Tensors:
+    """The set with tensors that the call may overwrite."""
+    if not call.inplace:
+        return t
+    if t.qkv is None:
+        return dataclasses.replace(t, rotated=tuple(x.clone() for x in t.rotated))
+    qkv = t.qkv.clone()
+    return dataclasses.replace(t, qkv=qkv, rotated=_views(call, qkv))
+
+
+def pairs(call: Call) -> tuple[slice, slice]:
+    """The features of a head that are first in their pair, and those that are second."""
+    begin = call.head_dim - call.rotary_dim if call.rotated == "last" else 0
+    if call.interleaved:
+        return slice(begin, begin + call.rotary_dim, 2), slice(begin + 1, begin + call.rotary_dim, 2)
+    half = call.rotary_dim // 2
+    apart = call.head_dim // 2 if call.rotated == "proportional" else half
+    return slice(begin, begin + half), slice(begin + apart, begin + apart + half)
+
+
+def expected(call: Call, t: Tensors) -> list[torch.Tensor]:
+    """Query and key by the formula in float64, rounded to float32; in pieces, for float64 is four times the size."""
+    return [_turned(call, x.detach(), t) for x in t.rotated]
+
+
+def _turned(call: Call, x: torch.Tensor, t: Tensors) -> torch.Tensor:
+    tokens = x.reshape(call.tokens, *x.shape[-2:])
+    out = torch.empty(tokens.shape, dtype=torch.float32, device=x.device)
+    first, second = pairs(call)
+    sign = -1 if call.direction == "backward" else 1
+    step = max(1, PIECE_ELEMENTS * call.tokens // x.numel())
+    for start in range(0, call.tokens, step):
+        piece = slice(start, start + step)
+        angle = t.table.freqs[t.ids[piece]].double()[:, None]  # [tokens, 1, R / 2]
+        cos, sin = angle.cos(), sign * angle.sin()
+        a, b = tokens[piece, :, first].double(), tokens[piece, :, second].double()
+        out[piece] = tokens[piece].float()
+        out[piece, :, first] = (a * cos - b * sin).float()
+        out[piece, :, second] = (b * cos + a * sin).float()
+    return out.view(x.shape)
+
+
+def our_keywords(call: Call, t: Tensors) -> dict[str, Any]:
+    """The arguments of ``tuned.dispatch`` beside the tensors."""
+    keywords: dict[str, Any] = {"tensor_format": call.layout, "interleaved": call.interleaved}
+    match call.angles:
+        case "freqs pair":
+            keywords |= {"freqs": t.table.freqs, "angle_entries": "pair"}
+        case "cos_sin pair":
+            keywords |= {"cos": t.table.cos, "sin": t.table.sin, "angle_entries": "pair"}
+        case "freqs feature":
+            freqs = per_feature(call, t.table.freqs)[:, None, None]
+            keywords |= {"freqs": freqs, "angle_entries": "feature"}
+        case "cos_sin_cache":
+            keywords |= {"cos_sin_cache": t.table.cache}
+        case "inv_freq":
+            keywords |= {"inv_freq": t.table.inv_freq}
+    if call.direction == "forward":
+        keywords |= {"inplace": call.inplace}
+    if call.positions != "implicit":
+        shape = (call.tokens,) if call.layout == "thd" else (call.batch, call.seq)
+        keywords |= {"positions": t.ids.view(shape)}
+    if t.cu_seqlens is not None:
+        keywords |= {"cu_seqlens": t.cu_seqlens, "max_seqlen": call.longest}
+    if call.rotated != "first":
+        keywords |= {"rotated": call.rotated, "rotary_dim": call.rotary_dim}
+    return keywords
+
+
+def ours(call: Call, sets: Sequence[Tensors]) -> list[Launch]:
+    """One launch a set through the public dispatch, which makes its outputs, and any table, each time."""
+
+    def launch(t: Tensors, keywords: dict[str, Any]) -> Any:
+        if call.key_heads:
+            return tuned.dispatch.rope_qk(*t.rotated, **keywords)
+        run = tuned.dispatch.rope if call.direction == "forward" else tuned.dispatch.rope_backward
+        return (run(*t.rotated, **keywords),)
+
+    return [functools.partial(launch, t, our_keywords(call, t)) for t in sets]
+
+
+def as_a_user_calls(call: Call, t: Tensors) -> Launch:
+    """The call of a host row, written out: wrappers of the measurement's own are no part of what a user waits for."""
+    keywords = our_keywords(call, t)
+    freqs, cos, sin = (keywords.pop(name, None) for name in ("freqs", "cos", "sin"))
+    layout, interleaved, entries, inplace = (
+        keywords.pop(name, None) for name in ("tensor_format", "interleaved", "angle_entries", "inplace")
+    )
+    if keywords or interleaved or entries is None:
+        raise ValueError(f"host rows are whole tensors with freqs or cosines and sines, by halves, got {call}")
+    x, *others = t.rotated
+    if others:
+        (key,) = others
+        return lambda: tuned.dispatch.rope_qk(  # type: ignore[return-value]
+            x, key, freqs, cos, sin, tensor_format=layout, angle_entries=entries, inplace=inplace
+        )
+    return lambda: (
+        tuned.dispatch.rope(x, freqs, cos, sin, tensor_format=layout, angle_entries=entries, inplace=inplace),
+    )

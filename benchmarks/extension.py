@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from benchmarks.calls import CompleteCall
+    from benchmarks.call import Call
 
 CPP = """
 #include <ATen/ATen.h>
@@ -68,10 +68,10 @@ void rotate(const void* x, void* out, const float* cos, const float* sin, int64_
 """
 
 
-def refuses(call: CompleteCall) -> str | None:
+def refuses(call: Call) -> str | None:
     """Why it does not take a call, or None."""
-    plain = (call.layout, call.dtype, call.positions, call.rotated, call.packed, call.interleaved)
-    asked = ("bshd", torch.bfloat16, "implicit", "first", False, False)
+    plain = (call.layout, call.direction, call.dtype, call.positions, call.rotated, call.packed, call.interleaved)
+    asked = ("bshd", "forward", torch.bfloat16, "implicit", "first", False, False)
     if plain == asked and call.rotary_dim == call.head_dim and (call.inplace or not call.key_heads):
         return None
     return "it takes bfloat16 bshd with cosines and sines, and a key in place only"

@@ -1,13 +1,16 @@
-"""Measure GRU sequences beside nn.GRU: ``python -m benchmarks.gru`` writes benchmarks/results/gru/<device>.json.
+"""Measure GRUs beside PyTorch's: ``python -m benchmarks.gru`` writes benchmarks/results/gru/<device>.json.
 
-A row times, in turns, this project's module and nn.GRU as users call them (a loop of calls, the host's time counted
-where the device waits for it) and both in a CUDA graph, all with the projection of the input and all on the same
-weights. The bars compare the module as users call it with both forms of nn.GRU. Nothing is timed that has not just been
-held against nn.GRU in float64; float32 runs with TF32, as PyTorch's default for recurrent networks is.
+A row of a sequence times, in turns, this project's module and nn.GRU as users call them (a loop of calls, the host's time
+counted where the device waits for it) and both in a CUDA graph, all with the projection of the input and all on the same
+weights. The bars compare the module as users call it with both forms of nn.GRU.
 
-The floor is the larger of the bytes that must move (input and weights read once, the output written once) at the speed
-of a copy in the same run, and the products at the matrix rate. It says nothing of the steps' order, which no
-implementation of a recurrence escapes: a small batch cannot come near it.
+A row of a single step times launches in a CUDA graph, with weights that are cold (the launches rotate over more sets of
+weights than twice the L2 holds) and hot (one set). Host times are wall time a call in a loop that never fills the queue.
+
+Nothing is timed that has not just been held against PyTorch in float64; float32 runs with TF32, as PyTorch's default for
+recurrent networks is. The floor is the larger of the bytes that must move (input and weights read once, the output
+written once; of a step the weights alone) at the speed of a copy in the same run, and the products at the matrix rate. It
+says nothing of the steps' order, which no implementation of a recurrence escapes: a small batch cannot come near it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import statistics
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +27,9 @@ import tuned
 import tuned.nn
 from benchmarks import clock, gru_peers, record, session
 from benchmarks.gru_peers import FLASHRNN, IN_A_GRAPH, NN_GRU, data
-from benchmarks.gru_plan import MATRIX_FLOPS, GruRow, SequenceCall, sequences
+from benchmarks.gru_plan import MATRIX_FLOPS, SequenceCall, StepCall, sequences, steps
+from benchmarks.gru_steps import CONTENDERS
+from benchmarks.record import Row, quotient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,8 +37,9 @@ if TYPE_CHECKING:
     from benchmarks.gru_peers import Run
 
 OURS, OURS_IN_A_GRAPH = "ours", "ours in a CUDA graph"
-WRONG = 2.0  # times nn.GRU's own error: not a rounding any more; the bar is benchmarks.bars' business
+WRONG = 2.0  # times PyTorch's own error: not a rounding any more; the bar is benchmarks.bars' business
 WRONG_FLASHRNN = 16.0  # it rounds each step's gates
+GOAL_FLOORS, GOAL_US = 1.1, 1.5  # of a cell: so many floors, and so many microseconds for starting the kernel
 
 
 class WrongResultError(Exception):
@@ -50,9 +57,9 @@ def tf32() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def error_of(result: tuple[Any, torch.Tensor], expected: tuple[Any, torch.Tensor]) -> float:
-    """The largest error of output and last hidden state."""
-    pairs = ((data(result[0]), data(expected[0])), (result[1], expected[1]))
+def error_of(result: tuple[Any, ...], expected: tuple[Any, ...]) -> float:
+    """The largest error of output and last hidden state, or of the one tensor that there is."""
+    pairs = [(data(given), data(wanted)) for given, wanted in zip(result, expected, strict=True)]
     for given, wanted in pairs:
         if given.shape != wanted.shape:
             raise WrongResultError(f"shape {tuple(given.shape)} instead of {tuple(wanted.shape)}")
@@ -80,86 +87,115 @@ def checked(run: Run | str, expected: tuple[Any, torch.Tensor], limit: float) ->
     return run
 
 
-def explained(function: Any, *arguments: Any) -> dict[str, Any]:
-    """What serves the call, and why."""
-    choice = tuned.explain(function, *arguments)
-    variant = None if choice.variant is None else str(choice.variant)
-    return {"rule": choice.rule, "why": choice.why, "kernels": list(choice.kernels), "variant": variant}
+def told(  # noqa: PLR0913 (what was found out beside the times)
+    call: SequenceCall | StepCall, ours_us: float, moved_bytes: int, error: float, peer_error: float, explain: Any
+) -> dict[str, Any]:
+    """What rows of both kinds say: the floor, the errors, and what served the call."""
+    floor = max(moved_bytes / clock.copy_rate(), call.flops / MATRIX_FLOPS[call.dtype]) * 1e6
+    choice = tuned.explain(*explain)
+    return {
+        "floor": round(floor, 3),
+        "ours_over_floor": quotient(ours_us, floor),
+        "error": error,
+        "peer_error": peer_error,
+        "error_over_peer": quotient(error, peer_error),
+        "rule": choice.rule,
+        "why": choice.why,
+        "kernels": list(choice.kernels),
+        "variant": None if choice.variant is None else str(choice.variant),
+    }
 
 
-def floor_us(moved_bytes: int, flops: int, dtype: torch.dtype) -> float:
-    """The larger of the time to move the bytes as a copy does, and of the products."""
-    return max(moved_bytes / clock.copy_rate(), flops / MATRIX_FLOPS[dtype]) * 1e6
-
-
-def quotient(a: float | str | None, b: float | str | None) -> float | None:
-    """A ratio, if both are times."""
-    if a is None or b is None or isinstance(a, str) or isinstance(b, str):
-        return None
-    return round(a / b, record.DIGITS)
-
-
-def measure(row: GruRow[SequenceCall], device: str = "cuda") -> dict[str, Any]:
-    """Time one row.
+def sequence_row(row: Row[SequenceCall], device: str) -> dict[str, Any]:
+    """Time a sequence.
 
     Raises:
         WrongResultError: the module's result is further from float64 than ``WRONG`` times nn.GRU's.
     """
-    with torch.no_grad(), tf32():
-        torch.manual_seed(0)
-        theirs = gru_peers.make_gru(row.call, device)
-        mine = gru_peers.make_gru(row.call, device, tuned.nn.GRU)
-        mine.load_state_dict(theirs.state_dict())
-        x = gru_peers.make_input(row.call, device)
-        exact = copy.deepcopy(theirs).double()
-        exact.flatten_parameters()
-        expected = exact(x.to(torch.float64))
-        error, peer_error = error_of(mine(x), expected), error_of(theirs(x), expected)
-        refuse_wrong(error, WRONG * peer_error)
-        flashrnn = attempt(
-            lambda: checked(gru_peers.flashrnn(row.call, theirs, x), expected, WRONG_FLASHRNN * peer_error)
-        )
-        ours, nn_gru = functools.partial(mine, x), functools.partial(theirs, x)
-        calls: dict[str, Callable[[], object] | str] = {
-            OURS: ours,
-            NN_GRU: nn_gru,
-            OURS_IN_A_GRAPH: attempt(lambda: clock.capture(ours)),
-            IN_A_GRAPH: attempt(lambda: clock.capture(nn_gru)),
-            FLASHRNN: flashrnn,
-        }
-        times = clock.interleaved({name: call for name, call in calls.items() if not isinstance(call, str)})
-        serving = explained(mine, x)
+    theirs = gru_peers.make_gru(row.call, device)
+    mine = gru_peers.make_gru(row.call, device, tuned.nn.GRU)
+    mine.load_state_dict(theirs.state_dict())
+    x = gru_peers.make_input(row.call, device)
+    exact = copy.deepcopy(theirs).double()
+    exact.flatten_parameters()
+    expected = exact(x.to(torch.float64))
+    error, peer_error = error_of(mine(x), expected), error_of(theirs(x), expected)
+    refuse_wrong(error, WRONG * peer_error)
+    ours, nn_gru = functools.partial(mine, x), functools.partial(theirs, x)
+    limit = WRONG_FLASHRNN * peer_error
+    calls: dict[str, Callable[[], object] | str] = {
+        OURS: ours,
+        NN_GRU: nn_gru,
+        OURS_IN_A_GRAPH: attempt(lambda: clock.capture(ours)),
+        IN_A_GRAPH: attempt(lambda: clock.capture(nn_gru)),
+        FLASHRNN: attempt(lambda: checked(gru_peers.flashrnn(row.call, theirs, x), expected, limit)),
+    }
+    times = clock.interleaved({name: call for name, call in calls.items() if not isinstance(call, str)})
     found: dict[str, float | str] = {
         name: call if isinstance(call, str) else round(times[name].median_us, 3) for name, call in calls.items()
     }
+    del found[OURS]
     in_a_graph = found.pop(OURS_IN_A_GRAPH)
     ours_us = times[OURS].median_us
-    del found[OURS]
-    floor = floor_us(row.call.moved_bytes, row.call.flops, row.call.dtype)
-    return record.common(row, ours_us=ours_us, ours_spread_us=times[OURS].spread_us, found=found) | {
-        "floor": round(floor, 3),
-        "ours_over_floor": quotient(ours_us, floor),
+    measured = record.common(row, ours_us=ours_us, ours_spread_us=times[OURS].spread_us, found=found)
+    return measured | {
+        **told(row.call, ours_us, row.call.moved_bytes, error, peer_error, (mine, x)),
         "ours_in_a_graph": in_a_graph,
         "us_per_step": round(ours_us / row.call.steps, 3),
         "speedup": quotient(found[NN_GRU], ours_us),
         "speedup_over_graph": quotient(found[IN_A_GRAPH], ours_us),
         "speedup_graph_over_graph": quotient(found[IN_A_GRAPH], in_a_graph),
-        "error": error,
-        "peer_error": peer_error,
-        "error_over_peer": quotient(error, peer_error),
-        **serving,
     }
+
+
+def step_row(row: Row[StepCall], device: str) -> dict[str, Any]:
+    """Time a single step: this project, the peers, this project again, whose two medians are averaged.
+
+    Raises:
+        WrongResultError: the result is further from float64 than ``WRONG`` times the least exact peer's.
+    """
+    call = row.call
+    both = CONTENDERS[call.operation](call, device, clock.sets(call.weight_bytes))
+    firsts = {OURS: both.ours[0]} | {name: launches[0] for name, launches in both.peers.items()}
+    errors = {name: error_of((launch(),), (both.expected,)) for name, launch in firsts.items()}
+    error, peer_error = errors.pop(OURS), max(errors.values())
+    refuse_wrong(error, WRONG * peer_error)
+    cold = [clock.device(both.ours)]
+    found = {name: round(clock.device(launches).median_us, 3) for name, launches in both.peers.items()}
+    cold.append(clock.device(both.ours))
+    hot = {name: round(clock.device([launch]).median_us, 3) for name, launch in firsts.items()}
+    host = {name: round(clock.host(launch).median_us, 3) for name, launch in firsts.items()}
+    ours_us = statistics.fmean(t.median_us for t in cold)
+    measured = record.common(row, ours_us=ours_us, ours_spread_us=max(t.spread_us for t in cold), found={**found})
+    measured |= told(call, ours_us, call.weight_bytes, error, peer_error, both.explain)
+    return measured | {
+        "ours_over_goal": quotient(ours_us, GOAL_FLOORS * measured["floor"] + GOAL_US),
+        "speedup": quotient(min(found.values()), ours_us),
+        "hot": hot,
+        "host": host,
+        "ours_host": host[OURS],
+        "host_over_best_peer": quotient(host[OURS], min(us for name, us in host.items() if name != OURS)),
+    }
+
+
+def measure(row: Row[Any], device: str = "cuda") -> dict[str, Any]:
+    """Time one row, of a sequence or of a single step."""
+    with torch.no_grad(), tf32():
+        torch.manual_seed(0)
+        return (sequence_row if isinstance(row.call, SequenceCall) else step_row)(row, device)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
+    rows: list[Row[Any]] = [*sequences(), *steps()]
     return session.command(
         arguments,
         prog="benchmarks.gru",
         about=__doc__,
-        rows=sequences(),
+        rows=rows,
         measure=measure,
-        versions=gru_peers.versions,
+        packages=gru_peers.PACKAGES,
+        folder=session.RESULTS / "gru",
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
+
+from benchmarks.record import dtype_name
 
 if TYPE_CHECKING:
     from benchmarks.gru_plan import SequenceCall
@@ -19,6 +20,7 @@ Run = Callable[[], tuple[Input, torch.Tensor]]  # output and last hidden state, 
 NN_GRU = "nn.GRU"
 IN_A_GRAPH = "nn.GRU in a CUDA graph"
 FLASHRNN = "FlashRNN"
+PACKAGES = {"flashrnn": "flashrnn"}  # import name to distribution
 
 
 def make_gru(call: SequenceCall, device: str, kind: Callable[..., torch.nn.RNNBase] = torch.nn.GRU) -> torch.nn.RNNBase:
@@ -73,16 +75,8 @@ def flashrnn(call: SequenceCall, gru: torch.nn.RNNBase, x: Input, backend: str =
             biases,
             function="gru",
             backend=backend,
-            dtype=call.dtype_name,
+            dtype=dtype_name(call.dtype),
         )
         return states[0, :, :, 0].transpose(0, 1), last[0, :, :, 0].transpose(0, 1)
 
     return launch
-
-
-def versions() -> dict[str, str]:
-    """What is installed of the peers that are packages of their own."""
-    try:
-        return {"flashrnn": importlib.metadata.version("flashrnn")}
-    except importlib.metadata.PackageNotFoundError:
-        return {}

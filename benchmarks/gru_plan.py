@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
 from benchmarks.call import ITEM_BYTES
+from benchmarks.record import Row, dtype_name
 
 MATRIX_FLOPS = {  # a second, dense, on an H200: 790e12 was measured in bfloat16; TF32 runs at half the rate
     torch.bfloat16: 790e12,
@@ -34,11 +35,6 @@ class SequenceCall:
     lengths: tuple[int, ...] = ()
 
     @property
-    def dtype_name(self) -> str:
-        """As in the records: without the package."""
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
     def directions(self) -> int:
         """1, or 2 if bidirectional."""
         return 2 if self.bidirectional else 1
@@ -62,7 +58,7 @@ class SequenceCall:
     @property
     def words(self) -> tuple[str, ...]:
         """What tells it from any other call."""
-        return (self.problem, self.layout, self.dtype_name, "forward")
+        return (self.problem, self.layout, dtype_name(self.dtype), "forward")
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -70,7 +66,7 @@ class SequenceCall:
         return {
             "problem": self.problem,
             "layout": self.layout,
-            "dtype": self.dtype_name,
+            "dtype": dtype_name(self.dtype),
             "direction": "forward",
             "sizes": {
                 "steps": self.steps,
@@ -111,11 +107,6 @@ class StepCall:
     dtype: torch.dtype = torch.bfloat16
 
     @property
-    def dtype_name(self) -> str:
-        """As in the records: without the package."""
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
     def problem(self) -> str:
         """Operation and sizes as text: batch, widths of the inputs, outputs."""
         return f"{self.operation} b{self.batch} i{'+'.join(map(str, self.segments))} h{self.outputs}"
@@ -123,7 +114,7 @@ class StepCall:
     @property
     def words(self) -> tuple[str, ...]:
         """What tells it from any other call."""
-        return (self.problem, self.dtype_name, "forward")
+        return (self.problem, dtype_name(self.dtype), "forward")
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -131,7 +122,7 @@ class StepCall:
         return {
             "problem": self.problem,
             "layout": "rows",
-            "dtype": self.dtype_name,
+            "dtype": dtype_name(self.dtype),
             "direction": "forward",
             "operation": self.operation,
             "sizes": {"batch": self.batch, "segments": list(self.segments), "outputs": self.outputs},
@@ -152,30 +143,6 @@ class StepCall:
     def flops(self) -> int:
         """Of the matrix products."""
         return 2 * self.batch * self.weights
-
-
-C = TypeVar("C", SequenceCall, StepCall)
-
-
-@dataclasses.dataclass(frozen=True)
-class GruRow(Generic[C]):
-    """One measurement of this project beside its peers."""
-
-    suite: str
-    call: C
-    bar: str | None  # which bars of benchmarks.bars judge it, beside those that judge every row
-    name: str = ""  # where the sizes come from
-    kind: str = "device"
-
-    @property
-    def key(self) -> str:
-        """What it is, in words, once in a plan."""
-        return ", ".join((self.suite, *self.call.words, self.kind))
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a record says of the call."""
-        return {"name": self.name, **self.call.facts}
 
 
 # steps, batch, hidden and input size; the bar
@@ -217,21 +184,20 @@ DECODER_BATCHES = (1, 128)
 EMBEDDING, CONTEXT, DECODER_HIDDEN, VOCABULARY = 256, 512, 512, 10_000
 
 
-def sequences() -> list[GruRow[SequenceCall]]:
+def sequences() -> list[Row[SequenceCall]]:
     """The suite "gru"."""
-    rows = [GruRow("gru", SequenceCall(t, b, h, h), bar, kind="call") for t, b, h, bar in SEQUENCES]
-    rows.insert(1, GruRow("gru", KERNELBENCH, "KernelBench 39", "KernelBench 39 and 40", kind="call"))
-    return rows + [GruRow("gru", call, None, name, kind="call") for name, call in OTHERS]
+    rows = [Row("gru", SequenceCall(t, b, h, h), bar, kind="call") for t, b, h, bar in SEQUENCES]
+    rows.insert(1, Row("gru", KERNELBENCH, "KernelBench 39", name="KernelBench 39 and 40", kind="call"))
+    return rows + [Row("gru", call, None, name=name, kind="call") for name, call in OTHERS]
 
 
-def steps() -> list[GruRow[StepCall]]:
+def steps() -> list[Row[StepCall]]:
     """The suite "gru_cell": cells, the decoder's step and its output layer."""
     rows = [
-        GruRow("gru_cell", StepCall("cell", b, (h,), h), "cell, H 2048" if h >= HUGE_HIDDEN else "cell")
-        for b, h in CELLS
+        Row("gru_cell", StepCall("cell", b, (h,), h), "cell, H 2048" if h >= HUGE_HIDDEN else "cell") for b, h in CELLS
     ]
     for batch in DECODER_BATCHES:
         step = StepCall("step", batch, (EMBEDDING, CONTEXT), DECODER_HIDDEN)
         output = StepCall("linear_cat", batch, (DECODER_HIDDEN, CONTEXT, EMBEDDING), VOCABULARY)
-        rows += [GruRow("gru_cell", call, "segments", "seq2seq decoder") for call in (step, output)]
+        rows += [Row("gru_cell", call, "segments", name="seq2seq decoder") for call in (step, output)]
     return rows

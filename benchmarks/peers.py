@@ -1,7 +1,7 @@
-"""The peers: each turns a call and its buffer sets into one launch a set, or says in a sentence why it cannot.
+"""The peers of RoPE: each turns a call and its sets into one launch a set, or says in a sentence why it cannot.
 
-A launch takes no argument and returns what it rotated (the first tensor, where the call rotates two). Every peer is
-imported from its own public package inside its function, so that one that is not installed costs nothing.
+A launch returns the query and the key as it leaves them. Each peer is imported from its own public package inside its
+function, so that one that is not installed costs nothing, and gets the angles in the form that it takes, made beforehand.
 """
 
 # ruff: noqa: PLC0415 (a peer is imported where it is used: one that is missing, or slow to import, costs nothing)
@@ -11,218 +11,362 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import importlib.metadata
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from benchmarks import formula
-from benchmarks.call import Buffers, Call
+from benchmarks import extension, formula
+from benchmarks.call import Call, Launch, Table, Tensors, per_feature
 
-R = TypeVar("R")
-Launch = Callable[[], torch.Tensor]
-Peer = Callable[[Call, Sequence[Buffers]], "list[Launch] | str"]
+Peer = Callable[[Call, Sequence[Tensors]], "list[Launch] | str"]
+Rotated = tuple[torch.Tensor, ...]
 
 MAX_HEAD_DIM = 256  # flash-attention's and flash-linear-attention's kernels assert it
+HALVES_IN_FRONT = "it rotates the first features of each head, by halves"
 
 
-def private_copy(run: Callable[..., R]) -> Callable[..., R]:
+def private_copy(run: Callable[..., Any]) -> Callable[..., Any]:
     """The same function with a code object of its own: compilers keep their caches and recompile limits by it."""
     if not isinstance(run, types.FunctionType):
         raise TypeError(f"only a plain function can be copied, got {run!r}")
-    copy = types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, run.__defaults__, run.__closure__)
-    copy.__annotations__ = run.__annotations__
-    copy.__module__ = run.__module__
-    return copy
+    return types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, run.__defaults__, run.__closure__)
 
 
-def _one_tensor(call: Call) -> str | None:
-    return "rotates one tensor a call; not timed on a query and a key" if call.key_heads else None
+def _with_tables(
+    run: Callable[..., Any], sets: Sequence[Tensors], make: Callable[[Table], Sequence[torch.Tensor]]
+) -> list[Launch]:
+    """A launch a set: ``run`` with the set and what the peer needs of the set's table, made once a table."""
+    tables = {id(t.table): t.table for t in sets}
+    made = {key: make(table) for key, table in tables.items()}
+    return [functools.partial(run, t, *made[id(t.table)]) for t in sets]
 
 
-def _formula(call: Call, x: torch.Tensor, freqs: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    angles = formula.broadcast(freqs, call.layout, positions)
-    run = formula.ROTATIONS[call.direction, call.interleaved]
-    if not call.inplace:
-        return run(x, angles)
-    rotated = x[..., : call.rotary_dim]
-    rotated.copy_(run(rotated, angles))
-    return x
+# PyTorch --------------------------------------------------------------------------------------------------------------
 
 
-def eager(call: Call, sets: Sequence[Buffers]) -> list[Launch] | str:
+def _sign(call: Call) -> float:
+    return -1.0 if call.direction == "backward" else 1.0
+
+
+def _wide(call: Call, table: Table) -> Rotated:
+    """What a formula starts from, an entry a feature: the angles, or cosines and sines of the type of x."""
+    if call.formula == "TransformerEngine":
+        return (per_feature(call, table.freqs),)
+    both = []
+    for x, rest in ((table.cos, 1.0), (table.sin, 0.0)):
+        others = (call.head_dim - call.rotary_dim) // 2 if call.rotated == "proportional" else 0
+        padded = torch.cat((x, x.new_full((len(x), others), rest)), dim=-1)
+        both.append(per_feature(call, padded).to(call.dtype))
+    return tuple(both)
+
+
+def _chosen(call: Call, table: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+    """The row of each token, to broadcast over heads: [B, S, 1, R], [S, 1, R], [S, 1, 1, R] or [T, 1, R]."""
+    rows = table if ids is None else table[ids]
+    return rows[:, None, None] if call.layout == "sbhd" else rows.unsqueeze(-2)
+
+
+def _ids(call: Call, t: Tensors) -> torch.Tensor | None:
+    if call.layout == "thd":
+        return t.ids
+    return None if call.positions == "implicit" else t.ids.view(call.batch, call.seq)
+
+
+def _span(x: torch.Tensor, width: int, *, last: bool) -> torch.Tensor:
+    return x[..., x.shape[-1] - width :] if last else x[..., :width]
+
+
+def _joined(call: Call, t: Tensors) -> Rotated:
+    """Query and key; as one tensor where they lie side by side."""
+    return t.rotated if t.qkv is None else (t.qkv[:, : call.heads + call.key_heads],)
+
+
+def _formula(call: Call, rotated: Rotated, ids: torch.Tensor | None, *tables: torch.Tensor) -> Rotated:
+    """``x * cos + rotate_half(x) * sin``, as transformers or TransformerEngine writes it, the rows chosen first."""
+    rows = [_chosen(call, table, ids) for table in tables]
+    rotate, last, width = formula.ROTATIONS[call.interleaved], call.rotated == "last", rows[0].shape[-1]
+    out = []
+    for x in rotated:
+        span = _span(x, width, last=last)
+        if call.formula == "TransformerEngine":
+            turned = formula.from_angles(rotate)(span if call.inplace else x, rows[0], _sign(call))
+        else:
+            turned = rotate(span, rows[0], rows[1], _sign(call))
+        if call.inplace:
+            span.copy_(turned)
+        elif turned.shape[-1] < call.head_dim:
+            tail = _span(x, call.head_dim - width, last=not last)
+            turned = torch.cat((tail, turned) if last else (turned, tail), dim=-1)
+        out.append(x if call.inplace else turned)
+    return tuple(out)
+
+
+def _by_formula(run: Callable[..., Rotated], call: Call, sets: Sequence[Tensors]) -> list[Launch]:
+    def launch(t: Tensors, *tables: torch.Tensor) -> Rotated:
+        out = run(_joined(call, t), _ids(call, t), *tables)
+        return t.rotated if call.inplace else out
+
+    return _with_tables(launch, sets, functools.partial(_wide, call))
+
+
+def eager(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
     """The formula, one PyTorch operation after another."""
-    return _one_tensor(call) or [functools.partial(_formula, call, b.x, b.feature_freqs, b.positions) for b in sets]
-
-
-def scripted(call: Call, sets: Sequence[Buffers]) -> list[Launch] | str:
-    """The formula through ``torch.jit.script``; only the angles of packed tokens are gathered outside."""
-    if call.inplace:
-        return "a copy after the formula: no faster than out of place, where it is timed"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is deprecated, and still what users have
-        run = torch.jit.script(private_copy(formula.ROTATIONS[call.direction, call.interleaved]))
-
-    def launch(b: Buffers) -> torch.Tensor:
-        rotated: torch.Tensor = run(b.x, formula.broadcast(b.feature_freqs, call.layout, b.positions))
-        return rotated
-
-    return _one_tensor(call) or [functools.partial(launch, b) for b in sets]
+    return _by_formula(functools.partial(_formula, call), call, sets)
 
 
 @functools.cache
-def _compiled(call: Call) -> Callable[..., torch.Tensor]:
-    def rotate(x: torch.Tensor, freqs: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        return _formula(call, x, freqs, positions)
+def _compiled(call: Call, *, any_length: bool) -> Callable[..., Rotated]:
+    def rotate(rotated: Rotated, ids: torch.Tensor | None, *tables: torch.Tensor) -> Rotated:
+        return _formula(call, rotated, ids, *tables)
 
-    return torch.compile(private_copy(rotate), fullgraph=True, dynamic=False)
-
-
-def compiled(call: Call, sets: Sequence[Buffers]) -> list[Launch] | str:
-    """The formula through ``torch.compile``, for this very shape."""
-    run = _compiled(dataclasses.replace(call, angles="freqs pair"))  # it is given the same freqs whatever ours gets
-    return _one_tensor(call) or [functools.partial(run, b.x, b.feature_freqs, b.positions) for b in sets]
+    dynamic = None if any_length else False  # None: what has changed between calls
+    return torch.compile(private_copy(rotate), fullgraph=True, dynamic=dynamic)
 
 
-def _seq_second(call: Call, x: torch.Tensor) -> torch.Tensor:
-    """View x as [B, S, H, D], for kernels that know no other order; thd stays [T, H, D]."""
-    return x.transpose(0, 1) if call.layout == "sbhd" else x
+def compiled(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
+    """The same in one ``torch.compile``, for this shape; a model's packed tokens as serving has them, for any number."""
+    same = dataclasses.replace(call, angles="freqs pair")  # its tables are the same whatever ours gets
+    serving = call.layout == "thd" and call.formula == "transformers"
+    if serving:
+        same = dataclasses.replace(same, seq=1, sequences=1, rows=1, positions="counted")
+    return _by_formula(_compiled(same, any_length=serving), call, sets)
 
 
-def _flash_attention(angle_dtype: torch.dtype, call: Call, sets: Sequence[Buffers]) -> list[Launch] | str:
+def scripted(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
+    """TransformerEngine's formula through ``torch.jit.script``; only the angles of packed tokens are gathered outside."""
+    if call.inplace:
+        return "a copy after the formula: no faster than out of place, where it is timed"
+    if call.formula != "TransformerEngine":
+        return "timed on one tensor by place"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is deprecated, and still what users have
+        run = torch.jit.script(formula.from_angles(formula.ROTATIONS[call.interleaved]))
+
+    def launch(t: Tensors, angles: torch.Tensor) -> Rotated:
+        return (run(t.rotated[0], _chosen(call, angles, _ids(call, t)), _sign(call)),)
+
+    return _with_tables(launch, sets, functools.partial(_wide, call))
+
+
+# Other projects -------------------------------------------------------------------------------------------------------
+
+
+def flash_attention(angles: torch.dtype, call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
+    """Its Triton kernel, once for a query and a key that lie side by side, else for each."""
+    if call.rotated == "proportional" or (call.rotated == "last" and not call.inplace):
+        return "it rotates the first features; a view of the last in place"
     if call.head_dim > MAX_HEAD_DIM:
         return f"head_dim {call.head_dim} is above the {MAX_HEAD_DIM} that it offers"
-    from flash_attn.ops.triton.rotary import apply_rotary
+    if call.gradient:
+        from flash_attn.layers.rotary import apply_rotary_emb as apply
+    else:
+        from flash_attn.ops.triton.rotary import apply_rotary as apply
+    keywords: dict[str, Any] = {"inplace": call.inplace, "interleaved": call.interleaved}
+    if call.direction == "backward":
+        keywords |= {"conjugate": True}
 
-    def launch(b: Buffers, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        rotated = [
-            apply_rotary(
-                _seq_second(call, x),
-                cos,
-                sin,
-                cu_seqlens=b.cu_seqlens,
-                max_seqlen=call.seq if b.cu_seqlens is not None else None,
-                interleaved=call.interleaved,
-                inplace=call.inplace,
-                conjugate=call.direction == "backward",
-            )
-            for x in b.tensors
-        ]
-        return _seq_second(call, rotated[0])
+    def turned(x: torch.Tensor, t: Tensors, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor
+        if call.positions == "random":  # each token is a sequence of one, at an offset of its own
+            found = apply(x[:, None], cos, sin, t.ids, **keywords)[:, 0]
+        elif t.cu_seqlens is not None:
+            found = apply(x, cos, sin, cu_seqlens=t.cu_seqlens, max_seqlen=call.longest, **keywords)
+        elif call.layout == "thd":
+            found = apply(x[None], cos, sin, **keywords)[0]
+        elif call.layout == "sbhd":  # it knows no order but bshd
+            found = apply(x.transpose(0, 1), cos, sin, **keywords).transpose(0, 1)
+        else:
+            found = apply(x, cos, sin, **keywords)
+        return found
 
-    return [functools.partial(launch, b, b.cos.to(angle_dtype), b.sin.to(angle_dtype)) for b in sets]
+    def launch(t: Tensors, cos: torch.Tensor, sin: torch.Tensor) -> Rotated:
+        last = call.rotated == "last"
+        views = [_span(x, call.rotary_dim, last=True) if last else x for x in _joined(call, t)]
+        out = tuple(turned(x, t, cos, sin) for x in views)
+        return t.rotated if call.inplace else out
+
+    return _with_tables(launch, sets, lambda table: (table.cos.to(angles), table.sin.to(angles)))
 
 
-def transformer_engine(call: Call, sets: Sequence[Buffers]) -> list[Launch] | str:
-    """The fused CUDA kernels."""
+def _feature_freqs(call: Call, table: Table) -> Rotated:
+    return (per_feature(call, table.freqs)[:, None, None],)
+
+
+def transformer_engine(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
+    """Its fused CUDA kernel, for query and key in turn."""
     if call.inplace:
         return "it always allocates its output"
+    if call.rotated != "first":
+        return "it rotates the first features of each head"
+    if call.positions == "random":
+        return "it counts positions itself"
     from transformer_engine.pytorch.attention.rope import FusedRoPEFunc, apply_rotary_pos_emb
 
-    def forward(b: Buffers) -> torch.Tensor:
-        rotated: torch.Tensor = apply_rotary_pos_emb(
-            b.x,
-            b.feature_freqs,
-            tensor_format=call.layout,
-            interleaved=call.interleaved,
-            fused=True,
-            cu_seqlens=b.cu_seqlens,
-        )
-        return rotated
+    keywords = {"tensor_format": call.layout, "interleaved": call.interleaved}
 
-    def backward(b: Buffers) -> torch.Tensor:
+    def forward(t: Tensors, freqs: torch.Tensor) -> Rotated:
+        return tuple(apply_rotary_pos_emb(x, freqs, **keywords, fused=True, cu_seqlens=t.cu_seqlens) for x in t.rotated)
+
+    def backward(t: Tensors, freqs: torch.Tensor) -> Rotated:
         # What autograd would hand to their function, so that the backward kernel is timed alone.
-        context = types.SimpleNamespace(
-            saved_tensors=(b.feature_freqs, b.cu_seqlens, None),
-            tensor_format=call.layout,
-            interleaved=call.interleaved,
-            cp_size=1,
-            cp_rank=0,
-        )
-        rotated: torch.Tensor = FusedRoPEFunc.backward(context, b.x)[0]
-        return rotated
+        saved = (freqs, t.cu_seqlens, None)
+        context = types.SimpleNamespace(saved_tensors=saved, **keywords, cp_size=1, cp_rank=0)
+        return tuple(FusedRoPEFunc.backward(context, x)[0] for x in t.rotated)
 
     run = forward if call.direction == "forward" else backward
-    return _one_tensor(call) or [functools.partial(run, b) for b in sets]
+    return _with_tables(run, sets, functools.partial(_feature_freqs, call))
 
 
-def liger(call: Call, sets: Sequence[Buffers]) -> list[Launch] | str:
-    """Liger-Kernel: query and key in one kernel, in place."""
-    if not (call.key_heads and call.inplace) or call.layout != "bshd" or call.interleaved:
-        return "it rotates a query and a key together, bshd in place, by halves"
+def transformer_engine_qkv(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
+    """Its fused kernel for a packed qkv: query, key and value are written anew, from a qkv packed a group at a time."""
+    if not call.packed:
+        return "it takes a packed query, key and value"
+    from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
+
+    shape = (call.tokens, 1) if call.positions == "random" else (1, call.tokens)  # batch, sequence
+    split = [call.heads // call.key_heads * call.head_dim, call.head_dim, call.head_dim]
+
+    def grouped(t: Tensors) -> Tensors:
+        assert t.qkv is not None
+        parts = t.qkv.split((call.heads, call.key_heads, call.key_heads), dim=1)
+        qkv = torch.cat([part.reshape(*shape, call.key_heads, -1) for part in parts], dim=-1)
+        return dataclasses.replace(t, qkv=qkv, ids=t.ids.int())
+
+    def launch(t: Tensors, freqs: torch.Tensor) -> Rotated:
+        starts = t.ids if call.positions == "random" else None
+        query, key, _value = apply_fused_qkv_rotary_pos_emb(t.qkv, freqs, freqs, split, "bshd", starts)
+        return query.flatten(0, 1), key.flatten(0, 1)
+
+    return _with_tables(launch, [grouped(t) for t in sets], functools.partial(_feature_freqs, call))
+
+
+def liger(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
+    """Query and key in one Triton kernel, in place."""
+    if not (call.inplace and call.key_heads) or call.layout != "bshd" or call.positions != "implicit":
+        return "it rotates a query and a key together, bshd in place"
+    if call.interleaved or call.rotated != "first":
+        return HALVES_IN_FRONT
     from liger_kernel.ops.rope import LigerRopeFunction
 
-    def launch(b: Buffers) -> torch.Tensor:
-        query, key = (x.transpose(1, 2) for x in b.tensors)
-        rotated: torch.Tensor = LigerRopeFunction.apply(query, key, b.cos, b.sin, None, 1, call.rotary_dim)[0]
-        return rotated.transpose(1, 2)
+    def launch(t: Tensors) -> Rotated:
+        query, key = (x.transpose(1, 2) for x in t.rotated)
+        LigerRopeFunction.apply(query, key, t.table.cos[None], t.table.sin[None], None, 1, call.rotary_dim)
+        return t.rotated
 
-    return [functools.partial(launch, b) for b in sets]
+    return [functools.partial(launch, t) for t in sets]
 
 
-def flash_linear_attention(call: Call, sets: Sequence[Buffers]) -> list[Launch] | str:
+def _one_tensor(call: Call) -> str | None:
+    """Why a peer that is timed on bshd by place does not take a call, or None."""
+    plain = (call.layout, call.key_heads, call.positions, call.rotated) == ("bshd", 0, "implicit", "first")
+    return None if plain else "timed on one bshd tensor, its first features, by place"
+
+
+def flash_linear_attention(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
     """flash-linear-attention: Triton, autotuned over warps and stages, angles of the type of x."""
     if call.head_dim > MAX_HEAD_DIM:
         return f"head_dim {call.head_dim} is above the {MAX_HEAD_DIM} that it offers"
-    if call.layout != "bshd" or call.inplace:
-        return "timed on bshd out of place, where it needs neither copies nor an angle row for every packed token"
-    from fla.modules.rotary.ops import rotary_embedding_fwdbwd
+    if call.inplace:
+        return "timed out of place, where it needs no copies"
+    from fla.modules.rotary.ops import rotary_embedding_fwdbwd as run
 
-    def launch(b: Buffers, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        rotated: torch.Tensor = rotary_embedding_fwdbwd(
-            b.x, cos, sin, interleaved=call.interleaved, conjugate=call.direction == "backward"
-        )
-        return rotated
+    def launch(t: Tensors, cos: torch.Tensor, sin: torch.Tensor) -> Rotated:
+        backward = call.direction == "backward"
+        return (run(t.rotated[0], cos, sin, interleaved=call.interleaved, conjugate=backward),)
 
-    return _one_tensor(call) or [functools.partial(launch, b, b.cos.to(call.dtype), b.sin.to(call.dtype)) for b in sets]
+    made = _with_tables(launch, sets, lambda table: (table.cos.to(call.dtype), table.sin.to(call.dtype)))
+    return _one_tensor(call) or made
 
 
-def flashinfer(call: Call, sets: Sequence[Buffers]) -> list[Launch] | str:
-    """Flashinfer: query and key in one kernel, in place, cosines and sines by position."""
-    if not (call.key_heads and call.inplace) or call.layout != "bshd":
-        return "it rotates a query and a key together, in place, by token"
+def quack(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
+    """Quack: CuTe DSL, the interface of flash-attention."""
+    if call.direction == "backward":
+        return "timed forward"
+    from quack.rotary import apply_rotary_emb as run
+
+    def launch(t: Tensors) -> Rotated:
+        cos, sin = t.table.cos, t.table.sin
+        return (run(t.rotated[0], cos, sin, interleaved=call.interleaved, inplace=call.inplace),)
+
+    return _one_tensor(call) or [functools.partial(launch, t) for t in sets]
+
+
+def _by_cache(
+    run: Callable[..., object], call: Call, sets: Sequence[Tensors], dtype: torch.dtype
+) -> list[Launch] | str:
+    """Query and key in one kernel, in place, a row of cosines and sines for each token's id."""
+
+    def launch(t: Tensors, cache: torch.Tensor) -> Rotated:
+        query, key = (x.flatten(-2).flatten(0, -2) for x in t.rotated)  # views [tokens, heads * D], as serving calls it
+        run(t.ids, query, key, call.head_dim, cache, not call.interleaved)
+        return t.rotated
+
+    if not (call.inplace and call.key_heads) or call.rotated != "first":
+        return "it rotates the first features of a query and a key together, in place"
+    return _with_tables(launch, sets, lambda table: (table.cache.to(dtype),))
+
+
+def flashinfer(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
+    """FlashInfer's kernel; the cache is float32."""
     from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace
 
-    def launch(b: Buffers, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-        query, key = (x.flatten(0, 1).flatten(1) for x in b.tensors)  # views [B S, H D]
-        apply_rope_with_cos_sin_cache_inplace(positions, query, key, call.head_dim, cache, not call.interleaved)
-        return b.x
-
-    positions = torch.arange(call.seq, device=sets[0].x.device).repeat(call.batch)
-    return [functools.partial(launch, b, positions, torch.cat((b.cos, b.sin), dim=-1)) for b in sets]
+    return _by_cache(apply_rope_with_cos_sin_cache_inplace, call, sets, torch.float32)
 
 
-def quack(call: Call, sets: Sequence[Buffers]) -> list[Launch] | str:
-    """Quack: CuTe DSL, the interface of flash-attention."""
-    if call.layout != "bshd" or call.direction == "backward":
-        return "timed forward on bshd"
-    from quack.rotary import apply_rotary_emb
+def vllm(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
+    """The kernel of vLLM, whose layer keeps the cache in the type of the query."""
+    return _by_cache(importlib.import_module("vllm._custom_ops").rotary_embedding, call, sets, call.dtype)
 
-    def launch(b: Buffers) -> torch.Tensor:
-        rotated: torch.Tensor = apply_rotary_emb(b.x, b.cos, b.sin, interleaved=call.interleaved, inplace=call.inplace)
-        return rotated
 
-    return _one_tensor(call) or [functools.partial(launch, b) for b in sets]
+def cpp_extension(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
+    """A plain C++ extension with a CUDA kernel: what such a call costs the host."""
+    if call.gradient:
+        return "it has no gradient"
+    run = extension.load()
+
+    def launch(t: Tensors) -> Launch:
+        rotated, cos, sin = t.rotated, t.table.cos, t.table.sin
+        if not call.inplace:
+            return lambda: (run.rope(rotated[0], cos, sin),)
+        both = list(rotated)
+
+        def in_place() -> Rotated:
+            run.rope_inplace(both, cos, sin)
+            return rotated
+
+        return in_place
+
+    return extension.refuses(call) or [launch(t) for t in sets]
+
+
+def add(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
+    """``torch.add``, which is no RoPE: what any call costs."""
+    del call
+    return [
+        functools.partial(lambda x, other: (torch.add(x, other),), t.rotated[0], torch.randn_like(t.rotated[0]))
+        for t in sets
+    ]
 
 
 PEERS: dict[str, Peer] = {
     "eager PyTorch": eager,
     "torch.jit.script": scripted,
     "torch.compile": compiled,
-    "flash-attention": functools.partial(_flash_attention, torch.float32),
-    "flash-attention bf16 angles": functools.partial(_flash_attention, torch.bfloat16),
+    "flash-attention": functools.partial(flash_attention, torch.float32),
+    "flash-attention bf16 angles": functools.partial(flash_attention, torch.bfloat16),
     "TransformerEngine": transformer_engine,
+    "TransformerEngine fused qkv": transformer_engine_qkv,
     "Liger-Kernel": liger,
     "flash-linear-attention": flash_linear_attention,
-    "flashinfer": flashinfer,
+    "FlashInfer": flashinfer,
+    "vLLM": vllm,
     "quack": quack,
+    "C++ extension": cpp_extension,
+    "torch.add": add,
 }
-QUERY_AND_KEY = ("Liger-Kernel", "flashinfer")  # these rotate two tensors in one kernel, and nothing else
-REQUIRED = ("torch.compile", "flash-attention", "TransformerEngine")  # a row without them does not count for the mean
-
 PACKAGES = {  # import name to distribution
     "flash_attn": "flash-attn",
     "transformer_engine": "transformer-engine",
@@ -234,24 +378,9 @@ PACKAGES = {  # import name to distribution
 }
 
 
-def launches(name: str, call: Call, sets: Sequence[Buffers]) -> list[Launch] | str:
-    """One launch a set, or the reason why there is none: the shape, or a package that cannot be imported."""
+def launches(name: str, call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
+    """One launch a set, or the reason why there is none: the call, or a package that cannot be imported."""
     try:
         return PEERS[name](call, sets)
     except ImportError as error:
         return f"not installed: {error}"
-
-
-def versions() -> dict[str, str]:
-    """What is installed of the peers that are packages of their own."""
-    found = {}
-    for package, distribution in PACKAGES.items():
-        try:
-            module: Any = importlib.import_module(package)
-        except ImportError:
-            continue
-        try:
-            found[package] = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = str(getattr(module, "__version__", "unknown"))
-    return found

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 
 from benchmarks.plan import DIRECTIONS, SWEEPS
-from benchmarks.table import RESULTS, newest
+from benchmarks.session import RESULTS
+from benchmarks.table import newest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,27 +28,17 @@ STYLES: dict[str, dict[str, Any]] = {
 }  # Okabe and Ito's colours, told apart by colour-blind readers
 
 
-def lines(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """Each line's points (sequence length, microseconds), sorted."""
-    found: dict[str, list[tuple[int, float]]] = {name: [] for name in STYLES}
-    for row in sorted(rows, key=lambda row: row["sizes"]["seq"]):
-        times = {"this project": row["ours"], "copy floor": row["floor"], **row["peers"]}
-        for name in STYLES:
-            if name in times:
-                found[name].append((row["sizes"]["seq"], times[name]))
-    return {name: points for name, points in found.items() if points}
-
-
 def draw(axes: Axes, rows: Sequence[dict[str, Any]], title: str) -> None:
-    """One panel."""
-    for name, points in lines(rows).items():
-        axes.plot(*zip(*points, strict=True), label=name, markersize=4.5, **STYLES[name])
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    """One panel: a line a name, over the sequence lengths at which it has a time."""
+    for name, style in STYLES.items():
+        times = [(r["sizes"]["seq"], {"this project": r["ours"], "copy floor": r["floor"], **r["peers"]}) for r in rows]
+        points = sorted((seq, us[name]) for seq, us in times if name in us)
+        if points:
+            axes.plot(*zip(*points, strict=True), label=name, markersize=4.5, **style)
     ticks = sorted({row["sizes"]["seq"] for row in rows})
+    axes.set(title=title, xlabel="sequence length", yscale="log")
+    axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.set_title(title)
-    axes.set_xlabel("sequence length")
     axes.grid(visible=True, which="major", alpha=0.3)
 
 
@@ -83,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     written = plot(options.results or newest(RESULTS)[0])
     if not written:
-        print("no row of the suite rope-sweep; run `python -m benchmarks.rope --only rope-sweep`")
+        print("no row of the suite rope-sweep; run `python -m benchmarks.rope --suite rope-sweep`")
         return 1
     for path in written:
         print(path)

@@ -3,61 +3,67 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.metadata
 import json
 import platform
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import triton
 
-from benchmarks import peers
 from tuned.lookup.device import device_slug
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
 DIGITS = 4  # of a ratio; times keep 3, a nanosecond
+NO_RIVAL = "torch.add"  # what any call costs; neither RoPE nor a GRU
 
 
-class Timed(Protocol):
-    """What the record must know of a row of any suite."""
+C = TypeVar("C", bound=Any)
 
-    @property
-    def suite(self) -> str:
-        """A run replaces the rows of its suites."""
+
+@dataclasses.dataclass(frozen=True)
+class Row(Generic[C]):
+    """One measurement of this project beside its peers.
+
+    Of a call the record asks for ``words``, which tell it from any other, and ``facts``: at least problem, layout, dtype,
+    direction and sizes. Of one whose floor is a copy it asks for ``moved_bytes`` and ``copy_bytes``.
+    """
+
+    suite: str
+    call: C
+    bar: str | None  # which bars of benchmarks.bars judge it, beside those that judge every row
+    peers: tuple[str, ...] = ()
+    name: str = ""  # the model that makes the call, or where its sizes come from
+    kind: str = "device"
 
     @property
     def key(self) -> str:
-        """Once in all plans; begins with the suite and a comma."""
-
-    @property
-    def bar(self) -> str | None:
-        """Which bars judge it, or None."""
-
-    @property
-    def kind(self) -> str:
-        """What is timed."""
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What the record says of the call: at least problem, layout, dtype, direction and sizes."""
+        """What it is, in words, once in all plans."""
+        return ", ".join((self.suite, *self.call.words, self.kind))
 
 
-class Moves(Protocol):
-    """What the record must know of a call to say what it costs at least."""
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes that must move."""
-
-    @property
-    def copy_bytes(self) -> int:
-        """Bytes that the copy beside it moves."""
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in the records: without the package."""
+    return str(dtype).removeprefix("torch.")
 
 
-def environment(versions: Callable[[], dict[str, str]] = peers.versions) -> dict[str, Any]:
-    """What the numbers depend on."""
+def version(package: str, distribution: str) -> str | None:
+    """The version of what is installed by its import name, or None."""
+    try:
+        module: Any = importlib.import_module(package)
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return str(getattr(module, "__version__", "unknown"))
+    except ImportError:
+        return None
+
+
+def environment(packages: Mapping[str, str]) -> dict[str, Any]:
+    """What the numbers depend on; ``packages`` are import names of peers to distributions."""
     device = torch.cuda.get_device_properties(0)
     return {
         "device": device.name,
@@ -69,18 +75,25 @@ def environment(versions: Callable[[], dict[str, str]] = peers.versions) -> dict
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": triton.__version__,
-        "peers": versions(),
+        "peers": {p: found for p, distribution in packages.items() if (found := version(p, distribution))},
     }
 
 
-def common(row: Timed, *, ours_us: float, ours_spread_us: float, found: dict[str, float | str]) -> dict[str, Any]:
+def quotient(a: float | str | None, b: float | str | None) -> float | None:
+    """A ratio, if both are times."""
+    if a is None or b is None or isinstance(a, str) or isinstance(b, str):
+        return None
+    return round(a / b, DIGITS)
+
+
+def common(row: Row[Any], *, ours_us: float, ours_spread_us: float, found: dict[str, float | str]) -> dict[str, Any]:
     """What the rows of every suite say; ``found`` has a peer's microseconds, or the reason why there are none."""
     times = {name: value for name, value in found.items() if not isinstance(value, str)}
-    rivals = {name: us for name, us in times.items() if name != "torch.add"}  # not RoPE: what any call costs
-    best = min(rivals, key=rivals.__getitem__, default=None)
+    best = min(times.keys() - {NO_RIVAL}, key=times.__getitem__, default=None)
     return {
         "suite": row.suite,
-        **row.facts,
+        "name": row.name,
+        **row.call.facts,
         "kind": row.kind,
         "unit": "us",
         "ours": round(ours_us, 3),
@@ -90,34 +103,31 @@ def common(row: Timed, *, ours_us: float, ours_spread_us: float, found: dict[str
         "bar": row.bar,
         "ours_spread": round(ours_spread_us, 3),
         "best_peer": best,
-        "ours_over_best_peer": round(ours_us / rivals[best], DIGITS) if best else None,
+        "ours_over_best_peer": quotient(ours_us, times[best]) if best else None,
     }
 
 
-def device_row(  # noqa: PLR0913 (what was measured)
-    row: Timed, call: Moves, *, ours_us: float, ours_spread_us: float, copy_us: float, found: dict[str, float | str]
+def device_row(
+    row: Row[Any], *, ours_us: float, ours_spread_us: float, copy_us: float, found: dict[str, float | str]
 ) -> dict[str, Any]:
     """A device row. The floor is the copy of this row, scaled to the bytes that must move."""
-    floor_us = copy_us * call.moved_bytes / call.copy_bytes
+    floor_us = copy_us * row.call.moved_bytes / row.call.copy_bytes
     return common(row, ours_us=ours_us, ours_spread_us=ours_spread_us, found=found) | {
         "floor": round(floor_us, 3),
         "copy": round(copy_us, 3),
-        "bytes_moved": call.moved_bytes,
-        "ours_over_floor": round(ours_us / floor_us, DIGITS),
-        "ours_over_copy": round(ours_us / copy_us, DIGITS),
+        "bytes_moved": row.call.moved_bytes,
+        "ours_over_floor": quotient(ours_us, floor_us),
+        "ours_over_copy": quotient(ours_us, copy_us),
     }
 
 
-def host_row(
-    row: Timed, *, ours_us: float, ours_spread_us: float, found: dict[str, float | str], direction: str = "forward"
-) -> dict[str, Any]:
+def host_row(row: Row[Any], *, ours_us: float, ours_spread_us: float, found: dict[str, float | str]) -> dict[str, Any]:
     """A host row: wall time of whole calls. Direction backward means forward with backward."""
-    eager = found.get("eager PyTorch")
-    ratio = None if eager is None or isinstance(eager, str) else round(ours_us / eager, DIGITS)
-    what = "forward" if direction == "forward" else "forward with backward"
-    return common(row, ours_us=ours_us, ours_spread_us=ours_spread_us, found=found) | {
-        "measured": what,
-        "ours_over_eager": ratio,
+    measured = common(row, ours_us=ours_us, ours_spread_us=ours_spread_us, found=found)
+    return measured | {
+        "measured": "forward" if measured["direction"] == "forward" else "forward with backward",
+        "ours_over_eager": quotient(ours_us, found.get("eager PyTorch")),
+        "ours_over_add": quotient(ours_us, found.get(NO_RIVAL)),
     }
 
 
@@ -144,29 +154,25 @@ class Results:
     skipped: dict[str, str]  # a row's key to the reason
 
     @classmethod
-    def open(
-        cls, folder: Path, suites: Sequence[str], versions: Callable[[], dict[str, str]] = peers.versions
-    ) -> Results:
+    def open(cls, folder: Path, suites: Collection[str], packages: Mapping[str, str]) -> Results:
         """The file of this device; suites that are not measured again stay if the environment is the same."""
-        here = environment(versions)
+        here = environment(packages)
         path = folder / f"{device_slug(here['device'])}.json"
         results = cls(path, here, {}, {})
         if path.exists():
             before = json.loads(path.read_text())
             if before["environment"] == here:
-                kept = {row["key"]: row for row in before["rows"] if row["suite"] not in suites}
-                results.rows.update(kept)
-                reasons = before["skipped"].items()
-                results.skipped.update({key: text for key, text in reasons if key.split(", ")[0] not in suites})
+                results.rows = {row["key"]: row for row in before["rows"] if row["suite"] not in suites}
+                results.skipped = {k: why for k, why in before["skipped"].items() if k.split(", ")[0] not in suites}
         return results
 
-    def add(self, row: Timed, measured: dict[str, Any]) -> None:
+    def add(self, row: Row[Any], measured: dict[str, Any]) -> None:
         """Keep a row, and save."""
         self.skipped.pop(row.key, None)
         self.rows[row.key] = measured | {"key": row.key}
         self.save()
 
-    def skip(self, row: Timed, reason: str) -> None:
+    def skip(self, row: Row[Any], reason: str) -> None:
         """Keep the reason why a row is not there, and save."""
         self.rows.pop(row.key, None)
         self.skipped[row.key] = reason

@@ -16,11 +16,11 @@ import torch
 from benchmarks import record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-R = TypeVar("R", bound=record.Timed)
-DEFAULT_MINUTES = 4.5
-FOLDER = Path(__file__).parent / "results" / "gru"
+R = TypeVar("R", bound=record.Row[Any])
+DEFAULT_MINUTES = 9.0
+RESULTS = Path(__file__).parent / "results"
 
 
 def reason(error: Exception) -> str:
@@ -52,32 +52,37 @@ def run(rows: Sequence[R], results: record.Results, measure: Callable[[R], dict[
         print(f"[{i + 1}/{len(rows)}] {row.key}: {record.verdict(measured)}  ({seconds:.1f} s)", flush=True)
 
 
-def command(  # noqa: PLR0913 (what a suite is)
+def command(  # noqa: PLR0913 (what a benchmark is)
     arguments: Sequence[str] | None,
     *,
     prog: str,
     about: str | None,
     rows: Sequence[R],
     measure: Callable[[R], dict[str, Any]],
-    versions: Callable[[], dict[str, str]],
-    folder: Path = FOLDER,
-    apart: bool = False,
+    packages: Mapping[str, str],
+    folder: Path,
+    quick: Callable[[Sequence[R]], Sequence[R]] | None = None,
 ) -> int:
-    """The command line of suites: 0, or 1 where there is no GPU or no row has the text asked for.
+    """The command line of a benchmark: 0, or 1 where there is no GPU or no row has the text asked for.
 
-    ``apart``: each suite in a process of its own, so that a peer that breaks its process costs one suite and not those
-    after it.
+    Each suite runs in a process of its own, so that a peer that breaks its process costs one suite and not those after it.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=about)
     parser.add_argument("--out", type=Path, default=folder, help="folder of the results")
     parser.add_argument("--minutes", type=float, default=DEFAULT_MINUTES, help="begin no row after this many")
     parser.add_argument("--rows", metavar="TEXT", help="only the rows with this text in their key; the others stay")
     names = list(dict.fromkeys(row.suite for row in rows))
-    parser.add_argument("--suite", choices=names, help="only this one; the rows of others stay")
+    parser.add_argument(
+        "--suite", "--only", action="append", choices=names, help="only this one, or these; the rows of others stay"
+    )
     parser.add_argument("--dry-run", action="store_true", help="list the rows and what judges them; needs no GPU")
+    if quick is not None:
+        parser.add_argument("--quick", action="store_true", help=quick.__doc__)
     options = parser.parse_args(arguments)
-    chosen = [row for row in rows if options.rows is None or options.rows in row.key]
-    chosen = [row for row in chosen if options.suite in (None, row.suite)]
+    if quick is not None and options.quick:
+        rows = quick(rows)
+    suites = options.suite or names
+    chosen = [row for row in rows if row.suite in suites and (options.rows is None or options.rows in row.key)]
     if not chosen:
         print(f"no row's key has the text {options.rows!r}; --dry-run lists the keys")
         return 1
@@ -89,10 +94,9 @@ def command(  # noqa: PLR0913 (what a suite is)
     if not torch.cuda.is_available():
         print(f"{prog} measures on a GPU, and PyTorch sees none here; --dry-run lists the rows")
         return 1
-    if apart and options.rows is None and options.suite is None:
-        return _apart(prog, names, options)
-    replaced = sorted({row.suite for row in chosen}) if options.rows is None else ()
-    results = record.Results.open(options.out, replaced, versions)
+    if options.rows is None and len(suites) > 1:
+        return _apart([prog, *(["--quick"] if quick is not None and options.quick else [])], suites, options)
+    results = record.Results.open(options.out, suites if options.rows is None else (), packages)
     run(chosen, results, measure, minutes=options.minutes)
     print(f"{len(results.rows)} rows in {results.path}, {len(results.skipped)} skipped")
     for key, why in results.skipped.items():
@@ -100,12 +104,12 @@ def command(  # noqa: PLR0913 (what a suite is)
     return 0
 
 
-def _apart(prog: str, suites: Sequence[str], options: argparse.Namespace) -> int:
+def _apart(command: Sequence[str], suites: Sequence[str], options: argparse.Namespace) -> int:
     """Each suite in a process of its own, one after the other, within the minutes of all."""
     deadline = time.monotonic() + 60 * options.minutes
     worst = 0
     for suite in suites:
         left = max(0.0, deadline - time.monotonic()) / 60
         arguments = ["--suite", suite, "--out", str(options.out), "--minutes", f"{left:.2f}"]
-        worst = max(worst, subprocess.run([sys.executable, "-m", prog, *arguments], check=False).returncode)  # noqa: S603 - our own words
+        worst = max(worst, subprocess.run([sys.executable, "-m", *command, *arguments], check=False).returncode)  # noqa: S603 - our own words
     return worst

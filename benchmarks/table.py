@@ -1,28 +1,43 @@
 """Results as text: ``python -m benchmarks.table`` prints the README's tables, ``--write README.md`` puts them there.
 
-A family that has no results yet has no table, and its part of the file stays as it is. ``--bars`` prints every bar with its worst row and by how far it is met or missed.
+A family that has no results yet has no table, and its part of the file stays as it is. ``--bars`` prints every bar with its
+worst row and by how far it is met or missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmarks import bars, calls_table, plan
-from benchmarks.calls_plan import SUITES as CALL_SUITES
-from benchmarks.cells import grid, microseconds, ratio
+from benchmarks import bars
+from benchmarks.plan import COMPLETE, MODELS, SUITES
+from benchmarks.session import RESULTS
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+Result = dict[str, Any]
+Column = tuple[str, Callable[[Result], str]]  # heading, and what the cell of a row says
 
-RESULTS = Path(__file__).parent / "results"
-FOLDERS = (RESULTS, RESULTS / "calls", RESULTS / "gru")
-COLUMNS = ("TransformerEngine", "flash-attention", "torch.compile", "eager PyTorch")
-RATIOS = ("ours / floor", "ours / best peer")
+FOLDERS = (RESULTS, RESULTS / "calls", RESULTS / "gru")  # a suite's rows are those of the first that has it
 HEADINGS = {"rope": "Shapes that are tuned", "rope-untuned": "Shapes that nothing was tuned for"}
+COMPLETE_HEADINGS = {
+    "rope-qk": "Query and key together",
+    "rope-thd": "65,536 packed tokens, query and key",
+    "rope-prefill": "Prefill: query and key in place in a packed qkv, rows of a float32 cos_sin_cache by position",
+    "rope-features": "Other rotations",
+}
+# A peer of the complete calls that are in one table, with the other forms of it that are columns of their own in the results.
+FORMS = {
+    "TransformerEngine": ("TransformerEngine", "TransformerEngine fused qkv"),
+    "flash-attention": ("flash-attention", "flash-attention bf16 angles"),
+    "Liger": ("Liger-Kernel",),
+    "FlashInfer": ("FlashInfer",),
+    "vLLM": ("vLLM",),
+    "torch.compile": ("torch.compile",),
+    "eager": ("eager PyTorch",),
+}
 
 
 def newest(*folders: Path) -> list[Path]:
@@ -31,125 +46,250 @@ def newest(*folders: Path) -> list[Path]:
     if not found:
         names = " and ".join(map(str, folders))
         raise SystemExit(
-            f"no results in {names}; run `python -m benchmarks.rope`, `benchmarks.rope_calls`"
-            " or `benchmarks.gru` on a GPU first"
+            f"no results in {names}; run `python -m benchmarks.rope` or `python -m benchmarks.gru` on a GPU first"
         )
     return found
 
 
-def device_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Device rows: ours, the floor, the peers, and the two ratios that matter."""
-    header = ("batch, seq, heads, dim, rotated", "pass", "angles", "ours", "floor", *COLUMNS, *RATIOS)
-    cells = []
-    for row in rows:
-        sizes = row["sizes"]
-        shape = ", ".join(str(sizes[k]) for k in ("batch", "seq", "heads", "head_dim", "rotary_dim"))
-        direction = row["direction"] + (", in place" if row["inplace"] else "")
-        times = (row["ours"], row["floor"], *(row["peers"].get(peer) for peer in COLUMNS))
-        ratios = (ratio(row["ours_over_floor"]), ratio(row["ours_over_best_peer"]))
-        angles = row["angles"].replace("cos_sin pair", "cos, sin").replace("freqs pair", "freqs")
-        cells.append((shape, direction, angles, *map(microseconds, times), *ratios))
-    return grid(header, cells, 3)
+# Cells ----------------------------------------------------------------------------------------------------------------
 
 
-def host_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Host rows: wall time of whole calls."""
-    header = ("seq, batch, heads, dim, rotated", "measured", "ours", "eager PyTorch", "torch.add", "ours / eager")
-    cells = []
-    for row in rows:
-        sizes = row["sizes"]
-        shape = ", ".join(str(sizes[k]) for k in ("seq", "batch", "heads", "head_dim", "rotary_dim"))
-        times = (row["ours"], row["peers"].get("eager PyTorch"), row["peers"].get("torch.add"))
-        cells.append((shape, row["measured"], *map(microseconds, times), ratio(row["ours_over_eager"])))
-    return grid(header, cells, 2)
+def microseconds(value: float | str | None) -> str:
+    """At least three digits, or a dash."""
+    if value is None or isinstance(value, str):
+        return "-"
+    integral_digits = len(str(int(value)))
+    return f"{value:.{max(0, 3 - integral_digits)}f}"
 
 
-def markdown(results: dict[str, Any], *, layouts: Sequence[str] = ("bshd",)) -> str:
-    """The README's part: device rows of some layouts, the host rows, and what they were measured with."""
-    environment, rows = results["environment"], results["rows"]
-    versions = f"PyTorch {environment['torch']}, Triton {environment['triton']}"
+def us(heading: str, *path: str) -> Column:
+    """A column of times, found by the keys of nested dictionaries."""
+    return heading, lambda row: microseconds(functools.reduce(lambda found, key: found.get(key), path, row))  # type: ignore[arg-type]
+
+
+def ratio(heading: str, key: str) -> Column:
+    """A column of ratios: two decimals, or a dash."""
+    return heading, lambda row: "-" if row[key] is None else f"{row[key]:.2f}"
+
+
+def sizes(*names: str) -> Callable[[Result], str]:
+    """Cells of sizes, side by side."""
+    return lambda row: ", ".join(str(row["sizes"][name]) for name in names)
+
+
+def angles(row: Result) -> str:
+    """Where the angles come from, in short."""
+    return str(row["angles"]).replace("cos_sin pair", "cos, sin").replace("freqs pair", "freqs")
+
+
+def section(heading: str, rows: Sequence[Result], columns: Sequence[Column], left: int) -> list[str]:
+    """A Markdown table under a heading, the first columns text and the others numbers; nothing without rows."""
+    if not rows:
+        return []
+    lines = [[name for name, _ in columns], ["---" if i < left else "---:" for i in range(len(columns))]]
+    lines += [[show(row) for _, show in columns] for row in rows]
+    return ["", heading, "", *(f"| {' | '.join(cells)} |" for cells in lines)]
+
+
+def measured_with(results: Result) -> str:
+    """The versions that a part of the README begins with."""
+    return f"PyTorch {results['environment']['torch']}, Triton {results['environment']['triton']}"
+
+
+def of(results: Result, suite: str) -> list[Result]:
+    """The rows of a suite."""
+    return [row for row in results["rows"] if row["suite"] == suite]
+
+
+# RoPE -----------------------------------------------------------------------------------------------------------------
+
+OVER = (ratio("ours / floor", "ours_over_floor"), ratio("ours / best peer", "ours_over_best_peer"))
+ONE_TENSOR: tuple[Column, ...] = (
+    ("batch, seq, heads, dim, rotated", sizes("batch", "seq", "heads", "head_dim", "rotary_dim")),
+    ("pass", lambda row: row["direction"] + (", in place" if row["inplace"] else "")),
+    ("angles", angles),
+    us("ours", "ours"),
+    us("floor", "floor"),
+    *(us(name, "peers", name) for name in ("TransformerEngine", "flash-attention", "torch.compile", "eager PyTorch")),
+    *OVER,
+)
+SMALL_CALLS: tuple[Column, ...] = (
+    ("seq, batch, heads, dim, rotated", sizes("seq", "batch", "heads", "head_dim", "rotary_dim")),
+    ("measured", lambda row: str(row["measured"])),
+    us("ours", "ours"),
+    *(us(name, "peers", name) for name in ("eager PyTorch", "torch.add")),
+    ratio("ours / eager", "ours_over_eager"),
+)
+HOST: tuple[Column, ...] = (
+    ("call", lambda row: str(row["bar"])),
+    us("ours", "ours"),
+    *(
+        us(name, "peers", name)
+        for name in ("torch.add", "C++ extension", "torch.compile", "eager PyTorch", "flash-attention")
+    ),
+)
+
+
+def rope_markdown(results: Result, layouts: Sequence[str] = ("bshd",)) -> str:
+    """The README's part on one tensor: device rows of some layouts, the host rows, and what they were measured with."""
     floor = "The floor is a copy in the same run, scaled to the bytes that must move."
-    out = [f"Microseconds on one {environment['device']}, bfloat16, {', '.join(layouts)}; {versions}. {floor}"]
+    device = results["environment"]["device"]
+    out = [f"Microseconds on one {device}, bfloat16, {', '.join(layouts)}; {measured_with(results)}. {floor}"]
     for suite, heading in HEADINGS.items():
-        kept = [row for row in rows if row["suite"] == suite and row["layout"] in layouts]
-        if kept:
-            out += ["", f"**{heading}**", "", *device_table(kept)]
-    host = [row for row in rows if row["suite"] == "rope-host" and row["bar"]]
-    if host:
-        out += ["", "**Wall time of a small call**, float32, sbhd", "", *host_table(host)]
-    mean = bars.best_peer_mean(rows)
+        out += section(f"**{heading}**", [r for r in of(results, suite) if r["layout"] in layouts], ONE_TENSOR, 3)
+    host = [row for row in of(results, "rope-host") if row["bar"]]
+    out += section("**Wall time of a small call**, float32, sbhd", host, SMALL_CALLS, 2)
+    mean = bars.best_peer_mean(results["rows"])
     if mean is not None:
         out += ["", f"Geometric mean of ours / best peer: {mean[0]:.2f} over {mean[1]} rows of all layouts."]
     return "\n".join(out)
 
 
-def gru_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Sequences: microseconds a time step, all layers and directions in it."""
-    header = (
-        "steps, batch, input, hidden", "layers", "dtype", "ours", "in a graph", "nn.GRU", "in a graph",
-        "nn.GRU / ours", "nn.GRU in a graph / ours",
-    )  # fmt: skip
-    cells = []
-    for row in rows:
-        sizes, peers = row["sizes"], row["peers"]
-        shape = ", ".join(str(sizes[k]) for k in ("steps", "batch", "input", "hidden"))
-        layers = f"{sizes['layers']}{', both ways' if sizes['directions'] > 1 else ''}"
-        notes = "".join(f", {text}" for text in (row["name"], row["layout"]) if text not in ("", "seq first"))
-        ours_in_a_graph = None if isinstance(row["ours_in_a_graph"], str) else row["ours_in_a_graph"]
-        times = (row["ours"], ours_in_a_graph, peers["nn.GRU"], peers.get("nn.GRU in a CUDA graph"))
-        steps = [None if us is None else us / sizes["steps"] for us in times]
-        ratios = (ratio(row["speedup"]), ratio(row["speedup_over_graph"]))
-        cells.append((shape + notes, layers, row["dtype"], *map(microseconds, steps), *ratios))
-    return grid(header, cells, 3)
+def fastest(row: Result, forms: Sequence[str]) -> float | None:
+    """The time of the fastest form of a peer."""
+    return min((row["peers"][form] for form in forms if form in row["peers"]), default=None)
 
 
-def step_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Single steps: device time with cold weights, and the host's time."""
-    header = ("call", "ours", "floor", "best peer", "it is", "peer / ours", "host, ours", "host, peer")
-    cells = []
-    for row in rows:
-        sizes, peer = row["sizes"], row["best_peer"]
-        segments = " + ".join(map(str, sizes["segments"]))
-        call = f"{row['operation']}: batch {sizes['batch']}, {segments} to {sizes['outputs']}"
-        times = (row["ours"], row["floor"], row["peers"][peer])
-        host = (row["ours_host"], row["host"][peer])
-        ours_and_peer = (*map(microseconds, times), peer, ratio(row["speedup"]), *map(microseconds, host))
-        cells.append((call, *ours_and_peer))
-    return grid(header, cells, 1)
+def shape(row: Result) -> str:
+    """The sizes of a complete call in a cell."""
+    sizes = row["sizes"]
+    heads = f"{sizes['heads']} + {sizes['key_heads']}" if sizes["key_heads"] else str(sizes["heads"])
+    ragged = f" in {sizes['sequences']}" if sizes["sequences"] > 1 else ""
+    first = f"{sizes['seq']} tokens{ragged}" if row["layout"] == "thd" else f"{sizes['batch']}, {sizes['seq']}"
+    rotated = f", {sizes['rotary_dim']} rotate" if sizes["rotary_dim"] != sizes["head_dim"] else ""
+    name = f" ({row['name']})" if row["name"] and row["suite"] == "rope-features" else ""
+    return f"{first}, {heads}, {sizes['head_dim']}{rotated}{name}"
 
 
-def extremes(rows: Sequence[dict[str, Any]], key: str, against: str) -> str:
+def complete_columns(rows: Sequence[Result]) -> list[Column]:
+    """Ours, the floor, the peers that have a time in any row, and the two ratios that matter."""
+    peers = {name: forms for name, forms in FORMS.items() if any(fastest(row, forms) for row in rows)}
+    return [
+        ("tokens, heads, dim", shape),
+        ("place", lambda row: "in place" if row["inplace"] else "out of place"),
+        ("angles", angles),
+        us("ours", "ours"),
+        us("floor", "floor"),
+        *((name, lambda row, forms=forms: microseconds(fastest(row, forms))) for name, forms in peers.items()),  # type: ignore[misc]
+        *OVER,
+    ]
+
+
+def decode_section(heading: str, rows: Sequence[Result]) -> list[str]:
+    """A line for each number of tokens, and for each model ours, the best peer's time and the peer."""
+    by_tokens: dict[int, Result] = {}
+    for row in sorted(rows, key=lambda row: row["sizes"]["seq"]):
+        best = row["best_peer"]
+        shown = {"ours": row["ours"], "peer": row["peers"].get(best), "it is": best or "-"}
+        by_tokens.setdefault(row["sizes"]["seq"], {"tokens": row["sizes"]["seq"]})[row["name"]] = shown
+    columns: list[Column] = [("tokens", lambda row: str(row["tokens"]))]
+    for model in (model for model in MODELS if any(model in line for line in by_tokens.values())):
+        columns += [
+            (f"{model}: ours", lambda row, m=model: microseconds(row.get(m, {}).get("ours"))),  # type: ignore[misc]
+            ("best peer", lambda row, m=model: microseconds(row.get(m, {}).get("peer"))),  # type: ignore[misc]
+            ("it is", lambda row, m=model: row.get(m, {}).get("it is", "-")),  # type: ignore[misc]
+        ]
+    return section(heading, list(by_tokens.values()), columns, 1)
+
+
+def complete_markdown(results: Result) -> str:
+    """The README's part on complete calls: on the device, decode in one small table, on the host, two geometric means."""
+    floor = "The floor is a copy of as many elements in the same run, scaled to the bytes that must move."
+    device = results["environment"]["device"]
+    out = ["**Complete calls**", "", f"Microseconds on one {device}, bfloat16; {measured_with(results)}. {floor}"]
+    for suite, heading in COMPLETE_HEADINGS.items():
+        rows = of(results, suite)
+        out += section(f"**{heading}**", rows, complete_columns(rows), 3)
+    heading = "**Decode**: as prefill, with a random position below 131,072 for each token"
+    out += decode_section(heading, of(results, "rope-decode"))
+    heading = "**Wall time of a call** of one token, 32 heads (and 8 of the key) of 128"
+    out += section(heading, of(results, "rope-calls-host"), HOST, 1)
+    means = {name: bars.call_mean(results["rows"], below_us) for name, (below_us, *_) in bars.CALL_MEANS.items()}
+    texts = [f"{mean[0]:.2f} over {mean[1]} rows {name}" for name, mean in means.items() if mean is not None]
+    return "\n".join([*out, *(["", f"Geometric mean of best peer / ours: {', '.join(texts)}."] if texts else [])])
+
+
+# GRU ------------------------------------------------------------------------------------------------------------------
+
+
+def per_step(heading: str, *path: str) -> Column:
+    """A column of times, microseconds a time step, all layers and directions in it."""
+
+    def show(row: Result) -> str:
+        found: Any = functools.reduce(lambda found, key: found.get(key), path, row)  # type: ignore[arg-type, return-value]
+        return microseconds(found / row["sizes"]["steps"] if isinstance(found, float) else None)
+
+    return heading, show
+
+
+def sequence(row: Result) -> str:
+    """The sizes of a sequence in a cell, with the name and the layout that are worth a word."""
+    notes = "".join(f", {text}" for text in (row["name"], row["layout"]) if text not in ("", "seq first"))
+    return sizes("steps", "batch", "input", "hidden")(row) + notes
+
+
+def step(row: Result) -> str:
+    """The sizes of a single step in a cell."""
+    segments = " + ".join(map(str, row["sizes"]["segments"]))
+    return f"{row['operation']}: batch {row['sizes']['batch']}, {segments} to {row['sizes']['outputs']}"
+
+
+SEQUENCE: tuple[Column, ...] = (
+    ("steps, batch, input, hidden", sequence),
+    ("layers", lambda row: f"{row['sizes']['layers']}{', both ways' if row['sizes']['directions'] > 1 else ''}"),
+    ("dtype", lambda row: str(row["dtype"])),
+    per_step("ours", "ours"),
+    per_step("in a graph", "ours_in_a_graph"),
+    per_step("nn.GRU", "peers", "nn.GRU"),
+    per_step("in a graph", "peers", "nn.GRU in a CUDA graph"),
+    ratio("nn.GRU / ours", "speedup"),
+    ratio("nn.GRU in a graph / ours", "speedup_over_graph"),
+)
+STEP: tuple[Column, ...] = (
+    ("call", step),
+    us("ours", "ours"),
+    us("floor", "floor"),
+    ("best peer", lambda row: microseconds(row["peers"][row["best_peer"]])),
+    ("it is", lambda row: str(row["best_peer"])),
+    ratio("peer / ours", "speedup"),
+    us("host, ours", "ours_host"),
+    ("host, peer", lambda row: microseconds(row["host"][row["best_peer"]])),
+)
+
+
+def extremes(rows: Sequence[Result], key: str, against: str) -> str:
     """The geometric mean of a speed-up with its worst and its best row, as a sentence."""
     ranked = sorted((row for row in rows if row.get(key) is not None), key=lambda row: row[key])
-    if not ranked:
+    mean = bars.geometric_mean([row[key] for row in ranked])
+    if mean is None:
         return f"* Against {against}: no row."
-    mean = math.exp(math.fsum(math.log(row[key]) for row in ranked) / len(ranked))
     ends = [f"{row[key]:.2f} at {bars.where(row)}" for row in (ranked[0], ranked[-1])]
-    return f"* Against {against}, times as fast: geometric mean {mean:.2f} of {len(ranked)}; worst {ends[0]}; best {ends[1]}."
+    return f"* Against {against}, times as fast: geometric mean {mean[0]:.2f} of {mean[1]}; worst {ends[0]}; best {ends[1]}."
 
 
-def gru_markdown(results: dict[str, Any]) -> str:
+def gru_markdown(results: Result) -> str:
     """The README's part on GRU: sequences, then single steps, then the worst and the best of each."""
-    environment, rows = results["environment"], results["rows"]
-    sequences = [row for row in rows if row["suite"] == "gru"]
-    steps = [row for row in rows if row["suite"] == "gru_cell"]
-    out = [
-        f"On one {environment['device']}; PyTorch {environment['torch']}, Triton {environment['triton']}; no gradient."
-    ]
+    sequences, steps = of(results, "gru"), of(results, "gru_cell")
+    out = [f"On one {results['environment']['device']}; {measured_with(results)}; no gradient."]
+    heading = "**Sequences, microseconds a time step**, the projection of the input counted in"
+    out += section(heading, sequences, SEQUENCE, 3)
     if sequences:
-        heading = "**Sequences, microseconds a time step**, the projection of the input counted in"
-        out += ["", heading, "", *gru_table(sequences), "", extremes(sequences, "speedup", "nn.GRU as users call it")]
+        out += ["", extremes(sequences, "speedup", "nn.GRU as users call it")]
         out += [extremes(sequences, "speedup_over_graph", "nn.GRU in a CUDA graph")]
+    heading = "**Single steps, microseconds**, bfloat16, on the device with cold weights, then on the host"
+    out += section(heading, steps, STEP, 1)
     if steps:
-        heading = "**Single steps, microseconds**, bfloat16, on the device with cold weights, then on the host"
-        out += ["", heading, "", *step_table(steps), "", extremes(steps, "speedup", "the best peer")]
-    served = [row for row in rows if row["rule"] == "eager"]
+        out += ["", extremes(steps, "speedup", "the best peer")]
+    served = [row for row in results["rows"] if row["rule"] == "eager"]
     out += [f"* No kernel served {bars.where(row)}: {row['why']}." for row in served]
     return "\n".join(out)
 
 
+# The command ----------------------------------------------------------------------------------------------------------
+
+
 def write(path: Path, name: str, text: str) -> None:
-    """Put the text between the marks of this name in a file, and leave the rest alone."""
+    """Put text between the marks of this name in a file, and leave the rest alone."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     before = path.read_text()
     if before.count(begin) != 1 or before.count(end) != 1:
@@ -159,22 +299,34 @@ def write(path: Path, name: str, text: str) -> None:
     path.write_text(f"{head}{begin}\n{text}\n{end}{tail}")
 
 
-def merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def read(paths: Sequence[Path]) -> list[Result]:
+    """Results without the rows of suites that those before them have."""
+    seen: set[str] = set()
+    documents = []
+    for path in paths:
+        document = json.loads(path.read_text())
+        document["rows"] = [row for row in document["rows"] if row["suite"] not in seen]
+        seen |= {row["suite"] for row in document["rows"]}
+        documents.append(document)
+    return documents
+
+
+def merged(documents: Sequence[Result]) -> Result:
     """The rows of several results, and what they skipped."""
     rows = [row for document in documents for row in document["rows"]]
     skipped = {key: text for document in documents for key, text in document["skipped"].items()}
     return {"rows": rows, "skipped": skipped}
 
 
-def parts(documents: Sequence[dict[str, Any]], layouts: Sequence[str]) -> dict[str, str]:
+def parts(documents: Sequence[Result], layouts: Sequence[str]) -> dict[str, str]:
     """The README's parts that have results, by the name of their marks."""
     found = {}
     for document in documents:
         suites = {row["suite"] for row in document["rows"]}
-        if suites & plan.SUITES.keys():
-            found["benchmark"] = markdown(document, layouts=layouts)
-        if suites & CALL_SUITES.keys():
-            found["benchmark-calls"] = calls_table.markdown(document)
+        if suites & (SUITES.keys() - COMPLETE.keys()):
+            found["benchmark"] = rope_markdown(document, layouts)
+        if suites & COMPLETE.keys():
+            found["benchmark-calls"] = complete_markdown(document)
         if suites & {"gru", "gru_cell"}:
             found["benchmark-gru"] = gru_markdown(document)
     return found
@@ -189,8 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="the rows of every layout")
     instead.add_argument("--write", type=Path, metavar="FILE", help="put each table between its marks in this file")
     options = parser.parse_args(arguments)
-    paths = [options.results] if options.results else newest(*FOLDERS)
-    documents = [json.loads(path.read_text()) for path in paths]
+    documents = read([options.results] if options.results else newest(*FOLDERS))
     layouts = ("bshd", "sbhd", "thd") if options.all else ("bshd",)
     texts = {"bars": bars.report(merged(documents))} if options.bars else parts(documents, layouts)
     for name, text in texts.items():

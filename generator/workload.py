@@ -17,7 +17,7 @@ from tuned.lookup.record import Winner
 
 from . import families
 from .families.counting import Work
-from .families.text import Text
+from .families.text import Shown, Text
 from .problem import Problem
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Workload:
     work: Callable[[Problem, Any], tuple[Work, ...]]  # (problem, variant) -> what its launches do, for the estimate
     problems: Callable[[], Iterator[Problem]]  # the default ones, most common first
     texts: Callable[[], Iterator[Text]]  # every text of its kernels
-    wrapper: Callable[[Winner, tuple[Step, ...]], str]  # the function of a shown winner
+    wrapper: Callable[[Winner, Shown], str]  # the function of a shown winner
     small: Callable[[Any, Any], Any] = _few  # (size, variant) -> a size for the interpreter
     interpreted: Callable[..., Iterator[Step]] | None = None  # (spec, variant, call), if not the launches of the family
     shown_size: Callable[[Any], Any] | None = None  # (size) -> that which a shown winner is made for, if another

@@ -9,6 +9,7 @@ from pathlib import Path
 from tuned.families.launch import Launch
 from tuned.lookup.record import RecordError, Winner
 
+from ..families.text import Shown
 from ..rendering.structures import structures
 from ..searching.seeds import same_problem
 from ..selection import problem_named
@@ -57,7 +58,8 @@ def standalone(winner: Winner) -> str:
     steps = work.family.launches(winner.spec, winner.variant, call)
     launches = {step.kernel: step for step in steps if isinstance(step, Launch)}  # each kernel once
     kernels = "\n\n".join(_literal_kernel(launch) for launch in launches.values())
-    wrapper = work.wrapper(winner, steps)
+    last = next(reversed(launches.values()))
+    wrapper = work.wrapper(winner, Shown(last, _parameters(last)))
     return f'"""{_header(winner)}"""\n\n{IMPORTS}\n\n{kernels}\n\n{wrapper}'
 
 
@@ -81,21 +83,20 @@ def _header(winner: Winner) -> str:
     return "\n".join("\n".join(textwrap.wrap(line, 110)) for line in lines) + "\n"
 
 
+def _parameters(launch: Launch) -> tuple[str, ...]:
+    """The names of a kernel's parameters without those that are tl.constexpr; each is on a line of its own."""
+    signature = structures()[launch.kernel].source.partition(f"def {launch.kernel}(")[2].partition("):")[0]
+    return tuple(re.findall(r"^    (\w+),", signature, flags=re.MULTILINE))
+
+
 def _literal_kernel(launch: Launch) -> str:
     """The kernel's source without its header, each tl.constexpr of its signature with its value."""
-    source = structures()[launch.kernel].source
-    body = source.split("import triton.language as tl\n", 1)[1].strip("\n") + "\n"
+    body = structures()[launch.kernel].source.split("import triton.language as tl\n", 1)[1].strip("\n") + "\n"
     start = body.index(f"def {launch.kernel}(")
-    head, kernel = body[:start], body[start:]
-    for name, value in launch.constants.items():
-        literal = f'"{value}"' if isinstance(value, str) else repr(value)
-        kernel, count = re.subn(
-            rf"^    {name}: tl\.constexpr,",
-            f"    {name}: tl.constexpr = {literal},",
-            kernel,
-            count=1,
-            flags=re.MULTILINE,
-        )
-        if count != 1:
-            raise ValueError(f"{launch.kernel} does not take the constant {name} on a line of its own")
-    return head + kernel
+
+    def literal(found: re.Match[str]) -> str:
+        value = launch.constants[found[1]]
+        text = f'"{value}"' if isinstance(value, str) else repr(value)
+        return f"    {found[1]}: tl.constexpr = {text},"
+
+    return body[:start] + re.sub(r"^    (\w+): tl\.constexpr,", literal, body[start:], flags=re.MULTILINE)

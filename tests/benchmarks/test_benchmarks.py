@@ -13,8 +13,9 @@ import torch
 
 import tuned.dispatch
 import tuned.nn
-from benchmarks import bars, clock, gru, gru_cell, gru_peers, gru_plan, plan, record, session, table
-from benchmarks.gru_plan import GruRow, SequenceCall, StepCall
+from benchmarks import bars, clock, gru, gru_peers, gru_plan, gru_steps, plan, record, session, table
+from benchmarks.gru_plan import SequenceCall, StepCall
+from benchmarks.record import Row
 from generator.measuring.bench import Timing
 
 ENVIRONMENT = {"device": "test GPU", "torch": "2", "triton": "3"}
@@ -23,7 +24,7 @@ SMALL = SequenceCall(5, 3, 4, 8, dtype=torch.float32)
 
 
 def sequence_row(call=SMALL, bar=None, name=""):
-    return GruRow("gru", call, bar, name, kind="call")
+    return Row("gru", call, bar, name=name, kind="call")
 
 
 @pytest.fixture
@@ -71,8 +72,8 @@ def measured(bar, suite="gru", **figures):
 def test_keys_are_unique_and_name_their_suite():
     keys = [row.key for row in (*plan.rows(), *gru_plan.sequences(), *gru_plan.steps())]
     assert len(set(keys)) == len(keys)
-    for row in (*gru_plan.sequences(), *gru_plan.steps()):
-        assert row.key.split(", ")[0] == row.suite
+    assert all(key.split(", ")[0] in {*plan.SUITES, "gru", "gru_cell"} for key in keys)
+    assert {row.suite for row in plan.rows()} == set(plan.SUITES)
 
 
 def test_a_rope_key_is_what_the_committed_results_hold():
@@ -84,7 +85,7 @@ def test_every_bar_has_rows_and_every_row_of_a_bar_is_judged():
     rows = [*plan.rows(), *gru_plan.sequences(), *gru_plan.steps()]
     named = {(row.suite, row.bar) for row in rows}
     judging = set()
-    for bar in (*bars.BARS, *bars.GRU_BARS):
+    for bar in (*bars.BARS, *bars.CALL_BARS, *bars.GRU_BARS):
         for name in (bar.row_bar,) if isinstance(bar.row_bar, str | None) else bar.row_bar:
             judging.add((bar.suite, name))
             assert name is None or (bar.suite, name) in named, f"{bar.name} judges no row"
@@ -213,14 +214,14 @@ def test_flashrnn_gets_the_weights_of_nn_gru(monkeypatch):
 @pytest.mark.parametrize(
     ("call", "peers"),
     [
-        (StepCall("cell", 3, (4,), 4, torch.float32), [gru_cell.NN_GRU_CELL]),
-        (StepCall("step", 3, (2, 4), 4, torch.float32), [gru_cell.CAT_NN_GRU, gru_cell.CAT_NN_GRU_CELL]),
-        (StepCall("linear_cat", 3, (4, 4, 2), 20, torch.float32), [gru_cell.CAT_LINEAR]),
+        (StepCall("cell", 3, (4,), 4, torch.float32), [gru_steps.NN_GRU_CELL]),
+        (StepCall("step", 3, (2, 4), 4, torch.float32), [gru_steps.CAT_NN_GRU, gru_steps.CAT_NN_GRU_CELL]),
+        (StepCall("linear_cat", 3, (4, 4, 2), 20, torch.float32), [gru_steps.CAT_LINEAR]),
     ],
     ids=lambda value: value.operation if isinstance(value, StepCall) else None,
 )
 def test_a_step_row(call, peers):
-    row = gru_cell.measure(GruRow("gru_cell", call, "cell"), device="cpu")
+    row = gru.measure(Row("gru_cell", call, "cell"), device="cpu")
     assert list(row["peers"]) == peers
     assert (row["ours"], row["hot"]["ours"], row["host"]["ours"]) == (6.0, 2.0, 7.0), "three sets cold, one hot"
     assert row["ours_over_goal"] == pytest.approx(6.0 / (1.1 * row["floor"] + 1.5), rel=1e-3)
@@ -234,12 +235,12 @@ def test_a_step_of_wrong_results_is_not_timed(monkeypatch):
     )
     call = StepCall("linear_cat", 3, (4, 4, 2), 20, torch.float32)
     with pytest.raises(gru.WrongResultError, match="largest error"):
-        gru_cell.measure(GruRow("gru_cell", call, "segments"), device="cpu")
+        gru.measure(Row("gru_cell", call, "segments"), device="cpu")
 
 
 def test_cells_share_their_weights_and_sets_do_not():
-    both = gru_cell.cells(StepCall("cell", 3, (4,), 4, torch.float32), "cpu", 2)
-    ours, theirs = both.ours[0].func, both.peers[gru_cell.NN_GRU_CELL][0].func
+    both = gru_steps.cells(StepCall("cell", 3, (4,), 4, torch.float32), "cpu", 2)
+    ours, theirs = both.ours[0].func, both.peers[gru_steps.NN_GRU_CELL][0].func
     assert ours.weight_hh.data_ptr() == theirs.weight_hh.data_ptr()
     assert ours.weight_hh.data_ptr() != both.ours[1].func.weight_hh.data_ptr()
 
@@ -296,22 +297,22 @@ def test_another_suite_stays_in_the_file(tmp_path, monkeypatch):
     old = record.Results(tmp_path / "test_gpu.json", dict(ENVIRONMENT), {}, {"gru_cell, b": "left out"})
     old.rows = {"gru, a": {"suite": "gru", "key": "gru, a"}, "gru_cell, a": {"suite": "gru_cell", "key": "gru_cell, a"}}
     old.save()
-    opened = record.Results.open(tmp_path, ("gru",), dict)
+    opened = record.Results.open(tmp_path, ("gru",), {})
     assert (list(opened.rows), opened.skipped) == (["gru_cell, a"], {"gru_cell, b": "left out"})
     monkeypatch.setattr(record, "environment", lambda _: ENVIRONMENT | {"torch": "3"})
-    assert record.Results.open(tmp_path, (), dict).rows == {}
+    assert record.Results.open(tmp_path, (), {}).rows == {}
 
 
-@pytest.mark.parametrize("suite", [gru, gru_cell])
+@pytest.mark.parametrize("suite", ["gru", "gru_cell"])
 def test_a_dry_run_lists_the_rows(suite, capsys):
-    assert suite.main(["--dry-run"]) == 0
-    rows = gru_plan.sequences() if suite is gru else gru_plan.steps()
+    assert gru.main(["--dry-run", "--suite", suite]) == 0
+    rows = gru_plan.sequences() if suite == "gru" else gru_plan.steps()
     out = capsys.readouterr().out
     assert all(row.key in out for row in rows)
     assert f"{len(rows)} rows" in out
-    assert suite.main(["--dry-run", "--rows", "b128"]) == 0
+    assert gru.main(["--dry-run", "--suite", suite, "--rows", "b128"]) == 0
     assert "b1 " not in capsys.readouterr().out
-    assert suite.main(["--rows", "no such row"]) == 1
+    assert gru.main(["--rows", "no such row"]) == 1
     assert "'no such row'" in capsys.readouterr().out
 
 
@@ -356,7 +357,7 @@ def test_a_row_that_no_kernel_served_is_told():
 def document(fake_clock):  # noqa: ARG001 (pytest marks cannot be put on fixtures)
     slow, fast = sequence_row(name="slow"), sequence_row(dataclasses.replace(SMALL, lengths=(5, 2, 2)))
     rows = [gru.measure(slow, device="cpu"), gru.measure(fast, device="cpu") | {"speedup": 9.0}]
-    rows.append(gru_cell.measure(GruRow("gru_cell", StepCall("step", 3, (2, 4), 4, torch.float32), None), device="cpu"))
+    rows.append(gru.measure(Row("gru_cell", StepCall("step", 3, (2, 4), 4, torch.float32), None), device="cpu"))
     return {"environment": ENVIRONMENT, "rows": rows, "skipped": {}}
 
 
@@ -395,6 +396,27 @@ def test_a_family_without_results_has_no_table(tmp_path, capsys, monkeypatch):
         table.newest(tmp_path / "gru")
 
 
-def test_the_readme_holds_the_marks():
-    text = (table.RESULTS.parent.parent / "README.md").read_text()
-    assert text.count("<!-- benchmark:begin -->") == text.count("<!-- benchmark:end -->") == 1
+def test_the_readme_is_what_the_committed_results_say(tmp_path):
+    committed = (table.RESULTS.parent.parent / "README.md").read_text()
+    page = tmp_path / "README.md"
+    page.write_text(
+        re.sub(r"(<!-- (benchmark[a-z-]*):begin -->).*?(<!-- \2:end -->)", r"\1\3", committed, flags=re.DOTALL)
+    )
+    assert page.read_text() != committed
+    assert table.main(["--write", str(page)]) == 0
+    assert page.read_text() == committed
+
+
+def test_a_suite_is_read_from_the_first_results_that_have_it(tmp_path):
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    new.write_text(json.dumps({"rows": [{"suite": "rope-qk", "ours": 1}], "skipped": {}}))
+    rows = [{"suite": "rope-qk", "ours": 2}, {"suite": "rope-thd", "ours": 3}]
+    old.write_text(json.dumps({"rows": rows, "skipped": {}}))
+    assert [[row["ours"] for row in found["rows"]] for found in table.read([new, old])] == [[1], [3]]
+
+
+def test_what_is_installed_of_a_peer_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "a_peer", types.SimpleNamespace(__version__="git 123"))
+    assert record.version("a_peer", "no-such-distribution") == "git 123", "part of a peer, without its distribution"
+    assert record.version("pytest", "pytest") == pytest.__version__
+    assert record.version("no_such_package", "pytest") is None

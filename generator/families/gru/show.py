@@ -7,12 +7,13 @@ import textwrap
 
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant, alone
-from tuned.families.launch import Launch, Step, ceil_div
+from tuned.families.launch import ceil_div
 from tuned.lookup.record import Winner
 
-WIDTH = 100  # characters of a line of arguments
+from ..text import Shown, head, refusal
+
 LENGTHS = {
-    "dense": "",
+    "dense": "    seq, batch = gates.shape[1:3]\n",
     "packed": """\
     seq, batch = len(batch_sizes), int(batch_sizes[0])
     starts = (batch_sizes.cumsum(0) - batch_sizes).to(gates.device)
@@ -29,13 +30,15 @@ TAKES = {
     "packed": "batch_sizes: int64 [seq] on the CPU, of a PackedSequence.",
     "thd": "cu_seqlens: int32 [batch + 1] on the device of gates; seq: the longest length.",
 }
+# A letter a dimension: direction, layer, time, batch. Packed tokens have one dimension instead of time and batch.
+DIMS = {"gates": "dtb", "out": "tb", "between": "ltb", "h_0": "lb", "h_n": "lb"}
+PACKED_DIMS = {**DIMS, "gates": "dt", "out": "t", "between": "lt"}
 
 
-def wrapper(winner: Winner, steps: tuple[Step, ...]) -> str:
+def wrapper(winner: Winner, shown: Shown) -> str:
     """The function ``gru`` of a winner, whose kernels stand above it."""
     spec, variant = winner.spec, winner.variant
-    launch = next(step for step in steps if isinstance(step, Launch))
-    body = _library(spec, launch) if variant.strategy == "library" else _recurrence(spec, variant, launch)
+    body = _library(spec, shown) if variant.strategy == "library" else _recurrence(spec, variant, shown)
     return _head(spec) + body + "    return out, h_n\n"
 
 
@@ -47,34 +50,31 @@ def _head(spec: GruSpec) -> str:
     takes = [
         f"gates: {spec.dtype} [{spec.directions}, {tokens}, {three}], x @ weight_ih.T of the lowest layer for each direction.",
         f"h_0: [{sets}, batch, {hidden}]; weight_hh: [{sets}, {three}, {hidden}], both of every layer.",
-        *([f"weight_ih: [{spec.layers - 1}, {three}, {hidden}], of the layers above the lowest."] if upper else []),
-        *([f"bias_ih, bias_hh: [{sets}, {three}]."] if bias else []),
-        *([TAKES[spec.layout]] if TAKES[spec.layout] else []),
+        f"weight_ih: [{spec.layers - 1}, {three}, {hidden}], of the layers above the lowest." if upper else "",
+        f"bias_ih, bias_hh: [{sets}, {three}]." if bias else "",
+        TAKES[spec.layout],
+        "Gates in the order r, z, n; last strides 1, matrices contiguous.",
     ]
-    wanted = f"gates must be {spec.dtype} [{spec.directions}, {tokens}, {three}]"
-    parameters = ", ".join(["gates", "h_0", "weight_hh", *upper, *bias, *EXTRA[spec.layout]])
+    wrapped = [line for text in takes for line in textwrap.wrap(text, 110)]
+    parameters = ["gates", "h_0", "weight_hh", *upper, *bias, *EXTRA[spec.layout]]
     lines = [
-        f"def gru({parameters}):",
-        '    """Output and last states of torch.nn.GRU, given the projection of its input. No autograd.',
-        "",
-        *(f"    {line}" for text in takes for line in textwrap.wrap(text, 110)),
-        "    Gates in the order r, z, n; last strides 1, matrices contiguous.",
-        '    """',
-        f"    if gates.dtype != torch.{spec.dtype} or gates.shape[0] != {spec.directions} or gates.shape[-1] != {three}:",
-        f'        raise ValueError(f"{wanted}, got {{gates.dtype}} {{tuple(gates.shape)}}")',
-        *(["    seq, batch = gates.shape[1:3]"] if spec.layout == "dense" else []),
+        *head("gru", parameters, "Output and last states of torch.nn.GRU, given the projection of its input.", wrapped),
+        *refusal(
+            f"gates.dtype != torch.{spec.dtype} or gates.shape[0] != {spec.directions} or gates.shape[-1] != {three}",
+            f"gates must be {spec.dtype} [{spec.directions}, {tokens}, {three}]",
+            "gates",
+        ),
+        f"{LENGTHS[spec.layout]}    out = gates.new_empty((*gates.shape[1:-1], {spec.directions * hidden}))",
+        "    h_n = torch.empty_like(h_0)\n",
     ]
-    made = [
-        f"    out = gates.new_empty((*gates.shape[1:-1], {spec.directions * hidden}))",
-        "    h_n = torch.empty_like(h_0)",
-    ]
-    return "\n".join(lines) + "\n" + LENGTHS[spec.layout] + "\n".join(made) + "\n"
+    return "\n".join(lines)
 
 
-def _recurrence(spec: GruSpec, variant: GruVariant, launch: Launch) -> str:
+def _recurrence(spec: GruSpec, variant: GruVariant, shown: Shown) -> str:
     """All steps in one launch, after what its programs wait for is put into place; or a launch for each step."""
     waits = variant.strategy == "persistent" and not alone(spec, variant)
     counts = waits and variant.exchange == "counter"
+    given = {} if spec.bias else {"bias_ih": "h_0", "bias_hh": "h_0", "bias_ih_stride": "0", "bias_hh_stride": "0"}
     lines = []
     if spec.stacked:
         lines.append(f"    between = gates.new_empty(({spec.layers - 1}, *gates.shape[1:-1], {spec.hidden}))")
@@ -82,49 +82,27 @@ def _recurrence(spec: GruSpec, variant: GruVariant, launch: Launch) -> str:
     sets = spec.layers * spec.directions
     if counts:
         lines.append(f"    counters = torch.zeros({32 * sets} * {rows}, dtype=torch.int32, device=gates.device)")
-    elif waits:  # what readers wait to see go away
+    else:
+        given |= {"counters": "h_0"}
+    if waits and not counts:  # what readers wait to see go away
         word = "int16" if spec.item == 2 else "int32"  # noqa: PLR2004
         lines += [f"    {t}.view(torch.{word}).fill_(-1)" for t in ("out", *(["between"] if spec.stacked else []))]
-    begin, end = ("0", "seq") if variant.strategy == "persistent" else ("step", "step + 1")
-    indent = " " * (8 if variant.strategy == "persistent" else 12)
     lines.append("    with torch.cuda.device_of(gates):")
-    if variant.strategy == "steps":
+    each = variant.strategy == "steps"
+    if each:
         lines.append("        for step in range(seq):")
-    arguments = _arguments(spec, begin, end, "counters" if counts else "h_0")
+    given |= {"t_begin": "step", "t_end": "step + 1"} if each else {"t_begin": "0", "t_end": "seq"}
     grid = f"{ceil_div(spec.hidden, variant.block_hidden) * sets} * {rows}"
-    return "\n".join(lines) + "\n" + _call(launch, grid, arguments, indent)
+    dims = DIMS if spec.layout == "dense" else PACKED_DIMS
+    return "\n".join(lines) + "\n" + shown.text(grid, dims, given, indent=12 if each else 8)
 
 
-def _arguments(spec: GruSpec, begin: str, end: str, counters: str) -> list[str]:
-    """In the order of the kernel's signature, as tuned.families.gru.launches.sequence gives them."""
-    dense = spec.layout == "dense"
-
-    def strides(tensor: str, first: int) -> list[str]:
-        return [f"{tensor}.stride({first})", f"{tensor}.stride({first + 1})" if dense else "0"]
-
-    upper, between = (["weight_ih"], ["between"]) if spec.stacked else ([], [])
-    bias = ["bias_ih", "bias_hh"] if spec.bias else ["h_0", "h_0"]
-    bias_strides = ["bias_ih.stride(0)", "bias_hh.stride(0)"] if spec.bias else ["0", "0"]
-    return [
-        *("gates", *upper, "weight_hh", *bias, "h_0", "out", *between, "h_n", counters),
-        *([] if dense else ["starts", "lengths"]),
-        *("batch", "seq", begin, end, "gates.stride(0)", *strides("gates", 1)),
-        *(f"{t}.stride(0)" for t in (*upper, "weight_hh")),
-        *bias_strides,
-        *("h_0.stride(0)", "h_0.stride(1)", *strides("out", 0)),
-        *(["between.stride(0)", *strides("between", 1)] if spec.stacked else []),
-        *("h_n.stride(0)", "h_n.stride(1)"),
-    ]
-
-
-def _library(spec: GruSpec, launch: Launch) -> str:
+def _library(spec: GruSpec, shown: Shown) -> str:
     """For each direction and step a GEMM, then the kernel of the gates."""
-    bias = ["bias_ih[direction]", "bias_hh[direction]"] if spec.bias else []
-    arguments = ["gates[direction, t]", "products", *bias, "state", "after", "batch"]
-    arguments += [f"{t}.stride(0)" for t in ("gates[direction, t]", "products")]
-    arguments += ["state.stride(0)", "state.stride(1)", "after.stride(0)", "after.stride(1)"]
-    block, hidden = launch.constants["BLOCK_BATCH"], spec.hidden
-    grid = f"triton.cdiv(batch, {block}) * {ceil_div(hidden, launch.constants['BLOCK_HIDDEN'])}"
+    given = {"gates_x": "gates[direction, t]", "gates_h": "products", "h": "state", "out": "after"}
+    given |= {name: f"{name}[direction]" for name in ("bias_ih", "bias_hh")}
+    block, hidden = shown.launch.constants["BLOCK_BATCH"], spec.hidden
+    grid = f"triton.cdiv(batch, {block}) * {ceil_div(hidden, shown.launch.constants['BLOCK_HIDDEN'])}"
     return f"""\
     products = gates.new_empty((batch, {3 * hidden}))
     with torch.cuda.device_of(gates):
@@ -134,15 +112,9 @@ def _library(spec: GruSpec, launch: Launch) -> str:
                 t = seq - 1 - step if direction else step
                 after = out[t, :, direction * {hidden} : (direction + 1) * {hidden}]
                 torch.mm(state, weight_hh[direction].t(), out=products)
-{_call(launch, grid, arguments, " " * 16)}                state = after
+{shown.text(grid, {"h": "bd", "out": "bd"}, given, indent=16)}                state = after
             h_n[direction] = state
 """
-
-
-def _call(launch: Launch, grid: str, arguments: list[str], indent: str) -> str:
-    words = [*arguments, *(f"{name}={value!r}" for name, value in launch.options.items())]
-    inner = "".join(f"{indent}    {line}\n" for line in textwrap.wrap(", ".join(words), WIDTH - len(indent)))
-    return f"{indent}{launch.kernel}[({grid},)](\n{inner.rstrip()},\n{indent})\n"
 
 
 def shown_size(size: GruSize) -> GruSize:

@@ -5,18 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 STRIP = 26  # pixels of height a row of points
 LABEL_GAP = 13.0  # pixels between the middles of two labels at the ends of lines
-
-
-@dataclasses.dataclass(frozen=True)
-class Tick:
-    """A labelled place on an axis, in pixels."""
-
-    at: float
-    label: str
+Tick = tuple[float, str]  # a place on an axis, in pixels, and its label
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +68,7 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """Values to pixels."""
+    """Values to pixels; a value beyond the axis is drawn at its edge."""
 
     low: float
     high: float
@@ -84,14 +77,10 @@ class Axis:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """The pixel of a value."""
-        scale: Callable[[float], float] = math.log if self.log else float
-        share = (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
-        return round(self.start + share * (self.end - self.start), 1)
-
-    def clipped(self, value: float) -> float:
         """The pixel of a value, or of the nearest that the axis shows."""
-        return self(min(max(value, self.low), self.high))
+        scale: Callable[[float], float] = math.log if self.log else float
+        low, here, high = map(scale, (self.low, min(max(value, self.low), self.high), self.high))
+        return round(self.start + (here - low) / (high - low) * (self.end - self.start), 1)
 
 
 def apart(places: Sequence[float], gap: float = LABEL_GAP, lowest: float = math.inf) -> list[float]:
@@ -124,11 +113,11 @@ def line_chart(  # noqa: PLR0913 - what a chart is made of
     x_axis = Axis(xs[0], max(xs[-1], xs[0] * 2), frame.left + 10, frame.right - 8, log=True)
     y_axis = Axis(y_ticks[0], y_ticks[-1], frame.bottom, frame.top, log=log)
     every = max(1, math.ceil(len(xs) * 44 / (frame.right - frame.left)))
-    ends = apart([y_axis.clipped(points[-1][1]) for *_, points in lines], lowest=frame.bottom)
+    ends = apart([y_axis(points[-1][1]) for *_, points in lines], lowest=frame.bottom)
     series = []
     for (kind, name, points), end in zip(lines, ends, strict=True):
         marks = [
-            Mark(x_axis(x), y_axis.clipped(y), f"{name}, {count_name(x)}: {number(y)}{unit}", y > y_ticks[-1])
+            Mark(x_axis(x), y_axis(y), f"{name}, {count_name(x)}: {number(y)}{unit}", y > y_ticks[-1])
             for x, y in points
         ]
         series.append(Series(kind, name, marks, label_at=(marks[-1].x + 9, end)))
@@ -137,8 +126,8 @@ def line_chart(  # noqa: PLR0913 - what a chart is made of
         summary,
         *labels,
         frame,
-        [Tick(x_axis(x), count_name(x)) for x in xs[::-every]][::-1],
-        [Tick(y_axis(y), f"{y:,.0f}") for y in y_ticks],
+        [(x_axis(x), count_name(x)) for x in xs[::-every]][::-1],
+        [(y_axis(y), f"{y:,.0f}") for y in y_ticks],
         series,
     )
 
@@ -158,14 +147,12 @@ def scatter(  # noqa: PLR0913 - what a chart is made of
     x_axis = Axis(low, high, frame.left + 10, frame.right - 10, log=True)
     y_axis = Axis(y_ticks[0], y_ticks[-1], frame.bottom, frame.top)
     octaves = range(round(math.log2(low)), round(math.log2(high)) + 1)
-    ticks = [Tick(x_axis(2.0**n), byte_name(2**n)) for n in octaves if n % max(1, round(len(octaves) / 6)) == 0]
+    ticks = [(x_axis(2.0**n), byte_name(2**n)) for n in octaves if n % max(1, round(len(octaves) / 6)) == 0]
     series = []
     for kind, name, points in groups:
-        marks = [
-            Mark(x_axis(x), y_axis.clipped(y), title, not y_ticks[0] <= y <= y_ticks[-1]) for x, y, title in points
-        ]
+        marks = [Mark(x_axis(x), y_axis(y), title, not y_ticks[0] <= y <= y_ticks[-1]) for x, y, title in points]
         series.append(Series(kind, name, marks, line=False))
-    y_places = [Tick(y_axis(y), f"{y:g}") for y in y_ticks]
+    y_places = [(y_axis(y), f"{y:g}") for y in y_ticks]
     return Chart(title, summary, *labels, frame, ticks, y_places, series, rule_at=y_axis(rule))
 
 
@@ -179,12 +166,12 @@ def strips(
     low, high = min(0.9, *values), max(values) * 1.05
     x_axis = Axis(low, high, frame.left + 8, frame.right - 8, log=True)
     ticks = [t for t in (0.25, 0.5, 1, 2, 5, 10, 20, 50, 100, 200) if low <= t <= high]
-    places = [Tick(frame.top + STRIP * (i + 0.5), name) for i, (name, *_) in enumerate(rows)]
+    places = [(frame.top + STRIP * (i + 0.5), name) for i, (name, *_) in enumerate(rows)]
     series = []
-    for place, (name, points, mean) in zip(places, rows, strict=True):
-        series.append(Series("point", name, [Mark(x_axis(x), place.at, t) for x, t in points], line=False))
-        series.append(Series("mean", name, [Mark(x_axis(mean), place.at, f"{name}: mean {mean:.2f}")], line=False))
-    x_places = [Tick(x_axis(t), f"{t:g}") for t in ticks]
+    for (place, _), (name, points, mean) in zip(places, rows, strict=True):
+        series.append(Series("point", name, [Mark(x_axis(x), place, t) for x, t in points], line=False))
+        series.append(Series("mean", name, [Mark(x_axis(mean), place, f"{name}: mean {mean:.2f}")], line=False))
+    x_places = [(x_axis(t), f"{t:g}") for t in ticks]
     return Chart(title, summary, x_label, "", frame, x_places, places, series, rule_across=x_axis(1))
 
 
@@ -193,17 +180,17 @@ def number(value: float) -> str:
     return f"{value:,.{max(0, 3 - len(str(int(abs(value)))))}f}"
 
 
+def _named(value: float, units: Mapping[str, int]) -> str:
+    """A value in the largest unit that leaves at least one."""
+    unit = next((unit for unit, size in units.items() if value >= size), list(units)[-1])
+    return f"{value / units[unit]:g}{unit}"
+
+
 def count_name(value: float) -> str:
     """1024 -> "1k"."""
-    for unit, size in (("M", 2**20), ("k", 2**10)):
-        if value >= size:
-            return f"{value / size:g}{unit}"
-    return f"{value:g}"
+    return _named(value, {"M": 2**20, "k": 2**10, "": 1})
 
 
 def byte_name(value: float) -> str:
-    """Bytes in the largest binary unit that leaves at least one."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= size:
-            return f"{value / size:g} {unit}"
-    return f"{value:g} B"
+    """2048 -> "2 KiB"."""
+    return _named(value, {" GiB": 2**30, " MiB": 2**20, " KiB": 2**10, " B": 1})

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from generator.families.text import Shown
 from generator.measuring.check import worst_error
 from generator.rendering.structures import structures
 from generator.reporting.show import standalone, winner_of
@@ -21,6 +22,7 @@ from tests.support.records import winner
 from tests.support.run import DEVICE, truncates
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.gru_cell.variant import GruCellVariant
+from tuned.families.launch import Launch
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.families.linear_cat.variant import LinearCatVariant
 from tuned.families.rope.spec import RopeSize, RopeSpec
@@ -159,6 +161,21 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         module.rope(torch.zeros(2, 5, 4, 16), freqs)
     with pytest.raises(ValueError, match=r"freqs must be float32, a row a position, got torch.float32 \(4, 8\)"):
         module.rope(x, freqs[:4])
+
+
+def test_a_complete_call_is_refused_instead_of_written_wrong() -> None:
+    with pytest.raises(RecordError, match="a_problem is a complete RoPE call"):
+        shown(*rope("bshd", key_heads=1))
+
+
+def test_the_arguments_follow_the_names_of_the_parameters() -> None:
+    launch = Launch("kernel", 1, (), {}, {"num_warps": 4, "launch_pdl": True})
+    names = ("x", "out", "seq", "x_stride_s", "x_stride_b", "out_stride_d", "w_stride", "bias_stride")
+    text = Shown(launch, names).text("grid", {"x": "s", "out": "bd"}, {"w": "weight", "bias_stride": "0"}, indent=0)
+    arguments = "x, out, seq, x.stride(0), 0, out.stride(1), weight.stride(0), 0"
+    assert (
+        " ".join(text.split()) == f"kernel[(grid,)]( {arguments}, num_warps=4, PDL=dependent, launch_pdl=dependent, )"
+    )
 
 
 def test_the_header_names_problem_device_and_time() -> None:

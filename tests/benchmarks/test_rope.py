@@ -1,4 +1,4 @@
-"""The benchmark suites of complete calls without a GPU: plans, calls and peers at tiny sizes, rows, bars and tables."""
+"""The benchmark of RoPE without a GPU: the plan, calls and peers at tiny sizes, rows, bars and tables."""
 
 from __future__ import annotations
 
@@ -6,31 +6,21 @@ import dataclasses
 import itertools
 import sys
 import types
+from typing import get_args
 
 import pytest
 import torch
 
 import tuned.dispatch
-from benchmarks import (
-    bars,
-    calls,
-    calls_peers,
-    calls_plan,
-    calls_table,
-    clock,
-    extension,
-    gru_plan,
-    plan,
-    rope_calls,
-    session,
-)
-from benchmarks.calls import CompleteCall
-from benchmarks.calls_plan import CallRow
+from benchmarks import bars, clock, extension, peers, plan, rope, session, table
+from benchmarks import call as calls
+from benchmarks.call import Call
+from benchmarks.record import Row
 from generator.measuring.bench import Timing
 
 ENVIRONMENT = {"device": "test GPU", "torch": "2", "triton": "3"}
 TOKENS = 12
-PLAN = calls_plan.rows()
+PLAN = plan.rows()
 
 
 def tiny(call):
@@ -49,7 +39,8 @@ def tiny(call):
     )
 
 
-KINDS = list({tiny(row.call): CallRow(row.suite, tiny(row.call), row.bar, row.peers) for row in PLAN}.values())
+SMALL = [dataclasses.replace(row, call=tiny(row.call), kind="device") for row in PLAN]
+KINDS = list({(row.suite, row.call): row for row in SMALL}.values())
 kinds = pytest.mark.parametrize("row", KINDS, ids=lambda row: ", ".join((row.suite, *row.call.words)))
 
 
@@ -67,15 +58,18 @@ def turned(call, t):
                 a, b = j, j + (call.head_dim // 2 if call.rotated == "proportional" else half)
             if call.rotated == "last":
                 a, b = (i + call.head_dim - call.rotary_dim for i in (a, b))
-            z = torch.complex(tokens[..., a], tokens[..., b]) * torch.exp(1j * angle[..., j])
+            turn = -1j if call.direction == "backward" else 1j
+            z = torch.complex(tokens[..., a], tokens[..., b]) * torch.exp(turn * angle[..., j])
             result[..., a], result[..., b] = z.real, z.imag
         out.append(result.view(x.shape))
     return out
 
 
 def test_every_kind_of_call_is_there():
-    assert {row.suite for row in KINDS} == set(calls_plan.SUITES)
-    assert {row.call.angles for row in KINDS} == {"freqs pair", "cos_sin pair", "cos_sin_cache", "inv_freq"}
+    assert {row.suite for row in KINDS} == set(plan.SUITES)
+    assert {row.call.angles for row in KINDS} == set(get_args(calls.Angles))
+    assert {row.call.layout for row in KINDS} == {"bshd", "sbhd", "thd"}
+    assert {row.call.direction for row in KINDS} == {"forward", "backward"}
     assert {row.call.positions for row in KINDS} == {"implicit", "counted", "random"}
     assert {row.call.rotated for row in KINDS} == {"first", "last", "proportional"}
 
@@ -83,28 +77,21 @@ def test_every_kind_of_call_is_there():
 # Plans and bars
 
 
-def test_keys_are_unique_and_name_their_suite():
-    keys = [row.key for row in (*PLAN, *plan.rows(), *gru_plan.sequences(), *gru_plan.steps())]
-    assert len(set(keys)) == len(keys)
-    assert all(row.key.split(", ")[0] == row.suite for row in PLAN)
-
-
-def test_every_bar_has_rows_and_every_row_of_a_bar_is_judged():
-    named = {(row.suite, row.bar) for row in PLAN if row.bar is not None}
-    assert named == {(bar.suite, bar.row_bar) for bar in bars.CALL_BARS}
-
-
 def test_every_peer_that_is_named_exists_and_none_is_idle():
-    assert {peer for row in PLAN for peer in row.peers} == set(calls_peers.PEERS)
+    assert {peer for row in PLAN for peer in row.peers} == set(peers.PEERS)
 
 
-def test_the_suites_have_no_name_of_the_first_ones():
-    assert not calls_plan.SUITES.keys() & plan.SUITES.keys()
+def test_a_quick_plan_has_no_peer_that_takes_time_for_a_shape():
+    quick = plan.quick(PLAN)
+    assert {row.suite for row in quick} == set(plan.SUITES)
+    assert not {peer for row in quick for peer in row.peers} & set(plan.HEAVY)
+    assert {row.call.layout for row in quick if row.suite == "rope"} == {"bshd"}
+    assert "thd" in {row.call.layout for row in quick if row.suite in plan.COMPLETE}
 
 
-@pytest.mark.parametrize("sequences", calls_plan.SEQUENCES)
+@pytest.mark.parametrize("sequences", plan.SEQUENCES)
 def test_ragged_sequences_hold_all_tokens(sequences):
-    call = CompleteCall(1, calls_plan.PACKED_TOKENS, 32, 8, 128, 128, layout="thd", sequences=sequences)
+    call = Call(1, plan.PACKED_TOKENS, 32, 8, 128, 128, layout="thd", sequences=sequences)
     assert (len(call.lengths), sum(call.lengths), min(call.lengths) > 0) == (sequences, 65536, True)
     assert call.lengths == dataclasses.replace(call).lengths
     assert call.angle_bytes == max(call.lengths) * 64 * 4
@@ -112,12 +99,14 @@ def test_ragged_sequences_hold_all_tokens(sequences):
 
 
 def test_bytes_that_must_move():
-    whole = CompleteCall(2, 3, 4, 2, 8, 8)
+    whole = Call(2, 3, 4, 2, 8, 8)
     assert (whole.copy_bytes, whole.moved_bytes) == (2 * 6 * 6 * 8 * 2, 2 * 6 * 6 * 8 * 2 + 3 * 4 * 4)
-    part = CompleteCall(1, 10, 4, 0, 24, 8, inplace=True)
+    packed = Call(2, 3, 4, 0, 8, 8, layout="thd", angles="freqs feature")
+    assert (packed.lengths, packed.angle_bytes) == ((3, 3), 3 * 8 * 4)
+    part = Call(1, 10, 4, 0, 24, 8, inplace=True)
     assert part.moved_bytes == 2 * 10 * 4 * 8 * 2 + 10 * 4 * 4
     assert dataclasses.replace(part, inplace=False).moved_bytes == 2 * 10 * 4 * 24 * 2 + 10 * 4 * 4
-    ids = CompleteCall(1, 10, 4, 2, 8, 8, angles="cos_sin_cache", positions="random", rows=99, layout="thd")
+    ids = Call(1, 10, 4, 2, 8, 8, angles="cos_sin_cache", positions="random", rows=99, layout="thd")
     assert ids.angle_bytes == 10 * 8 * 4 + 10 * 8
     assert dataclasses.replace(ids, angles="inv_freq", positions="implicit").angle_bytes == 4 * 4
 
@@ -128,7 +117,7 @@ def test_bytes_that_must_move():
 @kinds
 def test_ours_and_the_reference_are_right(row):
     call = row.call
-    t = calls.copied(call, calls.make_tensors(call, 1, "cpu")[0])
+    t = calls.probe(call, calls.make_tensors(call, 1, "cpu")[0])
     right = turned(call, t)
     for ours, mine in zip(calls.expected(call, t), right, strict=True):
         torch.testing.assert_close(ours.double(), mine, rtol=0, atol=1e-6)
@@ -165,7 +154,16 @@ def stand_ins(monkeypatch):
         return out
 
     def apply_rotary(
-        x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, *, interleaved=False, inplace=False
+        x,
+        cos,
+        sin,
+        seqlen_offsets=0,
+        cu_seqlens=None,
+        max_seqlen=None,
+        *,
+        interleaved=False,
+        inplace=False,
+        conjugate=False,
     ):
         if cu_seqlens is not None:
             lengths = cu_seqlens.diff()
@@ -173,6 +171,7 @@ def stand_ins(monkeypatch):
             row = torch.cat([torch.arange(n) for n in lengths])
         else:
             row = torch.arange(x.shape[1])[None] + torch.as_tensor(seqlen_offsets).reshape(-1, 1)
+        sin = -sin if conjugate else sin
         out = rotate(x, cos[row][..., None, :].float(), sin[row][..., None, :].float(), interleaved=interleaved)
         return x.copy_(out) if inplace else out
 
@@ -181,7 +180,17 @@ def stand_ins(monkeypatch):
         entries = freqs[:, 0, 0, ::2] if interleaved else freqs[:, 0, 0, : freqs.shape[-1] // 2]
         assert (cu_seqlens is not None) == (tensor_format == "thd")
         longest = None if cu_seqlens is None else int(cu_seqlens.diff().max())
-        return apply_rotary(t, entries.cos(), entries.sin(), 0, cu_seqlens, longest, interleaved=interleaved)
+        x = t.transpose(0, 1) if tensor_format == "sbhd" else t
+        out = apply_rotary(x, entries.cos(), entries.sin(), 0, cu_seqlens, longest, interleaved=interleaved)
+        return out.transpose(0, 1) if tensor_format == "sbhd" else out
+
+    class FusedRoPEFunc:
+        @staticmethod
+        def backward(ctx, grad):
+            freqs, cu_seqlens, start_positions = ctx.saved_tensors
+            assert (start_positions, ctx.cp_size, ctx.cp_rank) == (None, 1, 0)
+            back = {"tensor_format": ctx.tensor_format, "interleaved": ctx.interleaved, "cu_seqlens": cu_seqlens}
+            return apply_rotary_pos_emb(grad, -freqs, fused=True, **back), None
 
     def apply_fused_qkv_rotary_pos_emb(qkv, q_freqs, k_freqs, split, tensor_format, start_positions):
         assert tensor_format == "bshd"
@@ -220,6 +229,7 @@ def stand_ins(monkeypatch):
                 apply_rotary(x, cos, sin, inplace=True)
 
     te = {
+        "FusedRoPEFunc": FusedRoPEFunc,
         "apply_rotary_pos_emb": apply_rotary_pos_emb,
         "apply_fused_qkv_rotary_pos_emb": apply_fused_qkv_rotary_pos_emb,
     }
@@ -230,15 +240,28 @@ def stand_ins(monkeypatch):
         "flashinfer.rope": {"apply_rope_with_cos_sin_cache_inplace": by_cache},
         "vllm._custom_ops": {"rotary_embedding": by_cache},
         "liger_kernel.ops.rope": {"LigerRopeFunction": LigerRopeFunction},
+        "fla.modules.rotary.ops": {"rotary_embedding_fwdbwd": apply_rotary},
+        "quack.rotary": {"apply_rotary_emb": apply_rotary},
     }
     for name, content in modules.items():
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**content))
     monkeypatch.setattr(extension, "load", lambda: Extension)
     monkeypatch.setattr(extension, "refuses", lambda _: None)  # bfloat16 on a GPU alone
     monkeypatch.setattr(torch, "compile", lambda run, **_: run)
-    calls_peers._compiled.cache_clear()
+    peers._compiled.cache_clear()
     yield
-    calls_peers._compiled.cache_clear()
+    peers._compiled.cache_clear()
+
+
+def cannot(call):
+    """The peers of a whole suite that cannot be asked for one of its calls."""
+    if call.gradient:
+        return {"C++ extension"}
+    if call.formula == "transformers":
+        return set()
+    names = {"torch.jit.script", "TransformerEngine", "flash-linear-attention"} if call.inplace else set()
+    names |= {"flash-linear-attention", "quack"} if call.layout != "bshd" else set()
+    return names | ({"quack"} if call.direction == "backward" else set())
 
 
 @kinds
@@ -248,12 +271,13 @@ def test_every_peer_of_a_call_computes_it(row):
     t = calls.make_tensors(call, 1, "cpu")[0]
     expected = calls.expected(call, t)
     for name in row.peers:
-        if name == rope_calls.NO_ROPE:
+        if name == rope.NO_RIVAL:
             continue
-        launches = calls_peers.launches(name, call, [rope_calls.probe(call, t)])
+        launches = peers.launches(name, call, [calls.probe(call, t)])
         if isinstance(launches, str):  # a reason is for what a peer cannot do, in the rows of a whole suite only
-            assert (name, call.gradient) == ("C++ extension", True), launches
+            assert name in cannot(call), launches
             continue
+        assert name not in cannot(call)
         wide = torch.bfloat16 if "bf16" in name else torch.float32
         results = launches[0]()
         assert len(results) == len(expected)
@@ -271,23 +295,37 @@ def test_every_peer_of_a_call_computes_it(row):
         ("Liger-Kernel", {"inplace": True, "interleaved": True}, "by halves"),
         ("FlashInfer", {}, "in place"),
         ("vLLM", {"inplace": True, "rotated": "last"}, "first features"),
+        ("torch.jit.script", {}, "one tensor"),
+        ("torch.jit.script", {"inplace": True}, "no faster than out of place"),
+        ("flash-linear-attention", {"inplace": True}, "out of place"),
+        ("flash-linear-attention", {"head_dim": 512}, "above the 256"),
+        ("flash-linear-attention", {}, "one bshd tensor"),
+        ("quack", {"direction": "backward"}, "forward"),
+        ("quack", {}, "one bshd tensor"),
     ],
 )
 @pytest.mark.usefixtures("stand_ins")
 def test_a_peer_says_what_it_cannot_do(name, change, why):
-    call = dataclasses.replace(CompleteCall(1, 4, 4, 2, 8, 8), **change)
-    assert why in calls_peers.launches(name, call, calls.make_tensors(call, 1, "cpu"))
+    call = dataclasses.replace(Call(1, 4, 4, 2, 8, 8), **change)
+    assert why in peers.launches(name, call, calls.make_tensors(call, 1, "cpu"))
 
 
 def test_a_peer_that_is_not_installed_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer.rope", None)
-    assert "not installed" in calls_peers.launches("FlashInfer", PLAN[0].call, [])
+    assert "not installed" in peers.launches("FlashInfer", PLAN[0].call, [])
 
 
 def test_the_extension_refuses_what_it_would_get_wrong():
-    plain = CompleteCall(1, 1, 32, 0, 128, 128, angles="cos_sin pair")
+    plain = Call(1, 1, 32, 0, 128, 128, angles="cos_sin pair")
     assert extension.refuses(plain) is None
-    wrong = [{"interleaved": True}, {"rotary_dim": 64}, {"key_heads": 8}, {"layout": "thd"}, {"dtype": torch.float32}]
+    wrong = [
+        {"interleaved": True},
+        {"direction": "backward"},
+        {"rotary_dim": 64},
+        {"key_heads": 8},
+        {"layout": "thd"},
+        {"dtype": torch.float32},
+    ]
     assert all(extension.refuses(dataclasses.replace(plain, **change)) for change in wrong)
 
 
@@ -300,14 +338,14 @@ def fake_clock(monkeypatch):
     monkeypatch.setattr(clock, "set_count", lambda _: 2)
     monkeypatch.setattr(clock, "cold", lambda launches, _: ([run() for run in launches], Timing(2.0, 0.1))[1])
     monkeypatch.setattr(clock, "host", lambda launch: (launch(), Timing(7.0, 0.1))[1])
-    monkeypatch.setattr(rope_calls, "copy_us", lambda *_: 1.0)
+    monkeypatch.setattr(rope, "copy_us", lambda *_: 1.0)
 
 
 @pytest.mark.usefixtures("fake_clock", "stand_ins")
 def test_a_device_row():
     packed = next(r for r in KINDS if r.kind == "device" and r.call.packed)
     call = dataclasses.replace(packed.call, dtype=torch.bfloat16)
-    measured = rope_calls.measure(dataclasses.replace(packed, call=call, name="a model"), "cpu")
+    measured = rope.measure(dataclasses.replace(packed, call=call, name="a model"), "cpu")
     assert measured["missing"] == {}
     assert (measured["name"], measured["kind"], measured["angles"]) == ("a model", "device", call.source)
     assert set(measured["peers"].values()) == {2.0}
@@ -317,38 +355,36 @@ def test_a_device_row():
 
 
 @pytest.mark.usefixtures("fake_clock")
-@pytest.mark.parametrize("row", [r for r in PLAN if r.kind == "host"], ids=lambda r: r.bar)
+@pytest.mark.parametrize("row", [r for r in PLAN if r.kind == "host"], ids=lambda r: r.key)
 def test_a_host_row(row):
     everyday = dataclasses.replace(row, peers=("eager PyTorch", "torch.add"))
-    measured = rope_calls.measure(everyday, "cpu")
-    assert (measured["missing"], measured["kind"], measured["ours"], measured["ours_over_add"]) == (
-        {},
-        "host",
-        7.0,
-        1.0,
-    )
+    measured = rope.measure(everyday, "cpu")
+    assert (measured["missing"], measured["kind"]) == ({}, "host")
+    assert (measured["ours"], measured["ours_over_add"], measured["ours_over_eager"]) == (7.0, 1.0, 1.0)
+    assert (measured["measured"] == "forward") == (row.call.direction == "forward")
     assert measured["peers"] == {"eager PyTorch": 7.0, "torch.add": 7.0}
 
 
 def test_a_host_row_is_written_out_for_one_kind_of_call():
-    call = next(r for r in PLAN if r.kind == "device" and r.call.packed).call
-    with pytest.raises(ValueError, match="host rows are bshd with freqs"):
-        calls.as_a_user_calls(call, calls.make_tensors(dataclasses.replace(call, seq=2, rows=4), 1, "cpu")[0])
+    packed = next(r for r in PLAN if r.kind == "device" and r.call.packed).call
+    call = dataclasses.replace(packed, seq=2, rows=4)
+    with pytest.raises(ValueError, match="host rows are whole tensors with freqs"):
+        calls.as_a_user_calls(call, calls.make_tensors(call, 1, "cpu")[0])
 
 
 @pytest.mark.usefixtures("fake_clock", "stand_ins")
 def test_wrong_results_are_not_timed(monkeypatch):
     row = next(r for r in KINDS if r.call.packed)
-    monkeypatch.setitem(calls_peers.PEERS, "vLLM", lambda _, sets: [lambda t=t: t.rotated for t in sets])
-    assert "WrongResultError: largest error" in rope_calls.measure(row, "cpu")["missing"]["vLLM"]
+    monkeypatch.setitem(peers.PEERS, "vLLM", lambda _, sets: [lambda t=t: t.rotated for t in sets])
+    assert "WrongResultError: largest error" in rope.measure(row, "cpu")["missing"]["vLLM"]
     rope_qk = tuned.dispatch.rope_qk
 
     def key_stays(q, k, **keywords):
         return rope_qk(q, k, **keywords)[0], torch.zeros_like(k)
 
     monkeypatch.setattr(tuned.dispatch, "rope_qk", key_stays)
-    with pytest.raises(rope_calls.WrongResultError, match="largest error"):
-        rope_calls.measure(row, "cpu")
+    with pytest.raises(rope.WrongResultError, match="largest error"):
+        rope.measure(row, "cpu")
 
 
 def test_a_call_with_autograd_asks_for_a_gradient(monkeypatch):
@@ -356,8 +392,22 @@ def test_a_call_with_autograd_asks_for_a_gradient(monkeypatch):
     monkeypatch.setattr(clock, "host", lambda launch: (seen.append(launch()[0].requires_grad), Timing(7.0, 0.1))[1])
     row = next(r for r in PLAN if r.bar == "with autograd")
     small = dataclasses.replace(row, call=dataclasses.replace(row.call, dtype=torch.float32), peers=())
-    rope_calls.measure(small, "cpu")
-    assert seen == [True] * rope_calls.HOST_ROUNDS
+    rope.measure(small, "cpu")
+    assert seen == [True] * rope.HOST_ROUNDS
+
+
+def test_a_backward_host_row_is_forward_with_backward(monkeypatch):
+    seen = []
+    monkeypatch.setattr(clock, "host", lambda launch: (seen.append(launch()), Timing(7.0, 0.1))[1])
+    row = next(r for r in PLAN if r.bar == "host, forward with backward")
+    rope.measure(dataclasses.replace(row, peers=("eager PyTorch",)), "cpu")
+    ours, theirs = seen[:2]
+    assert not ours[0].requires_grad, "a gradient, not the result of forward"
+    torch.testing.assert_close(ours[0], theirs[0])
+    backward = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *given: [2 * x for x in backward(*given)])
+    with pytest.raises(rope.WrongResultError, match="largest error"):
+        rope.measure(row, "cpu")
 
 
 @pytest.mark.parametrize(("count", "taken_us"), [(2, 50.0), (4, 40.0)])
@@ -379,24 +429,28 @@ def test_the_time_of_emptying_the_cache_is_taken_off(monkeypatch, count, taken_u
 
 
 def test_a_dry_run_lists_the_rows(capsys):
-    assert rope_calls.main(["--dry-run"]) == 0
+    assert rope.main(["--dry-run"]) == 0
     out = capsys.readouterr().out
     assert all(f"{row.key}  [{row.bar or 'no bar of its own'}]" in out for row in PLAN)
     assert f"{len(PLAN)} rows" in out
-    assert rope_calls.main(["--dry-run", "--rows", "rope-thd"]) == 0
+    assert rope.main(["--dry-run", "--rows", "rope-thd"]) == 0
     assert capsys.readouterr().out.endswith("\n4 rows\n")
+    assert rope.main(["--dry-run", "--only", "rope-features", "--suite", "rope-thd"]) == 0
+    assert capsys.readouterr().out.endswith("\n7 rows\n")
+    assert rope.main(["--dry-run", "--quick", "--suite", "rope"]) == 0
+    assert "sbhd" not in capsys.readouterr().out
 
 
 # Bars and tables
 
 
 def measured(suite, bar, peers_us, ours=4.0, **other):
-    row = CallRow(suite, next(r.call for r in PLAN if r.suite == suite), bar, (), "gpt-oss")
+    row = Row(suite, next(r.call for r in PLAN if r.suite == suite), bar, (), "gpt-oss")
     best = min(peers_us, key=peers_us.get, default=None)
     ratio = round(ours / peers_us[best], 4) if best else None
     common = {"suite": suite, "bar": bar, "kind": "device", "missing": {}, "ours": ours, "floor": 3.9}
     ratios = {"ours_over_floor": ours / 3.9, "ours_over_best_peer": ratio}
-    return row.facts | common | {"peers": peers_us, "best_peer": best} | ratios | other
+    return row.call.facts | {"name": row.name} | common | {"peers": peers_us, "best_peer": best} | ratios | other
 
 
 def test_a_peer_that_is_as_fast_misses_where_ours_must_be_below():
@@ -429,7 +483,7 @@ def test_the_tables():
         measured("rope-prefill", None, {"flash-attention": 6.0, "flash-attention bf16 angles": 5.5}),
         measured("rope-calls-host", "in place", {"C++ extension": 6.7}, kind="host"),
     ]
-    text = calls_table.markdown({"environment": ENVIRONMENT, "rows": rows})
+    text = table.complete_markdown({"environment": ENVIRONMENT, "rows": rows})
     assert "| 1 | 4.00 | 5.00 | vLLM |" in text
     header = (
         "| tokens, heads, dim | place | angles | ours | floor | flash-attention | ours / floor | ours / best peer |"
@@ -460,8 +514,6 @@ def test_each_suite_is_measured_in_a_process_of_its_own(monkeypatch, tmp_path):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(session.subprocess, "run", run)
-    assert rope_calls.main(["--out", str(tmp_path), "--minutes", "3"]) == 1, "one of them failed"
-    assert [command[:4] for command in ran] == [
-        ["-m", "benchmarks.rope_calls", "--suite", s] for s in calls_plan.SUITES
-    ]
-    assert all(command[4:6] == ["--out", str(tmp_path)] and 0 < float(command[7]) <= 3 for command in ran)
+    assert rope.main(["--out", str(tmp_path), "--minutes", "3", "--quick"]) == 1, "one of them failed"
+    assert [command[:5] for command in ran] == [["-m", "benchmarks.rope", "--quick", "--suite", s] for s in plan.SUITES]
+    assert all(command[5:7] == ["--out", str(tmp_path)] and 0 < float(command[8]) <= 3 for command in ran)
