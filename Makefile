@@ -17,7 +17,7 @@ STACK_TESTS = tests/kernels/test_compile.py tests/kernels/test_gru_compile.py \
 	tests/tuned/test_explain.py tests/generator/evaluation/test_portfolio.py \
 	tests/tuned/launching/test_launcher.py
 
-.PHONY: tune test test-fast test-stack test-gpu fuzz verify lint types render check release-check bench clean
+.PHONY: tune test test-fast test-stack test-gpu fuzz faults verify lint types render check release-check bench clean
 
 tune: $(VENV)/.tune  ## set up, then tune for the GPU at hand (without one: compile and estimate)
 	$(BIN)/python tune.py --gpu auto
@@ -43,6 +43,9 @@ SECONDS = 60
 SEED =
 fuzz: $(VENV)/.dev  ## random calls for SECONDS=60, of one SEED= or a new one, on a GPU or without
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+faults: $(VENV)/.dev  ## put each seeded fault into a copy of the tree: its tests must fail there
+	$(BIN)/python -m tests.faults
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

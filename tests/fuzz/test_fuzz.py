@@ -23,7 +23,7 @@ import tuned.lookup.lookup
 from tests.fuzz import case as cases
 from tests.fuzz import forced, formula
 from tests.fuzz.draw import CPU, GPU, World, case, index_of
-from tests.fuzz.given import Given, Part
+from tests.fuzz.given import Given, Part, Wrong
 from tests.fuzz.interpreted import interpreted_families
 from tests.fuzz.planted import PLANTS, planted
 from tests.support import oracle
@@ -206,6 +206,23 @@ def test_a_table_without_rows_has_a_gradient_to_judge() -> None:
     given.run(dispatch.rope, x=x, cu_seqlens=cu_seqlens, cos=cos, sin=sin, tensor_format="thd")
     angles = {"cos": "cos", "sin": "sin", "cu_seqlens": "cu_seqlens"}
     given.check_rope(Part("x", "x", formula.Rope(layout="thd"), angles), results=("x",))
+
+
+@pytest.mark.parametrize(("name", "place"), [("x", 3), ("x", 36), ("cos", 0), ("cos", 4)])
+def test_a_write_into_an_input_or_around_it_is_wrong(name: str, place: int) -> None:
+    """Planted defects are found by their results too, which come from the changed inputs."""
+    given = Given(7)
+    x = given.tensor("x", (1, 2, 2, 8), torch.float32, (32, 16, 8, 1), 4, 40)
+    cos, sin = (given.tensor(angle, (2, 4), torch.float32, (4, 1), 4, 16) for angle in ("cos", "sin"))
+
+    def writing(**arguments: torch.Tensor) -> torch.Tensor:
+        out = dispatch.rope(**arguments)
+        arguments[name].as_strided((1,), (1,), place).fill_(1.0)
+        return out
+
+    given.run(writing, x=x, cos=cos, sin=sin)
+    with pytest.raises(Wrong, match=f"{name}, or the memory around it, was changed"):
+        given.check_rope(Part("x", "x", formula.Rope(), {"cos": "cos", "sin": "sin"}), results=("x",))
 
 
 def test_the_command_counts_and_a_process_that_dies_is_told_and_started_again(tmp_path: Path) -> None:

@@ -154,6 +154,40 @@ def test_one_program_waits_for_its_own_results_and_the_layer_below(shape: str, e
         assert_right(Sequences(spec_of("half", 20, shape, layout), lengths_of(layout, 17, 3)), variant, [(0, 3)])
 
 
+class StillWaitingError(Exception):
+    """A program has looked so often that it waits."""
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the other program runs too")
+@pytest.mark.parametrize("exchange", ["poll", "counter"])
+def test_a_program_waits_for_another_that_never_writes(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs programs in turn: the first of two never sees what the second writes."""
+    from triton.runtime import interpreter  # noqa: PLC0415 - only where kernels are interpreted
+
+    looks = 0
+
+    def counted(function: Any) -> Any:
+        def look(*arguments: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            if looks > 300:  # all steps of both programs have some dozens
+                raise StillWaitingError
+            return function(*arguments)
+
+        return look
+
+    for name in ("create_masked_load", "create_atomic_rmw"):
+        monkeypatch.setattr(
+            interpreter.interpreter_builder, name, counted(getattr(interpreter.interpreter_builder, name))
+        )
+    built = build(Sequences(spec_of("half", 20), (3, 3)))
+    with pytest.raises(interpreter.InterpreterError, match="StillWaitingError"):
+        run_windows(built, dataclasses.replace(SPLIT, exchange=exchange), [(0, 3)])
+    written = ~built.call.out.isnan()
+    assert bool(written[0, :, :16].all()), "its own units of the first step"
+    assert int(written.sum()) == written[0, :, :16].numel(), "and nothing else"
+
+
 @pytest.mark.thinned_on_gpu(every=5)
 @pytest.mark.parametrize("form", ["split", "tile"])
 @pytest.mark.parametrize("layout", LAYOUTS)

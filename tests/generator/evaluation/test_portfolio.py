@@ -26,7 +26,7 @@ from generator.storage.record import read_record, save_winner
 from generator.workload import WORKLOADS, default_problems
 from tests.support.command_line import call, machine  # noqa: F401 - a fixture
 from tests.support.fakes import ENVIRONMENT
-from tests.support.made_landscapes import LARGE, MADE, SMALL
+from tests.support.made_landscapes import LARGE, MADE, SMALL, cell, landscape
 from tests.support.records import winner
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.registry import FAMILIES
@@ -48,6 +48,13 @@ def test_a_cover_takes_the_worst_problem_first() -> None:
     assert set(cover(MADE, least=2, most=2)) == {SMALL, LARGE}
     assert set(cover(MADE)[:2]) == {SMALL, LARGE}
     assert [of_best(one, cover(MADE)) for one in MADE] == [0.0] * len(MADE)
+
+
+def test_a_cover_takes_no_twin_of_what_it_has() -> None:
+    first, twin = (dataclasses.replace(SMALL, block_batch=rows) for rows in (8, 4))
+    one, other = landscape(cell(8), first), landscape(cell(4096), LARGE)
+    one.times[twin] = 1.01 * one.best_us
+    assert cover([one, other], least=2, most=2) == [first, LARGE]
 
 
 def test_winners_serve_where_no_landscape_is_the_most_frequent_first() -> None:

@@ -262,3 +262,4 @@ def test_a_rope_variant_keeps_its_place_in_a_file(tmp_path: Path) -> None:
     variant = next(v for v in one.times if v != RopeVariant())
     again = load(save(one, tmp_path))
     assert again.times[variant] == one.times[variant]
+    assert again.times == one.times

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from generator.measuring.guard import fingerprint, guard, guarded, intact
 from generator.processes import forkserver
 from generator.processes.channel import HEAD, MARK, Channel, ClosedError, GarbledError, pair
 from generator.processes.compiler import CompilerPool, compiled
-from generator.processes.forkserver import Child, ForkServer, fork_server
+from generator.processes.forkserver import Child, ForkServer, LostError, fork_server
 from generator.processes.worker import TrialFailedError, Worker, WorkerGoneError, WorkerLostError
 from generator.selection import problem_named
 from tests.broken.server import DEEDS, cost, ranked
@@ -277,12 +278,13 @@ def test_a_pool_that_is_shut_down_waits_for_nothing() -> None:
     "sent",
     [
         b"Traceback (most recent call last):\n",
+        HEAD.pack(MARK[::-1], len(pickle.dumps(1))) + pickle.dumps(1),
         HEAD.pack(MARK, 2**40),
         HEAD.pack(MARK, 3) + b"\x80\x05?",
         HEAD.pack(MARK, len(pickle.dumps(os.system))) + pickle.dumps(os.system),
         HEAD.pack(MARK, len(pickle.dumps(ranked))) + pickle.dumps(ranked),
     ],
-    ids=["text", "length", "torn", "function", "ours"],
+    ids=["text", "mark", "length", "torn", "function", "ours"],
 )
 def test_what_is_no_answer_is_garbled(sent: bytes) -> None:
     ours, theirs = pair()
@@ -291,6 +293,19 @@ def test_what_is_no_answer_is_garbled(sent: bytes) -> None:
         Channel(ours).receive(BACKSTOP_SECONDS)
     ours.close()
     theirs.close()
+
+
+@pytest.mark.parametrize("answer", [(0, "done", 7), (1, "done", "7"), (1, "failed", 7), 7])
+def test_an_answer_to_another_question_is_no_answer(answer: Any) -> None:
+    """As one that was on its way when Ctrl-C came."""
+    worker = Worker(0)
+    worker._child = types.SimpleNamespace(ask=lambda _message, _seconds: answer, lost=LostError)
+    with pytest.raises(WorkerLostError, match="it answered nonsense to free_bytes, and was killed"):
+        worker.free_bytes()
+    worker._asked = 0
+    worker._child = types.SimpleNamespace(ask=lambda _message, _seconds: (1, "done", 7))
+    assert worker.free_bytes() == 7
+    worker._child = None
 
 
 def test_a_message_of_any_size_comes_whole_and_the_end_is_seen() -> None:

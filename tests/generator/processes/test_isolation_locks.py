@@ -17,6 +17,7 @@ from generator.searching.fleet import Seat
 from generator.selection import problem_named
 from generator.storage.record import read_record, save_winner
 from tests.support.fakes import FakeCompiler, FakeWorker
+from tests.support.locks import held
 from tests.support.processes import end_all, forked, wait_for
 from tests.support.records import winner
 from tuned.families.gru_cell.spec import GruCellSize
@@ -89,7 +90,7 @@ def test_tuning_holds_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     with commands.measuring(Seat(99, 1), pytest.fail):
         waiter = forked(second)
-        wait_for((tmp_path / "told").exists)
+        wait_for(lambda: (tmp_path / "told").exists() or (tmp_path / "taken").exists())
         assert not (tmp_path / "taken").exists()
     assert os.waitpid(waiter, 0)[1] == 0
     assert (tmp_path / "told").read_text().startswith(f"process {os.getpid()} measures on GPU index-99: ")
@@ -147,6 +148,10 @@ def test_rendering_waits_for_whoever_writes_a_record(tmp_path: Path, monkeypatch
     for name in ("WINNERS", "KERNELS", "TABLES"):
         (tmp_path / name).mkdir()
         monkeypatch.setattr(committed, name, tmp_path / name)
+    locked = []
+    monkeypatch.setattr(committed, "generated_files", lambda: locked.append(held(tmp_path / "WINNERS")) or {})
+    committed.render_all()
+    assert locked == [True], "and whoever writes a record waits for it"
     monkeypatch.setattr(committed, "generated_files", lambda: (tmp_path / "rendered").touch() or {})
     with folder_lock(tmp_path / "WINNERS"):
         renderer = forked(committed.render_all)

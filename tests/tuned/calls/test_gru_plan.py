@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import tuned.launching.plan
+from tests.support.precisions import other_gemms
+from tuned import dispatch
 from tuned.calls.gru import plan, run
 from tuned.calls.gru.arguments import GruCall, gru_call
 from tuned.families.gru.launches import Recurrence, counters_needed
@@ -178,7 +180,13 @@ def test_what_is_not_like_the_call_is_not_taken_for_it(monkeypatch: pytest.Monke
     with torch.enable_grad():
         assert plan.known(x.clone().requires_grad_(), hx, weights, settings) is None, "a gradient"
         assert plan.known(x, hx, weights, settings) is not None, "none is asked for"
-    monkeypatch.setattr(plan, "modes", lambda: (True, -1))
+    now = torch.backends.cudnn.allow_tf32
+    with torch.backends.cudnn.flags(allow_tf32=not now):
+        assert plan.known(x, hx, weights, settings) is None, "precision of the recurrence"
+    with other_gemms():
+        assert plan.known(x, hx, weights, settings) is None, "precision of the library's product"
+    assert plan.known(x, hx, weights, settings) is not None, "as before"
+    monkeypatch.setattr(plan, "modes", lambda _: (True, -1))
     assert plan.known(x, hx, weights, settings) is None, "autocast"
 
 
@@ -245,3 +253,19 @@ def test_sizes_are_what_the_kernel_is_told(tap: Wiretap) -> None:
     (launch,) = tap.learned
     assert GruSize(B, T) == GruSize(*launch.arguments[8:10])
     assert launch.constants["HIDDEN"] == spec.hidden
+
+
+def test_what_no_plan_does_is_asked_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan's key holds neither dropout nor lengths."""
+    monkeypatch.setattr(plan, "known", lambda *_: pytest.fail("a plan was asked for"))
+    weights, hx = weights_of(2, 1), torch.randn(2, B, H)
+    x, rows = torch.randn(T, B, FEATURES), torch.randn(T * B, FEATURES)
+    bounds = torch.arange(0, T * B + 1, T, dtype=torch.int32)
+    others: list[tuple[torch.Tensor, dict[str, Any]]] = [
+        (x, {"dropout": 0.5, "training": True}),
+        (rows, {"batch_sizes": torch.full((T,), B)}),
+        (rows, {"cu_seqlens": bounds, "max_seqlen": T}),
+    ]
+    for given, settings in others:
+        out, _ = dispatch.gru(given, hx, weights, num_layers=2, **settings)
+        assert out.shape == (*given.shape[:-1], H)

@@ -63,8 +63,9 @@ def test_bfloat16_is_computed_in_float32(table_dtype):
     assert_agree(lambda q, k: liger_rotary_pos_emb(q, k, cos, sin), formula(cos, sin), q, k)
 
 
-def test_only_the_first_half_of_cos_and_sin_is_read():
-    cos, sin = doubled(S, 1)
+@pytest.mark.parametrize("tables", [1, B])
+def test_only_the_first_half_of_cos_and_sin_is_read(tables):
+    cos, sin = doubled(S, tables)
     q, k = randn(B, H, S, D), randn(B, 1, S, D, seed=1)
     want = liger_rotary_pos_emb(q, k, cos.clone(), sin.clone())
     cos[..., D // 2 :] = sin[..., D // 2 :] = torch.nan

@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+import tuned.calls.gru.serve
 import tuned.calls.gru_cell.prepare
 import tuned.calls.gru_cell.run as cell
 import tuned.calls.linear_cat.run as linear
+import tuned.dispatch
 import tuned.launching.plan
 from generator.measuring.mended import mended_interpreter
+from tests.support.precisions import other_gemms
 from tests.support.run import INTERPRETED
 from tuned.launching.plan import DirectLaunch
 from tuned.lookup.lookup import Gpu
@@ -164,6 +167,21 @@ def test_in_place_the_state_is_overwritten_and_autograd_told(fired: list[Any]) -
     assert len(fired) == 1
 
 
+@pytest.mark.usefixtures("fired")
+def test_the_first_step_in_place_tells_autograd_as_the_known_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned.calls.gru.serve, "why_eager", lambda *_, **__: None)
+    arguments = step()
+    h, version = arguments[1], arguments[1]._version
+    assert tuned.dispatch.gru_cell(*arguments, inplace=True) is h
+    assert h._version > version
+
+
+def test_a_weight_whose_rows_lie_too_far_apart_for_32_bits_is_copied() -> None:
+    near, far = (torch.empty(8, 4, device="meta").as_strided((8, 4), (step, 1)) for step in (2**28 - 1, 2**28))
+    assert tuned.calls.gru_cell.prepare.weight_of(near) is near
+    assert tuned.calls.gru_cell.prepare.weight_of(far).is_contiguous()
+
+
 def test_nothing_of_the_callers_is_kept_alive(fired: list[Any]) -> None:
     arguments = step(segments=2)
     serve(arguments)
@@ -207,6 +225,19 @@ def test_a_linear_is_right_and_the_next_alike_is_one_direct_launch(fired: list[A
     with torch.enable_grad():
         assert linear.known(inputs, weight.clone().requires_grad_(), b) is None
     assert linear.known((inputs[0][:1], inputs[1][:1]), weight, b) is None
+
+
+def test_what_was_known_in_another_precision_is_not_taken(fired: list[Any]) -> None:
+    arguments, given = step(), linear_of()
+    serve(arguments)
+    linear.run_linear_cat(*given)
+    assert cell.known(*arguments, False) is not None
+    assert linear.known(*given) is not None
+    fired.clear()
+    with other_gemms():
+        assert cell.known(*arguments, False) is None
+        assert linear.known(*given) is None
+    assert not fired
 
 
 def test_one_segment_is_the_librarys(fired: list[Any]) -> None:

@@ -73,6 +73,13 @@ def test_the_nearest_size_comes_next_and_a_stale_row_is_only_a_neighbour(tables:
     assert "this size, but the source of k changed since it was measured" in choice.why
 
 
+def test_of_equally_near_rows_the_fresh_one_comes_before_the_stale_one(tables: dict[str, Table]) -> None:
+    stale = row(SPEC, RopeSize(1, 8192), "the source of k changed since it was measured", num_warps=1)
+    tables["here"] = table("here", stale, row(SPEC, LARGE, num_warps=2))
+    assert choose(ROPE, SPEC, RopeSize(8, 1024), HERE).variant.num_warps == 2
+    assert choose(ROPE, SPEC, RopeSize(1, 9000), HERE).variant.num_warps == 2
+
+
 def test_the_closest_spec_comes_next_whatever_its_text(tables: dict[str, Table]) -> None:
     other = dataclasses.replace(SPEC, style="interleaved")
     near, far = dataclasses.replace(SPEC, heads=64), dataclasses.replace(SPEC, heads=8)

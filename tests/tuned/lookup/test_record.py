@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import generator.storage.record
 from generator.publishing.tables import literal, table_source
 from generator.storage.record import read_record, save_winner, write_record
 from generator.workload import default_problems
 from tests.support.fakes import ENVIRONMENT
+from tests.support.locks import held
 from tests.support.records import winner
 from tuned.lookup.record import SCHEMA, RecordError, load_record, winner_from_json, winner_to_json
 
@@ -92,6 +94,19 @@ def test_two_tuners_lose_nothing_of_each_other(tmp_path: Path) -> None:
     with concurrent.futures.ThreadPoolExecutor(len(names)) as threads:
         list(threads.map(lambda name: save_winner(winner(name), tmp_path), names))
     assert {w.name for w in read_record("test_gpu", tmp_path)} == set(names)
+
+
+def test_a_record_is_read_and_written_under_one_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that happen to take turns lose nothing without it either."""
+    locked = []
+    for name in ("read_record", "write_record"):
+        function = getattr(generator.storage.record, name)
+        monkeypatch.setattr(
+            generator.storage.record, name, lambda *given, of=function: (locked.append(held(tmp_path)), of(*given))[1]
+        )
+    save_winner(winner(), tmp_path)
+    assert locked == [True, True]
+    assert not held(tmp_path)
 
 
 def content(tmp_path: Path) -> dict[str, Any]:

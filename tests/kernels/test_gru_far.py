@@ -1,0 +1,139 @@
+"""The kernels of GRUs and linears where rows lie gigabytes apart: offsets of rows, tokens and cells are 64-bit.
+
+The storage is address space alone, as in test_rope_far: no page between two rows is touched. It begins far before the
+first element, so that an offset which wraps around reads and writes zeros there, and does not end the process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+from typing import Any
+
+import pytest
+import torch
+
+from generator.measuring.mended import mended_interpreter
+from tests.support import gru_sequences, linear_cat_forms
+from tests.support.gru_case import GruCase, build
+from tests.support.gru_cell_forms import FORMS, LIBRARY
+from tests.support.run import INTERPRETED, run
+from tuned.families.gru.spec import GruSpec
+from tuned.families.gru.variant import GruVariant
+from tuned.families.gru_cell.launches import fused_launch, gates_launch
+from tuned.families.gru_cell.spec import GruCellSpec
+from tuned.families.linear_cat.launches import launches as linear_launches
+from tuned.families.linear_cat.spec import LinearCatSpec
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(not INTERPRETED, reason="a GPU has no memory without pages: there tests of many rows need it"),
+]
+
+FAR = 2**30  # elements: the product with the third row on does not fit into 32 bits
+BEFORE = 3 * 2**31  # elements: three products of 32 bits can lead so far before the first
+ROWS = 4  # that lie FAR apart
+NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's, which Python names from 3.13 on
+
+
+def far(values: torch.Tensor, axis: int = 0) -> torch.Tensor:
+    """The values in a storage in which neighbours along one axis are FAR elements apart."""
+    near = torch.empty(values.shape[:axis] + values.shape[axis + 1 :]).stride()
+    strides = (*near[:axis], FAR, *near[axis:])
+    elements = BEFORE + sum((n - 1) * step for n, step in zip(values.shape, strides, strict=True)) + 1
+    size = values.element_size() * elements
+    try:
+        space = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
+    except OSError:
+        pytest.skip(f"no {size} bytes of address space here")
+    whole = torch.frombuffer(space, dtype=values.dtype, count=elements)
+    return whole.as_strided(values.shape, strides, BEFORE).copy_(values)
+
+
+def ran(launch: Any) -> None:
+    with mended_interpreter():
+        run([launch])
+
+
+CELL = GruCellSpec("float16", 8, (16, 8), precision="")
+
+
+@pytest.mark.parametrize("what", ["x0", "x1", "h", "out"])
+@pytest.mark.parametrize("form", ["split", "tile", "vector"])
+def test_a_step_finds_rows_that_lie_gigabytes_apart(form: str, what: str) -> None:
+    call, _ = build(GruCase(CELL, ROWS))
+    apart = dataclasses.replace(call, **{what: far(getattr(call, what))})
+    for one in (call, apart):
+        ran(fused_launch(CELL, FORMS[form], one))
+    assert torch.equal(apart.out, call.out)
+
+
+@pytest.mark.parametrize("what", ["gates_x", "gates_h", "h", "out"])
+def test_the_gates_find_rows_that_lie_gigabytes_apart(what: str) -> None:
+    call, _ = build(GruCase(CELL, ROWS))
+    draw = torch.Generator().manual_seed(1)
+    gates = {name: torch.randn(ROWS, 24, generator=draw).half() for name in ("gates_x", "gates_h")}
+    ran(gates_launch(CELL, LIBRARY, call, (gates["gates_x"], gates["gates_h"])))
+    apart = call if what in gates else dataclasses.replace(call, **{what: far(getattr(call, what))})
+    if what in gates:
+        gates[what] = far(gates[what])
+        apart = dataclasses.replace(call, out=torch.zeros_like(call.out))
+    ran(gates_launch(CELL, LIBRARY, apart, (gates["gates_x"], gates["gates_h"])))
+    assert torch.equal(apart.out, call.out)
+
+
+@pytest.mark.parametrize("what", ["x0", "x1", "out"])
+@pytest.mark.parametrize("form", linear_cat_forms.FORMS)
+def test_a_linear_finds_rows_that_lie_gigabytes_apart(form: str, what: str) -> None:
+    spec = LinearCatSpec("float16", (16, 8), 8, precision="")
+    call, _ = linear_cat_forms.build(spec, ROWS, "contiguous")
+    apart = dataclasses.replace(call, **{what: far(getattr(call, what))})
+    for one in (call, apart):
+        (launch,) = linear_launches(spec, linear_cat_forms.FORMS[form], one)
+        ran(launch)
+    assert torch.equal(apart.out, call.out)
+
+
+SEQUENCES = {
+    "split": GruVariant("persistent", "split", 16, 8, "counter", num_warps=2),
+    "tile": GruVariant("persistent", "tile", 16, 32, "counter", num_warps=2),
+}
+LONG, WIDE, FLAT = (ROWS,), (1,) * ROWS, (1, 1)  # steps of each row
+
+
+@pytest.mark.parametrize(
+    ("what", "axis", "lengths"),
+    [("gates", 1, LONG), ("out", 0, LONG), ("gates", 2, WIDE), *((name, 1, WIDE) for name in ("out", "h_0", "h_n"))],
+)
+@pytest.mark.parametrize("form", SEQUENCES)
+def test_a_sequence_finds_tokens_that_lie_gigabytes_apart(
+    form: str, what: str, axis: int, lengths: tuple[int, ...]
+) -> None:
+    assert_found(GruSpec("float16", 16), SEQUENCES[form], what, axis, lengths)
+
+
+@pytest.mark.parametrize("what", ["weight_hh", "weight_ih", "bias_ih", "bias_hh", "h_0", "h_n", "between"])
+def test_a_stack_finds_layers_that_lie_gigabytes_apart(what: str) -> None:
+    assert_found(GruSpec("float16", 16, layers=4), SEQUENCES["split"], what, 0, FLAT)
+
+
+@pytest.mark.parametrize(("axis", "lengths"), [(1, LONG), (2, WIDE)])
+def test_a_stack_finds_what_lies_gigabytes_apart_between_its_layers(axis: int, lengths: tuple[int, ...]) -> None:
+    assert_found(GruSpec("float16", 16, layers=2), SEQUENCES["split"], "between", axis, lengths)
+
+
+@pytest.mark.parametrize(("what", "axis"), [("gates", 1), ("out", 0)])
+@pytest.mark.parametrize("layout", ["packed", "thd"])
+def test_packed_tokens_that_lie_gigabytes_apart_are_found(layout: str, what: str, axis: int) -> None:
+    assert_found(GruSpec("float16", 16, layout), SEQUENCES["split"], what, axis, WIDE)
+
+
+def assert_found(spec: GruSpec, variant: GruVariant, what: str, axis: int, lengths: tuple[int, ...]) -> None:
+    """The results are those of the same numbers side by side."""
+    near, apart = (gru_sequences.build(gru_sequences.Sequences(spec, lengths)) for _ in range(2))
+    apart.call = dataclasses.replace(apart.call, **{what: far(getattr(apart.call, what), axis)})
+    for built in (near, apart):
+        gru_sequences.run_windows(built, variant)
+    for name, tensor in near.written().items():
+        assert bool(tensor.isfinite().all())
+        assert torch.equal(apart.written()[name], tensor), name
