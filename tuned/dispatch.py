@@ -13,7 +13,7 @@ Which kernel a call gets:
 3. The default variant of the spec.
 4. Eager PyTorch: tensors on a CPU, dtypes that no kernel takes, no Triton, angles or a GRU that need a gradient.
 
-torch.compile traces each call as an operator of torch.library (``tuned.calls.rope.ops``, ``tuned.calls.gru.ops``), and the
+torch.compile traces each call as an operator of torch.library (``tuned.calls.rope.ops``, ``tuned.calls.recurrent.ops``), and the
 order above holds inside of it. Other tracers and dispatch modes (make_fx, FakeTensorMode, FlopCounterMode) see the operators
 of RoPE everywhere. They see those of the GRU families on a GPU, and PyTorch's own operators on a CPU.
 

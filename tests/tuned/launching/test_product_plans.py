@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-import tuned.calls.gru.serve
 import tuned.calls.gru_cell.prepare
 import tuned.calls.gru_cell.run as cell
 import tuned.calls.linear_cat.run as linear
+import tuned.calls.products
+import tuned.calls.recurrent.serve
 import tuned.dispatch
 import tuned.launching.plan
 from generator.measuring.mended import mended_interpreter
@@ -169,7 +170,7 @@ def test_in_place_the_state_is_overwritten_and_autograd_told(fired: list[Any]) -
 
 @pytest.mark.usefixtures("fired")
 def test_the_first_step_in_place_tells_autograd_as_the_known_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuned.calls.gru.serve, "why_eager", lambda *_, **__: None)
+    monkeypatch.setattr(tuned.calls.recurrent.serve, "why_eager", lambda *_, **__: None)
     arguments = step()
     h, version = arguments[1], arguments[1]._version
     assert tuned.dispatch.gru_cell(*arguments, inplace=True) is h
@@ -178,8 +179,8 @@ def test_the_first_step_in_place_tells_autograd_as_the_known_ones_do(monkeypatch
 
 def test_a_weight_whose_rows_lie_too_far_apart_for_32_bits_is_copied() -> None:
     near, far = (torch.empty(8, 4, device="meta").as_strided((8, 4), (step, 1)) for step in (2**28 - 1, 2**28))
-    assert tuned.calls.gru_cell.prepare.weight_of(near) is near
-    assert tuned.calls.gru_cell.prepare.weight_of(far).is_contiguous()
+    assert tuned.calls.products.weight_of(near) is near
+    assert tuned.calls.products.weight_of(far).is_contiguous()
 
 
 def test_nothing_of_the_callers_is_kept_alive(fired: list[Any]) -> None:
