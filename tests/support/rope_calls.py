@@ -105,12 +105,11 @@ class Watch:
         finally:
             stack.pop()
 
-    def run_public(self, spec: Any, variant: Any, call: RopeCall) -> tuple[Launch, Compiled]:
+    def run_public(self, now: Any) -> Compiled:
         """Take the place of tuned.calls.rope.plan.run_public."""
-        (part,) = launches(spec, variant, call)
         self.public += 1
-        self._execute(part, spec, call)
-        return part, Compiled(self, part)
+        self._execute(now.part, now.spec, now.call)
+        return Compiled(self, now.part)
 
     def direct_launch(self, compiled: Compiled, programs: int, values: tuple[Any, ...]) -> None:
         """Hold a direct launch against a fresh one, then do what it would."""

@@ -16,7 +16,7 @@ import tuned
 import tuned.calls.rope.plan
 import tuned.launching.plan
 import tuned.lookup.misses
-from tests.support.rope_calls import CHOICES, Case, Watch, forget, watch
+from tests.support.rope_calls import CHOICES, Case, Watch, build, forget, watch
 from tests.support.rope_plans import CASES, check, wanted_of
 from tuned.calls.rope import call as rope_call
 from tuned.dispatch import rope, rope_qk, rope_qkv
@@ -197,6 +197,35 @@ def test_a_first_call_under_capture_decides_nothing_for_later_ones(
     monkeypatch.setattr(tuned.calls.rope.plan, "capturing", lambda: True)
     check(Case())
     assert (watch.public, watch.direct) == (3, 1), "what is known is captured"
+
+
+@pytest.mark.parametrize("name", ["plain", "pair in place", "training", "qkv"])
+def test_a_first_call_is_prepared_once_and_a_known_one_not_at_all(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    made: list[str] = []
+
+    def counted(module: Any, function: str) -> None:
+        genuine = getattr(module, function)
+
+        def called(*arguments: Any, **named: Any) -> Any:
+            made.append(function)
+            return genuine(*arguments, **named)
+
+        monkeypatch.setattr(module, function, called)
+
+    counted(rope_call, "prepare")
+    for function in ("prepare", "launches"):
+        counted(tuned.calls.rope.plan, function)
+    given, asked, _ = build(LENGTHS[name])
+    rope_call.call(*given, tuple(asked))
+    assert (watch.public, watch.direct) == (1, 0)
+    assert sorted(made) == ["launches", "prepare"]
+    made.clear()
+    given, asked, _ = build(LENGTHS[name])
+    rope_call.call(*given, tuple(asked))
+    assert (watch.public, watch.direct) == (1, 1)
+    assert not made
 
 
 def test_more_tokens_than_the_table_has_rows_are_no_reason_to_launch_publicly(watch: Watch) -> None:

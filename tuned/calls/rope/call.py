@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from tuned.calls.rope.arguments import Given, Settings, Sources, heads_apart, offset_of, prepare, refuse_overlap
 from tuned.calls.rope.lengths import class_of, sized
-from tuned.calls.rope.plan import Plan, choice_of, kernel_plan, sized_plan
+from tuned.calls.rope.plan import First, Plan, choice_of, kernel_plan, sized_plan
 from tuned.families.rope import FAMILY as ROPE
 from tuned.families.rope.eager import rotate
 from tuned.launching.overwrite import refuse_overwrite
@@ -71,13 +71,15 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
     properties: Any
     try:
         x_ptr, device, angles_ptr, grad = x.data_ptr(), x.get_device(), angles.data_ptr(), _grad_enabled()
-        # All that a compiled kernel, or the path to it, may depend on. Written out: a function called for each tensor
-        # would double its cost. The shape of a contiguous tensor implies its strides.
+        # All that a compiled kernel, or the path to it, may depend on: a tuple for each of lengths.TENSORS, then the rest.
+        # Written out: a function called for each tensor would double its cost. The shape of a contiguous tensor implies
+        # its strides.
         properties = (
-            settings, source, positions is None, int_offset == 0,
-            type(x), x.dtype, x.shape, x.is_contiguous() or x.stride(), x_ptr & 15, device, grad and x.requires_grad,
-            type(angles), angles.dtype, angles.shape, angles.is_contiguous() or angles.stride(), angles_ptr & 15,
-            angles.get_device(), grad and angles.requires_grad,
+            (type(x), x.dtype, x.shape, x.is_contiguous() or x.stride(), x_ptr & 15, device, grad and x.requires_grad),
+            (
+                type(angles), angles.dtype, angles.shape, angles.is_contiguous() or angles.stride(), angles_ptr & 15,
+                angles.get_device(), grad and angles.requires_grad,
+            ),
             key if key is None else (
                 type(key), key.dtype, key.shape, key.is_contiguous() or key.stride(), key.data_ptr() & 15,
                 key.get_device(), grad and key.requires_grad,
@@ -95,6 +97,7 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
                 type(cu_seqlens), cu_seqlens.dtype, cu_seqlens.shape, cu_seqlens.is_contiguous() or cu_seqlens.stride(),
                 cu_seqlens.data_ptr() & 15, cu_seqlens.get_device(),
             ),
+            settings, source, positions is None, int_offset == 0,
             # Asked only if x is on a GPU: asking for the current device initialises CUDA.
             grad, forward_ad._current_level, device if device < 0 else current_device(),  # noqa: SLF001
         )  # fmt: skip
@@ -102,7 +105,9 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
     except _NO_KEY:
         properties = plan = None
         x_ptr = angles_ptr = 0
+    first = None
     if plan is None:
+        first = First()
         class_key = None if properties is None else class_of(properties)
         plan = (
             None
@@ -111,7 +116,7 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
         )
         if plan is None:
             given = Given(x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset)
-            plan = _decide(given, Settings(*settings), class_key)
+            plan = _decide(given, Settings(*settings), class_key, first)
         # The properties do not tell whether torch.func or torch.jit is active, and that may have decided the plan.
         if properties is not None and not transforms_active() and tracing() is None:
             remember(_PLANS, properties, plan)
@@ -124,6 +129,9 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
             raise
         given = Given(x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset)
         return run_eager(given, Settings(*settings))
+    finally:
+        if first is not None:
+            first.prepared = None
 
 
 def _known_but_for_lengths(  # noqa: PLR0913 - the tensors of a call
@@ -136,10 +144,13 @@ def _known_but_for_lengths(  # noqa: PLR0913 - the tensors of a call
     return None if found is None else _differentiable(sized_plan(found), found.settings, found.sources, x, key)
 
 
-def _decide(given: Given, settings: Settings, class_key: Any) -> Plan:
-    """Check a call and choose what calls with its properties do. It launches nothing and writes nothing."""
+def _decide(given: Given, settings: Settings, class_key: Any, first: First) -> Plan:
+    """Check a call and choose what calls with its properties do. It launches nothing and writes nothing.
+
+    What was prepared for that is kept in ``first``, for the plan's first run.
+    """
     sources = Sources.of(given)
-    plan = _checked(given, settings, sources, class_key)
+    plan = _checked(given, settings, sources, class_key, first)
     if settings.inplace:
         for t in (given.x, given.key):
             if t is not None:
@@ -161,10 +172,11 @@ def _differentiable(plan: Plan, settings: Settings, sources: Sources, x: Any, ke
     return Plan(_Node(settings, sources, plan, None if all(needs) else needs.index(False)).run)
 
 
-def _checked(given: Given, settings: Settings, sources: Sources, class_key: Any) -> Plan:
+def _checked(given: Given, settings: Settings, sources: Sources, class_key: Any, first: First) -> Plan:
     """The plan of a call whose properties are new."""
-    prepared = prepare(given, settings, make_out=_strides_of_result)
-    choice = choice_of(prepared, _why_no_launch(given))
+    bypassed = _why_no_launch(given)
+    prepared = prepare(given, settings, make_out=_strides_of_result if bypassed else torch.empty_like)
+    choice = choice_of(prepared, bypassed)
     if choice.variant is None:
         return Plan(_eager_run(settings, sources), serves=False)
     tensors = [t for t in given if isinstance(t, torch.Tensor)]
@@ -174,7 +186,7 @@ def _checked(given: Given, settings: Settings, sources: Sources, class_key: Any)
     misses.note(ROPE, prepared.spec, prepared.size, choice)
     if heads_apart(given.x, settings):  # ``prepared`` is of a contiguous copy
         return Plan(_run_copy(settings, sources))
-    return kernel_plan(prepared, choice.variant, settings, sources, class_key)
+    return kernel_plan(prepared, choice.variant, settings, sources, class_key, first)
 
 
 def _strides_of_result(t: torch.Tensor) -> torch.Tensor:

@@ -78,33 +78,27 @@ class SizedLaunch(NamedTuple):
 _CLASSES: dict[Any, ShapeClass] = {}
 
 
-def class_of(properties: tuple[Any, ...]) -> Any:
-    """The key of a call's shape class: its properties without the lengths. None unless all tensors are contiguous.
+# The first entries of the key of a call (tuned.calls.rope.call), one for each of these; and how many of a tensor's last axes
+# are no lengths. An entry is None, or (type, dtype, shape, True if contiguous else the strides, alignment, device, and for
+# tensors that may need a gradient whether this one does).
+TENSORS = {"x": 2, "angles": 1, "key": 2, "sin": 0, "positions": 0, "cu_seqlens": 0}
 
-    ``properties`` is the tuple that tuned.calls.rope.call builds.
-    """
-    (
-        settings, source, ordered, unshifted,
-        kind, dtype, shape, dense, alignment, device, grad,
-        table_kind, table_dtype, table_shape, table_dense, table_alignment, table_device, table_grad,
-        key, sin, positions, cu_seqlens, *modes,
-    ) = properties  # fmt: skip
-    if dense is not True or table_dense is not True or len(table_shape) == 3:  # noqa: PLR2004 - a table for each sequence
+
+def class_of(properties: tuple[Any, ...]) -> Any:
+    """The key of a call's shape class: its properties without the lengths. None unless all tensors are contiguous."""
+    if len(properties[1][2]) == 3:  # noqa: PLR2004 - a table for each sequence
         return None
-    others: list[Any] = []
-    for other in (key, sin, positions, cu_seqlens):
-        if other is None:
-            others.append(None)
+    found: list[Any] = []
+    for traits, kept in zip(properties, TENSORS.values(), strict=False):
+        if traits is None:
+            found.append(None)
             continue
-        other_kind, other_dtype, other_shape, other_dense, *rest = other
-        if other_dense is not True:
+        kind, dtype, shape, dense, *rest = traits
+        if dense is not True:
             return None
-        others.append((other_kind, other_dtype, len(other_shape), *rest))
-    return (
-        settings, source, ordered, unshifted, kind, dtype, shape[-2:], len(shape), alignment, device, grad,
-        table_kind, table_dtype, len(table_shape), table_shape[-1], table_alignment, table_device, table_grad,
-        None if key is None else key[2][-2:], *others, *modes,
-    )  # fmt: skip
+        axes = len(shape)
+        found.append((kind, dtype, axes, shape[axes - kept :], *rest))
+    return (*found, *properties[len(TENSORS) :])
 
 
 def learn(  # noqa: PLR0913 - a call and how it was served

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -63,11 +63,41 @@ def choice_of(prepared: Prepared, bypassed: str | None) -> Choice:
     return choose(ROPE, prepared.spec, prepared.size, gpu_of(x.device))
 
 
-def run_public(spec: RopeSpec, variant: Any, call: RopeCall) -> tuple[Launch, Any]:
-    """Run the call through Triton's public launcher; returns the launch and the compiled kernel."""
-    with torch.cuda.device(call.x.device):
-        (part,) = launches(spec, variant, call)
-        return part, launch_public(kernel(part.kernel), part)
+class Ready(NamedTuple):
+    """A checked call with its results allocated, and its launch."""
+
+    spec: RopeSpec
+    call: RopeCall
+    part: Launch
+
+
+def ready(spec: RopeSpec, variant: Any, call: RopeCall) -> Ready:
+    """The launch of a checked call."""
+    (part,) = launches(spec, variant, call)
+    return Ready(spec, call, part)
+
+
+class First:
+    """What was prepared to decide what a call does: its plan's first run, which is of the same call, takes it.
+
+    Whoever asked for the plan clears it after that run, so that no tensor of a caller is kept.
+    """
+
+    __slots__ = ("prepared",)
+
+    def __init__(self) -> None:
+        self.prepared: Ready | None = None
+
+    def take(self) -> Ready | None:
+        """What was prepared, once."""
+        taken, self.prepared = self.prepared, None
+        return taken
+
+
+def run_public(now: Ready) -> Any:
+    """Run a call through Triton's public launcher; returns the compiled kernel."""
+    with torch.cuda.device(now.call.x.device):
+        return launch_public(kernel(now.part.kernel), now.part)
 
 
 # (spec, variant, device, what Triton specialised on, constants) -> compiled kernel.
@@ -79,33 +109,37 @@ def sized_plan(found: SizedLaunch) -> Plan:
     spec, settings, sources = found.spec, found.settings, found.sources
 
     def public(*tensors: Any) -> Any:
-        return _public(spec, found.variant, sources.given(*tensors), settings)[0]
+        return _public(spec, found.variant, sources.given(*tensors), settings)
 
     return Plan(_run(spec, found.two, found.direct, found.device, found.sines, found.limits, found.beside, public))
 
 
-def kernel_plan(prepared: Prepared, variant: Any, settings: Settings, sources: Sources, class_key: Any) -> Plan:
+def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
+    prepared: Prepared, variant: Any, settings: Settings, sources: Sources, class_key: Any, first: First
+) -> Plan:
     """The plan of calls with the properties of this one; ``class_key`` is the key of its shape class, or None.
 
     If the kernel is already compiled, for calls that differ only in their sizes, the plan launches directly from the
-    start. Otherwise its first call uses Triton's public launcher, which compiles.
+    start. Otherwise its first run uses Triton's public launcher, which compiles; it takes this call from ``first``.
     """
     spec = prepared.spec
     assert spec is not None
 
     def public(*tensors: Any) -> Any:
-        return _public(spec, variant, sources.given(*tensors), settings)[0]
+        return _public(spec, variant, sources.given(*tensors), settings)
 
-    def first(*tensors: Any) -> Any:
+    def run_first(*tensors: Any) -> Any:
         given = sources.given(*tensors)
-        result, call, part, compiled = _public(spec, variant, given, settings)
+        now = first.take() or _checked(spec, variant, given, settings)
+        compiled = run_public(now)
         # The direct launcher cannot be probed during CUDA graph capture: the next call decides how later ones launch.
         if not capturing():
-            remember(_COMPILED, _code(spec, variant, call, part), compiled)
-            plan.run = upgrade(call, part, compiled) if as_given(given, call) else public
-        return result
+            remember(_COMPILED, _code(variant, now), compiled)
+            plan.run = upgrade(now, compiled) if as_given(given, now.call) else public
+        return _result(given, settings, now.call)
 
-    def upgrade(call: RopeCall, part: Launch, compiled: Any) -> Callable[..., Any]:
+    def upgrade(now: Ready, compiled: Any) -> Callable[..., Any]:
+        _, call, part = now
         direct = direct_launch(part, compiled, call.x.device.index)
         if direct is None:  # must use Triton's public launcher
             return public
@@ -116,33 +150,40 @@ def kernel_plan(prepared: Prepared, variant: Any, settings: Settings, sources: S
         beside = _beside(call.x, call.key)
         return _run(spec, call.key is not None, direct, call.x.device.index, sines, limits, beside, public)
 
-    plan = Plan(first)
-    (part,) = launches(spec, variant, prepared.call)
-    compiled = _COMPILED.get(_code(spec, variant, prepared.call, part))
+    plan, now = Plan(run_first), ready(spec, variant, prepared.call)
+    compiled = _COMPILED.get(_code(variant, now))
     if compiled is not None and not sources.copied and not capturing():
-        plan.run = upgrade(prepared.call, part, compiled)
+        plan.run = upgrade(now, compiled)
+    else:
+        first.prepared = now
     return plan
 
 
-def _code(spec: RopeSpec, variant: Any, call: RopeCall, part: Launch) -> Any:
+def _code(variant: Any, now: Ready) -> Any:
     """The key of a compiled kernel: all that its code depends on."""
-    return spec, variant, call.x.device, specialisation(part), tuple(part.constants.values())
+    return now.spec, variant, now.call.x.device, specialisation(now.part), tuple(now.part.constants.values())
 
 
-def _public(spec: RopeSpec, variant: Any, given: Given, settings: Settings) -> tuple[Any, RopeCall, Launch, Any]:
-    """Check the call and run it through the public launcher.
+def _checked(spec: RopeSpec, variant: Any, given: Given, settings: Settings) -> Ready:
+    """Check a call whose plan is known, and allocate its results."""
+    return ready(spec, variant, prepare(given, settings, make_out=torch.empty_like).call)
 
-    Returns (result for the caller, checked call, launch, compiled kernel).
-    """
-    prepared = prepare(given, settings, make_out=torch.empty_like)
-    call = prepared.call
-    part, compiled = run_public(spec, variant, call)
+
+def _public(spec: RopeSpec, variant: Any, given: Given, settings: Settings) -> Any:
+    """Check the call, run it through the public launcher and return its result."""
+    now = _checked(spec, variant, given, settings)
+    run_public(now)
+    return _result(given, settings, now.call)
+
+
+def _result(given: Given, settings: Settings, call: RopeCall) -> Any:
+    """What the caller gets of a call that was launched."""
     if settings.inplace:
         bump_versions(given.x, given.key)
         out, key_out = given.x, given.key
     else:
         out, key_out = call.out.view(given.x.shape), call.key_out
-    return (out if given.key is None else (out, key_out)), call, part, compiled
+    return out if given.key is None else (out, key_out)
 
 
 def as_given(given: Given, call: RopeCall) -> bool:
