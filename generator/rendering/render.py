@@ -6,10 +6,12 @@ import ast
 import dataclasses
 import functools
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.ext
 
 NAME = "KERNEL"  # stands for the kernel's name in a template: {{ name }} could not be the name of a function in valid Python
 TEMPLATES = Path(__file__).parent.parent.parent / "templates"
@@ -24,11 +26,23 @@ class Kernel:
     digest: str  # of the syntax tree: a comment or a docstring changes nothing
 
 
+class _IndentedIncludes(jinja2.ext.Extension):
+    """What is included is indented as its mark is: statements of a function's body can be a file of valid Python."""
+
+    MARK = re.compile(r'^( +)(# \{% include "[^"]+" %\}\n)', re.MULTILINE)
+
+    def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:  # noqa: ARG002 - Jinja's
+        return self.MARK.sub(
+            lambda m: f"# {{% filter indent({len(m[1])}, true) %}}\n{m[2]}# {{% endfilter %}}\n", source
+        )
+
+
 @functools.cache
 def _environment() -> jinja2.Environment:
     # Block marks inside comments keep a template valid Python; {{ x }} is a legal expression as it is.
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
+        extensions=[_IndentedIncludes],
         undefined=jinja2.StrictUndefined,
         block_start_string="# {%",
         block_end_string="%}",

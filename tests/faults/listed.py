@@ -48,7 +48,7 @@ KERNELS = (
     ),
     Fault(
         "token_offset_32_bits",
-        "templates/gru.py.jinja",
+        "templates/gru_step.py.jinja",
         "t = tl.where(BACKWARD, seq - 1 - i_step, i_step).to(tl.int64)",
         "t = tl.where(BACKWARD, seq - 1 - i_step, i_step)",
         ("tests/kernels/test_gru_far.py::test_a_sequence_finds_tokens_that_lie_gigabytes_apart",),
@@ -57,7 +57,7 @@ KERNELS = (
     ),
     Fault(
         "counter_released_relaxed",
-        "templates/gru.py.jinja",
+        "templates/gru_send.py.jinja",
         'tl.atomic_add(counter, 1, sem="release")',
         'tl.atomic_add(counter, 1, sem="relaxed")',
         (
@@ -68,7 +68,7 @@ KERNELS = (
     ),
     Fault(
         "gru_does_not_wait_for_the_last_step",
-        "templates/gru.py.jinja",
+        "templates/gru_receive.py.jinja",
         "< unit_tiles * (i_step - t_begin):",
         "< unit_tiles * (i_step - t_begin - 1):",
         ("tests/kernels/test_gru_kernels.py::test_a_program_waits_for_another_that_never_writes[counter]",),
@@ -77,9 +77,9 @@ KERNELS = (
     ),
     Fault(
         "gru_state_rounded_each_step",
-        "templates/gru.py.jinja",
-        "        own = after\n",
-        "        own = after.to(dtype).to(tl.float32)\n",
+        "templates/gru_send.py.jinja",
+        "own = after\n",
+        "own = after.to(dtype).to(tl.float32)\n",
         ("tests/kernels/test_gru_kernels.py::test_the_state_of_a_program_is_not_rounded_between_its_steps",),
         "Long sequences in 16 bits drift from what torch.nn.GRU gives.",
         render=True,

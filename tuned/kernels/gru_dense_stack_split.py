@@ -1,18 +1,13 @@
 """gru_dense_stack_split: a GRU over sequences of one length, a stack of layers; units times rows, the columns split over the warps.
 
-@generated from templates/gru.py.jinja. Do not edit: change the template, then run
+@generated from templates/gru_stack.py.jinja. Do not edit: change the template, then run
 `python tune.py --render`.
 
-The recurrence of torch.nn.GRU (reset after the product) over a whole sequence, in one launch:
+The recurrence of torch.nn.GRU (reset after the product) of all layers over a whole sequence, in one launch:
 r = sigmoid(i_r + h_r), z = sigmoid(i_z + h_z), n = tanh(i_n + r h_n), h' = n + z (h - n), where i = x @ weight_ih.T
-is given. A program owns BLOCK_HIDDEN units of BLOCK_BATCH rows and keeps its rows of weight_hh on chip for all steps.
-h' goes to the output, from where the other programs of the rows read it at the next step. They wait
-EXCHANGE = "spin": until no 16 bytes of it hold the bits 11..1, with which the output was filled before the launch and
-    which no result has; the loop is in PTX, one for each thread, so that nothing else waits;
-"probe": for the same, first for one load of each thread, so that large tiles are not loaded in vain;
-"poll": for the same with ordinary loads, on any GPU;
-"counter": until all programs of the rows have counted themselves;
-"none": not at all.
+is given for the lowest layer. A program owns BLOCK_HIDDEN units of BLOCK_BATCH rows in one layer, and keeps its rows of
+weight_hh and weight_ih on chip for all steps. h' goes to the output, or to what is between two layers, where the other
+programs of the rows, and those of the layer above, wait for it (_wait).
 All programs must be on the GPU at once: a cooperative launch. Float32 inside and for a unit's own state, one rounding
 at the store. Names: i_ index, m_ mask, p_ pointer or offset in elements, w_ weights of h, u_ weights of the layer below.
 """
@@ -89,7 +84,16 @@ def _wait(
     EXCHANGE: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    """[BLOCK_BATCH, WIDTH]: elements from START on of each row, once they are there; anything past HIDDEN."""
+    """[BLOCK_BATCH, WIDTH]: elements from START on of each row, once they are there; anything past HIDDEN.
+
+    The other programs of the rows write h' to the output, from where it is read at the next step. How it is waited for:
+    EXCHANGE = "spin": until no 16 bytes of it hold the bits 11..1, with which the output was filled before the launch
+        and which no result has; the loop is in PTX, one for each thread, so that nothing else waits;
+    "probe": for the same, first for one load of each thread, so that large tiles are not loaded in vain;
+    "poll": for the same with ordinary loads, on any GPU;
+    "counter": until all programs of the rows have counted themselves, before this is called;
+    "none": not at all.
+    """
     dtype: tl.constexpr = p_row.dtype.element_ty
     BITS: tl.constexpr = dtype.primitive_bitwidth
     integer: tl.constexpr = tl.int16 if BITS == 16 else tl.int32
@@ -248,13 +252,13 @@ def _gates(
 
 @triton.jit(do_not_specialize=["batch", "seq", "t_begin", "t_end"])
 def gru_dense_stack_split(
-    gates,  # x @ weight_ih.T of the lowest layer, 3 * HIDDEN a token, gates in the order r, z, n; for each direction
+    gates,  # x @ weight_ih.T of the lowest layer, 3 * HIDDEN a token, gates in the order r, z, n
     weight_ih,  # [LAYERS - 1, 3 * HIDDEN, HIDDEN], of the layers above the lowest
-    weight_hh,  # [LAYERS * DIRECTIONS, 3 * HIDDEN, HIDDEN]
-    bias_ih,  # [LAYERS * DIRECTIONS, 3 * HIDDEN]; any pointer if not BIAS
+    weight_hh,  # [LAYERS, 3 * HIDDEN, HIDDEN]
+    bias_ih,  # [LAYERS, 3 * HIDDEN]; any pointer if not BIAS
     bias_hh,
-    h_0,  # [LAYERS * DIRECTIONS, batch, HIDDEN]
-    out,  # DIRECTIONS * HIDDEN a token
+    h_0,  # [LAYERS, batch, HIDDEN]
+    out,  # HIDDEN a token
     between,  # [LAYERS - 1, tokens, HIDDEN]: what the layers below the highest give
     h_n,  # as h_0
     counters,  # int32, 32 for each row of programs, 0 before the launch; any pointer if nothing is counted
@@ -293,6 +297,7 @@ def gru_dense_stack_split(
     EARLY: tl.constexpr,  # the gates of the next step are loaded before waiting for h, not after it
     THREADS: tl.constexpr,
 ):
+    # Which units of which rows: i_hidden, i_batch, m_batch, i_rows, i_cell, backward, lowest; how long: length, t_stop.
     dtype: tl.constexpr = out.dtype.element_ty
     unit_tiles: tl.constexpr = (HIDDEN + BLOCK_HIDDEN - 1) // BLOCK_HIDDEN
     # One program has all units of its rows: h never leaves it.
@@ -326,7 +331,8 @@ def gru_dense_stack_split(
     if WIDTH_2 > 0:
         u_r2, u_z2, u_n2 = _weights(weight_ih, i_hidden, HIDDEN, WIDTH_0 + WIDTH_1, WIDTH_2, SPLITS, PRECISION)
 
-    # Results are [BLOCK_HIDDEN, BLOCK_BATCH].
+    # The shape of results: j_hidden, j_batch, m_hidden, mask. The biases: b_r, b_z, b_x of x, b_h of h.
+    # Results are [BLOCK_HIDDEN, BLOCK_BATCH] where the columns are split, otherwise [BLOCK_BATCH, BLOCK_HIDDEN].
     j_hidden, j_batch = i_hidden[:, None], i_batch[None, :]
     m_hidden = (i_hidden < HIDDEN)[:, None]
     mask = m_hidden & m_batch[None, :]
@@ -402,6 +408,7 @@ def gru_dense_stack_split(
                 )
                 a_r, a_z, a_x = _products(u_r2, u_z2, u_n2, h, a_r, a_z, a_x, PRECISION)
 
+        # What the last step gave, once it is there: h, h_1, h_2. If ALONE, h has it already.
         if not ALONE:
             done = tl.minimum(i_step, length)
             p_last = _token(done - 1, i_batch, length, seq, starts, out_stride_t, out_stride_b, backward)
@@ -436,6 +443,7 @@ def gru_dense_stack_split(
         x_n += _total(a_x)
         n = _tanh(x_n + r * (_total(a_n) + b_h))
         after = n + z * (own - n)
+        # The new state: own, which stays here, and what the other programs read.
         own = after
         # NaN gets one pattern of bits, which is not the one that readers wait to see go away.
         bits = tl.where(own == own, own.to(tl.int32, bitcast=True), 0x7FC00000)

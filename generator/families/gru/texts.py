@@ -21,7 +21,12 @@ def gru_texts() -> Iterator[tuple[GruSpec, GruVariant]]:
         yield GruSpec("bfloat16", 512, layout=layout, layers=layers), GruVariant("persistent", form)
 
 
+def template(spec: GruSpec) -> str:
+    """The template of a recurrence."""
+    return "gru_stack" if spec.stacked else "gru_layer"
+
+
 def texts() -> Iterator[Text]:
     """One for each of gru_texts; a caller is given the first form untuned."""
     for spec, variant in gru_texts():
-        yield "gru", kernel_name(spec, variant), spec, variant, variant.form == GruVariant.form
+        yield template(spec), kernel_name(spec, variant), spec, variant, variant.form == GruVariant.form

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from generator.families.gru.texts import gru_texts
+from generator.families.gru.texts import template as sequence_template
 from generator.families.gru_cell.texts import GRU_CELL_FORMS, gru_gates_specs
 from generator.families.rope.texts import rope_specs
 from generator.publishing.files import committed_kernels, generated_files
@@ -51,8 +52,10 @@ from tuned.families.rope.variant import RopeVariant
 
 TEMPLATE_FILES = sorted(TEMPLATES.glob("*.jinja"))
 TEMPLATE_IDS = [path.name for path in TEMPLATE_FILES]
-# Functions that more than one family's kernel needs; included, no kernel of their own.
-FRAGMENTS = {"activations.py.jinja", "segments.py.jinja", "sincos.py.jinja"}
+# Included, no kernel of their own: functions that more than one kernel needs, and statements of more than one's body.
+FUNCTIONS = {"activations.py.jinja", "gru_step.py.jinja", "segments.py.jinja", "sincos.py.jinja"}
+STATEMENTS = {"gru_bias.py.jinja", "gru_program.py.jinja", "gru_receive.py.jinja", "gru_send.py.jinja"}
+FRAGMENTS = FUNCTIONS | STATEMENTS
 TUNED = Path(__file__).parents[3] / "tuned"
 BLOCK = re.compile(r"# \{% (if|elif|else|endif|for|endfor|set|macro|include|import|block)\b(.*?)%\}")
 
@@ -60,10 +63,16 @@ BLOCK = re.compile(r"# \{% (if|elif|else|endif|for|endfor|set|macro|include|impo
 # more takes a decision here, and a look at whether tl.constexpr would not do.
 MAX_BLOCK_LINES = {
     "activations.py.jinja": 0,
-    "gru.py.jinja": 68,  # two forms, whose results are each other's transpose, and a stack's second set of weights
+    "gru_bias.py.jinja": 0,
     "gru_cell.py.jinja": 8,
     "gru_cell_vector.py.jinja": 2,
     "gru_gates.py.jinja": 13,
+    "gru_layer.py.jinja": 10,
+    "gru_program.py.jinja": 6,
+    "gru_receive.py.jinja": 2,
+    "gru_send.py.jinja": 3,
+    "gru_stack.py.jinja": 9,
+    "gru_step.py.jinja": 11,
     "linear_cat.py.jinja": 10,
     "rope.py.jinja": 70,  # what a plain call leaves out of the parameters, and the constants instead
     "rope_table.py.jinja": 1,
@@ -71,6 +80,8 @@ MAX_BLOCK_LINES = {
     "sincos.py.jinja": 0,
 }
 MAX_BRANCHES = 3
+MAX_SECTIONS = 2  # of a Python block: more, and it cannot be read as Python
+SEQUENCE = ["gru_layer.py.jinja", "gru_stack.py.jinja", "gru_step.py.jinja", *sorted(STATEMENTS)]
 MAX_MODULES = 128  # of all families; left alone, structure explodes into thousands
 
 
@@ -82,7 +93,7 @@ def test_a_template_is_python_as_it_stands(path: Path) -> None:
     tree = ast.parse(path.read_text())
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     if path.name in FRAGMENTS:
-        assert functions
+        assert bool(functions) == (path.name in FUNCTIONS)
         assert NAME not in functions
     else:
         assert NAME in functions
@@ -105,6 +116,33 @@ def test_a_template_stays_within_its_budget_of_block_marks(path: Path) -> None:
         assert depth <= 1, "a block inside a block"
         assert branches <= MAX_BRANCHES
     assert depth == 0
+
+
+def sections(text: str) -> dict[str, int]:
+    """Python block -> how often Jinja chooses or includes something directly in it. A signature is a block."""
+    blocks = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.For | ast.While | ast.If):
+            blocks[f"{type(node).__name__} {node.lineno}"] = range(node.lineno, node.end_lineno + 1)
+        if isinstance(node, ast.FunctionDef) and node.args.args:
+            first, last = node.args.args[0], node.args.args[-1]
+            blocks[f"signature {node.lineno}"] = range(first.lineno, last.lineno + 1)
+    counts: dict[str, int] = collections.Counter()
+    for number, line in enumerate(text.splitlines(), 1):
+        around = [name for name, lines in blocks.items() if number in lines]
+        if around and re.match(r" *# \{% (if|include)\b", line):
+            counts[min(around, key=lambda name: len(blocks[name]))] += 1
+    return counts
+
+
+@pytest.mark.parametrize("name", SEQUENCE)
+def test_no_block_of_the_persistent_gru_is_in_many_pieces(name: str) -> None:
+    assert {k: n for k, n in sections((TEMPLATES / name).read_text()).items() if n > MAX_SECTIONS} == {}
+
+
+def test_sections_are_counted_in_the_innermost_block() -> None:
+    text = "def f(\n  a,\n  # M\n  b,\n):\n  # M\n  for x in a:\n    # M\n    # M\n    b = x\n"
+    assert sections(text.replace("M", "{% if spec.dense %}")) == {"signature 1": 1, "FunctionDef 1": 1, "For 7": 2}
 
 
 @pytest.mark.parametrize("path", TEMPLATE_FILES, ids=TEMPLATE_IDS)
@@ -245,7 +283,7 @@ def test_any_gru_call_finds_the_text_that_its_name_promises(spec: GruSpec, varia
     assert set(sequence_kernel_names(spec, variant)) <= set(structures())
     if variant.strategy != "library":
         name = sequence_name(spec, variant)
-        assert render("gru", name, spec, variant).source == structures()[name].source
+        assert render(sequence_template(spec), name, spec, variant).source == structures()[name].source
 
 
 @PROPERTY

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from tuned.calls.gru.arguments import GruCall
 
 MAX_LENGTHS = 64  # sets of lengths whose tensors are kept on a device
-ALIGNED_BYTES = 16  # templates/gru.py.jinja assumes that rows are so aligned if their width allows it
+ALIGNED_BYTES = 16  # templates/gru_step.py.jinja assumes that rows are so aligned if their width allows it
 
 
 class _Lengths(NamedTuple):
-    """The tensors of packed sequences as the kernels take them; templates/gru.py.jinja says what they hold."""
+    """The tensors of packed sequences as the kernels take them; templates/gru_layer.py.jinja says what they hold."""
 
     layout: str
     starts: torch.Tensor | None

@@ -63,11 +63,6 @@ class GruSpec:
         return self.layout == "thd"
 
     @property
-    def stacks_thd(self) -> bool:
-        """A stack over sequences that lie one after the other."""
-        return self.stacked and self.thd
-
-    @property
     def item(self) -> int:
         """Bytes of one element."""
         return ITEM_SIZE[self.dtype]

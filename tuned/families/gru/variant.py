@@ -65,6 +65,21 @@ class GruVariant:
         return self.form == "split"
 
     @property
+    def unit_axes(self) -> str:
+        """The index that lays a vector of units along the units of a tile of results; in a template."""
+        return ":, None" if self.splits_columns else "None, :"
+
+    @property
+    def row_axes(self) -> str:
+        """As unit_axes, for a vector of rows."""
+        return "None, :" if self.splits_columns else ":, None"
+
+    @property
+    def sums_shape(self) -> str:
+        """Of the tile that products are summed in; in a template."""
+        return "(SPLITS, BLOCK_HIDDEN, BLOCK_BATCH)" if self.splits_columns else "(BLOCK_BATCH, BLOCK_HIDDEN)"
+
+    @property
     def splits(self) -> int:
         """The number of parts of the columns, each for one warp."""
         return self.num_warps if self.splits_columns else 1
