@@ -6,13 +6,13 @@ import ast
 import dataclasses
 import functools
 import hashlib
-from pathlib import Path
 from typing import Any
 
 import jinja2
 
+from ..places import TEMPLATES
+
 NAME = "KERNEL"  # stands for the kernel's name in a template: {{ name }} could not be the name of a function in valid Python
-TEMPLATES = Path(__file__).parent.parent.parent / "templates"
 
 
 @dataclasses.dataclass(frozen=True)
