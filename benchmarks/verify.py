@@ -26,9 +26,9 @@ from xml.etree import ElementTree as ET
 from generator.cache import cache_folder
 from generator.disk import write_if_different
 from generator.locks import folder_lock
+from generator.places import ROOT
 from generator.publishing.verified import (
     FOLDER,
-    ROOT,
     SUITES,
     Suite,
     Verified,

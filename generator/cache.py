@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from .places import CACHE
 
 
 def cache_path(*parts: str) -> Path:
-    """A place under .cache in the checkout, or under TUNED_CACHE; nothing is made."""
-    return Path(os.environ.get("TUNED_CACHE") or ROOT / ".cache").joinpath(*parts)
+    """A place under TUNED_CACHE, or else .cache in the checkout, or the user's cache; nothing is made."""
+    return Path(os.environ.get("TUNED_CACHE") or CACHE).joinpath(*parts)
 
 
 def cache_folder(*parts: str) -> Path:
-    """A folder under .cache in the checkout, or under TUNED_CACHE; made if it is not there."""
+    """The same as a folder, made if it is not there."""
     folder = cache_path(*parts)
     folder.mkdir(parents=True, exist_ok=True)
     return folder

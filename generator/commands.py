@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from tuned.lookup.record import RecordError
 
 from . import gpu
-from .cache import ROOT
 from .disk import naming, write_whole
 from .estimating.targets import target_named
 from .evaluation.portfolio import candidates
 from .locks import gpu_identity, gpu_lock
+from .places import LANDSCAPES, ROOT
 from .problem import Problem
 from .processes.compiler import CompilerPool
 from .processes.worker import Worker, WorkerLostError
@@ -296,7 +296,7 @@ def regret(device: str, folder: Path | None, console: Console) -> int:
 
     measured = landscape.load_landscapes(device)
     if not measured:
-        raise SelectionError(f"no landscape of {device}: measured whole are {_devices(landscape.FOLDER)}")
+        raise SelectionError(f"no landscape of {device}: measured whole are {_devices(LANDSCAPES)}")
     by_problem = rules.scores(measured)
     console.print(rules.regret_table(by_problem, f"{len(measured)} problems of {device}, each left out in turn"))
     by_shape = rules.scores(measured, rules.same_shape)
@@ -429,7 +429,6 @@ def replay(device: str, seeds: int, write: Path | None, console: Console, *, pla
 def landscape(names: str, gpu_option: str, folder: Path | None, console: Console) -> int:
     """Measure every legal variant of some problems."""
     from .evaluation.recording import record_all  # noqa: PLC0415
-    from .storage.landscape import FOLDER  # noqa: PLC0415
 
     problems = select(None, names)
     facts = gpu.gather()
@@ -443,7 +442,7 @@ def landscape(names: str, gpu_option: str, folder: Path | None, console: Console
         with gpu_lock(gpu_identity(index), lambda text: say(console, text)):
             worker.start()
             environment = worker.environment()
-            for problem, path, seconds in record_all(problems, worker, compiler, environment, folder or FOLDER):
+            for problem, path, seconds in record_all(problems, worker, compiler, environment, folder or LANDSCAPES):
                 say(console, f"{problem.name}: {seconds:.0f} s, {path}")
     except KeyboardInterrupt:
         return INTERRUPTED

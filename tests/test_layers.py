@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from generator.processes.forkserver import PRELOAD
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -35,6 +37,15 @@ def words(path: Path) -> Iterator[str]:
             yield node.value
 
 
+def modules_named(path: Path) -> Iterator[str]:
+    """The modules that f-strings name as "{GENERATOR}.room.module", with the name that they have in a checkout."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            word = ast.unparse(node)[2:-1].replace("{GENERATOR}", "generator", 1)
+            if MODULE.fullmatch(word):
+                yield word
+
+
 def test_every_module_is_in_a_layer() -> None:
     assert {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in MODULES} == set(layers())
 
@@ -43,11 +54,24 @@ def test_every_module_is_in_a_layer() -> None:
 def test_a_module_that_is_named_in_a_string_is_not_of_a_higher_layer(path: Path) -> None:
     number = layers()
     own = number[path.relative_to(PACKAGE).parts[0].removesuffix(".py")]
-    for word in words(path):
-        if named := MODULE.fullmatch(word):
-            parts = named[1].strip(".").split(".")
-            assert (PACKAGE.joinpath(*parts)).with_suffix(".py").exists(), f"{word} is no module"
-            assert number[parts[0]] >= own, f"{word} is above"
+    for word in modules_named(path):
+        parts = word.partition(":")[0].split(".")[1:]
+        assert (PACKAGE.joinpath(*parts)).with_suffix(".py").exists(), f"{word} is no module"
+        assert number[parts[0]] >= own, f"{word} is above"
+
+
+def test_modules_are_named_in_strings() -> None:
+    found = {word for path in MODULES for word in modules_named(path)}
+    assert {"generator.processes.serve:GpuServer", "generator.processes.forkserver", *PRELOAD} <= found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_no_module_says_what_the_generator_is_called_or_counts_folders(path: Path) -> None:
+    assert not [word for word in words(path) if re.fullmatch(r"generator(\.[\w.:]*)?", word)], "places.GENERATOR"
+    text = path.read_text()
+    assert not re.search(r"^\s*(from|import) generator\b", text, re.MULTILINE), "in a wheel it is tuned._generator"
+    if path.name != "places.py":
+        assert not re.search(r"__file__\)(\.\w+\(\))?\.parent(\.parent|s)|parents\[", text), "generator/places.py does"
 
 
 # What users call, and what is generated, names families; so do their own folders.

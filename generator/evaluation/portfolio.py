@@ -12,8 +12,9 @@ from typing import Any
 from tuned.lookup.portfolio import ANY, architecture_of, variants_for
 from tuned.lookup.record import Winner
 
+from ..places import LANDSCAPES
 from ..problem import Problem
-from ..storage.landscape import FOLDER, Landscape, load_landscapes
+from ..storage.landscape import Landscape, load_landscapes
 from ..workload import WORKLOADS
 from .regret import Score
 
@@ -89,7 +90,7 @@ def _of_landscapes(landscapes: list[Landscape]) -> Portfolio:
 def _measured_whole() -> dict[tuple[str, str], Portfolio]:
     """(architecture, family) -> portfolio, from every device's landscapes."""
     grouped: dict[tuple[str, str], list[Landscape]] = {}
-    for folder in sorted(p for p in FOLDER.glob("*") if p.is_dir()):
+    for folder in sorted(p for p in LANDSCAPES.glob("*") if p.is_dir()):
         for one in load_landscapes(folder.name):
             for architecture in (architecture_of(one.environment["capability"]), ANY):
                 grouped.setdefault((architecture, one.problem.family), []).append(one)

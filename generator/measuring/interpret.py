@@ -17,7 +17,7 @@ from typing import Any
 
 from tuned.families.launch import Launch
 
-from ..cache import ROOT
+from ..places import GENERATOR, ROOT
 from ..problem import Problem
 from ..workload import WORKLOADS
 from .mended import mended_interpreter
@@ -43,7 +43,7 @@ def interpreted(cases: Sequence[tuple[Problem, Any]]) -> list[str | None]:
         for problem, variant in cases
     ]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "generator.measuring.interpret"]
+    command = [sys.executable, "-m", f"{GENERATOR}.measuring.interpret"]
     try:
         done = subprocess.run(  # noqa: S603 - this very module
             command,

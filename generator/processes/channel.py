@@ -10,10 +10,12 @@ import struct
 import time
 from typing import Any
 
+from ..places import GENERATOR
+
 MARK = b"tuned\x00\x01\x02"  # starts each message; bytes that a broken variant writes into the pipe do not
 HEAD = struct.Struct(">8sQ")
 MOST_BYTES = 64 * 2**20  # the largest real message, an environment with a variant, is a few thousand
-OURS = ("generator.", "tuned.")  # packages whose classes an answer may hold
+OURS = (f"{GENERATOR}.", "tuned.")  # packages whose classes an answer may hold
 
 
 class ChannelError(Exception):

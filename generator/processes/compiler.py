@@ -15,6 +15,7 @@ from tuned.families.architecture import shared_limit
 from ..cache import cache_folder
 from ..failures import LOST_COMPILER
 from ..measuring.compile import Resources, distinct, resources, target_of
+from ..places import GENERATOR
 from ..problem import Problem
 from ..workload import WORKLOADS
 from .forkserver import Child, LostError, fork_server
@@ -115,7 +116,7 @@ class CompilerPool(concurrent.futures.Executor):
             if child is None:
                 log = tempfile.TemporaryFile(dir=cache_folder("logs"))  # noqa: SIM115 - its child closes it
                 try:
-                    child = fork_server().fork("generator.processes.serve:Caller", (), log)
+                    child = fork_server().fork(f"{GENERATOR}.processes.serve:Caller", (), log)
                 except LostError:
                     log.close()
                     raise

@@ -28,9 +28,10 @@ import traceback
 from typing import IO, Any
 
 from ..cache import cache_folder
+from ..places import GENERATOR
 from .channel import Channel, ChannelError, ClosedError, pair
 
-PRELOAD = ("generator.processes.compiler", "generator.processes.serve", "generator.measuring.stage")
+PRELOAD = (f"{GENERATOR}.processes.compiler", f"{GENERATOR}.processes.serve", f"{GENERATOR}.measuring.stage")
 FORK_SECONDS = 120.0  # the first fork waits for the imports of torch and Triton: 2 s, from a cold disk more
 REAP_SECONDS = 10.0  # a killed process that holds a GPU takes a moment to go
 GRACE_SECONDS = (
@@ -131,7 +132,7 @@ class ForkServer:
         paths = [path or os.getcwd() for path in sys.path]  # noqa: PTH109 - as Python means it
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - this very interpreter
-                [sys.executable, "-m", "generator.processes.forkserver", str(theirs.fileno()), *preload],
+                [sys.executable, "-m", f"{GENERATOR}.processes.forkserver", str(theirs.fileno()), *preload],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,

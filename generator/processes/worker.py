@@ -11,6 +11,7 @@ from typing import Any
 from ..cache import cache_folder
 from ..measuring.bench import Timing
 from ..measuring.stage import Baselines, Measured
+from ..places import GENERATOR
 from ..problem import Problem
 from .forkserver import Child, LostError, fork_server
 
@@ -19,7 +20,7 @@ TRIAL_SECONDS = 30.0  # a trial takes about 30 ms; one that compiles here first,
 MOST_STARTS = 3  # in a row, without one answer between: the GPU is not coming back
 PAUSE_SECONDS = 1.0  # before a start after one that gave no answer: a driver that resets a GPU takes a moment
 OLD_LOG_BYTES = 2**20  # a longer log of earlier workers is begun anew
-GPU_SERVER = "generator.processes.serve:GpuServer"
+GPU_SERVER = f"{GENERATOR}.processes.serve:GpuServer"
 
 
 class WorkerLostError(Exception):

@@ -21,11 +21,12 @@ from tuned.lookup.mismatch import HARD, SOFT, changed_sources, differences
 from tuned.lookup.record import METHOD, RecordError, Winner
 
 from ..measuring.environment import driver_version
+from ..places import INSTALLED, PACKAGE
 from ..problem import Problem
 from ..rendering.structures import digests
 from ..searching.seeds import same_problem
 from ..storage.landscape import load_landscapes
-from ..storage.record import PACKAGE, QUICK, WINNERS, read_record, record_path
+from ..storage.record import QUICK, WINNERS, read_record, record_path
 from ..workload import default_problems
 from .files import KERNELS, generated_files
 from .tables import TABLES
@@ -88,7 +89,7 @@ def findings(
             yield Finding("hard", str(error))
     if folder is None and not unreadable:
         yield from (Finding("hard", text) for text in _files())
-    if folder is None:
+    if folder is None and not INSTALLED:  # what was installed has no records of suites, nor the suites
         yield from (Finding("unverified", text) for name in devices if (text := not_verified(name)) is not None)
 
 

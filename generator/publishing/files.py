@@ -7,9 +7,10 @@ from tuned.lookup.record import load_record
 
 from ..disk import write_if_different
 from ..locks import folder_lock
+from ..places import PACKAGE
 from ..rendering.render import Kernel
 from ..rendering.structures import default_names, structures
-from ..storage.record import PACKAGE, WINNERS
+from ..storage.record import WINNERS
 from .tables import TABLES, portfolio_source, table_source
 
 KERNELS = PACKAGE / "kernels"

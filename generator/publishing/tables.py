@@ -13,7 +13,8 @@ from ..disk import write_if_different
 from ..evaluation.portfolio import portfolios
 from ..evaluation.regret import metadata
 from ..locks import folder_lock
-from ..storage.record import PACKAGE, WINNERS, read_record
+from ..places import PACKAGE
+from ..storage.record import WINNERS, read_record
 
 TABLES = PACKAGE / "tables"
 

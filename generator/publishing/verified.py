@@ -12,9 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent.parent
-PACKAGE = ROOT / "tuned"
-FOLDER = ROOT / "benchmarks" / "results" / "verified"
+from ..places import INSIDE, PACKAGE, RESULTS
+
+FOLDER = RESULTS / "verified"
 SUITES = ("plain", "gpu", "fuzz", "sanitizers")
 AGAIN = "make verify on that GPU"
 
@@ -61,9 +61,10 @@ def digest(package: Path = PACKAGE) -> str:
 
 
 def shipped(package: Path = PACKAGE) -> list[tuple[str, Path]]:
-    """Name below the package, and path, of every file that the digest is over, in its order."""
+    """Name below the package, and path, of every file that the digest is over, in its order: not of the generator."""
     paths = [*package.rglob("*.py"), *(package / "winners").glob("*.json")]
-    return sorted((path.relative_to(package).as_posix(), path) for path in paths)
+    named = sorted((path.relative_to(package).as_posix(), path) for path in paths)
+    return [(name, path) for name, path in named if not name.startswith(f"{INSIDE}/")]
 
 
 def _values(text: str) -> str:

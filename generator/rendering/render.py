@@ -7,14 +7,14 @@ import dataclasses
 import functools
 import hashlib
 import re
-from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.ext
 
+from ..places import TEMPLATES
+
 NAME = "KERNEL"  # stands for the kernel's name in a template: {{ name }} could not be the name of a function in valid Python
-TEMPLATES = Path(__file__).parent.parent.parent / "templates"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,9 +10,10 @@ from typing import Any
 
 from tuned.lookup.record import Winner
 
+from ..places import LANDSCAPES
 from ..problem import Problem
 from ..rendering.structures import fresh
-from ..storage.landscape import FOLDER, LandscapeError, load_landscapes
+from ..storage.landscape import LandscapeError, load_landscapes
 from ..workload import WORKLOADS
 
 MAX_SEEDS = 8
@@ -58,7 +59,7 @@ def seeds_for(
 def _leaders() -> dict[Problem, list[Any]]:
     """Problem -> the best variants of its landscape. Hints, whatever the device: what cannot be read gives none."""
     found: dict[Problem, list[Any]] = {}
-    for folder in sorted(FOLDER.glob("*/")):
+    for folder in sorted(LANDSCAPES.glob("*/")):
         with contextlib.suppress(LandscapeError):
             for one in load_landscapes(folder.name):
                 best = sorted(one.times, key=one.times.__getitem__)

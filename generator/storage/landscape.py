@@ -13,11 +13,11 @@ from tuned.families.choices import choices, undeclared
 from tuned.families.registry import FAMILIES
 
 from ..disk import write_whole
+from ..places import LANDSCAPES
 from ..problem import Problem
 from ..rendering.structures import fresh
 
 SCHEMA = 1
-FOLDER = Path(__file__).parent.parent / "landscapes"
 
 
 class LandscapeError(ValueError):
@@ -119,7 +119,7 @@ def load(path: Path) -> Landscape:
     )
 
 
-def load_landscapes(device: str, folder: Path = FOLDER) -> list[Landscape]:
+def load_landscapes(device: str, folder: Path = LANDSCAPES) -> list[Landscape]:
     """The landscapes of a device, by name of the problem."""
     return [load(path) for path in sorted((folder / device).glob("*.json.gz"))]
 

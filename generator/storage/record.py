@@ -9,8 +9,8 @@ from tuned.lookup.record import SCHEMA, Winner, load_record, winner_to_json
 
 from ..disk import write_if_different
 from ..locks import folder_lock
+from ..places import PACKAGE
 
-PACKAGE = Path(__file__).parent.parent.parent / "tuned"
 WINNERS = PACKAGE / "winners"
 QUICK = "quick"  # environment["search"] of a row for which only a portfolio was measured
 

@@ -14,8 +14,9 @@ import pytest
 
 from benchmarks import verify
 from benchmarks.verify import CALLS, CLASSES, Outcome, Step, fuzzed, junit
+from generator.places import ROOT
 from generator.publishing import verified
-from generator.publishing.verified import ROOT, SUITES, not_verified, read_verified
+from generator.publishing.verified import SUITES, not_verified, read_verified
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

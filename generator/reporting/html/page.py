@@ -12,7 +12,7 @@ import jinja2
 
 from tuned.lookup.record import Winner
 
-from ...cache import ROOT
+from ...places import RESULTS
 from ...problem import Problem
 from ...storage.journal import Journal
 from ...storage.record import read_record
@@ -50,7 +50,7 @@ def collect(device: str, folder: Path | None, journal: Journal | None) -> Source
         winners,
         trials=from_journal(journal, asked) if journal is not None else (),
         landscapes=from_landscapes(device),
-        results=contents.read_results(ROOT / "benchmarks" / "results", device),
+        results=contents.read_results(RESULTS, device),
     )
 
 

@@ -19,9 +19,10 @@ from generator.evaluation.portfolio import (
     of_best,
     of_winners,
 )
+from generator.places import LANDSCAPES
 from generator.publishing.files import generated_files
 from generator.publishing.tables import portfolio_source
-from generator.storage.landscape import FOLDER, load_landscapes
+from generator.storage.landscape import load_landscapes
 from generator.storage.record import read_record, save_winner
 from generator.workload import WORKLOADS, default_problems
 from tests.support.command_line import call, machine  # noqa: F401 - a fixture
@@ -36,7 +37,7 @@ from tuned.lookup.portfolio import ANY, architecture_of, rows_for, variants_for
 if TYPE_CHECKING:
     from pathlib import Path
 
-DEVICES = sorted(p.name for p in FOLDER.glob("*") if p.is_dir())
+DEVICES = sorted(p.name for p in LANDSCAPES.glob("*") if p.is_dir())
 ONE = "gru_cell_1024_inplace_64"
 GRU = FAMILIES["gru_cell"]
 

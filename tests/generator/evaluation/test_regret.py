@@ -23,15 +23,16 @@ from generator.evaluation.regret import (
     same_shape,
     scores,
 )
+from generator.places import LANDSCAPES
 from generator.problem import Problem
-from generator.storage.landscape import FOLDER, load_landscapes
+from generator.storage.landscape import load_landscapes
 from generator.storage.record import read_record
 from generator.workload import WORKLOADS, default_problems
 from tests.support.made_landscapes import LARGE, MADE, SMALL, cell, landscape
 from tests.support.records import winner
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 
-DEVICES = sorted(p.name for p in FOLDER.glob("*") if p.is_dir())
+DEVICES = sorted(p.name for p in LANDSCAPES.glob("*") if p.is_dir())
 GRU = WORKLOADS["gru_cell"].family
 
 

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from generator import places
 from generator.estimating import model
 from generator.evaluation import evidence, replay
 from generator.evaluation.recording import record
 from generator.searching.pool import legal_pool
 from generator.searching.search import Outcome
 from generator.selection import problem_named
-from generator.storage.landscape import FOLDER, Landscape, LandscapeError, load, load_landscapes, save
+from generator.storage.landscape import Landscape, LandscapeError, load, load_landscapes, save
 from tests.support.fakes import ENVIRONMENT, FakeCompiler, FakeWorker, TrialFailedError, WorkerLostError
 from tuned.families.rope.variant import RopeVariant
 
@@ -56,7 +57,7 @@ def test_the_landscapes_are_of_all_kinds_and_whole() -> None:
     for one in LANDSCAPES:
         pool = set(legal_pool(one.problem, one.environment["capability"]).variants)
         assert pool == set(one.times) | set(one.failed), one.problem.name
-    assert sum(path.stat().st_size for path in FOLDER.rglob("*.gz")) < 5 * 2**20
+    assert sum(path.stat().st_size for path in places.LANDSCAPES.rglob("*.gz")) < 5 * 2**20
 
 
 def test_the_search_comes_within_1_percent_of_the_best_after_15_percent_of_the_pool(

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tune
+from generator.places import ROOT
 from generator.publishing import audit, verified
 from generator.publishing.verified import SUITES, Suite, Verified, digest, not_verified, read_verified, verified_text
 from tuned.kernels import DIGESTS
@@ -164,7 +165,7 @@ def test_every_python_gives_the_same_digest(tmp_path: Path) -> None:
         if (python := shutil.which(f"python3.{minor}")) is None:
             continue
         done = subprocess.run(
-            [python, "-c", program, str(tmp_path)], cwd=verified.ROOT, capture_output=True, text=True, check=False
+            [python, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
         )
         if done.returncode == 0:  # a shim without a Python behind it ends with an error
             assert done.stdout.split() == [ODD_DIGEST, digest()], python

@@ -19,8 +19,9 @@ from generator.families.gru.texts import gru_texts
 from generator.families.gru.texts import template as sequence_template
 from generator.families.gru_cell.texts import GRU_CELL_FORMS, gru_gates_specs
 from generator.families.rope.texts import rope_specs
+from generator.places import TEMPLATES
 from generator.publishing.files import committed_kernels, generated_files
-from generator.rendering.render import NAME, TEMPLATES, digest, render
+from generator.rendering.render import NAME, digest, render
 from generator.rendering.structures import default_names, structures
 from tuned.families.choices import choices
 from tuned.families.gru.launches import kernel_name as sequence_name

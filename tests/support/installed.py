@@ -1,0 +1,77 @@
+"""What the generator tells of itself, wherever it was imported from: in the checkout, and as a program where it is installed."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import io
+import json
+import pkgutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+def told(name: str) -> dict[str, Any]:
+    """What must be the same wherever the generator lies; ``name`` is what it is imported as."""
+    package = importlib.import_module(name)
+    modules = [m.name for m in pkgutil.walk_packages(package.__path__, f"{name}.")]
+    for module in modules:
+        importlib.import_module(module)
+    part = {m.removeprefix(name): sys.modules[m] for m in modules}
+    listed = importlib.import_module("rich.console").Console(file=io.StringIO(), width=200)
+    assert part[".commands"].list_problems(part[".commands"].Options(), listed) == 0
+    problems = part[".workload"].default_problems()
+    return {
+        "modules": sorted(part),
+        "digests": part[".rendering.structures"].digests(),
+        "problems": listed.file.getvalue(),
+        "findings": [
+            (found.kind, found.text)
+            for found in part[".publishing.audit"].findings(problems, None, None)
+            if found.kind != "unverified"  # which needs a checkout
+        ],
+        "verified": part[".publishing.verified"].digest(),
+        "landscapes": sorted(path.name for path in part[".places"].LANDSCAPES.rglob("*.gz")),
+        "page": part[".reporting.html.page"].page(part[".reporting.html.page"].Sources("none")),
+    }
+
+
+@contextlib.contextmanager
+def processes(name: str) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Start the processes that the generator starts as modules of its own; what is yielded waits for their answers."""
+    compiler, interpret, workload = (
+        importlib.import_module(f"{name}.{part}") for part in ("processes.compiler", "measuring.interpret", "workload")
+    )
+    problem = workload.default_problems()[0]
+    variant = workload.WORKLOADS[problem.family].family.default_variant(problem.spec, problem.size)
+    with compiler.CompilerPool(1) as pool, concurrent.futures.ThreadPoolExecutor(1) as thread:
+        needs = pool.submit(compiler.compile_variant, problem, variant, "sm_90")
+        errors = thread.submit(interpret.interpreted, [(problem, variant)])
+        yield lambda: {"interpreted": errors.result(), "compiled": plain(compiler.compiled(needs))}
+
+
+def plain(needs: Any) -> Any:
+    """What a compiler tells, as JSON has it."""
+    return needs if isinstance(needs, str) else [dataclasses.asdict(need) for need in needs]
+
+
+if __name__ == "__main__":
+    site, name, *libraries = sys.argv[1:]
+    sys.path[:] = [site, *sys.path, *libraries]
+    assert importlib.util.find_spec("generator") is None, "the checkout is importable"
+    with processes(name) as answers:
+        answer = told(name) | answers()
+    folder = Path(site)
+    answer["elsewhere"] = sorted(
+        module
+        for module, held in sys.modules.items()
+        if module.partition(".")[0] == "tuned" and folder not in Path(held.__file__ or "/").parents
+    )
+    json.dump(answer, sys.stdout)
