@@ -239,6 +239,7 @@ def widths(
     """
     from generator.families.rope.reference import inputs  # noqa: PLC0415
     from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415
+    from generator.rendering.modules import load  # noqa: PLC0415
     from tuned.families.rope.launches import launches  # noqa: PLC0415
     from tuned.families.rope.spec import RopeSize, RopeSpec  # noqa: PLC0415
     from tuned.families.rope.variant import default_variant  # noqa: PLC0415
@@ -246,13 +247,14 @@ def widths(
     spec = RopeSpec(**arguments)
     call = inputs(spec, RopeSize(batch=2, seq=4096), "meta", 0)
     if shift:
-        call = dataclasses.replace(call, x=_Moved(call.x, shift), out=_Moved(call.out, shift))
+        call = dataclasses.replace(call, x=_moved(call.x, shift), out=_moved(call.out, shift))
     variant = dataclasses.replace(default_variant(spec), **knobs)
     (launch,) = launches(spec, variant, call)
     if key_shift:
-        x, key, out, key_out, *rest = launch.arguments
-        moved = (_Moved(t, key_shift) for t in (key, key_out))
-        launch = dataclasses.replace(launch, arguments=(x, next(moved), out, next(moved), *rest))
+        named = [parameter.name for parameter in load(launch.kernel).params[: len(launch.arguments)]]
+        arguments = zip(named, launch.arguments, strict=True)
+        moved = tuple(_moved(t, key_shift) if name in ("key", "key_out") else t for name, t in arguments)
+        launch = dataclasses.replace(launch, arguments=moved)
     counts: dict[str, Counter[int]] = {"LDG": Counter(), "STG": Counter()}
     for line in instructions(compile_launch(launch, target_of("sm_90")).asm["cubin"]):
         if found := re.search(r"\b(LDG|STG)\.E(\.[A-Z0-9.]+)?", line):
@@ -261,15 +263,13 @@ def widths(
     return {kind: dict(count) for kind, count in counts.items()}
 
 
-class _Moved:
+def _moved(tensor: Any, elements: int) -> Any:
     """A tensor as the compiler sees it, some elements further on."""
+    import torch  # noqa: PLC0415 - as above
 
-    def __init__(self, tensor: Any, elements: int) -> None:
-        self.dtype = tensor.dtype
-        self.address = tensor.data_ptr() + elements * tensor.element_size()
-
-    def data_ptr(self) -> int:
-        return self.address
+    address = tensor.data_ptr() + elements * tensor.element_size()
+    moved = type("Moved", (torch.Tensor,), {"data_ptr": lambda _: address})
+    return tensor.as_subclass(moved)
 
 
 def pool_failures(problem: Problem, first: int, step: int) -> tuple[int, dict[str, str]]:

@@ -215,7 +215,7 @@ def _why_no_launch(given: Given) -> str | None:
 
 def _angles_need_gradient(given: Given) -> bool:
     angles = (given.freqs, given.cos, given.sin, given.cos_sin_cache, given.inv_freq)
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in angles)
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in angles)
 
 
 def _may_be_negative(t: torch.Tensor | None) -> bool:
