@@ -191,13 +191,12 @@ def rope_sbhd_copy_interleaved_cos_sin(
     rows_of_token = batch * HEADS
     row_tiles = tl.cdiv(rows_of_token, BLOCK_HEADS)
     i_batch = tl.full((), 0, tl.int64)
-    i_tile = i_program
     if ORDER == "tokens":
-        i_token_tile = i_tile % token_tiles
-        i_row_tile = i_tile // token_tiles
+        i_token_tile = i_program % token_tiles
+        i_row_tile = i_program // token_tiles
     else:
-        i_row_tile = i_tile % row_tiles
-        i_token_tile = i_tile // row_tiles
+        i_row_tile = i_program % row_tiles
+        i_token_tile = i_program // row_tiles
     i_token = i_token_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
     m_token = i_token < seq
     i_row = i_row_tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
