@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,33 +17,25 @@ from tuned.lookup.record import RecordError
 
 from . import gpu
 from .cache import ROOT
-from .disk import naming, write_whole
-from .estimating.targets import target_named
+from .disk import naming, put_between, write_whole
+from .estimating.targets import UnknownTargetError, target_named
 from .evaluation.portfolio import candidates
 from .locks import gpu_identity, gpu_lock
 from .problem import Problem
 from .processes.compiler import CompilerPool
-from .processes.worker import Worker, WorkerLostError
+from .processes.worker import Worker
 from .publishing.files import render_all
 from .publishing.tables import write_table
 from .reporting.funnel import Funnel, funnel_of
 from .reporting.progress import bar
 from .reporting.report import knobs, percent_of_floor, problem_lines, stages_table, winners_table
-from .searching.fleet import Fleet, FleetError, Seat, seats
+from .searching.fleet import Fleet, FleetError, Seat, seats, trouble
 from .searching.pool import legal_pool
-from .searching.queues import MixedDevicesError, share_storage
+from .searching.queues import share_storage
 from .searching.run import Orders, Run, Tools, tune_all
 from .searching.search import Outcome
 from .selection import SelectionError, select
-from .storage.backends import (
-    LOST_STORAGE,
-    StorageError,
-    close_storage,
-    journal_path,
-    lost_storage,
-    open_storage,
-    opened_storage,
-)
+from .storage.backends import journal_path, opened_storage
 from .storage.journal import Journal
 from .storage.record import WINNERS, read_record
 from .workload import WORKLOADS
@@ -83,13 +76,10 @@ def tune(options: Options, console: Console) -> int:
         if options.gpu != "auto" or options.gpus is not None or options.storage is not None:
             return 1
         return estimate(options, DEFAULT_TARGET, console)
-    try:
-        if options.gpus is None:
-            indices = [gpu.choose_gpu(facts.names, options.gpu)]
-        else:
-            indices = gpu.choose_gpus(facts.names, options.gpus)
-    except gpu.NoSuchGpuError as error:
-        raise SelectionError(str(error)) from error
+    if options.gpus is None:
+        indices = [gpu.choose_gpu(facts.names, options.gpu)]
+    else:
+        indices = gpu.choose_gpus(facts.names, options.gpus)
     places = seats(indices, os.cpu_count() or 1, options.storage)
     end = time.monotonic() + options.budget_s
     chosen = candidates if options.quick else None
@@ -98,36 +88,52 @@ def tune(options: Options, console: Console) -> int:
         options.out is None or options.out.resolve() == WINNERS.resolve()
     ):  # what models import follows the package's record
         orders = dataclasses.replace(orders, write_table=write_table, render=render_all)
-    try:
-        if options.storage is not None:
-            close_storage(open_storage(options.storage, ""))  # what cannot be reached is said before a GPU is woken
-        return (_measure if len(places) == 1 else _measure_on_many)(options, orders, places, console)
-    except (StorageError, MixedDevicesError, FleetError, WorkerLostError) as error:
-        say(console, f"tune.py: {error}")
-        return 1
-    except Exception as error:
-        if not lost_storage(error):
-            raise
-        say(console, f"tune.py: {LOST_STORAGE}")
-        return 1
+    if options.storage is not None:
+        with opened_storage(options.storage, ""):  # what cannot be reached is said before a GPU is woken
+            pass
+    return (_measure if len(places) == 1 else _measure_on_many)(options, orders, places, console)
+
+
+def refusal(error: BaseException) -> tuple[str, int] | None:
+    """The sentence and the exit code for what ends a command; None if it is a defect."""
+    if isinstance(error, SelectionError | gpu.NoSuchGpuError | UnknownTargetError):  # of what was asked for
+        return str(error), 2
+    if isinstance(error, RecordError | FleetError):
+        return str(error), 1
+    if isinstance(
+        error, KeyboardInterrupt
+    ):  # a run on a GPU has its own answer; nothing else leaves anything half done
+        return "interrupted", INTERRUPTED
+    said = trouble(error)
+    return None if said is None else (said, 1)
+
+
+@contextlib.contextmanager
+def _on_gpu(
+    index: int, compilers: int | None, waiting: Callable[[str], None]
+) -> Iterator[tuple[Worker, CompilerPool, dict[str, Any]]]:
+    """A worker on a GPU, compilers beside it, and what it measures with; ended with the block."""
+    with gpu_lock(gpu_identity(index), waiting):
+        worker = Worker(index)
+        compiler = CompilerPool(compilers)
+        try:
+            worker.start()
+            yield worker, compiler, worker.environment()
+        finally:
+            worker.stop()
+            compiler.shutdown(wait=False, cancel_futures=True)
 
 
 @contextlib.contextmanager
 def measuring(seat: Seat, waiting: Callable[[str], None]) -> Iterator[Tools]:
     """Everything that tuning on one GPU takes; ended with the block. ``waiting`` is told who else measures there."""
-    with gpu_lock(gpu_identity(seat.gpu), waiting):
-        worker = Worker(seat.gpu)
-        compiler = CompilerPool(seat.compilers)
-        try:
-            worker.start()
-            environment = worker.environment()
-            with opened_storage(seat.storage, environment["device"]) as storage:
-                if seat.storage is not None:
-                    share_storage(storage, environment["device"])
-                yield Tools(worker, compiler, Journal(storage), environment)
-        finally:
-            worker.stop()
-            compiler.shutdown(wait=False, cancel_futures=True)
+    with (
+        _on_gpu(seat.gpu, seat.compilers, waiting) as (worker, compiler, environment),
+        opened_storage(seat.storage, environment["device"]) as storage,
+    ):
+        if seat.storage is not None:
+            share_storage(storage, environment["device"])
+        yield Tools(worker, compiler, Journal(storage), environment)
 
 
 def _measure(options: Options, orders: Orders, places: list[Seat], console: Console) -> int:
@@ -346,14 +352,20 @@ def estimate(options: Options, target: str, console: Console) -> int:
     return 0 if right else 1
 
 
-def show(name: str, device: str | None, folder: Path | None) -> str:
-    """The winner of a problem as one file."""
+def show(name: str, device: str | None, folder: Path | None, path: Path | None, console: Console) -> int:
+    """Write the winner of a problem as one file, or to the terminal as it is."""
     from .reporting.show import standalone, winner_of  # noqa: PLC0415
 
-    return standalone(winner_of(name, device, folder))
+    text = standalone(winner_of(name, device, folder))
+    if path is None:
+        sys.stdout.write(text)
+    else:
+        write(path, text)
+        say(console, f"wrote {path}")
+    return 0
 
 
-def report(device: str | None, folder: Path | None, storage: str | None, path: Path | None) -> Path:
+def report(device: str | None, folder: Path | None, storage: str | None, path: Path | None, console: Console) -> int:
     """Write the page of a device: one HTML file that needs no network."""
     from .reporting.html.page import collect, page  # noqa: PLC0415
     from .reporting.show import recorded_device  # noqa: PLC0415
@@ -362,7 +374,8 @@ def report(device: str | None, folder: Path | None, storage: str | None, path: P
     path = path or Path(f"report-{device}.html")
     with _journal(device, storage) as journal:
         write(path, page(collect(device, folder, journal)))
-    return path
+    say(console, f"wrote {path}")
+    return 0
 
 
 def write(path: Path, text: str) -> None:
@@ -415,7 +428,7 @@ def replay(device: str, seeds: int, write: Path | None, console: Console, *, pla
         searched = evidence.searches(landscapes, seeds, plain=plain, tell=status.update)
         console.print(evidence.search_table(landscapes, searched))
         if write is not None:
-            evidence.put_between(write, "replay", evidence.search_markdown(searched))
+            put_between(write, "replay", evidence.search_markdown(searched))
         found = evidence.agreements(landscapes, seeds)
         say(
             console,
@@ -438,16 +451,7 @@ def landscape(names: str, gpu_option: str, folder: Path | None, console: Console
         say(console, answer.message)
         return 1
     index = gpu.choose_gpu(facts.names, gpu_option)
-    worker, compiler = Worker(index), CompilerPool()
-    try:
-        with gpu_lock(gpu_identity(index), lambda text: say(console, text)):
-            worker.start()
-            environment = worker.environment()
-            for problem, path, seconds in record_all(problems, worker, compiler, environment, folder or FOLDER):
-                say(console, f"{problem.name}: {seconds:.0f} s, {path}")
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    finally:
-        worker.stop()
-        compiler.shutdown(wait=False, cancel_futures=True)
+    with _on_gpu(index, None, lambda text: say(console, text)) as (worker, compiler, environment):
+        for problem, path, seconds in record_all(problems, worker, compiler, environment, folder or FOLDER):
+            say(console, f"{problem.name}: {seconds:.0f} s, {path}")
     return 0

@@ -33,8 +33,7 @@ PARTS = {
 }
 
 
-def _few(size: Any, variant: Any) -> Any:
-    del variant
+def _few(size: Any, _variant: Any) -> Any:
     return dataclasses.replace(size, batch=min(size.batch, 3))
 
 

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any
 
 from tuned.families.choices import choices
@@ -37,9 +38,6 @@ def legal_pool(problem: Problem, capability: int, multiprocessors: int | None = 
     rejected: collections.Counter[str] = collections.Counter()
     here = capability, multiprocessors
     variants = []
-    total = 1
-    for values in declared.values():
-        total *= len(values)
     for tile in itertools.product(*core.values()):
         chosen = dict(zip(core, tile, strict=True))
         reason = family.rejection(problem.spec, problem.size, family.variant_type(**chosen), *here)
@@ -50,4 +48,4 @@ def legal_pool(problem: Problem, capability: int, multiprocessors: int | None = 
             variant = family.variant_type(**chosen, **dict(zip(rest, values, strict=True)))
             if family.rejection(problem.spec, problem.size, variant, *here) is None:
                 variants.append(variant)
-    return Pool(total, tuple(variants), dict(rejected.most_common()))
+    return Pool(math.prod(map(len, declared.values())), tuple(variants), dict(rejected.most_common()))

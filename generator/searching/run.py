@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from optuna.storages import InMemoryStorage
+
 from tuned.lookup.record import Winner
 
 from ..measuring.stage import bytes_needed
@@ -21,7 +23,7 @@ from ..rendering.structures import fresh
 from ..storage.journal import KEY, Journal
 from ..storage.record import QUICK, read_record, save_winner
 from .claims import STALE_SECONDS, Claims
-from .queues import InOrder, Shared, TakenOverError, scope_of
+from .queues import Shared, TakenOverError, scope_of
 from .search import Outcome, Progress, opening, tune
 from .seeds import incumbent_of, same_problem, seeds_for
 from .stopwatch import Stopwatch
@@ -100,17 +102,17 @@ def tune_all(  # noqa: PLR0913 - the parts are independent of each other
     tools: Tools,
     orders: Orders,
     *,
-    queue: InOrder | Shared | None = None,
+    queue: Shared | None = None,
     report: Callable[[int, Progress], None] = nothing,
     done: Callable[[Problem, Outcome | str], None] = nothing,
 ) -> None:
     """Tune every problem of ``run``; a winner goes into the record, and the table, before the next problem starts.
 
     The time that is left is divided evenly over the problems that are left, at least LEAST_SHARE_S each. ``queue`` says
-    which problem is next, by default the next one. KeyboardInterrupt ends it early, with what was done kept.
+    which problem is next, by default the next one of ``orders``. KeyboardInterrupt ends it early, with what was done kept.
     """
     known = read_record(tools.environment["device"], orders.folder)
-    queue = InOrder(run.problems) if queue is None else queue
+    queue = queue or orders.queue(InMemoryStorage(), tools.environment, "")
     renderer = Renderer(orders.render, run.stopwatch)
 
     def keep(winner: Winner) -> None:
@@ -196,7 +198,7 @@ class Renderer:
 
 def _tuned(  # noqa: PLR0913 - the parts are independent of each other
     problem: Problem,
-    queue: InOrder | Shared,
+    queue: Shared,
     known: list[Winner],
     tools: Tools,
     orders: Orders,

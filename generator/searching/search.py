@@ -60,7 +60,7 @@ class Progress:
     floor_us: float = 0.0
     failed: int = 0
     note: str = ""
-    funnel: str = ""
+    funnel: str = ""  # what the pool came from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +190,9 @@ class _Search:
         self.failures: collections.Counter[Any] = collections.Counter()  # of variants, in earlier runs too
         self.codes: dict[Any, Result] = {}  # machine code and grid -> what the first variant of it came to
         self.known: dict[Any, Result] = {}
-        self.progress = Progress(problem=problem.name)
+        self.progress = Progress(
+            problem=problem.name, funnel=f"{self.pool.declared:,} declared, {len(self.pool.variants):,} legal"
+        )
         self.journal = journal
         self.sampler = _sampler(problem, self.pool, seed)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -234,10 +236,6 @@ class _Search:
         self.progress.note = note
         self.progress.trial = len(self.times) + len(self.failed)
         self.progress.failed = len(self.failed)
-        self.progress.funnel = (
-            f"{self.pool.declared:,} declared -> {len(self.pool.variants):,} legal -> {self.progress.trial:,} tried -> "
-            f"{len(self.times):,} right and measured"
-        )
         self.progress.best_us = min(self.times.values(), default=math.inf)
         self.report(self.progress)
 
