@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, get_args
 
 import torch
 
 from benchmarks.call import Angles, Call, Direction, Layout
 from benchmarks.record import Row
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
