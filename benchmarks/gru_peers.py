@@ -133,12 +133,10 @@ def decoder_steps(call: StepCall, device: str, sets: int) -> Contenders:
     parameters = [tuple(gru.parameters()) for gru in grus]
 
     def with_gru(gru: torch.nn.GRU) -> torch.Tensor:
-        last: torch.Tensor = gru(torch.cat(xs, -1)[None], h[None])[1]
-        return last[0]
+        return gru(torch.cat(xs, -1)[None], h[None])[1][0]
 
     def with_cell(cell: torch.nn.GRUCell) -> torch.Tensor:
-        stepped: torch.Tensor = cell(torch.cat(xs, -1), h)
-        return stepped
+        return cell(torch.cat(xs, -1), h)
 
     return Contenders(
         [functools.partial(tuned.dispatch.gru_cell, xs, h, *p) for p in parameters],

@@ -190,18 +190,15 @@ def flash_attention(angles: torch.dtype, call: Call, sets: Sequence[Tensors]) ->
         keywords |= {"conjugate": True}
 
     def turned(x: torch.Tensor, t: Tensors, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor
         if call.positions == "random":  # each token is a sequence of one, at an offset of its own
-            found = apply(x[:, None], cos, sin, t.ids, **keywords)[:, 0]
-        elif t.cu_seqlens is not None:
-            found = apply(x, cos, sin, cu_seqlens=t.cu_seqlens, max_seqlen=call.longest, **keywords)
-        elif call.layout == "thd":
-            found = apply(x[None], cos, sin, **keywords)[0]
-        elif call.layout == "sbhd":  # it knows no order but bshd
-            found = apply(x.transpose(0, 1), cos, sin, **keywords).transpose(0, 1)
-        else:
-            found = apply(x, cos, sin, **keywords)
-        return found
+            return apply(x[:, None], cos, sin, t.ids, **keywords)[:, 0]
+        if t.cu_seqlens is not None:
+            return apply(x, cos, sin, cu_seqlens=t.cu_seqlens, max_seqlen=call.longest, **keywords)
+        if call.layout == "thd":
+            return apply(x[None], cos, sin, **keywords)[0]
+        if call.layout == "sbhd":  # it knows no order but bshd
+            return apply(x.transpose(0, 1), cos, sin, **keywords).transpose(0, 1)
+        return apply(x, cos, sin, **keywords)
 
     def launch(t: Tensors, cos: torch.Tensor, sin: torch.Tensor) -> Rotated:
         last = call.rotated == "last"

@@ -21,7 +21,7 @@ from .disk import naming, put_between, write_whole
 from .estimating.targets import UnknownTargetError, target_named
 from .evaluation.portfolio import candidates
 from .locks import gpu_identity, gpu_lock
-from .problem import Problem
+from .problem import Problem, SelectionError
 from .processes.compiler import CompilerPool
 from .processes.worker import Worker
 from .publishing.files import render_all
@@ -34,11 +34,11 @@ from .searching.pool import legal_pool
 from .searching.queues import share_storage
 from .searching.run import Orders, Run, Tools, tune_all
 from .searching.search import Outcome
-from .selection import SelectionError, select
+from .selection import select
 from .storage.backends import journal_path, opened_storage
 from .storage.journal import Journal
 from .storage.record import WINNERS, read_record
-from .workload import WORKLOADS
+from .workload import default_variant
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,7 +91,11 @@ def tune(options: Options, console: Console) -> int:
     if options.storage is not None:
         with opened_storage(options.storage, ""):  # what cannot be reached is said before a GPU is woken
             pass
-    return (_measure if len(places) == 1 else _measure_on_many)(options, orders, places, console)
+    start = time.monotonic()
+    run = Run(problems)
+    with bar(console, len(problems), options.budget_s) as report:
+        (_measure if len(places) == 1 else _measure_on_many)(run, orders, places, report, console)
+    return _tell(run, options, time.monotonic() - start, console, len(places))
 
 
 def refusal(error: BaseException) -> tuple[str, int] | None:
@@ -136,35 +140,25 @@ def measuring(seat: Seat, waiting: Callable[[str], None]) -> Iterator[Tools]:
         yield Tools(worker, compiler, Journal(storage), environment)
 
 
-def _measure(options: Options, orders: Orders, places: list[Seat], console: Console) -> int:
+def _measure(run: Run, orders: Orders, places: list[Seat], report: Callable[..., None], console: Console) -> None:
     """On one GPU, in this process; other hosts may share the problems through a storage."""
-    start = time.monotonic()
-    run = Run(orders.problems)
-    seat = places[0]
+    (seat,) = places
     try:
         with measuring(seat, lambda text: say(console, text)) as tools:
             say(console, _with_what(tools.environment, orders, places))
-            queue = None
-            if seat.storage is not None:
-                queue = orders.queue(tools.journal.storage, tools.environment, seat.owner)
-            with bar(console, len(orders.problems), options.budget_s) as report:
-                tune_all(
-                    run,
-                    tools,
-                    orders,
-                    queue=queue,
-                    report=report,
-                    done=lambda p, result: say(console, _line(p, result)),
-                )
+            storage = None if seat.storage is None else tools.journal.storage
+            queue = orders.queue(storage, tools.environment, seat.owner)
+            tune_all(
+                run, tools, orders, queue=queue, report=report, done=lambda p, found: say(console, _line(p, found))
+            )
     except KeyboardInterrupt:  # before the first problem
         run.interrupted = True
-    return _tell(run, options, time.monotonic() - start, console)
 
 
-def _measure_on_many(options: Options, orders: Orders, places: list[Seat], console: Console) -> int:
+def _measure_on_many(
+    run: Run, orders: Orders, places: list[Seat], report: Callable[..., None], console: Console
+) -> None:
     """On several GPUs of this host, a process each."""
-    start = time.monotonic()
-    run = Run(orders.problems)
     told: list[int] = []
 
     def started(seat: Seat, environment: dict[str, Any]) -> None:
@@ -172,17 +166,15 @@ def _measure_on_many(options: Options, orders: Orders, places: list[Seat], conso
             say(console, _with_what(environment, orders, places))
         told.append(seat.gpu)
 
-    with bar(console, len(orders.problems), options.budget_s) as report:
-        fleet = Fleet(
-            run,
-            orders,
-            started=started,
-            report=lambda index, progress, gpu_index: report(index, progress, f"GPU {gpu_index}"),
-            done=lambda problem, result: say(console, _line(problem, result)),
-            say=lambda text: say(console, text),
-        )
-        fleet.tune(places, measuring)
-    return _tell(run, options, time.monotonic() - start, console, len(places))
+    fleet = Fleet(
+        run,
+        orders,
+        started=started,
+        report=lambda index, progress, gpu_index: report(index, progress, f"GPU {gpu_index}"),
+        done=lambda problem, result: say(console, _line(problem, result)),
+        say=lambda text: say(console, text),
+    )
+    fleet.tune(places, measuring)
 
 
 def _with_what(environment: dict[str, Any], orders: Orders, places: list[Seat]) -> str:
@@ -199,17 +191,16 @@ def _line(problem: Problem, result: Outcome | str) -> str:
     if isinstance(result, str):
         return f"{problem.name}: skipped: {result}"
     winner = result.winner
-    default = WORKLOADS[problem.family].family.default_variant(problem.spec, problem.size)
     failed = f", {len(result.failed)} failed" if result.failed else ""
     if result.passing:
         failed += f", {result.passing} of them to be tried again by the next run"
     return (
         f"{problem.name}: {winner.median_us:.2f} us, {percent_of_floor(winner):.1f}% of the floor, "
-        f"{result.measured} of {result.pool} measured ({result.remembered} before{failed}): {knobs(winner.variant, default)}"
+        f"{result.measured} of {result.pool} measured ({result.remembered} before{failed}): {knobs(winner.variant, default_variant(problem))}"
     )
 
 
-def _tell(run: Run, options: Options, elapsed_s: float, console: Console, gpus: int = 1) -> int:
+def _tell(run: Run, options: Options, elapsed_s: float, console: Console, gpus: int) -> int:
     if run.winners:
         console.print(winners_table(run.winners, f"Measured in {elapsed_s / 60:.1f} minutes"))
     if run.outcomes:
@@ -217,8 +208,7 @@ def _tell(run: Run, options: Options, elapsed_s: float, console: Console, gpus: 
         say(console, str(sum(map(funnel_of, run.outcomes.values()), Funnel())))
     if run.others:
         say(console, f"{len(run.others)} of these were found by other tuners")
-    for name, reason in run.skipped.items():
-        say(console, f"skipped {name}: {reason}")
+    say(console, *(f"skipped {name}: {reason}" for name, reason in run.skipped.items()))
     if run.record is not None:
         if options.out is None:
             say(console, f"models import it: tuned.dispatch, through tuned/tables/{run.record.stem}.py")
@@ -236,18 +226,16 @@ def _tell(run: Run, options: Options, elapsed_s: float, console: Console, gpus: 
     return 0 if run.winners or not run.problems else 1
 
 
-def say(console: Console, text: str) -> None:
-    """Print a line as it is."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+def say(console: Console, *lines: str) -> None:
+    """Print lines as they are."""
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def render(console: Console) -> int:
     """Write every generated file again."""
     written, deleted = render_all()
-    for name in written:
-        say(console, f"wrote tuned/{name}")
-    for name in deleted:
-        say(console, f"deleted tuned/{name}")
+    say(console, *(f"wrote tuned/{name}" for name in written), *(f"deleted tuned/{name}" for name in deleted))
     say(console, f"{len(written)} written, {len(deleted)} deleted; every other generated file is as it should be")
     return 0
 
@@ -256,8 +244,7 @@ def list_problems(options: Options, console: Console) -> int:
     """List the problems, with what the record of the target has."""
     device = options.target or DEFAULT_TARGET
     winners = read_record(device, options.out)
-    for line in problem_lines(select(options.family, options.problems, folder=options.out), winners, device):
-        say(console, line)
+    say(console, *problem_lines(select(options.family, options.problems, folder=options.out), winners, device))
     return 0
 
 
@@ -268,8 +255,7 @@ def dry_run(options: Options, console: Console) -> int:
         pool = legal_pool(problem, target.capability, target.processors)
         trials = min(options.trials or TRIALS, len(pool.variants))
         say(console, f"{problem.name}: {pool.declared} declared -> {len(pool.variants)} legal -> {trials} to measure")
-        for rule, count in pool.rejected.items():
-            say(console, f"    {count:5} tiles: {rule}")
+        say(console, *(f"    {count:5} tiles: {rule}" for rule, count in pool.rejected.items()))
     return 0
 
 
@@ -282,8 +268,7 @@ def check(options: Options, console: Console, *, release: bool = False) -> int:
 
     problems = select(options.family, options.problems, folder=options.out)
     found = sorted(findings(problems, options.target, options.out), key=lambda f: KINDS.index(f.kind))
-    for finding in found:
-        say(console, finding.text)
+    say(console, *(finding.text for finding in found))
     to_do = ("hard", "unverified") if release else ("hard",)
     hard = sum(f.kind in to_do for f in found)
     soft = sum(f.kind != "note" for f in found) - hard
@@ -399,8 +384,7 @@ def explain(name: str, device: str | None, folder: Path | None, storage: str | N
         except RecordError:
             device = DEFAULT_TARGET
     with _journal(device, storage) as journal:
-        for line in explaining.explain(problem_named(name, folder), device, folder, journal):
-            say(console, line)
+        say(console, *explaining.explain(problem_named(name, folder), device, folder, journal))
     return 0
 
 

@@ -14,7 +14,7 @@ from ..estimating.offline import order
 from ..estimating.targets import target_named
 from ..measuring.compile import Resources
 from ..storage.landscape import Landscape
-from ..workload import WORKLOADS
+from ..workload import WORKLOADS, default_variant
 from .replay import SHARE, agreement, evaluations, strategies, summary
 
 FIRST = 5  # picks of the estimate
@@ -100,9 +100,8 @@ def guesses(landscapes: Sequence[Landscape]) -> list[Guess]:
         ]
         excess = model.excess(problem, target_named(one.environment["device"]), rows)
         ranked = sorted(zip(excess, one.times, strict=True), key=lambda entry: order(1 + entry[0], entry[1]))
-        default = WORKLOADS[problem.family].family.default_variant(problem.spec, problem.size)
         regrets = [one.regret(variant) for _, variant in ranked[:FIRST]]
-        found.append(Guess(problem.name, regrets[0], min(regrets), one.regret(default)))
+        found.append(Guess(problem.name, regrets[0], min(regrets), one.regret(default_variant(problem))))
     return found
 
 

@@ -18,7 +18,7 @@ from tuned.lookup.table import Row
 from ..problem import Problem
 from ..searching.search import choose
 from ..storage.landscape import Landscape, load_landscapes
-from ..workload import WORKLOADS
+from ..workload import WORKLOADS, default_variant
 
 SERVED = "nearest row, tile rescaled"  # what tuned.lookup.lookup does; a test holds it against the others
 MEDIAN, WORST = 0.02, 0.10  # bars: how much slower than the best a pick may be
@@ -54,7 +54,7 @@ def row_of(landscape: Landscape) -> Row:
 
 
 def _default(held: Landscape, _others: list[Landscape]) -> Any:
-    return WORKLOADS[held.problem.family].family.default_variant(held.problem.spec, held.problem.size)
+    return default_variant(held.problem)
 
 
 def _best_on_average(held: Landscape, others: list[Landscape]) -> Any:

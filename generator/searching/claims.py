@@ -109,7 +109,8 @@ class Claims:
         claim = Claim(key, number, study)
         self._storage.set_study_user_attr(study, "owner", self.owner)
         # An owner that was only asleep may have ended its attempt before ours was there: then that is how it ended.
-        before = self._ended(key, number - 1)
+        theirs = self._study(key, number - 1)
+        before = None if theirs is None else self._storage.get_study_user_attrs(theirs).get("ended")
         if before is not None and before["complete"]:
             self._storage.set_study_user_attr(study, "ended", before)
             return None
@@ -140,10 +141,6 @@ class Claims:
             study = self._study(key, attempt.number)
             if attempt.owner == owner and attempt.ended is None and study is not None:
                 self._storage.set_study_user_attr(study, "ended", {"complete": False, "reason": "its tuner died"})
-
-    def _ended(self, key: str, number: int) -> dict[str, Any] | None:
-        study = self._study(key, number)
-        return None if study is None else self._storage.get_study_user_attrs(study).get("ended")
 
     def _study(self, key: str, number: int) -> int | None:
         return study_named(self._storage, self._name(key, number))

@@ -265,9 +265,7 @@ class Fleet:
             if queue is None:
                 return
             left = queue.left()
-            for winner in queue.news():
-                if winner.name not in self.run.outcomes:
-                    self.run.others[winner.name] = winner
+            self.run.others |= {w.name: w for w in queue.news() if w.name not in self.run.outcomes}
         if not self.run.interrupted:
             left = {name: self._failures() or why for name, why in left.items()} | self._skipped
             found = {winner.name for winner in self.run.winners}

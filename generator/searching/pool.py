@@ -44,8 +44,7 @@ def legal_pool(problem: Problem, capability: int, multiprocessors: int | None = 
         if reason is not None:
             rejected[reason.split(":")[0].split(" with ")[0]] += 1
             continue
-        for values in itertools.product(*rest.values()):
-            variant = family.variant_type(**chosen, **dict(zip(rest, values, strict=True)))
-            if family.rejection(problem.spec, problem.size, variant, *here) is None:
-                variants.append(variant)
+        others = (dict(zip(rest, values, strict=True)) for values in itertools.product(*rest.values()))
+        made = (family.variant_type(**chosen, **other) for other in others)
+        variants += [v for v in made if family.rejection(problem.spec, problem.size, v, *here) is None]
     return Pool(math.prod(map(len, declared.values())), tuple(variants), dict(rejected.most_common()))

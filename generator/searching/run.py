@@ -84,8 +84,8 @@ class Orders:
     write_table: Callable[[str], object] = nothing  # of a device, after each winner
     render: Callable[[], object] = nothing  # whatever the record names, now and then and at the end
 
-    def queue(self, storage: BaseStorage, environment: dict[str, Any], owner: str) -> Shared:
-        """The problems as one of the tuners that share them through a storage sees them."""
+    def queue(self, storage: BaseStorage | None, environment: dict[str, Any], owner: str) -> Shared:
+        """The problems as one of the tuners that share them through a storage sees them; without one it is alone."""
 
         def detail(problem: Problem) -> str:
             if self.candidates is None:
@@ -93,7 +93,7 @@ class Orders:
             chosen = self.candidates(problem, environment["capability"], environment["multiprocessors"])
             return hashlib.sha256(repr(chosen).encode()).hexdigest()[:12]
 
-        claims = Claims(storage, scope_of(environment, self.trials), owner, stale_s=self.stale_s)
+        claims = Claims(storage or InMemoryStorage(), scope_of(environment, self.trials), owner, stale_s=self.stale_s)
         return Shared(self.problems, claims, detail=detail)
 
 
@@ -112,7 +112,7 @@ def tune_all(  # noqa: PLR0913 - the parts are independent of each other
     which problem is next, by default the next one of ``orders``. KeyboardInterrupt ends it early, with what was done kept.
     """
     known = read_record(tools.environment["device"], orders.folder)
-    queue = queue or orders.queue(InMemoryStorage(), tools.environment, "")
+    queue = queue or orders.queue(None, tools.environment, "")
     renderer = Renderer(orders.render, run.stopwatch)
 
     def keep(winner: Winner) -> None:

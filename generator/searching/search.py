@@ -31,7 +31,7 @@ from ..processes.compiler import compiled as result_of
 from ..processes.worker import TrialFailedError, Worker, WorkerLostError
 from ..rendering.structures import digests_of
 from ..storage.journal import Journal, Result
-from ..workload import WORKLOADS
+from ..workload import WORKLOADS, default_variant
 from .pool import Pool, legal_pool
 from .sampler import BATCH, LEAST_RESULTS, STARTUP, PoolSampler
 from .seeds import same_problem
@@ -109,7 +109,7 @@ def tune(  # noqa: PLR0913 - the parts are independent of each other
     known = search.ended_before(settings, incumbent)
     if known is not None:
         return known
-    default = search.family.default_variant(problem.spec, problem.size)
+    default = default_variant(problem)
     first = [v for v in _first(problem, seeds if wanted is None else wanted, incumbent) if v in search.legal]
     search.prepare(trials if wanted is None else len(first))
     search.explore(first, trials if wanted is None else len(first))
@@ -148,8 +148,7 @@ def propose(study: optuna.Study, variant_type: type) -> tuple[optuna.Trial, Any]
 
 
 def _first(problem: Problem, seeds: Iterable[Any], incumbent: Any) -> list[Any]:
-    default = WORKLOADS[problem.family].family.default_variant(problem.spec, problem.size)
-    return list(dict.fromkeys([default, *([] if incumbent is None else [incumbent]), *seeds]))
+    return list(dict.fromkeys([default_variant(problem), *([] if incumbent is None else [incumbent]), *seeds]))
 
 
 def _row(variant: Any) -> dict[str, Any]:

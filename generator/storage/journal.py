@@ -107,8 +107,7 @@ class Journal:
         study = self._there(_study_name(problem, environment["device"]))
         if study is None:
             return None
-        kept: dict[str, Any] | None = self.storage.get_study_user_attrs(study).get(_finished_key(environment, settings))
-        return kept
+        return self.storage.get_study_user_attrs(study).get(_finished_key(environment, settings))
 
     def finish(self, problem: Problem, environment: dict[str, Any], settings: str, winner: dict[str, Any]) -> None:
         """Keep how the search of a problem ended: the next run under the same settings need not search it."""
