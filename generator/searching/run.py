@@ -9,9 +9,9 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from optuna.storages import InMemoryStorage
+from optuna.storages import BaseStorage, InMemoryStorage
 
 from tuned.lookup.record import Winner
 
@@ -27,9 +27,6 @@ from .queues import Shared, TakenOverError, scope_of
 from .search import Outcome, Progress, opening, tune
 from .seeds import incumbent_of, same_problem, seeds_for
 from .stopwatch import Stopwatch
-
-if TYPE_CHECKING:
-    from optuna.storages import BaseStorage
 
 # What to measure of a problem on a compute capability with so many multiprocessors, in place of a search.
 Candidates = Callable[[Problem, int, int], list[Any]]

@@ -14,18 +14,15 @@ import urllib.parse
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optuna
-from optuna.storages import JournalStorage
+from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import BaseJournalBackend
 from optuna.study import StudyDirection
 
 from ..cache import cache_path
 from ..disk import READ_ONLY, naming
-
-if TYPE_CHECKING:
-    from optuna.storages import BaseStorage
 
 CONNECT_SECONDS = 10
 # Several tuners that start on an empty database all create Optuna's tables; all but one fail, and find them made.
