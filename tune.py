@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # Before numpy is imported: matrices of a hundred rows are slower on 32 threads, which the compilers need.
 for library in ("OMP", "OPENBLAS", "MKL"):
@@ -48,7 +45,7 @@ def start_fork_server() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Before:
-    """The options that may stand before the name of a command: tune.py --out DIR report.
+    """The object of a context, the options that may stand before the name of a command: tune.py --out DIR report.
 
     Not the context's own parameters: earlier versions of Typer have paths there as they were typed, which are no Paths.
     """
@@ -56,6 +53,21 @@ class Before:
     gpu: str = "auto"
     out: Path | None = None
     storage: str | None = None
+
+
+def run(command: Callable[[Any], int]) -> NoReturn:
+    """End with the exit code of a command, given generator.commands; what it cannot answer is a sentence and a code."""
+    from generator import commands  # noqa: PLC0415 - torch takes seconds to import, --help must not
+
+    try:
+        code = command(commands)
+    except BaseException as error:
+        refused = commands.refusal(error)
+        if refused is None:
+            raise
+        said, code = refused
+        commands.say(errors, f"tune.py: {said}")
+    raise typer.Exit(code)
 
 
 # Typer reads these annotations when the program runs, on Python 3.10 too.
@@ -110,8 +122,6 @@ def main(  # noqa: PLR0913 - one parameter an option
         return
     if __name__ == "__main__" and not (render or check or list_ or dry_run):
         start_fork_server()
-    from generator import commands  # noqa: PLC0415 - torch takes seconds to import, --help must not
-
     limit_s = seconds(budget)
     if gpus is not None and gpu != "auto":
         raise typer.BadParameter(
@@ -119,25 +129,19 @@ def main(  # noqa: PLR0913 - one parameter an option
         )
     if release and (not check or out is not None):
         raise typer.BadParameter("--release makes --check strict about what ships: give both, and no --out")
-    options = commands.Options(
-        gpu, target, family, problems, trials, limit_s, out, gpus=gpus, storage=storage, quick=quick
-    )
-    with refusals():
-        try:
-            if render:
-                code = commands.render(console)
-            elif check:
-                code = commands.check(options, console, release=release)
-            elif list_:
-                code = commands.list_problems(options, console)
-            elif dry_run:
-                code = commands.dry_run(options, console)
-            else:
-                code = commands.tune(options, console)
-        except KeyboardInterrupt:  # a run on a GPU has its own answer; nothing else leaves anything half done
-            errors.print("tune.py: interrupted")
-            code = commands.INTERRUPTED
-    raise typer.Exit(code)
+
+    def command(commands: Any) -> int:
+        options = commands.Options(
+            gpu, target, family, problems, trials, limit_s, out, gpus=gpus, storage=storage, quick=quick
+        )
+        if render:
+            return commands.render(console)
+        if check:
+            return commands.check(options, console, release=release)
+        chosen = commands.list_problems if list_ else commands.dry_run if dry_run else commands.tune
+        return chosen(options, console)
+
+    run(command)
 
 
 @app.command()
@@ -148,44 +152,7 @@ def show(
     out: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
 ) -> None:
     """Write the winner of PROBLEM as one self-contained Triton file, to paste into another project."""
-    from generator import commands  # noqa: PLC0415
-
-    with refusals():
-        text = commands.show(problem, device, before(context).out)
-        if out is not None:
-            commands.write(out, text)
-    if out is None:
-        typer.echo(text, nl=False)
-    else:
-        errors.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def refusals() -> Iterator[None]:
-    """What cannot be answered becomes a sentence and an exit code."""
-    from generator.disk import disk_trouble  # noqa: PLC0415
-    from generator.estimating.targets import UnknownTargetError  # noqa: PLC0415
-    from generator.selection import SelectionError  # noqa: PLC0415
-    from generator.storage.backends import StorageError  # noqa: PLC0415
-    from tuned.lookup.record import RecordError  # noqa: PLC0415
-
-    try:
-        yield
-    except (SelectionError, UnknownTargetError, RecordError, StorageError) as error:
-        errors.print(f"tune.py: {error}", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2 if isinstance(error, SelectionError | UnknownTargetError) else 1) from error
-    except OSError as error:
-        trouble = disk_trouble(error)
-        if trouble is None:
-            raise
-        errors.print(f"tune.py: {trouble}", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
-
-
-def before(context: typer.Context) -> Before:
-    """The options before the name of a command, as ``main`` got them."""
-    found = context.find_object(Before)
-    return Before() if found is None else found
+    run(lambda commands: commands.show(problem, device, context.obj.out, out, errors))
 
 
 @app.command()
@@ -195,11 +162,8 @@ def report(
     out: Annotated[Path | None, typer.Option(help="The file; report-DEVICE.html.")] = None,
 ) -> None:
     """Write what is known of a device as one HTML file: winners, floor, peers, knobs, failures; it needs no network."""
-    from generator import commands  # noqa: PLC0415
-
-    with refusals():
-        path = commands.report(device, before(context).out, before(context).storage, out)
-    errors.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+    given = context.obj
+    run(lambda commands: commands.report(device, given.out, given.storage, out, errors))
 
 
 @app.command()
@@ -209,11 +173,7 @@ def explain(
     device: Annotated[str | None, typer.Option(help="On which device; nvidia_h200 or the only record's.")] = None,
 ) -> None:
     """Tell what serves PROBLEM, how near to the floor it is, and what every choice of its winner is worth."""
-    from generator import commands  # noqa: PLC0415
-
-    with refusals():
-        code = commands.explain(problem, device, before(context).out, before(context).storage, console)
-    raise typer.Exit(code)
+    run(lambda commands: commands.explain(problem, device, context.obj.out, context.obj.storage, console))
 
 
 @app.command()
@@ -222,11 +182,7 @@ def regret(
     device: Annotated[str, typer.Option(help="Whose landscapes.")] = "nvidia_h200",
 ) -> None:
     """Tell how far from the best a variant is that was picked for a problem without a row, by every rule tried."""
-    from generator import commands  # noqa: PLC0415
-
-    with refusals():
-        code = commands.regret(device, before(context).out, console)
-    raise typer.Exit(code)
+    run(lambda commands: commands.regret(device, context.obj.out, console))
 
 
 @app.command()
@@ -237,11 +193,7 @@ def replay(
     write: Annotated[Path | None, typer.Option(help="Put the table between the marks of this file too.")] = None,
 ) -> None:
     """Replay searches on recorded landscapes, without a GPU: how near the best they end, and the estimate beside them."""
-    from generator import commands  # noqa: PLC0415
-
-    with refusals():
-        code = commands.replay(device, seeds, write, console, plain=plain)
-    raise typer.Exit(code)
+    run(lambda commands: commands.replay(device, seeds, write, console, plain=plain))
 
 
 @app.command()
@@ -253,11 +205,7 @@ def landscape(
     ] = None,
 ) -> None:
     """Measure EVERY legal variant of PROBLEMS on this GPU, for replay, regret and the estimate: about 15 s each."""
-    from generator import commands  # noqa: PLC0415
-
-    with refusals():
-        code = commands.landscape(problems, before(context).gpu, out, console)
-    raise typer.Exit(code)
+    run(lambda commands: commands.landscape(problems, context.obj.gpu, out, console))
 
 
 if __name__ == "__mp_main__":  # one tuner of several

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.gru_peers import IN_A_GRAPH
 from benchmarks.plan import COMPLETE, REQUIRED
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,6 @@ Rotated = Literal["first", "last", "proportional"]
 Formula = Literal["transformers", "TransformerEngine"]
 Launch = Callable[[], tuple[torch.Tensor, ...]]  # of the query, and the key if the call has one
 
-ITEM_BYTES = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 ANGLE_BYTES = 4  # float32, as every peer but one is given
 ID_BYTES = 8  # int64, the only ids that every serving kernel takes
 ROPE_BASE = 500_000.0  # Llama 3
@@ -134,7 +133,7 @@ class Call:
     @property
     def tensor_bytes(self) -> int:
         """Bytes of all heads of query and key, counted once."""
-        return self.tokens * (self.heads + self.key_heads) * self.head_dim * ITEM_BYTES[self.dtype]
+        return self.tokens * (self.heads + self.key_heads) * self.head_dim * self.dtype.itemsize
 
     @property
     def angle_bytes(self) -> int:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 
 from generator.measuring.bench import Timing, copy_time, device_time, host_time, sets_beyond_l2, summarise
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    Call = Callable[[], object]
+Call = Callable[[], object]
 
 WARM_UPS = 3
 # Of replays before those that are timed: after a peer was compiled, the first 8 ms of gigabyte calls took 5 to 10 percent

@@ -8,12 +8,11 @@ bfloat16 ``[batch, seq, heads, D]``, float32 cosines and sines ``[seq, D / 2]``,
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from benchmarks.call import Call
+from benchmarks.call import Call
 
 CPP = """
 #include <ATen/ATen.h>

@@ -19,22 +19,17 @@ import contextlib
 import copy
 import functools
 import statistics
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 import tuned
 import tuned.nn
 from benchmarks import clock, gru_peers, record, session
-from benchmarks.gru_peers import FLASHRNN, IN_A_GRAPH, NN_GRU, data
+from benchmarks.gru_peers import CONTENDERS, FLASHRNN, IN_A_GRAPH, NN_GRU, Run, data
 from benchmarks.gru_plan import MATRIX_FLOPS, SequenceCall, StepCall, sequences, steps
-from benchmarks.gru_steps import CONTENDERS
 from benchmarks.record import Row, quotient
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from benchmarks.gru_peers import Run
 
 OURS, OURS_IN_A_GRAPH = "ours", "ours in a CUDA graph"
 WRONG = 2.0  # times PyTorch's own error: not a rounding any more; the bar is benchmarks.bars' business

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.call import ITEM_BYTES
 from benchmarks.record import Row, dtype_name
 
 MATRIX_FLOPS = {  # a second, dense, on an H200: 790e12 was measured in bfloat16; TF32 runs at half the rate
@@ -88,7 +87,7 @@ class SequenceCall:
     @property
     def moved_bytes(self) -> int:
         """Bytes that must move: input and weights read once, the last layer's output written once."""
-        return (self.tokens * (self.input_size + self.directions * self.hidden) + self.weights) * ITEM_BYTES[self.dtype]
+        return (self.tokens * (self.input_size + self.directions * self.hidden) + self.weights) * self.dtype.itemsize
 
     @property
     def flops(self) -> int:
@@ -137,7 +136,7 @@ class StepCall:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weight matrices: what any implementation must read."""
-        return self.weights * ITEM_BYTES[self.dtype]
+        return self.weights * self.dtype.itemsize
 
     @property
     def flops(self) -> int:

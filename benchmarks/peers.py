@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from benchmarks import extension, formula
+from benchmarks import extension
 from benchmarks.call import Call, Launch, Table, Tensors, per_feature
 
 Peer = Callable[[Call, Sequence[Tensors]], "list[Launch] | str"]
 Rotated = tuple[torch.Tensor, ...]
+Rotate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 MAX_HEAD_DIM = 256  # flash-attention's and flash-linear-attention's kernels assert it
-HALVES_IN_FRONT = "it rotates the first features of each head, by halves"
 
 
 def private_copy(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,6 +45,35 @@ def _with_tables(
 
 
 # PyTorch --------------------------------------------------------------------------------------------------------------
+
+
+def halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
+    """Rotate pairs (j, j + R / 2) of all R features of x, or back if ``sign`` is -1; cos and sin broadcast over x."""
+    first, second = torch.chunk(x, 2, dim=-1)
+    return torch.add(x * cos, torch.cat((-second, first), dim=-1) * sin, alpha=sign)
+
+
+def interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
+    """As ``halves`` for pairs (2 j, 2 j + 1)."""
+    exchanged = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    return torch.add(x * cos, exchanged * sin, alpha=sign)
+
+
+ROTATIONS: dict[bool, Rotate] = {False: halves, True: interleaved}
+
+
+def from_angles(rotate: Rotate) -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]:
+    """TransformerEngine's formula, a function of its own each time: compilers keep their caches by it.
+
+    Cosine and sine of float32 angles ``[..., R]``, cast to the type of x, and the features that do not rotate appended.
+    """
+
+    def run(x: torch.Tensor, angles: torch.Tensor, sign: float) -> torch.Tensor:
+        cos, sin = torch.cos(angles).to(x.dtype), torch.sin(angles).to(x.dtype)
+        width = angles.shape[-1]
+        return torch.cat((rotate(x[..., :width], cos, sin, sign), x[..., width:]), dim=-1)
+
+    return run
 
 
 def _sign(call: Call) -> float:
@@ -87,12 +116,12 @@ def _joined(call: Call, t: Tensors) -> Rotated:
 def _formula(call: Call, rotated: Rotated, ids: torch.Tensor | None, *tables: torch.Tensor) -> Rotated:
     """``x * cos + rotate_half(x) * sin``, as transformers or TransformerEngine writes it, the rows chosen first."""
     rows = [_chosen(call, table, ids) for table in tables]
-    rotate, last, width = formula.ROTATIONS[call.interleaved], call.rotated == "last", rows[0].shape[-1]
+    rotate, last, width = ROTATIONS[call.interleaved], call.rotated == "last", rows[0].shape[-1]
     out = []
     for x in rotated:
         span = _span(x, width, last=last)
         if call.formula == "TransformerEngine":
-            turned = formula.from_angles(rotate)(span if call.inplace else x, rows[0], _sign(call))
+            turned = from_angles(rotate)(span if call.inplace else x, rows[0], _sign(call))
         else:
             turned = rotate(span, rows[0], rows[1], _sign(call))
         if call.inplace:
@@ -137,13 +166,9 @@ def compiled(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
 
 def scripted(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
     """TransformerEngine's formula through ``torch.jit.script``; only the angles of packed tokens are gathered outside."""
-    if call.inplace:
-        return "a copy after the formula: no faster than out of place, where it is timed"
-    if call.formula != "TransformerEngine":
-        return "timed on one tensor by place"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is deprecated, and still what users have
-        run = torch.jit.script(formula.from_angles(formula.ROTATIONS[call.interleaved]))
+        run = torch.jit.script(from_angles(ROTATIONS[call.interleaved]))
 
     def launch(t: Tensors, angles: torch.Tensor) -> Rotated:
         return (run(t.rotated[0], _chosen(call, angles, _ids(call, t)), _sign(call)),)
@@ -156,10 +181,6 @@ def scripted(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
 
 def flash_attention(angles: torch.dtype, call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
     """Its Triton kernel, once for a query and a key that lie side by side, else for each."""
-    if call.rotated == "proportional" or (call.rotated == "last" and not call.inplace):
-        return "it rotates the first features; a view of the last in place"
-    if call.head_dim > MAX_HEAD_DIM:
-        return f"head_dim {call.head_dim} is above the {MAX_HEAD_DIM} that it offers"
     if call.gradient:
         from flash_attn.layers.rotary import apply_rotary_emb as apply
     else:
@@ -169,18 +190,15 @@ def flash_attention(angles: torch.dtype, call: Call, sets: Sequence[Tensors]) ->
         keywords |= {"conjugate": True}
 
     def turned(x: torch.Tensor, t: Tensors, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor
         if call.positions == "random":  # each token is a sequence of one, at an offset of its own
-            found = apply(x[:, None], cos, sin, t.ids, **keywords)[:, 0]
-        elif t.cu_seqlens is not None:
-            found = apply(x, cos, sin, cu_seqlens=t.cu_seqlens, max_seqlen=call.longest, **keywords)
-        elif call.layout == "thd":
-            found = apply(x[None], cos, sin, **keywords)[0]
-        elif call.layout == "sbhd":  # it knows no order but bshd
-            found = apply(x.transpose(0, 1), cos, sin, **keywords).transpose(0, 1)
-        else:
-            found = apply(x, cos, sin, **keywords)
-        return found
+            return apply(x[:, None], cos, sin, t.ids, **keywords)[:, 0]
+        if t.cu_seqlens is not None:
+            return apply(x, cos, sin, cu_seqlens=t.cu_seqlens, max_seqlen=call.longest, **keywords)
+        if call.layout == "thd":
+            return apply(x[None], cos, sin, **keywords)[0]
+        if call.layout == "sbhd":  # it knows no order but bshd
+            return apply(x.transpose(0, 1), cos, sin, **keywords).transpose(0, 1)
+        return apply(x, cos, sin, **keywords)
 
     def launch(t: Tensors, cos: torch.Tensor, sin: torch.Tensor) -> Rotated:
         last = call.rotated == "last"
@@ -197,12 +215,6 @@ def _feature_freqs(call: Call, table: Table) -> Rotated:
 
 def transformer_engine(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
     """Its fused CUDA kernel, for query and key in turn."""
-    if call.inplace:
-        return "it always allocates its output"
-    if call.rotated != "first":
-        return "it rotates the first features of each head"
-    if call.positions == "random":
-        return "it counts positions itself"
     from transformer_engine.pytorch.attention.rope import FusedRoPEFunc, apply_rotary_pos_emb
 
     keywords = {"tensor_format": call.layout, "interleaved": call.interleaved}
@@ -222,8 +234,6 @@ def transformer_engine(call: Call, sets: Sequence[Tensors]) -> list[Launch] | st
 
 def transformer_engine_qkv(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
     """Its fused kernel for a packed qkv: query, key and value are written anew, from a qkv packed a group at a time."""
-    if not call.packed:
-        return "it takes a packed query, key and value"
     from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
 
     shape = (call.tokens, 1) if call.positions == "random" else (1, call.tokens)  # batch, sequence
@@ -245,10 +255,6 @@ def transformer_engine_qkv(call: Call, sets: Sequence[Tensors]) -> list[Launch] 
 
 def liger(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
     """Query and key in one Triton kernel, in place."""
-    if not (call.inplace and call.key_heads) or call.layout != "bshd" or call.positions != "implicit":
-        return "it rotates a query and a key together, bshd in place"
-    if call.interleaved or call.rotated != "first":
-        return HALVES_IN_FRONT
     from liger_kernel.ops.rope import LigerRopeFunction
 
     def launch(t: Tensors) -> Rotated:
@@ -267,10 +273,6 @@ def _one_tensor(call: Call) -> str | None:
 
 def flash_linear_attention(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
     """flash-linear-attention: Triton, autotuned over warps and stages, angles of the type of x."""
-    if call.head_dim > MAX_HEAD_DIM:
-        return f"head_dim {call.head_dim} is above the {MAX_HEAD_DIM} that it offers"
-    if call.inplace:
-        return "timed out of place, where it needs no copies"
     from fla.modules.rotary.ops import rotary_embedding_fwdbwd as run
 
     def launch(t: Tensors, cos: torch.Tensor, sin: torch.Tensor) -> Rotated:
@@ -283,8 +285,6 @@ def flash_linear_attention(call: Call, sets: Sequence[Tensors]) -> list[Launch] 
 
 def quack(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
     """Quack: CuTe DSL, the interface of flash-attention."""
-    if call.direction == "backward":
-        return "timed forward"
     from quack.rotary import apply_rotary_emb as run
 
     def launch(t: Tensors) -> Rotated:
@@ -323,8 +323,6 @@ def vllm(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
 
 def cpp_extension(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
     """A plain C++ extension with a CUDA kernel: what such a call costs the host."""
-    if call.gradient:
-        return "it has no gradient"
     run = extension.load()
 
     def launch(t: Tensors) -> Launch:
@@ -342,9 +340,8 @@ def cpp_extension(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
     return extension.refuses(call) or [launch(t) for t in sets]
 
 
-def add(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
+def add(_call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
     """``torch.add``, which is no RoPE: what any call costs."""
-    del call
     return [
         functools.partial(lambda x, other: (torch.add(x, other),), t.rotated[0], torch.randn_like(t.rotated[0]))
         for t in sets
@@ -367,6 +364,51 @@ PEERS: dict[str, Peer] = {
     "C++ extension": cpp_extension,
     "torch.add": add,
 }
+Limit = tuple[Callable[[Call], bool], str]  # a call that is beyond it, and what is said of it, formatted with the call
+TOO_WIDE: Limit = (
+    lambda call: call.head_dim > MAX_HEAD_DIM,
+    f"head_dim {{call.head_dim}} is above the {MAX_HEAD_DIM} that it offers",
+)
+FLASH: tuple[Limit, ...] = (
+    (
+        lambda call: call.rotated == "proportional" or (call.rotated == "last" and not call.inplace),
+        "it rotates the first features; a view of the last in place",
+    ),
+    TOO_WIDE,
+)
+# What peers are not asked for, whether they are installed or not; the first that holds is said.
+LIMITS: dict[str, tuple[Limit, ...]] = {
+    "torch.jit.script": (
+        (lambda call: call.inplace, "a copy after the formula: no faster than out of place, where it is timed"),
+        (lambda call: call.formula != "TransformerEngine", "timed on one tensor by place"),
+    ),
+    "flash-attention": FLASH,
+    "flash-attention bf16 angles": FLASH,
+    "TransformerEngine": (
+        (lambda call: call.inplace, "it always allocates its output"),
+        (lambda call: call.rotated != "first", "it rotates the first features of each head"),
+        (lambda call: call.positions == "random", "it counts positions itself"),
+    ),
+    "TransformerEngine fused qkv": ((lambda call: not call.packed, "it takes a packed query, key and value"),),
+    "Liger-Kernel": (
+        (
+            lambda call: (
+                not (call.inplace and call.key_heads and call.layout == "bshd" and call.positions == "implicit")
+            ),
+            "it rotates a query and a key together, bshd in place",
+        ),
+        (
+            lambda call: call.interleaved or call.rotated != "first",
+            "it rotates the first features of each head, by halves",
+        ),
+    ),
+    "flash-linear-attention": (
+        TOO_WIDE,
+        (lambda call: call.inplace, "timed out of place, where it needs no copies"),
+    ),
+    "quack": ((lambda call: call.direction == "backward", "timed forward"),),
+    "C++ extension": ((lambda call: call.gradient, "it has no gradient"),),
+}
 PACKAGES = {  # import name to distribution
     "flash_attn": "flash-attn",
     "transformer_engine": "transformer-engine",
@@ -380,6 +422,9 @@ PACKAGES = {  # import name to distribution
 
 def launches(name: str, call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
     """One launch a set, or the reason why there is none: the call, or a package that cannot be imported."""
+    for beyond, reason in LIMITS.get(name, ()):
+        if beyond(call):
+            return reason.format(call=call)
     try:
         return PEERS[name](call, sets)
     except ImportError as error:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import torch
 
 from benchmarks.call import Angles, Call, Direction, Layout
 from benchmarks.record import Row
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
@@ -70,61 +68,14 @@ def one(sizes: tuple[int, int, int, int, int], **other: Any) -> Call:
     return Call(batch, seq, heads, 0, head_dim, rotary_dim, formula="TransformerEngine", **other)
 
 
-def _known() -> Iterator[Row[Call]]:
-    for direction, sizes, layout in itertools.product(DIRECTIONS, LARGE, LAYOUTS):
-        call = one(sizes, layout=layout, direction=direction)
-        yield Row("rope", call, "out of place" if direction == "forward" else "backward", EVERYONE)
-    for sizes, layout in itertools.product(LARGE, LAYOUTS):
-        call = one(sizes, layout=layout, inplace=True)
-        yield Row("rope", call, "in place" if call.rotary_dim == call.head_dim else "in place, 64 of 128", EVERYONE)
-    for direction, sizes, angles, layout in itertools.product(DIRECTIONS, SMALL, BOTH_ANGLES, LAYOUTS):
-        judged = direction == "forward" and layout == "bshd"
-        bar = f"small, {'freqs' if angles == 'freqs pair' else 'cos and sin'}" if judged else None
-        yield Row("rope", one(sizes, layout=layout, direction=direction, angles=angles), bar, EVERYONE)
+def pair(sizes: tuple[int, int, int, int], **other: Any) -> Call:
+    """The call of a query and a key: batch, sequence, heads of the query, head dimension."""
+    batch, seq, heads, head_dim = sizes
+    return Call(batch, seq, heads, max(1, heads // 4), head_dim, head_dim, **other)
 
 
-def _untuned() -> Iterator[Row[Call]]:
-    for sizes, layout in itertools.product(UNTUNED, LAYOUTS):
-        yield Row("rope-untuned", one(sizes, layout=layout), "untuned", LIGHT)
-    for sizes in UNTUNED:
-        yield Row("rope-untuned", one(sizes, direction="backward"), "untuned", LIGHT)
-
-
-def _host() -> Iterator[Row[Call]]:
-    everyday = ("eager PyTorch", "torch.add")
-    for direction, sizes in itertools.product(DIRECTIONS, STUDIES):
-        call = one(sizes, layout="sbhd", direction=direction, angles="freqs feature", dtype=torch.float32)
-        bar = "host, forward" if direction == "forward" else "host, forward with backward"
-        yield Row("rope-host", call, bar, everyday, kind="host")
-    decode = (1, 1, 32, 128, 128)
-    for angles in BOTH_ANGLES:
-        peers = (*everyday, "flash-attention", "torch.compile")
-        yield Row("rope-host", one(decode, angles=angles), None, peers, kind="host")
-    yield Row("rope-host", one(decode, direction="backward"), None, everyday, kind="host")
-
-
-def _query_key() -> Iterator[Row[Call]]:
-    def call(sizes: tuple[int, int, int, int], **other: Any) -> Call:
-        batch, seq, heads, head_dim = sizes
-        return Call(batch, seq, heads, max(1, heads // 4), head_dim, head_dim, **other)
-
-    for (sizes, bar), angles, inplace in itertools.product(
-        [*((s, "large") for s in LARGE_PAIRS), *((s, "small") for s in SMALL_PAIRS)], BOTH_ANGLES, (False, True)
-    ):
-        peers = IN_PLACE if inplace else OUT_OF_PLACE
-        yield Row("rope-qk", call(sizes, angles=angles, inplace=inplace), bar, peers)
-    yield Row("rope-qk", call(LARGE_PAIRS[1], angles="inv_freq"), None, OUT_OF_PLACE)
-    by_id = call(LARGE_PAIRS[1], angles="cos_sin pair", positions="counted", rows=LARGE_PAIRS[1][1])
-    yield Row("rope-qk", by_id, None, OUT_OF_PLACE)
-
-
-def _packed_sequences() -> Iterator[Row[Call]]:
-    for sequences in SEQUENCES:
-        call = Call(1, PACKED_TOKENS, 32, 8, 128, 128, layout="thd", sequences=sequences)
-        yield Row("rope-thd", call, "ragged", OUT_OF_PLACE)
-
-
-def _serving(name: str, tokens: int, **other: Any) -> Call:
+def serving(name: str, tokens: int, **other: Any) -> Call:
+    """The call of a model that serves packed tokens."""
     heads, key_heads, head_dim = MODELS[name]
     return Call(
         1, tokens, heads, key_heads, head_dim, head_dim,
@@ -132,78 +83,154 @@ def _serving(name: str, tokens: int, **other: Any) -> Call:
     )  # fmt: skip
 
 
-def _prefill() -> Iterator[Row[Call]]:
-    for tokens in PREFILL_TOKENS:
-        call = _serving(LLAMA, tokens, positions="counted", rows=tokens)
-        yield Row("rope-prefill", call, "prefill" if tokens >= JUDGED_PREFILL else None, SERVING, LLAMA)
+def _small_bar(direction: Direction, angles: Angles, layout: Layout) -> str | None:
+    judged = direction == "forward" and layout == "bshd"
+    return f"small, {'freqs' if angles == 'freqs pair' else 'cos and sin'}" if judged else None
 
 
-def _decode() -> Iterator[Row[Call]]:
-    for name, tokens in itertools.product(MODELS, DECODE_TOKENS):
-        call = _serving(name, tokens, positions="random", rows=TABLE_ROWS)
-        yield Row("rope-decode", call, "decode", SERVING, name)
+KNOWN = (
+    *(
+        Row(
+            "rope",
+            one(sizes, layout=layout, direction=way),
+            "out of place" if way == "forward" else "backward",
+            EVERYONE,
+        )
+        for way, sizes, layout in itertools.product(DIRECTIONS, LARGE, LAYOUTS)
+    ),
+    *(
+        Row("rope", call, "in place" if call.rotary_dim == call.head_dim else "in place, 64 of 128", EVERYONE)
+        for call in (one(s, layout=layout, inplace=True) for s, layout in itertools.product(LARGE, LAYOUTS))
+    ),
+    *(
+        Row("rope", one(sizes, layout=layout, direction=way, angles=angles), _small_bar(way, angles, layout), EVERYONE)
+        for way, sizes, angles, layout in itertools.product(DIRECTIONS, SMALL, BOTH_ANGLES, LAYOUTS)
+    ),
+)
+NOT_TUNED = (
+    *(
+        Row("rope-untuned", one(sizes, layout=layout), "untuned", LIGHT)
+        for sizes, layout in itertools.product(UNTUNED, LAYOUTS)
+    ),
+    *(Row("rope-untuned", one(sizes, direction="backward"), "untuned", LIGHT) for sizes in UNTUNED),
+)
+STUDY: dict[str, Any] = {"layout": "sbhd", "angles": "freqs feature", "dtype": torch.float32}
+STUDY_BARS: dict[Direction, str] = {"forward": "host, forward", "backward": "host, forward with backward"}
+EVERYDAY = ("eager PyTorch", "torch.add")
+ONE_TOKEN = (1, 1, 32, 128, 128)
+SMALL_CALLS = (
+    *(
+        Row("rope-host", one(sizes, direction=way, **STUDY), bar, EVERYDAY, kind="host")
+        for (way, bar), sizes in itertools.product(STUDY_BARS.items(), STUDIES)
+    ),
+    *(
+        Row(
+            "rope-host",
+            one(ONE_TOKEN, angles=angles),
+            None,
+            (*EVERYDAY, "flash-attention", "torch.compile"),
+            kind="host",
+        )
+        for angles in BOTH_ANGLES
+    ),
+    Row("rope-host", one(ONE_TOKEN, direction="backward"), None, EVERYDAY, kind="host"),
+)
+QUERY_KEY = (
+    *(
+        Row("rope-qk", pair(sizes, angles=angles, inplace=inplace), bar, IN_PLACE if inplace else OUT_OF_PLACE)
+        for (sizes, bar), angles, inplace in itertools.product(
+            [*((s, "large") for s in LARGE_PAIRS), *((s, "small") for s in SMALL_PAIRS)], BOTH_ANGLES, (False, True)
+        )
+    ),
+    Row("rope-qk", pair(LARGE_PAIRS[1], angles="inv_freq"), None, OUT_OF_PLACE),
+    Row(
+        "rope-qk",
+        pair(LARGE_PAIRS[1], angles="cos_sin pair", positions="counted", rows=LARGE_PAIRS[1][1]),
+        None,
+        OUT_OF_PLACE,
+    ),
+)
+RAGGED = tuple(
+    Row("rope-thd", Call(1, PACKED_TOKENS, 32, 8, 128, 128, layout="thd", sequences=count), "ragged", OUT_OF_PLACE)
+    for count in SEQUENCES
+)
+PREFILL = tuple(
+    Row(
+        "rope-prefill",
+        serving(LLAMA, tokens, positions="counted", rows=tokens),
+        "prefill" if tokens >= JUDGED_PREFILL else None,
+        SERVING,
+        LLAMA,
+    )
+    for tokens in PREFILL_TOKENS
+)
+DECODE = tuple(
+    Row("rope-decode", serving(name, tokens, positions="random", rows=TABLE_ROWS), "decode", SERVING, name)
+    for name, tokens in itertools.product(MODELS, DECODE_TOKENS)
+)
+CALLS_HOST = tuple(
+    Row("rope-calls-host", call, bar, HOST, kind="host")
+    for bar, call in {
+        "out of place": Call(1, 1, 32, 0, 128, 128),
+        "in place": Call(1, 1, 32, 0, 128, 128, inplace=True),
+        "query and key in place": Call(1, 1, 32, 8, 128, 128, inplace=True),
+        "with autograd": Call(1, 1, 32, 0, 128, 128, gradient=True),
+    }.items()
+)
+GENERAL = ("torch.compile", "eager PyTorch")
+FEATURES = (
+    Row(
+        "rope-features",
+        Call(1, 4096, 128, 0, 192, 64, layout="thd", inplace=True, interleaved=True, rotated="last"),
+        None,
+        ("flash-attention", *GENERAL),
+        "DeepSeek-V3",
+    ),
+    Row("rope-features", Call(1, 8192, 8, 0, 512, 128, inplace=True, rotated="proportional"), None, GENERAL, "Gemma 4"),
+    Row(
+        "rope-features",
+        Call(2, 8192, 32, 2, 128, 64, interleaved=True),
+        None,
+        ("TransformerEngine", "flash-attention", *GENERAL),
+        "GLM-4-9B",
+    ),
+)
+# Angles of one entry a feature, as TransformerEngine takes them: twice the bytes.
+PER_FEATURE = tuple(
+    Row("rope-feature", one(sizes, direction=direction, angles="freqs feature"), None, LIGHT)
+    for direction, sizes in itertools.product(DIRECTIONS, (*LARGE, *SMALL))
+)
+INTERLEAVED = tuple(
+    Row("rope-interleaved", one(LARGE[0], direction=direction, interleaved=True), None, LIGHT)
+    for direction in DIRECTIONS
+)
+SWEEP = tuple(
+    Row("rope-sweep", one((batch, seq, heads, head_dim, head_dim), direction=direction), None, SWEPT)
+    for (batch, heads, head_dim), direction, seq in itertools.product(SWEEPS.values(), DIRECTIONS, SWEEP_SEQUENCES)
+)
 
-
-def _calls_host() -> Iterator[Row[Call]]:
-    out_of_place = Call(1, 1, 32, 0, 128, 128)
-    calls = {
-        "out of place": out_of_place,
-        "in place": dataclasses.replace(out_of_place, inplace=True),
-        "query and key in place": dataclasses.replace(out_of_place, inplace=True, key_heads=8),
-        "with autograd": dataclasses.replace(out_of_place, gradient=True),
-    }
-    for bar, call in calls.items():
-        yield Row("rope-calls-host", call, bar, HOST, kind="host")
-
-
-def _features() -> Iterator[Row[Call]]:
-    general = ("torch.compile", "eager PyTorch")
-    trailing = Call(1, 4096, 128, 0, 192, 64, layout="thd", inplace=True, interleaved=True, rotated="last")
-    yield Row("rope-features", trailing, None, ("flash-attention", *general), "DeepSeek-V3")
-    proportional = Call(1, 8192, 8, 0, 512, 128, inplace=True, rotated="proportional")
-    yield Row("rope-features", proportional, None, general, "Gemma 4")
-    glm = Call(2, 8192, 32, 2, 128, 64, interleaved=True)
-    yield Row("rope-features", glm, None, ("TransformerEngine", "flash-attention", *general), "GLM-4-9B")
-
-
-def _feature() -> Iterator[Row[Call]]:
-    """Angles of one entry a feature, as TransformerEngine takes them: twice the bytes."""
-    for direction, sizes in itertools.product(DIRECTIONS, (*LARGE, *SMALL)):
-        yield Row("rope-feature", one(sizes, direction=direction, angles="freqs feature"), None, LIGHT)
-
-
-def _interleaved() -> Iterator[Row[Call]]:
-    for direction in DIRECTIONS:
-        yield Row("rope-interleaved", one(LARGE[0], direction=direction, interleaved=True), None, LIGHT)
-
-
-def _sweep() -> Iterator[Row[Call]]:
-    for (batch, heads, head_dim), direction, seq in itertools.product(SWEEPS.values(), DIRECTIONS, SWEEP_SEQUENCES):
-        yield Row("rope-sweep", one((batch, seq, heads, head_dim, head_dim), direction=direction), None, SWEPT)
-
-
-COMPLETE: dict[str, Callable[[], Iterator[Row[Call]]]] = {  # calls as models make them
-    "rope-qk": _query_key,
-    "rope-thd": _packed_sequences,
-    "rope-prefill": _prefill,
-    "rope-decode": _decode,
-    "rope-calls-host": _calls_host,
-    "rope-features": _features,
+COMPLETE: dict[str, Sequence[Row[Call]]] = {  # calls as models make them
+    "rope-qk": QUERY_KEY,
+    "rope-thd": RAGGED,
+    "rope-prefill": PREFILL,
+    "rope-decode": DECODE,
+    "rope-calls-host": CALLS_HOST,
+    "rope-features": FEATURES,
 }
-SUITES = {
-    "rope": _known,  # first: what the bars are about
-    "rope-untuned": _untuned,
-    "rope-host": _host,
+SUITES: dict[str, Sequence[Row[Call]]] = {
+    "rope": KNOWN,  # first: what the bars are about
+    "rope-untuned": NOT_TUNED,
+    "rope-host": SMALL_CALLS,
     **COMPLETE,
-    "rope-feature": _feature,
-    "rope-interleaved": _interleaved,
-    "rope-sweep": _sweep,
+    "rope-feature": PER_FEATURE,
+    "rope-interleaved": INTERLEAVED,
+    "rope-sweep": SWEEP,
 }
 
 
 def rows() -> list[Row[Call]]:
     """The plan."""
-    return [row for suite in SUITES.values() for row in suite()]
+    return [row for suite in SUITES.values() for row in suite]
 
 
 def quick(plan: Sequence[Row[Call]]) -> list[Row[Call]]:

@@ -7,16 +7,15 @@ import importlib
 import importlib.metadata
 import json
 import platform
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
 import triton
 
+from generator.disk import write_whole
 from tuned.lookup.device import device_slug
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-    from pathlib import Path
 
 DIGITS = 4  # of a ratio; times keep 3, a nanosecond
 NO_RIVAL = "torch.add"  # what any call costs; neither RoPE nor a GRU
@@ -179,9 +178,7 @@ class Results:
         self.save()
 
     def save(self) -> None:
-        """Write all of it, then move it into place."""
+        """Write all of it, whole or not at all."""
         content = {"environment": self.environment, "rows": list(self.rows.values()), "skipped": self.skipped}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".json.partial")
-        partial.write_text(json.dumps(content, indent=1) + "\n")
-        partial.replace(self.path)
+        write_whole(self.path, (json.dumps(content, indent=1) + "\n").encode())

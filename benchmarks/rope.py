@@ -10,20 +10,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from benchmarks import call as calls
 from benchmarks import clock, peers, plan, record, session
-from benchmarks.call import Call
+from benchmarks.call import Call, Launch, Tensors
 from benchmarks.record import NO_RIVAL, Row
 from generator.measuring.bench import summarise
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from benchmarks.call import Launch, Tensors
 
 WARM_UPS = 3  # calls before timing: TorchScript profiles two before it fuses
 OURS = "ours"

@@ -8,15 +8,13 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from benchmarks import record
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 R = TypeVar("R", bound=record.Row[Any])
 DEFAULT_MINUTES = 9.0

@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks import bars
 from benchmarks.plan import COMPLETE, MODELS, SUITES
 from benchmarks.session import RESULTS
+from generator.disk import put_between
 
 Result = dict[str, Any]
 Column = tuple[str, Callable[[Result], str]]  # heading, and what the cell of a row says
@@ -288,17 +289,6 @@ def gru_markdown(results: Result) -> str:
 # The command ----------------------------------------------------------------------------------------------------------
 
 
-def write(path: Path, name: str, text: str) -> None:
-    """Put text between the marks of this name in a file, and leave the rest alone."""
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    before = path.read_text()
-    if before.count(begin) != 1 or before.count(end) != 1:
-        raise SystemExit(f"{path} must hold the marks {begin} and {end} once each")
-    head, rest = before.split(begin)
-    tail = rest.split(end)[1]
-    path.write_text(f"{head}{begin}\n{text}\n{end}{tail}")
-
-
 def read(paths: Sequence[Path]) -> list[Result]:
     """Results without the rows of suites that those before them have."""
     seen: set[str] = set()
@@ -345,10 +335,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     layouts = ("bshd", "sbhd", "thd") if options.all else ("bshd",)
     texts = {"bars": bars.report(merged(documents))} if options.bars else parts(documents, layouts)
     for name, text in texts.items():
-        if options.write:
-            write(options.write, name, text)
-        else:
+        if not options.write:
             print(text)
+            continue
+        try:
+            put_between(options.write, name, text)
+        except ValueError as error:
+            raise SystemExit(str(error)) from error
     return 0
 
 

@@ -19,8 +19,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from xml.etree import ElementTree as ET
 
 from generator.cache import cache_folder
@@ -39,9 +40,6 @@ from generator.publishing.verified import (
     verified_path,
     verified_text,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 PROCESSES = 14
 SANITIZED_PROCESSES = 12  # one a share

@@ -16,23 +16,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from shared import DTYPES, Decoder, Layers, apply_rotary_pos_emb, check_heads, parser_of, waiting_for
 from torch import nn
 
 import tuned
 from tuned.dispatch import rope_qk
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-THETA = 10_000.0  # of the first Llama
 RUNS = 3  # of which the median is printed
 WARM_UP = 3  # steps before a graph is captured: kernels are compiled and libraries loaded in them
 
@@ -53,38 +49,8 @@ class State:
         self.written.zero_()
 
 
-def rotate_half(x: torch.Tensor) -> torch.Tensor:
-    """The other feature of each pair, with its sign: (-x2, x1) for the halves x1 and x2 of the last axis."""
-    first, second = x.chunk(2, -1)
-    return torch.cat((-second, first), -1)
-
-
-def apply_rotary_pos_emb(
-    q: torch.Tensor, k: torch.Tensor, *, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The usual formula for q [B, 1, heads, D] and k [B, 1, kv_heads, D]; cos and sin [D], both halves alike."""
-    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
-
-
-class Block(nn.Module):
+class Block(Layers):
     """Attention to the cache, and a feed-forward layer. E hidden, D features a head."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__()
-        hidden, head_dim = options.hidden, options.hidden // options.heads
-        inner = 64 * math.ceil(hidden / 24)  # 8/3 of hidden, up to a multiple of 64
-        self.heads, self.kv_heads = options.heads, options.kv_heads
-        self.attention_norm = nn.RMSNorm(hidden)
-        self.qkv = nn.Linear(hidden, (options.heads + 2 * options.kv_heads) * head_dim, bias=False)
-        self.attended = nn.Linear(hidden, hidden, bias=False)
-        self.feed_forward_norm = nn.RMSNorm(hidden)
-        self.gate_and_up = nn.Linear(hidden, 2 * inner, bias=False)
-        self.down = nn.Linear(inner, hidden, bias=False)
-
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The q [B, 1, heads, D], k and v [B, 1, kv_heads, D] of x [B, 1, E]: views of one tensor."""
-        packed = self.qkv(self.attention_norm(x)).unflatten(-1, (self.heads + 2 * self.kv_heads, -1))
-        return packed.split((self.heads, self.kv_heads, self.kv_heads), 2)  # type: ignore[no-any-return]
 
     def forward(
         self, x: torch.Tensor, rotate: Callable[..., Any], state: State, cache: torch.Tensor, seen: torch.Tensor
@@ -98,25 +64,16 @@ class Block(nn.Module):
         # The query heads that share a key head stand where a longer text has its queries: nothing is repeated.
         groups = q.reshape(len(x), self.kv_heads, self.heads // self.kv_heads, -1)  # [B, kv_heads, group, D]
         heads = nn.functional.scaled_dot_product_attention(groups, cache[0], cache[1], attn_mask=seen)
-        x = x + self.attended(heads.flatten(1)[:, None])
-        gate, up = self.gate_and_up(self.feed_forward_norm(x)).chunk(2, -1)
-        following: torch.Tensor = x + self.down(nn.functional.silu(gate) * up)
-        return following
+        return self.added(x, heads.flatten(1)[:, None])
 
 
-class Llama(nn.Module):
-    """Plain PyTorch: embedding, blocks, output layer."""
+class Llama(Decoder):
+    """Plain PyTorch."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(options.symbols, options.hidden)
-        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
-        self.norm = nn.RMSNorm(options.hidden)
-        self.output = nn.Linear(options.hidden, options.symbols, bias=False)
-        head_dim = options.hidden // options.heads
-        angles = torch.outer(torch.arange(options.tokens), THETA ** (-torch.arange(0, head_dim, 2) / head_dim))
+        super().__init__(options, Block, options.tokens)
         # No buffer: to(dtype) would round it.
-        self.cos_sin_cache = torch.cat((angles.cos(), angles.sin()), -1).to(options.device)  # [T, D] float32
+        self.cos_sin_cache = torch.cat((self.angles.cos(), self.angles.sin()), -1).to(options.device)  # [T, D] float32
 
     def rotation(self, position: torch.Tensor) -> partial[Any]:
         """What rotates q and k, made once for all blocks; cos and sin in the dtype of these, as is usual."""
@@ -178,7 +135,7 @@ def captured(step: Callable[[], object], state: State, first: torch.Tensor) -> C
 
 def written_by(step: Callable[[], object], state: State, first: torch.Tensor) -> tuple[torch.Tensor, float]:
     """The tokens [B, T] that the steps write, and the seconds that they take."""
-    wait: Callable[[], object] = torch.cuda.synchronize if first.device.type == "cuda" else int  # int() does nothing
+    wait = waiting_for(first.device.type)
     state.restart(first)
     wait()
     begun = time.perf_counter()
@@ -229,22 +186,19 @@ def compare(models: Sequence[Llama], options: argparse.Namespace, first: torch.T
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write with both models in every way that the device has; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=128, help="to write, a text")
-    parser.add_argument("--symbols", type=int, default=1024, help="in the alphabet")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = parser_of(
+        __doc__,
+        tuple(DTYPES),
+        hidden=(256, None),
+        heads=(8, None),
+        kv_heads=(2, None),
+        layers=(4, None),
+        batch=(4, None),
+        tokens=(128, "to write, a text"),
+        symbols=(1024, "in the alphabet"),
+    )
     options = parser.parse_args(arguments)
-    if options.device == "auto":
-        options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if options.hidden % (2 * options.heads) or options.heads % options.kv_heads:
-        parser.error("--hidden must be an even multiple of --heads, and --heads a multiple of --kv-heads")
+    check_heads(parser, options)
 
     torch.manual_seed(options.seed)
     models = [kind(options).to(options.device, DTYPES[options.dtype]) for kind in (Llama, TunedLlama)]

@@ -14,92 +14,51 @@ Exit code 1: at the start, where the two models are the same, their gradients di
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import shared
 import torch
 from torch import nn
 
 import tuned
 from tuned.dispatch import rope_qk
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {name: shared.DTYPES[name] for name in ("float32", "bfloat16")}
 ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}  # in a parameter's gradient, relative; a wrong rotation gives about 1
-THETA = 10_000.0  # of the first Llama
 COMPILING = 3  # first steps, in which kernels are compiled and memory is allocated: their times are left out
 
 
-def rotate_half(x: torch.Tensor) -> torch.Tensor:
-    """The other feature of each pair, with its sign: (-x2, x1) for the halves x1 and x2 of the last axis."""
-    first, second = x.chunk(2, -1)
-    return torch.cat((-second, first), -1)
-
-
-def apply_rotary_pos_emb(
-    q: torch.Tensor, k: torch.Tensor, *, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The usual formula for q [B, S, heads, D] and k [B, S, kv_heads, D]; cos and sin [S, 1, D], both halves alike."""
-    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
-
-
-class Block(nn.Module):
+class Block(shared.Layers):
     """Attention and a feed-forward layer. B texts, S positions, E hidden, D features a head."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__()
-        hidden, head_dim = options.hidden, options.hidden // options.heads
-        inner = 64 * math.ceil(hidden / 24)  # 8/3 of hidden, up to a multiple of 64
-        self.head_dim = head_dim
-        self.attention_norm = nn.RMSNorm(hidden)
-        self.q = nn.Linear(hidden, options.heads * head_dim, bias=False)
-        self.k = nn.Linear(hidden, options.kv_heads * head_dim, bias=False)
-        self.v = nn.Linear(hidden, options.kv_heads * head_dim, bias=False)
-        self.attended = nn.Linear(hidden, hidden, bias=False)
-        self.feed_forward_norm = nn.RMSNorm(hidden)
-        self.gate = nn.Linear(hidden, inner, bias=False)
-        self.up = nn.Linear(hidden, inner, bias=False)
-        self.down = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: torch.Tensor, rotate: Callable[..., Any]) -> torch.Tensor:
         """[B, S, E] from the same, given what rotates q and k."""
-        normed = self.attention_norm(x)
-        q, k, v = (layer(normed).unflatten(-1, (-1, self.head_dim)) for layer in (self.q, self.k, self.v))
+        q, k, v = self.project(x)
         q, k = rotate(q, k)
         heads = nn.functional.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
         )
-        x = x + self.attended(heads.transpose(1, 2).flatten(2))
-        normed = self.feed_forward_norm(x)
-        following: torch.Tensor = x + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
-        return following
+        return self.added(x, heads.transpose(1, 2).flatten(2))
 
 
-class Llama(nn.Module):
-    """Plain PyTorch: embedding, blocks, output layer."""
+class Llama(shared.Decoder):
+    """Plain PyTorch."""
 
     freqs: torch.Tensor
 
     def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__()
+        super().__init__(options, Block, options.seq)
         self.dtype = DTYPES[options.dtype]
-        self.embedding = nn.Embedding(options.symbols, options.hidden)
-        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
-        self.norm = nn.RMSNorm(options.hidden)
-        self.output = nn.Linear(options.hidden, options.symbols, bias=False)
-        head_dim = options.hidden // options.heads
-        inv_freq = THETA ** (-torch.arange(0, head_dim, 2) / head_dim)
-        self.register_buffer("freqs", torch.outer(torch.arange(options.seq), inv_freq))  # [S, D / 2] radians
+        self.register_buffer("freqs", self.angles)  # [S, D / 2] radians
 
     def rotation(self) -> partial[Any]:
         """What rotates q and k, made once for all blocks; cos and sin in the dtype of these, as is usual."""
         angles = torch.cat((self.freqs, self.freqs), -1)[:, None]
-        return partial(apply_rotary_pos_emb, cos=angles.cos().to(self.dtype), sin=angles.sin().to(self.dtype))
+        return partial(shared.apply_rotary_pos_emb, cos=angles.cos().to(self.dtype), sin=angles.sin().to(self.dtype))
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """Logits [B, S, symbols] of what follows each position of a text [B, S]."""
@@ -158,7 +117,7 @@ def train_step(model: Llama, optimiser: torch.optim.Optimizer, text: torch.Tenso
 
 def train(models: Sequence[Llama], options: argparse.Namespace, random: torch.Generator) -> None:
     """Train the two on the same texts, a step of each in turn; print losses and the median times of a step."""
-    wait: Callable[[], object] = torch.cuda.synchronize if options.device == "cuda" else int  # int() does nothing
+    wait = shared.waiting_for(options.device)
     runs = [(model, torch.optim.AdamW(model.parameters(), lr=options.rate)) for model in models]
     times: list[list[float]] = [[] for _ in models]
     losses: list[list[float]] = [[] for _ in models]
@@ -184,24 +143,22 @@ def train(models: Sequence[Llama], options: argparse.Namespace, random: torch.Ge
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare gradients, then train both; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--seq", type=int, default=32, help="symbols in a text, an even number")
-    parser.add_argument("--batch", type=int, default=32, help="texts a step")
-    parser.add_argument("--symbols", type=int, default=16, help="in the alphabet")
-    parser.add_argument("--steps", type=int, default=100, help="of training")
-    parser.add_argument("--rate", type=float, default=2e-3, help="of learning; a wide model wants a lower one")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="of autocast; parameters are float32")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = shared.parser_of(
+        __doc__,
+        tuple(DTYPES),
+        "of autocast; parameters are float32",
+        hidden=(64, None),
+        heads=(4, None),
+        kv_heads=(2, None),
+        layers=(2, None),
+        seq=(32, "symbols in a text, an even number"),
+        batch=(32, "texts a step"),
+        symbols=(16, "in the alphabet"),
+        steps=(100, "of training"),
+        rate=(2e-3, "of learning; a wide model wants a lower one"),
+    )
     options = parser.parse_args(arguments)
-    if options.device == "auto":
-        options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if options.hidden % (2 * options.heads) or options.heads % options.kv_heads:
-        parser.error("--hidden must be an even multiple of --heads, and --heads a multiple of --kv-heads")
+    shared.check_heads(parser, options)
     if options.seq % 2:
         parser.error(f"--seq must be even, since its halves are alike, got {options.seq}")
 

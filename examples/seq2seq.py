@@ -17,20 +17,18 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from shared import DTYPES, parser_of, waiting_for
 from torch import nn
 
 import tuned
 import tuned.nn
 from tuned.dispatch import linear_cat
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SECONDS = 0.3  # for which each pair of times is sampled, at least
 CALLS = 5  # between two looks at the clock, so that waiting for the GPU weighs little
 
@@ -120,7 +118,7 @@ def report(when: str, model: Seq2Seq, batch: tuple[torch.Tensor, torch.Tensor]) 
 
 def compare_times(name: str, calls: Sequence[Callable[[], object]], device: str) -> None:
     """Print the median milliseconds of the call before and after the swap, taken in turns, and their ratio."""
-    wait: Callable[[], object] = torch.cuda.synchronize if device == "cuda" else int  # int() does nothing
+    wait = waiting_for(device)
     times: list[list[float]] = [[] for _ in calls]
     for call in calls:
         call()  # the first compiles
@@ -177,18 +175,17 @@ def compare(before: Seq2Seq, after: TunedSeq2Seq, options: argparse.Namespace, s
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, swap the kernels in, compare; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--steps", type=int, default=500, help="of training")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--length", type=int, default=8, help="of the longest source; one length a batch")
-    parser.add_argument("--symbols", type=int, default=10, help="in the alphabet")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="after training, which is float32")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = parser_of(
+        __doc__,
+        tuple(DTYPES),
+        "after training, which is float32",
+        steps=(500, "of training"),
+        batch=(64, None),
+        hidden=(128, None),
+        length=(8, "of the longest source; one length a batch"),
+        symbols=(10, "in the alphabet"),
+    )
     options = parser.parse_args(arguments)
-    if options.device == "auto":
-        options.device = "cuda" if torch.cuda.is_available() else "cpu"
 
     torch.manual_seed(options.seed)
     random = torch.Generator().manual_seed(options.seed)

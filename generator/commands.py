@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,37 +16,29 @@ from typing import TYPE_CHECKING, Any
 from tuned.lookup.record import RecordError
 
 from . import gpu
-from .disk import naming, write_whole
-from .estimating.targets import target_named
+from .disk import naming, put_between, write_whole
+from .estimating.targets import UnknownTargetError, target_named
 from .evaluation.portfolio import candidates
 from .locks import gpu_identity, gpu_lock
 from .places import LANDSCAPES, ROOT
-from .problem import Problem
+from .problem import Problem, SelectionError
 from .processes.compiler import CompilerPool
-from .processes.worker import Worker, WorkerLostError
+from .processes.worker import Worker
 from .publishing.files import render_all
 from .publishing.tables import write_table
 from .reporting.funnel import Funnel, funnel_of
 from .reporting.progress import bar
 from .reporting.report import knobs, percent_of_floor, problem_lines, stages_table, winners_table
-from .searching.fleet import Fleet, FleetError, Seat, seats
+from .searching.fleet import Fleet, FleetError, Seat, seats, trouble
 from .searching.pool import legal_pool
-from .searching.queues import MixedDevicesError, share_storage
+from .searching.queues import share_storage
 from .searching.run import Orders, Run, Tools, tune_all
 from .searching.search import Outcome
-from .selection import SelectionError, select
-from .storage.backends import (
-    LOST_STORAGE,
-    StorageError,
-    close_storage,
-    journal_path,
-    lost_storage,
-    open_storage,
-    opened_storage,
-)
+from .selection import select
+from .storage.backends import journal_path, opened_storage
 from .storage.journal import Journal
 from .storage.record import WINNERS, read_record
-from .workload import WORKLOADS
+from .workload import default_variant
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,13 +76,10 @@ def tune(options: Options, console: Console) -> int:
         if options.gpu != "auto" or options.gpus is not None or options.storage is not None:
             return 1
         return estimate(options, DEFAULT_TARGET, console)
-    try:
-        if options.gpus is None:
-            indices = [gpu.choose_gpu(facts.names, options.gpu)]
-        else:
-            indices = gpu.choose_gpus(facts.names, options.gpus)
-    except gpu.NoSuchGpuError as error:
-        raise SelectionError(str(error)) from error
+    if options.gpus is None:
+        indices = [gpu.choose_gpu(facts.names, options.gpu)]
+    else:
+        indices = gpu.choose_gpus(facts.names, options.gpus)
     places = seats(indices, os.cpu_count() or 1, options.storage)
     end = time.monotonic() + options.budget_s
     chosen = candidates if options.quick else None
@@ -98,67 +88,77 @@ def tune(options: Options, console: Console) -> int:
         options.out is None or options.out.resolve() == WINNERS.resolve()
     ):  # what models import follows the package's record
         orders = dataclasses.replace(orders, write_table=write_table, render=render_all)
-    try:
-        if options.storage is not None:
-            close_storage(open_storage(options.storage, ""))  # what cannot be reached is said before a GPU is woken
-        return (_measure if len(places) == 1 else _measure_on_many)(options, orders, places, console)
-    except (StorageError, MixedDevicesError, FleetError, WorkerLostError) as error:
-        say(console, f"tune.py: {error}")
-        return 1
-    except Exception as error:
-        if not lost_storage(error):
-            raise
-        say(console, f"tune.py: {LOST_STORAGE}")
-        return 1
+    if options.storage is not None:
+        with opened_storage(options.storage, ""):  # what cannot be reached is said before a GPU is woken
+            pass
+    start = time.monotonic()
+    run = Run(problems)
+    with bar(console, len(problems), options.budget_s) as report:
+        (_measure if len(places) == 1 else _measure_on_many)(run, orders, places, report, console)
+    return _tell(run, options, time.monotonic() - start, console, len(places))
+
+
+def refusal(error: BaseException) -> tuple[str, int] | None:
+    """The sentence and the exit code for what ends a command; None if it is a defect."""
+    if isinstance(error, SelectionError | gpu.NoSuchGpuError | UnknownTargetError):  # of what was asked for
+        return str(error), 2
+    if isinstance(error, RecordError | FleetError):
+        return str(error), 1
+    if isinstance(
+        error, KeyboardInterrupt
+    ):  # a run on a GPU has its own answer; nothing else leaves anything half done
+        return "interrupted", INTERRUPTED
+    said = trouble(error)
+    return None if said is None else (said, 1)
 
 
 @contextlib.contextmanager
-def measuring(seat: Seat, waiting: Callable[[str], None]) -> Iterator[Tools]:
-    """Everything that tuning on one GPU takes; ended with the block. ``waiting`` is told who else measures there."""
-    with gpu_lock(gpu_identity(seat.gpu), waiting):
-        worker = Worker(seat.gpu)
-        compiler = CompilerPool(seat.compilers)
+def _on_gpu(
+    index: int, compilers: int | None, waiting: Callable[[str], None]
+) -> Iterator[tuple[Worker, CompilerPool, dict[str, Any]]]:
+    """A worker on a GPU, compilers beside it, and what it measures with; ended with the block."""
+    with gpu_lock(gpu_identity(index), waiting):
+        worker = Worker(index)
+        compiler = CompilerPool(compilers)
         try:
             worker.start()
-            environment = worker.environment()
-            with opened_storage(seat.storage, environment["device"]) as storage:
-                if seat.storage is not None:
-                    share_storage(storage, environment["device"])
-                yield Tools(worker, compiler, Journal(storage), environment)
+            yield worker, compiler, worker.environment()
         finally:
             worker.stop()
             compiler.shutdown(wait=False, cancel_futures=True)
 
 
-def _measure(options: Options, orders: Orders, places: list[Seat], console: Console) -> int:
+@contextlib.contextmanager
+def measuring(seat: Seat, waiting: Callable[[str], None]) -> Iterator[Tools]:
+    """Everything that tuning on one GPU takes; ended with the block. ``waiting`` is told who else measures there."""
+    with (
+        _on_gpu(seat.gpu, seat.compilers, waiting) as (worker, compiler, environment),
+        opened_storage(seat.storage, environment["device"]) as storage,
+    ):
+        if seat.storage is not None:
+            share_storage(storage, environment["device"])
+        yield Tools(worker, compiler, Journal(storage), environment)
+
+
+def _measure(run: Run, orders: Orders, places: list[Seat], report: Callable[..., None], console: Console) -> None:
     """On one GPU, in this process; other hosts may share the problems through a storage."""
-    start = time.monotonic()
-    run = Run(orders.problems)
-    seat = places[0]
+    (seat,) = places
     try:
         with measuring(seat, lambda text: say(console, text)) as tools:
             say(console, _with_what(tools.environment, orders, places))
-            queue = None
-            if seat.storage is not None:
-                queue = orders.queue(tools.journal.storage, tools.environment, seat.owner)
-            with bar(console, len(orders.problems), options.budget_s) as report:
-                tune_all(
-                    run,
-                    tools,
-                    orders,
-                    queue=queue,
-                    report=report,
-                    done=lambda p, result: say(console, _line(p, result)),
-                )
+            storage = None if seat.storage is None else tools.journal.storage
+            queue = orders.queue(storage, tools.environment, seat.owner)
+            tune_all(
+                run, tools, orders, queue=queue, report=report, done=lambda p, found: say(console, _line(p, found))
+            )
     except KeyboardInterrupt:  # before the first problem
         run.interrupted = True
-    return _tell(run, options, time.monotonic() - start, console)
 
 
-def _measure_on_many(options: Options, orders: Orders, places: list[Seat], console: Console) -> int:
+def _measure_on_many(
+    run: Run, orders: Orders, places: list[Seat], report: Callable[..., None], console: Console
+) -> None:
     """On several GPUs of this host, a process each."""
-    start = time.monotonic()
-    run = Run(orders.problems)
     told: list[int] = []
 
     def started(seat: Seat, environment: dict[str, Any]) -> None:
@@ -166,17 +166,15 @@ def _measure_on_many(options: Options, orders: Orders, places: list[Seat], conso
             say(console, _with_what(environment, orders, places))
         told.append(seat.gpu)
 
-    with bar(console, len(orders.problems), options.budget_s) as report:
-        fleet = Fleet(
-            run,
-            orders,
-            started=started,
-            report=lambda index, progress, gpu_index: report(index, progress, f"GPU {gpu_index}"),
-            done=lambda problem, result: say(console, _line(problem, result)),
-            say=lambda text: say(console, text),
-        )
-        fleet.tune(places, measuring)
-    return _tell(run, options, time.monotonic() - start, console, len(places))
+    fleet = Fleet(
+        run,
+        orders,
+        started=started,
+        report=lambda index, progress, gpu_index: report(index, progress, f"GPU {gpu_index}"),
+        done=lambda problem, result: say(console, _line(problem, result)),
+        say=lambda text: say(console, text),
+    )
+    fleet.tune(places, measuring)
 
 
 def _with_what(environment: dict[str, Any], orders: Orders, places: list[Seat]) -> str:
@@ -193,17 +191,16 @@ def _line(problem: Problem, result: Outcome | str) -> str:
     if isinstance(result, str):
         return f"{problem.name}: skipped: {result}"
     winner = result.winner
-    default = WORKLOADS[problem.family].family.default_variant(problem.spec, problem.size)
     failed = f", {len(result.failed)} failed" if result.failed else ""
     if result.passing:
         failed += f", {result.passing} of them to be tried again by the next run"
     return (
         f"{problem.name}: {winner.median_us:.2f} us, {percent_of_floor(winner):.1f}% of the floor, "
-        f"{result.measured} of {result.pool} measured ({result.remembered} before{failed}): {knobs(winner.variant, default)}"
+        f"{result.measured} of {result.pool} measured ({result.remembered} before{failed}): {knobs(winner.variant, default_variant(problem))}"
     )
 
 
-def _tell(run: Run, options: Options, elapsed_s: float, console: Console, gpus: int = 1) -> int:
+def _tell(run: Run, options: Options, elapsed_s: float, console: Console, gpus: int) -> int:
     if run.winners:
         console.print(winners_table(run.winners, f"Measured in {elapsed_s / 60:.1f} minutes"))
     if run.outcomes:
@@ -211,8 +208,7 @@ def _tell(run: Run, options: Options, elapsed_s: float, console: Console, gpus: 
         say(console, str(sum(map(funnel_of, run.outcomes.values()), Funnel())))
     if run.others:
         say(console, f"{len(run.others)} of these were found by other tuners")
-    for name, reason in run.skipped.items():
-        say(console, f"skipped {name}: {reason}")
+    say(console, *(f"skipped {name}: {reason}" for name, reason in run.skipped.items()))
     if run.record is not None:
         if options.out is None:
             say(console, f"models import it: tuned.dispatch, through tuned/tables/{run.record.stem}.py")
@@ -230,18 +226,16 @@ def _tell(run: Run, options: Options, elapsed_s: float, console: Console, gpus: 
     return 0 if run.winners or not run.problems else 1
 
 
-def say(console: Console, text: str) -> None:
-    """Print a line as it is."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+def say(console: Console, *lines: str) -> None:
+    """Print lines as they are."""
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def render(console: Console) -> int:
     """Write every generated file again."""
     written, deleted = render_all()
-    for name in written:
-        say(console, f"wrote tuned/{name}")
-    for name in deleted:
-        say(console, f"deleted tuned/{name}")
+    say(console, *(f"wrote tuned/{name}" for name in written), *(f"deleted tuned/{name}" for name in deleted))
     say(console, f"{len(written)} written, {len(deleted)} deleted; every other generated file is as it should be")
     return 0
 
@@ -250,8 +244,7 @@ def list_problems(options: Options, console: Console) -> int:
     """List the problems, with what the record of the target has."""
     device = options.target or DEFAULT_TARGET
     winners = read_record(device, options.out)
-    for line in problem_lines(select(options.family, options.problems, folder=options.out), winners, device):
-        say(console, line)
+    say(console, *problem_lines(select(options.family, options.problems, folder=options.out), winners, device))
     return 0
 
 
@@ -262,8 +255,7 @@ def dry_run(options: Options, console: Console) -> int:
         pool = legal_pool(problem, target.capability, target.processors)
         trials = min(options.trials or TRIALS, len(pool.variants))
         say(console, f"{problem.name}: {pool.declared} declared -> {len(pool.variants)} legal -> {trials} to measure")
-        for rule, count in pool.rejected.items():
-            say(console, f"    {count:5} tiles: {rule}")
+        say(console, *(f"    {count:5} tiles: {rule}" for rule, count in pool.rejected.items()))
     return 0
 
 
@@ -276,8 +268,7 @@ def check(options: Options, console: Console, *, release: bool = False) -> int:
 
     problems = select(options.family, options.problems, folder=options.out)
     found = sorted(findings(problems, options.target, options.out), key=lambda f: KINDS.index(f.kind))
-    for finding in found:
-        say(console, finding.text)
+    say(console, *(finding.text for finding in found))
     to_do = ("hard", "unverified") if release else ("hard",)
     hard = sum(f.kind in to_do for f in found)
     soft = sum(f.kind != "note" for f in found) - hard
@@ -346,14 +337,20 @@ def estimate(options: Options, target: str, console: Console) -> int:
     return 0 if right else 1
 
 
-def show(name: str, device: str | None, folder: Path | None) -> str:
-    """The winner of a problem as one file."""
+def show(name: str, device: str | None, folder: Path | None, path: Path | None, console: Console) -> int:
+    """Write the winner of a problem as one file, or to the terminal as it is."""
     from .reporting.show import standalone, winner_of  # noqa: PLC0415
 
-    return standalone(winner_of(name, device, folder))
+    text = standalone(winner_of(name, device, folder))
+    if path is None:
+        sys.stdout.write(text)
+    else:
+        write(path, text)
+        say(console, f"wrote {path}")
+    return 0
 
 
-def report(device: str | None, folder: Path | None, storage: str | None, path: Path | None) -> Path:
+def report(device: str | None, folder: Path | None, storage: str | None, path: Path | None, console: Console) -> int:
     """Write the page of a device: one HTML file that needs no network."""
     from .reporting.html.page import collect, page  # noqa: PLC0415
     from .reporting.show import recorded_device  # noqa: PLC0415
@@ -362,7 +359,8 @@ def report(device: str | None, folder: Path | None, storage: str | None, path: P
     path = path or Path(f"report-{device}.html")
     with _journal(device, storage) as journal:
         write(path, page(collect(device, folder, journal)))
-    return path
+    say(console, f"wrote {path}")
+    return 0
 
 
 def write(path: Path, text: str) -> None:
@@ -386,8 +384,7 @@ def explain(name: str, device: str | None, folder: Path | None, storage: str | N
         except RecordError:
             device = DEFAULT_TARGET
     with _journal(device, storage) as journal:
-        for line in explaining.explain(problem_named(name, folder), device, folder, journal):
-            say(console, line)
+        say(console, *explaining.explain(problem_named(name, folder), device, folder, journal))
     return 0
 
 
@@ -415,7 +412,7 @@ def replay(device: str, seeds: int, write: Path | None, console: Console, *, pla
         searched = evidence.searches(landscapes, seeds, plain=plain, tell=status.update)
         console.print(evidence.search_table(landscapes, searched))
         if write is not None:
-            evidence.put_between(write, "replay", evidence.search_markdown(searched))
+            put_between(write, "replay", evidence.search_markdown(searched))
         found = evidence.agreements(landscapes, seeds)
         say(
             console,
@@ -437,16 +434,7 @@ def landscape(names: str, gpu_option: str, folder: Path | None, console: Console
         say(console, answer.message)
         return 1
     index = gpu.choose_gpu(facts.names, gpu_option)
-    worker, compiler = Worker(index), CompilerPool()
-    try:
-        with gpu_lock(gpu_identity(index), lambda text: say(console, text)):
-            worker.start()
-            environment = worker.environment()
-            for problem, path, seconds in record_all(problems, worker, compiler, environment, folder or LANDSCAPES):
-                say(console, f"{problem.name}: {seconds:.0f} s, {path}")
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    finally:
-        worker.stop()
-        compiler.shutdown(wait=False, cancel_futures=True)
+    with _on_gpu(index, None, lambda text: say(console, text)) as (worker, compiler, environment):
+        for problem, path, seconds in record_all(problems, worker, compiler, environment, folder or LANDSCAPES):
+            say(console, f"{problem.name}: {seconds:.0f} s, {path}")
     return 0

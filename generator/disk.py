@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,19 @@ def naming(path: Path) -> Iterator[None]:
         if error.errno is not None:
             error.filename = str(path)
         raise
+
+
+def put_between(path: Path, mark: str, text: str) -> None:
+    """Write a text between the marks of a file, and leave the rest alone.
+
+    Raises:
+        ValueError: the file does not have them, once each and in order.
+    """
+    begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
+    parts = re.split(f"({begin}|{end})", path.read_text())
+    if parts[1::2] != [begin, end]:
+        raise ValueError(f"{path} must have the marks {begin} and {end}, once each")
+    path.write_text(f"{parts[0]}{begin}\n{text}\n{end}{parts[-1]}")
 
 
 def disk_trouble(error: OSError) -> str | None:

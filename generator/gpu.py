@@ -130,16 +130,12 @@ def choose_gpus(names: tuple[str, ...], wanted: str) -> list[int]:
         raise NoSuchGpuError(f"--gpus must be all or indices of GPUs here ({there}), as in 0,1, got {wanted!r}")
     models = {names[i] for i in indices}
     if len(models) > 1:
+        alike = ",".join(str(i) for i in indices if names[i] == names[indices[0]])
         raise NoSuchGpuError(
             "GPUs that share the problems must be of one model, since a winner is the winner of one model; these are of "
-            f"{len(models)} ({there}). Name those of one, as in --gpus {','.join(_alike(names, indices))}, and run again for the other."
+            f"{len(models)} ({there}). Name those of one, as in --gpus {alike}, and run again for the other."
         )
     return indices
-
-
-def _alike(names: tuple[str, ...], indices: list[int]) -> list[str]:
-    """The GPUs that are of the same model as the first."""
-    return [str(i) for i in indices if names[i] == names[indices[0]]]
 
 
 def gather() -> Facts:

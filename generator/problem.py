@@ -6,6 +6,10 @@ import dataclasses
 from typing import Any
 
 
+class SelectionError(ValueError):
+    """A family or problem that is not there; the message says what is, and what may have been meant."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One call worth timing."""

@@ -8,14 +8,10 @@ from pathlib import Path
 
 from tuned.lookup.record import load_record
 
-from .problem import Problem
-from .storage.misses import MissesError, read_misses
+from .problem import Problem, SelectionError
+from .storage.misses import read_misses
 from .storage.record import WINNERS
 from .workload import WORKLOADS, default_problems
-
-
-class SelectionError(ValueError):
-    """A family or problem that is not there; the message says what is, and what may have been meant."""
 
 
 def select(
@@ -44,7 +40,7 @@ def select(
     others: dict[str, Problem] = {}
     for pattern in wanted:
         if pattern.endswith(".jsonl"):
-            others.update((p.name, p) for p in _recorded(pattern) if family in (None, p.family))
+            others.update((p.name, p) for p in read_misses(Path(pattern)) if family in (None, p.family))
             continue
         found = fnmatch.filter(known, pattern)
         measured = {} if found or names is None else _measured(pattern, family, folder)
@@ -63,13 +59,6 @@ def _measured(pattern: str, family: str | None, folder: Path | None) -> dict[str
             if family in (None, row.family) and fnmatch.fnmatchcase(row.name, pattern):
                 found[row.name] = Problem(row.name, row.family, row.spec, row.size)
     return found
-
-
-def _recorded(path: str) -> list[Problem]:
-    try:
-        return read_misses(Path(path))
-    except MissesError as error:
-        raise SelectionError(str(error)) from error
 
 
 def problem_named(name: str, folder: Path | None = None) -> Problem:

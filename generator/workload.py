@@ -7,7 +7,8 @@ import functools
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tuned.families.family import Family
@@ -33,8 +34,7 @@ PARTS = {
 }
 
 
-def _few(size: Any, variant: Any) -> Any:
-    del variant
+def _few(size: Any, _variant: Any) -> Any:
     return dataclasses.replace(size, batch=min(size.batch, 3))
 
 
@@ -70,42 +70,29 @@ class Workload:
     group: Callable[[Any], str] | None = None  # (spec) -> of groups, if they are several
 
 
-@functools.cache
-def _workload(name: str) -> Workload:
-    package = importlib.import_module(f"{families.__name__}.{name}")
+def _workload(package: ModuleType) -> Workload:
     answers: dict[str, Any] = {}
     for part, (must, may) in PARTS.items():
         module = importlib.import_module(f"{package.__name__}.{part}")
         answers |= {n: getattr(module, n) for n in must} | {n: getattr(module, n) for n in may if hasattr(module, n)}
     answers.setdefault("tensor_bytes", answers["bytes_moved"])
     answers.setdefault("features", functools.partial(_octaves, answers["tile"]))
+    name = package.__name__.rpartition(".")[2]
     return Workload(FAMILIES[name], package.TITLE, package.GROUPS, package.REPRESENTATIVE, **answers)
 
 
-@functools.cache
-def _names() -> tuple[str, ...]:
+def _packages() -> list[ModuleType]:
     """The folders of families, in the order of their ranks."""
     found = pkgutil.iter_modules(families.__path__, f"{families.__name__}.")
-    ranks = {module.name: importlib.import_module(module.name).RANK for module in found if module.ispkg}
-    return tuple(name.rpartition(".")[2] for name in sorted(ranks, key=ranks.__getitem__))
+    return sorted((importlib.import_module(m.name) for m in found if m.ispkg), key=lambda package: package.RANK)
 
 
-class _Families(Mapping[str, Workload]):
-    """Name -> family; a family is imported when it is first asked for."""
-
-    def __getitem__(self, name: str) -> Workload:
-        if name not in _names():
-            raise KeyError(name)
-        return _workload(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_names())
-
-    def __len__(self) -> int:
-        return len(_names())
+WORKLOADS = {workload.family.name: workload for workload in map(_workload, _packages())}
 
 
-WORKLOADS = _Families()
+def default_variant(of: Problem | Winner) -> Any:
+    """The variant of a problem, or of that of a winner, without tuning."""
+    return WORKLOADS[of.family].family.default_variant(of.spec, of.size)
 
 
 def default_problems(family: str | None = None) -> list[Problem]:

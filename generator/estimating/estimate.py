@@ -39,8 +39,7 @@ from ..measuring.compile import Resources
 from ..problem import Problem
 from ..workload import WORKLOADS
 from .model import fitted
-from .targets import Target
-from .work import resident
+from .targets import Target, resident
 
 COPY_EFFICIENCY = 0.88
 CACHE_OVER_MEMORY = 2.2

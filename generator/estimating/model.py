@@ -25,8 +25,7 @@ from ..problem import Problem
 from ..searching.sampler import WARP
 from ..storage.landscape import Landscape, load_landscapes
 from ..workload import WORKLOADS
-from .targets import TARGETS, Target
-from .work import registers_of, resident
+from .targets import TARGETS, Target, registers_of, resident
 
 DEVICE = "nvidia_h200"  # whose landscapes there are
 RIDGE = 0.03  # a landscape

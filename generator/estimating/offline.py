@@ -22,7 +22,7 @@ from ..processes.compiler import CompilerPool, compile_variant, hopeless
 from ..processes.compiler import compiled as result_of
 from ..searching.pool import Pool, legal_pool
 from ..searching.seeds import same_problem
-from ..workload import WORKLOADS
+from ..workload import WORKLOADS, default_variant
 from .estimate import estimates
 from .targets import Target
 
@@ -56,8 +56,7 @@ def sample_of(problem: Problem, pool: Pool, target: Target, count: int, always: 
     """
     if count >= len(pool.variants):
         return list(pool.variants)
-    default = WORKLOADS[problem.family].family.default_variant(problem.spec, problem.size)
-    chosen = dict.fromkeys(v for v in (default, *always) if v in set(pool.variants))
+    chosen = dict.fromkeys(v for v in (default_variant(problem), *always) if v in set(pool.variants))
     times = estimates(problem, pool.variants, target)
     ranked = sorted(pool.variants, key=lambda v: order(times[v], v))
     core = WORKLOADS[problem.family].family.core_knobs

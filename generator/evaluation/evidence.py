@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import optuna
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..estimating.model import fitted
 from ..estimating.offline import order
 from ..estimating.targets import target_named
 from ..measuring.compile import Resources
 from ..storage.landscape import Landscape
-from ..workload import WORKLOADS
+from ..workload import WORKLOADS, default_variant
 from .replay import SHARE, agreement, evaluations, strategies, summary
 
 FIRST = 5  # picks of the estimate
@@ -66,12 +65,11 @@ def search_table(landscapes: Sequence[Landscape], found: dict[str, tuple[int, di
     """A row a strategy."""
     least, most = min(map(evaluations, landscapes)), max(map(evaluations, landscapes))
     table = Table(
+        "strategy",
+        *(Column(head, justify="right") for head in ("searches", *COLUMNS, "wasted", "ms each")),
         title=f"Percent slower than the best of all variants, after {least} to {most} evaluations, {SHARE:.0%} of a pool",
         caption="found: the best variant that was measured; named: what the search ends with, the simpler inside the noise",
     )
-    table.add_column("strategy")
-    for head in ("searches", *COLUMNS, "wasted", "ms each"):
-        table.add_column(head, justify="right")
     for name, (count, figures) in found.items():
         table.add_row(name, *_cells(count, figures))
     return table
@@ -83,20 +81,6 @@ def search_markdown(found: dict[str, tuple[int, dict[str, float]]]) -> str:
     rows = [heads, ("---", *["---:"] * (len(heads) - 1))]
     rows += [(name, *_cells(count, figures)) for name, (count, figures) in found.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def put_between(path: Path, mark: str, text: str) -> None:
-    """Write a text between the marks of a file.
-
-    Raises:
-        ValueError: the file does not have them, once each and in order.
-    """
-    begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
-    before, found_begin, rest = path.read_text().partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not found_begin or not found_end:
-        raise ValueError(f"{path} must have the marks {begin} and {end}")
-    path.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
 def agreements(landscapes: Sequence[Landscape], pairs: int) -> list[float]:
@@ -116,18 +100,16 @@ def guesses(landscapes: Sequence[Landscape]) -> list[Guess]:
         ]
         excess = model.excess(problem, target_named(one.environment["device"]), rows)
         ranked = sorted(zip(excess, one.times, strict=True), key=lambda entry: order(1 + entry[0], entry[1]))
-        default = WORKLOADS[problem.family].family.default_variant(problem.spec, problem.size)
         regrets = [one.regret(variant) for _, variant in ranked[:FIRST]]
-        found.append(Guess(problem.name, regrets[0], min(regrets), one.regret(default)))
+        found.append(Guess(problem.name, regrets[0], min(regrets), one.regret(default_variant(problem))))
     return found
 
 
 def guess_table(found: Sequence[Guess]) -> Table:
     """A row a problem, then the median and the worst."""
-    table = Table(title="The estimate on problems that it has not seen: percent slower than the best")
-    table.add_column("problem")
-    for head in ("its first pick", f"best of its first {FIRST}", "the default"):
-        table.add_column(head, justify="right")
+    heads = ("its first pick", f"best of its first {FIRST}", "the default")
+    title = "The estimate on problems that it has not seen: percent slower than the best"
+    table = Table("problem", *(Column(head, justify="right") for head in heads), title=title)
     columns = [[getattr(g, name) for g in found] for name in ("first", "best_of_five", "default")]
     for guess, *values in zip(found, *columns, strict=True):
         table.add_row(guess.problem, *(f"{100 * v:.1f}" for v in values))

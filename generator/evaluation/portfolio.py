@@ -15,7 +15,7 @@ from tuned.lookup.record import Winner
 from ..places import LANDSCAPES
 from ..problem import Problem
 from ..storage.landscape import Landscape, load_landscapes
-from ..workload import WORKLOADS
+from ..workload import WORKLOADS, default_variant
 from .regret import Score
 
 LEAST, MOST = 5, 15  # variants a portfolio
@@ -28,10 +28,7 @@ def cover(landscapes: list[Landscape], least: int = LEAST, most: int = MOST) -> 
 
     Greedy: each takes the worst regret of any problem down as far as one variant can, then the mean.
     """
-    defaults = [
-        WORKLOADS[one.problem.family].family.default_variant(one.problem.spec, one.problem.size) for one in landscapes
-    ]
-    left = [one.regret(default) for one, default in zip(landscapes, defaults, strict=True)]
+    left = [one.regret(default_variant(one.problem)) for one in landscapes]
     costs = [{v: us / best - 1 for v, us in one.times.items()} for one in landscapes for best in (one.best_us,)]
     good = dict.fromkeys(v for cost in costs for v, regret in cost.items() if regret <= NEAR)
     known = {variant: [cost.get(variant, math.inf) for cost in costs] for variant in good}
@@ -53,8 +50,7 @@ def of_winners(winners: Iterable[Winner], most: int = MOST) -> list[Any]:
 
 def of_best(one: Landscape, variants: Iterable[Any]) -> float:
     """Regret of the best of the variants and the default on a problem: what measuring just these would have found."""
-    default = WORKLOADS[one.problem.family].family.default_variant(one.problem.spec, one.problem.size)
-    return min(one.regret(variant) for variant in (default, *variants))
+    return min(one.regret(variant) for variant in (default_variant(one.problem), *variants))
 
 
 def left_out(landscapes: list[Landscape]) -> Score:
@@ -116,7 +112,7 @@ def portfolios(winners: Iterable[Winner]) -> dict[tuple[str, str], Portfolio]:
 def candidates(problem: Problem, capability: int, multiprocessors: int | None = None) -> list[Any]:
     """What a quick run measures of a problem: the default, and what is legal of the architecture's portfolio."""
     family = WORKLOADS[problem.family].family
-    default = family.default_variant(problem.spec, problem.size)
-    listed = dict.fromkeys(family.fit(v, capability) for v in (default, *variants_for(problem.family, capability)))
+    tried = (default_variant(problem), *variants_for(problem.family, capability))
+    listed = dict.fromkeys(family.fit(v, capability) for v in tried)
     here = capability, multiprocessors
     return [v for v in listed if family.rejection(problem.spec, problem.size, v, *here) is None]

@@ -6,7 +6,7 @@ import collections
 import concurrent.futures
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,13 @@ AHEAD = 96  # variants compiled before they are measured: the pool of processes 
 AGAIN = 16  # the best by a first timing are timed again together: the least of a thousand noisy times is too low
 
 
-def record(  # noqa: PLR0913 - the parts are independent of each other
+def record(
     problem: Problem,
     worker: Worker,
     compiler: concurrent.futures.Executor,
     environment: dict[str, Any],
     *,
     deadline: float = math.inf,
-    report: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Landscape | None:
     """Measure every legal variant of a problem; None if ``deadline`` (time.monotonic) came first."""
     family = FAMILIES[problem.family]
@@ -72,7 +71,6 @@ def record(  # noqa: PLR0913 - the parts are independent of each other
         failed.pop(variant, None)
         if reason is not None:
             failed[variant] = reason
-        report(len(times) + len(failed), len(variants))
 
     while waiting:
         if time.monotonic() > deadline:

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from tuned.lookup.lookup import nearest
 from tuned.lookup.record import Winner
@@ -18,7 +18,7 @@ from tuned.lookup.table import Row
 from ..problem import Problem
 from ..searching.search import choose
 from ..storage.landscape import Landscape, load_landscapes
-from ..workload import WORKLOADS
+from ..workload import WORKLOADS, default_variant
 
 SERVED = "nearest row, tile rescaled"  # what tuned.lookup.lookup does; a test holds it against the others
 MEDIAN, WORST = 0.02, 0.10  # bars: how much slower than the best a pick may be
@@ -53,9 +53,8 @@ def row_of(landscape: Landscape) -> Row:
     return Row(problem.spec, problem.size, choose(landscape.times, None), None, landscape.best_us, problem.name)
 
 
-def _default(held: Landscape, others: list[Landscape]) -> Any:
-    del others
-    return WORKLOADS[held.problem.family].family.default_variant(held.problem.spec, held.problem.size)
+def _default(held: Landscape, _others: list[Landscape]) -> Any:
+    return default_variant(held.problem)
 
 
 def _best_on_average(held: Landscape, others: list[Landscape]) -> Any:
@@ -125,9 +124,8 @@ RULES: dict[str, Callable[[Landscape, list[Landscape]], Any]] = {
 }
 
 
-def nothing(one: Problem | Winner, other: Problem) -> bool:
+def nothing(_one: Problem | Winner, _other: Problem) -> bool:
     """Leave nothing out."""
-    del one, other
     return False
 
 
@@ -204,8 +202,7 @@ def metadata(device: str) -> dict[str, Any]:
 
 def regret_table(found: list[Score], title: str) -> Table:
     """Rules and what they cost, best first."""
-    table = Table("rule", "median %", "worst %", title=title, title_justify="left")
-    table.add_column("worst at", overflow="fold")
+    table = Table("rule", "median %", "worst %", Column("worst at", overflow="fold"), title=title, title_justify="left")
     for score in sorted(found, key=lambda s: s.worst[0]):
         worst, name = score.worst
         mark = " (serves)" if score.rule == SERVED else ""

@@ -66,9 +66,8 @@ class _Gpu:
     def start(self) -> None:
         """Nothing is lost here."""
 
-    def stage(self, problem: Problem) -> Baselines:
+    def stage(self, _problem: Problem) -> Baselines:
         """What was measured when the landscape was."""
-        del problem
         return Baselines(self.landscape.copy_us, self.landscape.floor_us, 1.0, 1)
 
     def _timing(self, variant: Any, noise: float) -> Timing:
@@ -89,9 +88,8 @@ class _Gpu:
 class _Compiler(concurrent.futures.Executor):
     """Every variant compiles, to code of its own."""
 
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+    def submit(self, _fn: Any, /, *args: Any, **_kwargs: Any) -> concurrent.futures.Future[Any]:
         """Answer at once."""
-        del fn, kwargs
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         future.set_result((Resources(32, 0, 0, repr(args[1])),))
         return future
@@ -101,11 +99,6 @@ def searched(landscape: Landscape, seed: int = 0, *, noise: float = 0.0, warm: S
     """The search of ``tune.py`` as it is, cold or seeded with the best variants of other landscapes."""
     gpu = _Gpu(landscape, seed, noise)
     environment = landscape.environment
-    spent = 0.0
-
-    def report(_: Any) -> None:
-        """Nobody watches."""
-
     start = time.perf_counter()
     journal = Journal(optuna.storages.InMemoryStorage())
     outcome = tune(
@@ -116,7 +109,6 @@ def searched(landscape: Landscape, seed: int = 0, *, noise: float = 0.0, warm: S
         environment,
         trials=evaluations(landscape),
         seeds=_seeds(landscape, warm),
-        report=report,
         seed=seed,
     )
     spent = time.perf_counter() - start
@@ -227,8 +219,8 @@ def agreement(landscape: Landscape, seeds: tuple[int, int]) -> float:
 
 def summary(replays: Sequence[Replay]) -> dict[str, float]:
     """Regrets of many replays: the median and the worst, at the end and on the way."""
-    found = {f"median at {mark}": statistics.median(r.after(mark) for r in replays) for mark in MARKS}
-    found |= {
+    return {
+        **{f"median at {mark}": statistics.median(r.after(mark) for r in replays) for mark in MARKS},
         "median": statistics.median(r.regrets[-1] for r in replays),
         "worst": max(r.regrets[-1] for r in replays),
         "median winner": statistics.median(r.regret for r in replays),
@@ -236,4 +228,3 @@ def summary(replays: Sequence[Replay]) -> dict[str, float]:
         "wasted": sum(r.wasted for r in replays) / sum(r.wasted + len(r.regrets) for r in replays),
         "ms a proposal": 1e3 * sum(r.seconds for r in replays) / sum(r.wasted + len(r.regrets) for r in replays),
     }
-    return found

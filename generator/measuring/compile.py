@@ -131,12 +131,9 @@ def resources(launch: Launch, target: GPUTarget, count: int = 1) -> Resources:
     if not kept.exists():
         found = _read(compiled, log.getvalue())
         if not found.registers:  # Triton's cache had it, and the report is not in there: compile once more for it
-            triton.knobs.compilation.always_compile = True
-            try:
-                with contextlib.redirect_stdout(log):
-                    found = _read(compile_launch(launch, target), log.getvalue())
-            finally:
-                triton.knobs.compilation.always_compile = False
+            with triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
+                triton.knobs.compilation.always_compile = True
+                found = _read(compile_launch(launch, target), log.getvalue())
         write_if_different(kept, json.dumps(dataclasses.asdict(found)))
     return dataclasses.replace(Resources(**json.loads(kept.read_text())), programs=launch.programs, launches=count)
 

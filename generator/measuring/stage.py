@@ -216,10 +216,8 @@ class Stage:
 
     def close(self) -> None:
         """Give the memory back."""
-        self.calls.clear()
-        self.fresh.clear()
-        self.before.clear()
-        self.judges.clear()
+        for kept in (self.calls, self.fresh, self.before, self.judges):
+            kept.clear()
         del self.wanted, self.bound, self.probe
         gc.collect()
         torch.cuda.empty_cache()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import select
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from ..places import GENERATOR
@@ -36,7 +38,6 @@ class Channel:
     def __init__(self, end: socket.socket, *, trusted: bool = False) -> None:
         """``trusted``: any class may be in a message; for the side that a tuner talks to."""
         self.socket, self._trusted = end, trusted
-        end.settimeout(0)
 
     def send(self, message: Any, seconds: float | None = None) -> None:
         """Send one message.
@@ -46,16 +47,8 @@ class Channel:
             TimeoutError: it was not taken in time.
         """
         body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        rest = memoryview(HEAD.pack(MARK, len(body)) + body)
-        until = _deadline(seconds)
-        while rest:
-            self._wait(select.POLLOUT, until)
-            try:
-                rest = rest[self.socket.send(rest) :]
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise ClosedError("it closed its end") from error
+        with self._within(_deadline(seconds)):
+            self.socket.sendall(HEAD.pack(MARK, len(body)) + body)
 
     def receive(self, seconds: float | None = None) -> Any:
         """The next message.
@@ -77,22 +70,19 @@ class Channel:
 
     def ready(self, seconds: float) -> bool:
         """Whether a message, or the end of the other side, came within ``seconds``."""
-        try:
-            self._wait(select.POLLIN, _deadline(seconds))
-        except TimeoutError:
-            return False
-        return True
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return bool(poll.poll(seconds * 1e3))
 
     def send_files(self, files: list[int]) -> None:
         """Hand open files over; the message before says how many."""
-        self._wait(select.POLLOUT, None)
+        self.socket.settimeout(None)
         socket.send_fds(self.socket, [b"."], files)
 
     def receive_files(self, count: int) -> list[int]:
         """The files that come after a message."""
-        self._wait(select.POLLIN, None)
-        _, files, _, _ = socket.recv_fds(self.socket, 1, count)
-        return files
+        self.socket.settimeout(None)
+        return socket.recv_fds(self.socket, 1, count)[1]
 
     def close(self) -> None:
         """Close this end."""
@@ -101,24 +91,25 @@ class Channel:
     def _read(self, count: int, until: float | None) -> bytes:
         parts = bytearray()
         while len(parts) < count:
-            self._wait(select.POLLIN, until)
-            try:
+            with self._within(until):
                 part = self.socket.recv(min(count - len(parts), 2**20))
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise ClosedError("it closed its end") from error
             if not part:
                 raise ClosedError("it closed its end")
             parts += part
         return bytes(parts)
 
-    def _wait(self, event: int, until: float | None) -> None:
-        poll = select.poll()
-        poll.register(self.socket, event)
-        left_ms = None if until is None else max(0.0, until - time.monotonic()) * 1e3
-        if not poll.poll(left_ms):
-            raise TimeoutError
+    @contextlib.contextmanager
+    def _within(self, until: float | None) -> Iterator[None]:
+        """What uses the socket, which waits until then; an error of it says that the other side is gone."""
+        self.socket.settimeout(
+            None if until is None else max(1e-6, until - time.monotonic())
+        )  # 0 would not wait at all
+        try:
+            yield
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise ClosedError("it closed its end") from error
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

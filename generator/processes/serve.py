@@ -9,6 +9,8 @@ import signal
 import traceback
 from typing import Any
 
+import torch
+
 from ..problem import Problem
 from .channel import Channel, ClosedError
 
@@ -61,8 +63,6 @@ class GpuServer:
     """Measures on one GPU; holds one staged problem at most."""
 
     def __init__(self, device: int) -> None:
-        import torch  # noqa: PLC0415 - only here is CUDA touched
-
         torch.cuda.set_device(device)
         self.device = device
         self.staged: Any = None
@@ -75,8 +75,6 @@ class GpuServer:
 
     def free_bytes(self, _: None) -> int:
         """Free memory, without the problem that was staged."""
-        import torch  # noqa: PLC0415
-
         self._clear()
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)[0]
@@ -104,8 +102,6 @@ class GpuServer:
 
         After an illegal access every call fails, a launch among them; then this raises and the process has to go.
         """
-        import torch  # noqa: PLC0415
-
         gc.collect()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()

@@ -28,8 +28,7 @@ from ..searching.seeds import same_problem
 from ..storage.landscape import load_landscapes
 from ..storage.record import QUICK, WINNERS, read_record, record_path
 from ..workload import default_problems
-from .files import KERNELS, generated_files
-from .tables import TABLES
+from .files import belonging_to_nothing, generated_files
 from .verified import not_verified
 
 NAMES_SHOWN = 3
@@ -169,7 +168,5 @@ def _files() -> Iterator[str]:
             yield f"tuned/{name} is missing: python tune.py --render"
         elif path.read_text() != text:
             yield f"tuned/{name} is not what the templates and records give: python tune.py --render"
-    found = {f"kernels/{p.name}" for p in KERNELS.glob("*.py")}
-    found |= {f"tables/{p.name}" for p in TABLES.glob("*.py") if p.name != "__init__.py"}
-    for name in sorted(found - set(wanted)):
+    for name in belonging_to_nothing(wanted):
         yield f"tuned/{name} belongs to nothing: python tune.py --render"

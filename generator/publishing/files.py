@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tuned.families.registry import FAMILIES
 from tuned.lookup.record import load_record
 
@@ -49,6 +51,13 @@ def generated_files() -> dict[str, str]:
     return files
 
 
+def belonging_to_nothing(wanted: Mapping[str, str]) -> list[str]:
+    """The generated files that are there and not among those that are wanted."""
+    found = {f"kernels/{p.name}" for p in KERNELS.glob("*.py")}
+    found |= {f"tables/{p.name}" for p in TABLES.glob("*.py") if p.name != "__init__.py"}
+    return sorted(found - set(wanted))
+
+
 def render_all() -> tuple[list[str], list[str]]:
     """Write every generated file and delete those that are none any more; returns what was written and deleted."""
     with folder_lock(WINNERS):  # no record changes, and no other tuner renders, between reading and writing
@@ -60,9 +69,7 @@ def _render_all() -> tuple[list[str], list[str]]:
         half.unlink()
     wanted = generated_files()
     written = [name for name, text in wanted.items() if write_if_different(PACKAGE / name, text)]
-    found = {f"kernels/{p.name}" for p in KERNELS.glob("*.py")}
-    found |= {f"tables/{p.name}" for p in TABLES.glob("*.py") if p.name != "__init__.py"}
-    stale = sorted(found - set(wanted))
+    stale = belonging_to_nothing(wanted)
     for name in stale:
         (PACKAGE / name).unlink()
     return written, stale

@@ -79,6 +79,8 @@ def _tree(node: Any) -> list[str]:
     """
     if isinstance(node, ast.Constant):
         return [f"{type(node.value).__name__} {node.value!a}"]
+    if isinstance(node, list):
+        return ["[", *(part for item in node for part in (*_tree(item), ",")), "]"]
     if not isinstance(node, ast.AST):
         return [ascii(node)]
     parts = [type(node).__name__, "("]
@@ -90,15 +92,7 @@ def _tree(node: Any) -> list[str]:
             value = _joined(node.values)
         if value is None or value == []:
             continue
-        parts.append(f"{name}=")
-        if isinstance(value, list):
-            parts.append("[")
-            for item in value:
-                parts += [*_tree(item), ","]
-            parts.append("]")
-        else:
-            parts += _tree(value)
-        parts.append(";")
+        parts += [f"{name}=", *_tree(value), ";"]
     return [*parts, ")"]
 
 

@@ -12,13 +12,13 @@ from ..estimating.targets import Target
 from ..problem import Problem
 from ..rendering.structures import structures
 from ..storage.record import read_record
-from ..workload import WORKLOADS
+from ..workload import default_variant
 from .report import knobs
 
 
 def picks(estimate: Estimate) -> list[str]:
     """The picks of a problem, what they need, and the measured row beside them, as lines."""
-    default = WORKLOADS[estimate.problem.family].family.default_variant(estimate.problem.spec, estimate.problem.size)
+    default = default_variant(estimate.problem)
     lines = [estimate.problem.name]
     for us, variant in estimate.ranked[:PICKS]:
         needs = estimate.compiled[variant]

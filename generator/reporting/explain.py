@@ -22,7 +22,7 @@ from ..rendering.structures import digests
 from ..searching.seeds import same_problem
 from ..storage.journal import Journal
 from ..storage.record import read_record
-from ..workload import WORKLOADS
+from ..workload import WORKLOADS, default_variant
 from .history import History, from_journal, from_landscapes
 from .report import describe, percent_of_floor
 
@@ -119,7 +119,7 @@ def _history(problem: Problem, device: str, winner: Winner | None, journal: Jour
 def table(problem: Problem, choice: Choice, history: History | None) -> Iterator[str]:
     """The variant's knobs beside the default's, and what every other choice costs as far as it was tried."""
     variant = choice.variant
-    default = WORKLOADS[problem.family].family.default_variant(problem.spec, problem.size)
+    default = default_variant(problem)
     times = {} if history is None else history.times
     reference = times.get(variant)
     if history is not None and reference is not None:

@@ -53,23 +53,19 @@ def importances(times: Mapping[Any, float]) -> dict[str, float]:
     space: dict[str, optuna.distributions.BaseDistribution] = {
         name: optuna.distributions.CategoricalDistribution(knobs[name]) for name in varied
     }
-    level = optuna.logging.get_verbosity()
+    if not varied:
+        return {}
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        study = optuna.create_study()
-        study.add_trials(
-            [
-                optuna.trial.create_trial(params={n: getattr(v, n) for n in varied}, distributions=space, value=us)
-                for v, us in times.items()
-            ]
-        )
-        if not varied:
-            return {}
-        return optuna.importance.get_param_importances(
-            study, evaluator=optuna.importance.PedAnovaImportanceEvaluator(), params=varied
-        )
-    finally:
-        optuna.logging.set_verbosity(level)
+    study = optuna.create_study()
+    study.add_trials(
+        [
+            optuna.trial.create_trial(params={n: getattr(v, n) for n in varied}, distributions=space, value=us)
+            for v, us in times.items()
+        ]
+    )
+    return optuna.importance.get_param_importances(
+        study, evaluator=optuna.importance.PedAnovaImportanceEvaluator(), params=varied
+    )
 
 
 def knobs_of(landscapes: Iterable[Mapping[Any, float]]) -> list[Knob]:

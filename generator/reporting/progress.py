@@ -99,9 +99,8 @@ class Display:
                     [Part(f"{progress.funnel}, {progress.trial} tried, {right} right and measured", 0, "dim")], width
                 )
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
         """The lines, for rich."""
-        del console
         yield from self.lines(options.max_width)
 
 

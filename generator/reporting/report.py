@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 
 from tuned.families.choices import choices
 from tuned.lookup.record import Winner
@@ -26,12 +26,19 @@ def knobs(variant: Any, default: Any) -> str:
     return " ".join(f"{n}={getattr(variant, n)}" for n in changed) or "the default"
 
 
+def _figures(title: str, first: Column, *heads: str, min_width: int | None = None) -> Table:
+    """A table with a column of names, and columns of figures."""
+    columns = (Column(head, justify="right", no_wrap=True) for head in heads)
+    return Table(
+        first, *columns, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, min_width=min_width
+    )
+
+
 def winners_table(winners: Iterable[Winner], title: str) -> Table:
     """One row a problem: microseconds, bandwidth, percent of the floor, speed-ups."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("problem", overflow="fold")
-    for name in ("us", "GB/s", "% of floor", "x eager", "x default", "trials"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _figures(
+        title, Column("problem", overflow="fold"), "us", "GB/s", "% of floor", "x eager", "x default", "trials"
+    )
     for w in winners:
         table.add_row(
             w.name,
@@ -58,10 +65,7 @@ def stages_table(
     share = f", {busy_s / whole_s:.0%} of it on the GPU" if whole_s > 0 else ""
     since = "" if busy_share is None else f", {busy_share:.0%} since the first trial"
     title = f"{what}{share}{since}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, min_width=len(title))
-    table.add_column("stage", no_wrap=True)
-    for name in ("seconds", "share"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _figures(title, Column("stage", no_wrap=True), "seconds", "share", min_width=len(title))
     known = sorted(((n, s) for n, s in seconds.items() if s > 0), key=lambda item: -item[1])
     rest_s = whole_s - sum(seconds.values())
     for name, spent_s in [*known, *([("the rest", rest_s)] if rest_s > 0 else [])]:

@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import optuna
-from optuna.study import StudyDirection
+from ..storage.backends import new_study, study_named
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
@@ -104,14 +103,14 @@ class Claims:
     def claim(self, key: str, last: Attempt | None) -> Claim | None:
         """The next attempt at a piece of work, ours; None if another was faster, or its owner ended it after all."""
         number = 1 if last is None else last.number + 1
-        try:
-            study = self._storage.create_new_study([StudyDirection.MINIMIZE], self._name(key, number))
-        except optuna.exceptions.DuplicatedStudyError:
+        study = new_study(self._storage, self._name(key, number))
+        if study is None:
             return None
         claim = Claim(key, number, study)
         self._storage.set_study_user_attr(study, "owner", self.owner)
         # An owner that was only asleep may have ended its attempt before ours was there: then that is how it ended.
-        before = self._ended(key, number - 1)
+        theirs = self._study(key, number - 1)
+        before = None if theirs is None else self._storage.get_study_user_attrs(theirs).get("ended")
         if before is not None and before["complete"]:
             self._storage.set_study_user_attr(study, "ended", before)
             return None
@@ -143,15 +142,8 @@ class Claims:
             if attempt.owner == owner and attempt.ended is None and study is not None:
                 self._storage.set_study_user_attr(study, "ended", {"complete": False, "reason": "its tuner died"})
 
-    def _ended(self, key: str, number: int) -> dict[str, Any] | None:
-        study = self._study(key, number)
-        return None if study is None else self._storage.get_study_user_attrs(study).get("ended")
-
     def _study(self, key: str, number: int) -> int | None:
-        try:
-            return self._storage.get_study_id_from_name(self._name(key, number))
-        except KeyError:
-            return None
+        return study_named(self._storage, self._name(key, number))
 
     def _name(self, key: str, number: int) -> str:
         return f"{self._prefix}{key}/{number}"
@@ -197,15 +189,9 @@ class Heart:
 
 def first_says(storage: BaseStorage, name: str, value: str, patience_s: float = 5.0) -> str:
     """What the first tuner to ask under this name gave as its value: the same answer for all, also for those at once."""
-    try:
-        study = storage.get_study_id_from_name(name)
-    except KeyError:
-        try:
-            study = storage.create_new_study([StudyDirection.MINIMIZE], name)
-        except optuna.exceptions.DuplicatedStudyError:
-            study = storage.get_study_id_from_name(name)
-        else:
-            storage.set_study_user_attr(study, "value", value)
+    if study_named(storage, name) is None and (ours := new_study(storage, name)) is not None:
+        storage.set_study_user_attr(ours, "value", value)
+    study = storage.get_study_id_from_name(name)
     end = time.monotonic() + patience_s
     while (said := storage.get_study_user_attrs(study).get("value")) is None:
         if time.monotonic() > end:  # the first one died before it could say

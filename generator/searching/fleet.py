@@ -59,6 +59,15 @@ def seats(gpus: list[int], processes: int, storage: str | None) -> list[Seat]:
     return [Seat(gpu, share, storage, owner_name(gpu)) for gpu in gpus]
 
 
+def trouble(error: BaseException) -> str | None:
+    """The sentence for what a tuner may meet in its GPU, its storage or its disk; None if it is a defect."""
+    if isinstance(error, StorageError | MixedDevicesError | WorkerLostError):
+        return str(error)
+    if lost_storage(error):
+        return LOST_STORAGE
+    return disk_trouble(error) if isinstance(error, OSError) else None
+
+
 # --- in the process of a tuner ---------------------------------------------------------------------------------------
 
 
@@ -90,13 +99,11 @@ def _serve(pipe: Connection, seat: Seat, orders: Orders, make_tools: MakeTools) 
     except KeyboardInterrupt:
         with contextlib.suppress(KeyboardInterrupt):
             tell("end", run, "interrupted")
-    except (StorageError, MixedDevicesError, WorkerLostError) as error:
-        tell("failed", str(error))
     except Exception as error:
-        trouble = LOST_STORAGE if lost_storage(error) else disk_trouble(error) if isinstance(error, OSError) else None
-        if trouble is None:
+        why = trouble(error)
+        if why is None:
             raise
-        tell("failed", trouble)
+        tell("failed", why)
 
 
 # --- in the parent ---------------------------------------------------------------------------------------------------
@@ -258,9 +265,7 @@ class Fleet:
             if queue is None:
                 return
             left = queue.left()
-            for winner in queue.news():
-                if winner.name not in self.run.outcomes:
-                    self.run.others[winner.name] = winner
+            self.run.others |= {w.name: w for w in queue.news() if w.name not in self.run.outcomes}
         if not self.run.interrupted:
             left = {name: self._failures() or why for name, why in left.items()} | self._skipped
             found = {winner.name for winner in self.run.winners}

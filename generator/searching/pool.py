@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any
 
 from tuned.families.choices import choices
@@ -37,17 +38,13 @@ def legal_pool(problem: Problem, capability: int, multiprocessors: int | None = 
     rejected: collections.Counter[str] = collections.Counter()
     here = capability, multiprocessors
     variants = []
-    total = 1
-    for values in declared.values():
-        total *= len(values)
     for tile in itertools.product(*core.values()):
         chosen = dict(zip(core, tile, strict=True))
         reason = family.rejection(problem.spec, problem.size, family.variant_type(**chosen), *here)
         if reason is not None:
             rejected[reason.split(":")[0].split(" with ")[0]] += 1
             continue
-        for values in itertools.product(*rest.values()):
-            variant = family.variant_type(**chosen, **dict(zip(rest, values, strict=True)))
-            if family.rejection(problem.spec, problem.size, variant, *here) is None:
-                variants.append(variant)
-    return Pool(total, tuple(variants), dict(rejected.most_common()))
+        others = (dict(zip(rest, values, strict=True)) for values in itertools.product(*rest.values()))
+        made = (family.variant_type(**chosen, **other) for other in others)
+        variants += [v for v in made if family.rejection(problem.spec, problem.size, v, *here) is None]
+    return Pool(math.prod(map(len, declared.values())), tuple(variants), dict(rejected.most_common()))

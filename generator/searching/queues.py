@@ -1,4 +1,4 @@
-"""Which problem a tuner takes next: its own list in order, or the first that no other tuner has claimed."""
+"""Which problem a tuner takes next: the first that no tuner has claimed."""
 
 from __future__ import annotations
 
@@ -37,52 +37,8 @@ class MixedDevicesError(ValueError):
     """GPUs of different models cannot share work; the message names them and the way out."""
 
 
-class InOrder:
-    """The problems one after the other, all for this tuner."""
-
-    def __init__(self, problems: Iterable[Problem]) -> None:
-        self._left = list(problems)
-        self.done = -1  # how many were taken before the present one
-        self.share = 1.0  # of the time that is left, for the present one
-
-    def __enter__(self) -> None:
-        """Nothing is needed."""
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing is held."""
-
-    def take(self, end: float, waiting: Callable[[str], None]) -> Problem | None:
-        """The next problem, or None if there is none."""
-        del end, waiting
-        if not self._left:
-            return None
-        self.done += 1
-        self.share = 1 / len(self._left)
-        return self._left.pop(0)
-
-    def following(self) -> Problem | None:
-        """What will probably be taken next."""
-        return self._left[0] if self._left else None
-
-    def check(self) -> None:
-        """Nobody takes anything away."""
-
-    def end(self, outcome: Outcome | str, *, complete: bool) -> bool:
-        """Whether the result counts: it does."""
-        del outcome, complete
-        return True
-
-    def left(self) -> dict[str, str]:
-        """Problem -> why nobody did it."""
-        return {problem.name: NO_TIME for problem in self._left}
-
-    def news(self) -> list[Winner]:
-        """Winners that others found."""
-        return []
-
-
 class Shared:
-    """The problems that many tuners share through a storage: each is claimed, and ended once."""
+    """The problems that tuners share through a storage: each is claimed, and ended once; of one tuner alone, in order."""
 
     def __init__(
         self,
@@ -101,8 +57,8 @@ class Shared:
         self._known: set[str] = set()  # whose winners this tuner has found or told of
         self._news: list[Winner] = []
         self._free: list[str] = []
-        self.done = 0
-        self.share = 1.0
+        self.done = 0  # how many were taken, or ended by others, before the present one
+        self.share = 1.0  # of the time that is left, for the present one
 
     def __enter__(self) -> None:
         """Show from now on that the tuner lives."""
@@ -147,10 +103,10 @@ class Shared:
         self._known |= ended
         live = {k for k in self._keys if k in attempts and attempts[k].live}
         self._free = [k for k in self._keys if k not in ended | live | self._tried]
-        self.done = len(ended)
+        self.done = len(ended | self._tried)
         # As if each tuner that is at work now had an even part of what is left.
         tuners = 1 + len({attempts[k].owner for k in live})
-        self.share = min(1.0, tuners / max(1, len(self._keys) - len(ended)))
+        self.share = min(1.0, tuners / max(1, len(self._free) + len(live)))
         return attempts
 
     def following(self) -> Problem | None:
@@ -175,20 +131,14 @@ class Shared:
         counts = self._claims.end(held, {"winner": winner_to_json(outcome.winner)}, complete=complete)
         if counts and complete:
             self._known.add(held.key)
-            self.done += 1
         return counts
 
     def left(self) -> dict[str, str]:
         """Problem -> why nobody did it."""
         attempts = self._look()
-        reasons = {}
-        for key, problem in self._keys.items():
-            attempt = attempts.get(key)
-            if (attempt is not None and attempt.complete) or key in self._tried:
-                continue
-            live = attempt is not None and attempt.live
-            reasons[problem.name] = f"{attempt.owner} was still at it" if attempt is not None and live else NO_TIME
-        return reasons
+        theirs = {key: f"{attempt.owner} was still at it" for key, attempt in attempts.items() if attempt.live}
+        reasons = dict.fromkeys(self._free, NO_TIME) | theirs
+        return {p.name: reasons[key] for key, p in self._keys.items() if key in reasons and key not in self._tried}
 
     def abandon(self, owner: str) -> None:
         """Let others have what a tuner held that is known to be dead."""

@@ -9,7 +9,9 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from optuna.storages import BaseStorage, InMemoryStorage
 
 from tuned.lookup.record import Winner
 
@@ -21,13 +23,10 @@ from ..rendering.structures import fresh
 from ..storage.journal import KEY, Journal
 from ..storage.record import QUICK, read_record, save_winner
 from .claims import STALE_SECONDS, Claims
-from .queues import InOrder, Shared, TakenOverError, scope_of
+from .queues import Shared, TakenOverError, scope_of
 from .search import Outcome, Progress, opening, tune
 from .seeds import incumbent_of, same_problem, seeds_for
 from .stopwatch import Stopwatch
-
-if TYPE_CHECKING:
-    from optuna.storages import BaseStorage
 
 # What to measure of a problem on a compute capability with so many multiprocessors, in place of a search.
 Candidates = Callable[[Problem, int, int], list[Any]]
@@ -82,8 +81,8 @@ class Orders:
     write_table: Callable[[str], object] = nothing  # of a device, after each winner
     render: Callable[[], object] = nothing  # whatever the record names, now and then and at the end
 
-    def queue(self, storage: BaseStorage, environment: dict[str, Any], owner: str) -> Shared:
-        """The problems as one of the tuners that share them through a storage sees them."""
+    def queue(self, storage: BaseStorage | None, environment: dict[str, Any], owner: str) -> Shared:
+        """The problems as one of the tuners that share them through a storage sees them; without one it is alone."""
 
         def detail(problem: Problem) -> str:
             if self.candidates is None:
@@ -91,7 +90,7 @@ class Orders:
             chosen = self.candidates(problem, environment["capability"], environment["multiprocessors"])
             return hashlib.sha256(repr(chosen).encode()).hexdigest()[:12]
 
-        claims = Claims(storage, scope_of(environment, self.trials), owner, stale_s=self.stale_s)
+        claims = Claims(storage or InMemoryStorage(), scope_of(environment, self.trials), owner, stale_s=self.stale_s)
         return Shared(self.problems, claims, detail=detail)
 
 
@@ -100,17 +99,17 @@ def tune_all(  # noqa: PLR0913 - the parts are independent of each other
     tools: Tools,
     orders: Orders,
     *,
-    queue: InOrder | Shared | None = None,
+    queue: Shared | None = None,
     report: Callable[[int, Progress], None] = nothing,
     done: Callable[[Problem, Outcome | str], None] = nothing,
 ) -> None:
     """Tune every problem of ``run``; a winner goes into the record, and the table, before the next problem starts.
 
     The time that is left is divided evenly over the problems that are left, at least LEAST_SHARE_S each. ``queue`` says
-    which problem is next, by default the next one. KeyboardInterrupt ends it early, with what was done kept.
+    which problem is next, by default the next one of ``orders``. KeyboardInterrupt ends it early, with what was done kept.
     """
     known = read_record(tools.environment["device"], orders.folder)
-    queue = InOrder(run.problems) if queue is None else queue
+    queue = queue or orders.queue(None, tools.environment, "")
     renderer = Renderer(orders.render, run.stopwatch)
 
     def keep(winner: Winner) -> None:
@@ -196,7 +195,7 @@ class Renderer:
 
 def _tuned(  # noqa: PLR0913 - the parts are independent of each other
     problem: Problem,
-    queue: InOrder | Shared,
+    queue: Shared,
     known: list[Winner],
     tools: Tools,
     orders: Orders,

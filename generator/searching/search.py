@@ -31,7 +31,7 @@ from ..processes.compiler import compiled as result_of
 from ..processes.worker import TrialFailedError, Worker, WorkerLostError
 from ..rendering.structures import digests_of
 from ..storage.journal import Journal, Result
-from ..workload import WORKLOADS
+from ..workload import WORKLOADS, default_variant
 from .pool import Pool, legal_pool
 from .sampler import BATCH, LEAST_RESULTS, STARTUP, PoolSampler
 from .seeds import same_problem
@@ -60,7 +60,7 @@ class Progress:
     floor_us: float = 0.0
     failed: int = 0
     note: str = ""
-    funnel: str = ""
+    funnel: str = ""  # what the pool came from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ def tune(  # noqa: PLR0913 - the parts are independent of each other
     known = search.ended_before(settings, incumbent)
     if known is not None:
         return known
-    default = search.family.default_variant(problem.spec, problem.size)
+    default = default_variant(problem)
     first = [v for v in _first(problem, seeds if wanted is None else wanted, incumbent) if v in search.legal]
     search.prepare(trials if wanted is None else len(first))
     search.explore(first, trials if wanted is None else len(first))
@@ -148,8 +148,7 @@ def propose(study: optuna.Study, variant_type: type) -> tuple[optuna.Trial, Any]
 
 
 def _first(problem: Problem, seeds: Iterable[Any], incumbent: Any) -> list[Any]:
-    default = WORKLOADS[problem.family].family.default_variant(problem.spec, problem.size)
-    return list(dict.fromkeys([default, *([] if incumbent is None else [incumbent]), *seeds]))
+    return list(dict.fromkeys([default_variant(problem), *([] if incumbent is None else [incumbent]), *seeds]))
 
 
 def _row(variant: Any) -> dict[str, Any]:
@@ -190,7 +189,9 @@ class _Search:
         self.failures: collections.Counter[Any] = collections.Counter()  # of variants, in earlier runs too
         self.codes: dict[Any, Result] = {}  # machine code and grid -> what the first variant of it came to
         self.known: dict[Any, Result] = {}
-        self.progress = Progress(problem=problem.name)
+        self.progress = Progress(
+            problem=problem.name, funnel=f"{self.pool.declared:,} declared, {len(self.pool.variants):,} legal"
+        )
         self.journal = journal
         self.sampler = _sampler(problem, self.pool, seed)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -234,10 +235,6 @@ class _Search:
         self.progress.note = note
         self.progress.trial = len(self.times) + len(self.failed)
         self.progress.failed = len(self.failed)
-        self.progress.funnel = (
-            f"{self.pool.declared:,} declared -> {len(self.pool.variants):,} legal -> {self.progress.trial:,} tried -> "
-            f"{len(self.times):,} right and measured"
-        )
         self.progress.best_us = min(self.times.values(), default=math.inf)
         self.report(self.progress)
 

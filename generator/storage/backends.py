@@ -14,18 +14,15 @@ import urllib.parse
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optuna
-from optuna.storages import JournalStorage
+from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import BaseJournalBackend
 from optuna.study import StudyDirection
 
 from ..cache import cache_path
 from ..disk import READ_ONLY, naming
-
-if TYPE_CHECKING:
-    from optuna.storages import BaseStorage
 
 CONNECT_SECONDS = 10
 # Several tuners that start on an empty database all create Optuna's tables; all but one fail, and find them made.
@@ -78,15 +75,6 @@ def open_storage(url: str | None, device: str, path: Path | None = None, *, read
     return _database(DRIVERS.get(match[1], match[1]) + url[match.end(1) :], url)
 
 
-def close_storage(storage: BaseStorage) -> None:
-    """Give its connections back."""
-    if isinstance(storage, optuna.storages.RDBStorage):
-        storage.remove_session()
-        storage.engine.dispose()
-    elif isinstance(storage, optuna.storages.GrpcStorageProxy):
-        storage.close()
-
-
 @contextlib.contextmanager
 def opened_storage(
     url: str | None, device: str, path: Path | None = None, *, reads: bool = False
@@ -95,8 +83,12 @@ def opened_storage(
     storage = open_storage(url, device, path, reads=reads)
     try:
         yield storage
-    finally:
-        close_storage(storage)
+    finally:  # its connections are given back
+        if isinstance(storage, optuna.storages.RDBStorage):
+            storage.remove_session()
+            storage.engine.dispose()
+        elif isinstance(storage, optuna.storages.GrpcStorageProxy):
+            storage.close()
 
 
 def without_password(url: str) -> str:
@@ -163,6 +155,22 @@ def _unreachable(shown: str, error: Exception) -> str:
         f"the storage {shown} cannot be used: {first}. Check that the server runs, that this host may connect, and that "
         "the database exists and may be written by this user; without --storage a file on this host serves"
     )
+
+
+def study_named(storage: BaseStorage, name: str) -> int | None:
+    """The study of a name, or None if there is none."""
+    try:
+        return storage.get_study_id_from_name(name)
+    except KeyError:
+        return None
+
+
+def new_study(storage: BaseStorage, name: str) -> int | None:
+    """A new study of a name, or None if another tuner was faster."""
+    try:
+        return storage.create_new_study([StudyDirection.MINIMIZE], name)
+    except optuna.exceptions.DuplicatedStudyError:
+        return None
 
 
 class _File(BaseJournalBackend):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import optuna
-from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 
 from tuned.families.choices import choices, undeclared
@@ -17,6 +16,7 @@ from tuned.families.registry import FAMILIES
 
 from ..failures import times_to_be_a_fact
 from ..problem import Problem
+from .backends import new_study, study_named
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
@@ -107,8 +107,7 @@ class Journal:
         study = self._there(_study_name(problem, environment["device"]))
         if study is None:
             return None
-        kept: dict[str, Any] | None = self.storage.get_study_user_attrs(study).get(_finished_key(environment, settings))
-        return kept
+        return self.storage.get_study_user_attrs(study).get(_finished_key(environment, settings))
 
     def finish(self, problem: Problem, environment: dict[str, Any], settings: str, winner: dict[str, Any]) -> None:
         """Keep how the search of a problem ended: the next run under the same settings need not search it."""
@@ -120,20 +119,15 @@ class Journal:
         name = _study_name(problem, device)
         study = self._there(name)
         if study is None:
-            try:
-                study = self._ids[name] = self.storage.create_new_study([StudyDirection.MINIMIZE], name)
-            except optuna.exceptions.DuplicatedStudyError:  # another tuner was faster
-                study = self._ids[name] = self.storage.get_study_id_from_name(name)
+            study = new_study(self.storage, name)
+            self._ids[name] = study = self.storage.get_study_id_from_name(name) if study is None else study
         return study
 
     def _there(self, name: str) -> int | None:
         """The study of a name, or None if there is none yet."""
-        if name not in self._ids:
-            try:
-                self._ids[name] = self.storage.get_study_id_from_name(name)
-            except KeyError:
-                return None
-        return self._ids[name]
+        if name not in self._ids and (study := study_named(self.storage, name)) is not None:
+            self._ids[name] = study
+        return self._ids.get(name)
 
     def _studies(self, problem: Problem, device: str) -> Iterator[int]:
         """The studies of a problem, one for each space that it had, the present one last."""

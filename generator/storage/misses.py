@@ -9,13 +9,13 @@ from typing import Any
 from tuned.families.registry import FAMILIES
 from tuned.lookup.record import RecordError, build, parsed, shown
 
-from ..problem import Problem
+from ..problem import Problem, SelectionError
 from ..workload import WORKLOADS, default_problems
 
 MAX_BYTES = 2**40  # of one set of tensors: no GPU has more, so such a size was not recorded by a run
 
 
-class MissesError(ValueError):
+class MissesError(SelectionError):
     """A file of recorded problems cannot be read; the message says which line, what is wrong and what it must be."""
 
 

@@ -13,7 +13,7 @@ import torch
 
 import tuned.dispatch
 import tuned.nn
-from benchmarks import bars, clock, gru, gru_peers, gru_plan, gru_steps, plan, record, session, table
+from benchmarks import bars, clock, gru, gru_peers, gru_plan, plan, record, session, table
 from benchmarks.gru_plan import SequenceCall, StepCall
 from benchmarks.record import Row
 from generator.measuring.bench import Timing
@@ -214,9 +214,9 @@ def test_flashrnn_gets_the_weights_of_nn_gru(monkeypatch):
 @pytest.mark.parametrize(
     ("call", "peers"),
     [
-        (StepCall("cell", 3, (4,), 4, torch.float32), [gru_steps.NN_GRU_CELL]),
-        (StepCall("step", 3, (2, 4), 4, torch.float32), [gru_steps.CAT_NN_GRU, gru_steps.CAT_NN_GRU_CELL]),
-        (StepCall("linear_cat", 3, (4, 4, 2), 20, torch.float32), [gru_steps.CAT_LINEAR]),
+        (StepCall("cell", 3, (4,), 4, torch.float32), [gru_peers.NN_GRU_CELL]),
+        (StepCall("step", 3, (2, 4), 4, torch.float32), [gru_peers.CAT_NN_GRU, gru_peers.CAT_NN_GRU_CELL]),
+        (StepCall("linear_cat", 3, (4, 4, 2), 20, torch.float32), [gru_peers.CAT_LINEAR]),
     ],
     ids=lambda value: value.operation if isinstance(value, StepCall) else None,
 )
@@ -239,8 +239,8 @@ def test_a_step_of_wrong_results_is_not_timed(monkeypatch):
 
 
 def test_cells_share_their_weights_and_sets_do_not():
-    both = gru_steps.cells(StepCall("cell", 3, (4,), 4, torch.float32), "cpu", 2)
-    ours, theirs = both.ours[0].func, both.peers[gru_steps.NN_GRU_CELL][0].func
+    both = gru_peers.cells(StepCall("cell", 3, (4,), 4, torch.float32), "cpu", 2)
+    ours, theirs = both.ours[0].func, both.peers[gru_peers.NN_GRU_CELL][0].func
     assert ours.weight_hh.data_ptr() == theirs.weight_hh.data_ptr()
     assert ours.weight_hh.data_ptr() != both.ours[1].func.weight_hh.data_ptr()
 

@@ -628,7 +628,7 @@ SEARCHING = (
     ),
     Fault(
         "registers_cost_nothing",
-        "generator/estimating/work.py",
+        "generator/estimating/targets.py",
         "return max(1, min(target.threads // threads, int(by_registers), by_shared, target.programs))",
         "return max(1, min(target.threads // threads, by_shared, target.programs))",
         (G + "estimating/test_estimate.py::test_many_registers_leave_few_programs_resident",),
@@ -704,7 +704,7 @@ PUBLISHING = (
     Fault(
         "two_tuners_on_one_gpu",
         "generator/commands.py",
-        "    with gpu_lock(gpu_identity(seat.gpu), waiting):\n",
+        "    with gpu_lock(gpu_identity(index), waiting):\n",
         "    with contextlib.nullcontext():\n",
         (G + "processes/test_isolation_locks.py::test_tuning_holds_its_gpu",),
         "Two tuners measure on one GPU at once, and their times mean nothing.",

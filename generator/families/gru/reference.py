@@ -57,6 +57,7 @@ def inputs(spec: GruSpec, size: GruSize, device: str, seed: int) -> Recurrence:
     lengths = lengths_of(spec, size)
     tokens = (size.seq, batch) if spec.layout == "dense" else (sum(lengths),)
     dense, scale = spec.layout == "dense", hidden**-0.5
+    starts_type = torch.int64 if spec.layout == "packed" else torch.int32
     return Recurrence(
         gates=normal(spec.directions, *tokens, 3 * hidden),
         weight_hh=normal(sets, 3 * hidden, hidden, scale=scale),
@@ -71,13 +72,9 @@ def inputs(spec: GruSpec, size: GruSize, device: str, seed: int) -> Recurrence:
         bias_hh=normal(sets, 3 * hidden, scale=scale) if spec.bias else None,
         counters=torch.zeros(counters_needed(spec, batch), dtype=torch.int32, device=device),
         products=empty(batch, 3 * hidden) if dense and not spec.stacked else None,
-        starts=None if dense else torch.tensor(starts_of(spec, lengths), device=device, dtype=_starts_type(spec)),
+        starts=None if dense else torch.tensor(starts_of(spec, lengths), device=device, dtype=starts_type),
         lengths=None if dense else torch.tensor(lengths, device=device, dtype=torch.int32),
     )
-
-
-def _starts_type(spec: GruSpec) -> torch.dtype:
-    return torch.int64 if spec.layout == "packed" else torch.int32
 
 
 def reference(spec: GruSpec, call: Recurrence) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,9 +189,8 @@ def tensor_bytes(spec: GruSpec, size: GruSize) -> int:
     return bytes_moved(spec, size) + between + products
 
 
-def small(size: GruSize, variant: GruVariant) -> GruSize:
+def small(size: GruSize, _variant: GruVariant) -> GruSize:
     """So few steps and rows that the interpreter takes under a second."""
-    del variant
     return dataclasses.replace(size, batch=min(size.batch, 3), seq=min(size.seq, 4))
 
 

@@ -72,7 +72,6 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
     )
 
 
-def tile(spec: GruSpec, variant: GruVariant) -> tuple[int, int]:
+def tile(_spec: GruSpec, variant: GruVariant) -> tuple[int, int]:
     """Rows, and units of each, that a program takes at a time."""
-    del spec
     return variant.block_batch, variant.block_hidden

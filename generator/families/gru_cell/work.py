@@ -39,7 +39,6 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
     )
 
 
-def tile(spec: GruCellSpec, variant: GruCellVariant) -> tuple[int, int]:
+def tile(_spec: GruCellSpec, variant: GruCellVariant) -> tuple[int, int]:
     """Rows, and units of each, that a program takes at a time."""
-    del spec
     return variant.block_batch, variant.block_hidden

@@ -39,9 +39,8 @@ def reference(spec: LinearCatSpec, call: LinearCatCall) -> tuple[torch.Tensor, t
     return out, error + out.abs() * UNIT_ROUNDOFF[spec.dtype] + SMALLEST[spec.dtype]
 
 
-def eager(spec: LinearCatSpec, call: LinearCatCall) -> Any:
+def eager(_spec: LinearCatSpec, call: LinearCatCall) -> Any:
     """The baseline: the segments put together, then torch's linear."""
-    del spec
     return lambda: torch.nn.functional.linear(torch.cat(call.segments, -1), call.weight, call.bias)
 
 

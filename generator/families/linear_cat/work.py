@@ -35,7 +35,6 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
     )
 
 
-def tile(spec: LinearCatSpec, variant: LinearCatVariant) -> tuple[int, int]:
+def tile(_spec: LinearCatSpec, variant: LinearCatVariant) -> tuple[int, int]:
     """Rows, and columns of each, that a program takes at a time."""
-    del spec
     return variant.block_rows, variant.block_columns

@@ -17,7 +17,7 @@ def block_charts(answer: Answer) -> list[Chart]:
         shown = {v: c for v, c in costs.items() if c.problems >= answer.problems / 2}
         if len(shown) < 2:  # noqa: PLR2004 - a line has two ends
             continue
-        best = min(shown, key=lambda v: (shown[v].ninth, shown[v].median))
+        best = _least(answer, measure)
         charts.append(
             line_chart(
                 measure,

@@ -148,10 +148,11 @@ def scatter(  # noqa: PLR0913 - what a chart is made of
     y_axis = Axis(y_ticks[0], y_ticks[-1], frame.bottom, frame.top)
     octaves = range(round(math.log2(low)), round(math.log2(high)) + 1)
     ticks = [(x_axis(2.0**n), byte_name(2**n)) for n in octaves if n % max(1, round(len(octaves) / 6)) == 0]
-    series = []
-    for kind, name, points in groups:
-        marks = [Mark(x_axis(x), y_axis(y), title, not y_ticks[0] <= y <= y_ticks[-1]) for x, y, title in points]
-        series.append(Series(kind, name, marks, line=False))
+
+    def marks(points: Sequence[tuple[float, float, str]]) -> list[Mark]:
+        return [Mark(x_axis(x), y_axis(y), said, not y_ticks[0] <= y <= y_ticks[-1]) for x, y, said in points]
+
+    series = [Series(kind, name, marks(points), line=False) for kind, name, points in groups]
     y_places = [(y_axis(y), f"{y:g}") for y in y_ticks]
     return Chart(title, summary, *labels, frame, ticks, y_places, series, rule_at=y_axis(rule))
 

@@ -16,7 +16,7 @@ from typing import Any
 from tuned.lookup.record import Winner
 
 from ...rendering.structures import fresh
-from ...workload import WORKLOADS
+from ...workload import WORKLOADS, default_variant
 from ..history import History
 from ..report import knobs, percent_of_floor
 from .charts import Chart, line_chart, scatter, strips
@@ -74,21 +74,18 @@ class Peer:
 
 def winner_rows(winners: Iterable[Winner]) -> list[Row]:
     """The winners in the order of the default problems' families, then by name."""
-    rows = []
-    for w in sorted(winners, key=lambda w: (list(WORKLOADS).index(w.family), w.name)):
-        default = WORKLOADS[w.family].family.default_variant(w.spec, w.size)
-        rows.append(
-            Row(
-                w,
-                percent_of_floor(w),
-                w.bytes_moved / w.median_us / 1e3,
-                w.default_us / w.median_us if w.default_us else None,
-                w.eager_us / w.median_us,
-                knobs(w.variant, default),
-                fresh(w.digests),
-            )
+    return [
+        Row(
+            w,
+            percent_of_floor(w),
+            w.bytes_moved / w.median_us / 1e3,
+            w.default_us / w.median_us if w.default_us else None,
+            w.eager_us / w.median_us,
+            knobs(w.variant, default_variant(w)),
+            fresh(w.digests),
         )
-    return rows
+        for w in sorted(winners, key=lambda w: (list(WORKLOADS).index(w.family), w.name))
+    ]
 
 
 def floor_chart(rows: Sequence[Row]) -> Chart | None:
@@ -141,12 +138,8 @@ def sweep_charts(results: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[st
 
 
 def _sweep(rows: list[dict[str, Any]], direction: str, shape: str, ticks: list[float]) -> Chart | None:
-    points: dict[str, list[tuple[float, float]]] = {name: [] for name in LINES}
-    for row in sorted(rows, key=lambda r: r["sizes"]["seq"]):
-        times = {"this project": row["ours"], "copy floor": row["floor"], **row["peers"]}
-        for name in LINES:
-            if name in times:
-                points[name].append((row["sizes"]["seq"], times[name]))
+    times = [(r["sizes"]["seq"], {"this project": r["ours"], "copy floor": r["floor"], **r["peers"]}) for r in rows]
+    points = {name: sorted((seq, us[name]) for seq, us in times if name in us) for name in LINES}
     lines = [(LINES[name], name, found) for name, found in points.items() if found]
     if not lines:
         return None

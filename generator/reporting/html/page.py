@@ -118,13 +118,10 @@ def _study(family: str, sources: Sources, rows: Sequence[contents.Row]) -> Study
         else f"From the journal, {len(histories)} problems: a search chose what was measured, so what it seldom tried looks worse than it is."
     )
     found = answer(histories)
-    paragraph = block_size.block_answer(found, _untuned(rows, family), _by_size(histories, rows)) if found else None
+    untuned = [r.over_default for r in rows if r.winner.family == family and r.over_default is not None]
+    paragraph = block_size.block_answer(found, untuned, _by_size(histories, rows)) if found else None
     charts = block_size.block_charts(found) if found else []
     return Study(family, source, knobs_of([h.times for h in histories]), paragraph, charts)
-
-
-def _untuned(rows: Sequence[contents.Row], family: str) -> list[float]:
-    return [r.over_default for r in rows if r.winner.family == family and r.over_default is not None]
 
 
 def _by_size(histories: Sequence[History], rows: Sequence[contents.Row]) -> tuple[Answer | None, Answer | None]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from generator import places
+from generator.disk import put_between
 from generator.estimating import model
 from generator.evaluation import evidence, replay
 from generator.evaluation.recording import record
@@ -120,11 +121,11 @@ def test_the_table_of_the_readme_is_what_replay_gives(tmp_path: Path) -> None:
     assert len({line.count("|") for line in lines}) == 1
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- replay:begin -->\nold\n<!-- replay:end -->\nafter\n")
-    evidence.put_between(page, "replay", "\n".join(lines))
+    put_between(page, "replay", "\n".join(lines))
     assert page.read_text().splitlines() == ["before", "<!-- replay:begin -->", *lines, "<!-- replay:end -->", "after"]
     page.write_text("no marks")
     with pytest.raises(ValueError, match="must have the marks"):
-        evidence.put_between(page, "replay", "x")
+        put_between(page, "replay", "x")
     assert page.read_text() == "no marks"
 
 

@@ -1,0 +1,99 @@
+"""What the examples share: their options, and the layers of a Llama with the usual formula of RoPE."""
+
+# ruff: noqa: INP001 - lies beside the scripts that import it
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+THETA = 10_000.0  # of the first Llama
+
+
+def device_named(name: str) -> str:
+    """The name; for "auto" that of the device at hand."""
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def parser_of(
+    about: str | None, dtypes: Sequence[str], dtype_help: str | None = None, **numbers: tuple[float, str | None]
+) -> argparse.ArgumentParser:
+    """The command line of an example; ``numbers`` has each option's default, of its type, and its help."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", type=device_named)
+    for name, (default, text) in numbers.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=text)
+    parser.add_argument("--dtype", choices=tuple(dtypes), default="float32", help=dtype_help)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def waiting_for(device: str) -> Callable[[], object]:
+    """What waits until the device has done all; of a CPU there is nothing to wait for."""
+    return torch.cuda.synchronize if device == "cuda" else int  # int() does nothing
+
+
+def check_heads(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with an error where the sizes of a Llama do not divide each other."""
+    if options.hidden % (2 * options.heads) or options.heads % options.kv_heads:
+        parser.error("--hidden must be an even multiple of --heads, and --heads a multiple of --kv-heads")
+
+
+def rotate_half(x: torch.Tensor) -> torch.Tensor:
+    """The other feature of each pair, with its sign: (-x2, x1) for the halves x1 and x2 of the last axis."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def apply_rotary_pos_emb(
+    q: torch.Tensor, k: torch.Tensor, *, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The usual formula for q [B, S, heads, D] and k [B, S, kv_heads, D]; cos and sin, both halves alike, [D] or [S, 1, D]."""
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+class Layers(nn.Module):
+    """What a block is made of: attention and a feed-forward layer. B texts, S positions, E hidden, D features a head."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        hidden, head_dim = options.hidden, options.hidden // options.heads
+        inner = 64 * math.ceil(hidden / 24)  # 8/3 of hidden, up to a multiple of 64
+        self.heads, self.kv_heads = options.heads, options.kv_heads
+        self.attention_norm = nn.RMSNorm(hidden)
+        self.qkv = nn.Linear(hidden, (options.heads + 2 * options.kv_heads) * head_dim, bias=False)
+        self.attended = nn.Linear(hidden, hidden, bias=False)
+        self.feed_forward_norm = nn.RMSNorm(hidden)
+        self.gate_and_up = nn.Linear(hidden, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, hidden, bias=False)
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The q [B, S, heads, D], k and v [B, S, kv_heads, D] of x [B, S, E]: views of one tensor."""
+        packed = self.qkv(self.attention_norm(x)).unflatten(-1, (self.heads + 2 * self.kv_heads, -1))
+        return packed.split((self.heads, self.kv_heads, self.kv_heads), 2)  # type: ignore[no-any-return]
+
+    def added(self, x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        """[B, S, E] that follows the same and what its heads saw, [B, S, heads * D]."""
+        x = x + self.attended(heads)
+        gate, up = self.gate_and_up(self.feed_forward_norm(x)).chunk(2, -1)
+        following: torch.Tensor = x + self.down(nn.functional.silu(gate) * up)
+        return following
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, output layer."""
+
+    def __init__(self, options: argparse.Namespace, block: type[Layers], positions: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(options.symbols, options.hidden)
+        self.blocks = nn.ModuleList(block(options) for _ in range(options.layers))
+        self.norm = nn.RMSNorm(options.hidden)
+        self.output = nn.Linear(options.hidden, options.symbols, bias=False)
+        head_dim = options.hidden // options.heads
+        # Radians, [positions, D / 2].
+        self.angles = torch.outer(torch.arange(positions), THETA ** (-torch.arange(0, head_dim, 2) / head_dim))
