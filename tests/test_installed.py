@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import shutil
-import site
 import subprocess
 import sys
 import zipfile
@@ -70,9 +69,9 @@ def both(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[st
         if name not in ("PYTHONPATH", "TRITON_INTERPRET", "TUNED_CACHE")
     }
     environment |= {"XDG_CACHE_HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
-    with subprocess.Popen(
-        [*program, *site.getsitepackages()], cwd=home, env=environment, stdout=PIPE, stderr=PIPE, text=True
-    ) as child:
+    # Where packages are, without what has the checkout's own.
+    paths = [path for path in sys.path if Path(path).is_dir() and not (Path(path) / "generator").is_dir()]
+    with subprocess.Popen([*program, *paths], cwd=home, env=environment, stdout=PIPE, stderr=PIPE, text=True) as child:
         here = json.loads(json.dumps(installed.told("generator")))  # beside it
         told, said = child.communicate(timeout=BACKSTOP_SECONDS)
     assert child.returncode == 0, said
