@@ -840,6 +840,14 @@ ROPE = (
         "A query and a key that share elements are both overwritten: a race.",
     ),
     Fault(
+        "prepared_for_another_thread",
+        "tuned/calls/rope/plan.py",
+        "        if self.thread != threading.get_ident():\n",
+        "        if not self.thread:\n",
+        (T + "calls/test_rope_plan.py::test_a_call_of_another_thread_does_not_take_what_a_first_call_prepared",),
+        "Two threads make the first call of a kind at once, and one gets the other's result.",
+    ),
+    Fault(
         "key_without_the_other_position",
         "tuned/calls/rope/call.py",
         "settings, source, positions is None, int_offset == 0,",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -197,6 +198,29 @@ def test_a_first_call_under_capture_decides_nothing_for_later_ones(
     monkeypatch.setattr(tuned.calls.rope.plan, "capturing", lambda: True)
     check(Case())
     assert (watch.public, watch.direct) == (3, 1), "what is known is captured"
+
+
+def test_a_call_of_another_thread_does_not_take_what_a_first_call_prepared(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freqs, x, other = torch.rand(64, 8), torch.randn(2, 4, 4, 16), torch.randn(2, 4, 4, 16)
+    results: list[torch.Tensor] = []
+    genuine = rope_call.remember
+
+    def remember(*arguments: Any) -> None:
+        """The plan is known from here on, and its first run is yet to come."""
+        genuine(*arguments)
+        monkeypatch.setattr(rope_call, "remember", genuine)
+        thread = threading.Thread(target=lambda: results.append(rope(other, freqs, angle_entries="pair")))
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(rope_call, "remember", remember)
+    results.insert(0, rope(x, freqs, angle_entries="pair"))
+    assert watch.public >= 1
+    forget()
+    for tensor, got in zip((x, other), results, strict=True):
+        torch.testing.assert_close(got, rope(tensor, freqs, angle_entries="pair"), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["plain", "pair in place", "training", "qkv"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -78,18 +79,22 @@ def ready(spec: RopeSpec, variant: Any, call: RopeCall) -> Ready:
 
 
 class First:
-    """What was prepared to decide what a call does: its plan's first run, which is of the same call, takes it.
+    """What was prepared to decide what a call does, for the run of that call.
 
-    Whoever asked for the plan clears it after that run, so that no tensor of a caller is kept.
+    Once the plan is known, another thread may run it first, for a call of its own: so only the thread that prepared takes.
+    Whoever asked for the plan clears it after its run, so that no tensor of a caller is kept.
     """
 
-    __slots__ = ("prepared",)
+    __slots__ = ("prepared", "thread")
 
     def __init__(self) -> None:
         self.prepared: Ready | None = None
+        self.thread = threading.get_ident()
 
     def take(self) -> Ready | None:
-        """What was prepared, once."""
+        """What was prepared, once; None for another thread."""
+        if self.thread != threading.get_ident():
+            return None
         taken, self.prepared = self.prepared, None
         return taken
 
