@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-from typing_extensions import Self
+    from typing_extensions import Self
 
 DTYPES = ("float32", "float16", "bfloat16")
 ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes
@@ -21,8 +21,6 @@ WAVE = 132  # programs that start together: the multiprocessors of an H200
 VECTOR_ROWS = 8  # with more rows the tensor cores are faster, even if most of theirs are empty
 VECTOR_REGISTERS = 168  # per thread for weights and sums, of 255
 MAX_VECTOR_BLOCKS = 64  # blocks of K, which are unrolled
-
-T = TypeVar("T", bound="Segments")
 
 
 @dataclasses.dataclass(frozen=True)

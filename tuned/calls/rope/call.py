@@ -18,8 +18,17 @@ from tuned.calls.rope.plan import First, Plan, choice_of, kernel_plan, sized_pla
 from tuned.families.rope import FAMILY as ROPE
 from tuned.families.rope.eager import rotate
 from tuned.launching.overwrite import refuse_overwrite
-from tuned.launching.plan import current_device, remember, tracing, transforms_active
+from tuned.launching.plan import (
+    NO_KEY,
+    current_device,
+    listeners,
+    may_be_negative,
+    remember,
+    tracing,
+    transforms_active,
+)
 from tuned.lookup import misses
+from tuned.lookup.gpu import why_not_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,10 +38,6 @@ if TYPE_CHECKING:
 _PLANS: dict[Any, Plan] = {}
 _compiling = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
-# Number of active dispatch modes, which a launch would bypass: FakeTensorMode, tracers, selective checkpointing.
-_listeners: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF001
-# Errors of building the key from what is not a plain tensor: the checks then refuse it, or eager PyTorch takes it.
-_NO_KEY = (AttributeError, RuntimeError, TypeError)
 
 
 def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensors of the public call
@@ -54,7 +59,7 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
     """
     if type(offset) is not int:
         offset = offset_of(offset, positions)
-    if _compiling() or _listeners():
+    if _compiling() or listeners():
         given = Given(x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset)
         return _operator(given, Settings(*settings))
     if cos is None and sin is None:
@@ -102,7 +107,7 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
             grad, forward_ad._current_level, device if device < 0 else current_device(),  # noqa: SLF001
         )  # fmt: skip
         plan = _PLANS.get(properties)
-    except _NO_KEY:
+    except NO_KEY:
         properties = plan = None
         x_ptr = angles_ptr = 0
     first = None
@@ -157,7 +162,8 @@ def _decide(given: Given, settings: Settings, class_key: Any, first: First) -> P
                 refuse_overwrite(t)
     if not plan.serves:
         return plan
-    if any(map(_may_be_negative, (given.x, given.key, getattr(given, sources.angles), given.sin))):
+    read = [t for t in (given.x, given.key, getattr(given, sources.angles), given.sin) if t is not None]
+    if any(t.is_floating_point() and may_be_negative(t) for t in read):
         plan = Plan(_run_unless_negative(plan, settings, sources))
     return _differentiable(plan, settings, sources, given.x, given.key)
 
@@ -208,24 +214,14 @@ def _why_no_launch(given: Given) -> str | None:
     if tracing() is not None:
         return "a kernel would bypass torch.jit tracing"
     for t in given:
-        if isinstance(t, torch.Tensor) and type(t) not in (torch.Tensor, torch.nn.Parameter):
-            return f"{type(t).__name__} is a subclass of Tensor with rules of its own"
+        if isinstance(t, torch.Tensor) and (reason := why_not_plain(t)) is not None:
+            return reason
     return _bypassed(given)
 
 
 def _angles_need_gradient(given: Given) -> bool:
     angles = (given.freqs, given.cos, given.sin, given.cos_sin_cache, given.inv_freq)
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in angles)
-
-
-def _may_be_negative(t: torch.Tensor | None) -> bool:
-    """Whether strides allow that a tensor is the imaginary part of a conjugated one, which PyTorch negates lazily.
-
-    The stride of an axis of length 1 tells nothing.
-    """
-    if t is None or not t.is_floating_point():
-        return False
-    return all(step % 2 == 0 for step, n in zip(t.stride(), t.shape, strict=True) if n != 1)
 
 
 def _run_unless_negative(plan: Plan, settings: Settings, sources: Sources) -> Callable[..., Any]:

@@ -136,7 +136,7 @@ class RopeSpec:
         return not self.plain and not self.inplace
 
     @property
-    def may_begin_before(self) -> bool:
+    def takes_negative_positions(self) -> bool:
         """A position may be negative, before the first row of a table: an offset, starts or ids of the caller."""
         return not self.plain and not self.takes_rates
 
