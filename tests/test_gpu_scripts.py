@@ -27,8 +27,8 @@ def test_every_module_can_be_imported(name: str) -> None:
 
 
 def test_the_decode_problem_has_variants_to_try() -> None:
-    for capability in (80, 90, 100):
-        assert 30 < len(legal_pool(test_gpu_variants.WHOLE, capability).variants) < 300
+    found = {c: len(legal_pool(test_gpu_variants.WHOLE, c).variants) for c in (80, 90, 100)}
+    assert found == {80: 33, 90: 66, 100: 66}, "fewer test little; and each of hundreds is compiled"
 
 
 @pytest.mark.parametrize("problem", [test_gpu_isolation.COPY, test_gpu_isolation.INPLACE], ids=lambda p: p.name)

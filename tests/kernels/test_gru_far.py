@@ -1,13 +1,8 @@
-"""The kernels of GRUs and linears where rows lie gigabytes apart: offsets of rows, tokens and cells are 64-bit.
-
-The storage is address space alone, as in test_rope_far: no page between two rows is touched. It begins far before the
-first element, so that an offset which wraps around reads and writes zeros there, and does not end the process.
-"""
+"""The kernels of GRUs and linears where rows lie gigabytes apart: offsets of rows, tokens and cells are 64-bit."""
 
 from __future__ import annotations
 
 import dataclasses
-import mmap
 from typing import Any
 
 import pytest
@@ -15,6 +10,7 @@ import torch
 
 from generator.measuring.mended import mended_interpreter
 from tests.support import gru_sequences, linear_cat_forms
+from tests.support.far import far
 from tests.support.gru_case import GruCase, build
 from tests.support.gru_cell_forms import FORMS, LIBRARY
 from tests.support.run import INTERPRETED, run
@@ -30,24 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="a GPU has no memory without pages: there tests of many rows need it"),
 ]
 
-FAR = 2**30  # elements: the product with the third row on does not fit into 32 bits
-BEFORE = 3 * 2**31  # elements: three products of 32 bits can lead so far before the first
 ROWS = 4  # that lie FAR apart
-NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's, which Python names from 3.13 on
-
-
-def far(values: torch.Tensor, axis: int = 0) -> torch.Tensor:
-    """The values in a storage in which neighbours along one axis are FAR elements apart."""
-    near = torch.empty(values.shape[:axis] + values.shape[axis + 1 :]).stride()
-    strides = (*near[:axis], FAR, *near[axis:])
-    elements = BEFORE + sum((n - 1) * step for n, step in zip(values.shape, strides, strict=True)) + 1
-    size = values.element_size() * elements
-    try:
-        space = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
-    except OSError:
-        pytest.skip(f"no {size} bytes of address space here")
-    whole = torch.frombuffer(space, dtype=values.dtype, count=elements)
-    return whole.as_strided(values.shape, strides, BEFORE).copy_(values)
 
 
 def ran(launch: Any) -> None:

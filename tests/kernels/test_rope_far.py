@@ -1,19 +1,15 @@
-"""RoPE where a few elements lie gigabytes apart: every offset is 64-bit, of features and of entries too.
-
-The storage is address space alone: of the gigabytes between two features no page is touched. It begins far before the
-first element, so that an offset which wraps around reads and writes zeros there, and does not end the process.
-"""
+"""RoPE where a few elements lie gigabytes apart: every offset is 64-bit, of features and of entries too."""
 
 from __future__ import annotations
 
 import dataclasses
-import mmap
 import resource
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.far import FAR, far
 from tests.support.run import INTERPRETED, run
 from tuned.families.rope.launches import RopeCall, launches
 from tuned.families.rope.spec import RopeSpec
@@ -21,10 +17,7 @@ from tuned.families.rope.variant import RopeVariant
 
 pytestmark = pytest.mark.interpreter
 
-FAR = 2**30  # elements: the products of the third feature on do not fit into 32 bits
-BEFORE = 3 * 2**31  # elements: three products of 32 bits can lead so far before the first
 DIM, PAIRS = 8, 4  # features that lie FAR apart
-NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's, which Python names from 3.13 on
 PAGES = 500_000  # that may be touched: a copy of the storage would be millions
 
 PLAIN = RopeSpec("bshd", "float16", 1, DIM, DIM, angles="cos_sin", angle_dtype="float16", angle_entries="feature")
@@ -47,18 +40,6 @@ CASES = [
     if (what != "key" or spec.key_heads) and (what != "out" or not spec.inplace)
     if (what == "starts") == (name == "starts")
 ]
-
-
-def far(values: torch.Tensor) -> torch.Tensor:
-    """The values of [n], FAR elements apart."""
-    elements = BEFORE + (len(values) - 1) * FAR + 1
-    size = values.element_size() * elements
-    try:
-        space = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
-    except OSError:
-        pytest.skip(f"no {size} bytes of address space here")
-    whole = torch.frombuffer(space, dtype=values.dtype, count=elements)
-    return whole.as_strided((len(values),), (FAR,), BEFORE).copy_(values)
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, spec: RopeSpec) -> torch.Tensor:

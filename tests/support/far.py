@@ -1,0 +1,30 @@
+"""Tensors whose elements lie gigabytes apart, in address space alone: no page between two of them is touched.
+
+The storage begins far before the first element, so that an offset which wraps around reads and writes zeros there, and does
+not end the process.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+import torch
+
+FAR = 2**30  # elements: the product with the third of an axis on does not fit into 32 bits
+BEFORE = 3 * 2**31  # elements: three products of 32 bits can lead so far before the first
+NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's, which Python names from 3.13 on
+
+
+def far(values: torch.Tensor, axis: int = 0) -> torch.Tensor:
+    """The values in a storage in which neighbours along one axis are FAR elements apart."""
+    near = torch.empty(values.shape[:axis] + values.shape[axis + 1 :]).stride()
+    strides = (*near[:axis], FAR, *near[axis:])
+    elements = BEFORE + sum((n - 1) * step for n, step in zip(values.shape, strides, strict=True)) + 1
+    size = values.element_size() * elements
+    try:
+        space = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
+    except OSError:
+        pytest.skip(f"no {size} bytes of address space here")
+    whole = torch.frombuffer(space, dtype=values.dtype, count=elements)
+    return whole.as_strided(values.shape, strides, BEFORE).copy_(values)
