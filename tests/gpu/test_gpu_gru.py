@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 FEATURES = 24
-PROCESS_SECONDS = 60  # most of it to import and compile: a hang shows
+PROCESS_SECONDS = 240  # for a hang to show; most of it is to import and compile, beside other tests
 RUNS = 5
 LARGEST = 2**20  # tokens times units, which the oracle takes on the CPU
 SHAPES = {"layer": (1, 1), "both": (2, 1), "stack": (1, 3)}  # directions, layers
@@ -350,7 +350,6 @@ def process(deed: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.gpu
-@pytest.mark.alone
 @pytest.mark.parametrize("deed", ["two_streams", "beside_others", "delays", "no_numbers"])
 def test_nothing_hangs_and_results_stay_right(deed: str) -> None:
     done = process(deed)
