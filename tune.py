@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import math
 import os
 import re
@@ -34,6 +35,26 @@ def seconds(text: str | None) -> float:
     if match is None or float(match[1]) <= 0:
         raise typer.BadParameter(f"a time is a number with s, m or h, as in 90s, 10m or 1h, got {text!r}")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def outside(family: str | None) -> bool:
+    """Whether a family is one from outside: a file, a package's folder, or an entry point ``tuned.families``.
+
+    It is then the only one of this process and of all that it starts. generator/places.py reads the variable.
+    """
+    if family is None:
+        return False
+    found = importlib.metadata.entry_points(group="tuned.families", name=family)
+    name = next((point.module for point in found), family)
+    path = Path(name)
+    if not found and path.suffix != ".py" and not path.is_dir():
+        return False
+    if not found and not path.exists():
+        raise typer.BadParameter(
+            f"--family {family}: there is no such file. Name one, an entry point, or a built-in family"
+        )
+    os.environ["TUNED_FAMILY"] = name if found else str(path.resolve())
+    return True
 
 
 def start_fork_server() -> None:
@@ -88,7 +109,10 @@ def main(  # noqa: PLR0913 - one parameter an option
     target: Annotated[
         str | None, typer.Option(help="Measure nothing: compile and estimate for this device, as without a GPU.")
     ] = None,
-    family: Annotated[str | None, typer.Option(help="Only this kernel family.")] = None,
+    family: Annotated[
+        str | None,
+        typer.Option(help="Only this kernel family; or one of your own: its file, its folder, or its entry point."),
+    ] = None,
     problems: Annotated[
         str | None,
         typer.Option(help="Names or patterns, with commas between, or all; or a .jsonl file of TUNED_RECORD."),
@@ -117,6 +141,12 @@ def main(  # noqa: PLR0913 - one parameter an option
     render: Annotated[bool, typer.Option("--render", help="Write every generated file again, and stop.")] = False,
 ) -> None:
     """Tune every problem on this GPU, most common first; Ctrl-C keeps what was measured, the same command goes on."""
+    if outside(family):
+        family = None
+        if out is not None:
+            raise typer.BadParameter(
+                f"--out {out} and a family of your own exclude each other: its record lies beside it"
+            )
     context.obj = Before(gpu, out, storage)
     if context.invoked_subcommand is not None:
         return

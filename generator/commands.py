@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuned.families.outside import FamilyError
 from tuned.lookup.record import RecordError
 
 from . import gpu
@@ -20,7 +21,7 @@ from .disk import naming, put_between, write_whole
 from .estimating.targets import UnknownTargetError, target_named
 from .evaluation.portfolio import candidates
 from .locks import gpu_identity, gpu_lock
-from .places import LANDSCAPES, ROOT
+from .places import HOME, LANDSCAPES, OUTSIDE, ROOT
 from .problem import Problem, SelectionError
 from .processes.compiler import CompilerPool
 from .processes.worker import Worker
@@ -100,7 +101,9 @@ def tune(options: Options, console: Console) -> int:
 
 def refusal(error: BaseException) -> tuple[str, int] | None:
     """The sentence and the exit code for what ends a command; None if it is a defect."""
-    if isinstance(error, SelectionError | gpu.NoSuchGpuError | UnknownTargetError):  # of what was asked for
+    if isinstance(
+        error, SelectionError | FamilyError | gpu.NoSuchGpuError | UnknownTargetError
+    ):  # of what was asked for
         return str(error), 2
     if isinstance(error, RecordError | FleetError):
         return str(error), 1
@@ -210,7 +213,10 @@ def _tell(run: Run, options: Options, elapsed_s: float, console: Console, gpus: 
         say(console, f"{len(run.others)} of these were found by other tuners")
     say(console, *(f"skipped {name}: {reason}" for name, reason in run.skipped.items()))
     if run.record is not None:
-        if options.out is None:
+        if options.out is None and OUTSIDE:
+            say(console, f"its calls use it: {HOME / 'tables' / run.record.stem}.py")
+            say(console, f"the record: {run.record}")
+        elif options.out is None:
             say(console, f"models import it: tuned.dispatch, through tuned/tables/{run.record.stem}.py")
             say(console, f"the record: {run.record.relative_to(ROOT)}")
         else:
@@ -235,7 +241,8 @@ def say(console: Console, *lines: str) -> None:
 def render(console: Console) -> int:
     """Write every generated file again."""
     written, deleted = render_all()
-    say(console, *(f"wrote tuned/{name}" for name in written), *(f"deleted tuned/{name}" for name in deleted))
+    say(console, *(f"wrote {HOME.name}/{name}" for name in written))
+    say(console, *(f"deleted {HOME.name}/{name}" for name in deleted))
     say(console, f"{len(written)} written, {len(deleted)} deleted; every other generated file is as it should be")
     return 0
 

@@ -1,11 +1,15 @@
 """Where things lie: in a checkout, and in a wheel, where this package is ``tuned._generator`` and has the templates.
 
+In a process that tunes a family from outside, which TUNED_FAMILY names, all that is written lies beside the family.
+
 Only this module counts folders, and a module that is named in a string begins with ``GENERATOR``. Nothing but the standard
 library is imported: torch takes seconds, and any Python can tell what was verified. docs/decisions/0043.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import os
 from pathlib import Path
 
@@ -16,8 +20,25 @@ INSTALLED = (_HERE / "templates").is_dir()
 
 PACKAGE = _HERE.parent if INSTALLED else _HERE.parent / "tuned"  # what models import
 ROOT = PACKAGE.parent  # the checkout, or the folder that was installed into
+OUTSIDE = os.environ.get("TUNED_FAMILY")  # a file, a package's folder or a dotted name; tune.py --family sets it
+
+
+def _file_of(name: str) -> Path:
+    """The file of a family from outside."""
+    path = Path(name)
+    if path.suffix == ".py" or path.is_dir():
+        return (path / "__init__.py" if path.is_dir() else path).resolve()
+    found = importlib.util.find_spec(name)
+    return Path(str(found and found.origin)).resolve()
+
+
+FAMILY = _file_of(OUTSIDE) if OUTSIDE else None
+_BESIDE = FAMILY and FAMILY.parent / f"{FAMILY.parent.name if FAMILY.name == '__init__.py' else FAMILY.stem}_tuned"
+HOME = _BESIDE or PACKAGE  # has kernels, tables and winners
 TEMPLATES = (_HERE if INSTALLED else ROOT) / "templates"
-LANDSCAPES = _HERE / "landscapes"
-RESULTS = ROOT / "benchmarks" / "results"  # of a checkout only
+LANDSCAPES = (_BESIDE or _HERE) / "landscapes"
+RESULTS = (_BESIDE or ROOT / "benchmarks") / "results"  # of a checkout only, or of a family from outside
 _USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tuned-kernels"
 CACHE = _USER_CACHE if INSTALLED else ROOT / ".cache"  # unless TUNED_CACHE says another
+# Below the cache, what is kept for problems by their names: families of one name do not meet.
+SHELF = ("families", hashlib.sha256(str(FAMILY).encode()).hexdigest()[:12]) if FAMILY else ()

@@ -1,20 +1,11 @@
-"""A Problem: a Spec with sizes, named after the model that it comes from."""
+"""A Problem, as families declare it, and the error for one that is not there."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from tuned.families.problem import Problem
+
+__all__ = ["Problem", "SelectionError"]
 
 
 class SelectionError(ValueError):
     """A family or problem that is not there; the message says what is, and what may have been meant."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """One call worth timing."""
-
-    name: str  # unique: model, tensor, layout, size
-    family: str
-    spec: Any
-    size: Any

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from tuned.families.family import Family
 from tuned.families.launch import Step
+from tuned.families.outside import described, load
 from tuned.families.registry import FAMILIES
 from tuned.lookup.record import Winner
 
 from . import families
+from .families import outside
 from .families.counting import Work
 from .families.text import Shown, Text
+from .places import OUTSIDE
 from .problem import Problem
 
 if TYPE_CHECKING:
@@ -87,7 +90,17 @@ def _packages() -> list[ModuleType]:
     return sorted((importlib.import_module(m.name) for m in found if m.ispkg), key=lambda package: package.RANK)
 
 
-WORKLOADS = {workload.family.name: workload for workload in map(_workload, _packages())}
+def _outside(name: str) -> Workload:
+    """The family from outside that this process tunes: the only one in it."""
+    module = load(name)
+    family = described(module)
+    FAMILIES.only(family)
+    found = outside.answers(module, family)
+    return Workload(family, features=functools.partial(_octaves, found["tile"]), **found)
+
+
+_FOUND = [_outside(OUTSIDE)] if OUTSIDE else map(_workload, _packages())
+WORKLOADS = {workload.family.name: workload for workload in _FOUND}
 
 
 def default_variant(of: Problem | Winner) -> Any:

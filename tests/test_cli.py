@@ -123,9 +123,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for folder in ("kernels", "tables", "winners"):
         shutil.copytree(ROOT / "tuned" / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for module in (committed, tables, audit, record_module, commands):
-        for name in ("PACKAGE", "KERNELS", "TABLES", "WINNERS"):
+        for name in ("HOME", "KERNELS", "TABLES", "WINNERS"):
             if hasattr(module, name):
-                monkeypatch.setattr(module, name, copy if name == "PACKAGE" else copy / name.lower())
+                monkeypatch.setattr(module, name, copy if name == "HOME" else copy / name.lower())
     return copy
 
 

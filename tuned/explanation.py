@@ -13,6 +13,7 @@ from tuned.calls.recurrent import serve
 from tuned.compat.transformer_engine import apply_rotary_pos_emb
 from tuned.families.registry import FAMILIES
 from tuned.lookup.lookup import Choice
+from tuned.own import Own
 
 # The functions themselves, not their names in dispatch: if a user wraps one there, the original still works here.
 ROPE = (dispatch.rope, dispatch.rope_qk, dispatch.rope_qkv, dispatch.rope_backward)
@@ -44,7 +45,8 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
 
     Args:
         function: rope, rope_qk, rope_qkv, rope_backward, gru_cell, gru or linear_cat of tuned.dispatch; TransformerEngine's
-            apply_rotary_pos_emb of tuned.compat; or a GRU or GRUCell module, of tuned.nn or of torch.nn.
+            apply_rotary_pos_emb of tuned.compat; a family of your own (tuned.own); or a GRU or GRUCell module, of tuned.nn or
+            of torch.nn.
         args: its arguments.
         kwargs: its keyword arguments.
 
@@ -63,13 +65,16 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
         choice, spec = serve.explain_gru_cell(*args, **kwargs)
     elif function is dispatch.gru:
         return _explanation(*serve.explain_gru(*args, **kwargs))
+    elif isinstance(function, Own):
+        family = function.family
+        choice, spec, _ = function.chosen(*args, **kwargs)
     elif function is dispatch.linear_cat:
         family = FAMILIES["linear_cat"]
         choice, spec = serve.explain_linear_cat(*args, **kwargs)
     elif isinstance(function, (nn.GRU, nn.GRUCell, torch.nn.GRU, torch.nn.GRUCell)):
         return _of_module(function, *args, **kwargs)
     else:
-        known = "rope, rope_qk, rope_qkv, rope_backward, apply_rotary_pos_emb, gru_cell, gru, linear_cat and modules GRU and GRUCell"
+        known = "rope, rope_qk, rope_qkv, rope_backward, apply_rotary_pos_emb, gru_cell, gru, linear_cat, families of tuned.own and modules GRU and GRUCell"
         raise TypeError(f"explain knows {known}, got {function!r}")
     return _explanation(choice, () if choice.variant is None else family.kernel_names(spec, choice.variant))
 

@@ -17,6 +17,7 @@ from ..cache import cache_folder
 from ..disk import write_if_different
 from ..measuring.compile import Resources
 from ..measuring.interpret import interpreted
+from ..places import SHELF
 from ..problem import Problem
 from ..processes.compiler import CompilerPool, compile_variant, hopeless
 from ..processes.compiler import compiled as result_of
@@ -153,7 +154,7 @@ def save(estimates: list[Estimate], target: Target) -> Path:
         }
         for e in estimates
     ]
-    path = cache_folder("estimates") / f"{target.device}.json"
+    path = cache_folder(*SHELF, "estimates") / f"{target.device}.json"
     content = {"format": "tuned-estimates", "estimated": True, "device": target.device, "rows": rows}
     write_if_different(path, json.dumps(content, indent=1) + "\n")
     return path

@@ -21,7 +21,7 @@ from tuned.lookup.mismatch import HARD, SOFT, changed_sources, differences
 from tuned.lookup.record import METHOD, RecordError, Winner
 
 from ..measuring.environment import driver_version
-from ..places import INSTALLED, PACKAGE
+from ..places import HOME, INSTALLED, OUTSIDE
 from ..problem import Problem
 from ..rendering.structures import digests
 from ..searching.seeds import same_problem
@@ -77,7 +77,8 @@ def findings(
     devices = [device] if device is not None else sorted(p.stem for p in (folder or WINNERS).glob("*.json"))
     if not devices:
         yield Finding(
-            "hard", f"no record in {folder or 'tuned/winners'}: run python tune.py --gpu auto on a machine with a GPU"
+            "hard",
+            f"no record in {folder or HOME.name + '/winners'}: run python tune.py --gpu auto on a machine with a GPU",
         )
     unreadable = False
     for name in devices:
@@ -88,7 +89,7 @@ def findings(
             yield Finding("hard", str(error))
     if folder is None and not unreadable:
         yield from (Finding("hard", text) for text in _files())
-    if folder is None and not INSTALLED:  # what was installed has no records of suites, nor the suites
+    if folder is None and not INSTALLED and not OUTSIDE:  # what was installed has no records of suites, nor the suites
         yield from (Finding("unverified", text) for name in devices if (text := not_verified(name)) is not None)
 
 
@@ -163,10 +164,10 @@ def _again(rows: list[Winner]) -> str:
 def _files() -> Iterator[str]:
     wanted = generated_files()
     for name, text in wanted.items():
-        path = PACKAGE / name
+        path = HOME / name
         if not path.exists():
-            yield f"tuned/{name} is missing: python tune.py --render"
+            yield f"{HOME.name}/{name} is missing: python tune.py --render"
         elif path.read_text() != text:
-            yield f"tuned/{name} is not what the templates and records give: python tune.py --render"
+            yield f"{HOME.name}/{name} is not what the templates and records give: python tune.py --render"
     for name in belonging_to_nothing(wanted):
-        yield f"tuned/{name} belongs to nothing: python tune.py --render"
+        yield f"{HOME.name}/{name} belongs to nothing: python tune.py --render"

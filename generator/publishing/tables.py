@@ -13,10 +13,10 @@ from ..disk import write_if_different
 from ..evaluation.portfolio import portfolios
 from ..evaluation.regret import metadata
 from ..locks import folder_lock
-from ..places import PACKAGE
+from ..places import HOME
 from ..storage.record import WINNERS, read_record
 
-TABLES = PACKAGE / "tables"
+TABLES = HOME / "tables"
 
 
 def write_table(device: str) -> None:

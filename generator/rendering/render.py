@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 import jinja2.ext
 
-from ..places import TEMPLATES
+from ..places import FAMILY, TEMPLATES
 
 NAME = "KERNEL"  # stands for the kernel's name in a template: {{ name }} could not be the name of a function in valid Python
 
@@ -41,7 +41,7 @@ class _IndentedIncludes(jinja2.ext.Extension):
 def _environment() -> jinja2.Environment:
     # Block marks inside comments keep a template valid Python; {{ x }} is a legal expression as it is.
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
+        loader=jinja2.FileSystemLoader([*([FAMILY.parent] if FAMILY else []), TEMPLATES]),
         extensions=[_IndentedIncludes],
         undefined=jinja2.StrictUndefined,
         block_start_string="# {%",

@@ -23,6 +23,7 @@ from optuna.study import StudyDirection
 
 from ..cache import cache_path
 from ..disk import READ_ONLY, naming
+from ..places import SHELF
 
 CONNECT_SECONDS = 10
 # Several tuners that start on an empty database all create Optuna's tables; all but one fail, and find them made.
@@ -43,7 +44,7 @@ class StorageError(Exception):
 
 def journal_path(device: str) -> Path:
     """Where the journal file of a device lies; optuna-dashboard opens it."""
-    return cache_path("trials", f"{device}.log")
+    return cache_path(*SHELF, "trials", f"{device}.log")
 
 
 def open_storage(url: str | None, device: str, path: Path | None = None, *, reads: bool = False) -> BaseStorage:

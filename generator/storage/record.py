@@ -9,9 +9,9 @@ from tuned.lookup.record import SCHEMA, Winner, load_record, winner_to_json
 
 from ..disk import write_if_different
 from ..locks import folder_lock
-from ..places import PACKAGE
+from ..places import HOME
 
-WINNERS = PACKAGE / "winners"
+WINNERS = HOME / "winners"
 QUICK = "quick"  # environment["search"] of a row for which only a portfolio was measured
 
 

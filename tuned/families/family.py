@@ -8,6 +8,8 @@ from typing import Any
 
 from tuned.families.launch import Step
 
+BUILT_IN = "tuned"  # home of the families that ship with it
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
@@ -24,8 +26,11 @@ class Family:
     distance: Callable[[Any, Any], float]  # (spec, spec) -> distance for the choice of a variant, in octaves
     adapt: Callable[[Any, Any, Any], Any]  # (variant, its spec, another spec) -> the variant for the other spec
     fit: Callable[[Any, int], Any]  # (variant, capability) -> the variant, without what the architecture lacks
-    kernel_names: Callable[[Any, Any], tuple[str, ...]]  # (spec, variant) -> modules in tuned.kernels, in order
+    kernel_names: Callable[
+        [Any, Any], tuple[str, ...]
+    ]  # (spec, variant) -> modules in ``kernels`` of its home, in order
     launches: Callable[..., tuple[Step, ...]]  # (spec, variant, call) -> all steps, in order
+    home: str = BUILT_IN  # the package whose ``kernels`` and ``tables`` are those of this family
 
 
 def described(name: str, prefix: str, spec: Any, variant: Any, launches: Any) -> Family:

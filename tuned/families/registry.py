@@ -10,15 +10,22 @@ import tuned.families
 from tuned.families.family import Family
 
 
-class _Families(Mapping[str, Family]):
+class Families(Mapping[str, Family]):
     """Name -> family. Each folder of this package is a family, described by its ``FAMILY``."""
 
     def __init__(self) -> None:
         self._names = tuple(module.name for module in pkgutil.iter_modules(tuned.families.__path__) if module.ispkg)
+        self._outside: Family | None = None
+
+    def only(self, family: Family) -> None:
+        """Let a family from outside be the only one, in a process that tunes it."""
+        self._names, self._outside = (family.name,), family
 
     def __getitem__(self, name: str) -> Family:
         if name not in self._names:
             raise KeyError(name)
+        if self._outside is not None:
+            return self._outside
         found: Family = importlib.import_module(f"tuned.families.{name}").FAMILY
         return found
 
@@ -29,4 +36,4 @@ class _Families(Mapping[str, Family]):
         return len(self._names)
 
 
-FAMILIES: Mapping[str, Family] = _Families()
+FAMILIES = Families()

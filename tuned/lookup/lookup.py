@@ -7,9 +7,10 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tuned.kernels
+from tuned.families.family import BUILT_IN
 from tuned.lookup.mismatch import HARD, differences
 from tuned.lookup.portfolio import rows_for
-from tuned.lookup.table import Row, Table, tables
+from tuned.lookup.table import Row, Table, digests_of, tables, tables_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -65,15 +66,16 @@ def choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
 
 
 def _choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
-    own = tables().get(gpu.device)
+    known = tables() if family.home == BUILT_IN else tables_of(family)
+    own = known.get(gpu.device)
     if own is not None and (found := _from_table(family, spec, size, gpu, own)) is not None:
         return found
-    others = sorted((t for t in tables().values() if t.device != gpu.device), key=lambda t: _unlike(t, gpu))
+    others = sorted((t for t in known.values() if t.device != gpu.device), key=lambda t: _unlike(t, gpu))
     for table in others:
         if (found := _from_table(family, spec, size, gpu, table)) is not None:
             why = f"no row of {gpu.device} can serve; {table.device} is the most similar GPU that has one: {found.why}"
             return Choice("similar GPU", why, found.variant, found.row)
-    rows = rows_for(family.name, gpu.capability)
+    rows = rows_for(family.name, gpu.capability) if family.home == BUILT_IN else ()
     if found_rows := nearest(family, spec, size, rows, gpu.capability, gpu.multiprocessors):
         away, row, variant = found_rows
         why = f"no table has a row that can serve; {row.source}'s best for {row.spec} with {row.size}, {away:.2g} octaves away"
@@ -239,6 +241,7 @@ def usable(  # noqa: PLR0913 - as nearest
     family: Family, spec: Any, size: Any, variant: Any, capability: int, multiprocessors: int | None = None
 ) -> bool:
     """Whether a variant is legal for a call on a GPU, and the package ships the kernels that it launches."""
+    digests = tuned.kernels.DIGESTS if family.home == BUILT_IN else digests_of(family)
     return family.rejection(spec, size, variant, capability, multiprocessors) is None and all(
-        name in tuned.kernels.DIGESTS for name in family.kernel_names(spec, variant)
+        name in digests for name in family.kernel_names(spec, variant)
     )

@@ -41,9 +41,12 @@ def _imported() -> tuple[Variants, Best]:
     variants = {
         (architecture, family): tuple(FAMILIES[family].variant_type(**v) for v in knobs)
         for architecture, family, knobs in module.VARIANTS
+        if family in FAMILIES  # where a family from outside is tuned, it is the only one
     }
     rows: dict[tuple[str, str], list[Row]] = {key: [] for key in variants}
     for architecture, name, spec, size, index in module.BEST:
+        if name not in FAMILIES:
+            continue
         family, key = FAMILIES[name], (architecture, name)
         source = f"the portfolio of {architecture}"
         made = family.spec_type(**spec), family.size_type(**size), variants[key][index]

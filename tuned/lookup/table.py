@@ -7,19 +7,20 @@ import functools
 import importlib
 import os
 import pkgutil
+import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tuned.kernels
 import tuned.tables
 from tuned.families.choices import undeclared
+from tuned.families.family import BUILT_IN, Family
 from tuned.families.registry import FAMILIES
 from tuned.lookup.mismatch import HARD, changed_sources, differences
 from tuned.lookup.record import METHOD, RecordError, load_record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,39 +45,53 @@ class Table:
     rows: dict[str, tuple[Row, ...]]  # family -> rows
 
 
-def _stale(digests: dict[str, str], measured: dict[str, Any]) -> str | None:
-    found = [*changed_sources(digests, tuned.kernels.DIGESTS), *differences(measured, {"method": METHOD}, HARD)]
+def digests_of(family: Family) -> Mapping[str, str]:
+    """Kernel -> digest of the kernels that a family has; none where nothing was rendered for it yet."""
+    name = f"{family.home}.kernels"
+    try:
+        return importlib.import_module(name).DIGESTS  # type: ignore[no-any-return]
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        return {}
+
+
+def _stale(kernels: Mapping[str, str], digests: dict[str, str], measured: dict[str, Any]) -> str | None:
+    found = [*changed_sources(digests, kernels), *differences(measured, {"method": METHOD}, HARD)]
     return "; ".join(found) or None
 
 
-def _ships(family: Any, spec: Any, variant: Any) -> bool:
-    return all(name in tuned.kernels.DIGESTS for name in family.kernel_names(spec, variant))
+def _ships(family: Family, spec: Any, variant: Any) -> bool:
+    return all(name in digests_of(family) for name in family.kernel_names(spec, variant))
 
 
-def _shipped(device: str) -> Table:
-    """The generated table of a device.
+def _shipped(device: str, families: Mapping[str, Family] = FAMILIES, home: str = BUILT_IN) -> Table:
+    """The generated table of a device, of the families of one home.
 
     Raises:
         RecordError: the module is truncated, or not what this version renders from a record.
     """
     try:
-        return _imported(device)
+        return _imported(device, families, home)
     except Exception as error:
+        folder = home if home == BUILT_IN else sys.modules[home].__path__[0]
         raise RecordError(
-            f"tuned/tables/{device}.py cannot be used ({type(error).__name__}: {error}): restore it from version control, "
+            f"{folder}/tables/{device}.py cannot be used ({type(error).__name__}: {error}): restore it from version control, "
             "or write it again with python tune.py --render"
         ) from error
 
 
-def _imported(device: str) -> Table:
-    module = importlib.import_module(f"tuned.tables.{device}")
-    rows: dict[str, list[Row]] = {name: [] for name in FAMILIES}
+def _imported(device: str, families: Mapping[str, Family], home: str) -> Table:
+    module = importlib.import_module(f"{home}.tables.{device}")
+    rows: dict[str, list[Row]] = {name: [] for name in families}
     for name, spec, size, variant, digests, median_us, index in module.ROWS:
-        measured = module.MEASURED[index]
-        family = FAMILIES[name]
+        if name not in families:  # where a family from outside is tuned, it is the only one
+            continue
+        measured, family = module.MEASURED[index], families[name]
         built = family.spec_type(**spec), family.size_type(**size), family.variant_type(**variant)
         if undeclared(built[2]) is None and _ships(family, built[0], built[2]):
-            rows[name].append(Row(*built, _stale(digests, measured), median_us, f"tuned.tables.{device}", measured))
+            stale = _stale(digests_of(family), digests, measured)
+            rows[name].append(Row(*built, stale, median_us, f"{home}.tables.{device}", measured))
     return Table(device, module.DEVICE, {name: tuple(found) for name, found in rows.items()})
 
 
@@ -85,8 +100,9 @@ def _recorded(path: Path) -> Table:
     properties: dict[str, Any] = {}
     for w in load_record(path):
         # A record may name kernels that the package does not ship, which cannot be launched.
-        if _ships(FAMILIES[w.family], w.spec, w.variant):
-            stale = _stale(w.digests, w.environment)
+        family = FAMILIES[w.family]
+        if _ships(family, w.spec, w.variant):
+            stale = _stale(digests_of(family), w.digests, w.environment)
             rows[w.family].append(Row(w.spec, w.size, w.variant, stale, w.median_us, str(path), w.environment))
         properties = w.environment
     return Table(path.stem, properties, {name: tuple(found) for name, found in rows.items()})
@@ -114,6 +130,26 @@ def tables() -> dict[str, Table]:
     A table or record that cannot be read is skipped with a warning: a model must not stop because of it.
     """
     return _collected(lambda error: warnings.warn(f"{error}; it is not used", RuntimeWarning, stacklevel=5))
+
+
+@functools.cache
+def tables_of(family: Family) -> dict[str, Table]:
+    """``tables`` of a family from outside: those in its home, none where it was never tuned."""
+    try:
+        package = importlib.import_module(f"{family.home}.tables")
+    except ModuleNotFoundError as error:
+        if error.name != f"{family.home}.tables":
+            raise
+        return {}
+    found: dict[str, Table] = {}
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.name[0] == "_":
+            continue
+        try:
+            found[module.name] = _shipped(module.name, {family.name: family}, family.home)
+        except RecordError as error:
+            warnings.warn(f"{error}; it is not used", RuntimeWarning, stacklevel=5)
+    return found
 
 
 def tables_or_error() -> dict[str, Table]:

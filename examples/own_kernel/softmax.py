@@ -1,0 +1,109 @@
+"""A row softmax, a Triton kernel of one's own: python tune.py --family examples/own_kernel/softmax.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+
+from tuned import own
+
+TEXT = ("strategy",)  # what the template reads: a kernel for each value
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What a caller asks for."""
+
+    dtype: str
+    columns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Size(own.Size):
+    """What varies from call to call."""
+
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant(own.Variant):
+    """The ways to do it."""
+
+    strategy: str = own.one_of("whole", "loop", default="loop")  # a row in registers, or in blocks of columns
+    block_rows: int = own.one_of(1, 2, 4, 8, 16, 32, default=1)  # of "whole"
+    block_columns: int = own.one_of(1024, 2048, 4096, 8192, default=1024)  # of "loop"
+    num_warps: int = own.one_of(1, 2, 4, 8, 16, 32, default=4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The tensors of a call."""
+
+    x: torch.Tensor  # [rows, columns], last stride 1
+    out: torch.Tensor  # contiguous, of any shape with as many rows of as many columns
+
+
+def call(x: torch.Tensor) -> tuple[Spec, Size, Call]:
+    """What ``softmax(x)`` asks for, over the last dimension."""
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    spec = Spec(str(x.dtype).removeprefix("torch."), x.shape[-1])
+    return spec, Size(rows.shape[0]), Call(rows, torch.empty(x.shape, dtype=x.dtype, device=x.device))
+
+
+def block_columns(spec: Spec, variant: Variant) -> int:
+    """Columns that a program takes at a time."""
+    return triton.next_power_of_2(spec.columns) if variant.strategy == "whole" else variant.block_columns
+
+
+def rejection(spec: Spec, _size: Size | None, variant: Variant, _capability: int) -> str | None:
+    """Why a variant is not tried, or None."""
+    if variant.block_columns > 1024 if variant.strategy == "whole" else variant.block_rows > 1:  # noqa: PLR2004
+        return f"strategy={variant.strategy!r} does not use that block: only its default is tried"
+    elements = block_columns(spec, variant) * variant.block_rows / (32 * variant.num_warps)
+    return None if 1 <= elements <= 128 else f"{elements:g} elements a thread: 1 to 128 are tried"  # noqa: PLR2004
+
+
+def launches(spec: Spec, variant: Variant, call: Call) -> tuple[Any, ...]:
+    """One launch, a program for each block of rows."""
+    rows, block = call.x.shape[0], {"BLOCK_ROWS": variant.block_rows, "BLOCK_COLUMNS": block_columns(spec, variant)}
+    arguments, constants = (call.x, call.out, rows, call.x.stride(0)), {"COLUMNS": spec.columns, **block}
+    return own.launch(triton.cdiv(rows, variant.block_rows), arguments, constants, num_warps=variant.num_warps)
+
+
+def inputs(spec: Spec, size: Size, device: str, seed: int) -> Call:
+    """Random rows."""
+    x = torch.empty((size.rows, spec.columns), dtype=getattr(torch, spec.dtype), device=device)
+    generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
+    return call(x.normal_(0, 2, generator=generator))[2]
+
+
+def reference(spec: Spec, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float64; one rounding to the type, and what float32 exponentials and sums leave, may be wrong."""
+    wanted = torch.softmax(call.x.double(), -1).view(call.out.shape)
+    return wanted, own.rounding(spec.dtype, wanted) + wanted * 2.0**-18
+
+
+def eager(_spec: Spec, call: Call) -> Any:
+    """What serves where no kernel does: on a CPU, and where a gradient is needed."""
+    return lambda: torch.softmax(call.x, -1).view(call.out.shape)
+
+
+def bytes_moved(spec: Spec, size: Size) -> int:
+    """Each element is read once and written once."""
+    return 2 * size.rows * spec.columns * torch.finfo(getattr(torch, spec.dtype)).bits // 8
+
+
+def problems() -> Iterator[own.Problem]:
+    """Attention scores, and logits of a vocabulary: many rows in bfloat16, few in float32."""
+    for dtype, elements in (("bfloat16", 2**26), ("float32", 2**20)):
+        for columns in (128, 1000, 4096, 16_384, 50_257, 128_256):
+            spec, rows = Spec(dtype, columns), elements // columns
+            yield own.Problem(f"softmax_{dtype}_{rows}x{columns}", "softmax", spec, Size(rows))
+
+
+softmax = own.family(__name__)

@@ -1,0 +1,152 @@
+"""What tuning must know of a family from outside, where its module does not say it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from tuned.families.family import Family
+from tuned.families.launch import Launch
+from tuned.families.outside import FamilyError, kernel_name
+from tuned.lookup.record import Winner
+
+from ..problem import Problem
+from .counting import Work
+from .text import Shown, Text, head
+
+SMALL = 3  # of each size, for the interpreter
+REPRESENTATIVE = 3  # problems: the first ones
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """The fields of a Spec or Variant that a template may read: those that TEXT names."""
+
+    of: str
+    values: dict[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        """A field of TEXT.
+
+        Raises:
+            FamilyError: TEXT does not name it, so that two kernels would have one name.
+        """
+        if name in self.values:
+            return self.values[name]
+        raise FamilyError(
+            f"a template may read only what TEXT names, and it reads {self.of}.{name}: put it into TEXT, or make it a "
+            "tl.constexpr"
+        )
+
+
+def answers(module: ModuleType, family: Family) -> dict[str, Any]:
+    """Field of a Workload -> what the module says, or what is true of any kernel."""
+    said = {name: getattr(module, name) for name in ("inputs", "reference", "bytes_moved", "problems")}
+    title = (module.__doc__ or family.name).strip().splitlines()[0].rstrip(".")
+    names = tuple(problem.name for problem in module.problems())
+    return {
+        **said,
+        "title": title,
+        "groups": (family.name,),
+        "representative": names[:REPRESENTATIVE],
+        "eager": getattr(module, "eager", _float64(module.reference)),
+        "tensor_bytes": _tensor_bytes(module.inputs),
+        "small": getattr(module, "small", _small),
+        "tile": _tile,
+        "work": _work(module, family),
+        "texts": lambda: _texts(module, family.name),
+        "wrapper": wrapper,
+    }
+
+
+def _float64(reference: Callable[..., tuple[Any, Any]]) -> Callable[..., Callable[[], Any]]:
+    """The baseline of a family that names none: its reference."""
+    return lambda spec, call: lambda: reference(spec, call)[0]
+
+
+def _tensor_bytes(inputs: Callable[..., Any]) -> Callable[[Any, Any], int]:
+    def count(spec: Any, size: Any) -> int:
+        call = inputs(spec, size, "meta", 0)
+        tensors = {id(t): t for t in vars(call).values() if isinstance(t, torch.Tensor)}
+        return sum(t.numel() * t.element_size() for t in tensors.values())
+
+    return count
+
+
+def _small(size: Any, _variant: Any) -> Any:
+    return type(size)(*(min(value, SMALL) for value in dataclasses.astuple(size)))
+
+
+def _tile(_spec: Any, variant: Any) -> tuple[int, int]:
+    """The product of all knobs that are called block_something: what a program takes at a time."""
+    blocks = [value for name, value in vars(variant).items() if name.startswith("block_")]
+    return (math.prod(blocks[:1]), math.prod(blocks[1:]))
+
+
+def _work(module: ModuleType, family: Family) -> Callable[[Problem, Any], tuple[Work, ...]]:
+    """What its launches do, as far as that is known without a word of the family: grid, warps, bytes and operations."""
+
+    def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
+        spec, size = problem.spec, problem.size
+        steps = family.launches(spec, variant, module.inputs(spec, size, "meta", 0))
+        launches = [step for step in steps if isinstance(step, Launch)]
+        moved = module.bytes_moved(spec, size) / max(1, len(launches))
+        counted = getattr(module, "operations", module.bytes_moved)(spec, size) / max(1, len(launches))
+        return tuple(
+            Work(
+                programs=launch.programs,
+                warps=int(launch.options.get("num_warps", 4)),
+                memory_bytes=moved,
+                again_bytes=0.0,
+                in_flight_bytes=moved / launch.programs,
+                elements=counted / 10,  # the estimate counts ten instructions for each
+                sines=0.0,
+                pairs_per_thread=max(1.0, counted / launch.programs / (32 * int(launch.options.get("num_warps", 4)))),
+                early=bool(launch.options.get("launch_pdl", False)),
+            )
+            for launch in launches
+        )
+
+    return work
+
+
+def _texts(module: ModuleType, name: str) -> Iterator[Text]:
+    """A kernel for each combination of what TEXT names; all of them can be asked for."""
+    declared = {
+        field.name: (of, field.metadata.get("choices"))
+        for of, kind in (("spec", module.Spec), ("variant", module.Variant))
+        for field in dataclasses.fields(kind)
+    }
+    silent = [name for name in module.TEXT if not declared[name][1]]
+    if silent:
+        raise FamilyError(f"each field of Spec that TEXT names must be declared by one_of, got {', '.join(silent)}")
+    for values in itertools.product(*(declared[field][1] or () for field in module.TEXT)):
+        chosen = dict(zip(module.TEXT, values, strict=True))
+        parts = {of: {n: v for n, v in chosen.items() if declared[n][0] == of} for of in ("spec", "variant")}
+        spec, variant = (Read(of, parts[of]) for of in ("spec", "variant"))
+        yield name, kernel_name(name, tuple(module.TEXT), _Named(chosen), _Named(chosen)), spec, variant, True
+
+
+class _Named:
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.__dict__ |= values
+
+
+def wrapper(winner: Winner, shown: Shown) -> str:
+    """A function that launches the kernel of a shown winner with its numbers; tensors and sizes are its arguments."""
+    variant = " ".join(f"{name}={value!r}" for name, value in vars(winner.variant).items())
+    takes = [
+        "programs: the grid; the others are the kernel's own arguments, tensors first.",
+        f"{winner.name} was measured with {shown.launch.programs} programs and {variant}.",
+    ]
+    lines = head(f"{winner.family}_launch", ["programs", *shown.parameters], "The launch as it was measured.", takes)
+    call = shown.text("programs", {}, dict(zip(shown.parameters, shown.parameters, strict=True)))
+    dependent = "launch_pdl" in shown.launch.options
+    before = ["    dependent = torch.version.hip is None"] if dependent else []
+    return "\n".join([*lines, *before, f"    with torch.cuda.device_of({shown.parameters[0]}):", call.rstrip("\n"), ""])

@@ -1,0 +1,249 @@
+"""A family from outside of this package: one module that says all of it, and a folder beside it for what is generated.
+
+The module is the whole description: ``Outside`` lists what it must have, ``OPTIONAL`` what it may have. Its kernels, record
+and tables lie in ``home_folder`` of its file, so families of one name in two packages never meet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import importlib.util
+import itertools
+import math
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tuned.families.architecture import PDL_CAPABILITY
+from tuned.families.choices import choices
+from tuned.families.family import Family
+from tuned.families.launch import Launch
+
+if TYPE_CHECKING:
+    from tuned.families.launch import Step
+    from tuned.families.problem import Problem
+
+
+class FamilyError(TypeError):
+    """A module is no family; the message says what it lacks, and where that is described."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What a Size may derive from: sizes that a kernel takes at run time, all of them integers."""
+
+    @property
+    def tokens(self) -> int:
+        """How large a call is; lengths are compared in octaves of it. By default the product of all sizes."""
+        return math.prod(dataclasses.astuple(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What a Variant may derive from: knobs, each a field that is declared by ``one_of``."""
+
+    @property
+    def simplicity(self) -> tuple[int, ...]:
+        """Sort key: within the noise the smaller one wins. By default the earlier of the declared choices."""
+        return tuple(values.index(getattr(self, name)) for name, values in choices(type(self)).items())
+
+
+class Outside(Protocol):
+    """What the module of a family must have. Spec, Size, Variant and the call are frozen dataclasses."""
+
+    Spec: type  # what a caller asks for, which tuning may not change
+    Size: type  # what varies from call to call; has ``tokens``
+    Variant: type  # knobs; has ``simplicity`` and a field num_warps
+    TEXT: tuple[
+        str, ...
+    ]  # the fields of Spec and Variant that the template may read: a kernel for each of their values
+
+    def call(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        """(spec, size, call) of what the function is called with; the call's tensors, ``out`` among them, are not filled."""
+
+    def launches(self, spec: Any, variant: Any, call: Any) -> tuple[Step, ...]:
+        """The launches of a call, in order. A launch without a kernel's name is of the kernel that TEXT chooses."""
+
+    def inputs(self, spec: Any, size: Any, device: str, seed: int) -> Any:
+        """A call with random inputs."""
+
+    def reference(self, spec: Any, call: Any) -> tuple[Any, Any]:
+        """The result in float64, and the largest error that is right, an element."""
+
+    def bytes_moved(self, spec: Any, size: Any) -> int:
+        """Bytes that must be read and written."""
+
+    def problems(self) -> Iterator[Problem]:
+        """The calls that are worth tuning."""
+
+
+REQUIRED = ("Spec", "Size", "Variant", "TEXT", "call", "launches", "inputs", "reference", "bytes_moved", "problems")
+# Each has a default: generator.workload and this module have those of what tuning and dispatch ask for.
+OPTIONAL = {
+    "rejection": "(spec, size or None, variant, capability) -> why a variant is not tried, or None",
+    "default_variant": "(spec, size or None) -> a variant that is legal on any GPU",
+    "distance": "(spec, spec) -> how far apart two specs are, in octaves; infinite where a row cannot stand in",
+    "eager": "(spec, call) -> a function that computes the call with PyTorch's operators, and returns the result",
+    "gradient": "(gradient of the result, *arguments) -> a gradient, or None, for each argument",
+    "operations": "(spec, size) -> floating-point operations of a call, for the estimate",
+    "small": "(size, variant) -> a size for the interpreter",
+}
+DOCUMENTED = "docs/own-kernel.md describes each"
+
+
+def load(name: str) -> types.ModuleType:
+    """The module of a family: the path of a file or of a package's folder, or the dotted name of a module.
+
+    Raises:
+        FamilyError: there is none, or it cannot be imported.
+    """
+    path = Path(name)
+    try:
+        if path.suffix != ".py" and not path.is_dir():
+            return importlib.import_module(name)
+        file = (path / "__init__.py" if path.is_dir() else path).resolve()
+        unique = f"_family_{family_name(file)}_{_digest(file)}"
+        if unique in sys.modules:
+            return sys.modules[unique]
+        inside = [str(file.parent)] if file.name == "__init__.py" else None
+        spec = importlib.util.spec_from_file_location(unique, file, submodule_search_locations=inside)
+        module = sys.modules[unique] = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+        try:
+            spec.loader.exec_module(module)  # type: ignore[union-attr]
+        except BaseException:
+            del sys.modules[unique]
+            raise
+    except Exception as error:
+        raise FamilyError(f"the family {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def family_name(file: Path) -> str:
+    """The name of a family: that of its file, or of its package's folder."""
+    return file.parent.name if file.name == "__init__.py" else file.stem
+
+
+def home_folder(file: Path) -> Path:
+    """Where the kernels, tables and records of a family lie: beside its file."""
+    return file.parent / f"{family_name(file)}_tuned"
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(str(path).encode()).hexdigest()[:12]
+
+
+def _home(folder: Path) -> str:
+    """The package that the generated modules of a folder are imported from; its name is of no other folder."""
+    name = f"_tuned_{_digest(folder)}"
+    if name not in sys.modules:
+        package = types.ModuleType(name, f"What was generated in {folder}.")
+        package.__path__ = [str(folder)]
+        sys.modules[name] = package
+    return name
+
+
+def kernel_name(family: str, text: tuple[str, ...], spec: Any, variant: Any) -> str:
+    """Module and function name of a kernel: the family, then each field of TEXT."""
+    values = (getattr(variant if hasattr(variant, name) else spec, name) for name in text)
+    return "_".join([family, *(str(value).lower() for value in values)])
+
+
+def described(module: types.ModuleType) -> Family:
+    """The family that a module describes.
+
+    Raises:
+        FamilyError: something is missing, or is not what it must be.
+    """
+    _check(module)
+    file = Path(str(module.__file__)).resolve()
+    name, text, variant_type = family_name(file), tuple(module.TEXT), module.Variant
+    rule: Callable[..., str | None] = getattr(module, "rejection", lambda *_: None)
+
+    def rejection(spec: Any, size: Any, variant: Any, capability: int = 90, multiprocessors: Any = None) -> str | None:
+        del multiprocessors
+        if getattr(variant, "launch_pdl", False) and capability < PDL_CAPABILITY:
+            return f"programmatic dependent launch needs compute capability 9.0, not {capability / 10}"
+        return rule(spec, size, variant, capability)
+
+    def default_variant(spec: Any, size: Any = None) -> Any:
+        declared = choices(variant_type)
+        every = (dict(zip(declared, values, strict=True)) for values in itertools.product(*declared.values()))
+        tried = itertools.chain([variant_type()], (variant_type(**knobs) for knobs in every))
+        found = next((v for v in tried if rule(spec, size, v, 0) is None), None)
+        if found is None:
+            raise ValueError(f"no variant of {name} is legal on every GPU for {spec} with {size}: see its rejection")
+        return found
+
+    def kernel_names(spec: Any, variant: Any) -> tuple[str, ...]:
+        return (kernel_name(name, text, spec, variant),)
+
+    def launches(spec: Any, variant: Any, call: Any) -> tuple[Step, ...]:
+        named = kernel_names(spec, variant)[0]
+        steps = module.launches(spec, variant, call)
+        return tuple(
+            dataclasses.replace(step, kernel=named) if isinstance(step, Launch) and not step.kernel else step
+            for step in steps
+        )
+
+    return Family(
+        name=name,
+        spec_type=module.Spec,
+        size_type=module.Size,
+        variant_type=variant_type,
+        core_knobs=tuple(choices(variant_type)),
+        rejection=rejection,
+        default_variant=getattr(module, "default_variant", default_variant),
+        distance=getattr(module, "distance", octaves),
+        adapt=lambda variant, _spec, _to: variant,
+        fit=_fitted,
+        kernel_names=kernel_names,
+        launches=launches,
+        home=_home(home_folder(file)),
+    )
+
+
+def octaves(a: Any, b: Any) -> float:
+    """How far apart two specs are: octaves of each number; infinite where anything else differs."""
+    away = 0.0
+    for one, other in zip(dataclasses.astuple(a), dataclasses.astuple(b), strict=True):
+        if type(one) is int and type(other) is int and one > 0 < other:
+            away += abs(math.log2(one / other))
+        elif one != other:
+            return math.inf
+    return away
+
+
+def _fitted(variant: Any, capability: int) -> Any:
+    if getattr(variant, "launch_pdl", False) and capability < PDL_CAPABILITY:
+        return dataclasses.replace(variant, launch_pdl=False)
+    return variant
+
+
+def _check(module: types.ModuleType) -> None:
+    where = getattr(module, "__file__", None) or module.__name__
+    missing = [name for name in REQUIRED if not hasattr(module, name)]
+    if missing:
+        raise FamilyError(f"{where} is no family yet, it lacks {', '.join(missing)}: {DOCUMENTED}")
+    if not re.fullmatch("[a-z][a-z0-9_]*", family_name(Path(where))):
+        raise FamilyError(f"the file of a family must be named with small letters, digits and _, got {where}")
+    for name, needed in (("Spec", ()), ("Size", ("tokens",)), ("Variant", ("simplicity",))):
+        kind = getattr(module, name)
+        if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            raise FamilyError(f"{where}: {name} must be a frozen dataclass, got {kind!r}")
+        for attribute in needed:
+            if not hasattr(kind, attribute):
+                raise FamilyError(
+                    f"{where}: {name} must have {attribute!r}: derive it from tuned.own.{name}, or write the property"
+                )
+    undeclared = [field.name for field in dataclasses.fields(module.Variant) if "choices" not in field.metadata]
+    if undeclared:
+        raise FamilyError(f"{where}: each field of Variant must be declared by one_of, got {', '.join(undeclared)}")
+    known = {field.name for kind in (module.Spec, module.Variant) for field in dataclasses.fields(kind)}
+    strange = [name for name in module.TEXT if name not in known]
+    if strange:
+        raise FamilyError(f"{where}: TEXT must name fields of Spec or Variant, got {', '.join(strange)}")

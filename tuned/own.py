@@ -1,0 +1,231 @@
+"""Call a kernel family of your own as a function: ``family(__name__)`` at the end of its module. docs/own-kernel.md has one.
+
+from tuned.own import Problem, Size, Variant, family, launch, one_of
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+from tuned.families.choices import one_of
+from tuned.families.family import Family
+from tuned.families.launch import Launch
+from tuned.families.outside import FamilyError, Outside, Size, Variant, described
+from tuned.families.problem import Problem
+from tuned.launching.launcher import launch_public, run_step
+from tuned.launching.plan import NO_KEY, DirectLaunch, bypassed, direct_launch, listeners, modes, remember, traits
+from tuned.lookup.gpu import gpu_of, why_eager
+from tuned.lookup.lookup import Choice, choose
+from tuned.lookup.table import digests_of
+
+__all__ = ["FamilyError", "Launch", "Outside", "Own", "Problem", "Size", "Variant", "family", "launch", "one_of", "rounding"]
+
+
+def family(module: str) -> Own:
+    """The function of the family that a module describes; give ``__name__``. What is missing is said at the first call."""
+    return Own(module)
+
+
+def launch(programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], **options: int) -> tuple[Launch]:
+    """The one launch of a call, of the kernel that TEXT chooses.
+
+    Args:
+        programs: size of the one-dimensional grid.
+        arguments: tensors, then numbers, as the kernel's signature has them.
+        constants: every tl.constexpr, by name and in the order of the signature.
+        options: num_warps, num_stages and what else Triton compiles with; ``launch_pdl`` only where it is on.
+    """
+    return (Launch("", programs, arguments, constants, options),)
+
+
+def rounding(dtype: str, wanted: torch.Tensor) -> torch.Tensor:
+    """What one rounding to a type may change: part of the error that a ``reference`` allows. ``wanted`` is float64."""
+    facts = torch.finfo(getattr(torch, dtype))
+    return wanted.abs() * (facts.eps / 2) + facts.smallest_normal * facts.eps
+
+
+class _Known(NamedTuple):
+    """How calls like one that was served are launched; it holds no tensors."""
+
+    launch: DirectLaunch
+    shape: torch.Size  # of the result
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    where: tuple[int, ...]  # a pointer of the launch -> argument of the call, or -1 for the result
+
+
+class Own:
+    """A family from outside as a function of what its ``call`` takes; it returns the call's ``out``.
+
+    A kernel serves tensors on a GPU where the family's folder has one for them; the choice is that of ``tuned.dispatch``:
+    a row of this GPU, else the nearest, else the default variant. ``eager`` serves all other calls: on a CPU, under
+    torch.compile and torch.func, under autocast, of subclasses, and where a gradient is needed and there is no ``gradient``.
+    """
+
+    def __init__(self, module: str) -> None:
+        self.__name__ = self.__qualname__ = module.rpartition(".")[2]
+        self.__module__ = module
+        self._plans: dict[Any, _Known] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return family, (self.__module__,)
+
+    @functools.cached_property
+    def module(self) -> Any:
+        """The module that describes the family."""
+        return sys.modules[self.__module__]
+
+    @functools.cached_property
+    def family(self) -> Family:
+        """The family.
+
+        Raises:
+            FamilyError: the module describes none.
+        """
+        return described(self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The result of a call.
+
+        Raises:
+            TypeError: no kernel can serve it, and the family has no ``eager``.
+        """
+        if torch.compiler.is_compiling():
+            return self._eager(args, kwargs, "torch.compile traces it")
+        try:
+            key = self._key(args, kwargs)
+        except NO_KEY:
+            key = None
+        known = None if key is None else self._plans.get(key)
+        if known is not None and not (known.launch.enter.calls or known.launch.leave.calls):
+            return _launched(known, args)
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            if not hasattr(self.module, "gradient") or kwargs or self.why_not(args) is not None:
+                return self._eager(args, kwargs, "a gradient is needed, and the family has no gradient of its own")
+            return _Differentiable.apply(self, *args)  # type: ignore[no-any-return, no-untyped-call]
+        return self._served(args, kwargs, key)
+
+    def why_not(self, args: tuple[Any, ...]) -> str | None:
+        """Why no kernel may take the tensors of a call, or None."""
+        if listeners() or (reason := bypassed()) is not None:
+            return reason if not listeners() else "a dispatch mode is active"
+        if torch.is_autocast_enabled("cuda"):
+            return "autocast is on"
+        for t in (a for a in args if isinstance(a, torch.Tensor)):
+            if (reason := why_eager(t, supported_dtype=True)) is not None:
+                return reason
+            if t.is_neg() or t.is_conj():
+                return "a tensor is a lazy negation or conjugate"
+            if not t.numel():
+                return "a tensor is empty"
+        return None
+
+    def chosen(self, *args: Any, **kwargs: Any) -> tuple[Choice, Any, Any]:
+        """(choice, spec, call): what serves a call, and why, without running it."""
+        reason = self.why_not(args)
+        spec, size, call = self.module.call(*args, **kwargs)
+        if reason is None and not digests_of(self.family):
+            reason = f"no kernel of {self.__name__} was rendered yet: python tune.py --family {self.module.__file__} --render"
+        if reason is not None:
+            return Choice("eager", reason, None), spec, call
+        return choose(self.family, spec, size, gpu_of(call.out.device)), spec, call
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """All that the launch of a call depends on; None where it must be looked at whole."""
+        now = modes(args[0].get_device())
+        if now is None or now[0]:
+            return None
+        needs = torch.is_grad_enabled()
+        tensors = []
+        for a in args:
+            if isinstance(a, torch.Tensor):
+                if (needs and a.requires_grad) or a.is_neg() or a.is_conj():
+                    return None
+                tensors.append(traits(a))
+            else:
+                tensors.append((type(a), a))
+        return (now[1], *tensors, *kwargs.items())
+
+    def _served(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> torch.Tensor:
+        choice, spec, call = self.chosen(*args, **kwargs)
+        if choice.variant is None:
+            return self._eager(args, kwargs, choice.why, (spec, call))
+        steps = self.family.launches(spec, choice.variant, call)
+        compiled = None
+        with torch.cuda.device(call.out.device):
+            for step in steps:
+                if isinstance(step, Launch):
+                    compiled = launch_public(self._kernel(step.kernel), step)
+                else:
+                    run_step(step)
+            if key is not None and len(steps) == 1 and isinstance(steps[0], Launch):
+                self._learn(key, args, kwargs, call.out, steps[0], compiled)
+        if any(a is call.out for a in args):
+            torch.autograd.graph.increment_version(call.out)
+        return call.out  # type: ignore[no-any-return]
+
+    def _kernel(self, name: str) -> Any:
+        return getattr(importlib.import_module(f"{self.family.home}.kernels.{name}"), name)
+
+    def _learn(  # noqa: PLR0913 - a call and its launch
+        self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor, launch: Launch, compiled: Any
+    ) -> None:
+        """Remember the launch of a call, if each of its pointers is that of one argument or of the result."""
+        given = {i: a.data_ptr() for i, a in enumerate(args) if isinstance(a, torch.Tensor)} | {-1: out.data_ptr()}
+        if any(isinstance(a, torch.Tensor) for a in kwargs.values()) or len(set(given.values())) < len(given):
+            return  # in place, or two arguments over one memory: another call of the same key need not be so
+        if torch.cuda.is_current_stream_capturing():
+            return
+        of = {address: index for index, address in given.items()}
+        pointers = [t.data_ptr() for t in launch.arguments if isinstance(t, torch.Tensor)]
+        first = [isinstance(t, torch.Tensor) for t in launch.arguments]
+        if any(p not in of for p in pointers) or first != sorted(first, reverse=True):
+            return
+        if (direct := direct_launch(launch, compiled, out.get_device())) is not None:
+            where = tuple(of[p] for p in pointers)
+            remember(self._plans, key, _Known(direct, out.shape, out.stride(), out.dtype, where))
+
+    def _eager(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str, made: tuple[Any, Any] | None = None
+    ) -> torch.Tensor:
+        if not hasattr(self.module, "eager"):
+            raise TypeError(f"no kernel of {self.__name__} can serve this call, {why}, and the family has no eager")
+        if made is None:
+            spec, _, call = self.module.call(*args, **kwargs)
+            made = spec, call
+        return self.module.eager(*made)()  # type: ignore[no-any-return]
+
+
+def _launched(known: _Known, args: tuple[Any, ...]) -> torch.Tensor:
+    """Launch what is known on the current stream, into new memory."""
+    launch = known.launch
+    device = args[0].device
+    out = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=device)
+    pointers = [out.data_ptr() if i < 0 else args[i].data_ptr() for i in known.where]
+    launch.run(
+        launch.programs, 1, 1, launch.stream_of(device.index), launch.function, *launch.head, *pointers, *launch.rest
+    )
+    return out
+
+
+class _Differentiable(torch.autograd.Function):
+    """A call whose gradient the family computes."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Own, *args: Any) -> torch.Tensor:  # type: ignore[override]
+        ctx.own = own
+        ctx.given = [None if isinstance(a, torch.Tensor) else a for a in args]
+        ctx.save_for_backward(*(a for a in args if isinstance(a, torch.Tensor)))
+        return own(*args)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        saved = iter(ctx.saved_tensors)
+        args = [next(saved) if a is None else a for a in ctx.given]
+        return None, *ctx.own.module.gradient(gradient, *args)
