@@ -78,8 +78,15 @@ class Before:
 
 def run(command: Callable[[Any], int]) -> NoReturn:
     """End with the exit code of a command, given generator.commands; what it cannot answer is a sentence and a code."""
-    from generator import commands  # noqa: PLC0415 - torch takes seconds to import, --help must not
+    try:
+        from generator import commands  # noqa: PLC0415 - torch takes seconds to import, --help must not
+    except TypeError as error:
+        from tuned.families.outside import FamilyError  # noqa: PLC0415 - as above
 
+        if not isinstance(error, FamilyError):
+            raise
+        errors.print(f"tune.py: {error}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
     try:
         code = command(commands)
     except BaseException as error:
@@ -183,6 +190,15 @@ def show(
 ) -> None:
     """Write the winner of PROBLEM as one self-contained Triton file, to paste into another project."""
     run(lambda commands: commands.show(problem, device, context.obj.out, out, errors))
+
+
+@app.command()
+def new_family(
+    name: Annotated[str, typer.Argument(help="Its name, as of a Python module.")],
+    out: Annotated[Path | None, typer.Option(help="The folder; NAME.")] = None,
+) -> None:
+    """Write a kernel family of your own that works, with its template and tests, to begin with."""
+    run(lambda commands: commands.new_family(name, out or Path(name), errors))
 
 
 @app.command()

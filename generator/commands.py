@@ -247,6 +247,15 @@ def render(console: Console) -> int:
     return 0
 
 
+def new_family(name: str, folder: Path, console: Console) -> int:
+    """Write the files of a family of a user's own."""
+    from .scaffold import write_family  # noqa: PLC0415
+
+    say(console, *(f"wrote {path}" for path in write_family(name, folder)))
+    say(console, f"next: python tune.py --family {folder / name}.py --gpu auto")
+    return 0
+
+
 def list_problems(options: Options, console: Console) -> int:
     """List the problems, with what the record of the target has."""
     device = options.target or DEFAULT_TARGET

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from tuned.families.choices import one_of
 from tuned.families.family import Family
 from tuned.families.launch import Launch
-from tuned.families.outside import FamilyError, Outside, Size, Variant, described
+from tuned.families.outside import FamilyError, Outside, Size, Variant, described, family_name
 from tuned.families.problem import Problem
 from tuned.launching.launcher import launch_public, run_step
 from tuned.launching.plan import NO_KEY, DirectLaunch, bypassed, direct_launch, listeners, modes, remember, traits
@@ -23,7 +24,19 @@ from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, choose
 from tuned.lookup.table import digests_of
 
-__all__ = ["FamilyError", "Launch", "Outside", "Own", "Problem", "Size", "Variant", "family", "launch", "one_of", "rounding"]
+__all__ = [
+    "FamilyError",
+    "Launch",
+    "Outside",
+    "Own",
+    "Problem",
+    "Size",
+    "Variant",
+    "family",
+    "launch",
+    "one_of",
+    "rounding",
+]
 
 
 def family(module: str) -> Own:
@@ -68,17 +81,16 @@ class Own:
     """
 
     def __init__(self, module: str) -> None:
-        self.__name__ = self.__qualname__ = module.rpartition(".")[2]
+        self.module: Any = sys.modules.get(module) or importlib.import_module(module)
+        self.__name__ = self.__qualname__ = family_name(Path(str(self.module.__file__)))
         self.__module__ = module
         self._plans: dict[Any, _Known] = {}
 
+    def __repr__(self) -> str:
+        return f"<kernel family {self.__name__} of {self.module.__file__}>"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return family, (self.__module__,)
-
-    @functools.cached_property
-    def module(self) -> Any:
-        """The module that describes the family."""
-        return sys.modules[self.__module__]
 
     @functools.cached_property
     def family(self) -> Family:

@@ -66,7 +66,7 @@ def render_all() -> tuple[list[str], list[str]]:
 
 
 def _render_all() -> tuple[list[str], list[str]]:
-    for folder in (KERNELS, TABLES):  # a family from outside begins with none
+    for folder in (KERNELS, TABLES):  # a family from outside begins without them
         folder.mkdir(parents=True, exist_ok=True)
     for half in (*KERNELS.glob(".*.py.*"), *TABLES.glob(".*.py.*")):  # of a tuner that was killed while it wrote
         half.unlink()

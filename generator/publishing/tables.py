@@ -23,6 +23,7 @@ def write_table(device: str) -> None:
     """Write the table of a device again, from the package's record of it."""
     with folder_lock(WINNERS):
         winners = sorted(read_record(device, WINNERS), key=lambda w: (w.family, w.name))
+        TABLES.mkdir(parents=True, exist_ok=True)  # a family from outside begins without one
         write_if_different(TABLES / f"{device}.py", table_source(device, winners))
 
 

@@ -1,0 +1,181 @@
+"""A family from outside of the tree has all that the built-in ones have: it is listed, rendered, compiled, tuned, recorded,
+dispatched, explained, shown and reported, and no file of this tree changes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from generator.places import PACKAGE
+from tests.support.outside import ROOT, changed, copied, run, tune
+from tuned.families.outside import home_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.processes
+PROBLEM = "softmax_float32_8x128256"
+MODEL = """
+import contextlib, torch, tuned, tuned.own
+from softmax import softmax
+from tuned.lookup.lookup import Gpu
+tuned.own.why_eager = lambda t, **_: None
+tuned.own.gpu_of = lambda _: Gpu("test_gpu", 90, 132, "Test GPU")
+tuned.own.modes = lambda device: (False, device)
+torch.cuda.device = lambda _: contextlib.nullcontext()
+tuned.own.Own._learn = lambda *_: None
+for rows, columns in ((8, 128256), (16, 100000), (8, 128)):
+    x = torch.randn(rows, columns)
+    found = tuned.explain(softmax, x)
+    right = rows * columns > 10000 or bool(torch.allclose(softmax(x), torch.softmax(x, -1)))
+    print(found.rule, found.kernels[0], found.variant.block_columns, found.variant.num_warps, right, sep=",")
+"""
+
+
+def status() -> str:
+    command = ["git", "status", "--porcelain", "--untracked-files=all"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+COMMANDS = {
+    "--list": f"{PROBLEM} ",
+    "--check": "softmax_bfloat16_524288x128 has no row",
+    f"show {PROBLEM} --device test_gpu --out shown.py": "wrote shown.py",
+    f"explain {PROBLEM} --device test_gpu": "on test_gpu, winner: measured for this spec and size in _tuned_",
+    "report --device test_gpu --out report.html": "wrote report.html",
+}
+
+
+@pytest.fixture(scope="module")
+def tuned_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A softmax in a folder of a user's, tuned on a GPU that is made up, and what was said of it."""
+    file, before = copied("softmax", tmp_path_factory.mktemp("user")), status()
+    problems = f"{PROBLEM},softmax_float32_8192x128"
+    done = run(file.parent, "-m", "tests.support.tuning_outside", problems, *COMMANDS, family=file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert status() == before, "a file of the tree changed"
+    return file, json.loads(done.stdout.splitlines()[-1])
+
+
+def test_it_is_tuned_and_its_failures_are_data(tuned_one: tuple[Path, dict[str, Any]]) -> None:
+    variant, failed = tuned_one[1]["winners"][PROBLEM]
+    assert variant == {"strategy": "loop", "block_rows": 1, "block_columns": 1024, "num_warps": 2}
+    _, failed = tuned_one[1]["winners"]["softmax_float32_8192x128"]
+    assert failed == ["WrongResultError: the worst error is 9 times what rounding allows"]
+
+
+def test_all_is_written_beside_the_family(tuned_one: tuple[Path, dict[str, Any]]) -> None:
+    home = home_folder(tuned_one[0])
+    found = {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    kernels = {"kernels/__init__.py", "kernels/softmax_loop.py", "kernels/softmax_whole.py"}
+    assert found == kernels | {"tables/test_gpu.py", "winners/test_gpu.json"}
+    record = json.loads((home / "winners" / "test_gpu.json").read_text())
+    assert [w["family"] for w in record["winners"]] == ["softmax"] * 2
+    assert [set(w["digests"]) for w in record["winners"]] == [{"softmax_whole"}, {"softmax_loop"}]
+    assert not list((PACKAGE / "kernels").glob("softmax*"))
+
+
+def test_a_model_gets_the_row_the_nearest_row_and_the_default(tuned_one: tuple[Path, dict[str, Any]]) -> None:
+    done = run(tuned_one[0].parent, "-c", MODEL, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    told = [line.split(",") for line in done.stdout.splitlines()]
+    assert told[0] == ["winner", "softmax_loop", "1024", "2", "True"]
+    assert told[1][0] == "closest spec"
+    assert told[2][-1] == "True"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_the_built_in_families_know_it(tuned_one: tuple[Path, dict[str, Any]], command: str) -> None:
+    code, said = tuned_one[1]["said"][command]
+    assert code == (command == "--check"), said
+    assert " ".join(COMMANDS[command].split()) in said
+
+
+def test_what_is_shown_runs_by_itself(tuned_one: tuple[Path, dict[str, Any]]) -> None:
+    folder = tuned_one[0].parent
+    program = """
+import contextlib, torch
+torch.cuda.device_of = lambda _: contextlib.nullcontext()
+from shown import softmax_launch
+x = torch.randn(2, 128256)
+out = torch.empty_like(x)
+softmax_launch(2, x, out, 2, x.stride(0))
+assert torch.allclose(out, torch.softmax(x, -1)), (out - torch.softmax(x, -1)).abs().max()
+"""
+    done = run(folder, "-c", program, TRITON_INTERPRET="1", PYTHONPATH=str(folder))
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_a_gpu_it_is_compiled_checked_and_estimated(tmp_path: Path) -> None:
+    file = copied("rmsnorm", tmp_path)
+    problem = "rmsnorm_float32_4096x1152"
+    done = tune(tmp_path, "--family", str(file), "--target", "nvidia_h200", "--problems", problem, "--trials", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = " ".join(done.stdout.split())
+    assert "2 kernels rendered; 1 problems" in told
+    assert "checked in the interpreter against float64: 2 of 2 right" in told
+
+
+def test_a_wrong_kernel_is_found_without_a_gpu(tmp_path: Path) -> None:
+    file = copied("rmsnorm", tmp_path)
+    changed(file.with_suffix(".py.jinja"), ("/ COLUMNS + eps", "/ COLUMNS - eps"), ("x * scale * weight", "x * scale"))
+    problem = "rmsnorm_float32_4096x1152"
+    done = tune(tmp_path, "--family", str(file), "--target", "nvidia_h200", "--problems", problem, "--trials", "2")
+    assert done.returncode == 1
+    assert "WRONG" in done.stdout
+    assert "times what rounding allows" in done.stdout
+
+
+def test_a_template_may_read_only_what_its_name_says(tmp_path: Path) -> None:
+    file = copied("softmax", tmp_path)
+    changed(file.with_suffix(".py.jinja"), ('variant.strategy == "whole"', "spec.columns > 9"))
+    done = tune(tmp_path, "--family", str(file), "--render")
+    assert done.returncode == 2
+    assert "a template may read only what TEXT names, and it reads spec.columns" in done.stderr
+    assert not list(home_folder(file).rglob("*.py"))
+
+
+def test_mistakes_are_sentences(tmp_path: Path) -> None:
+    for arguments, said in (
+        (("--family", "absent.py", "--list"), "there is no such file"),
+        (("--family", "sftmax", "--list"), "no family 'sftmax'"),
+        (("--family", str(copied("softmax", tmp_path)), "--out", "x", "--list"), "its record lies beside it"),
+    ):
+        done = tune(tmp_path, *arguments)
+        assert done.returncode == 2, done.stdout
+        assert " ".join(said.split()) in " ".join(done.stderr.replace("│", " ").split())
+    changed(tmp_path / "softmax.py", ("def bytes_moved", "def bytes_maved"))
+    done = tune(tmp_path, "--family", "softmax.py", "--list")
+    assert done.returncode == 2
+    assert "is no family yet, it lacks bytes_moved" in done.stderr
+
+
+def test_a_new_family_works_and_so_do_its_tests(tmp_path: Path) -> None:
+    done = tune(tmp_path, "new-family", "mine")
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == [
+        "README.md", "mine.py", "mine.py.jinja", "test_mine.py",
+    ]  # fmt: skip
+    done = run(tmp_path / "mine", "-m", "pytest", "-q", "-p", "no:cacheprovider", cache=tmp_path / "cache")
+    assert "3 passed" in done.stdout, done.stdout
+    kept = (tmp_path / "mine" / "mine.py").read_text()
+    done = tune(tmp_path, "new-family", "mine")
+    assert done.returncode == 2
+    assert "is there already, and is kept" in done.stderr
+    assert (tmp_path / "mine" / "mine.py").read_text() == kept
+
+
+def test_an_entry_point_names_a_family(tmp_path: Path) -> None:
+    copied("softmax", tmp_path / "site" / "somebody").with_name("__init__.py").touch()
+    facts = tmp_path / "site" / "somebody-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: somebody\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text("[tuned.families]\nrow_softmax = somebody.softmax\n")
+    path = f"{ROOT}:{tmp_path / 'site'}"
+    done = run(tmp_path, str(ROOT / "tune.py"), "--family", "row_softmax", "--render", PYTHONPATH=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "site" / "somebody" / "softmax_tuned" / "kernels" / "softmax_whole.py").exists()

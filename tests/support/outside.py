@@ -1,0 +1,47 @@
+"""Families from outside of the tree, and processes that tune and call them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "own_kernel"
+
+
+def copied(name: str, folder: Path) -> Path:
+    """The file of an example's family in a folder, as if it were a user's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (EXAMPLES / f"{name}.py", EXAMPLES / f"{name}.py.jinja"):
+        shutil.copy(path, folder)
+    return folder / f"{name}.py"
+
+
+def changed(file: Path, *pairs: tuple[str, str]) -> Path:
+    """The same file with texts replaced, each of which must be there."""
+    text = file.read_text()
+    for old, new in pairs:
+        assert old in text, old
+        text = text.replace(old, new)
+    file.write_text(text)
+    return file
+
+
+def run(
+    folder: Path, *command: str, family: Path | None = None, cache: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """A Python process in a folder outside of the tree, which finds this project and nothing else of it."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TUNED_CACHE": str(cache or folder / "cache"), **variables}
+    if family is not None:
+        environment["TUNED_FAMILY"] = str(family)
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def tune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """tune.py, called from a folder outside of the tree."""
+    return run(folder, str(ROOT / "tune.py"), *arguments)

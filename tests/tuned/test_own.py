@@ -1,0 +1,202 @@
+"""A family of one's own as a function: which call gets a kernel, which PyTorch's operators, and that both are right."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import tuned
+import tuned.own
+from tests.support.outside import changed, copied, tune
+from tuned.families.outside import load
+from tuned.lookup.lookup import Gpu
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GPU = Gpu("test_gpu", 90, 132, "Test GPU")
+
+
+def rows(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Any:
+    return load(str(copied("softmax", tmp_path)))
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A family whose kernels are there."""
+    file = copied("softmax", tmp_path_factory.mktemp("rendered"))
+    done = tune(file.parent, "--family", file.name, "--render")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return file
+
+
+@pytest.fixture
+def served(rendered: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The same, in a process that takes a CPU for its GPU: kernels run in Triton's interpreter."""
+    monkeypatch.setattr(tuned.own, "why_eager", lambda _t, **_: None)
+    monkeypatch.setattr(tuned.own, "gpu_of", lambda _: GPU)
+    monkeypatch.setattr(tuned.own, "modes", lambda device: (False, device))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    found = load(str(rendered))
+    monkeypatch.setattr(found.softmax, "_learn", lambda *_: None)
+    return found
+
+
+def test_a_cpu_gets_the_operators(module: Any) -> None:
+    x = rows(2, 3, 40)
+    assert torch.equal(module.softmax(x), torch.softmax(x, -1))
+    found = tuned.explain(module.softmax, x)
+    assert (found.rule, found.kernels) == ("eager", ())
+    assert "on cpu" in found.why
+
+
+def test_gradients_of_the_operators(module: Any) -> None:
+    x = rows(3, 40).double().requires_grad_()
+    assert torch.autograd.gradcheck(module.softmax, (x,))
+
+
+@pytest.mark.compiler
+def test_torch_compile_traces_the_operators(module: Any) -> None:
+    x = rows(3, 40)
+    compiled = torch.compile(lambda x: module.softmax(2 * x) + 1, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), torch.softmax(2 * x, -1) + 1)
+
+
+def test_transforms_copies_and_pickles(module: Any) -> None:
+    x = rows(3, 40)
+    torch.testing.assert_close(torch.func.vmap(module.softmax)(x), torch.softmax(x, -1))
+    for other in (copy.deepcopy(module.softmax), pickle.loads(pickle.dumps(module.softmax))):
+        assert torch.equal(other(x), module.softmax(x))
+
+
+def test_without_operators_a_call_that_no_kernel_takes_is_an_error(tmp_path: Path) -> None:
+    file = copied("softmax", tmp_path)
+    file.write_text(file.read_text() + "\ndel eager\n")
+    with pytest.raises(TypeError, match=r"no kernel of .* can serve this call, the tensors are on cpu.* has no eager"):
+        load(str(file)).softmax(rows(3, 40))
+
+
+def test_without_kernels_the_operators_serve_and_explain_says_how_to_get_them(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuned.own, "why_eager", lambda _t, **_: None)
+    found = tuned.explain(module.softmax, rows(3, 40))
+    assert found.rule == "eager"
+    assert "no kernel of softmax was rendered yet: python tune.py --family" in found.why
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("view", ["contiguous", "transposed", "sliced", "expanded"])
+def test_a_kernel_serves_any_strides(served: Any, view: str) -> None:
+    x = {
+        "contiguous": rows(3, 2, 40),
+        "transposed": rows(40, 2, 3).permute(2, 1, 0),
+        "sliced": rows(3, 2, 90)[..., 1:81:2],
+        "expanded": rows(3, 1, 40).expand(3, 2, 40),
+    }[view]
+    found = tuned.explain(served.softmax, x)
+    assert (found.rule, found.kernels) == ("default", ("softmax_whole",)) or found.kernels == ("softmax_loop",)
+    torch.testing.assert_close(served.softmax(x), torch.softmax(x, -1))
+
+
+@pytest.mark.interpreter
+def test_what_only_operators_can_do_they_do(served: Any) -> None:
+    x = rows(3, 40)
+    assert tuned.explain(served.softmax, x[:0]).why == "a tensor is empty"
+    z = torch.randn(3, 40, dtype=torch.complex64).conj().imag
+    assert tuned.explain(served.softmax, z).why == "a tensor is a lazy negation or conjugate"
+    torch.testing.assert_close(served.softmax(z), torch.softmax(z, -1))
+    y = x.clone().requires_grad_()
+    served.softmax(y).square().sum().backward()
+    wanted = x.clone().requires_grad_()
+    torch.softmax(wanted, -1).square().sum().backward()
+    torch.testing.assert_close(y.grad, wanted.grad)
+    with torch.autocast("cuda", enabled=True) if torch.cuda.is_available() else contextlib.nullcontext():
+        torch.testing.assert_close(served.softmax(x), torch.softmax(x, -1))
+
+
+@pytest.mark.interpreter
+def test_a_gradient_of_the_family_is_used(rendered: Path, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    del rendered
+    asked = []
+
+    def gradient(above: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor]:
+        asked.append(tuple(x.shape))
+        y = torch.softmax(x, -1)
+        return (y * (above - (y * above).sum(-1, keepdim=True)),)
+
+    monkeypatch.setattr(served, "gradient", gradient, raising=False)
+    x = rows(3, 40).requires_grad_()
+    served.softmax(x).square().sum().backward()
+    wanted = x.detach().clone().requires_grad_()
+    torch.softmax(wanted, -1).square().sum().backward()
+    torch.testing.assert_close(x.grad, wanted.grad)
+    assert asked == [(3, 40)]
+
+
+class Recorded:
+    """Stands for a direct launch: what it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[Any, ...]] = []
+
+    def direct(self, launch: Any, _compiled: Any, _device: int) -> Any:
+        import types  # noqa: PLC0415
+
+        silent = types.SimpleNamespace(calls=[])
+        numbers = tuple(v for v in launch.arguments if not isinstance(v, torch.Tensor))
+        rest = (*numbers, *launch.constants.values())
+        return tuned.own.DirectLaunch(
+            lambda *given: self.given.append(given), 0, (), launch.programs, rest, lambda _: 7, silent, silent
+        )
+
+
+@pytest.fixture
+def recorded(served: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Recorded]:
+    told = Recorded()
+    monkeypatch.setattr(tuned.own, "direct_launch", told.direct)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.delattr(served.softmax, "_learn")
+    served.softmax._plans.clear()
+    return served, told
+
+
+@pytest.mark.interpreter
+def test_a_known_call_is_one_launch_on_its_own_tensors(recorded: tuple[Any, Recorded]) -> None:
+    served, told = recorded
+    served.softmax(rows(3, 2, 40))
+    assert not told.given
+    x = rows(3, 2, 40)
+    out = served.softmax(x)
+    ((*_, x_pointer, out_pointer, count, stride, columns, _, _),) = told.given
+    assert (x_pointer, out_pointer) == (x.data_ptr(), out.data_ptr())
+    assert (count, stride, columns, tuple(out.shape)) == (6, 40, 40, (3, 2, 40))
+    served.softmax(rows(4, 2, 40))
+    served.softmax(rows(3, 2, 41)[..., :40])
+    assert len(told.given) == 1, "another length and other strides are looked at again"
+
+
+@pytest.mark.interpreter
+def test_what_is_copied_first_is_copied_each_time(recorded: tuple[Any, Recorded]) -> None:
+    served, told = recorded
+    for _ in range(2):
+        x = rows(40, 3).t()
+        torch.testing.assert_close(served.softmax(x), torch.softmax(x, -1))
+    assert not told.given
+    assert not served.softmax._plans
+
+
+def test_a_broken_description_is_an_error_at_the_first_call(tmp_path: Path) -> None:
+    file = changed(copied("softmax", tmp_path), ('TEXT = ("strategy",)', "TEXT = 3"))
+    with pytest.raises(TypeError):
+        _ = load(str(file)).softmax.family
