@@ -249,7 +249,7 @@ def render(console: Console) -> int:
 
 def new_family(name: str, folder: Path, console: Console) -> int:
     """Write the files of a family of a user's own."""
-    from .scaffold import write_family  # noqa: PLC0415
+    from .scaffold.write import write_family  # noqa: PLC0415
 
     say(console, *(f"wrote {path}" for path in write_family(name, folder)))
     say(console, f"next: python tune.py --family {folder / name}.py --gpu auto")

@@ -15,17 +15,17 @@ class Families(Mapping[str, Family]):
 
     def __init__(self) -> None:
         self._names = tuple(module.name for module in pkgutil.iter_modules(tuned.families.__path__) if module.ispkg)
-        self._outside: Family | None = None
+        self.outside: Family | None = None
 
     def only(self, family: Family) -> None:
         """Let a family from outside be the only one, in a process that tunes it."""
-        self._names, self._outside = (family.name,), family
+        self._names, self.outside = (family.name,), family
 
     def __getitem__(self, name: str) -> Family:
         if name not in self._names:
             raise KeyError(name)
-        if self._outside is not None:
-            return self._outside
+        if self.outside is not None:
+            return self.outside
         found: Family = importlib.import_module(f"tuned.families.{name}").FAMILY
         return found
 

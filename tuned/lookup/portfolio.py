@@ -25,6 +25,8 @@ Best = dict[tuple[str, str], tuple[Row, ...]]  # (architecture, family) -> its r
 @functools.cache
 def _known() -> tuple[Variants, Best]:
     """The contents of the generated module. If it cannot be used: nothing, and one warning, since a model must not stop."""
+    if FAMILIES.outside is not None:  # it has no portfolio
+        return {}, {}
     try:
         return _imported()
     except Exception as error:  # noqa: BLE001 - a truncated file, or one of another version, may raise anything
@@ -41,12 +43,9 @@ def _imported() -> tuple[Variants, Best]:
     variants = {
         (architecture, family): tuple(FAMILIES[family].variant_type(**v) for v in knobs)
         for architecture, family, knobs in module.VARIANTS
-        if family in FAMILIES  # where a family from outside is tuned, it is the only one
     }
     rows: dict[tuple[str, str], list[Row]] = {key: [] for key in variants}
     for architecture, name, spec, size, index in module.BEST:
-        if name not in FAMILIES:
-            continue
         family, key = FAMILIES[name], (architecture, name)
         source = f"the portfolio of {architecture}"
         made = family.spec_type(**spec), family.size_type(**size), variants[key][index]

@@ -85,9 +85,8 @@ def _imported(device: str, families: Mapping[str, Family], home: str) -> Table:
     module = importlib.import_module(f"{home}.tables.{device}")
     rows: dict[str, list[Row]] = {name: [] for name in families}
     for name, spec, size, variant, digests, median_us, index in module.ROWS:
-        if name not in families:  # where a family from outside is tuned, it is the only one
-            continue
-        measured, family = module.MEASURED[index], families[name]
+        measured = module.MEASURED[index]
+        family = families[name]
         built = family.spec_type(**spec), family.size_type(**size), family.variant_type(**variant)
         if undeclared(built[2]) is None and _ships(family, built[0], built[2]):
             stale = _stale(digests_of(family), digests, measured)
@@ -167,6 +166,8 @@ def tables_or_error() -> dict[str, Table]:
 
 def _collected(trouble: Callable[[RecordError], None]) -> dict[str, Table]:
     found: dict[str, Table] = {}
+    if FAMILIES.outside is not None:  # it has tables of its own
+        return found
 
     def put(device: str, load: Callable[[Any], Table], source: Any) -> None:
         try:

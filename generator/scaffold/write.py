@@ -1,0 +1,40 @@
+"""Write the files of a new family from the texts beside this module."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from pathlib import Path
+
+from ..disk import write_whole
+from ..places import ROOT
+from ..problem import SelectionError
+
+FILES = {
+    "NAME.py": "family.py",
+    "NAME.py.jinja": "family.py.jinja",
+    "test_NAME.py": "test_family.py",
+    "README.md": "README.md",
+}
+TEXTS = Path(__file__).parent
+
+
+def write_family(name: str, folder: Path) -> list[Path]:
+    """Write the files of a new family ``name`` into a folder, which is made if it is not there.
+
+    Raises:
+        SelectionError: the name is none that a Python module may have, or one of the files is there already.
+    """
+    if re.fullmatch("[a-z][a-z0-9_]*", name) is None or keyword.iskeyword(name):
+        raise SelectionError(
+            f"a family is named with small letters, digits and _, and as a module may be, got {name!r}"
+        )
+    written = {folder / file.replace("NAME", name): TEXTS / f"{text}.txt" for file, text in FILES.items()}
+    there = [str(path) for path in written if path.exists()]
+    if there:
+        raise SelectionError(f"{', '.join(there)} is there already, and is kept: give another name, or another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in written.items():
+        filled = text.read_text(encoding="utf-8").replace("NAME", name).replace("TUNE_PATH", str(ROOT / "tune.py"))
+        write_whole(path, filled.encode())
+    return list(written)
