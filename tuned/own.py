@@ -44,8 +44,8 @@ def family(module: str) -> Own:
     return Own(module)
 
 
-def launch(programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], **options: int) -> tuple[Launch]:
-    """The one launch of a call, of the kernel that TEXT chooses.
+def launch(programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], **options: int) -> Launch:
+    """A launch of the kernel that TEXT chooses.
 
     Args:
         programs: size of the one-dimensional grid.
@@ -53,7 +53,7 @@ def launch(programs: int, arguments: tuple[Any, ...], constants: dict[str, Any],
         constants: every tl.constexpr, by name and in the order of the signature.
         options: num_warps, num_stages and what else Triton compiles with; ``launch_pdl`` only where it is on.
     """
-    return (Launch("", programs, arguments, constants, options),)
+    return Launch("", programs, arguments, constants, options)
 
 
 def rounding(dtype: str, wanted: torch.Tensor) -> torch.Tensor:
@@ -65,11 +65,9 @@ def rounding(dtype: str, wanted: torch.Tensor) -> torch.Tensor:
 class _Known(NamedTuple):
     """How calls like one that was served are launched; it holds no tensors."""
 
-    launch: DirectLaunch
-    shape: torch.Size  # of the result
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    where: tuple[int, ...]  # a pointer of the launch -> argument of the call, or -1 for the result
+    made: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]  # the result, then what launches hand on
+    # Each with where its pointers come from: argument i of the call, or what was made, the result being -1.
+    launches: tuple[tuple[DirectLaunch, tuple[int, ...]], ...]
 
 
 class Own:
@@ -114,7 +112,7 @@ class Own:
         except NO_KEY:
             key = None
         known = None if key is None else self._plans.get(key)
-        if known is not None and not (known.launch.enter.calls or known.launch.leave.calls):
+        if known is not None and not (known.launches[0][0].enter.calls or known.launches[0][0].leave.calls):
             return _launched(known, args)
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             if not hasattr(self.module, "gradient") or kwargs or self.why_not(args) is not None:
@@ -168,15 +166,15 @@ class Own:
         if choice.variant is None:
             return self._eager(args, kwargs, choice.why, (spec, call))
         steps = self.family.launches(spec, choice.variant, call)
-        compiled = None
+        done = []
         with torch.cuda.device(call.out.device):
             for step in steps:
                 if isinstance(step, Launch):
-                    compiled = launch_public(self._kernel(step.kernel), step)
+                    done.append((step, launch_public(self._kernel(step.kernel), step)))
                 else:
                     run_step(step)
-            if key is not None and len(steps) == 1 and isinstance(steps[0], Launch):
-                self._learn(key, args, kwargs, call.out, steps[0], compiled)
+            if key is not None and len(done) == len(steps) and not any(map(torch.is_tensor, kwargs.values())):
+                self._learn(key, args, call, done)
         if any(a is call.out for a in args):
             torch.autograd.graph.increment_version(call.out)
         return call.out  # type: ignore[no-any-return]
@@ -184,23 +182,23 @@ class Own:
     def _kernel(self, name: str) -> Any:
         return getattr(importlib.import_module(f"{self.family.home}.kernels.{name}"), name)
 
-    def _learn(  # noqa: PLR0913 - a call and its launch
-        self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor, launch: Launch, compiled: Any
-    ) -> None:
-        """Remember the launch of a call, if each of its pointers is that of one argument or of the result."""
-        given = {i: a.data_ptr() for i, a in enumerate(args) if isinstance(a, torch.Tensor)} | {-1: out.data_ptr()}
-        if any(isinstance(a, torch.Tensor) for a in kwargs.values()) or len(set(given.values())) < len(given):
-            return  # in place, or two arguments over one memory: another call of the same key need not be so
-        if torch.cuda.is_current_stream_capturing():
-            return
+    def _learn(self, key: Any, args: tuple[Any, ...], call: Any, done: list[tuple[Launch, Any]]) -> None:
+        """Remember the launches of a call, if each pointer is that of one argument, of the result or of scratch memory."""
+        made = [call.out, *(getattr(call, name) for name in getattr(call, "SCRATCH", ()))]
+        given = {i: a.data_ptr() for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
+        given |= {-1 - i: t.data_ptr() for i, t in enumerate(made)}
         of = {address: index for index, address in given.items()}
-        pointers = [t.data_ptr() for t in launch.arguments if isinstance(t, torch.Tensor)]
-        first = [isinstance(t, torch.Tensor) for t in launch.arguments]
-        if any(p not in of for p in pointers) or first != sorted(first, reverse=True):
-            return
-        if (direct := direct_launch(launch, compiled, out.get_device())) is not None:
-            where = tuple(of[p] for p in pointers)
-            remember(self._plans, key, _Known(direct, out.shape, out.stride(), out.dtype, where))
+        if len(of) < len(given) or torch.cuda.is_current_stream_capturing():
+            return  # in place, or two arguments over one memory: another call of the same key need not be so
+        known = []
+        for launch, compiled in done:
+            tensors = [isinstance(value, torch.Tensor) for value in launch.arguments]
+            where = tuple(of.get(value.data_ptr()) for value in launch.arguments if isinstance(value, torch.Tensor))
+            direct = direct_launch(launch, compiled, call.out.get_device())
+            if None in where or tensors != sorted(tensors, reverse=True) or direct is None:
+                return
+            known.append((direct, where))
+        remember(self._plans, key, _Known(tuple((t.shape, t.stride(), t.dtype) for t in made), tuple(known)))  # type: ignore[arg-type]
 
     def _eager(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str, made: tuple[Any, Any] | None = None
@@ -215,14 +213,13 @@ class Own:
 
 def _launched(known: _Known, args: tuple[Any, ...]) -> torch.Tensor:
     """Launch what is known on the current stream, into new memory."""
-    launch = known.launch
     device = args[0].device
-    out = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=device)
-    pointers = [out.data_ptr() if i < 0 else args[i].data_ptr() for i in known.where]
-    launch.run(
-        launch.programs, 1, 1, launch.stream_of(device.index), launch.function, *launch.head, *pointers, *launch.rest
-    )
-    return out
+    made = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in known.made]
+    for launch, where in known.launches:
+        pointers = [args[i].data_ptr() if i >= 0 else made[-1 - i].data_ptr() for i in where]
+        stream = launch.stream_of(device.index)
+        launch.run(launch.programs, 1, 1, stream, launch.function, *launch.head, *pointers, *launch.rest)
+    return made[0]
 
 
 class _Differentiable(torch.autograd.Function):

@@ -3,48 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 import triton
 
 from tuned import own
 
-TEXT = ("strategy",)  # what the template reads: a kernel for each value
+TEXT = ()  # no choice of what the template reads: one kernel
 MOST = 128  # elements a thread
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
-    """What a caller asks for."""
-
+class Spec:  # what a caller asks for
     dtype: str
     columns: int
     eps: float
 
 
 @dataclasses.dataclass(frozen=True)
-class Size(own.Size):
-    """What varies from call to call."""
-
+class Size(own.Size):  # what varies from call to call
     rows: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Variant(own.Variant):
-    """The ways to do it."""
-
-    strategy: str = own.one_of("whole", "loop", default="loop")  # a row in registers, or in blocks of columns
-    block_rows: int = own.one_of(1, 2, 4, 8, 16, 32, default=1)  # of "whole"
-    block_columns: int = own.one_of(512, 1024, 2048, 4096, default=512)  # of "loop"
+class Variant(own.Variant):  # the ways to do it
+    block_rows: int = own.one_of(1, 2, 4, 8, 16, 32, default=1)
     num_warps: int = own.one_of(1, 2, 4, 8, 16, 32, default=4)
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """The tensors of a call."""
-
+class Call:  # the tensors of a call
     x: torch.Tensor  # [rows, columns], last stride 1
     weight: torch.Tensor  # [columns], contiguous
     out: torch.Tensor  # contiguous, of any shape with as many rows of as many columns
@@ -61,28 +50,18 @@ def call(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> tuple[Spec
     return spec, Size(rows.shape[0]), Call(rows, weight.contiguous(), out)
 
 
-def block_columns(spec: Spec, variant: Variant) -> int:
-    """Columns that a program takes at a time."""
-    return triton.next_power_of_2(spec.columns) if variant.strategy == "whole" else variant.block_columns
-
-
 def rejection(spec: Spec, _size: Size | None, variant: Variant, _capability: int) -> str | None:
     """Why a variant is not tried, or None."""
-    unused = variant.block_columns > 512 if variant.strategy == "whole" else variant.block_rows > 1  # noqa: PLR2004
-    if unused:
-        return f"strategy={variant.strategy!r} does not use that block: only its default is tried"
-    elements = block_columns(spec, variant) * variant.block_rows / (32 * variant.num_warps)
-    return None if 1 <= elements <= MOST else f"{elements:g} elements a thread: 1 to {MOST} are tried"
+    elements = triton.next_power_of_2(spec.columns) * variant.block_rows / (32 * variant.num_warps)
+    return None if 1 <= elements <= 128 else f"{elements:g} elements a thread: 1 to 128 are tried"  # noqa: PLR2004
 
 
-def launches(spec: Spec, variant: Variant, call: Call) -> tuple[Any, ...]:
+def launches(spec: Spec, variant: Variant, call: Call) -> tuple[own.Launch, ...]:
     """One launch, a program for each block of rows."""
-    rows, block = call.x.shape[0], {"BLOCK_ROWS": variant.block_rows, "BLOCK_COLUMNS": block_columns(spec, variant)}
-    arguments, constants = (
-        (call.x, call.weight, call.out, rows, call.x.stride(0), spec.eps),
-        {"COLUMNS": spec.columns, **block},
-    )
-    return own.launch(triton.cdiv(rows, variant.block_rows), arguments, constants, num_warps=variant.num_warps)
+    rows, columns = call.x.shape[0], triton.next_power_of_2(spec.columns)
+    arguments = (call.x, call.weight, call.out, rows, call.x.stride(0), spec.eps)
+    constants = {"COLUMNS": spec.columns, "BLOCK_ROWS": variant.block_rows, "BLOCK_COLUMNS": columns}
+    return (own.launch(triton.cdiv(rows, variant.block_rows), arguments, constants, num_warps=variant.num_warps),)
 
 
 def inputs(spec: Spec, size: Size, device: str, seed: int) -> Call:
@@ -103,7 +82,7 @@ def reference(spec: Spec, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return wanted, own.rounding(spec.dtype, wanted) + wanted.abs() * 2.0**-19
 
 
-def eager(spec: Spec, call: Call) -> Any:
+def eager(spec: Spec, call: Call) -> Callable[[], torch.Tensor]:
     """What serves where no kernel does: on a CPU, and where a gradient is needed."""
     return lambda: torch.nn.functional.rms_norm(call.x, (spec.columns,), call.weight, spec.eps).view(call.out.shape)
 

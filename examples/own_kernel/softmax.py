@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 import triton
@@ -15,36 +14,30 @@ TEXT = ("strategy",)  # what the template reads: a kernel for each value
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
-    """What a caller asks for."""
-
+class Spec:  # what a caller asks for
     dtype: str
     columns: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Size(own.Size):
-    """What varies from call to call."""
-
+class Size(own.Size):  # what varies from call to call
     rows: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Variant(own.Variant):
-    """The ways to do it."""
-
-    strategy: str = own.one_of("whole", "loop", default="loop")  # a row in registers, or in blocks of columns
+class Variant(own.Variant):  # the ways to do it
+    strategy: str = own.one_of("whole", "split", default="split")  # a row in one program, or in several, twice
     block_rows: int = own.one_of(1, 2, 4, 8, 16, 32, default=1)  # of "whole"
-    block_columns: int = own.one_of(1024, 2048, 4096, 8192, default=1024)  # of "loop"
+    block_columns: int = own.one_of(1024, 2048, 4096, 8192, default=1024)  # of "split"
     num_warps: int = own.one_of(1, 2, 4, 8, 16, 32, default=4)
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """The tensors of a call."""
-
+class Call:  # the tensors of a call
     x: torch.Tensor  # [rows, columns], last stride 1
     out: torch.Tensor  # contiguous, of any shape with as many rows of as many columns
+    parts: torch.Tensor  # float32 [rows, parts of a row, 2]
+    SCRATCH = ("parts",)  # written by a launch for the next
 
 
 def call(x: torch.Tensor) -> tuple[Spec, Size, Call]:
@@ -52,7 +45,8 @@ def call(x: torch.Tensor) -> tuple[Spec, Size, Call]:
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     spec = Spec(str(x.dtype).removeprefix("torch."), x.shape[-1])
-    return spec, Size(rows.shape[0]), Call(rows, torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    parts = torch.empty((rows.shape[0], triton.cdiv(spec.columns, 1024), 2), device=x.device)
+    return spec, Size(rows.shape[0]), Call(rows, torch.empty(x.shape, dtype=x.dtype, device=x.device), parts)
 
 
 def block_columns(spec: Spec, variant: Variant) -> int:
@@ -68,18 +62,20 @@ def rejection(spec: Spec, _size: Size | None, variant: Variant, _capability: int
     return None if 1 <= elements <= 128 else f"{elements:g} elements a thread: 1 to 128 are tried"  # noqa: PLR2004
 
 
-def launches(spec: Spec, variant: Variant, call: Call) -> tuple[Any, ...]:
-    """One launch, a program for each block of rows."""
-    rows, block = call.x.shape[0], {"BLOCK_ROWS": variant.block_rows, "BLOCK_COLUMNS": block_columns(spec, variant)}
-    arguments, constants = (call.x, call.out, rows, call.x.stride(0)), {"COLUMNS": spec.columns, **block}
-    return own.launch(triton.cdiv(rows, variant.block_rows), arguments, constants, num_warps=variant.num_warps)
+def launches(spec: Spec, variant: Variant, call: Call) -> tuple[own.Launch, ...]:
+    """A launch with a program for each block of rows; or two with one for each part of a row."""
+    rows, columns = call.x.shape[0], block_columns(spec, variant)
+    parts = triton.cdiv(spec.columns, columns)
+    grid, arguments = triton.cdiv(rows, variant.block_rows) * parts, (*vars(call).values(), rows, call.x.stride(0))
+    known = {"COLUMNS": spec.columns, "BLOCK_ROWS": variant.block_rows, "BLOCK_COLUMNS": columns, "PARTS": parts}
+    turns = (0,) if variant.strategy == "whole" else (0, triton.next_power_of_2(parts))
+    return tuple(own.launch(grid, arguments, {**known, "COMBINE": n}, num_warps=variant.num_warps) for n in turns)
 
 
 def inputs(spec: Spec, size: Size, device: str, seed: int) -> Call:
     """Random rows."""
     x = torch.empty((size.rows, spec.columns), dtype=getattr(torch, spec.dtype), device=device)
-    generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
-    return call(x.normal_(0, 2, generator=generator))[2]
+    return call(x if device == "meta" else x.normal_(0, 2, generator=torch.Generator(device).manual_seed(seed)))[2]
 
 
 def reference(spec: Spec, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +84,7 @@ def reference(spec: Spec, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return wanted, own.rounding(spec.dtype, wanted) + wanted * 2.0**-18
 
 
-def eager(_spec: Spec, call: Call) -> Any:
+def eager(_spec: Spec, call: Call) -> Callable[[], torch.Tensor]:
     """What serves where no kernel does: on a CPU, and where a gradient is needed."""
     return lambda: torch.softmax(call.x, -1).view(call.out.shape)
 

@@ -139,14 +139,21 @@ class _Named:
 
 
 def wrapper(winner: Winner, shown: Shown) -> str:
-    """A function that launches the kernel of a shown winner with its numbers; tensors and sizes are its arguments."""
+    """A function that launches what a shown winner launches, with its numbers; tensors and sizes are its arguments."""
+    launches = (*shown.others, shown.launch)
     variant = " ".join(f"{name}={value!r}" for name, value in vars(winner.variant).items())
     takes = [
-        "programs: the grid; the others are the kernel's own arguments, tensors first.",
-        f"{winner.name} was measured with {shown.launch.programs} programs and {variant}.",
+        "programs: the grid of each launch; the others are the kernel's own arguments, tensors first.",
+        f"{winner.name} was measured with {[launch.programs for launch in launches]} programs and {variant}.",
     ]
-    lines = head(f"{winner.family}_launch", ["programs", *shown.parameters], "The launch as it was measured.", takes)
-    call = shown.text("programs", {}, dict(zip(shown.parameters, shown.parameters, strict=True)))
-    dependent = "launch_pdl" in shown.launch.options
-    before = ["    dependent = torch.version.hip is None"] if dependent else []
-    return "\n".join([*lines, *before, f"    with torch.cuda.device_of({shown.parameters[0]}):", call.rstrip("\n"), ""])
+    lines = head(
+        f"{winner.family}_launch", ["programs", *shown.parameters], "The launches as they were measured.", takes
+    )
+    lines += ["    dependent = torch.version.hip is None"] if "launch_pdl" in shown.launch.options else []
+    lines.append(f"    with torch.cuda.device_of({shown.parameters[0]}):")
+    names = dict(zip(shown.parameters, shown.parameters, strict=True))
+    for index, launch in enumerate(launches):
+        differs = [f"{k}={v!r}" for k, v in launch.constants.items() if v != shown.launch.constants[k]]
+        one = dataclasses.replace(shown, launch=launch)
+        lines.append(one.text(f"programs[{index}]", {}, names, options=", ".join(differs)).rstrip("\n"))
+    return "\n".join([*lines, ""])

@@ -19,6 +19,7 @@ class Shown:
 
     launch: Launch
     parameters: tuple[str, ...]  # without those that are tl.constexpr
+    others: tuple[Launch, ...] = ()  # launches of the call before it
 
     def text(
         self, grid: str, dims: Mapping[str, str], given: Mapping[str, str], *, indent: int = 8, options: str = ""

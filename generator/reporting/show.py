@@ -56,10 +56,11 @@ def standalone(winner: Winner) -> str:
     work = WORKLOADS[winner.family]
     call = work.inputs(winner.spec, work.shown_size(winner.size) if work.shown_size else winner.size, "meta", 0)
     steps = work.family.launches(winner.spec, winner.variant, call)
-    launches = {step.kernel: step for step in steps if isinstance(step, Launch)}  # each kernel once
+    every = tuple(step for step in steps if isinstance(step, Launch))
+    launches = {step.kernel: step for step in every}  # each kernel once
     kernels = "\n\n".join(_literal_kernel(launch) for launch in launches.values())
     last = next(reversed(launches.values()))
-    wrapper = work.wrapper(winner, Shown(last, _parameters(last)))
+    wrapper = work.wrapper(winner, Shown(last, _parameters(last), every[:-1]))
     return f'"""{_header(winner)}"""\n\n{IMPORTS}\n\n{kernels}\n\n{wrapper}'
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PATHS = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 EXAMPLES = ROOT / "examples" / "own_kernel"
 
 
@@ -34,7 +35,7 @@ def run(
     folder: Path, *command: str, family: Path | None = None, cache: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """A Python process in a folder outside of the tree, which finds this project and nothing else of it."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TUNED_CACHE": str(cache or folder / "cache"), **variables}
+    environment = {**os.environ, "PYTHONPATH": PATHS, "TUNED_CACHE": str(cache or folder / "cache"), **variables}
     if family is not None:
         environment["TUNED_FAMILY"] = str(family)
     return subprocess.run(

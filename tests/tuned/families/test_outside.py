@@ -11,6 +11,7 @@ import pytest
 from tests.support.outside import changed, copied
 from tuned.families.choices import choices
 from tuned.families.outside import REQUIRED, FamilyError, described, family_name, home_folder, load, octaves
+from tuned.lookup.lookup import Gpu, choose
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +28,7 @@ def test_a_module_is_a_family(softmax: Path) -> None:
     assert (family.name, family.spec_type, family.variant_type) == ("softmax", module.Spec, module.Variant)
     assert family.core_knobs == tuple(choices(module.Variant))
     spec = module.Spec("bfloat16", 128)
-    assert family.kernel_names(spec, module.Variant()) == ("softmax_loop",)
+    assert family.kernel_names(spec, module.Variant()) == ("softmax_split",)
     call = module.inputs(spec, module.Size(3), "meta", 0)
     (launch,) = family.launches(spec, module.Variant("whole", block_columns=1024), call)
     assert (launch.kernel, launch.programs, launch.constants["BLOCK_COLUMNS"]) == ("softmax_whole", 3, 128)
@@ -79,9 +80,9 @@ def test_families_of_one_name_never_meet(tmp_path: Path) -> None:
     for file, family in zip(files, (one, other), strict=True):
         kernels = home_folder(file) / "kernels"
         kernels.mkdir(parents=True)
-        (kernels / "__init__.py").write_text(f"DIGESTS = {{'softmax_loop': '{file.parent.name}'}}\n")
+        (kernels / "__init__.py").write_text(f"DIGESTS = {{'softmax_split': '{file.parent.name}'}}\n")
         found = importlib.import_module(f"{family.home}.kernels")
-        assert found.DIGESTS["softmax_loop"] == file.parent.name
+        assert found.DIGESTS["softmax_split"] == file.parent.name
 
 
 def test_a_package_is_a_family_too(tmp_path: Path) -> None:
@@ -100,8 +101,9 @@ def test_the_default_is_legal_everywhere_and_the_first_that_is(softmax: Path) ->
         assert all(family.rejection(spec, module.Size(1), variant, capability) is None for capability in (0, 70, 90))
     changed(softmax, ("    elements = block", '    return "none is"\n    elements = block'))
     family = described(load(str(copied_again(softmax))))
-    with pytest.raises(ValueError, match="no variant of softmax is legal on every GPU"):
-        family.default_variant(spec)
+    found = choose(family, spec, module.Size(1), Gpu("test_gpu", 90, 132))
+    assert found.rule == "eager"
+    assert found.why.endswith("nor can the default variant: none is")
 
 
 def copied_again(file: Path) -> Path:
