@@ -66,8 +66,7 @@ class Llama(shared.Decoder):
             rotate, x = self.rotation(), self.embedding(text)
             for block in self.blocks:
                 x = block(x, rotate)
-            logits: torch.Tensor = self.output(self.norm(x))
-        return logits
+            return self.output(self.norm(x))
 
 
 class TunedLlama(Llama):
@@ -95,7 +94,7 @@ def gradients_apart(models: Sequence[Llama], text: torch.Tensor) -> float:
     """The largest difference of a parameter's gradients in the two models, relative to the first's norm."""
     for model in models:
         model.zero_grad()
-        loss_of(model, text).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, text).backward()
     apart = []
     for parameters in zip(*(model.parameters() for model in models), strict=True):
         first, second = (parameter.grad for parameter in parameters)
@@ -109,7 +108,7 @@ def train_step(model: Llama, optimiser: torch.optim.Optimizer, text: torch.Tenso
     """Forward, backward and an update; the loss before it."""
     optimiser.zero_grad()
     loss = loss_of(model, text)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimiser.step()
     return loss.detach()
