@@ -18,7 +18,8 @@ import torch
 from benchmarks import call as calls
 from benchmarks import clock, peers, plan, record, session
 from benchmarks.call import Call, Launch, Tensors
-from benchmarks.record import NO_RIVAL, Row
+from benchmarks.record import NO_RIVAL, Row, quotient
+from benchmarks.session import WrongResultError
 from generator.measuring.bench import summarise
 
 WARM_UPS = 3  # calls before timing: TorchScript profiles two before it fuses
@@ -27,10 +28,6 @@ OURS_ERROR = 1.0  # of the largest value times the dtype's epsilon; one rounding
 FLOAT32_ERROR = 16.0  # the same in float32, where sines and cosines of float32 weigh as much as the rounding
 PEER_ERROR = 8.0  # peers may round cosines, sines and products
 HOST_ROUNDS = 7
-
-
-class WrongResultError(Exception):
-    """A kernel that would be timed does not compute RoPE."""
 
 
 def largest_error(result: torch.Tensor, expected: torch.Tensor) -> float:
@@ -95,13 +92,16 @@ def device_row(row: Row[Call], device: str) -> dict[str, Any]:
     found = {name: attempt(timed, name, call, [calls.probe(call, untouched), *sets]) for name in row.peers}
     our_times.append(clock.cold(mine[1:], call.touched_bytes))
     copies.append(copy_us(call, device))
-    return record.device_row(
-        row,
-        ours_us=statistics.fmean(t.median_us for t in our_times),
-        ours_spread_us=max(t.spread_us for t in our_times),
-        copy_us=statistics.fmean(copies),
-        found=found,
-    )
+    ours_us, copied_us = statistics.fmean(t.median_us for t in our_times), statistics.fmean(copies)
+    floor_us = copied_us * call.moved_bytes / call.copy_bytes  # a copy, scaled to the bytes that must move
+    measured = record.common(row, ours_us=ours_us, ours_spread_us=max(t.spread_us for t in our_times), found=found)
+    return measured | {
+        "floor": round(floor_us, 3),
+        "copy": round(copied_us, 3),
+        "bytes_moved": call.moved_bytes,
+        "ours_over_floor": quotient(ours_us, floor_us),
+        "ours_over_copy": quotient(ours_us, copied_us),
+    }
 
 
 def host_row(row: Row[Call], device: str) -> dict[str, Any]:
@@ -130,13 +130,16 @@ def host_row(row: Row[Call], device: str) -> dict[str, Any]:
     for name in row.peers:
         given = attempt(checked, name, call, [calls.probe(call, t)])
         (found if isinstance(given, str) else timed)[name] = given
-    times: dict[str, list[float]] = {name: [] for name in timed}
-    for _ in range(HOST_ROUNDS):
-        for name, launch in timed.items():
-            times[name].append(clock.host(launch).median_us)
-    ours = summarise(times.pop(OURS))
-    found |= {name: round(statistics.median(rounds), 3) for name, rounds in times.items()}
-    return record.host_row(row, ours_us=ours.median_us, ours_spread_us=ours.spread_us, found=found)
+    rounds = [{name: clock.host(launch).median_us for name, launch in timed.items()} for _ in range(HOST_ROUNDS)]
+    times = {name: summarise([taken[name] for taken in rounds]) for name in timed}
+    ours = times.pop(OURS)
+    found |= {name: round(peer.median_us, 3) for name, peer in times.items()}
+    measured = record.common(row, ours_us=ours.median_us, ours_spread_us=ours.spread_us, found=found)
+    return measured | {
+        "measured": "forward with backward" if backward else "forward",
+        "ours_over_eager": quotient(ours.median_us, found.get("eager PyTorch")),
+        "ours_over_add": quotient(ours.median_us, found.get(NO_RIVAL)),
+    }
 
 
 def measure(row: Row[Call], device: str = "cuda") -> dict[str, Any]:

@@ -21,6 +21,10 @@ DEFAULT_MINUTES = 9.0
 RESULTS = Path(__file__).parent / "results"
 
 
+class WrongResultError(Exception):
+    """What would be timed does not compute what it should."""
+
+
 def reason(error: Exception) -> str:
     """An exception as one line of a record."""
     lines = str(error).strip().splitlines()

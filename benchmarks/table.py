@@ -63,9 +63,14 @@ def microseconds(value: float | str | None) -> str:
     return f"{value:.{max(0, 3 - integral_digits)}f}"
 
 
-def us(heading: str, *path: str) -> Column:
-    """A column of times, found by the keys of nested dictionaries."""
-    return heading, lambda row: microseconds(functools.reduce(lambda found, key: found.get(key), path, row))  # type: ignore[arg-type]
+def us(heading: str, *path: str, parts: Callable[[Result], int] = lambda _: 1) -> Column:
+    """A column of times, found by the keys of nested dictionaries; of a call that has parts, the time of one."""
+
+    def show(row: Result) -> str:
+        found: Any = functools.reduce(lambda found, key: found.get(key), path, row)  # type: ignore[arg-type, return-value]
+        return microseconds(found / parts(row) if isinstance(found, float) else None)
+
+    return heading, show
 
 
 def ratio(heading: str, key: str) -> Column:
@@ -213,14 +218,7 @@ def complete_markdown(results: Result) -> str:
 # GRU ------------------------------------------------------------------------------------------------------------------
 
 
-def per_step(heading: str, *path: str) -> Column:
-    """A column of times, microseconds a time step, all layers and directions in it."""
-
-    def show(row: Result) -> str:
-        found: Any = functools.reduce(lambda found, key: found.get(key), path, row)  # type: ignore[arg-type, return-value]
-        return microseconds(found / row["sizes"]["steps"] if isinstance(found, float) else None)
-
-    return heading, show
+per_step = functools.partial(us, parts=lambda row: row["sizes"]["steps"])  # all layers and directions in it
 
 
 def sequence(row: Result) -> str:

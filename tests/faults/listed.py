@@ -715,7 +715,7 @@ BESIDE = (
     Fault(
         "best_row_shown_as_the_worst",
         "benchmarks/bars.py",
-        "reverse=not bar.at_least)",
+        'reverse=bar.sign != ">=")',
         "reverse=True)",
         ("tests/benchmarks/test_benchmarks.py::test_a_speed_up_must_not_fall_below_its_bar",),
         "A bar on a speed-up shows its best row as the worst.",
