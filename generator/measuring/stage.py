@@ -182,11 +182,9 @@ class Stage:
     def compare(self, variants: list[Any], rounds: int = FINAL_ROUNDS) -> list[Timing]:
         """Time variants that have been measured again, interleaved, so that drift meets all alike."""
         thunks = [self.launches(variant)[1:] for variant in variants]
-        times: list[list[float]] = [[] for _ in variants]
-        for _ in range(rounds):
-            for index, rotation in enumerate(thunks):
-                times[index].append(self._time(rotation).median_us)
-        return [Timing(round(sorted(t)[len(t) // 2], 4), round((sorted(t)[-2] - sorted(t)[1]) / 2, 4)) for t in times]
+        taken = [[self._time(rotation).median_us for rotation in thunks] for _ in range(rounds)]
+        times = map(sorted, zip(*taken, strict=True))  # of each variant
+        return [Timing(round(t[len(t) // 2], 4), round((t[-2] - t[1]) / 2, 4)) for t in times]
 
     def baselines(self) -> Baselines:
         """Copy, floor and eager PyTorch for this problem."""

@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import gc
 import importlib
 import os
@@ -207,21 +206,16 @@ class ForkServer:
 def fork_server() -> ForkServer:
     """The fork server of this process, a new one if it died."""
     with _STARTING:
-        server = _server_of(os.getpid())
-        if not server.alive:
-            server.close()
-            _server_of.cache_clear()
-            server = _server_of(os.getpid())
+        server = _SERVERS.get(os.getpid())
+        if server is None or not server.alive:
+            if server is not None:
+                server.close()
+            server = _SERVERS[os.getpid()] = ForkServer(PRELOAD)
         return server
 
 
 _STARTING = threading.Lock()
-
-
-@functools.lru_cache(maxsize=1)
-def _server_of(tuner: int) -> ForkServer:
-    del tuner  # a forked tuner has a server of its own
-    return ForkServer(PRELOAD)
+_SERVERS: dict[int, ForkServer] = {}  # by the tuner's process: one that is forked has a server of its own
 
 
 def _main(end: int, preload: list[str]) -> None:

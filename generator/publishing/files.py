@@ -61,15 +61,11 @@ def belonging_to_nothing(wanted: Mapping[str, str]) -> list[str]:
 def render_all() -> tuple[list[str], list[str]]:
     """Write every generated file and delete those that are none any more; returns what was written and deleted."""
     with folder_lock(WINNERS):  # no record changes, and no other tuner renders, between reading and writing
-        return _render_all()
-
-
-def _render_all() -> tuple[list[str], list[str]]:
-    for half in (*KERNELS.glob(".*.py.*"), *TABLES.glob(".*.py.*")):  # of a tuner that was killed while it wrote
-        half.unlink()
-    wanted = generated_files()
-    written = [name for name, text in wanted.items() if write_if_different(PACKAGE / name, text)]
-    stale = belonging_to_nothing(wanted)
-    for name in stale:
-        (PACKAGE / name).unlink()
-    return written, stale
+        for half in (*KERNELS.glob(".*.py.*"), *TABLES.glob(".*.py.*")):  # of a tuner that was killed while it wrote
+            half.unlink()
+        wanted = generated_files()
+        written = [name for name, text in wanted.items() if write_if_different(PACKAGE / name, text)]
+        stale = belonging_to_nothing(wanted)
+        for name in stale:
+            (PACKAGE / name).unlink()
+        return written, stale
