@@ -311,9 +311,9 @@ def parts(documents: Sequence[Result], layouts: Sequence[str]) -> dict[str, str]
     found = {}
     for document in documents:
         suites = {row["suite"] for row in document["rows"]}
-        if suites & (SUITES.keys() - COMPLETE.keys()):
+        if suites & (SUITES.keys() - COMPLETE):
             found["benchmark"] = rope_markdown(document, layouts)
-        if suites & COMPLETE.keys():
+        if suites & COMPLETE:
             found["benchmark-calls"] = complete_markdown(document)
         if suites & {"gru", "gru_cell"}:
             found["benchmark-gru"] = gru_markdown(document)

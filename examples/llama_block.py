@@ -92,15 +92,8 @@ def loss_of(model: Llama, text: torch.Tensor) -> torch.Tensor:
 
 def gradients_apart(models: Sequence[Llama], text: torch.Tensor) -> float:
     """The largest difference of a parameter's gradients in the two models, relative to the first's norm."""
-    for model in models:
-        model.zero_grad()
-        loss_of(model, text).backward()
-    apart = []
-    for parameters in zip(*(model.parameters() for model in models), strict=True):
-        first, second = (parameter.grad for parameter in parameters)
-        assert first is not None
-        assert second is not None
-        apart.append((first - second).norm() / first.norm())
+    gradients = (torch.autograd.grad(loss_of(model, text), list(model.parameters())) for model in models)
+    apart = [(first - second).norm() / first.norm() for first, second in zip(*gradients, strict=True)]
     return torch.stack(apart).max().item()  # NaN if there is one, where Python's max() may pass over it
 
 

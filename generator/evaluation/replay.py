@@ -117,18 +117,15 @@ def searched(landscape: Landscape, seed: int = 0, *, noise: float = 0.0, warm: S
 
 def _seeds(landscape: Landscape, others: Sequence[Landscape]) -> list[Any]:
     """The best variants of the most alike other problems, as generator.searching.seeds takes them from a record."""
-    family = FAMILIES[landscape.problem.family]
-    ranked = []
-    for other in others:
-        if other.problem == landscape.problem:
-            continue
-        same = other.problem.spec == landscape.problem.spec
-        distance = 0.0 if same else family.distance(landscape.problem.spec, other.problem.spec)
-        octaves = abs(math.log2(other.problem.size.tokens / landscape.problem.size.tokens))
-        best = min(other.times, key=other.times.__getitem__)
-        ranked.append((math.inf if distance is None else distance, octaves, other.problem.name, best))
-    ranked.sort(key=lambda entry: entry[:3])
-    return list(dict.fromkeys(variant for *_, variant in ranked if variant in landscape.times))[:MAX_SEEDS]
+    own = landscape.problem
+
+    def unlike(other: Landscape) -> tuple[float, float, str]:
+        distance = FAMILIES[own.family].distance(own.spec, other.problem.spec)
+        return distance, abs(math.log2(other.problem.size.tokens / own.size.tokens)), other.problem.name
+
+    ranked = sorted((other for other in others if other.problem != own), key=unlike)
+    best = dict.fromkeys(min(other.times, key=other.times.__getitem__) for other in ranked)
+    return [variant for variant in best if variant in landscape.times][:MAX_SEEDS]
 
 
 def at_random(landscape: Landscape, seed: int = 0) -> Replay:

@@ -63,12 +63,9 @@ def bytes_needed(problem: Problem) -> int:
     return 2 * one + 12 * one
 
 
-def _in_turn(steps: list[Callable[[], object]]) -> Callable[[], None]:
-    def run() -> None:
-        for step in steps:
-            step()
-
-    return run
+def _in_turn(steps: list[Callable[[], object]]) -> None:
+    for step in steps:
+        step()
 
 
 class Stage:
@@ -96,10 +93,13 @@ class Stage:
         # In place, inputs are restored from these before each run of a graph, outside the timed region.
         self.fresh = [call.out.clone() for call in self.calls] if getattr(problem.spec, "inplace", False) else []
         # A variant may write anywhere, and what it hits there would make those after it look wrong, or right.
-        self.judges = {"its reference": self.wanted, "the error allowed": self.bound}
-        self.judges |= {f"its input {name}": tensor for name, tensor in inputs_of(self.probe).items()}
-        self.judges |= {f"the copy of input {name}": tensor for name, tensor in self.before.items()}
-        self.judges |= {"the copy to restore its input from": self.fresh[0]} if self.fresh else {}
+        self.judges = {
+            "its reference": self.wanted,
+            "the error allowed": self.bound,
+            **{f"its input {name}": tensor for name, tensor in inputs_of(self.probe).items()},
+            **{f"the copy of input {name}": tensor for name, tensor in self.before.items()},
+            **({"the copy to restore its input from": self.fresh[0]} if self.fresh else {}),
+        }
         self.seal = fingerprint(list(self.judges.values()))
 
     def _restore(self) -> None:
@@ -113,8 +113,9 @@ class Stage:
         """
         launchers: dict[Any, Callable[[int, tuple[Any, ...]], None]] = {}
         return [
-            _in_turn(
-                [self._ready(step, launchers) for step in self.work.family.launches(self.problem.spec, variant, call)]
+            functools.partial(
+                _in_turn,
+                [self._ready(step, launchers) for step in self.work.family.launches(self.problem.spec, variant, call)],
             )
             for call in (self.probe, *self.calls)
         ]
