@@ -53,10 +53,6 @@ def row_of(landscape: Landscape) -> Row:
     return Row(problem.spec, problem.size, choose(landscape.times, None), None, landscape.best_us, problem.name)
 
 
-def _default(held: Landscape, _others: list[Landscape]) -> Any:
-    return default_variant(held.problem)
-
-
 def _best_on_average(held: Landscape, others: list[Landscape]) -> Any:
     """The legal variant with the least mean log time over the others; as slow as the slowest where it was not legal."""
     logs = [{v: math.log(us) for v, us in other.times.items()} for other in others]
@@ -79,7 +75,7 @@ def _size_then_spec(held: Landscape, others: list[Landscape]) -> Any:
         if row.variant in held.times and len(set(names)) == 1:
             octaves = abs(math.log2(row.size.tokens / size.tokens))
             ranked.append((family.distance(row.spec, spec), octaves, row.source, row.variant))
-    return min(ranked, key=lambda r: r[:3])[-1] if ranked else _default(held, others)
+    return min(ranked, key=lambda r: r[:3])[-1] if ranked else default_variant(held.problem)
 
 
 def _nearest_row(rescaled: bool, measure: str) -> Callable[[Landscape, list[Landscape]], Any]:  # noqa: FBT001
@@ -96,7 +92,7 @@ def _nearest_row(rescaled: bool, measure: str) -> Callable[[Landscape, list[Land
                 family, rejection=lambda spec, size, *rest: work.family.rejection(spec, size.size, *rest)
             )
         found = nearest(family, problem.spec, size, rows, *_gpu(held))
-        return _default(held, others) if found is None else found[2]
+        return default_variant(problem) if found is None else found[2]
 
     return pick
 
@@ -115,7 +111,7 @@ class _Amount:
 
 
 RULES: dict[str, Callable[[Landscape, list[Landscape]], Any]] = {
-    "default variant": _default,
+    "default variant": lambda held, _others: default_variant(held.problem),
     "best on average": _best_on_average,
     "nearest size, then closest spec of the same text": _size_then_spec,
     "nearest row": _nearest_row(rescaled=False, measure="tokens"),

@@ -30,11 +30,9 @@ DIGESTS = {
 
 def committed_kernels() -> dict[str, Kernel]:
     """Name -> kernel of everything that belongs in tuned/kernels."""
-    names = set(default_names())
-    for path in sorted(WINNERS.glob("*.json")):
-        for winner in load_record(path):
-            names.update(FAMILIES[winner.family].kernel_names(winner.spec, winner.variant))
-    return {name: structures()[name] for name in sorted(names)}
+    winners = (winner for path in WINNERS.glob("*.json") for winner in load_record(path))
+    named = (name for w in winners for name in FAMILIES[w.family].kernel_names(w.spec, w.variant))
+    return {name: structures()[name] for name in sorted({*default_names(), *named})}
 
 
 def generated_files() -> dict[str, str]:
