@@ -24,8 +24,9 @@ from generator.measuring.bench import summarise
 
 WARM_UPS = 3  # calls before timing: TorchScript profiles two before it fuses
 OURS = "ours"
-OURS_ERROR = 1.0  # of the largest value times the dtype's epsilon; one rounding makes at most half of that
-FLOAT32_ERROR = 16.0  # the same in float32, where sines and cosines of float32 weigh as much as the rounding
+# Of the largest value times the dtype's epsilon. One rounding makes at most half of that; in float32, sines and cosines of
+# float32 weigh as much as the rounding.
+OUR_ERROR = {torch.bfloat16: 1.0, torch.float32: 16.0}
 PEER_ERROR = 8.0  # peers may round cosines, sines and products
 HOST_ROUNDS = 7
 
@@ -49,11 +50,6 @@ def check(launch: Launch, expected: Sequence[torch.Tensor], limit: float) -> Non
             raise WrongResultError(f"largest error {error:.3g} is above {limit:.3g}, in units of epsilon")
     for _ in range(WARM_UPS):
         launch()
-
-
-def our_limit(call: Call) -> float:
-    """The largest error that is allowed here, in units of epsilon."""
-    return FLOAT32_ERROR if call.dtype == torch.float32 else OURS_ERROR
 
 
 def attempt(timed: Callable[[list[Launch]], Any], name: str, call: Call, sets: Sequence[Tensors]) -> Any:
@@ -87,7 +83,7 @@ def device_row(row: Row[Call], device: str) -> dict[str, Any]:
         return round(clock.cold(launches[1:], call.touched_bytes).median_us, 3)
 
     mine = calls.ours(call, [calls.probe(call, untouched), *sets])
-    check(mine[0], expected, our_limit(call))
+    check(mine[0], expected, OUR_ERROR[call.dtype])
     our_times, copies = [clock.cold(mine[1:], call.touched_bytes)], [copy_us(call, device)]
     found = {name: attempt(timed, name, call, [calls.probe(call, untouched), *sets]) for name in row.peers}
     our_times.append(clock.cold(mine[1:], call.touched_bytes))
@@ -125,7 +121,7 @@ def host_row(row: Row[Call], device: str) -> dict[str, Any]:
         return launch
 
     mine = whole(calls.as_a_user_calls(call, calls.probe(call, t)))
-    check(mine, expected, our_limit(call))
+    check(mine, expected, OUR_ERROR[call.dtype])
     timed, found = {OURS: mine}, dict[str, float | str]()
     for name in row.peers:
         given = attempt(checked, name, call, [calls.probe(call, t)])

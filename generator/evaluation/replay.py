@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import optuna
+from optuna.distributions import CategoricalDistribution, IntDistribution
 
 from tuned.families.choices import choices
 from tuned.families.registry import FAMILIES
@@ -142,7 +143,10 @@ def plain(landscape: Landscape, sampler: optuna.samplers.BaseSampler, budget: in
     PROPOSALS times as many proposals as evaluations.
     """
     knobs = choices(FAMILIES[landscape.problem.family].variant_type)
-    space = {name: _distribution(values) for name, values in knobs.items()}
+    space: dict[str, optuna.distributions.BaseDistribution] = {
+        name: IntDistribution(0, len(values) - 1) if _ordered(values) else CategoricalDistribution(values)
+        for name, values in knobs.items()
+    }
     study = optuna.create_study(sampler=sampler)
     penalty = math.log(2 * max(landscape.times.values()))
     budget, measured, wasted = budget or evaluations(landscape), dict[Any, None](), 0
@@ -165,12 +169,6 @@ def plain(landscape: Landscape, sampler: optuna.samplers.BaseSampler, budget: in
 
 def _ordered(values: tuple[Any, ...]) -> bool:
     return all(type(v) in (int, float) for v in values)
-
-
-def _distribution(values: tuple[Any, ...]) -> optuna.distributions.BaseDistribution:
-    if _ordered(values):
-        return optuna.distributions.IntDistribution(0, len(values) - 1)
-    return optuna.distributions.CategoricalDistribution(values)
 
 
 def _replay(landscape: Landscape, measured: list[Any], chosen: Any, wasted: int, seconds: float) -> Replay:
