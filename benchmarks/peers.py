@@ -84,12 +84,12 @@ def _wide(call: Call, table: Table) -> Rotated:
     """What a formula starts from, an entry a feature: the angles, or cosines and sines of the type of x."""
     if call.formula == "TransformerEngine":
         return (per_feature(call, table.freqs),)
-    both = []
-    for x, rest in ((table.cos, 1.0), (table.sin, 0.0)):
-        others = (call.head_dim - call.rotary_dim) // 2 if call.rotated == "proportional" else 0
-        padded = torch.cat((x, x.new_full((len(x), others), rest)), dim=-1)
-        both.append(per_feature(call, padded).to(call.dtype))
-    return tuple(both)
+    others = (call.head_dim - call.rotary_dim) // 2 if call.rotated == "proportional" else 0
+    cos, sin = (
+        torch.nn.functional.pad(table.cos, (0, others), value=1.0),
+        torch.nn.functional.pad(table.sin, (0, others)),
+    )
+    return per_feature(call, cos).to(call.dtype), per_feature(call, sin).to(call.dtype)
 
 
 def _chosen(call: Call, table: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:

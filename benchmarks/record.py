@@ -80,9 +80,7 @@ def environment(packages: Mapping[str, str]) -> dict[str, Any]:
 
 def quotient(a: float | str | None, b: float | str | None) -> float | None:
     """A ratio, if both are times."""
-    if a is None or b is None or isinstance(a, str) or isinstance(b, str):
-        return None
-    return round(a / b, DIGITS)
+    return round(a / b, DIGITS) if isinstance(a, float | int) and isinstance(b, float | int) else None
 
 
 def common(row: Row[Any], *, ours_us: float, ours_spread_us: float, found: dict[str, float | str]) -> dict[str, Any]:

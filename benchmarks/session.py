@@ -47,8 +47,7 @@ def run(rows: Sequence[R], results: record.Results, measure: Callable[[R], dict[
             continue
         finally:
             gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
         results.add(row, measured)
         seconds = time.monotonic() - started
         print(f"[{i + 1}/{len(rows)}] {row.key}: {record.verdict(measured)}  ({seconds:.1f} s)", flush=True)

@@ -142,15 +142,17 @@ def scores(
     rules: Iterable[str] = tuple(RULES),
 ) -> list[Score]:
     """The rules' regret on each problem, with what ``left_out`` says taken from what a rule sees."""
-    found: dict[str, dict[str, float]] = {rule: {} for rule in rules}
     every = list(landscapes)
-    for held in every:
-        others = [o for o in every if o.problem.family == held.problem.family and not left_out(o.problem, held.problem)]
-        if not others:
-            continue
-        for rule, regrets in found.items():
-            regrets[held.problem.name] = held.regret(RULES[rule](held, others))
-    return [Score(rule, regrets) for rule, regrets in found.items() if regrets]
+    shown = [
+        (held, [o for o in every if o.problem.family == held.problem.family and not left_out(o.problem, held.problem)])
+        for held in every
+    ]
+    judged = [(held, others) for held, others in shown if others]
+    return [
+        Score(rule, {held.problem.name: held.regret(RULES[rule](held, others)) for held, others in judged})
+        for rule in rules
+        if judged
+    ]
 
 
 def from_record(
@@ -183,16 +185,16 @@ def best_rule(found: list[Score]) -> Score:
 def metadata(device: str) -> dict[str, Any]:
     """What a device's table says of the rule that serves what it has no row for; nothing where no landscape is."""
     measured = load_landscapes(device)
-    figures: dict[str, Any] = {}
-    for left_out, name in ((same_problem, "problem_left_out"), (same_shape, "shape_left_out")):
-        for score in scores(measured, left_out, [SERVED]):
-            worst, where = score.worst
-            figures[name] = {
-                "problems": len(score.regrets),
-                "median_percent": round(100 * score.median, 2),
-                "worst_percent": round(100 * worst, 2),
-                "worst": where,
-            }
+    figures = {
+        name: {
+            "problems": len(score.regrets),
+            "median_percent": round(100 * score.median, 2),
+            "worst_percent": round(100 * score.worst[0], 2),
+            "worst": score.worst[1],
+        }
+        for name, left_out in (("problem_left_out", same_problem), ("shape_left_out", same_shape))
+        for score in scores(measured, left_out, [SERVED])
+    }
     return {"rule": SERVED, **figures} if figures else {}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import importlib.util
+import itertools
 import math
 import statistics
 import time
@@ -172,13 +173,10 @@ def _ordered(values: tuple[Any, ...]) -> bool:
 
 
 def _replay(landscape: Landscape, measured: list[Any], chosen: Any, wasted: int, seconds: float) -> Replay:
-    best, regrets = math.inf, []
-    for variant in measured[: evaluations(landscape)]:
-        best = min(best, landscape.regret(variant))
-        regrets.append(best)
+    regrets = tuple(itertools.accumulate(map(landscape.regret, measured[: evaluations(landscape)]), min))
     if chosen is None:
         chosen = min(measured, key=landscape.regret)
-    return Replay(landscape.problem.name, tuple(regrets), landscape.regret(chosen), chosen, wasted, seconds)
+    return Replay(landscape.problem.name, regrets, landscape.regret(chosen), chosen, wasted, seconds)
 
 
 @dataclasses.dataclass(frozen=True)

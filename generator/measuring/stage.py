@@ -56,11 +56,10 @@ class Measured:
 def bytes_needed(problem: Problem) -> int:
     """Device memory that staging a problem takes.
 
-    Two sets at least, the reference and its bound in float64, and the temporaries of checking and of eager PyTorch.
+    Two sets at least; another twelve for the reference and its bound in float64, and the temporaries of checking and of
+    eager PyTorch.
     """
-    work = WORKLOADS[problem.family]
-    one = work.tensor_bytes(problem.spec, problem.size)
-    return 2 * one + 12 * one
+    return (2 + 12) * WORKLOADS[problem.family].tensor_bytes(problem.spec, problem.size)
 
 
 def _in_turn(steps: list[Callable[[], object]]) -> None:

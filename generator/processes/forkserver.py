@@ -190,7 +190,7 @@ class ForkServer:
             try:
                 self._channel.send((self._asked, request, len(files or ())), seconds)
                 if files:
-                    self._channel.send_files(files)
+                    socket.send_fds(self._channel.socket, [b"."], files)  # the message says how many
                 while True:
                     number, answer = self._channel.receive(seconds)
                     if number == self._asked:  # an earlier one was asked when Ctrl-C came
@@ -231,7 +231,7 @@ def _main(end: int, preload: list[str]) -> None:
         while True:
             number, request, count = channel.receive()
             if request[0] == "fork":
-                pid = _fork(request[1:], control, channel.receive_files(count))
+                pid = _fork(request[1:], control, socket.recv_fds(control, 1, count)[1])
                 children.add(pid)
                 channel.send((number, pid))
             else:
