@@ -308,16 +308,17 @@ def merged(documents: Sequence[Result]) -> Result:
 
 def parts(documents: Sequence[Result], layouts: Sequence[str]) -> dict[str, str]:
     """The README's parts that have results, by the name of their marks."""
-    found = {}
-    for document in documents:
-        suites = {row["suite"] for row in document["rows"]}
-        if suites & (SUITES.keys() - COMPLETE):
-            found["benchmark"] = rope_markdown(document, layouts)
-        if suites & COMPLETE:
-            found["benchmark-calls"] = complete_markdown(document)
-        if suites & {"gru", "gru_cell"}:
-            found["benchmark-gru"] = gru_markdown(document)
-    return found
+    known = (
+        ("benchmark", SUITES.keys() - COMPLETE, functools.partial(rope_markdown, layouts=layouts)),
+        ("benchmark-calls", COMPLETE, complete_markdown),
+        ("benchmark-gru", {"gru", "gru_cell"}, gru_markdown),
+    )
+    return {
+        name: markdown(document)
+        for document in documents
+        for name, suites, markdown in known
+        if suites & {row["suite"] for row in document["rows"]}
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -114,10 +114,6 @@ class CompilerPool(concurrent.futures.Executor):
             child = self._children.get(threading.get_ident())
             if child is None:
                 log = tempfile.TemporaryFile(dir=cache_folder("logs"))  # noqa: SIM115 - its child closes it
-                try:
-                    child = fork_server().fork(f"{GENERATOR}.processes.serve:Caller", (), log)
-                except LostError:
-                    log.close()
-                    raise
+                child = fork_server().fork(f"{GENERATOR}.processes.serve:Caller", (), log)
                 self._children[threading.get_ident()] = child
             return child

@@ -161,7 +161,11 @@ class ForkServer:
         start = os.fstat(log.fileno()).st_size  # it may print, and die, before this process runs again
         with theirs:
             request = ("fork", serve, arguments, dict(os.environ), os.getcwd())  # noqa: PTH109
-            pid = self._ask(request, FORK_SECONDS, [theirs.fileno(), log.fileno()])
+            try:
+                pid = self._ask(request, FORK_SECONDS, [theirs.fileno(), log.fileno()])
+            except LostError:
+                log.close()
+                raise
         return Child(self, pid, Channel(ours), log, start)
 
     def reap(self, pid: int, grace_s: float) -> int | None:
