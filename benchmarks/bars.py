@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -115,7 +116,7 @@ GEOMETRIC_MEAN_MOONSHOT = 0.80  # of ours / best peer, over the rows with all re
 
 def geometric_mean(values: Sequence[float]) -> tuple[float, int] | None:
     """The geometric mean of ratios and their number, or None of none."""
-    return (math.exp(math.fsum(map(math.log, values)) / len(values)), len(values)) if values else None
+    return (statistics.geometric_mean(values), len(values)) if values else None
 
 
 def best_peer_mean(rows: Sequence[dict[str, Any]]) -> tuple[float, int] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import time
 from collections.abc import Iterable, Iterator
@@ -36,14 +35,12 @@ def record(
     times: dict[Any, float] = {}
     failed: dict[Any, str] = {}
     registers: dict[Any, int] = {}
-    names: set[str] = set()
 
     def submit(variant: Any) -> concurrent.futures.Future[Any]:
         return compiler.submit(compile_variant, problem, variant, architecture)
 
     def attempt(variant: Any, future: concurrent.futures.Future[Any]) -> None:
         needs = compiled(future)
-        names.update(family.kernel_names(problem.spec, variant))
         if not isinstance(needs, str):
             registers[variant] = max((need.registers for need in needs), default=0)
         reason = hopeless(needs, environment["capability"])
@@ -60,14 +57,14 @@ def record(
         if reason is not None:
             failed[variant] = reason
 
-    waiting = collections.deque((variant, submit(variant)) for variant in variants)  # compiled ahead of the GPU
-    while waiting:
-        attempt(*waiting.popleft())  # what it compiled to is not kept
+    for variant, future in [(variant, submit(variant)) for variant in variants]:  # compilers go ahead of the GPU
+        attempt(variant, future)
     for tries in range(1, LOADED):  # what may have failed by a busy machine: generator.failures
         for variant in [v for v, why in failed.items() if tries < times_to_be_a_fact(why)]:
             attempt(variant, submit(variant))
     best = sorted(times, key=times.__getitem__)[:AGAIN]
     times |= {v: t.median_us for v, t in zip(best, worker.compare(best), strict=True)}
+    names = {name for variant in variants for name in family.kernel_names(problem.spec, variant)}
     texts = {name: digests()[name] for name in sorted(names)}
     return Landscape(problem, environment, texts, baselines.copy_us, baselines.floor_us, times, failed, registers)
 

@@ -68,14 +68,15 @@ def _size_then_spec(held: Landscape, others: list[Landscape]) -> Any:
     """The nearest size of the same spec; else the closest spec with the same text; else the default."""
     family = WORKLOADS[held.problem.family].family
     spec, size = held.problem.spec, held.problem.size
-    ranked = []
-    for other in others:
-        row = row_of(other)
-        names = (family.kernel_names(s, family.default_variant(s)) for s in (spec, row.spec))
-        if row.variant in held.times and len(set(names)) == 1:
-            octaves = abs(math.log2(row.size.tokens / size.tokens))
-            ranked.append((family.distance(row.spec, spec), octaves, row.source, row.variant))
-    return min(ranked, key=lambda r: r[:3])[-1] if ranked else default_variant(held.problem)
+
+    def texts(of: Any) -> tuple[str, ...]:
+        return family.kernel_names(of, family.default_variant(of))
+
+    def unlike(row: Row) -> tuple[float, float, str]:
+        return family.distance(row.spec, spec), abs(math.log2(row.size.tokens / size.tokens)), row.source
+
+    rows = [row for row in map(row_of, others) if row.variant in held.times and texts(row.spec) == texts(spec)]
+    return min(rows, key=unlike).variant if rows else default_variant(held.problem)
 
 
 def _nearest_row(rescaled: bool, measure: str) -> Callable[[Landscape, list[Landscape]], Any]:  # noqa: FBT001
