@@ -85,11 +85,8 @@ def _wide(call: Call, table: Table) -> Rotated:
     if call.formula == "TransformerEngine":
         return (per_feature(call, table.freqs),)
     others = (call.head_dim - call.rotary_dim) // 2 if call.rotated == "proportional" else 0
-    cos, sin = (
-        torch.nn.functional.pad(table.cos, (0, others), value=1.0),
-        torch.nn.functional.pad(table.sin, (0, others)),
-    )
-    return per_feature(call, cos).to(call.dtype), per_feature(call, sin).to(call.dtype)
+    padded = torch.nn.functional.pad(table.cos, (0, others), value=1.0), torch.nn.functional.pad(table.sin, (0, others))
+    return tuple(per_feature(call, x).to(call.dtype) for x in padded)
 
 
 def _chosen(call: Call, table: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:

@@ -88,9 +88,7 @@ def command(  # noqa: PLR0913 (what a benchmark is)
         print(f"no row's key has the text {options.rows!r}; --dry-run lists the keys")
         return 1
     if options.dry_run:
-        for row in chosen:
-            print(f"{row.key}  [{row.bar or 'no bar of its own'}]")
-        print(f"{len(chosen)} rows")
+        print(*(f"{row.key}  [{row.bar or 'no bar of its own'}]" for row in chosen), f"{len(chosen)} rows", sep="\n")
         return 0
     if not torch.cuda.is_available():
         print(f"{prog} measures on a GPU, and PyTorch sees none here; --dry-run lists the rows")
