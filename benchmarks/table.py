@@ -68,7 +68,7 @@ def us(heading: str, *path: str, parts: Callable[[Result], int] = lambda _: 1) -
 
     def show(row: Result) -> str:
         found: Any = functools.reduce(lambda found, key: found.get(key), path, row)  # type: ignore[arg-type, return-value]
-        return microseconds(found / parts(row) if isinstance(found, float) else None)
+        return microseconds(found / parts(row) if isinstance(found, float | int) else None)
 
     return heading, show
 
