@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import operator
+import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.gru_peers import IN_A_GRAPH
 from benchmarks.plan import COMPLETE, REQUIRED
+
+OPERATORS: dict[str, Callable[[float, float], bool]] = {"<=": operator.le, "<": operator.lt, ">=": operator.ge}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +25,7 @@ class Bar:
     moonshot: float | None
     row_bar: str | tuple[str, ...] | None  # rows that say so, or one of these; None: every row of the suite
     suite: str = "rope"
-    at_least: bool = False
-    below: bool = False  # the limit itself misses
+    sign: str = "<="  # of OPERATORS: between the figure and its goal
 
     def applies(self, row: dict[str, Any]) -> bool:
         """Whether the row is judged by this bar."""
@@ -33,15 +36,7 @@ class Bar:
 
     def met(self, row: dict[str, Any], goal: float) -> bool:
         """Whether the row reaches a goal."""
-        figure = row[self.ratio]
-        if self.below:
-            return bool(figure < goal)
-        return bool(figure >= goal if self.at_least else figure <= goal)
-
-    @property
-    def sign(self) -> str:
-        """Between the name and the goal."""
-        return "<" if self.below else ">=" if self.at_least else "<="
+        return OPERATORS[self.sign](row[self.ratio], goal)
 
 
 BARS = (
@@ -69,8 +64,8 @@ def _faster(
 ) -> list[Bar]:
     """Two bars, each with its limit and moonshot: nn.GRU as users call it over ours, and nn.GRU in a CUDA graph."""
     return [
-        Bar(f"{name}: nn.GRU / ours", "speedup", *called, rows, "gru", at_least=True),
-        Bar(f"{name}: nn.GRU in a CUDA graph / ours", "speedup_over_graph", *graph, rows, "gru", at_least=True),
+        Bar(f"{name}: nn.GRU / ours", "speedup", *called, rows, "gru", sign=">="),
+        Bar(f"{name}: nn.GRU in a CUDA graph / ours", "speedup_over_graph", *graph, rows, "gru", sign=">="),
     ]
 
 
@@ -80,12 +75,12 @@ GRU_BARS = (
     *_faster("512,128,256 and 256,128,512", "medium", (2.5, 4.0), (1.5, 2.5)),
     *_faster("512,64,1024 and 128,8,2048", "large", (2.0, 3.5), (1.3, 2.5)),
     *_faster("128,1024,256", "wide", (1.5, 2.5), (1.0, 1.7)),
-    Bar("every sequence: nn.GRU in a CUDA graph / ours", "speedup_over_graph", 1.0, None, None, "gru", at_least=True),
+    Bar("every sequence: nn.GRU in a CUDA graph / ours", "speedup_over_graph", 1.0, None, None, "gru", sign=">="),
     Bar("KernelBench 39, microseconds", "ours", 3500.0, 1500.0, "KernelBench 39", "gru"),
     Bar("H 512, B 16 to 64, microseconds a step", "us_per_step", 2.4, 1.6, (TO_512[1], "H 512, B 64"), "gru"),
     Bar("every sequence: error / nn.GRU's", "error_over_peer", 1.1, 1.0, None, "gru"),
-    Bar("cell to H 1024, cold: nn.GRUCell / ours", "speedup", 2.0, None, "cell", "gru_cell", at_least=True),
-    Bar("cell of H 2048, cold: nn.GRUCell / ours", "speedup", 1.5, None, "cell, H 2048", "gru_cell", at_least=True),
+    Bar("cell to H 1024, cold: nn.GRUCell / ours", "speedup", 2.0, None, "cell", "gru_cell", sign=">="),
+    Bar("cell of H 2048, cold: nn.GRUCell / ours", "speedup", 1.5, None, "cell, H 2048", "gru_cell", sign=">="),
     Bar("cell, cold / (1.1 floors + 1.5 us)", "ours_over_goal", None, 1.0, TO_2048, "gru_cell"),
     Bar("cell, host microseconds", "ours_host", 12.0, 7.0, TO_2048, "gru_cell"),
     Bar("segments, cold / best of cat and the rest", "ours_over_best_peer", 1.0, 0.7, "segments", "gru_cell"),
@@ -97,10 +92,10 @@ CALL_BARS = (
     Bar("query and key, large / floor", "ours_over_floor", 1.03, None, "large", QK),
     Bar("query and key, large: best peer", "ours_over_best_peer", 1.00, None, "large", QK),
     Bar("query and key, small / copy", "ours_over_copy", 1.15, None, "small", QK),
-    Bar("query and key, small: best peer", "ours_over_best_peer", 1.00, None, "small", QK, below=True),
+    Bar("query and key, small: best peer", "ours_over_best_peer", 1.00, None, "small", QK, sign="<"),
     Bar("ragged sequences / floor", "ours_over_floor", 1.08, None, "ragged", THD),
     Bar("prefill from 4096 tokens / floor", "ours_over_floor", 1.06, None, "prefill", PREFILL),
-    Bar("decode: best peer", "ours_over_best_peer", 1.00, None, "decode", DECODE, below=True),
+    Bar("decode: best peer", "ours_over_best_peer", 1.00, None, "decode", DECODE, sign="<"),
     Bar("host, out of place, microseconds", "ours", 7.0, 5.5, "out of place", HOST),
     Bar("host, in place, microseconds", "ours", 6.0, 4.5, "in place", HOST),
     Bar("host, query and key in place, microseconds", "ours", 7.5, 5.5, "query and key in place", HOST),
@@ -121,7 +116,7 @@ GEOMETRIC_MEAN_MOONSHOT = 0.80  # of ours / best peer, over the rows with all re
 
 def geometric_mean(values: Sequence[float]) -> tuple[float, int] | None:
     """The geometric mean of ratios and their number, or None of none."""
-    return (math.exp(math.fsum(map(math.log, values)) / len(values)), len(values)) if values else None
+    return (statistics.geometric_mean(values), len(values)) if values else None
 
 
 def best_peer_mean(rows: Sequence[dict[str, Any]]) -> tuple[float, int] | None:
@@ -163,7 +158,7 @@ def where(row: dict[str, Any]) -> str:
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[tuple[Bar, list[dict[str, Any]]]]:
     """Every bar with its rows, the worst first."""
     return [
-        (bar, sorted(filter(bar.applies, rows), key=lambda row: row[bar.ratio], reverse=not bar.at_least))
+        (bar, sorted(filter(bar.applies, rows), key=lambda row: row[bar.ratio], reverse=bar.sign != ">="))
         for bar in (*BARS, *CALL_BARS, *GRU_BARS)
     ]
 

@@ -126,11 +126,6 @@ class Call:
         return max(self.lengths)
 
     @property
-    def angle_rows(self) -> int:
-        """Rows of the table of angles."""
-        return self.longest if self.positions == "implicit" else self.rows
-
-    @property
     def tensor_bytes(self) -> int:
         """Bytes of all heads of query and key, counted once."""
         return self.tokens * (self.heads + self.key_heads) * self.head_dim * self.dtype.itemsize
@@ -189,7 +184,8 @@ def make_table(call: Call, device: str) -> Table:
     """A table of the call's angles."""
     # With inv_freq the kernel counts from 0; a table may begin further on, where its first row rotates something.
     first = 0 if call.angles == "inv_freq" else FIRST_POSITION
-    position = torch.arange(call.angle_rows, device=device, dtype=torch.float32) + first
+    rows = call.longest if call.positions == "implicit" else call.rows
+    position = torch.arange(rows, device=device, dtype=torch.float32) + first
     inv_freq = ROPE_BASE ** -(torch.arange(0, call.rotary_dim, 2, device=device, dtype=torch.float32) / call.rotary_dim)
     freqs = torch.outer(position, inv_freq)
     cos, sin = freqs.cos(), freqs.sin()
@@ -281,19 +277,15 @@ def _turned(call: Call, x: torch.Tensor, t: Tensors) -> torch.Tensor:
 
 def our_keywords(call: Call, t: Tensors) -> dict[str, Any]:
     """The arguments of ``tuned.dispatch`` beside the tensors."""
-    keywords: dict[str, Any] = {"tensor_format": call.layout, "interleaved": call.interleaved}
-    match call.angles:
-        case "freqs pair":
-            keywords |= {"freqs": t.table.freqs, "angle_entries": "pair"}
-        case "cos_sin pair":
-            keywords |= {"cos": t.table.cos, "sin": t.table.sin, "angle_entries": "pair"}
-        case "freqs feature":
-            freqs = per_feature(call, t.table.freqs)[:, None, None]
-            keywords |= {"freqs": freqs, "angle_entries": "feature"}
-        case "cos_sin_cache":
-            keywords |= {"cos_sin_cache": t.table.cache}
-        case "inv_freq":
-            keywords |= {"inv_freq": t.table.inv_freq}
+    wide = per_feature(call, t.table.freqs)[:, None, None]
+    angles: dict[Angles, dict[str, Any]] = {
+        "freqs pair": {"freqs": t.table.freqs, "angle_entries": "pair"},
+        "cos_sin pair": {"cos": t.table.cos, "sin": t.table.sin, "angle_entries": "pair"},
+        "freqs feature": {"freqs": wide, "angle_entries": "feature"},
+        "cos_sin_cache": {"cos_sin_cache": t.table.cache},
+        "inv_freq": {"inv_freq": t.table.inv_freq},
+    }
+    keywords: dict[str, Any] = {"tensor_format": call.layout, "interleaved": call.interleaved} | angles[call.angles]
     if call.direction == "forward":
         keywords |= {"inplace": call.inplace}
     if call.positions != "implicit":

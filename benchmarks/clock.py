@@ -65,11 +65,8 @@ def interleaved(calls: dict[str, Call]) -> dict[str, Timing]:
             call()
         rough_us = max(span_us(call, 1), 1.0)
         counts[name] = min(MAX_CALLS, round(ROUND_US / rough_us + 0.5))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(ROUNDS):
-        for name, call in calls.items():
-            times[name].append(span_us(call, counts[name]))
-    return {name: summarise(found) for name, found in times.items()}
+    rounds = [{name: span_us(call, counts[name]) for name, call in calls.items()} for _ in range(ROUNDS)]
+    return {name: summarise([times[name] for times in rounds]) for name in calls}
 
 
 def device(launches: Sequence[Call]) -> Timing:

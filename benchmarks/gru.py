@@ -30,15 +30,12 @@ from benchmarks import clock, gru_peers, record, session
 from benchmarks.gru_peers import CONTENDERS, FLASHRNN, IN_A_GRAPH, NN_GRU, Run, data
 from benchmarks.gru_plan import MATRIX_FLOPS, SequenceCall, StepCall, sequences, steps
 from benchmarks.record import Row, quotient
+from benchmarks.session import WrongResultError
 
 OURS, OURS_IN_A_GRAPH = "ours", "ours in a CUDA graph"
 WRONG = 2.0  # times PyTorch's own error: not a rounding any more; the bar is benchmarks.bars' business
 WRONG_FLASHRNN = 16.0  # it rounds each step's gates
 GOAL_FLOORS, GOAL_US = 1.1, 1.5  # of a cell: so many floors, and so many microseconds for starting the kernel
-
-
-class WrongResultError(Exception):
-    """What would be timed does not compute a GRU."""
 
 
 @contextlib.contextmanager

@@ -84,12 +84,9 @@ def _wide(call: Call, table: Table) -> Rotated:
     """What a formula starts from, an entry a feature: the angles, or cosines and sines of the type of x."""
     if call.formula == "TransformerEngine":
         return (per_feature(call, table.freqs),)
-    both = []
-    for x, rest in ((table.cos, 1.0), (table.sin, 0.0)):
-        others = (call.head_dim - call.rotary_dim) // 2 if call.rotated == "proportional" else 0
-        padded = torch.cat((x, x.new_full((len(x), others), rest)), dim=-1)
-        both.append(per_feature(call, padded).to(call.dtype))
-    return tuple(both)
+    others = (call.head_dim - call.rotary_dim) // 2 if call.rotated == "proportional" else 0
+    padded = torch.nn.functional.pad(table.cos, (0, others), value=1.0), torch.nn.functional.pad(table.sin, (0, others))
+    return tuple(per_feature(call, x).to(call.dtype) for x in padded)
 
 
 def _chosen(call: Call, table: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
@@ -265,12 +262,6 @@ def liger(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
     return [functools.partial(launch, t) for t in sets]
 
 
-def _one_tensor(call: Call) -> str | None:
-    """Why a peer that is timed on bshd by place does not take a call, or None."""
-    plain = (call.layout, call.key_heads, call.positions, call.rotated) == ("bshd", 0, "implicit", "first")
-    return None if plain else "timed on one bshd tensor, its first features, by place"
-
-
 def flash_linear_attention(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
     """flash-linear-attention: Triton, autotuned over warps and stages, angles of the type of x."""
     from fla.modules.rotary.ops import rotary_embedding_fwdbwd as run
@@ -279,8 +270,7 @@ def flash_linear_attention(call: Call, sets: Sequence[Tensors]) -> list[Launch] 
         backward = call.direction == "backward"
         return (run(t.rotated[0], cos, sin, interleaved=call.interleaved, conjugate=backward),)
 
-    made = _with_tables(launch, sets, lambda table: (table.cos.to(call.dtype), table.sin.to(call.dtype)))
-    return _one_tensor(call) or made
+    return _with_tables(launch, sets, lambda table: (table.cos.to(call.dtype), table.sin.to(call.dtype)))
 
 
 def quack(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
@@ -291,7 +281,7 @@ def quack(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
         cos, sin = t.table.cos, t.table.sin
         return (run(t.rotated[0], cos, sin, interleaved=call.interleaved, inplace=call.inplace),)
 
-    return _one_tensor(call) or [functools.partial(launch, t) for t in sets]
+    return [functools.partial(launch, t) for t in sets]
 
 
 def _by_cache(
@@ -369,6 +359,10 @@ TOO_WIDE: Limit = (
     lambda call: call.head_dim > MAX_HEAD_DIM,
     f"head_dim {{call.head_dim}} is above the {MAX_HEAD_DIM} that it offers",
 )
+ONE_TENSOR: Limit = (
+    lambda call: (call.layout, call.key_heads, call.positions, call.rotated) != ("bshd", 0, "implicit", "first"),
+    "timed on one bshd tensor, its first features, by place",
+)
 FLASH: tuple[Limit, ...] = (
     (
         lambda call: call.rotated == "proportional" or (call.rotated == "last" and not call.inplace),
@@ -405,8 +399,9 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
     "flash-linear-attention": (
         TOO_WIDE,
         (lambda call: call.inplace, "timed out of place, where it needs no copies"),
+        ONE_TENSOR,
     ),
-    "quack": ((lambda call: call.direction == "backward", "timed forward"),),
+    "quack": ((lambda call: call.direction == "backward", "timed forward"), ONE_TENSOR),
     "C++ extension": ((lambda call: call.gradient, "it has no gradient"),),
 }
 PACKAGES = {  # import name to distribution

@@ -88,143 +88,141 @@ def _small_bar(direction: Direction, angles: Angles, layout: Layout) -> str | No
     return f"small, {'freqs' if angles == 'freqs pair' else 'cos and sin'}" if judged else None
 
 
-KNOWN = (
-    *(
-        Row(
-            "rope",
-            one(sizes, layout=layout, direction=way),
-            "out of place" if way == "forward" else "backward",
-            EVERYONE,
-        )
-        for way, sizes, layout in itertools.product(DIRECTIONS, LARGE, LAYOUTS)
-    ),
-    *(
-        Row("rope", call, "in place" if call.rotary_dim == call.head_dim else "in place, 64 of 128", EVERYONE)
-        for call in (one(s, layout=layout, inplace=True) for s, layout in itertools.product(LARGE, LAYOUTS))
-    ),
-    *(
-        Row("rope", one(sizes, layout=layout, direction=way, angles=angles), _small_bar(way, angles, layout), EVERYONE)
-        for way, sizes, angles, layout in itertools.product(DIRECTIONS, SMALL, BOTH_ANGLES, LAYOUTS)
-    ),
-)
-NOT_TUNED = (
-    *(
-        Row("rope-untuned", one(sizes, layout=layout), "untuned", LIGHT)
-        for sizes, layout in itertools.product(UNTUNED, LAYOUTS)
-    ),
-    *(Row("rope-untuned", one(sizes, direction="backward"), "untuned", LIGHT) for sizes in UNTUNED),
-)
 STUDY: dict[str, Any] = {"layout": "sbhd", "angles": "freqs feature", "dtype": torch.float32}
 STUDY_BARS: dict[Direction, str] = {"forward": "host, forward", "backward": "host, forward with backward"}
 EVERYDAY = ("eager PyTorch", "torch.add")
 ONE_TOKEN = (1, 1, 32, 128, 128)
-SMALL_CALLS = (
-    *(
-        Row("rope-host", one(sizes, direction=way, **STUDY), bar, EVERYDAY, kind="host")
-        for (way, bar), sizes in itertools.product(STUDY_BARS.items(), STUDIES)
-    ),
-    *(
-        Row(
-            "rope-host",
-            one(ONE_TOKEN, angles=angles),
-            None,
-            (*EVERYDAY, "flash-attention", "torch.compile"),
-            kind="host",
-        )
-        for angles in BOTH_ANGLES
-    ),
-    Row("rope-host", one(ONE_TOKEN, direction="backward"), None, EVERYDAY, kind="host"),
-)
-QUERY_KEY = (
-    *(
-        Row("rope-qk", pair(sizes, angles=angles, inplace=inplace), bar, IN_PLACE if inplace else OUT_OF_PLACE)
-        for (sizes, bar), angles, inplace in itertools.product(
-            [*((s, "large") for s in LARGE_PAIRS), *((s, "small") for s in SMALL_PAIRS)], BOTH_ANGLES, (False, True)
-        )
-    ),
-    Row("rope-qk", pair(LARGE_PAIRS[1], angles="inv_freq"), None, OUT_OF_PLACE),
-    Row(
-        "rope-qk",
-        pair(LARGE_PAIRS[1], angles="cos_sin pair", positions="counted", rows=LARGE_PAIRS[1][1]),
-        None,
-        OUT_OF_PLACE,
-    ),
-)
-RAGGED = tuple(
-    Row("rope-thd", Call(1, PACKED_TOKENS, 32, 8, 128, 128, layout="thd", sequences=count), "ragged", OUT_OF_PLACE)
-    for count in SEQUENCES
-)
-PREFILL = tuple(
-    Row(
-        "rope-prefill",
-        serving(LLAMA, tokens, positions="counted", rows=tokens),
-        "prefill" if tokens >= JUDGED_PREFILL else None,
-        SERVING,
-        LLAMA,
-    )
-    for tokens in PREFILL_TOKENS
-)
-DECODE = tuple(
-    Row("rope-decode", serving(name, tokens, positions="random", rows=TABLE_ROWS), "decode", SERVING, name)
-    for name, tokens in itertools.product(MODELS, DECODE_TOKENS)
-)
-CALLS_HOST = tuple(
-    Row("rope-calls-host", call, bar, HOST, kind="host")
-    for bar, call in {
-        "out of place": Call(1, 1, 32, 0, 128, 128),
-        "in place": Call(1, 1, 32, 0, 128, 128, inplace=True),
-        "query and key in place": Call(1, 1, 32, 8, 128, 128, inplace=True),
-        "with autograd": Call(1, 1, 32, 0, 128, 128, gradient=True),
-    }.items()
-)
 GENERAL = ("torch.compile", "eager PyTorch")
-FEATURES = (
-    Row(
-        "rope-features",
-        Call(1, 4096, 128, 0, 192, 64, layout="thd", inplace=True, interleaved=True, rotated="last"),
-        None,
-        ("flash-attention", *GENERAL),
-        "DeepSeek-V3",
-    ),
-    Row("rope-features", Call(1, 8192, 8, 0, 512, 128, inplace=True, rotated="proportional"), None, GENERAL, "Gemma 4"),
-    Row(
-        "rope-features",
-        Call(2, 8192, 32, 2, 128, 64, interleaved=True),
-        None,
-        ("TransformerEngine", "flash-attention", *GENERAL),
-        "GLM-4-9B",
-    ),
-)
-# Angles of one entry a feature, as TransformerEngine takes them: twice the bytes.
-PER_FEATURE = tuple(
-    Row("rope-feature", one(sizes, direction=direction, angles="freqs feature"), None, LIGHT)
-    for direction, sizes in itertools.product(DIRECTIONS, (*LARGE, *SMALL))
-)
-INTERLEAVED = tuple(
-    Row("rope-interleaved", one(LARGE[0], direction=direction, interleaved=True), None, LIGHT)
-    for direction in DIRECTIONS
-)
-SWEEP = tuple(
-    Row("rope-sweep", one((batch, seq, heads, head_dim, head_dim), direction=direction), None, SWEPT)
-    for (batch, heads, head_dim), direction, seq in itertools.product(SWEEPS.values(), DIRECTIONS, SWEEP_SEQUENCES)
-)
 
-COMPLETE: dict[str, Sequence[Row[Call]]] = {  # calls as models make them
-    "rope-qk": QUERY_KEY,
-    "rope-thd": RAGGED,
-    "rope-prefill": PREFILL,
-    "rope-decode": DECODE,
-    "rope-calls-host": CALLS_HOST,
-    "rope-features": FEATURES,
-}
+COMPLETE = {"rope-qk", "rope-thd", "rope-prefill", "rope-decode", "rope-calls-host", "rope-features"}  # as models call
 SUITES: dict[str, Sequence[Row[Call]]] = {
-    "rope": KNOWN,  # first: what the bars are about
-    "rope-untuned": NOT_TUNED,
-    "rope-host": SMALL_CALLS,
-    **COMPLETE,
-    "rope-feature": PER_FEATURE,
-    "rope-interleaved": INTERLEAVED,
-    "rope-sweep": SWEEP,
+    # First: what the bars are about.
+    "rope": (
+        *(
+            Row(
+                "rope",
+                one(sizes, layout=layout, direction=way),
+                "out of place" if way == "forward" else "backward",
+                EVERYONE,
+            )
+            for way, sizes, layout in itertools.product(DIRECTIONS, LARGE, LAYOUTS)
+        ),
+        *(
+            Row("rope", call, "in place" if call.rotary_dim == call.head_dim else "in place, 64 of 128", EVERYONE)
+            for call in (one(s, layout=layout, inplace=True) for s, layout in itertools.product(LARGE, LAYOUTS))
+        ),
+        *(
+            Row(
+                "rope",
+                one(sizes, layout=layout, direction=way, angles=angles),
+                _small_bar(way, angles, layout),
+                EVERYONE,
+            )
+            for way, sizes, angles, layout in itertools.product(DIRECTIONS, SMALL, BOTH_ANGLES, LAYOUTS)
+        ),
+    ),
+    "rope-untuned": (
+        *(
+            Row("rope-untuned", one(sizes, layout=layout), "untuned", LIGHT)
+            for sizes, layout in itertools.product(UNTUNED, LAYOUTS)
+        ),
+        *(Row("rope-untuned", one(sizes, direction="backward"), "untuned", LIGHT) for sizes in UNTUNED),
+    ),
+    "rope-host": (
+        *(
+            Row("rope-host", one(sizes, direction=way, **STUDY), bar, EVERYDAY, kind="host")
+            for (way, bar), sizes in itertools.product(STUDY_BARS.items(), STUDIES)
+        ),
+        *(
+            Row(
+                "rope-host",
+                one(ONE_TOKEN, angles=angles),
+                None,
+                (*EVERYDAY, "flash-attention", "torch.compile"),
+                kind="host",
+            )
+            for angles in BOTH_ANGLES
+        ),
+        Row("rope-host", one(ONE_TOKEN, direction="backward"), None, EVERYDAY, kind="host"),
+    ),
+    "rope-qk": (
+        *(
+            Row("rope-qk", pair(sizes, angles=angles, inplace=inplace), bar, IN_PLACE if inplace else OUT_OF_PLACE)
+            for (sizes, bar), angles, inplace in itertools.product(
+                [*((s, "large") for s in LARGE_PAIRS), *((s, "small") for s in SMALL_PAIRS)], BOTH_ANGLES, (False, True)
+            )
+        ),
+        Row("rope-qk", pair(LARGE_PAIRS[1], angles="inv_freq"), None, OUT_OF_PLACE),
+        Row(
+            "rope-qk",
+            pair(LARGE_PAIRS[1], angles="cos_sin pair", positions="counted", rows=LARGE_PAIRS[1][1]),
+            None,
+            OUT_OF_PLACE,
+        ),
+    ),
+    "rope-thd": tuple(
+        Row("rope-thd", Call(1, PACKED_TOKENS, 32, 8, 128, 128, layout="thd", sequences=count), "ragged", OUT_OF_PLACE)
+        for count in SEQUENCES
+    ),
+    "rope-prefill": tuple(
+        Row(
+            "rope-prefill",
+            serving(LLAMA, tokens, positions="counted", rows=tokens),
+            "prefill" if tokens >= JUDGED_PREFILL else None,
+            SERVING,
+            LLAMA,
+        )
+        for tokens in PREFILL_TOKENS
+    ),
+    "rope-decode": tuple(
+        Row("rope-decode", serving(name, tokens, positions="random", rows=TABLE_ROWS), "decode", SERVING, name)
+        for name, tokens in itertools.product(MODELS, DECODE_TOKENS)
+    ),
+    "rope-calls-host": tuple(
+        Row("rope-calls-host", call, bar, HOST, kind="host")
+        for bar, call in {
+            "out of place": Call(1, 1, 32, 0, 128, 128),
+            "in place": Call(1, 1, 32, 0, 128, 128, inplace=True),
+            "query and key in place": Call(1, 1, 32, 8, 128, 128, inplace=True),
+            "with autograd": Call(1, 1, 32, 0, 128, 128, gradient=True),
+        }.items()
+    ),
+    "rope-features": (
+        Row(
+            "rope-features",
+            Call(1, 4096, 128, 0, 192, 64, layout="thd", inplace=True, interleaved=True, rotated="last"),
+            None,
+            ("flash-attention", *GENERAL),
+            "DeepSeek-V3",
+        ),
+        Row(
+            "rope-features",
+            Call(1, 8192, 8, 0, 512, 128, inplace=True, rotated="proportional"),
+            None,
+            GENERAL,
+            "Gemma 4",
+        ),
+        Row(
+            "rope-features",
+            Call(2, 8192, 32, 2, 128, 64, interleaved=True),
+            None,
+            ("TransformerEngine", "flash-attention", *GENERAL),
+            "GLM-4-9B",
+        ),
+    ),
+    # Angles of one entry a feature, as TransformerEngine takes them: twice the bytes.
+    "rope-feature": tuple(
+        Row("rope-feature", one(sizes, direction=direction, angles="freqs feature"), None, LIGHT)
+        for direction, sizes in itertools.product(DIRECTIONS, (*LARGE, *SMALL))
+    ),
+    "rope-interleaved": tuple(
+        Row("rope-interleaved", one(LARGE[0], direction=direction, interleaved=True), None, LIGHT)
+        for direction in DIRECTIONS
+    ),
+    "rope-sweep": tuple(
+        Row("rope-sweep", one((batch, seq, heads, head_dim, head_dim), direction=direction), None, SWEPT)
+        for (batch, heads, head_dim), direction, seq in itertools.product(SWEEPS.values(), DIRECTIONS, SWEEP_SEQUENCES)
+    ),
 }
 
 

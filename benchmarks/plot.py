@@ -75,8 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not written:
         print("no row of the suite rope-sweep; run `python -m benchmarks.rope --suite rope-sweep`")
         return 1
-    for path in written:
-        print(path)
+    print(*written, sep="\n")
     return 0
 
 

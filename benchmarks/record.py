@@ -80,9 +80,7 @@ def environment(packages: Mapping[str, str]) -> dict[str, Any]:
 
 def quotient(a: float | str | None, b: float | str | None) -> float | None:
     """A ratio, if both are times."""
-    if a is None or b is None or isinstance(a, str) or isinstance(b, str):
-        return None
-    return round(a / b, DIGITS)
+    return round(a / b, DIGITS) if isinstance(a, float | int) and isinstance(b, float | int) else None
 
 
 def common(row: Row[Any], *, ours_us: float, ours_spread_us: float, found: dict[str, float | str]) -> dict[str, Any]:
@@ -103,30 +101,6 @@ def common(row: Row[Any], *, ours_us: float, ours_spread_us: float, found: dict[
         "ours_spread": round(ours_spread_us, 3),
         "best_peer": best,
         "ours_over_best_peer": quotient(ours_us, times[best]) if best else None,
-    }
-
-
-def device_row(
-    row: Row[Any], *, ours_us: float, ours_spread_us: float, copy_us: float, found: dict[str, float | str]
-) -> dict[str, Any]:
-    """A device row. The floor is the copy of this row, scaled to the bytes that must move."""
-    floor_us = copy_us * row.call.moved_bytes / row.call.copy_bytes
-    return common(row, ours_us=ours_us, ours_spread_us=ours_spread_us, found=found) | {
-        "floor": round(floor_us, 3),
-        "copy": round(copy_us, 3),
-        "bytes_moved": row.call.moved_bytes,
-        "ours_over_floor": quotient(ours_us, floor_us),
-        "ours_over_copy": quotient(ours_us, copy_us),
-    }
-
-
-def host_row(row: Row[Any], *, ours_us: float, ours_spread_us: float, found: dict[str, float | str]) -> dict[str, Any]:
-    """A host row: wall time of whole calls. Direction backward means forward with backward."""
-    measured = common(row, ours_us=ours_us, ours_spread_us=ours_spread_us, found=found)
-    return measured | {
-        "measured": "forward" if measured["direction"] == "forward" else "forward with backward",
-        "ours_over_eager": quotient(ours_us, found.get("eager PyTorch")),
-        "ours_over_add": quotient(ours_us, found.get(NO_RIVAL)),
     }
 
 

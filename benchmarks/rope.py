@@ -18,19 +18,17 @@ import torch
 from benchmarks import call as calls
 from benchmarks import clock, peers, plan, record, session
 from benchmarks.call import Call, Launch, Tensors
-from benchmarks.record import NO_RIVAL, Row
+from benchmarks.record import NO_RIVAL, Row, quotient
+from benchmarks.session import WrongResultError
 from generator.measuring.bench import summarise
 
 WARM_UPS = 3  # calls before timing: TorchScript profiles two before it fuses
 OURS = "ours"
-OURS_ERROR = 1.0  # of the largest value times the dtype's epsilon; one rounding makes at most half of that
-FLOAT32_ERROR = 16.0  # the same in float32, where sines and cosines of float32 weigh as much as the rounding
+# Of the largest value times the dtype's epsilon. One rounding makes at most half of that; in float32, sines and cosines of
+# float32 weigh as much as the rounding.
+OUR_ERROR = {torch.bfloat16: 1.0, torch.float32: 16.0}
 PEER_ERROR = 8.0  # peers may round cosines, sines and products
 HOST_ROUNDS = 7
-
-
-class WrongResultError(Exception):
-    """A kernel that would be timed does not compute RoPE."""
 
 
 def largest_error(result: torch.Tensor, expected: torch.Tensor) -> float:
@@ -52,11 +50,6 @@ def check(launch: Launch, expected: Sequence[torch.Tensor], limit: float) -> Non
             raise WrongResultError(f"largest error {error:.3g} is above {limit:.3g}, in units of epsilon")
     for _ in range(WARM_UPS):
         launch()
-
-
-def our_limit(call: Call) -> float:
-    """The largest error that is allowed here, in units of epsilon."""
-    return FLOAT32_ERROR if call.dtype == torch.float32 else OURS_ERROR
 
 
 def attempt(timed: Callable[[list[Launch]], Any], name: str, call: Call, sets: Sequence[Tensors]) -> Any:
@@ -90,18 +83,21 @@ def device_row(row: Row[Call], device: str) -> dict[str, Any]:
         return round(clock.cold(launches[1:], call.touched_bytes).median_us, 3)
 
     mine = calls.ours(call, [calls.probe(call, untouched), *sets])
-    check(mine[0], expected, our_limit(call))
+    check(mine[0], expected, OUR_ERROR[call.dtype])
     our_times, copies = [clock.cold(mine[1:], call.touched_bytes)], [copy_us(call, device)]
     found = {name: attempt(timed, name, call, [calls.probe(call, untouched), *sets]) for name in row.peers}
     our_times.append(clock.cold(mine[1:], call.touched_bytes))
     copies.append(copy_us(call, device))
-    return record.device_row(
-        row,
-        ours_us=statistics.fmean(t.median_us for t in our_times),
-        ours_spread_us=max(t.spread_us for t in our_times),
-        copy_us=statistics.fmean(copies),
-        found=found,
-    )
+    ours_us, copied_us = statistics.fmean(t.median_us for t in our_times), statistics.fmean(copies)
+    floor_us = copied_us * call.moved_bytes / call.copy_bytes  # a copy, scaled to the bytes that must move
+    measured = record.common(row, ours_us=ours_us, ours_spread_us=max(t.spread_us for t in our_times), found=found)
+    return measured | {
+        "floor": round(floor_us, 3),
+        "copy": round(copied_us, 3),
+        "bytes_moved": call.moved_bytes,
+        "ours_over_floor": quotient(ours_us, floor_us),
+        "ours_over_copy": quotient(ours_us, copied_us),
+    }
 
 
 def host_row(row: Row[Call], device: str) -> dict[str, Any]:
@@ -125,18 +121,21 @@ def host_row(row: Row[Call], device: str) -> dict[str, Any]:
         return launch
 
     mine = whole(calls.as_a_user_calls(call, calls.probe(call, t)))
-    check(mine, expected, our_limit(call))
+    check(mine, expected, OUR_ERROR[call.dtype])
     timed, found = {OURS: mine}, dict[str, float | str]()
     for name in row.peers:
         given = attempt(checked, name, call, [calls.probe(call, t)])
         (found if isinstance(given, str) else timed)[name] = given
-    times: dict[str, list[float]] = {name: [] for name in timed}
-    for _ in range(HOST_ROUNDS):
-        for name, launch in timed.items():
-            times[name].append(clock.host(launch).median_us)
-    ours = summarise(times.pop(OURS))
-    found |= {name: round(statistics.median(rounds), 3) for name, rounds in times.items()}
-    return record.host_row(row, ours_us=ours.median_us, ours_spread_us=ours.spread_us, found=found)
+    rounds = [{name: clock.host(launch).median_us for name, launch in timed.items()} for _ in range(HOST_ROUNDS)]
+    times = {name: summarise([taken[name] for taken in rounds]) for name in timed}
+    ours = times.pop(OURS)
+    found |= {name: round(peer.median_us, 3) for name, peer in times.items()}
+    measured = record.common(row, ours_us=ours.median_us, ours_spread_us=ours.spread_us, found=found)
+    return measured | {
+        "measured": "forward with backward" if backward else "forward",
+        "ours_over_eager": quotient(ours.median_us, found.get("eager PyTorch")),
+        "ours_over_add": quotient(ours.median_us, found.get(NO_RIVAL)),
+    }
 
 
 def measure(row: Row[Call], device: str = "cuda") -> dict[str, Any]:

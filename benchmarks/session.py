@@ -21,6 +21,10 @@ DEFAULT_MINUTES = 9.0
 RESULTS = Path(__file__).parent / "results"
 
 
+class WrongResultError(Exception):
+    """What would be timed does not compute what it should."""
+
+
 def reason(error: Exception) -> str:
     """An exception as one line of a record."""
     lines = str(error).strip().splitlines()
@@ -43,8 +47,7 @@ def run(rows: Sequence[R], results: record.Results, measure: Callable[[R], dict[
             continue
         finally:
             gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
         results.add(row, measured)
         seconds = time.monotonic() - started
         print(f"[{i + 1}/{len(rows)}] {row.key}: {record.verdict(measured)}  ({seconds:.1f} s)", flush=True)
@@ -85,9 +88,7 @@ def command(  # noqa: PLR0913 (what a benchmark is)
         print(f"no row's key has the text {options.rows!r}; --dry-run lists the keys")
         return 1
     if options.dry_run:
-        for row in chosen:
-            print(f"{row.key}  [{row.bar or 'no bar of its own'}]")
-        print(f"{len(chosen)} rows")
+        print(*(f"{row.key}  [{row.bar or 'no bar of its own'}]" for row in chosen), f"{len(chosen)} rows", sep="\n")
         return 0
     if not torch.cuda.is_available():
         print(f"{prog} measures on a GPU, and PyTorch sees none here; --dry-run lists the rows")

@@ -63,9 +63,14 @@ def microseconds(value: float | str | None) -> str:
     return f"{value:.{max(0, 3 - integral_digits)}f}"
 
 
-def us(heading: str, *path: str) -> Column:
-    """A column of times, found by the keys of nested dictionaries."""
-    return heading, lambda row: microseconds(functools.reduce(lambda found, key: found.get(key), path, row))  # type: ignore[arg-type]
+def us(heading: str, *path: str, parts: Callable[[Result], int] = lambda _: 1) -> Column:
+    """A column of times, found by the keys of nested dictionaries; of a call that has parts, the time of one."""
+
+    def show(row: Result) -> str:
+        found: Any = functools.reduce(lambda found, key: found.get(key), path, row)  # type: ignore[arg-type, return-value]
+        return microseconds(found / parts(row) if isinstance(found, float | int) else None)
+
+    return heading, show
 
 
 def ratio(heading: str, key: str) -> Column:
@@ -213,14 +218,7 @@ def complete_markdown(results: Result) -> str:
 # GRU ------------------------------------------------------------------------------------------------------------------
 
 
-def per_step(heading: str, *path: str) -> Column:
-    """A column of times, microseconds a time step, all layers and directions in it."""
-
-    def show(row: Result) -> str:
-        found: Any = functools.reduce(lambda found, key: found.get(key), path, row)  # type: ignore[arg-type, return-value]
-        return microseconds(found / row["sizes"]["steps"] if isinstance(found, float) else None)
-
-    return heading, show
+per_step = functools.partial(us, parts=lambda row: row["sizes"]["steps"])  # all layers and directions in it
 
 
 def sequence(row: Result) -> str:
@@ -310,16 +308,17 @@ def merged(documents: Sequence[Result]) -> Result:
 
 def parts(documents: Sequence[Result], layouts: Sequence[str]) -> dict[str, str]:
     """The README's parts that have results, by the name of their marks."""
-    found = {}
-    for document in documents:
-        suites = {row["suite"] for row in document["rows"]}
-        if suites & (SUITES.keys() - COMPLETE.keys()):
-            found["benchmark"] = rope_markdown(document, layouts)
-        if suites & COMPLETE.keys():
-            found["benchmark-calls"] = complete_markdown(document)
-        if suites & {"gru", "gru_cell"}:
-            found["benchmark-gru"] = gru_markdown(document)
-    return found
+    known = (
+        ("benchmark", SUITES.keys() - COMPLETE, functools.partial(rope_markdown, layouts=layouts)),
+        ("benchmark-calls", COMPLETE, complete_markdown),
+        ("benchmark-gru", {"gru", "gru_cell"}, gru_markdown),
+    )
+    return {
+        name: markdown(document)
+        for document in documents
+        for name, suites, markdown in known
+        if suites & {row["suite"] for row in document["rows"]}
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -87,8 +87,7 @@ class Llama(Decoder):
         seen = (torch.arange(state.written.shape[1], device=x.device) <= state.position)[None]  # [1, T]
         for block, cache in zip(self.blocks, state.caches, strict=True):
             x = block(x, rotate, state, cache, seen)
-        logits: torch.Tensor = self.output(self.norm(x[:, 0]))
-        return logits
+        return self.output(self.norm(x[:, 0]))
 
     def advance(self, state: State) -> None:
         """Write the likeliest token of each text."""
@@ -120,7 +119,7 @@ def empty_state(options: argparse.Namespace) -> State:
 def captured(step: Callable[[], object], state: State, first: torch.Tensor) -> Callable[[], object]:
     """The same step as one launch of a CUDA graph."""
     # Capture wants the steps before it on another stream than the default one.
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(WARM_UP):
@@ -133,16 +132,13 @@ def captured(step: Callable[[], object], state: State, first: torch.Tensor) -> C
     return graph.replay
 
 
-def written_by(step: Callable[[], object], state: State, first: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """The tokens [B, T] that the steps write, and the seconds that they take."""
-    wait = waiting_for(first.device.type)
+def written_by(step: Callable[[], object], state: State, first: torch.Tensor) -> torch.Tensor:
+    """The tokens [B, T] that the steps write, when the device is done."""
     state.restart(first)
-    wait()
-    begun = time.perf_counter()
     for _ in range(state.written.shape[1]):
         step()
-    wait()
-    return state.written.clone(), time.perf_counter() - begun
+    waiting_for(first.device.type)()
+    return state.written.clone()
 
 
 def same_tokens(what: str, one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -166,7 +162,7 @@ def compare(models: Sequence[Llama], options: argparse.Namespace, first: torch.T
     """Print whether all ways write the same tokens, and how many a second; whether those that must do so do."""
     state = empty_state(options)
     steps = ways(models, state, first)
-    tokens = {way: [written_by(step, state, first)[0] for step in both] for way, both in steps.items()}  # compiles
+    tokens = {way: [written_by(step, state, first) for step in both] for way, both in steps.items()}  # compiles
     same = same_tokens("with the kernels and without", *tokens["eager"])
     if not same and options.dtype != "float32":
         print("That is allowed: the formula rounds cos, sin and each product, the kernel its result only.")
@@ -176,10 +172,8 @@ def compare(models: Sequence[Llama], options: argparse.Namespace, first: torch.T
             same &= same_tokens(f"in a CUDA graph and without, {name}", eager, graph)
     print(f"\n{'tokens a second':<20} {'PyTorch':>11} {'tuned':>11} {'tuned / PyTorch':>16}")
     for way, both in steps.items():
-        runs = [[written_by(step, state, first)[1] for step in both] for _ in range(RUNS)]
-        before, after = (
-            first.numel() * options.tokens / statistics.median(seconds) for seconds in zip(*runs, strict=True)
-        )
+        runs = [timeit.repeat(partial(written_by, step, state, first), number=1, repeat=RUNS) for step in both]
+        before, after = (first.numel() * options.tokens / statistics.median(seconds) for seconds in runs)
         print(f"{way:<20} {before:11.0f} {after:11.0f} {after / before:16.2f}", flush=True)
     return same
 

@@ -66,8 +66,7 @@ class Llama(shared.Decoder):
             rotate, x = self.rotation(), self.embedding(text)
             for block in self.blocks:
                 x = block(x, rotate)
-            logits: torch.Tensor = self.output(self.norm(x))
-        return logits
+            return self.output(self.norm(x))
 
 
 class TunedLlama(Llama):
@@ -93,15 +92,8 @@ def loss_of(model: Llama, text: torch.Tensor) -> torch.Tensor:
 
 def gradients_apart(models: Sequence[Llama], text: torch.Tensor) -> float:
     """The largest difference of a parameter's gradients in the two models, relative to the first's norm."""
-    for model in models:
-        model.zero_grad()
-        loss_of(model, text).backward()  # type: ignore[no-untyped-call]
-    apart = []
-    for parameters in zip(*(model.parameters() for model in models), strict=True):
-        first, second = (parameter.grad for parameter in parameters)
-        assert first is not None
-        assert second is not None
-        apart.append((first - second).norm() / first.norm())
+    gradients = (torch.autograd.grad(loss_of(model, text), list(model.parameters())) for model in models)
+    apart = [(first - second).norm() / first.norm() for first, second in zip(*gradients, strict=True)]
     return torch.stack(apart).max().item()  # NaN if there is one, where Python's max() may pass over it
 
 
@@ -109,7 +101,7 @@ def train_step(model: Llama, optimiser: torch.optim.Optimizer, text: torch.Tenso
     """Forward, backward and an update; the loss before it."""
     optimiser.zero_grad()
     loss = loss_of(model, text)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimiser.step()
     return loss.detach()

@@ -15,22 +15,21 @@ Exit code 1: the two models wrote different symbols.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from shared import DTYPES, parser_of, waiting_for
+from shared import DTYPES, parser_of
 from torch import nn
+from torch.utils import benchmark
 
 import tuned
 import tuned.nn
 from tuned.dispatch import linear_cat
 
-SECONDS = 0.3  # for which each pair of times is sampled, at least
-CALLS = 5  # between two looks at the clock, so that waiting for the GPU weighs little
+SECONDS = 0.2  # for which a call is timed, at least
 
 
 class Seq2Seq(nn.Module):
@@ -50,13 +49,11 @@ class Seq2Seq(nn.Module):
 
     def advance(self, embedded: torch.Tensor, context: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The decoder's next state, [B, H], from [B, E], [B, 2 H] and [B, H]."""
-        following: torch.Tensor = self.decoder(torch.cat((embedded, context), -1), state)
-        return following
+        return self.decoder(torch.cat((embedded, context), -1), state)
 
     def predict(self, state: torch.Tensor, context: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """The logits of the next symbol, [B, symbols + 1]."""
-        logits: torch.Tensor = self.output(torch.cat((state, context, embedded), -1))
-        return logits
+        return self.output(torch.cat((state, context, embedded), -1))
 
     def attend(self, state: torch.Tensor, memory: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """The context, [B, 2 H]: an average of memory [B, S, 2 H], weighted by how well keys [B, S, H] fit the state."""
@@ -81,8 +78,7 @@ class TunedSeq2Seq(Seq2Seq):
 
     def advance(self, embedded: torch.Tensor, context: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """As Seq2Seq's: the cell takes its input in segments."""
-        following: torch.Tensor = self.decoder((embedded, context), state)
-        return following
+        return self.decoder((embedded, context), state)
 
     def predict(self, state: torch.Tensor, context: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """As Seq2Seq's."""
@@ -104,7 +100,7 @@ def loss_of(model: Seq2Seq, source: torch.Tensor, target: torch.Tensor) -> torch
 def train_step(model: Seq2Seq, optimiser: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Forward, backward and an update."""
     optimiser.zero_grad()
-    loss_of(model, *batch).backward()  # type: ignore[no-untyped-call]
+    loss_of(model, *batch).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimiser.step()
 
@@ -116,22 +112,15 @@ def report(when: str, model: Seq2Seq, batch: tuple[torch.Tensor, torch.Tensor]) 
         print(f"{when}: loss {loss_of(model, *batch):.4f}, all symbols right {right:.1%}", flush=True)
 
 
-def compare_times(name: str, calls: Sequence[Callable[[], object]], device: str) -> None:
-    """Print the median milliseconds of the call before and after the swap, taken in turns, and their ratio."""
-    wait = waiting_for(device)
-    times: list[list[float]] = [[] for _ in calls]
-    for call in calls:
-        call()  # the first compiles
-    until = time.perf_counter() + SECONDS
-    while len(times[0]) < 3 or time.perf_counter() < until:  # noqa: PLR2004
-        for call, taken in zip(calls, times, strict=True):
-            wait()
-            begun = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            wait()
-            taken.append((time.perf_counter() - begun) * 1e3 / CALLS)
-    before, after = map(statistics.median, times)
+def milliseconds(call: Callable[[], object]) -> float:
+    """The median of a call; the timer waits for a GPU, and calls once before it begins, which compiles."""
+    timer = benchmark.Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=SECONDS).median * 1e3
+
+
+def compare_times(name: str, calls: Sequence[Callable[[], object]]) -> None:
+    """Print the milliseconds of the call before and after the swap, and their ratio."""
+    before, after = map(milliseconds, calls)
     print(f"{name:<42} {before:9.3f} {after:9.3f} {before / after:9.2f}", flush=True)
 
 
@@ -166,10 +155,10 @@ def compare(before: Seq2Seq, after: TunedSeq2Seq, options: argparse.Namespace, s
         print("\nThe kernels need a GPU: here both columns run PyTorch's own operators.")
     models = before, after
     print(f"\n{'milliseconds a batch, under no_grad':<42} {'PyTorch':>9} {'tuned':>9} {'ratio':>9}")
-    compare_times("encoder", [partial(m.encoder, embedded) for m in models], options.device)
-    compare_times("decoder step", [partial(m.advance, *segments, state) for m in models], options.device)
-    compare_times("output layer", [partial(m.predict, *output) for m in models], options.device)
-    compare_times("greedy decoding, all of it", [partial(m, source) for m in models], options.device)
+    compare_times("encoder", [partial(m.encoder, embedded) for m in models])
+    compare_times("decoder step", [partial(m.advance, *segments, state) for m in models])
+    compare_times("output layer", [partial(m.predict, *output) for m in models])
+    compare_times("greedy decoding, all of it", [partial(m, source) for m in models])
     return same
 
 
@@ -208,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         same = compare(model, after, options, unseen[0])
     steps = [(m, torch.optim.Adam(m.parameters(), lr=0.0)) for m in (model.float(), after.float())]
     name = "training step, PyTorch's operators in both"
-    compare_times(name, [partial(train_step, m, optimiser, unseen) for m, optimiser in steps], options.device)
+    compare_times(name, [partial(train_step, m, optimiser, unseen) for m, optimiser in steps])
     print(f"encoder in training: {tuned.explain(after.encoder, after.embedding(unseen[0]))}")
     return 0 if same else 1
 

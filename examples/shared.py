@@ -75,14 +75,13 @@ class Layers(nn.Module):
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The q [B, S, heads, D], k and v [B, S, kv_heads, D] of x [B, S, E]: views of one tensor."""
         packed = self.qkv(self.attention_norm(x)).unflatten(-1, (self.heads + 2 * self.kv_heads, -1))
-        return packed.split((self.heads, self.kv_heads, self.kv_heads), 2)  # type: ignore[no-any-return]
+        return packed.split((self.heads, self.kv_heads, self.kv_heads), 2)
 
     def added(self, x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
         """[B, S, E] that follows the same and what its heads saw, [B, S, heads * D]."""
         x = x + self.attended(heads)
         gate, up = self.gate_and_up(self.feed_forward_norm(x)).chunk(2, -1)
-        following: torch.Tensor = x + self.down(nn.functional.silu(gate) * up)
-        return following
+        return x + self.down(nn.functional.silu(gate) * up)
 
 
 class Decoder(nn.Module):

@@ -10,11 +10,27 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 OTHER = (
     *(errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
     *(errno.EMFILE, errno.ENFILE),
+)
+TROUBLES = (  # errors, and what is said of the file
+    (
+        (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+        (
+            "{what} cannot be written: {why}. Make room there, or set TUNED_CACHE and --out to folders that have some. "
+            "What was written before is whole and kept: the same command goes on from there"
+        ),
+    ),
+    (
+        READ_ONLY,
+        (
+            "{what} cannot be written: {why}. Set TUNED_CACHE to a folder that can be, for trials and logs, and --out to "
+            "one for the record"
+        ),
+    ),
+    (OTHER, "{what} cannot be used: {why}. Name another place with TUNED_CACHE or --out, or make this one usable"),
 )
 
 
@@ -71,17 +87,7 @@ def put_between(path: Path, mark: str, text: str) -> None:
 
 def disk_trouble(error: OSError) -> str | None:
     """The sentence for an error of the file system, with the way out; None if it is another kind of error."""
-    what, why = error.filename or "a file", error.strerror or str(error)
-    if error.errno in FULL:
-        return (
-            f"{what} cannot be written: {why}. Make room there, or set TUNED_CACHE and --out to folders that have some. "
-            "What was written before is whole and kept: the same command goes on from there"
-        )
-    if error.errno in READ_ONLY:
-        return (
-            f"{what} cannot be written: {why}. Set TUNED_CACHE to a folder that can be, for trials and logs, and --out to "
-            "one for the record"
-        )
-    if error.errno in OTHER and error.filename is not None:
-        return f"{what} cannot be used: {why}. Name another place with TUNED_CACHE or --out, or make this one usable"
-    return None
+    if error.errno in OTHER and error.filename is None:
+        return None
+    words = {"what": error.filename or "a file", "why": error.strerror or str(error)}
+    return next((text.format_map(words) for errors, text in TROUBLES if error.errno in errors), None)

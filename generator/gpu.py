@@ -39,50 +39,62 @@ class NoSuchGpuError(ValueError):
     """No GPU is the one asked for; the message lists those that are there."""
 
 
-def diagnose(facts: Facts) -> Answer:  # noqa: PLR0911 - one return a reason
-    """Whether there is a GPU to tune on; otherwise which of the usual reasons holds, with its way out."""
-    if facts.names and facts.torch_hip is None:
-        return Answer("ready")
-    if facts.torch_hip is not None:
-        return Answer(
+def diagnose(facts: Facts) -> Answer:
+    """Whether there is a GPU to tune on; otherwise the first of the usual reasons that holds, with its way out."""
+    signs, newest = ", ".join(facts.signs), _cuda(facts.driver_cuda)
+    driver = f"supports CUDA up to {newest}" if newest else "is older than that"
+    seen = bool(facts.signs or facts.driver_cuda)
+    hidden = facts.visible is not None and facts.visible.strip() in ("", "-1")
+    answers = (
+        ("ready", bool(facts.names) and facts.torch_hip is None, ""),
+        (
             "rocm",
-            f"this torch is built for ROCm {facts.torch_hip}: the kernels run on AMD GPUs with untuned variants, but "
-            "measuring there is not supported yet. Tune on an NVIDIA GPU.",
-        )
-    if facts.torch_cuda is None and (facts.signs or facts.driver_cuda):
-        seen = ", ".join(facts.signs) or "an NVIDIA driver"
-        return Answer(
+            facts.torch_hip is not None,
+            (
+                f"this torch is built for ROCm {facts.torch_hip}: the kernels run on AMD GPUs with untuned variants, but "
+                "measuring there is not supported yet. Tune on an NVIDIA GPU."
+            ),
+        ),
+        (
             "cpu_only_torch",
-            f"this machine shows signs of an NVIDIA GPU ({seen}), but torch {facts.torch_version} is a CPU-only build. "
-            f"Install a CUDA build of torch, of a CUDA version up to {_cuda(facts.driver_cuda) or 'what nvidia-smi shows'}: "
-            "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cuXXX, "
-            "XXX being that version without the dot.",
-        )
-    if facts.torch_cuda is not None and _too_old(facts):
-        found = f" supports CUDA up to {_cuda(facts.driver_cuda)}" if facts.driver_cuda else " is older than that"
-        return Answer(
+            facts.torch_cuda is None and seen,
+            (
+                f"this machine shows signs of an NVIDIA GPU ({signs or 'an NVIDIA driver'}), but torch {facts.torch_version} is a "
+                f"CPU-only build. Install a CUDA build of torch, of a CUDA version up to {newest or 'what nvidia-smi shows'}: "
+                "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cuXXX, "
+                "XXX being that version without the dot."
+            ),
+        ),
+        (
             "old_driver",
-            f"torch {facts.torch_version} is built for CUDA {facts.torch_cuda}, but the NVIDIA driver{found}: it is too old "
-            "for this torch. Update the driver, or install a torch built for the driver's CUDA: "
-            "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cuXXX.",
-        )
-    if facts.visible is not None and facts.visible.strip() in ("", "-1") and (facts.signs or facts.driver_cuda):
-        return Answer(
+            facts.torch_cuda is not None and _too_old(facts),
+            (
+                f"torch {facts.torch_version} is built for CUDA {facts.torch_cuda}, but the NVIDIA driver {driver}: it is too old "
+                "for this torch. Update the driver, or install a torch built for the driver's CUDA: "
+                "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cuXXX."
+            ),
+        ),
+        (
             "hidden",
+            hidden and seen,
             f"CUDA_VISIBLE_DEVICES={facts.visible!r} hides every GPU from torch. Unset it, or set it to an index.",
-        )
-    if facts.signs or facts.driver_cuda:
-        why = facts.error or "it does not say why"
-        return Answer(
+        ),
+        (
             "broken",
-            f"this machine shows signs of an NVIDIA GPU ({', '.join(facts.signs) or 'a driver'}), but torch "
-            f"{facts.torch_version} cannot use one: {why}. Check nvidia-smi; in a container, pass the GPU through "
-            "(docker run --gpus all).",
-        )
-    return Answer(
-        "no_gpu",
-        "no GPU was found on this machine. Run the same command where there is one; what is true without one follows.",
+            seen,
+            (
+                f"this machine shows signs of an NVIDIA GPU ({signs or 'a driver'}), but torch {facts.torch_version} cannot use "
+                f"one: {facts.error or 'it does not say why'}. Check nvidia-smi; in a container, pass the GPU through "
+                "(docker run --gpus all)."
+            ),
+        ),
+        (
+            "no_gpu",
+            True,
+            "no GPU was found on this machine. Run the same command where there is one; what is true without one follows.",
+        ),
     )
+    return next(Answer(kind, message) for kind, holds, message in answers if holds)
 
 
 def _cuda(version: int) -> str:

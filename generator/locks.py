@@ -37,8 +37,7 @@ def gpu_lock(identity: str, waiting: Callable[[str], None]) -> Iterator[None]:
     with path.open("a+") as file:
         told = None
         while not _taken(file.fileno()):
-            file.seek(0)
-            holder = file.read().strip()
+            holder = path.read_text().strip()
             if holder and holder != told:
                 told = holder
                 waiting(
@@ -46,10 +45,7 @@ def gpu_lock(identity: str, waiting: Callable[[str], None]) -> Iterator[None]:
                     "one waits until it ends (Ctrl-C gives up)"
                 )
             time.sleep(LOOK_SECONDS)
-        file.seek(0)
-        file.truncate()
-        file.write(str(os.getpid()))
-        file.flush()
+        path.write_text(str(os.getpid()))
         try:
             yield
         finally:

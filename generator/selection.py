@@ -53,12 +53,12 @@ def select(
 
 def _measured(pattern: str, family: str | None, folder: Path | None) -> dict[str, Problem]:
     """Name -> problem of the rows that match, in the records there are: once recorded by a model, then tuned."""
-    found = {}
-    for path in sorted((folder or WINNERS).glob("*.json")):
-        for row in load_record(path):
-            if family in (None, row.family) and fnmatch.fnmatchcase(row.name, pattern):
-                found[row.name] = Problem(row.name, row.family, row.spec, row.size)
-    return found
+    rows = (row for path in sorted((folder or WINNERS).glob("*.json")) for row in load_record(path))
+    return {
+        row.name: Problem(row.name, row.family, row.spec, row.size)
+        for row in rows
+        if family in (None, row.family) and fnmatch.fnmatchcase(row.name, pattern)
+    }
 
 
 def problem_named(name: str, folder: Path | None = None) -> Problem:

@@ -31,14 +31,7 @@ DEVICE = "nvidia_h200"  # whose landscapes there are
 RIDGE = 0.03  # a landscape
 WORST = 1.0  # twice the time of the best: how much slower than that makes no difference
 SMALL_BYTES = 8e6  # a call of fewer is over in the time of a launch or two
-# Edges of the levels, in octaves but for registers.
-WAVES = (-3, -2, -1, 0, 1, 2, 4, 6)
-PROGRAMS = (-2, -1, 0, 1, 2, 3, 5, 7)
-THREADS = (8, 9, 10, 10.8)
-REGISTERS = (24, 32, 40, 48, 64, 80, 96, 128)
-IN_FLIGHT = (10, 12, 13, 14, 15, 16, 17)
-WIDTH = (4, 5, 6, 7, 8, 9)
-PAIRS = (0, 1, 2, 3, 4, 5)
+PAIRS = (0, 1, 2, 3, 4, 5)  # edges of the levels of pairs a thread, in octaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,36 +53,32 @@ def _level(value: float, edges: Sequence[float]) -> list[float]:
     return [float(place == i) for i in range(len(edges) + 1)]
 
 
+def _on_device(work: Work, target: Target, need: Resources | None) -> list[float]:
+    """The levels of what a launch comes to on a device; their edges are in octaves, but for registers."""
+    here = resident(work, target, need)
+    alone = work.programs / target.processors
+    return [
+        *_level(math.log2(alone / here), (-3, -2, -1, 0, 1, 2, 4, 6)),  # waves
+        *_level(math.log2(alone), (-2, -1, 0, 1, 2, 3, 5, 7)),  # programs a processor
+        *_level(math.log2(here * work.warps * target.warp), (8, 9, 10, 10.8)),  # resident threads
+        *_level(registers_of(work, need), (24, 32, 40, 48, 64, 80, 96, 128)),
+        *_level(math.log2(min(here, alone) * work.in_flight_bytes), (10, 12, 13, 14, 15, 16, 17)),
+        *_level(math.log2(work.row_bytes), (4, 5, 6, 7, 8, 9)),
+    ]
+
+
 def _columns(problem: Problem, target: Target, rows: Sequence[tuple[Any, Work, Resources | None]]) -> np.ndarray:
     """[rows, columns]."""
     spec = problem.spec
     kinds = [getattr(spec, name, False) for name in ("packed", "inplace", "copies_tail", "computes_sincos")]
     small = rows[0][1].memory_bytes < SMALL_BYTES
-    groups: list[list[list[float]]] = []  # a row's levels, by knob
-    places = []
-    for variant, work, need in rows:
-        knobs = [
-            [float(getattr(variant, name) == value) for value in values]
-            for name, values in choices(type(variant)).items()
-        ]
-        groups.append([*knobs, _level(math.log2(work.pairs_per_thread), PAIRS)])
-        here = resident(work, target, need)
-        alone = work.programs / target.processors
-        places.append(
-            [
-                *_level(math.log2(alone / here), WAVES),
-                *_level(math.log2(alone), PROGRAMS),
-                *_level(math.log2(here * work.warps * target.warp), THREADS),
-                *_level(registers_of(work, need), REGISTERS),
-                *_level(math.log2(min(here, alone) * work.in_flight_bytes), IN_FLIGHT),
-                *_level(math.log2(work.row_bytes), WIDTH),
-            ]
-        )
-    levels = [np.array([row[i] for row in groups]) for i in range(len(groups[0]))]
+    knobs = choices(type(rows[0][0])).items()
+    levels = [np.array([[getattr(v, name) == value for value in values] for v, *_ in rows]) for name, values in knobs]
+    levels.append(np.array([_level(math.log2(work.pairs_per_thread), PAIRS) for _, work, _ in rows]))
     every = np.concatenate(levels, axis=1)
     pairs = [(a[:, :, None] * b[:, None, :]).reshape(len(rows), -1) for a, b in itertools.combinations(levels, 2)]
     kind = [1.0, float(small), *map(float, kinds)]
-    place = np.array(places)
+    place = np.array([_on_device(work, target, need) for _, work, need in rows])
     return np.concatenate(
         [np.ones((len(rows), 1)), *(every * k for k in kind), place, place * float(small), *pairs], axis=1
     )

@@ -81,26 +81,20 @@ def order(us: float, variant: Any) -> tuple[int, tuple[int, ...]]:
 
 def estimate_problem(
     problem: Problem,
+    pool: Pool,
     target: Target,
     compiled: dict[Any, concurrent.futures.Future[Any]],
     measured: Winner | None,
 ) -> Estimate:
     """Rank what compiled of a problem's sample."""
-    needs: dict[Any, tuple[Resources, ...]] = {}
-    refused: dict[Any, str] = {}
-    for variant, future in compiled.items():
-        result = result_of(future)
-        reason = hopeless(result, target.capability)
-        if not isinstance(result, str):
-            needs[variant] = result
-        if reason is not None:
-            refused[variant] = reason
+    results = {variant: result_of(future) for variant, future in compiled.items()}
+    needs = {variant: result for variant, result in results.items() if not isinstance(result, str)}
+    reasons = {variant: hopeless(result, target.capability) for variant, result in results.items()}
+    refused = {variant: reason for variant, reason in reasons.items() if reason is not None}
     left = [v for v in needs if v not in refused]
     times = estimates(problem, left, target, needs)
     ranked = sorted(((times[v], v) for v in left), key=lambda entry: order(*entry))
-    return Estimate(
-        problem, legal_pool(problem, target.capability, target.processors), needs, refused, ranked, measured
-    )
+    return Estimate(problem, pool, needs, refused, ranked, measured)
 
 
 def estimate_all(  # noqa: PLR0913 - the parts are independent of each other
@@ -123,7 +117,7 @@ def estimate_all(  # noqa: PLR0913 - the parts are independent of each other
             pool = legal_pool(problem, target.capability, target.processors)
             sample = sample_of(problem, pool, target, count, [measured.variant] if measured else [])
             futures = {v: compiler.submit(compile_variant, problem, v, target.architecture) for v in sample}
-            estimates.append(estimate_problem(problem, target, futures, measured))
+            estimates.append(estimate_problem(problem, pool, target, futures, measured))
             done(estimates[-1])
     finally:
         compiler.shutdown(wait=False, cancel_futures=True)

@@ -41,23 +41,26 @@ class UnknownTargetError(ValueError):
 # Processors, bandwidth, clock: the makers' data sheets (NVIDIA H200, H100 SXM, A100 80 GB SXM, B200; NVIDIA Ada, Ampere
 # GA102 and Blackwell white papers; AMD MI300X data sheet). Threads, programs, registers, shared memory: CUDA C++
 # Programming Guide, technical specifications per compute capability; AMD CDNA 3 ISA guide.
-_SM_80 = {"threads": 2048, "programs": 32, "registers": 65536, "shared_bytes": 167_936}
-_SM_86 = {"threads": 1536, "programs": 16, "registers": 65536, "shared_bytes": 102_400}
-_SM_89 = {"threads": 1536, "programs": 24, "registers": 65536, "shared_bytes": 102_400}
-_SM_90 = {"threads": 2048, "programs": 32, "registers": 65536, "shared_bytes": 233_472}
-_SM_120 = {"threads": 1536, "programs": 24, "registers": 65536, "shared_bytes": 102_400}
-_CDNA_3 = {"threads": 2048, "programs": 32, "registers": 131_072, "shared_bytes": 65_536, "warp": 64}
+LIMITS = {  # architecture -> threads, programs, registers, shared bytes, threads of a warp
+    "sm_80": (2048, 32, 65536, 167_936),
+    "sm_86": (1536, 16, 65536, 102_400),
+    "sm_89": (1536, 24, 65536, 102_400),
+    "sm_90": (2048, 32, 65536, 233_472),
+    "sm_100": (2048, 32, 65536, 233_472),
+    "sm_120": (1536, 24, 65536, 102_400),
+    "gfx942": (2048, 32, 131_072, 65_536, 64),
+}
 TARGETS = {
-    target.device: target
-    for target in (
-        Target("nvidia_h200", "sm_90", 132, 4800, 1.98, **_SM_90),
-        Target("nvidia_h100_80gb_hbm3", "sm_90", 132, 3350, 1.98, **_SM_90),
-        Target("nvidia_a100_sxm4_80gb", "sm_80", 108, 2039, 1.41, **_SM_80),
-        Target("nvidia_b200", "sm_100", 148, 8000, 1.96, **_SM_90),
-        Target("nvidia_geforce_rtx_3090", "sm_86", 82, 936, 1.70, **_SM_86),
-        Target("nvidia_geforce_rtx_4090", "sm_89", 128, 1008, 2.52, **_SM_89),
-        Target("nvidia_geforce_rtx_5090", "sm_120", 170, 1792, 2.41, **_SM_120),
-        Target("amd_instinct_mi300x", "gfx942", 304, 5300, 2.10, **_CDNA_3),
+    device: Target(device, architecture, processors, bandwidth_gb_s, clock_ghz, *LIMITS[architecture])
+    for device, architecture, processors, bandwidth_gb_s, clock_ghz in (
+        ("nvidia_h200", "sm_90", 132, 4800, 1.98),
+        ("nvidia_h100_80gb_hbm3", "sm_90", 132, 3350, 1.98),
+        ("nvidia_a100_sxm4_80gb", "sm_80", 108, 2039, 1.41),
+        ("nvidia_b200", "sm_100", 148, 8000, 1.96),
+        ("nvidia_geforce_rtx_3090", "sm_86", 82, 936, 1.70),
+        ("nvidia_geforce_rtx_4090", "sm_89", 128, 1008, 2.52),
+        ("nvidia_geforce_rtx_5090", "sm_120", 170, 1792, 2.41),
+        ("amd_instinct_mi300x", "gfx942", 304, 5300, 2.10),
     )
 }
 

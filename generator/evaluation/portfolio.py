@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from tuned.lookup.portfolio import ANY, architecture_of, variants_for
 from tuned.lookup.record import Winner
@@ -18,6 +18,7 @@ from ..storage.landscape import Landscape, load_landscapes
 from ..workload import WORKLOADS, default_variant
 from .regret import Score
 
+M = TypeVar("M", Landscape, Winner)
 LEAST, MOST = 5, 15  # variants a portfolio
 ENOUGH = 0.01  # worst regret at which no more are added: two variants this near are the same in the noise
 NEAR = 0.05  # only what is within this of some problem's best can be worth a place
@@ -82,29 +83,33 @@ def _of_landscapes(landscapes: list[Landscape]) -> Portfolio:
     return Portfolio(tuple(variants), tuple(best))
 
 
+def _of_rows(rows: list[Winner]) -> Portfolio:
+    variants = of_winners(rows)
+    best = ((w.spec, w.size, variants.index(w.variant)) for w in rows if w.variant in variants)
+    return Portfolio(tuple(variants), tuple(best))
+
+
+def _by_kind(found: Iterable[tuple[str, M]]) -> dict[tuple[str, str], list[M]]:
+    """(architecture, family) -> what was measured of a family there; on any architecture, all of it."""
+    grouped = collections.defaultdict(list)
+    for family, one in found:
+        for architecture in (architecture_of(one.environment["capability"]), ANY):
+            grouped[architecture, family].append(one)
+    return grouped
+
+
 @functools.cache
 def _measured_whole() -> dict[tuple[str, str], Portfolio]:
     """(architecture, family) -> portfolio, from every device's landscapes."""
-    grouped: dict[tuple[str, str], list[Landscape]] = {}
-    for folder in sorted(p for p in LANDSCAPES.glob("*") if p.is_dir()):
-        for one in load_landscapes(folder.name):
-            for architecture in (architecture_of(one.environment["capability"]), ANY):
-                grouped.setdefault((architecture, one.problem.family), []).append(one)
-    return {key: _of_landscapes(found) for key, found in grouped.items()}
+    devices = sorted(p.name for p in LANDSCAPES.glob("*") if p.is_dir())
+    landscapes = _by_kind((one.problem.family, one) for device in devices for one in load_landscapes(device))
+    return {key: _of_landscapes(found) for key, found in landscapes.items()}
 
 
 def portfolios(winners: Iterable[Winner]) -> dict[tuple[str, str], Portfolio]:
     """(architecture, family) -> portfolio: from landscapes where a family has them, else from the winners of records."""
-    grouped: dict[tuple[str, str], list[Winner]] = {}
-    for winner in winners:
-        for architecture in (architecture_of(winner.environment["capability"]), ANY):
-            grouped.setdefault((architecture, winner.family), []).append(winner)
-    found = dict(_measured_whole())
-    for key, rows in grouped.items():
-        if key not in found:
-            variants = of_winners(rows)
-            best = tuple((w.spec, w.size, variants.index(w.variant)) for w in rows if w.variant in variants)
-            found[key] = Portfolio(tuple(variants), best)
+    rows = _by_kind((winner.family, winner) for winner in winners)
+    found = {key: _of_rows(measured) for key, measured in rows.items()} | _measured_whole()
     # An architecture that knows no more than all together do needs none of its own.
     return {key: p for key, p in sorted(found.items()) if key[0] == ANY or p != found[ANY, key[1]]}
 

@@ -53,10 +53,6 @@ def row_of(landscape: Landscape) -> Row:
     return Row(problem.spec, problem.size, choose(landscape.times, None), None, landscape.best_us, problem.name)
 
 
-def _default(held: Landscape, _others: list[Landscape]) -> Any:
-    return default_variant(held.problem)
-
-
 def _best_on_average(held: Landscape, others: list[Landscape]) -> Any:
     """The legal variant with the least mean log time over the others; as slow as the slowest where it was not legal."""
     logs = [{v: math.log(us) for v, us in other.times.items()} for other in others]
@@ -72,14 +68,15 @@ def _size_then_spec(held: Landscape, others: list[Landscape]) -> Any:
     """The nearest size of the same spec; else the closest spec with the same text; else the default."""
     family = WORKLOADS[held.problem.family].family
     spec, size = held.problem.spec, held.problem.size
-    ranked = []
-    for other in others:
-        row = row_of(other)
-        names = (family.kernel_names(s, family.default_variant(s)) for s in (spec, row.spec))
-        if row.variant in held.times and len(set(names)) == 1:
-            octaves = abs(math.log2(row.size.tokens / size.tokens))
-            ranked.append((family.distance(row.spec, spec), octaves, row.source, row.variant))
-    return min(ranked, key=lambda r: r[:3])[-1] if ranked else _default(held, others)
+
+    def texts(of: Any) -> tuple[str, ...]:
+        return family.kernel_names(of, family.default_variant(of))
+
+    def unlike(row: Row) -> tuple[float, float, str]:
+        return family.distance(row.spec, spec), abs(math.log2(row.size.tokens / size.tokens)), row.source
+
+    rows = [row for row in map(row_of, others) if row.variant in held.times and texts(row.spec) == texts(spec)]
+    return min(rows, key=unlike).variant if rows else default_variant(held.problem)
 
 
 def _nearest_row(rescaled: bool, measure: str) -> Callable[[Landscape, list[Landscape]], Any]:  # noqa: FBT001
@@ -96,7 +93,7 @@ def _nearest_row(rescaled: bool, measure: str) -> Callable[[Landscape, list[Land
                 family, rejection=lambda spec, size, *rest: work.family.rejection(spec, size.size, *rest)
             )
         found = nearest(family, problem.spec, size, rows, *_gpu(held))
-        return _default(held, others) if found is None else found[2]
+        return default_variant(problem) if found is None else found[2]
 
     return pick
 
@@ -115,7 +112,7 @@ class _Amount:
 
 
 RULES: dict[str, Callable[[Landscape, list[Landscape]], Any]] = {
-    "default variant": _default,
+    "default variant": lambda held, _others: default_variant(held.problem),
     "best on average": _best_on_average,
     "nearest size, then closest spec of the same text": _size_then_spec,
     "nearest row": _nearest_row(rescaled=False, measure="tokens"),
@@ -146,15 +143,17 @@ def scores(
     rules: Iterable[str] = tuple(RULES),
 ) -> list[Score]:
     """The rules' regret on each problem, with what ``left_out`` says taken from what a rule sees."""
-    found: dict[str, dict[str, float]] = {rule: {} for rule in rules}
     every = list(landscapes)
-    for held in every:
-        others = [o for o in every if o.problem.family == held.problem.family and not left_out(o.problem, held.problem)]
-        if not others:
-            continue
-        for rule, regrets in found.items():
-            regrets[held.problem.name] = held.regret(RULES[rule](held, others))
-    return [Score(rule, regrets) for rule, regrets in found.items() if regrets]
+    shown = [
+        (held, [o for o in every if o.problem.family == held.problem.family and not left_out(o.problem, held.problem)])
+        for held in every
+    ]
+    judged = [(held, others) for held, others in shown if others]
+    return [
+        Score(rule, {held.problem.name: held.regret(RULES[rule](held, others)) for held, others in judged})
+        for rule in rules
+        if judged
+    ]
 
 
 def from_record(
@@ -187,16 +186,16 @@ def best_rule(found: list[Score]) -> Score:
 def metadata(device: str) -> dict[str, Any]:
     """What a device's table says of the rule that serves what it has no row for; nothing where no landscape is."""
     measured = load_landscapes(device)
-    figures: dict[str, Any] = {}
-    for left_out, name in ((same_problem, "problem_left_out"), (same_shape, "shape_left_out")):
-        for score in scores(measured, left_out, [SERVED]):
-            worst, where = score.worst
-            figures[name] = {
-                "problems": len(score.regrets),
-                "median_percent": round(100 * score.median, 2),
-                "worst_percent": round(100 * worst, 2),
-                "worst": where,
-            }
+    figures = {
+        name: {
+            "problems": len(score.regrets),
+            "median_percent": round(100 * score.median, 2),
+            "worst_percent": round(100 * score.worst[0], 2),
+            "worst": score.worst[1],
+        }
+        for name, left_out in (("problem_left_out", same_problem), ("shape_left_out", same_shape))
+        for score in scores(measured, left_out, [SERVED])
+    }
     return {"rule": SERVED, **figures} if figures else {}
 
 

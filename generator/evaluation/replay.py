@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import importlib.util
+import itertools
 import math
 import statistics
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import optuna
+from optuna.distributions import CategoricalDistribution, IntDistribution
 
 from tuned.families.choices import choices
 from tuned.families.registry import FAMILIES
@@ -117,18 +119,15 @@ def searched(landscape: Landscape, seed: int = 0, *, noise: float = 0.0, warm: S
 
 def _seeds(landscape: Landscape, others: Sequence[Landscape]) -> list[Any]:
     """The best variants of the most alike other problems, as generator.searching.seeds takes them from a record."""
-    family = FAMILIES[landscape.problem.family]
-    ranked = []
-    for other in others:
-        if other.problem == landscape.problem:
-            continue
-        same = other.problem.spec == landscape.problem.spec
-        distance = 0.0 if same else family.distance(landscape.problem.spec, other.problem.spec)
-        octaves = abs(math.log2(other.problem.size.tokens / landscape.problem.size.tokens))
-        best = min(other.times, key=other.times.__getitem__)
-        ranked.append((math.inf if distance is None else distance, octaves, other.problem.name, best))
-    ranked.sort(key=lambda entry: entry[:3])
-    return list(dict.fromkeys(variant for *_, variant in ranked if variant in landscape.times))[:MAX_SEEDS]
+    own = landscape.problem
+
+    def unlike(other: Landscape) -> tuple[float, float, str]:
+        distance = FAMILIES[own.family].distance(own.spec, other.problem.spec)
+        return distance, abs(math.log2(other.problem.size.tokens / own.size.tokens)), other.problem.name
+
+    ranked = sorted((other for other in others if other.problem != own), key=unlike)
+    best = dict.fromkeys(min(other.times, key=other.times.__getitem__) for other in ranked)
+    return [variant for variant in best if variant in landscape.times][:MAX_SEEDS]
 
 
 def at_random(landscape: Landscape, seed: int = 0) -> Replay:
@@ -145,7 +144,10 @@ def plain(landscape: Landscape, sampler: optuna.samplers.BaseSampler, budget: in
     PROPOSALS times as many proposals as evaluations.
     """
     knobs = choices(FAMILIES[landscape.problem.family].variant_type)
-    space = {name: _distribution(values) for name, values in knobs.items()}
+    space: dict[str, optuna.distributions.BaseDistribution] = {
+        name: IntDistribution(0, len(values) - 1) if _ordered(values) else CategoricalDistribution(values)
+        for name, values in knobs.items()
+    }
     study = optuna.create_study(sampler=sampler)
     penalty = math.log(2 * max(landscape.times.values()))
     budget, measured, wasted = budget or evaluations(landscape), dict[Any, None](), 0
@@ -170,20 +172,11 @@ def _ordered(values: tuple[Any, ...]) -> bool:
     return all(type(v) in (int, float) for v in values)
 
 
-def _distribution(values: tuple[Any, ...]) -> optuna.distributions.BaseDistribution:
-    if _ordered(values):
-        return optuna.distributions.IntDistribution(0, len(values) - 1)
-    return optuna.distributions.CategoricalDistribution(values)
-
-
 def _replay(landscape: Landscape, measured: list[Any], chosen: Any, wasted: int, seconds: float) -> Replay:
-    best, regrets = math.inf, []
-    for variant in measured[: evaluations(landscape)]:
-        best = min(best, landscape.regret(variant))
-        regrets.append(best)
+    regrets = tuple(itertools.accumulate(map(landscape.regret, measured[: evaluations(landscape)]), min))
     if chosen is None:
         chosen = min(measured, key=landscape.regret)
-    return Replay(landscape.problem.name, tuple(regrets), landscape.regret(chosen), chosen, wasted, seconds)
+    return Replay(landscape.problem.name, regrets, landscape.regret(chosen), chosen, wasted, seconds)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,19 +56,15 @@ class Measured:
 def bytes_needed(problem: Problem) -> int:
     """Device memory that staging a problem takes.
 
-    Two sets at least, the reference and its bound in float64, and the temporaries of checking and of eager PyTorch.
+    Two sets at least; another twelve for the reference and its bound in float64, and the temporaries of checking and of
+    eager PyTorch.
     """
-    work = WORKLOADS[problem.family]
-    one = work.tensor_bytes(problem.spec, problem.size)
-    return 2 * one + 12 * one
+    return (2 + 12) * WORKLOADS[problem.family].tensor_bytes(problem.spec, problem.size)
 
 
-def _in_turn(steps: list[Callable[[], object]]) -> Callable[[], None]:
-    def run() -> None:
-        for step in steps:
-            step()
-
-    return run
+def _in_turn(steps: list[Callable[[], object]]) -> None:
+    for step in steps:
+        step()
 
 
 class Stage:
@@ -96,10 +92,13 @@ class Stage:
         # In place, inputs are restored from these before each run of a graph, outside the timed region.
         self.fresh = [call.out.clone() for call in self.calls] if getattr(problem.spec, "inplace", False) else []
         # A variant may write anywhere, and what it hits there would make those after it look wrong, or right.
-        self.judges = {"its reference": self.wanted, "the error allowed": self.bound}
-        self.judges |= {f"its input {name}": tensor for name, tensor in inputs_of(self.probe).items()}
-        self.judges |= {f"the copy of input {name}": tensor for name, tensor in self.before.items()}
-        self.judges |= {"the copy to restore its input from": self.fresh[0]} if self.fresh else {}
+        self.judges = {
+            "its reference": self.wanted,
+            "the error allowed": self.bound,
+            **{f"its input {name}": tensor for name, tensor in inputs_of(self.probe).items()},
+            **{f"the copy of input {name}": tensor for name, tensor in self.before.items()},
+            **({"the copy to restore its input from": self.fresh[0]} if self.fresh else {}),
+        }
         self.seal = fingerprint(list(self.judges.values()))
 
     def _restore(self) -> None:
@@ -113,8 +112,9 @@ class Stage:
         """
         launchers: dict[Any, Callable[[int, tuple[Any, ...]], None]] = {}
         return [
-            _in_turn(
-                [self._ready(step, launchers) for step in self.work.family.launches(self.problem.spec, variant, call)]
+            functools.partial(
+                _in_turn,
+                [self._ready(step, launchers) for step in self.work.family.launches(self.problem.spec, variant, call)],
             )
             for call in (self.probe, *self.calls)
         ]
@@ -182,11 +182,9 @@ class Stage:
     def compare(self, variants: list[Any], rounds: int = FINAL_ROUNDS) -> list[Timing]:
         """Time variants that have been measured again, interleaved, so that drift meets all alike."""
         thunks = [self.launches(variant)[1:] for variant in variants]
-        times: list[list[float]] = [[] for _ in variants]
-        for _ in range(rounds):
-            for index, rotation in enumerate(thunks):
-                times[index].append(self._time(rotation).median_us)
-        return [Timing(round(sorted(t)[len(t) // 2], 4), round((sorted(t)[-2] - sorted(t)[1]) / 2, 4)) for t in times]
+        taken = [[self._time(rotation).median_us for rotation in thunks] for _ in range(rounds)]
+        times = map(sorted, zip(*taken, strict=True))  # of each variant
+        return [Timing(round(t[len(t) // 2], 4), round((t[-2] - t[1]) / 2, 4)) for t in times]
 
     def baselines(self) -> Baselines:
         """Copy, floor and eager PyTorch for this problem."""

@@ -74,16 +74,6 @@ class Channel:
         poll.register(self.socket, select.POLLIN)
         return bool(poll.poll(seconds * 1e3))
 
-    def send_files(self, files: list[int]) -> None:
-        """Hand open files over; the message before says how many."""
-        self.socket.settimeout(None)
-        socket.send_fds(self.socket, [b"."], files)
-
-    def receive_files(self, count: int) -> list[int]:
-        """The files that come after a message."""
-        self.socket.settimeout(None)
-        return socket.recv_fds(self.socket, 1, count)[1]
-
     def close(self) -> None:
         """Close this end."""
         self.socket.close()

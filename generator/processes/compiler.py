@@ -74,9 +74,8 @@ class CompilerPool(concurrent.futures.Executor):
         fork_server()  # its imports go on from here
         # A thread a process, which asks it and waits.
         self._threads = concurrent.futures.ThreadPoolExecutor(workers or os.cpu_count() or 1, "compiler")
-        self._own = threading.local()
         self._lock = threading.Lock()
-        self._children: dict[int, Child] = {}
+        self._children: dict[int, Child] = {}  # by the thread that asks it
         self._closed = False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
@@ -101,7 +100,7 @@ class CompilerPool(concurrent.futures.Executor):
             _, outcome, value = child.ask((0, "call", (fn, args, kwargs)), self._seconds)
         except LostError as error:
             with self._lock:
-                self._children.pop(getattr(self._own, "pid", 0), None)
+                self._children.pop(threading.get_ident(), None)
             raise CompilerError(f"{LOST_COMPILER}{error}") from None
         if outcome != "done":
             raise CompilerError(value)
@@ -112,14 +111,9 @@ class CompilerPool(concurrent.futures.Executor):
         with self._lock:
             if self._closed:
                 raise LostError("the pool is shut down")
-            child = self._children.get(getattr(self._own, "pid", 0))
+            child = self._children.get(threading.get_ident())
             if child is None:
                 log = tempfile.TemporaryFile(dir=cache_folder("logs"))  # noqa: SIM115 - its child closes it
-                try:
-                    child = fork_server().fork(f"{GENERATOR}.processes.serve:Caller", (), log)
-                except LostError:
-                    log.close()
-                    raise
-                self._children[child.pid] = child
-                self._own.pid = child.pid
+                child = fork_server().fork(f"{GENERATOR}.processes.serve:Caller", (), log)
+                self._children[threading.get_ident()] = child
             return child

@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import gc
 import importlib
 import os
@@ -162,7 +161,11 @@ class ForkServer:
         start = os.fstat(log.fileno()).st_size  # it may print, and die, before this process runs again
         with theirs:
             request = ("fork", serve, arguments, dict(os.environ), os.getcwd())  # noqa: PTH109
-            pid = self._ask(request, FORK_SECONDS, [theirs.fileno(), log.fileno()])
+            try:
+                pid = self._ask(request, FORK_SECONDS, [theirs.fileno(), log.fileno()])
+            except LostError:
+                log.close()
+                raise
         return Child(self, pid, Channel(ours), log, start)
 
     def reap(self, pid: int, grace_s: float) -> int | None:
@@ -191,7 +194,7 @@ class ForkServer:
             try:
                 self._channel.send((self._asked, request, len(files or ())), seconds)
                 if files:
-                    self._channel.send_files(files)
+                    socket.send_fds(self._channel.socket, [b"."], files)  # the message says how many
                 while True:
                     number, answer = self._channel.receive(seconds)
                     if number == self._asked:  # an earlier one was asked when Ctrl-C came
@@ -207,21 +210,16 @@ class ForkServer:
 def fork_server() -> ForkServer:
     """The fork server of this process, a new one if it died."""
     with _STARTING:
-        server = _server_of(os.getpid())
-        if not server.alive:
-            server.close()
-            _server_of.cache_clear()
-            server = _server_of(os.getpid())
+        server = _SERVERS.get(os.getpid())
+        if server is None or not server.alive:
+            if server is not None:
+                server.close()
+            server = _SERVERS[os.getpid()] = ForkServer(PRELOAD)
         return server
 
 
 _STARTING = threading.Lock()
-
-
-@functools.lru_cache(maxsize=1)
-def _server_of(tuner: int) -> ForkServer:
-    del tuner  # a forked tuner has a server of its own
-    return ForkServer(PRELOAD)
+_SERVERS: dict[int, ForkServer] = {}  # by the tuner's process: one that is forked has a server of its own
 
 
 def _main(end: int, preload: list[str]) -> None:
@@ -237,7 +235,7 @@ def _main(end: int, preload: list[str]) -> None:
         while True:
             number, request, count = channel.receive()
             if request[0] == "fork":
-                pid = _fork(request[1:], control, channel.receive_files(count))
+                pid = _fork(request[1:], control, socket.recv_fds(control, 1, count)[1])
                 children.add(pid)
                 channel.send((number, pid))
             else:

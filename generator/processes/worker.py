@@ -73,7 +73,6 @@ class Worker:
         try:
             self._child = fork_server().fork(self.server, (self.device,), log)
         except LostError as error:
-            log.close()
             self._last = str(error)
             raise WorkerLostError(self._last) from None
 

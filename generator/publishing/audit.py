@@ -54,13 +54,11 @@ class Finding:
 
 def this_machine() -> Here:
     """The GPUs and versions here; touches a GPU only to ask its name."""
-    gpus = {}
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        found = torch.cuda.get_device_properties(index)
-        gpus[device_slug(found.name)] = {
-            "device_name": found.name,
-            "multiprocessors": found.multi_processor_count,
-        }
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = map(torch.cuda.get_device_properties, range(count))
+    gpus = {
+        device_slug(gpu.name): {"device_name": gpu.name, "multiprocessors": gpu.multi_processor_count} for gpu in found
+    }
     versions = {"torch": torch.__version__.split("+")[0], "triton": triton.__version__}
     return Here(versions | {"driver": driver_version() if gpus else "unknown"}, gpus)
 

@@ -30,11 +30,9 @@ DIGESTS = {
 
 def committed_kernels() -> dict[str, Kernel]:
     """Name -> kernel of everything that belongs in tuned/kernels."""
-    names = set(default_names())
-    for path in sorted(WINNERS.glob("*.json")):
-        for winner in load_record(path):
-            names.update(FAMILIES[winner.family].kernel_names(winner.spec, winner.variant))
-    return {name: structures()[name] for name in sorted(names)}
+    winners = (winner for path in WINNERS.glob("*.json") for winner in load_record(path))
+    named = (name for w in winners for name in FAMILIES[w.family].kernel_names(w.spec, w.variant))
+    return {name: structures()[name] for name in sorted({*default_names(), *named})}
 
 
 def generated_files() -> dict[str, str]:
@@ -62,17 +60,13 @@ def belonging_to_nothing(wanted: Mapping[str, str]) -> list[str]:
 def render_all() -> tuple[list[str], list[str]]:
     """Write every generated file and delete those that are none any more; returns what was written and deleted."""
     with folder_lock(WINNERS):  # no record changes, and no other tuner renders, between reading and writing
-        return _render_all()
-
-
-def _render_all() -> tuple[list[str], list[str]]:
-    for folder in (KERNELS, TABLES):  # a family from outside begins without them
-        folder.mkdir(parents=True, exist_ok=True)
-    for half in (*KERNELS.glob(".*.py.*"), *TABLES.glob(".*.py.*")):  # of a tuner that was killed while it wrote
-        half.unlink()
-    wanted = generated_files()
-    written = [name for name, text in wanted.items() if write_if_different(HOME / name, text)]
-    stale = belonging_to_nothing(wanted)
-    for name in stale:
-        (HOME / name).unlink()
-    return written, stale
+        for folder in (KERNELS, TABLES):  # a family from outside begins without them
+            folder.mkdir(parents=True, exist_ok=True)
+        for half in (*KERNELS.glob(".*.py.*"), *TABLES.glob(".*.py.*")):  # of a tuner that was killed while it wrote
+            half.unlink()
+        wanted = generated_files()
+        written = [name for name, text in wanted.items() if write_if_different(HOME / name, text)]
+        stale = belonging_to_nothing(wanted)
+        for name in stale:
+            (HOME / name).unlink()
+        return written, stale

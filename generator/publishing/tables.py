@@ -77,9 +77,11 @@ def portfolio_source(winners: Iterable[Winner]) -> str:
         rows = [f"        {literal(fields_of(v))}," for v in portfolio.variants]
         lines += [f"    ({literal(architecture)}, {literal(family)}, (", *rows, "    )),"]
     lines += [")", "# architecture, family, spec, size, which of the variants is the best there", "BEST = ("]
-    for (architecture, family), portfolio in found.items():
-        for spec, size, index in portfolio.best:
-            lines.append(f"    {literal((architecture, family, fields_of(spec), fields_of(size), index))},")
+    lines += [
+        f"    {literal((*kind, fields_of(spec), fields_of(size), index))},"
+        for kind, portfolio in found.items()
+        for spec, size, index in portfolio.best
+    ]
     return "\n".join([*lines, ")"]) + "\n"
 
 

@@ -55,7 +55,10 @@ def digest(package: Path = PACKAGE) -> str:
     found = hashlib.sha256()
     for name, path in shipped(package):
         text = path.read_text(encoding="utf-8")
-        meaning = _values(text) if path.suffix == ".json" else "".join(_tree(ast.parse(text)))
+        if path.suffix == ".json":
+            meaning = json.dumps(json.loads(text), sort_keys=True)
+        else:
+            meaning = "".join(_tree(ast.parse(text)))
         found.update(f"{name}\0{meaning}\0".encode())
     return found.hexdigest()[:12]
 
@@ -65,10 +68,6 @@ def shipped(package: Path = PACKAGE) -> list[tuple[str, Path]]:
     paths = [*package.rglob("*.py"), *(package / "winners").glob("*.json")]
     named = sorted((path.relative_to(package).as_posix(), path) for path in paths)
     return [(name, path) for name, path in named if not name.startswith(f"{INSIDE}/")]
-
-
-def _values(text: str) -> str:
-    return json.dumps(json.loads(text), sort_keys=True)
 
 
 def _tree(node: Any) -> list[str]:

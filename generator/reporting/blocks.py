@@ -67,11 +67,10 @@ def answer(histories: Iterable[History]) -> Answer | None:
         return None
     curves = {name: curve(found, measure) for name, measure in MEASURES.items()}
     least = LEAST_SHARE * len(found)
-    rules = []
-    for name, costs in curves.items():
-        judged = [Rule(name, value, cost) for value, cost in costs.items() if cost.problems >= least]
-        rules += sorted(judged, key=_cost)[:1]
-    rules.sort(key=_cost)
+    judged = (
+        [Rule(name, v, cost) for v, cost in costs.items() if cost.problems >= least] for name, costs in curves.items()
+    )
+    rules = sorted((min(rules, key=_cost) for rules in judged if rules), key=_cost)
     if not rules:
         return None
     measure = MEASURES[rules[0].measure]

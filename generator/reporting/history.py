@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from ..problem import Problem
@@ -47,7 +46,6 @@ def from_journal(journal: Journal, asked: Iterable[tuple[Problem, dict[str, Any]
     return found
 
 
-def from_landscapes(device: str, folder: Path | None = None) -> list[History]:
+def from_landscapes(device: str) -> list[History]:
     """The recorded landscapes of a device; none is no error."""
-    recorded = load_landscapes(device) if folder is None else load_landscapes(device, folder)
-    return [History(s.problem, s.times, s.failed, whole=True, fresh=s.fresh) for s in recorded]
+    return [History(s.problem, s.times, s.failed, whole=True, fresh=s.fresh) for s in load_landscapes(device)]

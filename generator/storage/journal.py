@@ -6,7 +6,7 @@ import collections
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optuna
 from optuna.trial import TrialState, create_trial
@@ -17,9 +17,6 @@ from tuned.families.registry import FAMILIES
 from ..failures import times_to_be_a_fact
 from ..problem import Problem
 from .backends import new_study, study_named
-
-if TYPE_CHECKING:
-    from optuna.storages import BaseStorage
 
 # What a measurement must share with this run to be worth as much as a new one.
 KEY = ("device", "driver", "triton", "method")
@@ -37,7 +34,7 @@ class Journal:
     The value of a trial is its time in microseconds, its parameters are the knobs, so that optuna-dashboard reads well.
     """
 
-    def __init__(self, storage: BaseStorage) -> None:
+    def __init__(self, storage: optuna.storages.BaseStorage) -> None:
         self.storage = storage
         self._ids: dict[str, int] = {}  # name -> study, of those that this process uses
         self._earlier: list[tuple[str, int]] | None = None  # the studies that were there at the first question

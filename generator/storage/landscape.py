@@ -9,6 +9,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tuned.families.choices import choices, undeclared
 from tuned.families.registry import FAMILIES
 
@@ -125,18 +127,13 @@ def load_landscapes(device: str, folder: Path = LANDSCAPES) -> list[Landscape]:
 
 
 def _number(variant: Any, declared: dict[str, Any]) -> int:
-    number = 0
-    for name, values in declared.items():
-        number = number * len(values) + list(values).index(getattr(variant, name))
-    return number
+    places = [list(values).index(getattr(variant, name)) for name, values in declared.items()]
+    return int(np.ravel_multi_index(places, [len(values) for values in declared.values()]))
 
 
 def _variant(number: int, declared: dict[str, Any], kind: Any) -> Any:
-    picked: dict[str, Any] = {}
-    for name, values in reversed(declared.items()):
-        number, index = divmod(number, len(values))
-        picked[name] = values[index]
-    if set(picked) != set(choices(kind)):
+    if set(declared) != set(choices(kind)):
         return None
-    variant = kind(**picked)
+    places = np.unravel_index(number, [len(values) for values in declared.values()])
+    variant = kind(**{name: values[place] for (name, values), place in zip(declared.items(), places, strict=True)})
     return None if undeclared(variant) else variant

@@ -67,13 +67,13 @@ def _problem(line: str, where: str) -> tuple[str, Any, Any]:
 
 def name_of(family: str, spec: Any, size: Any) -> str:
     """A problem's name from its spec and size: what differs from the spec's defaults, then the sizes."""
-    words = [family]
-    for field in dataclasses.fields(spec):
-        value = getattr(spec, field.name)
-        if value == field.default:
-            continue
-        if isinstance(value, bool):
-            words.append(field.name if value else f"no_{field.name}")
-        else:
-            words.append(value if isinstance(value, str) else f"{field.name}{value}")
-    return "_".join([*words, "x".join(str(n) for n in dataclasses.astuple(size))])
+    words = [
+        _word(f.name, getattr(spec, f.name)) for f in dataclasses.fields(spec) if getattr(spec, f.name) != f.default
+    ]
+    return "_".join([family, *words, "x".join(str(n) for n in dataclasses.astuple(size))])
+
+
+def _word(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return name if value else f"no_{name}"
+    return value if isinstance(value, str) else f"{name}{value}"

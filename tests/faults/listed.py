@@ -715,7 +715,7 @@ BESIDE = (
     Fault(
         "best_row_shown_as_the_worst",
         "benchmarks/bars.py",
-        "reverse=not bar.at_least)",
+        'reverse=bar.sign != ">=")',
         "reverse=True)",
         ("tests/benchmarks/test_benchmarks.py::test_a_speed_up_must_not_fall_below_its_bar",),
         "A bar on a speed-up shows its best row as the worst.",
@@ -763,8 +763,8 @@ BESIDE = (
     Fault(
         "swapped_segments",
         "examples/seq2seq.py",
-        "following: torch.Tensor = self.decoder((embedded, context), state)",
-        "following: torch.Tensor = self.decoder((context, embedded), state)",
+        "return self.decoder((embedded, context), state)",
+        "return self.decoder((context, embedded), state)",
         ("tests/examples/test_examples.py::test_a_user_sees_that_it_learns_and_that_the_swap_changes_nothing",),
         "The example's model with kernels writes other words than the one that was trained.",
     ),

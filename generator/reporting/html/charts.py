@@ -32,11 +32,6 @@ class Series:
     line: bool = True
     label_at: tuple[float, float] | None = None
 
-    @property
-    def path(self) -> str:
-        """The line through the points, as an SVG polyline takes it."""
-        return " ".join(f"{m.x:.1f},{m.y:.1f}" for m in self.marks)
-
 
 @dataclasses.dataclass(frozen=True)
 class Frame:

@@ -162,7 +162,7 @@ def peers(results: dict[str, Any] | None) -> list[Peer]:
         ratios["the fastest peer"].append((row["peers"][best] / row["ours"], f"{call}, {best}"))
         for name, us in row["peers"].items():
             ratios[name].append((us / row["ours"], call))
-    found = [Peer(name, sorted(r), math.exp(statistics.fmean(math.log(x) for x, _ in r))) for name, r in ratios.items()]
+    found = [Peer(name, sorted(r), statistics.geometric_mean(x for x, _ in r)) for name, r in ratios.items()]
     return sorted(found, key=lambda p: (p.name != "the fastest peer", p.mean))
 
 

@@ -127,13 +127,11 @@ def _study(family: str, sources: Sources, rows: Sequence[contents.Row]) -> Study
 def _by_size(histories: Sequence[History], rows: Sequence[contents.Row]) -> tuple[Answer | None, Answer | None]:
     """The answers for the calls whose bytes fit in the L2 of the device, and for the others."""
     l2_bytes = max((int(r.winner.environment.get("l2_bytes") or 0) for r in rows), default=0)
-    fits: list[History] = []
-    larger: list[History] = []
-    for history in histories:
-        problem = history.problem
-        moved = WORKLOADS[problem.family].bytes_moved(problem.spec, problem.size)
-        (fits if moved <= l2_bytes else larger).append(history)
-    return answer(fits), answer(larger)
+
+    def fits(problem: Problem) -> bool:
+        return WORKLOADS[problem.family].bytes_moved(problem.spec, problem.size) <= l2_bytes
+
+    return answer(h for h in histories if fits(h.problem)), answer(h for h in histories if not fits(h.problem))
 
 
 def _median(values: Sequence[float | None]) -> float | None:
