@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from tuned import dispatch
 from tuned.calls.refusal import refuses, was_refused
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _ARGUMENTS = (TypeError, ValueError)
 

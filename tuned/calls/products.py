@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
 from tuned.families.products import MAX_SEGMENTS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MAX_ELEMENTS = 2**31  # of a weight: the kernels compute offsets in it in 32 bits
 

@@ -11,15 +11,13 @@ import copy
 import functools
 import inspect
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tuned import dispatch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 PROBE_DIM = 8  # features that a probe rotates: enough for halves, pairs and quarters to differ
 

@@ -12,16 +12,12 @@ import importlib
 import inspect
 import operator
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
-from tuned.families.launch import Copy, Fill, Launch, Product
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from tuned.families.launch import Step
+from tuned.families.launch import Copy, Fill, Launch, Product, Step
 
 INTEGERS = {
     1: torch.uint8,

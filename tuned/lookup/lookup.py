@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import tuned.kernels
+from tuned.families.family import Family
 from tuned.lookup.mismatch import HARD, differences
 from tuned.lookup.portfolio import rows_for
 from tuned.lookup.table import Row, Table, tables
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from tuned.families.family import Family
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,13 +12,10 @@ import os
 import sys
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tuned.lookup.lookup import choose, has_rows
-
-if TYPE_CHECKING:
-    from tuned.families.family import Family
-    from tuned.lookup.lookup import Choice, Gpu
+from tuned.families.family import Family
+from tuned.lookup.lookup import Choice, Gpu, choose, has_rows
 
 MAX_CHOICES = 4096  # (spec, size, GPU) triples whose choice is remembered, of each family
 MAX_RECORDED = 4096  # problems per process; otherwise ever new lengths would fill the disk

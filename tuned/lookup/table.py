@@ -8,8 +8,9 @@ import importlib
 import os
 import pkgutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tuned.kernels
 import tuned.tables
@@ -17,9 +18,6 @@ from tuned.families.choices import undeclared
 from tuned.families.registry import FAMILIES
 from tuned.lookup.mismatch import HARD, changed_sources, differences
 from tuned.lookup.record import METHOD, RecordError, load_record
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,24 +6,19 @@ Plans keep none of the caller's tensors alive: they hold numbers, kernels and se
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from tuned.calls.gru.arguments import GruCall
 from tuned.calls.products import precision_of
-from tuned.families.gru.launches import counters_needed, sequence
-from tuned.families.gru.variant import alone
+from tuned.families.gru.launches import Recurrence, counters_needed, sequence
+from tuned.families.gru.spec import GruSpec
+from tuned.families.gru.variant import GruVariant, alone
 from tuned.launching import residents
 from tuned.launching.launcher import INTEGERS
 from tuned.launching.plan import ALIGNED_BYTES, NO_KEY, direct_launch, keep, modes, traits
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from tuned.calls.gru.arguments import GruCall
-    from tuned.families.gru.launches import Recurrence
-    from tuned.families.gru.spec import GruSpec
-    from tuned.families.gru.variant import GruVariant
 
 Result = tuple[torch.Tensor, torch.Tensor]
 

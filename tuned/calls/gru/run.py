@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from tuned.calls.gru import eager
+from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.plan import by_library, gru_precision, learn
 from tuned.calls.products import rows_of, weight_of
 from tuned.families.gru import FAMILY as GRU
@@ -30,11 +32,6 @@ from tuned.launching.plan import launch_known
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, Gpu, choose
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tuned.calls.gru.arguments import GruCall
 
 MAX_LENGTHS = 64  # sets of lengths whose tensors are kept on a device
 ALIGNED_BYTES = 16  # templates/gru_step.py.jinja assumes that rows are so aligned if their width allows it

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -14,9 +15,6 @@ from tuned.families.products import DTYPES
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, choose
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def spec_of(

@@ -7,7 +7,8 @@ keep none of the caller's tensors alive: they hold numbers, kernels and settings
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -15,6 +16,8 @@ from torch.autograd import forward_ad
 from tuned.calls.gru_cell.prepare import prepared, spec_of, variant_of, why_not
 from tuned.calls.products import precision_of, used
 from tuned.families.gru_cell import FAMILY as GRU_CELL
+from tuned.families.gru_cell.launches import GruCellCall
+from tuned.families.gru_cell.spec import GruCellSpec
 from tuned.families.products import MAX_SEGMENTS, joined
 from tuned.launching.launcher import run_steps
 from tuned.launching.overwrite import bump_versions
@@ -29,12 +32,6 @@ from tuned.launching.plan import (
     transforms_active,
 )
 from tuned.lookup.gpu import gpu_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tuned.families.gru_cell.launches import GruCellCall
-    from tuned.families.gru_cell.spec import GruCellSpec
 
 _PLANS: dict[Any, Any] = {}  # key of a call -> (pointers, x, h, weight_ih, weight_hh, bias_ih, bias_hh) -> h'
 _FLOAT32 = torch.float32

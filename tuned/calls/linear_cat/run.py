@@ -7,7 +7,8 @@ keep none of the caller's tensors alive: they hold numbers, kernels and settings
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -21,9 +22,6 @@ from tuned.launching.plan import NO_KEY, DirectLaunch, keep, modes, plan_of, tra
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, choose
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _PLANS: dict[Any, Any] = {}  # key of a call -> (inputs, weight, bias) -> y
 _variant_of = misses.variants(LINEAR_CAT)

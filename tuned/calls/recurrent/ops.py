@@ -8,7 +8,8 @@ have no gradient themselves. No operator draws random numbers: dropout is applie
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -20,9 +21,6 @@ from tuned.calls.gru_cell import run as cell_run
 from tuned.calls.gru_cell.arguments import checked_cell
 from tuned.calls.linear_cat.arguments import check_linear_cat
 from tuned.calls.recurrent import serve
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 _GRU = (
     "Tensor input, Tensor hx, Tensor[] weights, bool has_biases, int num_layers, bool bidirectional, bool batch_first, "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -19,9 +20,6 @@ from tuned.calls.products import autocast_dtype
 from tuned.launching.plan import bypassed, listeners
 from tuned.lookup.gpu import PLAIN, why_eager, why_not_plain
 from tuned.lookup.lookup import Choice
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def why_torch(tensors: Sequence[torch.Tensor]) -> str | None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from tuned.families.rope.launches import RopeCall
 from tuned.families.rope.spec import ANGLE_ENTRIES, LAYOUTS, ROTATED, RopeSize, RopeSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MAX_TOKENS = 2**31 - 1  # token indices are 32-bit inside the kernels; offsets in memory are 64-bit
 SUPPORTED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}

@@ -7,7 +7,8 @@ the caller's tensors alive: they hold numbers, kernels and settings.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -29,11 +30,7 @@ from tuned.launching.plan import (
 )
 from tuned.lookup import misses
 from tuned.lookup.gpu import why_not_plain
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tuned.lookup.lookup import Choice
+from tuned.lookup.lookup import Choice
 
 _PLANS: dict[Any, Plan] = {}
 _compiling = torch.compiler.is_dynamo_compiling

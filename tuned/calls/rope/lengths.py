@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tuned.calls.rope.arguments import Settings, Sources, offset_limits, packed_size
+from tuned.families.launch import Launch
 from tuned.families.rope import FAMILY as ROPE
-from tuned.families.rope.launches import programs
+from tuned.families.rope.launches import RopeCall, programs
 from tuned.families.rope.spec import RopeSize, RopeSpec, search_steps
 from tuned.families.rope.variant import size_class
 from tuned.launching.launcher import kernel
 from tuned.launching.plan import DirectLaunch, kind_of, remember
 from tuned.lookup.gpu import gpu_of
-from tuned.lookup.lookup import NearRows, has_rows, near_rows, usable, variant_at
-
-if TYPE_CHECKING:
-    from tuned.families.launch import Launch
-    from tuned.families.rope.launches import RopeCall
-    from tuned.lookup.lookup import Gpu
+from tuned.lookup.lookup import Gpu, NearRows, has_rows, near_rows, usable, variant_at
 
 # The kernel parameters whose values depend on lengths.
 LENGTH_PARAMETERS = {"seq", "batch", "sequences", "angle_rows", "position_stride_s", "position_stride_b"}

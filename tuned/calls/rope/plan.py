@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from tuned.calls.rope.arguments import SUPPORTED, Given, Sources, offset_limits, prepare
-from tuned.calls.rope.lengths import learn
+from tuned.calls.rope.arguments import SUPPORTED, Given, Prepared, Settings, Sources, offset_limits, prepare
+from tuned.calls.rope.lengths import SizedLaunch, learn
+from tuned.families.launch import Launch
 from tuned.families.rope import FAMILY as ROPE
-from tuned.families.rope.launches import launches
+from tuned.families.rope.launches import RopeCall, launches
+from tuned.families.rope.spec import RopeSpec
 from tuned.launching.launcher import kernel, launch_public
 from tuned.launching.overwrite import bump_versions
 from tuned.launching.plan import DirectLaunch, direct_launch, remember, specialisation
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, choose
-
-if TYPE_CHECKING:
-    from tuned.calls.rope.arguments import Prepared, Settings
-    from tuned.calls.rope.lengths import SizedLaunch
-    from tuned.families.launch import Launch
-    from tuned.families.rope.launches import RopeCall
-    from tuned.families.rope.spec import RopeSpec
 
 capturing = torch.cuda.is_current_stream_capturing
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from tuned.families.gru.spec import GruSize
-from tuned.families.gru.variant import alone, pieces, programs
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant, alone, pieces, programs
 from tuned.families.gru_cell.launches import GruCellCall, gates_launch, gates_name
 from tuned.families.gru_cell.spec import GruCellSpec
 from tuned.families.gru_cell.variant import gates_variant
-from tuned.families.launch import Copy, Fill, Launch, Product, check_rows
-
-if TYPE_CHECKING:
-    from tuned.families.gru.spec import GruSpec
-    from tuned.families.gru.variant import GruVariant
-    from tuned.families.launch import Step
+from tuned.families.launch import Copy, Fill, Launch, Product, Step, check_rows
 
 COUNTER_STRIDE = 32  # int32 elements, 128 bytes: each counter has its own cache line
 

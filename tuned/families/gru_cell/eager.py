@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from tuned.families.gru_cell.launches import GruCellCall
+from tuned.families.gru_cell.spec import GruCellSpec
 from tuned.families.products import joined
-
-if TYPE_CHECKING:
-    from tuned.families.gru_cell.launches import GruCellCall
-    from tuned.families.gru_cell.spec import GruCellSpec
 
 
 def cell(spec: GruCellSpec, call: GruCellCall) -> torch.Tensor:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tuned.families.gru_cell.variant import programs
-from tuned.families.launch import Copy, Launch, Product, check_rows
+from tuned.families.gru_cell.spec import GruCellSpec
+from tuned.families.gru_cell.variant import GruCellVariant, programs
+from tuned.families.launch import Copy, Launch, Product, Step, check_rows
 from tuned.families.products import MAX_SEGMENTS, Segments, alignment, lanes, widths_of
-
-if TYPE_CHECKING:
-    from tuned.families.gru_cell.spec import GruCellSpec
-    from tuned.families.gru_cell.variant import GruCellVariant
-    from tuned.families.launch import Step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from tuned.families.rope.launches import RopeCall
-    from tuned.families.rope.spec import RopeSpec
+from tuned.families.rope.launches import RopeCall
+from tuned.families.rope.spec import RopeSpec
 
 
 def positions(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor | None]:

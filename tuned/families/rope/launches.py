@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tuned.families.launch import Launch, ceil_div, next_power_of_2
-from tuned.families.rope.spec import SEARCH_FAN, search_steps
+from tuned.families.rope.spec import SEARCH_FAN, RopeSpec, search_steps
 from tuned.families.rope.variant import CACHE, RopeVariant, half_block
-
-if TYPE_CHECKING:
-    from tuned.families.rope.spec import RopeSpec
 
 # Parameters of kernels of complete calls only; a plain call's kernel has constants instead.
 OF_COMPLETE = frozenset((
