@@ -11,6 +11,11 @@ from tuned.families.products import MAX_SEGMENTS
 MAX_ELEMENTS = 2**31  # of a weight: the kernels compute offsets in it in 32 bits
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype in a spec."""
+    return str(dtype).removeprefix("torch.")
+
+
 def precision_of(dtype: torch.dtype) -> str:
     """The precision of float32 products now, "tf32" or "ieee": torch's setting for GEMMs on a GPU. "" for other dtypes."""
     if dtype != torch.float32:

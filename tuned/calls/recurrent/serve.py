@@ -13,7 +13,6 @@ from tuned.calls.gru import eager, run
 from tuned.calls.gru.arguments import GruCall, gru_call
 from tuned.calls.gru_cell import run as cell_run
 from tuned.calls.gru_cell.arguments import checked_cell
-from tuned.calls.gru_cell.prepare import choice_of as choice_of_cell
 from tuned.calls.linear_cat import run as linear_run
 from tuned.calls.linear_cat.arguments import check_linear_cat
 from tuned.calls.products import autocast_dtype
@@ -141,7 +140,7 @@ def explain_gru_cell(*args: Any, **kwargs: Any) -> tuple[Choice, Any]:
     state = h if dtype is None else h.to(dtype)
     if (reason := why_torch(present(*segments, h, *weights))) is not None:
         return Choice("eager", reason, None), None
-    return choice_of_cell(segments, state, given["bias_ih"], given["inplace"] and dtype is None)
+    return cell_run.choice_of(segments, state, given["bias_ih"], given["inplace"] and dtype is None)
 
 
 def explain_linear_cat(inputs: Any, weight: Any, bias: Any = None) -> tuple[Choice, Any]:
