@@ -841,9 +841,9 @@ ROPE = (
     ),
     Fault(
         "prepared_for_another_thread",
-        "tuned/calls/rope/plan.py",
-        "        if self.thread != threading.get_ident():\n",
-        "        if not self.thread:\n",
+        "tuned/calls/rope/call.py",
+        "        first = threading.local()\n",
+        '        first = type("Shared", (), {})()\n',
         (T + "calls/test_rope_plan.py::test_a_call_of_another_thread_does_not_take_what_a_first_call_prepared",),
         "Two threads make the first call of a kind at once, and one gets the other's result.",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -35,19 +36,15 @@ class Choice:
     gpu: Gpu | None = None  # the GPU of the call; None for eager
 
 
-# (GPU, id of its table) -> (answer, table); holding the table keeps its id from being reused
-_HAS_ROWS: dict[Any, tuple[bool, Table]] = {}
-
-
 def has_rows(gpu: Gpu) -> bool:
     """Whether any row was measured on this exact model of GPU."""
     own = tables().get(gpu.device)
-    if own is None:
-        return False
-    key = gpu, id(own)
-    if key not in _HAS_ROWS:
-        _HAS_ROWS[key] = any(not _elsewhere(r, gpu) for rows in own.rows.values() for r in rows), own
-    return _HAS_ROWS[key][0]
+    return own is not None and _counts(own, gpu)
+
+
+@functools.lru_cache
+def _counts(table: Table, gpu: Gpu) -> bool:
+    return any(not _elsewhere(row, gpu) for rows in table.rows.values() for row in rows)
 
 
 def _elsewhere(row: Row, gpu: Gpu) -> list[str]:
@@ -142,26 +139,19 @@ class NearRows(NamedTuple):
 
     measured: dict[Any, Row]  # size -> its winner, if that counts on this GPU
     near: tuple[_Near, ...]  # the rows that can be nearest to some size
-    table: Table  # holding the table keeps its id from being reused
 
 
-_HERE: dict[Any, NearRows] = {}
 MAX_HERE = 1024  # specs remembered: a model has a handful
 
 
+@functools.lru_cache(MAX_HERE)
 def _here(family: Family, spec: Any, gpu: Gpu, table: Table) -> NearRows:
-    key = family.name, spec, gpu, id(table)
-    found = _HERE.get(key)
-    if found is None:
-        if len(_HERE) >= MAX_HERE:
-            _HERE.clear()
-        rows = table.rows[family.name]
-        measured: dict[Any, Row] = {}
-        for row in rows:
-            if row.spec == spec and row.stale is None and not _elsewhere(row, gpu):
-                measured.setdefault(row.size, row)
-        found = _HERE[key] = NearRows(measured, _undominated(family, spec, gpu, rows), table)
-    return found
+    rows = table.rows[family.name]
+    measured: dict[Any, Row] = {}
+    for row in rows:
+        if row.spec == spec and row.stale is None and not _elsewhere(row, gpu):
+            measured.setdefault(row.size, row)
+    return NearRows(measured, _undominated(family, spec, gpu, rows))
 
 
 def _undominated(family: Family, spec: Any, gpu: Gpu, rows: Iterable[Row]) -> tuple[_Near, ...]:

@@ -33,9 +33,9 @@ class Row:
     measured: dict[str, Any] = dataclasses.field(default_factory=dict)  # device and versions of the measurement
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Table:
-    """The winners of one device."""
+    """The winners of one device. A table is equal to itself alone, so caches can have it in their keys."""
 
     device: str
     properties: dict[str, Any]  # capability, multiprocessors, ... of the measured device; may be empty

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,6 +25,7 @@ from tuned.lookup.lookup import Choice, choose
 capturing = torch.cuda.is_current_stream_capturing
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Plan:
     """What calls of one set of properties do.
 
@@ -35,11 +38,8 @@ class Plan:
     * x_ptr, angles_ptr: the addresses of x and of angles.
     """
 
-    __slots__ = ("run", "serves")
-
-    def __init__(self, run: Callable[..., Any], *, serves: bool = True) -> None:
-        self.run = run
-        self.serves = serves  # by a kernel, for which autograd needs a node; eager PyTorch has its own
+    run: Callable[..., Any]
+    serves: bool = True  # by a kernel, for which autograd needs a node; eager PyTorch has its own
 
 
 def choice_of(prepared: Prepared, bypassed: str | None) -> Choice:
@@ -67,33 +67,6 @@ class Ready(NamedTuple):
     part: Launch
 
 
-def ready(spec: RopeSpec, variant: Any, call: RopeCall) -> Ready:
-    """The launch of a checked call."""
-    (part,) = launches(spec, variant, call)
-    return Ready(spec, call, part)
-
-
-class First:
-    """What was prepared to decide what a call does, for the run of that call.
-
-    Once the plan is known, another thread may run it first, for a call of its own: so only the thread that prepared takes.
-    Whoever asked for the plan clears it after its run, so that no tensor of a caller is kept.
-    """
-
-    __slots__ = ("prepared", "thread")
-
-    def __init__(self) -> None:
-        self.prepared: Ready | None = None
-        self.thread = threading.get_ident()
-
-    def take(self) -> Ready | None:
-        """What was prepared, once; None for another thread."""
-        if self.thread != threading.get_ident():
-            return None
-        taken, self.prepared = self.prepared, None
-        return taken
-
-
 def run_public(now: Ready) -> Any:
     """Run a call through Triton's public launcher; returns the compiled kernel."""
     with torch.cuda.device(now.call.x.device):
@@ -107,30 +80,25 @@ _COMPILED: dict[Any, Any] = {}
 def sized_plan(found: SizedLaunch) -> Plan:
     """The plan of calls that differ only in their lengths from a call that a kernel served."""
     spec, settings, sources = found.spec, found.settings, found.sources
-
-    def public(*tensors: Any) -> Any:
-        return _public(spec, found.variant, sources.given(*tensors), settings)
-
+    public = functools.partial(_public, spec, found.variant, settings, sources)
     return Plan(_run(spec, found.two, found.direct, found.device, found.sines, found.limits, found.beside, public))
 
 
 def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
-    prepared: Prepared, variant: Any, settings: Settings, sources: Sources, class_key: Any, first: First
+    prepared: Prepared, variant: Any, settings: Settings, sources: Sources, class_key: Any, first: threading.local
 ) -> Plan:
     """The plan of calls with the properties of this one; ``class_key`` is the key of its shape class, or None.
 
     If the kernel is already compiled, for calls that differ only in their sizes, the plan launches directly from the
-    start. Otherwise its first run uses Triton's public launcher, which compiles; it takes this call from ``first``.
+    start. Otherwise its first run uses Triton's public launcher, which compiles; this thread's takes the call from ``first``.
     """
     spec = prepared.spec
     assert spec is not None
-
-    def public(*tensors: Any) -> Any:
-        return _public(spec, variant, sources.given(*tensors), settings)
+    public = functools.partial(_public, spec, variant, settings, sources)
 
     def run_first(*tensors: Any) -> Any:
         given = sources.given(*tensors)
-        now = first.take() or _checked(spec, variant, given, settings)
+        now = getattr(first, "prepared", None) or _checked(spec, variant, given, settings)
         compiled = run_public(now)
         # The direct launcher cannot be probed during CUDA graph capture: the next call decides how later ones launch.
         if not capturing():
@@ -150,7 +118,7 @@ def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
         beside = _beside(call.x, call.key)
         return _run(spec, call.key is not None, direct, call.x.device.index, sines, limits, beside, public)
 
-    plan, now = Plan(run_first), ready(spec, variant, prepared.call)
+    plan, now = Plan(run_first), Ready(spec, prepared.call, *launches(spec, variant, prepared.call))
     compiled = _COMPILED.get(_code(variant, now))
     if compiled is not None and not sources.copied and not capturing():
         plan.run = upgrade(now, compiled)
@@ -166,11 +134,13 @@ def _code(variant: Any, now: Ready) -> Any:
 
 def _checked(spec: RopeSpec, variant: Any, given: Given, settings: Settings) -> Ready:
     """Check a call whose plan is known, and allocate its results."""
-    return ready(spec, variant, prepare(given, settings, make_out=torch.empty_like).call)
+    call = prepare(given, settings, make_out=torch.empty_like).call
+    return Ready(spec, call, *launches(spec, variant, call))
 
 
-def _public(spec: RopeSpec, variant: Any, given: Given, settings: Settings) -> Any:
-    """Check the call, run it through the public launcher and return its result."""
+def _public(spec: RopeSpec, variant: Any, settings: Settings, sources: Sources, *tensors: Any) -> Any:
+    """``Plan.run`` through the public launcher: check the call, run it and return its result."""
+    given = sources.given(*tensors)
     now = _checked(spec, variant, given, settings)
     run_public(now)
     return _result(given, settings, now.call)

@@ -106,38 +106,37 @@ def _check(call: Recurrence) -> None:
 def sequence(spec: GruSpec, variant: GruVariant, call: Recurrence, begin: int, end: int) -> Launch:
     """The launch of the steps in [begin, end). If that is one step of one layer, its programs do not wait."""
     waits = spec.stacked or (end - begin > 1 and not alone(spec, variant))
-    out_t, out_b = _strides(spec, call.out)
-    arguments: list[Any] = [call.gates]
-    if spec.stacked:
-        arguments.append(call.weight_ih)
-    arguments += [
-        call.weight_hh,
-        *((call.bias_ih, call.bias_hh) if spec.bias else (call.h_0, call.h_0)),
-        call.h_0,
-        call.out,
-    ]
-    if spec.stacked:
-        arguments.append(call.between)
     counts = waits and variant.exchange == "counter"
-    arguments += [call.h_n, call.counters if counts else call.h_0]
-    if spec.layout != "dense":
-        arguments += [call.starts, call.lengths]
-    arguments += [call.batch, call.seq, begin, end, call.gates.stride(0), *_strides(spec, call.gates[0])]
-    if spec.stacked:
-        arguments.append(call.weight_ih.stride(0))
-    arguments += [
-        call.weight_hh.stride(0),
-        *((call.bias_ih.stride(0), call.bias_hh.stride(0)) if spec.bias else (0, 0)),
-    ]
-    arguments += [*call.h_0.stride()[:2], out_t, out_b]
-    if spec.stacked:
-        arguments += [call.between.stride(0), *_strides(spec, call.between[0])]
-    arguments += call.h_n.stride()[:2]
+    biases = (call.bias_ih, call.bias_hh) if spec.bias else ()
     first, second, third = pieces(spec.hidden, variant.splits)
     return Launch(
         kernel=kernel_name(spec, variant),
         programs=programs(spec, GruSize(call.batch, call.seq), variant),
-        arguments=tuple(arguments),
+        arguments=(
+            call.gates,
+            *((call.weight_ih,) if spec.stacked else ()),
+            call.weight_hh,
+            *(biases or (call.h_0, call.h_0)),
+            call.h_0,
+            call.out,
+            *((call.between,) if spec.stacked else ()),
+            call.h_n,
+            call.counters if counts else call.h_0,
+            *(() if spec.dense else (call.starts, call.lengths)),
+            call.batch,
+            call.seq,
+            begin,
+            end,
+            call.gates.stride(0),
+            *_strides(spec, call.gates[0]),
+            *((call.weight_ih.stride(0),) if spec.stacked else ()),
+            call.weight_hh.stride(0),
+            *(tuple(bias.stride(0) for bias in biases) or (0, 0)),
+            *call.h_0.stride()[:2],
+            *_strides(spec, call.out),
+            *((call.between.stride(0), *_strides(spec, call.between[0])) if spec.stacked else ()),
+            *call.h_n.stride()[:2],
+        ),
         constants={
             "HIDDEN": spec.hidden,
             "DIRECTIONS": spec.directions,
