@@ -81,7 +81,7 @@ def _of_transformer_engine(*args: Any, **kwargs: Any) -> tuple[Choice, Any]:
 
 
 # Function -> its family, and what gives the choice for a call of it and the spec.
-_KNOWN = (
+_KNOWN: tuple[tuple[Any, str, Any], ...] = (
     *((function, "rope", functools.partial(dispatch.explain_rope, function)) for function in ROPE),
     (apply_rotary_pos_emb, "rope", _of_transformer_engine),
     (dispatch.gru_cell, "gru_cell", serve.explain_gru_cell),

@@ -8,11 +8,10 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import tuned.kernels
 from tuned.families.family import Family
 from tuned.lookup.mismatch import HARD, differences
 from tuned.lookup.portfolio import rows_for
-from tuned.lookup.table import Row, Table, tables
+from tuned.lookup.table import Row, Table, ships, tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +225,5 @@ def usable(  # noqa: PLR0913 - as nearest
     family: Family, spec: Any, size: Any, variant: Any, capability: int, multiprocessors: int | None = None
 ) -> bool:
     """Whether a variant is legal for a call on a GPU, and the package ships the kernels that it launches."""
-    return family.rejection(spec, size, variant, capability, multiprocessors) is None and all(
-        name in tuned.kernels.DIGESTS for name in family.kernel_names(spec, variant)
-    )
+    rejected = family.rejection(spec, size, variant, capability, multiprocessors) is not None
+    return not rejected and ships(family, spec, variant)

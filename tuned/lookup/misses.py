@@ -43,8 +43,9 @@ def note(family: Family, spec: Any, size: Any, choice: Choice) -> None:
     if choice.rule == "winner" or gpu is None:
         return
     if not has_rows(gpu) and _first(gpu.device):
+        architecture = f"sm_{gpu.capability}, " if gpu.capability else ""
         text = (
-            f"nothing was tuned on {gpu.name or gpu.device} ({_size_of(gpu)}). This call gets: {choice.rule}: {choice.why}. "
+            f"nothing was tuned on {gpu.name or gpu.device} ({architecture}{gpu.multiprocessors} multiprocessors). This call gets: {choice.rule}: {choice.why}. "
             "To tune this GPU, in a checkout of this project: python tune.py --gpu auto; with --quick it takes a minute. "
             "This warning is given once."
         )
@@ -71,11 +72,6 @@ def _outside() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == ROOT:
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _size_of(gpu: Gpu) -> str:
-    architecture = f"sm_{gpu.capability}, " if gpu.capability else ""
-    return f"{architecture}{gpu.multiprocessors} multiprocessors"
 
 
 def _first(what: str) -> bool:

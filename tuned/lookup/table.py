@@ -8,13 +8,14 @@ import importlib
 import os
 import pkgutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import tuned.kernels
 import tuned.tables
 from tuned.families.choices import undeclared
+from tuned.families.family import Family
 from tuned.families.registry import FAMILIES
 from tuned.lookup.mismatch import HARD, changed_sources, differences
 from tuned.lookup.record import METHOD, RecordError, load_record
@@ -47,7 +48,8 @@ def _stale(digests: dict[str, str], measured: dict[str, Any]) -> str | None:
     return "; ".join(found) or None
 
 
-def _ships(family: Any, spec: Any, variant: Any) -> bool:
+def ships(family: Family, spec: Any, variant: Any) -> bool:
+    """Whether the package has the kernels that a variant launches."""
     return all(name in tuned.kernels.DIGESTS for name in family.kernel_names(spec, variant))
 
 
@@ -68,26 +70,29 @@ def _shipped(device: str) -> Table:
 
 def _imported(device: str) -> Table:
     module = importlib.import_module(f"tuned.tables.{device}")
-    rows: dict[str, list[Row]] = {name: [] for name in FAMILIES}
+    winners = []
     for name, spec, size, variant, digests, median_us, index in module.ROWS:
-        measured = module.MEASURED[index]
         family = FAMILIES[name]
         built = family.spec_type(**spec), family.size_type(**size), family.variant_type(**variant)
-        if undeclared(built[2]) is None and _ships(family, built[0], built[2]):
-            rows[name].append(Row(*built, _stale(digests, measured), median_us, f"tuned.tables.{device}", measured))
-    return Table(device, module.DEVICE, {name: tuple(found) for name, found in rows.items()})
+        winners.append((name, *built, digests, median_us, module.MEASURED[index]))
+    return _table(device, module.DEVICE, f"tuned.tables.{device}", winners)
 
 
 def _recorded(path: Path) -> Table:
+    winners = load_record(path)
+    properties = winners[-1].environment if winners else {}
+    rows = ((w.family, w.spec, w.size, w.variant, w.digests, w.median_us, w.environment) for w in winners)
+    return _table(path.stem, properties, str(path), rows)
+
+
+def _table(device: str, properties: dict[str, Any], source: str, winners: Iterable[tuple[Any, ...]]) -> Table:
+    """The table of winners: family, spec, size, variant, digests, median_us, environment."""
     rows: dict[str, list[Row]] = {name: [] for name in FAMILIES}
-    properties: dict[str, Any] = {}
-    for w in load_record(path):
+    for name, spec, size, variant, digests, median_us, measured in winners:
         # A record may name kernels that the package does not ship, which cannot be launched.
-        if _ships(FAMILIES[w.family], w.spec, w.variant):
-            stale = _stale(w.digests, w.environment)
-            rows[w.family].append(Row(w.spec, w.size, w.variant, stale, w.median_us, str(path), w.environment))
-        properties = w.environment
-    return Table(path.stem, properties, {name: tuple(found) for name, found in rows.items()})
+        if undeclared(variant) is None and ships(FAMILIES[name], spec, variant):
+            rows[name].append(Row(spec, size, variant, _stale(digests, measured), median_us, source, measured))
+    return Table(device, properties, {name: tuple(found) for name, found in rows.items()})
 
 
 def folder_of_records(name: str | Path) -> list[Path]:

@@ -83,12 +83,11 @@ def learn(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurre
     """Remember how a call was served, if equal calls need only library GEMMs of the input and one launch."""
     settings = (call.has_biases, call.num_layers, call.bidirectional, call.batch_first)
     key = _key(call.input, call.hx, call.weights, settings)
-    if key is None or not spec.dense or variant.strategy != "persistent":
+    one_launch = spec.dense and variant.strategy == "persistent"
+    copied = recurrence.h_0.data_ptr() != call.hx.data_ptr()  # hx was, and every call must copy it again
+    rows = call.input.shape[:-1].numel()
+    if key is None or not one_launch or copied or not by_library(rows, call.weights[0], spec.precision):
         return
-    if not by_library(call.input.shape[:-1].numel(), call.weights[0], spec.precision):
-        return
-    if recurrence.h_0.data_ptr() != call.hx.data_ptr():
-        return  # hx was copied, and every call must copy it again
 
     def make() -> Any:
         launch = sequence(spec, variant, recurrence, 0, recurrence.seq)

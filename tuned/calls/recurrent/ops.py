@@ -65,10 +65,6 @@ def _cell(segments: Any, h: Any, *weights: Any) -> torch.Tensor:
         return serve.gru_cell(segments, h, *weights, inplace=False).contiguous()
 
 
-def _cell_fake(_segments: Any, h: Any, *_weights: Any) -> torch.Tensor:
-    return h.new_empty(h.shape)  # type: ignore[no-any-return]
-
-
 def _cell_backward(grad: Any, wanted: list[bool], segments: Any, *others: Any) -> list[torch.Tensor]:
     count, present = len(segments), [t is not None for t in others]
 
@@ -84,10 +80,6 @@ def _linear(inputs: Any, weight: Any, bias: Any) -> torch.Tensor:
     check_linear_cat(inputs, weight, bias)
     with torch.no_grad():
         return serve.linear_cat(inputs, weight, bias).contiguous()
-
-
-def _linear_fake(inputs: Any, weight: Any, _bias: Any) -> torch.Tensor:
-    return inputs[0].new_empty((*inputs[0].shape[:-1], weight.shape[0]))  # type: ignore[no-any-return]
 
 
 def _recomputed(
@@ -110,17 +102,13 @@ def _recomputed(
         )
     # Copies: autograd may give one tensor to two leaves, and what an operator returns must not share memory.
     return [
-        next(found).clone(memory_format=torch.contiguous_format) if w else _nothing(t)
+        next(found).clone(memory_format=torch.contiguous_format) if w else t.new_empty(0)
         for t, w in zip(tensors, wanted, strict=True)
     ]
 
 
-def _nothing(like: torch.Tensor) -> torch.Tensor:
-    return like.new_empty(0)
-
-
 def _grads_fake(tensors: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor]:
-    return [t.new_empty(t.shape) if w else _nothing(t) for t, w in zip(tensors, wanted, strict=True)]
+    return [t.new_empty(t.shape) if w else t.new_empty(0) for t, w in zip(tensors, wanted, strict=True)]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -166,14 +154,28 @@ gru_backward = define(
     _gru_backward,
     lambda _output, _h_n, wanted, input, hx, weights, *_: _grads_fake([input, hx, *weights], wanted),  # noqa: A006
 )
-gru_cell = define("gru_cell", f"({_CELL}) -> Tensor", _cell, _cell_fake, _cell_grads, _setup)
+gru_cell = define(
+    "gru_cell",
+    f"({_CELL}) -> Tensor",
+    _cell,
+    lambda _segments, h, *_: h.new_empty(h.shape),
+    _cell_grads,
+    _setup,
+)
 gru_cell_backward = define(
     "gru_cell_backward",
     f"(Tensor grad, bool[] wanted, {_CELL}) -> Tensor[]",
     _cell_backward,
     lambda _grad, wanted, segments, *others: _grads_fake([*segments, *serve.present(*others)], wanted),
 )
-linear_cat = define("linear_cat", f"({_LINEAR}) -> Tensor", _linear, _linear_fake, _linear_grads, _setup)
+linear_cat = define(
+    "linear_cat",
+    f"({_LINEAR}) -> Tensor",
+    _linear,
+    lambda inputs, weight, _bias: inputs[0].new_empty((*inputs[0].shape[:-1], weight.shape[0])),
+    _linear_grads,
+    _setup,
+)
 
 
 # What FlopCounterMode counts: two FLOPs per multiply-add of a matrix product, as for PyTorch's own operators. A backward

@@ -500,7 +500,7 @@ def _check_settings(settings: Settings) -> None:
             raise TypeError(f"{name} must be a bool, got a tensor, whose value may change: convert it with bool(...)")
 
 
-def _tokens(layout: str, x: torch.Tensor) -> tuple[int, int]:
+def tokens_of(layout: str, x: torch.Tensor) -> tuple[int, int]:
     """(seq, batch) of x; packed tokens have a batch of 1."""
     if layout == "thd":
         return x.shape[0], 1
@@ -532,7 +532,7 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
     entries = settings.angle_entries or ("feature" if angles.kind == "freqs" else "pair")
     heads, head_dim = x.shape[-2:]
     rotary = _rotary_dim(angles.first.shape[-1], entries, settings, head_dim)
-    seq, batch = _tokens(layout, x)
+    seq, batch = tokens_of(layout, x)
     bounds, sequences = None, None
     if layout == "thd" and given.positions is None:
         bounds = _packed(given.cu_seqlens, x.device)

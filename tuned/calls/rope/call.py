@@ -151,7 +151,9 @@ def _known_but_for_lengths(  # noqa: PLR0913 - the tensors of a call
     if class_key is None or transforms_active() or tracing() is not None:
         return None
     found = sized(class_key, x, key, angles, sin, cu_seqlens, positions)
-    return None if found is None else _differentiable(sized_plan(found), found.settings, found.sources, x, key)
+    return (
+        None if found is None else _differentiable(sized_plan(found), found.known.settings, found.known.sources, x, key)
+    )
 
 
 def _decide(given: Given, settings: Settings, class_key: Any, first: threading.local) -> Plan:

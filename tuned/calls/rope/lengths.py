@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tuned.calls.rope.arguments import Settings, Sources, offset_limits, packed_size
+from tuned.calls.rope.arguments import Settings, Sources, offset_limits, packed_size, tokens_of
 from tuned.families.launch import Launch
 from tuned.families.rope import FAMILY as ROPE
 from tuned.families.rope.launches import RopeCall, programs
@@ -59,14 +59,9 @@ class ShapeClass:
 class SizedLaunch(NamedTuple):
     """The launch of one call of a shape class."""
 
-    spec: RopeSpec
-    settings: Settings
-    sources: Sources
+    known: ShapeClass
     variant: Any
-    two: bool  # the call has a key
     direct: DirectLaunch
-    device: int
-    sines: int
     limits: tuple[int, int]  # the smallest and the largest int offset that the call allows
     beside: tuple[int, int, int]  # as tuned.calls.rope.plan._beside
 
@@ -169,12 +164,8 @@ def sized(  # noqa: PLR0911, PLR0913 - one return per check; the tensors of a ca
     known = _CLASSES.get(class_key)
     if known is None:
         return None
-    spec, settings = known.spec, known.settings
-    shape, rows = x.shape, angles.shape[0]
-    if spec.layout == "thd":
-        seq, batch = shape[0], 1
-    else:
-        seq, batch = (shape[1], shape[0]) if spec.layout == "bshd" else (shape[0], shape[1])
+    spec, shape, rows = known.spec, x.shape, angles.shape[0]
+    seq, batch = tokens_of(spec.layout, x)
     sequences = cu_seqlens.shape[0] - 1 if spec.packed else 0
     if not 0 < x.numel() < NARROW or (sin is not None and sin.shape != angles.shape):
         return None
@@ -191,7 +182,7 @@ def sized(  # noqa: PLR0911, PLR0913 - one return per check; the tensors of a ca
     compiled = known.launches.get(variant)
     if compiled is None or compiled.search_steps != search_steps(sequences) or not _legal(known, variant, size):
         return None
-    limits = offset_limits(spec, settings, rows, seq)
+    limits = offset_limits(spec, known.settings, rows, seq)
     if limits[1] < limits[0]:
         return None
     row = shape[-1] * shape[-2]
@@ -212,9 +203,7 @@ def sized(  # noqa: PLR0911, PLR0913 - one return per check; the tensors of a ca
     direct = compiled.direct._replace(programs=grid, rest=(*numbers, *compiled.constants))
     reach = x.numel() * x.element_size()
     beside = (reach, 0 if key is None else -key.numel() * x.element_size(), reach)
-    return SizedLaunch(
-        spec, settings, known.sources, variant, key is not None, direct, known.device, known.sines, limits, beside
-    )
+    return SizedLaunch(known, variant, direct, limits, beside)
 
 
 def _legal(known: ShapeClass, variant: Any, size: RopeSize) -> bool:

@@ -79,9 +79,9 @@ _COMPILED: dict[Any, Any] = {}
 
 def sized_plan(found: SizedLaunch) -> Plan:
     """The plan of calls that differ only in their lengths from a call that a kernel served."""
-    spec, settings, sources = found.spec, found.settings, found.sources
-    public = functools.partial(_public, spec, found.variant, settings, sources)
-    return Plan(_run(spec, found.two, found.direct, found.device, found.sines, found.limits, found.beside, public))
+    known = found.known
+    public = functools.partial(_public, known.spec, found.variant, known.settings, known.sources)
+    return Plan(_run(known.spec, found.direct, known.device, known.sines, found.limits, found.beside, public))
 
 
 def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
@@ -116,7 +116,7 @@ def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
         sines = 0 if spec.computes_sincos else call.sin.data_ptr() - call.cos.data_ptr()
         limits = offset_limits(spec, settings, call.angle_rows, call.seq)
         beside = _beside(call.x, call.key)
-        return _run(spec, call.key is not None, direct, call.x.device.index, sines, limits, beside, public)
+        return _run(spec, direct, call.x.device.index, sines, limits, beside, public)
 
     plan, now = Plan(run_first), Ready(spec, prepared.call, *launches(spec, variant, prepared.call))
     compiled = _COMPILED.get(_code(variant, now))
@@ -168,7 +168,6 @@ def as_given(given: Given, call: RopeCall) -> bool:
 
 def _run(  # noqa: PLR0913 - what the closure holds
     spec: RopeSpec,
-    two: bool,  # noqa: FBT001
     direct: DirectLaunch,
     device: int,
     sines: int,
@@ -183,7 +182,7 @@ def _run(  # noqa: PLR0913 - what the closure holds
     """
     if spec.plain:
         return _plain(spec, direct, device, sines, public)
-    return _complete(spec, two, direct, device, sines, limits, beside, public)
+    return _complete(spec, direct, device, sines, limits, beside, public)
 
 
 def _beside(x: torch.Tensor, key: torch.Tensor | None) -> tuple[int, int, int]:
@@ -240,7 +239,6 @@ def _plain(
 
 def _complete(  # noqa: PLR0913 - what the closure holds
     spec: RopeSpec,
-    two: bool,  # noqa: FBT001
     direct: DirectLaunch,
     device: int,
     sines: int,
@@ -250,7 +248,8 @@ def _complete(  # noqa: PLR0913 - what the closure holds
 ) -> Callable[..., Any]:
     run, function, head, programs, (_, *numbers), stream_of, enter, leave = direct
     rest, (low, high), (checked, nearest, furthest) = tuple(numbers), limits, beside
-    inplace, computes_sincos, empty_like = spec.inplace, spec.computes_sincos, torch.empty_like
+    inplace, two, computes_sincos = spec.inplace, spec.key_heads > 0, spec.computes_sincos
+    empty_like = torch.empty_like
 
     def plan(  # noqa: PLR0913 - those of Plan.run
         x: Any,

@@ -181,13 +181,10 @@ def _exchange_rejection(spec: GruSpec, variant: GruVariant, capability: int) -> 
 def _size_rejection(spec: GruSpec, size: GruSize, variant: GruVariant, multiprocessors: int | None) -> str | None:
     if variant.block_batch > max(SMALLEST, next_power_of_2(size.batch)):
         return f"block_batch={variant.block_batch} would leave half of its rows empty with a batch of {size.batch}"
-    if multiprocessors is None:
+    if multiprocessors is None or variant.strategy == "steps":
         return None
     count = programs(spec, size, variant)
-    fits = alone(spec, variant) or count <= multiprocessors
-    if variant.strategy == "steps":
-        return None
-    if not fits:
+    if count > multiprocessors and not alone(spec, variant):
         return f"{count} programs wait for each other, and {multiprocessors} multiprocessors may hold no more than one each"
     if count * FEWEST <= multiprocessors and max(variant.block_hidden, variant.block_batch) > SMALLEST:
         return f"{count} programs leave most of {multiprocessors} multiprocessors idle, and smaller tiles are more"

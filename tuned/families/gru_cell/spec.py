@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tuned.families.products import ITEM_SIZE, check_products
+from tuned.families.products import ITEM_SIZE, Rows, check_products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +45,5 @@ class GruCellSpec:
         return (self.input_size + 2 * self.hidden) * ITEM_SIZE[self.dtype]
 
 
-@dataclasses.dataclass(frozen=True)
-class GruCellSize:
-    """The sizes of a call, which a kernel takes at run time without being compiled again."""
-
-    batch: int
-
-    @property
-    def tokens(self) -> int:
-        """Rows of the call."""
-        return self.batch
+class GruCellSize(Rows):
+    """The batch of a step."""

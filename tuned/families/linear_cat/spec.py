@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tuned.families.products import ITEM_SIZE, check_products
+from tuned.families.products import ITEM_SIZE, Rows, check_products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +37,5 @@ class LinearCatSpec:
         return (self.input_size + self.outputs) * ITEM_SIZE[self.dtype]
 
 
-@dataclasses.dataclass(frozen=True)
-class LinearCatSize:
-    """The sizes of a call, which a kernel takes at run time without being compiled again."""
-
-    batch: int  # rows
-
-    @property
-    def tokens(self) -> int:
-        """Rows of the call."""
-        return self.batch
+class LinearCatSize(Rows):
+    """The rows of the segments."""
