@@ -8,7 +8,7 @@ import torch
 
 from tuned.families.gru_cell.launches import GruCellCall
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
-from tuned.families.products import joined
+from tuned.families.products import ITEM_SIZE, joined
 
 from ..rounding import SMALLEST, UNIT_ROUNDOFF, product_error
 
@@ -71,4 +71,11 @@ def eager(spec: GruCellSpec, call: GruCellCall) -> Any:
 
 def bytes_moved(spec: GruCellSpec, size: GruCellSize) -> int:
     """Bytes that must move: weights, x and h read, h' written."""
-    return spec.weight_bytes() + size.batch * spec.bytes_per_row()
+    row = (spec.input_size + 2 * spec.hidden) * ITEM_SIZE[spec.dtype]
+    return weight_bytes(spec) + size.batch * row
+
+
+def weight_bytes(spec: GruCellSpec) -> int:
+    """Bytes of the weights and biases, which are read once per call."""
+    entries = spec.input_size + spec.hidden + (2 if spec.bias else 0)
+    return 3 * spec.hidden * entries * ITEM_SIZE[spec.dtype]
