@@ -74,10 +74,9 @@ def rotate(
         return None
     batch, tokens, width = cos.shape
     of_q = q.shape
-    if tokens != of_q[3 - unsqueeze_dim] or batch not in (1, of_q[0]):
-        return None
     rotary_dim = 2 * width if style.entries == "pair" else width
-    if rotary_dim > of_q[3] or (rotary_dim < of_q[3] and style.rotated is None):
+    fits = rotary_dim == of_q[3] or (rotary_dim < of_q[3] and style.rotated is not None)
+    if tokens != of_q[3 - unsqueeze_dim] or batch not in (1, of_q[0]) or not fits:
         return None
     if k is not None:
         of_k = k.shape

@@ -48,12 +48,10 @@ class _Lengths(NamedTuple):
 def why_not(call: GruCall) -> str | None:
     """Why no kernel can serve a checked call, or None."""
     reason = why_eager(call.input, name_of(call.input.dtype) in DTYPES)
-    if reason is not None:
-        return reason
-    if not call.hx.shape[2]:
+    if reason is None and not call.hx.shape[2]:
         return "there is nothing to compute: an axis is empty"
-    if _empty(call):
-        return None
+    if reason is not None or _empty(call):
+        return reason
     choice = _parts(call)[-1][2]
     return choice.why if choice.variant is None else None
 

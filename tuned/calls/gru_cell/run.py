@@ -206,7 +206,7 @@ def _tensors(_pointers: Any, x: Any, *others: Any) -> tuple[Any, ...]:
 def _public(  # noqa: PLR0913
     spec: GruCellSpec,
     variant: Any,
-    pointers: Any,
+    _pointers: Any,
     x: Any,
     h: Any,
     weight_ih: Any,
@@ -215,7 +215,6 @@ def _public(  # noqa: PLR0913
     bias_hh: Any,
 ) -> Any:
     """The plan of a step that must use Triton's public launcher."""
-    del pointers
     segments = x if isinstance(x, tuple) else (x,)
     call = prepared(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, spec.inplace)
     run_publicly(GRU_CELL.launches(spec, variant, call), h.get_device())

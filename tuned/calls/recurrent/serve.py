@@ -98,10 +98,9 @@ def gru_cell(  # noqa: PLR0913 - the arguments of the public call
         return cell_run.run_cell(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace=inplace)
     else:
         x = [t.to(dtype) for t in segments]
-        state, w_ih, w_hh = (t.to(dtype) for t in (h, weight_ih, weight_hh))
-        b_ih, b_hh = (None if b is None else b.to(dtype) for b in (bias_ih, bias_hh))
+        others = [None if t is None else t.to(dtype) for t in (h, weight_ih, weight_hh, bias_ih, bias_hh)]
         with torch.autocast(h.device.type, enabled=False):  # the tensors are cast: autocast must not cast them again
-            out = cell_run.run_cell(x, state, w_ih, w_hh, b_ih, b_hh, inplace=False)
+            out = cell_run.run_cell(x, *others, inplace=False)
     return h.copy_(out) if inplace else out
 
 

@@ -623,14 +623,12 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
 def _rows(angles: Angles, batch: int, layout: str) -> int:
     """The number of positions that the angles cover."""
     first = angles.first
-    if first.ndim > 2:  # noqa: PLR2004
-        if layout == "thd" or first.shape[0] != batch:
-            raise ValueError(
-                f"cos and sin of [batch, rows, entries] must have the batch of x, {batch}, got {list(first.shape)}"
-                + ("; packed tokens have no batch: give [rows, entries] and positions" if layout == "thd" else "")
-            )
-        return first.shape[1]
-    return first.shape[0]
+    if first.ndim > 2 and (layout == "thd" or first.shape[0] != batch):  # noqa: PLR2004
+        raise ValueError(
+            f"cos and sin of [batch, rows, entries] must have the batch of x, {batch}, got {list(first.shape)}"
+            + ("; packed tokens have no batch: give [rows, entries] and positions" if layout == "thd" else "")
+        )
+    return first.shape[-2]
 
 
 def _reach(rows: int, positions: _Positions, settings: Settings, seq: int, sequences: int | None) -> None:

@@ -154,7 +154,7 @@ def _regular(t: torch.Tensor) -> bool:
     return t.stride()[-2:] == (head_dim, 1) and row >= heads * head_dim and kind_of(row) == kind_of(step) == kind_of(16)
 
 
-def sized(  # noqa: PLR0911, PLR0913 - one return per check; the tensors of a call
+def sized(  # noqa: PLR0913 - one return per check; the tensors of a call
     class_key: Any, x: Any, key: Any, angles: Any, sin: Any, cu_seqlens: Any, positions: Any
 ) -> SizedLaunch | None:
     """The launch of a call whose shape class is known.
@@ -167,15 +167,18 @@ def sized(  # noqa: PLR0911, PLR0913 - one return per check; the tensors of a ca
     spec, shape, rows = known.spec, x.shape, angles.shape[0]
     seq, batch = tokens_of(spec.layout, x)
     sequences = cu_seqlens.shape[0] - 1 if spec.packed else 0
-    if not 0 < x.numel() < NARROW or (sin is not None and sin.shape != angles.shape):
-        return None
-    if key is not None and (key.shape[:-2] != shape[:-2] or not 0 < key.numel() < NARROW):
-        return None
-    # An empty tensor has no address, cu_seqlens has at least one entry, and a single angle may be a lazily negated view.
-    if sequences < 0 or angles.numel() < 2 or (positions is not None and not positions.numel()):  # noqa: PLR2004
-        return None
     steps = _position_strides(spec, positions, seq, batch, sequences, shape)
-    if steps is None or (spec.context_parallel and not spec.packed and seq % 2):
+    # An empty tensor has no address, cu_seqlens has at least one entry, and a single angle may be a lazily negated view.
+    if (
+        not 0 < x.numel() < NARROW
+        or (key is not None and (key.shape[:-2] != shape[:-2] or not 0 < key.numel() < NARROW))
+        or angles.numel() < 2  # noqa: PLR2004
+        or (sin is not None and sin.shape != angles.shape)
+        or sequences < 0
+        or (positions is not None and not positions.numel())
+        or (spec.context_parallel and not spec.packed and seq % 2)
+        or steps is None
+    ):
         return None
     size = packed_size(seq, sequences) if spec.packed else RopeSize(batch, seq)
     variant = variant_at(known.rows, ROPE, size, known.gpu)

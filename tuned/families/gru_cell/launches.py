@@ -153,10 +153,6 @@ def _library(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> t
     x, copies = call.x0, []
     if len(call.segments) > 1:
         x = call.h.new_empty((batch, spec.input_size))
-        starts = [sum(spec.inputs[:index]) for index in range(len(spec.inputs))]
-        copies = [
-            Copy(segment, x[:, start : start + width])
-            for segment, start, width in zip(call.segments, starts, spec.inputs, strict=True)
-        ]
+        copies = list(map(Copy, call.segments, x.split(spec.inputs, 1)))
     products = (Product(x, call.weight_ih, gates[0]), Product(call.h, call.weight_hh, gates[1]))
     return (*copies, *products, gates_launch(spec, variant, call, gates))

@@ -114,8 +114,7 @@ def rejection(
     """
     del multiprocessors  # programs of a step do not wait for each other
     rules = {"library": _library_rejection, "vector": _vector_rejection}.get(variant.form, _tensor_core_rejection)
-    reason = rules(spec, size, variant)
-    if reason is not None:
+    if reason := rules(spec, size, variant):
         return reason
     if spec.inplace and variant.form != "library":
         return "h may not be overwritten while other programs read it: in place, only form='library' is right"

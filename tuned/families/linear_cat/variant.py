@@ -90,8 +90,7 @@ def rejection(
     its lanes empty or keeps too little in flight.
     """
     del multiprocessors  # programs do not wait for each other
-    reason = (_vector_rejection if variant.is_vector else _tile_rejection)(spec, size, variant)
-    if reason is not None:
+    if reason := (_vector_rejection if variant.is_vector else _tile_rejection)(spec, size, variant):
         return reason
     if variant.block_columns >= 2 * next_power_of_2(max(spec.outputs, 16)):
         return (

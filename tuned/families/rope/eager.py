@@ -122,15 +122,12 @@ def _turn(
         head = x[..., before : before + turned]
         kept = [x[..., :before], x[..., :0], x[..., before + turned :]]
     head = head.to(cos.dtype)
+    # Where the first and the second of each pair are.
+    pair = (slice(0, None, 2), slice(1, None, 2)) if spec.interleaved else (slice(half), slice(half, None))
+    first, second = (head[..., of] for of in pair)
     pair_cos, pair_sin = (cos, cos), (sin, sin)
-    if spec.interleaved:
-        first, second = head[..., 0::2], head[..., 1::2]
-        if spec.angle_entries == "feature":
-            pair_cos, pair_sin = (cos[..., 0::2], cos[..., 1::2]), (sin[..., 0::2], sin[..., 1::2])
-    else:
-        first, second = head[..., :half], head[..., half:]
-        if spec.angle_entries == "feature":
-            pair_cos, pair_sin = (cos[..., :half], cos[..., half:]), (sin[..., :half], sin[..., half:])
+    if spec.angle_entries == "feature":
+        pair_cos, pair_sin = ((a[..., pair[0]], a[..., pair[1]]) for a in (cos, sin))
     if spec.direction == "backward":
         pair_sin = (-pair_sin[1], -pair_sin[0])
     out_first = (first * pair_cos[0] - second * pair_sin[0]).to(x.dtype)
