@@ -203,8 +203,10 @@ LOOKUP = (
     Fault(
         "rows_remembered_without_the_gpu",
         "tuned/lookup/lookup.py",
-        "key = family.name, spec, gpu, id(table)",
-        "key = family.name, spec, id(table)",
+        "@functools.lru_cache(MAX_HERE)\ndef _here(",
+        "def _here(family: Any, spec: Any, gpu: Any, table: Any, kept: Any = {}) -> Any:\n"
+        "    return kept.setdefault((family.name, spec, table), _found(family, spec, gpu, table))\n\n\n"
+        "def _found(",
         (T + "lookup/test_lookup.py::test_a_row_measured_on_other_multiprocessors_is_a_neighbour",),
         "A second GPU of another size gets what was decided for the first.",
     ),

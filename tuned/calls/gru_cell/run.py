@@ -67,10 +67,8 @@ def choice_of(
     h: torch.Tensor,
     bias: Any,
     inplace: bool,  # noqa: FBT001
-) -> tuple[Choice, GruCellSpec | None]:
-    """Which variant a checked step gets, or why it runs in eager PyTorch, and its spec; nothing runs."""
-    if (reason := why_not(segments, h)) is not None:
-        return Choice("eager", reason, None), None
+) -> tuple[Choice, GruCellSpec]:
+    """Which variant a step gets that ``why_not`` accepts, and its spec; nothing runs."""
     spec, size = _spec_of(segments, h, bias, inplace)
     return choose(GRU_CELL, spec, size, gpu_of(h.device)), spec
 

@@ -48,10 +48,8 @@ def _spec_of(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: Any) ->
     return spec, LinearCatSize(inputs[0].shape[:-1].numel())
 
 
-def choice_of(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: Any) -> tuple[Choice, LinearCatSpec | None]:
-    """Which variant a checked call gets, or why it runs in eager PyTorch, and its spec; nothing runs."""
-    if (reason := why_not(inputs, weight)) is not None:
-        return Choice("eager", reason, None), None
+def choice_of(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: Any) -> tuple[Choice, LinearCatSpec]:
+    """Which variant a call gets that ``why_not`` accepts, and its spec; nothing runs."""
     spec, size = _spec_of(inputs, weight, bias)
     return choose(LINEAR_CAT, spec, size, gpu_of(weight.device)), spec
 

@@ -130,8 +130,8 @@ def _cell_grads(ctx: Any, grad: Any) -> tuple[Any, ...]:
     needs = ctx.needs_input_grad
     there = [n for n, t in zip(needs[1:], others, strict=True) if t is not None]
     wanted = [*needs[0], *there]
-    found = iter(gru_cell_backward(grad, wanted, segments, *others))
-    grads = [next(found) if w else (next(found), None)[1] for w in wanted]
+    found = gru_cell_backward(grad, wanted, segments, *others)
+    grads = [g if w else None for g, w in zip(found, wanted, strict=True)]
     rest = iter(grads[len(segments) :])
     return grads[: len(segments)], *(None if t is None else next(rest) for t in others)
 

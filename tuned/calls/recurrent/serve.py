@@ -98,7 +98,7 @@ def gru_cell(  # noqa: PLR0913 - the arguments of the public call
         return cell_run.run_cell(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace=inplace)
     else:
         x = [t.to(dtype) for t in segments]
-        others = [None if t is None else t.to(dtype) for t in (h, weight_ih, weight_hh, bias_ih, bias_hh)]
+        others: list[Any] = [None if t is None else t.to(dtype) for t in (h, weight_ih, weight_hh, bias_ih, bias_hh)]
         with torch.autocast(h.device.type, enabled=False):  # the tensors are cast: autocast must not cast them again
             out = cell_run.run_cell(x, *others, inplace=False)
     return h.copy_(out) if inplace else out
@@ -137,7 +137,7 @@ def explain_gru_cell(*args: Any, **kwargs: Any) -> tuple[Choice, Any]:
     segments, (h, *weights) = checked_cell(**given)
     dtype = autocast_dtype(h.device.type)
     state = h if dtype is None else h.to(dtype)
-    if (reason := why_torch(present(*segments, h, *weights))) is not None:
+    if reason := why_torch(present(*segments, h, *weights)) or cell_run.why_not(segments, state):
         return Choice("eager", reason, None), None
     return cell_run.choice_of(segments, state, given["bias_ih"], given["inplace"] and dtype is None)
 
@@ -145,8 +145,8 @@ def explain_gru_cell(*args: Any, **kwargs: Any) -> tuple[Choice, Any]:
 def explain_linear_cat(inputs: Any, weight: Any, bias: Any = None) -> tuple[Choice, Any]:
     """The choice for a call of tuned.dispatch.linear_cat with these arguments, and its spec; no kernel runs."""
     check_linear_cat(inputs, weight, bias)
-    if (reason := why_torch(present(*inputs, weight, bias))) is not None:
-        return Choice("eager", reason, None), None
     dtype = autocast_dtype(weight.device.type)
     cast = weight if dtype is None else weight.to(dtype)
+    if reason := why_torch(present(*inputs, weight, bias)) or linear_run.why_not(inputs, cast):
+        return Choice("eager", reason, None), None
     return linear_run.choice_of(inputs, cast, bias)

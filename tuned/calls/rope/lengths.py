@@ -101,6 +101,7 @@ def learn(  # noqa: PLR0913 - a call and how it was served
     call: RopeCall,
     launch: Launch,
     direct: DirectLaunch,
+    sines: int,
 ) -> None:
     """Remember a served call for calls of other lengths, if nothing but the lengths can differ between their launches."""
     gpu = gpu_of(call.x.device)
@@ -112,30 +113,29 @@ def learn(  # noqa: PLR0913 - a call and how it was served
         or os.environ.get("TUNED_RECORD")
     ):
         return  # kv_heads=0 launches on a view of another shape; the last two need the full choice for each call
-    if not all(_regular(t) for t in (call.x, call.out, call.key, call.key_out) if t is not None):
-        return
+    regular = all(_regular(t) for t in (call.x, call.out, call.key, call.key_out) if t is not None)
     # A table of one row counts as contiguous whatever its row stride; other calls of the class would use that stride.
     width = call.cos.shape[-1] * (2 if sources.angles == "cos_sin_cache" else 1)
-    if spec.angles != "inv_freq" and call.cos.stride(-2) != width:
+    if not regular or (spec.angles != "inv_freq" and call.cos.stride(-2) != width):
         return
     known = _CLASSES.get(class_key)
     if known is None:
-        sines = 0 if spec.computes_sincos else call.sin.data_ptr() - call.cos.data_ptr()
         rows = near_rows(ROPE, spec, gpu)
         if rows is None:
             return
         known = ShapeClass(spec, settings, sources, gpu, call.x.get_device(), sines, rows)
         remember(_CLASSES, class_key, known)
-    parameters = kernel(launch.kernel).params
     numbers = {
         parameter.name: value
-        for parameter, value in zip(parameters, launch.arguments, strict=False)
+        for parameter, value in zip(kernel(launch.kernel).params, launch.arguments, strict=False)
         if not isinstance(value, torch.Tensor)
     }
-    constants = tuple(launch.constants.values())
-    indices = tuple((index, name) for index, name in enumerate(numbers) if name in LENGTH_PARAMETERS)
     known.launches[variant] = CompiledLaunch(
-        direct, tuple(numbers.values()), indices, constants, search_steps(call.sequences)
+        direct=direct,
+        numbers=tuple(numbers.values()),
+        length_indices=tuple((index, name) for index, name in enumerate(numbers) if name in LENGTH_PARAMETERS),
+        constants=tuple(launch.constants.values()),
+        search_steps=search_steps(call.sequences),
     )
 
 

@@ -111,9 +111,9 @@ def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
         direct = direct_launch(part, compiled, call.x.device.index)
         if direct is None:  # must use Triton's public launcher
             return public
-        learn(class_key, spec, settings, sources, variant, call, part, direct)
         # With a cos_sin_cache: bytes from its first cosine to its first sine.
         sines = 0 if spec.computes_sincos else call.sin.data_ptr() - call.cos.data_ptr()
+        learn(class_key, spec, settings, sources, variant, call, part, direct, sines)
         limits = offset_limits(spec, settings, call.angle_rows, call.seq)
         beside = _beside(call.x, call.key)
         return _run(spec, direct, call.x.device.index, sines, limits, beside, public)

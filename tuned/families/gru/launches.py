@@ -54,9 +54,8 @@ def kernel_name(spec: GruSpec, variant: GruVariant) -> str:
 
 def kernel_names(spec: GruSpec, variant: GruVariant) -> tuple[str, ...]:
     """Every kernel that the variant launches."""
-    if variant.strategy == "library":
-        return (gates_name(bias=spec.bias, inplace=False),)
-    return (kernel_name(spec, variant),)
+    library = variant.strategy == "library"
+    return (gates_name(bias=spec.bias, inplace=False) if library else kernel_name(spec, variant),)
 
 
 def launches(spec: GruSpec, variant: GruVariant, call: Recurrence) -> tuple[Step, ...]:
