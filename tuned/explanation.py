@@ -33,8 +33,7 @@ class Explanation:
         """Rule, reason, kernels and numbers, one line each."""
         lines = [f"{self.rule}: {self.why}"]
         if self.kernels:
-            lines.append(f"kernels: {', '.join(self.kernels)}")
-            lines.append(f"variant: {self.variant}")
+            lines += [f"kernels: {', '.join(self.kernels)}", f"variant: {self.variant}"]
         if self.median_us is not None:
             lines.append(f"that row was measured at {self.median_us:g} us")
         return "\n".join(lines)

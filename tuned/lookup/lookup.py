@@ -210,15 +210,13 @@ def nearest(  # noqa: PLR0913 - the call, the rows and the GPU
     The distance is the octaves between the numbers of tokens plus the family's distance between the specs. Of equally near
     rows a fresh one comes before a stale one. The rule was chosen by leave-one-out regret: ``tune.py regret``.
     """
-    best: tuple[tuple[float, bool], Row, Any] | None = None
-    for row in rows:
-        away = family.distance(row.spec, spec) + abs(_octave(row.size) - _octave(size))
-        if best is not None and (away, row.stale is not None) >= best[0]:
-            continue
+    octave = _octave(size)
+    away = [(family.distance(row.spec, spec) + abs(_octave(row.size) - octave), row) for row in rows]
+    for distance, row in sorted(away, key=lambda one: (one[0], one[1].stale is not None)):
         variant = family.adapt(family.fit(row.variant, capability), row.spec, spec)
         if usable(family, spec, size, variant, capability, multiprocessors):
-            best = (away, row.stale is not None), row, variant
-    return None if best is None else (best[0][0], best[1], best[2])
+            return distance, row, variant
+    return None
 
 
 def usable(  # noqa: PLR0913 - as nearest

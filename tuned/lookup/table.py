@@ -43,11 +43,6 @@ class Table:
     rows: dict[str, tuple[Row, ...]]  # family -> rows
 
 
-def _stale(digests: dict[str, str], measured: dict[str, Any]) -> str | None:
-    found = [*changed_sources(digests, tuned.kernels.DIGESTS), *differences(measured, {"method": METHOD}, HARD)]
-    return "; ".join(found) or None
-
-
 def ships(family: Family, spec: Any, variant: Any) -> bool:
     """Whether the package has the kernels that a variant launches."""
     return all(name in tuned.kernels.DIGESTS for name in family.kernel_names(spec, variant))
@@ -91,8 +86,10 @@ def _table(device: str, properties: dict[str, Any], source: str, winners: Iterab
     for name, spec, size, variant, digests, median_us, measured in winners:
         # A record may name kernels that the package does not ship, which cannot be launched.
         if undeclared(variant) is None and ships(FAMILIES[name], spec, variant):
-            rows[name].append(Row(spec, size, variant, _stale(digests, measured), median_us, source, measured))
-    return Table(device, properties, {name: tuple(found) for name, found in rows.items()})
+            found = [*changed_sources(digests, tuned.kernels.DIGESTS), *differences(measured, {"method": METHOD}, HARD)]
+            stale = "; ".join(found) or None
+            rows[name].append(Row(spec, size, variant, stale, median_us, source, measured))
+    return Table(device, properties, {name: tuple(own) for name, own in rows.items()})
 
 
 def folder_of_records(name: str | Path) -> list[Path]:

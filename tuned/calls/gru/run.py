@@ -282,6 +282,3 @@ def _packed_lengths(batch_sizes: tuple[int, ...], device: torch.device) -> tuple
     rows = torch.tensor(batch_sizes, device="cpu")  # not the default device
     lengths = (rows[:, None] > torch.arange(batch_sizes[0], device="cpu")).sum(0, dtype=torch.int32)
     return (rows.cumsum(0) - rows).to(device), lengths.to(device)
-
-
-__all__ = ["choice_of", "forward", "why_not"]

@@ -184,7 +184,7 @@ def _differentiable(plan: Plan, settings: Settings, sources: Sources, x: Any, ke
 def _checked(given: Given, settings: Settings, sources: Sources, class_key: Any, first: threading.local) -> Plan:
     """The plan of a call whose properties are new."""
     bypassed = _why_no_launch(given)
-    prepared = prepare(given, settings, make_out=_strides_of_result if bypassed else torch.empty_like)
+    prepared = prepare(given, settings, make_out=(lambda t: t) if bypassed else torch.empty_like)
     choice = choice_of(prepared, bypassed)
     empty = any(not t.numel() for t in given if isinstance(t, torch.Tensor))  # an empty tensor has no address
     if (
@@ -201,11 +201,6 @@ def _checked(given: Given, settings: Settings, sources: Sources, class_key: Any,
     if heads_apart(given.x, settings):  # ``prepared`` is of a contiguous copy
         return Plan(functools.partial(_run_copy, settings, sources))
     return kernel_plan(prepared, choice.variant, settings, sources, class_key, first)
-
-
-def _strides_of_result(t: torch.Tensor) -> torch.Tensor:
-    """A tensor with the strides that the result will have, which ``prepare`` reads."""
-    return t if t.is_contiguous() else torch.empty_like(t)
 
 
 def _bypassed(given: Given) -> str | None:

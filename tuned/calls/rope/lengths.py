@@ -25,8 +25,9 @@ from tuned.lookup.gpu import gpu_of
 from tuned.lookup.lookup import Gpu, NearRows, has_rows, near_rows, usable, variant_at
 
 # The kernel parameters whose values depend on lengths.
-LENGTH_PARAMETERS = {"seq", "batch", "sequences", "angle_rows", "position_stride_s", "position_stride_b"}
-LENGTH_PARAMETERS |= {f"{of}_stride_{axis}" for of in ("x", "out", "key", "key_out") for axis in "sb"}
+LENGTH_PARAMETERS = {"seq", "batch", "sequences", "angle_rows"} | {
+    f"{of}_stride_{axis}" for of in ("x", "out", "key", "key_out", "position") for axis in "sb"
+}
 NARROW = 2**31  # elements: strides of larger tensors may need 64 bits, for which Triton compiles other code
 
 

@@ -47,16 +47,14 @@ def choice_of(prepared: Prepared, bypassed: str | None) -> Choice:
 
     ``bypassed`` is why a launch would bypass torch.func, tracing or dispatch modes, or lose a gradient; or None.
     """
-    x = prepared.call.x
-    reason = why_eager(x, x.dtype in SUPPORTED)
-    if reason is None and prepared.call.key is not None:
-        reason = why_eager(prepared.call.key, x.dtype in SUPPORTED)
-    if reason is None and prepared.spec is None:
-        reason = "q and k have different strides of head_dim, and kernels take one for both"
-    reason = reason or bypassed
+    tensors = [t for t in (prepared.call.x, prepared.call.key) if t is not None]
+    reasons = [why_eager(t, t.dtype in SUPPORTED) for t in tensors]
+    if prepared.spec is None:
+        reasons.append("q and k have different strides of head_dim, and kernels take one for both")
+    reason = next(filter(None, [*reasons, bypassed]), None)
     if prepared.spec is None or reason is not None:
         return Choice("eager", reason or "", None)
-    return choose(ROPE, prepared.spec, prepared.size, gpu_of(x.device))
+    return choose(ROPE, prepared.spec, prepared.size, gpu_of(tensors[0].device))
 
 
 class Ready(NamedTuple):

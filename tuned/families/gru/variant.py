@@ -255,9 +255,8 @@ def distance(a: GruSpec, b: GruSpec) -> float:
     return 2 * octaves + sets + float(a.item != b.item) + 0.5 * sum(others)
 
 
-def adapt(variant: GruVariant, spec: GruSpec, to: GruSpec) -> GruVariant:
-    """A variant that was tuned for ``spec``, adapted to ``to``: with fewer units per program until it fits."""
-    del spec
+def adapt(variant: GruVariant, _spec: GruSpec, to: GruSpec) -> GruVariant:
+    """A variant that was tuned for another spec, adapted to ``to``: with fewer units per program until it fits."""
     if variant.strategy == "library":
         return variant
     if variant.exchange in PTX_EXCHANGES and to.hidden * to.item % 16:

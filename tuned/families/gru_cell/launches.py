@@ -33,9 +33,8 @@ def gates_name(*, bias: bool, inplace: bool) -> str:
 
 def kernel_name(spec: GruCellSpec, variant: GruCellVariant) -> str:
     """Module and function name of a variant's only kernel."""
-    if variant.form == "library":
-        return gates_name(bias=spec.bias, inplace=spec.inplace)
-    return f"gru_cell_{variant.form}"
+    library = variant.form == "library"
+    return gates_name(bias=spec.bias, inplace=spec.inplace) if library else f"gru_cell_{variant.form}"
 
 
 def kernel_names(spec: GruCellSpec, variant: GruCellVariant) -> tuple[str, ...]:

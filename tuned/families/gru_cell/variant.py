@@ -283,9 +283,8 @@ def distance(a: GruCellSpec, b: GruCellSpec) -> float:
     return octaves + 0.5 * halves + 0.1 * (a.dtype != b.dtype)
 
 
-def adapt(variant: GruCellVariant, spec: GruCellSpec, to: GruCellSpec) -> GruCellVariant:
-    """A variant that was tuned for ``spec``, adapted to ``to``: as it is, its tile is one of rows and units."""
-    del spec, to
+def adapt(variant: GruCellVariant, _spec: GruCellSpec, _to: GruCellSpec) -> GruCellVariant:
+    """A variant that was tuned for one spec, adapted to another: as it is, its tile is one of rows and units."""
     return variant
 
 

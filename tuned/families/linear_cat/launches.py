@@ -20,9 +20,8 @@ class LinearCatCall(Segments):
     bias: Any = None  # [outputs], contiguous
 
 
-def kernel_name(spec: LinearCatSpec, variant: LinearCatVariant) -> str:
-    """Module and function name: every text axis, in a fixed order."""
-    del spec  # no field of the spec chooses text
+def kernel_name(_spec: LinearCatSpec, variant: LinearCatVariant) -> str:
+    """Module and function name: every text axis, in a fixed order. No field of the spec chooses text."""
     return f"linear_cat_{variant.form}"
 
 

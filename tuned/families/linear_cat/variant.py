@@ -194,9 +194,8 @@ def distance(a: LinearCatSpec, b: LinearCatSpec) -> float:
     return octaves + 0.5 * halves + 0.1 * (a.dtype != b.dtype)
 
 
-def adapt(variant: LinearCatVariant, spec: LinearCatSpec, to: LinearCatSpec) -> LinearCatVariant:
-    """A variant that was tuned for ``spec``, adapted to ``to``: as it is."""
-    del spec, to
+def adapt(variant: LinearCatVariant, _spec: LinearCatSpec, _to: LinearCatSpec) -> LinearCatVariant:
+    """A variant that was tuned for one spec, adapted to another: as it is."""
     return variant
 
 

@@ -57,9 +57,8 @@ class RopeCall:
     scaling: float = 1.0
 
 
-def kernel_name(spec: RopeSpec, variant: RopeVariant) -> str:
+def kernel_name(spec: RopeSpec, _variant: RopeVariant) -> str:
     """Module and function name of the kernel: every text axis, in a fixed order. The variant is all numbers."""
-    del variant
     calls = spec.layout if spec.plain else "complete"
     return f"rope_{calls}_{'inplace' if spec.inplace else 'copy'}_{spec.style}_{spec.angles}"
 
@@ -85,8 +84,12 @@ def _key_in(tensor: Any, spec: RopeSpec, call: RopeCall) -> Any:
 
 def _left_out(spec: RopeSpec) -> frozenset[str]:
     """The parameters that a call's kernel does not have."""
-    without = [(OF_OUT, spec.inplace), (frozenset({"sin"}), spec.computes_sincos)]
-    without += [(OF_COMPLETE, spec.plain), (OF_BOUNDS, not spec.takes_bounds)]
+    without = [
+        (OF_OUT, spec.inplace),
+        (frozenset({"sin"}), spec.computes_sincos),
+        (OF_COMPLETE, spec.plain),
+        (OF_BOUNDS, not spec.takes_bounds),
+    ]
     return frozenset().union(*(names for names, are_left_out in without if are_left_out))
 
 
