@@ -109,8 +109,7 @@ def _probe(device: int) -> bool:
     arguments = (freqs, cos, sin, 4, 16, 1)
     constants = {"WIDTH": 16, "BLOCK": 1024, "PDL": False}
     try:
-        function = kernel(PROBE_KERNEL)
-        compiled = function[(1,)](*arguments, **constants, num_warps=4)
+        compiled = kernel(PROBE_KERNEL)[(1,)](*arguments, **constants, num_warps=4)
         wanted = torch.stack((cos, sin)).clone()
         cos.zero_()
         sin.zero_()

@@ -47,8 +47,7 @@ def _counts(table: Table, gpu: Gpu) -> bool:
 
 
 def _elsewhere(row: Row, gpu: Gpu) -> list[str]:
-    here = {"device_name": gpu.name, "multiprocessors": gpu.multiprocessors}
-    return differences(row.measured, here, HARD)
+    return differences(row.measured, {"device_name": gpu.name, "multiprocessors": gpu.multiprocessors}, HARD)
 
 
 def choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:

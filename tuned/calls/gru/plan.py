@@ -90,8 +90,9 @@ def learn(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurre
         return
 
     def make() -> Any:
-        launch = sequence(spec, variant, recurrence, 0, recurrence.seq)
-        direct = direct_launch(launch, compiled, call.input.device.index)
+        direct = direct_launch(
+            sequence(spec, variant, recurrence, 0, recurrence.seq), compiled, call.input.device.index
+        )
         return None if direct is None else _plan(call, spec, variant, recurrence, direct)
 
     keep(_PLANS, key, make, lambda x, hx, weights: (x, hx, *weights), call.input, call.hx, call.weights)

@@ -128,8 +128,7 @@ def _gru_grads(ctx: Any, grad_output: Any, grad_h_n: Any) -> tuple[Any, ...]:
 def _cell_grads(ctx: Any, grad: Any) -> tuple[Any, ...]:
     segments, *others = saved(ctx)
     needs = ctx.needs_input_grad
-    there = [n for n, t in zip(needs[1:], others, strict=True) if t is not None]
-    wanted = [*needs[0], *there]
+    wanted = [*needs[0], *(n for n, t in zip(needs[1:], others, strict=True) if t is not None)]
     found = gru_cell_backward(grad, wanted, segments, *others)
     grads = [g if w else None for g, w in zip(found, wanted, strict=True)]
     rest = iter(grads[len(segments) :])

@@ -360,9 +360,8 @@ def _rotated_tensor(name: str, x: Any, layout: str) -> None:
 
 def heads_apart(x: Any, settings: Settings) -> bool:
     """Whether a packed qkv with an axis of 3 has strides that do not let that axis and the heads be one axis of a view."""
-    if settings.kv_heads != 0 or not isinstance(x, torch.Tensor) or x.ndim != AXES[settings.tensor_format] + 1:
-        return False
-    return bool(x.shape[-2] > 1 and x.stride(-3) != x.shape[-2] * x.stride(-2))
+    axis_of_3 = settings.kv_heads == 0 and isinstance(x, torch.Tensor) and x.ndim == AXES[settings.tensor_format] + 1
+    return bool(axis_of_3 and x.shape[-2] > 1 and x.stride(-3) != x.shape[-2] * x.stride(-2))
 
 
 def packed_heads(x: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, int]:

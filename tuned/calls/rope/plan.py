@@ -113,8 +113,7 @@ def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
         sines = 0 if spec.computes_sincos else call.sin.data_ptr() - call.cos.data_ptr()
         learn(class_key, spec, settings, sources, variant, call, part, direct, sines)
         limits = offset_limits(spec, settings, call.angle_rows, call.seq)
-        beside = _beside(call.x, call.key)
-        return _run(spec, direct, call.x.device.index, sines, limits, beside, public)
+        return _run(spec, direct, call.x.device.index, sines, limits, _beside(call.x, call.key), public)
 
     plan, now = Plan(run_first), Ready(spec, prepared.call, *launches(spec, variant, prepared.call))
     compiled = _COMPILED.get(_code(variant, now))

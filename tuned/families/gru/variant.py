@@ -122,9 +122,7 @@ def shared_bytes(spec: GruSpec, variant: GruVariant) -> int:
     weights = 3 * variant.block_hidden * columns * spec.item * (2 if spec.stacked else 1)
     tile = variant.block_hidden * variant.block_batch
     state = variant.block_batch * columns * spec.item
-    if variant.form == "tile":
-        return weights + state + tile * spec.item
-    return weights + max(state, 4 * variant.splits * tile)
+    return weights + (state + tile * spec.item if variant.form == "tile" else max(state, 4 * variant.splits * tile))
 
 
 def rejection(  # noqa: PLR0911 - one return per rule
@@ -270,6 +268,5 @@ def adapt(variant: GruVariant, _spec: GruSpec, to: GruSpec) -> GruVariant:
 
 def fit(variant: GruVariant, capability: int) -> GruVariant:
     """The variant for another architecture: without inline PTX that it does not have."""
-    if variant.exchange in PTX_EXCHANGES and capability < max(SPIN_CAPABILITY.values()):
-        return dataclasses.replace(variant, exchange="poll")
-    return variant
+    lacks = variant.exchange in PTX_EXCHANGES and capability < max(SPIN_CAPABILITY.values())
+    return dataclasses.replace(variant, exchange="poll") if lacks else variant

@@ -235,8 +235,7 @@ def _grid_rejection(spec: GruCellSpec, size: GruCellSize | None, variant: GruCel
 
 def default_variant(spec: GruCellSpec, size: GruCellSize | None = None) -> GruCellVariant:
     """A legal, decent variant for any spec and size, on any architecture that it is ``fit`` to."""
-    batch = 16 if size is None else size.batch
-    rows = next_power_of_2(batch)
+    rows = next_power_of_2(16 if size is None else size.batch)
     row = 512 // ITEM_SIZE[spec.dtype]  # elements of 512 bytes
     short = min(row, next_power_of_2(max(64, spec.hidden, *spec.inputs)))
     # Triton 3.6 spills 32 to 2,000 bytes of 16 units with 16 or 32 rows; where rows start at any element, and each has a

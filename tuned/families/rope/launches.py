@@ -77,9 +77,8 @@ def programs(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
 
 def _key_in(tensor: Any, spec: RopeSpec, call: RopeCall) -> Any:
     """The key inside x: after the query's heads of each token or, if x is [rows, head_dim], after all of the query."""
-    if tensor.ndim == 2:  # noqa: PLR2004 - [rows, head_dim]
-        return tensor[call.batch * call.seq * spec.heads :]
-    return tensor.narrow(-2, spec.heads, spec.key_heads)
+    rows = tensor.ndim == 2  # noqa: PLR2004 - [rows, head_dim]
+    return tensor[call.batch * call.seq * spec.heads :] if rows else tensor.narrow(-2, spec.heads, spec.key_heads)
 
 
 def _left_out(spec: RopeSpec) -> frozenset[str]:
