@@ -213,8 +213,7 @@ def _public(  # noqa: PLR0913
     bias_hh: Any,
 ) -> Any:
     """The plan of a step that must use Triton's public launcher."""
-    segments = x if isinstance(x, tuple) else (x,)
-    call = prepared(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, spec.inplace)
+    call = prepared(x if isinstance(x, tuple) else (x,), h, weight_ih, weight_hh, bias_ih, bias_hh, spec.inplace)
     run_publicly(GRU_CELL.launches(spec, variant, call), h.get_device())
     if spec.inplace:
         bump_versions(h)

@@ -334,8 +334,7 @@ def _call(given: Given, settings: Any) -> Any:
 
 def transposed(settings: Settings) -> Settings:
     """The settings of a call's backward: its transpose, out of place."""
-    turned = "backward" if settings.direction == "forward" else "forward"
-    return settings._replace(inplace=False, direction=turned)
+    return settings._replace(inplace=False, direction="backward" if settings.direction == "forward" else "forward")
 
 
 class _Rope(torch.autograd.Function):

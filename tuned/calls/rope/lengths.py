@@ -203,8 +203,8 @@ def sized(  # noqa: PLR0913 - one return per check; the tensors of a call
     numbers = list(compiled.numbers)
     for index, name in compiled.length_indices:
         numbers[index] = new[name]
-    grid = programs(spec, variant, seq, batch)
-    direct = compiled.direct._replace(programs=grid, rest=(*numbers, *compiled.constants))
+    rest = (*numbers, *compiled.constants)
+    direct = compiled.direct._replace(programs=programs(spec, variant, seq, batch), rest=rest)
     reach = x.numel() * x.element_size()
     beside = (reach, 0 if key is None else -key.numel() * x.element_size(), reach)
     return SizedLaunch(known, variant, direct, limits, beside)

@@ -155,12 +155,9 @@ def _result(given: Given, settings: Settings, call: RopeCall) -> Any:
 
 def as_given(given: Given, call: RopeCall) -> bool:
     """Whether the launch read the caller's own tensors. If some were copied, every later call must copy them again."""
-    if given.cu_seqlens is not None and given.cu_seqlens.data_ptr() != call.cu_seqlens.data_ptr():
-        return False
-    taken = next(t for t in (given.freqs, given.cos_sin_cache, given.inv_freq, given.cos) if t is not None)
-    return taken.data_ptr() == call.cos.data_ptr() and (
-        given.sin is None or given.sin.data_ptr() == call.sin.data_ptr()
-    )
+    angles = next(t for t in (given.freqs, given.cos_sin_cache, given.inv_freq, given.cos) if t is not None)
+    pairs = (angles, call.cos), (given.sin, call.sin), (given.cu_seqlens, call.cu_seqlens)
+    return all(own is None or own.data_ptr() == read.data_ptr() for own, read in pairs)
 
 
 def _run(  # noqa: PLR0913 - what the closure holds
