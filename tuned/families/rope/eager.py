@@ -123,11 +123,11 @@ def _turn(
         kept = [x[..., :before], x[..., :0], x[..., before + turned :]]
     head = head.to(cos.dtype)
     # Where the first and the second of each pair are.
-    pair = (slice(0, None, 2), slice(1, None, 2)) if spec.interleaved else (slice(half), slice(half, None))
-    first, second = (head[..., of] for of in pair)
+    one, other = (slice(0, None, 2), slice(1, None, 2)) if spec.interleaved else (slice(half), slice(half, None))
+    first, second = head[..., one], head[..., other]
     pair_cos, pair_sin = (cos, cos), (sin, sin)
     if spec.angle_entries == "feature":
-        pair_cos, pair_sin = ((a[..., pair[0]], a[..., pair[1]]) for a in (cos, sin))
+        pair_cos, pair_sin = (cos[..., one], cos[..., other]), (sin[..., one], sin[..., other])
     if spec.direction == "backward":
         pair_sin = (-pair_sin[1], -pair_sin[0])
     out_first = (first * pair_cos[0] - second * pair_sin[0]).to(x.dtype)
