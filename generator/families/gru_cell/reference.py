@@ -62,7 +62,7 @@ def eager(spec: GruCellSpec, call: GruCellCall) -> Any:
     """The baseline: torch's own cell."""
     others = (call.h, call.weight_ih, call.weight_hh, call.bias_ih, call.bias_hh)
 
-    def cell() -> torch.Tensor:
+    def cell() -> torch.Tensor:  # torch.gru_cell, not torch._VF's: that is what tuned.nn.patched replaces
         out = torch.gru_cell(joined(call.segments), *others)
         return call.h.copy_(out) if spec.inplace else out
 

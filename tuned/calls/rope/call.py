@@ -186,15 +186,11 @@ def _checked(given: Given, settings: Settings, sources: Sources, class_key: Any,
     bypassed = _why_no_launch(given)
     prepared = prepare(given, settings, make_out=(lambda t: t) if bypassed else torch.empty_like)
     choice = choice_of(prepared, bypassed)
-    empty = any(not t.numel() for t in given if isinstance(t, torch.Tensor))  # an empty tensor has no address
-    if (
-        choice.variant is not None
-        and empty
-        and given.key is not None
-        and bool(given.x.numel()) != bool(given.key.numel())
-    ):
+    one = given.key is not None and bool(given.x.numel()) != bool(given.key.numel())
+    if choice.variant is not None and one:
         return Plan(functools.partial(_run_alone, settings, sources), serves=False)
-    if choice.variant is None or empty:
+    # An empty tensor has no address.
+    if choice.variant is None or any(not t.numel() for t in given if isinstance(t, torch.Tensor)):
         first.prepared = prepared
         return Plan(functools.partial(_run_eagerly, settings, sources, first), serves=False)
     misses.note(ROPE, prepared.spec, prepared.size, choice)
@@ -227,7 +223,7 @@ def _angles_need_gradient(given: Given) -> bool:
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in angles)
 
 
-# What runs the calls of a plan, if no kernel is launched right away: Plan.run, after what it has of each of these.
+# Plan.run where no kernel is launched right away: each after the arguments that its plan gives it.
 
 
 def _run_unless_negative(  # noqa: PLR0913
