@@ -28,7 +28,8 @@ use Triton's public launcher.
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -42,11 +43,7 @@ from tuned.calls.recurrent import serve
 from tuned.calls.rope import call as rope_call
 from tuned.calls.rope.arguments import Given, Settings, kv_heads_of, offset_of, whole_numbers
 from tuned.launching.overwrite import bump_versions, refuse_overwrite
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tuned.lookup.lookup import Choice
+from tuned.lookup.lookup import Choice
 
 
 def rope(  # noqa: PLR0913 - the arguments of its peers

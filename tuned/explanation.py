@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from typing import Any
 
@@ -33,8 +34,7 @@ class Explanation:
         """Rule, reason, kernels and numbers, one line each."""
         lines = [f"{self.rule}: {self.why}"]
         if self.kernels:
-            lines.append(f"kernels: {', '.join(self.kernels)}")
-            lines.append(f"variant: {self.variant}")
+            lines += [f"kernels: {', '.join(self.kernels)}", f"variant: {self.variant}"]
         if self.median_us is not None:
             lines.append(f"that row was measured at {self.median_us:g} us")
         return "\n".join(lines)
@@ -54,33 +54,26 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
         TypeError: ``function`` is none of these, or the call itself would raise it.
         ValueError: the call itself would raise it.
     """
-    if function in ROPE:
-        family = FAMILIES["rope"]
-        choice, spec = dispatch.explain_rope(function, *args, **kwargs)
-    elif function is apply_rotary_pos_emb:
-        family = FAMILIES["rope"]
-        choice, spec = dispatch.explain_rope(dispatch.rope, **_as_rope(*args, **kwargs))
-    elif function is dispatch.gru_cell:
-        family = FAMILIES["gru_cell"]
-        choice, spec = serve.explain_gru_cell(*args, **kwargs)
-    elif function is dispatch.gru:
-        return _explanation(*serve.explain_gru(*args, **kwargs))
-    elif isinstance(function, Own):
-        family = function.family
-        choice, spec, _ = function.chosen(*args, **kwargs)
-    elif function is dispatch.linear_cat:
-        family = FAMILIES["linear_cat"]
-        choice, spec = serve.explain_linear_cat(*args, **kwargs)
-    elif isinstance(function, (nn.GRU, nn.GRUCell, torch.nn.GRU, torch.nn.GRUCell)):
+    if isinstance(function, (nn.GRU, nn.GRUCell, torch.nn.GRU, torch.nn.GRUCell)):
         return _of_module(function, *args, **kwargs)
-    else:
-        known = "rope, rope_qk, rope_qkv, rope_backward, apply_rotary_pos_emb, gru_cell, gru, linear_cat, families of tuned.own and modules GRU and GRUCell"
-        raise TypeError(f"explain knows {known}, got {function!r}")
-    return _explanation(choice, () if choice.variant is None else family.kernel_names(spec, choice.variant))
+    if function is dispatch.gru:
+        return _explanation(*serve.explain_gru(*args, **kwargs))
+    if isinstance(function, Own):
+        choice, spec, _ = function.chosen(*args, **kwargs)
+        return _explanation(
+            choice, () if choice.variant is None else function.family.kernel_names(spec, choice.variant)
+        )
+    for known, family, chosen in _KNOWN:
+        if function is known:
+            choice, spec = chosen(*args, **kwargs)
+            kernels = () if choice.variant is None else FAMILIES[family].kernel_names(spec, choice.variant)
+            return _explanation(choice, kernels)
+    names = "rope, rope_qk, rope_qkv, rope_backward, apply_rotary_pos_emb, gru_cell, gru, linear_cat, families of tuned.own and modules GRU and GRUCell"
+    raise TypeError(f"explain knows {names}, got {function!r}")
 
 
-def _as_rope(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of ``rope`` in a call of TransformerEngine's ``apply_rotary_pos_emb``."""
+def _of_transformer_engine(*args: Any, **kwargs: Any) -> tuple[Choice, Any]:
+    """The choice for a call of TransformerEngine's ``apply_rotary_pos_emb``, and its spec."""
     bound = inspect.signature(apply_rotary_pos_emb).bind(*args, **kwargs)
     bound.apply_defaults()
     given = dict(bound.arguments)
@@ -88,8 +81,18 @@ def _as_rope(*args: Any, **kwargs: Any) -> dict[str, Any]:
     starts = given.pop("start_positions")
     if given["tensor_format"] != "thd":
         given["cu_seqlens"] = None
-    freqs = given.pop("freqs")
-    return {"x": given.pop("t"), "freqs": freqs.float(), "offset": 0 if starts is None else starts, **given}
+    freqs = given.pop("freqs").float()
+    offset = 0 if starts is None else starts
+    return dispatch.explain_rope(dispatch.rope, given.pop("t"), freqs, offset=offset, **given)
+
+
+# Function -> its family, and what gives the choice for a call of it and the spec.
+_KNOWN: tuple[tuple[Any, str, Any], ...] = (
+    *((function, "rope", functools.partial(dispatch.explain_rope, function)) for function in ROPE),
+    (apply_rotary_pos_emb, "rope", _of_transformer_engine),
+    (dispatch.gru_cell, "gru_cell", serve.explain_gru_cell),
+    (dispatch.linear_cat, "linear_cat", serve.explain_linear_cat),
+)
 
 
 def _explanation(choice: Choice, kernels: tuple[str, ...]) -> Explanation:

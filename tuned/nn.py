@@ -13,8 +13,10 @@ function, which raises its own error or serves the call.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -22,10 +24,14 @@ from torch.nn.utils.rnn import PackedSequence
 from tuned import dispatch
 from tuned.calls.refusal import refuses, was_refused
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 _ARGUMENTS = (TypeError, ValueError)
+
+
+def _twin(module: torch.nn.Module, kind: type[torch.nn.Module]) -> torch.nn.Module:
+    """A module of another class that shares the parameters, hooks and settings of this one."""
+    twin = kind.__new__(kind)
+    twin.__dict__ = module.__dict__
+    return twin
 
 
 class GRU(torch.nn.RNNBase):
@@ -64,9 +70,8 @@ class GRU(torch.nn.RNNBase):
             dtype=dtype,
         )
 
-    def __prepare_scriptable__(self) -> torch.nn.Module:
-        """What torch.jit.script compiles in the place of this module, and leaves there: torch.nn's."""
-        return _twin(self, torch.nn.GRU)
+    # What torch.jit.script compiles in the place of this module, and leaves there: torch.nn's.
+    __prepare_scriptable__ = functools.partialmethod(_twin, torch.nn.GRU)
 
     def forward(self, input: Any, hx: torch.Tensor | None = None) -> tuple[Any, torch.Tensor]:  # noqa: A002
         """The whole sequence.
@@ -100,9 +105,7 @@ class GRU(torch.nn.RNNBase):
 class GRUCell(torch.nn.GRUCell):
     """torch.nn.GRUCell; its input may also be a tuple of segments, taken as if concatenated in the last axis."""
 
-    def __prepare_scriptable__(self) -> torch.nn.Module:
-        """What torch.jit.script compiles in the place of this module, and leaves there: torch.nn's."""
-        return _twin(self, torch.nn.GRUCell)
+    __prepare_scriptable__ = functools.partialmethod(_twin, torch.nn.GRUCell)
 
     def forward(  # type: ignore[override]
         self,
@@ -129,13 +132,6 @@ class GRUCell(torch.nn.GRUCell):
                 raise
             return super().forward(input, hx)
         return out if batched else out.squeeze(0)
-
-
-def _twin(module: torch.nn.Module, kind: type[torch.nn.Module]) -> torch.nn.Module:
-    """A module of another class that shares the parameters, hooks and settings of this one."""
-    twin = kind.__new__(kind)
-    twin.__dict__ = module.__dict__
-    return twin
 
 
 @refuses

@@ -203,8 +203,10 @@ LOOKUP = (
     Fault(
         "rows_remembered_without_the_gpu",
         "tuned/lookup/lookup.py",
-        "key = family.name, spec, gpu, id(table)",
-        "key = family.name, spec, id(table)",
+        "@functools.lru_cache(MAX_HERE)\ndef _here(",
+        "def _here(family: Any, spec: Any, gpu: Any, table: Any, kept: Any = {}) -> Any:\n"
+        "    return kept.setdefault((family.name, spec, table), _found(family, spec, gpu, table))\n\n\n"
+        "def _found(",
         (T + "lookup/test_lookup.py::test_a_row_measured_on_other_multiprocessors_is_a_neighbour",),
         "A second GPU of another size gets what was decided for the first.",
     ),
@@ -841,9 +843,9 @@ ROPE = (
     ),
     Fault(
         "prepared_for_another_thread",
-        "tuned/calls/rope/plan.py",
-        "        if self.thread != threading.get_ident():\n",
-        "        if not self.thread:\n",
+        "tuned/calls/rope/call.py",
+        "        first = threading.local()\n",
+        '        first = type("Shared", (), {})()\n',
         (T + "calls/test_rope_plan.py::test_a_call_of_another_thread_does_not_take_what_a_first_call_prepared",),
         "Two threads make the first call of a kind at once, and one gets the other's result.",
     ),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PROBE = "rope_table"  # launched to try a launcher, chosen by nothing
 SERVED: set[tuple[str, int]] = set()  # rows whose variant was given to a call
-PLANS = ("_PLANS", "_COMPILED", "_CLASSES", "_KNOWN", "_HERE")  # what modules of tuned remember of calls
+PLANS = ("_PLANS", "_COMPILED", "_CLASSES", "_KNOWN")  # what modules of tuned remember of calls
 
 
 @functools.cache
@@ -127,7 +127,7 @@ def fresh() -> Iterator[None]:
 
 def _decides(value: Any) -> bool:
     """Whether it is a cache of what was chosen: kept by spec, size and GPU."""
-    names = ("variant_of", "_variant_of", "_choose", "_projection")
+    names = ("variant_of", "_variant_of", "_choose", "_projection", "_here")
     return hasattr(value, "cache_clear") and getattr(value, "__name__", "") in names
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import tuned.calls.gru.run
-import tuned.calls.gru_cell.prepare
 import tuned.calls.gru_cell.run
 import tuned.calls.linear_cat.run
 import tuned.calls.recurrent.serve
@@ -80,17 +79,12 @@ def interpreted_families() -> Iterator[None]:
     # A torch that knows CUDA raises where there is no driver.
     no_device = replaced("current_device", tuned.launching.plan.current_device, lambda: -1)
     with pytest.MonkeyPatch.context() as patch, fresh(), no_device:
-        cell, linear, run, prepare = (
-            tuned.calls.gru_cell.run,
-            tuned.calls.linear_cat.run,
-            tuned.calls.gru.run,
-            tuned.calls.gru_cell.prepare,
-        )
+        cell, linear, run = tuned.calls.gru_cell.run, tuned.calls.linear_cat.run, tuned.calls.gru.run
 
         def why_eager(x: Any, supported: bool) -> str | None:
             return None if supported and type(x) in PLAIN else "no kernel takes it"
 
-        for module in (prepare, linear, run):
+        for module in (cell, linear, run):
             patch.setattr(module, "why_eager", why_eager)
         for module in (cell, linear, run):
             patch.setattr(module, "gpu_of", lambda _device: GPU)

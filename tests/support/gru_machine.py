@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-import tuned.calls.gru_cell.prepare
 import tuned.calls.gru_cell.run
 import tuned.calls.linear_cat.run
 import tuned.launching.launcher
@@ -95,9 +94,9 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """Tensors on the CPU are served as those on a GPU are."""
     made = Machine()
-    for module in (serve, run, tuned.calls.gru_cell.prepare, tuned.calls.linear_cat.run):
+    for module in (serve, run, tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
         monkeypatch.setattr(module, "why_eager", lambda *_, **__: None)
-    for module in (run, tuned.calls.gru_cell.run, tuned.calls.gru_cell.prepare, tuned.calls.linear_cat.run):
+    for module in (run, tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
         monkeypatch.setattr(module, "gpu_of", lambda _device: GPU)
     for module in (plan, tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
         monkeypatch.setattr(module, "_PLANS", {})

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
 from tuned.families.products import MAX_SEGMENTS
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 MAX_ELEMENTS = 2**31  # of a weight: the kernels compute offsets in it in 32 bits
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype in a spec."""
+    return str(dtype).removeprefix("torch.")
 
 
 def precision_of(dtype: torch.dtype) -> str:

@@ -7,10 +7,8 @@ that our checks refuse is passed on to PyTorch.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 _MARK = "refused_by_tuned"

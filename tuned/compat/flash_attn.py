@@ -12,12 +12,9 @@ They differ from theirs in four ways:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from tuned.dispatch import rope, rope_qkv
-
-if TYPE_CHECKING:
-    import torch
 
 PACKED_DIMS = 5  # [batch, seqlen, 3, heads, head_dim]; with heads of q, k and v in one axis there are 4
 
@@ -102,7 +99,9 @@ def apply_rotary_emb_qkv_(  # noqa: PLR0913 - the arguments of flash-attention
         RuntimeError: qkv cannot be overwritten without losing a gradient; nothing has been written.
     """
     kv_heads = _kv_heads(qkv, num_heads_q)
-    if cos_k is None and sin_k is None and (kv_heads is not None or _side_by_side(qkv)):
+    # Whether the heads of q, k and v are one axis, or can be one of a view.
+    side_by_side = kv_heads is not None or qkv.stride(2) == qkv.shape[3] * qkv.stride(3)
+    if cos_k is None and sin_k is None and side_by_side:
         return rope_qkv(
             qkv,
             None,
@@ -158,11 +157,6 @@ def apply_rotary_emb_kv_(
         raise ValueError(f"kv must be [batch, seqlen, 2, heads, head_dim], got {list(kv.shape)}")
     apply_rotary_emb(kv.select(2, 0), cos, sin, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
     return kv
-
-
-def _side_by_side(qkv: torch.Tensor) -> bool:
-    """Whether the heads of q, k and v of [batch, seqlen, 3, heads, head_dim] can be one axis of a view."""
-    return qkv.stride(2) == qkv.shape[3] * qkv.stride(3)
 
 
 def _kv_heads(qkv: torch.Tensor, num_heads_q: int | None) -> int | None:

@@ -6,12 +6,9 @@ rotated rightly. Ids past the cache give NaN on a GPU and an error on a CPU.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from tuned.compat.vllm import rotary_embedding
-
-if TYPE_CHECKING:
-    import torch
 
 
 def apply_rope_with_cos_sin_cache_inplace(  # noqa: PLR0913 - the arguments of FlashInfer

@@ -10,12 +10,9 @@ They differ from theirs in three ways:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from tuned.dispatch import rope_qk
-
-if TYPE_CHECKING:
-    import torch
 
 
 def liger_rotary_pos_emb(  # noqa: PLR0913 - the arguments of Liger

@@ -11,15 +11,13 @@ import copy
 import functools
 import inspect
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tuned import dispatch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 PROBE_DIM = 8  # features that a probe rotates: enough for halves, pairs and quarters to differ
 
@@ -76,10 +74,9 @@ def rotate(
         return None
     batch, tokens, width = cos.shape
     of_q = q.shape
-    if tokens != of_q[3 - unsqueeze_dim] or batch not in (1, of_q[0]):
-        return None
     rotary_dim = 2 * width if style.entries == "pair" else width
-    if rotary_dim > of_q[3] or (rotary_dim < of_q[3] and style.rotated is None):
+    fits = rotary_dim == of_q[3] or (rotary_dim < of_q[3] and style.rotated is not None)
+    if tokens != of_q[3 - unsqueeze_dim] or batch not in (1, of_q[0]) or not fits:
         return None
     if k is not None:
         of_k = k.shape

@@ -18,19 +18,16 @@ The arithmetic is float32 with one rounding to q's dtype; a low-precision model 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tuned.compat.rotary_style import Style, replacement, rotate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from typing_extensions import Self
 
 _lock = threading.Lock()
 _replaced: dict[tuple[int, str], _Replaced] = {}  # by identity of the namespace, and name
@@ -141,7 +138,7 @@ class _Replaced:
         return f"{self.namespace['__name__']}.{self.name}"
 
 
-class RopePatch:
+class RopePatch(contextlib.AbstractContextManager["RopePatch"]):
     """What ``use_tuned_rope`` replaced, and how to undo it."""
 
     def __init__(self, replaced: tuple[_Replaced, ...], kept: dict[str, str]) -> None:
@@ -168,9 +165,6 @@ class RopePatch:
                     one.namespace[one.name] = one.original
                     del _replaced[id(one.namespace), one.name]
             self._replaced = ()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.undo()

@@ -6,12 +6,9 @@ the cache gives NaN on a GPU (theirs reads past it) and an error on a CPU.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from tuned.dispatch import rope_qk
-
-if TYPE_CHECKING:
-    import torch
 
 
 def rotary_embedding(  # noqa: PLR0913 - the arguments of vLLM

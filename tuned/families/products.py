@@ -24,6 +24,18 @@ MAX_VECTOR_BLOCKS = 64  # blocks of K, which are unrolled
 
 
 @dataclasses.dataclass(frozen=True)
+class Rows:
+    """The size of a call, which a kernel takes at run time without being compiled again."""
+
+    batch: int
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the call, which its time depends on."""
+        return self.batch
+
+
+@dataclasses.dataclass(frozen=True)
 class Segments:
     """The segments of an input, 2D tensors of last stride 1, which the kernels read side by side; None where there is none."""
 

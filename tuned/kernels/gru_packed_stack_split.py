@@ -301,6 +301,7 @@ def gru_packed_stack_split(
     THREADS: tl.constexpr,
 ):
     # Which units of which rows: i_hidden, i_batch, m_batch, i_rows, i_cell, backward, lowest; how long: length, t_stop.
+    # The weights of h: w_r0, w_z0, w_n0 and so on.
     dtype: tl.constexpr = out.dtype.element_ty
     unit_tiles: tl.constexpr = (HIDDEN + BLOCK_HIDDEN - 1) // BLOCK_HIDDEN
     # One program has all units of its rows: h never leaves it.
@@ -410,7 +411,7 @@ def gru_packed_stack_split(
                 )
                 a_r, a_z, a_x = _products(u_r2, u_z2, u_n2, h, a_r, a_z, a_x, PRECISION)
 
-        # What the last step gave, once it is there: h, h_1, h_2. If ALONE, h has it already.
+        # What the last step gave, once it is there: h, h_1, h_2; if ALONE, h has it already. Then r and z, and a_n.
         if not ALONE:
             done = tl.minimum(i_step, length)
             p_last = _token(done - 1, i_batch, length, seq, starts, out_stride_t, out_stride_b, backward)

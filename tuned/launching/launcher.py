@@ -12,16 +12,12 @@ import importlib
 import inspect
 import operator
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
-from tuned.families.launch import Copy, Fill, Launch, Product
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from tuned.families.launch import Step
+from tuned.families.launch import Copy, Fill, Launch, Product, Step
 
 INTEGERS = {
     1: torch.uint8,
@@ -46,38 +42,43 @@ def launch_public(function: Any, launch: Launch) -> Any:
     return function[(launch.programs,)](*launch.arguments, **launch.constants, **launch.options)
 
 
-def run_step(step: Step, launch: Callable[[Launch], Any] | None = None) -> None:
+def _launch_committed(launch: Launch) -> Any:
+    return launch_public(kernel(launch.kernel), launch)
+
+
+def run_step(step: Step, launch: Callable[[Launch], Any] = _launch_committed) -> Any:
     """Run one step of a call on the current stream. Kernels run by ``launch``; by default the committed one, publicly.
 
-    It does not synchronize with the GPU, allocate or compute gradients, so it can be captured in a CUDA graph.
+    It does not synchronize with the GPU, allocate or compute gradients, so it can be captured in a CUDA graph. It returns
+    what ``launch`` returns, or None for other steps.
 
     Raises:
         ModuleNotFoundError: the kernel does not ship with the package.
     """
     match step:
         case Launch():
-            if launch is None:
-                launch_public(kernel(step.kernel), step)
-            else:
-                launch(step)
+            return launch(step)
         case Fill():
             as_integers(step.tensor).fill_(step.bits)
         case Product():
             torch.mm(step.a, step.b.t(), out=step.out)
         case Copy():
             step.out.copy_(step.x)
+    return None
 
 
-def run_steps(steps: Iterable[Step], device: torch.device) -> Any:
-    """Run the steps of a call, publicly, on the current stream of a device; returns the last kernel that was launched."""
+def run_steps(steps: Iterable[Step], launch: Callable[[Launch], Any] = _launch_committed) -> Any:
+    """Run the steps of a call as ``run_step`` does; returns the last kernel that was launched."""
     compiled = None
-    with torch.cuda.device(device):
-        for step in steps:
-            if isinstance(step, Launch):
-                compiled = launch_public(kernel(step.kernel), step)
-            else:
-                run_step(step)
+    for step in steps:
+        compiled = run_step(step, launch) or compiled
     return compiled
+
+
+def run_publicly(steps: Iterable[Step], device: int) -> Any:
+    """Run the steps of a call publicly on the current stream of a device; returns the last kernel that was launched."""
+    with torch.cuda.device(device):
+        return run_steps(steps)
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -108,8 +109,7 @@ def _probe(device: int) -> bool:
     arguments = (freqs, cos, sin, 4, 16, 1)
     constants = {"WIDTH": 16, "BLOCK": 1024, "PDL": False}
     try:
-        function = kernel(PROBE_KERNEL)
-        compiled = function[(1,)](*arguments, **constants, num_warps=4)
+        compiled = kernel(PROBE_KERNEL)[(1,)](*arguments, **constants, num_warps=4)
         wanted = torch.stack((cos, sin)).clone()
         cos.zero_()
         sin.zero_()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from tuned.families.launch import Launch
+from tuned.families.launch import Launch, Step
 from tuned.launching.launcher import (
     direct_launcher,
     direct_supported,
@@ -17,6 +17,7 @@ from tuned.launching.launcher import (
     kernel,
     launch_public,
     raw_stream,
+    run_publicly,
     unwrapped,
 )
 
@@ -114,23 +115,6 @@ def direct_launch(launch: Launch, compiled: Any, device: int) -> DirectLaunch | 
     return DirectLaunch(run, compiled.function, head, launch.programs, rest, raw_stream(), *listening)
 
 
-def plan_of(  # noqa: PLR0913 - a call that was launched publicly, as it was given and as the kernel took it
-    make: Callable[[DirectLaunch], Any],
-    public: Any,
-    steps: Iterable[Any],
-    compiled: Any,
-    given: Iterable[torch.Tensor | None],
-    taken: Iterable[torch.Tensor | None],
-) -> Any:
-    """The plan of calls like one that was launched publicly: ``make`` of its direct launch; ``public`` if it can have none."""
-    addresses = [[(t.data_ptr(), t.get_device()) for t in tensors if t is not None] for tensors in (given, taken)]
-    if addresses[0] != addresses[1]:
-        return public  # a tensor was copied, or segments were concatenated, and every call must do so again
-    launch = next(step for step in steps if isinstance(step, Launch))
-    direct = direct_launch(launch, compiled, addresses[0][0][1])
-    return public if direct is None else make(direct)
-
-
 # What Triton lets the code of a kernel know of one argument, which is another kernel for each: the dtype of a tensor, "i32" or
 # "i64", or the Python type of anything else; whether it is the integer 1, and so a constant; whether 16 divides the address or
 # the integer. A plain tuple: a class would triple the time, and every launch of a long GRU asks for 20.
@@ -196,3 +180,30 @@ def keep(plans: dict[Any, Any], key: Any, make: Callable[[], Any], given: Callab
     if key is None or _capturing() or (plan := make()) is None:
         return
     remember(plans, key, unless_negative(plan, given(*arguments), given))
+
+
+def run_and_keep(  # noqa: PLR0913 - a call, as the kernel took it and as it was given
+    steps: Iterable[Step],
+    plans: dict[Any, Any],
+    key: Any,
+    make: Callable[[DirectLaunch], Any],
+    public: Any,
+    taken: Iterable[torch.Tensor | None],
+    given: Callable[..., Any],
+    *arguments: Any,
+) -> None:
+    """Run the steps of a call publicly, and ``keep`` the plan: ``make`` of its direct launch; ``public`` if it can have none."""
+    addresses = [
+        [(t.data_ptr(), t.get_device()) for t in tensors if t is not None] for tensors in (given(*arguments), taken)
+    ]
+    device = addresses[0][0][1]
+    compiled = run_publicly(steps, device)
+
+    def plan() -> Any:
+        if addresses[0] != addresses[1]:
+            return public  # a tensor was copied, or segments were concatenated, and every call must do so again
+        launch = next(step for step in steps if isinstance(step, Launch))
+        direct = direct_launch(launch, compiled, device)
+        return public if direct is None else make(direct)
+
+    keep(plans, key, plan, given, *arguments)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
-import tuned.kernels
-from tuned.families.family import BUILT_IN
+from tuned.families.family import BUILT_IN, Family
 from tuned.lookup.mismatch import HARD, differences
 from tuned.lookup.portfolio import rows_for
-from tuned.lookup.table import Row, Table, digests_of, tables, tables_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from tuned.families.family import Family
+from tuned.lookup.table import Row, Table, ships, tables, tables_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,24 +35,19 @@ class Choice:
     gpu: Gpu | None = None  # the GPU of the call; None for eager
 
 
-# (GPU, id of its table) -> (answer, table); holding the table keeps its id from being reused
-_HAS_ROWS: dict[Any, tuple[bool, Table]] = {}
-
-
 def has_rows(gpu: Gpu) -> bool:
     """Whether any row was measured on this exact model of GPU."""
     own = tables().get(gpu.device)
-    if own is None:
-        return False
-    key = gpu, id(own)
-    if key not in _HAS_ROWS:
-        _HAS_ROWS[key] = any(not _elsewhere(r, gpu) for rows in own.rows.values() for r in rows), own
-    return _HAS_ROWS[key][0]
+    return own is not None and _counts(own, gpu)
+
+
+@functools.lru_cache
+def _counts(table: Table, gpu: Gpu) -> bool:
+    return any(not _elsewhere(row, gpu) for rows in table.rows.values() for row in rows)
 
 
 def _elsewhere(row: Row, gpu: Gpu) -> list[str]:
-    here = {"device_name": gpu.name, "multiprocessors": gpu.multiprocessors}
-    return differences(row.measured, here, HARD)
+    return differences(row.measured, {"device_name": gpu.name, "multiprocessors": gpu.multiprocessors}, HARD)
 
 
 def choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
@@ -147,26 +138,19 @@ class NearRows(NamedTuple):
 
     measured: dict[Any, Row]  # size -> its winner, if that counts on this GPU
     near: tuple[_Near, ...]  # the rows that can be nearest to some size
-    table: Table  # holding the table keeps its id from being reused
 
 
-_HERE: dict[Any, NearRows] = {}
 MAX_HERE = 1024  # specs remembered: a model has a handful
 
 
+@functools.lru_cache(MAX_HERE)
 def _here(family: Family, spec: Any, gpu: Gpu, table: Table) -> NearRows:
-    key = family.name, spec, gpu, id(table)
-    found = _HERE.get(key)
-    if found is None:
-        if len(_HERE) >= MAX_HERE:
-            _HERE.clear()
-        rows = table.rows[family.name]
-        measured: dict[Any, Row] = {}
-        for row in rows:
-            if row.spec == spec and row.stale is None and not _elsewhere(row, gpu):
-                measured.setdefault(row.size, row)
-        found = _HERE[key] = NearRows(measured, _undominated(family, spec, gpu, rows), table)
-    return found
+    rows = table.rows[family.name]
+    measured: dict[Any, Row] = {}
+    for row in rows:
+        if row.spec == spec and row.stale is None and not _elsewhere(row, gpu):
+            measured.setdefault(row.size, row)
+    return NearRows(measured, _undominated(family, spec, gpu, rows))
 
 
 def _undominated(family: Family, spec: Any, gpu: Gpu, rows: Iterable[Row]) -> tuple[_Near, ...]:
@@ -226,22 +210,18 @@ def nearest(  # noqa: PLR0913 - the call, the rows and the GPU
     The distance is the octaves between the numbers of tokens plus the family's distance between the specs. Of equally near
     rows a fresh one comes before a stale one. The rule was chosen by leave-one-out regret: ``tune.py regret``.
     """
-    best: tuple[tuple[float, bool], Row, Any] | None = None
-    for row in rows:
-        away = family.distance(row.spec, spec) + abs(_octave(row.size) - _octave(size))
-        if best is not None and (away, row.stale is not None) >= best[0]:
-            continue
+    octave = _octave(size)
+    away = [(family.distance(row.spec, spec) + abs(_octave(row.size) - octave), row) for row in rows]
+    for distance, row in sorted(away, key=lambda one: (one[0], one[1].stale is not None)):
         variant = family.adapt(family.fit(row.variant, capability), row.spec, spec)
         if usable(family, spec, size, variant, capability, multiprocessors):
-            best = (away, row.stale is not None), row, variant
-    return None if best is None else (best[0][0], best[1], best[2])
+            return distance, row, variant
+    return None
 
 
 def usable(  # noqa: PLR0913 - as nearest
     family: Family, spec: Any, size: Any, variant: Any, capability: int, multiprocessors: int | None = None
 ) -> bool:
     """Whether a variant is legal for a call on a GPU, and the package ships the kernels that it launches."""
-    digests = tuned.kernels.DIGESTS if family.home == BUILT_IN else digests_of(family)
-    return family.rejection(spec, size, variant, capability, multiprocessors) is None and all(
-        name in digests for name in family.kernel_names(spec, variant)
-    )
+    rejected = family.rejection(spec, size, variant, capability, multiprocessors) is not None
+    return not rejected and ships(family, spec, variant)

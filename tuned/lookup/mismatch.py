@@ -5,10 +5,8 @@ After a hard mismatch the row does not count. After a soft one it counts, and tu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
+from typing import Any
 
 # Field of a measurement's environment -> its name in messages.
 HARD = {"device_name": "the device", "multiprocessors": "multiprocessors", "method": "the timing method"}

@@ -12,13 +12,10 @@ import os
 import sys
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tuned.lookup.lookup import choose, has_rows
-
-if TYPE_CHECKING:
-    from tuned.families.family import Family
-    from tuned.lookup.lookup import Choice, Gpu
+from tuned.families.family import Family
+from tuned.lookup.lookup import Choice, Gpu, choose, has_rows
 
 MAX_CHOICES = 4096  # (spec, size, GPU) triples whose choice is remembered, of each family
 MAX_RECORDED = 4096  # problems per process; otherwise ever new lengths would fill the disk
@@ -46,8 +43,9 @@ def note(family: Family, spec: Any, size: Any, choice: Choice) -> None:
     if choice.rule == "winner" or gpu is None:
         return
     if not has_rows(gpu) and _first(gpu.device):
+        architecture = f"sm_{gpu.capability}, " if gpu.capability else ""
         text = (
-            f"nothing was tuned on {gpu.name or gpu.device} ({_size_of(gpu)}). This call gets: {choice.rule}: {choice.why}. "
+            f"nothing was tuned on {gpu.name or gpu.device} ({architecture}{gpu.multiprocessors} multiprocessors). This call gets: {choice.rule}: {choice.why}. "
             "To tune this GPU, in a checkout of this project: python tune.py --gpu auto; with --quick it takes a minute. "
             "This warning is given once."
         )
@@ -74,11 +72,6 @@ def _outside() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == ROOT:
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _size_of(gpu: Gpu) -> str:
-    architecture = f"sm_{gpu.capability}, " if gpu.capability else ""
-    return f"{architecture}{gpu.multiprocessors} multiprocessors"
 
 
 def _first(what: str) -> bool:

@@ -47,9 +47,8 @@ def _imported() -> tuple[Variants, Best]:
     rows: dict[tuple[str, str], list[Row]] = {key: [] for key in variants}
     for architecture, name, spec, size, index in module.BEST:
         family, key = FAMILIES[name], (architecture, name)
-        source = f"the portfolio of {architecture}"
         made = family.spec_type(**spec), family.size_type(**size), variants[key][index]
-        rows[key].append(Row(*made, None, 0.0, source))
+        rows[key].append(Row(*made, stale=None, median_us=0.0, source=f"the portfolio of {architecture}"))
     return variants, {key: tuple(found) for key, found in rows.items()}
 
 

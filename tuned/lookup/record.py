@@ -7,13 +7,11 @@ import json
 import math
 import re
 import reprlib
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from tuned.families.choices import undeclared
 from tuned.families.registry import FAMILIES
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SCHEMA = 1
 # The timing method of generator.measuring.bench, part of a measurement's key. Change it when that method changes.

@@ -9,8 +9,9 @@ import os
 import pkgutil
 import sys
 import warnings
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tuned.tables
 from tuned.families.choices import undeclared
@@ -18,9 +19,6 @@ from tuned.families.family import BUILT_IN, Family
 from tuned.families.registry import FAMILIES
 from tuned.lookup.mismatch import HARD, changed_sources, differences
 from tuned.lookup.record import METHOD, RecordError, load_record
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +34,9 @@ class Row:
     measured: dict[str, Any] = dataclasses.field(default_factory=dict)  # device and versions of the measurement
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Table:
-    """The winners of one device."""
+    """The winners of one device. A table is equal to itself alone, so caches can have it in their keys."""
 
     device: str
     properties: dict[str, Any]  # capability, multiprocessors, ... of the measured device; may be empty
@@ -56,13 +54,10 @@ def digests_of(family: Family) -> Mapping[str, str]:
         return {}
 
 
-def _stale(kernels: Mapping[str, str], digests: dict[str, str], measured: dict[str, Any]) -> str | None:
-    found = [*changed_sources(digests, kernels), *differences(measured, {"method": METHOD}, HARD)]
-    return "; ".join(found) or None
-
-
-def _ships(family: Family, spec: Any, variant: Any) -> bool:
-    return all(name in digests_of(family) for name in family.kernel_names(spec, variant))
+def ships(family: Family, spec: Any, variant: Any) -> bool:
+    """Whether the kernels that a variant launches are there."""
+    digests = digests_of(family)
+    return all(name in digests for name in family.kernel_names(spec, variant))
 
 
 def _shipped(device: str, families: Mapping[str, Family] = FAMILIES, home: str = BUILT_IN) -> Table:
@@ -83,28 +78,38 @@ def _shipped(device: str, families: Mapping[str, Family] = FAMILIES, home: str =
 
 def _imported(device: str, families: Mapping[str, Family], home: str) -> Table:
     module = importlib.import_module(f"{home}.tables.{device}")
-    rows: dict[str, list[Row]] = {name: [] for name in families}
+    winners = []
     for name, spec, size, variant, digests, median_us, index in module.ROWS:
-        measured = module.MEASURED[index]
         family = families[name]
         built = family.spec_type(**spec), family.size_type(**size), family.variant_type(**variant)
-        if undeclared(built[2]) is None and _ships(family, built[0], built[2]):
-            stale = _stale(digests_of(family), digests, measured)
-            rows[name].append(Row(*built, stale, median_us, f"{home}.tables.{device}", measured))
-    return Table(device, module.DEVICE, {name: tuple(found) for name, found in rows.items()})
+        winners.append((name, *built, digests, median_us, module.MEASURED[index]))
+    return _table(device, module.DEVICE, f"{home}.tables.{device}", winners, families)
 
 
 def _recorded(path: Path) -> Table:
-    rows: dict[str, list[Row]] = {name: [] for name in FAMILIES}
-    properties: dict[str, Any] = {}
-    for w in load_record(path):
+    winners = load_record(path)
+    properties = winners[-1].environment if winners else {}
+    rows = ((w.family, w.spec, w.size, w.variant, w.digests, w.median_us, w.environment) for w in winners)
+    return _table(path.stem, properties, str(path), rows)
+
+
+def _table(
+    device: str,
+    properties: dict[str, Any],
+    source: str,
+    winners: Iterable[tuple[Any, ...]],
+    families: Mapping[str, Family] = FAMILIES,
+) -> Table:
+    """The table of winners: family, spec, size, variant, digests, median_us, environment."""
+    rows: dict[str, list[Row]] = {name: [] for name in families}
+    for name, spec, size, variant, digests, median_us, measured in winners:
         # A record may name kernels that the package does not ship, which cannot be launched.
-        family = FAMILIES[w.family]
-        if _ships(family, w.spec, w.variant):
-            stale = _stale(digests_of(family), w.digests, w.environment)
-            rows[w.family].append(Row(w.spec, w.size, w.variant, stale, w.median_us, str(path), w.environment))
-        properties = w.environment
-    return Table(path.stem, properties, {name: tuple(found) for name, found in rows.items()})
+        family = families[name]
+        if undeclared(variant) is None and ships(family, spec, variant):
+            changed = changed_sources(digests, digests_of(family))
+            stale = "; ".join([*changed, *differences(measured, {"method": METHOD}, HARD)]) or None
+            rows[name].append(Row(spec, size, variant, stale, median_us, source, measured))
+    return Table(device, properties, {name: tuple(own) for name, own in rows.items()})
 
 
 def folder_of_records(name: str | Path) -> list[Path]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from tuned.families.gru_cell.eager import cell
 from tuned.families.gru_cell.launches import GruCellCall
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.products import ITEM_SIZE, joined
 
 from ..rounding import SMALLEST, UNIT_ROUNDOFF, product_error
 
@@ -60,9 +60,22 @@ def reference(spec: GruCellSpec, call: GruCellCall) -> tuple[torch.Tensor, torch
 
 def eager(spec: GruCellSpec, call: GruCellCall) -> Any:
     """The baseline: torch's own cell."""
-    return lambda: cell(spec, call)
+    others = (call.h, call.weight_ih, call.weight_hh, call.bias_ih, call.bias_hh)
+
+    def cell() -> torch.Tensor:  # torch.gru_cell, not torch._VF's: that is what tuned.nn.patched replaces
+        out = torch.gru_cell(joined(call.segments), *others)
+        return call.h.copy_(out) if spec.inplace else out
+
+    return cell
 
 
 def bytes_moved(spec: GruCellSpec, size: GruCellSize) -> int:
     """Bytes that must move: weights, x and h read, h' written."""
-    return spec.weight_bytes() + size.batch * spec.bytes_per_row()
+    row = (spec.input_size + 2 * spec.hidden) * ITEM_SIZE[spec.dtype]
+    return weight_bytes(spec) + size.batch * row
+
+
+def weight_bytes(spec: GruCellSpec) -> int:
+    """Bytes of the weights and biases, which are read once per call."""
+    entries = spec.input_size + spec.hidden + (2 if spec.bias else 0)
+    return 3 * spec.hidden * entries * ITEM_SIZE[spec.dtype]

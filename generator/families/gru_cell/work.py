@@ -11,6 +11,7 @@ from tuned.families.rope.spec import ITEM_SIZE
 
 from ...problem import Problem
 from ..counting import Work
+from .reference import bytes_moved, weight_bytes
 
 
 def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
@@ -28,8 +29,8 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
         Work(
             programs=count,
             warps=variant.num_warps,
-            memory_bytes=spec.weight_bytes() + size.batch * spec.bytes_per_row() + gates,
-            again_bytes=max(0.0, count * operands - spec.weight_bytes() - size.batch * width * item),
+            memory_bytes=bytes_moved(spec, size) + gates,
+            again_bytes=max(0.0, count * operands - weight_bytes(spec) - size.batch * width * item),
             in_flight_bytes=min(operands, stages * (rows + 3 * units) * variant.block_k * item)
             or 8 * rows * units * item,
             elements=8 * count * rows * units,

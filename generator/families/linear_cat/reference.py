@@ -8,6 +8,7 @@ import torch
 
 from tuned.families.linear_cat.launches import LinearCatCall
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.products import ITEM_SIZE
 
 from ..rounding import SMALLEST, UNIT_ROUNDOFF, product_error
 
@@ -46,4 +47,5 @@ def eager(_spec: LinearCatSpec, call: LinearCatCall) -> Any:
 
 def bytes_moved(spec: LinearCatSpec, size: LinearCatSize) -> int:
     """Bytes that must move: the weight and the inputs read, the result written."""
-    return spec.weight_bytes() + size.batch * spec.bytes_per_row()
+    weight = spec.outputs * (spec.input_size + int(spec.bias))
+    return (weight + size.batch * (spec.input_size + spec.outputs)) * ITEM_SIZE[spec.dtype]

@@ -11,6 +11,7 @@ from tuned.families.rope.spec import ITEM_SIZE
 
 from ...problem import Problem
 from ..counting import Work
+from .reference import bytes_moved
 
 
 def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
@@ -20,7 +21,7 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
     count = ceil_div(size.batch, rows) * ceil_div(spec.outputs, columns)
     operands = (rows + columns) * spec.input_size * item
     stages = 2 if variant.is_vector else variant.num_stages
-    moved = spec.weight_bytes() + size.batch * spec.bytes_per_row()
+    moved = bytes_moved(spec, size)
     return (
         Work(
             programs=count,

@@ -227,13 +227,29 @@ def eager(spec: RopeSpec, call: RopeCall) -> Any:
 
 def bytes_moved(spec: RopeSpec, size: RopeSize) -> int:
     """Bytes that any implementation must move: x read and written once, the angles read once a position."""
-    return size.tokens * spec.bytes_per_token() + spec.angle_rows(size) * spec.bytes_per_position()
+    features = spec.rotary_dim if spec.inplace else spec.head_dim
+    token = 2 * spec.all_heads * features * ITEM_SIZE[spec.dtype]
+    return size.tokens * token + angle_rows(spec, size) * angle_row_bytes(spec)
+
+
+def angle_row_bytes(spec: RopeSpec) -> int:
+    """Bytes of the angles of one position."""
+    if spec.angles == "inv_freq":
+        return 0
+    entries = spec.rotary_dim if spec.angle_entries == "feature" else spec.rotary_dim // 2
+    return entries * ITEM_SIZE[spec.angle_dtype] * (1 if spec.computes_sincos else 2)
+
+
+def angle_rows(spec: RopeSpec, size: RopeSize) -> int:
+    """Rows of angles that must be read: one per position, shared by the batch unless each entry has its own."""
+    own = spec.positions in ("ids", "starts") or spec.angles_per_batch
+    return size.tokens if own else size.seq
 
 
 def tensor_bytes(spec: RopeSpec, size: RopeSize) -> int:
     """Bytes of one set of inputs and outputs."""
     x = math.prod(_shape(spec, size)) * ITEM_SIZE[spec.dtype]
-    return (1 if spec.inplace else 2) * x + _table_rows(spec, size) * spec.bytes_per_position()
+    return (1 if spec.inplace else 2) * x + _table_rows(spec, size) * angle_row_bytes(spec)
 
 
 def small(size: RopeSize, variant: RopeVariant) -> RopeSize:

@@ -11,6 +11,7 @@ from tuned.families.rope.variant import RopeVariant, half_block
 
 from ...problem import Problem
 from ..counting import Work
+from .reference import angle_row_bytes, angle_rows, bytes_moved
 
 
 def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
@@ -18,7 +19,7 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
     spec, size = problem.spec, problem.size
     item, half = ITEM_SIZE[spec.dtype], half_block(spec)
     entries_per_pair = 2 if spec.angle_entries == "feature" else 1
-    angle_row = spec.bytes_per_position()
+    angle_row = angle_row_bytes(spec)
     seq, batch = (size.tokens, 1) if spec.layout == "thd" else (size.seq, size.batch)
     count = programs(spec, variant, seq, batch)
     tile_rows = variant.block_tokens * variant.block_heads
@@ -26,8 +27,8 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
         Work(
             programs=count,
             warps=variant.num_warps,
-            memory_bytes=size.tokens * spec.bytes_per_token() + spec.angle_rows(size) * angle_row,
-            again_bytes=max(0.0, count * variant.block_tokens * angle_row - spec.angle_rows(size) * angle_row),
+            memory_bytes=bytes_moved(spec, size),
+            again_bytes=max(0.0, count * variant.block_tokens * angle_row - angle_rows(spec, size) * angle_row),
             in_flight_bytes=tile_rows * spec.rotary_dim * item + variant.block_tokens * angle_row,
             elements=count * tile_rows * 2 * half,
             sines=count * variant.block_tokens * half * 2 * entries_per_pair if spec.computes_sincos else 0,

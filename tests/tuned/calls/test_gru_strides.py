@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-import tuned.calls.gru_cell.prepare
 import tuned.calls.gru_cell.run
 import tuned.calls.linear_cat.run
 from tests.support.gru_machine import Machine, machine

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-import tuned.calls.gru_cell.prepare
+import tuned.calls.gru_cell.run
 import tuned.calls.gru_cell.run as cell
 import tuned.calls.linear_cat.run as linear
 import tuned.calls.products
@@ -50,19 +50,19 @@ def fired(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
             lambda *given: launched.append(given), 0, HEAD, launch.programs, rest, lambda _: 7, silent, silent
         )
 
-    for module in (tuned.calls.gru_cell.prepare, linear):
+    for module in (tuned.calls.gru_cell.run, linear):
         monkeypatch.setattr(module, "why_eager", lambda *_: None)
     for module in (cell, linear):
         monkeypatch.setattr(module, "gpu_of", lambda _: Gpu("a_card_without_a_table", 80, 100))
         monkeypatch.setattr(module, "_PLANS", {})
     monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
     monkeypatch.setattr(tuned.launching.plan, "direct_launch", direct)
-    for cached in (tuned.calls.gru_cell.prepare.variant_of, linear._variant_of):
+    for cached in (tuned.calls.gru_cell.run.variant_of, linear._variant_of):
         cached.cache_clear()
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     with np.errstate(all="ignore"), mended_interpreter(), torch.no_grad():
         yield launched
-    for cached in (tuned.calls.gru_cell.prepare.variant_of, linear._variant_of):
+    for cached in (tuned.calls.gru_cell.run.variant_of, linear._variant_of):
         cached.cache_clear()
 
 

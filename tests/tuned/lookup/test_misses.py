@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 import tune
 import tuned
-import tuned.calls.gru_cell.prepare
 import tuned.calls.gru_cell.run
 import tuned.calls.recurrent.serve
 import tuned.calls.rope.call
@@ -71,9 +70,9 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tables: dict[str, Table]) -> Itera
     """CPU tensors take the way of GPU tensors, through the interpreter, publicly launched."""
     if torch.cuda.is_available():
         pytest.skip("this stands in for a GPU where there is none")
-    for module in (tuned.calls.rope.plan, tuned.calls.gru_cell.prepare, tuned.calls.recurrent.serve):
+    for module in (tuned.calls.rope.plan, tuned.calls.gru_cell.run, tuned.calls.recurrent.serve):
         monkeypatch.setattr(module, "why_eager", lambda *_, **__: None)
-    for module in (tuned.calls.rope.plan, tuned.calls.gru_cell.prepare, tuned.calls.gru_cell.run):
+    for module in (tuned.calls.rope.plan, tuned.calls.gru_cell.run):
         monkeypatch.setattr(module, "gpu_of", lambda _: UNKNOWN)
     monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
     monkeypatch.setattr(tuned.launching.plan, "direct_launch", lambda *_: None)
@@ -83,11 +82,11 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tables: dict[str, Table]) -> Itera
     monkeypatch.setattr(tuned.launching.plan, "_specialised", specialised)
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
     tuned.calls.rope.call._PLANS.clear()
-    tuned.calls.gru_cell.prepare.variant_of.cache_clear()
+    tuned.calls.gru_cell.run.variant_of.cache_clear()
     with np.errstate(all="ignore"):
         yield tables
     tuned.calls.rope.call._PLANS.clear()
-    tuned.calls.gru_cell.prepare.variant_of.cache_clear()
+    tuned.calls.gru_cell.run.variant_of.cache_clear()
 
 
 def note(size: RopeSize = SIZE, gpu: Gpu = UNKNOWN, spec: RopeSpec = SPEC) -> None:

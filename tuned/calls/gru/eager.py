@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING
 
 import torch
 
-from tuned.calls.gru.arguments import check_lengths
+from tuned.calls.gru.arguments import GruCall, check_lengths
 from tuned.launching.plan import tracing
-
-if TYPE_CHECKING:
-    from tuned.calls.gru.arguments import GruCall
 
 
 def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,24 +6,19 @@ Plans keep none of the caller's tensors alive: they hold numbers, kernels and se
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from tuned.calls.gru.arguments import GruCall
 from tuned.calls.products import precision_of
-from tuned.families.gru.launches import counters_needed, sequence
-from tuned.families.gru.variant import alone
+from tuned.families.gru.launches import Recurrence, counters_needed, sequence
+from tuned.families.gru.spec import GruSpec
+from tuned.families.gru.variant import GruVariant, alone
 from tuned.launching import residents
 from tuned.launching.launcher import INTEGERS
 from tuned.launching.plan import ALIGNED_BYTES, NO_KEY, direct_launch, keep, modes, traits
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from tuned.calls.gru.arguments import GruCall
-    from tuned.families.gru.launches import Recurrence
-    from tuned.families.gru.spec import GruSpec
-    from tuned.families.gru.variant import GruVariant
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
@@ -88,16 +83,16 @@ def learn(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurre
     """Remember how a call was served, if equal calls need only library GEMMs of the input and one launch."""
     settings = (call.has_biases, call.num_layers, call.bidirectional, call.batch_first)
     key = _key(call.input, call.hx, call.weights, settings)
-    if key is None or not spec.dense or variant.strategy != "persistent":
+    one_launch = spec.dense and variant.strategy == "persistent"
+    copied = recurrence.h_0.data_ptr() != call.hx.data_ptr()  # hx was, and every call must copy it again
+    rows = call.input.shape[:-1].numel()
+    if key is None or not one_launch or copied or not by_library(rows, call.weights[0], spec.precision):
         return
-    if not by_library(call.input.shape[:-1].numel(), call.weights[0], spec.precision):
-        return
-    if recurrence.h_0.data_ptr() != call.hx.data_ptr():
-        return  # hx was copied, and every call must copy it again
 
     def make() -> Any:
-        launch = sequence(spec, variant, recurrence, 0, recurrence.seq)
-        direct = direct_launch(launch, compiled, call.input.device.index)
+        direct = direct_launch(
+            sequence(spec, variant, recurrence, 0, recurrence.seq), compiled, call.input.device.index
+        )
         return None if direct is None else _plan(call, spec, variant, recurrence, direct)
 
     keep(_PLANS, key, make, lambda x, hx, weights: (x, hx, *weights), call.input, call.hx, call.weights)

@@ -9,32 +9,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from tuned.calls.gru import eager
+from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.plan import by_library, gru_precision, learn
-from tuned.calls.products import rows_of, weight_of
+from tuned.calls.products import name_of, rows_of, weight_of
 from tuned.families.gru import FAMILY as GRU
 from tuned.families.gru.launches import Recurrence, counters_needed
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.launch import Launch
 from tuned.families.linear_cat import FAMILY as LINEAR_CAT
 from tuned.families.linear_cat.launches import LinearCatCall
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.families.products import DTYPES
 from tuned.launching import residents
-from tuned.launching.launcher import run_step
+from tuned.launching.launcher import run_steps
 from tuned.launching.plan import launch_known
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, Gpu, choose
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tuned.calls.gru.arguments import GruCall
 
 MAX_LENGTHS = 64  # sets of lengths whose tensors are kept on a device
 ALIGNED_BYTES = 16  # templates/gru_step.py.jinja assumes that rows are so aligned if their width allows it
@@ -51,13 +47,11 @@ class _Lengths(NamedTuple):
 
 def why_not(call: GruCall) -> str | None:
     """Why no kernel can serve a checked call, or None."""
-    reason = why_eager(call.input, str(call.input.dtype).removeprefix("torch.") in DTYPES)
-    if reason is not None:
-        return reason
-    if not call.hx.shape[2]:
+    reason = why_eager(call.input, name_of(call.input.dtype) in DTYPES)
+    if reason is None and not call.hx.shape[2]:
         return "there is nothing to compute: an axis is empty"
-    if _empty(call):
-        return None
+    if reason is not None or _empty(call):
+        return reason
     choice = _parts(call)[-1][2]
     return choice.why if choice.variant is None else None
 
@@ -111,7 +105,7 @@ def _empty(call: GruCall) -> bool:
 def _spec(call: GruCall, layers: int) -> tuple[GruSpec, GruSize]:
     layout = "packed" if call.batch_sizes is not None else "thd" if call.cu_seqlens is not None else "dense"
     spec = GruSpec(
-        dtype=str(call.input.dtype).removeprefix("torch."),
+        dtype=name_of(call.input.dtype),
         hidden=call.hx.shape[2],
         layout=layout,
         directions=2 if call.bidirectional else 1,
@@ -196,15 +190,10 @@ def _recur(  # noqa: PLR0913 - a part of a call
         else None,
         products=x.new_empty((size.batch, 3 * spec.hidden)) if variant.strategy == "library" else None,
     )
-    compiled: list[Any] = []
-
-    def launch(one: Launch) -> None:
-        compiled.append(launch_known(x.device.index, one))
-
-    for step in GRU.launches(spec, variant, recurrence):
-        run_step(step, launch)
+    launch = functools.partial(launch_known, x.device.index)
+    compiled = run_steps(GRU.launches(spec, variant, recurrence), launch)
     if spec.layers == call.num_layers and _may_learn(x.device):
-        learn(call, spec, variant, recurrence, compiled[0])
+        learn(call, spec, variant, recurrence, compiled)
     return out
 
 
@@ -219,8 +208,8 @@ def _project(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, precis
         spec = LinearCatSpec("float32", (rows.shape[1],), weight.shape[0], bias=False, precision=precision)
         variant = _projection(spec, LinearCatSize(rows.shape[0]), gpu_of(rows.device))
         if variant is not None:
-            for step in LINEAR_CAT.launches(spec, variant, LinearCatCall.of((rows_of(rows),), weight_of(weight), out)):
-                run_step(step, functools.partial(launch_known, rows.device.index))
+            call = LinearCatCall.of((rows_of(rows),), weight_of(weight), out)
+            run_steps(LINEAR_CAT.launches(spec, variant, call), functools.partial(launch_known, rows.device.index))
             return
     torch.mm(rows, weight.t(), out=out)
 
@@ -293,6 +282,3 @@ def _packed_lengths(batch_sizes: tuple[int, ...], device: torch.device) -> tuple
     rows = torch.tensor(batch_sizes, device="cpu")  # not the default device
     lengths = (rows[:, None] > torch.arange(batch_sizes[0], device="cpu")).sum(0, dtype=torch.int32)
     return (rows.cumsum(0) - rows).to(device), lengths.to(device)
-
-
-__all__ = ["choice_of", "forward", "why_not"]

@@ -7,40 +7,87 @@ keep none of the caller's tensors alive: they hold numbers, kernels and settings
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from tuned.calls.gru_cell.prepare import prepared, spec_of, variant_of, why_not
-from tuned.calls.products import precision_of, used
+from tuned.calls.products import MAX_ELEMENTS, name_of, precision_of, rows_of, used, weight_of
 from tuned.families.gru_cell import FAMILY as GRU_CELL
-from tuned.families.products import MAX_SEGMENTS, joined
-from tuned.launching.launcher import run_steps
+from tuned.families.gru_cell.launches import GruCellCall
+from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.products import DTYPES, MAX_SEGMENTS, joined
+from tuned.launching.launcher import run_publicly
 from tuned.launching.overwrite import bump_versions
 from tuned.launching.plan import (
     NO_KEY,
     DirectLaunch,
     current_device,
-    keep,
     listeners,
-    plan_of,
+    run_and_keep,
     tracing,
     transforms_active,
 )
-from tuned.lookup.gpu import gpu_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tuned.families.gru_cell.launches import GruCellCall
-    from tuned.families.gru_cell.spec import GruCellSpec
+from tuned.lookup import misses
+from tuned.lookup.gpu import gpu_of, why_eager
+from tuned.lookup.lookup import Choice, choose
 
 _PLANS: dict[Any, Any] = {}  # key of a call -> (pointers, x, h, weight_ih, weight_hh, bias_ih, bias_hh) -> h'
 _FLOAT32 = torch.float32
 _grad_enabled = torch.is_grad_enabled
 _autocast = torch.is_autocast_enabled
 _linear = torch.nn.functional.linear
+variant_of = misses.variants(GRU_CELL)
+
+
+def _spec_of(
+    segments: Sequence[torch.Tensor],
+    h: torch.Tensor,
+    bias: Any,
+    inplace: bool,  # noqa: FBT001
+) -> tuple[GruCellSpec, GruCellSize]:
+    widths = tuple(t.shape[1] for t in used(segments))
+    spec = GruCellSpec(name_of(h.dtype), h.shape[1], widths, bias is not None, inplace, precision_of(h.dtype))
+    return spec, GruCellSize(h.shape[0])
+
+
+def why_not(segments: Sequence[torch.Tensor], h: torch.Tensor) -> str | None:
+    """Why no kernel serves a checked step, or None."""
+    reason = why_eager(h, name_of(h.dtype) in DTYPES)
+    if reason is None and (h.numel() == 0 or not used(segments)):
+        return "there is nothing to compute: an axis is empty"
+    if reason is None and 3 * h.shape[1] * max(h.shape[1], sum(t.shape[1] for t in segments)) >= MAX_ELEMENTS:
+        return f"the kernels take weights of less than {MAX_ELEMENTS} elements"
+    return reason
+
+
+def choice_of(
+    segments: Sequence[torch.Tensor],
+    h: torch.Tensor,
+    bias: Any,
+    inplace: bool,  # noqa: FBT001
+) -> tuple[Choice, GruCellSpec]:
+    """Which variant a step gets that ``why_not`` accepts, and its spec; nothing runs."""
+    spec, size = _spec_of(segments, h, bias, inplace)
+    return choose(GRU_CELL, spec, size, gpu_of(h.device)), spec
+
+
+def prepared(  # noqa: PLR0913 - the tensors of the public call
+    segments: Sequence[torch.Tensor],
+    h: torch.Tensor,
+    weight_ih: torch.Tensor,
+    weight_hh: torch.Tensor,
+    bias_ih: torch.Tensor | None,
+    bias_hh: torch.Tensor | None,
+    inplace: bool,  # noqa: FBT001
+) -> GruCellCall:
+    """The arguments of the kernels: tensors with contiguous rows, copied if needed, and an output that is not filled."""
+    biases = () if bias_ih is None or bias_hh is None else (bias_ih.contiguous(), bias_hh.contiguous())
+    state = h if inplace else rows_of(h)  # in place, the library's form takes any strides
+    out = h if inplace else torch.empty_like(h, memory_format=torch.contiguous_format)
+    x = tuple(map(rows_of, used(segments)))
+    return GruCellCall.of(x, state, weight_of(weight_ih), weight_of(weight_hh), out, *biases)
 
 
 def _key(  # noqa: PLR0913
@@ -133,21 +180,19 @@ def run_cell(  # noqa: PLR0913 - the tensors of the public call
     given = (h, weight_ih, weight_hh, bias_ih, bias_hh)
     variant = None
     if why_not(segments, h) is None:
-        spec, size = spec_of(tuple(t.shape[1] for t in used(segments)), h, bias_ih, inplace)
+        spec, size = _spec_of(segments, h, bias_ih, inplace)
         variant = variant_of(spec, size, gpu_of(h.device))
     if variant is None:
         out = eager(segments, *given)
         return h.copy_(out) if inplace else out
     call = prepared(segments, *given, inplace)
-    steps = GRU_CELL.launches(spec, variant, call)
-    compiled = run_steps(steps, h.device)
     public = functools.partial(_public, spec, variant)
     make = functools.partial(_library_plan if variant.form == "library" else _fused_plan, call, public)
     taken = (*call.segments, call.h, call.weight_ih, call.weight_hh, call.bias_ih, call.bias_hh)
     x = segments[0] if len(segments) == 1 else tuple(segments)
     key, pointers = _key(x, *given, inplace) or (None, None)
-    plan = functools.partial(plan_of, make, public, steps, compiled, (*segments, *given), taken)
-    keep(_PLANS, key, plan, _tensors, pointers, x, *given)
+    steps = GRU_CELL.launches(spec, variant, call)
+    run_and_keep(steps, _PLANS, key, make, public, taken, _tensors, pointers, x, *given)
     return call.out  # type: ignore[no-any-return]
 
 
@@ -159,7 +204,7 @@ def _tensors(_pointers: Any, x: Any, *others: Any) -> tuple[Any, ...]:
 def _public(  # noqa: PLR0913
     spec: GruCellSpec,
     variant: Any,
-    pointers: Any,
+    _pointers: Any,
     x: Any,
     h: Any,
     weight_ih: Any,
@@ -168,10 +213,8 @@ def _public(  # noqa: PLR0913
     bias_hh: Any,
 ) -> Any:
     """The plan of a step that must use Triton's public launcher."""
-    del pointers
-    segments = x if isinstance(x, tuple) else (x,)
-    call = prepared(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, spec.inplace)
-    run_steps(GRU_CELL.launches(spec, variant, call), h.device)
+    call = prepared(x if isinstance(x, tuple) else (x,), h, weight_ih, weight_hh, bias_ih, bias_hh, spec.inplace)
+    run_publicly(GRU_CELL.launches(spec, variant, call), h.get_device())
     if spec.inplace:
         bump_versions(h)
     return call.out
@@ -179,9 +222,8 @@ def _public(  # noqa: PLR0913
 
 def _fresh(h: torch.Tensor) -> Any:
     """A function that allocates a contiguous output like such an h."""
-    if h.is_contiguous():
-        return torch.empty_like  # takes half the time
-    return functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+    contiguous = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+    return torch.empty_like if h.is_contiguous() else contiguous  # the first takes half the time
 
 
 def _fused_plan(call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
@@ -195,8 +237,7 @@ def _fused_plan(call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
         if enter.calls or leave.calls:  # a profiler has hooks: only the public launcher calls them
             return public(pointers, x, h, weight_ih, weight_hh, bias_ih, bias_hh)
         out = fresh(h)
-        stream = stream_of(device)
-        run(programs, 1, 1, stream, function, *head, *pointers, out.data_ptr(), *rest)
+        run(programs, 1, 1, stream_of(device), function, *head, *pointers, out.data_ptr(), *rest)
         return out
 
     return plan

@@ -7,23 +7,21 @@ keep none of the caller's tensors alive: they hold numbers, kernels and settings
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from tuned.calls.products import MAX_ELEMENTS, precision_of, rows_of, used, weight_of
+from tuned.calls.products import MAX_ELEMENTS, name_of, precision_of, rows_of, used, weight_of
 from tuned.families.linear_cat import FAMILY as LINEAR_CAT
 from tuned.families.linear_cat.launches import LinearCatCall, launches
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.families.products import DTYPES, MAX_SEGMENTS, joined
-from tuned.launching.launcher import run_steps
-from tuned.launching.plan import NO_KEY, DirectLaunch, keep, modes, plan_of, traits
+from tuned.launching.launcher import run_publicly
+from tuned.launching.plan import NO_KEY, DirectLaunch, modes, run_and_keep, traits
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, choose
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _PLANS: dict[Any, Any] = {}  # key of a call -> (inputs, weight, bias) -> y
 _variant_of = misses.variants(LINEAR_CAT)
@@ -32,7 +30,7 @@ _grad_enabled = torch.is_grad_enabled
 
 def why_not(inputs: Sequence[torch.Tensor], weight: torch.Tensor) -> str | None:
     """Why no kernel serves a checked call, or None."""
-    reason = why_eager(weight, str(weight.dtype).removeprefix("torch.") in DTYPES)
+    reason = why_eager(weight, name_of(weight.dtype) in DTYPES)
     if reason is not None:
         return reason
     if weight.numel() == 0 or inputs[0].shape[:-1].numel() == 0:
@@ -45,16 +43,13 @@ def why_not(inputs: Sequence[torch.Tensor], weight: torch.Tensor) -> str | None:
 
 
 def _spec_of(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: Any) -> tuple[LinearCatSpec, LinearCatSize]:
-    dtype = str(weight.dtype).removeprefix("torch.")
     widths = tuple(t.shape[-1] for t in used(inputs))
-    spec = LinearCatSpec(dtype, widths, weight.shape[0], bias is not None, precision_of(weight.dtype))
+    spec = LinearCatSpec(name_of(weight.dtype), widths, weight.shape[0], bias is not None, precision_of(weight.dtype))
     return spec, LinearCatSize(inputs[0].shape[:-1].numel())
 
 
-def choice_of(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: Any) -> tuple[Choice, LinearCatSpec | None]:
-    """Which variant a checked call gets, or why it runs in eager PyTorch, and its spec; nothing runs."""
-    if (reason := why_not(inputs, weight)) is not None:
-        return Choice("eager", reason, None), None
+def choice_of(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: Any) -> tuple[Choice, LinearCatSpec]:
+    """Which variant a call gets that ``why_not`` accepts, and its spec; nothing runs."""
     spec, size = _spec_of(inputs, weight, bias)
     return choose(LINEAR_CAT, spec, size, gpu_of(weight.device)), spec
 
@@ -91,18 +86,18 @@ def eager(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tens
 
 def run_linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """A checked call that needs no gradient: inputs ``[..., k_i]`` to ``[..., outputs]``. ``known`` serves the next ones."""
-    choice_size = None if why_not(inputs, weight) is not None else _spec_of(inputs, weight, bias)
-    variant = None if choice_size is None else _variant_of(*choice_size, gpu_of(weight.device))
-    if choice_size is None or variant is None:
+    variant = None
+    if why_not(inputs, weight) is None:
+        spec, size = _spec_of(inputs, weight, bias)
+        variant = _variant_of(spec, size, gpu_of(weight.device))
+    if variant is None:
         return eager(inputs, weight, bias)
-    spec, call = choice_size[0], _prepared(inputs, weight, bias)
-    steps = launches(spec, variant, call)
-    compiled = run_steps(steps, weight.device)
+    call = _prepared(inputs, weight, bias)
     public = functools.partial(_public, spec, variant)
     make = functools.partial(_direct_plan, inputs[0].shape[:-1], spec, weight.device.index, public)
     taken = (*call.segments, call.weight, call.bias)
-    plan = functools.partial(plan_of, make, public, steps, compiled, _tensors(inputs, weight, bias), taken)
-    keep(_PLANS, _key(inputs, weight, bias), plan, _tensors, inputs, weight, bias)
+    steps, key = launches(spec, variant, call), _key(inputs, weight, bias)
+    run_and_keep(steps, _PLANS, key, make, public, taken, _tensors, inputs, weight, bias)
     return call.out.view(*inputs[0].shape[:-1], spec.outputs)  # type: ignore[no-any-return]
 
 
@@ -121,7 +116,7 @@ def _prepared(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.
 def _public(spec: LinearCatSpec, variant: Any, inputs: Any, weight: Any, bias: Any) -> Any:
     """The plan of a call that must use Triton's public launcher."""
     call = _prepared(inputs, weight, bias)
-    run_steps(launches(spec, variant, call), weight.device)
+    run_publicly(launches(spec, variant, call), weight.get_device())
     return call.out.view(*inputs[0].shape[:-1], spec.outputs)
 
 

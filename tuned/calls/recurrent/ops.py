@@ -8,7 +8,8 @@ have no gradient themselves. No operator draws random numbers: dropout is applie
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -19,10 +20,8 @@ from tuned.calls.gru.arguments import GruCall, check_gru
 from tuned.calls.gru_cell import run as cell_run
 from tuned.calls.gru_cell.arguments import checked_cell
 from tuned.calls.linear_cat.arguments import check_linear_cat
+from tuned.calls.operators import define, save, saved
 from tuned.calls.recurrent import serve
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 _GRU = (
     "Tensor input, Tensor hx, Tensor[] weights, bool has_biases, int num_layers, bool bidirectional, bool batch_first, "
@@ -45,8 +44,7 @@ def _gru(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return output.contiguous(), h_n.contiguous()
 
 
-def _gru_fake(input: Any, hx: Any, weights: Any, *settings: Any) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: A002
-    del weights
+def _gru_fake(input: Any, hx: Any, _weights: Any, *settings: Any) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: A002
     directions = 2 if settings[2] else 1
     return input.new_empty((*input.shape[:-1], directions * hx.shape[2])), hx.new_empty(hx.shape)
 
@@ -67,11 +65,6 @@ def _cell(segments: Any, h: Any, *weights: Any) -> torch.Tensor:
         return serve.gru_cell(segments, h, *weights, inplace=False).contiguous()
 
 
-def _cell_fake(segments: Any, h: Any, *weights: Any) -> torch.Tensor:
-    del segments, weights
-    return h.new_empty(h.shape)  # type: ignore[no-any-return]
-
-
 def _cell_backward(grad: Any, wanted: list[bool], segments: Any, *others: Any) -> list[torch.Tensor]:
     count, present = len(segments), [t is not None for t in others]
 
@@ -87,11 +80,6 @@ def _linear(inputs: Any, weight: Any, bias: Any) -> torch.Tensor:
     check_linear_cat(inputs, weight, bias)
     with torch.no_grad():
         return serve.linear_cat(inputs, weight, bias).contiguous()
-
-
-def _linear_fake(inputs: Any, weight: Any, bias: Any) -> torch.Tensor:
-    del bias
-    return inputs[0].new_empty((*inputs[0].shape[:-1], weight.shape[0]))  # type: ignore[no-any-return]
 
 
 def _recomputed(
@@ -114,63 +102,42 @@ def _recomputed(
         )
     # Copies: autograd may give one tensor to two leaves, and what an operator returns must not share memory.
     return [
-        next(found).clone(memory_format=torch.contiguous_format) if w else _nothing(t)
+        next(found).clone(memory_format=torch.contiguous_format) if w else t.new_empty(0)
         for t, w in zip(tensors, wanted, strict=True)
     ]
 
 
-def _nothing(like: torch.Tensor) -> torch.Tensor:
-    return like.new_empty(0)
-
-
 def _grads_fake(tensors: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor]:
-    return [t.new_empty(t.shape) if w else _nothing(t) for t, w in zip(tensors, wanted, strict=True)]
+    return [t.new_empty(t.shape) if w else t.new_empty(0) for t, w in zip(tensors, wanted, strict=True)]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save the arguments of an operator for its backward: tensors by save_for_backward, the rest on ctx."""
+    """Save all arguments of an operator."""
     del output
-    flat, ctx.layout = [], []
-    for value in inputs:
-        many = isinstance(value, (list, tuple))
-        tensors = list(value) if many else [value] if isinstance(value, torch.Tensor) else []
-        ctx.layout.append((many, len(tensors), None if tensors or many else value))
-        flat += tensors
-    ctx.save_for_backward(*flat)
-
-
-def _arguments(ctx: Any) -> list[Any]:
-    """The arguments that ``_setup`` saved, in their original structure."""
-    saved = iter(ctx.saved_tensors)
-    given: list[Any] = []
-    for many, count, value in ctx.layout:
-        tensors = [next(saved) for _ in range(count)]
-        given.append(tensors if many else tensors[0] if tensors else value)
-    return given
+    save(ctx, inputs)
 
 
 def _gru_grads(ctx: Any, grad_output: Any, grad_h_n: Any) -> tuple[Any, ...]:
     needs = ctx.needs_input_grad
     wanted = [needs[0], needs[1], *needs[2]]
-    found = gru_backward(grad_output, grad_h_n, wanted, *_arguments(ctx))
+    found = gru_backward(grad_output, grad_h_n, wanted, *saved(ctx))
     first, second, *weights = (g if w else None for g, w in zip(found, wanted, strict=True))
     return first, second, weights, *(None,) * (len(needs) - 3)
 
 
 def _cell_grads(ctx: Any, grad: Any) -> tuple[Any, ...]:
-    segments, *others = _arguments(ctx)
+    segments, *others = saved(ctx)
     needs = ctx.needs_input_grad
-    there = [n for n, t in zip(needs[1:], others, strict=True) if t is not None]
-    wanted = [*needs[0], *there]
-    found = iter(gru_cell_backward(grad, wanted, segments, *others))
-    grads = [next(found) if w else (next(found), None)[1] for w in wanted]
+    wanted = [*needs[0], *(n for n, t in zip(needs[1:], others, strict=True) if t is not None)]
+    found = gru_cell_backward(grad, wanted, segments, *others)
+    grads = [g if w else None for g, w in zip(found, wanted, strict=True)]
     rest = iter(grads[len(segments) :])
     return grads[: len(segments)], *(None if t is None else next(rest) for t in others)
 
 
 def _linear_grads(ctx: Any, grad: Any) -> tuple[Any, ...]:
     """The gradients of linear_cat by parts of the weight: segments are not concatenated here either."""
-    inputs, weight, bias = _arguments(ctx)
+    inputs, weight, bias = saved(ctx)
     needs = ctx.needs_input_grad
     columns = torch.split(weight, [t.shape[-1] for t in inputs], dim=1)
     rows = grad.reshape(-1, grad.shape[-1])
@@ -179,29 +146,35 @@ def _linear_grads(ctx: Any, grad: Any) -> tuple[Any, ...]:
     return segments, torch.cat(parts, 1) if parts else None, rows.sum(0) if bias is not None and needs[2] else None
 
 
-def _operator(name: str, schema: str, function: Any, fake: Any, backward: Any = None) -> Any:
-    made = torch.library.custom_op(f"tuned::{name}", function, mutates_args=(), schema=schema)
-    made.register_fake(fake)
-    if backward is not None:
-        made.register_autograd(backward, setup_context=_setup)
-    return made
-
-
-gru = _operator("gru", f"({_GRU}) -> (Tensor, Tensor)", _gru, _gru_fake, _gru_grads)
-gru_backward = _operator(
+gru = define("gru", f"({_GRU}) -> (Tensor, Tensor)", _gru, _gru_fake, _gru_grads, _setup)
+gru_backward = define(
     "gru_backward",
     f"(Tensor grad_output, Tensor grad_h_n, bool[] wanted, {_GRU}) -> Tensor[]",
     _gru_backward,
     lambda _output, _h_n, wanted, input, hx, weights, *_: _grads_fake([input, hx, *weights], wanted),  # noqa: A006
 )
-gru_cell = _operator("gru_cell", f"({_CELL}) -> Tensor", _cell, _cell_fake, _cell_grads)
-gru_cell_backward = _operator(
+gru_cell = define(
+    "gru_cell",
+    f"({_CELL}) -> Tensor",
+    _cell,
+    lambda _segments, h, *_: h.new_empty(h.shape),
+    _cell_grads,
+    _setup,
+)
+gru_cell_backward = define(
     "gru_cell_backward",
     f"(Tensor grad, bool[] wanted, {_CELL}) -> Tensor[]",
     _cell_backward,
     lambda _grad, wanted, segments, *others: _grads_fake([*segments, *serve.present(*others)], wanted),
 )
-linear_cat = _operator("linear_cat", f"({_LINEAR}) -> Tensor", _linear, _linear_fake, _linear_grads)
+linear_cat = define(
+    "linear_cat",
+    f"({_LINEAR}) -> Tensor",
+    _linear,
+    lambda inputs, weight, _bias: inputs[0].new_empty((*inputs[0].shape[:-1], weight.shape[0])),
+    _linear_grads,
+    _setup,
+)
 
 
 # What FlopCounterMode counts: two FLOPs per multiply-add of a matrix product, as for PyTorch's own operators. A backward
@@ -210,21 +183,17 @@ linear_cat = _operator("linear_cat", f"({_LINEAR}) -> Tensor", _linear, _linear_
 
 def _gru_flops(input: Any, hx: Any, weights: Any, *_: Any, **__: Any) -> int:  # noqa: A002
     del hx
-    rows = _elements(input[:-1])
-    return 2 * rows * sum(_elements(shape) for shape in weights if len(shape) == 2)  # noqa: PLR2004 - no biases
+    rows = math.prod(input[:-1])
+    return 2 * rows * sum(math.prod(shape) for shape in weights if len(shape) == 2)  # noqa: PLR2004 - no biases
 
 
 def _cell_flops(segments: Any, h: Any, weight_ih: Any, weight_hh: Any, *_: Any, **__: Any) -> int:
     del segments
-    return 2 * h[0] * (_elements(weight_ih) + _elements(weight_hh))  # type: ignore[no-any-return]
+    return 2 * h[0] * (math.prod(weight_ih) + math.prod(weight_hh))  # type: ignore[no-any-return]
 
 
 def _linear_flops(inputs: Any, weight: Any, *_: Any, **__: Any) -> int:
-    return 2 * _elements(inputs[0][:-1]) * _elements(weight)
-
-
-def _elements(shape: Sequence[int]) -> int:
-    return math.prod(shape)
+    return 2 * math.prod(inputs[0][:-1]) * math.prod(weight)
 
 
 _FORMULAS: dict[Any, Any] = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -12,16 +13,12 @@ from tuned.calls.gru import eager, run
 from tuned.calls.gru.arguments import GruCall, gru_call
 from tuned.calls.gru_cell import run as cell_run
 from tuned.calls.gru_cell.arguments import checked_cell
-from tuned.calls.gru_cell.prepare import choice_of as choice_of_cell
 from tuned.calls.linear_cat import run as linear_run
 from tuned.calls.linear_cat.arguments import check_linear_cat
 from tuned.calls.products import autocast_dtype
 from tuned.launching.plan import bypassed, listeners
 from tuned.lookup.gpu import PLAIN, why_eager, why_not_plain
 from tuned.lookup.lookup import Choice
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def why_torch(tensors: Sequence[torch.Tensor]) -> str | None:
@@ -101,10 +98,9 @@ def gru_cell(  # noqa: PLR0913 - the arguments of the public call
         return cell_run.run_cell(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace=inplace)
     else:
         x = [t.to(dtype) for t in segments]
-        state, w_ih, w_hh = (t.to(dtype) for t in (h, weight_ih, weight_hh))
-        b_ih, b_hh = (None if b is None else b.to(dtype) for b in (bias_ih, bias_hh))
+        others: list[Any] = [None if t is None else t.to(dtype) for t in (h, weight_ih, weight_hh, bias_ih, bias_hh)]
         with torch.autocast(h.device.type, enabled=False):  # the tensors are cast: autocast must not cast them again
-            out = cell_run.run_cell(x, state, w_ih, w_hh, b_ih, b_hh, inplace=False)
+            out = cell_run.run_cell(x, *others, inplace=False)
     return h.copy_(out) if inplace else out
 
 
@@ -141,16 +137,16 @@ def explain_gru_cell(*args: Any, **kwargs: Any) -> tuple[Choice, Any]:
     segments, (h, *weights) = checked_cell(**given)
     dtype = autocast_dtype(h.device.type)
     state = h if dtype is None else h.to(dtype)
-    if (reason := why_torch(present(*segments, h, *weights))) is not None:
+    if reason := why_torch(present(*segments, h, *weights)) or cell_run.why_not(segments, state):
         return Choice("eager", reason, None), None
-    return choice_of_cell(segments, state, given["bias_ih"], given["inplace"] and dtype is None)
+    return cell_run.choice_of(segments, state, given["bias_ih"], given["inplace"] and dtype is None)
 
 
 def explain_linear_cat(inputs: Any, weight: Any, bias: Any = None) -> tuple[Choice, Any]:
     """The choice for a call of tuned.dispatch.linear_cat with these arguments, and its spec; no kernel runs."""
     check_linear_cat(inputs, weight, bias)
-    if (reason := why_torch(present(*inputs, weight, bias))) is not None:
-        return Choice("eager", reason, None), None
     dtype = autocast_dtype(weight.device.type)
     cast = weight if dtype is None else weight.to(dtype)
+    if reason := why_torch(present(*inputs, weight, bias)) or linear_run.why_not(inputs, cast):
+        return Choice("eager", reason, None), None
     return linear_run.choice_of(inputs, cast, bias)

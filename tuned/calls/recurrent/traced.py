@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.products import autocast_dtype
 from tuned.calls.recurrent import ops
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def _cast(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from tuned.families.rope.launches import RopeCall
 from tuned.families.rope.spec import ANGLE_ENTRIES, LAYOUTS, ROTATED, RopeSize, RopeSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MAX_TOKENS = 2**31 - 1  # token indices are 32-bit inside the kernels; offsets in memory are 64-bit
 SUPPORTED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -362,9 +360,8 @@ def _rotated_tensor(name: str, x: Any, layout: str) -> None:
 
 def heads_apart(x: Any, settings: Settings) -> bool:
     """Whether a packed qkv with an axis of 3 has strides that do not let that axis and the heads be one axis of a view."""
-    if settings.kv_heads != 0 or not isinstance(x, torch.Tensor) or x.ndim != AXES[settings.tensor_format] + 1:
-        return False
-    return bool(x.shape[-2] > 1 and x.stride(-3) != x.shape[-2] * x.stride(-2))
+    axis_of_3 = settings.kv_heads == 0 and isinstance(x, torch.Tensor) and x.ndim == AXES[settings.tensor_format] + 1
+    return bool(axis_of_3 and x.shape[-2] > 1 and x.stride(-3) != x.shape[-2] * x.stride(-2))
 
 
 def packed_heads(x: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, int]:
@@ -502,7 +499,7 @@ def _check_settings(settings: Settings) -> None:
             raise TypeError(f"{name} must be a bool, got a tensor, whose value may change: convert it with bool(...)")
 
 
-def _tokens(layout: str, x: torch.Tensor) -> tuple[int, int]:
+def tokens_of(layout: str, x: torch.Tensor) -> tuple[int, int]:
     """(seq, batch) of x; packed tokens have a batch of 1."""
     if layout == "thd":
         return x.shape[0], 1
@@ -534,7 +531,7 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
     entries = settings.angle_entries or ("feature" if angles.kind == "freqs" else "pair")
     heads, head_dim = x.shape[-2:]
     rotary = _rotary_dim(angles.first.shape[-1], entries, settings, head_dim)
-    seq, batch = _tokens(layout, x)
+    seq, batch = tokens_of(layout, x)
     bounds, sequences = None, None
     if layout == "thd" and given.positions is None:
         bounds = _packed(given.cu_seqlens, x.device)
@@ -625,14 +622,12 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
 def _rows(angles: Angles, batch: int, layout: str) -> int:
     """The number of positions that the angles cover."""
     first = angles.first
-    if first.ndim > 2:  # noqa: PLR2004
-        if layout == "thd" or first.shape[0] != batch:
-            raise ValueError(
-                f"cos and sin of [batch, rows, entries] must have the batch of x, {batch}, got {list(first.shape)}"
-                + ("; packed tokens have no batch: give [rows, entries] and positions" if layout == "thd" else "")
-            )
-        return first.shape[1]
-    return first.shape[0]
+    if first.ndim > 2 and (layout == "thd" or first.shape[0] != batch):  # noqa: PLR2004
+        raise ValueError(
+            f"cos and sin of [batch, rows, entries] must have the batch of x, {batch}, got {list(first.shape)}"
+            + ("; packed tokens have no batch: give [rows, entries] and positions" if layout == "thd" else "")
+        )
+    return first.shape[-2]
 
 
 def _reach(rows: int, positions: _Positions, settings: Settings, seq: int, sequences: int | None) -> None:

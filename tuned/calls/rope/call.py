@@ -7,14 +7,25 @@ the caller's tensors alive: they hold numbers, kernels and settings.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import functools
+import threading
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from tuned.calls.rope.arguments import Given, Settings, Sources, heads_apart, offset_of, prepare, refuse_overlap
+from tuned.calls.rope.arguments import (
+    Given,
+    Prepared,
+    Settings,
+    Sources,
+    heads_apart,
+    offset_of,
+    prepare,
+    refuse_overlap,
+)
 from tuned.calls.rope.lengths import class_of, sized
-from tuned.calls.rope.plan import First, Plan, choice_of, kernel_plan, sized_plan
+from tuned.calls.rope.plan import Plan, choice_of, kernel_plan, sized_plan
 from tuned.families.rope import FAMILY as ROPE
 from tuned.families.rope.eager import rotate
 from tuned.launching.overwrite import refuse_overwrite
@@ -29,11 +40,7 @@ from tuned.launching.plan import (
 )
 from tuned.lookup import misses
 from tuned.lookup.gpu import why_not_plain
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tuned.lookup.lookup import Choice
+from tuned.lookup.lookup import Choice
 
 _PLANS: dict[Any, Plan] = {}
 _compiling = torch.compiler.is_dynamo_compiling
@@ -112,13 +119,11 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
         x_ptr = angles_ptr = 0
     first = None
     if plan is None:
-        first = First()
+        # What is prepared to decide what the call does, for its run. Once the plan is known, another thread may run it
+        # first, for a call of its own, which must not take that.
+        first = threading.local()
         class_key = None if properties is None else class_of(properties)
-        plan = (
-            None
-            if class_key is None
-            else _known_but_for_lengths(class_key, x, key, angles, sin, cu_seqlens, position_tensor)
-        )
+        plan = _known_but_for_lengths(class_key, x, key, angles, sin, cu_seqlens, position_tensor)
         if plan is None:
             given = Given(x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset)
             plan = _decide(given, Settings(*settings), class_key, first)
@@ -135,7 +140,7 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
         given = Given(x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset)
         return run_eager(given, Settings(*settings))
     finally:
-        if first is not None:
+        if first is not None:  # so that no tensor of a caller is kept
             first.prepared = None
 
 
@@ -143,28 +148,26 @@ def _known_but_for_lengths(  # noqa: PLR0913 - the tensors of a call
     class_key: Any, x: Any, key: Any, angles: Any, sin: Any, cu_seqlens: Any, positions: Any
 ) -> Plan | None:
     """The plan of a call that differs only in its lengths from one that a kernel served, or None."""
-    if transforms_active() or tracing() is not None:
+    if class_key is None or transforms_active() or tracing() is not None:
         return None
     found = sized(class_key, x, key, angles, sin, cu_seqlens, positions)
-    return None if found is None else _differentiable(sized_plan(found), found.settings, found.sources, x, key)
+    return (
+        None if found is None else _differentiable(sized_plan(found), found.known.settings, found.known.sources, x, key)
+    )
 
 
-def _decide(given: Given, settings: Settings, class_key: Any, first: First) -> Plan:
+def _decide(given: Given, settings: Settings, class_key: Any, first: threading.local) -> Plan:
     """Check a call and choose what calls with its properties do. It launches nothing and writes nothing.
 
     What was prepared for that is kept in ``first``, for the plan's first run.
     """
     sources = Sources.of(given)
     plan = _checked(given, settings, sources, class_key, first)
-    if settings.inplace:
-        for t in (given.x, given.key):
-            if t is not None:
-                refuse_overwrite(t)
     if not plan.serves:
         return plan
     read = [t for t in (given.x, given.key, getattr(given, sources.angles), given.sin) if t is not None]
     if any(t.is_floating_point() and may_be_negative(t) for t in read):
-        plan = Plan(_run_unless_negative(plan, settings, sources))
+        plan = Plan(functools.partial(_run_unless_negative, plan, settings, sources))
     return _differentiable(plan, settings, sources, given.x, given.key)
 
 
@@ -178,26 +181,22 @@ def _differentiable(plan: Plan, settings: Settings, sources: Sources, x: Any, ke
     return Plan(_Node(settings, sources, plan, None if all(needs) else needs.index(False)).run)
 
 
-def _checked(given: Given, settings: Settings, sources: Sources, class_key: Any, first: First) -> Plan:
+def _checked(given: Given, settings: Settings, sources: Sources, class_key: Any, first: threading.local) -> Plan:
     """The plan of a call whose properties are new."""
     bypassed = _why_no_launch(given)
-    prepared = prepare(given, settings, make_out=_strides_of_result if bypassed else torch.empty_like)
+    prepared = prepare(given, settings, make_out=(lambda t: t) if bypassed else torch.empty_like)
     choice = choice_of(prepared, bypassed)
-    if choice.variant is None:
-        return Plan(_eager_run(settings, sources), serves=False)
-    tensors = [t for t in given if isinstance(t, torch.Tensor)]
-    if not all(t.numel() for t in tensors):  # an empty tensor has no address
-        one = given.key is not None and bool(given.x.numel()) != bool(given.key.numel())
-        return Plan((_run_alone if one else _eager_run)(settings, sources), serves=False)
+    one = given.key is not None and bool(given.x.numel()) != bool(given.key.numel())
+    if choice.variant is not None and one:
+        return Plan(functools.partial(_run_alone, settings, sources), serves=False)
+    # An empty tensor has no address.
+    if choice.variant is None or any(not t.numel() for t in given if isinstance(t, torch.Tensor)):
+        first.prepared = prepared
+        return Plan(functools.partial(_run_eagerly, settings, sources, first), serves=False)
     misses.note(ROPE, prepared.spec, prepared.size, choice)
     if heads_apart(given.x, settings):  # ``prepared`` is of a contiguous copy
-        return Plan(_run_copy(settings, sources))
+        return Plan(functools.partial(_run_copy, settings, sources))
     return kernel_plan(prepared, choice.variant, settings, sources, class_key, first)
-
-
-def _strides_of_result(t: torch.Tensor) -> torch.Tensor:
-    """A tensor with the strides that the result will have, which ``prepare`` reads."""
-    return t if t.is_contiguous() else torch.empty_like(t)
 
 
 def _bypassed(given: Given) -> str | None:
@@ -224,55 +223,49 @@ def _angles_need_gradient(given: Given) -> bool:
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in angles)
 
 
-def _run_unless_negative(plan: Plan, settings: Settings, sources: Sources) -> Callable[..., Any]:
+# Plan.run where no kernel is launched right away: each after the arguments that its plan gives it.
+
+
+def _run_unless_negative(  # noqa: PLR0913
+    plan: Plan, settings: Settings, sources: Sources, x: Any, key: Any, angles: Any, sin: Any, *rest: Any
+) -> Any:
     """The plan's run, but eager PyTorch for tensors with the negative bit: kernels read memory as it is."""
-    eager = _eager_run(settings, sources)
-
-    def run(x: Any, key: Any, angles: Any, sin: Any, *rest: Any) -> Any:
-        negative = any(t is not None and t.is_neg() for t in (x, key, angles, sin))
-        return (eager if negative else plan.run)(x, key, angles, sin, *rest)
-
-    return run
+    if any(t is not None and t.is_neg() for t in (x, key, angles, sin)):
+        return _run_eagerly(settings, sources, None, x, key, angles, sin, *rest)
+    return plan.run(x, key, angles, sin, *rest)
 
 
-def _eager_run(settings: Settings, sources: Sources) -> Callable[..., Any]:
-    def run(*tensors: Any) -> Any:
-        given = sources.given(*tensors)
-        if settings.inplace:
-            for t in (given.x, given.key):
-                if t is not None:
-                    refuse_overwrite(t)
-        return run_eager(given, settings)
-
-    return run
+def _run_eagerly(settings: Settings, sources: Sources, first: threading.local | None, *tensors: Any) -> Any:
+    """Run a call with PyTorch's operators; the call that the plan was made for is checked, and prepared in ``first``."""
+    given = sources.given(*tensors)
+    if settings.inplace:
+        for t in (given.x, given.key):
+            if t is not None:
+                refuse_overwrite(t)
+    return run_eager(given, settings, getattr(first, "prepared", None))
 
 
-def _run_copy(settings: Settings, sources: Sources) -> Callable[..., Any]:
+def _run_copy(settings: Settings, sources: Sources, x: Any, *others: Any) -> Any:
     """Run a packed qkv with ``heads_apart`` as a call of its contiguous copy."""
-
-    def run(x: Any, *others: Any) -> Any:
-        return _call(sources.given(x.contiguous(), *others), settings)
-
-    return run
+    return _call(sources.given(x.contiguous(), *others), settings)
 
 
-def _run_alone(settings: Settings, sources: Sources) -> Callable[..., Any]:
+def _run_alone(settings: Settings, sources: Sources, x: Any, key: Any, *others: Any) -> Any:
     """Run a call of a query and a key, one of them empty, as a call of the other alone."""
-
-    def run(x: Any, key: Any, *others: Any) -> Any:
-        empty = key if x.numel() else x
-        if settings.inplace:
-            refuse_overwrite(empty)
-        out = _call(sources.given(x if x.numel() else key, None, *others), settings)
-        nothing = empty if settings.inplace else empty.clone()
-        return (out, nothing) if x.numel() else (nothing, out)
-
-    return run
+    empty = key if x.numel() else x
+    if settings.inplace:
+        refuse_overwrite(empty)
+    out = _call(sources.given(x if x.numel() else key, None, *others), settings)
+    nothing = empty if settings.inplace else empty.clone()
+    return (out, nothing) if x.numel() else (nothing, out)
 
 
-def run_eager(given: Given, settings: Settings) -> Any:
-    """Run the call with PyTorch's operators; in place, the tensors are overwritten after everything is computed."""
-    prepared = prepare(given, settings, make_out=lambda t: t)
+def run_eager(given: Given, settings: Settings, prepared: Prepared | None = None) -> Any:
+    """Run the call with PyTorch's operators; in place, the tensors are overwritten after everything is computed.
+
+    ``prepared``: the call, if it is checked already.
+    """
+    prepared = prepared or prepare(given, settings, make_out=lambda t: t)
     call = prepared.call
     if settings.inplace and _angles_need_gradient(given):  # whose formula needs the old values
         call = dataclasses.replace(call, x=call.x.clone(), key=None if call.key is None else call.key.clone())
@@ -337,8 +330,7 @@ def _call(given: Given, settings: Any) -> Any:
 
 def transposed(settings: Settings) -> Settings:
     """The settings of a call's backward: its transpose, out of place."""
-    turned = "backward" if settings.direction == "forward" else "forward"
-    return settings._replace(inplace=False, direction=turned)
+    return settings._replace(inplace=False, direction="backward" if settings.direction == "forward" else "forward")
 
 
 class _Rope(torch.autograd.Function):

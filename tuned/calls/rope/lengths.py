@@ -9,28 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from tuned.calls.rope.arguments import Settings, Sources, offset_limits, packed_size
+from tuned.calls.rope.arguments import Settings, Sources, offset_limits, packed_size, tokens_of
+from tuned.families.launch import Launch
 from tuned.families.rope import FAMILY as ROPE
-from tuned.families.rope.launches import programs
+from tuned.families.rope.launches import RopeCall, programs
 from tuned.families.rope.spec import RopeSize, RopeSpec, search_steps
 from tuned.families.rope.variant import size_class
 from tuned.launching.launcher import kernel
 from tuned.launching.plan import DirectLaunch, kind_of, remember
 from tuned.lookup.gpu import gpu_of
-from tuned.lookup.lookup import NearRows, has_rows, near_rows, usable, variant_at
-
-if TYPE_CHECKING:
-    from tuned.families.launch import Launch
-    from tuned.families.rope.launches import RopeCall
-    from tuned.lookup.lookup import Gpu
+from tuned.lookup.lookup import Gpu, NearRows, has_rows, near_rows, usable, variant_at
 
 # The kernel parameters whose values depend on lengths.
-LENGTH_PARAMETERS = {"seq", "batch", "sequences", "angle_rows", "position_stride_s", "position_stride_b"}
-LENGTH_PARAMETERS |= {f"{of}_stride_{axis}" for of in ("x", "out", "key", "key_out") for axis in "sb"}
+LENGTH_PARAMETERS = {"seq", "batch", "sequences", "angle_rows"} | {
+    f"{of}_stride_{axis}" for of in ("x", "out", "key", "key_out", "position") for axis in "sb"
+}
 NARROW = 2**31  # elements: strides of larger tensors may need 64 bits, for which Triton compiles other code
 
 
@@ -63,14 +60,9 @@ class ShapeClass:
 class SizedLaunch(NamedTuple):
     """The launch of one call of a shape class."""
 
-    spec: RopeSpec
-    settings: Settings
-    sources: Sources
+    known: ShapeClass
     variant: Any
-    two: bool  # the call has a key
     direct: DirectLaunch
-    device: int
-    sines: int
     limits: tuple[int, int]  # the smallest and the largest int offset that the call allows
     beside: tuple[int, int, int]  # as tuned.calls.rope.plan._beside
 
@@ -110,6 +102,7 @@ def learn(  # noqa: PLR0913 - a call and how it was served
     call: RopeCall,
     launch: Launch,
     direct: DirectLaunch,
+    sines: int,
 ) -> None:
     """Remember a served call for calls of other lengths, if nothing but the lengths can differ between their launches."""
     gpu = gpu_of(call.x.device)
@@ -121,30 +114,29 @@ def learn(  # noqa: PLR0913 - a call and how it was served
         or os.environ.get("TUNED_RECORD")
     ):
         return  # kv_heads=0 launches on a view of another shape; the last two need the full choice for each call
-    if not all(_regular(t) for t in (call.x, call.out, call.key, call.key_out) if t is not None):
-        return
+    regular = all(_regular(t) for t in (call.x, call.out, call.key, call.key_out) if t is not None)
     # A table of one row counts as contiguous whatever its row stride; other calls of the class would use that stride.
     width = call.cos.shape[-1] * (2 if sources.angles == "cos_sin_cache" else 1)
-    if spec.angles != "inv_freq" and call.cos.stride(-2) != width:
+    if not regular or (spec.angles != "inv_freq" and call.cos.stride(-2) != width):
         return
     known = _CLASSES.get(class_key)
     if known is None:
-        sines = 0 if spec.computes_sincos else call.sin.data_ptr() - call.cos.data_ptr()
         rows = near_rows(ROPE, spec, gpu)
         if rows is None:
             return
         known = ShapeClass(spec, settings, sources, gpu, call.x.get_device(), sines, rows)
         remember(_CLASSES, class_key, known)
-    parameters = kernel(launch.kernel).params
     numbers = {
         parameter.name: value
-        for parameter, value in zip(parameters, launch.arguments, strict=False)
+        for parameter, value in zip(kernel(launch.kernel).params, launch.arguments, strict=False)
         if not isinstance(value, torch.Tensor)
     }
-    constants = tuple(launch.constants.values())
-    indices = tuple((index, name) for index, name in enumerate(numbers) if name in LENGTH_PARAMETERS)
     known.launches[variant] = CompiledLaunch(
-        direct, tuple(numbers.values()), indices, constants, search_steps(call.sequences)
+        direct=direct,
+        numbers=tuple(numbers.values()),
+        length_indices=tuple((index, name) for index, name in enumerate(numbers) if name in LENGTH_PARAMETERS),
+        constants=tuple(launch.constants.values()),
+        search_steps=search_steps(call.sequences),
     )
 
 
@@ -163,7 +155,7 @@ def _regular(t: torch.Tensor) -> bool:
     return t.stride()[-2:] == (head_dim, 1) and row >= heads * head_dim and kind_of(row) == kind_of(step) == kind_of(16)
 
 
-def sized(  # noqa: PLR0911, PLR0913 - one return per check; the tensors of a call
+def sized(  # noqa: PLR0913 - one return per check; the tensors of a call
     class_key: Any, x: Any, key: Any, angles: Any, sin: Any, cu_seqlens: Any, positions: Any
 ) -> SizedLaunch | None:
     """The launch of a call whose shape class is known.
@@ -173,29 +165,28 @@ def sized(  # noqa: PLR0911, PLR0913 - one return per check; the tensors of a ca
     known = _CLASSES.get(class_key)
     if known is None:
         return None
-    spec, settings = known.spec, known.settings
-    shape, rows = x.shape, angles.shape[0]
-    if spec.layout == "thd":
-        seq, batch = shape[0], 1
-    else:
-        seq, batch = (shape[1], shape[0]) if spec.layout == "bshd" else (shape[0], shape[1])
+    spec, shape, rows = known.spec, x.shape, angles.shape[0]
+    seq, batch = tokens_of(spec.layout, x)
     sequences = cu_seqlens.shape[0] - 1 if spec.packed else 0
-    if not 0 < x.numel() < NARROW or (sin is not None and sin.shape != angles.shape):
-        return None
-    if key is not None and (key.shape[:-2] != shape[:-2] or not 0 < key.numel() < NARROW):
-        return None
-    # An empty tensor has no address, cu_seqlens has at least one entry, and a single angle may be a lazily negated view.
-    if sequences < 0 or angles.numel() < 2 or (positions is not None and not positions.numel()):  # noqa: PLR2004
-        return None
     steps = _position_strides(spec, positions, seq, batch, sequences, shape)
-    if steps is None or (spec.context_parallel and not spec.packed and seq % 2):
+    # An empty tensor has no address, cu_seqlens has at least one entry, and a single angle may be a lazily negated view.
+    if (
+        not 0 < x.numel() < NARROW
+        or (key is not None and (key.shape[:-2] != shape[:-2] or not 0 < key.numel() < NARROW))
+        or angles.numel() < 2  # noqa: PLR2004
+        or (sin is not None and sin.shape != angles.shape)
+        or sequences < 0
+        or (positions is not None and not positions.numel())
+        or (spec.context_parallel and not spec.packed and seq % 2)
+        or steps is None
+    ):
         return None
     size = packed_size(seq, sequences) if spec.packed else RopeSize(batch, seq)
     variant = variant_at(known.rows, ROPE, size, known.gpu)
     compiled = known.launches.get(variant)
     if compiled is None or compiled.search_steps != search_steps(sequences) or not _legal(known, variant, size):
         return None
-    limits = offset_limits(spec, settings, rows, seq)
+    limits = offset_limits(spec, known.settings, rows, seq)
     if limits[1] < limits[0]:
         return None
     row = shape[-1] * shape[-2]
@@ -212,13 +203,11 @@ def sized(  # noqa: PLR0911, PLR0913 - one return per check; the tensors of a ca
     numbers = list(compiled.numbers)
     for index, name in compiled.length_indices:
         numbers[index] = new[name]
-    grid = programs(spec, variant, seq, batch)
-    direct = compiled.direct._replace(programs=grid, rest=(*numbers, *compiled.constants))
+    rest = (*numbers, *compiled.constants)
+    direct = compiled.direct._replace(programs=programs(spec, variant, seq, batch), rest=rest)
     reach = x.numel() * x.element_size()
     beside = (reach, 0 if key is None else -key.numel() * x.element_size(), reach)
-    return SizedLaunch(
-        spec, settings, known.sources, variant, key is not None, direct, known.device, known.sines, limits, beside
-    )
+    return SizedLaunch(known, variant, direct, limits, beside)
 
 
 def _legal(known: ShapeClass, variant: Any, size: RopeSize) -> bool:

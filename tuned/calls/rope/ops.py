@@ -9,10 +9,12 @@ angles need one run as PyTorch's own operators.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from tuned.calls.operators import define, save, saved
 from tuned.calls.rope import call as eager
 from tuned.calls.rope.arguments import Given, Settings
 from tuned.launching.overwrite import bump_versions
@@ -57,46 +59,32 @@ def _like(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return out if out.stride() == wanted.stride() else wanted.copy_(out)
 
 
-def _rope(x: Any, *others: Any) -> torch.Tensor:
-    with torch.no_grad():
-        given, settings = _arguments(x, None, others)
-        return _like(eager.call(*given, tuple(settings)), x)
+def _running(count: int, *, inplace: bool = False) -> Callable[..., Any]:
+    """What an operator does that rotates its first ``count`` arguments."""
 
+    def run(*arguments: Any) -> Any:
+        rotated = arguments[:count]
+        x, key = rotated if count > 1 else (*rotated, None)
+        with torch.no_grad():
+            given, settings = _arguments(x, key, arguments[count:], inplace=inplace)
+            out = eager.call(*given, tuple(settings))
+            if inplace:
+                return None
+            return tuple(map(_like, out, rotated)) if count > 1 else _like(out, x)
 
-def _rope_qk(q: Any, k: Any, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    with torch.no_grad():
-        given, settings = _arguments(q, k, others)
-        outs = eager.call(*given, tuple(settings))
-        return _like(outs[0], q), _like(outs[1], k)
-
-
-def _rope_(x: Any, *others: Any) -> None:
-    with torch.no_grad():
-        given, settings = _arguments(x, None, others, inplace=True)
-        eager.call(*given, tuple(settings))
-
-
-def _rope_qk_(q: Any, k: Any, *others: Any) -> None:
-    with torch.no_grad():
-        given, settings = _arguments(q, k, others, inplace=True)
-        eager.call(*given, tuple(settings))
+    return run
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Save the angles and the positions, not what was rotated."""
     rotated = len(output) if isinstance(output, tuple) else 1
-    tensors = inputs[rotated : rotated + _COUNT - 1]
-    ctx.rotated, ctx.present = rotated, [t is not None for t in tensors]
-    ctx.save_for_backward(*(t for t in tensors if t is not None))
-    ctx.rest = inputs[rotated + _COUNT - 1 :]
+    save(ctx, inputs[rotated:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-    saved = iter(ctx.saved_tensors)
-    tensors = [next(saved) if present else None for present in ctx.present]
-    *rest, direction = ctx.rest
-    others = (*tensors, *rest, "backward" if direction == "forward" else "forward")
+    *rest, direction = saved(ctx)
+    others = (*rest, "backward" if direction == "forward" else "forward")
     nothing = (None,) * len(others)
     given = [grad for grad in grads if grad is not None]
     if len(given) == 2:  # noqa: PLR2004 - of q and k
@@ -123,16 +111,16 @@ class _Overwrite(torch.autograd.Function):
         return None, None, *_backward(ctx, *grads)
 
 
-def _overwriting(name: str, schema: str, count: int, function: Any) -> Any:
+def _overwriting(name: str, schema: str, count: int) -> Any:
     _LIBRARY.define(name + schema)
-    operator = getattr(torch.ops.tuned, name)
+    function, made = _running(count, inplace=True), getattr(torch.ops.tuned, name)
 
     def autograd(*arguments: Any) -> None:
         rotated = arguments[:count]
 
         def launch() -> None:
             with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001 - as torch.library's own operators do
-                operator(*arguments)
+                made(*arguments)
 
         needing = [t for t in rotated if torch.is_grad_enabled() and t.requires_grad]
         if len(needing) < count:
@@ -148,23 +136,25 @@ def _overwriting(name: str, schema: str, count: int, function: Any) -> Any:
     _LIBRARY.impl(name, torch._disable_dynamo(function), "CompositeExplicitAutograd")  # type: ignore[attr-defined]  # noqa: SLF001
     _LIBRARY.impl(name, autograd, "Autograd")
     torch.library.register_fake(f"tuned::{name}", lambda *_: None, lib=_LIBRARY)
-    return operator
-
-
-def _operator(name: str, schema: str, function: Any, fake: Any) -> Any:
-    made = torch.library.custom_op(f"tuned::{name}", function, mutates_args=(), schema=schema)
-    made.register_fake(fake)
-    made.register_autograd(_backward, setup_context=_setup)
     return made
 
 
-rope = _operator("rope", f"(Tensor x, {_TENSORS}, {_SETTINGS}) -> Tensor", _rope, lambda x, *_: torch.empty_like(x))
-rope_qk = _operator(
+rope = define(
+    "rope",
+    f"(Tensor x, {_TENSORS}, {_SETTINGS}) -> Tensor",
+    _running(1),
+    lambda x, *_: torch.empty_like(x),
+    _backward,
+    _setup,
+)
+rope_qk = define(
     "rope_qk",
     f"(Tensor q, Tensor k, {_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor)",
-    _rope_qk,
+    _running(2),
     lambda q, k, *_: (torch.empty_like(q), torch.empty_like(k)),
+    _backward,
+    _setup,
 )
 _LIBRARY = torch.library.Library("tuned", "FRAGMENT")
-rope_ = _overwriting("rope_", f"(Tensor(a!) x, {_TENSORS}, {_SETTINGS}) -> ()", 1, _rope_)
-rope_qk_ = _overwriting("rope_qk_", f"(Tensor(a!) q, Tensor(b!) k, {_TENSORS}, {_SETTINGS}) -> ()", 2, _rope_qk_)
+rope_ = _overwriting("rope_", f"(Tensor(a!) x, {_TENSORS}, {_SETTINGS}) -> ()", 1)
+rope_qk_ = _overwriting("rope_qk_", f"(Tensor(a!) q, Tensor(b!) k, {_TENSORS}, {_SETTINGS}) -> ()", 2)

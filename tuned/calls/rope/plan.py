@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from tuned.calls.rope.arguments import SUPPORTED, Given, Sources, offset_limits, prepare
-from tuned.calls.rope.lengths import learn
+from tuned.calls.rope.arguments import SUPPORTED, Given, Prepared, Settings, Sources, offset_limits, prepare
+from tuned.calls.rope.lengths import SizedLaunch, learn
+from tuned.families.launch import Launch
 from tuned.families.rope import FAMILY as ROPE
-from tuned.families.rope.launches import launches
+from tuned.families.rope.launches import RopeCall, launches
+from tuned.families.rope.spec import RopeSpec
 from tuned.launching.launcher import kernel, launch_public
 from tuned.launching.overwrite import bump_versions
 from tuned.launching.plan import DirectLaunch, direct_launch, remember, specialisation
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, choose
 
-if TYPE_CHECKING:
-    from tuned.calls.rope.arguments import Prepared, Settings
-    from tuned.calls.rope.lengths import SizedLaunch
-    from tuned.families.launch import Launch
-    from tuned.families.rope.launches import RopeCall
-    from tuned.families.rope.spec import RopeSpec
-
 capturing = torch.cuda.is_current_stream_capturing
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Plan:
     """What calls of one set of properties do.
 
@@ -40,11 +38,8 @@ class Plan:
     * x_ptr, angles_ptr: the addresses of x and of angles.
     """
 
-    __slots__ = ("run", "serves")
-
-    def __init__(self, run: Callable[..., Any], *, serves: bool = True) -> None:
-        self.run = run
-        self.serves = serves  # by a kernel, for which autograd needs a node; eager PyTorch has its own
+    run: Callable[..., Any]
+    serves: bool = True  # by a kernel, for which autograd needs a node; eager PyTorch has its own
 
 
 def choice_of(prepared: Prepared, bypassed: str | None) -> Choice:
@@ -52,16 +47,14 @@ def choice_of(prepared: Prepared, bypassed: str | None) -> Choice:
 
     ``bypassed`` is why a launch would bypass torch.func, tracing or dispatch modes, or lose a gradient; or None.
     """
-    x = prepared.call.x
-    reason = why_eager(x, x.dtype in SUPPORTED)
-    if reason is None and prepared.call.key is not None:
-        reason = why_eager(prepared.call.key, x.dtype in SUPPORTED)
-    if reason is None and prepared.spec is None:
-        reason = "q and k have different strides of head_dim, and kernels take one for both"
-    reason = reason or bypassed
+    tensors = [t for t in (prepared.call.x, prepared.call.key) if t is not None]
+    reasons = [why_eager(t, t.dtype in SUPPORTED) for t in tensors]
+    if prepared.spec is None:
+        reasons.append("q and k have different strides of head_dim, and kernels take one for both")
+    reason = next(filter(None, [*reasons, bypassed]), None)
     if prepared.spec is None or reason is not None:
         return Choice("eager", reason or "", None)
-    return choose(ROPE, prepared.spec, prepared.size, gpu_of(x.device))
+    return choose(ROPE, prepared.spec, prepared.size, gpu_of(tensors[0].device))
 
 
 class Ready(NamedTuple):
@@ -70,33 +63,6 @@ class Ready(NamedTuple):
     spec: RopeSpec
     call: RopeCall
     part: Launch
-
-
-def ready(spec: RopeSpec, variant: Any, call: RopeCall) -> Ready:
-    """The launch of a checked call."""
-    (part,) = launches(spec, variant, call)
-    return Ready(spec, call, part)
-
-
-class First:
-    """What was prepared to decide what a call does, for the run of that call.
-
-    Once the plan is known, another thread may run it first, for a call of its own: so only the thread that prepared takes.
-    Whoever asked for the plan clears it after its run, so that no tensor of a caller is kept.
-    """
-
-    __slots__ = ("prepared", "thread")
-
-    def __init__(self) -> None:
-        self.prepared: Ready | None = None
-        self.thread = threading.get_ident()
-
-    def take(self) -> Ready | None:
-        """What was prepared, once; None for another thread."""
-        if self.thread != threading.get_ident():
-            return None
-        taken, self.prepared = self.prepared, None
-        return taken
 
 
 def run_public(now: Ready) -> Any:
@@ -111,31 +77,26 @@ _COMPILED: dict[Any, Any] = {}
 
 def sized_plan(found: SizedLaunch) -> Plan:
     """The plan of calls that differ only in their lengths from a call that a kernel served."""
-    spec, settings, sources = found.spec, found.settings, found.sources
-
-    def public(*tensors: Any) -> Any:
-        return _public(spec, found.variant, sources.given(*tensors), settings)
-
-    return Plan(_run(spec, found.two, found.direct, found.device, found.sines, found.limits, found.beside, public))
+    known = found.known
+    public = functools.partial(_public, known.spec, found.variant, known.settings, known.sources)
+    return Plan(_run(known.spec, found.direct, known.device, known.sines, found.limits, found.beside, public))
 
 
 def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
-    prepared: Prepared, variant: Any, settings: Settings, sources: Sources, class_key: Any, first: First
+    prepared: Prepared, variant: Any, settings: Settings, sources: Sources, class_key: Any, first: threading.local
 ) -> Plan:
     """The plan of calls with the properties of this one; ``class_key`` is the key of its shape class, or None.
 
     If the kernel is already compiled, for calls that differ only in their sizes, the plan launches directly from the
-    start. Otherwise its first run uses Triton's public launcher, which compiles; it takes this call from ``first``.
+    start. Otherwise its first run uses Triton's public launcher, which compiles; this thread's takes the call from ``first``.
     """
     spec = prepared.spec
     assert spec is not None
-
-    def public(*tensors: Any) -> Any:
-        return _public(spec, variant, sources.given(*tensors), settings)
+    public = functools.partial(_public, spec, variant, settings, sources)
 
     def run_first(*tensors: Any) -> Any:
         given = sources.given(*tensors)
-        now = first.take() or _checked(spec, variant, given, settings)
+        now = getattr(first, "prepared", None) or _checked(spec, variant, given, settings)
         compiled = run_public(now)
         # The direct launcher cannot be probed during CUDA graph capture: the next call decides how later ones launch.
         if not capturing():
@@ -148,14 +109,13 @@ def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
         direct = direct_launch(part, compiled, call.x.device.index)
         if direct is None:  # must use Triton's public launcher
             return public
-        learn(class_key, spec, settings, sources, variant, call, part, direct)
         # With a cos_sin_cache: bytes from its first cosine to its first sine.
         sines = 0 if spec.computes_sincos else call.sin.data_ptr() - call.cos.data_ptr()
+        learn(class_key, spec, settings, sources, variant, call, part, direct, sines)
         limits = offset_limits(spec, settings, call.angle_rows, call.seq)
-        beside = _beside(call.x, call.key)
-        return _run(spec, call.key is not None, direct, call.x.device.index, sines, limits, beside, public)
+        return _run(spec, direct, call.x.device.index, sines, limits, _beside(call.x, call.key), public)
 
-    plan, now = Plan(run_first), ready(spec, variant, prepared.call)
+    plan, now = Plan(run_first), Ready(spec, prepared.call, *launches(spec, variant, prepared.call))
     compiled = _COMPILED.get(_code(variant, now))
     if compiled is not None and not sources.copied and not capturing():
         plan.run = upgrade(now, compiled)
@@ -171,11 +131,13 @@ def _code(variant: Any, now: Ready) -> Any:
 
 def _checked(spec: RopeSpec, variant: Any, given: Given, settings: Settings) -> Ready:
     """Check a call whose plan is known, and allocate its results."""
-    return ready(spec, variant, prepare(given, settings, make_out=torch.empty_like).call)
+    call = prepare(given, settings, make_out=torch.empty_like).call
+    return Ready(spec, call, *launches(spec, variant, call))
 
 
-def _public(spec: RopeSpec, variant: Any, given: Given, settings: Settings) -> Any:
-    """Check the call, run it through the public launcher and return its result."""
+def _public(spec: RopeSpec, variant: Any, settings: Settings, sources: Sources, *tensors: Any) -> Any:
+    """``Plan.run`` through the public launcher: check the call, run it and return its result."""
+    given = sources.given(*tensors)
     now = _checked(spec, variant, given, settings)
     run_public(now)
     return _result(given, settings, now.call)
@@ -193,17 +155,13 @@ def _result(given: Given, settings: Settings, call: RopeCall) -> Any:
 
 def as_given(given: Given, call: RopeCall) -> bool:
     """Whether the launch read the caller's own tensors. If some were copied, every later call must copy them again."""
-    if given.cu_seqlens is not None and given.cu_seqlens.data_ptr() != call.cu_seqlens.data_ptr():
-        return False
-    taken = next(t for t in (given.freqs, given.cos_sin_cache, given.inv_freq, given.cos) if t is not None)
-    return taken.data_ptr() == call.cos.data_ptr() and (
-        given.sin is None or given.sin.data_ptr() == call.sin.data_ptr()
-    )
+    angles = next(t for t in (given.freqs, given.cos_sin_cache, given.inv_freq, given.cos) if t is not None)
+    pairs = (angles, call.cos), (given.sin, call.sin), (given.cu_seqlens, call.cu_seqlens)
+    return all(own is None or own.data_ptr() == read.data_ptr() for own, read in pairs)
 
 
 def _run(  # noqa: PLR0913 - what the closure holds
     spec: RopeSpec,
-    two: bool,  # noqa: FBT001
     direct: DirectLaunch,
     device: int,
     sines: int,
@@ -218,7 +176,7 @@ def _run(  # noqa: PLR0913 - what the closure holds
     """
     if spec.plain:
         return _plain(spec, direct, device, sines, public)
-    return _complete(spec, two, direct, device, sines, limits, beside, public)
+    return _complete(spec, direct, device, sines, limits, beside, public)
 
 
 def _beside(x: torch.Tensor, key: torch.Tensor | None) -> tuple[int, int, int]:
@@ -275,7 +233,6 @@ def _plain(
 
 def _complete(  # noqa: PLR0913 - what the closure holds
     spec: RopeSpec,
-    two: bool,  # noqa: FBT001
     direct: DirectLaunch,
     device: int,
     sines: int,
@@ -285,7 +242,8 @@ def _complete(  # noqa: PLR0913 - what the closure holds
 ) -> Callable[..., Any]:
     run, function, head, programs, (_, *numbers), stream_of, enter, leave = direct
     rest, (low, high), (checked, nearest, furthest) = tuple(numbers), limits, beside
-    inplace, computes_sincos, empty_like = spec.inplace, spec.computes_sincos, torch.empty_like
+    inplace, two, computes_sincos = spec.inplace, spec.key_heads > 0, spec.computes_sincos
+    empty_like = torch.empty_like
 
     def plan(  # noqa: PLR0913 - those of Plan.run
         x: Any,

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from tuned.families.gru.spec import GruSize
-from tuned.families.gru.variant import alone, pieces, programs
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant, alone, pieces, programs
 from tuned.families.gru_cell.launches import GruCellCall, gates_launch, gates_name
 from tuned.families.gru_cell.spec import GruCellSpec
 from tuned.families.gru_cell.variant import gates_variant
-from tuned.families.launch import Copy, Fill, Launch, Product, check_rows
-
-if TYPE_CHECKING:
-    from tuned.families.gru.spec import GruSpec
-    from tuned.families.gru.variant import GruVariant
-    from tuned.families.launch import Step
+from tuned.families.launch import Copy, Fill, Launch, Product, Step, check_rows
 
 COUNTER_STRIDE = 32  # int32 elements, 128 bytes: each counter has its own cache line
 
@@ -59,9 +54,8 @@ def kernel_name(spec: GruSpec, variant: GruVariant) -> str:
 
 def kernel_names(spec: GruSpec, variant: GruVariant) -> tuple[str, ...]:
     """Every kernel that the variant launches."""
-    if variant.strategy == "library":
-        return (gates_name(bias=spec.bias, inplace=False),)
-    return (kernel_name(spec, variant),)
+    library = variant.strategy == "library"
+    return (gates_name(bias=spec.bias, inplace=False) if library else kernel_name(spec, variant),)
 
 
 def launches(spec: GruSpec, variant: GruVariant, call: Recurrence) -> tuple[Step, ...]:
@@ -111,38 +105,37 @@ def _check(call: Recurrence) -> None:
 def sequence(spec: GruSpec, variant: GruVariant, call: Recurrence, begin: int, end: int) -> Launch:
     """The launch of the steps in [begin, end). If that is one step of one layer, its programs do not wait."""
     waits = spec.stacked or (end - begin > 1 and not alone(spec, variant))
-    out_t, out_b = _strides(spec, call.out)
-    arguments: list[Any] = [call.gates]
-    if spec.stacked:
-        arguments.append(call.weight_ih)
-    arguments += [
-        call.weight_hh,
-        *((call.bias_ih, call.bias_hh) if spec.bias else (call.h_0, call.h_0)),
-        call.h_0,
-        call.out,
-    ]
-    if spec.stacked:
-        arguments.append(call.between)
     counts = waits and variant.exchange == "counter"
-    arguments += [call.h_n, call.counters if counts else call.h_0]
-    if spec.layout != "dense":
-        arguments += [call.starts, call.lengths]
-    arguments += [call.batch, call.seq, begin, end, call.gates.stride(0), *_strides(spec, call.gates[0])]
-    if spec.stacked:
-        arguments.append(call.weight_ih.stride(0))
-    arguments += [
-        call.weight_hh.stride(0),
-        *((call.bias_ih.stride(0), call.bias_hh.stride(0)) if spec.bias else (0, 0)),
-    ]
-    arguments += [*call.h_0.stride()[:2], out_t, out_b]
-    if spec.stacked:
-        arguments += [call.between.stride(0), *_strides(spec, call.between[0])]
-    arguments += call.h_n.stride()[:2]
+    biases = (call.bias_ih, call.bias_hh) if spec.bias else ()
     first, second, third = pieces(spec.hidden, variant.splits)
     return Launch(
         kernel=kernel_name(spec, variant),
         programs=programs(spec, GruSize(call.batch, call.seq), variant),
-        arguments=tuple(arguments),
+        arguments=(
+            call.gates,
+            *((call.weight_ih,) if spec.stacked else ()),
+            call.weight_hh,
+            *(biases or (call.h_0, call.h_0)),
+            call.h_0,
+            call.out,
+            *((call.between,) if spec.stacked else ()),
+            call.h_n,
+            call.counters if counts else call.h_0,
+            *(() if spec.dense else (call.starts, call.lengths)),
+            call.batch,
+            call.seq,
+            begin,
+            end,
+            call.gates.stride(0),
+            *_strides(spec, call.gates[0]),
+            *((call.weight_ih.stride(0),) if spec.stacked else ()),
+            call.weight_hh.stride(0),
+            *(tuple(bias.stride(0) for bias in biases) or (0, 0)),
+            *call.h_0.stride()[:2],
+            *_strides(spec, call.out),
+            *((call.between.stride(0), *_strides(spec, call.between[0])) if spec.stacked else ()),
+            *call.h_n.stride()[:2],
+        ),
         constants={
             "HIDDEN": spec.hidden,
             "DIRECTIONS": spec.directions,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tuned.families.products import DTYPES, ITEM_SIZE, PRECISIONS
+from tuned.families.products import DTYPES, ITEM_SIZE, PRECISIONS, Rows
 
 LAYOUTS = ("dense", "packed", "thd")
 
@@ -80,13 +80,7 @@ class GruSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class GruSize:
-    """The sizes of a call, which a kernel takes at run time without being compiled again."""
+class GruSize(Rows):
+    """The batch and the longest sequence. ``tokens`` is the batch: the time of a step, and so the choice, depends on it."""
 
-    batch: int
-    seq: int  # steps: the longest sequence
-
-    @property
-    def tokens(self) -> int:
-        """The batch, which is the rows of one step, not all tokens: the time of a step, and so the choice, depends on it."""
-        return self.batch
+    seq: int  # steps

@@ -122,9 +122,7 @@ def shared_bytes(spec: GruSpec, variant: GruVariant) -> int:
     weights = 3 * variant.block_hidden * columns * spec.item * (2 if spec.stacked else 1)
     tile = variant.block_hidden * variant.block_batch
     state = variant.block_batch * columns * spec.item
-    if variant.form == "tile":
-        return weights + state + tile * spec.item
-    return weights + max(state, 4 * variant.splits * tile)
+    return weights + (state + tile * spec.item if variant.form == "tile" else max(state, 4 * variant.splits * tile))
 
 
 def rejection(  # noqa: PLR0911 - one return per rule
@@ -181,13 +179,10 @@ def _exchange_rejection(spec: GruSpec, variant: GruVariant, capability: int) -> 
 def _size_rejection(spec: GruSpec, size: GruSize, variant: GruVariant, multiprocessors: int | None) -> str | None:
     if variant.block_batch > max(SMALLEST, next_power_of_2(size.batch)):
         return f"block_batch={variant.block_batch} would leave half of its rows empty with a batch of {size.batch}"
-    if multiprocessors is None:
+    if multiprocessors is None or variant.strategy == "steps":
         return None
     count = programs(spec, size, variant)
-    fits = alone(spec, variant) or count <= multiprocessors
-    if variant.strategy == "steps":
-        return None
-    if not fits:
+    if count > multiprocessors and not alone(spec, variant):
         return f"{count} programs wait for each other, and {multiprocessors} multiprocessors may hold no more than one each"
     if count * FEWEST <= multiprocessors and max(variant.block_hidden, variant.block_batch) > SMALLEST:
         return f"{count} programs leave most of {multiprocessors} multiprocessors idle, and smaller tiles are more"
@@ -258,9 +253,8 @@ def distance(a: GruSpec, b: GruSpec) -> float:
     return 2 * octaves + sets + float(a.item != b.item) + 0.5 * sum(others)
 
 
-def adapt(variant: GruVariant, spec: GruSpec, to: GruSpec) -> GruVariant:
-    """A variant that was tuned for ``spec``, adapted to ``to``: with fewer units per program until it fits."""
-    del spec
+def adapt(variant: GruVariant, _spec: GruSpec, to: GruSpec) -> GruVariant:
+    """A variant that was tuned for another spec, adapted to ``to``: with fewer units per program until it fits."""
     if variant.strategy == "library":
         return variant
     if variant.exchange in PTX_EXCHANGES and to.hidden * to.item % 16:
@@ -274,6 +268,5 @@ def adapt(variant: GruVariant, spec: GruSpec, to: GruSpec) -> GruVariant:
 
 def fit(variant: GruVariant, capability: int) -> GruVariant:
     """The variant for another architecture: without inline PTX that it does not have."""
-    if variant.exchange in PTX_EXCHANGES and capability < max(SPIN_CAPABILITY.values()):
-        return dataclasses.replace(variant, exchange="poll")
-    return variant
+    lacks = variant.exchange in PTX_EXCHANGES and capability < max(SPIN_CAPABILITY.values())
+    return dataclasses.replace(variant, exchange="poll") if lacks else variant

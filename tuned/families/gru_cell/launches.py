@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tuned.families.gru_cell.variant import programs
-from tuned.families.launch import Copy, Launch, Product, check_rows
+from tuned.families.gru_cell.spec import GruCellSpec
+from tuned.families.gru_cell.variant import GruCellVariant, programs
+from tuned.families.launch import Copy, Launch, Product, Step, check_rows
 from tuned.families.products import MAX_SEGMENTS, Segments, alignment, lanes, widths_of
-
-if TYPE_CHECKING:
-    from tuned.families.gru_cell.spec import GruCellSpec
-    from tuned.families.gru_cell.variant import GruCellVariant
-    from tuned.families.launch import Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +33,8 @@ def gates_name(*, bias: bool, inplace: bool) -> str:
 
 def kernel_name(spec: GruCellSpec, variant: GruCellVariant) -> str:
     """Module and function name of a variant's only kernel."""
-    if variant.form == "library":
-        return gates_name(bias=spec.bias, inplace=spec.inplace)
-    return f"gru_cell_{variant.form}"
+    library = variant.form == "library"
+    return gates_name(bias=spec.bias, inplace=spec.inplace) if library else f"gru_cell_{variant.form}"
 
 
 def kernel_names(spec: GruCellSpec, variant: GruCellVariant) -> tuple[str, ...]:
@@ -49,9 +44,8 @@ def kernel_names(spec: GruCellSpec, variant: GruCellVariant) -> tuple[str, ...]:
 
 def launches(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> tuple[Step, ...]:
     """All steps of the call, in order: launches, GEMMs and copies."""
-    if variant.form == "library":
-        return _library(spec, variant, call)
-    return (fused_launch(spec, variant, call),)
+    library = variant.form == "library"
+    return _library(spec, variant, call) if library else (fused_launch(spec, variant, call),)
 
 
 def fused_launch(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> Launch:
@@ -157,10 +151,6 @@ def _library(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> t
     x, copies = call.x0, []
     if len(call.segments) > 1:
         x = call.h.new_empty((batch, spec.input_size))
-        starts = [sum(spec.inputs[:index]) for index in range(len(spec.inputs))]
-        copies = [
-            Copy(segment, x[:, start : start + width])
-            for segment, start, width in zip(call.segments, starts, spec.inputs, strict=True)
-        ]
+        copies = list(map(Copy, call.segments, x.split(spec.inputs, 1)))
     products = (Product(x, call.weight_ih, gates[0]), Product(call.h, call.weight_hh, gates[1]))
     return (*copies, *products, gates_launch(spec, variant, call, gates))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tuned.families.products import ITEM_SIZE, check_products
+from tuned.families.products import Rows, check_products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,23 +35,6 @@ class GruCellSpec:
         place = "over h, in place" if self.inplace else "out of place"
         return f"the gates of a GRU cell {'with' if self.bias else 'without'} bias, {place}."
 
-    def weight_bytes(self) -> int:
-        """Bytes of the weights and biases, which are read once per call."""
-        entries = self.input_size + self.hidden + (2 if self.bias else 0)
-        return 3 * self.hidden * entries * ITEM_SIZE[self.dtype]
 
-    def bytes_per_row(self) -> int:
-        """Bytes that must be read and written for one row of the batch: x and h, and h'."""
-        return (self.input_size + 2 * self.hidden) * ITEM_SIZE[self.dtype]
-
-
-@dataclasses.dataclass(frozen=True)
-class GruCellSize:
-    """The sizes of a call, which a kernel takes at run time without being compiled again."""
-
-    batch: int
-
-    @property
-    def tokens(self) -> int:
-        """Rows of the call."""
-        return self.batch
+class GruCellSize(Rows):
+    """The batch of a step."""

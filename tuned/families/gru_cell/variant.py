@@ -114,8 +114,7 @@ def rejection(
     """
     del multiprocessors  # programs of a step do not wait for each other
     rules = {"library": _library_rejection, "vector": _vector_rejection}.get(variant.form, _tensor_core_rejection)
-    reason = rules(spec, size, variant)
-    if reason is not None:
+    if reason := rules(spec, size, variant):
         return reason
     if spec.inplace and variant.form != "library":
         return "h may not be overwritten while other programs read it: in place, only form='library' is right"
@@ -236,8 +235,7 @@ def _grid_rejection(spec: GruCellSpec, size: GruCellSize | None, variant: GruCel
 
 def default_variant(spec: GruCellSpec, size: GruCellSize | None = None) -> GruCellVariant:
     """A legal, decent variant for any spec and size, on any architecture that it is ``fit`` to."""
-    batch = 16 if size is None else size.batch
-    rows = next_power_of_2(batch)
+    rows = next_power_of_2(16 if size is None else size.batch)
     row = 512 // ITEM_SIZE[spec.dtype]  # elements of 512 bytes
     short = min(row, next_power_of_2(max(64, spec.hidden, *spec.inputs)))
     # Triton 3.6 spills 32 to 2,000 bytes of 16 units with 16 or 32 rows; where rows start at any element, and each has a
@@ -284,9 +282,8 @@ def distance(a: GruCellSpec, b: GruCellSpec) -> float:
     return octaves + 0.5 * halves + 0.1 * (a.dtype != b.dtype)
 
 
-def adapt(variant: GruCellVariant, spec: GruCellSpec, to: GruCellSpec) -> GruCellVariant:
-    """A variant that was tuned for ``spec``, adapted to ``to``: as it is, its tile is one of rows and units."""
-    del spec, to
+def adapt(variant: GruCellVariant, _spec: GruCellSpec, _to: GruCellSpec) -> GruCellVariant:
+    """A variant that was tuned for one spec, adapted to another: as it is, its tile is one of rows and units."""
     return variant
 
 

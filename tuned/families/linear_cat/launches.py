@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tuned.families.launch import Launch, check_rows
-from tuned.families.linear_cat.variant import programs
+from tuned.families.linear_cat.spec import LinearCatSpec
+from tuned.families.linear_cat.variant import LinearCatVariant, programs
 from tuned.families.products import MAX_SEGMENTS, Segments, alignment, lanes, widths_of
-
-if TYPE_CHECKING:
-    from tuned.families.linear_cat.spec import LinearCatSpec
-    from tuned.families.linear_cat.variant import LinearCatVariant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +20,8 @@ class LinearCatCall(Segments):
     bias: Any = None  # [outputs], contiguous
 
 
-def kernel_name(spec: LinearCatSpec, variant: LinearCatVariant) -> str:
-    """Module and function name: every text axis, in a fixed order."""
-    del spec  # no field of the spec chooses text
+def kernel_name(_spec: LinearCatSpec, variant: LinearCatVariant) -> str:
+    """Module and function name: every text axis, in a fixed order. No field of the spec chooses text."""
     return f"linear_cat_{variant.form}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tuned.families.products import ITEM_SIZE, check_products
+from tuned.families.products import Rows, check_products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,22 +28,6 @@ class LinearCatSpec:
         """Width of all segments together."""
         return sum(self.inputs)
 
-    def weight_bytes(self) -> int:
-        """Bytes of the weight and bias, which are read once per call."""
-        return self.outputs * (self.input_size + int(self.bias)) * ITEM_SIZE[self.dtype]
 
-    def bytes_per_row(self) -> int:
-        """Bytes that must be read and written for one row."""
-        return (self.input_size + self.outputs) * ITEM_SIZE[self.dtype]
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearCatSize:
-    """The sizes of a call, which a kernel takes at run time without being compiled again."""
-
-    batch: int  # rows
-
-    @property
-    def tokens(self) -> int:
-        """Rows of the call."""
-        return self.batch
+class LinearCatSize(Rows):
+    """The rows of the segments."""

@@ -90,8 +90,7 @@ def rejection(
     its lanes empty or keeps too little in flight.
     """
     del multiprocessors  # programs do not wait for each other
-    reason = (_vector_rejection if variant.is_vector else _tile_rejection)(spec, size, variant)
-    if reason is not None:
+    if reason := (_vector_rejection if variant.is_vector else _tile_rejection)(spec, size, variant):
         return reason
     if variant.block_columns >= 2 * next_power_of_2(max(spec.outputs, 16)):
         return (
@@ -195,9 +194,8 @@ def distance(a: LinearCatSpec, b: LinearCatSpec) -> float:
     return octaves + 0.5 * halves + 0.1 * (a.dtype != b.dtype)
 
 
-def adapt(variant: LinearCatVariant, spec: LinearCatSpec, to: LinearCatSpec) -> LinearCatVariant:
-    """A variant that was tuned for ``spec``, adapted to ``to``: as it is."""
-    del spec, to
+def adapt(variant: LinearCatVariant, _spec: LinearCatSpec, _to: LinearCatSpec) -> LinearCatVariant:
+    """A variant that was tuned for one spec, adapted to another: as it is."""
     return variant
 
 

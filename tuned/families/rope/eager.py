@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from tuned.families.rope.launches import RopeCall
-    from tuned.families.rope.spec import RopeSpec
+from tuned.families.rope.launches import RopeCall
+from tuned.families.rope.spec import RopeSpec
 
 
 def positions(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -123,15 +122,12 @@ def _turn(
         head = x[..., before : before + turned]
         kept = [x[..., :before], x[..., :0], x[..., before + turned :]]
     head = head.to(cos.dtype)
+    # Where the first and the second of each pair are.
+    one, other = (slice(0, None, 2), slice(1, None, 2)) if spec.interleaved else (slice(half), slice(half, None))
+    first, second = head[..., one], head[..., other]
     pair_cos, pair_sin = (cos, cos), (sin, sin)
-    if spec.interleaved:
-        first, second = head[..., 0::2], head[..., 1::2]
-        if spec.angle_entries == "feature":
-            pair_cos, pair_sin = (cos[..., 0::2], cos[..., 1::2]), (sin[..., 0::2], sin[..., 1::2])
-    else:
-        first, second = head[..., :half], head[..., half:]
-        if spec.angle_entries == "feature":
-            pair_cos, pair_sin = (cos[..., :half], cos[..., half:]), (sin[..., :half], sin[..., half:])
+    if spec.angle_entries == "feature":
+        pair_cos, pair_sin = (cos[..., one], cos[..., other]), (sin[..., one], sin[..., other])
     if spec.direction == "backward":
         pair_sin = (-pair_sin[1], -pair_sin[0])
     out_first = (first * pair_cos[0] - second * pair_sin[0]).to(x.dtype)

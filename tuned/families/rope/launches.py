@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tuned.families.launch import Launch, ceil_div, next_power_of_2
-from tuned.families.rope.spec import SEARCH_FAN, search_steps
+from tuned.families.rope.spec import SEARCH_FAN, RopeSpec, search_steps
 from tuned.families.rope.variant import CACHE, RopeVariant, half_block
-
-if TYPE_CHECKING:
-    from tuned.families.rope.spec import RopeSpec
 
 # Parameters of kernels of complete calls only; a plain call's kernel has constants instead.
 OF_COMPLETE = frozenset((
@@ -60,9 +57,8 @@ class RopeCall:
     scaling: float = 1.0
 
 
-def kernel_name(spec: RopeSpec, variant: RopeVariant) -> str:
+def kernel_name(spec: RopeSpec, _variant: RopeVariant) -> str:
     """Module and function name of the kernel: every text axis, in a fixed order. The variant is all numbers."""
-    del variant
     calls = spec.layout if spec.plain else "complete"
     return f"rope_{calls}_{'inplace' if spec.inplace else 'copy'}_{spec.style}_{spec.angles}"
 
@@ -81,15 +77,18 @@ def programs(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
 
 def _key_in(tensor: Any, spec: RopeSpec, call: RopeCall) -> Any:
     """The key inside x: after the query's heads of each token or, if x is [rows, head_dim], after all of the query."""
-    if tensor.ndim == 2:  # noqa: PLR2004 - [rows, head_dim]
-        return tensor[call.batch * call.seq * spec.heads :]
-    return tensor.narrow(-2, spec.heads, spec.key_heads)
+    rows = tensor.ndim == 2  # noqa: PLR2004 - [rows, head_dim]
+    return tensor[call.batch * call.seq * spec.heads :] if rows else tensor.narrow(-2, spec.heads, spec.key_heads)
 
 
 def _left_out(spec: RopeSpec) -> frozenset[str]:
     """The parameters that a call's kernel does not have."""
-    without = [(OF_OUT, spec.inplace), (frozenset({"sin"}), spec.computes_sincos)]
-    without += [(OF_COMPLETE, spec.plain), (OF_BOUNDS, not spec.takes_bounds)]
+    without = [
+        (OF_OUT, spec.inplace),
+        (frozenset({"sin"}), spec.computes_sincos),
+        (OF_COMPLETE, spec.plain),
+        (OF_BOUNDS, not spec.takes_bounds),
+    ]
     return frozenset().union(*(names for names, are_left_out in without if are_left_out))
 
 

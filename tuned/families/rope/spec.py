@@ -177,23 +177,6 @@ class RopeSpec:
         calls = f"plain calls, {self.layout}" if self.plain else "complete calls, any layout"
         return f"RoPE of {calls}, {self.style} pairs, {place}; {angle}."
 
-    def bytes_per_token(self) -> int:
-        """Bytes of x and of the key that must be read and written per token, without the angles."""
-        features = self.rotary_dim if self.inplace else self.head_dim
-        return 2 * self.all_heads * features * ITEM_SIZE[self.dtype]
-
-    def bytes_per_position(self) -> int:
-        """Bytes of angles that must be read per position, shared by the batch."""
-        if self.angles == "inv_freq":
-            return 0
-        entries = self.rotary_dim if self.angle_entries == "feature" else self.rotary_dim // 2
-        return entries * ITEM_SIZE[self.angle_dtype] * (1 if self.computes_sincos else 2)
-
-    def angle_rows(self, size: RopeSize) -> int:
-        """Rows of angles that must be read: one per position, shared by the batch unless each entry has its own."""
-        own = self.positions in ("ids", "starts") or self.angles_per_batch
-        return size.tokens if own else size.seq
-
 
 @dataclasses.dataclass(frozen=True)
 class RopeSize:
