@@ -198,6 +198,23 @@ def test_what_is_copied_first_is_copied_each_time(recorded: tuple[Any, Recorded]
     assert not served.softmax._plans
 
 
+@pytest.mark.interpreter
+def test_two_arguments_over_one_memory_are_looked_at_each_time(recorded: tuple[Any, Recorded], tmp_path: Path) -> None:
+    file = copied("rmsnorm", tmp_path)
+    assert tune(tmp_path, "--family", file.name, "--render").returncode == 0
+    rmsnorm, told = load(str(file)).rmsnorm, recorded[1]
+    weight = rows(40)
+    for _ in range(2):
+        found = rmsnorm(weight.view(1, 40), weight)
+        torch.testing.assert_close(found[0], torch.nn.functional.rms_norm(weight, (40,), weight, 1e-6))
+    assert not rmsnorm._plans
+    x = rows(1, 40)
+    rmsnorm(x, weight)
+    rmsnorm(x, weight)
+    ((*_, x_pointer, weight_pointer, _, _, _, _, _, _, _),) = told.given
+    assert (x_pointer, weight_pointer) == (x.data_ptr(), weight.data_ptr())
+
+
 def test_a_broken_description_is_an_error_at_the_first_call(tmp_path: Path) -> None:
     file = changed(copied("softmax", tmp_path), ('TEXT = ("strategy",)', "TEXT = 3"))
     with pytest.raises(TypeError):
