@@ -107,11 +107,15 @@ def main(  # noqa: PLR0913 - one parameter an option
     ] = "auto",
     gpus: Annotated[
         str | None,
-        typer.Option(help="Several GPUs of one model that share the problems: all, or 0,1. Instead of --gpu."),
+        typer.Option(help="Several GPUs of this host, of one model, through Ray: all, or 0,1. Instead of --gpu."),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(help="The GPUs of a Ray cluster that runs: auto, or HOST:PORT. Instead of --gpu."),
     ] = None,
     storage: Annotated[
         str | None,
-        typer.Option(help="Share problems with other hosts: postgresql://USER@HOST/DATABASE or grpc://HOST:PORT."),
+        typer.Option(help="Keep trials in a database instead of a file: postgresql://USER@HOST/DATABASE."),
     ] = None,
     target: Annotated[
         str | None, typer.Option(help="Measure nothing: compile and estimate for this device, as without a GPU.")
@@ -154,22 +158,26 @@ def main(  # noqa: PLR0913 - one parameter an option
             raise typer.BadParameter(
                 f"--out {out} and a family of your own exclude each other: its record lies beside it"
             )
+        if ray is not None:
+            raise typer.BadParameter(
+                f"--ray {ray} and a family of your own exclude each other: hosts are sent this checkout only"
+            )
     context.obj = Before(gpu, out, storage)
     if context.invoked_subcommand is not None:
         return
-    if __name__ == "__main__" and not (render or check or list_ or dry_run):
+    if __name__ == "__main__" and not (render or check or list_ or dry_run or gpus or ray):
         start_fork_server()
     limit_s = seconds(budget)
-    if gpus is not None and gpu != "auto":
-        raise typer.BadParameter(
-            f"--gpus {gpus} and --gpu {gpu} exclude each other: one names several GPUs, the other one"
-        )
+    named = {"--gpu": None if gpu == "auto" else gpu, "--gpus": gpus, "--ray": ray}
+    given = " and ".join(f"{option} {value}" for option, value in named.items() if value is not None)
+    if " and " in given:
+        raise typer.BadParameter(f"{given} exclude each other: one GPU, several of this host, or those of a cluster")
     if release and (not check or out is not None):
         raise typer.BadParameter("--release makes --check strict about what ships: give both, and no --out")
 
     def command(commands: Any) -> int:
         options = commands.Options(
-            gpu, target, family, problems, trials, limit_s, out, gpus=gpus, storage=storage, quick=quick
+            gpu, target, family, problems, trials, limit_s, out, gpus=gpus, ray=ray, storage=storage, quick=quick
         )
         if render:
             return commands.render(console)
@@ -253,9 +261,6 @@ def landscape(
     """Measure EVERY legal variant of PROBLEMS on this GPU, for replay, regret and the estimate: about 15 s each."""
     run(lambda commands: commands.landscape(problems, context.obj.gpu, out, console))
 
-
-if __name__ == "__mp_main__":  # one tuner of several
-    start_fork_server()
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)  # the processes that compile and measure take their environment from here

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import math
 import os
 import statistics
@@ -30,13 +31,11 @@ from .publishing.tables import write_table
 from .reporting.funnel import Funnel, funnel_of
 from .reporting.progress import bar
 from .reporting.report import knobs, percent_of_floor, problem_lines, stages_table, winners_table
-from .searching.fleet import Fleet, FleetError, Seat, seats, trouble
 from .searching.pool import legal_pool
-from .searching.queues import share_storage
-from .searching.run import Orders, Run, Tools, tune_all
+from .searching.run import Display, Orders, Run, Tools, TuningError, trouble, tune_all
 from .searching.search import Outcome
 from .selection import select
-from .storage.backends import journal_path, opened_storage
+from .storage.backends import EXTRA, journal_path, opened_storage
 from .storage.journal import Journal
 from .storage.record import WINNERS, read_record
 from .workload import default_variant
@@ -61,6 +60,7 @@ class Options:
     budget_s: float = math.inf
     out: Path | None = None
     gpus: str | None = None
+    ray: str | None = None  # the address of a cluster
     storage: str | None = None
     quick: bool = False  # measure the portfolio only
 
@@ -70,18 +70,19 @@ def tune(options: Options, console: Console) -> int:
     problems = select(options.family, options.problems, folder=options.out)
     if options.target is not None:
         return estimate(options, options.target, console)
-    facts = gpu.gather()
-    answer = gpu.diagnose(facts)
-    if answer.kind != "ready":
-        say(console, answer.message)
-        if options.gpu != "auto" or options.gpus is not None or options.storage is not None:
-            return 1
-        return estimate(options, DEFAULT_TARGET, console)
-    if options.gpus is None:
-        indices = [gpu.choose_gpu(facts.names, options.gpu)]
-    else:
-        indices = gpu.choose_gpus(facts.names, options.gpus)
-    places = seats(indices, os.cpu_count() or 1, options.storage)
+    indices: list[int] = []
+    if options.ray is None:
+        facts = gpu.gather()
+        answer = gpu.diagnose(facts)
+        if answer.kind != "ready":
+            say(console, answer.message)
+            if options.gpu != "auto" or options.gpus is not None or options.storage is not None:
+                return 1
+            return estimate(options, DEFAULT_TARGET, console)
+        if options.gpus is None:
+            indices = [gpu.choose_gpu(facts.names, options.gpu)]
+        else:
+            indices = gpu.choose_gpus(facts.names, options.gpus)
     end = time.monotonic() + options.budget_s
     chosen = candidates if options.quick else None
     orders = Orders(problems, options.trials or TRIALS, end, options.out, chosen)
@@ -95,8 +96,15 @@ def tune(options: Options, console: Console) -> int:
     start = time.monotonic()
     run = Run(problems)
     with bar(console, len(problems), options.budget_s) as report:
-        (_measure if len(places) == 1 else _measure_on_many)(run, orders, places, report, console)
-    return _tell(run, options, time.monotonic() - start, console, len(places))
+        display = _display(orders, report, console)
+        try:
+            if len(indices) == 1:
+                _measure(run, orders, indices[0], options.storage, display)
+            else:
+                _measure_on_many(run, orders, indices, options, display)
+        except KeyboardInterrupt:  # before the first problem
+            run.interrupted = True
+    return _tell(run, options, time.monotonic() - start, console)
 
 
 def refusal(error: BaseException) -> tuple[str, int] | None:
@@ -105,7 +113,7 @@ def refusal(error: BaseException) -> tuple[str, int] | None:
         error, SelectionError | FamilyError | gpu.NoSuchGpuError | UnknownTargetError
     ):  # of what was asked for
         return str(error), 2
-    if isinstance(error, RecordError | FleetError):
+    if isinstance(error, RecordError):
         return str(error), 1
     if isinstance(
         error, KeyboardInterrupt
@@ -116,10 +124,13 @@ def refusal(error: BaseException) -> tuple[str, int] | None:
 
 
 @contextlib.contextmanager
-def _on_gpu(
+def on_gpu(
     index: int, compilers: int | None, waiting: Callable[[str], None]
 ) -> Iterator[tuple[Worker, CompilerPool, dict[str, Any]]]:
-    """A worker on a GPU, compilers beside it, and what it measures with; ended with the block."""
+    """A worker on a GPU, compilers beside it (one a core), and what it measures with; ended with the block.
+
+    ``waiting`` is told who else measures there.
+    """
     with gpu_lock(gpu_identity(index), waiting):
         worker = Worker(index)
         compiler = CompilerPool(compilers)
@@ -131,63 +142,36 @@ def _on_gpu(
             compiler.shutdown(wait=False, cancel_futures=True)
 
 
-@contextlib.contextmanager
-def measuring(seat: Seat, waiting: Callable[[str], None]) -> Iterator[Tools]:
-    """Everything that tuning on one GPU takes; ended with the block. ``waiting`` is told who else measures there."""
+def _measure(run: Run, orders: Orders, index: int, storage: str | None, display: Display) -> None:
+    """On one GPU, from this process."""
     with (
-        _on_gpu(seat.gpu, seat.compilers, waiting) as (worker, compiler, environment),
-        opened_storage(seat.storage, environment["device"]) as storage,
+        on_gpu(index, None, display.say) as (worker, compiler, environment),
+        opened_storage(storage, environment["device"]) as opened,
     ):
-        if seat.storage is not None:
-            share_storage(storage, environment["device"])
-        yield Tools(worker, compiler, Journal(storage), environment)
+        display.started("", environment, os.cpu_count() or 1)
+        tune_all(run, Tools(worker, compiler, Journal(opened), environment), orders, display)
 
 
-def _measure(run: Run, orders: Orders, places: list[Seat], report: Callable[..., None], console: Console) -> None:
-    """On one GPU, in this process; other hosts may share the problems through a storage."""
-    (seat,) = places
-    try:
-        with measuring(seat, lambda text: say(console, text)) as tools:
-            say(console, _with_what(tools.environment, orders, places))
-            storage = None if seat.storage is None else tools.journal.storage
-            queue = orders.queue(storage, tools.environment, seat.owner)
-            tune_all(
-                run, tools, orders, queue=queue, report=report, done=lambda p, found: say(console, _line(p, found))
-            )
-    except KeyboardInterrupt:  # before the first problem
-        run.interrupted = True
+def _measure_on_many(run: Run, orders: Orders, indices: list[int], options: Options, display: Display) -> None:
+    """On several GPUs of this host, or on those of a cluster, through Ray."""
+    if importlib.util.find_spec("ray") is None:
+        raise TuningError(f"several GPUs (--gpus) and clusters (--ray) need Ray: {EXTRA}")
+    from .searching.cluster import Driver, connected  # noqa: PLC0415 - one GPU needs no Ray
+
+    with connected(options.ray, indices):
+        Driver(run, orders, on_gpu, options.storage, display).tune()
 
 
-def _measure_on_many(
-    run: Run, orders: Orders, places: list[Seat], report: Callable[..., None], console: Console
-) -> None:
-    """On several GPUs of this host, a process each."""
-    told: list[int] = []
+def _display(orders: Orders, report: Callable[..., None], console: Console) -> Display:
+    def started(gpu_name: str, environment: dict[str, Any], compilers: int) -> None:
+        say(
+            console,
+            f"{gpu_name}{gpu_name and ': '}{environment['device_name']} (sm_{environment['capability']}), driver "
+            f"{environment['driver']}, torch {environment['torch']}, Triton {environment['triton']}: "
+            f"{len(orders.problems)} problems, {compilers} processes to compile with",
+        )
 
-    def started(seat: Seat, environment: dict[str, Any]) -> None:
-        if not told:
-            say(console, _with_what(environment, orders, places))
-        told.append(seat.gpu)
-
-    fleet = Fleet(
-        run,
-        orders,
-        started=started,
-        report=lambda index, progress, gpu_index: report(index, progress, f"GPU {gpu_index}"),
-        done=lambda problem, result: say(console, _line(problem, result)),
-        say=lambda text: say(console, text),
-    )
-    fleet.tune(places, measuring)
-
-
-def _with_what(environment: dict[str, Any], orders: Orders, places: list[Seat]) -> str:
-    count = f"{len(places)} x " if len(places) > 1 else ""
-    each = " for each GPU" if len(places) > 1 else ""
-    return (
-        f"{count}{environment['device_name']} (sm_{environment['capability']}), driver {environment['driver']}, "
-        f"torch {environment['torch']}, Triton {environment['triton']}: {len(orders.problems)} problems, "
-        f"{places[0].compilers} processes to compile with{each}"
-    )
+    return Display(started, report, lambda p, found: say(console, _line(p, found)), lambda text: say(console, text))
 
 
 def _line(problem: Problem, result: Outcome | str) -> str:
@@ -203,14 +187,12 @@ def _line(problem: Problem, result: Outcome | str) -> str:
     )
 
 
-def _tell(run: Run, options: Options, elapsed_s: float, console: Console, gpus: int) -> int:
+def _tell(run: Run, options: Options, elapsed_s: float, console: Console) -> int:
     if run.winners:
         console.print(winners_table(run.winners, f"Measured in {elapsed_s / 60:.1f} minutes"))
     if run.outcomes:
-        console.print(stages_table(run.stopwatch.seconds, elapsed_s, gpus, run.stopwatch.busy_share()))
+        console.print(stages_table(run.stopwatch.seconds, elapsed_s, run.gpus, run.stopwatch.busy_share()))
         say(console, str(sum(map(funnel_of, run.outcomes.values()), Funnel())))
-    if run.others:
-        say(console, f"{len(run.others)} of these were found by other tuners")
     say(console, *(f"skipped {name}: {reason}" for name, reason in run.skipped.items()))
     if run.record is not None:
         if options.out is None and OUTSIDE:
@@ -450,7 +432,7 @@ def landscape(names: str, gpu_option: str, folder: Path | None, console: Console
         say(console, answer.message)
         return 1
     index = gpu.choose_gpu(facts.names, gpu_option)
-    with _on_gpu(index, None, lambda text: say(console, text)) as (worker, compiler, environment):
+    with on_gpu(index, None, lambda text: say(console, text)) as (worker, compiler, environment):
         for problem, path, seconds in record_all(problems, worker, compiler, environment, folder or LANDSCAPES):
             say(console, f"{problem.name}: {seconds:.0f} s, {path}")
     return 0

@@ -15,19 +15,15 @@ import typer
 
 import tune
 from generator import commands, gpu
-from generator.gpu import Facts, NoSuchGpuError, choose_gpu, diagnose
+from generator.gpu import Facts, NoSuchGpuError, choose_gpu, choose_gpus, diagnose
 from generator.publishing import audit, tables
 from generator.publishing import files as committed
 from generator.reporting.progress import time_left
-from generator.searching import fleet
-from generator.searching.queues import share_storage
 from generator.selection import SelectionError, select
 from generator.storage import record as record_module
-from generator.storage.backends import opened_storage
 from generator.storage.record import read_record, save_winner
 from generator.workload import default_problems
 from tests.support.command_line import ONE, call, machine
-from tests.support.fakes import FakeWorker
 from tests.support.ports import free_port
 from tests.support.processes import BACKSTOP_SECONDS
 from tests.support.records import winner
@@ -339,16 +335,58 @@ def test_an_explicit_gpu_without_any_is_an_error(monkeypatch: pytest.MonkeyPatch
         assert "CPU-only build" in done.output
 
 
-def test_many_gpus_share_the_problems(machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wanted", [("--gpus", "all"), ("--ray", "auto")])
+def test_without_ray_it_says_how_to_install_it(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, wanted: tuple[str, str]
+) -> None:
     monkeypatch.setattr(gpu, "gather", lambda: Facts("2.11.0", "12.8", names=("Test GPU", "Test GPU")))
-    monkeypatch.setattr(fleet, "START", "fork")
-    monkeypatch.setattr(commands, "Worker", lambda _: FakeWorker(**machine[0]))
-    done = call("--gpus", "all", "--family", "linear_cat", "--out", str(tmp_path / "out"))
-    assert done.exit_code == 0, done.output
-    assert "2 x Test GPU" in done.output
-    names = sorted(p.name for p in default_problems("linear_cat"))
-    assert [w.name for w in read_record("test_gpu", tmp_path / "out")] == names
-    assert "the record:" in done.output
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = call(*wanted, "--problems", ONE)
+    assert done.exit_code == 1
+    assert "need Ray: pip install -c constraints.txt -e '.[tune,hosts]'" in done.output
+    assert not machine[1]
+
+
+@pytest.mark.usefixtures("machine")
+def test_one_gpu_needs_no_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for wanted in (("--gpu", "auto"), ("--gpus", "all")):
+        done = call(*wanted, "--problems", ONE, "--out", str(tmp_path / "out"))
+        assert done.exit_code == 0, done.output
+    code = "import sys, tune, generator.commands; print(sorted(m for m in sys.modules if m.split('.')[0] == 'ray'))"
+    asked = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert asked.stdout == "[]\n"
+
+
+ALIKE = ("NVIDIA H200", "NVIDIA H200", "NVIDIA H200")
+MIXED = ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA H200")
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted", "indices"),
+    [
+        (ALIKE, "all", [0, 1, 2]),
+        (ALIKE, "0,2", [0, 2]),
+        (ALIKE, "2, 0,2", [0, 2]),
+        (MIXED, "0,2", [0, 2]),
+        (MIXED, "1", [1]),
+    ],
+)
+def test_gpus_are_named_by_index_or_all(names: tuple[str, ...], wanted: str, indices: list[int]) -> None:
+    assert choose_gpus(names, wanted) == indices
+
+
+def test_gpus_of_different_models_are_refused_with_the_way_out() -> None:
+    with pytest.raises(
+        NoSuchGpuError, match=r"of one model.*0: NVIDIA H200, 1: NVIDIA A100-SXM4-80GB, 2: .*--gpus 0,2"
+    ):
+        choose_gpus(MIXED, "all")
+
+
+@pytest.mark.parametrize("wanted", ["3", "0,3", "h200", "", "0,", "auto"])
+def test_gpus_that_are_not_there_are_refused(wanted: str) -> None:
+    with pytest.raises(NoSuchGpuError, match=r"--gpus must be all or indices of GPUs here \(0: NVIDIA H200"):
+        choose_gpus(ALIKE, wanted)
 
 
 def test_gpus_of_different_models_are_refused(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,20 +398,24 @@ def test_gpus_of_different_models_are_refused(machine: Any, monkeypatch: pytest.
     assert not machine[1]
 
 
-def test_one_gpu_or_several_not_both(machine: Any) -> None:
-    done = call("--gpu", "0", "--gpus", "all")
+@pytest.mark.parametrize(
+    "both", [("--gpu", "0", "--gpus", "all"), ("--gpu", "0", "--ray", "auto"), ("--gpus", "0,1", "--ray", "auto")]
+)
+def test_one_gpu_or_several_or_a_cluster_not_both(machine: Any, both: tuple[str, ...]) -> None:
+    done = call(*both)
     assert done.exit_code == 2
-    assert "exclude each other" in done.output
+    assert f"{both[0]} {both[1]} and {both[2]} {both[3]} exclude each other" in done.output
     assert not machine[1]
 
 
-def test_hosts_share_problems_through_a_storage(machine: Any, tmp_path: Path) -> None:
+def test_trials_are_kept_in_a_database(machine: Any, tmp_path: Path) -> None:
     storage = ("--storage", f"sqlite:///{tmp_path}/trials.db", "--family", "linear_cat")
     first = call(*storage, "--out", str(tmp_path / "first"))
     assert first.exit_code == 0, first.output
+    assert machine[1][0].measured
+    assert not (tmp_path / "cache" / "trials").exists()
     second = call(*storage, "--out", str(tmp_path / "second"))
     assert second.exit_code == 0, second.output
-    assert "3 of these were found by other tuners" in second.output
     assert not machine[1][1].measured
     assert read_record("test_gpu", tmp_path / "second") == read_record("test_gpu", tmp_path / "first")
 
@@ -385,16 +427,6 @@ def test_a_storage_that_cannot_be_reached_is_said_before_a_gpu_is_woken(machine:
     assert "cannot be used" in done.output
     assert "s3cret" not in done.output
     assert not machine[1]
-
-
-def test_a_storage_of_another_model_is_refused(machine: Any, tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/trials.db"
-    with opened_storage(url, "nvidia_a100") as storage:
-        share_storage(storage, "nvidia_a100")
-    done = call("--storage", url, "--problems", ONE, "--out", str(tmp_path / "out"))
-    assert done.exit_code == 1
-    assert "this storage is that of nvidia_a100, this GPU is test_gpu" in done.output
-    assert not machine[1][0].alive, "the worker was ended"
 
 
 # --- without a GPU --------------------------------------------------------------------------------------------------

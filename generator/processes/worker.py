@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +69,10 @@ class Worker:
             time.sleep(self.pause_seconds)
         self._barren += 1
         self.starts += 1
-        log = (cache_folder("logs") / f"worker-{self.device}.log").open("a+b")
+        seen = re.sub(
+            r"[^\w-]", "_", os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+        )  # a tuner of several sees only its own
+        log = (cache_folder("logs") / f"worker-{seen}-{self.device}.log").open("a+b")
         if log.tell() > OLD_LOG_BYTES:
             log.truncate(0)
         try:

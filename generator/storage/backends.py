@@ -1,16 +1,12 @@
-"""Open the Optuna storage that keeps trials and claims: a journal file, a database, or a proxy in front of one."""
+"""Open the Optuna storage that keeps trials: a journal file, or a database."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.util
 import json
 import os
-import random
 import re
-import time
-import urllib.parse
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,14 +22,10 @@ from ..disk import READ_ONLY, naming
 from ..places import SHELF
 
 CONNECT_SECONDS = 10
-# Several tuners that start on an empty database all create Optuna's tables; all but one fail, and find them made.
-CREATE_ATTEMPTS = 6
 EXTRA = "pip install -c constraints.txt -e '.[tune,hosts]'"
 # What a URL without a driver means: the ones that the extra "hosts" installs.
 DRIVERS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
-SCHEMES = (
-    "postgresql://USER@HOST/DATABASE, sqlite:///FILE (one host only), grpc://HOST:PORT, or another URL of SQLAlchemy"
-)
+SCHEMES = "postgresql://USER@HOST/DATABASE, sqlite:///FILE, or another URL of SQLAlchemy"
 
 LOST_STORAGE = "the storage was lost. Every trial until then is kept: the same command goes on from there."
 
@@ -71,8 +63,6 @@ def open_storage(url: str | None, device: str, path: Path | None = None, *, read
     match = re.match(r"([a-z][a-z0-9+]*)://", url)
     if match is None:
         raise StorageError(f"--storage must be {SCHEMES}, got {without_password(url)!r}")
-    if match[1] == "grpc":
-        return _proxy(url)
     return _database(DRIVERS.get(match[1], match[1]) + url[match.end(1) :], url)
 
 
@@ -88,38 +78,12 @@ def opened_storage(
         if isinstance(storage, optuna.storages.RDBStorage):
             storage.remove_session()
             storage.engine.dispose()
-        elif isinstance(storage, optuna.storages.GrpcStorageProxy):
-            storage.close()
 
 
 def without_password(url: str) -> str:
     """The URL as it may be printed."""
     shown = re.sub(r"(://[^:/@]*):.*@", r"\1:***@", url)  # greedy: a password may hold an @
     return re.sub(r"(?i)(password=)[^&]*", r"\1***", shown)
-
-
-def _proxy(url: str) -> BaseStorage:
-    where = urllib.parse.urlsplit(url)
-    try:
-        port = where.port
-    except ValueError:
-        port = None
-    if not where.hostname or port is None:
-        raise StorageError(
-            f"--storage grpc:// needs a host and a port, as in grpc://db1:13000, got {without_password(url)!r}"
-        )
-    if importlib.util.find_spec("grpc") is None:
-        raise StorageError(f"--storage grpc:// needs grpcio: {EXTRA}")
-    storage = optuna.storages.GrpcStorageProxy(host=where.hostname, port=port)
-    try:
-        storage.wait_server_ready(CONNECT_SECONDS)
-    except ConnectionError as error:
-        storage.close()
-        raise StorageError(
-            f"no gRPC proxy answered at {where.hostname}:{port} in {CONNECT_SECONDS} s: start one there, as the README says "
-            "under Many hosts, and let this host reach the port"
-        ) from error
-    return storage
 
 
 def _database(url: str, given: str) -> BaseStorage:
@@ -129,25 +93,14 @@ def _database(url: str, given: str) -> BaseStorage:
     if url.startswith("postgresql"):
         options["connect_args"] = {"connect_timeout": CONNECT_SECONDS}
     shown = without_password(given)
-    for attempt in range(CREATE_ATTEMPTS):
-        try:
-            return optuna.storages.RDBStorage(url, engine_kwargs=options)
-        except ImportError as error:
-            raise StorageError(
-                f"the driver of {shown} is not installed ({error.__cause__ or error}): {EXTRA}"
-            ) from None
-        except (sqlalchemy.exc.ArgumentError, ValueError):  # ValueError: a port that is no number
-            raise StorageError(f"--storage must be {SCHEMES}, got {shown!r}") from None
-        except (sqlalchemy.exc.DBAPIError, optuna.exceptions.StorageInternalError) as error:
-            if attempt == CREATE_ATTEMPTS - 1 or not _created_by_another(error):
-                raise StorageError(_unreachable(shown, error)) from None  # the cause's text may hold the password
-        time.sleep(0.1 * 2**attempt * random.random())  # noqa: S311 - so that tuners started together part
-    raise AssertionError("the last attempt returns or raises")
-
-
-def _created_by_another(error: Exception) -> bool:
-    text = str(error).lower()
-    return any(sign in text for sign in ("already exists", "duplicate key", "unique constraint", "locked"))
+    try:
+        return optuna.storages.RDBStorage(url, engine_kwargs=options)
+    except ImportError as error:
+        raise StorageError(f"the driver of {shown} is not installed ({error.__cause__ or error}): {EXTRA}") from None
+    except (sqlalchemy.exc.ArgumentError, ValueError):  # ValueError: a port that is no number
+        raise StorageError(f"--storage must be {SCHEMES}, got {shown!r}") from None
+    except (sqlalchemy.exc.DBAPIError, optuna.exceptions.StorageInternalError) as error:
+        raise StorageError(_unreachable(shown, error)) from None  # the cause's text may hold the password
 
 
 def _unreachable(shown: str, error: Exception) -> str:
@@ -283,6 +236,4 @@ def _cut_torn_line(file: int) -> None:
 def lost_storage(error: BaseException) -> bool:
     """Whether an error says that a storage, which could be opened, does not answer any more."""
     packages = {type(e).__module__.split(".")[0] for e in (error, error.__cause__) if e is not None}
-    return isinstance(error, optuna.exceptions.StorageInternalError) or bool(
-        packages & {"sqlalchemy", "psycopg", "grpc"}
-    )
+    return isinstance(error, optuna.exceptions.StorageInternalError) or bool(packages & {"sqlalchemy", "psycopg"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -28,6 +29,18 @@ def problem_digest(problem: Problem) -> str:
     return _digest(f"{problem.family}{problem.spec}{problem.size}")
 
 
+Digests = Callable[[Any], dict[str, str]]  # variant -> kernel -> digest of its text
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What a journal holds of one problem, to be sent to another host."""
+
+    known: dict[Any, Result]
+    failures: collections.Counter[Any]
+    ended: dict[str, dict[str, Any]]  # finished_key -> how the search ended
+
+
 class Journal:
     """Every finished trial, in an Optuna storage: a study for each device, problem and space; a trial is one append.
 
@@ -39,9 +52,7 @@ class Journal:
         self._ids: dict[str, int] = {}  # name -> study, of those that this process uses
         self._earlier: list[tuple[str, int]] | None = None  # the studies that were there at the first question
 
-    def remembered(
-        self, problem: Problem, environment: dict[str, Any], digests: Callable[[Any], dict[str, str]]
-    ) -> dict[Any, Result]:
+    def remembered(self, problem: Problem, environment: dict[str, Any], digests: Digests) -> dict[Any, Result]:
         """What was measured of a problem with the same kernels, device, versions and method; the last result counts.
 
         A failure that may pass is left out until it came often enough: generator.failures. Trials of another space
@@ -50,7 +61,7 @@ class Journal:
         return self.recalled(problem, environment, digests)[0]
 
     def recalled(
-        self, problem: Problem, environment: dict[str, Any], digests: Callable[[Any], dict[str, str]]
+        self, problem: Problem, environment: dict[str, Any], digests: Digests
     ) -> tuple[dict[Any, Result], collections.Counter[Any]]:
         """What is ``remembered``, and how often each variant has failed since it was last measured."""
         known: dict[Any, Result] = {}
@@ -66,9 +77,7 @@ class Journal:
             known[variant] = result
         return known, failures
 
-    def _results(
-        self, problem: Problem, environment: dict[str, Any], digests: Callable[[Any], dict[str, str]]
-    ) -> Iterator[tuple[Any, Result]]:
+    def _results(self, problem: Problem, environment: dict[str, Any], digests: Digests) -> Iterator[tuple[Any, Result]]:
         """Every result of the same kernels, device, versions and method, in their order."""
         variant_type, asked = FAMILIES[problem.family].variant_type, problem_digest(problem)
         for study in self._studies(problem, environment["device"]):
@@ -101,15 +110,20 @@ class Journal:
 
     def finished(self, problem: Problem, environment: dict[str, Any], settings: str) -> dict[str, Any] | None:
         """What ``finish`` kept of a problem under the same settings, device, versions and method, or None."""
+        return self._ended(problem, environment).get(finished_key(environment, settings))
+
+    def held(self, problem: Problem, environment: dict[str, Any], digests: Digests) -> Held:
+        """All that is known of a problem: what is ``recalled``, and how its searches ended."""
+        return Held(*self.recalled(problem, environment, digests), self._ended(problem, environment))
+
+    def _ended(self, problem: Problem, environment: dict[str, Any]) -> dict[str, Any]:
         study = self._there(_study_name(problem, environment["device"]))
-        if study is None:
-            return None
-        return self.storage.get_study_user_attrs(study).get(_finished_key(environment, settings))
+        return {} if study is None else self.storage.get_study_user_attrs(study)
 
     def finish(self, problem: Problem, environment: dict[str, Any], settings: str, winner: dict[str, Any]) -> None:
         """Keep how the search of a problem ended: the next run under the same settings need not search it."""
         study = self._study(problem, environment["device"])
-        self.storage.set_study_user_attr(study, _finished_key(environment, settings), winner)
+        self.storage.set_study_user_attr(study, finished_key(environment, settings), winner)
 
     def _study(self, problem: Problem, device: str) -> int:
         """The study of a problem on a device in its present space; made if it is not there."""
@@ -159,7 +173,8 @@ def _variant(variant_type: type, params: dict[str, Any]) -> Any | None:
     return None if undeclared(variant) else variant
 
 
-def _finished_key(environment: dict[str, Any], settings: str) -> str:
+def finished_key(environment: dict[str, Any], settings: str) -> str:
+    """Under what it is kept how a search ended: its settings, and what its measurements were made with."""
     return "finished " + _digest(json.dumps([settings, *(environment[k] for k in KEY)]))
 
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 def told(name: str) -> dict[str, Any]:
     """What must be the same wherever the generator lies; ``name`` is what it is imported as."""
     package = importlib.import_module(name)
-    modules = [m.name for m in pkgutil.walk_packages(package.__path__, f"{name}.")]
+    needing_ray = () if importlib.util.find_spec("ray") else (".searching.cluster", ".searching.tuner")
+    found = pkgutil.walk_packages(package.__path__, f"{name}.")
+    modules = [m.name for m in found if not m.name.endswith(needing_ray)]
     for module in modules:
         importlib.import_module(module)
     part = {m.removeprefix(name): sys.modules[m] for m in modules}

@@ -13,7 +13,6 @@ import pytest
 from generator import commands
 from generator.locks import folder_lock, gpu_identity, gpu_lock
 from generator.publishing import files as committed
-from generator.searching.fleet import Seat
 from generator.selection import problem_named
 from generator.storage.record import read_record, save_winner
 from tests.support.fakes import FakeCompiler, FakeWorker
@@ -88,7 +87,7 @@ def test_tuning_holds_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         with gpu_lock(gpu_identity(99), (tmp_path / "told").write_text):
             (tmp_path / "taken").touch()
 
-    with commands.measuring(Seat(99, 1), pytest.fail):
+    with commands.on_gpu(99, 1, pytest.fail):
         waiter = forked(second)
         wait_for(lambda: (tmp_path / "told").exists() or (tmp_path / "taken").exists())
         assert not (tmp_path / "taken").exists()

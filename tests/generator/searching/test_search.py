@@ -14,7 +14,7 @@ from generator.failures import times_to_be_a_fact
 from generator.processes.worker import TrialFailedError, WorkerLostError
 from generator.searching import run as run_module
 from generator.searching.pool import legal_pool
-from generator.searching.run import Orders, Run, Tools, tune_all
+from generator.searching.run import Display, Orders, Run, Tools, tune_all
 from generator.searching.sampler import STARTUP
 from generator.searching.search import MOST_AGAIN, NOISE, Outcome, choose, opening, tune
 from generator.searching.seeds import MAX_SEEDS, incumbent_of, seeds_for
@@ -386,7 +386,10 @@ def test_each_winner_is_in_the_record_before_the_next_problem_starts(tmp_path: P
         seen.append(names)
 
     tune_all(
-        run, tools(FakeWorker(gru_cost), tmp_path), Orders(run.problems, 72, folder=tmp_path / "out"), report=report
+        run,
+        tools(FakeWorker(gru_cost), tmp_path),
+        Orders(run.problems, 72, folder=tmp_path / "out"),
+        Display(report=report),
     )
     assert seen
     assert [w.name for w in run.winners] == [p.name for p in GRU]

@@ -107,7 +107,7 @@ def test_a_password_is_not_shown(url: str, shown: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["trials.db", "db1:5432", "", "redis", "nothing://db1/tuned", "sqlite://db1:port/tuned"]
+    "url", ["trials.db", "db1:5432", "", "redis", "nothing://db1/tuned", "sqlite://db1:port/tuned", "grpc://db1:13000"]
 )
 def test_what_is_no_storage_is_refused(url: str) -> None:
     with pytest.raises(StorageError, match=r"--storage must be postgresql://USER@HOST/DATABASE"):
@@ -130,23 +130,6 @@ def test_a_driver_that_is_not_installed_is_said() -> None:
         open_storage("mysql+nosuch://tuner:s3cret@127.0.0.1/tuned", "test_gpu")
     with pytest.raises(StorageError, match=r"the driver of oracle://tuner:\*\*\*@.* is not installed"):
         open_storage("oracle://tuner:s3cret@127.0.0.1/tuned", "test_gpu")
-
-
-def _ask_nobody() -> None:
-    with pytest.raises(StorageError, match=r"no gRPC proxy answered at 127.0.0.1:\d+"):
-        open_storage(f"grpc://127.0.0.1:{free_port()}", "test_gpu")
-
-
-def test_a_proxy_is_a_host_and_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    for url in ("grpc://db1", "grpc://:13000", "grpc://db1:port"):
-        with pytest.raises(StorageError, match=r"needs a host and a port, as in grpc://db1:13000"):
-            open_storage(url, "test_gpu")
-    pytest.importorskip("grpc")
-    monkeypatch.setattr(storage_module, "CONNECT_SECONDS", 0.3)
-    process = FORK.Process(target=_ask_nobody)  # gRPC's threads would be in the way of other tests' forks
-    process.start()
-    process.join(30)
-    assert process.exitcode == 0
 
 
 def test_a_storage_that_goes_away_is_told_from_other_errors(tmp_path: Path) -> None:

@@ -1,0 +1,269 @@
+"""Tune on many GPUs, of this host or of a Ray cluster: a tuner on each, and one driver that alone keeps what they find.
+
+A problem is one task of a tuner, which is a Ray actor with one GPU. Each trial comes back as it is measured. What is lost with a
+node is the trial that was measured there and the one on its way: the problem is given to another GPU with all other trials.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from ..places import ROOT
+from ..problem import Problem
+from ..rendering.structures import digests_of
+from ..storage.backends import opened_storage
+from ..storage.journal import Journal
+from .run import NO_TIME, Display, Keeper, Orders, Run, TuningError
+from .search import Outcome, Progress
+from .tuner import MakeTools, Tuner
+
+MOST_DEATHS = 3  # of tuners, at one problem: it is skipped; or in a row before one was ready: Ray cannot start them
+WHY_CHARACTERS = 160  # of why a tuner died: Ray says much of it
+REACH_SECONDS = 10.0  # for the head of a cluster to answer
+TICK_SECONDS = 1.0  # between looks at which GPUs the cluster has
+STORE_BYTES = 80 * 2**20  # Ray's least: nothing large is sent
+ALIKE = {"device_name": "", "driver": "driver ", "torch": "torch ", "triton": "Triton "}
+LEFT_OUT = (".git", "benchmarks/results", "docs")  # of the checkout that a cluster's hosts are sent
+STREAM = {"num_returns": "streaming", "_generator_backpressure_num_objects": 1}  # each letter waits for the one before
+
+
+@contextlib.contextmanager
+def connected(address: str | None, gpus: list[int]) -> Iterator[None]:
+    """Ray for the length of a block: the cluster at an address, or one of this host's own with these of its GPUs.
+
+    Raises:
+        TuningError: there is no such cluster, or it is of another version.
+    """
+    if address is not None:
+        _reach(address)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray._private.worker.print_to_stdstream = lambda *_, **__: None  # noqa: SLF001 - a raylet's log, which Ray prints when a node dies
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        if address is None:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            names = visible.split(",") if visible else [str(i) for i in range(max(gpus) + 1)]
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in gpus)  # Ray gives these to its tuners
+            ray.init("local", num_gpus=len(gpus), include_dashboard=False, object_store_memory=STORE_BYTES, **options)
+        else:
+            # Every host runs the texts of this checkout.
+            environment = {"working_dir": str(ROOT), "excludes": list(LEFT_OUT)}
+            ray.init(address, runtime_env=environment, **options)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        where = "on this host" if address is None else f"at {address}"
+        raise TuningError(
+            f"no Ray {where} can be used: {' '.join(str(error).split())}. Start one with ray start --head, and see with ray "
+            "status that it has GPUs; --ray takes auto or the HOST:PORT that ray start printed"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """See that an address is one, and that something answers there: Ray itself would try for minutes, and say nothing.
+
+    Raises:
+        TuningError: it is not, or nothing does.
+    """
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        raise TuningError(f"--ray takes auto or the HOST:PORT that ray start --head printed, got {address!r}")
+    try:
+        socket.create_connection((host, int(port)), REACH_SECONDS).close()
+    except OSError as error:
+        raise TuningError(
+            f"nothing answers at {address} ({error}): start a cluster with ray start --head, and let this host reach that port"
+        ) from error
+
+
+@dataclasses.dataclass
+class _Seat:
+    """A GPU of the cluster, as the driver sees it."""
+
+    actor: Any
+    stream: Any  # the letters of the task under way
+    name: str = "a GPU"
+    ready: bool = False
+    problem: Problem | None = None
+    over: str = ""  # why it gets no problem any more
+
+
+class Driver:
+    """Gives problems to the GPUs of a Ray that this process is connected to; alone writes journal, record and table."""
+
+    def __init__(self, run: Run, orders: Orders, make_tools: MakeTools, storage: str | None, display: Display) -> None:
+        self.run, self.orders, self.display = run, orders, display
+        self._make_tools, self._storage = make_tools, storage
+        self._waiting = list(orders.problems)
+        self._seats: list[_Seat] = []
+        self._deaths = collections.Counter[str]()  # of tuners, by problem; "" is before one was ready
+        self._environment: dict[str, Any] = {}  # of the first GPU, and what all must have in common with it
+        self._looked = -math.inf
+        self._stack = contextlib.ExitStack()
+
+    def tune(self) -> None:
+        """Tune all problems; KeyboardInterrupt ends it early, with what was done kept.
+
+        Raises:
+            TuningError: no GPU could be tuned on.
+        """
+        with self._stack:
+            try:
+                while self._waiting or self._busy():
+                    self._fill()
+                    self._give()
+                    self._listen()
+            except KeyboardInterrupt:
+                self.run.interrupted = True
+            finally:
+                for seat in self._seats:
+                    ray.kill(seat.actor)
+
+    def _busy(self) -> int:
+        return sum(seat.problem is not None for seat in self._seats)
+
+    def _fill(self) -> None:
+        """Have a tuner on each GPU that the cluster has by now, if there are problems for it."""
+        if time.monotonic() - self._looked < TICK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        over = [seat for seat in self._seats if seat.over]  # they keep their GPUs, which Ray would offer again
+        wanted = len(over) + len(self._waiting) + self._busy()
+        while len(self._seats) < min(gpus, wanted):
+            actor = ray.remote(Tuner).options(num_gpus=1).remote()
+            self._seats.append(_Seat(actor, actor.start.options(**STREAM).remote(self._make_tools)))
+        if not gpus or len(self._seats) == len(over):
+            why = "; ".join(dict.fromkeys(seat.over for seat in over)) or "the Ray cluster has no GPU: see ray status"
+            self._skip(why)
+            if not self.run.winners:
+                raise TuningError(why)
+
+    def _skip(self, why: str) -> None:
+        self.run.skipped |= {problem.name: why for problem in self._waiting}
+        self._waiting.clear()
+
+    def _give(self) -> None:
+        """Give the next problems to those that have none."""
+        if time.monotonic() >= self.orders.end:
+            self._skip(NO_TIME)
+        tuners = sum(seat.ready for seat in self._seats)
+        self.run.gpus = max(self.run.gpus, tuners)
+        free = [seat for seat in self._seats if seat.ready and seat.stream is None]
+        for seat in free[: len(self._waiting)]:
+            seat.problem = problem = self._waiting.pop(0)
+            ahead = self._waiting[:tuners]  # the other tuners take what is before the last of these
+            share = min(1.0, tuners / (len(self._waiting) + self._busy()))
+            work = self._keeper.work(problem, ahead[-1] if ahead else None, share)
+            held = self._journal.held(problem, self._environment, functools.partial(digests_of, problem))
+            seat.stream = seat.actor.tune.options(**STREAM).remote(work, held)
+
+    def _listen(self) -> None:
+        """Hear what came, or wait for it a moment."""
+        streams = {seat.stream: seat for seat in self._seats if seat.stream is not None}
+        ready, _ = ray.wait(list(streams), num_returns=len(streams), timeout=0)
+        for stream in ready or ray.wait(list(streams), timeout=TICK_SECONDS)[0]:
+            seat = streams[stream]
+            try:
+                self._hear(seat, ray.get(next(stream)))
+            except StopIteration:
+                seat.stream = None
+            except RayTaskError:  # a defect
+                raise
+            except RayError as error:
+                self._bury(seat, error)
+
+    def _hear(self, seat: _Seat, letter: tuple[Any, ...]) -> None:
+        match letter:
+            case ("ready", host, index, environment, compilers):
+                seat.name = f"GPU {index}" if host == socket.gethostname() else f"{host} GPU {index}"
+                self._admit(seat, environment, compilers)
+            case ("said", text):
+                self.display.say(text)
+            case ("progress", progress):
+                self.display.report(self.run.done, progress, seat.name)
+            case ("trial", variant, result, digests) if seat.problem:
+                self._journal.add(seat.problem, self._environment, variant, result, digests)
+            case ("finish", settings, winner) if seat.problem:
+                self._journal.finish(seat.problem, self._environment, settings, winner)
+            case ("done", outcome, seconds):
+                self.run.stopwatch.add(seconds)
+                self._end(seat, outcome)
+            case ("failed", why):
+                self._leave_out(seat, why)
+
+    def _admit(self, seat: _Seat, environment: dict[str, Any], compilers: int) -> None:
+        """Let a GPU take problems, if it is like the first one."""
+        if not self._environment:
+            self._environment = environment
+            self._keeper = Keeper(self.run, self.orders, environment["device"])
+            self._stack.callback(self._keeper.render)
+            self._journal = Journal(self._stack.enter_context(opened_storage(self._storage, environment["device"])))
+        first, this = (
+            ", ".join(f"{word}{e[k]}" for k, word in ALIKE.items()) for e in (self._environment, environment)
+        )
+        if first != this:
+            self._leave_out(
+                seat,
+                "the GPUs of a run must be of one model, with one driver, torch and Triton, since their times go into one "
+                f"table; the first is {first}, this one {this}. Tune on those like it in a run of their own",
+            )
+            return
+        self._deaths[""] = 0
+        seat.ready = True
+        self.display.started(seat.name, environment, compilers)
+
+    def _end(self, seat: _Seat, outcome: Outcome | str) -> None:
+        problem, seat.problem = seat.problem, None
+        assert problem is not None, "only a problem has an end"
+        self._keeper.keep(problem, outcome)
+        self.display.done(problem, outcome)
+
+    def _leave_out(self, seat: _Seat, why: str) -> None:
+        """Give a GPU no more problems; its own goes to another."""
+        seat.over, seat.ready, seat.stream = why, False, None
+        self._looked = -math.inf
+        self.display.say(f"{seat.name} is left out: {why}")
+        self._again(seat, why)
+
+    def _bury(self, seat: _Seat, error: RayError) -> None:
+        """Note that a tuner died; what it worked on goes to another."""
+        why = [line.strip() for line in str(error).splitlines() if line.strip()][-1][:WHY_CHARACTERS]
+        at = "" if seat.problem is None else f" at {seat.problem.name}, which is tried again"
+        self.display.say(f"the tuner of {seat.name} died{at}: {why}")
+        self._seats.remove(seat)
+        self._looked = -math.inf
+        if not seat.ready:
+            self._deaths[""] += 1
+            if self._deaths[""] == MOST_DEATHS:
+                raise TuningError(f"{MOST_DEATHS} tuners in a row died before they could start: {why}")
+        self._again(seat, why)
+
+    def _again(self, seat: _Seat, why: str) -> None:
+        """Have the problem of a GPU that was lost tuned by another, unless it was what lost too many."""
+        if (problem := seat.problem) is None:
+            return
+        self.display.report(self.run.done, Progress(note="lost"), seat.name)
+        self._deaths[problem.name] += 1
+        if self._deaths[problem.name] == MOST_DEATHS:
+            self._end(seat, f"{MOST_DEATHS} tuners died at it: {why}")
+        else:
+            seat.problem = None
+            self._waiting.insert(0, problem)

@@ -1,0 +1,215 @@
+"""Many GPUs through Ray: nodes that die, drivers that die, Ctrl-C. Nothing measured is lost, and the table is one machine's."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from generator.places import ROOT
+from generator.searching.run import Display, Run, TuningError
+from tests.support.many_gpus import PROBLEMS, Place, everything, one_machine, tools
+from tests.support.processes import BACKSTOP_SECONDS, alive, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytest.importorskip("ray")
+
+from ray.cluster_utils import Cluster
+
+from generator.searching.cluster import Driver, connected
+from generator.searching.tuner import compilers
+
+pytestmark = pytest.mark.processes
+
+# A node that is killed is missed after a second.
+HEALTH = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 300,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+    "enable_worker_prestart": False,
+    "prestart_worker_first_driver": False,
+}
+SMALL = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+LAST = 12  # measurement of the node that is killed
+
+
+class Nodes:
+    """A Ray cluster on this machine: its head has no GPU, each other node one, and a name in its environment."""
+
+    def __init__(self) -> None:
+        self.cluster = Cluster(initialize_head=True, head_node_args={**SMALL, "num_gpus": 0, "_system_config": HEALTH})
+        self.nodes: dict[str, Any] = {}
+
+    def add(self, *names: str) -> None:
+        for name in names:
+            self.nodes[name] = self.cluster.add_node(**SMALL, num_gpus=1, env_vars={"NODE": name}, wait=False)
+        self.cluster.wait_for_nodes(BACKSTOP_SECONDS)
+
+    def only(self, *names: str) -> None:
+        for name in set(self.nodes) - set(names):
+            self.kill(name)
+        self.add(*(name for name in names if name not in self.nodes))
+
+    def kill(self, name: str) -> None:
+        """End a node with SIGKILL, and with it its workers: they see its raylet go."""
+        node = self.nodes.pop(name)
+        self.cluster.worker_nodes.discard(node)
+        for kind in node.all_processes.values():
+            for process in kind:
+                process.process.kill()
+                process.process.wait()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # Ray would count those
+        made = Nodes()
+        yield made
+        made.cluster.shutdown()
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Place]:
+    monkeypatch.setenv("TUNED_CACHE", str(tmp_path / "cache"))
+    return lambda **nodes: Place(tmp_path, nodes)
+
+
+def all_is_done(run: Run, place: Place, tmp_path: Path) -> None:
+    assert not run.skipped
+    assert not run.interrupted
+    assert [w.name for w in run.winners] == [p.name for p in PROBLEMS]
+    assert run.record == place.folder / "out" / "test_gpu.json"
+    assert set(place.measured()) == everything()
+    assert place.kept() == len(everything()), "each trial is kept once"
+    assert place.record() == one_machine(tmp_path / "one")
+
+
+def test_a_node_that_is_killed_costs_its_trial_and_one_that_comes_takes_over(
+    nodes: Nodes, place: Any, tmp_path: Path
+) -> None:
+    """Node a waits, b is killed, c has another Triton, d comes later; only then a goes on."""
+    c = {"late": True, "environment": {"triton": "9.9.9"}}
+    four = place(a={"waits_at": 2}, b={"waits_at": LAST, "said": "waits for its GPU"}, c=c)
+    nodes.only("a", "b", "c")
+    said: list[str] = []
+    started: list[str] = []
+
+    display = Display(say=said.append, started=lambda name, *_: started.append(name))
+    run = Run(PROBLEMS)
+    with connected(nodes.cluster.address, []), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        driver = Driver(run, four.orders(), functools.partial(tools, four), None, display)
+        tuning = pool.submit(driver.tune)
+
+        def wait(condition: Callable[[], bool]) -> None:
+            wait_for(lambda: condition() or tuning.done())
+
+        wait(
+            lambda: (
+                four.by() == {"a": 2, "b": LAST} and four.kept() == 1 + LAST - 1 and any("left out" in s for s in said)
+            )
+        )
+        nodes.kill("b")
+        nodes.add("d")
+        wait(lambda: four.by()["d"] > LAST)
+        four.go()
+        tuning.result()
+    all_is_done(run, four, tmp_path)
+    assert sum(four.measured().values()) == len(everything()) + 1, (
+        "the trial under way was measured again, nothing else"
+    )
+    assert set(four.by()) == {"a", "b", "d"}
+    assert "waits for its GPU" in said
+    (refused,) = (s for s in said if "left out" in s)
+    assert "of one model, with one driver, torch and Triton" in refused
+    assert "Triton 9.9.9" in refused
+    (died,) = (s for s in said if "which is tried again" in s)
+    assert "node" in died.partition("tried again: ")[2]
+    assert len(started) == 3
+    assert run.gpus == 2
+
+
+DRIVER = """
+import functools, json, sys
+from pathlib import Path
+from generator.searching.cluster import Driver, connected
+from generator.searching.run import Run, SILENT
+from tests.support.many_gpus import PROBLEMS, Place, tools
+place = Place(Path(sys.argv[1]), json.loads(sys.argv[2]))
+with connected(sys.argv[3], []):
+    Driver(Run(PROBLEMS), place.orders(), functools.partial(tools, place), None, SILENT).tune()
+"""
+
+
+def test_a_driver_that_is_killed_goes_on_where_it_was(nodes: Nodes, place: Any, tmp_path: Path) -> None:
+    told = {"a": {"waits_at": 33}, "b": {"waits_at": 7}}
+    two = place(**told)
+    nodes.only("a", "b")
+    command = [sys.executable, "-c", DRIVER, str(tmp_path), json.dumps(told), nodes.cluster.address]
+    with subprocess.Popen(command, cwd=ROOT) as driver:
+        wait_for(lambda: two.kept() == 32 + 6 or driver.poll() is not None)
+        driver.kill()
+    assert two.by() == {"a": 33, "b": 7}
+    tuners = two.tuners()
+    assert len(tuners) == 2
+    wait_for(lambda: not any(map(alive, tuners)))
+    two.go()
+    run = Run(PROBLEMS)
+    with connected(nodes.cluster.address, []):
+        Driver(run, two.orders(), functools.partial(tools, two), None, Display()).tune()
+    all_is_done(run, two, tmp_path)
+    assert sum(two.measured().values()) == len(everything()) + 2, "but for the two trials under way"
+
+
+def test_ctrl_c_ends_all_gpus_of_a_host_and_keeps_their_trials(place: Any, tmp_path: Path) -> None:
+    told = {"gpu0": {"waits_at": 4}, "gpu1": {"waits_at": 6}}
+    two = place(**told)
+    command = [sys.executable, "-m", "tests.support.many_gpus", str(tmp_path), json.dumps(told), "--gpus", "all"]
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as tuner:
+        wait_for(lambda: two.kept() == 3 + 5 or tuner.poll() is not None)
+        os.killpg(tuner.pid, signal.SIGINT)  # as a terminal does
+        output, _ = tuner.communicate()
+    assert tuner.returncode == 130, output
+    assert "GPU 0: Test GPU (sm_90), driver 1.2.3, torch 2.11.0, Triton 3.6.0: 6 problems, " in output
+    assert "GPU 1: Test GPU" in output
+    assert "Interrupted. 0 of 6 problems are done and every trial is kept" in output
+    assert "raylet" not in output
+    assert two.by() == {"gpu0": 4, "gpu1": 6}
+    assert len(two.tuners()) == 2
+    wait_for(lambda: not left_behind(tmp_path))
+
+
+def left_behind(folder: Path) -> list[int]:
+    """The processes but this one that have ``folder`` in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it ended, or is another user's
+            if str(folder).encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
+                found.append(int(path.parent.name))
+    return found
+
+
+def test_a_cluster_that_is_not_there_is_said() -> None:
+    said = r"no Ray at nowhere can be used: .*ray start --head.*auto or the HOST:PORT"
+    with pytest.raises(TuningError, match=said), connected("nowhere", []):
+        pytest.fail("nobody is there")
+
+
+def test_the_cores_are_divided_among_the_gpus() -> None:
+    assert [compilers(16, 3), compilers(1, 2), compilers(128, 2), compilers(64, 8)] == [16, 1, 64, 24]

@@ -1,0 +1,284 @@
+"""The driver of many GPUs, with a Ray that is a few lines: who gets which problem, who is left out, what is kept."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pickle
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from generator import commands
+from generator.evaluation.portfolio import candidates
+from generator.processes.worker import WorkerGoneError
+from generator.searching.run import LEAST_SHARE_S, NO_TIME, Display, Run, TuningError, Work
+from generator.storage.journal import Held
+from tests.support.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
+from tests.support.many_gpus import PROBLEMS, Place, cost, everything, one_machine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytest.importorskip("ray")
+
+from ray.exceptions import RayError
+
+from generator.searching import cluster as cluster_module
+from generator.searching.cluster import MOST_DEATHS, Driver
+from generator.searching.tuner import Tuner
+
+NAMES = [p.name for p in PROBLEMS]
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("ray://host:10001", "--ray takes auto or the HOST:PORT"),
+        ("host", "--ray takes auto or the HOST:PORT"),
+        ("127.0.0.1:1", "nothing answers at 127.0.0.1:1"),
+    ],
+)
+def test_an_address_that_is_none_is_said_at_once(address: str, said: str) -> None:
+    with pytest.raises(TuningError, match=said), cluster_module.connected(address, []):
+        pass
+
+
+@dataclasses.dataclass
+class Gpu:
+    """What a GPU does with what it is given."""
+
+    environment: dict[str, Any] = dataclasses.field(default_factory=lambda: ENVIRONMENT)
+    cannot_start: str = ""  # why
+    dies_before_it_starts: bool = False
+    dies_at: tuple[str, ...] = ()  # problems
+    is_lost_at: tuple[str, ...] = ()
+    workers: list[FakeWorker] = dataclasses.field(default_factory=list)  # one a start: a thread of the dead may go on
+
+    @property
+    def worker(self) -> FakeWorker:
+        return self.workers[-1]
+
+    @property
+    def measured(self) -> int:
+        return sum(len(worker.measured) for worker in self.workers)
+
+
+class Actor:
+    """A tuner on a GPU, in this process."""
+
+    def __init__(self, index: int, gpu: Gpu, works: list[Any]) -> None:
+        self.index, self.gpu, self.works = index, gpu, works
+
+    def __getattr__(self, name: str) -> Any:
+        run = object.__getattribute__(self, f"_{name}")
+        remote = type("Method", (), {"remote": staticmethod(run)})
+        return type("Options", (), {"options": staticmethod(lambda **_: remote)})
+
+    def _start(self, _: Any) -> Iterator[Any]:
+        if self.gpu.dies_before_it_starts:
+            raise RayError("it died")
+        if self.gpu.cannot_start:
+            yield "failed", self.gpu.cannot_start
+        else:
+            self.gpu.workers.append(FakeWorker(cost))
+            self.gpu.worker.start()
+            yield "ready", "another host", str(self.index), self.gpu.environment, 3
+
+    def _tune(self, work: Any, held: Any) -> Iterator[Any]:
+        self.works.append(work)
+        tuner = Tuner()
+        tuner.worker, tuner.compiler, tuner.environment = self.gpu.worker, FakeCompiler(), self.gpu.environment  # type: ignore[assignment]
+        told = tuner.tune(work, held)
+        if work.problem.name in self.gpu.is_lost_at:
+            self.gpu.worker.stop()
+            self.gpu.worker.start = self._gone  # type: ignore[method-assign]
+        for letter in told:
+            if letter[0] == "trial" and work.problem.name in self.gpu.dies_at:
+                raise RayError("The actor died.\n\tpid: 7\nits node died\n")
+            yield letter
+
+    def _gone(self) -> None:
+        raise WorkerGoneError("it has fallen off the bus")
+
+
+class FakeRay:
+    """As much of Ray as the driver asks for."""
+
+    def __init__(self, *gpus: Gpu) -> None:
+        self.free = list(enumerate(gpus))
+        self.count = len(gpus)
+        self.works: list[Any] = []
+        self.killed: list[int] = []
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 2.0} | ({"GPU": float(self.count)} if self.count else {})
+
+    def remote(self, cls: type) -> Any:
+        assert cls is Tuner
+        return self
+
+    def options(self, *, num_gpus: int) -> Any:
+        assert num_gpus == 1
+        return type("Class", (), {"remote": self.actor})
+
+    def actor(self) -> Actor:
+        index, gpu = self.free.pop(0)
+        if gpu.dies_before_it_starts or gpu.dies_at:  # its GPU is there again at once
+            self.free.append((index, gpu))
+        return Actor(index, gpu, self.works)
+
+    def wait(self, streams: list[Any], *, num_returns: int = 1, timeout: float) -> tuple[list[Any], list[Any]]:
+        assert timeout >= 0
+        return streams[:num_returns], streams[num_returns:]
+
+    def get(self, letter: Any) -> Any:
+        return letter
+
+    def kill(self, actor: Actor) -> None:
+        self.killed.append(actor.index)
+
+
+@pytest.fixture
+def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A run on these GPUs: the run, what was said, and the fake Ray."""
+    monkeypatch.setenv("TUNED_CACHE", str(tmp_path / "cache"))
+
+    def tune(*gpus: Gpu, report: Callable[..., None] = lambda *_: None, **changes: Any) -> Any:
+        ray, said = FakeRay(*gpus), []
+        monkeypatch.setattr(cluster_module, "ray", ray)
+        run = Run(PROBLEMS)
+        Driver(run, Place(tmp_path).orders(**changes), None, None, Display(report=report, say=said.append)).tune()  # type: ignore[arg-type]
+        return run, said, ray
+
+    return tune
+
+
+def measured(*gpus: Gpu) -> int:
+    return sum(gpu.measured for gpu in gpus)
+
+
+def test_gpus_share_the_problems_and_the_record_is_one_machines(tune: Any, tmp_path: Path) -> None:
+    two, lanes = (Gpu(), Gpu()), set()
+    rendered: list[int] = []
+    tables: list[str] = []
+    run, said, ray = tune(
+        *two,
+        report=lambda done, progress, lane: lanes.add((done, progress.problem, lane)),
+        render=lambda: rendered.append(len(run_record(tmp_path))),
+        write_table=tables.append,
+    )
+    assert [w.name for w in run.winners] == NAMES
+    assert not said
+    assert run.gpus == 2
+    assert run_record(tmp_path) == one_machine(tmp_path / "one")
+    assert all(set(gpu.worker.staged) for gpu in two)
+    assert measured(*two) == len(everything())
+    assert sorted(two[0].worker.staged + two[1].worker.staged) == sorted(NAMES), "all variants of a problem on one GPU"
+    assert {lane for *_, lane in lanes} == {"another host GPU 0", "another host GPU 1"}
+    assert {done for done, *_ in lanes} >= {0, len(PROBLEMS) - 2}, "in steps of two"
+    assert tables == ["test_gpu"] * len(PROBLEMS)
+    assert rendered[-1] == len(PROBLEMS)
+    assert sorted(ray.killed) == [0, 1], "their GPUs are given back"
+    tune(*two)
+    assert measured(*two) == len(everything()), "nothing is measured again"
+
+
+def run_record(folder: Path) -> list[Any]:
+    return Place(folder).record()
+
+
+def test_what_killed_three_tuners_is_skipped(tune: Any) -> None:
+    bad = NAMES[2]
+    two = Gpu(dies_at=(bad,)), Gpu(dies_at=(bad,))
+    run, said, ray = tune(*two)
+    assert run.skipped == {bad: f"{MOST_DEATHS} tuners died at it: its node died"}
+    assert [w.name for w in run.winners] == [n for n in NAMES if n != bad]
+    assert [work.problem.name for work in ray.works].count(bad) == MOST_DEATHS
+    assert [s.endswith(f" died at {bad}, which is tried again: its node died") for s in said] == [True] * MOST_DEATHS
+
+
+def test_a_gpu_that_cannot_start_is_left_out_and_said(tune: Any) -> None:
+    run, said, _ = tune(Gpu(cannot_start="it does not answer"), Gpu())
+    assert [w.name for w in run.winners] == NAMES
+    assert said == ["a GPU is left out: it does not answer"]
+
+
+def test_a_gpu_that_is_lost_leaves_its_problem_to_another(tune: Any) -> None:
+    two = Gpu(is_lost_at=(NAMES[0],)), Gpu()
+    run, said, _ = tune(*two)
+    assert [w.name for w in run.winners] == NAMES
+    assert said == ["another host GPU 0 is left out: the GPU is lost: it has fallen off the bus"]
+
+
+def test_when_every_gpu_is_lost_what_is_left_is_skipped(tune: Any) -> None:
+    run, _, _ = tune(Gpu(is_lost_at=(NAMES[2],)))
+    assert [w.name for w in run.winners] == NAMES[:2]
+    assert run.skipped == dict.fromkeys(NAMES[2:], "the GPU is lost: it has fallen off the bus")
+
+
+def test_why_no_gpu_can_be_tuned_on_is_said_once(tune: Any) -> None:
+    with pytest.raises(TuningError, match=r"^it does not answer$"):
+        tune(Gpu(cannot_start="it does not answer"), Gpu(cannot_start="it does not answer"))
+    with pytest.raises(TuningError, match="the Ray cluster has no GPU"):
+        tune()
+    with pytest.raises(TuningError, match=f"{MOST_DEATHS} tuners in a row died before they could start: it died"):
+        tune(Gpu(dies_before_it_starts=True))
+
+
+@pytest.mark.parametrize("different", ["device_name", "driver", "torch", "triton"])
+def test_a_gpu_unlike_the_first_is_left_out(tune: Any, different: str) -> None:
+    other = Gpu(ENVIRONMENT | {different: "another"})
+    run, said, _ = tune(Gpu(), other)
+    assert [w.name for w in run.winners] == NAMES
+    assert not other.measured
+    (refused,) = said
+    assert refused.startswith("another host GPU 1 is left out: the GPUs of a run must be of one model")
+    assert "the first is Test GPU, driver 1.2.3, torch 2.11.0, Triton 3.6.0, this one " in refused
+    assert "another" in refused.partition("this one")[2]
+
+
+def test_the_budget_is_divided_among_the_gpus(tune: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    _, _, ray = tune(Gpu(), Gpu(), end=1000.0 + 90.0)
+    assert [work.seconds for work in ray.works[:2]] == [30.0, 30.0], (
+        "two GPUs for six problems: a third of the time each"
+    )
+    assert [work.following for work in ray.works[:1]] == [PROBLEMS[2]], "the other GPU takes the second"
+    _, _, ray = tune(Gpu(), end=1000.0 + 30.0)
+    assert ray.works[0].seconds == LEAST_SHARE_S, "a sixth would not see the compilers started"
+
+
+def test_what_the_budget_does_not_reach_is_said(tune: Any) -> None:
+    run, _, ray = tune(Gpu(), end=time.monotonic())
+    assert run.skipped == dict.fromkeys(NAMES, NO_TIME)
+    assert not ray.works
+
+
+def test_what_a_tuner_is_told_can_be_sent_to_another_process() -> None:
+    work = Work(PROBLEMS[0], PROBLEMS[1], 96, candidates, 9.0, [])
+    held = Held({"variant": 4.0}, collections.Counter(["another"]), {"finished": {}})  # type: ignore[dict-item]
+    told = (work, held, commands.on_gpu, Tuner)
+    assert pickle.loads(pickle.dumps(told)) == told
+
+
+def test_ctrl_c_keeps_what_was_measured_and_the_next_run_goes_on(tune: Any, tmp_path: Path) -> None:
+    two = Gpu(), Gpu()
+
+    def press(done: int, progress: Any, _: str) -> None:
+        if done == 2 and progress.note == "comparing the best":
+            raise KeyboardInterrupt
+
+    run, _, ray = tune(*two, report=press)
+    assert run.interrupted
+    assert sorted(ray.killed) == [0, 1]
+    before = Place(tmp_path).kept()
+    assert len(run.winners) == 2
+    assert before > 2 * len(everything()) / len(PROBLEMS), "of a third problem, whose search has not ended, too"
+    again = Gpu(), Gpu()
+    run, _, _ = tune(*again)
+    assert [w.name for w in run.winners] == NAMES
+    assert measured(*again) == len(everything()) - before
+    assert run_record(tmp_path) == one_machine(tmp_path / "one")
