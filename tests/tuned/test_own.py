@@ -22,8 +22,16 @@ if TYPE_CHECKING:
 GPU = Gpu("test_gpu", 90, 132, "Test GPU")
 
 
-def rows(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+# Kernels are interpreted where there is no GPU.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def rows(*shape: int, device: str = "cpu") -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def kernel_rows(*shape: int) -> torch.Tensor:
+    return rows(*shape, device=DEVICE)
 
 
 @pytest.fixture
@@ -99,10 +107,10 @@ def test_without_kernels_the_operators_serve_and_explain_says_how_to_get_them(
 @pytest.mark.parametrize("view", ["contiguous", "transposed", "sliced", "expanded"])
 def test_a_kernel_serves_any_strides(served: Any, view: str) -> None:
     x = {
-        "contiguous": rows(3, 2, 40),
-        "transposed": rows(40, 2, 3).permute(2, 1, 0),
-        "sliced": rows(3, 2, 90)[..., 1:81:2],
-        "expanded": rows(3, 1, 40).expand(3, 2, 40),
+        "contiguous": kernel_rows(3, 2, 40),
+        "transposed": kernel_rows(40, 2, 3).permute(2, 1, 0),
+        "sliced": kernel_rows(3, 2, 90)[..., 1:81:2],
+        "expanded": kernel_rows(3, 1, 40).expand(3, 2, 40),
     }[view]
     found = tuned.explain(served.softmax, x)
     assert (found.rule, found.kernels) == ("default", ("softmax_split",))
@@ -111,9 +119,9 @@ def test_a_kernel_serves_any_strides(served: Any, view: str) -> None:
 
 @pytest.mark.interpreter
 def test_what_only_operators_can_do_they_do(served: Any) -> None:
-    x = rows(3, 40)
+    x = kernel_rows(3, 40)
     assert tuned.explain(served.softmax, x[:0]).why == "a tensor is empty"
-    z = torch.randn(3, 40, dtype=torch.complex64).conj().imag
+    z = torch.randn(3, 40, dtype=torch.complex64, device=DEVICE).conj().imag
     assert tuned.explain(served.softmax, z).why == "a tensor is a lazy negation or conjugate"
     torch.testing.assert_close(served.softmax(z), torch.softmax(z, -1))
     y = x.clone().requires_grad_()
@@ -136,7 +144,7 @@ def test_a_gradient_of_the_family_is_used(rendered: Path, served: Any, monkeypat
         return (y * (above - (y * above).sum(-1, keepdim=True)),)
 
     monkeypatch.setattr(served, "gradient", gradient, raising=False)
-    x = rows(3, 40).requires_grad_()
+    x = kernel_rows(3, 40).requires_grad_()
     served.softmax(x).square().sum().backward()
     wanted = x.detach().clone().requires_grad_()
     torch.softmax(wanted, -1).square().sum().backward()
@@ -174,17 +182,17 @@ def recorded(served: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Recorde
 @pytest.mark.interpreter
 def test_a_known_call_is_its_launches_on_its_own_tensors(recorded: tuple[Any, Recorded]) -> None:
     served, told = recorded
-    served.softmax(rows(3, 2, 40))
+    served.softmax(kernel_rows(3, 2, 40))
     assert not told.given
-    x = rows(3, 2, 40)
+    x = kernel_rows(3, 2, 40)
     out = served.softmax(x)
     first, second = (given[-10:] for given in told.given)  # three pointers, two numbers, five constants
     x_pointer, out_pointer, parts, count, stride, columns = first[:6]
     assert (x_pointer, out_pointer, second[2]) == (x.data_ptr(), out.data_ptr(), parts)
     assert parts not in (x_pointer, out_pointer)
     assert (count, stride, columns, tuple(out.shape), first[-1], second[-1]) == (6, 40, 40, (3, 2, 40), 0, 1)
-    served.softmax(rows(4, 2, 40))
-    served.softmax(rows(3, 2, 41)[..., :40])
+    served.softmax(kernel_rows(4, 2, 40))
+    served.softmax(kernel_rows(3, 2, 41)[..., :40])
     assert len(told.given) == 2, "another length and other strides are looked at again"
 
 
@@ -192,7 +200,7 @@ def test_a_known_call_is_its_launches_on_its_own_tensors(recorded: tuple[Any, Re
 def test_what_is_copied_first_is_copied_each_time(recorded: tuple[Any, Recorded]) -> None:
     served, told = recorded
     for _ in range(2):
-        x = rows(40, 3).t()
+        x = kernel_rows(40, 3).t()
         torch.testing.assert_close(served.softmax(x), torch.softmax(x, -1))
     assert not told.given
     assert not served.softmax._plans
@@ -203,12 +211,12 @@ def test_two_arguments_over_one_memory_are_looked_at_each_time(recorded: tuple[A
     file = copied("rmsnorm", tmp_path)
     assert tune(tmp_path, "--family", file.name, "--render").returncode == 0
     rmsnorm, told = load(str(file)).rmsnorm, recorded[1]
-    weight = rows(40)
+    weight = kernel_rows(40)
     for _ in range(2):
         found = rmsnorm(weight.view(1, 40), weight)
         torch.testing.assert_close(found[0], torch.nn.functional.rms_norm(weight, (40,), weight, 1e-6))
     assert not rmsnorm._plans
-    x = rows(1, 40)
+    x = kernel_rows(1, 40)
     rmsnorm(x, weight)
     rmsnorm(x, weight)
     ((*_, x_pointer, weight_pointer, _, _, _, _, _, _, _),) = told.given

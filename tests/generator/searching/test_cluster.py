@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from generator.places import ROOT
-from generator.searching.run import Display, Run, TuningError
+from generator.searching.run import Display, Run
 from tests.support.many_gpus import PROBLEMS, Place, everything, one_machine, tools
 from tests.support.processes import BACKSTOP_SECONDS, alive, wait_for
 
@@ -28,7 +28,6 @@ pytest.importorskip("ray")
 from ray.cluster_utils import Cluster
 
 from generator.searching.cluster import Driver, connected
-from generator.searching.tuner import compilers
 
 pytestmark = pytest.mark.processes
 
@@ -203,13 +202,3 @@ def left_behind(folder: Path) -> list[int]:
             if str(folder).encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
                 found.append(int(path.parent.name))
     return found
-
-
-def test_a_cluster_that_is_not_there_is_said() -> None:
-    said = r"no Ray at nowhere can be used: .*ray start --head.*auto or the HOST:PORT"
-    with pytest.raises(TuningError, match=said), connected("nowhere", []):
-        pytest.fail("nobody is there")
-
-
-def test_the_cores_are_divided_among_the_gpus() -> None:
-    assert [compilers(16, 3), compilers(1, 2), compilers(128, 2), compilers(64, 8)] == [16, 1, 64, 24]

@@ -46,6 +46,16 @@ def test_an_address_that_is_none_is_said_at_once(address: str, said: str) -> Non
         pass
 
 
+def test_a_cluster_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.setattr(cluster_module.ray, "init", init)
+    said = "no Ray at auto can be used: Could not find any running Ray instance.. Start one with ray start --head"
+    with pytest.raises(TuningError, match=said), cluster_module.connected("auto", []):
+        pass
+
+
 @dataclasses.dataclass
 class Gpu:
     """What a GPU does with what it is given."""
