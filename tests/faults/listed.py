@@ -227,6 +227,14 @@ LOOKUP = (
         "Rows that were timed wrongly go on to win.",
     ),
     Fault(
+        "a_result_with_other_strides_is_written_directly",
+        "tuned/calls/rope/plan.py",
+        "alike = settings.inplace or made_alike(x, prepared.call)",
+        "alike = True",
+        (T + "calls/test_rope_plan.py::test_a_packed_qkv_of_any_strides_has_the_same_result_again",),
+        "A packed qkv that is expanded over the batch is written elsewhere from its second call on.",
+    ),
+    Fault(
         "homes_of_one_name_meet",
         "tuned/families/outside.py",
         'name = f"_tuned_{_digest(folder)}"',

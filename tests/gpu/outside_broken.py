@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 from typing import Any
@@ -37,7 +38,7 @@ def main() -> None:
         worker.stop()
         compiler.shutdown(wait=False)
     (outcome,) = run.outcomes.values()
-    failed = {variant.deed: reason for variant, reason in outcome.failed.items()}
+    failed = {ast.literal_eval(knobs)["deed"]: reason for knobs, reason in outcome.failed.items()}
     print(json.dumps({"winner": outcome.winner.variant.deed, "failed": failed}))  # noqa: T201
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from generator.places import PACKAGE
-from tests.support.outside import PATHS, ROOT, changed, copied, run, tune
+from tests.support.outside import EXAMPLES, PATHS, ROOT, changed, copied, run, tune
 from tuned.families.outside import home_folder
 
 if TYPE_CHECKING:
@@ -137,6 +137,13 @@ def test_a_template_may_read_only_what_its_name_says(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "a template may read only what TEXT names, and it reads spec.columns" in done.stderr
     assert not list(home_folder(file).rglob("*.py"))
+
+
+@pytest.mark.parametrize("name", ["softmax", "rmsnorm"])
+def test_what_is_committed_of_the_examples_is_theirs(tmp_path: Path, name: str) -> None:
+    done = tune(tmp_path, "--family", str(EXAMPLES / f"{name}.py"), "--check")
+    assert done.returncode == 0, done.stdout
+    assert "0 to do" in done.stdout
 
 
 def test_mistakes_are_sentences(tmp_path: Path) -> None:

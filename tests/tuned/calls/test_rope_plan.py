@@ -319,6 +319,36 @@ def test_a_packed_qkv_whose_parts_lie_apart_is_launched_as_a_dense_copy(watch: W
     assert watch.direct > 0
 
 
+QKV = {  # strides of [1 or 2, 5, 3, 2, 4]
+    "dense": (120, 24, 8, 4, 1),
+    "expanded over the batch": (7, 0, 112, 56, 1),
+    "expanded over the sequence": (0, 24, 8, 4, 1),
+    "expanded over all tokens": (0, 0, 8, 4, 1),
+    "heads outside": (4, 8, 80, 40, 1),
+    "features outside": (30, 6, 2, 1, 60),
+}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("seq", [1, 2])
+@pytest.mark.parametrize("case", QKV)
+def test_a_packed_qkv_of_any_strides_has_the_same_result_again(watch: Watch, case: str, seq: int) -> None:
+    watch.interpreted = True
+    storage = torch.randn(600, generator=torch.Generator().manual_seed(2))
+    qkv = storage.as_strided((seq, 5, 3, 2, 4), QKV[case])
+    cos, sin = torch.rand(8, 2), torch.rand(8, 2)
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        return rope_qkv(x, offset=5, cos=cos, sin=sin, tensor_format="sbhd", interleaved=True)
+
+    forget()
+    wanted = rotated(qkv.contiguous())
+    forget()
+    for _ in range(3):
+        found = rotated(qkv)
+        torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.usefixtures("watch")
 def test_a_scaling_that_is_a_tensor_is_refused_and_not_kept() -> None:
     x, freqs, factor = torch.randn(1, 4, 2, 16), torch.rand(4, 16), torch.tensor(1.5)

@@ -83,9 +83,15 @@ def sized_plan(found: SizedLaunch) -> Plan:
 
 
 def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
-    prepared: Prepared, variant: Any, settings: Settings, sources: Sources, class_key: Any, first: threading.local
+    x: Any,
+    prepared: Prepared,
+    variant: Any,
+    settings: Settings,
+    sources: Sources,
+    class_key: Any,
+    first: threading.local,
 ) -> Plan:
-    """The plan of calls with the properties of this one; ``class_key`` is the key of its shape class, or None.
+    """The plan of calls with the properties of this one, of the caller's x; ``class_key`` is that of its shape class, or None.
 
     If the kernel is already compiled, for calls that differ only in their sizes, the plan launches directly from the
     start. Otherwise its first run uses Triton's public launcher, which compiles; this thread's takes the call from ``first``.
@@ -101,7 +107,7 @@ def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
         # The direct launcher cannot be probed during CUDA graph capture: the next call decides how later ones launch.
         if not capturing():
             remember(_COMPILED, _code(variant, now), compiled)
-            plan.run = upgrade(now, compiled) if as_given(given, now.call) else public
+            plan.run = upgrade(now, compiled) if alike and as_given(given, now.call) else public
         return _result(given, settings, now.call)
 
     def upgrade(now: Ready, compiled: Any) -> Callable[..., Any]:
@@ -117,7 +123,8 @@ def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
 
     plan, now = Plan(run_first), Ready(spec, prepared.call, *launches(spec, variant, prepared.call))
     compiled = _COMPILED.get(_code(variant, now))
-    if compiled is not None and not sources.copied and not capturing():
+    alike = settings.inplace or made_alike(x, prepared.call)
+    if compiled is not None and not sources.copied and alike and not capturing():
         plan.run = upgrade(now, compiled)
     else:
         first.prepared = now
@@ -158,6 +165,16 @@ def as_given(given: Given, call: RopeCall) -> bool:
     angles = next(t for t in (given.freqs, given.cos_sin_cache, given.inv_freq, given.cos) if t is not None)
     pairs = (angles, call.cos), (given.sin, call.sin), (given.cu_seqlens, call.cu_seqlens)
     return all(own is None or own.data_ptr() == read.data_ptr() for own, read in pairs)
+
+
+def made_alike(x: torch.Tensor, call: RopeCall) -> bool:
+    """Whether the call's result has the strides of ``empty_like(x)``, which a direct launch writes to.
+
+    That of a packed qkv is made like the view of it that has one axis of heads: where batch entries share memory, one that is
+    made like qkv itself can have other strides.
+    """
+    strides = call.out.view(x.shape).stride(), torch.empty_like(x, device="meta").stride()
+    return all(n < 2 or a == b for n, a, b in zip(x.shape, *strides, strict=True))  # noqa: PLR2004
 
 
 def _run(  # noqa: PLR0913 - what the closure holds
