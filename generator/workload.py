@@ -96,7 +96,7 @@ def _outside(name: str) -> Workload:
     family = described(module)
     FAMILIES.only(family)
     found = outside.answers(module, family)
-    return Workload(family, features=functools.partial(_octaves, found["tile"]), **found)
+    return Workload(family, **({"features": functools.partial(_octaves, found["tile"])} | found))
 
 
 _FOUND = [_outside(OUTSIDE)] if OUTSIDE else map(_workload, _packages())

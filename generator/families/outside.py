@@ -13,7 +13,7 @@ import torch
 
 from tuned.families.family import Family
 from tuned.families.launch import Launch
-from tuned.families.outside import FamilyError, kernel_name
+from tuned.families.outside import OPTIONAL, REQUIRED, FamilyError, kernel_name
 from tuned.lookup.record import Winner
 
 from ..problem import Problem
@@ -22,6 +22,11 @@ from .text import Shown, Text, head
 
 SMALL = 3  # of each size, for the interpreter
 REPRESENTATIVE = 3  # problems: the first ones
+# What a Workload has of a family and its module may say.
+FIELDS = {
+    *("inputs", "reference", "eager", "bytes_moved", "tensor_bytes", "features", "tile", "work", "problems", "texts"),
+    *("wrapper", "small", "interpreted", "shown_size", "group"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,22 +52,22 @@ class Read:
 
 def answers(module: ModuleType, family: Family) -> dict[str, Any]:
     """Field of a Workload -> what the module says, or what is true of any kernel."""
-    said = {name: getattr(module, name) for name in ("inputs", "reference", "bytes_moved", "problems")}
-    title = (module.__doc__ or family.name).strip().splitlines()[0].rstrip(".")
     names = tuple(problem.name for problem in module.problems())
-    return {
-        **said,
-        "title": title,
-        "groups": (family.name,),
-        "representative": names[:REPRESENTATIVE],
-        "eager": getattr(module, "eager", _float64(module.reference)),
+    title = (module.__doc__ or family.name).strip().splitlines()[0].rstrip(".")
+    defaults = {
+        "title": getattr(module, "TITLE", title),
+        "groups": getattr(module, "GROUPS", (family.name,)),
+        "representative": getattr(module, "REPRESENTATIVE", names[:REPRESENTATIVE]),
+        "eager": _float64(module.reference),
         "tensor_bytes": _tensor_bytes(module.inputs),
-        "small": getattr(module, "small", _small),
+        "small": _small,
         "tile": _tile,
         "work": _work(module, family),
         "texts": lambda: _texts(module, family.name),
         "wrapper": wrapper,
     }
+    said = (*REQUIRED, *OPTIONAL)
+    return defaults | {name: getattr(module, name) for name in said if name in FIELDS and hasattr(module, name)}
 
 
 def _float64(reference: Callable[..., tuple[Any, Any]]) -> Callable[..., Callable[[], Any]]:

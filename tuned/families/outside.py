@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import itertools
 import math
 import re
@@ -92,6 +93,23 @@ OPTIONAL = {
     "gradient": "(gradient of the result, *arguments) -> a gradient, or None, for each argument",
     "operations": "(spec, size) -> floating-point operations of a call, for the estimate",
     "small": "(size, variant) -> a size for the interpreter",
+    # What the built-in families say beside these, for a finer estimate, search or page; as Family and Workload have them.
+    "adapt": "(variant, its spec, another spec) -> the variant for the other spec",
+    "fit": "(variant, capability) -> the variant, without what the architecture lacks",
+    "kernel_names": "(spec, variant) -> the kernels, in order, where there are several",
+    "texts": "() -> (template, name, spec, variant, True) of every kernel, where TEXT does not say it",
+    "work": "(problem, variant) -> what its launches do, for the estimate",
+    "tile": "(spec, variant) -> rows and features that a program takes at a time",
+    "features": "(variant) -> levels for a model of the time",
+    "tensor_bytes": "(spec, size) -> bytes of one set of inputs and outputs",
+    "interpreted": "(spec, variant, call) -> the steps in the interpreter, if they are others",
+    "wrapper": "(winner, shown) -> the function of a shown winner",
+    "shown_size": "(size) -> that which a shown winner is made for",
+    "group": "(spec) -> which of GROUPS it is of, in a chart",
+    "CORE_KNOBS": "knobs; if a rule excludes their values, it does so whatever the others are",
+    "TITLE": "what a page calls the family",
+    "GROUPS": "kinds of calls",
+    "REPRESENTATIVE": "names of problems for a first look",
 }
 DOCUMENTED = "docs/own-kernel.md describes each"
 
@@ -163,12 +181,12 @@ def described(module: types.ModuleType) -> Family:
     file = Path(str(module.__file__)).resolve()
     name, text, variant_type = family_name(file), tuple(module.TEXT), module.Variant
     rule: Callable[..., str | None] = getattr(module, "rejection", lambda *_: None)
+    whole = len(inspect.signature(rule).parameters) > 4  # noqa: PLR2004 - it asks for the multiprocessors too
 
     def rejection(spec: Any, size: Any, variant: Any, capability: int = 90, multiprocessors: Any = None) -> str | None:
-        del multiprocessors
         if getattr(variant, "launch_pdl", False) and capability < PDL_CAPABILITY:
             return f"programmatic dependent launch needs compute capability 9.0, not {capability / 10}"
-        return rule(spec, size, variant, capability)
+        return rule(spec, size, variant, capability, *([multiprocessors] if whole else []))
 
     def default_variant(spec: Any, size: Any = None) -> Any:
         declared = choices(variant_type)
@@ -192,13 +210,13 @@ def described(module: types.ModuleType) -> Family:
         spec_type=module.Spec,
         size_type=module.Size,
         variant_type=variant_type,
-        core_knobs=tuple(choices(variant_type)),
+        core_knobs=getattr(module, "CORE_KNOBS", tuple(choices(variant_type))),
         rejection=rejection,
         default_variant=getattr(module, "default_variant", default_variant),
         distance=getattr(module, "distance", octaves),
-        adapt=lambda variant, _spec, _to: variant,
-        fit=_fitted,
-        kernel_names=kernel_names,
+        adapt=getattr(module, "adapt", lambda variant, _spec, _to: variant),
+        fit=getattr(module, "fit", _fitted),
+        kernel_names=getattr(module, "kernel_names", kernel_names),
         launches=launches,
         home=_home(home_folder(file)),
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from generator.places import PACKAGE
+from tests.support import strangers
 from tests.support.outside import EXAMPLES, PATHS, ROOT, changed, copied, run, tune
 from tuned.families.outside import home_folder
 
@@ -137,6 +138,16 @@ def test_a_template_may_read_only_what_its_name_says(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "a template may read only what TEXT names, and it reads spec.columns" in done.stderr
     assert not list(home_folder(file).rglob("*.py"))
+
+
+@pytest.mark.parametrize("name", strangers.PREFIXES)
+def test_a_built_in_family_registers_as_a_stranger_does_and_is_the_same(tmp_path: Path, name: str) -> None:
+    """What the built-in families have that the protocol does not know: nothing."""
+    file = strangers.stranger(name, tmp_path)
+    every = 20 if name == "rope" else 6
+    done = run(tmp_path, "-m", "tests.support.strangers", name, str(every), family=file)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads(json.dumps(strangers.seen(name, every)))
 
 
 @pytest.mark.parametrize("name", ["softmax", "rmsnorm"])

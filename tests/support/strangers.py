@@ -1,0 +1,65 @@
+"""The built-in families as modules from outside, and what a tuner sees of them: python -m tests.support.strangers.
+
+It prints JSON: of each problem the legal variants, the default, the estimate's work, and of each kernel the digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+PREFIXES = {"rope": "Rope", "gru": "Gru", "gru_cell": "GruCell", "linear_cat": "LinearCat"}
+STRANGER = """
+from tuned.families.{name}.launches import *
+from tuned.families.{name}.launches import kernel_names, launches
+from tuned.families.{name}.spec import {prefix}Size as Size
+from tuned.families.{name}.spec import {prefix}Spec as Spec
+from tuned.families.{name}.variant import CORE_KNOBS, adapt, default_variant, distance, fit, rejection
+from tuned.families.{name}.variant import {prefix}Variant as Variant
+from generator.families.{name}.problems import problems
+from generator.families.{name}.reference import *
+from generator.families.{name}.show import *
+from generator.families.{name}.texts import texts
+from generator.families.{name}.work import *
+from generator.families.{name} import GROUPS, REPRESENTATIVE, TITLE
+
+TEXT = ()
+
+
+def call(*_):
+    raise NotImplementedError("calls are those of tuned.dispatch")
+"""
+
+
+def stranger(name: str, folder: Path) -> Path:
+    """The file of a built-in family that says all of itself in one module."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}.py"
+    file.write_text(STRANGER.format(name=name, prefix=PREFIXES[name]))
+    return file
+
+
+def seen(name: str, every: int) -> dict[str, Any]:
+    """What a tuner sees of a family: of each kernel, and of every so many of its problems."""
+    from generator.rendering.render import render  # noqa: PLC0415 - of the family of this process
+    from generator.searching.pool import legal_pool  # noqa: PLC0415
+    from generator.workload import WORKLOADS, default_variant  # noqa: PLC0415
+
+    work = WORKLOADS[name]
+    problems = {}
+    for problem in list(work.problems())[::every]:
+        pool = legal_pool(problem, 90, 132).variants
+        told = [repr(pool), repr(default_variant(problem)), repr([work.work(problem, v) for v in pool[:9]])]
+        told += [repr(work.family.kernel_names(problem.spec, v)) for v in pool[:9]]
+        told += [str(work.bytes_moved(problem.spec, problem.size)), str(work.tensor_bytes(problem.spec, problem.size))]
+        problems[problem.name] = len(pool), hashlib.sha256("".join(told).encode()).hexdigest()
+    kernels = {text[1]: render(*text[:4]).digest for text in work.texts()}
+    facts = work.title, work.groups, work.representative, work.family.core_knobs
+    return {"problems": problems, "kernels": kernels, "facts": repr(facts)}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(seen(sys.argv[1], int(sys.argv[2]))))
