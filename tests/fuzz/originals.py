@@ -41,6 +41,8 @@ def gru(
             out, state = torch.gru(input[start:end, None], state, *rest, False) if end > start else (None, state)
             outs += [] if out is None else [out[:, 0]]
             states.append(state)
+        # The state of an empty sequence is as it was; under autocast the others are of another type.
+        states = [state.to(outs[0].dtype) for state in states] if outs else states
         width = hx.shape[2] * (2 if bidirectional else 1)
         whole = torch.cat(outs) if outs else input.new_empty((0, width))
         return whole, torch.cat(states, 1) if states else hx.clone()

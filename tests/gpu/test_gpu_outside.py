@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 DEEDS = """    # {% endif %}
     # {% if variant.deed == "wrong" %}
-    tl.store(out_ptr, tl.zeros([BLOCK_ROWS, 1], tl.float32) + 3.0, row < rows)
+    tl.store(out_ptr + row * COLUMNS, tl.zeros([BLOCK_ROWS, 1], tl.float32) + 3.0, row < rows)
     # {% elif variant.deed == "past" %}
-    tl.store(out_ptr + rows.to(tl.int64) * COLUMNS, tl.zeros([BLOCK_ROWS, 1], tl.float32) + 3.0, row == 0)
+    tl.store(out_ptr + (row + rows) * COLUMNS, tl.zeros([BLOCK_ROWS, 1], tl.float32) + 3.0, row == 0)
     # {% elif variant.deed == "far" %}
-    tl.store(out_ptr + 17592186044416, tl.zeros([BLOCK_ROWS, 1], tl.float32) + 3.0, row == 0)
+    tl.store(out_ptr + row + 17592186044416, tl.zeros([BLOCK_ROWS, 1], tl.float32) + 3.0, row == 0)
     # {% elif variant.deed == "hang" %}
-    seen = tl.max(tl.load(x_ptr, row < rows, 0.0, volatile=True))
+    seen = tl.max(tl.load(x_ptr + row, row < rows, 0.0, volatile=True))
     while seen < 1e30:
-        seen = tl.max(tl.load(x_ptr, row < rows, 0.0, volatile=True))
+        seen = tl.max(tl.load(x_ptr + row, row < rows, 0.0, volatile=True))
     # {% endif %}
 """
 REASONS = {

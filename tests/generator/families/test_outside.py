@@ -154,7 +154,7 @@ def test_a_built_in_family_registers_as_a_stranger_does_and_is_the_same(tmp_path
 def test_what_is_committed_of_the_examples_is_theirs(tmp_path: Path, name: str) -> None:
     done = tune(tmp_path, "--family", str(EXAMPLES / f"{name}.py"), "--check")
     assert done.returncode == 0, done.stdout
-    assert "0 to do" in done.stdout
+    assert "0 to do" in done.stdout or "every row and every generated file is up to date" in done.stdout
 
 
 def test_mistakes_are_sentences(tmp_path: Path) -> None:

@@ -268,6 +268,20 @@ def test_padding_of_packed_sequences_is_copied_with_its_gradient() -> None:
     assert not bool((leaf.grad[~outside] == 1).all())  # type: ignore[index]
 
 
+@pytest.mark.parametrize("strides", [(3, 0, 0, 1), (0, 32, 16, 1), (0, 0, 0, 1)])
+def test_each_element_of_an_expanded_qkv_has_a_gradient_of_its_own(strides: tuple[int, ...]) -> None:
+    def gradient(qkv: torch.Tensor) -> torch.Tensor:
+        leaf = qkv.detach().requires_grad_()
+        out = rope_qkv(
+            leaf, torch.ones(4, 8).cumsum(0), tensor_format="thd", cu_seqlens=torch.tensor([0, 4], dtype=torch.int32)
+        )
+        (found,) = torch.autograd.grad(out, leaf, torch.arange(out.numel(), dtype=out.dtype).view(out.shape))
+        return found
+
+    expanded = torch.randn(200, dtype=torch.float64).as_strided((4, 3, 2, 16), strides)
+    torch.testing.assert_close(gradient(expanded), gradient(expanded.contiguous()))
+
+
 def test_autocast_changes_no_dtype() -> None:
     x, freqs = torch.randn(1, 2, 2, 8).half(), torch.rand(4, 4)
     want = rope(x, freqs, angle_entries="pair")

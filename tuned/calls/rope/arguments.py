@@ -385,10 +385,8 @@ def packed_heads(x: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, int
                     f"{list(x.stride())}: make qkv contiguous, or use rope_qk"
                 )
             x = x.contiguous()
-        step = x.stride(-2) if heads > 1 else x.stride(-3)
-        return x.as_strided(
-            (*x.shape[:-3], 3 * heads, x.shape[-1]), (*x.stride()[:-3], step, x.stride(-1)), x.storage_offset()
-        ), heads
+        # Not as_strided: its gradient is that of the memory, which heads of an expanded qkv share.
+        return x.flatten(-3, -2), heads
     assert kv_heads is not None
     if x.ndim != axes or kv_heads < 0 or x.shape[-2] <= 2 * kv_heads:
         raise ValueError(f"qkv must have more than 2 * kv_heads heads, got {list(x.shape)} with kv_heads={kv_heads}")
