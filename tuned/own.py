@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ from tuned.families.launch import Launch
 from tuned.families.outside import FamilyError, Outside, Size, Variant, described, family_name
 from tuned.families.problem import Problem
 from tuned.launching.launcher import launch_public, run_step
+from tuned.launching.overwrite import bump_versions
 from tuned.launching.plan import NO_KEY, DirectLaunch, bypassed, direct_launch, listeners, modes, remember, traits
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, choose
@@ -70,6 +73,13 @@ class _Known(NamedTuple):
     launches: tuple[tuple[DirectLaunch, tuple[int, ...]], ...]
 
 
+GRADIENT = "a gradient is needed, and the family has no gradient of its own"
+
+
+def _needs_gradient(values: Iterable[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+
+
 class Own:
     """A family from outside as a function of what its ``call`` takes; it returns the call's ``out``.
 
@@ -107,26 +117,31 @@ class Own:
         """
         if torch.compiler.is_compiling():
             return self._eager(args, kwargs, "torch.compile traces it")
+        if kwargs:  # a tensor that is named is an argument like any other
+            bound = self._signature.bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
         try:
             key = self._key(args, kwargs)
-        except NO_KEY:
-            key = None
-        known = None if key is None else self._plans.get(key)
+            known = None if key is None else self._plans.get(key)
+        except (*NO_KEY, IndexError):  # no tensor first, or what has no hash
+            key = known = None
         if known is not None and not (known.launches[0][0].enter.calls or known.launches[0][0].leave.calls):
             return _launched(known, args)
-        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-            if not hasattr(self.module, "gradient") or kwargs or self.why_not(args) is not None:
-                return self._eager(args, kwargs, "a gradient is needed, and the family has no gradient of its own")
+        differentiable = hasattr(self.module, "gradient") and not kwargs and _needs_gradient(args)
+        if differentiable and self.why_not(args) is None:
             return _Differentiable.apply(self, *args)  # type: ignore[no-any-return, no-untyped-call]
         return self._served(args, kwargs, key)
 
-    def why_not(self, args: tuple[Any, ...]) -> str | None:
-        """Why no kernel may take the tensors of a call, or None."""
-        if listeners() or (reason := bypassed()) is not None:
-            return reason if not listeners() else "a dispatch mode is active"
-        if torch.is_autocast_enabled("cuda"):
-            return "autocast is on"
-        for t in (a for a in args if isinstance(a, torch.Tensor)):
+    @functools.cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(self.module.call)
+
+    def why_not(self, values: Iterable[Any]) -> str | None:
+        """Why no kernel may take the tensors among some values, or None."""
+        reason = "a dispatch mode is active" if listeners() else bypassed()
+        if reason is not None or torch.is_autocast_enabled("cuda"):
+            return reason or "autocast is on"
+        for t in (value for value in values if isinstance(value, torch.Tensor)):
             if (reason := why_eager(t, supported_dtype=True)) is not None:
                 return reason
             if t.is_neg() or t.is_conj():
@@ -137,8 +152,11 @@ class Own:
 
     def chosen(self, *args: Any, **kwargs: Any) -> tuple[Choice, Any, Any]:
         """(choice, spec, call): what serves a call, and why, without running it."""
-        reason = self.why_not(args)
+        reason = self.why_not((*args, *kwargs.values()))
         spec, size, call = self.module.call(*args, **kwargs)
+        if reason is None:  # what it was called with may be in a list
+            made = vars(call).values()
+            reason = GRADIENT if _needs_gradient(made) else self.why_not(made)
         if reason is None and not digests_of(self.family):
             reason = f"no kernel of {self.__name__} was rendered yet: python tune.py --family {self.module.__file__} --render"
         if reason is not None:
@@ -173,10 +191,11 @@ class Own:
                     done.append((step, launch_public(self._kernel(step.kernel), step)))
                 else:
                     run_step(step)
-            if key is not None and len(done) == len(steps) and not any(map(torch.is_tensor, kwargs.values())):
+            # A direct launch is made on the current device.
+            here = key is not None and key[0] == call.out.get_device()
+            if here and len(done) == len(steps) and not any(map(torch.is_tensor, kwargs.values())):
                 self._learn(key, args, call, done)
-        if any(a is call.out for a in args):
-            torch.autograd.graph.increment_version(call.out)
+        bump_versions(call.out)  # in place it is an argument, or a view of one
         return call.out  # type: ignore[no-any-return]
 
     def _kernel(self, name: str) -> Any:

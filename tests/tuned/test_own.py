@@ -60,6 +60,15 @@ def served(rendered: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return found
 
 
+@pytest.fixture
+def rendered_rmsnorm(served: Any, tmp_path: Path) -> Any:
+    """An RMSNorm whose kernels are there, served as softmax is."""
+    del served
+    file = copied("rmsnorm", tmp_path)
+    assert tune(tmp_path, "--family", file.name, "--render").returncode == 0
+    return load(str(file)).rmsnorm
+
+
 def test_a_cpu_gets_the_operators(module: Any) -> None:
     x = rows(2, 3, 40)
     assert torch.equal(module.softmax(x), torch.softmax(x, -1))
@@ -131,6 +140,24 @@ def test_what_only_operators_can_do_they_do(served: Any) -> None:
     torch.testing.assert_close(y.grad, wanted.grad)
     with torch.autocast("cuda", enabled=True) if torch.cuda.is_available() else contextlib.nullcontext():
         torch.testing.assert_close(served.softmax(x), torch.softmax(x, -1))
+
+
+@pytest.mark.interpreter
+def test_named_tensors_are_arguments_like_any_other(rendered_rmsnorm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rmsnorm = rendered_rmsnorm
+    monkeypatch.setattr(rmsnorm, "_learn", lambda *_: None)
+    x, weight = kernel_rows(3, 40), kernel_rows(40)
+    wanted = torch.nn.functional.rms_norm(x, (40,), weight, 1e-6)
+    for found in (rmsnorm(x, weight=weight), rmsnorm(x=x, weight=weight), rmsnorm(weight=weight, x=x, eps=1e-6)):
+        torch.testing.assert_close(found, wanted)
+    leaf = weight.clone().requires_grad_()
+    for found in (rmsnorm(x, leaf), rmsnorm(x, weight=leaf), rmsnorm(x=x, weight=leaf)):
+        (gradient,) = torch.autograd.grad(found.sum(), leaf)
+        torch.testing.assert_close(gradient, (wanted / weight).sum(0))
+    assert tuned.explain(rmsnorm, x, weight=leaf).why == tuned.own.GRADIENT
+    for wrong in ({"x": x}, {}):
+        with pytest.raises(TypeError, match="missing"):
+            rmsnorm(**wrong)
 
 
 @pytest.mark.interpreter
@@ -207,10 +234,21 @@ def test_what_is_copied_first_is_copied_each_time(recorded: tuple[Any, Recorded]
 
 
 @pytest.mark.interpreter
-def test_two_arguments_over_one_memory_are_looked_at_each_time(recorded: tuple[Any, Recorded], tmp_path: Path) -> None:
-    file = copied("rmsnorm", tmp_path)
-    assert tune(tmp_path, "--family", file.name, "--render").returncode == 0
-    rmsnorm, told = load(str(file)).rmsnorm, recorded[1]
+def test_what_was_called_beside_another_device_is_looked_at_again(
+    recorded: tuple[Any, Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, told = recorded
+    monkeypatch.setattr(tuned.own, "modes", lambda device: (False, device + 1))
+    for _ in range(2):
+        served.softmax(kernel_rows(3, 40))
+    assert not told.given
+
+
+@pytest.mark.interpreter
+def test_two_arguments_over_one_memory_are_looked_at_each_time(
+    recorded: tuple[Any, Recorded], rendered_rmsnorm: Any
+) -> None:
+    rmsnorm, told = rendered_rmsnorm, recorded[1]
     weight = kernel_rows(40)
     for _ in range(2):
         found = rmsnorm(weight.view(1, 40), weight)
