@@ -95,7 +95,7 @@ def _outside(name: str) -> Workload:
     module = load(name)
     family = described(module)
     FAMILIES.only(family)
-    found = outside.answers(module, family)
+    found = outside.answers(module, family, (name for must, may in PARTS.values() for name in (*must, *may)))
     return Workload(family, **({"features": functools.partial(_octaves, found["tile"])} | found))
 
 

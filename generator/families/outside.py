@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from tuned.families.family import Family
 from tuned.families.launch import Launch
-from tuned.families.outside import OPTIONAL, REQUIRED, FamilyError, kernel_name
+from tuned.families.outside import FamilyError, kernel_name
 from tuned.lookup.record import Winner
 
 from ..problem import Problem
@@ -22,11 +22,6 @@ from .text import Shown, Text, head
 
 SMALL = 3  # of each size, for the interpreter
 REPRESENTATIVE = 3  # problems: the first ones
-# What a Workload has of a family and its module may say.
-FIELDS = {
-    *("inputs", "reference", "eager", "bytes_moved", "tensor_bytes", "features", "tile", "work", "problems", "texts"),
-    *("wrapper", "small", "interpreted", "shown_size", "group"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +45,14 @@ class Read:
         )
 
 
-def answers(module: ModuleType, family: Family) -> dict[str, Any]:
-    """Field of a Workload -> what the module says, or what is true of any kernel."""
-    names = tuple(problem.name for problem in module.problems())
+def answers(module: ModuleType, family: Family, names: Iterable[str]) -> dict[str, Any]:
+    """Field of a Workload -> what the module says, of what has one of ``names``, or what is true of any kernel."""
+    problems = tuple(problem.name for problem in module.problems())
     title = (module.__doc__ or family.name).strip().splitlines()[0].rstrip(".")
     defaults = {
         "title": getattr(module, "TITLE", title),
         "groups": getattr(module, "GROUPS", (family.name,)),
-        "representative": getattr(module, "REPRESENTATIVE", names[:REPRESENTATIVE]),
+        "representative": getattr(module, "REPRESENTATIVE", problems[:REPRESENTATIVE]),
         "eager": _float64(module.reference),
         "tensor_bytes": _tensor_bytes(module.inputs),
         "small": _small,
@@ -66,8 +61,7 @@ def answers(module: ModuleType, family: Family) -> dict[str, Any]:
         "texts": lambda: _texts(module, family.name),
         "wrapper": wrapper,
     }
-    said = (*REQUIRED, *OPTIONAL)
-    return defaults | {name: getattr(module, name) for name in said if name in FIELDS and hasattr(module, name)}
+    return defaults | {name: getattr(module, name) for name in names if hasattr(module, name)}
 
 
 def _float64(reference: Callable[..., tuple[Any, Any]]) -> Callable[..., Callable[[], Any]]:
@@ -135,12 +129,8 @@ def _texts(module: ModuleType, name: str) -> Iterator[Text]:
         chosen = dict(zip(module.TEXT, values, strict=True))
         parts = {of: {n: v for n, v in chosen.items() if declared[n][0] == of} for of in ("spec", "variant")}
         spec, variant = (Read(of, parts[of]) for of in ("spec", "variant"))
-        yield name, kernel_name(name, tuple(module.TEXT), _Named(chosen), _Named(chosen)), spec, variant, True
-
-
-class _Named:
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.__dict__ |= values
+        named = SimpleNamespace(**chosen)
+        yield name, kernel_name(name, tuple(module.TEXT), named, named), spec, variant, True
 
 
 def wrapper(winner: Winner, shown: Shown) -> str:
