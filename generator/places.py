@@ -37,6 +37,7 @@ _BESIDE = FAMILY and FAMILY.parent / f"{FAMILY.parent.name if FAMILY.name == '__
 HOME = _BESIDE or PACKAGE  # has kernels, tables and winners
 TEMPLATES = (_HERE if INSTALLED else ROOT) / "templates"
 LANDSCAPES = (_BESIDE or _HERE) / "landscapes"
+SAMPLES = (_BESIDE or _HERE) / "samples"
 RESULTS = (_BESIDE or ROOT / "benchmarks") / "results"  # of a checkout only, or of a family from outside
 _USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tuned-kernels"
 CACHE = _USER_CACHE if INSTALLED else ROOT / ".cache"  # unless TUNED_CACHE says another

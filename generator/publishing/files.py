@@ -13,7 +13,7 @@ from ..places import HOME, OUTSIDE
 from ..rendering.render import Kernel
 from ..rendering.structures import default_names, structures
 from ..storage.record import WINNERS
-from .tables import TABLES, portfolio_source, table_source
+from .tables import TABLES, models_source, portfolio_source, table_source
 
 KERNELS = HOME / "kernels"
 INDEX = '''"""Generated kernels, one module each.
@@ -47,6 +47,7 @@ def generated_files() -> dict[str, str]:
         every += winners
     if not OUTSIDE:  # few rows, and no other GPU's: the default variant serves where there is none
         files["tables/_portfolio.py"] = portfolio_source(every)
+        files["tables/_models.py"] = models_source()
     return files
 
 

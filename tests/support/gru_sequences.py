@@ -97,6 +97,7 @@ def build(case: Sequences, device: str = DEVICE) -> Built:
         between=tokens("between", (spec.layers - 1,), hidden, 0.0) if spec.stacked else None,
         bias_ih=plain("bias_ih", (sets, 3 * hidden), 1.0) if spec.bias else None,
         bias_hh=plain("bias_hh", (sets, 3 * hidden), 1.0) if spec.bias else None,
+        states=torch.full((sets, batch, hidden), torch.nan, dtype=torch.float32, device=device),
         counters=torch.zeros(counters_needed(spec, batch), dtype=torch.int32, device=device),
         starts=None if dense else torch.tensor(starts_of(spec, case.lengths), device=device, dtype=_starts_type(spec)),
         lengths=None if dense else torch.tensor(case.lengths, device=device, dtype=torch.int32),

@@ -6,15 +6,17 @@ import dataclasses
 from typing import Any
 
 
-def one_of(*choices: Any, default: Any) -> Any:
+def one_of(*choices: Any, default: Any, older: bool = False) -> Any:
     """A dataclass field that takes one of ``choices``, and ``default`` if nothing is known.
+
+    ``older``: there are records from before the knob was, whose kernels did what its default does.
 
     Raises:
         ValueError: if the default is not among the choices.
     """
     if default not in choices:
         raise ValueError(f"the default must be one of {choices}, got {default!r}")
-    return dataclasses.field(default=default, metadata={"choices": choices})
+    return dataclasses.field(default=default, metadata={"choices": choices, "older": older})
 
 
 def choices(variant_type: type) -> dict[str, tuple[Any, ...]]:

@@ -12,6 +12,23 @@ BUILT_IN = "tuned"  # home of the families that ship with it
 
 
 @dataclasses.dataclass(frozen=True)
+class Model:
+    """What the time of a call is made of. tuned.lookup.model weighs the amounts, and picks."""
+
+    kernels: Callable[[Any, Any, Any], dict[str, float]]  # (spec, size, variant) -> amounts
+    library: Callable[
+        [Any, Any], tuple[str, dict[str, float]]
+    ]  # (spec, size) -> which weights, amounts of PyTorch's own
+    projection: Callable[[Any, Any], dict[str, float]]  # (spec, size) -> amounts of what runs beside the kernels
+    candidates: Callable[[Any, Any, int, int], tuple[Any, ...]]  # (spec, size, capability, multiprocessors) -> variants
+    handicap: Callable[[Any, Any], float]  # (variant, variant -> octaves to a row that it won) -> a factor of its time
+    octaves: Callable[[Any, Any, Any, Any], float]  # (spec, size, another spec, its size) -> how far they are apart
+    margin: Callable[[Any], float]  # (spec) -> of PyTorch's time, what a variant may be thought to take to be chosen
+    alike: Callable[[Any], Any]  # (size) -> one that stands for all lengths for which the pick is the same
+    covers: Callable[[Any], bool]  # (variant) -> whether ``kernels`` is true of it
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
     """What a family must provide; spec, size and variant are frozen dataclasses of the types named here."""
 
@@ -30,11 +47,14 @@ class Family:
         [Any, Any], tuple[str, ...]
     ]  # (spec, variant) -> modules in ``kernels`` of its home, in order
     launches: Callable[..., tuple[Step, ...]]  # (spec, variant, call) -> all steps, in order
+    model: Model | None = None  # of its time, if calls without a row are served by one
     home: str = BUILT_IN  # the package whose ``kernels`` and ``tables`` are those of this family
 
 
-def described(name: str, prefix: str, spec: Any, variant: Any, launches: Any) -> Family:
-    """The family whose types start with ``prefix`` and whose functions are in three modules of its folder."""
+def described(  # noqa: PLR0913 - the modules of a family
+    name: str, prefix: str, spec: Any, variant: Any, launches: Any, model: Any = None
+) -> Family:
+    """The family whose types start with ``prefix`` and whose functions are in three or four modules of its folder."""
     return Family(
         name=name,
         spec_type=getattr(spec, f"{prefix}Spec"),
@@ -48,4 +68,5 @@ def described(name: str, prefix: str, spec: Any, variant: Any, launches: Any) ->
         fit=variant.fit,
         kernel_names=launches.kernel_names,
         launches=launches.launches,
+        model=None if model is None else Model(**{f.name: getattr(model, f.name) for f in dataclasses.fields(Model)}),
     )

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from tuned.families.family import BUILT_IN, Family
+from tuned.lookup import model
 from tuned.lookup.mismatch import HARD, differences
 from tuned.lookup.portfolio import rows_for
 from tuned.lookup.table import Row, Table, ships, tables, tables_of
+
+MAX_HERE = 1024  # specs remembered: a model has a handful
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +31,12 @@ class Gpu:
 class Choice:
     """The variant of a call, and where it comes from."""
 
-    rule: str  # "winner", "nearest size", "closest spec", "similar GPU", "portfolio", "default" or "eager"
+    rule: str  # "winner", "nearest size", "closest spec", "similar GPU", "model", "portfolio", "default" or "eager"
     why: str  # a sentence
     variant: Any
     row: Row | None = None  # the row that it comes from
-    gpu: Gpu | None = None  # the GPU of the call; None for eager
+    gpu: Gpu | None = None  # the GPU of the call; None for eager, but where PyTorch's own is what is fastest
+    us: float = 0.0  # microseconds that the call is thought to take; 0 if nothing was thought
 
 
 def has_rows(gpu: Gpu) -> bool:
@@ -59,6 +63,8 @@ def choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
 def _choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
     known = tables() if family.home == BUILT_IN else tables_of(family)
     own = known.get(gpu.device)
+    if (found := _by_model(family, spec, size, gpu, known)) is not None:
+        return found
     if own is not None and (found := _from_table(family, spec, size, gpu, own)) is not None:
         return found
     others = sorted((t for t in known.values() if t.device != gpu.device), key=lambda t: _unlike(t, gpu))
@@ -77,6 +83,56 @@ def _choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
     if reason is not None:
         return Choice("eager", f"{why}, nor can the default variant: {reason}", None)
     return Choice("default", why, default)
+
+
+def _by_model(family: Family, spec: Any, size: Any, gpu: Gpu, known: Mapping[str, Table]) -> Choice | None:
+    """The choice for a family that has a model: its row, else what the model picks; or PyTorch's own, if that takes less."""
+    if model.weights_of(family) is None or not gpu.capability:
+        return None
+    own = known.get(gpu.device)
+    row = _of_so_many(family, spec, size, gpu, own) if own is not None else None
+    if row is not None and usable(family, spec, size, row.variant, gpu.capability, gpu.multiprocessors):
+        rule = "winner" if row.size == size else "nearest size"
+        us = row.median_us + model.beside_us(family, spec, row.size)
+        if 0 < row.eager_us < us:
+            why = f"with {row.size} PyTorch's own took {row.eager_us:.4g} us in {row.source}, the best kernel and what is beside it {us:.4g}"
+            return Choice("eager", why, None, row, gpu, row.eager_us)
+        what = "and size in" if row.size == size else f"with {row.size}, whose steps are alike, in"
+        return Choice(rule, f"measured for this spec {what} {row.source}", row.variant, row, us=us)
+    tables = sorted(known.values(), key=lambda t: _unlike(t, gpu))
+    picked = _picked(family, spec, size, gpu, tables[0] if tables else None)
+    if picked is None:
+        return None
+    why = f"no row of {gpu.device} is of this spec and size; of all variants that fit, the model thinks this one takes least, {picked.us:.4g} us"
+    if not picked.wins:
+        why = f"{why}, and PyTorch's own {picked.library_us:.4g}"
+        return Choice("eager", why, None, None, gpu, picked.library_us)
+    return Choice("model", why, picked.variant, us=picked.us)
+
+
+def _picked(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table | None) -> model.Pick | None:
+    """What the model picks, which is the same for lengths that are alike: a new length takes no time to speak of."""
+    assert family.model is not None, f"{family.name} has no model"
+    alike = family.model.alike(size)
+    found = _pick(family, spec, alike, gpu, table)
+    return found and found._replace(
+        us=found.us * size.seq / alike.seq, library_us=found.library_us * size.seq / alike.seq
+    )
+
+
+@functools.lru_cache(MAX_HERE)
+def _pick(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table | None) -> model.Pick | None:
+    rows = [] if table is None else [(r.spec, r.size, r.variant) for r in table.rows[family.name]]
+    return model.pick(family, spec, size, gpu, rows)
+
+
+def _of_so_many(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) -> Row | None:
+    """The row of a spec that has the tokens of a size, of several the nearest in length; None without one."""
+    measured = _here(family, spec, gpu, table).measured
+    if size in measured:
+        return measured[size]
+    alike = [row for row in measured.values() if row.size.tokens == size.tokens]
+    return min(alike, key=lambda row: abs(math.log(row.size.seq / max(size.seq, 1))), default=None)
 
 
 def _unlike(table: Table, gpu: Gpu) -> tuple[float, str]:
@@ -138,9 +194,6 @@ class NearRows(NamedTuple):
 
     measured: dict[Any, Row]  # size -> its winner, if that counts on this GPU
     near: tuple[_Near, ...]  # the rows that can be nearest to some size
-
-
-MAX_HERE = 1024  # specs remembered: a model has a handful
 
 
 @functools.lru_cache(MAX_HERE)

@@ -95,14 +95,14 @@ def build(kind: type, values: Any, where: str, *, may_lack: bool = False, least:
     """A frozen dataclass (spec, size or variant) from plain JSON values, every field checked.
 
     ``may_lack``: fields with a default may be missing, as in the spec of a record that is older than the field; its
-    default is what such a record meant. A variant must have all fields. ``least``: the smallest integer allowed.
+    default is what such a record meant. A variant must have all fields but those of knobs that are newer than records. ``least``: the smallest integer allowed.
 
     Raises:
         RecordError: a field is missing, unknown, of the wrong type, or refused by the class; ``where`` begins the message.
     """
     fields = dataclasses.fields(kind)
     names = {f.name for f in fields}
-    needed = {f.name for f in fields if not may_lack or f.default is dataclasses.MISSING}
+    needed = {f.name for f in fields if f.default is dataclasses.MISSING or not (may_lack or f.metadata.get("older"))}
     if not isinstance(values, dict) or not needed <= set(values) <= names:
         found = sorted(values) if isinstance(values, dict) else type(values).__name__
         raise RecordError(f"{where} must have the fields {sorted(names)}, got {found}")

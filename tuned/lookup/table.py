@@ -32,6 +32,7 @@ class Row:
     median_us: float
     source: str  # the table or record that it comes from
     measured: dict[str, Any] = dataclasses.field(default_factory=dict)  # device and versions of the measurement
+    eager_us: float = 0.0  # eager PyTorch, in a CUDA graph too; 0 if not known
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,17 +80,17 @@ def _shipped(device: str, families: Mapping[str, Family] = FAMILIES, home: str =
 def _imported(device: str, families: Mapping[str, Family], home: str) -> Table:
     module = importlib.import_module(f"{home}.tables.{device}")
     winners = []
-    for name, spec, size, variant, digests, median_us, index in module.ROWS:
+    for name, spec, size, variant, digests, median_us, eager_us, index in module.ROWS:
         family = families[name]
         built = family.spec_type(**spec), family.size_type(**size), family.variant_type(**variant)
-        winners.append((name, *built, digests, median_us, module.MEASURED[index]))
+        winners.append((name, *built, digests, median_us, eager_us, module.MEASURED[index]))
     return _table(device, module.DEVICE, f"{home}.tables.{device}", winners, families)
 
 
 def _recorded(path: Path) -> Table:
     winners = load_record(path)
     properties = winners[-1].environment if winners else {}
-    rows = ((w.family, w.spec, w.size, w.variant, w.digests, w.median_us, w.environment) for w in winners)
+    rows = ((w.family, w.spec, w.size, w.variant, w.digests, w.median_us, w.eager_us, w.environment) for w in winners)
     return _table(path.stem, properties, str(path), rows)
 
 
@@ -100,15 +101,15 @@ def _table(
     winners: Iterable[tuple[Any, ...]],
     families: Mapping[str, Family] = FAMILIES,
 ) -> Table:
-    """The table of winners: family, spec, size, variant, digests, median_us, environment."""
+    """The table of winners: family, spec, size, variant, digests, median_us, eager_us, environment."""
     rows: dict[str, list[Row]] = {name: [] for name in families}
-    for name, spec, size, variant, digests, median_us, measured in winners:
+    for name, spec, size, variant, digests, median_us, eager_us, measured in winners:
         # A record may name kernels that the package does not ship, which cannot be launched.
         family = families[name]
         if undeclared(variant) is None and ships(family, spec, variant):
             changed = changed_sources(digests, digests_of(family))
             stale = "; ".join([*changed, *differences(measured, {"method": METHOD}, HARD)]) or None
-            rows[name].append(Row(spec, size, variant, stale, median_us, source, measured))
+            rows[name].append(Row(spec, size, variant, stale, median_us, source, measured, eager_us))
     return Table(device, properties, {name: tuple(own) for name, own in rows.items()})
 
 

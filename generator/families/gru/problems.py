@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,9 +52,20 @@ MODELS = (
     ("gru_two_layers_512x16x512", _bf16(512, layers=2), 512, 16),
 )
 
+# No GRU of these hidden sizes and batches is further from one of the grid than a factor of 1.5 and 2.
+GRID_HIDDEN = (96, 208, 448, 960, 2048)
+GRID_BATCH = (2, 8, 32, 128, 512)
+# Hidden sizes whose rows are no multiples of 16 bytes, and sizes and batches that need several turns.
+ODD = ((100, 4), (100, 64), (330, 4), (330, 64), (1001, 4), (1001, 64), (640, 24), (768, 100), (1280, 48))
+GRID_STEPS = 64  # a row serves every length: what a step takes does not depend on it
+
 
 def problems() -> Iterator[Problem]:
-    """The default problems: those that the benchmark measures, then those of models."""
+    """The default problems: those that the benchmark measures, then those of models, then a grid."""
     measured = ((f"gru_{seq}x{batch}x{hidden}", _bf16(hidden), seq, batch) for seq, batch, hidden in MEASURED)
     for name, spec, seq, batch in (*measured, *MODELS):
         yield Problem(name, "gru", spec, GruSize(batch, seq))
+    grid = [(hidden, batch) for hidden in GRID_HIDDEN for batch in GRID_BATCH]
+    for (hidden, batch), dtype in itertools.product((*grid, *ODD), ("bfloat16", "float32")):
+        name = f"gru_grid_{'bf16' if dtype == 'bfloat16' else 'fp32'}_{batch}x{hidden}"
+        yield Problem(name, "gru", GruSpec(dtype, hidden), GruSize(batch, GRID_STEPS))

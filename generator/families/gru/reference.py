@@ -70,6 +70,7 @@ def inputs(spec: GruSpec, size: GruSize, device: str, seed: int) -> Recurrence:
         between=empty(spec.layers - 1, *tokens, hidden) if spec.stacked else None,
         bias_ih=normal(sets, 3 * hidden, scale=scale) if spec.bias else None,
         bias_hh=normal(sets, 3 * hidden, scale=scale) if spec.bias else None,
+        states=torch.empty((sets, batch, hidden), dtype=torch.float32, device=device),
         counters=torch.zeros(counters_needed(spec, batch), dtype=torch.int32, device=device),
         products=empty(batch, 3 * hidden) if dense and not spec.stacked else None,
         starts=None if dense else torch.tensor(starts_of(spec, lengths), device=device, dtype=starts_type),
@@ -182,11 +183,12 @@ def bytes_moved(spec: GruSpec, size: GruSize) -> int:
 
 
 def tensor_bytes(spec: GruSpec, size: GruSize) -> int:
-    """Bytes of one set of inputs and outputs, with what the layers of a stack hand up."""
+    """Bytes of one set of inputs and outputs, with what the layers of a stack hand up and what turns keep."""
     tokens = sum(lengths_of(spec, size))
     between = (spec.layers - 1) * tokens * spec.hidden * spec.item
     products = 0 if spec.stacked else 3 * size.batch * spec.hidden * spec.item
-    return bytes_moved(spec, size) + between + products
+    states = 4 * spec.layers * spec.directions * size.batch * spec.hidden
+    return bytes_moved(spec, size) + between + products + states
 
 
 def small(size: GruSize, _variant: GruVariant) -> GruSize:

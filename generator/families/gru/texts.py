@@ -14,19 +14,19 @@ from ..text import Text
 
 
 def gru_texts() -> Iterator[tuple[GruSpec, GruVariant]]:
-    """One spec and variant for each text of a recurrence: layout, a stack or one layer, form; of a stack one form."""
-    for layout, layers, form in itertools.product(LAYOUTS, (1, 2), choices(GruVariant)["form"]):
-        if layers > 1 and form != GruVariant.form:
+    """One spec and variant for each text of a recurrence: layout, a stack or one layer, form, turns; of a stack one."""
+    for layout, layers, form, turns in itertools.product(LAYOUTS, (1, 2), choices(GruVariant)["form"], (1, 2)):
+        if ((layers > 1 or turns > 1) and form != GruVariant.form) or layers > 1 < turns:
             continue
-        yield GruSpec("bfloat16", 512, layout=layout, layers=layers), GruVariant("persistent", form)
+        yield GruSpec("bfloat16", 512, layout=layout, layers=layers), GruVariant("persistent", form, turns=turns)
 
 
-def template(spec: GruSpec) -> str:
+def template(spec: GruSpec, variant: GruVariant) -> str:
     """The template of a recurrence."""
-    return "gru_stack" if spec.stacked else "gru_layer"
+    return "gru_stack" if spec.stacked else "gru_turns" if variant.in_turn else "gru_layer"
 
 
 def texts() -> Iterator[Text]:
     """One for each of gru_texts; a caller is given the first form untuned."""
     for spec, variant in gru_texts():
-        yield template(spec), kernel_name(spec, variant), spec, variant, variant.form == GruVariant.form
+        yield template(spec, variant), kernel_name(spec, variant), spec, variant, variant.form == GruVariant.form

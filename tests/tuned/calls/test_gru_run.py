@@ -130,7 +130,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[GruSpec], Gru
     def install(variant_of: Callable[[GruSpec], GruVariant | None]) -> None:
         def choose(spec: GruSpec, _size: GruSize, _gpu: Gpu) -> Choice:
             variant = variant_of(spec)
-            return Choice("default" if variant else "eager", f"for {spec}", variant)
+            return Choice("winner" if variant else "eager", f"for {spec}", variant)
 
         monkeypatch.setattr(run, "_choose", choose)
         monkeypatch.setattr(run, "gpu_of", lambda _device: GPU)
@@ -138,18 +138,24 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[GruSpec], Gru
     return install
 
 
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph is being captured, as far as choices know."""
+    monkeypatch.setattr(run, "_capturing", lambda _device: True)
+
+
 def layers_of(call: GruCall) -> list[int]:
     return [spec.layers for spec, _, _ in run._parts(call)]
 
 
 def test_a_stack_is_one_launch_where_that_is_offered_else_one_a_layer(chosen: Any) -> None:
-    chosen(lambda _: GruVariant())
+    chosen(lambda _: GruVariant("persistent"))
     assert layers_of(call_of(layers=3)) == [3]
     assert layers_of(call_of(layers=1)) == [1]
     assert layers_of(call_of(layers=3, directions=2)) == [1, 1, 1], "the backward one needs all of the layer below"
     assert layers_of(call_of(layers=3, dropout=0.5, training=True)) == [1, 1, 1]
     assert layers_of(call_of(layers=3, dropout=0.5)) == [3], "nothing is dropped in evaluation"
-    chosen(lambda spec: None if spec.stacked else GruVariant())
+    chosen(lambda spec: None if spec.stacked else GruVariant("persistent"))
     assert layers_of(call_of(layers=3)) == [1, 1, 1]
 
 
@@ -173,7 +179,11 @@ def test_a_call_that_nothing_serves_says_why(chosen: Any, monkeypatch: pytest.Mo
     assert str(run.why_not(call_of())).startswith("for GruSpec(")
     doubled = dataclasses.replace(call_of(), input=torch.zeros(T, B, FEATURES, dtype=torch.float64))
     assert run.why_not(doubled) == "no kernel takes it"
+    chosen(lambda _: GruVariant("persistent"))
+    assert run.why_not(call_of()) is None
     chosen(lambda _: GruVariant())
+    assert "takes less only in a CUDA graph" in str(run.why_not(call_of()))
+    monkeypatch.setattr(run, "_capturing", lambda _device: True)
     assert run.why_not(call_of()) is None
     nothing = dataclasses.replace(call_of(), hx=torch.zeros(1, B, 0))
     assert "empty" in str(run.why_not(nothing))
@@ -207,6 +217,7 @@ def test_a_call_gives_what_pytorch_gives(
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="tests/gpu/test_gpu_gru.py has these on a GPU")
+@pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize("strategy", ["steps", "library"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_every_strategy_gives_what_pytorch_gives(
@@ -221,6 +232,7 @@ def test_every_strategy_gives_what_pytorch_gives(
         assert len(interpreted) == layers * per_layer
 
 
+@pytest.mark.usefixtures("captured")
 @pytest.mark.skipif(not INTERPRETED, reason="tests/gpu/test_gpu_gru.py has these on a GPU")
 def test_what_is_between_layers_is_dropped_and_the_first_input_is_not(chosen: Any, interpreted: list[Launch]) -> None:
     chosen(lambda _: VARIANTS["steps"])
@@ -249,7 +261,8 @@ def test_no_token_at_all_leaves_the_state(shape: tuple[int, int]) -> None:
 def test_steps_and_sizes_compile_nothing_anew() -> None:
     for name, kernel in structures().items():
         if name.startswith(("gru_dense", "gru_packed", "gru_thd")):
-            assert '@triton.jit(do_not_specialize=["batch", "seq", "t_begin", "t_end"])' in kernel.source
+            sets = '"sets", ' if "turns" in name else ""
+            assert f'@triton.jit(do_not_specialize=["batch", "seq", {sets}"t_begin", "t_end"])' in kernel.source
 
 
 # Memory of lengths ----------------------------------------------------------------------------------------------------

@@ -177,7 +177,8 @@ def test_with_no_table_the_default_serves(tables: dict[str, Table]) -> None:
 
 def test_a_default_that_does_not_fit_the_gpu_leaves_the_call_to_eager(tables: dict[str, Table]) -> None:
     assert tables == {}
-    gru, spec, size = FAMILIES["gru"], GruSpec("bfloat16", 512, layers=2), GruSize(batch=64, seq=8)
+    gru = dataclasses.replace(FAMILIES["gru"], model=None)
+    spec, size = GruSpec("bfloat16", 512, layers=2), GruSize(batch=64, seq=8)
     unfit = GruVariant("persistent", block_hidden=8, block_batch=8)
     for family in (gru, dataclasses.replace(gru, default_variant=lambda *_: unfit)):
         default = family.default_variant(spec, size)
@@ -191,7 +192,8 @@ def test_a_default_that_does_not_fit_the_gpu_leaves_the_call_to_eager(tables: di
 def test_a_row_whose_programs_do_not_fit_the_gpu_together_is_passed_over(
     tables: dict[str, Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gru, spec, size = FAMILIES["gru"], GruSpec("bfloat16", 512), GruSize(batch=16, seq=8)
+    gru = dataclasses.replace(FAMILIES["gru"], model=None)
+    spec, size = GruSpec("bfloat16", 512), GruSize(batch=16, seq=8)
     many, few = (GruVariant("persistent", block_hidden=units, block_batch=16) for units in (8, 32))
     names = {name: "" for v in (many, few) for name in gru.kernel_names(spec, v)}
     monkeypatch.setattr(tuned.kernels, "DIGESTS", names)

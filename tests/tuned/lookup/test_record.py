@@ -53,8 +53,8 @@ def test_a_table_is_literals_that_give_the_winners_back() -> None:
     exec(table_source("test_gpu", winners), names)
     assert names["DEVICE"]["capability"] == 90
     for made, row in zip(winners, names["ROWS"], strict=True):
-        family, spec, size, variant, digests, median_us, index = row
-        assert (family, digests, median_us) == (made.family, made.digests, made.median_us)
+        family, spec, size, variant, digests, median_us, eager_us, index = row
+        assert (family, digests, median_us, eager_us) == (made.family, made.digests, made.median_us, made.eager_us)
         assert {"device": "test_gpu", **names["MEASURED"][index]}.items() <= made.environment.items()
         assert (type(made.spec)(**spec), type(made.size)(**size), type(made.variant)(**variant)) == (
             made.spec,

@@ -98,6 +98,25 @@ def learn(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurre
     keep(_PLANS, key, make, lambda x, hx, weights: (x, hx, *weights), call.input, call.hx, call.weights)
 
 
+def learn_eager(call: GruCall, captured: bool) -> None:  # noqa: FBT001
+    """Remember that PyTorch's own serves a call; ``captured``: in a CUDA graph too."""
+    settings = (call.has_biases, call.num_layers, call.bidirectional, call.batch_first)
+    if call.batch_sizes is not None or call.cu_seqlens is not None or call.dropout:
+        return
+    if not all(t.is_contiguous() for t in (call.hx, *call.weights)):  # every call must copy them again
+        return
+    capturing, own = torch.cuda.is_current_stream_capturing, torch.gru
+    has_biases, layers, bidirectional, batch_first = settings
+
+    def plan(x: Any, hx: Any, weights: Any) -> Result | None:
+        if not captured and capturing():
+            return None
+        return own(x, hx, weights, has_biases, layers, 0.0, False, bidirectional, batch_first)  # type: ignore[no-any-return] # noqa: FBT003
+
+    key = _key(call.input, call.hx, call.weights, settings)
+    keep(_PLANS, key, lambda: plan, lambda x, hx, weights: (x, hx, *weights), call.input, call.hx, call.weights)
+
+
 def _plan(
     call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurrence, direct: Any
 ) -> Callable[[Any, Any, Any], Result | None]:
@@ -107,6 +126,7 @@ def _plan(
     width, item, index = spec.directions * hidden, spec.item, device.index
     counted = counters_needed(spec, recurrence.batch)
     fills, counts = not alone(spec, variant) and variant.exchange != "counter", variant.exchange == "counter"
+    states_shape, in_turn = (spec.directions, recurrence.batch, hidden), variant.in_turn
     integer = INTEGERS[item]
     out_shape, between_shape = (*tokens, width), (spec.layers - 1, *tokens, width)
     # Bytes between the tensors of neighbouring cells, for each kind of weight; the kernel was compiled for these strides.
@@ -164,12 +184,14 @@ def _plan(
                 torch.mm(flat, weights[direction * each].t(), out=gates[direction])
         out, h_n, p_h = made(out_shape), torch.empty_like(hx), hx.data_ptr()
         between = made(between_shape) if spec.stacked else None
+        states = torch.empty(states_shape, dtype=_FLOAT32, device=device) if in_turn else None
         counters = torch.zeros(counted, dtype=torch.int32, device=device) if counts else None
         try:
             run(
                 programs, 1, 1, stream_of(index), function, *head,
                 gates.data_ptr(), *pointers, *(() if spec.bias else (p_h, p_h)), p_h, out.data_ptr(),
                 *(() if between is None else (between.data_ptr(),)), h_n.data_ptr(),
+                *(() if states is None else (states.data_ptr(),)),
                 p_h if counters is None else counters.data_ptr(), *rest,
             )  # fmt: skip
         except RuntimeError as error:  # a context with fewer multiprocessors: the long path finds what fits

@@ -16,7 +16,7 @@ import torch
 
 from tuned.calls.gru import eager
 from tuned.calls.gru.arguments import GruCall
-from tuned.calls.gru.plan import by_library, gru_precision, learn
+from tuned.calls.gru.plan import by_library, gru_precision, learn, learn_eager
 from tuned.calls.products import name_of, rows_of, weight_of
 from tuned.families.gru import FAMILY as GRU
 from tuned.families.gru.launches import Recurrence, counters_needed
@@ -31,6 +31,7 @@ from tuned.launching.plan import launch_known
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, Gpu, choose
+from tuned.lookup.model import library_us
 
 MAX_LENGTHS = 64  # sets of lengths whose tensors are kept on a device
 ALIGNED_BYTES = 16  # templates/gru_step.py.jinja assumes that rows are so aligned if their width allows it
@@ -54,6 +55,15 @@ def why_not(call: GruCall) -> str | None:
         return reason
     choice = _parts(call)[-1][2]
     return choice.why if choice.variant is None else None
+
+
+def remember_eager(call: GruCall) -> None:
+    """Have later calls like one that ``why_not`` refused take PyTorch's own at once."""
+    served = (
+        why_eager(call.input, name_of(call.input.dtype) in DTYPES) is None and call.hx.shape[2] and not _empty(call)
+    )
+    if served and _may_learn(call.input.device):
+        learn_eager(call, captured=all(c.variant is None for _, _, c in _parts(call, captured=True)))
 
 
 def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
@@ -124,17 +134,46 @@ def _steps(call: GruCall) -> int:
     return call.input.shape[1 if call.batch_first else 0]
 
 
-def _parts(call: GruCall) -> list[tuple[GruSpec, GruSize, Choice]]:
-    """The launches of a call, lowest layer first: one for all layers if a variant can, else one per layer."""
+def _parts(call: GruCall, *, captured: bool | None = None) -> list[tuple[GruSpec, GruSize, Choice]]:
+    """The launches of a call, lowest layer first: one for all layers if a variant can, else one per layer.
+
+    ``captured``: in a CUDA graph; by default if one is being captured.
+    """
     gpu = gpu_of(call.input.device)
     limit = () if (found := residents.allowed(call.input.device.index or 0)) is None else (found,)
+    captured = _capturing(call.input.device) if captured is None else captured
     if call.num_layers > 1 and not call.bidirectional and not call.dropout:
         spec, size = _spec(call, call.num_layers)
-        choice = _choose(spec, size, gpu, *limit)
+        choice = _timely(_choose(spec, size, gpu, *limit), spec, size, captured)
         if choice.variant is not None:
             return [(spec, size, choice)]
     spec, size = _spec(call, 1)
-    return [(spec, size, _choose(spec, size, gpu, *limit))] * call.num_layers
+    choice = _timely(_choose(spec, size, gpu, *limit), spec, size, captured)
+    if call.num_layers > 1 and choice.variant is not None and choice.us:
+        layers = dataclasses.replace(spec, directions=1, layers=call.num_layers)
+        theirs_us = library_us(GRU, layers, size) * spec.directions
+        if choice.us * call.num_layers > theirs_us:
+            choice = _left(choice, f"PyTorch's own runs {call.num_layers} layers side by side, in about {theirs_us:.4g} us")
+    return [(spec, size, choice)] * call.num_layers
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Choice:  # noqa: FBT001
+    """The choice, or PyTorch's own in the place of a launch for each step that no CUDA graph spares the host."""
+    if choice.variant is None or choice.variant.strategy == "persistent":
+        return choice
+    # A row was measured in a graph. What cu_seqlens says PyTorch's own reads on the host, which no capture allows.
+    if captured and (choice.rule in {"winner", "nearest size"} or spec.thd):
+        return choice
+    return _left(choice, f"a launch for each of {size.seq} steps takes less only in a CUDA graph, where it was measured")
+
+
+def _left(choice: Choice, why: str) -> Choice:
+    """A choice that is left to PyTorch's own."""
+    return dataclasses.replace(choice, rule="eager", why=f"{why}; else {choice.rule}: {choice.why}", variant=None)
 
 
 @functools.lru_cache(maxsize=misses.MAX_CHOICES)
@@ -185,6 +224,7 @@ def _recur(  # noqa: PLR0913 - a part of a call
         seq=size.seq,
         starts=lengths.starts,
         lengths=lengths.lengths,
+        states=x.new_empty(call.hx[cells].shape, dtype=torch.float32) if variant.in_turn else None,
         counters=x.new_empty(counters_needed(spec, size.batch), dtype=torch.int32)
         if variant.exchange == "counter"
         else None,
@@ -199,7 +239,7 @@ def _recur(  # noqa: PLR0913 - a part of a call
 
 def _may_learn(device: torch.device) -> bool:
     """Whether the direct launcher can be probed; during graph capture it cannot, and the next call decides."""
-    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and not _capturing(device)
 
 
 def _project(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, precision: str) -> None:

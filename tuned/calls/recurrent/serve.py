@@ -76,6 +76,8 @@ def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
             # The tensors are cast: autocast must not cast them again inside.
             with torch.autocast(call.input.device.type, enabled=False) if casts else contextlib.nullcontext():
                 return run.forward(cast)
+        if not casts:
+            run.remember_eager(call)
     return eager.gru(call)
 
 

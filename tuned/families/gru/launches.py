@@ -10,7 +10,7 @@ from tuned.families.gru.variant import GruVariant, alone, pieces, programs
 from tuned.families.gru_cell.launches import GruCellCall, gates_launch, gates_name
 from tuned.families.gru_cell.spec import GruCellSpec
 from tuned.families.gru_cell.variant import gates_variant
-from tuned.families.launch import Copy, Fill, Launch, Product, Step, check_rows
+from tuned.families.launch import Copy, Fill, Launch, Product, Step, ceil_div, check_rows
 
 COUNTER_STRIDE = 32  # int32 elements, 128 bytes: each counter has its own cache line
 
@@ -23,7 +23,7 @@ class Recurrence:
     have time and batch.
     """
 
-    SCRATCH: ClassVar[tuple[str, ...]] = ("h_n", "between", "counters", "products")  # written besides out
+    SCRATCH: ClassVar[tuple[str, ...]] = ("h_n", "between", "states", "counters", "products")  # written besides out
 
     gates: Any  # [directions, T, B, 3 * hidden] or [directions, tokens, 3 * hidden]: x @ weight_ih.T
     weight_hh: Any  # [G, 3 * hidden, hidden], any first stride
@@ -36,6 +36,7 @@ class Recurrence:
     between: Any = None  # [layers - 1, T, B, hidden] of a stack
     bias_ih: Any = None  # [G, 3 * hidden]
     bias_hh: Any = None
+    states: Any = None  # float32 [G, B, hidden], for variants that take tiles in turn
     counters: Any = None  # int32 [COUNTER_STRIDE * rows of programs]
     products: Any = None  # [B, 3 * hidden], for strategy "library"
     starts: Any = None  # packed: int64 [T], first row of each step; thd: int32 [B + 1], first token of each sequence
@@ -49,7 +50,8 @@ def counters_needed(spec: GruSpec, batch: int) -> int:
 
 def kernel_name(spec: GruSpec, variant: GruVariant) -> str:
     """Module and function name: every text axis, in a fixed order."""
-    return f"gru_{spec.layout}_{'stack' if spec.stacked else 'layer'}_{variant.form}"
+    body = "stack" if spec.stacked else "turns" if variant.in_turn else "layer"
+    return f"gru_{spec.layout}_{body}_{variant.form}"
 
 
 def kernel_names(spec: GruSpec, variant: GruVariant) -> tuple[str, ...]:
@@ -108,6 +110,8 @@ def sequence(spec: GruSpec, variant: GruVariant, call: Recurrence, begin: int, e
     counts = waits and variant.exchange == "counter"
     biases = (call.bias_ih, call.bias_hh) if spec.bias else ()
     first, second, third = pieces(spec.hidden, variant.splits)
+    turns = variant.in_turn
+    sets = ceil_div(ceil_div(call.batch, variant.block_batch), variant.turns)
     return Launch(
         kernel=kernel_name(spec, variant),
         programs=programs(spec, GruSize(call.batch, call.seq), variant),
@@ -120,10 +124,12 @@ def sequence(spec: GruSpec, variant: GruVariant, call: Recurrence, begin: int, e
             call.out,
             *((call.between,) if spec.stacked else ()),
             call.h_n,
+            *((call.states,) if turns else ()),
             call.counters if counts else call.h_0,
-            *(() if spec.dense else (call.starts, call.lengths)),
+            *((call.starts, call.lengths) if not spec.dense else (call.h_0, call.h_0) if turns else ()),
             call.batch,
             call.seq,
+            *((sets,) if turns else ()),
             begin,
             end,
             call.gates.stride(0),
@@ -139,7 +145,7 @@ def sequence(spec: GruSpec, variant: GruVariant, call: Recurrence, begin: int, e
         constants={
             "HIDDEN": spec.hidden,
             "DIRECTIONS": spec.directions,
-            "LAYERS": spec.layers,
+            **({} if turns else {"LAYERS": spec.layers}),
             "BIAS": spec.bias,
             "PRECISION": spec.precision if spec.dtype == "float32" else "ieee",
             "BLOCK_HIDDEN": variant.block_hidden,

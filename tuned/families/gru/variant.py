@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 
 from tuned.families.architecture import LEAST_SHARED, shared_limit
-from tuned.families.choices import one_of
+from tuned.families.choices import choices, one_of
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.launch import ceil_div, next_power_of_2
 
-CORE_KNOBS = ("strategy", "form", "block_hidden", "block_batch", "num_warps")
+CORE_KNOBS = ("strategy", "form", "block_hidden", "block_batch", "num_warps", "turns")
 PTX_EXCHANGES = ("spin", "probe")
 SPIN_CAPABILITY = {2: 90, 4: 70}  # item size in bytes -> capability: max.u16x2 needs sm_90, ld.relaxed sm_70
 MAX_PIECES = 3  # pieces of the columns: WIDTH_0 to WIDTH_2
@@ -46,6 +46,8 @@ class GruVariant:
     # When x's part of the next step's gates is loaded: "early", before waiting for the state, or "late", after it.
     prefetch: str = one_of("early", "late", default="early")
     num_warps: int = one_of(2, 4, 8, default=4)
+    # Tiles of rows that a program takes in turn at each step: as few as make room for all programs, see ``_turns_rejection``.
+    turns: int = one_of(1, 2, 3, 4, 6, 8, default=1, older=True)
 
     @property
     def simplicity(self) -> tuple[int, ...]:
@@ -54,10 +56,16 @@ class GruVariant:
             ("library", "steps", "persistent").index(self.strategy),
             ("counter", "poll", "spin", "probe").index(self.exchange),
             ("early", "late").index(self.prefetch),
+            self.turns,
             self.num_warps,
             self.block_hidden * self.block_batch,
             self.block_hidden,
         )
+
+    @property
+    def in_turn(self) -> bool:
+        """A program takes several tiles of rows in turn; in a template."""
+        return self.turns > 1
 
     @property
     def splits_columns(self) -> bool:
@@ -105,9 +113,9 @@ def pieces(hidden: int, splits: int) -> tuple[int, int, int]:
 
 
 def programs(spec: GruSpec, size: GruSize, variant: GruVariant) -> int:
-    """Programs of one launch: tiles of units, of rows, and a set for each layer and direction."""
-    tiles = ceil_div(spec.hidden, variant.block_hidden) * ceil_div(size.batch, variant.block_batch)
-    return tiles * spec.layers * spec.directions
+    """Programs of one launch: tiles of units, what takes the tiles of rows, and that for each layer and direction."""
+    sets = ceil_div(ceil_div(size.batch, variant.block_batch), variant.turns)
+    return ceil_div(spec.hidden, variant.block_hidden) * sets * spec.layers * spec.directions
 
 
 def alone(spec: GruSpec, variant: GruVariant) -> bool:
@@ -153,6 +161,12 @@ def rejection(  # noqa: PLR0911 - one return per rule
     if (reason := _tile_rejection(spec, variant, capability)) is not None:
         return reason
     waits = variant.strategy == "persistent" and not alone(spec, variant)
+    if variant.in_turn and (spec.stacked or not waits):
+        return f"turns={variant.turns} are for one layer whose programs wait for each other"
+    if variant.in_turn and (variant.exchange == "probe" or variant.prefetch == "late"):
+        return "turns: other tiles are computed while one is waited for, so how it is waited for matters little"
+    if variant.in_turn and variant.form == "tile":
+        return "form='tile' in turns needs more registers than there are, or has few rows, where form='split' is faster"
     if not waits and (variant.exchange, variant.prefetch) != (GruVariant.exchange, GruVariant.prefetch):
         return "a program that has all units of its rows waits for nothing"
     if waits and (reason := _exchange_rejection(spec, variant, capability)) is not None:
@@ -182,10 +196,21 @@ def _size_rejection(spec: GruSpec, size: GruSize, variant: GruVariant, multiproc
     if multiprocessors is None or variant.strategy == "steps":
         return None
     count = programs(spec, size, variant)
+    if variant.in_turn and (reason := _turns_rejection(spec, size, variant, multiprocessors)) is not None:
+        return reason
     if count > multiprocessors and not alone(spec, variant):
         return f"{count} programs wait for each other, and {multiprocessors} multiprocessors may hold no more than one each"
     if count * FEWEST <= multiprocessors and max(variant.block_hidden, variant.block_batch) > SMALLEST:
         return f"{count} programs leave most of {multiprocessors} multiprocessors idle, and smaller tiles are more"
+    return None
+
+
+def _turns_rejection(spec: GruSpec, size: GruSize, variant: GruVariant, multiprocessors: int) -> str | None:
+    """More turns than needed leave multiprocessors without a program."""
+    fewer = max(turns for turns in choices(GruVariant)["turns"] if turns < variant.turns)
+    count = programs(spec, size, dataclasses.replace(variant, turns=fewer))
+    if count <= multiprocessors:
+        return f"turns={variant.turns} are more than are needed: with {fewer} there are {count} programs for {multiprocessors} multiprocessors"
     return None
 
 

@@ -1,0 +1,173 @@
+"""GRUs of random shapes against torch.nn.GRU: python -m benchmarks.random_gru --seconds 60 [--seed N] [--out FILE].
+
+Each shape is drawn log-uniform, not rounded: 16 to 2000 steps, a batch of 1 to 512, 32 to 2048 units, one to three layers,
+one or both ways, bfloat16 or float32 (TF32), one in six as a PackedSequence. The same weights and inputs are run by both,
+in turns, as calls (wall time, synchronized) and in CUDA graphs (device time; PackedSequence as calls only). No shape was
+seen by tuning; the seed is new for each run, and printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tuned
+import tuned.nn
+from benchmarks.record import environment  # of the device and the packages
+
+MOST_ELEMENTS = 2**27  # of gates, for each direction
+TIMES = 5  # of each, in turns; the median counts
+LEAST_RATIO = 0.98
+ALLOWED_US = 1.0  # by which a call may be slower
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A GRU and its input, whose width is that of its state."""
+
+    steps: int
+    batch: int
+    hidden: int
+    layers: int
+    bidirectional: bool
+    dtype: str
+    packed: bool
+
+
+def drawn(draw: random.Random) -> Shape:
+    """A shape that fits into memory many times."""
+
+    def between(least: int, most: int) -> int:
+        return round(math.exp(draw.uniform(math.log(least), math.log(most))))
+
+    while True:
+        shape = Shape(
+            between(16, 2000),
+            between(1, 512),
+            between(32, 2048),
+            draw.choice((1, 1, 1, 2, 3)),
+            draw.random() < 1 / 3,
+            draw.choice(("bfloat16", "float32")),
+            draw.random() < 1 / 6,
+        )
+        if shape.steps * shape.batch * shape.hidden * 3 <= MOST_ELEMENTS:
+            return shape
+
+
+def call_us(run: Any) -> float:
+    """Wall time of one call, with what it leaves to the device."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e6
+
+
+def captured(run: Any) -> Any:
+    """A CUDA graph of one call."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
+
+
+def graph_us(graph: Any) -> float:
+    """Device time of one replay."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3
+
+
+def in_turns(one: Any, other: Any, clock: Any) -> tuple[float, float]:
+    """Medians of two, measured in turns after a warm-up each."""
+    clock(one), clock(other)
+    times = [(clock(one), clock(other)) for _ in range(TIMES)]
+    first, second = zip(*times, strict=True)
+    return statistics.median(first), statistics.median(second)
+
+
+def compared(shape: Shape) -> dict[str, Any]:
+    """Both of one shape: microseconds as a call and in a graph, what served, and how far results are apart."""
+    dtype = getattr(torch, shape.dtype)
+    made: dict[str, Any] = {"num_layers": shape.layers, "bidirectional": shape.bidirectional}
+    theirs = torch.nn.GRU(shape.hidden, shape.hidden, **made, device="cuda", dtype=dtype)
+    ours = tuned.nn.GRU(shape.hidden, shape.hidden, **made, device="cuda", dtype=dtype)
+    ours.load_state_dict(theirs.state_dict())
+    theirs.flatten_parameters()
+    ours.flatten_parameters()
+    x: Any = torch.randn(shape.steps, shape.batch, shape.hidden, device="cuda", dtype=dtype)
+    if shape.packed:
+        lengths = [shape.steps - row * shape.steps // (2 * shape.batch) for row in range(shape.batch)]
+        x = torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor(lengths))
+    first, second = theirs(x), ours(x)
+    apart = float((first[1].float() - second[1].float()).abs().max())
+    found = {**dataclasses.asdict(shape), "apart": apart, "rule": tuned.explain(ours, x).rule}
+    found["theirs_us"], found["ours_us"] = in_turns(lambda: theirs(x), lambda: ours(x), call_us)
+    if not shape.packed:
+        graphs = captured(lambda: theirs(x)), captured(lambda: ours(x))
+        found["theirs_graph_us"], found["ours_graph_us"] = in_turns(*graphs, graph_us)
+    return found
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Share served by kernels, geometric means, and every row below the bar."""
+    lines = []
+    for what, more in (("", ALLOWED_US), ("_graph", 0.0)):
+        both = [(r, r[f"theirs{what}_us"], r[f"ours{what}_us"]) for r in rows if f"ours{what}_us" in r]
+        if not both:
+            continue
+        ratios = [theirs / ours for _, theirs, ours in both]
+        under = [(t / o, r) for r, t, o in both if t / o < LEAST_RATIO and o - t > more]
+        name = "in a graph" if what else "as a call"
+        lines.append(
+            f"{name}: {len(both)} shapes, nn.GRU / ours {statistics.geometric_mean(ratios):.2f} in the geometric mean, "
+            f"least {min(ratios):.3f}; {len(under)} under the bar"
+        )
+        lines += [f"    {ratio:.3f} {row}" for ratio, row in sorted(under, key=lambda one: one[0])[:12]]
+    served = sum(row["rule"] != "eager" for row in rows)
+    lines.append(f"kernels serve {served} of {len(rows)}; results at most {max(r['apart'] for r in rows):.3g} apart")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure until the time is over; print the summary, and write the rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this compares GPUs' kernels, and torch sees no GPU here: run it on a machine that has one")
+    seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
+    print(f"seed {seed}", flush=True)
+    draw, end = random.Random(seed), time.monotonic() + options.seconds  # noqa: S311 - shapes, no secrets
+    rows: list[dict[str, Any]] = []
+    with torch.no_grad():
+        while time.monotonic() < end:
+            rows.append(compared(drawn(draw)))
+    print(summary(rows))
+    if options.out is not None:
+        content = {"seed": seed, "environment": environment({}), "rows": rows}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

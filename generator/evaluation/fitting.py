@@ -1,0 +1,135 @@
+"""Fit the models of tuned.lookup.model to samples, and tell what their picks cost on problems that were left out."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tuned.lookup.model import Weights, weighted, won
+
+from ..problem import Problem
+from ..storage.samples import Samples, load_all
+from ..workload import WORKLOADS
+
+FIGURES = 4  # significant digits of a weight: the same on every machine
+OVER = 6.0  # how much worse it is to think PyTorch's own slower than it is: then a kernel is chosen that loses
+ROUNDS = 60  # of fitting with the weights of the errors of the round before
+LEAST_STEPS = 32  # shorter sequences are mostly the start of their kernels, whose time varies
+
+
+def least_squares(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The least-squares solution without a negative weight: the active sets of Lawson and Hanson (1974), chapter 23."""
+    count = rows.shape[1]
+    inside = np.zeros(count, bool)
+    found = np.zeros(count)
+    slack = 1e-10 * np.abs(rows.T @ wanted).max()
+    for _ in range(3 * count):
+        slope = np.where(inside, -np.inf, rows.T @ (wanted - rows @ found))
+        if slope.max() <= slack:
+            break
+        inside[slope.argmax()] = True
+        while True:
+            tried = np.zeros(count)
+            tried[inside] = np.linalg.lstsq(rows[:, inside], wanted, rcond=None)[0]
+            out = inside & (tried <= 0)
+            if not out.any():
+                break
+            found = found + (found[out] / (found[out] - tried[out])).min() * (tried - found)
+            inside &= found > 1e-15 * max(found.max(), 1e-300)
+        found = tried
+    return found
+
+
+def _fitted(amounts: Sequence[dict[str, float]], us: Sequence[float], trust: Sequence[float], over: float) -> Weights:
+    """Weights of amounts for relative errors, each row counting as far as it is trusted."""
+    names = sorted({name for row in amounts for name in row})
+    times, weight = np.array(us), np.array(trust)
+    rows = np.array([[row.get(name, 0.0) for name in names] for row in amounts]) / times[:, None]
+    scale = np.abs(rows).max(0)
+    scale[scale == 0] = 1.0
+    each = weight
+    for _ in range(ROUNDS if over > 1 else 1):
+        found = least_squares(rows / scale * each[:, None], each)
+        each = weight * np.where(rows / scale @ found > 1, np.sqrt(over), 1.0)
+    return {n: float(f"{x:.{FIGURES}g}") for n, x in zip(names, found / scale, strict=True) if x > 0}
+
+
+def fit(samples: Samples, left_out: Callable[[Problem], bool] = lambda _: False) -> dict[str, Weights]:
+    """Which model -> its weights, from all samples but those of problems that are left out."""
+    model = WORKLOADS[samples.family].family.model
+    assert model is not None, f"{samples.family} has no model"
+    amounts: list[dict[str, float]] = []
+    us: list[float] = []
+    trust: list[float] = []
+    for problem, times in samples.times.items():
+        ours = {v: t for v, t in times.items() if model.covers(v)}
+        if left_out(problem) or not ours:
+            continue
+        best = min(ours.values())
+        amounts += [model.kernels(problem.spec, problem.size, v) for v in ours]
+        us += ours.values()
+        trust += [best / t for t in ours.values()]  # what is near the best is what is chosen among
+    found = {"kernels": _fitted(amounts, us, trust, 1.0)}
+    kinds: dict[str, list[tuple[dict[str, float], float]]] = {}
+    for one in samples.replaced:
+        kind, row = model.library(one.spec, one.size)
+        kinds.setdefault(kind, []).append((row, one.us))
+    for kind, rows in sorted(kinds.items()):
+        found[kind] = _fitted([row for row, _ in rows], [t for _, t in rows], [1.0] * len(rows), OVER)
+    alone = [r for r in samples.replaced if r.projection_us and r.spec.item == 2]  # noqa: PLR2004 - not by IEEE float32
+    products = [model.projection(r.spec, r.size) for r in alone]
+    found["projection"] = _fitted(products, [r.projection_us for r in alone], [1.0] * len(alone), 1.0)
+    return found
+
+
+@functools.cache
+def models() -> dict[str, dict[str, Weights]]:
+    """Family -> the models of it, fitted to all that there is."""
+    return {samples.family: fit(samples) for samples in load_all()}
+
+
+def same_hidden(one: Problem, other: Problem) -> bool:
+    """Leave a shape out: every problem of one hidden size."""
+    return bool(one.spec.hidden == other.spec.hidden)
+
+
+def regrets(samples: Samples, left_out: Callable[[Problem, Problem], bool]) -> dict[str, float]:
+    """Problem -> how much slower than its best variant the pick is, if what ``left_out`` says was never measured."""
+    model = WORKLOADS[samples.family].family.model
+    assert model is not None, f"{samples.family} has no model"
+    winners = {p: min(times, key=times.__getitem__) for p, times in samples.times.items()}
+    found: dict[str, float] = {}
+    known: dict[Any, dict[str, Weights]] = {}
+    for problem, times in samples.times.items():
+        measured = {v: t for v, t in times.items() if model.covers(v)}
+        if not measured:
+            continue
+        without = tuple(p for p in samples.times if left_out(problem, p))
+        if without not in known:
+            known[without] = fit(samples, without.__contains__)
+        rows = [(p.spec, p.size, v) for p, v in winners.items() if p not in without]
+        pick = best_of(samples.family, problem, measured, known[without]["kernels"], rows)
+        found[problem.name] = measured[pick] / min(times.values()) - 1
+    return found
+
+
+def best_of(family: str, problem: Problem, variants: Iterable[Any], weights: Weights, rows: Iterable[Any]) -> Any:
+    """As tuned.lookup.model picks, among these variants and with these rows."""
+    described = WORKLOADS[family].family
+    model = described.model
+    assert model is not None, f"{family} has no model"
+    near = won(described, problem.spec, problem.size, rows)
+    return min(
+        variants,
+        key=lambda v: weighted(model.kernels(problem.spec, problem.size, v), weights) * model.handicap(v, near),
+    )
+
+
+def summary(found: dict[str, float]) -> str:
+    """Median and worst, as a phrase."""
+    worst, name = max((regret, name) for name, regret in found.items())
+    return f"median {100 * statistics.median(found.values()):.2f} %, worst {100 * worst:.1f} % ({name})"

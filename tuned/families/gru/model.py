@@ -1,0 +1,154 @@
+"""What the time of a recurrence is made of, by a variant and by torch.nn.GRU, and the variants worth asking about.
+
+The time of a call is a weighted sum of amounts. The weights are fitted to measurements: tuned/tables/_models.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping
+
+from tuned.families.choices import choices
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant, alone, pieces, programs, rejection
+from tuned.families.launch import ceil_div, next_power_of_2
+
+SMALL_HIDDEN, SMALL_BATCH = (64, 128), 256  # float32 layers for which cuDNN has a kernel that keeps the weights on chip
+LAYER_OVER_FIRST = 0.2  # cuDNN runs the layers of a stack side by side: what one more takes, of the first
+NEAR, NEAR_MOST = 0.06, 0.15  # what the estimate of a variant is raised by, for each octave to a row that it won
+MOST_ALIGNED = 16
+MARGIN, MARGIN_NARROW = 0.85, 0.65
+LEAST_ROWS = 16  # of a product on tensor cores
+
+
+def covers(variant: GruVariant) -> bool:
+    """Whether ``kernels`` is true of a variant: all steps in one launch."""
+    return variant.strategy == "persistent"
+
+
+def kernels(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, float]:
+    """Amounts of a persistent variant: of the launch, and of each time step in its slowest program."""
+    widths = [width for width in pieces(spec.hidden, variant.splits) if width]
+    columns, sets = sum(widths), 2 if spec.stacked else 1
+    units, rows, threads = variant.block_hidden, variant.block_batch, 32 * variant.num_warps
+    waits, tile = not alone(spec, variant), not variant.splits_columns
+    turns = variant.turns
+    state = turns * rows * columns * spec.item * sets
+    aligned = math.gcd(spec.hidden * spec.item, MOST_ALIGNED)  # bytes that a thread can load at a time
+    multiplied = turns * 3 * units * columns * sets
+    found = {
+        "step": 1.0,
+        "turns": turns - 1.0,
+        "pieces": turns * (len(widths) - 1.0),
+        "pieces_per_warp": turns * (len(widths) - 1.0) / variant.num_warps,
+        "elements": turns * units * rows / threads,
+        "tile_products" if tile else "products": multiplied * max(rows, 8) * spec.item / variant.num_warps / 1e6,
+        "tile_weights" if tile else "weights": multiplied
+        * spec.item
+        * (1 if tile else max(1, rows / LEAST_ROWS))
+        / 1e6,
+        "sums": 0.0 if tile else turns * variant.splits * units * rows / 1e6,
+        "ieee": multiplied * rows / 1e6 if spec.dtype == "float32" and spec.precision == "ieee" else 0.0,
+        "ragged": 0.0 if spec.dense else 1.0,
+    }
+    if waits:
+        found |= {
+            variant.exchange: 1.0,
+            "early": float(variant.prefetch == "early"),
+            "state": state / 1e6,
+            "state_per_thread": state / threads / 1e3,
+            "loads": state / threads / aligned / 1e3,
+            "message": programs(spec, size, variant) * state / 1e9,
+            "unit_tiles": ceil_div(spec.hidden, units) / 100,
+        }
+    steps = size.seq + spec.layers - 1
+    return {"call": 1.0, **{name: steps * amount for name, amount in found.items()}}
+
+
+def library(spec: GruSpec, size: GruSize) -> tuple[str, dict[str, float]]:
+    """(which weights, amounts) of torch.nn.GRU in a CUDA graph, its input as wide as its state, projection included."""
+    hidden, rows, both = spec.hidden, size.batch * spec.directions, float(spec.directions == 2)  # noqa: PLR2004
+    overlapped = 1 + LAYER_OVER_FIRST * (spec.layers - 1)
+    steps = size.seq * overlapped
+    amounts = {
+        "call": 1.0,
+        "step": steps,
+        "step_of_both": steps * both,
+        "units": steps * hidden * spec.directions / 1e3,
+        "weights": steps * hidden**2 * spec.directions / 1e6,
+        "gates": steps * rows * hidden / 1e6,
+        "products": steps * max(size.batch, LEAST_ROWS) * spec.directions * hidden**2 / 1e9,
+    }
+    if spec.dtype != "float32":
+        return "library", amounts
+    small = hidden <= SMALL_HIDDEN[0] or (hidden <= SMALL_HIDDEN[1] and size.batch <= SMALL_BATCH)
+    return "library_small_float32" if small else "library_float32", amounts
+
+
+def projection(spec: GruSpec, size: GruSize) -> dict[str, float]:
+    """Amounts of the products of the input and its weights, which the time of a recurrence does not have in it."""
+    return {
+        "call": 1.0,
+        "products": size.seq * size.batch * spec.directions * spec.hidden**2 * spec.item / 2 / 1e9,
+    }
+
+
+def alike(size: GruSize) -> GruSize:
+    """The size with its length rounded up to a power of two: only the start of a call is another part of its time."""
+    return dataclasses.replace(size, seq=next_power_of_2(max(size.seq, 1)))
+
+
+def candidates(spec: GruSpec, size: GruSize, capability: int, multiprocessors: int) -> tuple[GruVariant, ...]:
+    """The persistent variants that a GPU has room for, with the fewest turns, each waiting in the best way it has."""
+    return _candidates(spec, size.batch, capability, multiprocessors)
+
+
+@functools.lru_cache(maxsize=256)
+def _candidates(spec: GruSpec, batch: int, capability: int, multiprocessors: int) -> tuple[GruVariant, ...]:
+    size, knobs = GruSize(batch, 1), choices(GruVariant)
+    found = []
+    for form, units, rows, warps in itertools.product(
+        knobs["form"], knobs["block_hidden"], knobs["block_batch"], knobs["num_warps"]
+    ):
+        variant = GruVariant("persistent", form, units, rows, num_warps=warps)
+        if not alone(spec, variant):
+            fitting = [turns for turns in knobs["turns"] if _fits(spec, size, variant, turns, multiprocessors)]
+            if not fitting:
+                continue
+            variant = dataclasses.replace(variant, turns=fitting[0])
+        for exchange, prefetch in itertools.product(("spin", "poll", "counter"), knobs["prefetch"]):
+            one = dataclasses.replace(variant, exchange=exchange, prefetch=prefetch)
+            if rejection(spec, size, one, capability, multiprocessors) is None:
+                found.append(one)
+    return tuple(found)
+
+
+def _fits(spec: GruSpec, size: GruSize, variant: GruVariant, turns: int, multiprocessors: int) -> bool:
+    return programs(spec, size, dataclasses.replace(variant, turns=turns)) <= multiprocessors
+
+
+def margin(spec: GruSpec) -> float:
+    """What a variant may be thought to take of PyTorch's time, to be chosen: the model errs.
+
+    It errs by more where rows are no multiples of 16 bytes: what is read of them at a time is then narrow.
+    """
+    return MARGIN if spec.hidden * spec.item % MOST_ALIGNED == 0 else MARGIN_NARROW
+
+
+def handicap(variant: GruVariant, won: Mapping[GruVariant, float]) -> float:
+    """What the estimate of a variant is multiplied by: more, the further away the nearest row is that it won.
+
+    Models are right about a factor and rows about percents: near a row its variant is to be beaten by more than errors.
+    """
+    return math.exp(min(NEAR * won.get(variant, math.inf), NEAR_MOST))
+
+
+def octaves(spec: GruSpec, size: GruSize, other: GruSpec, other_size: GruSize) -> float:
+    """How far a row is from a call, for ``handicap``: octaves of the hidden size count 2 each, those of the batch 1."""
+    unlike = (spec.directions != other.directions) + (spec.stacked != other.stacked)
+    item = abs(math.log2(spec.item / other.item))
+    hidden = abs(math.log2(spec.hidden / other.hidden))
+    return 2 * hidden + 2 * item + abs(math.log2(max(size.batch, 1) / max(other_size.batch, 1))) + unlike

@@ -1,0 +1,100 @@
+"""Pick a variant by a model of its time, for calls that no row was measured for, and hold it against PyTorch's own.
+
+A model is a weighted sum of amounts: those are the family's (tuned.families.family.Model), the weights are fitted to what
+was measured: tuned/tables/_models.py, which `python tune.py model` and `--render` write. Rows help it: near a problem
+that was tuned, its winner is only given up for what the model thinks much better.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from tuned.families.family import BUILT_IN, Family
+from tuned.lookup.table import ships
+
+Weights = Mapping[str, float]
+
+
+class Pick(NamedTuple):
+    """What a model thinks best, and the times that it thinks so by, in microseconds."""
+
+    variant: Any
+    us: float  # of all that a call runs
+    library_us: float  # of PyTorch's own
+    wins: bool  # by as much as the model may err
+
+
+def weighted(amounts: Mapping[str, float], weights: Weights) -> float:
+    """The sum of amounts, each by its weight; one without a weight takes no time."""
+    return sum(amount * weights.get(name, 0.0) for name, amount in amounts.items())
+
+
+@functools.cache
+def _known() -> dict[str, dict[str, Weights]]:
+    """Family -> model -> weights. If the module cannot be used: none, and one warning, since a model must not stop."""
+    try:
+        return dict(importlib.import_module("tuned.tables._models").MODELS)
+    except Exception as error:  # noqa: BLE001 - a truncated file, or one of another version, may raise anything
+        text = (
+            f"tuned/tables/_models.py cannot be used ({type(error).__name__}: {error}): restore it from version control, or "
+            "write it again with python tune.py --render; it is not used"
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        return {}
+
+
+def weights_of(family: Family) -> dict[str, Weights] | None:
+    """The models of a family; None if there are none."""
+    return _known().get(family.name) if family.model is not None and family.home == BUILT_IN else None
+
+
+def library_us(family: Family, spec: Any, size: Any) -> float:
+    """What PyTorch's own is thought to take for a call of a family that has models, in a CUDA graph."""
+    weights = weights_of(family)
+    assert weights is not None, f"{family.name} has no model"
+    assert family.model is not None
+    kind, amounts = family.model.library(spec, size)
+    return weighted(amounts, weights[kind])
+
+
+def beside_us(family: Family, spec: Any, size: Any) -> float:
+    """What a call runs beside the kernels of a variant: PyTorch's own time has it too, and a row's has not."""
+    weights = weights_of(family)
+    assert weights is not None, f"{family.name} has no model"
+    assert family.model is not None
+    return weighted(family.model.projection(spec, size), weights["projection"])
+
+
+def won(family: Family, spec: Any, size: Any, rows: Iterable[tuple[Any, Any, Any]]) -> dict[Any, float]:
+    """Variant, adapted to a call -> octaves to the nearest of the rows (spec, size, variant) that it won."""
+    assert family.model is not None
+    found: dict[Any, float] = {}
+    for other, other_size, variant in rows:
+        adapted = family.adapt(variant, other, spec)
+        away = family.model.octaves(spec, size, other, other_size)
+        found[adapted] = min(found.get(adapted, math.inf), away)
+    return found
+
+
+def pick(family: Family, spec: Any, size: Any, gpu: Any, rows: Iterable[tuple[Any, Any, Any]]) -> Pick | None:
+    """The best variant by the model among those that ship and that a GPU has room for; None if there is none."""
+    model, weights = family.model, weights_of(family)
+    assert model is not None, f"{family.name} has no model"
+    assert weights is not None
+    near = won(family, spec, size, rows)
+    found: list[tuple[float, int, float, Any]] = []
+    for variant in model.candidates(spec, size, gpu.capability, gpu.multiprocessors):
+        if not ships(family, spec, variant):
+            continue
+        us = weighted(model.kernels(spec, size, variant), weights["kernels"])
+        found.append((us * model.handicap(variant, near), len(found), us, variant))
+    if not found:
+        return None
+    _, _, us, variant = min(found, key=lambda one: one[:2])
+    us, theirs = us + beside_us(family, spec, size), library_us(family, spec, size)
+    return Pick(variant, us, theirs, us <= model.margin(spec) * theirs)
