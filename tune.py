@@ -262,6 +262,17 @@ def landscape(
     run(lambda commands: commands.landscape(problems, context.obj.gpu, out, console))
 
 
+@app.command()
+def model(
+    context: typer.Context,
+    family: Annotated[str, typer.Option(help="The kernel family.")] = "gru",
+    seconds: Annotated[float, typer.Option(min=1, help="How long to time PyTorch's own on random shapes.")] = 25.0,
+    seed: Annotated[int, typer.Option(help="Of the shapes.")] = 7,
+) -> None:
+    """Fit the model that picks for shapes without a row; on a GPU, to what was tuned there and PyTorch's own times."""
+    run(lambda commands: commands.model(family, context.obj.gpu, seconds, seed, console))
+
+
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)  # the processes that compile and measure take their environment from here
     app()

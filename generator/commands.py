@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import math
 import os
@@ -28,6 +29,7 @@ from .processes.compiler import CompilerPool
 from .processes.worker import Worker
 from .publishing.files import render_all
 from .publishing.tables import write_table
+from .rendering.structures import digests_of
 from .reporting.funnel import Funnel, funnel_of
 from .reporting.progress import bar
 from .reporting.report import knobs, percent_of_floor, problem_lines, stages_table, winners_table
@@ -38,7 +40,7 @@ from .selection import select
 from .storage.backends import EXTRA, journal_path, opened_storage
 from .storage.journal import Journal
 from .storage.record import WINNERS, read_record
-from .workload import default_variant
+from .workload import WORKLOADS, default_problems, default_variant
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -418,6 +420,48 @@ def replay(device: str, seeds: int, write: Path | None, console: Console, *, pla
             f"{100 * max(found):.2f}% in the worst of {len(found)}",
         )
         console.print(evidence.guess_table(evidence.guesses(landscapes)))
+    return 0
+
+
+def model(family: str, gpu_option: str, seconds: float, seed: int, console: Console) -> int:
+    """Take samples on this GPU, if there is one; write the models, and say what their picks cost."""
+    from .evaluation import fitting  # noqa: PLC0415
+    from .measuring.replaced import replaced  # noqa: PLC0415
+    from .storage import samples  # noqa: PLC0415
+
+    work = WORKLOADS.get(family)
+    if work is None or work.family.model is None:
+        raise SelectionError(
+            f"--family must be one that has a model, got {family!r}: tuned/families/gru/model.py is one"
+        )
+    facts = gpu.gather()
+    answer = gpu.diagnose(facts)
+    if answer.kind == "ready":
+        with on_gpu(gpu.choose_gpu(facts.names, gpu_option), None, lambda text: say(console, text)) as (
+            _,
+            _,
+            environment,
+        ):
+            times = {}
+            with opened_storage(None, environment["device"]) as storage:
+                journal = Journal(storage)
+                for problem in default_problems(family):
+                    known = journal.remembered(problem, environment, functools.partial(digests_of, problem))
+                    if right := {v: r[0] for v, r in known.items() if not isinstance(r, str)}:
+                        times[problem] = right
+            found = [samples.Replaced(p.spec, p.size, us, by) for p, us, by in replaced(family, seconds, seed)]
+        path = samples.save(samples.Samples(family, environment, times, tuple(found)))
+        say(
+            console,
+            f"{sum(map(len, times.values()))} times of {len(times)} problems, {len(found)} of PyTorch's own: {path}",
+        )
+    else:
+        say(console, f"{answer.message} The models are fitted to the samples that there are.")
+    for one in samples.load_all():
+        for name, left_out in (("problem", fitting.same_problem), ("hidden size", fitting.same_hidden)):
+            cost = fitting.summary(fitting.regrets(one, left_out))
+            say(console, f"{one.family} on {one.environment['device']}: a {name} left out costs {cost}")
+    render_all()
     return 0
 
 

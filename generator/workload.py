@@ -7,6 +7,7 @@ import functools
 import importlib
 import math
 import pkgutil
+import random
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 # Module of a family's folder -> what it must have, and what it may have.
 PARTS = {
-    "problems": (("problems",), ()),
+    "problems": (("problems",), ("drawn",)),
     "reference": (("inputs", "reference", "eager", "bytes_moved"), ("tensor_bytes", "small", "interpreted")),
     "show": (("wrapper",), ("shown_size", "group")),
     "texts": (("texts",), ()),
@@ -71,6 +72,7 @@ class Workload:
     interpreted: Callable[..., Iterator[Step]] | None = None  # (spec, variant, call), if not the launches of the family
     shown_size: Callable[[Any], Any] | None = None  # (size) -> that which a shown winner is made for, if another
     group: Callable[[Any], str] | None = None  # (spec) -> of groups, if they are several
+    drawn: Callable[[random.Random], Problem] | None = None  # a problem of any shape, for the model of what is replaced
 
 
 def _workload(package: ModuleType) -> Workload:

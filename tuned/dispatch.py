@@ -10,6 +10,10 @@ Which kernel a call gets:
    chosen by leave-one-out regret: ``python tune.py regret``; its figures are in each table.
    (2b) The same from the table of the most similar GPU, without what this GPU lacks.
    (2c) The same from the portfolio of the architecture: ``tuned/tables/_portfolio.py``.
+   A GRU over sequences has a model of its time instead (``tuned.lookup.model``): the rows of its spec and batch serve every
+   length; for any other shape the model picks among all variants that fit the GPU, near a row for what is much better
+   only. PyTorch's own operator serves where its time, measured or modelled, is less, and in the place of a launch for
+   each step outside of a CUDA graph.
 3. The default variant of the spec.
 4. Eager PyTorch: tensors on a CPU, dtypes that no kernel takes, no Triton, angles or a GRU that need a gradient.
 

@@ -143,7 +143,7 @@ def _sequences() -> Iterator[Deed]:
                 block_hidden=units,
                 block_batch=rows,
                 exchange=exchange,
-                prefetch=("early", "late")[at % 2],
+                prefetch="early" if structure.in_turn else ("early", "late")[at % 2],
                 num_warps=4,
             )
             yield _sequence(name, spec, variant, ("steps", "rows", "apart")[at % 3])

@@ -62,6 +62,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     **{name: choices(GruVariant)[name] for name in ("form", "block_batch", "prefetch", "num_warps")},
     "block_hidden": (8, 16, 32, 64, 128),
     "exchange": ("poll", "counter"),
+    "turns": (1, 2, 3),  # any number is the same text
 }
 
 
@@ -152,6 +153,20 @@ def test_one_program_waits_for_its_own_results_and_the_layer_below(shape: str, e
     variant = dataclasses.replace(SPLIT, block_hidden=32, exchange=exchange)
     for layout in LAYOUTS:
         assert_right(Sequences(spec_of("half", 20, shape, layout), lengths_of(layout, 17, 3)), variant, [(0, 3)])
+
+
+@pytest.mark.thinned_on_gpu(every=3)
+@pytest.mark.parametrize("exchange", ["poll", "counter"])
+@pytest.mark.parametrize("shape", ["layer", "both"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("numbers", ["half", "tf32"])
+def test_a_program_takes_tiles_in_turn_over_all_steps(numbers: str, layout: str, shape: str, exchange: str) -> None:
+    """Five tiles of rows in two and in three turns, in windows of steps: states are kept between turns and launches."""
+    for turns in (2, 3):
+        variant = GruVariant("persistent", "split", 32, 8, exchange, turns=turns)
+        spec, lengths = spec_of(numbers, 20, shape, layout), lengths_of(layout, 33, 5)
+        assert programs(spec, GruSize(33, 5), variant) == spec.directions * ceil_div(5, turns)
+        assert_right(Sequences(spec, lengths), variant, [(0, 2), (2, 5)])
 
 
 class StillWaitingError(Exception):

@@ -485,15 +485,15 @@ def _texts_and_exchanges() -> Iterator[tuple[GruSpec, GruVariant]]:
         hidden = 100 if exchange == "poll" else 128
         spec = dataclasses.replace(text, dtype=dtype, hidden=hidden, directions=1 if text.stacked else 2)
         units, rows = (16, 8) if structure.splits_columns else (32, 32)
-        prefetch = ("early", "late")[at // 2 % 2]
-        yield spec, GruVariant("persistent", structure.form, units, rows, exchange, prefetch)
+        prefetch = "early" if structure.in_turn else ("early", "late")[at // 2 % 2]
+        yield spec, GruVariant("persistent", structure.form, units, rows, exchange, prefetch, turns=structure.turns)
         yield spec, default_variant(spec)
 
 
 def _size(variant: GruVariant) -> GruSize:
     from tuned.families.gru.spec import GruSize  # noqa: PLC0415
 
-    return GruSize(2 * variant.block_batch, 8)
+    return GruSize(2 * variant.block_batch * variant.turns, 8)
 
 
 def _waits(spec: GruSpec, size: GruSize, variant: GruVariant, capability: int) -> bool:

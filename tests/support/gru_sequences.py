@@ -252,8 +252,14 @@ def assert_traffic_right(built: Built, traffic: Traffic) -> None:
     loaded, stored = traffic.loaded()[:, 0], traffic.stored()[:, 0]
     strays = loaded[~np.isin(loaded, allowed)]
     assert not len(strays), f"{len(strays)} loads outside every tensor of the call"
+    kept = addresses(call.states).ravel()
     results = np.concatenate([addresses(t).ravel() for t in built.written().values()])
+    stored = stored[~np.isin(stored, kept)]
     assert np.array_equal(np.sort(stored), np.sort(results)), "not every result is written, or one is written twice"
+    own, loads = (np.unique(t[np.isin(t[:, 0], kept), :2], axis=0) for t in (traffic.stored(), traffic.loaded()))
+    assert len(own) == len(np.unique(own[:, 0])), "a state that turns keep is written by two programs"
+    others = {tuple(row) for row in loads} - {tuple(row) for row in own}
+    assert not others, "a program reads a state that another keeps"
 
 
 @contextlib.contextmanager

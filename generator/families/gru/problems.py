@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,3 +71,16 @@ def problems() -> Iterator[Problem]:
     for (hidden, batch), dtype in itertools.product((*grid, *ODD), ("bfloat16", "float32")):
         name = f"gru_grid_{'bf16' if dtype == 'bfloat16' else 'fp32'}_{batch}x{hidden}"
         yield Problem(name, "gru", GruSpec(dtype, hidden), GruSize(batch, GRID_STEPS))
+
+
+DRAWN_HIDDEN, DRAWN_BATCH, DRAWN_STEPS = (32, 2048), (1, 512), (16, 48, 128)
+
+
+def drawn(draw: random.Random) -> Problem:
+    """A dense layer of any shape: hidden size and batch log-uniform, not rounded."""
+
+    def between(least: int, most: int) -> int:
+        return round(math.exp(draw.uniform(math.log(least), math.log(most))))
+
+    spec = GruSpec(draw.choice(("bfloat16", "float32")), between(*DRAWN_HIDDEN), directions=draw.choice((1, 1, 1, 2)))
+    return Problem("drawn", "gru", spec, GruSize(between(*DRAWN_BATCH), draw.choice(DRAWN_STEPS)))

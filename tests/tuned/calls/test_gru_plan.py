@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import types
@@ -272,3 +273,38 @@ def test_what_no_plan_does_is_asked_of_none(monkeypatch: pytest.MonkeyPatch) -> 
     for given, settings in others:
         out, _ = dispatch.gru(given, hx, weights, num_layers=2, **settings)
         assert out.shape == (*given.shape[:-1], H)
+
+
+# PyTorch's own -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_what_pytorch_serves_is_remembered_too(monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
+    """Its own operator at once, with the tensors of the call; but not where a graph has a better one."""
+    monkeypatch.setattr(plan, "_PLANS", {})
+    monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
+    graph = types.SimpleNamespace(captures=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: graph.captures)
+    module = torch.nn.GRU(H, H, 2, bidirectional=True)
+    weights = tuple(module._flat_weights)
+    with torch.no_grad():
+        call = GruCall(torch.randn(T, B, H), torch.zeros(4, B, H), weights, True, 2, True, False)
+        assert again(call) is None
+        plan.learn_eager(call, captured)
+        other = dataclasses.replace(call, input=torch.randn(T, B, H))
+        for ours, theirs in zip(again(other), module(other.input), strict=True):
+            assert torch.equal(ours, theirs)
+        assert again(dataclasses.replace(call, input=torch.randn(T + 1, B, H))) is None
+        graph.captures = True
+        assert (again(other) is None) == (not captured)
+
+
+def test_what_pytorch_must_copy_each_time_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_PLANS", {})
+    module = torch.nn.GRU(H, H)
+    state = torch.zeros(B, 2 * H)[None, :, :H]
+    call = GruCall(torch.randn(T, B, H), state, tuple(module._flat_weights), True, 1, False, False)
+    with torch.no_grad():
+        plan.learn_eager(call, captured=True)
+        plan.learn_eager(dataclasses.replace(call, hx=torch.zeros(1, B, H), dropout=0.5), captured=True)
+    assert plan._PLANS == {}

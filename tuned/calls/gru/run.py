@@ -153,7 +153,9 @@ def _parts(call: GruCall, *, captured: bool | None = None) -> list[tuple[GruSpec
         layers = dataclasses.replace(spec, directions=1, layers=call.num_layers)
         theirs_us = library_us(GRU, layers, size) * spec.directions
         if choice.us * call.num_layers > theirs_us:
-            choice = _left(choice, f"PyTorch's own runs {call.num_layers} layers side by side, in about {theirs_us:.4g} us")
+            choice = _left(
+                choice, f"PyTorch's own runs {call.num_layers} layers side by side, in about {theirs_us:.4g} us"
+            )
     return [(spec, size, choice)] * call.num_layers
 
 
@@ -168,7 +170,9 @@ def _timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Cho
     # A row was measured in a graph. What cu_seqlens says PyTorch's own reads on the host, which no capture allows.
     if captured and (choice.rule in {"winner", "nearest size"} or spec.thd):
         return choice
-    return _left(choice, f"a launch for each of {size.seq} steps takes less only in a CUDA graph, where it was measured")
+    return _left(
+        choice, f"a launch for each of {size.seq} steps takes less only in a CUDA graph, where it was measured"
+    )
 
 
 def _left(choice: Choice, why: str) -> Choice:

@@ -18,7 +18,7 @@ from tuned.families.launch import ceil_div, next_power_of_2
 
 SMALL_HIDDEN, SMALL_BATCH = (64, 128), 256  # float32 layers for which cuDNN has a kernel that keeps the weights on chip
 LAYER_OVER_FIRST = 0.2  # cuDNN runs the layers of a stack side by side: what one more takes, of the first
-NEAR, NEAR_MOST = 0.06, 0.15  # what the estimate of a variant is raised by, for each octave to a row that it won
+NEAR, NEAR_MOST = 0.06, 0.2  # what the estimate of a variant is raised by, for each octave to a row that it won
 MOST_ALIGNED = 16
 MARGIN, MARGIN_NARROW = 0.85, 0.65
 LEAST_ROWS = 16  # of a product on tensor cores

@@ -1,0 +1,91 @@
+"""What the time of a recurrence is counted by, and the variants that a call without a row is offered."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from tuned.families.gru import FAMILY
+from tuned.families.gru.model import alike, candidates, handicap, kernels, library, margin, octaves, projection
+from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant, alone, programs, rejection
+
+BF16 = GruSpec("bfloat16", 512)
+CARDS = {"H200": (90, 132), "A100": (80, 108), "RTX 4090": (89, 128), "a part of one": (90, 16)}
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_candidates_are_legal_and_take_no_more_turns_than_needed(dtype: str, layout: str, card: str) -> None:
+    capability, multiprocessors = CARDS[card]
+    for hidden, batch in ((33, 1), (96, 512), (640, 24), (768, 100), (1001, 64)):
+        spec, size = GruSpec(dtype, hidden, layout), GruSize(batch, 100)
+        for variant in candidates(spec, size, capability, multiprocessors):
+            assert rejection(spec, size, variant, capability, multiprocessors) is None
+            assert variant.strategy == "persistent"
+            if not alone(spec, variant):
+                assert programs(spec, size, variant) <= multiprocessors
+            if variant.in_turn:
+                fewer = dataclasses.replace(variant, turns=1)
+                assert programs(spec, size, fewer) > multiprocessors
+
+
+def test_a_batch_that_fits_in_no_other_way_is_taken_in_turns() -> None:
+    """128 rows of 960 units: six programs for each multiprocessor, if each had one tile."""
+    found = candidates(GruSpec("bfloat16", 960), GruSize(128, 100), 90, 132)
+    assert found
+    assert all(variant.in_turn for variant in found)
+    assert not candidates(GruSpec("float32", 2048), GruSize(8, 100), 90, 132), "50 MB of weights fit on no chip"
+
+
+def test_amounts_grow_with_what_they_count() -> None:
+    variant = GruVariant("persistent", "split", 32, 16, "spin", turns=2)
+    short, long = (kernels(GruSpec("bfloat16", 960), GruSize(128, seq), variant) for seq in (10, 20))
+    assert short["call"] == long["call"] == 1
+    assert all(long[name] == 2 * amount for name, amount in short.items() if name != "call")
+    once = kernels(BF16, GruSize(16, 10), GruVariant("persistent", "split", 16, 16, "spin"))
+    assert once["turns"] == 0
+    assert once["spin"] == 10
+    assert kernels(BF16, GruSize(16, 10), GruVariant("persistent", "split", 16, 16, "counter"))["counter"] == 10
+
+
+def test_narrow_rows_need_more_loads_and_a_wider_margin() -> None:
+    variant = GruVariant("persistent", "split", 16, 16, "counter")
+    wide, narrow = (kernels(GruSpec("bfloat16", hidden), GruSize(16, 10), variant) for hidden in (512, 511))
+    assert narrow["loads"] == 8 * wide["loads"], "2 bytes at a time, not 16"
+    assert margin(GruSpec("bfloat16", 511)) < margin(GruSpec("bfloat16", 512)) < 1
+    assert margin(GruSpec("float32", 4)) == margin(BF16)
+
+
+def test_the_library_has_a_kernel_of_its_own_for_small_float32_layers() -> None:
+    kinds = {
+        (dtype, h): library(GruSpec(dtype, h), GruSize(64, 9))[0] for dtype in ("float32", "float16") for h in (96, 256)
+    }
+    assert kinds == {
+        ("float32", 96): "library_small_float32",
+        ("float32", 256): "library_float32",
+        ("float16", 96): "library",
+        ("float16", 256): "library",
+    }
+    one, stack = (library(GruSpec("bfloat16", 512, layers=layers), GruSize(16, 100))[1]["step"] for layers in (1, 3))
+    assert one < stack < 3 * one, "layers run side by side"
+    assert projection(BF16, GruSize(8, 10))["products"] == 10 * 8 * 512**2 / 1e9
+
+
+def test_a_row_helps_its_neighbours_the_nearer_the_more() -> None:
+    variant, other = GruVariant("persistent"), GruVariant("persistent", num_warps=8)
+    here, near, far = (handicap(variant, {variant: away}) for away in (0.0, 1.0, 9.0))
+    assert 1 == here < near < far == handicap(other, {variant: 0.0})
+    assert octaves(BF16, GruSize(16, 1), BF16, GruSize(16, 900)) == 0, "steps are alike"
+    assert octaves(BF16, GruSize(16, 1), GruSpec("bfloat16", 1024), GruSize(32, 1)) == 3
+    assert math.isclose(octaves(BF16, GruSize(16, 1), GruSpec("float32", 512, directions=2), GruSize(16, 1)), 3)
+
+
+def test_lengths_are_alike_up_to_a_power_of_two() -> None:
+    assert [alike(GruSize(3, seq)).seq for seq in (1, 33, 64, 65)] == [1, 64, 64, 128]
+    assert FAMILY.model is not None
+    assert FAMILY.model.covers(GruVariant("persistent"))
+    assert not FAMILY.model.covers(GruVariant())

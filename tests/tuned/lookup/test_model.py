@@ -1,0 +1,131 @@
+"""Calls without a row: the model's pick, or PyTorch's own where that takes less; and rows that PyTorch's own beats."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import tuned.lookup.lookup
+import tuned.tables
+from tuned.families.gru import FAMILY as GRU
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import rejection
+from tuned.families.rope import FAMILY as ROPE
+from tuned.lookup import lookup, model
+from tuned.lookup.lookup import Choice, Gpu, choose
+from tuned.lookup.table import Row, Table, tables
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+H200 = Gpu("nvidia_h200", 90, 132, "NVIDIA H200")
+BF16 = GruSpec("bfloat16", 512)
+
+
+def chosen(dtype: str, hidden: int, batch: int, seq: int = 512, gpu: Gpu = H200, **spec: Any) -> Choice:
+    return choose(GRU, GruSpec(dtype, hidden, **spec), GruSize(batch, seq), gpu)
+
+
+def only(monkeypatch: pytest.MonkeyPatch, *rows: Row) -> None:
+    """One table, of an H200, with these rows."""
+    table = Table("nvidia_h200", {"capability": 90, "multiprocessors": 132}, {"gru": rows})
+    monkeypatch.setattr(tuned.lookup.lookup, "tables", lambda: {"nvidia_h200": table})
+
+
+def test_shapes_that_no_row_knows_get_a_kernel_that_keeps_its_weights_on_chip() -> None:
+    for batch, hidden in ((24, 640), (90, 760), (100, 768)):
+        choice = chosen("bfloat16", hidden, batch)
+        assert choice.rule in {"model", "winner", "nearest size"}, choice.why
+        assert choice.variant.strategy == "persistent"
+
+
+def test_most_shapes_are_served_by_kernels_and_no_choice_is_illegal() -> None:
+    draw = random.Random(5)
+    served = 0
+    for _ in range(200):
+        hidden, batch = round(32 * 64 ** draw.random()), round(512 ** draw.random())
+        spec = GruSpec(draw.choice(("bfloat16", "float32")), hidden, directions=draw.choice((1, 2)))
+        choice = choose(GRU, spec, GruSize(batch, 99), H200)
+        if choice.variant is not None:
+            assert rejection(spec, GruSize(batch, 99), choice.variant, 90, 132) is None
+            served += choice.variant.strategy == "persistent"
+    assert served > 120, "PyTorch everywhere is no answer"
+
+
+def test_what_fits_on_no_chip_is_left_to_pytorch() -> None:
+    choice = chosen("float32", 96, 3, 100)
+    assert choice.rule == "eager"
+    assert "PyTorch's own" in choice.why
+    assert choice.gpu == H200, "so that TUNED_RECORD has it"
+
+
+@pytest.mark.parametrize(("eager_us", "rule"), [(0.0, "winner"), (150.0, "winner"), (101.0, "eager")])
+def test_a_row_that_pytorch_beats_does_not_serve(monkeypatch: pytest.MonkeyPatch, eager_us: float, rule: str) -> None:
+    """A row's time is that of the kernels; PyTorch's has the projection of the input in it."""
+    size, variant = GruSize(16, 64), chosen("bfloat16", 512, 16).variant
+    only(monkeypatch, Row(BF16, size, variant, None, 100.0, "t", {}, eager_us))
+    monkeypatch.setattr(lookup, "_elsewhere", lambda *_: [])
+    lookup._here.cache_clear()
+    choice = choose(GRU, BF16, size, H200)
+    assert choice.rule == rule
+    assert (choice.variant is None) == (rule == "eager")
+    longer = choose(GRU, BF16, GruSize(16, 100), H200)
+    assert longer.rule == {"winner": "nearest size", "eager": "eager"}[rule], "of another length, whose steps are alike"
+    lookup._here.cache_clear()
+
+
+def test_a_row_far_away_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its variant, adapted, would be tiles for 8 rows; 512 of them want others."""
+    few = chosen("bfloat16", 512, 8).variant
+    only(monkeypatch, Row(BF16, GruSize(8, 64), few, None, 100.0, "t", {}, 900.0))
+    choice = choose(GRU, BF16, GruSize(512, 64), H200)
+    assert choice.rule == "model"
+    assert choice.variant != few
+
+
+def test_a_new_length_costs_no_new_look_at_the_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+    pick = model.pick
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return pick(*arguments)
+
+    monkeypatch.setattr(model, "pick", counted)
+    lookup._pick.cache_clear()
+    found = {chosen("bfloat16", 500, 30, seq).variant for seq in range(513, 1024, 37)}
+    assert (len(found), looks) == (1, 1)
+
+
+def test_a_part_of_a_gpu_gets_what_fits_it() -> None:
+    small = chosen("bfloat16", 512, 64, gpu=dataclasses.replace(H200, multiprocessors=20))
+    assert small.variant is None or small.variant != chosen("bfloat16", 512, 64).variant
+
+
+def test_families_without_a_model_are_as_they_were() -> None:
+    assert model.weights_of(ROPE) is None
+    assert model.weights_of(dataclasses.replace(GRU, home="elsewhere")) is None
+
+
+def test_models_that_cannot_be_used_are_skipped_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "_models.py").write_text("MODELS = {")
+    monkeypatch.setattr(tuned.tables, "__path__", [str(tmp_path), *tuned.tables.__path__])
+    monkeypatch.delitem(sys.modules, "tuned.tables._models", raising=False)
+    model._known.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match=r"_models.py cannot be used \(SyntaxError"):
+            assert model.weights_of(GRU) is None
+        assert chosen("bfloat16", 512, 16).rule in {"winner", "nearest size", "closest spec"}
+    finally:
+        model._known.cache_clear()
+        sys.modules.pop("tuned.tables._models", None)
+
+
+def test_tables_give_what_pytorch_took() -> None:
+    rows = tables()["nvidia_h200"].rows["gru"]
+    assert all(row.eager_us > 0 for row in rows)
