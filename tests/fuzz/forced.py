@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -36,20 +37,19 @@ def rows(family: str, capability: int = 90) -> tuple[Any, ...]:
     for row in sorted(everything, key=_weight):
         found.setdefault((row.variant, FAMILIES[family].kernel_names(row.spec, row.variant)), row)
     named = {name for _, names in found for name in names}
-    size = min((row.size for row in everything), key=lambda one: one.tokens)
+    sizes = sorted({row.size for row in everything}, key=lambda one: (one.tokens, repr(one)))
     defaults = [
-        Row(
-            spec, size, _launching(FAMILIES[family], name, spec, size, [variant, *(v for v, _ in found)]), None, 0.0, ""
-        )
+        Row(spec, *_launching(FAMILIES[family], name, spec, sizes, [variant, *(v for v, _ in found)]), None, 0.0, "")
         for _, name, spec, variant, default in texts()
         if default and name not in named and name != PROBE and isinstance(spec, FAMILIES[family].spec_type)
     ]
     return (*found.values(), *defaults)
 
 
-def _launching(family: Family, name: str, spec: Any, size: Any, variants: list[Any]) -> Any:
-    """The first of the variants that is legal for a call and launches a kernel."""
-    return next(v for v in variants if name in family.kernel_names(spec, v) and usable(family, spec, size, v, 90, 132))
+def _launching(family: Family, name: str, spec: Any, sizes: list[Any], variants: list[Any]) -> tuple[Any, Any]:
+    """The first size and variant, the smallest size first, that are legal together and launch a kernel."""
+    found = itertools.product(sizes, [v for v in variants if name in family.kernel_names(spec, v)])
+    return next((size, v) for size, v in found if usable(family, spec, size, v, 90, 132))
 
 
 def _weight(row: Any) -> tuple[float, str]:
