@@ -70,6 +70,7 @@ def test_the_library_has_a_kernel_of_its_own_for_small_float32_layers() -> None:
         ("float16", 96): "library",
         ("float16", 256): "library",
     }
+    assert library(GruSpec("float32", 96, "packed"), GruSize(64, 9))[0] == "library_float32", "not of packed sequences"
     one, stack = (library(GruSpec("bfloat16", 512, layers=layers), GruSize(16, 100))[1]["step"] for layers in (1, 3))
     assert one < stack < 3 * one, "layers run side by side"
     assert projection(BF16, GruSize(8, 10))["products"] == 10 * 8 * 512**2 / 1e9

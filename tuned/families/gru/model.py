@@ -16,7 +16,10 @@ from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant, alone, pieces, programs, rejection
 from tuned.families.launch import ceil_div, next_power_of_2
 
-SMALL_HIDDEN, SMALL_BATCH = (64, 128), 256  # float32 layers for which cuDNN has a kernel that keeps the weights on chip
+SMALL_HIDDEN, SMALL_BATCH = (
+    (64, 128),
+    256,
+)  # dense float32 layers for which cuDNN has a kernel that keeps the weights on chip
 LAYER_OVER_FIRST = 0.2  # cuDNN runs the layers of a stack side by side: what one more takes, of the first
 NEAR, NEAR_MOST = 0.06, 0.2  # what the estimate of a variant is raised by, for each octave to a row that it won
 MOST_ALIGNED = 16
@@ -84,7 +87,7 @@ def library(spec: GruSpec, size: GruSize) -> tuple[str, dict[str, float]]:
     }
     if spec.dtype != "float32":
         return "library", amounts
-    small = hidden <= SMALL_HIDDEN[0] or (hidden <= SMALL_HIDDEN[1] and size.batch <= SMALL_BATCH)
+    small = spec.dense and (hidden <= SMALL_HIDDEN[0] or (hidden <= SMALL_HIDDEN[1] and size.batch <= SMALL_BATCH))
     return "library_small_float32" if small else "library_float32", amounts
 
 
@@ -133,8 +136,11 @@ def _fits(spec: GruSpec, size: GruSize, variant: GruVariant, turns: int, multipr
 def margin(spec: GruSpec) -> float:
     """What a variant may be thought to take of PyTorch's time, to be chosen: the model errs.
 
-    It errs by more where rows are no multiples of 16 bytes: what is read of them at a time is then narrow.
+    It errs by more where rows are no multiples of 16 bytes: what is read of them at a time is then narrow. What cu_seqlens
+    bounds PyTorch's own must bring into another order first, and reads the bounds on the host: any kernel is better.
     """
+    if spec.thd:
+        return math.inf
     return MARGIN if spec.hidden * spec.item % MOST_ALIGNED == 0 else MARGIN_NARROW
 
 
