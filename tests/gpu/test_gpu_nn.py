@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")  # what tor
 
 # float32 with TF32: cuDNN multiplies the input of upper layers in float32 where it is as small as here, a stack in TF32.
 WORSE_STACK = 1.3
-FEATURES, H, LENGTHS = 48, 160, (9, 17, 1, 12)
+FEATURES, H, LENGTHS = 48, 64, (9, 17, 1, 12)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 GRID = list(itertools.product((1, 2, 3), (False, True), (False, True), (False, True), (True, False), DTYPES))
 
@@ -45,14 +45,15 @@ def case(layers: int, both: bool, first: bool, packs: bool, bias: bool, dtype: t
 
 @pytest.mark.gpu_sample
 @pytest.mark.parametrize(("layers", "both", "first", "packs", "bias", "dtype"), GRID)
-def test_a_kernel_serves_and_errs_no_more_than_pytorch(
+def test_what_serves_errs_no_more_than_pytorch(
     layers: int, both: bool, first: bool, packs: bool, bias: bool, dtype: torch.dtype
 ) -> None:
     ours, theirs, x, hx = case(layers, both, first, packs, bias, dtype)
     with torch.no_grad():
         told = tuned.explain(ours, x, hx)
-        assert told.rule != "eager", told.why
-        assert told.kernels
+        # cuDNN keeps small float32 layers on chip, if sequences have one length, and takes less than any kernel.
+        assert (told.rule == "eager") == (dtype == torch.float32 and not packs), told.why
+        assert bool(told.kernels) == (told.rule != "eager")
         found = ours(x, hx)
         again = ours(x, hx)
         assert all(torch.equal(data_of(a), data_of(b)) for a, b in zip(found, again, strict=True)), "from run to run"

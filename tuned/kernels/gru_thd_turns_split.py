@@ -483,7 +483,7 @@ def gru_thd_turns_split(
         if EXCHANGE == "counter":
             tl.debug_barrier()
             tl.atomic_add(counter, 1, sem="release")
-        tl.store(p_own, own, mask=mask)
+        tl.store(p_own, after, mask=m_now)
         x_r, x_z, x_n = y_r.to(tl.float32) + b_r, y_z.to(tl.float32) + b_z, y_n.to(tl.float32) + b_x
         m_now = m_next
 
@@ -497,8 +497,8 @@ def gru_thd_turns_split(
             kept = tl.minimum(t_begin, length)
             p_kept = _token(kept - 1, i_batch, length, seq, starts, out_stride_t, out_stride_b, backward)
             p_kept = tl.where(kept == 0, h_0 + i_batch.to(tl.int64) * h_0_stride_b, out + p_kept)
-            ran = t_stop > t_begin
+            ran = (length > t_begin)[None, :]
             own = tl.load(states + j_batch.to(tl.int64) * HIDDEN + j_hidden, mask=mask & ran, other=0)
-            before = tl.load(p_kept[None, :] + j_hidden, mask=mask & (t_stop <= t_begin), other=0)
+            before = tl.load(p_kept[None, :] + j_hidden, mask=mask & (ran == 0), other=0)
             own = tl.where(ran, own, before.to(tl.float32))
             tl.store(h_n + j_batch.to(tl.int64) * h_n_stride_b + j_hidden, own.to(dtype), mask=mask)

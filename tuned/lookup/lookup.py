@@ -99,11 +99,21 @@ def _by_model(family: Family, spec: Any, size: Any, gpu: Gpu, known: Mapping[str
             return Choice("eager", why, None, row, gpu, row.eager_us)
         what = "and size in" if row.size == size else f"with {row.size}, whose steps are alike, in"
         return Choice(rule, f"measured for this spec {what} {row.source}", row.variant, row, us=us)
-    tables = sorted(known.values(), key=lambda t: _unlike(t, gpu))
-    picked = _picked(family, spec, size, gpu, tables[0] if tables else None)
+    return _modelled(family, spec, size, gpu, known)
+
+
+def modelled(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice | None:
+    """What a family's model picks for a call, whatever row there is: for where the row's variant does not do."""
+    found = None if model.weights_of(family) is None else _modelled(family, spec, size, gpu, tables())
+    return found and dataclasses.replace(found, gpu=gpu)
+
+
+def _modelled(family: Family, spec: Any, size: Any, gpu: Gpu, known: Mapping[str, Table]) -> Choice | None:
+    nearest_first = sorted(known.values(), key=lambda t: _unlike(t, gpu))
+    picked = _picked(family, spec, size, gpu, nearest_first[0] if nearest_first else None)
     if picked is None:
         return None
-    why = f"no row of {gpu.device} is of this spec and size; of all variants that fit, the model thinks this one takes least, {picked.us:.4g} us"
+    why = f"of all variants that fit, the model of {family.name} thinks this one takes least, {picked.us:.4g} us"
     if not picked.wins:
         why = f"{why}, and PyTorch's own {picked.library_us:.4g}"
         return Choice("eager", why, None, None, gpu, picked.library_us)

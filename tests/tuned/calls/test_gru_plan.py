@@ -100,6 +100,7 @@ def learned(variant: GruVariant, weights: list[torch.Tensor], **settings: Any) -
         h_n=torch.empty_like(call.hx),
         batch=B,
         seq=T,
+        states=torch.empty(directions, B, H) if variant.in_turn else None,
         counters=torch.empty(counters_needed(spec, B), dtype=torch.int32),
     )
     plan.learn(call, spec, variant, recurrence, None)
@@ -121,6 +122,8 @@ CASES = {
     "counter": (COUNTER, {}, False),
     "both ways, apart": (SPIN, {"bidirectional": True}, False),
     "both ways, together": (SPIN, {"bidirectional": True}, True),
+    "in turn": (dataclasses.replace(SPIN, turns=2), {}, False),
+    "in turn, both ways, by counters": (dataclasses.replace(COUNTER, turns=3), {"bidirectional": True}, True),
     "stack, apart": (SPIN, {"num_layers": 3}, False),
     "stack, together": (SPIN, {"num_layers": 3}, True),
 }

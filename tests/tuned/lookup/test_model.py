@@ -11,6 +11,7 @@ import pytest
 
 import tuned.lookup.lookup
 import tuned.tables
+from tuned.calls.gru import run
 from tuned.families.gru import FAMILY as GRU
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import rejection
@@ -37,10 +38,21 @@ def only(monkeypatch: pytest.MonkeyPatch, *rows: Row) -> None:
 
 
 def test_shapes_that_no_row_knows_get_a_kernel_that_keeps_its_weights_on_chip() -> None:
-    for batch, hidden in ((24, 640), (90, 760), (100, 768)):
+    for batch, hidden in ((26, 656), (90, 760), (17, 1200)):
         choice = chosen("bfloat16", hidden, batch)
-        assert choice.rule in {"model", "winner", "nearest size"}, choice.why
+        assert choice.rule == "model", choice.why
         assert choice.variant.strategy == "persistent"
+
+
+def test_a_row_that_launches_each_step_is_for_graphs_and_a_call_gets_the_best_in_one_launch() -> None:
+    spec, size = GruSpec("bfloat16", 768), GruSize(100, 64)
+    row = choose(GRU, spec, size, H200)
+    assert (row.rule, row.variant.strategy) == ("winner", "library")
+    assert run._timely(row, spec, size, captured=True) == row
+    call = run._timely(row, spec, size, captured=False)
+    assert (call.rule, call.variant.strategy, call.gpu) == ("model", "persistent", H200)
+    alone = dataclasses.replace(row, gpu=None)
+    assert run._timely(alone, spec, size, captured=False).variant is None
 
 
 def test_most_shapes_are_served_by_kernels_and_no_choice_is_illegal() -> None:

@@ -192,7 +192,7 @@ def _plan(
                 gates.data_ptr(), *pointers, *(() if spec.bias else (p_h, p_h)), p_h, out.data_ptr(),
                 *(() if between is None else (between.data_ptr(),)), h_n.data_ptr(),
                 *(() if states is None else (states.data_ptr(),)),
-                p_h if counters is None else counters.data_ptr(), *rest,
+                p_h if counters is None else counters.data_ptr(), *((p_h, p_h) if in_turn else ()), *rest,
             )  # fmt: skip
         except RuntimeError as error:  # a context with fewer multiprocessors: the long path finds what fits
             if not residents.too_large(error):

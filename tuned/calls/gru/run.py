@@ -30,7 +30,7 @@ from tuned.launching.launcher import run_steps
 from tuned.launching.plan import launch_known
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
-from tuned.lookup.lookup import Choice, Gpu, choose
+from tuned.lookup.lookup import Choice, Gpu, choose, modelled
 from tuned.lookup.model import library_us
 
 MAX_LENGTHS = 64  # sets of lengths whose tensors are kept on a device
@@ -164,15 +164,17 @@ def _capturing(device: torch.device) -> bool:
 
 
 def _timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Choice:  # noqa: FBT001
-    """The choice, or PyTorch's own in the place of a launch for each step that no CUDA graph spares the host."""
+    """The choice, or the best in one launch or PyTorch's own, where no CUDA graph spares the host a launch for each step."""
     if choice.variant is None or choice.variant.strategy == "persistent":
         return choice
     # A row was measured in a graph. What cu_seqlens says PyTorch's own reads on the host, which no capture allows.
     if captured and (choice.rule in {"winner", "nearest size"} or spec.thd):
         return choice
-    return _left(
-        choice, f"a launch for each of {size.seq} steps takes less only in a CUDA graph, where it was measured"
-    )
+    why = f"a launch for each of {size.seq} steps takes less only in a CUDA graph, where it was measured"
+    other = None if choice.gpu is None else modelled(GRU, spec, size, choice.gpu)
+    if other is None or other.variant is None:
+        return _left(choice, why)
+    return dataclasses.replace(other, why=f"{why}; {other.why}")
 
 
 def _left(choice: Choice, why: str) -> Choice:

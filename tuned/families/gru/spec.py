@@ -63,6 +63,11 @@ class GruSpec:
         return self.layout == "thd"
 
     @property
+    def turned(self) -> str:
+        """In a template: the states that a turn changes; those of sequences that have ended stay as they are."""
+        return "own, mask=mask" if self.dense else "after, mask=m_now"
+
+    @property
     def item(self) -> int:
         """Bytes of one element."""
         return ITEM_SIZE[self.dtype]
