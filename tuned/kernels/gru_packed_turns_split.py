@@ -419,7 +419,7 @@ def gru_packed_turns_split(
         p_kept = _token(kept - 1, i_batch, length, seq, starts, out_stride_t, out_stride_b, backward)
         p_kept = tl.where(kept == 0, h_0 + i_batch.to(tl.int64) * h_0_stride_b, out + p_kept)
         tl.debug_barrier()  # threads may read of states what others wrote
-        own = tl.load(p_own, mask=mask & (i_step > t_begin), other=0)
+        own = tl.load(p_own, mask=mask & ((i_step > t_begin) & (length > t_begin))[None, :], other=0)
         before = tl.load(p_kept[None, :] + j_hidden, mask=mask & first, other=0)
         y_r, y_z, y_n, m_next = _turn_gates(
             gates, i_turn + 1, turns, i_set, sets, t_stop, batch, seq, all_starts, all_lengths,

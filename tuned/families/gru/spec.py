@@ -67,6 +67,11 @@ class GruSpec:
         """In a template: the states that a turn changes; those of sequences that have ended stay as they are."""
         return "own, mask=mask" if self.dense else "after, mask=m_now"
 
+    def turned_before(self, variant: Any) -> str:
+        """In a template: the elements whose state a turn of this launch has left; not of sequences that ended before it."""
+        ran = "(i_step > t_begin)"
+        return ran if self.dense else f"({ran} & (length > t_begin))[{variant.row_axes}]"
+
     @property
     def item(self) -> int:
         """Bytes of one element."""
