@@ -426,6 +426,7 @@ def replay(device: str, seeds: int, write: Path | None, console: Console, *, pla
 def model(family: str, gpu_option: str, seconds: float, seed: int, console: Console) -> int:
     """Take samples on this GPU, if there is one; write the models, and say what their picks cost."""
     from .evaluation import fitting  # noqa: PLC0415
+    from .evaluation.regret import same_problem  # noqa: PLC0415
     from .measuring.replaced import replaced  # noqa: PLC0415
     from .storage import samples  # noqa: PLC0415
 
@@ -449,6 +450,9 @@ def model(family: str, gpu_option: str, seconds: float, seed: int, console: Cons
                     known = journal.remembered(problem, environment, functools.partial(digests_of, problem))
                     if right := {v: r[0] for v, r in known.items() if not isinstance(r, str)}:
                         times[problem] = right
+            if not times:  # samples that are there are not written over by none
+                say(console, f"the journal has no time of {family} on this GPU: python tune.py --family {family} first")
+                return 1
             found = [samples.Replaced(p.spec, p.size, us, by) for p, us, by in replaced(family, seconds, seed)]
         path = samples.save(samples.Samples(family, environment, times, tuple(found)))
         say(
@@ -458,7 +462,7 @@ def model(family: str, gpu_option: str, seconds: float, seed: int, console: Cons
     else:
         say(console, f"{answer.message} The models are fitted to the samples that there are.")
     for one in samples.load_all():
-        for name, left_out in (("problem", fitting.same_problem), ("hidden size", fitting.same_hidden)):
+        for name, left_out in (("problem", same_problem), ("hidden size", fitting.same_hidden)):
             cost = fitting.summary(fitting.regrets(one, left_out))
             say(console, f"{one.family} on {one.environment['device']}: a {name} left out costs {cost}")
     render_all()

@@ -92,11 +92,6 @@ def models() -> dict[str, dict[str, Weights]]:
     return {samples.family: fit(samples) for samples in load_all()}
 
 
-def same_problem(one: Problem, other: Problem) -> bool:
-    """Leave one problem out."""
-    return one == other
-
-
 def same_hidden(one: Problem, other: Problem) -> bool:
     """Leave a shape out: every problem of one hidden size."""
     return bool(one.spec.hidden == other.spec.hidden)

@@ -104,7 +104,9 @@ def _by_model(family: Family, spec: Any, size: Any, gpu: Gpu, known: Mapping[str
 
 def modelled(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice | None:
     """What a family's model picks for a call, whatever row there is: for where the row's variant does not do."""
-    found = None if model.weights_of(family) is None else _modelled(family, spec, size, gpu, tables())
+    if model.weights_of(family) is None or not gpu.capability:
+        return None
+    found = _modelled(family, spec, size, gpu, tables())
     return found and dataclasses.replace(found, gpu=gpu)
 
 

@@ -119,6 +119,12 @@ def test_a_part_of_a_gpu_gets_what_fits_it() -> None:
     assert small.variant is None or small.variant != chosen("bfloat16", 512, 64).variant
 
 
+def test_a_gpu_that_is_no_nvidia_has_no_model() -> None:
+    amd = Gpu("amd_instinct_mi300x", 0, 304, "MI300X")
+    assert lookup.modelled(GRU, BF16, GruSize(16, 64), amd) is None
+    assert chosen("bfloat16", 512, 16, gpu=amd).rule != "model"
+
+
 def test_families_without_a_model_are_as_they_were() -> None:
     assert model.weights_of(ROPE) is None
     assert model.weights_of(dataclasses.replace(GRU, home="elsewhere")) is None
