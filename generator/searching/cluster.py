@@ -13,7 +13,9 @@ import functools
 import logging
 import math
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -93,6 +95,27 @@ def _reach(address: str) -> None:
         ) from error
 
 
+@contextlib.contextmanager
+def _noting_ctrl_c(run: Run) -> Iterator[None]:
+    """Let Ctrl-C note that the run was interrupted, besides raising.
+
+    Python drops what is raised while an object is released, and Ray releases references all the time.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+
+    def note(*_: Any) -> None:
+        run.interrupted = True
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @dataclasses.dataclass
 class _Seat:
     """A GPU of the cluster, as the driver sees it."""
@@ -125,8 +148,9 @@ class Driver:
             TuningError: no GPU could be tuned on.
         """
         with self._stack:
+            self._stack.enter_context(_noting_ctrl_c(self.run))
             try:
-                while self._waiting or self._busy():
+                while not self.run.interrupted and (self._waiting or self._busy()):
                     self._fill()
                     self._give()
                     self._listen()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
 import pickle
+import signal
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -198,6 +200,31 @@ def test_gpus_share_the_problems_and_the_record_is_one_machines(tune: Any, tmp_p
 
 def run_record(folder: Path) -> list[Any]:
     return Place(folder).record()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_that_is_lost_in_ray_ends_the_run_all_the_same(tune: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    get, came = FakeRay.get, []
+
+    class Released:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def interrupted(self: FakeRay, letter: Any) -> Any:
+        if letter[0] == "trial" and not came:
+            came.append(signal.getsignal(signal.SIGINT))
+            released = Released()
+            del released
+        return get(self, letter)
+
+    monkeypatch.setattr(FakeRay, "get", interrupted)
+    before, one = signal.getsignal(signal.SIGINT), Gpu()
+    run, _, ray = tune(one)
+    assert run.interrupted
+    assert not run.winners
+    assert ray.killed == [0]
+    assert came != [before]
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_what_killed_three_tuners_is_skipped(tune: Any) -> None:
