@@ -22,9 +22,14 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from tuned import dispatch
+from tuned.calls.gru import plan as gru_plan
+from tuned.calls.gru_cell import run as gru_cell_run
 from tuned.calls.refusal import refuses, was_refused
+from tuned.launching.plan import modes
+from tuned.lookup.gpu import why_eager
 
 _ARGUMENTS = (TypeError, ValueError)
+_CELL_WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
 def _twin(module: torch.nn.Module, kind: type[torch.nn.Module]) -> torch.nn.Module:
@@ -86,6 +91,8 @@ class GRU(torch.nn.RNNBase):
         Raises:
             RuntimeError, ValueError: a shape or dtype does not fit; the error is torch.nn.GRU's.
         """
+        if not torch.compiler.is_dynamo_compiling() and (found := _gru_at_once(self, input, hx)) is not None:
+            return found
         try:
             given, named, packed = gru_arguments(self, input, hx)
             output, h_n = dispatch.gru(*given, **named)
@@ -124,6 +131,8 @@ class GRUCell(torch.nn.GRUCell):
         Raises:
             RuntimeError, ValueError: a shape or dtype does not fit; the error is torch.nn.GRUCell's, or ours for segments.
         """
+        if not torch.compiler.is_dynamo_compiling() and (known := _cell_at_once(self, input, hx)) is not None:
+            return known
         try:
             given, batched = cell_arguments(self, input, hx)
             out = dispatch.gru_cell(*given)
@@ -132,6 +141,38 @@ class GRUCell(torch.nn.GRUCell):
                 raise
             return super().forward(input, hx)
         return out if batched else out.squeeze(0)
+
+
+def _gru_at_once(module: GRU, x: Any, hx: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(output, h_n) of a call whose way is known without checks: PyTorch's own, or a plan; None of any other call.
+
+    Only for what every check would accept: a plain dense input, weights that are parameters, one dtype.
+    """
+    try:
+        weights: list[Any] = [module._parameters[name] for name in module._flat_weights_names]  # noqa: SLF001 - those of weight norm are not there
+    except KeyError:
+        return None
+    plain = type(x) is torch.Tensor and x.dim() == 3 and x.dtype == weights[0].dtype  # noqa: PLR2004
+    if not plain or (hx is not None and type(hx) is not torch.Tensor):
+        return None
+    layers, bidirectional, batch_first = module.num_layers, module.bidirectional, module.batch_first
+    expected = (layers * (2 if bidirectional else 1), x.shape[0 if batch_first else 1], module.hidden_size)
+    if hx is None:
+        hx = torch.zeros(expected, dtype=x.dtype, device=x.device)
+    settings = (module.bias, layers, bidirectional, batch_first)
+    dropout = module.dropout if module.training and layers > 1 else 0.0
+    needed = torch.is_grad_enabled() and any(t.requires_grad for t in (*weights, x, hx))
+    if needed:
+        accepted = x.numel() and x.shape[2] == module.input_size and hx.shape == expected and hx.dtype == x.dtype
+        left = accepted and (mode := modes(x.get_device())) is not None and not mode[0]
+    else:
+        left = not dropout and gru_plan.is_left(x, hx, settings)
+    if not left:
+        return None if needed or dropout else gru_plan.known(x, hx, weights, settings)
+    if not all(t.is_contiguous() for t in (hx, *weights)):  # tuned.calls.gru.eager says why
+        return None
+    train = dropout > 0 or needed
+    return torch.gru(x, hx, weights, module.bias, layers, dropout, train, bidirectional, batch_first)
 
 
 @refuses
@@ -179,6 +220,24 @@ def gru_arguments(
         "batch_sizes": batch_sizes,
     }
     return (x, hx, weights), named, packed
+
+
+def _cell_at_once(module: GRUCell, x: Any, hx: Any) -> torch.Tensor | None:
+    """The next state of a step whose way is known without checks, as in ``_gru_at_once``; None of any other."""
+    tensors = (x,) if hx is None else (x, hx)
+    if any(type(t) is not torch.Tensor or t.dim() != 2 for t in tensors):  # noqa: PLR2004
+        return None
+    try:
+        weights: list[Any] = [module._parameters[name] for name in _CELL_WEIGHTS]  # noqa: SLF001
+    except KeyError:
+        return None
+    if hx is None:
+        hx = torch.zeros(x.shape[0], module.hidden_size, dtype=x.dtype, device=x.device)
+    needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*weights, x, hx))
+    if not needed and why_eager(x, supported_dtype=True) is None:
+        w_ih, w_hh, b_ih, b_hh = weights
+        return gru_cell_run.known(x, hx, w_ih, w_hh, b_ih, b_hh, False)  # type: ignore[no-any-return] # noqa: FBT003
+    return None if modes(x.get_device()) is None else torch.gru_cell(x, hx, *weights)
 
 
 def _batched(module: torch.nn.RNNBase, x: torch.Tensor, hx: torch.Tensor | None) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tuned.calls.recurrent.serve
+import tuned.nn
 from tuned.calls.gru import eager
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.products import autocast_dtype
@@ -31,12 +32,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[GruCall]:
         output, h_n = eager.gru(doubled)
         return output.to(call.input.dtype), h_n.to(call.input.dtype)
 
+    monkeypatch.setattr(tuned.calls.gru.plan, "_LEFT", {})
     plain = (torch.Tensor, torch.nn.Parameter)
-    monkeypatch.setattr(
-        tuned.calls.recurrent.serve,
-        "why_eager",
-        lambda x, **_: None if type(x) in plain else f"{type(x)} is a subclass",
-    )
+    for module in (tuned.nn, tuned.calls.recurrent.serve):
+        monkeypatch.setattr(
+            module, "why_eager", lambda x, **_: None if type(x) in plain else f"{type(x)} is a subclass"
+        )
     monkeypatch.setattr(tuned.calls.recurrent.serve.run, "why_not", lambda _call: None)
     monkeypatch.setattr(
         tuned.calls.recurrent.serve.run, "choice_of", lambda _call: (Choice("default", "", "v"), ("a_kernel",))

@@ -14,6 +14,7 @@ import tuned.calls.gru_cell.run
 import tuned.calls.linear_cat.run
 import tuned.launching.launcher
 import tuned.launching.plan
+import tuned.nn
 from generator.rendering.modules import load
 from tests.support.gru_sequences import single_steps
 from tuned.calls.gru import plan, run
@@ -94,12 +95,13 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """Tensors on the CPU are served as those on a GPU are."""
     made = Machine()
-    for module in (serve, run, tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
+    for module in (tuned.nn, serve, run, tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
         monkeypatch.setattr(module, "why_eager", lambda *_, **__: None)
     for module in (run, tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
         monkeypatch.setattr(module, "gpu_of", lambda _device: GPU)
     for module in (plan, tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
         monkeypatch.setattr(module, "_PLANS", {})
+    monkeypatch.setattr(plan, "_LEFT", {})
     for module in (plan, tuned.launching.plan):
         monkeypatch.setattr(module, "direct_launch", made.direct_launch)
     monkeypatch.setattr(tuned.launching.launcher, "launch_public", made.launch_public)

@@ -73,6 +73,58 @@ def test_a_module_gives_what_pytorchs_gives_and_says_why_it_is_eager(
     assert (told.rule, told.why) == ("eager", "the tensors are on cpu, the kernels are for GPUs")
 
 
+def refuse(*_: Any, **__: Any) -> Any:
+    raise AssertionError("it is known, and yet its arguments are checked")
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_what_pytorch_serves_is_passed_on_without_checks(
+    gradient: bool, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, and with a gradient, which needs no call before it."""
+    theirs, ours = pair(FEATURES, H, 2, bidirectional=True, dropout=0.5 if training and gradient else 0.0)
+    cells = torch.nn.GRUCell(FEATURES, H), tuned.nn.GRUCell(FEATURES, H)
+    cells[1].load_state_dict(cells[0].state_dict())
+    x, hx, step, state = (torch.randn(shape) for shape in ((T, B, FEATURES), (4, B, H), (B, FEATURES), (B, H)))
+    with torch.set_grad_enabled(gradient):
+        if not gradient:
+            ours(x)
+        monkeypatch.setattr(tuned.nn, "gru_arguments", refuse)
+        monkeypatch.setattr(tuned.nn, "cell_arguments", refuse)
+        for given in ((x,), (x, hx)):
+            results = []
+            for module in (theirs, ours):
+                torch.manual_seed(1)
+                results.append(module.train(training)(*given))
+            assert_same(*results)
+            assert results[1][0].requires_grad == gradient
+        for given in ((step,), (step, state)):
+            assert_same(cells[1](*given), cells[0](*given))
+
+
+def test_what_is_known_of_a_class_of_calls_says_nothing_of_weights() -> None:
+    """Weights may be others at each call: of functional_call, of a parametrization, converted, refused."""
+    theirs, ours = pair(FEATURES, H)
+    x = torch.randn(T, B, FEATURES)
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(tuned.nn.gru_plan, "is_left", lambda *_: True)
+        others = {name: 2 * weight for name, weight in theirs.named_parameters()}
+        found, wanted = (torch.func.functional_call(module, others, (x,)) for module in (ours, theirs))
+        assert_same(found, wanted)
+        for module in (ours, theirs):
+            torch.nn.utils.parametrizations.weight_norm(module, "weight_hh_l0")
+        assert_same(ours(x), theirs(x))
+        for module in (theirs, ours):
+            torch.nn.utils.parametrize.remove_parametrizations(module, "weight_hh_l0")
+            module.weight_hh_l0.data = module.weight_hh_l0.data.t().contiguous().t()
+        assert_same(ours(x), theirs(x))
+        for module in (theirs, ours):
+            with pytest.raises(ValueError, match="RNN input dtype"):
+                module.double()(x)
+        assert_same(ours(x.double()), theirs(x.double()))
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_one_sequence_needs_no_batch_axis(first: bool) -> None:
     theirs, ours = pair(FEATURES, H, 2, batch_first=first)

@@ -18,13 +18,14 @@ from tuned.families.gru.spec import GruSpec
 from tuned.families.gru.variant import GruVariant, alone
 from tuned.launching import residents
 from tuned.launching.launcher import INTEGERS
-from tuned.launching.plan import ALIGNED_BYTES, NO_KEY, direct_launch, keep, modes, traits
+from tuned.launching.plan import ALIGNED_BYTES, NO_KEY, direct_launch, keep, modes, remember, traits
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
 _PLANS: dict[
     Any, Any
 ] = {}  # key of a call -> function (input, hx, weights) -> (output, h_n), or None if it cannot serve
+_LEFT: dict[Any, bool] = {}  # key of a call that PyTorch's own serves -> whether it does in a CUDA graph too
 _grad_enabled = torch.is_grad_enabled
 _FLOAT32 = torch.float32
 SMALL_PRODUCT = 2**29  # multiplications: 20 us at the 50 TFLOP/s that an H200 has for float32
@@ -47,6 +48,25 @@ def _key(x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...]) -> 
         traits(hx),
         tuple([traits(w) for w in weights]),
     )
+
+
+def _left_key(x: Any, hx: Any, settings: tuple[Any, ...]) -> Any:
+    """All that the choice between kernels and PyTorch's own depends on, without a gradient; None if autocast may matter."""
+    mode = modes(x.get_device())
+    if mode is None or mode[0]:
+        return None
+    precision = x.dtype is _FLOAT32 and (precision_of(_FLOAT32), gru_precision())
+    return settings, mode, residents.place(x.get_device()), precision, x.dtype, x.shape, hx.dtype, hx.shape
+
+
+def is_left(x: Any, hx: Any, settings: tuple[Any, ...]) -> bool:
+    """Whether PyTorch's own served a call of these sizes, which needs no gradient, so that it does again.
+
+    ``settings`` as ``known`` has them. Weights are not looked at: PyTorch's own takes any.
+    """
+    key = _left_key(x, hx, settings)
+    captured = None if key is None else _LEFT.get(key)
+    return captured is not None and (captured or not torch.cuda.is_current_stream_capturing())
 
 
 def gru_precision() -> str:
@@ -98,6 +118,15 @@ def learn(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurre
     keep(_PLANS, key, make, lambda x, hx, weights: (x, hx, *weights), call.input, call.hx, call.weights)
 
 
+def leave(call: GruCall, captured: bool) -> None:  # noqa: FBT001
+    """Remember that PyTorch's own serves dense calls of these sizes; ``captured``: in a CUDA graph too."""
+    settings = (call.has_biases, call.num_layers, call.bidirectional, call.batch_first)
+    if call.batch_sizes is None and call.cu_seqlens is None and not call.dropout:
+        key = _left_key(call.input, call.hx, settings)
+        if key is not None:
+            remember(_LEFT, key, captured)
+
+
 def learn_eager(call: GruCall, captured: bool) -> None:  # noqa: FBT001
     """Remember that PyTorch's own serves a call; ``captured``: in a CUDA graph too."""
     settings = (call.has_biases, call.num_layers, call.bidirectional, call.batch_first)
@@ -106,6 +135,7 @@ def learn_eager(call: GruCall, captured: bool) -> None:  # noqa: FBT001
     if not all(t.is_contiguous() for t in (call.hx, *call.weights)):  # every call must copy them again
         return
     capturing, own = torch.cuda.is_current_stream_capturing, torch.gru
+    leave(call, captured)
     has_biases, layers, bidirectional, batch_first = settings
 
     def plan(x: Any, hx: Any, weights: Any) -> Result | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tuned.calls.gru import eager, run
+from tuned.calls.gru import eager, plan, run
 from tuned.calls.gru.arguments import GruCall, gru_call
 from tuned.calls.gru_cell import run as cell_run
 from tuned.calls.gru_cell.arguments import checked_cell
@@ -78,6 +78,8 @@ def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
                 return run.forward(cast)
         if not casts:
             run.remember_eager(call)
+    elif why_eager(call.input, supported_dtype=True) is not None:
+        plan.leave(call, captured=True)
     return eager.gru(call)
 
 
