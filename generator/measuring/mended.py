@@ -22,7 +22,11 @@ def patched_once() -> Iterator[None]:
     patched: set[str] = set()  # names of modules, while a launch runs
 
     def patch(function: Any) -> Any:
-        found = {module.__name__ for module in (tl, tl.core) if any(value is module for value in function.__globals__.values())}
+        found = {
+            module.__name__
+            for module in (tl, tl.core)
+            if any(value is module for value in function.__globals__.values())
+        }
         if found and found <= patched:
             return None  # Triton looks at that of the kernel alone
         outermost = not patched

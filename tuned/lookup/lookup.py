@@ -71,7 +71,8 @@ def _choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
     for table in others:
         if (found := _from_table(family, spec, size, gpu, table)) is not None:
             why = f"no row of {gpu.device} can serve; {table.device} is the most similar GPU that has one: {found.why}"
-            return Choice("similar GPU", why, found.variant, found.row)
+            rule = "eager" if found.variant is None else "similar GPU"
+            return Choice(rule, why, found.variant, found.row)
     rows = rows_for(family.name, gpu.capability) if family.home == BUILT_IN else ()
     if found_rows := nearest(family, spec, size, rows, gpu.capability, gpu.multiprocessors):
         away, row, variant = found_rows
@@ -160,6 +161,8 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
     if row is not None:
         variant = family.fit(row.variant, gpu.capability)
         if usable(family, spec, size, variant, gpu.capability, gpu.multiprocessors):
+            if 0 < row.eager_us < row.median_us:
+                return _left_to_pytorch(row, gpu, "")
             return Choice("winner", f"measured for this spec and size in {row.source}", variant, row)
     found = _nearest_of(here.near, size)
     if found is None or not usable(family, spec, size, found[2], gpu.capability, gpu.multiprocessors):
@@ -167,6 +170,8 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
     if found is None:
         return None
     away, row, variant = found
+    if 0 < row.eager_us < LEAD * row.median_us:
+        return _left_to_pytorch(row, gpu, f", {away:.2g} octaves away,")
     if row.spec != spec:
         why = f"the closest row of {row.source}, {away:.2g} octaves away, is of {row.spec} with {row.size}"
         return Choice("closest spec", why, variant, row)
@@ -174,6 +179,12 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
     if row.size == size:
         what = f"this size, but {'; '.join([*([row.stale] if row.stale else []), *_elsewhere(row, gpu)])}"
     return Choice("nearest size", f"{row.source} has this spec measured with {what}", variant, row)
+
+
+def _left_to_pytorch(row: Row, gpu: Gpu, away: str) -> Choice:
+    """PyTorch's own, since a row says that no kernel is faster, or hardly: elsewhere that lead would not last."""
+    took = f"PyTorch's own took {row.eager_us:.4g} us, the best kernel {row.median_us:.4g}"
+    return Choice("eager", f"in {row.source}{away} with {row.size} {took}", None, row, gpu, row.eager_us)
 
 
 def near_rows(family: Family, spec: Any, gpu: Gpu) -> NearRows | None:
@@ -244,6 +255,7 @@ def _undominated(family: Family, spec: Any, gpu: Gpu, rows: Iterable[Row]) -> tu
     return tuple(one for k, one in ranked if not any(beats(i, other, k, one) for i, other in ranked))
 
 
+LEAD = 1.05  # over PyTorch's own that a row must have to stand for a shape that was not measured
 TIE = 1e-9  # octaves: equally near rows may differ by less than this, by rounding
 
 

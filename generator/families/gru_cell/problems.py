@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,8 +36,16 @@ PROBLEMS: tuple[tuple[str, GruCellSpec, tuple[int, ...]], ...] = (
 )
 
 
+# Between these sizes and batches the nearest row serves, of the default float32 precision of products too.
+GRID_HIDDEN = (48, 96, 192, 384, 768, 1280, 1792)
+GRID_BATCH = (1, 6, 40, 200, 800)
+
+
 def problems() -> Iterator[Problem]:
-    """The default problems, in the order of the list."""
+    """The default problems: those of models in the order of the list, then the grid."""
     for name, spec, batches in PROBLEMS:
         for batch in batches:
             yield Problem(f"gru_cell_{name}_{batch}", "gru_cell", spec, GruCellSize(batch))
+    for hidden, batch in itertools.product(GRID_HIDDEN, GRID_BATCH):
+        for short, spec in (("bf16", _square(hidden)), ("fp32", _square(hidden, "float32", precision="ieee"))):
+            yield Problem(f"gru_cell_grid_{short}_{batch}x{hidden}", "gru_cell", spec, GruCellSize(batch))

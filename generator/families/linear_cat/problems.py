@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 
 from ...problem import Problem
 
+# Between these widths of two segments, outputs and rows the nearest row serves.
+GRID_INPUTS = ((64, 32), (256, 128), (1024, 512))
+GRID_OUTPUTS = (96, 768, 6144)
+GRID_ROWS = (1, 24, 400)
+
 
 def problems() -> Iterator[Problem]:
-    """The default problems: a seq2seq decoder's output layer, over hidden state, context and embedding; a GRU's projection.
+    """The default problems.
+
+    A seq2seq decoder's output layer, over hidden state, context and embedding; a GRU's projection; and a grid.
 
     The latter is float32 where torch's settings allow a GRU TF32 and GEMMs not, as they do by default.
     """
@@ -19,3 +27,9 @@ def problems() -> Iterator[Problem]:
         yield Problem(f"linear_cat_decoder_{rows}", "linear_cat", spec, LinearCatSize(rows))
     projection = LinearCatSpec("float32", (512,), 1536, bias=False, precision="tf32")
     yield Problem("gru_projection_tf32_8192", "linear_cat", projection, LinearCatSize(8192))
+    for inputs, outputs, rows in itertools.product(GRID_INPUTS, GRID_OUTPUTS, GRID_ROWS):
+        for short, dtype, precision in (("bf16", "bfloat16", ""), ("fp32", "float32", "ieee")):
+            name = f"linear_cat_grid_{short}_{rows}x{sum(inputs)}x{outputs}"
+            yield Problem(
+                name, "linear_cat", LinearCatSpec(dtype, inputs, outputs, precision=precision), LinearCatSize(rows)
+            )

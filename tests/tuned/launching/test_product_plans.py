@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import types
 import weakref
@@ -80,6 +81,30 @@ def serve(arguments: list[Any], *, inplace: bool = False) -> Any:
     x, *rest = arguments
     found = cell.known(x, *rest, inplace)
     return cell.run_cell(x if isinstance(x, tuple) else (x,), *rest, inplace=inplace) if found is None else found
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("segments", [1, 2])
+def test_what_pytorch_serves_is_known_from_the_second_call_on(
+    fired: list[Any], monkeypatch: pytest.MonkeyPatch, *, segments: int, inplace: bool
+) -> None:
+    for module, name in ((cell, "variant_of"), (linear, "_variant_of")):
+        monkeypatch.setattr(module, name, functools.cache(lambda *_: None))
+    arguments = step(segments=segments)
+    x, h, *weights = arguments
+    want = torch.gru_cell(x if segments == 1 else torch.cat(x, -1), h, *weights)
+    for again in range(2):
+        state = h.clone()
+        assert (cell.known(x, state, *weights, inplace) is not None) == bool(again)
+        state = h.clone()
+        out = serve([x, state, *weights], inplace=inplace)
+        assert (out is state) == inplace
+        torch.testing.assert_close(out, want, rtol=0, atol=0)
+    inputs, weight = (torch.randn(BATCH, WIDTH), torch.randn(BATCH, 4)), torch.randn(HIDDEN, WIDTH + 4)
+    assert linear.known(inputs, weight, None) is None
+    product = linear.run_linear_cat(inputs, weight, None)
+    torch.testing.assert_close(linear.known(inputs, weight, None), product, rtol=0, atol=0)
+    assert not fired
 
 
 @pytest.mark.parametrize("segments", [1, 2])

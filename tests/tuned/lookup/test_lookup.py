@@ -107,6 +107,28 @@ def test_a_row_of_other_rows_gives_its_tile_rescaled(tables: dict[str, Table]) -
 
 
 @pytest.mark.parametrize(
+    ("eager_us", "at_the_row", "beside_it"),
+    [
+        (0.0, "winner", "nearest size"),
+        (2.0, "winner", "nearest size"),
+        (1.02, "winner", "eager"),
+        (0.9, "eager", "eager"),
+    ],
+)
+def test_a_row_that_hardly_beats_pytorch_stands_for_no_other_shape(
+    tables: dict[str, Table], eager_us: float, at_the_row: str, beside_it: str
+) -> None:
+    tables["here"] = table("here", dataclasses.replace(row(SPEC, LARGE), eager_us=eager_us))
+    for size, rule in ((LARGE, at_the_row), (RopeSize(2, 3000), beside_it)):
+        choice = choose(ROPE, SPEC, size, HERE)
+        assert choice.rule == rule
+        assert (choice.variant is None) == (rule == "eager")
+        assert ("PyTorch's own took" in choice.why) == (rule == "eager")
+    elsewhere = choose(ROPE, SPEC, SMALL, dataclasses.replace(HERE, device="there"))
+    assert elsewhere.rule == ("eager" if beside_it == "eager" else "similar GPU")
+
+
+@pytest.mark.parametrize(
     ("dim", "to", "tile", "wanted"),
     [
         (128, 128, (4, 4), (4, 4)),

@@ -24,6 +24,7 @@ from tuned.launching.plan import (
     NO_KEY,
     DirectLaunch,
     current_device,
+    keep,
     listeners,
     run_and_keep,
     tracing,
@@ -178,19 +179,20 @@ def run_cell(  # noqa: PLR0913 - the tensors of the public call
 ) -> torch.Tensor:
     """One checked step that needs no gradient: the next state, or h itself in place. ``known`` serves the next ones."""
     given = (h, weight_ih, weight_hh, bias_ih, bias_hh)
-    variant = None
-    if why_not(segments, h) is None:
-        spec, size = _spec_of(segments, h, bias_ih, inplace)
-        variant = variant_of(spec, size, gpu_of(h.device))
+    x = segments[0] if len(segments) == 1 else tuple(segments)
+    key, pointers = _key(x, *given, inplace) or (None, None)
+    if why_not(segments, h) is not None:
+        return _eager_plan(inplace)(pointers, x, *given)
+    spec, size = _spec_of(segments, h, bias_ih, inplace)
+    variant = variant_of(spec, size, gpu_of(h.device))
     if variant is None:
-        out = eager(segments, *given)
-        return h.copy_(out) if inplace else out
+        plan = _eager_plan(inplace)
+        keep(_PLANS, key, lambda: plan, _tensors, pointers, x, *given)
+        return plan(pointers, x, *given)
     call = prepared(segments, *given, inplace)
     public = functools.partial(_public, spec, variant)
     make = functools.partial(_library_plan if variant.form == "library" else _fused_plan, call, public)
     taken = (*call.segments, call.h, call.weight_ih, call.weight_hh, call.bias_ih, call.bias_hh)
-    x = segments[0] if len(segments) == 1 else tuple(segments)
-    key, pointers = _key(x, *given, inplace) or (None, None)
     steps = GRU_CELL.launches(spec, variant, call)
     run_and_keep(steps, _PLANS, key, make, public, taken, _tensors, pointers, x, *given)
     return call.out  # type: ignore[no-any-return]
@@ -199,6 +201,16 @@ def run_cell(  # noqa: PLR0913 - the tensors of the public call
 def _tensors(_pointers: Any, x: Any, *others: Any) -> tuple[Any, ...]:
     """The tensors among the arguments of a plan."""
     return (*(x if isinstance(x, tuple) else (x,)), *others)
+
+
+def _eager_plan(inplace: bool) -> Any:  # noqa: FBT001
+    """The plan of a step that PyTorch's own serves."""
+
+    def plan(_pointers: Any, x: Any, h: Any, *weights: Any) -> Any:
+        out = eager(x if isinstance(x, tuple) else (x,), h, *weights)
+        return h.copy_(out) if inplace else out
+
+    return plan
 
 
 def _public(  # noqa: PLR0913

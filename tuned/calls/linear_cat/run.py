@@ -18,7 +18,7 @@ from tuned.families.linear_cat.launches import LinearCatCall, launches
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.families.products import DTYPES, MAX_SEGMENTS, joined
 from tuned.launching.launcher import run_publicly
-from tuned.launching.plan import NO_KEY, DirectLaunch, modes, run_and_keep, traits
+from tuned.launching.plan import NO_KEY, DirectLaunch, keep, modes, run_and_keep, traits
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, choose
@@ -86,11 +86,12 @@ def eager(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tens
 
 def run_linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """A checked call that needs no gradient: inputs ``[..., k_i]`` to ``[..., outputs]``. ``known`` serves the next ones."""
-    variant = None
-    if why_not(inputs, weight) is None:
-        spec, size = _spec_of(inputs, weight, bias)
-        variant = _variant_of(spec, size, gpu_of(weight.device))
+    if why_not(inputs, weight) is not None:
+        return eager(inputs, weight, bias)
+    spec, size = _spec_of(inputs, weight, bias)
+    variant = _variant_of(spec, size, gpu_of(weight.device))
     if variant is None:
+        keep(_PLANS, _key(inputs, weight, bias), lambda: eager, _tensors, inputs, weight, bias)
         return eager(inputs, weight, bias)
     call = _prepared(inputs, weight, bias)
     public = functools.partial(_public, spec, variant)
