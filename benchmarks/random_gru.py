@@ -126,18 +126,18 @@ def compared(shape: Shape) -> dict[str, Any]:
     return found
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
+def summary(rows: list[dict[str, Any]], theirs: str) -> str:
     """Share served by kernels, geometric means, and every row below the bar."""
     lines = []
     for what, more in (("", ALLOWED_US), ("_graph", 0.0)):
         both = [(r, r[f"theirs{what}_us"], r[f"ours{what}_us"]) for r in rows if f"ours{what}_us" in r]
         if not both:
             continue
-        ratios = [theirs / ours for _, theirs, ours in both]
+        ratios = [theirs_us / ours_us for _, theirs_us, ours_us in both]
         under = [(t / o, r) for r, t, o in both if t / o < LEAST_RATIO and o - t > more]
         name = "in a graph" if what else "as a call"
         lines.append(
-            f"{name}: {len(both)} shapes, nn.GRU / ours {statistics.geometric_mean(ratios):.2f} in the geometric mean, "
+            f"{name}: {len(both)} shapes, {theirs} / ours {statistics.geometric_mean(ratios):.2f} in the geometric mean, "
             f"least {min(ratios):.3f}; {len(under)} under the bar"
         )
         lines += [f"    {ratio:.3f} {row}" for ratio, row in sorted(under, key=lambda one: one[0])[:12]]
@@ -146,9 +146,9 @@ def summary(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Measure until the time is over; print the summary, and write the rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
+def run(about: str | None, measured: Any, theirs: str, kinds: tuple[str, ...]) -> None:
+    """Measure until the time is over; print a summary for each value of ``kinds``, fields of a row, and write the rows."""
+    parser = argparse.ArgumentParser(description=(about or "").partition(":")[0])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--out", type=Path, default=None)
@@ -161,8 +161,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with torch.no_grad():
         while time.monotonic() < end:
-            rows.append(compared(drawn(draw)))
-    print(summary(rows))
+            rows.append(measured(draw))
+    for kind in sorted({tuple(row[name] for name in kinds) for row in rows}):
+        print(" ".join(kind) or "all")
+        print(summary([row for row in rows if tuple(row[name] for name in kinds) == kind], theirs))
     if options.out is not None:
         content = {"seed": seed, "environment": environment({}), "rows": rows}
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -170,4 +172,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, lambda draw: compared(drawn(draw)), "nn.GRU", ())

@@ -1,0 +1,77 @@
+"""GRU steps and linears over segments, of random shapes, against PyTorch's: python -m benchmarks.random_steps [--seconds 60] [--seed N].
+
+Shapes are drawn log-uniform, not rounded. A step: 1 to 1024 rows, 32 to 2048 inputs and as many units, by torch.nn.GRUCell and by
+tuned.nn.GRUCell. A linear: 1 to 1024 rows of two or three segments of 16 to 1024 features, 16 to 8192 outputs, by
+torch.nn.functional.linear of their torch.cat and by tuned.dispatch.linear_cat. bfloat16 and float32, as torch multiplies it by
+default. The rest is as in benchmarks.random_gru; each measurement is of 20 calls.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import torch
+
+import tuned
+import tuned.nn
+from benchmarks.random_gru import call_us, captured, graph_us, in_turns, run
+from tuned.dispatch import linear_cat
+
+CALLS = 20
+
+
+def drawn(draw: random.Random) -> dict[str, Any]:
+    """A step or a linear, in turns of chance."""
+
+    def between(least: int, most: int) -> int:
+        return round(math.exp(draw.uniform(math.log(least), math.log(most))))
+
+    made: dict[str, Any] = {"kind": draw.choice(("step", "linear")), "rows": between(1, 1024)}
+    made["dtype"] = draw.choice(("bfloat16", "float32"))
+    if made["kind"] == "step":
+        return made | {"inputs": [between(32, 2048)], "outputs": between(32, 2048)}
+    return made | {"inputs": [between(16, 1024) for _ in range(draw.choice((2, 3)))], "outputs": between(16, 8192)}
+
+
+def both(shape: dict[str, Any]) -> tuple[Any, Any, str]:
+    """PyTorch's call, ours, and the rule by which ours is served."""
+    made: dict[str, Any] = {"device": "cuda", "dtype": getattr(torch, shape["dtype"])}
+    rows, inputs, outputs = shape["rows"], shape["inputs"], shape["outputs"]
+    xs = tuple(torch.randn(rows, width, **made) for width in inputs)
+    if shape["kind"] == "step":
+        theirs, ours = torch.nn.GRUCell(inputs[0], outputs, **made), tuned.nn.GRUCell(inputs[0], outputs, **made)
+        ours.load_state_dict(theirs.state_dict())
+        h = torch.randn(rows, outputs, **made)
+        return lambda: theirs(xs[0], h), lambda: ours(xs[0], h), tuned.explain(ours, xs[0], h).rule
+    layer = torch.nn.Linear(sum(inputs), outputs, **made)
+    weight, bias = layer.weight, layer.bias
+    rule = tuned.explain(linear_cat, xs, weight, bias).rule
+    return lambda: layer(torch.cat(xs, -1)), lambda: linear_cat(xs, weight, bias), rule
+
+
+def repeated(call: Any) -> Any:
+    """So many calls, that a clock's own time does not count."""
+
+    def calls() -> None:
+        for _ in range(CALLS):
+            call()
+
+    return calls
+
+
+def compared(shape: dict[str, Any]) -> dict[str, Any]:
+    """Both of one shape: microseconds as a call and in a graph, what served, and how far results are apart."""
+    theirs, ours, rule = both(shape)
+    apart = float((theirs().float() - ours().float()).abs().max())
+    one, other = repeated(theirs), repeated(ours)
+    as_calls = in_turns(one, other, call_us)
+    in_graphs = in_turns(captured(one), captured(other), graph_us)
+    names = ("theirs_us", "ours_us", "theirs_graph_us", "ours_graph_us")
+    times = dict(zip(names, (us / CALLS for us in (*as_calls, *in_graphs)), strict=True))
+    return {**shape, "apart": apart, "rule": rule, **times}
+
+
+if __name__ == "__main__":
+    run(__doc__, lambda draw: compared(drawn(draw)), "PyTorch", ("kind", "dtype"))
