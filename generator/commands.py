@@ -325,9 +325,8 @@ def estimate(options: Options, target: str, console: Console) -> int:
     from .estimating.offline import SAMPLE  # noqa: PLC0415
     from .reporting.estimates import run_offline  # noqa: PLC0415
 
-    problems = select(options.family, options.problems, representative=True, folder=options.out)
     right = run_offline(
-        problems,
+        select(options.family, options.problems, representative=True, folder=options.out),
         target_named(target),
         options.trials or SAMPLE,
         options.out,

@@ -102,19 +102,17 @@ def searched(landscape: Landscape, seed: int = 0, *, noise: float = 0.0, warm: S
     gpu = _Gpu(landscape, seed, noise)
     environment = landscape.environment
     start = time.perf_counter()
-    journal = Journal(optuna.storages.InMemoryStorage())
     outcome = tune(
         landscape.problem,
         gpu,  # type: ignore[arg-type]
         _Compiler(),
-        journal,
+        Journal(optuna.storages.InMemoryStorage()),
         environment,
         trials=evaluations(landscape),
         seeds=_seeds(landscape, warm),
         seed=seed,
     )
-    spent = time.perf_counter() - start
-    return _replay(landscape, gpu.measured, outcome.winner.variant, 0, spent)
+    return _replay(landscape, gpu.measured, outcome.winner.variant, 0, time.perf_counter() - start)
 
 
 def _seeds(landscape: Landscape, others: Sequence[Landscape]) -> list[Any]:

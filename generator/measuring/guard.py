@@ -24,8 +24,7 @@ def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.devi
 
 def intact(tensor: Any) -> torch.Tensor:
     """A 0-d bool tensor: both canary strips of a guarded tensor are as they were made."""
-    canary = torch.tensor(CANARY, dtype=tensor.dtype, device=tensor.device)
-    return torch.cat(_strips(tensor)).eq(canary).all()
+    return torch.cat(_strips(tensor)).eq(torch.tensor(CANARY, dtype=tensor.dtype, device=tensor.device)).all()
 
 
 def guard(tensor: Any) -> None:

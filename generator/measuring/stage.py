@@ -81,8 +81,7 @@ class Stage:
         self.problem, self.target, self.clock = problem, target, clock
         self.work = WORKLOADS[problem.family]
         self.device = 0 if place else torch.cuda.current_device()
-        one = self.work.tensor_bytes(problem.spec, problem.size)
-        count = 2 if place else min(sets_beyond_l2(one), MAX_SETS)
+        count = 2 if place else min(sets_beyond_l2(self.work.tensor_bytes(problem.spec, problem.size)), MAX_SETS)
         place = place or f"cuda:{self.device}"
         self.calls = [self.work.inputs(problem.spec, problem.size, place, seed) for seed in range(count)]
         # Checked on the inputs of the first set, in memory of its own, guarded; timed on memory as a model has it.

@@ -96,8 +96,7 @@ class CompilerPool(concurrent.futures.Executor):
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            child = self._compiler()
-            _, outcome, value = child.ask((0, "call", (fn, args, kwargs)), self._seconds)
+            _, outcome, value = self._compiler().ask((0, "call", (fn, args, kwargs)), self._seconds)
         except LostError as error:
             with self._lock:
                 self._children.pop(threading.get_ident(), None)

@@ -108,8 +108,7 @@ class Child:
         end = os.fstat(self.log.fileno()).st_size
         start = max(self.log_start, end - 4 * TAIL_CHARACTERS)
         text = os.pread(self.log.fileno(), end - start, start).decode(errors="replace")
-        line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-        return line[-TAIL_CHARACTERS:]
+        return " ".join("".join(c if c.isprintable() else " " for c in text).split())[-TAIL_CHARACTERS:]
 
 
 def _ending(status: int | None) -> str:

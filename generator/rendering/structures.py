@@ -32,8 +32,7 @@ def digests() -> dict[str, str]:
 
 def digests_of(problem: Problem, variant: Any) -> dict[str, str]:
     """Those of the kernels that a variant launches."""
-    names = WORKLOADS[problem.family].family.kernel_names(problem.spec, variant)
-    return {name: digests()[name] for name in names}
+    return {name: digests()[name] for name in WORKLOADS[problem.family].family.kernel_names(problem.spec, variant)}
 
 
 def fresh(measured: dict[str, str]) -> bool:

@@ -426,5 +426,4 @@ def choose(times: dict[Any, float], incumbent: Any) -> Any:
     best = min(times.values())
     if incumbent in times and times[incumbent] <= best * (1 + NOISE):
         return incumbent
-    close = [v for v, t in times.items() if t <= best * (1 + NOISE)]
-    return min(close, key=lambda v: v.simplicity)
+    return min((v for v, t in times.items() if t <= best * (1 + NOISE)), key=lambda v: v.simplicity)

@@ -184,8 +184,7 @@ def bytes_moved(spec: GruSpec, size: GruSize) -> int:
 
 def tensor_bytes(spec: GruSpec, size: GruSize) -> int:
     """Bytes of one set of inputs and outputs, with what the layers of a stack hand up and what turns keep."""
-    tokens = sum(lengths_of(spec, size))
-    between = (spec.layers - 1) * tokens * spec.hidden * spec.item
+    between = (spec.layers - 1) * sum(lengths_of(spec, size)) * spec.hidden * spec.item
     products = 0 if spec.stacked else 3 * size.batch * spec.hidden * spec.item
     states = 4 * spec.layers * spec.directions * size.batch * spec.hidden
     return bytes_moved(spec, size) + between + products + states

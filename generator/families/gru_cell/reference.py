@@ -77,5 +77,4 @@ def bytes_moved(spec: GruCellSpec, size: GruCellSize) -> int:
 
 def weight_bytes(spec: GruCellSpec) -> int:
     """Bytes of the weights and biases, which are read once per call."""
-    entries = spec.input_size + spec.hidden + (2 if spec.bias else 0)
-    return 3 * spec.hidden * entries * ITEM_SIZE[spec.dtype]
+    return 3 * spec.hidden * (spec.input_size + spec.hidden + (2 if spec.bias else 0)) * ITEM_SIZE[spec.dtype]

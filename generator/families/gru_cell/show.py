@@ -37,5 +37,4 @@ def wrapper(winner: Winner, shown: Shown) -> str:
         unread = {f"x{index}": "h" for index in range(len(x), MAX_SEGMENTS)}
         unread |= {} if bias else {"bias_ih": "weight_ih", "bias_hh": "weight_hh"}
     tiles = f"triton.cdiv(batch, {variant.block_batch}) * {ceil_div(spec.hidden, variant.block_hidden)}"
-    call = shown.text(tiles, {"h": "bd", "out": "bd"}, unread)
-    return finished(lines, call, "h", pdl=variant.pdl)
+    return finished(lines, shown.text(tiles, {"h": "bd", "out": "bd"}, unread), "h", pdl=variant.pdl)

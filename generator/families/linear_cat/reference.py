@@ -36,8 +36,7 @@ def reference(spec: LinearCatSpec, call: LinearCatCall) -> tuple[torch.Tensor, t
     out, sizes = x @ weight.T, x.abs() @ weight.abs().T
     if spec.bias:
         out, sizes = out + call.bias.double(), sizes + call.bias.double().abs()
-    error = product_error(spec, sizes)
-    return out, error + out.abs() * UNIT_ROUNDOFF[spec.dtype] + SMALLEST[spec.dtype]
+    return out, product_error(spec, sizes) + out.abs() * UNIT_ROUNDOFF[spec.dtype] + SMALLEST[spec.dtype]
 
 
 def eager(_spec: LinearCatSpec, call: LinearCatCall) -> Any:

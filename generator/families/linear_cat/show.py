@@ -31,5 +31,4 @@ def wrapper(winner: Winner, shown: Shown) -> str:
     ]
     unread = [*(f"x{index}" for index in range(len(x), MAX_SEGMENTS)), *([] if spec.bias else ["bias"])]
     tiles = f"triton.cdiv(rows, {variant.block_rows}) * {ceil_div(spec.outputs, variant.block_columns)}"
-    call = shown.text(tiles, {}, dict.fromkeys(unread, "weight"))
-    return finished(lines, call, "x0", pdl=variant.pdl)
+    return finished(lines, shown.text(tiles, {}, dict.fromkeys(unread, "weight")), "x0", pdl=variant.pdl)

@@ -35,9 +35,8 @@ def _shape(spec: RopeSpec, size: RopeSize) -> tuple[int, ...]:
     """The shape of x; with the key it holds, and v, or as rows of a query and then of a key."""
     if _packs_qkv(spec):
         return (*_tokens(spec, size), spec.heads + 2 * spec.key_heads, spec.head_dim)
-    if spec.key_heads:
-        return (size.tokens * spec.all_heads, spec.head_dim)
-    return (*_tokens(spec, size), spec.heads, spec.head_dim)
+    leading = (size.tokens * spec.all_heads,) if spec.key_heads else (*_tokens(spec, size), spec.heads)
+    return (*leading, spec.head_dim)
 
 
 def _strides(spec: RopeSpec, size: RopeSize, heads: int) -> tuple[int, int, int, int]:
@@ -55,8 +54,7 @@ def _table(spec: RopeSpec, size: RopeSize, device: str) -> tuple[torch.Tensor, t
     """Angles as a model has them: of the spec's kind and width."""
     pairs = spec.rotary_dim // 2
     rates = THETA ** -(torch.arange(pairs, device=device, dtype=torch.float64) / pairs)
-    rows = _table_rows(spec, size)
-    angles = torch.arange(rows, device=device, dtype=torch.float64)[:, None] * rates
+    angles = torch.arange(_table_rows(spec, size), device=device, dtype=torch.float64)[:, None] * rates
     if spec.angles == "inv_freq":
         angles = rates[None]
     if spec.angle_entries == "feature":
@@ -64,9 +62,7 @@ def _table(spec: RopeSpec, size: RopeSize, device: str) -> tuple[torch.Tensor, t
     if spec.angles_per_batch:
         angles = angles.expand(size.batch, *angles.shape).contiguous()
     dtype = getattr(torch, spec.angle_dtype)
-    if spec.computes_sincos:
-        return angles.to(dtype), None
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.to(dtype), None) if spec.computes_sincos else (angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 def _places(spec: RopeSpec, size: RopeSize, device: str, generator: torch.Generator | None) -> torch.Tensor | None:
@@ -140,9 +136,8 @@ def _features(spec: RopeSpec) -> tuple[list[int], list[int]]:
     """The first and the second feature of each pair."""
     start = spec.head_dim - spec.rotary_dim if spec.rotated == "last" else 0
     pairs = range(spec.rotary_dim // 2)
-    if spec.interleaved:
-        return [start + 2 * j for j in pairs], [start + 2 * j + 1 for j in pairs]
-    return [start + j for j in pairs], [start + j + spec.pair_distance for j in pairs]
+    step, apart = (2, 1) if spec.interleaved else (1, spec.pair_distance)
+    return [start + step * j for j in pairs], [start + step * j + apart for j in pairs]
 
 
 def _entries(spec: RopeSpec) -> tuple[slice, slice]:
