@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from generator.cache import cache_folder
 from generator.disk import write_if_different
 from generator.locks import folder_lock
-from generator.places import ROOT
+from generator.places import ROOT, cache_folder
 from generator.publishing.verified import (
     FOLDER,
     SUITES,

@@ -13,7 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from tuned.families.outside import FamilyError
 from tuned.lookup.record import RecordError
@@ -30,9 +32,8 @@ from .processes.worker import Worker
 from .publishing.files import render_all
 from .publishing.tables import write_table
 from .rendering.structures import digests_of
-from .reporting.funnel import Funnel, funnel_of
 from .reporting.progress import bar
-from .reporting.report import knobs, percent_of_floor, problem_lines, stages_table, winners_table
+from .reporting.report import Funnel, funnel_of, knobs, percent_of_floor, problem_lines, stages_table, winners_table
 from .searching.pool import legal_pool
 from .searching.run import Display, Orders, Run, Tools, TuningError, trouble, tune_all
 from .searching.search import Outcome
@@ -41,9 +42,6 @@ from .storage.backends import EXTRA, journal_path, opened_storage
 from .storage.journal import Journal
 from .storage.record import WINNERS, read_record
 from .workload import WORKLOADS, default_problems, default_variant
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 DEFAULT_TARGET = "nvidia_h200"
 TRIALS = 96  # a problem: the 94 default problems then take under 6 minutes on one H200

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .cache import cache_folder
+from .places import cache_folder
 
 LOOK_SECONDS = 0.2  # how often a tuner that waits looks again
 

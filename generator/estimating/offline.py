@@ -13,11 +13,10 @@ from typing import Any
 
 from tuned.lookup.record import Winner
 
-from ..cache import cache_folder
 from ..disk import write_if_different
 from ..measuring.compile import Resources
 from ..measuring.interpret import interpreted
-from ..places import SHELF
+from ..places import SHELF, cache_folder
 from ..problem import Problem
 from ..processes.compiler import CompilerPool, compile_variant, hopeless
 from ..processes.compiler import compiled as result_of

@@ -7,23 +7,20 @@ import functools
 import gc
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from triton.backends.compiler import GPUTarget
 
 from tuned.families.launch import Launch, Step
 from tuned.launching.launcher import direct_launcher, run_step
 
 from ..problem import Problem
-from ..rendering.modules import load
+from ..rendering.structures import load
 from ..workload import WORKLOADS
 from .bench import Timing, copy_time, device_time, sets_beyond_l2
-from .check import WrongResultError, check
+from .check import WrongResultError, check, fingerprint, guard, inputs_of, probe
 from .compile import compile_launch, same_code
-from .guard import fingerprint, guard, inputs_of, probe
-
-if TYPE_CHECKING:
-    from triton.backends.compiler import GPUTarget
 
 MAX_SETS = 256  # buffer sets of a tiny problem; beyond this only making them would take time
 MOST_OF_COPY = 4  # times the output: what moves beyond that is not like a copy of it

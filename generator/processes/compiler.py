@@ -12,10 +12,9 @@ from typing import Any
 
 from tuned.families.architecture import shared_limit
 
-from ..cache import cache_folder
 from ..failures import LOST_COMPILER
 from ..measuring.compile import Resources, distinct, resources, target_of
-from ..places import GENERATOR
+from ..places import GENERATOR, cache_folder
 from ..problem import Problem
 from ..workload import WORKLOADS
 from .forkserver import Child, LostError, fork_server

@@ -26,8 +26,7 @@ import time
 import traceback
 from typing import IO, Any
 
-from ..cache import cache_folder
-from ..places import GENERATOR
+from ..places import GENERATOR, cache_folder
 from .channel import Channel, ChannelError, ClosedError, pair
 
 PRELOAD = (f"{GENERATOR}.processes.compiler", f"{GENERATOR}.processes.serve", f"{GENERATOR}.measuring.stage")

@@ -1,13 +1,16 @@
-"""Every kernel text there can be: those of each family, rendered."""
+"""Every kernel text there can be: those of each family, rendered; and each as a kernel that can be launched."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from ..disk import write_if_different
 from ..families.text import Text
+from ..places import cache_folder
 from ..problem import Problem
 from ..workload import WORKLOADS
 from .render import Kernel, render
@@ -44,3 +47,23 @@ def fresh(measured: dict[str, str]) -> bool:
 def default_names() -> frozenset[str]:
     """The kernels that a call can get where no table says more: these are always committed."""
     return frozenset(name for _, name, _, _, default in texts() if default)
+
+
+@functools.cache
+def load(name: str) -> Any:
+    """The @triton.jit function of kernel ``name``.
+
+    The source is a real file, since Triton reads a function's source and a traceback must be openable.
+
+    Raises:
+        KeyError: if no family has a kernel of this name.
+    """
+    kernel = structures()[name]
+    path = cache_folder("candidates", kernel.digest) / f"{name}.py"
+    write_if_different(path, kernel.source)
+    module_spec = importlib.util.spec_from_file_location(f"candidate_{kernel.digest}_{name}", path)
+    if module_spec is None or module_spec.loader is None:
+        raise ImportError(f"cannot import the rendered kernel {path}")
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    return getattr(module, name)

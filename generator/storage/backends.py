@@ -17,9 +17,8 @@ from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import BaseJournalBackend
 from optuna.study import StudyDirection
 
-from ..cache import cache_path
 from ..disk import READ_ONLY, naming
-from ..places import SHELF
+from ..places import SHELF, cache_path
 
 CONNECT_SECONDS = 10
 EXTRA = "pip install -c constraints.txt -e '.[tune,hosts]'"

@@ -21,9 +21,7 @@ from tuned.families.{name}.variant import CORE_KNOBS, adapt, default_variant, di
 from tuned.families.{name}.variant import {prefix}Variant as Variant
 from generator.families.{name}.problems import problems
 from generator.families.{name}.reference import *
-from generator.families.{name}.show import *
-from generator.families.{name}.texts import texts
-from generator.families.{name}.work import *
+from generator.families.{name}.texts import *
 from generator.families.{name} import GROUPS, REPRESENTATIVE, TITLE
 
 TEXT = ()

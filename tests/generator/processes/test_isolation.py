@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from generator.cache import cache_folder
-from generator.measuring.guard import fingerprint, guard, guarded, intact
+from generator.measuring.check import fingerprint, guard, guarded, intact
+from generator.places import cache_folder
 from generator.processes import forkserver
 from generator.processes.channel import HEAD, MARK, Channel, ClosedError, GarbledError, pair
 from generator.processes.compiler import CompilerPool, compiled
