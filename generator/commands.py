@@ -29,8 +29,7 @@ from .places import HOME, LANDSCAPES, OUTSIDE, ROOT
 from .problem import Problem, SelectionError
 from .processes.compiler import CompilerPool
 from .processes.worker import Worker
-from .publishing.files import render_all
-from .publishing.tables import write_table
+from .publishing.files import render_all, write_table
 from .rendering.structures import digests_of
 from .reporting.progress import bar
 from .reporting.report import Funnel, funnel_of, knobs, percent_of_floor, problem_lines, stages_table, winners_table

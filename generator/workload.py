@@ -22,7 +22,7 @@ from tuned.lookup.record import Winner
 
 from . import families
 from .families import outside
-from .families.counting import Work
+from .families.amounts import Work
 from .families.text import Shown, Text
 from .places import OUTSIDE
 from .problem import Problem

@@ -34,7 +34,7 @@ from typing import Any
 
 from tuned.families.launch import ceil_div
 
-from ..families.counting import Work
+from ..families.amounts import Work
 from ..measuring.compile import Resources
 from ..problem import Problem
 from ..workload import WORKLOADS

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 
-from ..families.counting import Work
+from ..families.amounts import Work
 from ..measuring.compile import Resources
 
 # Before anything is compiled: 8, 16 and 32 pairs a thread compiled to 32, 60 and 96 registers for sm_90.

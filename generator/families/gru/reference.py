@@ -16,8 +16,7 @@ from tuned.families.gru.variant import alone as runs_alone
 from tuned.families.launch import Launch, Step, ceil_div
 
 from ...problem import Problem
-from ..counting import Work
-from ..rounding import TF32_ROUNDOFF, UNIT_ROUNDOFF
+from ..amounts import TF32_ROUNDOFF, UNIT_ROUNDOFF, Work
 
 IEEE_UNIT = 64 * UNIT_ROUNDOFF["float32"]  # of a float32 sum of thousands
 UNITS = 6  # the state is rounded once a step, and a step contracts: two to three were measured, over 20,000 steps

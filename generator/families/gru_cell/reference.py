@@ -13,8 +13,7 @@ from tuned.families.launch import ceil_div
 from tuned.families.products import ITEM_SIZE, joined
 
 from ...problem import Problem
-from ..counting import Work
-from ..rounding import SMALLEST, UNIT_ROUNDOFF, product_error
+from ..amounts import SMALLEST, UNIT_ROUNDOFF, Work, product_error
 
 
 def inputs(spec: GruCellSpec, size: GruCellSize, device: str, seed: int) -> GruCellCall:

@@ -13,8 +13,7 @@ from tuned.families.linear_cat.variant import LinearCatVariant
 from tuned.families.products import ITEM_SIZE
 
 from ...problem import Problem
-from ..counting import Work
-from ..rounding import SMALLEST, UNIT_ROUNDOFF, product_error
+from ..amounts import SMALLEST, UNIT_ROUNDOFF, Work, product_error
 
 
 def inputs(spec: LinearCatSpec, size: LinearCatSize, device: str, seed: int) -> LinearCatCall:

@@ -15,8 +15,7 @@ from tuned.families.rope.spec import ITEM_SIZE, RopeSize, RopeSpec
 from tuned.families.rope.variant import RopeVariant, half_block
 
 from ...problem import Problem
-from ..counting import Work
-from ..rounding import SMALLEST, UNIT_ROUNDOFF
+from ..amounts import SMALLEST, UNIT_ROUNDOFF, Work
 
 THETA = 500_000.0  # base of Llama 3's rotary frequencies: spreads angles from 1e-5 to 1 radian a position
 CP_SIZE = 2  # ranks of the calls that are context parallel

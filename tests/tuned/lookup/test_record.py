@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import generator.storage.record
-from generator.publishing.tables import literal, table_source
+from generator.publishing.files import literal, table_source
 from generator.storage.record import read_record, save_winner, write_record
 from generator.workload import default_problems
 from tests.support.fakes import ENVIRONMENT
