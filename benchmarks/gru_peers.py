@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import tuned.dispatch
 import tuned.nn
@@ -48,9 +48,7 @@ def make_gru(call: SequenceCall, device: str, kind: Callable[..., torch.nn.RNNBa
 def make_input(call: SequenceCall, device: str) -> Input:
     """Random input: ``[steps, batch, input]``, or packed."""
     x = torch.randn(call.steps, call.batch, call.input_size, device=device, dtype=call.dtype)
-    if not call.lengths:
-        return x
-    return torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor(call.lengths), enforce_sorted=True)
+    return pack_padded_sequence(x, torch.tensor(call.lengths), enforce_sorted=True) if call.lengths else x
 
 
 def data(output: Input) -> torch.Tensor:

@@ -222,9 +222,12 @@ def say(console: Console, *lines: str) -> None:
 def render(console: Console) -> int:
     """Write every generated file again."""
     written, deleted = render_all()
-    say(console, *(f"wrote {HOME.name}/{name}" for name in written))
-    say(console, *(f"deleted {HOME.name}/{name}" for name in deleted))
-    say(console, f"{len(written)} written, {len(deleted)} deleted; every other generated file is as it should be")
+    say(
+        console,
+        *(f"wrote {HOME.name}/{name}" for name in written),
+        *(f"deleted {HOME.name}/{name}" for name in deleted),
+        f"{len(written)} written, {len(deleted)} deleted; every other generated file is as it should be",
+    )
     return 0
 
 
@@ -265,14 +268,11 @@ def check(options: Options, console: Console, *, release: bool = False) -> int:
 
     problems = select(options.family, options.problems, folder=options.out)
     found = sorted(findings(problems, options.target, options.out), key=lambda f: KINDS.index(f.kind))
-    say(console, *(finding.text for finding in found))
     to_do = ("hard", "unverified") if release else ("hard",)
     hard = sum(f.kind in to_do for f in found)
     soft = sum(f.kind != "note" for f in found) - hard
-    if hard or soft:
-        say(console, f"{hard} to do, {soft} worth doing")
-    else:
-        say(console, "every row and every generated file is up to date")
+    up_to_date = "every row and every generated file is up to date"
+    say(console, *(f.text for f in found), f"{hard} to do, {soft} worth doing" if hard or soft else up_to_date)
     return 1 if hard else 0
 
 

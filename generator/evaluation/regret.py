@@ -178,8 +178,7 @@ def from_record(
 
 def best_rule(found: list[Score]) -> Score:
     """The lowest worst case among the rules whose median is within its bar; of all, if none is."""
-    within = [s for s in found if s.median <= MEDIAN] or found
-    return min(within, key=lambda s: (s.worst[0], s.median, s.rule != SERVED))
+    return min([s for s in found if s.median <= MEDIAN] or found, key=lambda s: (s.worst[0], s.median, s.rule != SERVED))
 
 
 @functools.cache

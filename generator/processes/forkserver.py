@@ -27,7 +27,7 @@ import traceback
 from typing import IO, Any
 
 from ..places import GENERATOR, cache_folder
-from .channel import Channel, ChannelError, ClosedError, pair
+from .channel import Channel, ChannelError, ClosedError
 
 PRELOAD = (f"{GENERATOR}.processes.compiler", f"{GENERATOR}.processes.serve", f"{GENERATOR}.measuring.stage")
 FORK_SECONDS = 120.0  # the first fork waits for the imports of torch and Triton: 2 s, from a cold disk more
@@ -123,7 +123,7 @@ class ForkServer:
 
     def __init__(self, preload: tuple[str, ...]) -> None:
         """Start it; its imports go on while the tuner does other things."""
-        ours, theirs = pair()
+        ours, theirs = socket.socketpair()
         self._lock = threading.Lock()
         self._log = tempfile.TemporaryFile(dir=cache_folder("logs"))  # noqa: SIM115 - open as long as the server
         paths = [path or os.getcwd() for path in sys.path]  # noqa: PTH109 - as Python means it
@@ -155,7 +155,7 @@ class ForkServer:
         Raises:
             LostError: the server has died.
         """
-        ours, theirs = pair()
+        ours, theirs = socket.socketpair()
         start = os.fstat(log.fileno()).st_size  # it may print, and die, before this process runs again
         with theirs:
             request = ("fork", serve, arguments, dict(os.environ), os.getcwd())  # noqa: PTH109

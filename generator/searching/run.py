@@ -254,9 +254,8 @@ def _no_room(problem: Problem, worker: Worker) -> str | None:
         worker.start()
         free = worker.free_bytes()
     needed = bytes_needed(problem)
-    if needed > RESERVE * free:
-        return f"it needs {needed / 2**30:.1f} GiB of GPU memory, and {free / 2**30:.1f} GiB are free"
-    return None
+    why = f"it needs {needed / 2**30:.1f} GiB of GPU memory, and {free / 2**30:.1f} GiB are free"
+    return why if needed > RESERVE * free else None
 
 
 def _marked_quick(outcome: Outcome, known: list[Winner]) -> Outcome:

@@ -88,12 +88,10 @@ def without_password(url: str) -> str:
 def _database(url: str, given: str) -> BaseStorage:
     import sqlalchemy.exc  # noqa: PLC0415 - takes half a second, and the journal file needs none of it
 
-    options: dict[str, Any] = {"pool_pre_ping": True}
-    if url.startswith("postgresql"):
-        options["connect_args"] = {"connect_timeout": CONNECT_SECONDS}
+    limits = {"connect_timeout": CONNECT_SECONDS} if url.startswith("postgresql") else {}
     shown = without_password(given)
     try:
-        return optuna.storages.RDBStorage(url, engine_kwargs=options)
+        return optuna.storages.RDBStorage(url, engine_kwargs={"pool_pre_ping": True, "connect_args": limits})
     except ImportError as error:
         raise StorageError(f"the driver of {shown} is not installed ({error.__cause__ or error}): {EXTRA}") from None
     except (sqlalchemy.exc.ArgumentError, ValueError):  # ValueError: a port that is no number

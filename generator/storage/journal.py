@@ -97,10 +97,9 @@ class Journal:
         """Keep what a trial gave, in one operation of the storage: it is there whole or not at all."""
         knobs = choices(type(variant))
         note = {"digests": digests, "problem": problem_digest(problem), **{k: environment[k] for k in KEY}}
-        failed = isinstance(result, str)
         note |= {"failed": result} if isinstance(result, str) else {"median_us": result[0], "error": result[1]}
         trial = create_trial(
-            state=TrialState.FAIL if failed else TrialState.COMPLETE,
+            state=TrialState.FAIL if isinstance(result, str) else TrialState.COMPLETE,
             value=None if isinstance(result, str) else result[0],
             params={name: getattr(variant, name) for name in knobs},
             distributions={n: optuna.distributions.CategoricalDistribution(values) for n, values in knobs.items()},

@@ -66,11 +66,6 @@ class Winner:
     environment: dict[str, Any]
 
 
-def winner_to_json(winner: Winner) -> dict[str, Any]:
-    """Plain JSON values; the inverse of winner_from_json."""
-    return dataclasses.asdict(winner)
-
-
 def parsed(text: str | bytes) -> Any:
     """The value of a JSON text.
 
@@ -130,7 +125,7 @@ def _is_whole(value: Any, least: int = -MOST) -> bool:
 
 
 def winner_from_json(values: Any, where: str) -> Winner:
-    """A Winner from plain JSON values, every field checked.
+    """A Winner from plain JSON values, as dataclasses.asdict gives them, every field checked.
 
     Raises:
         RecordError: a field is missing, unknown, of the wrong type, or not in the family's space.
