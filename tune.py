@@ -212,8 +212,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="The file; report-DEVICE.html.")] = None,
 ) -> None:
     """Write what is known of a device as one HTML file: winners, floor, peers, knobs, failures; it needs no network."""
-    given = context.obj
-    run(lambda commands: commands.report(device, given.out, given.storage, out, errors))
+    run(lambda commands: commands.report(device, context.obj.out, context.obj.storage, out, errors))
 
 
 @app.command()

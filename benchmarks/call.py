@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 import tuned.dispatch
-from benchmarks.record import dtype_name
+from tuned.calls.products import name_of as dtype_name
 
 Angles = Literal["freqs pair", "cos_sin pair", "freqs feature", "cos_sin_cache", "inv_freq"]
 Layout = Literal["bshd", "sbhd", "thd"]

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 import tuned.dispatch
 import tuned.nn
 from benchmarks.gru_plan import SequenceCall, StepCall
-from benchmarks.record import dtype_name
+from tuned.calls.products import name_of as dtype_name
 
 Input = torch.Tensor | PackedSequence
 Run = Callable[[], tuple[Input, torch.Tensor]]  # output and last hidden state, as nn.GRU gives them

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from generator.disk import write_if_different
-from generator.locks import folder_lock
+from generator.disk import folder_lock, write_if_different
 from generator.places import ROOT, cache_folder
 from generator.publishing.verified import (
     FOLDER,

@@ -21,10 +21,9 @@ from tuned.families.outside import FamilyError
 from tuned.lookup.record import RecordError
 
 from . import gpu
-from .disk import naming, put_between, write_whole
+from .disk import gpu_identity, gpu_lock, naming, put_between, write_whole
 from .estimating.targets import UnknownTargetError, target_named
 from .evaluation.portfolio import candidates
-from .locks import gpu_identity, gpu_lock
 from .places import HOME, LANDSCAPES, OUTSIDE, ROOT
 from .problem import Problem, SelectionError
 from .processes.compiler import CompilerPool
@@ -78,13 +77,13 @@ def tune(options: Options, console: Console) -> int:
             if options.gpu != "auto" or options.gpus is not None or options.storage is not None:
                 return 1
             return estimate(options, DEFAULT_TARGET, console)
-        if options.gpus is None:
-            indices = [gpu.choose_gpu(facts.names, options.gpu)]
-        else:
-            indices = gpu.choose_gpus(facts.names, options.gpus)
+        indices = (
+            gpu.choose_gpus(facts.names, options.gpus)
+            if options.gpus is not None
+            else [gpu.choose_gpu(facts.names, options.gpu)]
+        )
     end = time.monotonic() + options.budget_s
-    chosen = candidates if options.quick else None
-    orders = Orders(problems, options.trials or TRIALS, end, options.out, chosen)
+    orders = Orders(problems, options.trials or TRIALS, end, options.out, candidates if options.quick else None)
     if (
         options.out is None or options.out.resolve() == WINNERS.resolve()
     ):  # what models import follows the package's record
@@ -284,7 +283,8 @@ def regret(device: str, folder: Path | None, console: Console) -> int:
 
     measured = landscape.load_landscapes(device)
     if not measured:
-        raise SelectionError(f"no landscape of {device}: measured whole are {_devices(LANDSCAPES)}")
+        there = ", ".join(sorted(p.name for p in LANDSCAPES.glob("*") if p.is_dir())) or "none"
+        raise SelectionError(f"no landscape of {device}: measured whole are {there}")
     by_problem = rules.scores(measured)
     console.print(rules.regret_table(by_problem, f"{len(measured)} problems of {device}, each left out in turn"))
     by_shape = rules.scores(measured, rules.same_shape)
@@ -292,7 +292,7 @@ def regret(device: str, folder: Path | None, console: Console) -> int:
     served = next(s for s in by_problem if s.rule == rules.SERVED)
     winners = read_record(device, folder)
     rows = (
-        (rules.nothing, "the record's rows, as they are"),
+        (lambda *_: False, "the record's rows, as they are"),
         (rules.same_problem, "the record's rows without the problem's own"),
         (rules.same_shape, "the record's rows without all of its shape"),
     )
@@ -311,10 +311,6 @@ def regret(device: str, folder: Path | None, console: Console) -> int:
         f"the rule that serves is {'the best' if good else 'not the best'} of them",
     )
     return 0 if met and good else 1
-
-
-def _devices(folder: Path) -> str:
-    return ", ".join(sorted(p.name for p in folder.glob("*") if p.is_dir())) or "none"
 
 
 def estimate(options: Options, target: str, console: Console) -> int:
@@ -374,11 +370,9 @@ def explain(name: str, device: str | None, folder: Path | None, storage: str | N
     from .reporting.show import recorded_device  # noqa: PLC0415
     from .selection import problem_named  # noqa: PLC0415
 
-    if device is None:
-        try:
-            device = recorded_device(None, folder)
-        except RecordError:
-            device = DEFAULT_TARGET
+    with contextlib.suppress(RecordError):
+        device = device or recorded_device(None, folder)
+    device = device or DEFAULT_TARGET
     with _journal(device, storage) as journal:
         say(console, *explaining.explain(problem_named(name, folder), device, folder, journal))
     return 0

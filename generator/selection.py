@@ -33,10 +33,8 @@ def select(
     problems = default_problems(family)
     if names == "all" or (names is None and not representative):
         return problems
-    if names is None:
-        wanted = [name for work in WORKLOADS.values() for name in work.representative]
-    else:
-        wanted = [n.strip() for n in names.split(",") if n.strip()]
+    few = [name for work in WORKLOADS.values() for name in work.representative]
+    wanted = few if names is None else [n.strip() for n in names.split(",") if n.strip()]
     known = [p.name for p in problems]
     chosen: set[str] = set()
     others: dict[str, Problem] = {}

@@ -100,14 +100,13 @@ class _Compiler(concurrent.futures.Executor):
 def searched(landscape: Landscape, seed: int = 0, *, noise: float = 0.0, warm: Sequence[Landscape] = ()) -> Replay:
     """The search of ``tune.py`` as it is, cold or seeded with the best variants of other landscapes."""
     gpu = _Gpu(landscape, seed, noise)
-    environment = landscape.environment
     start = time.perf_counter()
     outcome = tune(
         landscape.problem,
         gpu,  # type: ignore[arg-type]
         _Compiler(),
         Journal(optuna.storages.InMemoryStorage()),
-        environment,
+        landscape.environment,
         trials=evaluations(landscape),
         seeds=_seeds(landscape, warm),
         seed=seed,

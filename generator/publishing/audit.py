@@ -16,9 +16,7 @@ from typing import Any
 import torch
 import triton
 
-from tuned.lookup.device import device_slug
-from tuned.lookup.mismatch import HARD, SOFT, changed_sources, differences
-from tuned.lookup.record import METHOD, RecordError, Winner
+from tuned.lookup.record import HARD, METHOD, SOFT, RecordError, Winner, changed_sources, device_slug, differences
 
 from ..measuring.environment import driver_version
 from ..places import HOME, INSTALLED, OUTSIDE

@@ -10,14 +10,12 @@ from typing import Any
 from tuned.families.registry import FAMILIES
 from tuned.lookup.record import MEASURED, Winner, load_record
 
-from ..disk import write_if_different
+from ..disk import folder_lock, write_if_different
 from ..evaluation.fitting import models
 from ..evaluation.portfolio import portfolios
 from ..evaluation.regret import metadata
-from ..locks import folder_lock
 from ..places import HOME, OUTSIDE
-from ..rendering.render import Kernel
-from ..rendering.structures import default_names, structures
+from ..rendering.structures import Kernel, default_names, structures
 from ..storage.record import WINNERS, read_record
 
 KERNELS = HOME / "kernels"

@@ -1,19 +1,80 @@
-"""Every kernel text there can be: those of each family, rendered; and each as a kernel that can be launched."""
+"""Render a kernel's source from its template, a pure function of family, spec and variant; every kernel text there can be."""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import functools
+import hashlib
 import importlib.util
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
+import jinja2
+import jinja2.ext
+
 from ..disk import write_if_different
 from ..families.text import Text
-from ..places import cache_folder
+from ..places import FAMILY, TEMPLATES, cache_folder
 from ..problem import Problem
 from ..workload import WORKLOADS
-from .render import Kernel, render
+
+NAME = "KERNEL"  # stands for the kernel's name in a template: {{ name }} could not be the name of a function in valid Python
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """Rendered source of one kernel structure, and a digest of what it means."""
+
+    name: str  # of the module and of its @triton.jit function
+    source: str
+    digest: str  # of the syntax tree: a comment or a docstring changes nothing
+
+
+class _IndentedIncludes(jinja2.ext.Extension):
+    """What is included is indented as its mark is: statements of a function's body can be a file of valid Python."""
+
+    MARK = re.compile(r'^( +)(# \{% include "[^"]+" %\}\n)', re.MULTILINE)
+
+    def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:  # noqa: ARG002 - Jinja's
+        return self.MARK.sub(
+            lambda m: f"# {{% filter indent({len(m[1])}, true) %}}\n{m[2]}# {{% endfilter %}}\n", source
+        )
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    # Block marks inside comments keep a template valid Python; {{ x }} is a legal expression as it is.
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader([*([FAMILY.parent] if FAMILY else []), TEMPLATES]),
+        extensions=[_IndentedIncludes],
+        undefined=jinja2.StrictUndefined,
+        block_start_string="# {%",
+        block_end_string="%}",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # noqa: S701 - the output is Python, not HTML
+    )
+
+
+def digest(source: str) -> str:
+    """Twelve hexadecimal digits of the SHA-256 of the syntax tree, without docstrings, comments or layout."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    # Not ast.dump: its text changes between Python versions (3.13 leaves empty fields out).
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:12]
+
+
+def render(template: str, name: str, spec: Any, variant: Any) -> Kernel:
+    """The kernel ``name`` that ``template`` gives for ``spec`` and ``variant``; the same arguments, the same bytes."""
+    source = _environment().get_template(f"{template}.py.jinja").render(spec=spec, variant=variant)
+    source = source.replace(NAME, name)
+    return Kernel(name=name, source=source, digest=digest(source))
 
 
 def texts() -> Iterator[Text]:

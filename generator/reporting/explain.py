@@ -11,8 +11,7 @@ from typing import Any
 
 from tuned.families.choices import choices
 from tuned.lookup.lookup import Choice, Gpu, choose
-from tuned.lookup.mismatch import HARD, SOFT, changed_sources, differences
-from tuned.lookup.record import METHOD, Winner
+from tuned.lookup.record import HARD, METHOD, SOFT, Winner, changed_sources, differences
 from tuned.lookup.table import tables, tables_or_error
 
 from ..estimating.targets import target_named

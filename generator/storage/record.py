@@ -8,8 +8,7 @@ from pathlib import Path
 
 from tuned.lookup.record import SCHEMA, Winner, load_record
 
-from ..disk import write_if_different
-from ..locks import folder_lock
+from ..disk import folder_lock, write_if_different
 from ..places import HOME
 
 WINNERS = HOME / "winners"

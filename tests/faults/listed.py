@@ -446,8 +446,8 @@ SURFACE = (
     Fault(
         "values_rotated_with_the_keys",
         "tuned/compat/flash_attn.py",
-        "qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q:-kv_heads]",
-        "qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q:]",
+        "qkv[:, :, num_heads_q:-kv_heads]",
+        "qkv[:, :, num_heads_q:]",
         (T + "compat/test_compat_flash_attn.py::test_qkv",),
         "With a table of k's own, v is rotated too.",
     ),
@@ -520,7 +520,7 @@ MEASURING = (
     ),
     Fault(
         "digest_sees_docstrings",
-        "generator/rendering/render.py",
+        "generator/rendering/structures.py",
         "if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node) is not None:",
         "if isinstance(node, ast.Module) and ast.get_docstring(node) is not None:",
         (G + "rendering/test_generated.py::test_the_digest_sees_code_and_nothing_else",),

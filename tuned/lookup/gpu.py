@@ -7,8 +7,8 @@ import importlib.util
 
 import torch
 
-from tuned.lookup.device import device_slug
 from tuned.lookup.lookup import Gpu
+from tuned.lookup.record import device_slug
 
 
 @functools.cache

@@ -97,13 +97,9 @@ def reference(spec: GruSpec, call: Recurrence) -> tuple[torch.Tensor, torch.Tens
         if layer < spec.layers - 1:
             x = (out @ call.weight_ih[layer].double().t()).unsqueeze(0)
     wanted = out.view(call.out.shape)
-    return wanted, _unit(spec) * (wanted.abs() + UNITS)
-
-
-def _unit(spec: GruSpec) -> float:
-    if spec.dtype != "float32":
-        return UNIT_ROUNDOFF[spec.dtype]
-    return TF32_ROUNDOFF if spec.precision == "tf32" else IEEE_UNIT
+    float32 = TF32_ROUNDOFF if spec.precision == "tf32" else IEEE_UNIT
+    unit = float32 if spec.dtype == "float32" else UNIT_ROUNDOFF[spec.dtype]
+    return wanted, unit * (wanted.abs() + UNITS)
 
 
 def _token_of(spec: GruSpec, call: Recurrence) -> tuple[torch.Tensor, torch.Tensor]:
