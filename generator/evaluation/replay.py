@@ -24,8 +24,8 @@ from ..measuring.compile import Resources
 from ..measuring.stage import Baselines, Measured
 from ..problem import Problem
 from ..processes.worker import TrialFailedError
+from ..searching.pool import MAX_SEEDS
 from ..searching.search import tune
-from ..searching.seeds import MAX_SEEDS
 from ..storage.journal import Journal
 from ..storage.landscape import Landscape
 
@@ -115,7 +115,7 @@ def searched(landscape: Landscape, seed: int = 0, *, noise: float = 0.0, warm: S
 
 
 def _seeds(landscape: Landscape, others: Sequence[Landscape]) -> list[Any]:
-    """The best variants of the most alike other problems, as generator.searching.seeds takes them from a record."""
+    """The best variants of the most alike other problems, as generator.searching.pool takes them from a record."""
     own = landscape.problem
 
     def unlike(other: Landscape) -> tuple[float, float, str]:

@@ -22,7 +22,7 @@ from ..measuring.environment import driver_version
 from ..places import HOME, INSTALLED, OUTSIDE
 from ..problem import Problem
 from ..rendering.structures import digests
-from ..searching.seeds import same_problem
+from ..searching.pool import same_problem
 from ..storage.landscape import load_landscapes
 from ..storage.record import QUICK, WINNERS, read_record, record_path
 from ..workload import default_problems

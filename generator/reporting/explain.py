@@ -18,7 +18,7 @@ from ..estimating.targets import target_named
 from ..problem import Problem
 from ..publishing.audit import Here, this_machine
 from ..rendering.structures import digests
-from ..searching.seeds import same_problem
+from ..searching.pool import same_problem
 from ..storage.journal import Journal
 from ..storage.record import read_record
 from ..workload import WORKLOADS, default_variant

@@ -22,8 +22,8 @@ from ..rendering.structures import fresh
 from ..storage.backends import LOST_STORAGE, StorageError, lost_storage
 from ..storage.journal import Journal
 from ..storage.record import QUICK, read_record, save_winner
+from .pool import incumbent_of, same_problem, seeds_for
 from .search import Outcome, Progress, opening, tune
-from .seeds import incumbent_of, same_problem, seeds_for
 from .stopwatch import Stopwatch
 
 # What to measure of a problem on a compute capability with so many multiprocessors, in place of a search.

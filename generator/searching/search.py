@@ -31,9 +31,8 @@ from ..processes.worker import TrialFailedError, Worker, WorkerLostError
 from ..rendering.structures import digests_of
 from ..storage.journal import Journal, Result
 from ..workload import WORKLOADS, default_variant
-from .pool import Pool, legal_pool
+from .pool import Pool, legal_pool, same_problem
 from .sampler import BATCH, LEAST_RESULTS, STARTUP, PoolSampler
-from .seeds import same_problem
 from .stopwatch import Stopwatch
 
 EXHAUSTIVE = 300  # a pool up to this size is measured whole: at 15 ms a variant, under 5 s
