@@ -119,8 +119,11 @@ def _landscapes(device: str) -> Iterator[Finding]:
     """Landscapes of other texts than today's: they still rank, and what is proved on them is of another kernel."""
     stale = [one.problem.name for one in load_landscapes(device) if not one.fresh]
     if stale:
-        text = f"{device}: worth recording again, {len(stale)} landscapes are of kernels whose source changed since"
-        yield Finding("soft", f"{text}: python tune.py landscape {','.join(stale)}")
+        yield Finding(
+            "soft",
+            f"{device}: worth recording again, {len(stale)} landscapes are of kernels whose source changed since: "
+            f"python tune.py landscape {','.join(stale)}",
+        )
 
 
 def _hard(device: str, rows: list[Winner], here: Here) -> Iterator[Finding]:
