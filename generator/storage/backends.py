@@ -116,14 +116,6 @@ def study_named(storage: BaseStorage, name: str) -> int | None:
         return None
 
 
-def new_study(storage: BaseStorage, name: str) -> int | None:
-    """A new study of a name, or None if another tuner was faster."""
-    try:
-        return storage.create_new_study([StudyDirection.MINIMIZE], name)
-    except optuna.exceptions.DuplicatedStudyError:
-        return None
-
-
 class _File(BaseJournalBackend):
     """A journal file as Optuna writes it, made for many small appends by processes that may be killed.
 
