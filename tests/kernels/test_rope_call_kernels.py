@@ -12,7 +12,7 @@ import torch
 
 from generator.families.rope.reference import inputs, reference
 from generator.families.rope.texts import rope_specs
-from generator.measuring.guard import intact, probe
+from generator.measuring.check import intact, probe
 from generator.rendering.structures import structures
 from tests.support import oracle
 from tests.support.rope_case import RopeCase, assert_close, assert_right, build, canonical, wanted

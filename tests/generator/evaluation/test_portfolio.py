@@ -20,8 +20,7 @@ from generator.evaluation.portfolio import (
     of_winners,
 )
 from generator.places import LANDSCAPES
-from generator.publishing.files import generated_files
-from generator.publishing.tables import portfolio_source
+from generator.publishing.files import generated_files, portfolio_source
 from generator.storage.landscape import load_landscapes
 from generator.storage.record import read_record, save_winner
 from generator.workload import WORKLOADS, default_problems
