@@ -15,6 +15,7 @@ from generator.processes.compiler import compile_variant, hopeless
 from generator.rendering.structures import default_names, structures
 from tests.support import compiling, pairwise
 from tuned.families.gru.launches import kernel_name as gru_name
+from tuned.families.gru.spec import LAYOUTS as GRU_LAYOUTS
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.gru_cell.variant import GruCellVariant, default_variant, fit
 from tuned.families.rope.launches import kernel_name
@@ -57,8 +58,14 @@ COVERING = [
 # What multiplies takes another path on each; what only moves and turns is compiled alike, and each kernel for two of them.
 PATHS = ("sm_80", "sm_100", "sm_120", "gfx942")
 ROTATING = [name for name in COVERING if name not in {*PRODUCTS, *RECURRENCES}]
+STRUCTURES = ("layer_split", "layer_tile", "stack_split", "turns_split")
+# Each layout and each structure of a recurrence on each path, and each text on one.
+RECURRING = pairwise.covering(
+    pairwise.product({"layout": GRU_LAYOUTS, "structure": STRUCTURES, "architecture": PATHS}, lambda _: True)
+)
 ELSEWHERE = [
-    *((name, architecture) for name in (*PRODUCTS, *RECURRENCES) for architecture in PATHS),
+    *((name, architecture) for name in PRODUCTS for architecture in PATHS),
+    *((f"gru_{row['layout']}_{row['structure']}", row["architecture"]) for row in RECURRING),
     *((name, OTHERS[(index + shift) % len(OTHERS)]) for index, name in enumerate(ROTATING) for shift in (0, 3)),
 ]
 
@@ -276,19 +283,19 @@ def cell(dtype: str, hidden: int, *inputs: int, precision: str = "tf32") -> GruC
     return GruCellSpec(dtype, hidden, inputs, precision=precision if dtype == "float32" else "")
 
 
-# Widths that no block divides, whose elements are loaded one at a time; many rows; long rows.
+# Widths that no block divides, whose elements are loaded one at a time; many rows; long rows, of which each takes seconds.
 CELLS = [
     (cell("bfloat16", 65, 33, 100), 1),
     (cell("bfloat16", 65, 33, 100), 16),
+    (cell("float32", 4096, 4096, precision="ieee"), 1),
     (cell("bfloat16", 65, 33, 100), 300),
+    (cell("bfloat16", 4096, 4096), 1),
     (cell("float32", 65, 33, 100), 2),
     (cell("float32", 65, 33, 100), 300),
     (cell("float32", 1000, 333, 77), 32),
-    (cell("float32", 4096, 4096, precision="ieee"), 1),
     (cell("bfloat16", 1024, 256, 1024), 32),
     (cell("bfloat16", 1024, 256, 1024), 128),
     (cell("bfloat16", 257, 300), 1000),
-    (cell("bfloat16", 4096, 4096), 1),
 ]
 
 

@@ -247,6 +247,7 @@ def test_in_place_without_a_gradient_inductor_makes_one_launch_and_no_copy(name:
     assert "cpp_fused" not in code
 
 
+@pytest.mark.thinned_on_gpu(every=len(OVERWRITING))  # C++ for the processor, a minute of it
 @pytest.mark.parametrize("name", OVERWRITING)
 def test_in_place_with_a_gradient_inductor_makes_no_copy_either(name: str) -> None:
     function, tensors = OVERWRITING[name]
