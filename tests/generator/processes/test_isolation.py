@@ -25,8 +25,7 @@ from generator.processes.compiler import CompilerPool, compiled
 from generator.processes.forkserver import Child, ForkServer, LostError, fork_server
 from generator.processes.worker import TrialFailedError, Worker, WorkerGoneError, WorkerLostError
 from generator.selection import problem_named
-from tests.broken.server import DEEDS, cost, ranked
-from tests.broken.warm import WARM
+from tests.broken.server import DEEDS, WARM, cost, ranked
 from tests.support.processes import (
     BACKSTOP_SECONDS,
     HUNG,
