@@ -78,6 +78,7 @@ CHECKED = (
 CASES = [(COPY, deed) for deed in DEEDS] + [(INPLACE, deed) for deed in CHECKED]
 
 
+@pytest.mark.thinned_on_gpu(every=2)
 @pytest.mark.parametrize(("problem", "deed"), CASES, ids=lambda v: v if isinstance(v, str) else v.name)
 def test_a_broken_variant_has_its_reason_and_the_next_one_is_measured(
     broken: Worker, deed: str, problem: Any, capfd: pytest.CaptureFixture[str]

@@ -57,7 +57,7 @@ def compiler() -> Iterator[concurrent.futures.Executor]:
         yield process
 
 
-@pytest.mark.thinned_on_gpu(every=2)
+@pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("capability", FOREIGN, ids=lambda c: f"sm_{c}")
 @pytest.mark.parametrize("record", RECORDS, ids=lambda p: p.stem)
 def test_winners_fit_a_card_that_is_not_at_hand(
