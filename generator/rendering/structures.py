@@ -30,7 +30,11 @@ class Kernel:
 
     name: str  # of the module and of its @triton.jit function
     source: str
-    digest: str  # of the syntax tree: a comment or a docstring changes nothing
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of the syntax tree: a comment or a docstring changes nothing. It takes longer than rendering."""
+        return digest(self.source)
 
 
 class _IndentedIncludes(jinja2.ext.Extension):
@@ -74,7 +78,7 @@ def render(template: str, name: str, spec: Any, variant: Any) -> Kernel:
     """The kernel ``name`` that ``template`` gives for ``spec`` and ``variant``; the same arguments, the same bytes."""
     source = _environment().get_template(f"{template}.py.jinja").render(spec=spec, variant=variant)
     source = source.replace(NAME, name)
-    return Kernel(name=name, source=source, digest=digest(source))
+    return Kernel(name, source)
 
 
 def texts() -> Iterator[Text]:

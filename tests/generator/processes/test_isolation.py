@@ -26,8 +26,7 @@ from generator.processes.compiler import CompilerPool, compiled
 from generator.processes.forkserver import Child, ForkServer, LostError, fork_server
 from generator.processes.worker import TrialFailedError, Worker, WorkerGoneError, WorkerLostError
 from generator.selection import problem_named
-from tests.broken.server import DEEDS, cost, ranked
-from tests.broken.warm import WARM
+from tests.broken.server import DEEDS, WARM, cost, ranked
 from tests.support.processes import (
     BACKSTOP_SECONDS,
     HUNG,
@@ -80,6 +79,7 @@ CHECKED = (
 CASES = [(COPY, deed) for deed in DEEDS] + [(INPLACE, deed) for deed in CHECKED]
 
 
+@pytest.mark.thinned_on_gpu(every=2)
 @pytest.mark.parametrize(("problem", "deed"), CASES, ids=lambda v: v if isinstance(v, str) else v.name)
 def test_a_broken_variant_has_its_reason_and_the_next_one_is_measured(
     broken: Worker, deed: str, problem: Any, capfd: pytest.CaptureFixture[str]
