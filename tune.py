@@ -57,13 +57,6 @@ def outside(family: str | None) -> bool:
     return True
 
 
-def start_fork_server() -> None:
-    """Start what compilers and workers are forked from: its imports take as long as this process's own, beside them."""
-    from generator.processes.forkserver import fork_server  # noqa: PLC0415
-
-    fork_server()
-
-
 @dataclasses.dataclass(frozen=True)
 class Before:
     """The object of a context, the options that may stand before the name of a command: tune.py --out DIR report.
@@ -166,7 +159,10 @@ def main(  # noqa: PLR0913 - one parameter an option
     if context.invoked_subcommand is not None:
         return
     if __name__ == "__main__" and not (render or check or list_ or dry_run or gpus or ray):
-        start_fork_server()
+        # What compilers and workers are forked from: its imports take as long as this process's own, beside them.
+        from generator.processes.forkserver import fork_server  # noqa: PLC0415
+
+        fork_server()
     limit_s = seconds(budget)
     named = {"--gpu": None if gpu == "auto" else gpu, "--gpus": gpus, "--ray": ray}
     given = " and ".join(f"{option} {value}" for option, value in named.items() if value is not None)
@@ -216,8 +212,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="The file; report-DEVICE.html.")] = None,
 ) -> None:
     """Write what is known of a device as one HTML file: winners, floor, peers, knobs, failures; it needs no network."""
-    given = context.obj
-    run(lambda commands: commands.report(device, given.out, given.storage, out, errors))
+    run(lambda commands: commands.report(device, context.obj.out, context.obj.storage, out, errors))
 
 
 @app.command()

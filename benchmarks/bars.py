@@ -198,8 +198,7 @@ def report(results: dict[str, Any]) -> str:
     lines += _call_means(rows)
     required = {"rope": REQUIRED, "gru": (IN_A_GRAPH,)}
     absent = [(row, peer) for row in rows for peer in required.get(row["suite"], ()) if peer in row["missing"]]
-    reasons = sorted({f"{peer}: {row['missing'][peer]}" for row, peer in absent})
-    lines += [f"required peer absent, {text}" for text in reasons]
+    lines += sorted({f"required peer absent, {peer}: {row['missing'][peer]}" for row, peer in absent})
     lines += [
         f"no CUDA graph of ours, {where(row)}: {row['ours_in_a_graph']}"
         for row in rows

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 import tuned.dispatch
-from benchmarks.record import dtype_name
+from tuned.calls.products import name_of as dtype_name
 
 Angles = Literal["freqs pair", "cos_sin pair", "freqs feature", "cos_sin_cache", "inv_freq"]
 Layout = Literal["bshd", "sbhd", "thd"]
@@ -214,8 +214,7 @@ def make_tensors(call: Call, count: int, device: str = "cuda") -> list[Tensors]:
     first = {"thd": (call.tokens,), "bshd": (call.batch, call.seq), "sbhd": (call.seq, call.batch)}[call.layout]
     cu_seqlens = None
     if call.layout == "thd" and call.positions == "implicit":
-        starts = [0, *itertools.accumulate(call.lengths)]
-        cu_seqlens = torch.tensor(starts, device=device, dtype=torch.int32)
+        cu_seqlens = torch.tensor([0, *itertools.accumulate(call.lengths)], device=device, dtype=torch.int32)
     options: dict[str, Any] = {"device": device, "dtype": call.dtype}
     sets: list[Tensors] = []
     for _ in range(count):

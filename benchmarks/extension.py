@@ -71,9 +71,8 @@ def refuses(call: Call) -> str | None:
     """Why it does not take a call, or None."""
     plain = (call.layout, call.direction, call.dtype, call.positions, call.rotated, call.packed, call.interleaved)
     asked = ("bshd", "forward", torch.bfloat16, "implicit", "first", False, False)
-    if plain == asked and call.rotary_dim == call.head_dim and (call.inplace or not call.key_heads):
-        return None
-    return "it takes bfloat16 bshd with cosines and sines, and a key in place only"
+    fits = plain == asked and call.rotary_dim == call.head_dim and (call.inplace or not call.key_heads)
+    return None if fits else "it takes bfloat16 bshd with cosines and sines, and a key in place only"
 
 
 @functools.cache

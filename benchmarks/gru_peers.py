@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import tuned.dispatch
 import tuned.nn
 from benchmarks.gru_plan import SequenceCall, StepCall
-from benchmarks.record import dtype_name
+from tuned.calls.products import name_of as dtype_name
 
 Input = torch.Tensor | PackedSequence
 Run = Callable[[], tuple[Input, torch.Tensor]]  # output and last hidden state, as nn.GRU gives them
@@ -48,9 +48,7 @@ def make_gru(call: SequenceCall, device: str, kind: Callable[..., torch.nn.RNNBa
 def make_input(call: SequenceCall, device: str) -> Input:
     """Random input: ``[steps, batch, input]``, or packed."""
     x = torch.randn(call.steps, call.batch, call.input_size, device=device, dtype=call.dtype)
-    if not call.lengths:
-        return x
-    return torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor(call.lengths), enforce_sorted=True)
+    return pack_padded_sequence(x, torch.tensor(call.lengths), enforce_sorted=True) if call.lengths else x
 
 
 def data(output: Input) -> torch.Tensor:

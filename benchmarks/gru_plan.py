@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.record import Row, dtype_name
+from benchmarks.record import Row
+from tuned.calls.products import name_of as dtype_name
 
 MATRIX_FLOPS = {  # a second, dense, on an H200: 790e12 was measured in bfloat16; TF32 runs at half the rate
     torch.bfloat16: 790e12,

@@ -221,8 +221,7 @@ def transformer_engine(call: Call, sets: Sequence[Tensors]) -> list[Launch] | st
 
     def backward(t: Tensors, freqs: torch.Tensor) -> Rotated:
         # What autograd would hand to their function, so that the backward kernel is timed alone.
-        saved = (freqs, t.cu_seqlens, None)
-        context = types.SimpleNamespace(saved_tensors=saved, **keywords, cp_size=1, cp_rank=0)
+        context = types.SimpleNamespace(saved_tensors=(freqs, t.cu_seqlens, None), **keywords, cp_size=1, cp_rank=0)
         return tuple(FusedRoPEFunc.backward(context, x)[0] for x in t.rotated)
 
     run = forward if call.direction == "forward" else backward
@@ -267,8 +266,7 @@ def flash_linear_attention(call: Call, sets: Sequence[Tensors]) -> list[Launch] 
     from fla.modules.rotary.ops import rotary_embedding_fwdbwd as run
 
     def launch(t: Tensors, cos: torch.Tensor, sin: torch.Tensor) -> Rotated:
-        backward = call.direction == "backward"
-        return (run(t.rotated[0], cos, sin, interleaved=call.interleaved, conjugate=backward),)
+        return (run(t.rotated[0], cos, sin, interleaved=call.interleaved, conjugate=call.direction == "backward"),)
 
     return _with_tables(launch, sets, lambda table: (table.cos.to(call.dtype), table.sin.to(call.dtype)))
 

@@ -6,16 +6,14 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.plan import DIRECTIONS, SWEEPS
 from benchmarks.session import RESULTS
 from benchmarks.table import newest
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 STYLES: dict[str, dict[str, Any]] = {
     "this project": {"color": "#0072b2", "linewidth": 2.4, "marker": "o", "zorder": 5},

@@ -15,7 +15,7 @@ import torch
 import triton
 
 from generator.disk import write_whole
-from tuned.lookup.device import device_slug
+from tuned.lookup.record import device_slug
 
 DIGITS = 4  # of a ratio; times keep 3, a nanosecond
 NO_RIVAL = "torch.add"  # what any call costs; neither RoPE nor a GRU
@@ -43,11 +43,6 @@ class Row(Generic[C]):
     def key(self) -> str:
         """What it is, in words, once in all plans."""
         return ", ".join((self.suite, *self.call.words, self.kind))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As in the records: without the package."""
-    return str(dtype).removeprefix("torch.")
 
 
 def version(package: str, distribution: str) -> str | None:

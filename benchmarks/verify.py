@@ -24,10 +24,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from generator.cache import cache_folder
-from generator.disk import write_if_different
-from generator.locks import folder_lock
-from generator.places import ROOT
+from generator.disk import folder_lock, write_if_different
+from generator.places import ROOT, cache_folder
 from generator.publishing.verified import (
     FOLDER,
     SUITES,
@@ -105,10 +103,11 @@ def junit(path: Path) -> Outcome:
     (suite,) = ET.parse(path).getroot().iter("testsuite")  # noqa: S314 - of our own process
     total, failures, errors, skipped = (int(suite.get(n, 0)) for n in ("tests", "failures", "errors", "skipped"))
     failed = failures + errors
-    bad = [
-        case for case in suite.iter("testcase") if case.find("failure") is not None or case.find("error") is not None
-    ]
-    names = tuple(f"{case.get('classname')}::{case.get('name')}" for case in bad)
+    names = tuple(
+        f"{case.get('classname')}::{case.get('name')}"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    )
     return Outcome(max(0, total - failed - skipped), failed, skipped, names)
 
 

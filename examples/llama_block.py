@@ -159,8 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = Llama(options).to(options.device)
     after = TunedLlama(options).to(options.device)
     after.load_state_dict(before.state_dict())
-    text = examples(options, random)
-    apart = gradients_apart((before, after), text)
+    apart = gradients_apart((before, after), examples(options, random))
     same = apart <= ROUNDING[options.dtype]
     print(f"same gradients at the start: {same} (largest relative difference {apart:.2g})")
 

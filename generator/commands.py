@@ -13,26 +13,25 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from tuned.families.outside import FamilyError
 from tuned.lookup.record import RecordError
 
 from . import gpu
-from .disk import naming, put_between, write_whole
+from .disk import gpu_identity, gpu_lock, naming, put_between, write_whole
 from .estimating.targets import UnknownTargetError, target_named
 from .evaluation.portfolio import candidates
-from .locks import gpu_identity, gpu_lock
 from .places import HOME, LANDSCAPES, OUTSIDE, ROOT
 from .problem import Problem, SelectionError
 from .processes.compiler import CompilerPool
 from .processes.worker import Worker
-from .publishing.files import render_all
-from .publishing.tables import write_table
+from .publishing.files import render_all, write_table
 from .rendering.structures import digests_of
-from .reporting.funnel import Funnel, funnel_of
 from .reporting.progress import bar
-from .reporting.report import knobs, percent_of_floor, problem_lines, stages_table, winners_table
+from .reporting.report import Funnel, funnel_of, knobs, percent_of_floor, problem_lines, stages_table, winners_table
 from .searching.pool import legal_pool
 from .searching.run import Display, Orders, Run, Tools, TuningError, trouble, tune_all
 from .searching.search import Outcome
@@ -41,9 +40,6 @@ from .storage.backends import EXTRA, journal_path, opened_storage
 from .storage.journal import Journal
 from .storage.record import WINNERS, read_record
 from .workload import WORKLOADS, default_problems, default_variant
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 DEFAULT_TARGET = "nvidia_h200"
 TRIALS = 96  # a problem: the 94 default problems then take under 6 minutes on one H200
@@ -81,13 +77,13 @@ def tune(options: Options, console: Console) -> int:
             if options.gpu != "auto" or options.gpus is not None or options.storage is not None:
                 return 1
             return estimate(options, DEFAULT_TARGET, console)
-        if options.gpus is None:
-            indices = [gpu.choose_gpu(facts.names, options.gpu)]
-        else:
-            indices = gpu.choose_gpus(facts.names, options.gpus)
+        indices = (
+            gpu.choose_gpus(facts.names, options.gpus)
+            if options.gpus is not None
+            else [gpu.choose_gpu(facts.names, options.gpu)]
+        )
     end = time.monotonic() + options.budget_s
-    chosen = candidates if options.quick else None
-    orders = Orders(problems, options.trials or TRIALS, end, options.out, chosen)
+    orders = Orders(problems, options.trials or TRIALS, end, options.out, candidates if options.quick else None)
     if (
         options.out is None or options.out.resolve() == WINNERS.resolve()
     ):  # what models import follows the package's record
@@ -225,9 +221,12 @@ def say(console: Console, *lines: str) -> None:
 def render(console: Console) -> int:
     """Write every generated file again."""
     written, deleted = render_all()
-    say(console, *(f"wrote {HOME.name}/{name}" for name in written))
-    say(console, *(f"deleted {HOME.name}/{name}" for name in deleted))
-    say(console, f"{len(written)} written, {len(deleted)} deleted; every other generated file is as it should be")
+    say(
+        console,
+        *(f"wrote {HOME.name}/{name}" for name in written),
+        *(f"deleted {HOME.name}/{name}" for name in deleted),
+        f"{len(written)} written, {len(deleted)} deleted; every other generated file is as it should be",
+    )
     return 0
 
 
@@ -268,14 +267,11 @@ def check(options: Options, console: Console, *, release: bool = False) -> int:
 
     problems = select(options.family, options.problems, folder=options.out)
     found = sorted(findings(problems, options.target, options.out), key=lambda f: KINDS.index(f.kind))
-    say(console, *(finding.text for finding in found))
     to_do = ("hard", "unverified") if release else ("hard",)
     hard = sum(f.kind in to_do for f in found)
     soft = sum(f.kind != "note" for f in found) - hard
-    if hard or soft:
-        say(console, f"{hard} to do, {soft} worth doing")
-    else:
-        say(console, "every row and every generated file is up to date")
+    up_to_date = "every row and every generated file is up to date"
+    say(console, *(f.text for f in found), f"{hard} to do, {soft} worth doing" if hard or soft else up_to_date)
     return 1 if hard else 0
 
 
@@ -287,7 +283,8 @@ def regret(device: str, folder: Path | None, console: Console) -> int:
 
     measured = landscape.load_landscapes(device)
     if not measured:
-        raise SelectionError(f"no landscape of {device}: measured whole are {_devices(LANDSCAPES)}")
+        there = ", ".join(sorted(p.name for p in LANDSCAPES.glob("*") if p.is_dir())) or "none"
+        raise SelectionError(f"no landscape of {device}: measured whole are {there}")
     by_problem = rules.scores(measured)
     console.print(rules.regret_table(by_problem, f"{len(measured)} problems of {device}, each left out in turn"))
     by_shape = rules.scores(measured, rules.same_shape)
@@ -295,7 +292,7 @@ def regret(device: str, folder: Path | None, console: Console) -> int:
     served = next(s for s in by_problem if s.rule == rules.SERVED)
     winners = read_record(device, folder)
     rows = (
-        (rules.nothing, "the record's rows, as they are"),
+        (lambda *_: False, "the record's rows, as they are"),
         (rules.same_problem, "the record's rows without the problem's own"),
         (rules.same_shape, "the record's rows without all of its shape"),
     )
@@ -316,18 +313,13 @@ def regret(device: str, folder: Path | None, console: Console) -> int:
     return 0 if met and good else 1
 
 
-def _devices(folder: Path) -> str:
-    return ", ".join(sorted(p.name for p in folder.glob("*") if p.is_dir())) or "none"
-
-
 def estimate(options: Options, target: str, console: Console) -> int:
     """Do what is true without the device; exit code 0 unless a result in the interpreter was wrong."""
     from .estimating.offline import SAMPLE  # noqa: PLC0415
     from .reporting.estimates import run_offline  # noqa: PLC0415
 
-    problems = select(options.family, options.problems, representative=True, folder=options.out)
     right = run_offline(
-        problems,
+        select(options.family, options.problems, representative=True, folder=options.out),
         target_named(target),
         options.trials or SAMPLE,
         options.out,
@@ -378,11 +370,9 @@ def explain(name: str, device: str | None, folder: Path | None, storage: str | N
     from .reporting.show import recorded_device  # noqa: PLC0415
     from .selection import problem_named  # noqa: PLC0415
 
-    if device is None:
-        try:
-            device = recorded_device(None, folder)
-        except RecordError:
-            device = DEFAULT_TARGET
+    with contextlib.suppress(RecordError):
+        device = device or recorded_device(None, folder)
+    device = device or DEFAULT_TARGET
     with _journal(device, storage) as journal:
         say(console, *explaining.explain(problem_named(name, folder), device, folder, journal))
     return 0

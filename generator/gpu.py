@@ -41,7 +41,8 @@ class NoSuchGpuError(ValueError):
 
 def diagnose(facts: Facts) -> Answer:
     """Whether there is a GPU to tune on; otherwise the first of the usual reasons that holds, with its way out."""
-    signs, newest = ", ".join(facts.signs), _cuda(facts.driver_cuda)
+    signs, version = ", ".join(facts.signs), facts.driver_cuda
+    newest = f"{version // 1000}.{version % 1000 // 10}" if version else ""
     driver = f"supports CUDA up to {newest}" if newest else "is older than that"
     seen = bool(facts.signs or facts.driver_cuda)
     hidden = facts.visible is not None and facts.visible.strip() in ("", "-1")
@@ -97,16 +98,10 @@ def diagnose(facts: Facts) -> Answer:
     return next(Answer(kind, message) for kind, holds, message in answers if holds)
 
 
-def _cuda(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}" if version else ""
-
-
 def _too_old(facts: Facts) -> bool:
-    if ("driver" in facts.error and "too old" in facts.error) or "insufficient" in facts.error:
-        return True
+    said = ("driver" in facts.error and "too old" in facts.error) or "insufficient" in facts.error
     # Within a major version an older driver serves (CUDA minor version compatibility, from 11 on).
-    major = int((facts.torch_cuda or "0").split(".")[0])
-    return 0 < facts.driver_cuda // 1000 < major
+    return said or 0 < facts.driver_cuda // 1000 < int((facts.torch_cuda or "0").split(".")[0])
 
 
 def choose_gpu(names: tuple[str, ...], wanted: str) -> int:

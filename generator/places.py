@@ -43,3 +43,15 @@ _USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() 
 CACHE = _USER_CACHE if INSTALLED else ROOT / ".cache"  # unless TUNED_CACHE says another
 # Below the cache, what is kept for problems by their names: families of one name do not meet.
 SHELF = ("families", hashlib.sha256(str(FAMILY).encode()).hexdigest()[:12]) if FAMILY else ()
+
+
+def cache_path(*parts: str) -> Path:
+    """A place under TUNED_CACHE, or else .cache in the checkout, or the user's cache; nothing is made."""
+    return Path(os.environ.get("TUNED_CACHE") or CACHE).joinpath(*parts)
+
+
+def cache_folder(*parts: str) -> Path:
+    """The same as a folder, made if it is not there."""
+    folder = cache_path(*parts)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

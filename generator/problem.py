@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tuned.families.problem import Problem
+from tuned.families.family import Problem
 
 __all__ = ["Problem", "SelectionError"]
 

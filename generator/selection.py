@@ -1,15 +1,17 @@
-"""Choose problems by family, by name, by pattern or from a file of what models ran."""
+"""Choose problems by family, by name, by pattern or from a file of what models ran: what TUNED_RECORD wrote."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import fnmatch
 from pathlib import Path
+from typing import Any
 
-from tuned.lookup.record import load_record
+from tuned.families.registry import FAMILIES
+from tuned.lookup.record import RecordError, build, load_record, parsed, shown
 
 from .problem import Problem, SelectionError
-from .storage.misses import read_misses
 from .storage.record import WINNERS
 from .workload import WORKLOADS, default_problems
 
@@ -31,10 +33,8 @@ def select(
     problems = default_problems(family)
     if names == "all" or (names is None and not representative):
         return problems
-    if names is None:
-        wanted = [name for work in WORKLOADS.values() for name in work.representative]
-    else:
-        wanted = [n.strip() for n in names.split(",") if n.strip()]
+    few = [name for work in WORKLOADS.values() for name in work.representative]
+    wanted = few if names is None else [n.strip() for n in names.split(",") if n.strip()]
     known = [p.name for p in problems]
     chosen: set[str] = set()
     others: dict[str, Problem] = {}
@@ -78,3 +78,70 @@ def _unknown(what: str, name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(close)}?" if close else ""
     return f"no {what} {name!r}.{hint} There are: {', '.join(known)}"
+
+
+MAX_BYTES = 2**40  # of one set of tensors: no GPU has more, so such a size was not recorded by a run
+
+
+class MissesError(SelectionError):
+    """A file of recorded problems cannot be read; the message says which line, what is wrong and what it must be."""
+
+
+def read_misses(path: Path) -> list[Problem]:
+    """The problems of a file that TUNED_RECORD wrote, in its order, each once; empty lines are skipped.
+
+    A default problem keeps its name; others are named after their spec and size, the same in every run.
+
+    Raises:
+        MissesError: the file cannot be read, or a line of it is not a problem.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise MissesError(f"{path} cannot be read ({error}): a model run with TUNED_RECORD={path} writes it") from error
+    known = {(p.family, p.spec, p.size): p.name for p in default_problems()}
+    found: dict[Any, Problem] = {}
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            key = _problem(line, f"{path.name} line {number}")
+            found.setdefault(key, Problem(known.get(key) or name_of(*key), *key))
+    return list(found.values())
+
+
+def _problem(line: str, where: str) -> tuple[str, Any, Any]:
+    try:
+        values = parsed(line)
+    except ValueError as error:
+        raise MissesError(f"{where} is not JSON ({error}): delete the line") from error
+    if not isinstance(values, dict) or set(values) != {"family", "spec", "size"}:
+        found = sorted(values) if isinstance(values, dict) else type(values).__name__
+        raise MissesError(f"{where} must have the fields ['family', 'size', 'spec'], got {found}")
+    family = FAMILIES.get(values["family"]) if isinstance(values["family"], str) else None
+    if family is None:
+        raise MissesError(f"{where}: family must be one of {sorted(FAMILIES)}, got {shown(values['family'])}")
+    try:
+        spec = build(family.spec_type, values["spec"], f"{where}: spec", may_lack=True)
+        size = build(family.size_type, values["size"], f"{where}: size")
+    except RecordError as error:
+        raise MissesError(str(error)) from error
+    for name, value in dataclasses.asdict(size).items():
+        if value < 1:
+            raise MissesError(f"{where}: size.{name} must be at least 1, got {value}")
+    needed = WORKLOADS[family.name].tensor_bytes(spec, size)
+    if needed > MAX_BYTES:
+        raise MissesError(f"{where}: {size} takes {needed / 2**40:.1f} TiB, more than any GPU has; delete the line")
+    return family.name, spec, size
+
+
+def name_of(family: str, spec: Any, size: Any) -> str:
+    """A problem's name from its spec and size: what differs from the spec's defaults, then the sizes."""
+    words = [
+        _word(f.name, getattr(spec, f.name)) for f in dataclasses.fields(spec) if getattr(spec, f.name) != f.default
+    ]
+    return "_".join([family, *words, "x".join(str(n) for n in dataclasses.astuple(size))])
+
+
+def _word(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return name if value else f"no_{name}"
+    return value if isinstance(value, str) else f"{name}{value}"

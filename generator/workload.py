@@ -10,7 +10,9 @@ import pkgutil
 import random
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from tuned.families.family import Family
 from tuned.families.launch import Step
@@ -20,21 +22,19 @@ from tuned.lookup.record import Winner
 
 from . import families
 from .families import outside
-from .families.counting import Work
+from .families.amounts import Work
 from .families.text import Shown, Text
 from .places import OUTSIDE
 from .problem import Problem
 
-if TYPE_CHECKING:
-    import torch
-
 # Module of a family's folder -> what it must have, and what it may have.
 PARTS = {
     "problems": (("problems",), ("drawn",)),
-    "reference": (("inputs", "reference", "eager", "bytes_moved"), ("tensor_bytes", "small", "interpreted")),
-    "show": (("wrapper",), ("shown_size", "group")),
-    "texts": (("texts",), ()),
-    "work": (("tile", "work"), ("features",)),
+    "reference": (
+        ("inputs", "reference", "eager", "bytes_moved", "tile", "work"),
+        ("tensor_bytes", "small", "interpreted", "features"),
+    ),
+    "texts": (("texts", "wrapper"), ("shown_size", "group")),
 }
 
 

@@ -16,7 +16,7 @@ import typer
 import tune
 from generator import commands, gpu
 from generator.gpu import Facts, NoSuchGpuError, choose_gpu, choose_gpus, diagnose
-from generator.publishing import audit, tables
+from generator.publishing import audit
 from generator.publishing import files as committed
 from generator.reporting.progress import time_left
 from generator.selection import SelectionError, select
@@ -118,7 +118,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     copy = tmp_path / "tuned"
     for folder in ("kernels", "tables", "winners"):
         shutil.copytree(ROOT / "tuned" / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for module in (committed, tables, audit, record_module, commands):
+    for module in (committed, audit, record_module, commands):
         for name in ("HOME", "KERNELS", "TABLES", "WINNERS"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, copy if name == "HOME" else copy / name.lower())
@@ -146,7 +146,7 @@ def test_a_winner_brings_its_table_and_its_kernels(package: Path) -> None:
     for path in (package / "winners").glob("*.json"):
         path.unlink()
     save_winner(winner(ONE))
-    tables.write_table("test_gpu")
+    committed.write_table("test_gpu")
     assert "tables/test_gpu.py" not in call("--render").output, "it was written before"
     assert (package / "tables" / "test_gpu.py").exists()
     done = call("--check", "--problems", ONE)

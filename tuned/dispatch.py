@@ -3,7 +3,7 @@
 Which kernel a call gets:
 
 1. The winner measured on this device for this spec and size, if it still counts: the source of its kernel is unchanged,
-   the GPU is the same model with as many multiprocessors, and the timing method is today's (``tuned.lookup.mismatch``).
+   the GPU is the same model with as many multiprocessors, and the timing method is today's (``tuned.lookup.record``).
    Otherwise it is a neighbour, as in 2.
 2. The row nearest to the call: octaves between the numbers of tokens, plus the family's ``distance`` between the specs
    (for RoPE in ``tuned.families.rope.variant``), with its tile rescaled to the width of the call's rows. The rule was

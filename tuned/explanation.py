@@ -81,9 +81,8 @@ def _of_transformer_engine(*args: Any, **kwargs: Any) -> tuple[Choice, Any]:
     starts = given.pop("start_positions")
     if given["tensor_format"] != "thd":
         given["cu_seqlens"] = None
-    freqs = given.pop("freqs").float()
     offset = 0 if starts is None else starts
-    return dispatch.explain_rope(dispatch.rope, given.pop("t"), freqs, offset=offset, **given)
+    return dispatch.explain_rope(dispatch.rope, given.pop("t"), given.pop("freqs").float(), offset=offset, **given)
 
 
 # Function -> its family, and what gives the choice for a call of it and the spec.

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tuned.families.choices import one_of
-from tuned.families.family import Family
+from tuned.families.family import Family, Problem
 from tuned.families.launch import Launch
 from tuned.families.outside import FamilyError, Outside, Size, Variant, described, family_name
-from tuned.families.problem import Problem
 from tuned.launching.launcher import launch_public, run_step
 from tuned.launching.overwrite import bump_versions
 from tuned.launching.plan import NO_KEY, DirectLaunch, bypassed, direct_launch, listeners, modes, remember, traits

@@ -34,7 +34,7 @@ from typing import Any
 
 from tuned.families.launch import ceil_div
 
-from ..families.counting import Work
+from ..families.amounts import Work
 from ..measuring.compile import Resources
 from ..problem import Problem
 from ..workload import WORKLOADS
@@ -62,9 +62,8 @@ def estimates(
         (v, WORKLOADS[problem.family].work(problem, v)[0], next(iter(needs.get(v, ())), None) if needs else None)
         for v in variants
     ]
-    excess = model.excess(problem, target, found)
     base_us = least_us(found[0][1], target)
-    return {v: base_us * (1 + e) for v, e in zip(variants, excess, strict=True)}
+    return {v: base_us * (1 + e) for v, e in zip(variants, model.excess(problem, target, found), strict=True)}
 
 
 def least_us(work: Work, target: Target) -> float:

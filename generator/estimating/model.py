@@ -19,7 +19,7 @@ import numpy as np
 
 from tuned.families.choices import choices
 
-from ..families.counting import Work
+from ..families.amounts import Work
 from ..measuring.compile import Resources
 from ..problem import Problem
 from ..searching.sampler import WARP

@@ -13,16 +13,14 @@ from typing import Any
 
 from tuned.lookup.record import Winner
 
-from ..cache import cache_folder
 from ..disk import write_if_different
 from ..measuring.compile import Resources
 from ..measuring.interpret import interpreted
-from ..places import SHELF
+from ..places import SHELF, cache_folder
 from ..problem import Problem
 from ..processes.compiler import CompilerPool, compile_variant, hopeless
 from ..processes.compiler import compiled as result_of
-from ..searching.pool import Pool, legal_pool
-from ..searching.seeds import same_problem
+from ..searching.pool import Pool, legal_pool, same_problem
 from ..workload import WORKLOADS, default_variant
 from .estimate import estimates
 from .targets import Target

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 
-from ..families.counting import Work
+from ..families.amounts import Work
 from ..measuring.compile import Resources
 
 # Before anything is compiled: 8, 16 and 32 pairs a thread compiled to 32, 60 and 96 registers for sm_90.
@@ -17,7 +17,7 @@ BASE_REGISTERS, REGISTERS_PER_PAIR = 16, 2.6
 class Target:
     """What the estimate needs of a device, from its maker's documents."""
 
-    device: str  # as tuned.lookup.device.device_slug names it
+    device: str  # as tuned.lookup.record.device_slug names it
     architecture: str  # for generator.measuring.compile.target_of
     processors: int  # SMs, or CUs
     bandwidth_gb_s: float  # of memory, as its maker states it

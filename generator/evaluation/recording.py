@@ -30,14 +30,13 @@ def record(
     """Measure every legal variant of a problem."""
     family = FAMILIES[problem.family]
     variants = legal_pool(problem, environment["capability"], environment["multiprocessors"]).variants
-    architecture = f"sm_{environment['capability']}"
     baselines = worker.stage(problem)
     times: dict[Any, float] = {}
     failed: dict[Any, str] = {}
     registers: dict[Any, int] = {}
 
     def submit(variant: Any) -> concurrent.futures.Future[Any]:
-        return compiler.submit(compile_variant, problem, variant, architecture)
+        return compiler.submit(compile_variant, problem, variant, f"sm_{environment['capability']}")
 
     def attempt(variant: Any, future: concurrent.futures.Future[Any]) -> None:
         needs = compiled(future)

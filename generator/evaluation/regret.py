@@ -121,11 +121,6 @@ RULES: dict[str, Callable[[Landscape, list[Landscape]], Any]] = {
 }
 
 
-def nothing(_one: Problem | Winner, _other: Problem) -> bool:
-    """Leave nothing out."""
-    return False
-
-
 def same_problem(one: Problem | Winner, other: Problem) -> bool:
     """Leave one problem out."""
     return (one.spec, one.size) == (other.spec, other.size)
@@ -178,8 +173,9 @@ def from_record(
 
 def best_rule(found: list[Score]) -> Score:
     """The lowest worst case among the rules whose median is within its bar; of all, if none is."""
-    within = [s for s in found if s.median <= MEDIAN] or found
-    return min(within, key=lambda s: (s.worst[0], s.median, s.rule != SERVED))
+    return min(
+        [s for s in found if s.median <= MEDIAN] or found, key=lambda s: (s.worst[0], s.median, s.rule != SERVED)
+    )
 
 
 @functools.cache

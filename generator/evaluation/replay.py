@@ -24,8 +24,8 @@ from ..measuring.compile import Resources
 from ..measuring.stage import Baselines, Measured
 from ..problem import Problem
 from ..processes.worker import TrialFailedError
+from ..searching.pool import MAX_SEEDS
 from ..searching.search import tune
-from ..searching.seeds import MAX_SEEDS
 from ..storage.journal import Journal
 from ..storage.landscape import Landscape
 
@@ -100,25 +100,22 @@ class _Compiler(concurrent.futures.Executor):
 def searched(landscape: Landscape, seed: int = 0, *, noise: float = 0.0, warm: Sequence[Landscape] = ()) -> Replay:
     """The search of ``tune.py`` as it is, cold or seeded with the best variants of other landscapes."""
     gpu = _Gpu(landscape, seed, noise)
-    environment = landscape.environment
     start = time.perf_counter()
-    journal = Journal(optuna.storages.InMemoryStorage())
     outcome = tune(
         landscape.problem,
         gpu,  # type: ignore[arg-type]
         _Compiler(),
-        journal,
-        environment,
+        Journal(optuna.storages.InMemoryStorage()),
+        landscape.environment,
         trials=evaluations(landscape),
         seeds=_seeds(landscape, warm),
         seed=seed,
     )
-    spent = time.perf_counter() - start
-    return _replay(landscape, gpu.measured, outcome.winner.variant, 0, spent)
+    return _replay(landscape, gpu.measured, outcome.winner.variant, 0, time.perf_counter() - start)
 
 
 def _seeds(landscape: Landscape, others: Sequence[Landscape]) -> list[Any]:
-    """The best variants of the most alike other problems, as generator.searching.seeds takes them from a record."""
+    """The best variants of the most alike other problems, as generator.searching.pool takes them from a record."""
     own = landscape.problem
 
     def unlike(other: Landscape) -> tuple[float, float, str]:

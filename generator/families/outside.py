@@ -17,7 +17,7 @@ from tuned.families.outside import FamilyError, kernel_name
 from tuned.lookup.record import Winner
 
 from ..problem import Problem
-from .counting import Work
+from .amounts import Work
 from .text import Shown, Text, head
 
 SMALL = 3  # of each size, for the interpreter

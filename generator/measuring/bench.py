@@ -113,8 +113,7 @@ def copy_time(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Timing:
     """
     copies = [functools.partial(out.copy_, x) for x, out in pairs]
     kernels = [functools.partial(torch.neg, x, out=out) for x, out in pairs]
-    times = [device_time(copies), device_time(kernels)]
-    return min(times, key=lambda t: t.median_us)
+    return min(device_time(copies), device_time(kernels), key=lambda t: t.median_us)
 
 
 def host_time(call: Callable[[], object], batches: int = 15) -> Timing:

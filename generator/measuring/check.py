@@ -1,12 +1,14 @@
-"""Check a result against the float64 reference, on the very inputs that will be timed."""
+"""Check a result against the float64 reference, on the very inputs that will be timed; canaries show a write past an end."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import torch
 
-from .guard import intact
+from tuned.launching.launcher import as_integers
 
 
 class WrongResultError(Exception):
@@ -42,3 +44,53 @@ def check(out: Any, wanted: torch.Tensor, bound: torch.Tensor, inputs: dict[str,
         if not torch.equal(after, before):
             raise WrongResultError(f"it changed its input {name}")
     return worst
+
+
+GUARD_ELEMENTS = 4096  # each side; a multiple of 16 bytes in every type, and more than one program's row
+CANARY = -12345.0  # in 16 bits too a value that no rotation of normal numbers gives
+
+
+def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device) -> torch.Tensor:
+    """A contiguous tensor of NaN between two canary strips of GUARD_ELEMENTS."""
+    count = math.prod(shape)
+    flat = torch.full((count + 2 * GUARD_ELEMENTS,), CANARY, dtype=dtype, device=device)
+    inner: torch.Tensor = flat[GUARD_ELEMENTS : GUARD_ELEMENTS + count]
+    return inner.fill_(math.nan).view(shape)
+
+
+def intact(tensor: Any) -> torch.Tensor:
+    """A 0-d bool tensor: both canary strips of a guarded tensor are as they were made."""
+    return torch.cat(_strips(tensor)).eq(torch.tensor(CANARY, dtype=tensor.dtype, device=tensor.device)).all()
+
+
+def guard(tensor: Any) -> None:
+    """Make both canary strips of a guarded tensor as they were, whatever was written there."""
+    for strip in _strips(tensor):
+        strip.fill_(CANARY)
+
+
+def _strips(tensor: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    flat = tensor.as_strided((tensor.numel() + 2 * GUARD_ELEMENTS,), (1,), tensor.storage_offset() - GUARD_ELEMENTS)
+    return flat[:GUARD_ELEMENTS], flat[-GUARD_ELEMENTS:]
+
+
+def fingerprint(tensors: list[torch.Tensor]) -> list[int]:
+    """One number a tensor, another one when a single value of it changes: the sum of its bits, as integers."""
+    sums = [as_integers(tensor).sum(dtype=torch.int64) for tensor in tensors]
+    return torch.stack(sums).tolist() if sums else []
+
+
+def inputs_of(call: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a call, a dataclass, that must not change: all but ``out`` and what its class names as SCRATCH."""
+    named = {f.name: getattr(call, f.name) for f in dataclasses.fields(call)}
+    written = getattr(call, "SCRATCH", ())
+    return {n: t for n, t in named.items() if isinstance(t, torch.Tensor) and t is not call.out and n not in written}
+
+
+def probe(call: Any) -> Any:
+    """The same call, a dataclass of tensors, with a guarded output; in place the output holds what it holds there."""
+    out = guarded(call.out.shape, call.out.dtype, call.out.device)
+    names = [f.name for f in dataclasses.fields(call) if getattr(call, f.name) is call.out]
+    if len(names) > 1:  # in place: an input is the output
+        out.copy_(call.out)
+    return dataclasses.replace(call, **dict.fromkeys(names, out))

@@ -19,9 +19,9 @@ from triton.compiler import ASTSource, CompiledKernel
 from tuned.families.launch import Launch, Step
 from tuned.launching.plan import ALIGNED_BYTES, kind_of
 
-from ..cache import cache_folder
 from ..disk import write_if_different
-from ..rendering.modules import load
+from ..places import cache_folder
+from ..rendering.structures import load
 
 TYPES = {  # of tuned.launching.plan.Kind -> as Triton's compiler names them
     torch.float64: "*fp64",

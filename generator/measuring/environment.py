@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from tuned.lookup.device import device_slug
-from tuned.lookup.record import METHOD
+from tuned.lookup.record import METHOD, device_slug
 
 
 def driver_version() -> str:

@@ -11,6 +11,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from .quick import quick_interpreter
+
 
 @contextlib.contextmanager
 def patched_once() -> Iterator[None]:
@@ -19,14 +21,18 @@ def patched_once() -> Iterator[None]:
     from triton.runtime import interpreter  # noqa: PLC0415
 
     patch_as_is = interpreter._patch_lang  # noqa: SLF001 - it is mended
+    if getattr(patch_as_is, "once", False):
+        yield
+        return
     patched: set[str] = set()  # names of modules, while a launch runs
+    known: dict[Any, set[str]] = {}
 
     def patch(function: Any) -> Any:
-        found = {
-            module.__name__
-            for module in (tl, tl.core)
-            if any(value is module for value in function.__globals__.values())
-        }
+        found = known.get(function)
+        if found is None:
+            values = function.__globals__.values()
+            found = {module.__name__ for module in (tl, tl.core) if any(value is module for value in values)}
+            known[function] = found
         if found and found <= patched:
             return None  # Triton looks at that of the kernel alone
         outermost = not patched
@@ -39,6 +45,7 @@ def patched_once() -> Iterator[None]:
 
         return types.SimpleNamespace(restore=restore) if outermost else scope
 
+    patch.once = True  # type: ignore[attr-defined]
     interpreter._patch_lang = patch  # noqa: SLF001
     try:
         yield
@@ -73,7 +80,7 @@ def mended_interpreter() -> Iterator[None]:
 
     builder.create_dot, interpreter._patch_lang_tensor = create_dot, patch  # noqa: SLF001
     try:
-        with patched_once():
+        with patched_once(), quick_interpreter():
             yield
     finally:
         builder.create_dot, interpreter._patch_lang_tensor = create_dot_as_is, patch_as_is  # noqa: SLF001

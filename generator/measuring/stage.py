@@ -7,23 +7,20 @@ import functools
 import gc
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from triton.backends.compiler import GPUTarget
 
 from tuned.families.launch import Launch, Step
 from tuned.launching.launcher import direct_launcher, run_step
 
 from ..problem import Problem
-from ..rendering.modules import load
+from ..rendering.structures import load
 from ..workload import WORKLOADS
 from .bench import Timing, copy_time, device_time, sets_beyond_l2
-from .check import WrongResultError, check
+from .check import WrongResultError, check, fingerprint, guard, inputs_of, probe
 from .compile import compile_launch, same_code
-from .guard import fingerprint, guard, inputs_of, probe
-
-if TYPE_CHECKING:
-    from triton.backends.compiler import GPUTarget
 
 MAX_SETS = 256  # buffer sets of a tiny problem; beyond this only making them would take time
 MOST_OF_COPY = 4  # times the output: what moves beyond that is not like a copy of it
@@ -81,8 +78,7 @@ class Stage:
         self.problem, self.target, self.clock = problem, target, clock
         self.work = WORKLOADS[problem.family]
         self.device = 0 if place else torch.cuda.current_device()
-        one = self.work.tensor_bytes(problem.spec, problem.size)
-        count = 2 if place else min(sets_beyond_l2(one), MAX_SETS)
+        count = 2 if place else min(sets_beyond_l2(self.work.tensor_bytes(problem.spec, problem.size)), MAX_SETS)
         place = place or f"cuda:{self.device}"
         self.calls = [self.work.inputs(problem.spec, problem.size, place, seed) for seed in range(count)]
         # Checked on the inputs of the first set, in memory of its own, guarded; timed on memory as a model has it.

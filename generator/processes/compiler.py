@@ -12,10 +12,9 @@ from typing import Any
 
 from tuned.families.architecture import shared_limit
 
-from ..cache import cache_folder
 from ..failures import LOST_COMPILER
 from ..measuring.compile import Resources, distinct, resources, target_of
-from ..places import GENERATOR
+from ..places import GENERATOR, cache_folder
 from ..problem import Problem
 from ..workload import WORKLOADS
 from .forkserver import Child, LostError, fork_server
@@ -96,8 +95,7 @@ class CompilerPool(concurrent.futures.Executor):
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            child = self._compiler()
-            _, outcome, value = child.ask((0, "call", (fn, args, kwargs)), self._seconds)
+            _, outcome, value = self._compiler().ask((0, "call", (fn, args, kwargs)), self._seconds)
         except LostError as error:
             with self._lock:
                 self._children.pop(threading.get_ident(), None)

@@ -26,9 +26,8 @@ import time
 import traceback
 from typing import IO, Any
 
-from ..cache import cache_folder
-from ..places import GENERATOR
-from .channel import Channel, ChannelError, ClosedError, pair
+from ..places import GENERATOR, cache_folder
+from .channel import Channel, ChannelError, ClosedError
 
 PRELOAD = (f"{GENERATOR}.processes.compiler", f"{GENERATOR}.processes.serve", f"{GENERATOR}.measuring.stage")
 FORK_SECONDS = 120.0  # the first fork waits for the imports of torch and Triton: 2 s, from a cold disk more
@@ -108,8 +107,7 @@ class Child:
         end = os.fstat(self.log.fileno()).st_size
         start = max(self.log_start, end - 4 * TAIL_CHARACTERS)
         text = os.pread(self.log.fileno(), end - start, start).decode(errors="replace")
-        line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-        return line[-TAIL_CHARACTERS:]
+        return " ".join("".join(c if c.isprintable() else " " for c in text).split())[-TAIL_CHARACTERS:]
 
 
 def _ending(status: int | None) -> str:
@@ -125,7 +123,7 @@ class ForkServer:
 
     def __init__(self, preload: tuple[str, ...]) -> None:
         """Start it; its imports go on while the tuner does other things."""
-        ours, theirs = pair()
+        ours, theirs = socket.socketpair()
         self._lock = threading.Lock()
         self._log = tempfile.TemporaryFile(dir=cache_folder("logs"))  # noqa: SIM115 - open as long as the server
         paths = [path or os.getcwd() for path in sys.path]  # noqa: PTH109 - as Python means it
@@ -157,7 +155,7 @@ class ForkServer:
         Raises:
             LostError: the server has died.
         """
-        ours, theirs = pair()
+        ours, theirs = socket.socketpair()
         start = os.fstat(log.fileno()).st_size  # it may print, and die, before this process runs again
         with theirs:
             request = ("fork", serve, arguments, dict(os.environ), os.getcwd())  # noqa: PTH109

@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..cache import cache_folder
 from ..measuring.bench import Timing
 from ..measuring.stage import Baselines, Measured
-from ..places import GENERATOR
+from ..places import GENERATOR, cache_folder
 from ..problem import Problem
 from .forkserver import Child, LostError, fork_server
 

@@ -16,15 +16,13 @@ from typing import Any
 import torch
 import triton
 
-from tuned.lookup.device import device_slug
-from tuned.lookup.mismatch import HARD, SOFT, changed_sources, differences
-from tuned.lookup.record import METHOD, RecordError, Winner
+from tuned.lookup.record import HARD, METHOD, SOFT, RecordError, Winner, changed_sources, device_slug, differences
 
 from ..measuring.environment import driver_version
 from ..places import HOME, INSTALLED, OUTSIDE
 from ..problem import Problem
 from ..rendering.structures import digests
-from ..searching.seeds import same_problem
+from ..searching.pool import same_problem
 from ..storage.landscape import load_landscapes
 from ..storage.record import QUICK, WINNERS, read_record, record_path
 from ..workload import default_problems
@@ -121,8 +119,11 @@ def _landscapes(device: str) -> Iterator[Finding]:
     """Landscapes of other texts than today's: they still rank, and what is proved on them is of another kernel."""
     stale = [one.problem.name for one in load_landscapes(device) if not one.fresh]
     if stale:
-        text = f"{device}: worth recording again, {len(stale)} landscapes are of kernels whose source changed since"
-        yield Finding("soft", f"{text}: python tune.py landscape {','.join(stale)}")
+        yield Finding(
+            "soft",
+            f"{device}: worth recording again, {len(stale)} landscapes are of kernels whose source changed since: "
+            f"python tune.py landscape {','.join(stale)}",
+        )
 
 
 def _hard(device: str, rows: list[Winner], here: Here) -> Iterator[Finding]:

@@ -55,10 +55,8 @@ def digest(package: Path = PACKAGE) -> str:
     found = hashlib.sha256()
     for name, path in shipped(package):
         text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            meaning = json.dumps(json.loads(text), sort_keys=True)
-        else:
-            meaning = "".join(_tree(ast.parse(text)))
+        record = path.suffix == ".json"
+        meaning = json.dumps(json.loads(text), sort_keys=True) if record else "".join(_tree(ast.parse(text)))
         found.update(f"{name}\0{meaning}\0".encode())
     return found.hexdigest()[:12]
 

@@ -1,16 +1,84 @@
-"""Every kernel text there can be: those of each family, rendered."""
+"""Render a kernel's source from its template, a pure function of family, spec and variant; every kernel text there can be."""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import functools
+import hashlib
+import importlib.util
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
+import jinja2
+import jinja2.ext
+
+from ..disk import write_if_different
 from ..families.text import Text
+from ..places import FAMILY, TEMPLATES, cache_folder
 from ..problem import Problem
 from ..workload import WORKLOADS
-from .render import Kernel, render
+
+NAME = "KERNEL"  # stands for the kernel's name in a template: {{ name }} could not be the name of a function in valid Python
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """Rendered source of one kernel structure, and a digest of what it means."""
+
+    name: str  # of the module and of its @triton.jit function
+    source: str
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of the syntax tree: a comment or a docstring changes nothing. It takes longer than rendering."""
+        return digest(self.source)
+
+
+class _IndentedIncludes(jinja2.ext.Extension):
+    """What is included is indented as its mark is: statements of a function's body can be a file of valid Python."""
+
+    MARK = re.compile(r'^( +)(# \{% include "[^"]+" %\}\n)', re.MULTILINE)
+
+    def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:  # noqa: ARG002 - Jinja's
+        return self.MARK.sub(
+            lambda m: f"# {{% filter indent({len(m[1])}, true) %}}\n{m[2]}# {{% endfilter %}}\n", source
+        )
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    # Block marks inside comments keep a template valid Python; {{ x }} is a legal expression as it is.
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader([*([FAMILY.parent] if FAMILY else []), TEMPLATES]),
+        extensions=[_IndentedIncludes],
+        undefined=jinja2.StrictUndefined,
+        block_start_string="# {%",
+        block_end_string="%}",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # noqa: S701 - the output is Python, not HTML
+    )
+
+
+def digest(source: str) -> str:
+    """Twelve hexadecimal digits of the SHA-256 of the syntax tree, without docstrings, comments or layout."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    # Not ast.dump: its text changes between Python versions (3.13 leaves empty fields out).
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:12]
+
+
+def render(template: str, name: str, spec: Any, variant: Any) -> Kernel:
+    """The kernel ``name`` that ``template`` gives for ``spec`` and ``variant``; the same arguments, the same bytes."""
+    source = _environment().get_template(f"{template}.py.jinja").render(spec=spec, variant=variant)
+    source = source.replace(NAME, name)
+    return Kernel(name, source)
 
 
 def texts() -> Iterator[Text]:
@@ -32,8 +100,7 @@ def digests() -> dict[str, str]:
 
 def digests_of(problem: Problem, variant: Any) -> dict[str, str]:
     """Those of the kernels that a variant launches."""
-    names = WORKLOADS[problem.family].family.kernel_names(problem.spec, variant)
-    return {name: digests()[name] for name in names}
+    return {name: digests()[name] for name in WORKLOADS[problem.family].family.kernel_names(problem.spec, variant)}
 
 
 def fresh(measured: dict[str, str]) -> bool:
@@ -45,3 +112,23 @@ def fresh(measured: dict[str, str]) -> bool:
 def default_names() -> frozenset[str]:
     """The kernels that a call can get where no table says more: these are always committed."""
     return frozenset(name for _, name, _, _, default in texts() if default)
+
+
+@functools.cache
+def load(name: str) -> Any:
+    """The @triton.jit function of kernel ``name``.
+
+    The source is a real file, since Triton reads a function's source and a traceback must be openable.
+
+    Raises:
+        KeyError: if no family has a kernel of this name.
+    """
+    kernel = structures()[name]
+    path = cache_folder("candidates", kernel.digest) / f"{name}.py"
+    write_if_different(path, kernel.source)
+    module_spec = importlib.util.spec_from_file_location(f"candidate_{kernel.digest}_{name}", path)
+    if module_spec is None or module_spec.loader is None:
+        raise ImportError(f"cannot import the rendered kernel {path}")
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    return getattr(module, name)

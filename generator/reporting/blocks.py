@@ -75,8 +75,7 @@ def answer(histories: Iterable[History]) -> Answer | None:
         return None
     measure = MEASURES[rules[0].measure]
     obeying = [dataclasses.replace(h, times=_only(h, measure, rules[0].value)) for h in found]
-    best = [h.best_us for h in found]
-    warps = curve(obeying, lambda _problem, variant: variant.num_warps, best)
+    warps = curve(obeying, lambda _problem, variant: variant.num_warps, [h.best_us for h in found])
     return Answer(rules, curves, curves["rows a program"].get(1), warps, len(found), sum(len(h.times) for h in found))
 
 

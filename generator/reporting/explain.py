@@ -11,15 +11,14 @@ from typing import Any
 
 from tuned.families.choices import choices
 from tuned.lookup.lookup import Choice, Gpu, choose
-from tuned.lookup.mismatch import HARD, SOFT, changed_sources, differences
-from tuned.lookup.record import METHOD, Winner
+from tuned.lookup.record import HARD, METHOD, SOFT, Winner, changed_sources, differences
 from tuned.lookup.table import tables, tables_or_error
 
 from ..estimating.targets import target_named
 from ..problem import Problem
 from ..publishing.audit import Here, this_machine
 from ..rendering.structures import digests
-from ..searching.seeds import same_problem
+from ..searching.pool import same_problem
 from ..storage.journal import Journal
 from ..storage.record import read_record
 from ..workload import WORKLOADS, default_variant

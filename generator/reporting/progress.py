@@ -8,15 +8,12 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
 from ..searching.search import Progress
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
 
 WINDOW = 8  # problems that the pace is taken from: what an earlier run measured takes no time, the next may
 BAR = 24  # characters at most

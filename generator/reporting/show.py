@@ -11,7 +11,7 @@ from tuned.lookup.record import RecordError, Winner
 
 from ..families.text import Shown
 from ..rendering.structures import structures
-from ..searching.seeds import same_problem
+from ..searching.pool import same_problem
 from ..selection import problem_named
 from ..storage.record import WINNERS, read_record, record_path
 from ..workload import WORKLOADS

@@ -22,8 +22,8 @@ from ..rendering.structures import fresh
 from ..storage.backends import LOST_STORAGE, StorageError, lost_storage
 from ..storage.journal import Journal
 from ..storage.record import QUICK, read_record, save_winner
+from .pool import incumbent_of, same_problem, seeds_for
 from .search import Outcome, Progress, opening, tune
-from .seeds import incumbent_of, same_problem, seeds_for
 from .stopwatch import Stopwatch
 
 # What to measure of a problem on a compute capability with so many multiprocessors, in place of a search.
@@ -254,9 +254,8 @@ def _no_room(problem: Problem, worker: Worker) -> str | None:
         worker.start()
         free = worker.free_bytes()
     needed = bytes_needed(problem)
-    if needed > RESERVE * free:
-        return f"it needs {needed / 2**30:.1f} GiB of GPU memory, and {free / 2**30:.1f} GiB are free"
-    return None
+    why = f"it needs {needed / 2**30:.1f} GiB of GPU memory, and {free / 2**30:.1f} GiB are free"
+    return why if needed > RESERVE * free else None
 
 
 def _marked_quick(outcome: Outcome, known: list[Winner]) -> Outcome:

@@ -21,10 +21,9 @@ from typing import Any
 import optuna
 
 from tuned.families.choices import choices
-from tuned.lookup.record import RecordError, Winner, winner_from_json, winner_to_json
+from tuned.lookup.record import RecordError, Winner, winner_from_json
 
 from ..failures import LOST_WORKER, times_to_be_a_fact
-from ..measuring.compile import Resources
 from ..problem import Problem
 from ..processes.compiler import compile_variant, hopeless
 from ..processes.compiler import compiled as result_of
@@ -32,9 +31,8 @@ from ..processes.worker import TrialFailedError, Worker, WorkerLostError
 from ..rendering.structures import digests_of
 from ..storage.journal import Journal, Result
 from ..workload import WORKLOADS, default_variant
-from .pool import Pool, legal_pool
+from .pool import Pool, legal_pool, same_problem
 from .sampler import BATCH, LEAST_RESULTS, STARTUP, PoolSampler
-from .seeds import same_problem
 from .stopwatch import Stopwatch
 
 EXHAUSTIVE = 300  # a pool up to this size is measured whole: at 15 ms a variant, under 5 s
@@ -109,14 +107,13 @@ def tune(  # noqa: PLR0913 - the parts are independent of each other
     known = search.ended_before(settings, incumbent)
     if known is not None:
         return known
-    default = default_variant(problem)
     first = [v for v in _first(problem, seeds if wanted is None else wanted, incumbent) if v in search.legal]
     search.prepare(trials if wanted is None else len(first))
     search.explore(first, trials if wanted is None else len(first))
     if wanted is None and len(search.pool.variants) <= EXHAUSTIVE:
         search.explore(search.pool.variants, len(search.pool.variants))
     search.try_again()
-    return search.finish(default, incumbent, settings, FINALISTS if wanted is None else FEW)
+    return search.finish(default_variant(problem), incumbent, settings, FINALISTS if wanted is None else FEW)
 
 
 def opening(
@@ -327,7 +324,8 @@ class _Search:
         reason = hopeless(needs, self.environment["capability"])
         if isinstance(needs, str) or reason is not None:
             return reason or str(needs)
-        code = code_of(needs)
+        # Equal for variants that run the same machine code on the same grid as often, so take the same time.
+        code = tuple((need.machine_code, need.programs, need.launches) for need in needs)
         if code in self.codes:
             self.same += 1
             return self.codes[code]
@@ -381,7 +379,7 @@ class _Search:
         failed = {str(dataclasses.asdict(v)): reason for v, reason in self.failed.items()}
         passing = len(self.passing())
         if time.monotonic() <= self.deadline and not passing:  # what was cut short, or may pass, is not the end of it
-            kept = {"winner": winner_to_json(winner), "failed": failed}
+            kept = {"winner": dataclasses.asdict(winner), "failed": failed}
             self.journal.finish(self.problem, self.environment, settings, kept)
         pool = len(self.pool.variants)
         return Outcome(winner, len(self.times), failed, pool, self.pool.declared, self.remembered, self.same, passing)
@@ -413,11 +411,6 @@ class _Search:
         return timings
 
 
-def code_of(needs: tuple[Resources, ...]) -> tuple[Any, ...]:
-    """Equal for variants that run the same machine code on the same grid as often, so take the same time."""
-    return tuple((need.machine_code, need.programs, need.launches) for need in needs)
-
-
 def choose(times: dict[Any, float], incumbent: Any) -> Any:
     """The winner among variants timed together.
 
@@ -426,5 +419,4 @@ def choose(times: dict[Any, float], incumbent: Any) -> Any:
     best = min(times.values())
     if incumbent in times and times[incumbent] <= best * (1 + NOISE):
         return incumbent
-    close = [v for v, t in times.items() if t <= best * (1 + NOISE)]
-    return min(close, key=lambda v: v.simplicity)
+    return min((v for v, t in times.items() if t <= best * (1 + NOISE)), key=lambda v: v.simplicity)

@@ -17,9 +17,8 @@ from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import BaseJournalBackend
 from optuna.study import StudyDirection
 
-from ..cache import cache_path
 from ..disk import READ_ONLY, naming
-from ..places import SHELF
+from ..places import SHELF, cache_path
 
 CONNECT_SECONDS = 10
 EXTRA = "pip install -c constraints.txt -e '.[tune,hosts]'"
@@ -89,12 +88,10 @@ def without_password(url: str) -> str:
 def _database(url: str, given: str) -> BaseStorage:
     import sqlalchemy.exc  # noqa: PLC0415 - takes half a second, and the journal file needs none of it
 
-    options: dict[str, Any] = {"pool_pre_ping": True}
-    if url.startswith("postgresql"):
-        options["connect_args"] = {"connect_timeout": CONNECT_SECONDS}
+    limits = {"connect_timeout": CONNECT_SECONDS} if url.startswith("postgresql") else {}
     shown = without_password(given)
     try:
-        return optuna.storages.RDBStorage(url, engine_kwargs=options)
+        return optuna.storages.RDBStorage(url, engine_kwargs={"pool_pre_ping": True, "connect_args": limits})
     except ImportError as error:
         raise StorageError(f"the driver of {shown} is not installed ({error.__cause__ or error}): {EXTRA}") from None
     except (sqlalchemy.exc.ArgumentError, ValueError):  # ValueError: a port that is no number
@@ -116,14 +113,6 @@ def study_named(storage: BaseStorage, name: str) -> int | None:
     try:
         return storage.get_study_id_from_name(name)
     except KeyError:
-        return None
-
-
-def new_study(storage: BaseStorage, name: str) -> int | None:
-    """A new study of a name, or None if another tuner was faster."""
-    try:
-        return storage.create_new_study([StudyDirection.MINIMIZE], name)
-    except optuna.exceptions.DuplicatedStudyError:
         return None
 
 

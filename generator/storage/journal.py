@@ -17,7 +17,7 @@ from tuned.families.registry import FAMILIES
 
 from ..failures import times_to_be_a_fact
 from ..problem import Problem
-from .backends import new_study, study_named
+from .backends import study_named
 
 # What a measurement must share with this run to be worth as much as a new one.
 KEY = ("device", "driver", "triton", "method")
@@ -97,10 +97,9 @@ class Journal:
         """Keep what a trial gave, in one operation of the storage: it is there whole or not at all."""
         knobs = choices(type(variant))
         note = {"digests": digests, "problem": problem_digest(problem), **{k: environment[k] for k in KEY}}
-        failed = isinstance(result, str)
         note |= {"failed": result} if isinstance(result, str) else {"median_us": result[0], "error": result[1]}
         trial = create_trial(
-            state=TrialState.FAIL if failed else TrialState.COMPLETE,
+            state=TrialState.FAIL if isinstance(result, str) else TrialState.COMPLETE,
             value=None if isinstance(result, str) else result[0],
             params={name: getattr(variant, name) for name in knobs},
             distributions={n: optuna.distributions.CategoricalDistribution(values) for n, values in knobs.items()},
@@ -130,8 +129,9 @@ class Journal:
         name = _study_name(problem, device)
         study = self._there(name)
         if study is None:
-            study = new_study(self.storage, name)
-            self._ids[name] = study = self.storage.get_study_id_from_name(name) if study is None else study
+            # Another tuner may be faster: then it is that one's.
+            made = optuna.create_study(storage=self.storage, study_name=name, load_if_exists=True)
+            self._ids[name] = study = made._study_id  # noqa: SLF001 - the storage's own key
         return study
 
     def _there(self, name: str) -> int | None:

@@ -77,8 +77,7 @@ def save(landscape: Landscape, folder: Path) -> Path:
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{problem.name}.json.gz"
-    text = json.dumps(content, separators=(",", ":"), sort_keys=True)
-    write_whole(path, gzip.compress(text.encode(), mtime=0))
+    write_whole(path, gzip.compress(json.dumps(content, separators=(",", ":"), sort_keys=True).encode(), mtime=0))
     return path
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
-from tuned.lookup.record import SCHEMA, Winner, load_record, winner_to_json
+from tuned.lookup.record import SCHEMA, Winner, load_record
 
-from ..disk import write_if_different
-from ..locks import folder_lock
+from ..disk import folder_lock, write_if_different
 from ..places import HOME
 
 WINNERS = HOME / "winners"
@@ -45,7 +45,7 @@ def save_winner(winner: Winner, folder: Path | None = None) -> Path:
 def write_record(path: Path, device: str, winners: list[Winner]) -> None:
     """The record as JSON, one winner a line, sorted."""
     ordered = sorted(winners, key=lambda w: (w.family, w.name))
-    rows = ",\n".join("    " + json.dumps(winner_to_json(w), sort_keys=True) for w in ordered)
+    rows = ",\n".join("    " + json.dumps(dataclasses.asdict(w), sort_keys=True) for w in ordered)
     head = (
         f'{{\n  "format": "tuned-winners",\n  "schema": {SCHEMA},\n  "device": {json.dumps(device)},\n  "winners": [\n'
     )

@@ -18,6 +18,7 @@ import torch
 from generator.measuring.bench import Timing
 from generator.measuring.stage import Baselines, Measured, Stage
 from generator.processes import channel
+from generator.processes.forkserver import PRELOAD
 from generator.searching.pool import legal_pool
 from tests.support.fakes import ENVIRONMENT
 from tests.support.processes import HUNG, hang
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from generator.problem import Problem
 
 REPLAYS = 3
+WARM = (*PRELOAD, "tests.broken.warm")  # what a fork server of tests imports
 PRINTED = b"\xff\x00garbage \x1b[31mthat no terminal wants\n"
 # What each of the fastest variants does, the fastest first: were any of them let through, it would win.
 DEEDS = (

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from generator.processes.forkserver import PRELOAD
 from generator.selection import problem_named
 from tests.broken.server import ranked
-
-WARM = (*PRELOAD, __name__)
 
 for name in ("gru_cell_dreamer_200_16", "gru_cell_1024_inplace_64"):
     ranked(problem_named(name))

@@ -15,6 +15,7 @@ from generator.processes.compiler import compile_variant, hopeless
 from generator.rendering.structures import default_names, structures
 from tests.support import compiling, pairwise
 from tuned.families.gru.launches import kernel_name as gru_name
+from tuned.families.gru.spec import LAYOUTS as GRU_LAYOUTS
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.gru_cell.variant import GruCellVariant, default_variant, fit
 from tuned.families.rope.launches import kernel_name
@@ -57,8 +58,14 @@ COVERING = [
 # What multiplies takes another path on each; what only moves and turns is compiled alike, and each kernel for two of them.
 PATHS = ("sm_80", "sm_100", "sm_120", "gfx942")
 ROTATING = [name for name in COVERING if name not in {*PRODUCTS, *RECURRENCES}]
+STRUCTURES = ("layer_split", "layer_tile", "stack_split", "turns_split")
+# Each layout and each structure of a recurrence on each path, and each text on one.
+RECURRING = pairwise.covering(
+    pairwise.product({"layout": GRU_LAYOUTS, "structure": STRUCTURES, "architecture": PATHS}, lambda _: True)
+)
 ELSEWHERE = [
-    *((name, architecture) for name in (*PRODUCTS, *RECURRENCES) for architecture in PATHS),
+    *((name, architecture) for name in PRODUCTS for architecture in PATHS),
+    *((f"gru_{row['layout']}_{row['structure']}", row["architecture"]) for row in RECURRING),
     *((name, OTHERS[(index + shift) % len(OTHERS)]) for index, name in enumerate(ROTATING) for shift in (0, 3)),
 ]
 
@@ -88,7 +95,7 @@ def test_every_kernel_compiles_for_sm_90_without_a_spill(compiler: concurrent.fu
     assert needs.spill_bytes == 0
 
 
-@pytest.mark.thinned_on_gpu(every=4)
+@pytest.mark.thinned_on_gpu(every=6)
 @pytest.mark.parametrize(("name", "architecture"), ELSEWHERE)
 def test_a_sample_compiles_for_every_other_architecture(
     compiler: concurrent.futures.Executor, name: str, architecture: str
@@ -106,6 +113,7 @@ WHOLE = Problem("qwen2_1b_kv_decode", "rope", RopeSpec("bshd", "bfloat16", 2, 12
 PARTS = 4  # so that two processes can share the work
 
 
+@pytest.mark.thinned_on_gpu(every=2)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_legal_variant_of_a_problem_compiles_for_sm_90(compiler: concurrent.futures.Executor, part: int) -> None:
     count, failures = compiler.submit(compiling.pool_failures, WHOLE, part, PARTS).result()
@@ -146,6 +154,7 @@ WIDE = pairwise.covering(
 )
 
 
+@pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("case", WIDE, ids=lambda c: "-".join(map(str, c.values())))
 def test_loads_and_stores_are_as_wide_as_alignment_allows(
     compiler: concurrent.futures.Executor, case: dict[str, Any]
@@ -164,6 +173,7 @@ def test_loads_and_stores_are_as_wide_as_alignment_allows(
         assert set(found["STG"]) == {128}
 
 
+@pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("angles", ANGLES)
 @pytest.mark.parametrize("layout", ["sbhd", "thd"])
 def test_every_layout_moves_128_bits_at_a_time(compiler: concurrent.futures.Executor, layout: str, angles: str) -> None:
@@ -216,6 +226,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("name", CALLS)
 def test_complete_calls_move_query_and_key_128_bits_at_a_time(compiler: concurrent.futures.Executor, name: str) -> None:
     whole = {"layout": "bshd", "dtype": "bfloat16", "heads": 32, "head_dim": 128, "rotary_dim": 128, "key_heads": 8}
@@ -237,6 +248,7 @@ def test_a_key_without_alignment_is_not_read_128_bits_at_a_time(compiler: concur
 CALL_DIMS = ((128, 64), (96, 24), (80, 20), (6, 2))  # head_dim, rotary_dim
 
 
+@pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("rotated", ["first", "last"])
 @pytest.mark.parametrize("dims", CALL_DIMS, ids=lambda d: f"d{d[0]}r{d[1]}")
 def test_complete_calls_are_as_wide_as_alignment_allows(
@@ -276,19 +288,19 @@ def cell(dtype: str, hidden: int, *inputs: int, precision: str = "tf32") -> GruC
     return GruCellSpec(dtype, hidden, inputs, precision=precision if dtype == "float32" else "")
 
 
-# Widths that no block divides, whose elements are loaded one at a time; many rows; long rows.
+# Widths that no block divides, whose elements are loaded one at a time; many rows; long rows, of which each takes seconds.
 CELLS = [
     (cell("bfloat16", 65, 33, 100), 1),
     (cell("bfloat16", 65, 33, 100), 16),
+    (cell("float32", 4096, 4096, precision="ieee"), 1),
     (cell("bfloat16", 65, 33, 100), 300),
+    (cell("bfloat16", 4096, 4096), 1),
     (cell("float32", 65, 33, 100), 2),
     (cell("float32", 65, 33, 100), 300),
     (cell("float32", 1000, 333, 77), 32),
-    (cell("float32", 4096, 4096, precision="ieee"), 1),
     (cell("bfloat16", 1024, 256, 1024), 32),
     (cell("bfloat16", 1024, 256, 1024), 128),
     (cell("bfloat16", 257, 300), 1000),
-    (cell("bfloat16", 4096, 4096), 1),
 ]
 
 
@@ -317,6 +329,7 @@ def test_the_default_of_a_step_compiles_whatever_its_sizes(
 
 
 # 600 is a multiple of 8 elements, which are 16 bytes, but not of the 16 that Triton looks for by itself.
+@pytest.mark.thinned_on_gpu(every=2)
 @pytest.mark.parametrize("hidden", [600, 1024])
 @pytest.mark.parametrize("schedule", ["two", "one", "joint"])
 def test_operands_come_16_bytes_at_a_time_while_others_are_multiplied(
@@ -357,6 +370,7 @@ def test_a_vector_step_exchanges_nothing_between_warps_but_its_results(
 WAITING = [*((name, "spin") for name in RECURRENCES), *((name, "counter") for name in RECURRENCES if "dense" in name)]
 
 
+@pytest.mark.thinned_on_gpu(every=4)
 @pytest.mark.parametrize(("name", "exchange"), WAITING)
 def test_a_whole_sequence_runs_all_programs_at_once_and_waits(
     compiler: concurrent.futures.Executor, name: str, exchange: str

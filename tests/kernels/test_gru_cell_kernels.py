@@ -45,6 +45,7 @@ def test_every_form_takes_segments_of_any_width(form: str, inputs: tuple[int, ..
     assert_right(GruCase(spec_of(dtype, 19, inputs), batch=5, view=view), FORMS[form])
 
 
+@pytest.mark.thinned_on_gpu(every=2)
 @pytest.mark.parametrize("view", ["contiguous", "wide", "transposed"])
 @pytest.mark.parametrize("spec", list(gru_gates_specs()), ids=lambda s: kernel_name(s, LIBRARY))
 def test_every_kernel_of_the_gates_follows_the_librarys_products(spec: GruCellSpec, view: str) -> None:
@@ -109,6 +110,7 @@ def test_nan_of_any_bits_stays_nan(form: str, bits: int) -> None:
     assert not bool(call.out[1].isnan().any())
 
 
+@pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("scale", [30.0, 1e3, 1e30], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_gates_far_out_saturate_and_never_give_nan(form: str, scale: float) -> None:

@@ -133,6 +133,7 @@ def test_nothing_spills(compiler: concurrent.futures.Executor, case: Case) -> No
     assert found.spill_bytes == 0
 
 
+@pytest.mark.thinned_on_gpu(every=4)
 @pytest.mark.parametrize("case", SPINNING, ids=str)
 def test_a_step_loads_gates_and_state_and_no_weight(compiler: concurrent.futures.Executor, case: Case) -> None:
     found = compiled(compiler, case)
@@ -141,6 +142,7 @@ def test_a_step_loads_gates_and_state_and_no_weight(compiler: concurrent.futures
     assert found.cooperative
 
 
+@pytest.mark.thinned_on_gpu(every=4)
 @pytest.mark.parametrize("case", OTHERS, ids=str)
 def test_however_programs_wait_no_step_loads_a_weight(compiler: concurrent.futures.Executor, case: Case) -> None:
     found = compiled(compiler, case)
@@ -149,6 +151,7 @@ def test_however_programs_wait_no_step_loads_a_weight(compiler: concurrent.futur
     assert found.cooperative == (case.spec.hidden != 60)
 
 
+@pytest.mark.thinned_on_gpu(every=4)
 @pytest.mark.parametrize("case", SPINNING, ids=str)
 def test_a_thread_has_neighbours_of_a_row_for_every_load_of_the_wait(
     compiler: concurrent.futures.Executor, case: Case
@@ -163,6 +166,7 @@ def test_a_thread_has_neighbours_of_a_row_for_every_load_of_the_wait(
         assert run[:load] == tuple(range(load))
 
 
+@pytest.mark.thinned_on_gpu(every=4)
 @pytest.mark.parametrize("case", SPINNING, ids=str)
 def test_a_wait_is_one_loop_of_ptx_for_eight_loads(compiler: concurrent.futures.Executor, case: Case) -> None:
     wanted = 0
@@ -174,11 +178,13 @@ def test_a_wait_is_one_loop_of_ptx_for_eight_loads(compiler: concurrent.futures.
     assert compiled(compiler, case).asm == wanted
 
 
+@pytest.mark.thinned_on_gpu(every=4)
 @pytest.mark.parametrize("case", SPLIT, ids=str)
 def test_sums_over_the_warps_take_few_conversions(compiler: concurrent.futures.Executor, case: Case) -> None:
     assert 0 < compiled(compiler, case).converts <= MAX_CONVERTS
 
 
+@pytest.mark.thinned_on_gpu(every=4)
 @pytest.mark.parametrize("case", HOPPER, ids=str)
 def test_shared_memory_is_what_the_rule_counts(compiler: concurrent.futures.Executor, case: Case) -> None:
     assert abs(compiled(compiler, case).shared_bytes - shared_bytes(case.spec, case.variant)) <= SHARED_SLACK

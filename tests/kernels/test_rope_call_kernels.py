@@ -12,7 +12,7 @@ import torch
 
 from generator.families.rope.reference import inputs, reference
 from generator.families.rope.texts import rope_specs
-from generator.measuring.guard import intact, probe
+from generator.measuring.check import intact, probe
 from generator.rendering.structures import structures
 from tests.support import oracle
 from tests.support.rope_case import RopeCase, assert_close, assert_right, build, canonical, wanted
@@ -112,6 +112,7 @@ def test_ids_outside_of_the_angles_give_nan_and_read_nothing(angles: str, *, inp
     assert_right(dataclasses.replace(case, seq=6, ids=tuple((i,) for i in narrow), index_dtype="int32"), NARROW)
 
 
+@pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("start", [*WILD, 2**31 - 1], ids=str)
 @pytest.mark.parametrize("positions", ["offset", "starts"])
 def test_offsets_outside_of_the_angles_give_nan_and_read_nothing(positions: str, start: int) -> None:
@@ -168,6 +169,7 @@ PACKINGS = {
 }
 
 
+@pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("bounds", PACKINGS.values(), ids=PACKINGS)
 @pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
 @pytest.mark.parametrize("cp_size", [1, 2])
@@ -224,6 +226,7 @@ def test_the_ranks_together_rotate_the_whole_sequence(cp_size: int, seq: int) ->
 # What does not rotate -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("variant", [GRID, TOKENS_FIRST], ids=["heads", "tokens"])
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize(("rotated", "copied"), [("last", 0), ("proportional", 0), ("first", 2), ("last", 3)])
@@ -272,6 +275,7 @@ def test_the_conjugate_of_a_call_gives_back_what_it_rotated(style: str) -> None:
 # What tuning times --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("row", ROWS[::3], ids=row_id)
 def test_tuning_holds_any_call_against_a_reference_that_the_kernels_meet(row: dict[str, Any]) -> None:
     spec = spec_of(row)

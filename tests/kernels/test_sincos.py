@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from generator.rendering.modules import load
+from generator.rendering.structures import load
 from tests.support import compiling
 from tests.support.run import DEVICE
 

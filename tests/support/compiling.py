@@ -239,7 +239,7 @@ def widths(
     """
     from generator.families.rope.reference import inputs  # noqa: PLC0415
     from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415
-    from generator.rendering.modules import load  # noqa: PLC0415
+    from generator.rendering.structures import load  # noqa: PLC0415
     from tuned.families.rope.launches import launches  # noqa: PLC0415
     from tuned.families.rope.spec import RopeSize, RopeSpec  # noqa: PLC0415
     from tuned.families.rope.variant import default_variant  # noqa: PLC0415

@@ -15,7 +15,7 @@ import tuned.calls.linear_cat.run
 import tuned.launching.launcher
 import tuned.launching.plan
 import tuned.nn
-from generator.rendering.modules import load
+from generator.rendering.structures import load
 from tests.support.gru_sequences import single_steps
 from tuned.calls.gru import plan, run
 from tuned.calls.recurrent import serve

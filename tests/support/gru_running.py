@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from generator.rendering.modules import load
+from generator.rendering.structures import load
 from tests.support.gru_sequences import single_steps
 from tests.support.run import DEVICE
 from tuned.calls.gru import eager, run

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from generator.measuring.guard import guarded, intact
+from generator.measuring.check import guarded, intact
 from generator.measuring.mended import mended_interpreter
 from tests.support import oracle
 from tests.support.rope_case import assert_close

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from generator.measuring.guard import guarded, intact
+from generator.measuring.check import guarded, intact
 from tests.support import oracle
 from tests.support.run import DEVICE, INTERPRETED, addresses, run, to_numpy, truncates, watched
 from tuned.families.rope.launches import RopeCall, launches

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from generator.rendering.modules import load
+from generator.rendering.structures import load
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -21,9 +21,7 @@ from tuned.families.{name}.variant import CORE_KNOBS, adapt, default_variant, di
 from tuned.families.{name}.variant import {prefix}Variant as Variant
 from generator.families.{name}.problems import problems
 from generator.families.{name}.reference import *
-from generator.families.{name}.show import *
-from generator.families.{name}.texts import texts
-from generator.families.{name}.work import *
+from generator.families.{name}.texts import *
 from generator.families.{name} import GROUPS, REPRESENTATIVE, TITLE
 
 TEXT = ()
@@ -44,7 +42,7 @@ def stranger(name: str, folder: Path) -> Path:
 
 def seen(name: str, every: int) -> dict[str, Any]:
     """What a tuner sees of a family: of each kernel, and of every so many of its problems."""
-    from generator.rendering.render import render  # noqa: PLC0415 - of the family of this process
+    from generator.rendering.structures import render  # noqa: PLC0415 - of the family of this process
     from generator.searching.pool import legal_pool  # noqa: PLC0415
     from generator.workload import WORKLOADS, default_variant  # noqa: PLC0415
 

@@ -12,8 +12,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 import tune
-from generator.publishing.files import render_all
-from generator.publishing.tables import write_table
+from generator.publishing.files import render_all, write_table
 from generator.searching.run import Orders, Run, Tools, tune_all
 from generator.selection import select
 from generator.storage.backends import opened_storage

@@ -121,10 +121,8 @@ def apply_rotary_emb_qkv_(  # noqa: PLR0913 - the arguments of flash-attention
                 f"{name} must have the shape, dtype and device of cos, {list(cos.shape)} {cos.dtype} {cos.device}, "
                 f"got {list(table.shape)} {table.dtype} {table.device}"
             )
-    if kv_heads is None:
-        q, k = qkv[:, :, 0], qkv[:, :, 1]
-    else:
-        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q:-kv_heads]
+    q = qkv[:, :, 0] if kv_heads is None else qkv[:, :, :num_heads_q]
+    k = qkv[:, :, 1] if kv_heads is None else qkv[:, :, num_heads_q:-kv_heads]
     apply_rotary_emb(q, cos, sin, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
     apply_rotary_emb(k, cos_k, sin_k, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
     return qkv

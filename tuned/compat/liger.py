@@ -96,6 +96,5 @@ def _first_half(angles: torch.Tensor, head_dim: int, name: str) -> torch.Tensor:
             "call tuned.dispatch.rope_qk"
         )
     half = head_dim // 2
-    if angles.ndim == 3 and angles.shape[0] == 1:  # noqa: PLR2004 - one table for the whole batch
-        return angles[0, :, :half]
-    return angles[..., :half]
+    shared = angles.ndim == 3 and angles.shape[0] == 1  # noqa: PLR2004 - one table for the whole batch
+    return angles[0, :, :half] if shared else angles[..., :half]

@@ -133,9 +133,8 @@ def _agree(original: Callable[..., Any], make: Callable[..., Any], style: Style,
             return False
         found = ours(*given, **angles, unsqueeze_dim=unsqueeze_dim)
         found, wanted = ((found,), (wanted,)) if one else (found, wanted)
-        if [t.shape for t in found] != [t.shape for t in wanted]:
-            return False
-        if not all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(found, wanted, strict=True)):
+        alike = [t.shape for t in found] == [t.shape for t in wanted]
+        if not (alike and all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(found, wanted, strict=True))):
             return False
     return True
 

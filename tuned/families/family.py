@@ -70,3 +70,13 @@ def described(  # noqa: PLR0913 - the modules of a family
         launches=launches.launches,
         model=None if model is None else Model(**{f.name: getattr(model, f.name) for f in dataclasses.fields(Model)}),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call worth timing."""
+
+    name: str  # unique: model, tensor, layout, size
+    family: str
+    spec: Any
+    size: Any

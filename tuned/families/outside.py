@@ -26,8 +26,8 @@ from tuned.families.family import Family
 from tuned.families.launch import Launch
 
 if TYPE_CHECKING:
+    from tuned.families.family import Problem
     from tuned.families.launch import Step
-    from tuned.families.problem import Problem
 
 
 class FamilyError(TypeError):

@@ -94,8 +94,7 @@ def _multiprocessors(device: int) -> int | None:
     count = resource[SM_COUNT_OFFSET // 4]
     if status or resource[0] != SM_RESOURCE or not count:
         return None
-    whole = torch.cuda.get_device_properties(device).multi_processor_count
-    return count if count < whole else None
+    return count if count < torch.cuda.get_device_properties(device).multi_processor_count else None
 
 
 @functools.cache

@@ -7,8 +7,8 @@ import importlib.util
 
 import torch
 
-from tuned.lookup.device import device_slug
 from tuned.lookup.lookup import Gpu
+from tuned.lookup.record import device_slug
 
 
 @functools.cache
@@ -42,6 +42,4 @@ def why_eager(x: torch.Tensor, supported_dtype: bool) -> str | None:  # noqa: FB
         return f"the tensors are on {x.device.type}, the kernels are for GPUs"
     if not supported_dtype:
         return f"no kernel takes {x.dtype}"
-    if not has_triton():
-        return "Triton is not installed: pip install triton"
-    return None
+    return None if has_triton() else "Triton is not installed: pip install triton"

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from tuned.families.family import BUILT_IN, Family
 from tuned.lookup import model
-from tuned.lookup.mismatch import HARD, differences
 from tuned.lookup.portfolio import rows_for
+from tuned.lookup.record import HARD, differences
 from tuned.lookup.table import Row, Table, ships, tables, tables_of
 
 MAX_HERE = 1024  # specs remembered: a model has a handful

@@ -1,4 +1,7 @@
-"""Records: the winners measured on one device. Reading one checks every field, and never runs anything from it."""
+"""Records: the winners measured on one device, and whether they count here.
+
+Reading one checks every field, and never runs anything from it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import math
 import re
 import reprlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +68,6 @@ class Winner:
     bytes_moved: int
     trials: int  # variants measured for this problem
     environment: dict[str, Any]
-
-
-def winner_to_json(winner: Winner) -> dict[str, Any]:
-    """Plain JSON values; the inverse of winner_from_json."""
-    return dataclasses.asdict(winner)
 
 
 def parsed(text: str | bytes) -> Any:
@@ -130,7 +129,7 @@ def _is_whole(value: Any, least: int = -MOST) -> bool:
 
 
 def winner_from_json(values: Any, where: str) -> Winner:
-    """A Winner from plain JSON values, every field checked.
+    """A Winner from plain JSON values, as dataclasses.asdict gives them, every field checked.
 
     Raises:
         RecordError: a field is missing, unknown, of the wrong type, or not in the family's space.
@@ -230,3 +229,44 @@ def load_record(path: Path) -> list[Winner]:
     if foreign:
         raise RecordError(f"{path.name} is the record of {content['device']!r} but has rows of {sorted(foreign)}")
     return winners
+
+
+# What a row was measured with beside what is here: after a hard mismatch the row does not count; after a soft one it counts,
+# and tuning again may find better.
+
+# Field of a measurement's environment -> its name in messages.
+HARD = {"device_name": "the device", "multiprocessors": "multiprocessors", "method": "the timing method"}
+SOFT = {"triton": "Triton", "torch": "torch", "driver": "the driver"}
+UNKNOWN = (None, "", "unknown")
+
+
+def differences(measured: Mapping[str, Any], here: Mapping[str, Any], fields: Mapping[str, str]) -> list[str]:
+    """A phrase for each of ``fields`` that both sides know and that differs."""
+    return [
+        f"{what} was {measured[name]}, here it is {here[name]}"
+        for name, what in fields.items()
+        if measured.get(name) not in UNKNOWN and here.get(name) not in UNKNOWN and measured[name] != here[name]
+    ]
+
+
+def changed_sources(digests: Mapping[str, str], kernels: Mapping[str, str]) -> list[str]:
+    """A phrase that names the kernels whose source changed since it was measured; an empty list if none did.
+
+    Args:
+        digests: kernel -> digest of the source that was measured.
+        kernels: kernel -> digest of its source now.
+    """
+    changed = sorted(name for name, digest in digests.items() if kernels.get(name) != digest)
+    return [f"the source of {', '.join(changed)} changed since it was measured"] if changed else []
+
+
+def device_slug(name: str) -> str:
+    """The name of a device in file names: "NVIDIA H200" -> "nvidia_h200".
+
+    Raises:
+        ValueError: the name has no letter or digit.
+    """
+    slug = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    if not slug:
+        raise ValueError(f"a device name must have a letter or a digit, got {name!r}")
+    return slug

@@ -17,8 +17,7 @@ import tuned.tables
 from tuned.families.choices import undeclared
 from tuned.families.family import BUILT_IN, Family
 from tuned.families.registry import FAMILIES
-from tuned.lookup.mismatch import HARD, changed_sources, differences
-from tuned.lookup.record import METHOD, RecordError, load_record
+from tuned.lookup.record import HARD, METHOD, RecordError, changed_sources, differences, load_record
 
 
 @dataclasses.dataclass(frozen=True)

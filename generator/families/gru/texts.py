@@ -1,16 +1,20 @@
-"""Every text of a kernel of the GRU over sequences: the product of the text axes."""
+"""Every text of a kernel of the GRU over sequences: the product of the text axes; and how a winner is shown."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import textwrap
 from collections.abc import Iterator
 
 from tuned.families.choices import choices
 from tuned.families.gru.launches import kernel_name
-from tuned.families.gru.spec import LAYOUTS, GruSpec
-from tuned.families.gru.variant import GruVariant
+from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant, alone
+from tuned.families.launch import ceil_div
+from tuned.lookup.record import Winner
 
-from ..text import Text
+from ..text import Shown, Text, head, refusal
 
 
 def gru_texts() -> Iterator[tuple[GruSpec, GruVariant]]:
@@ -30,3 +34,115 @@ def texts() -> Iterator[Text]:
     """One for each of gru_texts; a caller is given the first form untuned."""
     for spec, variant in gru_texts():
         yield template(spec, variant), kernel_name(spec, variant), spec, variant, variant.form == GruVariant.form
+
+
+# How a winner is shown: what a caller gives, and the launches, as Python text.
+
+LENGTHS = {
+    "dense": "    seq, batch = gates.shape[1:3]\n",
+    "packed": """\
+    seq, batch = len(batch_sizes), int(batch_sizes[0])
+    starts = (batch_sizes.cumsum(0) - batch_sizes).to(gates.device)
+    lengths = (batch_sizes[:, None] > torch.arange(batch)).sum(0, dtype=torch.int32).to(gates.device)
+""",
+    "thd": """\
+    batch = cu_seqlens.numel() - 1
+    starts, lengths = cu_seqlens, cu_seqlens.diff()
+""",
+}
+EXTRA = {"dense": [], "packed": ["batch_sizes"], "thd": ["cu_seqlens", "seq"]}
+TAKES = {
+    "dense": "",
+    "packed": "batch_sizes: int64 [seq] on the CPU, of a PackedSequence.",
+    "thd": "cu_seqlens: int32 [batch + 1] on the device of gates; seq: the longest length.",
+}
+# A letter a dimension: direction, layer, time, batch. Packed tokens have one dimension instead of time and batch.
+DIMS = {"gates": "dtb", "out": "tb", "between": "ltb", "h_0": "lb", "h_n": "lb"}
+PACKED_DIMS = {**DIMS, "gates": "dt", "out": "t", "between": "lt"}
+
+
+def wrapper(winner: Winner, shown: Shown) -> str:
+    """The function ``gru`` of a winner, whose kernels stand above it."""
+    spec, variant = winner.spec, winner.variant
+    body = _library(spec, shown) if variant.strategy == "library" else _recurrence(spec, variant, shown)
+    return _head(spec) + body + "    return out, h_n\n"
+
+
+def _head(spec: GruSpec) -> str:
+    tokens, sets = ("seq, batch" if spec.layout == "dense" else "tokens"), spec.layers * spec.directions
+    three, hidden = 3 * spec.hidden, spec.hidden
+    bias = ["bias_ih", "bias_hh"] if spec.bias else []
+    upper = ["weight_ih"] if spec.stacked else []
+    takes = [
+        f"gates: {spec.dtype} [{spec.directions}, {tokens}, {three}], x @ weight_ih.T of the lowest layer for each direction.",
+        f"h_0: [{sets}, batch, {hidden}]; weight_hh: [{sets}, {three}, {hidden}], both of every layer.",
+        f"weight_ih: [{spec.layers - 1}, {three}, {hidden}], of the layers above the lowest." if upper else "",
+        f"bias_ih, bias_hh: [{sets}, {three}]." if bias else "",
+        TAKES[spec.layout],
+        "Gates in the order r, z, n; last strides 1, matrices contiguous.",
+    ]
+    wrapped = [line for text in takes for line in textwrap.wrap(text, 110)]
+    parameters = ["gates", "h_0", "weight_hh", *upper, *bias, *EXTRA[spec.layout]]
+    lines = [
+        *head("gru", parameters, "Output and last states of torch.nn.GRU, given the projection of its input.", wrapped),
+        *refusal(
+            f"gates.dtype != torch.{spec.dtype} or gates.shape[0] != {spec.directions} or gates.shape[-1] != {three}",
+            f"gates must be {spec.dtype} [{spec.directions}, {tokens}, {three}]",
+            "gates",
+        ),
+        f"{LENGTHS[spec.layout]}    out = gates.new_empty((*gates.shape[1:-1], {spec.directions * hidden}))",
+        "    h_n = torch.empty_like(h_0)\n",
+    ]
+    return "\n".join(lines)
+
+
+def _recurrence(spec: GruSpec, variant: GruVariant, shown: Shown) -> str:
+    """All steps in one launch, after what its programs wait for is put into place; or a launch for each step."""
+    waits = variant.strategy == "persistent" and not alone(spec, variant)
+    counts = waits and variant.exchange == "counter"
+    given = {} if spec.bias else {"bias_ih": "h_0", "bias_hh": "h_0", "bias_ih_stride": "0", "bias_hh_stride": "0"}
+    lines = []
+    if spec.stacked:
+        lines.append(f"    between = gates.new_empty(({spec.layers - 1}, *gates.shape[1:-1], {spec.hidden}))")
+    rows = f"triton.cdiv(batch, {variant.block_batch})"
+    sets = spec.layers * spec.directions
+    if counts:
+        lines.append(f"    counters = torch.zeros({32 * sets} * {rows}, dtype=torch.int32, device=gates.device)")
+    else:
+        given |= {"counters": "h_0"}
+    if waits and not counts:  # what readers wait to see go away
+        word = "int16" if spec.item == 2 else "int32"  # noqa: PLR2004
+        lines += [f"    {t}.view(torch.{word}).fill_(-1)" for t in ("out", *(["between"] if spec.stacked else []))]
+    lines.append("    with torch.cuda.device_of(gates):")
+    each = variant.strategy == "steps"
+    if each:
+        lines.append("        for step in range(seq):")
+    given |= {"t_begin": "step", "t_end": "step + 1"} if each else {"t_begin": "0", "t_end": "seq"}
+    grid = f"{ceil_div(spec.hidden, variant.block_hidden) * sets} * {rows}"
+    dims = DIMS if spec.layout == "dense" else PACKED_DIMS
+    return "\n".join(lines) + "\n" + shown.text(grid, dims, given, indent=12 if each else 8)
+
+
+def _library(spec: GruSpec, shown: Shown) -> str:
+    """For each direction and step a GEMM, then the kernel of the gates."""
+    given = {"gates_x": "gates[direction, t]", "gates_h": "products", "h": "state", "out": "after"}
+    given |= {name: f"{name}[direction]" for name in ("bias_ih", "bias_hh")}
+    block, hidden = shown.launch.constants["BLOCK_BATCH"], spec.hidden
+    grid = f"triton.cdiv(batch, {block}) * {ceil_div(hidden, shown.launch.constants['BLOCK_HIDDEN'])}"
+    return f"""\
+    products = gates.new_empty((batch, {3 * hidden}))
+    with torch.cuda.device_of(gates):
+        for direction in range({spec.directions}):
+            state = h_0[direction]
+            for step in range(seq):
+                t = seq - 1 - step if direction else step
+                after = out[t, :, direction * {hidden} : (direction + 1) * {hidden}]
+                torch.mm(state, weight_hh[direction].t(), out=products)
+{shown.text(grid, {"h": "bd", "out": "bd"}, given, indent=16)}                state = after
+            h_n[direction] = state
+"""
+
+
+def shown_size(size: GruSize) -> GruSize:
+    """Of one step there is nothing to wait for, and the file is for any number of them."""
+    return dataclasses.replace(size, seq=max(2, size.seq))

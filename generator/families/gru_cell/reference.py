@@ -1,4 +1,4 @@
-"""A step of the GRU as tuning checks and times it: inputs, the float64 reference, the baseline, bytes."""
+"""A step of the GRU as tuning checks and times it: inputs, the float64 reference, the baseline, bytes, work."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import torch
 
 from tuned.families.gru_cell.launches import GruCellCall
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.gru_cell.variant import GruCellVariant
+from tuned.families.launch import ceil_div
 from tuned.families.products import ITEM_SIZE, joined
 
-from ..rounding import SMALLEST, UNIT_ROUNDOFF, product_error
+from ...problem import Problem
+from ..amounts import SMALLEST, UNIT_ROUNDOFF, Work, product_error
 
 
 def inputs(spec: GruCellSpec, size: GruCellSize, device: str, seed: int) -> GruCellCall:
@@ -77,5 +80,38 @@ def bytes_moved(spec: GruCellSpec, size: GruCellSize) -> int:
 
 def weight_bytes(spec: GruCellSpec) -> int:
     """Bytes of the weights and biases, which are read once per call."""
-    entries = spec.input_size + spec.hidden + (2 if spec.bias else 0)
-    return 3 * spec.hidden * entries * ITEM_SIZE[spec.dtype]
+    return 3 * spec.hidden * (spec.input_size + spec.hidden + (2 if spec.bias else 0)) * ITEM_SIZE[spec.dtype]
+
+
+# What a variant does: programs, bytes, sines, threads; what a program takes at a time.
+
+
+def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
+    """A step in one launch; the library's products and the kernel of its gates as one too."""
+    spec, size = problem.spec, problem.size
+    item, units, rows = ITEM_SIZE[spec.dtype], variant.block_hidden, variant.block_batch
+    count = ceil_div(size.batch, rows) * ceil_div(spec.hidden, units)
+    width = spec.input_size + spec.hidden
+    library = variant.form == "library"
+    # Of the library's tiles nothing is known; the gates read and write seven rows of the hidden size besides.
+    operands = (rows + 3 * units) * width * item if not library else 0
+    gates = 12 * size.batch * spec.hidden * item if library else 0
+    stages = 2 if variant.form == "vector" else variant.num_stages
+    return (
+        Work(
+            programs=count,
+            warps=variant.num_warps,
+            memory_bytes=bytes_moved(spec, size) + gates,
+            again_bytes=max(0.0, count * operands - weight_bytes(spec) - size.batch * width * item),
+            in_flight_bytes=min(operands, stages * (rows + 3 * units) * variant.block_k * item)
+            or 8 * rows * units * item,
+            elements=8 * count * rows * units,
+            sines=0.5 * count * rows * units,  # an exponential and a division are about a quarter of a sine
+            pairs_per_thread=max(1.0, 4 * rows * units / (32 * variant.num_warps)),
+        ),
+    )
+
+
+def tile(_spec: GruCellSpec, variant: GruCellVariant) -> tuple[int, int]:
+    """Rows, and units of each, that a program takes at a time."""
+    return variant.block_batch, variant.block_hidden

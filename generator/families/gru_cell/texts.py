@@ -1,4 +1,4 @@
-"""Every text of a kernel of the GRU step: the product of the text axes."""
+"""Every text of a kernel of the GRU step: the product of the text axes; and how a winner is shown."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from tuned.families.gru_cell.launches import gates_name, kernel_name
 from tuned.families.gru_cell.spec import GruCellSpec
 from tuned.families.gru_cell.variant import GruCellVariant
+from tuned.families.launch import ceil_div
+from tuned.families.products import MAX_SEGMENTS
+from tuned.lookup.record import Winner
 
-from ..text import Text
+from ..text import Shown, Text, contiguous_lines, finished, head, refusal
 
 
 def gru_gates_specs() -> Iterator[GruCellSpec]:
@@ -29,3 +32,37 @@ def texts() -> Iterator[Text]:
     cell = GruCellSpec("bfloat16", 1024, (1024,))
     for form, template in GRU_CELL_FORMS.items():
         yield template, kernel_name(cell, GruCellVariant(form)), cell, GruCellVariant(form), True
+
+
+# How a winner is shown: what a caller gives, and the launches, as Python text.
+
+
+def wrapper(winner: Winner, shown: Shown) -> str:
+    """The function ``gru_cell`` of a winner, whose kernel stands above it."""
+    spec, variant = winner.spec, winner.variant
+    x = [f"x{index}" for index in range(len(spec.inputs))]
+    bias = ["bias_ih", "bias_hh"] if spec.bias else []
+    weights = ["weight_ih", "weight_hh", *bias]
+    segments = ", ".join(f"[batch, {width}]" for width in spec.inputs)
+    takes = [
+        f"{', '.join(x)}: {spec.dtype} {segments}. h: [batch, {spec.hidden}]{', overwritten' if spec.inplace else ''}.",
+        f"weight_ih: [{3 * spec.hidden}, {spec.input_size}]. weight_hh: [{3 * spec.hidden}, {spec.hidden}].",
+    ]
+    wanted = f"h must be {spec.dtype} [batch, {spec.hidden}]"
+    lines = [
+        *head("gru_cell", [*x, "h", *weights], "The next hidden state of torch.nn.GRUCell, x side by side.", takes),
+        *refusal(f"h.dtype != torch.{spec.dtype} or h.shape[1] != {spec.hidden}", wanted, "h"),
+        "    batch = h.shape[0]",
+        "    out = h" if spec.inplace else "    out = torch.empty_like(h, memory_format=torch.contiguous_format)",
+        "    if not h.numel():\n        return out",
+    ]
+    if variant.form == "library":
+        whole = x[0] if len(x) == 1 else f"torch.cat(({', '.join(x)}), -1)"
+        lines += [*contiguous_lines(bias), f"    gates_x = {whole} @ weight_ih.T", "    gates_h = h @ weight_hh.T"]
+        unread = {}
+    else:
+        lines += contiguous_lines([*x, "h", *weights])
+        unread = {f"x{index}": "h" for index in range(len(x), MAX_SEGMENTS)}
+        unread |= {} if bias else {"bias_ih": "weight_ih", "bias_hh": "weight_hh"}
+    tiles = f"triton.cdiv(batch, {variant.block_batch}) * {ceil_div(spec.hidden, variant.block_hidden)}"
+    return finished(lines, shown.text(tiles, {"h": "bd", "out": "bd"}, unread), "h", pdl=variant.pdl)

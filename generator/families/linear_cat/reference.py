@@ -1,4 +1,4 @@
-"""The linear over segments as tuning checks and times it: inputs, the float64 reference, the baseline, bytes."""
+"""The linear over segments as tuning checks and times it: inputs, the float64 reference, the baseline, bytes, work."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
+from tuned.families.launch import ceil_div
 from tuned.families.linear_cat.launches import LinearCatCall
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.linear_cat.variant import LinearCatVariant
 from tuned.families.products import ITEM_SIZE
 
-from ..rounding import SMALLEST, UNIT_ROUNDOFF, product_error
+from ...problem import Problem
+from ..amounts import SMALLEST, UNIT_ROUNDOFF, Work, product_error
 
 
 def inputs(spec: LinearCatSpec, size: LinearCatSize, device: str, seed: int) -> LinearCatCall:
@@ -36,8 +39,7 @@ def reference(spec: LinearCatSpec, call: LinearCatCall) -> tuple[torch.Tensor, t
     out, sizes = x @ weight.T, x.abs() @ weight.abs().T
     if spec.bias:
         out, sizes = out + call.bias.double(), sizes + call.bias.double().abs()
-    error = product_error(spec, sizes)
-    return out, error + out.abs() * UNIT_ROUNDOFF[spec.dtype] + SMALLEST[spec.dtype]
+    return out, product_error(spec, sizes) + out.abs() * UNIT_ROUNDOFF[spec.dtype] + SMALLEST[spec.dtype]
 
 
 def eager(_spec: LinearCatSpec, call: LinearCatCall) -> Any:
@@ -49,3 +51,33 @@ def bytes_moved(spec: LinearCatSpec, size: LinearCatSize) -> int:
     """Bytes that must move: the weight and the inputs read, the result written."""
     weight = spec.outputs * (spec.input_size + int(spec.bias))
     return (weight + size.batch * (spec.input_size + spec.outputs)) * ITEM_SIZE[spec.dtype]
+
+
+# What a variant does: programs, bytes, sines, threads; what a program takes at a time.
+
+
+def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
+    """The one launch of a linear over segments."""
+    spec, size = problem.spec, problem.size
+    item, columns, rows = ITEM_SIZE[spec.dtype], variant.block_columns, variant.block_rows
+    count = ceil_div(size.batch, rows) * ceil_div(spec.outputs, columns)
+    operands = (rows + columns) * spec.input_size * item
+    stages = 2 if variant.is_vector else variant.num_stages
+    moved = bytes_moved(spec, size)
+    return (
+        Work(
+            programs=count,
+            warps=variant.num_warps,
+            memory_bytes=moved,
+            again_bytes=max(0.0, count * operands - moved),
+            in_flight_bytes=min(operands, stages * (rows + columns) * variant.block_k * item),
+            elements=count * rows * columns,
+            sines=0.0,
+            pairs_per_thread=max(1.0, rows * columns / (32 * variant.num_warps)),
+        ),
+    )
+
+
+def tile(_spec: LinearCatSpec, variant: LinearCatVariant) -> tuple[int, int]:
+    """Rows, and columns of each, that a program takes at a time."""
+    return variant.block_rows, variant.block_columns

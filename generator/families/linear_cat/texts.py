@@ -1,14 +1,17 @@
-"""Every text of a kernel of the linear over segments: the product of the text axes."""
+"""Every text of a kernel of the linear over segments: the product of the text axes; and how a winner is shown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tuned.families.launch import ceil_div
 from tuned.families.linear_cat.launches import kernel_name
 from tuned.families.linear_cat.spec import LinearCatSpec
 from tuned.families.linear_cat.variant import LinearCatVariant
+from tuned.families.products import MAX_SEGMENTS
+from tuned.lookup.record import Winner
 
-from ..text import Text
+from ..text import Shown, Text, contiguous_lines, finished, head, refusal
 
 
 def texts() -> Iterator[Text]:
@@ -16,3 +19,31 @@ def texts() -> Iterator[Text]:
     spec = LinearCatSpec("bfloat16", (512, 512), 1024)
     for variant in (LinearCatVariant("tile"), LinearCatVariant("vector")):
         yield "linear_cat", kernel_name(spec, variant), spec, variant, True
+
+
+# How a winner is shown: what a caller gives, and the launches, as Python text.
+
+
+def wrapper(winner: Winner, shown: Shown) -> str:
+    """The function ``linear_cat`` of a winner, whose kernel stands above it."""
+    spec, variant = winner.spec, winner.variant
+    x = [f"x{index}" for index in range(len(spec.inputs))]
+    weights = ["weight", *(["bias"] if spec.bias else [])]
+    segments = ", ".join(f"[rows, {width}]" for width in spec.inputs)
+    shape = f"[{spec.outputs}, {spec.input_size}]"
+    takes = [f"{', '.join(x)}: {spec.dtype} {segments}. weight: {shape}."]
+    lines = [
+        *head("linear_cat", [*x, *weights], "torch.nn.functional.linear of x side by side.", takes),
+        *refusal(
+            f"weight.dtype != torch.{spec.dtype} or tuple(weight.shape) != ({shape[1:-1]})",
+            f"weight must be {spec.dtype} {shape}",
+            "weight",
+        ),
+        "    rows = x0.shape[0]",
+        f"    out = x0.new_empty((rows, {spec.outputs}))",
+        "    if not rows:\n        return out",
+        *contiguous_lines([*x, *weights]),
+    ]
+    unread = [*(f"x{index}" for index in range(len(x), MAX_SEGMENTS)), *([] if spec.bias else ["bias"])]
+    tiles = f"triton.cdiv(rows, {variant.block_rows}) * {ceil_div(spec.outputs, variant.block_columns)}"
+    return finished(lines, shown.text(tiles, {}, dict.fromkeys(unread, "weight")), "x0", pdl=variant.pdl)

@@ -1,4 +1,4 @@
-"""The rotation as tuning checks and times it: inputs, the float64 reference, the baseline, bytes."""
+"""The rotation as tuning checks and times it: inputs, the float64 reference, the baseline, bytes, work."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 
 from tuned.calls.rope.arguments import strides_of
 from tuned.families.rope.eager import positions, rotate
-from tuned.families.rope.launches import RopeCall
+from tuned.families.rope.launches import RopeCall, programs
 from tuned.families.rope.spec import ITEM_SIZE, RopeSize, RopeSpec
-from tuned.families.rope.variant import RopeVariant
+from tuned.families.rope.variant import RopeVariant, half_block
 
-from ..rounding import SMALLEST, UNIT_ROUNDOFF
+from ...problem import Problem
+from ..amounts import SMALLEST, UNIT_ROUNDOFF, Work
 
 THETA = 500_000.0  # base of Llama 3's rotary frequencies: spreads angles from 1e-5 to 1 radian a position
 CP_SIZE = 2  # ranks of the calls that are context parallel
@@ -35,9 +36,8 @@ def _shape(spec: RopeSpec, size: RopeSize) -> tuple[int, ...]:
     """The shape of x; with the key it holds, and v, or as rows of a query and then of a key."""
     if _packs_qkv(spec):
         return (*_tokens(spec, size), spec.heads + 2 * spec.key_heads, spec.head_dim)
-    if spec.key_heads:
-        return (size.tokens * spec.all_heads, spec.head_dim)
-    return (*_tokens(spec, size), spec.heads, spec.head_dim)
+    leading = (size.tokens * spec.all_heads,) if spec.key_heads else (*_tokens(spec, size), spec.heads)
+    return (*leading, spec.head_dim)
 
 
 def _strides(spec: RopeSpec, size: RopeSize, heads: int) -> tuple[int, int, int, int]:
@@ -55,8 +55,7 @@ def _table(spec: RopeSpec, size: RopeSize, device: str) -> tuple[torch.Tensor, t
     """Angles as a model has them: of the spec's kind and width."""
     pairs = spec.rotary_dim // 2
     rates = THETA ** -(torch.arange(pairs, device=device, dtype=torch.float64) / pairs)
-    rows = _table_rows(spec, size)
-    angles = torch.arange(rows, device=device, dtype=torch.float64)[:, None] * rates
+    angles = torch.arange(_table_rows(spec, size), device=device, dtype=torch.float64)[:, None] * rates
     if spec.angles == "inv_freq":
         angles = rates[None]
     if spec.angle_entries == "feature":
@@ -64,9 +63,7 @@ def _table(spec: RopeSpec, size: RopeSize, device: str) -> tuple[torch.Tensor, t
     if spec.angles_per_batch:
         angles = angles.expand(size.batch, *angles.shape).contiguous()
     dtype = getattr(torch, spec.angle_dtype)
-    if spec.computes_sincos:
-        return angles.to(dtype), None
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.to(dtype), None) if spec.computes_sincos else (angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 def _places(spec: RopeSpec, size: RopeSize, device: str, generator: torch.Generator | None) -> torch.Tensor | None:
@@ -140,9 +137,8 @@ def _features(spec: RopeSpec) -> tuple[list[int], list[int]]:
     """The first and the second feature of each pair."""
     start = spec.head_dim - spec.rotary_dim if spec.rotated == "last" else 0
     pairs = range(spec.rotary_dim // 2)
-    if spec.interleaved:
-        return [start + 2 * j for j in pairs], [start + 2 * j + 1 for j in pairs]
-    return [start + j for j in pairs], [start + j + spec.pair_distance for j in pairs]
+    step, apart = (2, 1) if spec.interleaved else (1, spec.pair_distance)
+    return [start + step * j for j in pairs], [start + step * j + apart for j in pairs]
 
 
 def _entries(spec: RopeSpec) -> tuple[slice, slice]:
@@ -255,3 +251,42 @@ def tensor_bytes(spec: RopeSpec, size: RopeSize) -> int:
 def small(size: RopeSize, variant: RopeVariant) -> RopeSize:
     """So few tokens that the interpreter takes under a second, and a tile that is not full."""
     return dataclasses.replace(size, batch=min(size.batch, 2), seq=min(size.seq, variant.block_tokens + 1))
+
+
+# What a variant does: programs, bytes, sines, threads; what a program takes at a time.
+
+
+def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
+    """The one launch of the rotation."""
+    spec, size = problem.spec, problem.size
+    item, half = ITEM_SIZE[spec.dtype], half_block(spec)
+    entries_per_pair = 2 if spec.angle_entries == "feature" else 1
+    angle_row = angle_row_bytes(spec)
+    seq, batch = (size.tokens, 1) if spec.layout == "thd" else (size.seq, size.batch)
+    count = programs(spec, variant, seq, batch)
+    tile_rows = variant.block_tokens * variant.block_heads
+    return (
+        Work(
+            programs=count,
+            warps=variant.num_warps,
+            memory_bytes=bytes_moved(spec, size),
+            again_bytes=max(0.0, count * variant.block_tokens * angle_row - angle_rows(spec, size) * angle_row),
+            in_flight_bytes=tile_rows * spec.rotary_dim * item + variant.block_tokens * angle_row,
+            elements=count * tile_rows * 2 * half,
+            sines=count * variant.block_tokens * half * 2 * entries_per_pair if spec.computes_sincos else 0,
+            pairs_per_thread=tile_rows * half / (32 * variant.num_warps),
+            row_bytes=half * item,
+            early=variant.pdl,
+        ),
+    )
+
+
+def features(variant: RopeVariant) -> tuple[int, ...]:
+    """What a model of the time should see beside the knobs, in octaves: rows of a tile, and rows a warp."""
+    rows = variant.block_tokens * variant.block_heads
+    return round(math.log2(rows)), round(math.log2(rows / variant.num_warps))
+
+
+def tile(spec: RopeSpec, variant: RopeVariant) -> tuple[int, int]:
+    """Rows of the tensor, and features of each that rotate, which a program takes at a time."""
+    return variant.block_tokens * variant.block_heads, spec.rotary_dim

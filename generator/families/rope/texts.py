@@ -1,4 +1,4 @@
-"""Every text of a kernel of RoPE: the product of the text axes."""
+"""Every text of a kernel of RoPE: the product of the text axes; and how a winner is shown."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import itertools
 from collections.abc import Iterator
 
 from tuned.families.rope.launches import kernel_name
-from tuned.families.rope.spec import ANGLES, LAYOUTS, STYLES, RopeSpec
+from tuned.families.rope.spec import ANGLES, LAYOUTS, SEARCH_FAN, STYLES, RopeSpec
 from tuned.families.rope.variant import RopeVariant
 from tuned.launching.launcher import PROBE_KERNEL
+from tuned.lookup.record import RecordError, Winner
 
-from ..text import Text
+from ..text import Shown, Text, finished, head, refusal
 
 
 def rope_specs() -> Iterator[RopeSpec]:
@@ -28,3 +29,71 @@ def texts() -> Iterator[Text]:
     for spec in rope_specs():
         yield "rope", kernel_name(spec, RopeVariant()), spec, RopeVariant(), True
     yield "rope_table", PROBE_KERNEL, next(rope_specs()), RopeVariant(), True
+
+
+# How a winner is shown: what a caller gives, and the launches, as Python text.
+
+SHAPES = {"sbhd": "seq, batch", "bshd": "batch, seq", "thd": "tokens"}
+DIMS = {"sbhd": "sbhd", "bshd": "bshd", "thd": "shd"}  # a letter a dimension
+
+
+def wrapper(winner: Winner, shown: Shown) -> str:
+    """The function of a rotation of one tensor, and of its gradient.
+
+    Raises:
+        RecordError: the call is complete; what its kernel takes besides is not written out.
+    """
+    spec, variant = winner.spec, winner.variant
+    if not spec.plain:
+        raise RecordError(f"{winner.name} is a complete RoPE call: show writes out plain ones only")
+    backward = spec.direction == "backward"
+    name, x = ("rope_backward", "grad") if backward else ("rope", "x")
+    given = ["freqs"] if spec.computes_sincos else ["cos", "sin"]
+    width = spec.rotary_dim if spec.angle_entries == "feature" else spec.rotary_dim // 2
+    what = "x, rotated in place" if spec.inplace else "x, rotated"
+    what = "The gradient of x, given that of the result" if backward else what
+    takes = (
+        f"{x}: {spec.dtype} [{SHAPES[spec.layout]}, {spec.heads}, {spec.head_dim}], any strides."
+        f" {' and '.join(given)}: {spec.angle_dtype} [positions, {width}]"
+        f"{', in radians' if spec.computes_sincos else ''}."
+    )
+    packed = ["cu_seqlens: int32 [sequences + 1] on the same device, first token of each sequence and the end."]
+    lines = [
+        *head(
+            name,
+            [x, *given, *(["cu_seqlens"] if spec.packed else [])],
+            f"{what}: {spec.style} pairs of the first {spec.rotary_dim} of {spec.head_dim} features.",
+            [takes, *(packed if spec.packed else [])],
+        ),
+        *refusal(
+            f"{x}.dtype != torch.{spec.dtype} or tuple({x}.shape[-2:]) != ({spec.heads}, {spec.head_dim})",
+            f"{x} must be {spec.dtype} [..., {spec.heads}, {spec.head_dim}]",
+            x,
+        ),
+    ]
+    if spec.packed:
+        lines.append(f"    seq, batch, sequences = {x}.shape[0], 1, cu_seqlens.numel() - 1")
+        lines.append(f"    steps = 1\n    while {SEARCH_FAN}**steps <= sequences:\n        steps += 1")
+    else:
+        lines.append(f"    {SHAPES[spec.layout]} = {x}.shape[:2]")
+    for angle in given:
+        few, rows = ("", "") if spec.packed else (f" or {angle}.shape[0] < seq", ", a row a position")
+        lines.append(f"    {angle} = {angle}.reshape({angle}.shape[0], {width})")
+        wanted = f"{angle} must be {spec.angle_dtype}{rows}"
+        lines += refusal(f"{angle}.dtype != torch.{spec.angle_dtype}{few}", wanted, angle)
+    lines.append(f"    out = {x}" if spec.inplace else f"    out = torch.empty_like({x})")
+    lines.append(f"    if not {x}.numel():\n        return out")
+    if not spec.computes_sincos:  # cos and sin share their strides
+        lines.append("    if sin.stride() != cos.stride():\n        cos, sin = cos.contiguous(), sin.contiguous()")
+    heads = f"{spec.heads} * batch" if spec.merges_batch else str(spec.heads)
+    grid = f"triton.cdiv(seq, {variant.block_tokens}) * triton.cdiv({heads}, {variant.block_heads})"
+    grid += "" if spec.merges_batch or spec.packed else " * batch"
+    dims = {"x": DIMS[spec.layout], "out": DIMS[spec.layout], "angle": "sd"}
+    names = {"x": x, "angle": given[0], "angle_rows": f"{given[0]}.shape[0]", "stride_d": f"{x}.stride(-1)"}
+    call = shown.text(grid, dims, names, options="SEARCH_STEPS=steps" if spec.packed else "")
+    return finished(lines, call, x, pdl=variant.pdl)
+
+
+def group(spec: RopeSpec) -> str:
+    """Which of GROUPS a call is of."""
+    return "in place" if spec.inplace else spec.direction

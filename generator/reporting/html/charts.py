@@ -84,10 +84,9 @@ def apart(places: Sequence[float], gap: float = LABEL_GAP, lowest: float = math.
     moved = list(places)
     for before, here in itertools.pairwise(order):
         moved[here] = max(moved[here], moved[before] + gap)
-    limit = lowest
     for here in reversed(order):
-        moved[here] = min(moved[here], limit)
-        limit = moved[here] - gap
+        moved[here] = min(moved[here], lowest)
+        lowest = moved[here] - gap
     return moved
 
 

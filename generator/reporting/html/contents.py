@@ -126,8 +126,7 @@ def sweep_charts(results: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[st
             if shape not in found or len(rows) > len(found[shape][1]):
                 found[shape] = source, rows
     out = []
-    for shape, (source, rows) in sorted(found.items()):
-        batch, heads, width = shape
+    for (batch, heads, width), (source, rows) in sorted(found.items()):
         title = f"batch {batch}, {heads} heads, head dimension {width}"
         times = [t for row in rows for t in (row["ours"], row["floor"], *row["peers"].values())]
         low, high = math.floor(math.log10(min(times))), math.ceil(math.log10(max(times)))

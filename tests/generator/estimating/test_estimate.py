@@ -12,7 +12,7 @@ from generator.estimating import offline
 from generator.estimating.estimate import START_US, by_hand_us
 from generator.estimating.offline import Estimate, sample_of, save
 from generator.estimating.targets import TARGETS, UnknownTargetError, resident, target_named
-from generator.families.rope.work import work as rope_work
+from generator.families.rope.reference import work as rope_work
 from generator.measuring.compile import Resources, target_of
 from generator.measuring.interpret import small
 from generator.reporting.estimates import funnel, picks, run_offline

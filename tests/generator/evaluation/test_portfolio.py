@@ -20,14 +20,13 @@ from generator.evaluation.portfolio import (
     of_winners,
 )
 from generator.places import LANDSCAPES
-from generator.publishing.files import generated_files
-from generator.publishing.tables import portfolio_source
+from generator.publishing.files import generated_files, portfolio_source
 from generator.storage.landscape import load_landscapes
 from generator.storage.record import read_record, save_winner
 from generator.workload import WORKLOADS, default_problems
 from tests.support.command_line import call, machine  # noqa: F401 - a fixture
 from tests.support.fakes import ENVIRONMENT
-from tests.support.made_landscapes import LARGE, MADE, SMALL, cell, landscape
+from tests.support.made_landscapes import LARGE, SMALL, cell, landscape, made
 from tests.support.records import winner
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.registry import FAMILIES
@@ -46,9 +45,9 @@ GRU = FAMILIES["gru_cell"]
 
 
 def test_a_cover_takes_the_worst_problem_first() -> None:
-    assert set(cover(MADE, least=2, most=2)) == {SMALL, LARGE}
-    assert set(cover(MADE)[:2]) == {SMALL, LARGE}
-    assert [of_best(one, cover(MADE)) for one in MADE] == [0.0] * len(MADE)
+    assert set(cover(made(), least=2, most=2)) == {SMALL, LARGE}
+    assert set(cover(made())[:2]) == {SMALL, LARGE}
+    assert [of_best(one, cover(made())) for one in made()] == [0.0] * len(made())
 
 
 def test_a_cover_takes_no_twin_of_what_it_has() -> None:

@@ -19,7 +19,6 @@ from generator.evaluation.regret import (
     best_rule,
     from_record,
     metadata,
-    nothing,
     same_shape,
     scores,
 )
@@ -28,7 +27,7 @@ from generator.problem import Problem
 from generator.storage.landscape import load_landscapes
 from generator.storage.record import read_record
 from generator.workload import WORKLOADS, default_problems
-from tests.support.made_landscapes import LARGE, MADE, SMALL, cell, landscape
+from tests.support.made_landscapes import LARGE, SMALL, cell, landscape, made
 from tests.support.records import winner
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 
@@ -37,7 +36,7 @@ GRU = WORKLOADS["gru_cell"].family
 
 
 def test_each_rule_is_scored_on_problems_that_it_is_not_shown() -> None:
-    found = {s.rule: s for s in scores(MADE)}
+    found = {s.rule: s for s in scores(made())}
     assert set(found) == set(RULES)
     assert set(found[SERVED].regrets.values()) == {0.0}, "the nearest size has the same best variant"
     assert found["default variant"].worst[0] > 0.2
@@ -47,10 +46,10 @@ def test_each_rule_is_scored_on_problems_that_it_is_not_shown() -> None:
 
 def test_leaving_a_shape_out_takes_all_that_share_it() -> None:
     twin = landscape(Problem("twin", "gru_cell", GruCellSpec("bfloat16", 1024, (1024,)), GruCellSize(8)), SMALL)
-    assert same_shape(twin.problem, MADE[0].problem)
-    assert not same_shape(MADE[1].problem, MADE[0].problem)
-    assert not same_shape(cell(8, dtype="float16"), MADE[0].problem)
-    pair = [twin, MADE[0], MADE[2]]
+    assert same_shape(twin.problem, made()[0].problem)
+    assert not same_shape(made()[1].problem, made()[0].problem)
+    assert not same_shape(cell(8, dtype="float16"), made()[0].problem)
+    pair = [twin, made()[0], made()[2]]
     by_problem, by_shape = (
         {s.rule: s for s in scores(pair, left_out)}[SERVED].regrets for left_out in (regret.same_problem, same_shape)
     )
@@ -59,7 +58,7 @@ def test_leaving_a_shape_out_takes_all_that_share_it() -> None:
 
 
 def test_a_rules_picks_are_what_dispatch_takes_from_the_rows() -> None:
-    held, others = MADE[0], MADE[1:]
+    held, others = made()[0], made()[1:]
     rows = [regret.row_of(other) for other in others]
     found = regret.nearest(GRU, held.problem.spec, held.problem.size, rows, 90)
     assert found is not None
@@ -88,7 +87,7 @@ def test_a_records_rows_are_judged_without_the_problems_own() -> None:
 
 
 def test_the_command_tells_every_rule_and_whether_the_bars_are_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator.storage.landscape, "load_landscapes", lambda _: MADE)
+    monkeypatch.setattr(generator.storage.landscape, "load_landscapes", lambda _: made())
     done = CliRunner().invoke(tune.app, ["regret", "--device", "a_card"])
     assert done.exit_code == 0
     said = " ".join(done.output.split())
@@ -135,7 +134,7 @@ def test_a_device_without_landscapes_has_no_figures() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_committed_winners_are_near_the_best_of_all_variants(device: str) -> None:
-    found = from_record(load_landscapes(device), read_record(device), nothing)
+    found = from_record(load_landscapes(device), read_record(device), lambda *_: False)
     if found is None:
         pytest.skip(f"no record of {device}")
     assert found.median <= 0.01
@@ -145,7 +144,7 @@ def test_the_committed_winners_are_near_the_best_of_all_variants(device: str) ->
 def test_no_committed_winner_is_far_from_the_best_of_its_own_text(device: str) -> None:
     # What was best before the source changed may not be best now.
     fresh = [one for one in load_landscapes(device) if one.fresh]
-    found = from_record(fresh, read_record(device), nothing) if fresh else None
+    found = from_record(fresh, read_record(device), lambda *_: False) if fresh else None
     if found is None:
         pytest.skip(
             f"the kernels of every landscape of {device} changed since; `tune.py --check` says which to record again"

@@ -11,7 +11,7 @@ import torch
 
 from generator.families.gru import reference as gru
 from generator.families.gru.problems import problems as gru_problems
-from generator.measuring.guard import inputs_of
+from generator.measuring.check import inputs_of
 from generator.measuring.interpret import interpreted
 from generator.problem import Problem
 from generator.rendering.structures import structures

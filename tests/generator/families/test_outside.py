@@ -140,6 +140,7 @@ def test_a_template_may_read_only_what_its_name_says(tmp_path: Path) -> None:
     assert not list(home_folder(file).rglob("*.py"))
 
 
+@pytest.mark.thinned_on_gpu(every=4)
 @pytest.mark.parametrize("name", strangers.PREFIXES)
 def test_a_built_in_family_registers_as_a_stranger_does_and_is_the_same(tmp_path: Path, name: str) -> None:
     """What the built-in families have that the protocol does not know: nothing."""

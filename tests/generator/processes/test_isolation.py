@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,16 +18,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from generator.cache import cache_folder
-from generator.measuring.guard import fingerprint, guard, guarded, intact
+from generator.measuring.check import fingerprint, guard, guarded, intact
+from generator.places import cache_folder
 from generator.processes import forkserver
-from generator.processes.channel import HEAD, MARK, Channel, ClosedError, GarbledError, pair
+from generator.processes.channel import HEAD, MARK, Channel, ClosedError, GarbledError
 from generator.processes.compiler import CompilerPool, compiled
 from generator.processes.forkserver import Child, ForkServer, LostError, fork_server
 from generator.processes.worker import TrialFailedError, Worker, WorkerGoneError, WorkerLostError
 from generator.selection import problem_named
-from tests.broken.server import DEEDS, cost, ranked
-from tests.broken.warm import WARM
+from tests.broken.server import DEEDS, WARM, cost, ranked
 from tests.support.processes import (
     BACKSTOP_SECONDS,
     HUNG,
@@ -79,6 +79,7 @@ CHECKED = (
 CASES = [(COPY, deed) for deed in DEEDS] + [(INPLACE, deed) for deed in CHECKED]
 
 
+@pytest.mark.thinned_on_gpu(every=2)
 @pytest.mark.parametrize(("problem", "deed"), CASES, ids=lambda v: v if isinstance(v, str) else v.name)
 def test_a_broken_variant_has_its_reason_and_the_next_one_is_measured(
     broken: Worker, deed: str, problem: Any, capfd: pytest.CaptureFixture[str]
@@ -287,7 +288,7 @@ def test_a_pool_that_is_shut_down_waits_for_nothing() -> None:
     ids=["text", "mark", "length", "torn", "function", "ours"],
 )
 def test_what_is_no_answer_is_garbled(sent: bytes) -> None:
-    ours, theirs = pair()
+    ours, theirs = socket.socketpair()
     theirs.send(sent)
     with pytest.raises(GarbledError):
         Channel(ours).receive(BACKSTOP_SECONDS)
@@ -309,7 +310,7 @@ def test_an_answer_to_another_question_is_no_answer(answer: Any) -> None:
 
 
 def test_a_message_of_any_size_comes_whole_and_the_end_is_seen() -> None:
-    ours, theirs = (Channel(end) for end in pair())
+    ours, theirs = (Channel(end) for end in socket.socketpair())
     for message in (None, {"a": [1.5, "b"]}, b"x" * 5_000_000):
         thread = threading.Thread(target=theirs.send, args=(message,))
         thread.start()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from generator import commands
-from generator.locks import folder_lock, gpu_identity, gpu_lock
+from generator.disk import folder_lock, gpu_identity, gpu_lock
 from generator.publishing import files as committed
 from generator.selection import problem_named
 from generator.storage.record import read_record, save_winner

@@ -22,8 +22,7 @@ from generator.storage.backends import open_storage
 from generator.storage.journal import Journal
 from generator.workload import WORKLOADS
 from tests.broken import compiling
-from tests.broken.server import DEEDS, cost, ranked
-from tests.broken.warm import WARM
+from tests.broken.server import DEEDS, WARM, cost, ranked
 from tests.support.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tests.support.processes import only_the_hung_are_out_of_time
 from tests.support.reasons import REASONS

@@ -21,8 +21,7 @@ from generator.families.gru_cell.texts import GRU_CELL_FORMS, gru_gates_specs
 from generator.families.rope.texts import rope_specs
 from generator.places import TEMPLATES
 from generator.publishing.files import committed_kernels, generated_files
-from generator.rendering.render import NAME, digest, render
-from generator.rendering.structures import default_names, structures
+from generator.rendering.structures import NAME, default_names, digest, render, structures
 from tuned.families.choices import choices
 from tuned.families.gru.launches import kernel_name as sequence_name
 from tuned.families.gru.launches import kernel_names as sequence_kernel_names

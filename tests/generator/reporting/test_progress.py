@@ -11,9 +11,8 @@ from rich.console import Console
 
 from generator.measuring.compile import Resources
 from generator.processes.compiler import hopeless
-from generator.reporting.funnel import Funnel, funnel_of
 from generator.reporting.progress import Display, Part, bar, fit
-from generator.reporting.report import stages_table
+from generator.reporting.report import Funnel, funnel_of, stages_table
 from generator.searching.search import Outcome, Progress
 from tests.support.records import winner
 

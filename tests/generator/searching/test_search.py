@@ -13,11 +13,10 @@ import pytest
 from generator.failures import times_to_be_a_fact
 from generator.processes.worker import TrialFailedError, WorkerLostError
 from generator.searching import run as run_module
-from generator.searching.pool import legal_pool
+from generator.searching.pool import MAX_SEEDS, incumbent_of, legal_pool, seeds_for
 from generator.searching.run import Display, Orders, Run, Tools, tune_all
 from generator.searching.sampler import STARTUP
 from generator.searching.search import MOST_AGAIN, NOISE, Outcome, choose, opening, tune
-from generator.searching.seeds import MAX_SEEDS, incumbent_of, seeds_for
 from generator.selection import problem_named
 from generator.storage.backends import open_storage
 from generator.storage.journal import Journal

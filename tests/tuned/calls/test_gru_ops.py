@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 
 import tuned.calls.recurrent.ops
 import tuned.nn
@@ -148,6 +147,8 @@ def test_a_traced_model_calls_operators_which_call_kernels(kernels: list[GruCall
 
 
 def test_new_lengths_and_batches_do_not_compile_again_and_again() -> None:
+    from torch._dynamo.testing import CompileCounter  # noqa: PLC0415 - 2 s of every process that collects
+
     model, counter = Decoder(), CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     with torch.no_grad():

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +24,8 @@ from tuned.dispatch import rope, rope_qk, rope_qkv
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     from tuned.calls.rope.arguments import Given, Settings
 
 pytestmark = pytest.mark.compiler
@@ -37,6 +37,8 @@ B, S, H, K, D = 2, 5, 4, 2, 16
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
+    from torch._inductor.utils import fresh_cache  # noqa: PLC0415 - 2 s of every process that collects
+
     torch._dynamo.reset()
     torch.manual_seed(0)
     # Inductor's caches on disk know a graph by its operators, not by what ours do below: a change of that would be missed.
@@ -113,6 +115,8 @@ rotate_qk = functools.partial(rope_qk, angle_entries="pair")
 
 
 def compiled(function: Callable[..., Any], **kwargs: Any) -> tuple[Callable[..., Any], CompileCounterWithBackend]:
+    from torch._dynamo.testing import CompileCounterWithBackend  # noqa: PLC0415 - as above
+
     counter = CompileCounterWithBackend("aot_eager")
     return torch.compile(function, backend=counter, fullgraph=True, **kwargs), counter
 
@@ -226,6 +230,13 @@ OVERWRITING: dict[str, tuple[Callable[..., Any], Callable[[], list[torch.Tensor]
 }
 
 
+def code_of(function: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What a call gives, and the code that Inductor made for it."""
+    from torch._inductor.utils import run_and_get_code  # noqa: PLC0415 - as above
+
+    return run_and_get_code(function)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", OVERWRITING)
 def test_in_place_without_a_gradient_inductor_makes_one_launch_and_no_copy(name: str, dynamic: bool) -> None:
@@ -236,7 +247,7 @@ def test_in_place_without_a_gradient_inductor_makes_one_launch_and_no_copy(name:
         given[0].requires_grad_()  # of which no gradient is needed now
     with torch.no_grad():
         fast = torch.compile(function, fullgraph=True, dynamic=dynamic)
-        found, (code,) = run_and_get_code(fast, freqs, *given)
+        found, (code,) = code_of(lambda: fast(freqs, *given))
         wanted = function(freqs, *again)
     assert_same(given, again)
     assert_same(found, wanted)
@@ -247,6 +258,7 @@ def test_in_place_without_a_gradient_inductor_makes_one_launch_and_no_copy(name:
     assert "cpp_fused" not in code
 
 
+@pytest.mark.thinned_on_gpu(every=len(OVERWRITING))  # C++ for the processor, a minute of it
 @pytest.mark.parametrize("name", OVERWRITING)
 def test_in_place_with_a_gradient_inductor_makes_no_copy_either(name: str) -> None:
     function, tensors = OVERWRITING[name]
@@ -259,7 +271,7 @@ def test_in_place_with_a_gradient_inductor_makes_no_copy_either(name: str) -> No
         return tuple(made)
 
     fast = torch.compile(run, fullgraph=True)
-    found, codes = run_and_get_code(lambda: gradients(fast(*weights), weights))
+    found, codes = code_of(lambda: gradients(fast(*weights), weights))
     assert_same(found, gradients(run(*weights), weights))
     body = codes[0].split("def call", 1)[1]
     called = re.findall(r"torch\.ops\.tuned\.(\w+)", body)

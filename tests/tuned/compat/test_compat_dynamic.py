@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from tuned.compat import flash_attn, flashinfer, liger, transformer_engine, transformers, vllm
 from tuned.compat.rotary_style import Style, rotate
@@ -140,6 +139,8 @@ CALLS = FLASH | OTHERS
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_of_open_sizes_is_compiled_whole(name: str) -> None:
     function, arguments = CALLS[name]
+    from torch._dynamo.testing import CompileCounterWithBackend  # noqa: PLC0415 - 2 s of every process that collects
+
     counter = CompileCounterWithBackend("eager")
     fast = torch.compile(function, backend=counter, fullgraph=True, dynamic=True)
     for sizes in ((2, 5), (3, 7), (4, 9)):

@@ -26,8 +26,7 @@ import tuned.calls.rope.plan
 import tuned.launching.plan
 import tuned.lookup.lookup
 from generator.rendering.structures import structures
-from generator.selection import SelectionError, select
-from generator.storage.misses import MissesError, name_of, read_misses
+from generator.selection import MissesError, SelectionError, name_of, read_misses, select
 from generator.storage.record import save_winner
 from generator.workload import default_problems
 from tests.support.records import winner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import json
 import os
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import generator.storage.record
-from generator.publishing.tables import literal, table_source
+from generator.publishing.files import literal, table_source
 from generator.storage.record import read_record, save_winner, write_record
 from generator.workload import default_problems
 from tests.support.fakes import ENVIRONMENT
 from tests.support.locks import held
 from tests.support.records import winner
-from tuned.lookup.record import SCHEMA, RecordError, load_record, winner_from_json, winner_to_json
+from tuned.lookup.record import SCHEMA, RecordError, load_record, winner_from_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -202,7 +203,7 @@ def test_a_truncated_record_is_refused_wherever_it_ends(tmp_path: Path) -> None:
 
 
 def test_a_spec_may_be_older_than_a_field_and_a_variant_may_not() -> None:
-    whole = winner_to_json(winner("llama3_8b_2x4096"))
+    whole = dataclasses.asdict(winner("llama3_8b_2x4096"))
     del whole["spec"]["key_heads"]
     assert winner_from_json(whole, "it").spec.key_heads == 0
     del whole["variant"]["num_warps"]

@@ -17,8 +17,8 @@ import pytest
 import tuned.kernels
 import tuned.lookup.portfolio
 import tuned.lookup.table
-from generator.publishing.tables import table_source
-from generator.storage.misses import MissesError, read_misses
+from generator.publishing.files import table_source
+from generator.selection import MissesError, read_misses
 from generator.storage.record import WINNERS
 from tuned.families.registry import FAMILIES
 from tuned.lookup.lookup import Gpu, choose

@@ -37,9 +37,7 @@ def why_not(inputs: Sequence[torch.Tensor], weight: torch.Tensor) -> str | None:
         return "there is nothing to compute: an axis is empty"
     if len(used(inputs)) == 1:
         return "a linear over one segment is a plain GEMM, which the library serves"
-    if weight.numel() >= MAX_ELEMENTS:
-        return f"the kernels take weights of less than {MAX_ELEMENTS} elements"
-    return None
+    return None if weight.numel() < MAX_ELEMENTS else f"the kernels take weights of less than {MAX_ELEMENTS} elements"
 
 
 def _spec_of(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: Any) -> tuple[LinearCatSpec, LinearCatSize]:

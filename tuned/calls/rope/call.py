@@ -203,9 +203,7 @@ def _bypassed(given: Given) -> str | None:
     """Why a launch would bypass torch.func or forward-mode AD, or lose a gradient of the angles; or None."""
     if transforms_active() or forward_ad._current_level >= 0:  # noqa: SLF001
         return "a kernel would bypass torch.func or forward-mode differentiation"
-    if _angles_need_gradient(given):
-        return "the angles need a gradient, which the kernels do not compute"
-    return None
+    return "the angles need a gradient, which the kernels do not compute" if _angles_need_gradient(given) else None
 
 
 def _why_no_launch(given: Given) -> str | None:
@@ -287,9 +285,7 @@ def _operator(given: Given, settings: Settings) -> Any:
     """
     from tuned.calls.rope import ops  # noqa: PLC0415 - registering operators takes 10 ms, and only this path needs them
 
-    if _bypassed(given) is not None:
-        return run_eager(given, settings)
-    return ops.call(given, settings)
+    return ops.call(given, settings) if _bypassed(given) is None else run_eager(given, settings)
 
 
 class _Node:

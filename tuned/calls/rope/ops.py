@@ -35,8 +35,7 @@ def call(given: Given, settings: Settings) -> Any:
     starts = given.offset if isinstance(given.offset, torch.Tensor) else None
     named = settings._asdict()
     inplace = named.pop("inplace")
-    offset = 0 if starts is not None else given.offset
-    others = (*given[2:9], starts, offset, *named.values())
+    others = (*given[2:9], starts, 0 if starts is not None else given.offset, *named.values())
     if not inplace:
         return rope(given.x, *others) if given.key is None else rope_qk(given.x, given.key, *others)
     if given.key is None:

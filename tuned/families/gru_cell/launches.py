@@ -44,8 +44,7 @@ def kernel_names(spec: GruCellSpec, variant: GruCellVariant) -> tuple[str, ...]:
 
 def launches(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> tuple[Step, ...]:
     """All steps of the call, in order: launches, GEMMs and copies."""
-    library = variant.form == "library"
-    return _library(spec, variant, call) if library else (fused_launch(spec, variant, call),)
+    return _library(spec, variant, call) if variant.form == "library" else (fused_launch(spec, variant, call),)
 
 
 def fused_launch(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> Launch:

@@ -291,8 +291,7 @@ def fit(variant: GruCellVariant, capability: int) -> GruCellVariant:
     """The variant for another architecture: without what only newer ones have, or only Hopper's compiler can."""
     if capability == 0 and variant.form in ("split", "tile") and variant.block_hidden < AMD_COLUMNS:
         # The same bytes in flight, in iterations of twice the bytes.
-        stages = max(2, variant.num_stages // 2)
-        variant = dataclasses.replace(variant, block_hidden=AMD_COLUMNS, num_stages=stages)
+        variant = dataclasses.replace(variant, block_hidden=AMD_COLUMNS, num_stages=max(2, variant.num_stages // 2))
     if capability < PDL_CAPABILITY:
         variant = dataclasses.replace(variant, pdl=False)
         if variant.form == "tile":  # without warpgroups all accumulators are in a warp's registers: larger tiles spill

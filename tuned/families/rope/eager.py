@@ -132,9 +132,10 @@ def _turn(
         pair_sin = (-pair_sin[1], -pair_sin[0])
     out_first = (first * pair_cos[0] - second * pair_sin[0]).to(x.dtype)
     out_second = (second * pair_cos[1] + first * pair_sin[1]).to(x.dtype)
-    if spec.interleaved:
-        middle = [torch.stack((out_first, out_second), -1).flatten(-2), kept[1]]
-    else:
-        middle = [out_first, kept[1], out_second]
+    middle = (
+        [torch.stack((out_first, out_second), -1).flatten(-2), kept[1]]
+        if spec.interleaved
+        else [out_first, kept[1], out_second]
+    )
     out = torch.cat((kept[0], *middle, kept[2]), -1)
     return out if inside is None else torch.where(inside[:, None, None], out, x)

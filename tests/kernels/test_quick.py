@@ -1,0 +1,31 @@
+"""Triton's interpreter in less time: it gives what it gave, and refuses what it refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from generator.places import ROOT
+
+pytestmark = pytest.mark.interpreter
+
+
+def told(how: str) -> dict[str, str]:
+    """What a process says of the kernels; tests interpret in less time, so it takes one to see what Triton does."""
+    command = [sys.executable, "-m", "tests.support.interpreting", how]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_the_interpreter_in_less_time_gives_and_refuses_the_same() -> None:
+    wanted = told("as it is")
+    assert told("quick") == wanted
+    assert wanted["add most torch.int8"] == "[2, 3, 4, -128]", "of an overflow Triton says nothing"
+    assert "Cannot make_shape_compatible" in wanted["shapes 2 torch.float32"]
+    assert "power of 2" in wanted["no power of two"]
+    assert sum("Error" in text for text in wanted.values()) < len(wanted) / 2

@@ -1,0 +1,87 @@
+"""Small kernels of what the interpreter does and refuses: python -m tests.support.interpreting prints what they give, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from generator.measuring.quick import quick_interpreter
+
+
+@triton.jit
+def numbers(x, y, out, SIZE: tl.constexpr, OPERATION: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    a, b = tl.load(x + i), tl.load(y + i)
+    if OPERATION == "add":
+        c = a + b
+    elif OPERATION == "sub":
+        c = a - b
+    elif OPERATION == "mul":
+        c = a * b
+    elif OPERATION == "scalar":
+        c = a + 1
+    else:
+        c = tl.where((a < b) & (i > 1), a, b).to(tl.float32) * 0.5
+    tl.store(out + i, c)
+
+
+@triton.jit
+def shapes(x, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SECOND: tl.constexpr):
+    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    a = tl.load(x + rows * COLUMNS + columns, mask=(rows > 0) & (columns < 3), other=2.0)
+    b = tl.arange(0, SECOND)
+    c = a + b[None, :] + tl.sum(a.to(tl.float32), 1)[:, None]
+    product = tl.dot(c.to(tl.float32), tl.trans(c.to(tl.float32)))
+    tl.store(out + rows * ROWS + tl.arange(0, ROWS)[None, :], product)
+
+
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+OPERATIONS = ("add", "sub", "mul", "scalar", "where")
+
+
+def tried(kernel: Any, *arguments: Any, out: torch.Tensor) -> str:
+    try:
+        kernel[(1,)](*arguments)
+    except Exception as error:  # noqa: BLE001 - what it says is what counts
+        return f"{type(error).__name__}: {error}"
+    return str(out.tolist())
+
+
+def told() -> dict[str, str]:
+    """What each kernel gives for each type, or why it refuses."""
+    found = {}
+    for dtype in (*INTEGERS, torch.float16, torch.bfloat16, torch.float32):
+        most = int(torch.iinfo(dtype).max) if dtype in INTEGERS else 1000
+        least = int(torch.iinfo(dtype).min) if dtype in INTEGERS else -1000
+        for name, first, second in (
+            ("small", [1, 2, 3, 4], [4, 3, 2, 1]),
+            ("most", [1, 2, 3, most], [1, 1, 1, 1]),
+            ("least", [1, 2, 3, least], [1, 1, 1, 2]),
+        ):
+            x, y = torch.tensor(first, dtype=dtype), torch.tensor(second, dtype=dtype)
+            for operation in OPERATIONS:
+                out = torch.zeros(4, dtype=torch.float32 if operation == "where" else dtype)
+                found[f"{operation} {name} {dtype}"] = tried(numbers, x, y, out, 4, operation, out=out)
+    for dtype in (torch.float16, torch.float32, torch.int32):
+        for second in (1, 2, 4):  # 2 fits beside neither 1 nor 4
+            x, out = torch.arange(16).view(4, 4).to(dtype), torch.zeros(4, 4)
+            found[f"shapes {second} {dtype}"] = tried(shapes, x, out, 4, 4, second, out=out)
+    x, out = torch.zeros(4), torch.zeros(4)
+    found["no power of two"] = tried(numbers, x, x, out, 3, "add", out=out)
+    found["no number"] = tried(numbers, x, x, out, 2.0, "add", out=out)
+    found["two types"] = tried(numbers, x, torch.zeros(4, dtype=torch.int64), out, 4, "mul", out=out)
+    found["pointers"] = tried(numbers, x, 7, out, 4, "add", out=out)
+    return found
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "quick":
+        with quick_interpreter():
+            sys.stdout.write(json.dumps(told()))
+    else:
+        sys.stdout.write(json.dumps(told()))
