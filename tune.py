@@ -251,6 +251,21 @@ def replay(
 
 
 @app.command()
+def cards(
+    names: Annotated[
+        str | None, typer.Argument(help="Cards, or parts of their names, with commas between; those without a table.")
+    ] = None,
+    shapes: Annotated[int, typer.Option(min=1, help="Shapes a card, of all families in turn.")] = 200,
+    seed: Annotated[int, typer.Option(help="Of the shapes.")] = 0,
+    kernels: Annotated[
+        int | None, typer.Option(min=0, help="Compile at most so many of the kernels a card; all of them.")
+    ] = None,
+) -> None:
+    """Tell what calls would get on cards that nobody measured, and see that it compiles and fits; needs no GPU."""
+    run(lambda commands: commands.cards(names, shapes, seed, kernels, console))
+
+
+@app.command()
 def landscape(
     context: typer.Context,
     problems: Annotated[str, typer.Argument(help="Names or patterns, with commas between.")],

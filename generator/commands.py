@@ -469,6 +469,28 @@ def model(family: str, gpu_option: str, seconds: float, seed: int, console: Cons
     return 0
 
 
+def cards(names: str | None, shapes: int, seed: int, kernels: int | None, console: Console) -> int:
+    """Tell what calls would get on cards that nobody measured; exit code 1 if a choice does not hold there."""
+    from .evaluation import cards as looking  # noqa: PLC0415
+    from .reporting.cards import card_lines, card_table  # noqa: PLC0415
+
+    right = True
+    compiler = CompilerPool(seconds=looking.COMPILE_SECONDS)
+    try:
+        for target in looking.cards_named(names):
+            card = looking.look(target, shapes, seed, compiler, kernels)
+            console.print(card_table(card))
+            say(console, *card_lines(card), "")
+            right = right and not card.wrong
+    finally:
+        compiler.shutdown(wait=False, cancel_futures=True)
+    say(
+        console,
+        f"{shapes} shapes of seed {seed} a card, chosen by its architecture and processors; nothing was measured",
+    )
+    return 0 if right else 1
+
+
 def landscape(names: str, gpu_option: str, folder: Path | None, console: Console) -> int:
     """Measure every legal variant of some problems."""
     from .evaluation.recording import record_all  # noqa: PLC0415
