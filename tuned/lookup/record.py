@@ -209,24 +209,33 @@ def load_record(path: Path) -> list[Winner]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"{path.name} cannot be read: {error}") from error
+    return winners_of(text, path.name)
+
+
+def winners_of(text: str, name: str) -> list[Winner]:
+    """The winners of the text of a record; ``name`` begins messages.
+
+    Raises:
+        RecordError: it is not a record, or not one that this version can read.
+    """
     try:
         content = parsed(text)
     except ValueError as error:
         raise RecordError(
-            f"{path.name} is not whole JSON ({error}): restore it from version control, or delete it and tune again"
+            f"{name} is not whole JSON ({error}): restore it from version control, or delete it and tune again"
         ) from error
     if not isinstance(content, dict) or content.get("format") != "tuned-winners":
-        raise RecordError(f'{path.name} is not a record of winners: "format" must be "tuned-winners"')
+        raise RecordError(f'{name} is not a record of winners: "format" must be "tuned-winners"')
     if content.get("schema") != SCHEMA:
         raise RecordError(
-            f"{path.name} has schema {shown(content.get('schema'))}, this version reads {SCHEMA}: "
+            f"{name} has schema {shown(content.get('schema'))}, this version reads {SCHEMA}: "
             "update this package, or tune again with python tune.py"
         )
     if not isinstance(content.get("winners"), list):
-        raise RecordError(f'{path.name}: "winners" must be a list')
-    _check_device(content.get("device"), f'{path.name}: "device"')
-    winners = [winner_from_json(w, f"{path.name}: winners[{i}]") for i, w in enumerate(content["winners"])]
+        raise RecordError(f'{name}: "winners" must be a list')
+    _check_device(content.get("device"), f'{name}: "device"')
+    winners = [winner_from_json(w, f"{name}: winners[{i}]") for i, w in enumerate(content["winners"])]
     foreign = {w.environment["device"] for w in winners} - {content["device"]}
     if foreign:
-        raise RecordError(f"{path.name} is the record of {content['device']!r} but has rows of {sorted(foreign)}")
+        raise RecordError(f"{name} is the record of {content['device']!r} but has rows of {sorted(foreign)}")
     return winners
