@@ -145,7 +145,9 @@ def winner_from_json(values: Any, where: str) -> Winner:
     spec = build(family.spec_type, values["spec"], f"{where}.spec", may_lack=True)
     size = build(family.size_type, values["size"], f"{where}.size", least=1)
     variant = build(family.variant_type, values["variant"], f"{where}.variant")
-    reason = undeclared(variant) or family.rejection(spec, size, variant)
+    _check_environment(values["environment"], f"{where}.environment")
+    # By the rules of the card that it was measured on: what is best there may be left out on others.
+    reason = undeclared(variant) or family.rejection(spec, size, variant, values["environment"]["capability"])
     if reason is not None:
         raise RecordError(f"{where}.variant is not in the space: {reason}")
     kernels = set(family.kernel_names(spec, variant))
@@ -163,7 +165,6 @@ def winner_from_json(values: Any, where: str) -> Winner:
     for name in ("bytes_moved", "trials"):
         if not _is_whole(values[name], 0):
             raise RecordError(f"{where}.{name} must be an integer of at least 0, got {shown(values[name])}")
-    _check_environment(values["environment"], f"{where}.environment")
     # The name is rendered into a comment of the generated table: text after a line break would be Python.
     if not _is_line(values["name"]):
         raise RecordError(f"{where}.name must be a string of one printable line, got {shown(values['name'])}")

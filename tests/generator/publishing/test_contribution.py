@@ -84,8 +84,13 @@ def of_row(**values: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def of_every_environment(**values: Any) -> Callable[[dict[str, Any]], None]:
+def of_every_environment(only: int = 0, **values: Any) -> Callable[[dict[str, Any]], None]:
+    """Change the environment of all rows from one on; those before are left out."""
+
     def change(content: dict[str, Any]) -> None:
+        del content["winners"][:only]
+        for row in content["winners"][: bool(only)]:
+            row["variant"]["pdl"] = False  # legal anywhere
         for row in content["winners"]:
             row["environment"].update(values)
         content["device"] = values.get("device", content["device"])
@@ -151,10 +156,10 @@ def test_a_record_without_rows_is_no_contribution() -> None:
         (lambda c: c["winners"].clear(), "a record must have 1 to 4096 rows to be accepted, got 0"),
         (lambda c: c.update(winners=c["winners"] * 1025), "1 to 4096 rows to be accepted, got"),
         (lambda c: c["winners"][0]["digests"].update(dict.fromkeys(c["winners"][0]["digests"], "0")), "changed since"),
-        (of_every_environment(capability=0), "must be 7.0 or later, got 0.0"),
-        (of_every_environment(capability=61), "must be 7.0 or later, got 6.1"),
+        (of_every_environment(only=3, capability=0), "must be 7.0 or later, got 0.0"),
+        (of_every_environment(only=3, capability=61), "must be 7.0 or later, got 6.1"),
         (of_every_environment(multiprocessors=2000), "a card has at most 1024 multiprocessors"),
-        (of_every_environment(capability=80), "needs compute capability 9.0, not 8.0"),
+        (of_every_environment(capability=80), "more than the 166912 of shared memory that a program can have"),
         (of_every_environment(multiprocessors=16), "wait for each other, and 16 multiprocessors may hold"),
     ],
 )
