@@ -17,7 +17,7 @@ from tests.support import compiling
 from tests.support.command_line import call
 from tests.support.fakes import FakeCompiler
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru.variant import GruVariant, fit, rejection
+from tuned.families.gru.variant import GruVariant, adapt, fit, rejection
 from tuned.lookup.lookup import Choice
 from tuned.lookup.record import load_record
 
@@ -219,3 +219,10 @@ def test_a_float32_row_that_spins_is_legal_on_an_older_card(capability: int) -> 
     assert len(spins) > 5
     for row in spins:
         assert rejection(row.spec, row.size, fit(row.variant, capability), capability) is None, row.name
+
+
+@pytest.mark.xfail(strict=True, reason="adapt asks the rules of sm_90, which leave out a GRU that polls, for any card")
+def test_a_16_bit_row_that_polls_keeps_its_tile_for_its_own_spec() -> None:
+    spec, row = GruSpec("bfloat16", 512), GruVariant("persistent", block_hidden=16, exchange="poll")
+    assert rejection(spec, None, row, 80) is None
+    assert adapt(row, spec, spec) == row
