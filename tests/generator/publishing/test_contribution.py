@@ -154,7 +154,6 @@ def test_a_record_without_rows_is_no_contribution() -> None:
         (of_row(name="dreamer"), "dreamer must be the problem of this name"),
         (lambda c: c["winners"].append(c["winners"][0]), "each name must have one row, and 1 have more"),
         (lambda c: c["winners"].clear(), "a record must have 1 to 4096 rows to be accepted, got 0"),
-        (lambda c: c.update(winners=c["winners"] * 1025), "1 to 4096 rows to be accepted, got"),
         (lambda c: c["winners"][0]["digests"].update(dict.fromkeys(c["winners"][0]["digests"], "0")), "changed since"),
         (of_every_environment(only=3, capability=0), "must be 7.0 or later, got 0.0"),
         (of_every_environment(only=3, capability=61), "must be 7.0 or later, got 6.1"),
@@ -166,6 +165,11 @@ def test_a_record_without_rows_is_no_contribution() -> None:
 def test_what_would_not_be_accepted_is_said(change: Callable[[dict[str, Any]], None], said: str) -> None:
     found = judged(forged(change))
     assert any(said in reason for reason in found.reasons), found.reasons
+
+
+def test_more_rows_than_anybody_measures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contribution, "MOST_ROWS", 3)
+    assert judged(made(FIRST)[0]).reasons == ("a record must have 1 to 3 rows to be accepted, got 4",)
 
 
 def test_rows_of_an_h200_under_another_name_are_too_fast_for_it() -> None:
