@@ -43,10 +43,16 @@ def test_a_card_is_its_capability_and_multiprocessors(capability: int, multiproc
     assert (card.device, card.architecture, card.processors) == ("some_card", f"sm_{capability}", multiprocessors)
 
 
-def test_cards_with_as_many_multiprocessors_come_before_others_of_their_capability() -> None:
+def test_cards_with_as_many_multiprocessors_come_before_others_of_their_capability(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert {t.device for t in cards_like(90, 132)} == {"nvidia_h200", "nvidia_h100_80gb_hbm3"}
     assert cards_like(86, 1) == [TARGETS["nvidia_geforce_rtx_3090"]]
     assert cards_like(75, 1) == list(TARGETS.values())
+    slower = dataclasses.replace(TARGETS["nvidia_h200"], device="h100_pcie", processors=114, bandwidth_gb_s=2000.0)
+    monkeypatch.setitem(TARGETS, slower.device, slower)
+    assert cards_like(90, 114) == [slower]
+    assert card_of("x", 90, 114).bandwidth_gb_s == 2000.0
 
 
 def test_the_room_of_an_architecture_is_its_own_or_the_least_there_is() -> None:

@@ -134,6 +134,15 @@ def test_a_choice_that_does_not_hold_is_said(
     assert said in asked.wrong
 
 
+def test_what_is_illegal_is_not_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = a_layer()
+    monkeypatch.setattr(cards, "drawn", lambda *_: [layer])
+    monkeypatch.setattr(cards, "choose", lambda *_: Choice("model", "", GruVariant("persistent", exchange="spin")))
+    compiler = FakeCompiler(fits)
+    card = look(A100, 1, 0, compiler)
+    assert (len(card.wrong), card.distinct, compiler.asked) == (1, 0, [])
+
+
 # --- room -----------------------------------------------------------------------------------------------------------
 
 
