@@ -246,6 +246,48 @@ def replay(
 
 
 @app.command()
+def submit(
+    context: typer.Context,
+    gpu: Annotated[
+        str | None, typer.Option(help="Whose record: auto (the first GPU here), an index, or part of a record's name.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder of the record; the package's.")] = None,
+    to: Annotated[Path | None, typer.Option(help="The folder for the archive; contributions.")] = None,
+    kernels: Annotated[int, typer.Option(min=0, help="Compile the kernels of at most so many rows.")] = 24,
+) -> None:
+    """Make a contribution of what was measured on this GPU: an archive, and the text of a pull request."""
+    given = context.obj
+    run(lambda commands: commands.submit(gpu or given.gpu, out or given.out, to, kernels, console))
+
+
+@app.command()
+def check_submission(
+    archive: Annotated[Path, typer.Argument(help="What tune.py submit wrote.")],
+    to: Annotated[
+        Path | None, typer.Option(help="If it is accepted, put its record into this folder, for TUNED_TABLES.")
+    ] = None,
+    kernels: Annotated[int, typer.Option(min=0, help="Compile the kernels of at most so many rows.")] = 24,
+) -> None:
+    """Judge a contribution without its GPU: digests, sizes, rules, times, kernels; exit 1 if it is not accepted."""
+    run(lambda commands: commands.check_submission(archive, to, kernels, console))
+
+
+@app.command()
+def cards(
+    names: Annotated[
+        str | None, typer.Argument(help="Cards, or parts of their names, with commas between; those without a table.")
+    ] = None,
+    shapes: Annotated[int, typer.Option(min=1, help="Shapes a card, of all families in turn.")] = 200,
+    seed: Annotated[int, typer.Option(help="Of the shapes.")] = 0,
+    kernels: Annotated[
+        int | None, typer.Option(min=0, help="Compile at most so many of the kernels a card; all of them.")
+    ] = None,
+) -> None:
+    """Tell what calls would get on cards that nobody measured, and see that it compiles and fits; needs no GPU."""
+    run(lambda commands: commands.cards(names, shapes, seed, kernels, console))
+
+
+@app.command()
 def landscape(
     context: typer.Context,
     problems: Annotated[str, typer.Argument(help="Names or patterns, with commas between.")],

@@ -8,26 +8,28 @@ import functools
 import importlib.util
 import math
 import os
+import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from tuned.families.outside import FamilyError
-from tuned.lookup.record import RecordError
+from tuned.lookup.record import RecordError, device_slug
 
 from . import gpu
 from .disk import gpu_identity, gpu_lock, naming, put_between, write_whole
 from .estimating.targets import UnknownTargetError, target_named
 from .evaluation.portfolio import candidates
-from .places import HOME, LANDSCAPES, OUTSIDE, ROOT
+from .places import CONTRIBUTIONS, HOME, LANDSCAPES, OUTSIDE, ROOT
 from .problem import Problem, SelectionError
 from .processes.compiler import CompilerPool
 from .processes.worker import Worker
+from .publishing.archive import ArchiveError
 from .publishing.files import render_all, write_table
 from .rendering.structures import digests_of
 from .reporting.progress import bar
@@ -38,7 +40,7 @@ from .searching.search import Outcome
 from .selection import select
 from .storage.backends import EXTRA, journal_path, opened_storage
 from .storage.journal import Journal
-from .storage.record import WINNERS, read_record
+from .storage.record import WINNERS, read_record, record_path, write_record
 from .workload import WORKLOADS, default_problems, default_variant
 
 DEFAULT_TARGET = "nvidia_h200"
@@ -111,7 +113,7 @@ def refusal(error: BaseException) -> tuple[str, int] | None:
         error, SelectionError | FamilyError | gpu.NoSuchGpuError | UnknownTargetError
     ):  # of what was asked for
         return str(error), 2
-    if isinstance(error, RecordError):
+    if isinstance(error, RecordError | ArchiveError):
         return str(error), 1
     if isinstance(
         error, KeyboardInterrupt
@@ -457,6 +459,124 @@ def model(family: str, gpu_option: str, seconds: float, seed: int, console: Cons
             say(console, f"{one.family} on {one.environment['device']}: a {name} left out costs {cost}")
     render_all()
     return 0
+
+
+def submit(wanted: str, folder: Path | None, to: Path | None, kernels: int, console: Console) -> int:
+    """Make a contribution of the record of a device: an archive, and the text of a pull request beside it."""
+    from .publishing import contribution as contributing  # noqa: PLC0415
+
+    if OUTSIDE:
+        raise SelectionError("a contribution is of the families that ship: submit without --family")
+    device = submitted_device(wanted, folder)
+    data, contribution = contributing.made(read_record(device, folder))
+    found = _judged(data, kernels)
+    if found.reasons:
+        say(console, *_refused(found.reasons, f"the record of {device}"))
+        return 1
+    to = CONTRIBUTIONS if to is None else to
+    with naming(to):
+        to.mkdir(parents=True, exist_ok=True)
+    archive, beside = to / f"{contribution.name}.zip", to / f"{contribution.name}.md"
+    text = contributing.pull_request(contribution, archive.name)
+    write_whole(beside, text.encode())
+    try:
+        write_whole(archive, data)
+    except BaseException:
+        beside.unlink()  # what it is about is not there
+        raise
+    say(console, text, f"wrote {archive}", f"wrote {beside}: the text above, the title first")
+    return 0
+
+
+def submitted_device(wanted: str, folder: Path | None) -> str:
+    """The device whose record is submitted: of the first GPU here, of one by its index, or by a part of the record's name.
+
+    Raises:
+        SelectionError: it has no record, or none or several are meant.
+    """
+    there = sorted(p.stem for p in (folder or WINNERS).glob("*.json"))
+    names = gpu.gather().names if wanted == "auto" or wanted.isdecimal() else ()
+    if names:
+        found = [device_slug(names[gpu.choose_gpu(names, wanted)])]
+    elif wanted == "auto":
+        found = there if folder is not None and len(there) == 1 else []  # what ships was not measured here
+    else:
+        part = re.sub(r"[^a-z0-9]+", "_", wanted.lower())
+        found = [part] if part in there else [device for device in there if part in device]
+    if len(found) != 1 or found[0] not in there:
+        meant = f"the record of {found[0]}" if len(found) == 1 else "one record"
+        raise SelectionError(
+            f"--gpu {wanted} must mean {meant} in {folder or WINNERS}, which has {', '.join(there) or 'none'}: name one, or "
+            "run python tune.py --gpu auto first"
+        )
+    return found[0]
+
+
+def check_submission(path: Path, to: Path | None, kernels: int, console: Console) -> int:
+    """Judge a contribution without its GPU; exit code 1 if it is not accepted. ``to``: put the record of one that is there."""
+    from .publishing.contribution import read_archive  # noqa: PLC0415
+
+    found = _judged(read_archive(path), kernels)
+    if found.reasons or found.contribution is None:
+        say(console, *_refused(found.reasons, path.name))
+        return 1
+    one = found.contribution
+    say(
+        console,
+        f"{path.name} is accepted: {len(one.winners)} rows of {one.environment['device_name']}; digests, sizes, rules of "
+        f"{one.card.architecture} with {one.card.processors} multiprocessors and times hold, and {len(found.compiled)} of "
+        f"{found.kernels} kernels compile for it",
+        f"digest {one.digest}",
+    )
+    if to is not None:
+        with naming(to):
+            to.mkdir(parents=True, exist_ok=True)
+        write_record(record_path(one.device, to), one.device, list(one.winners))
+        say(console, f"wrote {record_path(one.device, to)}")
+    return 0
+
+
+def _judged(data: bytes, kernels: int) -> Any:
+    from .evaluation.cards import COMPILE_SECONDS  # noqa: PLC0415
+    from .publishing.contribution import verdict  # noqa: PLC0415
+
+    compiler = CompilerPool(seconds=COMPILE_SECONDS)
+    try:
+        return verdict(data, compiler, kernels)
+    finally:
+        compiler.shutdown(wait=False, cancel_futures=True)
+
+
+REASONS = 20  # shown of a contribution that is not accepted
+
+
+def _refused(reasons: Sequence[str], what: str) -> Iterator[str]:
+    yield f"{what} is not accepted:"
+    yield from (f"    {reason}" for reason in reasons[:REASONS])
+    if len(reasons) > REASONS:
+        yield f"    and {len(reasons) - REASONS} more"
+
+
+def cards(names: str | None, shapes: int, seed: int, kernels: int | None, console: Console) -> int:
+    """Tell what calls would get on cards that nobody measured; exit code 1 if a choice does not hold there."""
+    from .evaluation import cards as looking  # noqa: PLC0415
+    from .reporting.cards import card_lines, card_table  # noqa: PLC0415
+
+    right = True
+    compiler = CompilerPool(seconds=looking.COMPILE_SECONDS)
+    try:
+        for target in looking.cards_named(names):
+            card = looking.look(target, shapes, seed, compiler, kernels)
+            console.print(card_table(card))
+            say(console, *card_lines(card), "")
+            right = right and not card.wrong
+    finally:
+        compiler.shutdown(wait=False, cancel_futures=True)
+    say(
+        console,
+        f"{shapes} shapes of seed {seed} a card, chosen by its architecture and processors; nothing was measured",
+    )
+    return 0 if right else 1
 
 
 def landscape(names: str, gpu_option: str, folder: Path | None, console: Console) -> int:

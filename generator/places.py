@@ -39,6 +39,7 @@ TEMPLATES = (_HERE if INSTALLED else ROOT) / "templates"
 LANDSCAPES = (_BESIDE or _HERE) / "landscapes"
 SAMPLES = (_BESIDE or _HERE) / "samples"
 RESULTS = (_BESIDE or ROOT / "benchmarks") / "results"  # of a checkout only, or of a family from outside
+CONTRIBUTIONS = Path() if INSTALLED else ROOT / "contributions"  # what others measured, until it is merged
 _USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tuned-kernels"
 CACHE = _USER_CACHE if INSTALLED else ROOT / ".cache"  # unless TUNED_CACHE says another
 # Below the cache, what is kept for problems by their names: families of one name do not meet.

@@ -30,6 +30,7 @@ from .problem import Problem
 # Module of a family's folder -> what it must have, and what it may have.
 PARTS = {
     "problems": (("problems",), ("drawn",)),
+    "shapes": ((), ("any_shape",)),
     "reference": (
         ("inputs", "reference", "eager", "bytes_moved", "tile", "work"),
         ("tensor_bytes", "small", "interpreted", "features"),
@@ -73,6 +74,7 @@ class Workload:
     shown_size: Callable[[Any], Any] | None = None  # (size) -> that which a shown winner is made for, if another
     group: Callable[[Any], str] | None = None  # (spec) -> of groups, if they are several
     drawn: Callable[[random.Random], Problem] | None = None  # a problem of any shape, for the model of what is replaced
+    any_shape: Callable[[random.Random], Problem] | None = None  # one of any spec too, for cards that nobody measured
 
 
 def _workload(package: ModuleType) -> Workload:

@@ -43,10 +43,15 @@ def save_winner(winner: Winner, folder: Path | None = None) -> Path:
 
 
 def write_record(path: Path, device: str, winners: list[Winner]) -> None:
+    """Write the record of a device, whole, if it says something else than what is there."""
+    write_if_different(path, record_text(device, winners))
+
+
+def record_text(device: str, winners: list[Winner]) -> str:
     """The record as JSON, one winner a line, sorted."""
     ordered = sorted(winners, key=lambda w: (w.family, w.name))
     rows = ",\n".join("    " + json.dumps(dataclasses.asdict(w), sort_keys=True) for w in ordered)
     head = (
         f'{{\n  "format": "tuned-winners",\n  "schema": {SCHEMA},\n  "device": {json.dumps(device)},\n  "winners": [\n'
     )
-    write_if_different(path, f"{head}{rows}\n  ]\n}}\n")
+    return f"{head}{rows}\n  ]\n}}\n"

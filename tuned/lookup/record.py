@@ -144,7 +144,9 @@ def winner_from_json(values: Any, where: str) -> Winner:
     spec = build(family.spec_type, values["spec"], f"{where}.spec", may_lack=True)
     size = build(family.size_type, values["size"], f"{where}.size", least=1)
     variant = build(family.variant_type, values["variant"], f"{where}.variant")
-    reason = undeclared(variant) or family.rejection(spec, size, variant)
+    _check_environment(values["environment"], f"{where}.environment")
+    # By the rules of the card that it was measured on: what is best there may be left out on others.
+    reason = undeclared(variant) or family.rejection(spec, size, variant, values["environment"]["capability"])
     if reason is not None:
         raise RecordError(f"{where}.variant is not in the space: {reason}")
     kernels = set(family.kernel_names(spec, variant))
@@ -162,7 +164,6 @@ def winner_from_json(values: Any, where: str) -> Winner:
     for name in ("bytes_moved", "trials"):
         if not _is_whole(values[name], 0):
             raise RecordError(f"{where}.{name} must be an integer of at least 0, got {shown(values[name])}")
-    _check_environment(values["environment"], f"{where}.environment")
     # The name is rendered into a comment of the generated table: text after a line break would be Python.
     if not _is_line(values["name"]):
         raise RecordError(f"{where}.name must be a string of one printable line, got {shown(values['name'])}")
@@ -208,26 +209,35 @@ def load_record(path: Path) -> list[Winner]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"{path.name} cannot be read: {error}") from error
+    return winners_of(text, path.name)
+
+
+def winners_of(text: str, name: str) -> list[Winner]:
+    """The winners of the text of a record; ``name`` begins messages.
+
+    Raises:
+        RecordError: it is not a record, or not one that this version can read.
+    """
     try:
         content = parsed(text)
     except ValueError as error:
         raise RecordError(
-            f"{path.name} is not whole JSON ({error}): restore it from version control, or delete it and tune again"
+            f"{name} is not whole JSON ({error}): restore it from version control, or delete it and tune again"
         ) from error
     if not isinstance(content, dict) or content.get("format") != "tuned-winners":
-        raise RecordError(f'{path.name} is not a record of winners: "format" must be "tuned-winners"')
+        raise RecordError(f'{name} is not a record of winners: "format" must be "tuned-winners"')
     if content.get("schema") != SCHEMA:
         raise RecordError(
-            f"{path.name} has schema {shown(content.get('schema'))}, this version reads {SCHEMA}: "
+            f"{name} has schema {shown(content.get('schema'))}, this version reads {SCHEMA}: "
             "update this package, or tune again with python tune.py"
         )
     if not isinstance(content.get("winners"), list):
-        raise RecordError(f'{path.name}: "winners" must be a list')
-    _check_device(content.get("device"), f'{path.name}: "device"')
-    winners = [winner_from_json(w, f"{path.name}: winners[{i}]") for i, w in enumerate(content["winners"])]
+        raise RecordError(f'{name}: "winners" must be a list')
+    _check_device(content.get("device"), f'{name}: "device"')
+    winners = [winner_from_json(w, f"{name}: winners[{i}]") for i, w in enumerate(content["winners"])]
     foreign = {w.environment["device"] for w in winners} - {content["device"]}
     if foreign:
-        raise RecordError(f"{path.name} is the record of {content['device']!r} but has rows of {sorted(foreign)}")
+        raise RecordError(f"{name} is the record of {content['device']!r} but has rows of {sorted(foreign)}")
     return winners
 
 

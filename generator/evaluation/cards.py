@@ -1,0 +1,233 @@
+"""What calls get on cards that nobody measured: shapes drawn by a seed, the choice of dispatch's own lookup, whether it holds.
+
+A choice holds if it is legal on the card, ships, compiles without a spill within the card's shared memory, and a processor
+has room for a program; programs that wait for each other must all run at once. A family with a model of its time must
+offer a variant in one launch wherever one fits. A card is its architecture and its processors: nothing is found by a name.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from tuned.families.choices import undeclared
+from tuned.families.launch import ceil_div
+from tuned.lookup.lookup import Choice, Gpu, choose
+from tuned.lookup.table import ships, tables
+
+from ..estimating.targets import TARGETS, Target, target_named
+from ..measuring.compile import Resources, distinct
+from ..problem import Problem
+from ..processes.compiler import compile_variant, compiled, hopeless
+from ..searching.pool import legal_pool
+from ..workload import WORKLOADS, Workload, default_problems
+
+SHAPES, SEED = 200, 0
+COMPILE_SECONDS = 120.0  # on a machine that does other things too: how long a compiler took is no verdict
+RESERVED_BYTES = 1024  # of shared memory, for each program: CUDA C++ Programming Guide, technical specifications
+REGISTER_UNIT = 8  # a thread is given registers in units of so many
+# How a family with a model serves a call.
+ONE_LAUNCH, LIBRARY, STEPS = "one launch", "PyTorch's own", "a launch a step"
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """What one kernel of a call asks of a card."""
+
+    need: Resources
+    warps: int
+    waits: bool  # its programs wait for each other
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A call on a card, and what serves it there."""
+
+    problem: Problem
+    choice: Choice
+    way: str | None  # of the three above; None for a family without a model
+    wrong: str | None  # why the choice does not hold, as far as that is known without the compiler
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What the compiler says of one of the choices; ``wrong`` is why it does not hold."""
+
+    asked: Asked
+    rooms: tuple[Room, ...]
+    wrong: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """All that was found of one card."""
+
+    target: Target
+    asked: tuple[Asked, ...]
+    kernels: tuple[Kernel, ...]
+    distinct: int  # kernels among the choices, of which ``kernels`` were compiled
+
+    @property
+    def wrong(self) -> list[str]:
+        """What does not hold, as sentences."""
+        found = [(a.problem, a.choice, a.wrong) for a in (*self.asked, *self.unfit) if a.wrong is not None]
+        return [
+            f"{self.target.device}: {p.family} {p.spec} with {p.size}: {choice.rule}: {why}: {choice.variant}"
+            for p, choice, why in found
+        ]
+
+    @property
+    def unfit(self) -> list[Asked]:
+        """The choices whose kernels do not hold, with the reason."""
+        return [dataclasses.replace(k.asked, wrong=k.wrong) for k in self.kernels if k.wrong is not None]
+
+
+def cards_named(names: str | None) -> list[Target]:
+    """The targets of these names (parts, with commas between); without names those that have no table here.
+
+    Raises:
+        UnknownTargetError: a name is of none or of several.
+    """
+    if names is None:
+        measured = tables()
+        return [target for device, target in TARGETS.items() if device not in measured]
+    return [target_named(name.strip()) for name in names.split(",") if name.strip()]
+
+
+def drawn(count: int, seed: int) -> list[Problem]:
+    """So many problems, each family in turn; the same seed, the same problems."""
+    works, draw = list(WORKLOADS.values()), random.Random(seed)  # noqa: S311 - shapes, no secrets
+    return [_drawn(works[i % len(works)], draw) for i in range(count)]
+
+
+def _drawn(work: Workload, draw: random.Random) -> Problem:
+    """A problem of any shape; of a family that draws none, one of its own."""
+    return draw.choice(default_problems(work.family.name)) if work.any_shape is None else work.any_shape(draw)
+
+
+def gpu_of(target: Target) -> Gpu:
+    """A card as dispatch sees one: by its architecture and its processors, under a name that no table has."""
+    return Gpu(f"any_{target.architecture}_of_{target.processors}", target.capability, target.processors)
+
+
+def ask(problem: Problem, target: Target) -> Asked:
+    """What dispatch's lookup chooses for a call on a card; nothing is compiled."""
+    family, gpu = WORKLOADS[problem.family].family, gpu_of(target)
+    choice = choose(family, problem.spec, problem.size, gpu)
+    variant = choice.variant
+    wrong = None
+    if variant is not None:
+        wrong = undeclared(variant) or family.rejection(
+            problem.spec, problem.size, variant, gpu.capability, gpu.multiprocessors
+        )
+        if wrong is None and not ships(family, problem.spec, variant):
+            wrong = "the package does not ship its kernels"
+    if family.model is None:
+        return Asked(problem, choice, None, wrong)
+    way = LIBRARY if variant is None else ONE_LAUNCH if family.model.covers(variant) else STEPS
+    if wrong is None and (way == STEPS or (way == LIBRARY and not choice.us)):
+        wrong = _not_offered(problem, target)
+    return Asked(problem, choice, way, wrong)
+
+
+def _not_offered(problem: Problem, target: Target) -> str | None:
+    """Why a variant in one launch should have been thought of; None if none fits, of all that there are."""
+    family = WORKLOADS[problem.family].family
+    assert family.model is not None
+    pool = legal_pool(problem, target.capability, target.processors).variants
+    one = next((v for v in pool if family.model.covers(v) and ships(family, problem.spec, v)), None)
+    return None if one is None else f"a variant in one launch fits and was not offered: {one}"
+
+
+def rooms(problem: Problem, variant: Any, architecture: str) -> tuple[Room, ...] | str:
+    """What each kernel of a call asks for, or the compiler's complaint. Runs in a pool process; touches no GPU."""
+    needs = compile_variant(problem, variant, architecture)
+    if isinstance(needs, str):
+        return needs
+    work = WORKLOADS[problem.family]
+    steps = work.family.launches(problem.spec, variant, work.inputs(problem.spec, problem.size, "meta", 0))
+    options = (launch.options for launch, _ in distinct(steps))
+    return tuple(
+        Room(need, int(option.get("num_warps", 4)), bool(option.get("launch_cooperative_grid")))
+        for need, option in zip(needs, options, strict=True)
+    )
+
+
+def no_room(found: tuple[Room, ...] | str, target: Target) -> str | None:
+    """Why a card does not run what was compiled, or None."""
+    needs = found if isinstance(found, str) else tuple(room.need for room in found)
+    if (reason := hopeless(needs, target.capability)) is not None:
+        return reason
+    assert not isinstance(found, str)
+    return next((reason for room in found if (reason := _no_room(room, target)) is not None), None)
+
+
+def _no_room(room: Room, target: Target) -> str | None:
+    here = held(room, target)
+    if here < 1:
+        return (
+            f"a processor holds no program of {room.warps} warps with {room.need.registers} registers a thread and "
+            f"{room.need.shared_bytes} bytes of shared memory"
+        )
+    if room.waits and room.need.programs > here * target.processors:
+        return f"{room.need.programs} programs wait for each other, and {target.processors} processors hold {here} each"
+    return None
+
+
+def held(room: Room, target: Target) -> int:
+    """Programs of a launch that a processor holds at a time: the CUDA occupancy calculation."""
+    threads = target.warp * room.warps
+    registers = ceil_div(max(1, room.need.registers), REGISTER_UNIT) * REGISTER_UNIT
+    reserved = RESERVED_BYTES if target.capability else 0
+    shared = room.need.shared_bytes + reserved
+    return min(
+        target.threads // threads,
+        target.registers // (registers * threads),
+        target.shared_bytes // shared if shared else target.programs,
+        target.programs,
+    )
+
+
+def _code(asked: Asked) -> tuple[Any, ...]:
+    """Equal for choices that Triton compiles alike: it tells sizes apart that are 1, or multiples of 16."""
+    sizes = tuple((n == 1, n % 16 == 0) for n in dataclasses.astuple(asked.problem.size))
+    return asked.problem.family, asked.problem.spec, asked.choice.variant, sizes
+
+
+def look(
+    target: Target, shapes: int, seed: int, compiler: concurrent.futures.Executor, most: int | None = None
+) -> Card:
+    """Ask for so many shapes, and compile each kernel among the choices once, or ``most`` of them, evenly spaced."""
+    asked = tuple(ask(problem, target) for problem in drawn(shapes, seed))
+    by_code = {_code(a): a for a in reversed(asked) if a.choice.variant is not None and a.wrong is None}
+    every = list(reversed(by_code.values()))
+    count = len(every) if most is None else min(most, len(every))
+    sample = [every[i * len(every) // count] for i in range(count)]
+    waiting = [compiler.submit(rooms, a.problem, a.choice.variant, target.architecture) for a in sample]
+    kernels = []
+    for one, future in zip(sample, waiting, strict=True):
+        found: Any = compiled(future)
+        kernels.append(Kernel(one, () if isinstance(found, str) else found, no_room(found, target)))
+    return Card(target, asked, tuple(kernels), len(every))
+
+
+def by_family(card: Card) -> Iterator[tuple[str, list[Asked], list[Kernel]]]:
+    """Family, its choices, its kernels."""
+    for name in WORKLOADS:
+        asked = [a for a in card.asked if a.problem.family == name]
+        if asked:
+            yield name, asked, [k for k in card.kernels if k.asked.problem.family == name]
+
+
+def ways(card: Card) -> dict[tuple[str, str], Counter[str]]:
+    """(family, dtype) -> how often its calls are served in which way; of families with a model."""
+    found: dict[tuple[str, str], Counter[str]] = {}
+    for asked in card.asked:
+        if asked.way is not None:
+            kind = asked.problem.family, str(getattr(asked.problem.spec, "dtype", ""))
+            found.setdefault(kind, Counter())[asked.way] += 1
+    return dict(sorted(found.items()))
