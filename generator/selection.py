@@ -8,8 +8,8 @@ import fnmatch
 from pathlib import Path
 from typing import Any
 
-from tuned.families.registry import FAMILIES
-from tuned.lookup.record import RecordError, build, load_record, parsed, shown
+from tuned.lookup.misses import recorded
+from tuned.lookup.record import RecordError, load_record
 
 from .problem import Problem, SelectionError
 from .storage.record import WINNERS
@@ -110,27 +110,13 @@ def read_misses(path: Path) -> list[Problem]:
 
 def _problem(line: str, where: str) -> tuple[str, Any, Any]:
     try:
-        values = parsed(line)
-    except ValueError as error:
-        raise MissesError(f"{where} is not JSON ({error}): delete the line") from error
-    if not isinstance(values, dict) or set(values) != {"family", "spec", "size"}:
-        found = sorted(values) if isinstance(values, dict) else type(values).__name__
-        raise MissesError(f"{where} must have the fields ['family', 'size', 'spec'], got {found}")
-    family = FAMILIES.get(values["family"]) if isinstance(values["family"], str) else None
-    if family is None:
-        raise MissesError(f"{where}: family must be one of {sorted(FAMILIES)}, got {shown(values['family'])}")
-    try:
-        spec = build(family.spec_type, values["spec"], f"{where}: spec", may_lack=True)
-        size = build(family.size_type, values["size"], f"{where}: size")
+        family, spec, size = recorded(line, where)
     except RecordError as error:
         raise MissesError(str(error)) from error
-    for name, value in dataclasses.asdict(size).items():
-        if value < 1:
-            raise MissesError(f"{where}: size.{name} must be at least 1, got {value}")
-    needed = WORKLOADS[family.name].tensor_bytes(spec, size)
+    needed = WORKLOADS[family].tensor_bytes(spec, size)
     if needed > MAX_BYTES:
         raise MissesError(f"{where}: {size} takes {needed / 2**40:.1f} TiB, more than any GPU has; delete the line")
-    return family.name, spec, size
+    return family, spec, size
 
 
 def name_of(family: str, spec: Any, size: Any) -> str:

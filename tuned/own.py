@@ -22,6 +22,7 @@ from tuned.families.outside import FamilyError, Outside, Size, Variant, describe
 from tuned.launching.launcher import launch_public, run_step
 from tuned.launching.overwrite import bump_versions
 from tuned.launching.plan import NO_KEY, DirectLaunch, bypassed, direct_launch, listeners, modes, remember, traits
+from tuned.launching.rehearsal import listen, listening, note_left
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, choose
 from tuned.lookup.table import digests_of
@@ -181,10 +182,16 @@ class Own:
     def _served(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> torch.Tensor:
         choice, spec, call = self.chosen(*args, **kwargs)
         if choice.variant is None:
+            note_left(self.__name__, call.out, choice.why)
             return self._eager(args, kwargs, choice.why, (spec, call))
         steps = self.family.launches(spec, choice.variant, call)
+        if (heard := listening()) is not None and hasattr(self.module, "eager"):
+            for step in steps:
+                if isinstance(step, Launch):
+                    heard.note(self._kernel(step.kernel), step)
+            return self._eager(args, kwargs, "its launches were noted", (spec, call))
         done = []
-        with torch.cuda.device(call.out.device):
+        with torch.cuda.device(call.out.device), listen(None):
             for step in steps:
                 if isinstance(step, Launch):
                     done.append((step, launch_public(self._kernel(step.kernel), step)))

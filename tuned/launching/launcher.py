@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tuned.families.launch import Copy, Fill, Launch, Product, Step
+from tuned.launching.rehearsal import NotedError, listen, listening
 
 INTEGERS = {
     1: torch.uint8,
@@ -38,7 +39,14 @@ def kernel(name: str) -> Any:
 
 
 def launch_public(function: Any, launch: Launch) -> Any:
-    """Launch through Triton's public launcher; returns the compiled kernel."""
+    """Launch through Triton's public launcher; returns the compiled kernel.
+
+    Raises:
+        NotedError: this thread listens, and the launch was noted instead.
+    """
+    if (heard := listening()) is not None:
+        heard.note(function, launch)
+        raise NotedError
     return function[(launch.programs,)](*launch.arguments, **launch.constants, **launch.options)
 
 
@@ -103,18 +111,30 @@ PROBE_KERNEL = "rope_table"  # small, and its result is easy to check
 _PROBED: dict[int, bool] = {}
 
 
-def _probe(device: int) -> bool:
-    freqs = torch.arange(64, dtype=torch.float32, device=f"cuda:{device}")
+def probe_launch(device: torch.device | int | str) -> Launch:
+    """The launch that ``direct_supported`` tries, with tensors on a device."""
+    freqs = torch.arange(64, dtype=torch.float32, device=device)
     cos, sin = (torch.zeros(64, dtype=torch.float32, device=freqs.device) for _ in range(2))
-    arguments = (freqs, cos, sin, 4, 16, 1)
     constants = {"WIDTH": 16, "BLOCK": 1024, "PDL": False}
+    return Launch(PROBE_KERNEL, 1, (freqs, cos, sin, 4, 16, 1), constants, {"num_warps": 4})
+
+
+def will_probe(device: int) -> bool:
+    """Whether ``direct_supported`` has a launch to try on a device."""
+    return device not in _PROBED and os.environ.get("TUNED_DISPATCH") != "safe"
+
+
+def _probe(device: int) -> bool:
+    launch = probe_launch(f"cuda:{device}")
+    freqs, cos, sin, *numbers = launch.arguments
     try:
-        compiled = kernel(PROBE_KERNEL)[(1,)](*arguments, **constants, num_warps=4)
+        with listen(None):
+            compiled = launch_public(kernel(launch.kernel), launch)
         wanted = torch.stack((cos, sin)).clone()
         cos.zero_()
         sin.zero_()
         direct_launcher(compiled, device)(
-            1, (freqs.data_ptr(), cos.data_ptr(), sin.data_ptr(), *arguments[3:], *constants.values())
+            1, (freqs.data_ptr(), cos.data_ptr(), sin.data_ptr(), *numbers, *launch.constants.values())
         )
         return bool(torch.equal(torch.stack((cos, sin)), wanted)) and bool(wanted.any())
     except (TypeError, ValueError, AttributeError, SystemError, ImportError):  # the launcher of another Triton version

@@ -20,6 +20,7 @@ from tuned.launching.launcher import (
     run_publicly,
     unwrapped,
 )
+from tuned.launching.rehearsal import listening
 
 ALIGNED_BYTES = 16  # of an address, as Triton specialises on it
 # Errors of building the key of a call from what is not a plain tensor: the checks say what is wrong, or eager takes it.
@@ -106,13 +107,13 @@ class DirectLaunch(NamedTuple):
 
 def direct_launch(launch: Launch, compiled: Any, device: int) -> DirectLaunch | None:
     """The direct launch of a kernel that a public launch compiled; None if it must use Triton's public launcher."""
-    listening = hooks()
-    if listening is None or torch.cuda.current_device() != device or not direct_supported(device):
+    chains = hooks()
+    if chains is None or torch.cuda.current_device() != device or not direct_supported(device):
         return None
     numbers = (v for v in launch.arguments if not isinstance(v, torch.Tensor))
     rest = (*numbers, *launch.constants.values())
     run, head = unwrapped(compiled)
-    return DirectLaunch(run, compiled.function, head, launch.programs, rest, raw_stream(), *listening)
+    return DirectLaunch(run, compiled.function, head, launch.programs, rest, raw_stream(), *chains)
 
 
 # What Triton lets the code of a kernel know of one argument, which is another kernel for each: the dtype of a tensor, "i32" or
@@ -147,19 +148,22 @@ _KNOWN: dict[Any, Any] = {}  # properties of a launch -> (compiled kernel, its d
 def launch_known(device: int, launch: Launch) -> Any:
     """Launch on the current stream: publicly the first time, which compiles, then directly.
 
-    Returns the compiled kernel.
+    Returns the compiled kernel; None if this thread listens, and the launch was noted instead.
     """
     function = kernel(launch.kernel)
-    listening = hooks()
+    if (heard := listening()) is not None:
+        heard.note(function, launch)
+        return None
+    chains = hooks()
     key = (device, launch.kernel, *launch.constants.values(), *launch.options.items(), *specialisation(launch))
     known = _KNOWN.get(key)
-    if known is not None and listening is not None and not listening[0].calls and not listening[1].calls:
+    if known is not None and chains is not None and not chains[0].calls and not chains[1].calls:
         compiled, run = known
         run(launch.programs, (*launch.arguments, *launch.constants.values()))
         return compiled
     compiled = launch_public(function, launch)
     # The direct launcher cannot be probed during CUDA graph capture: the next launch decides for the later ones.
-    if not _capturing() and listening is not None and direct_supported(device):
+    if not _capturing() and chains is not None and direct_supported(device):
         remember(_KNOWN, key, (compiled, direct_launcher(compiled, device)))
     return compiled
 

@@ -1,4 +1,4 @@
-"""Calls that no row was measured for: a warning once per untuned GPU, and a record for tuning if TUNED_RECORD is set.
+"""Calls that no row was measured for: a warning once per untuned GPU, and a record for tuning if TUNED_RECORD is set; its lines.
 
 It is called when a call is decided for the first time, never when a decision is reused: a running model pays nothing.
 """
@@ -15,7 +15,9 @@ import warnings
 from typing import Any
 
 from tuned.families.family import Family
+from tuned.families.registry import FAMILIES
 from tuned.lookup.lookup import Choice, Gpu, choose, has_rows
+from tuned.lookup.record import RecordError, build, parsed, shown
 
 MAX_CHOICES = 4096  # (spec, size, GPU) triples whose choice is remembered, of each family
 MAX_RECORDED = 4096  # problems per process; otherwise ever new lengths would fill the disk
@@ -64,6 +66,39 @@ def variants(family: Family) -> Any:
         return choice.variant
 
     return variant_of
+
+
+def recorded(line: str, where: str) -> tuple[str, Any, Any]:
+    """(family, spec, size) of a line of a file that TUNED_RECORD named.
+
+    Raises:
+        RecordError: it is no problem; ``where`` begins the message.
+    """
+    try:
+        values = parsed(line)
+    except ValueError as error:
+        raise RecordError(f"{where} is not JSON ({error}): delete the line") from error
+    return problem_of(values, where)
+
+
+def problem_of(values: Any, where: str) -> tuple[str, Any, Any]:
+    """(family, spec, size) of a problem as TUNED_RECORD writes it.
+
+    Raises:
+        RecordError: it is no problem; ``where`` begins the message.
+    """
+    if not isinstance(values, dict) or set(values) != {"family", "spec", "size"}:
+        found = sorted(values) if isinstance(values, dict) else type(values).__name__
+        raise RecordError(f"{where} must have the fields ['family', 'size', 'spec'], got {found}")
+    family = FAMILIES.get(values["family"]) if isinstance(values["family"], str) else None
+    if family is None:
+        raise RecordError(f"{where}: family must be one of {sorted(FAMILIES)}, got {shown(values['family'])}")
+    spec = build(family.spec_type, values["spec"], f"{where}: spec", may_lack=True)
+    size = build(family.size_type, values["size"], f"{where}: size")
+    for name, value in dataclasses.asdict(size).items():
+        if value < 1:
+            raise RecordError(f"{where}: size.{name} must be at least 1, got {value}")
+    return family.name, spec, size
 
 
 def _outside() -> int:

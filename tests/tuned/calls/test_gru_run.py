@@ -90,25 +90,25 @@ def test_a_state_is_taken_as_it_is_only_with_rows_that_are_aligned() -> None:
 
 def test_a_packs_lengths_and_starts_are_those_of_its_batch_sizes() -> None:
     call = call_of("packed")
-    layout, starts, lengths, seq = run._lengths(call)
+    layout, starts, lengths, seq = run.lengths_of(call)
     assert (layout, seq) == ("packed", 4)
     assert starts is not None
     assert lengths is not None
     assert starts.tolist() == [0, 3, 5, 7]
     assert lengths.tolist() == [4, 3, 1]
     assert (starts.dtype, lengths.dtype) == (torch.int64, torch.int32)
-    again = run._lengths(call)
+    again = run.lengths_of(call)
     assert again.starts is starts, "made anew, which on a GPU waits for a copy"
 
 
 def test_lengths_by_bounds_are_their_differences_and_at_most_what_the_call_says() -> None:
     call = call_of("thd")
-    _, starts, lengths, seq = run._lengths(call)
+    _, starts, lengths, seq = run.lengths_of(call)
     assert seq == T
     assert starts is call.cu_seqlens
     assert lengths is not None
     assert lengths.tolist() == [2, 0, 4]
-    shorter = run._lengths(dataclasses.replace(call, max_seqlen=3)).lengths
+    shorter = run.lengths_of(dataclasses.replace(call, max_seqlen=3)).lengths
     assert shorter is not None
     assert shorter.tolist() == [2, 0, 3], "more would be written than the launch has steps"
 
@@ -116,7 +116,7 @@ def test_lengths_by_bounds_are_their_differences_and_at_most_what_the_call_says(
 @pytest.mark.parametrize("first", [False, True])
 def test_sequences_of_one_length_have_none(first: bool) -> None:
     call = call_of(first=first)
-    assert run._lengths(call) == ("dense", None, None, T)
+    assert run.lengths_of(call) == ("dense", None, None, T)
     assert run._spec(call, 1)[1] == GruSize(B, T)
 
 

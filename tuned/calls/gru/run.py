@@ -28,6 +28,7 @@ from tuned.families.products import DTYPES
 from tuned.launching import residents
 from tuned.launching.launcher import run_steps
 from tuned.launching.plan import launch_known
+from tuned.launching.rehearsal import NotedError, listening
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, Gpu, choose, modelled
@@ -37,7 +38,7 @@ MAX_LENGTHS = 64  # sets of lengths whose tensors are kept on a device
 ALIGNED_BYTES = 16  # templates/gru_step.py.jinja assumes that rows are so aligned if their width allows it
 
 
-class _Lengths(NamedTuple):
+class Lengths(NamedTuple):
     """The tensors of packed sequences as the kernels take them; templates/gru_layer.py.jinja says what they hold."""
 
     layout: str
@@ -75,7 +76,11 @@ def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
 
 
 def forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, h_n) by kernels, for a call that ``why_not`` accepts."""
+    """(output, h_n) by kernels, for a call that ``why_not`` accepts.
+
+    Raises:
+        NotedError: this thread listens, and the launches were noted instead.
+    """
     directions = 2 if call.bidirectional else 1
     if _empty(call):
         return call.input.new_empty((*call.input.shape[:-1], directions * call.hx.shape[2])), call.hx.clone()
@@ -95,7 +100,7 @@ def _forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     parts, directions = _parts(call), 2 if call.bidirectional else 1
     if any(choice.variant is None for _, _, choice in parts):  # a limit was met after ``why_not`` accepted the call
         return eager.gru(call)
-    lengths = _lengths(call)
+    lengths = lengths_of(call)
     x, h_n = call.input, torch.empty_like(call.hx, memory_format=torch.contiguous_format)
     layer = 0
     for spec, size, choice in parts:
@@ -104,6 +109,8 @@ def _forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
         cells = slice(layer * directions, (layer + spec.layers) * directions)
         x = _recur(call, spec, size, choice.variant, x, cells, h_n[cells], lengths)
         layer += spec.layers
+    if listening() is not None:  # all launches of the call are noted, and none was made
+        raise NotedError
     return x, h_n
 
 
@@ -144,11 +151,11 @@ def _parts(call: GruCall, *, captured: bool | None = None) -> list[tuple[GruSpec
     captured = _capturing(call.input.device) if captured is None else captured
     if call.num_layers > 1 and not call.bidirectional and not call.dropout:
         spec, size = _spec(call, call.num_layers)
-        choice = _timely(_choose(spec, size, gpu, *limit), spec, size, captured)
+        choice = timely(_choose(spec, size, gpu, *limit), spec, size, captured)
         if choice.variant is not None:
             return [(spec, size, choice)]
     spec, size = _spec(call, 1)
-    choice = _timely(_choose(spec, size, gpu, *limit), spec, size, captured)
+    choice = timely(_choose(spec, size, gpu, *limit), spec, size, captured)
     if call.num_layers > 1 and choice.variant is not None and choice.us:
         layers = dataclasses.replace(spec, directions=1, layers=call.num_layers)
         theirs_us = library_us(GRU, layers, size) * spec.directions
@@ -163,7 +170,7 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Choice:  # noqa: FBT001
+def timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Choice:  # noqa: FBT001
     """The choice, or the best in one launch or PyTorch's own, where no CUDA graph spares the host a launch for each step."""
     if choice.variant is None or choice.variant.strategy == "persistent":
         return choice
@@ -202,21 +209,41 @@ def _recur(  # noqa: PLR0913 - a part of a call
     x: torch.Tensor,
     cells: slice,
     h_n: torch.Tensor,
-    lengths: _Lengths,
+    lengths: Lengths,
 ) -> torch.Tensor:
     """The output of one part of a call, ``[*tokens, directions * hidden]``; its last states are written to ``h_n``."""
     each = 4 if call.has_biases else 2
     weights = [call.weights[cell * each : (cell + 1) * each] for cell in range(cells.start, cells.stop)]
-    turned = call.batch_first and lengths.layout == "dense"
-    width = spec.directions * spec.hidden
-    tokens = x.shape[:-1]
-    out = x.new_empty((*tokens, width))
-    gates = x.new_empty((spec.directions, *tokens, 3 * spec.hidden))
+    gates = x.new_empty((spec.directions, *x.shape[:-1], 3 * spec.hidden))
     rows = x.reshape(-1, x.shape[-1])
     for direction in range(spec.directions):
         _project(rows, weights[direction][0], gates[direction].view(-1, 3 * spec.hidden), spec.precision)
-    between = x.new_empty((spec.layers - 1, *tokens, width)) if spec.stacked else None
-    recurrence = Recurrence(
+    out = x.new_empty((*x.shape[:-1], spec.directions * spec.hidden))
+    recurrence = recurrence_of(call, spec, size, variant, gates, out, cells, h_n, lengths)
+    launch = functools.partial(launch_known, x.device.index)
+    compiled = run_steps(GRU.launches(spec, variant, recurrence), launch)
+    if compiled is not None and spec.layers == call.num_layers and _may_learn(x.device):
+        learn(call, spec, variant, recurrence, compiled)
+    return out
+
+
+def recurrence_of(  # noqa: PLR0913 - a part of a call, after the projection of its input
+    call: GruCall,
+    spec: GruSpec,
+    size: GruSize,
+    variant: Any,
+    gates: torch.Tensor,
+    out: torch.Tensor,
+    cells: slice,
+    h_n: torch.Tensor,
+    lengths: Lengths,
+) -> Recurrence:
+    """The tensors of one part of a call as its kernels take them."""
+    each = 4 if call.has_biases else 2
+    weights = [call.weights[cell * each : (cell + 1) * each] for cell in range(cells.start, cells.stop)]
+    turned = call.batch_first and lengths.layout == "dense"
+    between = out.new_empty((spec.layers - 1, *out.shape)) if spec.stacked else None
+    return Recurrence(
         gates=gates.transpose(1, 2) if turned else gates,
         weight_ih=_stack([w[0] for w in weights[1:]]) if spec.stacked else None,
         weight_hh=_stack([w[1] for w in weights]),
@@ -230,17 +257,12 @@ def _recur(  # noqa: PLR0913 - a part of a call
         seq=size.seq,
         starts=lengths.starts,
         lengths=lengths.lengths,
-        states=x.new_empty(call.hx[cells].shape, dtype=torch.float32) if variant.in_turn else None,
-        counters=x.new_empty(counters_needed(spec, size.batch), dtype=torch.int32)
+        states=out.new_empty(call.hx[cells].shape, dtype=torch.float32) if variant.in_turn else None,
+        counters=out.new_empty(counters_needed(spec, size.batch), dtype=torch.int32)
         if variant.exchange == "counter"
         else None,
-        products=x.new_empty((size.batch, 3 * spec.hidden)) if variant.strategy == "library" else None,
+        products=out.new_empty((size.batch, 3 * spec.hidden)) if variant.strategy == "library" else None,
     )
-    launch = functools.partial(launch_known, x.device.index)
-    compiled = run_steps(GRU.launches(spec, variant, recurrence), launch)
-    if spec.layers == call.num_layers and _may_learn(x.device):
-        learn(call, spec, variant, recurrence, compiled)
-    return out
 
 
 def _may_learn(device: torch.device) -> bool:
@@ -287,15 +309,15 @@ def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(list(tensors))
 
 
-def _lengths(call: GruCall) -> _Lengths:
+def lengths_of(call: GruCall) -> Lengths:
     """Where sequences start and how long they are, as tensors on the device."""
     if call.batch_sizes is not None:
         starts, lengths = _packed_tensors(tuple(call.batch_sizes.tolist()), call.input.device)
-        return _Lengths("packed", starts, lengths, _steps(call))
+        return Lengths("packed", starts, lengths, _steps(call))
     if call.cu_seqlens is not None:
         starts = call.cu_seqlens.contiguous()  # as the kernels assume
-        return _Lengths("thd", starts, starts.diff().clamp_(max=_steps(call)), _steps(call))
-    return _Lengths("dense", None, None, _steps(call))
+        return Lengths("thd", starts, starts.diff().clamp_(max=_steps(call)), _steps(call))
+    return Lengths("dense", None, None, _steps(call))
 
 
 _CAPTURED: dict[

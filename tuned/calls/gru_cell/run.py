@@ -30,6 +30,7 @@ from tuned.launching.plan import (
     tracing,
     transforms_active,
 )
+from tuned.launching.rehearsal import NotedError, note_left
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, choose
@@ -181,21 +182,32 @@ def run_cell(  # noqa: PLR0913 - the tensors of the public call
     given = (h, weight_ih, weight_hh, bias_ih, bias_hh)
     x = segments[0] if len(segments) == 1 else tuple(segments)
     key, pointers = _key(x, *given, inplace) or (None, None)
-    if why_not(segments, h) is not None:
-        return _eager_plan(inplace)(pointers, x, *given)
-    spec, size = _spec_of(segments, h, bias_ih, inplace)
-    variant = variant_of(spec, size, gpu_of(h.device))
+    variant, reason = None, why_not(segments, h)
+    if reason is None:
+        spec, size = _spec_of(segments, h, bias_ih, inplace)
+        variant = variant_of(spec, size, gpu_of(h.device))
     if variant is None:
+        note_left("gru_cell", h, reason or "PyTorch's own is thought to take less")
         plan = _eager_plan(inplace)
-        keep(_PLANS, key, lambda: plan, _tensors, pointers, x, *given)
+        if reason is None:
+            keep(_PLANS, key, lambda: plan, _tensors, pointers, x, *given)
         return plan(pointers, x, *given)
     call = prepared(segments, *given, inplace)
     public = functools.partial(_public, spec, variant)
     make = functools.partial(_library_plan if variant.form == "library" else _fused_plan, call, public)
     taken = (*call.segments, call.h, call.weight_ih, call.weight_hh, call.bias_ih, call.bias_hh)
     steps = GRU_CELL.launches(spec, variant, call)
-    run_and_keep(steps, _PLANS, key, make, public, taken, _tensors, pointers, x, *given)
+    try:
+        run_and_keep(steps, _PLANS, key, make, public, taken, _tensors, pointers, x, *given)
+    except NotedError:
+        return _by_torch(segments, given, inplace)
     return call.out  # type: ignore[no-any-return]
+
+
+def _by_torch(segments: Sequence[torch.Tensor], given: tuple[Any, ...], inplace: bool) -> torch.Tensor:  # noqa: FBT001
+    """``run_cell`` by PyTorch's own operators."""
+    out = eager(segments, *given)
+    return given[0].copy_(out) if inplace else out  # type: ignore[no-any-return]
 
 
 def _tensors(_pointers: Any, x: Any, *others: Any) -> tuple[Any, ...]:
@@ -225,8 +237,12 @@ def _public(  # noqa: PLR0913
     bias_hh: Any,
 ) -> Any:
     """The plan of a step that must use Triton's public launcher."""
-    call = prepared(x if isinstance(x, tuple) else (x,), h, weight_ih, weight_hh, bias_ih, bias_hh, spec.inplace)
-    run_publicly(GRU_CELL.launches(spec, variant, call), h.get_device())
+    segments, given = x if isinstance(x, tuple) else (x,), (h, weight_ih, weight_hh, bias_ih, bias_hh)
+    call = prepared(segments, *given, spec.inplace)
+    try:
+        run_publicly(GRU_CELL.launches(spec, variant, call), h.get_device())
+    except NotedError:
+        return _by_torch(segments, given, spec.inplace)
     if spec.inplace:
         bump_versions(h)
     return call.out

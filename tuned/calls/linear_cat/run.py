@@ -19,6 +19,7 @@ from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.families.products import DTYPES, MAX_SEGMENTS, joined
 from tuned.launching.launcher import run_publicly
 from tuned.launching.plan import NO_KEY, DirectLaunch, keep, modes, run_and_keep, traits
+from tuned.launching.rehearsal import NotedError, note_left
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, choose
@@ -84,19 +85,24 @@ def eager(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tens
 
 def run_linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """A checked call that needs no gradient: inputs ``[..., k_i]`` to ``[..., outputs]``. ``known`` serves the next ones."""
-    if why_not(inputs, weight) is not None:
-        return eager(inputs, weight, bias)
-    spec, size = _spec_of(inputs, weight, bias)
-    variant = _variant_of(spec, size, gpu_of(weight.device))
+    variant, reason = None, why_not(inputs, weight)
+    if reason is None:
+        spec, size = _spec_of(inputs, weight, bias)
+        variant = _variant_of(spec, size, gpu_of(weight.device))
     if variant is None:
-        keep(_PLANS, _key(inputs, weight, bias), lambda: eager, _tensors, inputs, weight, bias)
+        note_left("linear_cat", inputs[0], reason or "PyTorch's own is thought to take less")
+        if reason is None:
+            keep(_PLANS, _key(inputs, weight, bias), lambda: eager, _tensors, inputs, weight, bias)
         return eager(inputs, weight, bias)
-    call = _prepared(inputs, weight, bias)
+    call = prepared(inputs, weight, bias)
     public = functools.partial(_public, spec, variant)
     make = functools.partial(_direct_plan, inputs[0].shape[:-1], spec, weight.device.index, public)
     taken = (*call.segments, call.weight, call.bias)
     steps, key = launches(spec, variant, call), _key(inputs, weight, bias)
-    run_and_keep(steps, _PLANS, key, make, public, taken, _tensors, inputs, weight, bias)
+    try:
+        run_and_keep(steps, _PLANS, key, make, public, taken, _tensors, inputs, weight, bias)
+    except NotedError:
+        return eager(inputs, weight, bias)
     return call.out.view(*inputs[0].shape[:-1], spec.outputs)  # type: ignore[no-any-return]
 
 
@@ -105,7 +111,7 @@ def _tensors(inputs: Any, weight: Any, bias: Any) -> tuple[Any, ...]:
     return (*inputs, weight, bias)
 
 
-def _prepared(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> LinearCatCall:
+def prepared(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> LinearCatCall:
     """The arguments of the kernel: 2D tensors with contiguous rows, copied if needed, and an output that is not filled."""
     segments = tuple(rows_of(t.reshape(-1, t.shape[-1])) for t in used(inputs))
     out = weight.new_empty((segments[0].shape[0], weight.shape[0]))
@@ -114,8 +120,11 @@ def _prepared(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.
 
 def _public(spec: LinearCatSpec, variant: Any, inputs: Any, weight: Any, bias: Any) -> Any:
     """The plan of a call that must use Triton's public launcher."""
-    call = _prepared(inputs, weight, bias)
-    run_publicly(launches(spec, variant, call), weight.get_device())
+    call = prepared(inputs, weight, bias)
+    try:
+        run_publicly(launches(spec, variant, call), weight.get_device())
+    except NotedError:
+        return eager(inputs, weight, bias)
     return call.out.view(*inputs[0].shape[:-1], spec.outputs)
 
 

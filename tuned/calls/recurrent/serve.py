@@ -17,6 +17,7 @@ from tuned.calls.linear_cat import run as linear_run
 from tuned.calls.linear_cat.arguments import check_linear_cat
 from tuned.calls.products import autocast_dtype
 from tuned.launching.plan import bypassed, listeners
+from tuned.launching.rehearsal import NotedError, note_left
 from tuned.lookup.gpu import PLAIN, why_eager, why_not_plain
 from tuned.lookup.lookup import Choice
 
@@ -70,16 +71,21 @@ def _as_cast(call: GruCall) -> tuple[GruCall, bool]:
 
 def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, h_n) of a checked call."""
-    if why_torch(call.tensors) is None:
+    reason = why_torch(call.tensors)
+    if reason is None:
         cast, casts = _as_cast(call)
-        if run.why_not(cast) is None:
+        reason = run.why_not(cast)
+        if reason is None:
             # The tensors are cast: autocast must not cast them again inside.
-            with torch.autocast(call.input.device.type, enabled=False) if casts else contextlib.nullcontext():
+            autocast = torch.autocast(call.input.device.type, enabled=False) if casts else contextlib.nullcontext()
+            with contextlib.suppress(NotedError), autocast:
                 return run.forward(cast)
-        if not casts:
+        elif not casts:
             run.remember_eager(call)
     elif why_eager(call.input, supported_dtype=True) is not None:
         plan.leave(call, captured=True)
+    if reason is not None:
+        note_left("gru", call.input, reason)
     return eager.gru(call)
 
 
@@ -96,7 +102,8 @@ def gru_cell(  # noqa: PLR0913 - the arguments of the public call
     """One checked step: the next state ``[batch, hidden]``, or h itself in place."""
     tensors = present(*segments, h, weight_ih, weight_hh, bias_ih, bias_hh)
     dtype = autocast_dtype(h.device.type)
-    if why_torch(tensors) is not None:
+    if (reason := why_torch(tensors)) is not None:
+        note_left("gru_cell", h, reason)
         out = cell_run.eager(segments, h, weight_ih, weight_hh, bias_ih, bias_hh)
     elif dtype is None:
         return cell_run.run_cell(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace=inplace)
@@ -111,7 +118,8 @@ def gru_cell(  # noqa: PLR0913 - the arguments of the public call
 def linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The linear over all segments, ``[..., n]``."""
     dtype = autocast_dtype(weight.device.type)
-    if why_torch(present(*inputs, weight, bias)) is not None:
+    if (reason := why_torch(present(*inputs, weight, bias))) is not None:
+        note_left("linear_cat", inputs[0], reason)
         return linear_run.eager(inputs, weight, bias)
     if dtype is None:
         return linear_run.run_linear_cat(inputs, weight, bias)

@@ -26,8 +26,10 @@ from tuned.calls.rope.arguments import (
 )
 from tuned.calls.rope.lengths import class_of, sized
 from tuned.calls.rope.plan import Plan, choice_of, kernel_plan, sized_plan
+from tuned.families.launch import Launch
 from tuned.families.rope import FAMILY as ROPE
 from tuned.families.rope.eager import rotate
+from tuned.launching.launcher import kernel
 from tuned.launching.overwrite import refuse_overwrite
 from tuned.launching.plan import (
     NO_KEY,
@@ -38,6 +40,7 @@ from tuned.launching.plan import (
     tracing,
     transforms_active,
 )
+from tuned.launching.rehearsal import Heard, NotedError, listening, note_left
 from tuned.lookup import misses
 from tuned.lookup.gpu import why_not_plain
 from tuned.lookup.lookup import Choice
@@ -132,6 +135,9 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
             remember(_PLANS, properties, plan)
     try:
         return plan.run(x, key, angles, sin, cu_seqlens, position_tensor, int_offset, x_ptr, angles_ptr)
+    except NotedError:  # the launch was noted instead of made
+        given = Given(x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset)
+        return _rehearsed(given, Settings(*settings))
     except RuntimeError:
         # torch.func.grad wraps every tensor made inside it, even a result that depends on no tensor it differentiates,
         # and a wrapped tensor has no address. The error came before any launch. In place no tensor is made.
@@ -191,6 +197,7 @@ def _checked(given: Given, settings: Settings, sources: Sources, class_key: Any,
         return Plan(functools.partial(_run_alone, settings, sources), serves=False)
     # An empty tensor has no address.
     if choice.variant is None or any(not t.numel() for t in given if isinstance(t, torch.Tensor)):
+        note_left("rope", given.x, choice.why if choice.variant is None else "a tensor is empty")
         first.prepared = prepared
         return Plan(functools.partial(_run_eagerly, settings, sources, first), serves=False)
     misses.note(ROPE, prepared.spec, prepared.size, choice)
@@ -318,6 +325,30 @@ class _Node:
             return (None, one) if grad is None else (one, None)
         both: tuple[Any, Any] = _call(self.sources.given(grad, key_grad, *others), self.transposed)
         return both
+
+
+def _rehearsed(given: Given, settings: Settings) -> Any:
+    """Run a call whose launch was noted with PyTorch's operators; with what its gradient would launch noted too, if asked."""
+    heard = listening()
+    if heard is not None and heard.gradients and settings.direction == "forward":
+        if settings.inplace and given.key is not None:  # as _Node rotates two tensors
+            _note(heard, given, settings._replace(inplace=False))
+        like = given._replace(
+            x=torch.empty_like(given.x), key=None if given.key is None else torch.empty_like(given.key)
+        )
+        _note(heard, like, transposed(settings))
+    return run_eager(given, settings)
+
+
+def _note(heard: Heard, given: Given, settings: Settings) -> None:
+    prepared = prepare(given, settings, make_out=torch.empty_like)
+    choice = choice_of(prepared, _why_no_launch(given))
+    if choice.variant is None:
+        return
+    misses.note(ROPE, prepared.spec, prepared.size, choice)
+    for launch in ROPE.launches(prepared.spec, choice.variant, prepared.call):
+        if isinstance(launch, Launch):
+            heard.note(kernel(launch.kernel), launch)
 
 
 def _call(given: Given, settings: Any) -> Any:

@@ -1,0 +1,81 @@
+"""What a rotation of a recorded problem launches, from its spec and size alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tuned.calls.rope.arguments import Given, Settings, prepare
+from tuned.families.launch import Step
+from tuned.families.rope import FAMILY as ROPE
+from tuned.families.rope.spec import RopeSize, RopeSpec
+from tuned.lookup.lookup import Choice, Gpu, choose
+
+CP_SIZE = 2  # ranks, of a call that is context parallel
+SCALING = 1.25  # of a call that scales
+OFFSET = 64  # of a call with one
+# A problem does not tell the type of positions, and a kernel is compiled for each: those of serving libraries.
+INDEX_DTYPES = (torch.int64, torch.int32)
+
+
+def steps(spec: RopeSpec, size: RopeSize, gpu: Gpu) -> tuple[Choice, tuple[Step, ...]]:
+    """The choice, and the steps of such calls with contiguous tensors; they are on the device "meta" and have no memory."""
+    choice = choose(ROPE, spec, size, gpu)
+    if choice.variant is None:
+        return choice, ()
+    found: list[Step] = []
+    for dtype in INDEX_DTYPES if spec.positions in ("offset", "starts", "ids") else INDEX_DTYPES[:1]:
+        prepared = prepare(given_of(spec, size, dtype), settings_of(spec), make_out=torch.empty_like)
+        found += ROPE.launches(spec, choice.variant, prepared.call)
+    return choice, tuple(found)
+
+
+def given_of(spec: RopeSpec, size: RopeSize, index_dtype: torch.dtype) -> Given:
+    """The tensors of a call that has the spec and the size."""
+    tokens = {"bshd": (size.batch, size.seq), "sbhd": (size.seq, size.batch), "thd": (size.tokens,)}[spec.layout]
+
+    def empty(*shape: int, dtype: torch.dtype) -> Any:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    dtype, angle_dtype = getattr(torch, spec.dtype), getattr(torch, spec.angle_dtype)
+    entries = spec.rotary_dim if spec.angle_entries == "feature" else spec.rotary_dim // 2
+    reach = size.tokens * CP_SIZE + OFFSET
+    table = (*((size.batch,) if spec.angles_per_batch else ()), reach, entries)
+    angles: dict[str, Any] = {
+        "inv_freq": lambda: {"inv_freq": empty(entries, dtype=angle_dtype)},
+        "freqs": lambda: {"freqs": empty(*table, dtype=angle_dtype)},
+        "cos_sin": lambda: {name: empty(*table, dtype=angle_dtype) for name in ("cos", "sin")},
+    }[spec.angles]()
+    places: dict[str, Any] = {
+        "order": dict,
+        "shifted": lambda: {"offset": OFFSET},
+        "offset": lambda: {"offset": empty(dtype=index_dtype)},
+        "starts": lambda: {"offset": empty(size.batch, dtype=index_dtype)},
+        "ids": lambda: {"positions": empty(*tokens, dtype=index_dtype)},
+    }[spec.positions]()
+    return Given(
+        empty(*tokens, spec.heads, spec.head_dim, dtype=dtype),
+        empty(*tokens, spec.key_heads, spec.head_dim, dtype=dtype) if spec.key_heads else None,
+        cu_seqlens=empty(size.batch + 1, dtype=torch.int32) if spec.packed else None,
+        **angles,
+        **places,
+    )
+
+
+def settings_of(spec: RopeSpec) -> Settings:
+    """The other arguments of such a call."""
+    return Settings(
+        tensor_format=spec.layout,
+        interleaved=spec.interleaved,
+        inplace=spec.inplace,
+        rotary_dim=spec.rotary_dim,
+        angle_entries=spec.angle_entries,
+        attention_scaling=SCALING if spec.scaled else 1.0,
+        cp_size=CP_SIZE if spec.context_parallel else 1,
+        cp_rank=CP_SIZE - 1 if spec.context_parallel else 0,
+        rotated=spec.rotated,
+        conjugate=spec.conjugate,
+        kv_heads=spec.copied_heads or None,
+        direction=spec.direction,
+    )

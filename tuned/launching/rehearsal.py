@@ -1,0 +1,89 @@
+"""Calls that tell what they would launch instead of launching it: what tuned.warm listens to.
+
+While a thread listens, each launch that may have to be compiled is noted, and PyTorch's own operators serve its call: a
+model runs on with true values. Launches of plans, whose kernels are compiled, are made as always.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tuned.families.launch import Launch
+
+
+class NotedError(RuntimeError):
+    """A launch was noted instead of made: PyTorch's own must serve the call. No caller of ours sees it."""
+
+
+class Pointer:
+    """Stands for a tensor in a launch that is only compiled, and keeps no memory alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype, self._address, self._bytes = tensor.dtype, tensor.data_ptr(), tensor.untyped_storage().nbytes()
+
+    def data_ptr(self) -> int:
+        """The address, of which Triton asks whether 16 divides it."""
+        return self._address
+
+    def ptr_range(self) -> int:
+        """The bytes that can be reached, of which Triton asks on AMD whether they are below 2**31."""
+        return self._bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Noted:
+    """A launch that was noted; it holds no tensors."""
+
+    function: Any  # the @triton.jit function
+    launch: Launch  # with a Pointer for each tensor
+    device: int
+
+
+@dataclasses.dataclass
+class Heard:
+    """What a thread noted while it listened."""
+
+    gradients: bool = False  # note what gradients of the calls would launch, too
+    launches: list[Noted] = dataclasses.field(default_factory=list)
+    left: Counter[str] = dataclasses.field(default_factory=Counter)  # calls that PyTorch's own serves, with why
+
+    def note(self, function: Any, launch: Launch, device: int | None = None) -> None:
+        """Note a launch, by default on the device of its tensors."""
+        tensors = [value for value in launch.arguments if isinstance(value, torch.Tensor)]
+        pointers = tuple(Pointer(v) if isinstance(v, torch.Tensor) else v for v in launch.arguments)
+        launch = dataclasses.replace(launch, arguments=pointers)
+        self.launches.append(Noted(function, launch, tensors[0].get_device() if device is None else device))
+
+
+_HERE = threading.local()
+
+
+def listening() -> Heard | None:
+    """What this thread notes to, or None: calls launch. During the capture of a CUDA graph, which keeps what runs, they do."""
+    heard: Heard | None = getattr(_HERE, "heard", None)
+    if heard is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return None
+    return heard
+
+
+@contextlib.contextmanager
+def listen(heard: Heard | None) -> Iterator[None]:
+    """Inside, calls of this thread note their launches; with None they launch, as they do outside."""
+    before, _HERE.heard = getattr(_HERE, "heard", None), heard
+    try:
+        yield
+    finally:
+        _HERE.heard = before
+
+
+def note_left(call: str, x: torch.Tensor, why: str) -> None:
+    """Note, if this thread listens, that PyTorch's own serves a call of x."""
+    if (heard := listening()) is not None:
+        heard.left[f"{call} of {list(x.shape)} {str(x.dtype).removeprefix('torch.')}: {why}"] += 1
