@@ -47,6 +47,8 @@ class Family:
         [Any, Any], tuple[str, ...]
     ]  # (spec, variant) -> modules in ``kernels`` of its home, in order
     launches: Callable[..., tuple[Step, ...]]  # (spec, variant, call) -> all steps, in order
+    # (spec of a row, spec, size, octaves between) -> why the row does not say that a kernel beats PyTorch's own there, or None
+    doubt: Callable[[Any, Any, Any, float], str | None] | None = None
     model: Model | None = None  # of its time, if calls without a row are served by one
     home: str = BUILT_IN  # the package whose ``kernels`` and ``tables`` are those of this family
 
@@ -68,6 +70,7 @@ def described(  # noqa: PLR0913 - the modules of a family
         fit=variant.fit,
         kernel_names=launches.kernel_names,
         launches=launches.launches,
+        doubt=getattr(variant, "doubt", None),
         model=None if model is None else Model(**{f.name: getattr(model, f.name) for f in dataclasses.fields(Model)}),
     )
 

@@ -23,6 +23,39 @@ VECTOR_REGISTERS = 168  # per thread for weights and sums, of 255
 MAX_VECTOR_BLOCKS = 64  # blocks of K, which are unrolled
 
 
+FAR = 4.0  # octaves: of what is further away a row says nothing
+ALIGNED_BYTES = 16  # of a row of weights or inputs, or its elements are loaded one by one
+SLIM_ROWS, SLIM_WIDTH, SLIM_WEIGHTS = (
+    3,
+    128,
+    2**17,
+)  # up to these, loads one by one are hidden by what else a call costs
+
+
+def doubt(row: Any, spec: Any, size: Rows, octaves: float) -> str | None:
+    """Why the time of one shape, a row's, does not say that a kernel is faster than PyTorch's own at another; or None.
+
+    Specs have ``dtype``, ``precision``, ``inputs`` and ``widths``. From 210 random shapes on an H200: docs/decisions/0050.
+    """
+    if (ITEM_SIZE[row.dtype], row.precision) != (ITEM_SIZE[spec.dtype], spec.precision):
+        return "products of another precision take another time"
+    if octaves > FAR:
+        return f"{octaves:.2g} octaves are far"
+    if _slow_loads(spec) and not _slow_loads(row) and not _slim(spec, size):
+        return f"rows that are no multiples of {ALIGNED_BYTES} bytes are loaded an element at a time"
+    return None
+
+
+def _slow_loads(spec: Any) -> bool:
+    return any(width * ITEM_SIZE[spec.dtype] % ALIGNED_BYTES for width in spec.widths)
+
+
+def _slim(spec: Any, size: Rows) -> bool:
+    if size.batch <= SLIM_ROWS or max(spec.widths) <= SLIM_WIDTH:
+        return True
+    return size.batch <= 64 and max(spec.widths) <= 1024 and spec.weights <= SLIM_WEIGHTS  # noqa: PLR2004 - measured
+
+
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """The size of a call, which a kernel takes at run time without being compiled again."""

@@ -164,14 +164,25 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
             if 0 < row.eager_us < row.median_us:
                 return _left_to_pytorch(row, gpu, "")
             return Choice("winner", f"measured for this spec and size in {row.source}", variant, row)
-    found = _nearest_of(here.near, size)
+    rows = table.rows[family.name]
+    found = None
+    if family.doubt is None:
+        found = _nearest_of(here.near, size)
+    elif rows and not (rows := _trusted(family, spec, size, rows)):
+        return _unsaid(family, spec, size, gpu, table)
     if found is None or not usable(family, spec, size, found[2], gpu.capability, gpu.multiprocessors):
-        found = nearest(family, spec, size, table.rows[family.name], gpu.capability, gpu.multiprocessors)
+        found = nearest(family, spec, size, rows, gpu.capability, gpu.multiprocessors)
     if found is None:
         return None
     away, row, variant = found
     if 0 < row.eager_us < LEAD * row.median_us:
         return _left_to_pytorch(row, gpu, f", {away:.2g} octaves away,")
+    return _neighbour(spec, size, gpu, found)
+
+
+def _neighbour(spec: Any, size: Any, gpu: Gpu, found: tuple[float, Row, Any]) -> Choice:
+    """The choice of a variant that a row of another shape, or one that does not count here, has."""
+    away, row, variant = found
     if row.spec != spec:
         why = f"the closest row of {row.source}, {away:.2g} octaves away, is of {row.spec} with {row.size}"
         return Choice("closest spec", why, variant, row)
@@ -179,6 +190,20 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
     if row.size == size:
         what = f"this size, but {'; '.join([*([row.stale] if row.stale else []), *_elsewhere(row, gpu)])}"
     return Choice("nearest size", f"{row.source} has this spec measured with {what}", variant, row)
+
+
+def _trusted(family: Family, spec: Any, size: Any, rows: Iterable[Row]) -> tuple[Row, ...]:
+    """The rows that say of a shape whether a kernel is faster there than PyTorch's own."""
+    assert family.doubt is not None, f"{family.name} trusts every row"
+    return tuple(r for r in rows if family.doubt(r.spec, spec, size, _octaves(family, r, spec, size)) is None)
+
+
+def _unsaid(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) -> Choice:
+    """PyTorch's own, since no row says that a kernel is faster."""
+    assert family.doubt is not None, f"{family.name} trusts every row"
+    row = min(table.rows[family.name], key=lambda r: _octaves(family, r, spec, size))
+    why = family.doubt(row.spec, spec, size, _octaves(family, row, spec, size))
+    return Choice("eager", f"no row of {row.source} says that a kernel is faster: {why}", None, None, gpu)
 
 
 def _left_to_pytorch(row: Row, gpu: Gpu, away: str) -> Choice:
@@ -259,6 +284,10 @@ LEAD = 1.05  # over PyTorch's own that a row must have to stand for a shape that
 TIE = 1e-9  # octaves: equally near rows may differ by less than this, by rounding
 
 
+def _octaves(family: Family, row: Row, spec: Any, size: Any) -> float:
+    return family.distance(row.spec, spec) + abs(_octave(row.size) - _octave(size))
+
+
 def _octave(size: Any) -> float:
     return math.log2(max(size.tokens, 1))
 
@@ -287,8 +316,7 @@ def nearest(  # noqa: PLR0913 - the call, the rows and the GPU
     The distance is the octaves between the numbers of tokens plus the family's distance between the specs. Of equally near
     rows a fresh one comes before a stale one. The rule was chosen by leave-one-out regret: ``tune.py regret``.
     """
-    octave = _octave(size)
-    away = [(family.distance(row.spec, spec) + abs(_octave(row.size) - octave), row) for row in rows]
+    away = [(_octaves(family, row, spec, size), row) for row in rows]
     for distance, row in sorted(away, key=lambda one: (one[0], one[1].stale is not None)):
         variant = family.adapt(family.fit(row.variant, capability), row.spec, spec)
         if usable(family, spec, size, variant, capability, multiprocessors):

@@ -30,6 +30,16 @@ class GruCellSpec:
         return sum(self.inputs)
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """Elements of the rows that are multiplied: of each segment, and of the state."""
+        return (*self.inputs, self.hidden)
+
+    @property
+    def weights(self) -> int:
+        """Elements of the weights of one gate."""
+        return self.hidden * sum(self.widths)
+
+    @property
     def summary(self) -> str:
         """One sentence for the header of the generated module of the gates."""
         place = "over h, in place" if self.inplace else "out of place"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from tuned.families import products
 from tuned.families.architecture import LEAST_SHARED, PDL_CAPABILITY, shared_limit
 from tuned.families.choices import one_of
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
@@ -280,6 +281,13 @@ def distance(a: GruCellSpec, b: GruCellSpec) -> float:
     octaves += abs(math.log2(ITEM_SIZE[a.dtype] / ITEM_SIZE[b.dtype])) + 4 * (a.inplace != b.inplace)
     halves = (len(a.inputs) != len(b.inputs)) + (a.bias != b.bias) + (a.precision != b.precision)
     return octaves + 0.5 * halves + 0.1 * (a.dtype != b.dtype)
+
+
+def doubt(row: GruCellSpec, spec: GruCellSpec, size: GruCellSize, octaves: float) -> str | None:
+    """Why a row's time does not say that a kernel is faster than PyTorch's own at another shape, or None."""
+    if spec.inplace:  # in place the library multiplies, as PyTorch does
+        return None
+    return products.doubt(row, spec, size, octaves)
 
 
 def adapt(variant: GruCellVariant, _spec: GruCellSpec, _to: GruCellSpec) -> GruCellVariant:

@@ -28,6 +28,16 @@ class LinearCatSpec:
         """Width of all segments together."""
         return sum(self.inputs)
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Elements of the rows that are multiplied: of each segment, and of the weight."""
+        return (*self.inputs, self.input_size)
+
+    @property
+    def weights(self) -> int:
+        """Elements of the weight."""
+        return self.input_size * self.outputs
+
 
 class LinearCatSize(Rows):
     """The rows of the segments."""

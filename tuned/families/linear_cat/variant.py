@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 
+from tuned.families import products
 from tuned.families.architecture import LEAST_SHARED, PDL_CAPABILITY, shared_limit
 from tuned.families.choices import one_of
 from tuned.families.launch import ceil_div, next_power_of_2
@@ -192,6 +193,15 @@ def distance(a: LinearCatSpec, b: LinearCatSpec) -> float:
     octaves += abs(math.log2(ITEM_SIZE[a.dtype] / ITEM_SIZE[b.dtype]))
     halves = (len(a.inputs) != len(b.inputs)) + (a.bias != b.bias) + (a.precision != b.precision)
     return octaves + 0.5 * halves + 0.1 * (a.dtype != b.dtype)
+
+
+def doubt(row: LinearCatSpec, spec: LinearCatSpec, size: LinearCatSize, octaves: float) -> str | None:
+    """Why a row's time does not say that a kernel is faster than PyTorch's own at another shape, or None."""
+    if (
+        len(spec.inputs) == 1
+    ):  # one segment is a GRU's projection, in a precision that PyTorch's own cannot be asked for
+        return None
+    return products.doubt(row, spec, size, octaves)
 
 
 def adapt(variant: LinearCatVariant, _spec: LinearCatSpec, _to: LinearCatSpec) -> LinearCatVariant:
