@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import os
 from typing import TYPE_CHECKING
@@ -52,6 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_collection_finish() -> None:
+    """What collecting made stays as long as the process: no collection of garbage looks at it again, 0.4 s each."""
+    gc.collect()
+    gc.freeze()
 
 
 def _thinned(items: list[pytest.Item]) -> list[pytest.Item]:
