@@ -13,8 +13,10 @@ import torch
 
 from generator.measuring.mended import patched_once
 from generator.measuring.quick import quick_interpreter
+from tests.support import compiling
 
 if TYPE_CHECKING:
+    import concurrent.futures
     from collections.abc import Iterator
 
 # @triton.jit reads this when a kernel is defined, so it must be set before any test module imports one.
@@ -30,6 +32,13 @@ def quick() -> Iterator[None]:
             stack.enter_context(patched_once())
             stack.enter_context(quick_interpreter())
         yield
+
+
+@pytest.fixture(scope="session")
+def compiler() -> Iterator[concurrent.futures.Executor]:
+    """A process in which Triton compiles, whatever it does in this one: one, since it takes seconds to import all."""
+    with compiling.process() as process:
+        yield process
 
 
 def pytest_configure(config: pytest.Config) -> None:
