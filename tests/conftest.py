@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import os
 from typing import TYPE_CHECKING
@@ -12,8 +13,10 @@ import torch
 
 from generator.measuring.mended import patched_once
 from generator.measuring.quick import quick_interpreter
+from tests.support import compiling
 
 if TYPE_CHECKING:
+    import concurrent.futures
     from collections.abc import Iterator
 
 # @triton.jit reads this when a kernel is defined, so it must be set before any test module imports one.
@@ -29,6 +32,13 @@ def quick() -> Iterator[None]:
             stack.enter_context(patched_once())
             stack.enter_context(quick_interpreter())
         yield
+
+
+@pytest.fixture(scope="session")
+def compiler() -> Iterator[concurrent.futures.Executor]:
+    """A process in which Triton compiles, whatever it does in this one: one, since it takes seconds to import all."""
+    with compiling.process() as process:
+        yield process
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,6 +62,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_collection_finish() -> None:
+    """What collecting made stays as long as the process: no collection of garbage looks at it again, 0.4 s each."""
+    gc.collect()
+    gc.freeze()
 
 
 def _thinned(items: list[pytest.Item]) -> list[pytest.Item]:

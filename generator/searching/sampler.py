@@ -57,6 +57,11 @@ class PoolSampler(optuna.samplers.BaseSampler):
         }
 
     @property
+    def left(self) -> int:
+        """How many variants no trial has had or is promised."""
+        return int(self._unseen.sum())
+
+    @property
     def promised(self) -> int:
         """How many proposals are ready without a new model."""
         return len(self._next)
@@ -90,7 +95,7 @@ class PoolSampler(optuna.samplers.BaseSampler):
         """A promised variant, or the first of a new batch. Values of the study are logarithms of times."""
         del search_space
         if not self._next:
-            if not self._unseen.any():
+            if not self.left:
                 raise RuntimeError("every variant of the pool has had its trial")
             self._plan(study)
         place = self._next.popleft()

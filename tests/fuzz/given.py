@@ -511,10 +511,14 @@ class Given:
         allowed = None if b is None else (b.detach().double() - c.detach()).abs().amax()
 
         def numbers() -> str:
-            theirs = f", PyTorch raised {self.refusal!r}" if allowed is None else f", PyTorch's by {float(allowed):.3g}"
-            return f"off by {float(error):.3g}{theirs}; roundings are {float(unit):.2g}"
+            other = f", PyTorch raised {self.refusal!r}" if allowed is None else f", PyTorch's by {float(allowed):.3g}"
+            return f"off by {float(error):.3g}{other}; roundings are {float(unit):.2g}"
 
-        self._flag(f"{name} is wrong", ~(error <= hard), numbers)
+        # PyTorch's own may be further off than its settings say: cuDNN was, once in 100,000 calls. The same bits are no defect of ours.
+        wrong = ~(error <= hard)
+        if b is not None:
+            wrong = wrong & ~same(a.detach(), b.detach()).all()
+        self._flag(f"{name} is wrong", wrong, numbers)
         if allowed is not None:
             self._flag(f"{name} errs more than PyTorch's", ~(error <= WORSE * allowed + FLOOR * unit), numbers)
 

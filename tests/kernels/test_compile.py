@@ -25,7 +25,6 @@ from tuned.launching.launcher import PROBE_KERNEL
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.compiler
 
@@ -68,13 +67,6 @@ ELSEWHERE = [
     *((f"gru_{row['layout']}_{row['structure']}", row["architecture"]) for row in RECURRING),
     *((name, OTHERS[(index + shift) % len(OTHERS)]) for index, name in enumerate(ROTATING) for shift in (0, 3)),
 ]
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[concurrent.futures.Executor]:
-    """A process in which Triton compiles, whatever it does in this one."""
-    with compiling.process() as process:
-        yield process
 
 
 def test_the_sample_for_other_architectures_covers_every_text_axis() -> None:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support import compiling, gru_compiling
+from tests.support import gru_compiling
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant, default_variant, pieces, rejection, shared_bytes
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Iterator
 
     from tests.support.gru_compiling import Found
 
@@ -85,13 +84,6 @@ DEFAULTS = [
         bf16(256, "packed", layers=3),
     )
 ]
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[concurrent.futures.Executor]:
-    """A process in which Triton compiles, whatever it does in this one."""
-    with compiling.process() as process:
-        yield process
 
 
 @functools.cache

@@ -8,17 +8,14 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.support import compiling, gru_order
+from tests.support import gru_order
 from tests.support.gru_order import Case, wrong
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant, default_variant, rejection
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.compiler
 
@@ -55,13 +52,6 @@ CASES = [
 ]
 WAITS = ["spin", "poll", "counter"]
 BY_EXCHANGE = dict(zip(WAITS, (SPIN, POLL, COUNTER), strict=True))
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[concurrent.futures.Executor]:
-    """A process in which Triton compiles, whatever it does in this one."""
-    with compiling.process() as process:
-        yield process
 
 
 @functools.cache

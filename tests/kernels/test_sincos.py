@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,13 +19,6 @@ BOUND = (
     2.1 * 2.0**-24
 )  # what the docstring promises, absolute; 2.04 was the most of 2^26 values, without fused multiply-add
 WIDTH = 64
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[concurrent.futures.Executor]:
-    """A process in which Triton compiles, whatever it does in this one."""
-    with compiling.process() as process:
-        yield process
 
 
 def sincos(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:

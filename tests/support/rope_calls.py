@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import threading
 import types
 from typing import TYPE_CHECKING, Any
@@ -188,6 +189,15 @@ def forget() -> None:
     tuned.calls.rope.lengths._CLASSES.clear()
     tuned.calls.rope.call._PLANS.clear()
     tuned.calls.rope.plan._COMPILED.clear()
+
+
+_chosen = functools.cache(tuned.calls.rope.plan.choose)
+
+
+@pytest.fixture
+def chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables stay as they are, and what they have for a spec and a size is looked for once."""
+    monkeypatch.setattr(tuned.calls.rope.plan, "choose", _chosen)
 
 
 @pytest.fixture

@@ -17,16 +17,16 @@ import tuned
 import tuned.calls.rope.plan
 import tuned.launching.plan
 import tuned.lookup.misses
-from tests.support.rope_calls import CHOICES, Case, Watch, build, forget, watch
+from tests.support.rope_calls import CHOICES, Case, Watch, build, chosen_once, forget, watch
 from tests.support.rope_plans import CASES, check, wanted_of
 from tuned.calls.rope import call as rope_call
 from tuned.dispatch import rope, rope_qk, rope_qkv
 from tuned.launching import launcher
 from tuned.lookup.lookup import Gpu
 
-pytestmark = pytest.mark.interpreter
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("chosen_once")]
 
-__all__ = ["watch"]
+__all__ = ["chosen_once", "watch"]
 
 
 @pytest.mark.usefixtures("watch")

@@ -11,14 +11,12 @@ from generator.estimating.targets import TARGETS
 from generator.problem import Problem
 from generator.processes.compiler import compile_variant, hopeless
 from generator.storage.record import WINNERS
-from tests.support import compiling
 from tuned.families.registry import FAMILIES
 from tuned.lookup.lookup import LEAD, Gpu, choose
 from tuned.lookup.record import load_record
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tuned.lookup.record import Winner
@@ -48,13 +46,6 @@ def sample(winners: list[Winner], capability: int) -> list[Winner]:
     rest = [w for w in ordered if w not in largest]
     step = max(1, -(-len(rest) // (SAMPLE - LARGEST)))
     return largest + rest[step * FOREIGN.index(capability) // len(FOREIGN) :: step]
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[concurrent.futures.Executor]:
-    """A process in which Triton compiles, whatever it does in this one."""
-    with compiling.process() as process:
-        yield process
 
 
 @pytest.mark.thinned_on_gpu(every=3)
