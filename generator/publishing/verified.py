@@ -56,10 +56,7 @@ def digest(package: Path = PACKAGE) -> str:
     found = hashlib.sha256()
     for name, path in shipped(package):
         text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            meaning = json.dumps(json.loads(text), sort_keys=True)
-        else:
-            meaning = _meaning(text)
+        meaning = json.dumps(json.loads(text), sort_keys=True) if path.suffix == ".json" else _meaning(text)
         found.update(f"{name}\0{meaning}\0".encode())
     return found.hexdigest()[:12]
 
