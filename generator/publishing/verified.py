@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import hashlib
 import json
 from pathlib import Path
@@ -56,7 +57,7 @@ def digest(package: Path = PACKAGE) -> str:
     for name, path in shipped(package):
         text = path.read_text(encoding="utf-8")
         record = path.suffix == ".json"
-        meaning = json.dumps(json.loads(text), sort_keys=True) if record else "".join(_tree(ast.parse(text)))
+        meaning = json.dumps(json.loads(text), sort_keys=True) if record else _meaning(text)
         found.update(f"{name}\0{meaning}\0".encode())
     return found.hexdigest()[:12]
 
@@ -66,6 +67,12 @@ def shipped(package: Path = PACKAGE) -> list[tuple[str, Path]]:
     paths = [*package.rglob("*.py"), *(package / "winners").glob("*.json")]
     named = sorted((path.relative_to(package).as_posix(), path) for path in paths)
     return [(name, path) for name, path in named if not name.startswith(f"{INSIDE}/")]
+
+
+@functools.lru_cache(maxsize=1024)
+def _meaning(source: str) -> str:
+    """Kept, since a process may take the digest more than once, of files of which most stay as they are."""
+    return "".join(_tree(ast.parse(source)))
 
 
 def _tree(node: Any) -> list[str]:

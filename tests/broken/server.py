@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -20,6 +21,7 @@ from generator.measuring.stage import Baselines, Measured, Stage
 from generator.processes import channel
 from generator.processes.forkserver import PRELOAD
 from generator.searching.pool import legal_pool
+from generator.selection import problem_named
 from tests.support.fakes import ENVIRONMENT
 from tests.support.processes import HUNG, hang
 
@@ -30,6 +32,11 @@ if TYPE_CHECKING:
 
 REPLAYS = 3
 WARM = (*PRELOAD, "tests.broken.warm")  # what a fork server of tests imports
+COPY = problem_named("gru_cell_dreamer_200_16")
+_WIDE = problem_named("gru_cell_1024_inplace_64")
+INPLACE = dataclasses.replace(  # as many variants, and a processor is done with it 25 times as fast
+    _WIDE, name="gru_cell_200_inplace_64", spec=dataclasses.replace(_WIDE.spec, hidden=200, inputs=(200,))
+)
 PRINTED = b"\xff\x00garbage \x1b[31mthat no terminal wants\n"
 # What each of the fastest variants does, the fastest first: were any of them let through, it would win.
 DEEDS = (
@@ -190,7 +197,7 @@ class DiesStaging(CpuServer):
     """Dies whenever it stages the first problem of the family."""
 
     def stage(self, problem: Problem) -> Baselines:
-        if problem.name == "gru_cell_dreamer_200_16":
+        if problem == COPY:
             os.kill(os.getpid(), signal.SIGSEGV)
         return super().stage(problem)
 

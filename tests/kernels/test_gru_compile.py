@@ -74,14 +74,13 @@ OTHERS = [
     Case(bf16(256), waiting(exchange="counter"), architecture="gfx942"),
     Case(bf16(60), GruVariant("persistent", block_hidden=64)),
 ]
-DEFAULTS = [
+DEFAULTS = [  # on each a launch for each step and one of all steps
     Case(spec, default_variant(spec), architecture=architecture)
-    for architecture in ("sm_90", "sm_80")
-    for spec in (
-        bf16(512, "packed"),
-        bf16(512, "thd", directions=2),
-        bf16(256, layers=2),
-        bf16(256, "packed", layers=3),
+    for architecture, spec in (
+        ("sm_90", bf16(512, "packed")),
+        ("sm_80", bf16(512, "thd", directions=2)),
+        ("sm_90", bf16(256, layers=2)),
+        ("sm_80", bf16(256, "packed", layers=3)),
     )
 ]
 

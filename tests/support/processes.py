@@ -75,7 +75,10 @@ def wait_for(condition: Callable[[], object], seconds: float = BACKSTOP_SECONDS)
     Raises:
         AssertionError: it never did.
     """
-    until = time.monotonic() + seconds
+    until, pause = time.monotonic() + seconds, 0.001
     while not condition():
         assert time.monotonic() < until, "it never came"
-        time.sleep(0.005)
+        time.sleep(pause)
+        pause = min(
+            1.5 * pause, 0.1
+        )  # what takes seconds is not asked for thousands of times: many conditions read files

@@ -25,8 +25,7 @@ from generator.processes.channel import HEAD, MARK, Channel, ClosedError, Garble
 from generator.processes.compiler import CompilerPool, compiled
 from generator.processes.forkserver import Child, ForkServer, LostError, fork_server
 from generator.processes.worker import TrialFailedError, Worker, WorkerGoneError, WorkerLostError
-from generator.selection import problem_named
-from tests.broken.server import DEEDS, WARM, cost, ranked
+from tests.broken.server import COPY, DEEDS, INPLACE, WARM, cost, ranked
 from tests.support.processes import (
     BACKSTOP_SECONDS,
     HUNG,
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.processes
 
-COPY = problem_named("gru_cell_dreamer_200_16")
-INPLACE = problem_named("gru_cell_1024_inplace_64")
 SERVER = "tests.broken.server:"
 
 

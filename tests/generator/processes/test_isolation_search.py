@@ -17,12 +17,11 @@ from generator.rendering.structures import structures
 from generator.searching import search as search_module
 from generator.searching.run import Orders, Run, Tools, tune_all
 from generator.searching.search import FINALISTS, choose
-from generator.selection import problem_named
 from generator.storage.backends import open_storage
 from generator.storage.journal import Journal
 from generator.workload import WORKLOADS
 from tests.broken import compiling
-from tests.broken.server import DEEDS, WARM, cost, ranked
+from tests.broken.server import COPY, DEEDS, INPLACE, WARM, cost, ranked
 from tests.support.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tests.support.processes import only_the_hung_are_out_of_time
 from tests.support.reasons import REASONS
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.processes
 
-COPY = problem_named("gru_cell_dreamer_200_16")
-INPLACE = problem_named("gru_cell_1024_inplace_64")
 SERVER = "tests.broken.server:"
 REASONS_OF_COMPILERS = (
     "does not compile: the compiler was lost: no answer in 20 s: it hung, and was killed",

@@ -37,12 +37,14 @@ B, S, H, K, D = 2, 5, 4, 2, 16
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    from torch._inductor.utils import fresh_cache  # noqa: PLC0415 - 2 s of every process that collects
+    from torch._inductor import config  # noqa: PLC0415 - 2 s of every process that collects
+    from torch._inductor.utils import fresh_cache  # noqa: PLC0415
 
     torch._dynamo.reset()
     torch.manual_seed(0)
     # Inductor's caches on disk know a graph by its operators, not by what ours do below: a change of that would be missed.
-    with fresh_cache():
+    # And C++ is compiled without vector instructions: which a processor has takes it ten seconds to find out.
+    with fresh_cache(), config.patch({"cpp.simdlen": 1, "cpp.vec_isa_ok": False}):
         yield
     torch._dynamo.reset()
 
