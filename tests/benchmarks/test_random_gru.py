@@ -27,7 +27,7 @@ def test_the_summary_counts_what_is_under_the_bar() -> None:
     slow = {"rule": "eager", "apart": 0.0, "theirs_us": 100.0, "ours_us": 110.0}
     near = {"rule": "eager", "apart": 0.0, "theirs_us": 10.0, "ours_us": 10.9}
     graph = {**row, "theirs_graph_us": 90.0, "ours_graph_us": 100.0}
-    told = summary([row, slow, near, graph])
+    told = summary([row, slow, near, graph], "nn.GRU")
     assert "as a call: 4 shapes" in told
     assert "least 0.909; 1 under the bar" in told, "less than a microsecond is allowed"
     assert "in a graph: 1 shapes, nn.GRU / ours 0.90 in the geometric mean, least 0.900; 1 under the bar" in told

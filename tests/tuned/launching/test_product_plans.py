@@ -21,6 +21,7 @@ import tuned.calls.recurrent.serve
 import tuned.dispatch
 import tuned.launching.plan
 from generator.measuring.mended import mended_interpreter
+from tests.support.gru_machine import believing
 from tests.support.precisions import other_gemms
 from tests.support.run import INTERPRETED
 from tuned.launching.plan import DirectLaunch
@@ -58,13 +59,10 @@ def fired(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
         monkeypatch.setattr(module, "_PLANS", {})
     monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
     monkeypatch.setattr(tuned.launching.plan, "direct_launch", direct)
-    for cached in (tuned.calls.gru_cell.run.variant_of, linear._variant_of):
-        cached.cache_clear()
+    believing(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     with np.errstate(all="ignore"), mended_interpreter(), torch.no_grad():
         yield launched
-    for cached in (tuned.calls.gru_cell.run.variant_of, linear._variant_of):
-        cached.cache_clear()
 
 
 def step(*, bias: bool = True, dtype: torch.dtype = torch.float32, segments: int = 1) -> list[Any]:

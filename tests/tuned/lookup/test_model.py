@@ -48,11 +48,11 @@ def test_a_row_that_launches_each_step_is_for_graphs_and_a_call_gets_the_best_in
     spec, size = GruSpec("bfloat16", 768), GruSize(100, 64)
     row = choose(GRU, spec, size, H200)
     assert (row.rule, row.variant.strategy) == ("winner", "library")
-    assert run._timely(row, spec, size, captured=True) == row
-    call = run._timely(row, spec, size, captured=False)
+    assert run.timely(row, spec, size, captured=True) == row
+    call = run.timely(row, spec, size, captured=False)
     assert (call.rule, call.variant.strategy, call.gpu) == ("model", "persistent", H200)
     alone = dataclasses.replace(row, gpu=None)
-    assert run._timely(alone, spec, size, captured=False).variant is None
+    assert run.timely(alone, spec, size, captured=False).variant is None
 
 
 def test_most_shapes_are_served_by_kernels_and_no_choice_is_illegal() -> None:
