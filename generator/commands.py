@@ -34,7 +34,7 @@ from .publishing.files import render_all, write_table
 from .rendering.structures import digests_of
 from .reporting.progress import bar
 from .reporting.report import Funnel, funnel_of, knobs, percent_of_floor, problem_lines, stages_table, winners_table
-from .searching.pool import legal_pool
+from .searching.pool import legal_pool, same_problem
 from .searching.run import Display, Orders, Run, Tools, TuningError, trouble, tune_all
 from .searching.search import Outcome
 from .selection import select
@@ -295,7 +295,7 @@ def regret(device: str, folder: Path | None, console: Console) -> int:
     winners = read_record(device, folder)
     rows = (
         (lambda *_: False, "the record's rows, as they are"),
-        (rules.same_problem, "the record's rows without the problem's own"),
+        (same_problem, "the record's rows without the problem's own"),
         (rules.same_shape, "the record's rows without all of its shape"),
     )
     for left_out, what in rows:
@@ -418,7 +418,6 @@ def replay(device: str, seeds: int, write: Path | None, console: Console, *, pla
 def model(family: str, gpu_option: str, seconds: float, seed: int, console: Console) -> int:
     """Take samples on this GPU, if there is one; write the models, and say what their picks cost."""
     from .evaluation import fitting  # noqa: PLC0415
-    from .evaluation.regret import same_problem  # noqa: PLC0415
     from .measuring.replaced import replaced  # noqa: PLC0415
     from .storage import samples  # noqa: PLC0415
 

@@ -16,6 +16,7 @@ from tuned.lookup.record import Winner
 from tuned.lookup.table import Row
 
 from ..problem import Problem
+from ..searching.pool import same_problem
 from ..searching.search import choose
 from ..storage.landscape import Landscape, load_landscapes
 from ..workload import WORKLOADS, default_variant
@@ -119,11 +120,6 @@ RULES: dict[str, Callable[[Landscape, list[Landscape]], Any]] = {
     "nearest row by bytes, tile rescaled": _nearest_row(rescaled=True, measure="bytes"),
     SERVED: _nearest_row(rescaled=True, measure="tokens"),
 }
-
-
-def same_problem(one: Problem | Winner, other: Problem) -> bool:
-    """Leave one problem out."""
-    return (one.spec, one.size) == (other.spec, other.size)
 
 
 def same_shape(one: Problem | Winner, other: Problem) -> bool:

@@ -55,7 +55,7 @@ def interpreted(cases: Sequence[tuple[Problem, Any]]) -> list[str | None]:
 def _case(problem: Problem, variant: Any) -> str | None:
     from tuned.launching.launcher import run_step  # noqa: PLC0415
 
-    from .check import WrongResultError, check, inputs_of, probe  # noqa: PLC0415  # noqa: PLC0415
+    from .check import WrongResultError, check, inputs_of, probe  # noqa: PLC0415
 
     work, spec = WORKLOADS[problem.family], problem.spec
     if getattr(variant, "pdl", False):  # the interpreter has no order of launches, on which no result depends

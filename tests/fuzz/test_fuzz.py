@@ -117,6 +117,19 @@ def test_planted_defects_are_found_and_their_scripts_fail_elsewhere_too(tmp_path
         assert short or name == "stale", name
 
 
+@pytest.mark.parametrize(("theirs", "right"), [(1.0, True), (1.0 + 2**-20, False), (None, False)])
+def test_only_pytorchs_own_bits_may_be_far_from_float64(theirs: float | None, right: bool) -> None:
+    """cuDNN itself is further off at times than its settings say. Whatever differs from it must be near."""
+    given = Given(SEED, device="cpu", mode="no_grad")
+    reference = None if theirs is None else torch.tensor([theirs])
+    given._as_good("result", torch.tensor([1.0]), reference, torch.tensor([1.1], dtype=torch.float64), 1e-7, 1)
+    if right:
+        given._settle()
+    else:
+        with pytest.raises(Wrong, match="result is wrong"):
+            given._settle()
+
+
 def test_a_case_is_a_seed_and_an_index() -> None:
     for index in range(40):
         first, again = (case(CPU, SEED, index) for _ in range(2))

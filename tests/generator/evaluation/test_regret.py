@@ -24,6 +24,7 @@ from generator.evaluation.regret import (
 )
 from generator.places import LANDSCAPES
 from generator.problem import Problem
+from generator.searching.pool import same_problem
 from generator.storage.landscape import load_landscapes
 from generator.storage.record import read_record
 from generator.workload import WORKLOADS, default_problems
@@ -51,7 +52,7 @@ def test_leaving_a_shape_out_takes_all_that_share_it() -> None:
     assert not same_shape(cell(8, dtype="float16"), made()[0].problem)
     pair = [twin, made()[0], made()[2]]
     by_problem, by_shape = (
-        {s.rule: s for s in scores(pair, left_out)}[SERVED].regrets for left_out in (regret.same_problem, same_shape)
+        {s.rule: s for s in scores(pair, left_out)}[SERVED].regrets for left_out in (same_problem, same_shape)
     )
     assert by_problem["twin"] == 0
     assert by_shape["twin"] > 0.2

@@ -285,6 +285,7 @@ def test_what_no_plan_does_is_asked_of_none(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_pytorch_serves_is_remembered_too(monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
     """Its own operator at once, with the tensors of the call; but not where a graph has a better one."""
     monkeypatch.setattr(plan, "_PLANS", {})
+    monkeypatch.setattr(plan, "_LEFT", {})
     monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
     graph = types.SimpleNamespace(captures=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: graph.captures)
@@ -302,8 +303,40 @@ def test_what_pytorch_serves_is_remembered_too(monkeypatch: pytest.MonkeyPatch, 
         assert (again(other) is None) == (not captured)
 
 
+@pytest.mark.parametrize("captured", [True, False])
+def test_sizes_that_are_left_to_pytorch_are_these_alone(monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
+    """Of one dtype, precision, direction and number of layers; and in a CUDA graph only if it was said of one."""
+    monkeypatch.setattr(plan, "_LEFT", {})
+    graph = types.SimpleNamespace(captures=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: graph.captures)
+    settings, x, hx = (True, 1, False, False), torch.zeros(T, B, H), torch.zeros(1, B, H)
+    weights = tuple(torch.nn.GRU(H, H)._flat_weights)
+    call = GruCall(x, hx, weights, True, 1, False, False)
+    for other in (
+        dataclasses.replace(call, dropout=0.5),
+        dataclasses.replace(call, batch_sizes=torch.tensor([B] * T)),
+        dataclasses.replace(call, cu_seqlens=torch.tensor([0, T], dtype=torch.int32), max_seqlen=T),
+    ):
+        plan.leave(other, captured)
+    assert not plan.is_left(x, hx, settings)
+    plan.leave(call, captured)
+    assert plan.is_left(x, hx, settings)
+    strided = torch.zeros(B, T, H).transpose(0, 1)
+    assert plan.is_left(strided, hx, settings), "PyTorch's own takes any strides"
+    assert not plan.is_left(x[1:], hx, settings)
+    assert not plan.is_left(x, torch.zeros(2, B, H), settings)
+    assert not plan.is_left(x.double(), hx.double(), settings)
+    assert not plan.is_left(x, hx, (True, 1, True, False))
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "gru_precision", lambda: "another")
+        assert not plan.is_left(x, hx, settings)
+    graph.captures = True
+    assert plan.is_left(x, hx, settings) == captured
+
+
 def test_what_pytorch_must_copy_each_time_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_PLANS", {})
+    monkeypatch.setattr(plan, "_LEFT", {})
     module = torch.nn.GRU(H, H)
     state = torch.zeros(B, 2 * H)[None, :, :H]
     call = GruCall(torch.randn(T, B, H), state, tuple(module._flat_weights), True, 1, False, False)
