@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,12 @@ from tuned.calls.gru import plan, run
 from tuned.calls.recurrent import serve
 from tuned.families.launch import Launch
 from tuned.launching.plan import DirectLaunch
-from tuned.lookup import misses
-from tuned.lookup.lookup import Gpu
+from tuned.lookup.lookup import Gpu, choose
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tuned.families.family import Family
 
 GPU = Gpu("some_gpu", 90, 132, "Some GPU")
 
@@ -121,4 +123,8 @@ def believing(monkeypatch: pytest.MonkeyPatch) -> None:
         (tuned.calls.gru_cell.run, "variant_of", tuned.calls.gru_cell.run.GRU_CELL),
         (tuned.calls.linear_cat.run, "_variant_of", tuned.calls.linear_cat.run.LINEAR_CAT),
     ):
-        monkeypatch.setattr(module, name, misses.variants(dataclasses.replace(family, doubt=None)))
+        monkeypatch.setattr(module, name, functools.partial(_believed, dataclasses.replace(family, doubt=None)))
+
+
+def _believed(family: Family, spec: Any, size: Any, gpu: Gpu) -> Any:
+    return choose(family, spec, size, gpu).variant or family.fit(family.default_variant(spec, size), gpu.capability)

@@ -19,7 +19,7 @@ import tuned.launching.ahead
 import tuned.launching.launcher
 import tuned.launching.plan
 from generator.measuring.compile import same_code
-from generator.rendering.modules import load
+from generator.rendering.structures import load
 from generator.workload import WORKLOADS, default_problems
 from tests.support import warming
 from tests.support.compiling import process

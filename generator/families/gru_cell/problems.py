@@ -37,7 +37,7 @@ PROBLEMS: tuple[tuple[str, GruCellSpec, tuple[int, ...]], ...] = (
 
 
 # Between these sizes and batches the nearest row serves, of the default float32 precision of products too.
-GRID_HIDDEN = (48, 96, 192, 384, 768, 1280, 1792)
+GRID_HIDDEN = (48, 96, 192, 384, 768)
 GRID_BATCH = (1, 6, 40, 200, 800)
 
 

@@ -19,6 +19,7 @@ from tuned.families.gru.variant import GruVariant, alone
 from tuned.launching import residents
 from tuned.launching.launcher import INTEGERS
 from tuned.launching.plan import ALIGNED_BYTES, NO_KEY, direct_launch, keep, modes, remember, traits
+from tuned.launching.rehearsal import listening
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
@@ -62,10 +63,11 @@ def _left_key(x: Any, hx: Any, settings: tuple[Any, ...]) -> Any:
 def is_left(x: Any, hx: Any, settings: tuple[Any, ...]) -> bool:
     """Whether PyTorch's own served a call of these sizes, which needs no gradient, so that it does again.
 
+    False for a thread that listens, which is told of each call.
     ``settings`` as ``known`` has them. Weights are not looked at: PyTorch's own takes any.
     """
     key = _left_key(x, hx, settings)
-    captured = None if key is None else _LEFT.get(key)
+    captured = None if key is None or listening() is not None else _LEFT.get(key)
     return captured is not None and (captured or not torch.cuda.is_current_stream_capturing())
 
 
