@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -91,8 +91,10 @@ class GRU(torch.nn.RNNBase):
         Raises:
             RuntimeError, ValueError: a shape or dtype does not fit; the error is torch.nn.GRU's.
         """
-        if not torch.compiler.is_dynamo_compiling() and (found := _gru_at_once(self, input, hx)) is not None:
-            return found
+        if not torch.compiler.is_dynamo_compiling():
+            at_once = _packed_at_once if type(input) is PackedSequence else _gru_at_once
+            if (found := at_once(self, input, hx)) is not None:
+                return found
         try:
             given, named, packed = gru_arguments(self, input, hx)
             output, h_n = dispatch.gru(*given, **named)
@@ -143,17 +145,23 @@ class GRUCell(torch.nn.GRUCell):
         return out if batched else out.squeeze(0)
 
 
+def _parameters(module: torch.nn.Module, names: Sequence[str]) -> list[Any] | None:
+    """The parameters of these names; None if one is no parameter, as those of weight norm."""
+    try:
+        return [module._parameters[name] for name in names]  # noqa: SLF001
+    except KeyError:
+        return None
+
+
 def _gru_at_once(module: GRU, x: Any, hx: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(output, h_n) of a call whose way is known without checks: PyTorch's own, or a plan; None of any other call.
 
     Only for what every check would accept: a plain dense input, weights that are parameters, one dtype.
     """
-    try:
-        weights: list[Any] = [module._parameters[name] for name in module._flat_weights_names]  # noqa: SLF001 - those of weight norm are not there
-    except KeyError:
+    weights = _parameters(module, module._flat_weights_names)  # noqa: SLF001
+    if weights is None or (hx is not None and type(hx) is not torch.Tensor):
         return None
-    plain = type(x) is torch.Tensor and x.dim() == 3 and x.dtype == weights[0].dtype  # noqa: PLR2004
-    if not plain or (hx is not None and type(hx) is not torch.Tensor):
+    if type(x) is not torch.Tensor or x.dim() != 3 or x.dtype != weights[0].dtype:  # noqa: PLR2004
         return None
     layers, bidirectional, batch_first = module.num_layers, module.bidirectional, module.batch_first
     expected = (layers * (2 if bidirectional else 1), x.shape[0 if batch_first else 1], module.hidden_size)
@@ -166,13 +174,37 @@ def _gru_at_once(module: GRU, x: Any, hx: Any) -> tuple[torch.Tensor, torch.Tens
         accepted = x.numel() and x.shape[2] == module.input_size and hx.shape == expected and hx.dtype == x.dtype
         left = accepted and (mode := modes(x.get_device())) is not None and not mode[0]
     else:
-        left = not dropout and gru_plan.is_left(x, hx, settings)
+        left = not dropout and gru_plan.is_left(x, hx, weights, settings)
     if not left:
         return None if needed or dropout else gru_plan.known(x, hx, weights, settings)
     if not all(t.is_contiguous() for t in (hx, *weights)):  # tuned.calls.gru.eager says why
         return None
     train = dropout > 0 or needed
     return torch.gru(x, hx, weights, module.bias, layers, dropout, train, bidirectional, batch_first)
+
+
+def _packed_at_once(module: GRU, packed: PackedSequence, hx: Any) -> tuple[PackedSequence, torch.Tensor] | None:
+    """``_gru_at_once`` of packed sequences, which have no plans."""
+    weights = _parameters(module, module._flat_weights_names)  # noqa: SLF001
+    x, batch_sizes, sorted_indices, unsorted_indices = packed
+    layers, bidirectional = module.num_layers, module.bidirectional
+    settings = (module.bias, layers, bidirectional, False)
+    dropout = module.training and module.dropout and layers > 1
+    if dropout or weights is None or not gru_plan.is_left(x, None, weights, settings, batch_sizes.numel()):
+        return None
+    expected = (layers * (2 if bidirectional else 1), int(batch_sizes[0]), module.hidden_size)
+    if hx is None:
+        hx = torch.zeros(expected, dtype=x.dtype, device=x.device)
+    elif type(hx) is not torch.Tensor or hx.shape != expected:
+        return None
+    else:
+        hx = module.permute_hidden(hx, sorted_indices)
+    if not all(t.is_contiguous() for t in (hx, *weights)):
+        return None
+    train = torch.is_grad_enabled() and any(t.requires_grad for t in (*weights, x, hx))
+    output, h_n = torch.gru(x, batch_sizes, hx, weights, module.bias, layers, 0.0, train, bidirectional)
+    rows = PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices)
+    return rows, module.permute_hidden(h_n, unsorted_indices)
 
 
 @refuses
@@ -224,15 +256,16 @@ def gru_arguments(
 
 def _cell_at_once(module: GRUCell, x: Any, hx: Any) -> torch.Tensor | None:
     """The next state of a step whose way is known without checks, as in ``_gru_at_once``; None of any other."""
-    tensors = (x,) if hx is None else (x, hx)
-    if any(type(t) is not torch.Tensor or t.dim() != 2 for t in tensors):  # noqa: PLR2004
+    if type(x) is not torch.Tensor or x.dim() != 2 or (hx is not None and type(hx) is not torch.Tensor):  # noqa: PLR2004
         return None
-    try:
-        weights: list[Any] = [module._parameters[name] for name in _CELL_WEIGHTS]  # noqa: SLF001
-    except KeyError:
+    if (weights := _parameters(module, _CELL_WEIGHTS)) is None:
         return None
     if hx is None:
         hx = torch.zeros(x.shape[0], module.hidden_size, dtype=x.dtype, device=x.device)
+    if gru_cell_run.is_left(x, hx, *weights):
+        return torch.gru_cell(x, hx, *weights)
+    if hx.dim() != 2:  # noqa: PLR2004
+        return None
     needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*weights, x, hx))
     if not needed and why_eager(x, supported_dtype=True) is None:
         w_ih, w_hh, b_ih, b_hh = weights

@@ -13,6 +13,7 @@ import tuned.nn
 from tuned.calls.gru import eager
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.products import autocast_dtype
+from tuned.launching import left
 from tuned.lookup.lookup import Choice
 
 T, B, FEATURES, H = 5, 3, 6, 4
@@ -32,7 +33,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[GruCall]:
         output, h_n = eager.gru(doubled)
         return output.to(call.input.dtype), h_n.to(call.input.dtype)
 
-    monkeypatch.setattr(tuned.calls.gru.plan, "_LEFT", {})
+    monkeypatch.setattr(left, "LEFT", {})
     plain = (torch.Tensor, torch.nn.Parameter)
     for module in (tuned.nn, tuned.calls.recurrent.serve):
         monkeypatch.setattr(

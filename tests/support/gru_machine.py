@@ -21,6 +21,7 @@ from tests.support.gru_sequences import single_steps
 from tuned.calls.gru import plan, run
 from tuned.calls.recurrent import serve
 from tuned.families.launch import Launch
+from tuned.launching import left
 from tuned.launching.plan import DirectLaunch
 from tuned.lookup.lookup import Gpu, choose
 
@@ -104,7 +105,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         monkeypatch.setattr(module, "gpu_of", lambda _device: GPU)
     for module in (plan, tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
         monkeypatch.setattr(module, "_PLANS", {})
-    monkeypatch.setattr(plan, "_LEFT", {})
+    monkeypatch.setattr(left, "LEFT", {})
     for module in (plan, tuned.launching.plan):
         monkeypatch.setattr(module, "direct_launch", made.direct_launch)
     monkeypatch.setattr(tuned.launching.launcher, "launch_public", made.launch_public)

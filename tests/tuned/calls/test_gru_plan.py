@@ -21,6 +21,7 @@ from tuned.families.gru.launches import Recurrence, counters_needed
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant
 from tuned.families.launch import Launch
+from tuned.launching import left, rehearsal
 from tuned.launching.plan import DirectLaunch
 
 if TYPE_CHECKING:
@@ -285,62 +286,78 @@ def test_what_no_plan_does_is_asked_of_none(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_pytorch_serves_is_remembered_too(monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
     """Its own operator at once, with the tensors of the call; but not where a graph has a better one."""
     monkeypatch.setattr(plan, "_PLANS", {})
-    monkeypatch.setattr(plan, "_LEFT", {})
-    monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
+    monkeypatch.setattr(left, "LEFT", {})
     graph = types.SimpleNamespace(captures=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: graph.captures)
     module = torch.nn.GRU(H, H, 2, bidirectional=True)
     weights = tuple(module._flat_weights)
+    call = GruCall(torch.randn(T, B, H), torch.zeros(4, B, H), weights, True, 2, True, False)
     with torch.no_grad():
-        call = GruCall(torch.randn(T, B, H), torch.zeros(4, B, H), weights, True, 2, True, False)
         assert again(call) is None
-        plan.learn_eager(call, captured)
+        plan.leave(call, captured)
         other = dataclasses.replace(call, input=torch.randn(T, B, H))
         for ours, theirs in zip(again(other), module(other.input), strict=True):
             assert torch.equal(ours, theirs)
         assert again(dataclasses.replace(call, input=torch.randn(T + 1, B, H))) is None
         graph.captures = True
         assert (again(other) is None) == (not captured)
+        graph.captures = False
+        copied = torch.zeros(B, 8 * H)[None, :, :H].expand(4, B, H)
+        assert again(dataclasses.replace(call, hx=copied)) is None, (
+            "a state that cuDNN refuses, since it is not contiguous"
+        )
+    output, _ = again(other)
+    output.sum().backward()
+    assert weights[0].grad is not None, "PyTorch's own is differentiable"
 
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_sizes_that_are_left_to_pytorch_are_these_alone(monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
-    """Of one dtype, precision, direction and number of layers; and in a CUDA graph only if it was said of one."""
-    monkeypatch.setattr(plan, "_LEFT", {})
+    """Of one dtype, direction, number of layers and weight; and in a CUDA graph only if it was said of one."""
+    monkeypatch.setattr(left, "LEFT", {})
     graph = types.SimpleNamespace(captures=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: graph.captures)
     settings, x, hx = (True, 1, False, False), torch.zeros(T, B, H), torch.zeros(1, B, H)
-    weights = tuple(torch.nn.GRU(H, H)._flat_weights)
+    module = torch.nn.GRU(H, H)
+    weights = tuple(module._flat_weights)
     call = GruCall(x, hx, weights, True, 1, False, False)
     for other in (
         dataclasses.replace(call, dropout=0.5),
-        dataclasses.replace(call, batch_sizes=torch.tensor([B] * T)),
         dataclasses.replace(call, cu_seqlens=torch.tensor([0, T], dtype=torch.int32), max_seqlen=T),
     ):
         plan.leave(other, captured)
-    assert not plan.is_left(x, hx, settings)
+    assert not left.LEFT
+    rows = x.flatten(0, 1)
+    plan.leave(dataclasses.replace(call, input=rows, batch_sizes=torch.tensor([B] * T)), captured)
+    assert not plan.is_left(x, hx, weights, settings)
+    assert plan.is_left(rows, None, weights, settings, T)
+    assert not plan.is_left(rows, None, weights, settings, T + 1)
     plan.leave(call, captured)
-    assert plan.is_left(x, hx, settings)
+    assert plan.is_left(x, hx, weights, settings)
     strided = torch.zeros(B, T, H).transpose(0, 1)
-    assert plan.is_left(strided, hx, settings), "PyTorch's own takes any strides"
-    assert not plan.is_left(x[1:], hx, settings)
-    assert not plan.is_left(x, torch.zeros(2, B, H), settings)
-    assert not plan.is_left(x.double(), hx.double(), settings)
-    assert not plan.is_left(x, hx, (True, 1, True, False))
+    assert plan.is_left(strided, hx, weights, settings), "PyTorch's own takes any strides"
+    assert not plan.is_left(x[1:], hx, weights, settings)
+    assert not plan.is_left(x, torch.zeros(2, B, H), weights, settings)
+    assert not plan.is_left(x.double(), hx.double(), weights, settings)
+    assert not plan.is_left(x, hx, weights, (True, 1, True, False))
+    assert not plan.is_left(x, hx, tuple(torch.nn.GRU(H, H)._flat_weights), settings)
+    with rehearsal.listen(rehearsal.Heard()):
+        assert not plan.is_left(x, hx, weights, settings), "it must be told of every call"
     with monkeypatch.context() as patch:
-        patch.setattr(plan, "gru_precision", lambda: "another")
-        assert not plan.is_left(x, hx, settings)
+        patch.setattr(left, "_autocast", lambda _: True)
+        assert not plan.is_left(x, hx, weights, settings), "kernels would get other tensors"
     graph.captures = True
-    assert plan.is_left(x, hx, settings) == captured
+    assert plan.is_left(x, hx, weights, settings) == captured
+    graph.captures = False
+    module.to(torch.bfloat16)
+    assert weights[0].dtype == torch.bfloat16
+    assert not plan.is_left(x, hx, weights, settings), "the same weights have another dtype"
 
 
-def test_what_pytorch_must_copy_each_time_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_PLANS", {})
-    monkeypatch.setattr(plan, "_LEFT", {})
-    module = torch.nn.GRU(H, H)
-    state = torch.zeros(B, 2 * H)[None, :, :H]
-    call = GruCall(torch.randn(T, B, H), state, tuple(module._flat_weights), True, 1, False, False)
-    with torch.no_grad():
-        plan.learn_eager(call, captured=True)
-        plan.learn_eager(dataclasses.replace(call, hx=torch.zeros(1, B, H), dropout=0.5), captured=True)
-    assert plan._PLANS == {}
+def test_of_weights_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(left, "LEFT", {})
+    weights = [torch.empty(1) for _ in range(tuned.launching.plan.MAX_PLANS + 1)]
+    for weight in weights:
+        left.leave(weight, "sizes")
+    assert len(left.LEFT) == 1
+    assert left.is_left(weights[-1], "sizes")

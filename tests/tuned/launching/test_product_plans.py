@@ -102,6 +102,13 @@ def test_what_pytorch_serves_is_known_from_the_second_call_on(
     assert linear.known(inputs, weight, None) is None
     product = linear.run_linear_cat(inputs, weight, None)
     torch.testing.assert_close(linear.known(inputs, weight, None), product, rtol=0, atol=0)
+    assert linear.known(inputs, weight, torch.randn(HIDDEN)) is None
+    assert linear.known([t.double() for t in inputs], weight, None) is None, "its error is not PyTorch's"
+    assert linear.known([torch.randn(1, 2), torch.randn(1, WIDTH + 2)], weight, None) is None
+    assert cell.known(x, h.double(), *weights, inplace) is None
+    assert cell.known(x, h, *weights, not inplace) is None
+    with torch.enable_grad():
+        assert (cell.known(x, h, *weights, inplace) is None) == inplace, "a state that a gradient needs is not overwritten"
     assert not fired
 
 

@@ -16,17 +16,15 @@ from tuned.calls.products import precision_of
 from tuned.families.gru.launches import Recurrence, counters_needed, sequence
 from tuned.families.gru.spec import GruSpec
 from tuned.families.gru.variant import GruVariant, alone
-from tuned.launching import residents
+from tuned.launching import left, residents
 from tuned.launching.launcher import INTEGERS
-from tuned.launching.plan import ALIGNED_BYTES, NO_KEY, direct_launch, keep, modes, remember, traits
-from tuned.launching.rehearsal import listening
+from tuned.launching.plan import ALIGNED_BYTES, NO_KEY, direct_launch, keep, modes, traits
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
 _PLANS: dict[
     Any, Any
 ] = {}  # key of a call -> function (input, hx, weights) -> (output, h_n), or None if it cannot serve
-_LEFT: dict[Any, bool] = {}  # key of a call that PyTorch's own serves -> whether it does in a CUDA graph too
 _grad_enabled = torch.is_grad_enabled
 _FLOAT32 = torch.float32
 SMALL_PRODUCT = 2**29  # multiplications: 20 us at the 50 TFLOP/s that an H200 has for float32
@@ -51,24 +49,17 @@ def _key(x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...]) -> 
     )
 
 
-def _left_key(x: Any, hx: Any, settings: tuple[Any, ...]) -> Any:
-    """All that the choice between kernels and PyTorch's own depends on, without a gradient; None if autocast may matter."""
-    mode = modes(x.get_device())
-    if mode is None or mode[0]:
-        return None
-    precision = x.dtype is _FLOAT32 and (precision_of(_FLOAT32), gru_precision())
-    return settings, mode, residents.place(x.get_device()), precision, x.dtype, x.shape, hx.dtype, hx.shape
+def _sizes(x: Any, steps: Any, hx: Any, settings: tuple[Any, ...]) -> tuple[Any, ...]:
+    """By which a call that PyTorch's own serves is known again; ``steps`` of packed ones, whose states are not looked at."""
+    return settings, residents.place(x.get_device()), x.shape, x.dtype, steps, None if steps else (hx.shape, hx.dtype)
 
 
-def is_left(x: Any, hx: Any, settings: tuple[Any, ...]) -> bool:
-    """Whether PyTorch's own served a call of these sizes, which needs no gradient, so that it does again.
+def is_left(x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...], steps: int = 0) -> bool:
+    """Whether PyTorch's own served a call of these sizes, so that it does again.
 
-    False for a thread that listens, which is told of each call.
-    ``settings`` as ``known`` has them. Weights are not looked at: PyTorch's own takes any.
+    ``settings`` as ``known`` has them; ``steps`` of packed sequences, of which x is the data.
     """
-    key = _left_key(x, hx, settings)
-    captured = None if key is None or listening() is not None else _LEFT.get(key)
-    return captured is not None and (captured or not torch.cuda.is_current_stream_capturing())
+    return id(weights[0]) in left.LEFT and left.is_left(weights[0], _sizes(x, steps, hx, settings))
 
 
 def gru_precision() -> str:
@@ -95,10 +86,22 @@ def known(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...]) -> Result | 
     ``settings``: has_biases, num_layers, bidirectional, batch_first, of a call without packing or dropout.
     """
     try:
+        if (
+            id(weights[0]) in left.LEFT
+            and is_left(x, hx, weights, settings)
+            and all(t.is_contiguous() for t in (hx, *weights))
+        ):
+            return _by_torch(x, hx, weights, settings)
         plan = _PLANS.get(_key(x, hx, weights, settings))
     except NO_KEY:
         return None
     return None if plan is None else plan(x, hx, weights)
+
+
+def _by_torch(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...]) -> Result:
+    has_biases, layers, bidirectional, batch_first = settings
+    train = _grad_enabled() and any(t.requires_grad for t in (x, hx, *weights))
+    return torch.gru(x, hx, weights, has_biases, layers, 0.0, train, bidirectional, batch_first)
 
 
 def learn(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurrence, compiled: Any) -> None:
@@ -121,32 +124,11 @@ def learn(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurre
 
 
 def leave(call: GruCall, captured: bool) -> None:  # noqa: FBT001
-    """Remember that PyTorch's own serves dense calls of these sizes; ``captured``: in a CUDA graph too."""
+    """Remember that PyTorch's own serves calls of these sizes; ``captured``: in a CUDA graph too."""
     settings = (call.has_biases, call.num_layers, call.bidirectional, call.batch_first)
-    if call.batch_sizes is None and call.cu_seqlens is None and not call.dropout:
-        key = _left_key(call.input, call.hx, settings)
-        if key is not None:
-            remember(_LEFT, key, captured)
-
-
-def learn_eager(call: GruCall, captured: bool) -> None:  # noqa: FBT001
-    """Remember that PyTorch's own serves a call; ``captured``: in a CUDA graph too."""
-    settings = (call.has_biases, call.num_layers, call.bidirectional, call.batch_first)
-    if call.batch_sizes is not None or call.cu_seqlens is not None or call.dropout:
-        return
-    if not all(t.is_contiguous() for t in (call.hx, *call.weights)):  # every call must copy them again
-        return
-    capturing, own = torch.cuda.is_current_stream_capturing, torch.gru
-    leave(call, captured)
-    has_biases, layers, bidirectional, batch_first = settings
-
-    def plan(x: Any, hx: Any, weights: Any) -> Result | None:
-        if not captured and capturing():
-            return None
-        return own(x, hx, weights, has_biases, layers, 0.0, False, bidirectional, batch_first)  # type: ignore[no-any-return] # noqa: FBT003
-
-    key = _key(call.input, call.hx, call.weights, settings)
-    keep(_PLANS, key, lambda: plan, lambda x, hx, weights: (x, hx, *weights), call.input, call.hx, call.weights)
+    if call.cu_seqlens is None and not call.dropout:
+        steps = 0 if call.batch_sizes is None else call.batch_sizes.numel()
+        left.leave(call.weights[0], _sizes(call.input, steps, call.hx, settings), captured=captured)
 
 
 def _plan(

@@ -16,7 +16,7 @@ import torch
 
 from tuned.calls.gru import eager
 from tuned.calls.gru.arguments import GruCall
-from tuned.calls.gru.plan import by_library, gru_precision, learn, learn_eager
+from tuned.calls.gru.plan import by_library, gru_precision, learn, leave
 from tuned.calls.products import name_of, rows_of, weight_of
 from tuned.families.gru import FAMILY as GRU
 from tuned.families.gru.launches import Recurrence, counters_needed
@@ -64,7 +64,7 @@ def remember_eager(call: GruCall) -> None:
         why_eager(call.input, name_of(call.input.dtype) in DTYPES) is None and call.hx.shape[2] and not _empty(call)
     )
     if served and _may_learn(call.input.device):
-        learn_eager(call, captured=all(c.variant is None for _, _, c in _parts(call, captured=True)))
+        leave(call, captured=all(c.variant is None for _, _, c in _parts(call, captured=True)))
 
 
 def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:

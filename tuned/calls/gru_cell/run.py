@@ -18,13 +18,13 @@ from tuned.families.gru_cell import FAMILY as GRU_CELL
 from tuned.families.gru_cell.launches import GruCellCall
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.products import DTYPES, MAX_SEGMENTS, joined
+from tuned.launching import left
 from tuned.launching.launcher import run_publicly
 from tuned.launching.overwrite import bump_versions
 from tuned.launching.plan import (
     NO_KEY,
     DirectLaunch,
     current_device,
-    keep,
     listeners,
     run_and_keep,
     tracing,
@@ -142,6 +142,17 @@ def _key(  # noqa: PLR0913
     ), pointers  # fmt: skip
 
 
+def sizes(x: Any, inplace: Any, h: Any, *weights: Any) -> tuple[Any, ...]:
+    """By which a step that PyTorch's own serves is known again."""
+    of_x = tuple([(t.shape, t.dtype) for t in x]) if type(x) is tuple else (x.shape, x.dtype)
+    return of_x, inplace, h.shape, h.dtype, *[id(w) for w in weights]
+
+
+def is_left(x: Any, h: Any, *weights: Any) -> bool:
+    """Whether PyTorch's own served a step of these sizes with these weights, not in place, so that it does again."""
+    return id(weights[0]) in left.LEFT and left.is_left(weights[0], sizes(x, False, h, *weights))  # noqa: FBT003
+
+
 def known(  # noqa: PLR0913 - the arguments of the public call
     x: Any,
     h: Any,
@@ -155,6 +166,13 @@ def known(  # noqa: PLR0913 - the arguments of the public call
     try:
         if type(x) is tuple and len(x) == 1:
             x = x[0]
+        given = h, weight_ih, weight_hh, bias_ih, bias_hh
+        if (
+            id(weight_ih) in left.LEFT
+            and left.is_left(weight_ih, sizes(x, inplace, *given))
+            and not (inplace and _grad_enabled())
+        ):
+            return _by_torch(x if type(x) is tuple else (x,), given, inplace)
         found = _key(x, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace)
         plan = None if found is None else _PLANS.get(found[0])
     except NO_KEY:
@@ -188,10 +206,8 @@ def run_cell(  # noqa: PLR0913 - the tensors of the public call
         variant = variant_of(spec, size, gpu_of(h.device))
     if variant is None:
         note_left("gru_cell", h, reason or "PyTorch's own is thought to take less")
-        plan = _eager_plan(inplace)
-        if reason is None:
-            keep(_PLANS, key, lambda: plan, _tensors, pointers, x, *given)
-        return plan(pointers, x, *given)
+        left.leave(weight_ih, sizes(x, inplace, *given))
+        return _by_torch(segments, given, inplace)
     call = prepared(segments, *given, inplace)
     public = functools.partial(_public, spec, variant)
     make = functools.partial(_library_plan if variant.form == "library" else _fused_plan, call, public)
@@ -213,16 +229,6 @@ def _by_torch(segments: Sequence[torch.Tensor], given: tuple[Any, ...], inplace:
 def _tensors(_pointers: Any, x: Any, *others: Any) -> tuple[Any, ...]:
     """The tensors among the arguments of a plan."""
     return (*(x if isinstance(x, tuple) else (x,)), *others)
-
-
-def _eager_plan(inplace: bool) -> Any:  # noqa: FBT001
-    """The plan of a step that PyTorch's own serves."""
-
-    def plan(_pointers: Any, x: Any, h: Any, *weights: Any) -> Any:
-        out = eager(x if isinstance(x, tuple) else (x,), h, *weights)
-        return h.copy_(out) if inplace else out
-
-    return plan
 
 
 def _public(  # noqa: PLR0913

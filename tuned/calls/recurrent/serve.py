@@ -16,6 +16,7 @@ from tuned.calls.gru_cell.arguments import checked_cell
 from tuned.calls.linear_cat import run as linear_run
 from tuned.calls.linear_cat.arguments import check_linear_cat
 from tuned.calls.products import autocast_dtype
+from tuned.launching import left
 from tuned.launching.plan import bypassed, listeners
 from tuned.launching.rehearsal import NotedError, note_left
 from tuned.lookup.gpu import PLAIN, why_eager, why_not_plain
@@ -104,6 +105,9 @@ def gru_cell(  # noqa: PLR0913 - the arguments of the public call
     dtype = autocast_dtype(h.device.type)
     if (reason := why_torch(tensors)) is not None:
         note_left("gru_cell", h, reason)
+        if why_eager(h, supported_dtype=True) is not None:
+            inputs = segments[0] if len(segments) == 1 else tuple(segments)
+            left.leave(weight_ih, cell_run.sizes(inputs, inplace, h, weight_ih, weight_hh, bias_ih, bias_hh))
         out = cell_run.eager(segments, h, weight_ih, weight_hh, bias_ih, bias_hh)
     elif dtype is None:
         return cell_run.run_cell(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace=inplace)
@@ -120,6 +124,8 @@ def linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch
     dtype = autocast_dtype(weight.device.type)
     if (reason := why_torch(present(*inputs, weight, bias))) is not None:
         note_left("linear_cat", inputs[0], reason)
+        if why_eager(weight, supported_dtype=True) is not None:
+            left.leave(weight, linear_run.sizes(inputs, bias))
         return linear_run.eager(inputs, weight, bias)
     if dtype is None:
         return linear_run.run_linear_cat(inputs, weight, bias)
