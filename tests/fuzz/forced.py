@@ -15,6 +15,7 @@ from generator.rendering.structures import texts
 from tuned.families.family import Family
 from tuned.families.registry import FAMILIES
 from tuned.lookup.lookup import Choice, nearest, usable
+from tuned.lookup.misses import Moments
 from tuned.lookup.portfolio import rows_for
 from tuned.lookup.table import Row, tables
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 PROBE = "rope_table"  # launched to try a launcher, chosen by nothing
 SERVED: set[tuple[str, int]] = set()  # rows whose variant was given to a call
-PLANS = ("_PLANS", "_COMPILED", "_CLASSES", "_KNOWN")  # what modules of tuned remember of calls
+PLANS = ("_PLANS", "_COMPILED", "_CLASSES", "_KNOWN", "LEFT")  # what modules of tuned remember of calls
 
 
 @functools.cache
@@ -110,7 +111,9 @@ def fresh() -> Iterator[None]:
     """Inside, nothing of earlier calls is known, and nothing of what happens inside is known after."""
     plans = [(m, name, vars(m)[name]) for m in _modules() for name in PLANS if isinstance(vars(m).get(name), dict)]
     kept = [(table, dict(table)) for _, _, table in plans]
-    decisions = {id(f): f for m in _modules() for f in vars(m).values() if _decides(f)}.values()
+    values = [value for m in _modules() for value in vars(m).values()]
+    values += [decided for value in values if isinstance(value, Moments) for decided in value.variants]
+    decisions = {id(f): f for f in values if _decides(f)}.values()
     try:
         for table, _ in kept:
             table.clear()

@@ -120,12 +120,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 def believing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps and linears of any shape are served by kernels, though no row says that these are faster than PyTorch's own."""
-    for module, name, family in (
-        (tuned.calls.gru_cell.run, "variant_of", tuned.calls.gru_cell.run.GRU_CELL),
-        (tuned.calls.linear_cat.run, "_variant_of", tuned.calls.linear_cat.run.LINEAR_CAT),
+    for moments, family in (
+        (tuned.calls.gru_cell.run.MOMENTS, tuned.calls.gru_cell.run.GRU_CELL),
+        (tuned.calls.linear_cat.run.MOMENTS, tuned.calls.linear_cat.run.LINEAR_CAT),
     ):
-        monkeypatch.setattr(module, name, functools.partial(_believed, dataclasses.replace(family, doubt=None)))
+        believed = functools.partial(_believed, dataclasses.replace(family, doubt=None))
+        monkeypatch.setattr(moments, "variant_of", believed)
 
 
-def _believed(family: Family, spec: Any, size: Any, gpu: Gpu) -> Any:
-    return choose(family, spec, size, gpu).variant or family.fit(family.default_variant(spec, size), gpu.capability)
+def _believed(family: Family, spec: Any, size: Any, gpu: Gpu, _captured: bool) -> tuple[Any, bool]:
+    chosen = choose(family, spec, size, gpu).variant
+    return chosen or family.fit(family.default_variant(spec, size), gpu.capability), True

@@ -94,7 +94,7 @@ def _stand_in() -> list[bool]:
         warming: {"will_probe": lambda _: False},
         torch.cuda: {"device": lambda _: contextlib.nullcontext(), "current_device": lambda: 0},
     }
-    changes[cell]["variant_of"] = lambda spec, size, _: cell.GRU_CELL.default_variant(spec, size)
+    changes[cell.MOMENTS] = {"variant_of": lambda spec, size, *_: (cell.GRU_CELL.default_variant(spec, size), True)}
     for module in (plan, cell):
         changes[module]["gpu_of"] = lambda _: Gpu("some_gpu", 90, 132, "Some GPU")
     for module, values in changes.items():

@@ -25,19 +25,19 @@ MAX_VECTOR_BLOCKS = 64  # blocks of K, which are unrolled
 
 FAR = 4.0  # octaves: of what is further away a row says nothing
 ALIGNED_BYTES = 16  # of a row of weights or inputs, or its elements are loaded one by one
-SLIM_ROWS, SLIM_WIDTH, SLIM_WEIGHTS = (
-    3,
-    128,
-    2**17,
-)  # up to these, loads one by one are hidden by what else a call costs
+SLIM_ROWS, SLIM_WIDTH = 2, 128  # up to either, loads one by one cost little
+CALLED_PRODUCTS = (
+    2**23
+)  # rows by weights, up to which a kernel ends before the host of a call is done with PyTorch's own
 
 
 def doubt(row: Any, spec: Any, size: Rows, octaves: float) -> str | None:
     """Why the time of one shape, a row's, does not say that a kernel is faster than PyTorch's own at another; or None.
 
+    For a CUDA graph, where the time of the device counts alone.
     Specs have ``dtype``, ``precision``, ``inputs`` and ``widths``. From 210 random shapes on an H200: docs/decisions/0050.
     """
-    if (ITEM_SIZE[row.dtype], row.precision) != (ITEM_SIZE[spec.dtype], spec.precision):
+    if _precision(row) != _precision(spec):
         return "products of another precision take another time"
     if octaves > FAR:
         return f"{octaves:.2g} octaves are far"
@@ -51,9 +51,22 @@ def _slow_loads(spec: Any) -> bool:
 
 
 def _slim(spec: Any, size: Rows) -> bool:
-    if size.batch <= SLIM_ROWS or max(spec.widths) <= SLIM_WIDTH:
-        return True
-    return size.batch <= 64 and max(spec.widths) <= 1024 and spec.weights <= SLIM_WEIGHTS  # noqa: PLR2004 - measured
+    return size.batch <= SLIM_ROWS or max(spec.widths) <= SLIM_WIDTH
+
+
+def as_called(doubts: Any) -> Any:
+    """``doubt``, or a family's own, for a call outside of CUDA graphs: the host takes longer for PyTorch's own."""
+
+    def doubt_as_called(row: Any, spec: Any, size: Rows, octaves: float) -> str | None:
+        if _precision(row) == _precision(spec) and size.batch * spec.weights <= CALLED_PRODUCTS:
+            return None
+        return doubts(row, spec, size, octaves)  # type: ignore[no-any-return]
+
+    return doubt_as_called
+
+
+def _precision(spec: Any) -> tuple[int, str]:
+    return ITEM_SIZE[spec.dtype], spec.precision
 
 
 @dataclasses.dataclass(frozen=True)

@@ -168,6 +168,20 @@ def launch_known(device: int, launch: Launch) -> Any:
     return compiled
 
 
+def capturing(x: torch.Tensor) -> bool:
+    """Whether a CUDA graph captures what is done with x."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def outside_of_graphs(plan: Any) -> Any:
+    """The same plan, which leaves a call that a CUDA graph captures to be decided again."""
+
+    def plan_of_a_call(*given: Any) -> Any:
+        return None if _capturing() else plan(*given)
+
+    return plan_of_a_call
+
+
 def remember(plans: dict[Any, Any], key: Any, plan: Any) -> None:
     """Keep a plan; a table that has MAX_PLANS is emptied first."""
     if len(plans) >= MAX_PLANS:

@@ -68,6 +68,23 @@ def variants(family: Family) -> Any:
     return variant_of
 
 
+class Moments:
+    """The choices of a family whose ``doubt`` is another as a call and in a CUDA graph."""
+
+    def __init__(self, family: Family, called: Family) -> None:
+        self._families = called, family
+        self.variants = variants(called), variants(family)
+
+    def choice_of(self, spec: Any, size: Any, gpu: Gpu, captured: bool) -> Choice:  # noqa: FBT001
+        """The choice at one moment."""
+        return choose(self._families[captured], spec, size, gpu)
+
+    def variant_of(self, spec: Any, size: Any, gpu: Gpu, captured: bool) -> tuple[Any, bool]:  # noqa: FBT001
+        """(the variant at one moment, or None; whether it is that of both)."""
+        found = [variant_of(spec, size, gpu) for variant_of in self.variants]
+        return found[captured], found[0] == found[1]
+
+
 def recorded(line: str, where: str) -> tuple[str, Any, Any]:
     """(family, spec, size) of a line of a file that TUNED_RECORD named.
 

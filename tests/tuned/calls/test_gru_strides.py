@@ -187,7 +187,7 @@ def test_a_step_takes_every_tensor_with_any_strides(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, form: str, view: str, batch: int, widths: tuple[int, ...]
 ) -> None:
     variant = cell_variant(form)
-    monkeypatch.setattr(tuned.calls.gru_cell.run, "variant_of", lambda *_: variant)
+    monkeypatch.setattr(tuned.calls.gru_cell.run.MOMENTS, "variant_of", lambda *_: (variant, True))
     torch.manual_seed(0)
     shapes = {f"x{index}": (batch, width) for index, width in enumerate(widths)}
     shapes |= {"h": (batch, H), "w_ih": (3 * H, FEATURES), "w_hh": (3 * H, H), "b_ih": (3 * H,), "b_hh": (3 * H,)}
@@ -214,7 +214,7 @@ def test_a_linear_over_segments_takes_every_tensor_with_any_strides(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, form: str, view: str, rows: int
 ) -> None:
     variant = LinearCatVariant() if form == "tile" else LinearCatVariant("vector", 4, 32, 128)
-    monkeypatch.setattr(tuned.calls.linear_cat.run, "_variant_of", lambda *_: variant)
+    monkeypatch.setattr(tuned.calls.linear_cat.run.MOMENTS, "variant_of", lambda *_: (variant, True))
     torch.manual_seed(0)
     shapes = {"x0": (2, rows, 5), "x1": (2, rows, 8), "weight": (12, 13), "bias": (12,)}
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}

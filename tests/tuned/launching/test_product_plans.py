@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import types
 import weakref
@@ -86,8 +85,8 @@ def serve(arguments: list[Any], *, inplace: bool = False) -> Any:
 def test_what_pytorch_serves_is_known_from_the_second_call_on(
     fired: list[Any], monkeypatch: pytest.MonkeyPatch, *, segments: int, inplace: bool
 ) -> None:
-    for module, name in ((cell, "variant_of"), (linear, "_variant_of")):
-        monkeypatch.setattr(module, name, functools.cache(lambda *_: None))
+    for module in (cell, linear):
+        monkeypatch.setattr(module.MOMENTS, "variant_of", lambda *_: (None, True))
     arguments = step(segments=segments)
     x, h, *weights = arguments
     want = torch.gru_cell(x if segments == 1 else torch.cat(x, -1), h, *weights)
@@ -108,8 +107,41 @@ def test_what_pytorch_serves_is_known_from_the_second_call_on(
     assert cell.known(x, h.double(), *weights, inplace) is None
     assert cell.known(x, h, *weights, not inplace) is None
     with torch.enable_grad():
-        assert (cell.known(x, h, *weights, inplace) is None) == inplace, "a state that a gradient needs is not overwritten"
+        assert (cell.known(x, h, *weights, inplace) is None) == inplace, (
+            "a state that a gradient needs is not overwritten"
+        )
     assert not fired
+
+
+def test_a_kernel_for_calls_alone_is_not_captured(fired: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a call the host takes longer than it; in a CUDA graph nothing says that it wins."""
+    now = types.SimpleNamespace(captures=False)
+    for module in (cell, linear):
+        genuine, moments = module.MOMENTS.variant_of, module.MOMENTS
+        monkeypatch.setattr(moments, "variant_of", lambda *of, g=genuine: (None if now.captures else g(*of)[0], False))
+        monkeypatch.setattr(module, "capturing", lambda _: now.captures)
+    monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: now.captures)
+    arguments = step()
+    inputs, weight = (torch.randn(BATCH, WIDTH), torch.randn(BATCH, 4)), torch.randn(HIDDEN, WIDTH + 4)
+    want, product = torch.gru_cell(*arguments), torch.nn.functional.linear(torch.cat(inputs, -1), weight)
+
+    def both() -> tuple[Any, Any]:
+        x, h, *weights = arguments
+        found = cell.known(x, h, *weights, False), linear.known(inputs, weight, None)
+        if found[0] is None:
+            torch.testing.assert_close(cell.run_cell((x,), h, *weights, inplace=False), want, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(linear.run_linear_cat(inputs, weight, None), product, atol=1e-5, rtol=1e-5)
+        return found
+
+    assert both() == (None, None)
+    assert None not in both()
+    assert len(fired) == 2
+    now.captures = True
+    for _ in range(2):
+        assert both() == (None, None)
+    now.captures = False
+    assert None not in both()
+    assert len(fired) == 4
 
 
 @pytest.mark.parametrize("segments", [1, 2])

@@ -81,11 +81,13 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tables: dict[str, Table]) -> Itera
     monkeypatch.setattr(tuned.launching.plan, "_specialised", specialised)
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
     tuned.calls.rope.call._PLANS.clear()
-    tuned.calls.gru_cell.run.variant_of.cache_clear()
+    for variant_of in tuned.calls.gru_cell.run.MOMENTS.variants:
+        variant_of.cache_clear()
     with np.errstate(all="ignore"):
         yield tables
     tuned.calls.rope.call._PLANS.clear()
-    tuned.calls.gru_cell.run.variant_of.cache_clear()
+    for variant_of in tuned.calls.gru_cell.run.MOMENTS.variants:
+        variant_of.cache_clear()
 
 
 def note(size: RopeSize = SIZE, gpu: Gpu = UNKNOWN, spec: RopeSpec = SPEC) -> None:

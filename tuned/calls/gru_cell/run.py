@@ -6,6 +6,7 @@ keep none of the caller's tensors alive: they hold numbers, kernels and settings
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -17,15 +18,17 @@ from tuned.calls.products import MAX_ELEMENTS, name_of, precision_of, rows_of, u
 from tuned.families.gru_cell import FAMILY as GRU_CELL
 from tuned.families.gru_cell.launches import GruCellCall
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
-from tuned.families.products import DTYPES, MAX_SEGMENTS, joined
+from tuned.families.products import DTYPES, MAX_SEGMENTS, as_called, joined
 from tuned.launching import left
 from tuned.launching.launcher import run_publicly
 from tuned.launching.overwrite import bump_versions
 from tuned.launching.plan import (
     NO_KEY,
     DirectLaunch,
+    capturing,
     current_device,
     listeners,
+    outside_of_graphs,
     run_and_keep,
     tracing,
     transforms_active,
@@ -33,14 +36,14 @@ from tuned.launching.plan import (
 from tuned.launching.rehearsal import NotedError, note_left
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
-from tuned.lookup.lookup import Choice, choose
+from tuned.lookup.lookup import Choice
 
 _PLANS: dict[Any, Any] = {}  # key of a call -> (pointers, x, h, weight_ih, weight_hh, bias_ih, bias_hh) -> h'
 _FLOAT32 = torch.float32
 _grad_enabled = torch.is_grad_enabled
 _autocast = torch.is_autocast_enabled
 _linear = torch.nn.functional.linear
-variant_of = misses.variants(GRU_CELL)
+MOMENTS = misses.Moments(GRU_CELL, dataclasses.replace(GRU_CELL, doubt=as_called(GRU_CELL.doubt)))
 
 
 def _spec_of(
@@ -72,7 +75,7 @@ def choice_of(
 ) -> tuple[Choice, GruCellSpec]:
     """Which variant a step gets that ``why_not`` accepts, and its spec; nothing runs."""
     spec, size = _spec_of(segments, h, bias, inplace)
-    return choose(GRU_CELL, spec, size, gpu_of(h.device)), spec
+    return MOMENTS.choice_of(spec, size, gpu_of(h.device), capturing(h)), spec
 
 
 def prepared(  # noqa: PLR0913 - the tensors of the public call
@@ -200,17 +203,20 @@ def run_cell(  # noqa: PLR0913 - the tensors of the public call
     given = (h, weight_ih, weight_hh, bias_ih, bias_hh)
     x = segments[0] if len(segments) == 1 else tuple(segments)
     key, pointers = _key(x, *given, inplace) or (None, None)
-    variant, reason = None, why_not(segments, h)
+    variant, always, reason = None, True, why_not(segments, h)
     if reason is None:
         spec, size = _spec_of(segments, h, bias_ih, inplace)
-        variant = variant_of(spec, size, gpu_of(h.device))
+        variant, always = MOMENTS.variant_of(spec, size, gpu_of(h.device), capturing(h))
     if variant is None:
         note_left("gru_cell", h, reason or "PyTorch's own is thought to take less")
-        left.leave(weight_ih, sizes(x, inplace, *given))
+        if always:
+            left.leave(weight_ih, sizes(x, inplace, *given))
         return _by_torch(segments, given, inplace)
     call = prepared(segments, *given, inplace)
     public = functools.partial(_public, spec, variant)
-    make = functools.partial(_library_plan if variant.form == "library" else _fused_plan, call, public)
+    make: Any = functools.partial(_library_plan if variant.form == "library" else _fused_plan, call, public)
+    if not always:
+        make, public = (lambda direct, made=make: outside_of_graphs(made(direct))), outside_of_graphs(public)
     taken = (*call.segments, call.h, call.weight_ih, call.weight_hh, call.bias_ih, call.bias_hh)
     steps = GRU_CELL.launches(spec, variant, call)
     try:

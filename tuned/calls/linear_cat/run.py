@@ -6,6 +6,7 @@ keep none of the caller's tensors alive: they hold numbers, kernels and settings
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -16,17 +17,17 @@ from tuned.calls.products import MAX_ELEMENTS, name_of, precision_of, rows_of, u
 from tuned.families.linear_cat import FAMILY as LINEAR_CAT
 from tuned.families.linear_cat.launches import LinearCatCall, launches
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
-from tuned.families.products import DTYPES, MAX_SEGMENTS, joined
+from tuned.families.products import DTYPES, MAX_SEGMENTS, as_called, joined
 from tuned.launching import left
 from tuned.launching.launcher import run_publicly
-from tuned.launching.plan import NO_KEY, DirectLaunch, modes, run_and_keep, traits
+from tuned.launching.plan import NO_KEY, DirectLaunch, capturing, modes, outside_of_graphs, run_and_keep, traits
 from tuned.launching.rehearsal import NotedError, note_left
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
-from tuned.lookup.lookup import Choice, choose
+from tuned.lookup.lookup import Choice
 
 _PLANS: dict[Any, Any] = {}  # key of a call -> (inputs, weight, bias) -> y
-_variant_of = misses.variants(LINEAR_CAT)
+MOMENTS = misses.Moments(LINEAR_CAT, dataclasses.replace(LINEAR_CAT, doubt=as_called(LINEAR_CAT.doubt)))
 _grad_enabled = torch.is_grad_enabled
 
 
@@ -51,7 +52,7 @@ def _spec_of(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: Any) ->
 def choice_of(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: Any) -> tuple[Choice, LinearCatSpec]:
     """Which variant a call gets that ``why_not`` accepts, and its spec; nothing runs."""
     spec, size = _spec_of(inputs, weight, bias)
-    return choose(LINEAR_CAT, spec, size, gpu_of(weight.device)), spec
+    return MOMENTS.choice_of(spec, size, gpu_of(weight.device), capturing(weight)), spec
 
 
 def _key(inputs: Any, weight: Any, bias: Any) -> Any:
@@ -93,17 +94,20 @@ def eager(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tens
 
 def run_linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """A checked call that needs no gradient: inputs ``[..., k_i]`` to ``[..., outputs]``. ``known`` serves the next ones."""
-    variant, reason = None, why_not(inputs, weight)
+    variant, always, reason = None, True, why_not(inputs, weight)
     if reason is None:
         spec, size = _spec_of(inputs, weight, bias)
-        variant = _variant_of(spec, size, gpu_of(weight.device))
+        variant, always = MOMENTS.variant_of(spec, size, gpu_of(weight.device), capturing(weight))
     if variant is None:
         note_left("linear_cat", inputs[0], reason or "PyTorch's own is thought to take less")
-        left.leave(weight, sizes(inputs, bias))
+        if always:
+            left.leave(weight, sizes(inputs, bias))
         return eager(inputs, weight, bias)
     call = prepared(inputs, weight, bias)
     public = functools.partial(_public, spec, variant)
-    make = functools.partial(_direct_plan, inputs[0].shape[:-1], spec, weight.device.index, public)
+    make: Any = functools.partial(_direct_plan, inputs[0].shape[:-1], spec, weight.device.index, public)
+    if not always:
+        make, public = (lambda direct, made=make: outside_of_graphs(made(direct))), outside_of_graphs(public)
     taken = (*call.segments, call.weight, call.bias)
     steps, key = launches(spec, variant, call), _key(inputs, weight, bias)
     try:

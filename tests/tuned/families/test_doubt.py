@@ -1,0 +1,81 @@
+"""Of which shapes the time of a row says something: in CUDA graphs of few, as calls of all that the host takes longer for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tuned.calls.gru_cell import run as cell
+from tuned.calls.linear_cat import run as linear
+from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.products import CALLED_PRODUCTS, FAR
+from tuned.lookup.lookup import Gpu
+from tuned.lookup.misses import Moments
+from tuned.lookup.table import tables
+
+ROW = GruCellSpec("bfloat16", 512, (512,))
+CELL = cell.MOMENTS
+H200 = Gpu("nvidia_h200", 90, 132, "NVIDIA H200")
+
+
+def doubts(spec: Any, rows: int, octaves: float = 1.0, row: Any = ROW) -> list[str | None]:
+    """As a call, and in a CUDA graph."""
+    size = GruCellSize(rows) if isinstance(spec, GruCellSpec) else LinearCatSize(rows)
+    return [family.doubt(row, spec, size, octaves) for family in CELL._families if family.doubt is not None]
+
+
+def test_a_row_speaks_for_shapes_like_its_own() -> None:
+    like = dataclasses.replace(ROW, hidden=768, inputs=(384,), dtype="float16")
+    assert doubts(like, 4000) == [None, None]
+    assert doubts(like, 4000, FAR) == [None, None]
+    assert all("are far" in (said or "") for said in doubts(like, 4000, FAR + 0.1))
+    for spec in (GruCellSpec("float32", 512, (512,), precision=precision) for precision in ("ieee", "tf32")):
+        assert all("precision" in (said or "") for said in doubts(spec, 1)), "as a call too"
+
+
+def test_rows_that_are_not_aligned_are_spoken_for_by_such_rows() -> None:
+    for spec in (dataclasses.replace(ROW, hidden=500), dataclasses.replace(ROW, inputs=(512, 3))):
+        assert all("16 bytes" in (said or "") for said in doubts(spec, 4000))
+        assert doubts(spec, 4000, row=dataclasses.replace(ROW, hidden=200, inputs=(201,))) == [None, None]
+        assert doubts(spec, 2) == [None, None], "of two rows loads are few"
+    assert doubts(dataclasses.replace(ROW, hidden=100, inputs=(100,)), 4000) == [None, None]
+
+
+def test_a_small_call_is_the_hosts_time() -> None:
+    spec = GruCellSpec("bfloat16", 1001, (1001,))
+    most = CALLED_PRODUCTS // spec.weights
+    called, captured = doubts(spec, most, 9.0)
+    assert called is None
+    assert captured is not None
+    assert None not in doubts(spec, most + 1, 9.0)
+
+
+def test_in_place_and_of_one_segment_a_kernel_does_what_pytorchs_own_cannot() -> None:
+    assert doubts(dataclasses.replace(ROW, hidden=501, inplace=True), 4000, 9.0) == [None, None]
+    spec, row = LinearCatSpec("float32", (501,), 7, precision="tf32"), LinearCatSpec("bfloat16", (512,), 512)
+    found = [f.doubt(row, spec, LinearCatSize(4000), 9.0) for f in linear.MOMENTS._families if f.doubt is not None]
+    assert found == [None, None]
+
+
+@pytest.mark.parametrize("moments", [cell.MOMENTS, linear.MOMENTS], ids=["cell", "linear"])
+def test_measured_problems_get_the_same_kernel_at_both_moments(moments: Moments) -> None:
+    name = moments._families[0].name
+    for row in tables()["nvidia_h200"].rows[name]:
+        found = [moments.variant_of(row.spec, row.size, H200, captured) for captured in (False, True)]
+        assert found[0] == found[1]
+        assert found[0][1]
+        kept = row.variant if not 0 < row.eager_us < row.median_us else None
+        assert found[0][0] == kept
+
+
+def test_what_only_calls_win_by_is_left_to_pytorch_in_a_graph() -> None:
+    spec, size = GruCellSpec("bfloat16", 445, (120,)), GruCellSize(26)
+    called, captured = (CELL.variant_of(spec, size, H200, moment) for moment in (False, True))
+    assert called[0] is not None
+    assert captured == (None, False)
+    assert called[1] is False
+    assert CELL.choice_of(spec, size, H200, captured=True).rule == "eager"
+    assert CELL.choice_of(spec, size, H200, captured=False).variant == called[0]
