@@ -56,13 +56,14 @@ def note(family: Family, spec: Any, size: Any, choice: Choice) -> None:
         _record(path, family, spec, size)
 
 
-def variants(family: Family) -> Any:
+def variants(family: Family, *, noting: bool = True) -> Any:
     """A function (spec, size, gpu) -> variant, or None, of a family: chosen and noted once for all equal calls."""
 
     @functools.lru_cache(maxsize=MAX_CHOICES)
     def variant_of(spec: Any, size: Any, gpu: Gpu) -> Any:
         choice = choose(family, spec, size, gpu)
-        note(family, spec, size, choice)
+        if noting:
+            note(family, spec, size, choice)
         return choice.variant
 
     return variant_of
@@ -73,7 +74,7 @@ class Moments:
 
     def __init__(self, family: Family, called: Family) -> None:
         self._families = called, family
-        self.variants = variants(called), variants(family)
+        self.variants = variants(called), variants(family, noting=False)
 
     def choice_of(self, spec: Any, size: Any, gpu: Gpu, captured: bool) -> Choice:  # noqa: FBT001
         """The choice at one moment."""
