@@ -127,4 +127,6 @@ def believing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _believed(family: Family, spec: Any, size: Any, gpu: Gpu) -> Any:
-    return choose(family, spec, size, gpu).variant or family.fit(family.default_variant(spec, size), gpu.capability)
+    return choose(family, spec, size, gpu).variant or family.fit(
+        family.default_variant(spec, size), spec, gpu.capability
+    )

@@ -95,7 +95,7 @@ OPTIONAL = {
     "small": "(size, variant) -> a size for the interpreter",
     # What the built-in families say beside these, for a finer estimate, search or page; as Family and Workload have them.
     "adapt": "(variant, its spec, another spec) -> the variant for the other spec",
-    "fit": "(variant, capability) -> the variant, without what the architecture lacks",
+    "fit": "(variant, spec, capability) -> the variant, without what the architecture lacks for this spec",
     "kernel_names": "(spec, variant) -> the kernels, in order, where there are several",
     "texts": "() -> (template, name, spec, variant, True) of every kernel, where TEXT does not say it",
     "work": "(problem, variant) -> what its launches do, for the estimate",
@@ -233,7 +233,7 @@ def octaves(a: Any, b: Any) -> float:
     return away
 
 
-def _fitted(variant: Any, capability: int) -> Any:
+def _fitted(variant: Any, _spec: Any, capability: int) -> Any:
     if getattr(variant, "launch_pdl", False) and capability < PDL_CAPABILITY:
         return dataclasses.replace(variant, launch_pdl=False)
     return variant
