@@ -112,17 +112,17 @@ def regrets(samples: Samples, left_out: Callable[[Problem, Problem], bool]) -> d
         if without not in known:
             known[without] = fit(samples, without.__contains__)
         rows = [(p.spec, p.size, v) for p, v in winners.items() if p not in without]
-        pick = best_of(samples.family, problem, measured, known[without]["kernels"], rows)
+        pick = best_of(samples, problem, measured, known[without]["kernels"], rows)
         found[problem.name] = measured[pick] / min(times.values()) - 1
     return found
 
 
-def best_of(family: str, problem: Problem, variants: Iterable[Any], weights: Weights, rows: Iterable[Any]) -> Any:
-    """As tuned.lookup.model picks, among these variants and with these rows."""
-    described = WORKLOADS[family].family
-    model = described.model
-    assert model is not None, f"{family} has no model"
-    near = won(described, problem.spec, problem.size, rows)
+def best_of(of: Samples, problem: Problem, variants: Iterable[Any], weights: Weights, rows: Iterable[Any]) -> Any:
+    """As tuned.lookup.model picks on the GPU of these samples, among these variants and with these rows."""
+    family = WORKLOADS[of.family].family
+    model = family.model
+    assert model is not None, f"{of.family} has no model"
+    near = won(family, problem.spec, problem.size, rows, of.environment["capability"])
     return min(
         variants,
         key=lambda v: weighted(model.kernels(problem.spec, problem.size, v), weights) * model.handicap(v, near),

@@ -83,7 +83,9 @@ def _size_then_spec(held: Landscape, others: list[Landscape]) -> Any:
 def _nearest_row(rescaled: bool, measure: str) -> Callable[[Landscape, list[Landscape]], Any]:  # noqa: FBT001
     def pick(held: Landscape, others: list[Landscape]) -> Any:
         problem, work = held.problem, WORKLOADS[held.problem.family]
-        family = work.family if rescaled else dataclasses.replace(work.family, adapt=lambda variant, *_: variant)
+        family = work.family
+        if not rescaled:
+            family = dataclasses.replace(family, adapt=lambda variant, *_: variant, fit=lambda variant, *_: variant)
         rows = [row_of(other) for other in others]
         size = problem.size
         if measure == "bytes":

@@ -158,6 +158,22 @@ FAMILIES = (
         "A stack of GRU layers gets a variant that does not fit into shared memory, and fails at its launch.",
     ),
     Fault(
+        "fit_asks_the_rules_of_hopper",
+        "tuned/families/gru/variant.py",
+        "while rejection(spec, None, variant, capability) is not None and",
+        "while rejection(spec, None, variant) is not None and",
+        (T + "families/test_fit.py::test_a_gru_that_fits_with_fewer_units_gets_them[80]",),
+        "On an A100 a 16-bit GRU that polls loses its tile, and one of a larger GPU's shared memory is not made smaller.",
+    ),
+    Fault(
+        "fit_knows_no_dtype",
+        "tuned/families/gru/variant.py",
+        "lacks = capability < SPIN_CAPABILITY[spec.item] or",
+        "lacks = capability < max(SPIN_CAPABILITY.values()) or",
+        (T + "families/test_fit.py::test_a_row_keeps_a_variant_that_its_card_can_run[gru-80]",),
+        "A float32 GRU does not spin below sm_90, where nothing else is legal, and has a launch a step.",
+    ),
+    Fault(
         "waiting_grid_not_cooperative",
         "tuned/families/gru/launches.py",
         '| ({"launch_cooperative_grid": True} if waits else {})',

@@ -314,7 +314,7 @@ def test_the_default_of_a_step_compiles_whatever_its_sizes(
     compiler: concurrent.futures.Executor, spec: GruCellSpec, batch: int, architecture: str
 ) -> None:
     size = GruCellSize(batch)
-    variant = fit(default_variant(spec, size), int(architecture.removeprefix("sm_")))
+    variant = fit(default_variant(spec, size), spec, int(architecture.removeprefix("sm_")))
     problem = Problem("any sizes", "gru_cell", spec, size)
     needs = compiler.submit(compile_variant, problem, variant, architecture).result()
     assert hopeless(needs, int(architecture.removeprefix("sm_"))) is None

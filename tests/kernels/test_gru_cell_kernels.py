@@ -187,7 +187,7 @@ def test_the_default_is_legal_for_any_call_on_any_architecture() -> None:
             for size in (None, *(GruCellSize(batch) for batch in sizes)):
                 variant = default_variant(spec, size)
                 for capability in (*LEAST_SHARED, 80, 90):
-                    fitted = fit(variant, capability)
+                    fitted = fit(variant, spec, capability)
                     assert rejection(spec, size, fitted, capability) is None, (spec, size, fitted, capability)
 
 

@@ -100,7 +100,7 @@ def product_launches(capability: int = 90) -> dict[str, Launch]:
     fused = GruCellSpec("bfloat16", 1024, (256, 1024))
     for size in map(GruCellSize, (1, 64, 256)):
         call = gru_cell.inputs(fused, size, "meta", 0)
-        steps += cell_launches(fused, cell_fit(cell_default(fused, size), capability), call)
+        steps += cell_launches(fused, cell_fit(cell_default(fused, size), fused, capability), call)
     for problem in linear_problems():
         variant = linear_default(problem.spec, problem.size)
         steps += linear_launches(problem.spec, variant, linear_cat.inputs(problem.spec, problem.size, "meta", 0))

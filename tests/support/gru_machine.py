@@ -130,4 +130,4 @@ def believing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _believed(family: Family, spec: Any, size: Any, gpu: Gpu, _captured: bool) -> tuple[Any, bool]:
     chosen = choose(family, spec, size, gpu).variant
-    return chosen or family.fit(family.default_variant(spec, size), gpu.capability), True
+    return chosen or family.fit(family.default_variant(spec, size), spec, gpu.capability), True

@@ -468,7 +468,7 @@ def all_that_ships(capability: int) -> list[Case]:
     from tuned.lookup.record import load_record  # noqa: PLC0415
 
     rows = [winner for path in sorted(WINNERS.glob("*.json")) for winner in load_record(path)]
-    found = [(row.spec, row.size, fit(row.variant, capability)) for row in rows if row.family == "gru"]
+    found = [(row.spec, row.size, fit(row.variant, row.spec, capability)) for row in rows if row.family == "gru"]
     found += [(spec, _size(variant), variant) for spec, variant in _texts_and_exchanges()]
     legal = [Case(*one, f"sm_{capability}") for one in found if _waits(*one, capability)]
     return list({str(case): case for case in legal}.values())

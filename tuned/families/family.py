@@ -42,7 +42,8 @@ class Family:
     default_variant: Callable[..., Any]  # (spec, size or None) -> a legal variant for any spec
     distance: Callable[[Any, Any], float]  # (spec, spec) -> distance for the choice of a variant, in octaves
     adapt: Callable[[Any, Any, Any], Any]  # (variant, its spec, another spec) -> the variant for the other spec
-    fit: Callable[[Any, int], Any]  # (variant, capability) -> the variant, without what the architecture lacks
+    # (variant, spec, capability) -> the variant, without what the architecture lacks for this spec
+    fit: Callable[[Any, Any, int], Any]
     kernel_names: Callable[
         [Any, Any], tuple[str, ...]
     ]  # (spec, variant) -> modules in ``kernels`` of its home, in order
@@ -51,6 +52,11 @@ class Family:
     doubt: Callable[[Any, Any, Any, float], str | None] | None = None
     model: Model | None = None  # of its time, if calls without a row are served by one
     home: str = BUILT_IN  # the package whose ``kernels`` and ``tables`` are those of this family
+
+
+def brought(family: Family, variant: Any, spec: Any, to: Any, capability: int) -> Any:
+    """A variant that was tuned for one spec, brought to another on any card: what the card lacks depends on that other."""
+    return family.fit(family.adapt(variant, spec, to), to, capability)
 
 
 def described(  # noqa: PLR0913 - the modules of a family

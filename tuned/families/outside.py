@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tuned.families.architecture import PDL_CAPABILITY
+from tuned.families.architecture import LEAST_SHARED, PDL_CAPABILITY
 from tuned.families.choices import choices
 from tuned.families.family import Family
 from tuned.families.launch import Launch
@@ -95,7 +95,7 @@ OPTIONAL = {
     "small": "(size, variant) -> a size for the interpreter",
     # What the built-in families say beside these, for a finer estimate, search or page; as Family and Workload have them.
     "adapt": "(variant, its spec, another spec) -> the variant for the other spec",
-    "fit": "(variant, capability) -> the variant, without what the architecture lacks",
+    "fit": "(variant, spec, capability) -> the variant, without what the architecture lacks for this spec",
     "kernel_names": "(spec, variant) -> the kernels, in order, where there are several",
     "texts": "() -> (template, name, spec, variant, True) of every kernel, where TEXT does not say it",
     "work": "(problem, variant) -> what its launches do, for the estimate",
@@ -180,19 +180,23 @@ def described(module: types.ModuleType) -> Family:
     _check(module)
     file = Path(str(module.__file__)).resolve()
     name, text, variant_type = family_name(file), tuple(module.TEXT), module.Variant
-    rule: Callable[..., str | None] = getattr(module, "rejection", lambda *_: None)
-    whole = len(inspect.signature(rule).parameters) > 4  # noqa: PLR2004 - it asks for the multiprocessors too
+    own: Callable[..., str | None] = getattr(module, "rejection", lambda *_: None)
+    whole = len(inspect.signature(own).parameters) > 4  # noqa: PLR2004 - it asks for the multiprocessors too
+
+    def rule(spec: Any, size: Any, variant: Any, capability: int, multiprocessors: Any = None) -> str | None:
+        return own(spec, size, variant, capability, *([multiprocessors] if whole else []))
 
     def rejection(spec: Any, size: Any, variant: Any, capability: int = 90, multiprocessors: Any = None) -> str | None:
         if getattr(variant, "launch_pdl", False) and capability < PDL_CAPABILITY:
             return f"programmatic dependent launch needs compute capability 9.0, not {capability / 10}"
-        return rule(spec, size, variant, capability, *([multiprocessors] if whole else []))
+        return rule(spec, size, variant, capability, multiprocessors)
 
     def default_variant(spec: Any, size: Any = None) -> Any:
         declared = choices(variant_type)
         every = (dict(zip(declared, values, strict=True)) for values in itertools.product(*declared.values()))
         tried = itertools.chain([variant_type()], (variant_type(**knobs) for knobs in every))
-        return next((v for v in tried if rule(spec, size, v, 0) is None), variant_type())
+        legal = (v for v in tried if all(rule(spec, size, v, capability) is None for capability in LEAST_SHARED))
+        return next(legal, variant_type())
 
     def kernel_names(spec: Any, variant: Any) -> tuple[str, ...]:
         return (kernel_name(name, text, spec, variant),)
@@ -233,7 +237,7 @@ def octaves(a: Any, b: Any) -> float:
     return away
 
 
-def _fitted(variant: Any, capability: int) -> Any:
+def _fitted(variant: Any, _spec: Any, capability: int) -> Any:
     if getattr(variant, "launch_pdl", False) and capability < PDL_CAPABILITY:
         return dataclasses.replace(variant, launch_pdl=False)
     return variant

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from tuned.families.family import BUILT_IN, Family
+from tuned.families.family import BUILT_IN, Family, brought
 from tuned.lookup import model
 from tuned.lookup.portfolio import rows_for
 from tuned.lookup.record import HARD, differences
@@ -79,7 +79,7 @@ def _choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
         why = f"no table has a row that can serve; {row.source}'s best for {row.spec} with {row.size}, {away:.2g} octaves away"
         return Choice("portfolio", why, variant)
     why = f"neither a table nor a portfolio has a {family.name} variant that can stand in for this call"
-    default = family.fit(family.default_variant(spec, size), gpu.capability)
+    default = family.fit(family.default_variant(spec, size), spec, gpu.capability)
     reason = family.rejection(spec, size, default, gpu.capability, gpu.multiprocessors)
     if reason is not None:
         return Choice("eager", f"{why}, nor can the default variant: {reason}", None)
@@ -159,7 +159,7 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
     here = _here(family, spec, gpu, table)
     row = here.measured.get(size)
     if row is not None:
-        variant = family.fit(row.variant, gpu.capability)
+        variant = family.fit(row.variant, spec, gpu.capability)
         if usable(family, spec, size, variant, gpu.capability, gpu.multiprocessors):
             if 0 < row.eager_us < row.median_us:
                 return _left_to_pytorch(row, gpu, "")
@@ -222,7 +222,7 @@ def variant_at(rows: NearRows, family: Family, size: Any, gpu: Gpu) -> Any:
     """The variant that ``choose`` gives at a size, provided that it is ``usable`` there, which is not checked; or None."""
     row = rows.measured.get(size)
     if row is not None:
-        return family.fit(row.variant, gpu.capability)
+        return family.fit(row.variant, row.spec, gpu.capability)
     found = _nearest_of(rows.near, size)
     return None if found is None else found[2]
 
@@ -266,7 +266,7 @@ def _undominated(family: Family, spec: Any, gpu: Gpu, rows: Iterable[Row]) -> tu
             _octave(row.size),
             row.stale is not None,
             row,
-            family.adapt(family.fit(row.variant, gpu.capability), row.spec, spec),
+            brought(family, row.variant, row.spec, spec, gpu.capability),
         )
         for row in rows
     ]
@@ -318,7 +318,7 @@ def nearest(  # noqa: PLR0913 - the call, the rows and the GPU
     """
     away = [(_octaves(family, row, spec, size), row) for row in rows]
     for distance, row in sorted(away, key=lambda one: (one[0], one[1].stale is not None)):
-        variant = family.adapt(family.fit(row.variant, capability), row.spec, spec)
+        variant = brought(family, row.variant, row.spec, spec, capability)
         if usable(family, spec, size, variant, capability, multiprocessors):
             return distance, row, variant
     return None

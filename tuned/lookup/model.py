@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from tuned.families.family import BUILT_IN, Family
+from tuned.families.family import BUILT_IN, Family, brought
 from tuned.lookup.table import ships
 
 Weights = Mapping[str, float]
@@ -70,14 +70,16 @@ def beside_us(family: Family, spec: Any, size: Any) -> float:
     return weighted(family.model.projection(spec, size), weights["projection"])
 
 
-def won(family: Family, spec: Any, size: Any, rows: Iterable[tuple[Any, Any, Any]]) -> dict[Any, float]:
-    """Variant, adapted to a call -> octaves to the nearest of the rows (spec, size, variant) that it won."""
+def won(
+    family: Family, spec: Any, size: Any, rows: Iterable[tuple[Any, Any, Any]], capability: int
+) -> dict[Any, float]:
+    """Variant, brought to a call -> octaves to the nearest of the rows (spec, size, variant) that it won."""
     assert family.model is not None
     found: dict[Any, float] = {}
     for other, other_size, variant in rows:
-        adapted = family.adapt(variant, other, spec)
+        here = brought(family, variant, other, spec, capability)
         away = family.model.octaves(spec, size, other, other_size)
-        found[adapted] = min(found.get(adapted, math.inf), away)
+        found[here] = min(found.get(here, math.inf), away)
     return found
 
 
@@ -86,7 +88,7 @@ def pick(family: Family, spec: Any, size: Any, gpu: Any, rows: Iterable[tuple[An
     model, weights = family.model, weights_of(family)
     assert model is not None, f"{family.name} has no model"
     assert weights is not None
-    near = won(family, spec, size, rows)
+    near = won(family, spec, size, rows, gpu.capability)
     found: list[tuple[float, int, float, Any]] = []
     for variant in model.candidates(spec, size, gpu.capability, gpu.multiprocessors):
         if not ships(family, spec, variant):

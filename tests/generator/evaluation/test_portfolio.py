@@ -120,7 +120,7 @@ def test_without_any_table_the_portfolio_serves_and_without_that_the_default(mon
     here, spec, size = Gpu("a_card", 120, 100), GruCellSpec("bfloat16", 1024, (1024,)), GruCellSize(64)
     choice = choose(GRU, spec, size, here)
     assert choice.rule == "portfolio"
-    assert choice.variant in [GRU.fit(v, 120) for v in variants_for("gru_cell", 120)]
+    assert choice.variant in [GRU.fit(v, spec, 120) for v in variants_for("gru_cell", 120)]
     assert "the portfolio of any" in choice.why
     monkeypatch.setattr(tuned.lookup.lookup, "rows_for", lambda *_: ())
     assert choose(GRU, spec, size, here).rule == "default"

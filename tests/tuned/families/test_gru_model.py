@@ -8,7 +8,7 @@ import math
 import pytest
 
 from tuned.families.gru import FAMILY
-from tuned.families.gru.model import alike, candidates, handicap, kernels, library, margin, octaves, projection
+from tuned.families.gru.model import alike, candidates, handicap, kernels, library, margin, octaves, projection, spills
 from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant, alone, programs, rejection
 
@@ -39,6 +39,22 @@ def test_a_batch_that_fits_in_no_other_way_is_taken_in_turns() -> None:
     assert found
     assert all(variant.in_turn for variant in found)
     assert not candidates(GruSpec("float32", 2048), GruSize(8, 100), 90, 132), "50 MB of weights fit on no chip"
+
+
+def test_tiles_that_spill_are_offered_on_other_cards_only_if_there_is_nothing_else() -> None:
+    spec, size = GruSpec("float16", 274, "thd"), GruSize(401, 164)
+    tile = GruVariant("persistent", "split", 64, 32, "counter", "late", 4)
+    assert spills(spec, tile), "37,302 bytes a thread on an A100"
+    assert not spills(dataclasses.replace(spec, hidden=272), tile), "of 16 bytes at a time"
+    assert spills(spec, dataclasses.replace(tile, block_batch=16))
+    assert not spills(spec, dataclasses.replace(tile, block_batch=8))
+    assert not spills(spec, dataclasses.replace(tile, block_hidden=32, block_batch=16))
+    assert not [v for v in candidates(spec, size, 80, 108) if spills(spec, v)]
+    assert tile in candidates(spec, size, 90, 132), "measured there"
+    stack, large = GruSpec("bfloat16", 215, "thd", layers=2), GruSize(280, 1395)
+    rest = candidates(stack, large, 80, 108)
+    assert rest
+    assert all(spills(stack, v) for v in rest), "one launch is offered wherever one fits"
 
 
 def test_amounts_grow_with_what_they_count() -> None:

@@ -250,7 +250,7 @@ def test_a_neighbours_variant_is_legal_or_not_taken() -> None:
     known = [(spec, variant) for spec, _, variant, _ in rows if rejection(spec, None, variant) is None]
     taken = 0
     for (spec, variant), (to, _, _, _) in zip(known, rows, strict=False):
-        found = adapt(variant, spec, to)
+        found = fit(adapt(variant, spec, to), to, 90)
         for name in ("strategy", "form", "block_batch", "num_warps"):
             assert getattr(found, name) == getattr(variant, name), "adapting changes tiles and what cannot be"
         assert found.block_hidden <= variant.block_hidden
@@ -262,20 +262,23 @@ def test_a_variant_fits_specs_of_other_widths_with_fewer_units() -> None:
     tuned = v(block_hidden=32)
     assert rejection(BF16, None, tuned) is None
     wide = GruSpec("bfloat16", 2048)
-    found = adapt(dataclasses.replace(tuned, num_warps=8, block_batch=8), BF16, wide)
+    found = fit(dataclasses.replace(tuned, num_warps=8, block_batch=8), wide, 90)
     assert found.block_hidden == 16
     assert rejection(wide, None, found) is None
-    assert adapt(tuned, BF16, GruSpec("bfloat16", 100)).exchange == "poll", "rows that are no multiple of 16 bytes"
-    assert adapt(v(block_hidden=64), BF16, SMALL) == GruVariant("persistent", block_hidden=64)
-    assert adapt(GruVariant(), BF16, wide) == GruVariant()
-    assert adapt(tuned, BF16, BF16) == tuned
+    assert fit(tuned, GruSpec("bfloat16", 100), 90).exchange == "poll", "rows that are no multiple of 16 bytes"
+    assert fit(v(block_hidden=64), SMALL, 90) == GruVariant("persistent", block_hidden=64)
+    assert fit(GruVariant(), wide, 90) == GruVariant()
+    assert fit(tuned, BF16, 90) == tuned
+    assert fit(dataclasses.replace(tuned, block_hidden=16), GruSpec("bfloat16", 1024), 80).block_hidden == 16
+    assert fit(dataclasses.replace(tuned, block_hidden=16), GruSpec("bfloat16", 1024), 86).block_hidden == 8
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_no_variant_brings_instructions_that_an_architecture_lacks(capability: int) -> None:
     for exchange in choices(GruVariant)["exchange"]:
-        found = fit(v(exchange=exchange, block_batch=8), capability)
-        reason = rejection(GruSpec("bfloat16", 128), None, found, capability)
+        spec = GruSpec("bfloat16", 128)
+        found = fit(v(exchange=exchange, block_batch=8), spec, capability)
+        reason = rejection(spec, None, found, capability)
         assert reason is None or found.exchange == exchange == "poll", (exchange, capability)
         assert found.exchange == exchange or capability < 90
 

@@ -106,6 +106,21 @@ def test_the_default_is_legal_everywhere_and_the_first_that_is(softmax: Path) ->
     assert found.why.endswith("nor can the default variant: none is")
 
 
+def test_the_default_is_asked_of_the_newest_cards_and_of_a_rule_that_asks_for_multiprocessors(softmax: Path) -> None:
+    new = "    if capability >= 120 and not multiprocessors and variant.num_warps == 4:\n        return 'none on new cards'\n"
+    changed(
+        softmax,
+        ("_capability: int) -> str | None:\n", "capability: int, multiprocessors: int | None) -> str | None:\n"),
+        ("    elements = block", f"{new}    elements = block"),
+    )
+    module = load(str(softmax))
+    family = described(module)
+    spec, size = module.Spec("float32", 4096), module.Size(1)
+    variant = family.default_variant(spec, size)
+    assert variant.num_warps != 4
+    assert all(family.rejection(spec, size, variant, capability) is None for capability in (0, 90, 120))
+
+
 def copied_again(file: Path) -> Path:
     folder = file.parent / "again"
     folder.mkdir()

@@ -25,6 +25,10 @@ NEAR, NEAR_MOST = 0.06, 0.2  # what the estimate of a variant is raised by, for 
 MOST_ALIGNED = 16
 MARGIN, MARGIN_NARROW = 0.85, 0.65
 LEAST_ROWS = 16  # of a product on tensor cores
+MEASURED = 90  # the capability that the weights were measured on, with tiles of all kinds
+# Elements of a piece of the state a thread, and then rows or results of a program, from which on kernels spill on other cards if
+# a row is no multiple of 16 bytes: 20 of 23 did, by up to 37,302 bytes a thread (docs/decisions/0049).
+NARROW_ELEMENTS, NARROW_ROWS, NARROW_RESULTS = 32, 32, 1024
 
 
 def covers(variant: GruVariant) -> bool:
@@ -126,7 +130,16 @@ def _candidates(spec: GruSpec, batch: int, capability: int, multiprocessors: int
             one = dataclasses.replace(variant, exchange=exchange, prefetch=prefetch)
             if rejection(spec, size, one, capability, multiprocessors) is None:
                 found.append(one)
-    return tuple(found)
+    slim = () if capability == MEASURED else tuple(one for one in found if not spills(spec, one))
+    return slim or tuple(found)
+
+
+def spills(spec: GruSpec, variant: GruVariant) -> bool:
+    """Whether a thread most likely has more addresses than registers: narrow loads of many rows have one each."""
+    units, rows = variant.block_hidden, variant.block_batch
+    each = rows * max(pieces(spec.hidden, variant.splits)) // (32 * variant.num_warps)
+    narrow = spec.hidden * spec.item % MOST_ALIGNED != 0
+    return narrow and each >= NARROW_ELEMENTS and (rows >= NARROW_ROWS or units * rows >= NARROW_RESULTS)
 
 
 def _fits(spec: GruSpec, size: GruSize, variant: GruVariant, turns: int, multiprocessors: int) -> bool:

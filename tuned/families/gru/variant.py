@@ -278,20 +278,29 @@ def distance(a: GruSpec, b: GruSpec) -> float:
     return 2 * octaves + sets + float(a.item != b.item) + 0.5 * sum(others)
 
 
-def adapt(variant: GruVariant, _spec: GruSpec, to: GruSpec) -> GruVariant:
-    """A variant that was tuned for another spec, adapted to ``to``: with fewer units per program until it fits."""
-    if variant.strategy == "library":
-        return variant
-    if variant.exchange in PTX_EXCHANGES and to.hidden * to.item % 16:
-        variant = dataclasses.replace(variant, exchange="poll")
-    if variant.strategy == "persistent" and alone(to, variant):
-        variant = dataclasses.replace(variant, exchange=GruVariant.exchange, prefetch=GruVariant.prefetch)
-    while rejection(to, None, variant) is not None and variant.block_hidden > SMALLEST:
-        variant = dataclasses.replace(variant, block_hidden=variant.block_hidden // 2)
+def adapt(variant: GruVariant, _spec: GruSpec, _to: GruSpec) -> GruVariant:
+    """A variant that was tuned for one spec, adapted to another: as it is. ``fit`` knows the card, which rules ask for."""
     return variant
 
 
-def fit(variant: GruVariant, capability: int) -> GruVariant:
-    """The variant for another architecture: without inline PTX that it does not have."""
-    lacks = variant.exchange in PTX_EXCHANGES and capability < max(SPIN_CAPABILITY.values())
-    return dataclasses.replace(variant, exchange="poll") if lacks else variant
+def fit(variant: GruVariant, spec: GruSpec, capability: int) -> GruVariant:
+    """The variant for a spec on another architecture: without inline PTX where that cannot be, in smaller tiles until it fits."""
+    if variant.strategy == "library":
+        return variant
+    lacks = capability < SPIN_CAPABILITY[spec.item] or spec.hidden * spec.item % MAX_LOAD
+    if variant.exchange in PTX_EXCHANGES and lacks:
+        variant = dataclasses.replace(variant, exchange="poll")
+    if variant.strategy == "persistent" and alone(spec, variant):
+        variant = dataclasses.replace(variant, exchange=GruVariant.exchange, prefetch=GruVariant.prefetch)
+    while rejection(spec, None, variant, capability) is not None and (smaller := _smaller(variant)) is not None:
+        variant = smaller
+    return variant
+
+
+def _smaller(variant: GruVariant) -> GruVariant | None:
+    """With half of the units; of a step a launch, whose programs do not wait for each other, then of the rows. Or None."""
+    if variant.block_hidden > SMALLEST:
+        return dataclasses.replace(variant, block_hidden=variant.block_hidden // 2)
+    if variant.strategy == "steps" and variant.block_batch > SMALLEST:
+        return dataclasses.replace(variant, block_batch=variant.block_batch // 2)
+    return None

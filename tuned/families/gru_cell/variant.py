@@ -259,7 +259,9 @@ def default_variant(spec: GruCellSpec, size: GruCellSize | None = None) -> GruCe
     products = () if spec.precision == "ieee" else larger if aligned else smallest
     tried = (vector, *products)
     for variant in tried:
-        fits = all(rejection(spec, size, fit(variant, capability), capability) is None for capability in LEAST_SHARED)
+        fits = all(
+            rejection(spec, size, fit(variant, spec, capability), capability) is None for capability in LEAST_SHARED
+        )
         if fits and (rows <= 2 or variant.form != "vector"):  # noqa: PLR2004
             return variant
     return gates_variant(spec.hidden)
@@ -295,7 +297,7 @@ def adapt(variant: GruCellVariant, _spec: GruCellSpec, _to: GruCellSpec) -> GruC
     return variant
 
 
-def fit(variant: GruCellVariant, capability: int) -> GruCellVariant:
+def fit(variant: GruCellVariant, spec: GruCellSpec, capability: int) -> GruCellVariant:
     """The variant for another architecture: without what only newer ones have, or only Hopper's compiler can."""
     if capability == 0 and variant.form in ("split", "tile") and variant.block_hidden < AMD_COLUMNS:
         # The same bytes in flight, in iterations of twice the bytes.
@@ -308,4 +310,8 @@ def fit(variant: GruCellVariant, capability: int) -> GruCellVariant:
     if variant.form == "tile" and capability > PDL_CAPABILITY:
         # Blackwell's tensor memory: Triton 3.7 cannot compile accumulators that a loop sets aside, and takes more shared memory.
         variant = dataclasses.replace(variant, schedule="two")
+        if variant.num_stages > (
+            most := max(2, turns(spec, variant))
+        ):  # two loops are shorter than the one that they replace
+            variant = dataclasses.replace(variant, num_stages=min(most, 4))
     return variant

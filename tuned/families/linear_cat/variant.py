@@ -209,6 +209,6 @@ def adapt(variant: LinearCatVariant, _spec: LinearCatSpec, _to: LinearCatSpec) -
     return variant
 
 
-def fit(variant: LinearCatVariant, capability: int) -> LinearCatVariant:
+def fit(variant: LinearCatVariant, _spec: LinearCatSpec, capability: int) -> LinearCatVariant:
     """The variant for another architecture: without what only newer ones have."""
     return variant if capability >= PDL_CAPABILITY else dataclasses.replace(variant, pdl=False)

@@ -160,6 +160,6 @@ def adapt(variant: RopeVariant, spec: RopeSpec, to: RopeSpec) -> RopeVariant:
     return dataclasses.replace(variant, block_tokens=tokens, block_heads=heads)
 
 
-def fit(variant: RopeVariant, capability: int) -> RopeVariant:
+def fit(variant: RopeVariant, _spec: RopeSpec, capability: int) -> RopeVariant:
     """The variant for another architecture: without what only newer ones have."""
     return variant if capability >= PDL_CAPABILITY else dataclasses.replace(variant, pdl=False)
