@@ -596,7 +596,7 @@ PROCESSES = (
     Fault(
         "another_method_is_remembered",
         "generator/storage/journal.py",
-        'KEY = ("device", "driver", "triton", "method")',
+        'KEY = ("device", "driver", "triton", "method", "timing")',
         'KEY = ("device", "driver", "triton")',
         (G + "storage/test_journal.py::test_what_was_measured_with_something_else_does_not_count",),
         "Times of an older way of timing are compared with those of today's.",
