@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-TIMING = "warmed, L2 left or emptied, finalists in other memory, checked after/4"  # 3 is all that METHOD tells
+TIMING = "warmed-cold-three-memories-checked/4"  # what is METHOD's is also of it
 GRAPH_US = 500.0  # launches in one graph take at least this long, so that starting the graph is under 1 percent
 REPLAYS = 12
 # A graph of thousands of time steps: fewer replays, since each is a mean of many waits already, and no more launches than

@@ -154,9 +154,8 @@ def _soft(device: str, rows: list[Winner], here: Here) -> Iterator[Finding]:
     for row in rows:
         for difference in differences(row.environment, here.versions, SOFT):
             grouped.setdefault(difference, []).append(row)
-        if (before := row.environment.get("timing")) != TIMING:
-            how = f"as {shown(before)}" if before else "as before"
-            grouped.setdefault(f"it was timed {how}, here it is {TIMING!r}", []).append(row)
+        if (before := row.environment.get("timing", row.environment["method"])) != TIMING:
+            grouped.setdefault(f"it was timed by {shown(before)}, here by {TIMING!r}", []).append(row)
         if row.environment.get("search") == QUICK:
             grouped.setdefault("only the portfolio was measured (--quick)", []).append(row)
     for difference, found in grouped.items():

@@ -99,7 +99,7 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
     assert second.winner == first.winner
 
 
-@pytest.mark.parametrize("changed", ["driver", "triton", "method", "device"])
+@pytest.mark.parametrize("changed", ["driver", "triton", "method", "timing", "device"])
 def test_what_was_measured_with_something_else_is_measured_again(tmp_path: Path, changed: str) -> None:
     search(SMALL, FakeWorker(gru_cost), tmp_path)
     again = FakeWorker(gru_cost)
