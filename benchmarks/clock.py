@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from generator.measuring.bench import Timing, copy_time, device_time, host_time, sets_beyond_l2, summarise
+from generator.measuring.bench import emptying as _flush
 
 Call = Callable[[], object]
 
@@ -85,13 +86,6 @@ def device(launches: Sequence[Call]) -> Timing:
 def set_count(bytes_per_set: int) -> int:
     """How many sets ``cold`` needs for launches that touch so many bytes."""
     return min(sets(bytes_per_set), MOST_SETS)
-
-
-@functools.cache
-def _flush() -> Call:
-    """What leaves nothing in the L2 but its own, clean lines: a read of twice its size."""
-    l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    return torch.ones(2 * l2_bytes // 4, device="cuda").sum
 
 
 def cold(launches: Sequence[Call], bytes_per_set: int) -> Timing:

@@ -239,7 +239,7 @@ def here() -> dict[str, Any]:
     from generator.measuring.environment import environment  # noqa: PLC0415 - imports torch
 
     found = environment(0)
-    del found["method"]  # nothing is timed
+    del found["method"], found["timing"]  # nothing is timed
     return {**found, "python": platform.python_version()}
 
 

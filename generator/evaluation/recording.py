@@ -62,7 +62,7 @@ def record(
         for variant in [v for v, why in failed.items() if tries < times_to_be_a_fact(why)]:
             attempt(variant, submit(variant))
     best = sorted(times, key=times.__getitem__)[:AGAIN]
-    times |= {v: t.median_us for v, t in zip(best, worker.compare(best), strict=True)}
+    times |= {v: c.timing.median_us for v, c in zip(best, worker.compare(best), strict=True)}
     names = {name for variant in variants for name in family.kernel_names(problem.spec, variant)}
     texts = {name: digests()[name] for name in sorted(names)}
     return Landscape(problem, environment, texts, baselines.copy_us, baselines.floor_us, times, failed, registers)

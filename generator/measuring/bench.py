@@ -1,6 +1,7 @@
 """Time launches on the device and calls on the host.
 
-A change of the way of timing changes tuned.lookup.record.METHOD: what was timed another way does not count.
+A change of the way of timing changes TIMING: what was timed another way is not compared with it, and is worth tuning again.
+Where winners of before would be wrong by it, it changes tuned.lookup.record.METHOD too: then their rows do not count.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+TIMING = "warmed-cold-three-memories-checked/4"  # what is METHOD's is also of it
 GRAPH_US = 500.0  # launches in one graph take at least this long, so that starting the graph is under 1 percent
 REPLAYS = 12
 # A graph of thousands of time steps: fewer replays, since each is a mean of many waits already, and no more launches than
@@ -31,29 +33,61 @@ class Timing:
     spread_us: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Emptied:
+    """What empties the L2 before each round of launches, and how long that alone takes."""
+
+    run: Callable[[], object]
+    us: float
+
+
 def sets_beyond_l2(bytes_per_set: int, device: int | None = None) -> int:
     """How many buffer sets a rotation needs so that twice the L2 has passed before one comes back; at least 2."""
     l2 = torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device).L2_cache_size
-    return max(2, -(-2 * l2 // max(bytes_per_set, 1)))
+    return sets_filling(l2, bytes_per_set)
+
+
+def sets_filling(l2_bytes: int, bytes_per_set: int) -> int:
+    """How many sets fill an L2 of a known size twice; at least 2."""
+    return max(2, -(-2 * l2_bytes // max(bytes_per_set, 1)))
+
+
+@functools.cache
+def emptying() -> Callable[[], object]:
+    """What leaves nothing in the L2 but its own, clean lines: a read of twice its size."""
+    l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    return torch.ones(2 * l2_bytes // 4, device="cuda").sum
 
 
 def summarise(times_us: Sequence[float]) -> Timing:
     """Median and half the interquartile range of at least two times."""
-    low, _, high = statistics.quantiles(times_us, n=4)
-    return Timing(round(statistics.median(times_us), 4), round((high - low) / 2, 4))
+    return Timing(round(statistics.median(times_us), 4), round(half_spread(times_us), 4))
 
 
-def device_time(
+def half_spread(values: Sequence[float]) -> float:
+    """Half the interquartile range of values; 0 of a single one."""
+    if len(values) == 1:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4)
+    return (high - low) / 2
+
+
+def device_time(  # noqa: PLR0913 - each is one choice of how to time
     launches: Sequence[Callable[[], object]],
     replays: int = REPLAYS,
     restore: Callable[[], object] | None = None,
     warm_us: float = 0.0,
+    poison: Callable[[], object] | None = None,
+    emptied: Emptied | None = None,
 ) -> Timing:
     """Device time of one launch: replays of a CUDA graph that holds the launches in turn, each on its own buffers.
 
     The launches should rotate over ``sets_beyond_l2`` sets: a loop over one set times the cache. ``restore`` makes the
     inputs of launches in place new; it runs before each two replays, of which the second is timed. ``warm_us`` of replays
     come before those that are timed: a GPU that was idle, while the host compiled, is slower for some milliseconds.
+    ``poison`` runs once, before all replays and after all other launches: what is found afterwards, replays have written.
+    ``emptied`` runs in the graph before each round of the launches, and its time is taken off: for fewer sets than leave the
+    L2 by themselves.
     """
     here, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     stream.wait_stream(here)  # what prepared the buffers may still run
@@ -71,17 +105,23 @@ def device_time(
             rough_us, launches = rough_us * kept / len(launches), launches[:kept]
         if rough_us > LONG_US:
             replays = min(replays, LONG_REPLAYS)
-        rounds = max(1, round(GRAPH_US / rough_us + 0.5))
+        emptied = emptied or Emptied(lambda: None, 0.0)
+        round_us = rough_us + emptied.us
+        rounds = max(1, round(GRAPH_US / round_us + 0.5))
+        warming = int(warm_us / (rounds * round_us))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(rounds):
+                emptied.run()
                 for launch in launches:
                     launch()
+        if poison is not None:
+            poison()
         # All replays are queued before the first ends: otherwise the host's way to a launch counts as device time.
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
         if restore is None:
             spans = list(itertools.pairwise(marks))
-            for _ in range(1 + int(warm_us / (rounds * rough_us))):
+            for _ in range(1 + warming):
                 graph.replay()
             for mark in marks[:-1]:
                 mark.record()
@@ -92,6 +132,9 @@ def device_time(
             with torch.cuda.graph(renew, stream=stream):
                 restore()
             spans = [(torch.cuda.Event(enable_timing=True), mark) for mark in marks]
+            for _ in range(warming):
+                renew.replay()
+                graph.replay()
             for begin, end in spans:
                 renew.replay()
                 graph.replay()  # leaves the cache as a launch does, not as the copies do
@@ -101,11 +144,10 @@ def device_time(
             del spans[0]  # the first warms up, as above
         marks[-1].synchronize()
     here.wait_stream(stream)
-    count = rounds * len(launches)
-    return summarise([a.elapsed_time(b) * 1e3 / count for a, b in spans])
+    return summarise([(a.elapsed_time(b) * 1e3 / rounds - emptied.us) / len(launches) for a, b in spans])
 
 
-def copy_time(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Timing:
+def copy_time(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], clock: Callable[..., Timing] = device_time) -> Timing:
     """Device time of ``out.copy_(x)`` over (x, out) pairs, or of an elementwise kernel where that is faster.
 
     In a graph a large copy is a memcpy node, which the driver may give to the copy engines: 2.6 TB/s on an H200,
@@ -113,7 +155,7 @@ def copy_time(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Timing:
     """
     copies = [functools.partial(out.copy_, x) for x, out in pairs]
     kernels = [functools.partial(torch.neg, x, out=out) for x, out in pairs]
-    return min(device_time(copies), device_time(kernels), key=lambda t: t.median_us)
+    return min(clock(copies), clock(kernels), key=lambda t: t.median_us)
 
 
 def host_time(call: Callable[[], object], batches: int = 15) -> Timing:

@@ -9,6 +9,8 @@ import torch
 
 from tuned.lookup.record import METHOD, device_slug
 
+from .bench import TIMING
+
 
 def driver_version() -> str:
     """The NVIDIA driver's version, or "unknown" where nvidia-smi does not tell."""
@@ -35,5 +37,6 @@ def environment(device: int) -> dict[str, Any]:
         "driver": driver_version(),
         "torch": torch.__version__.split("+")[0],
         "triton": triton.__version__,
-        "method": METHOD,
+        "method": METHOD,  # of another one rows do not count
+        "timing": TIMING,  # of another one they do, and are worth tuning again
     }

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import math
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,13 +20,30 @@ from tuned.launching.launcher import direct_launcher, run_step
 from ..problem import Problem
 from ..rendering.structures import load
 from ..workload import WORKLOADS
-from .bench import Timing, copy_time, device_time, sets_beyond_l2
-from .check import WrongResultError, check, fingerprint, guard, inputs_of, probe
+from .bench import Emptied, Timing, copy_time, device_time, emptying, half_spread, sets_filling
+from .check import WrongResultError, check, fingerprint, guard, inputs_of, probe, worst_error
 from .compile import compile_launch, same_code
 
 MAX_SETS = 256  # buffer sets of a tiny problem; beyond this only making them would take time
+EMPTIED_SETS = (
+    64  # where the L2 is emptied before each round of them: what that leaves of error is then a hundredth of a us
+)
+EAGER_SETS = 4  # of eager PyTorch, which may take thousands of launches for each
+REFERENCE = (
+    12  # times a set: the reference and its bound in float64, and the temporaries of checking and of eager PyTorch
+)
+SETS_SHARE = 0.25  # of the memory beyond that: finalists are timed on ALLOCATIONS of all sets at once
 MOST_OF_COPY = 4  # times the output: what moves beyond that is not like a copy of it
-FINAL_ROUNDS = 5  # interleaved timings of each finalist
+# The interleaved timings of each finalist: a launch of 128k tokens took 12 percent longer on some memory than on other, so an odd
+# number of them, whose median is one of them, and as many timings in all as would be taken on one.
+ALLOCATIONS = 3
+FINAL_ROUNDS = 2  # on each
+# A GPU that waited is slower for 8 ms (docs/decisions/0021). From one timing to the next checking and the tuner take about
+# 10 ms; what takes longer was a wait, for compilers mostly. Warming takes no longer than the wait before it.
+IDLE_S = 0.02
+WARM_US = 20_000.0
+FOREIGN_ELEMENTS = 2**18  # of the kernel that is none of ours: about 2 us, and 1/30 of the L2
+LEAST_US = 0.01  # of what is left of a pair of kernels without the other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +54,7 @@ class Baselines:
     floor_us: float  # that, scaled to the bytes that must move
     eager_us: float  # eager PyTorch
     bytes_moved: int
+    emptied: bool = False  # the L2, before each round of sets too few to leave it by themselves
 
 
 class DamagedError(Exception):
@@ -50,13 +70,49 @@ class Measured:
     check_s: float = 0.0  # seconds that checking took, of all that the trial took
 
 
-def bytes_needed(problem: Problem) -> int:
-    """Device memory that staging a problem takes.
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """One finalist, timed beside others: medians of its rounds, by the memory that they ran on."""
 
-    Two sets at least; another twelve for the reference and its bound in float64, and the temporaries of checking and of
-    eager PyTorch.
+    rounds: tuple[tuple[float, ...], ...]
+    # The same behind a kernel that is none of ours, without the time of that; () if no finalist launches dependently.
+    behind: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def timing(self) -> Timing:
+        """Behind launches of itself, as copies and eager PyTorch are timed: the median over memories, the spread of all."""
+        every = [us for rounds in self.rounds for us in rounds]
+        return Timing(round(middle(self.rounds), 4), round(half_spread(every), 4))
+
+
+def middle(taken: tuple[tuple[float, ...], ...]) -> float:
+    """The median over memories of the medians on each."""
+    return statistics.median(map(statistics.median, taken))
+
+
+def dependent(variant: Any) -> bool:
+    """Whether a variant's kernel may begin before the one in front of it has ended (programmatic dependent launch)."""
+    return any(getattr(variant, knob, False) for knob in ("pdl", "launch_pdl"))
+
+
+def bytes_needed(problem: Problem) -> int:
+    """Device memory that staging a problem takes: two sets at least, and what is needed beside them."""
+    return (2 + REFERENCE) * WORKLOADS[problem.family].tensor_bytes(problem.spec, problem.size)
+
+
+def rotation(problem: Problem, l2_bytes: int, free_bytes: int) -> tuple[int, bool]:
+    """How many sets of inputs are timed in turn, and whether the L2 must be emptied before each round of them.
+
+    What counts is what a launch touches: a table of angles is allocated whole, and a call of one token reads a row of it.
     """
-    return (2 + 12) * WORKLOADS[problem.family].tensor_bytes(problem.spec, problem.size)
+    work, inplace = WORKLOADS[problem.family], getattr(problem.spec, "inplace", False)
+    moved, held = (count(problem.spec, problem.size) for count in (work.bytes_moved, work.tensor_bytes))
+    touched = min(held, moved // 2 if inplace else moved)  # in place the same bytes are read and written
+    wanted = sets_filling(l2_bytes, touched)
+    room = int(SETS_SHARE * (free_bytes - REFERENCE * held) / (2 * held if inplace else held))
+    if wanted <= min(MAX_SETS, max(2, room)):
+        return wanted, False
+    return max(2, min(EMPTIED_SETS, room)), True
 
 
 def _in_turn(steps: list[Callable[[], object]]) -> None:
@@ -78,9 +134,13 @@ class Stage:
         self.problem, self.target, self.clock = problem, target, clock
         self.work = WORKLOADS[problem.family]
         self.device = 0 if place else torch.cuda.current_device()
-        count = 2 if place else min(sets_beyond_l2(self.work.tensor_bytes(problem.spec, problem.size)), MAX_SETS)
-        place = place or f"cuda:{self.device}"
-        self.calls = [self.work.inputs(problem.spec, problem.size, place, seed) for seed in range(count)]
+        count, self.empties = 2, False
+        if not place:
+            l2_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
+            count, self.empties = rotation(problem, l2_bytes, torch.cuda.mem_get_info(self.device)[0])
+        self.place = place or f"cuda:{self.device}"
+        self.busy = -math.inf  # when the GPU was last seen at work: time.monotonic()
+        self.calls = self._inputs(count)
         # Checked on the inputs of the first set, in memory of its own, guarded; timed on memory as a model has it.
         self.probe = probe(self.calls[0])
         self.wanted, self.bound = self.work.reference(problem.spec, self.probe)
@@ -96,6 +156,17 @@ class Stage:
             **({"the copy to restore its input from": self.fresh[0]} if self.fresh else {}),
         }
         self.seal = fingerprint(list(self.judges.values()))
+        ones, result = (torch.ones(FOREIGN_ELEMENTS, device=self.place) for _ in range(2))
+        self.foreign = functools.partial(torch.neg, ones, out=result)
+
+    @functools.cached_property
+    def emptied(self) -> Emptied:
+        """What empties the L2, and the time of that."""
+        return Emptied(emptying(), device_time([emptying()], warm_us=WARM_US).median_us)
+
+    def _inputs(self, count: int) -> list[Any]:
+        """Sets of inputs, which follow from their number alone."""
+        return [self.work.inputs(self.problem.spec, self.problem.size, self.place, seed) for seed in range(count)]
 
     def _restore(self) -> None:
         for call, fresh in zip(self.calls, self.fresh, strict=False):
@@ -125,10 +196,10 @@ class Stage:
         return functools.partial(launchers[key], step.programs, (*step.arguments, *step.constants.values()))
 
     def measure(self, variant: Any) -> Measured:
-        """Check a variant on these inputs, then time it on the same.
+        """Check a variant on these inputs, then time it on the same, and see that what was timed is right.
 
         Raises:
-            WrongResultError: the result is not right; nothing was timed.
+            WrongResultError: the result is not right, before or after it was timed.
             DamagedError: it wrote over what results are judged by.
         """
         start = time.perf_counter()
@@ -137,10 +208,42 @@ class Stage:
         timing = self._time(thunks)
         timed = time.perf_counter()
         self.verify()
+        self._judge(thunks[0], self.probe.out)
         return Measured(timing, error, checked - start + time.perf_counter() - timed)
 
     def _time(self, thunks: list[Callable[[], None]]) -> Timing:
-        return self.clock(thunks, restore=self._restore if self.fresh else None)
+        how: dict[str, Any] = {"restore": self._restore} if self.fresh else {"poison": self._poison}
+        return self._timed(self.clock, thunks, empties=self.empties, **how)
+
+    def _timed(self, clock: Callable[..., Timing], launches: Any, *, empties: bool, **how: Any) -> Timing:
+        """The time of launches as all are timed here: on a GPU that did not wait, and from memory."""
+        emptied = self.emptied if empties else None
+        waited = time.monotonic() - self.busy > IDLE_S
+        timing = clock(launches, **how, warm_us=WARM_US if waited else 0.0, emptied=emptied)
+        self.busy = time.monotonic()
+        return timing
+
+    def _poison(self) -> None:
+        self.calls[0].out.fill_(torch.nan)
+
+    def _judge(self, thunk: Callable[[], None], right: torch.Tensor | None) -> None:
+        """See that what was just timed is right, on the set whose result is known.
+
+        ``right`` is a result that was held against the reference: nearly always what was timed gave the same, bit by bit.
+        In place, the timed launches have turned their inputs many times over, so one more is judged, where they ran.
+
+        Raises:
+            WrongResultError: it is not.
+        """
+        out = self.calls[0].out
+        if self.fresh:
+            out.copy_(self.fresh[0])
+            thunk()
+        if right is not None and torch.equal(out, right):
+            return
+        worst = worst_error(out, self.wanted, self.bound)
+        if not worst <= 1:
+            raise WrongResultError(f"after it was timed, the worst error is {worst:.3g} times what rounding allows")
 
     def verify(self) -> None:
         """See that what results are judged by is as it was made.
@@ -175,23 +278,82 @@ class Stage:
                 tensor.copy_(before)
             raise
 
-    def compare(self, variants: list[Any], rounds: int = FINAL_ROUNDS) -> list[Timing]:
-        """Time variants that have been measured again, interleaved, so that drift meets all alike."""
+    def compare(
+        self, variants: list[Any], rounds: int = FINAL_ROUNDS, allocations: int = ALLOCATIONS
+    ) -> list[Compared]:
+        """Time variants that have been measured again, interleaved, so that drift meets all alike, and on other memory too.
+
+        If any of them launches dependently, all are timed behind a foreign kernel as well, once on each memory: that of its
+        own kind lets it begin early, as few kernels of a model do.
+
+        Raises:
+            WrongResultError: a result is not right after it was timed.
+        """
+        behind = self._alone_us if any(map(dependent, variants)) else None
+        first = self.calls, self.fresh
+        try:
+            by_memory = [self._compared(variants, rounds, behind) for _ in self._memories(allocations)]
+        finally:
+            self.calls, self.fresh = first
+        return [
+            Compared(tuple(own for own, _ in each), tuple((other,) for _, other in each if other is not None))
+            for each in zip(*by_memory, strict=True)
+        ]
+
+    def _compared(
+        self, variants: list[Any], rounds: int, foreign: Callable[[], float] | None
+    ) -> list[tuple[tuple[float, ...], float | None]]:
+        """(medians of rounds, median behind the foreign kernel) of each variant, on the present sets."""
         thunks = [self.launches(variant)[1:] for variant in variants]
-        taken = [[self._time(rotation).median_us for rotation in thunks] for _ in range(rounds)]
-        times = map(sorted, zip(*taken, strict=True))  # of each variant
-        return [Timing(round(t[len(t) // 2], 4), round((t[-2] - t[1]) / 2, 4)) for t in times]
+        own = [[self._time(launches).median_us for launches in thunks] for _ in range(rounds - 1)]
+        foreign_us = foreign() if foreign else 0.0
+        last: list[tuple[float, float | None]] = []
+        right = None
+        for launches in thunks:
+            own_us, other_us = self._time(launches).median_us, None
+            self._judge(launches[0], right)
+            right = self.calls[0].out.clone() if right is None else right
+            if foreign:
+                pairs: list[Callable[[], None]] = [functools.partial(_in_turn, [self.foreign, one]) for one in launches]
+                other_us = max(LEAST_US, self._time(pairs).median_us - foreign_us)
+                self._judge(pairs[0], right)
+            last.append((own_us, other_us))
+        return [((*before, own_us), other_us) for *before, (own_us, other_us) in zip(*own, last, strict=True)]
+
+    def _alone_us(self) -> float:
+        """What the foreign kernel takes between its like."""
+        return self.clock([self.foreign]).median_us
+
+    def _memories(self, allocations: int) -> Iterator[int]:
+        """Yields with ``calls`` on the memory that they have, and then on other, as often as there is room for that.
+
+        What was timed before stays allocated meanwhile: what is given back would be given out again.
+        """
+        held: list[Any] = []
+        yield 0
+        for number in range(1, allocations):
+            held.append((self.calls, self.fresh))
+            try:
+                calls = self._inputs(len(self.calls))
+                fresh = [call.out.clone() for call in calls] if self.fresh else []
+            except torch.OutOfMemoryError:  # the record says on how many they were timed
+                return
+            self.calls, self.fresh = calls, fresh
+            yield number
 
     def baselines(self) -> Baselines:
         """Copy, floor and eager PyTorch for this problem."""
         spec, size = self.problem.spec, self.problem.size
         moved = self.work.bytes_moved(spec, size)
         pairs = self._copies(moved)
-        copy_us = min(copy_time(pairs).median_us for _ in range(2))  # the first may meet clocks still rising
+        clock = functools.partial(self._timed, device_time, empties=self.empties)
+        copy_us = min(copy_time(pairs, clock).median_us for _ in range(2))  # the first may meet clocks still rising
         copied = 2 * pairs[0][1].numel() * pairs[0][1].element_size()
         del pairs
-        eager_us = device_time([self.work.eager(spec, call) for call in self.calls[:4]], replays=3).median_us
-        return Baselines(copy_us, round(copy_us * moved / copied, 4), eager_us, moved)
+        eager = [self.work.eager(spec, call) for call in self.calls[:EAGER_SETS]]
+        few = len(self.calls) > len(eager)  # to leave the L2 by themselves
+        eager_us = self._timed(device_time, eager, empties=self.empties or few, replays=3).median_us
+        return Baselines(copy_us, round(copy_us * moved / copied, 4), eager_us, moved, self.empties)
 
     def _copies(self, moved: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What is copied for the floor, (x, out) for each set: the very buffers that the kernels use.
@@ -217,4 +379,4 @@ class Stage:
         torch.cuda.empty_cache()
 
 
-__all__ = ["Baselines", "DamagedError", "Measured", "Stage", "WrongResultError", "bytes_needed"]
+__all__ = ["Baselines", "Compared", "DamagedError", "Measured", "Stage", "WrongResultError", "bytes_needed"]

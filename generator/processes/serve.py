@@ -94,7 +94,7 @@ class GpuServer:
         return self.staged.measure(variant)
 
     def compare(self, variants: list[Any]) -> Any:
-        """Time variants again, interleaved."""
+        """Time variants again, interleaved, on other memory too."""
         return self.staged.compare(variants)
 
     def recover(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..measuring.bench import Timing
-from ..measuring.stage import Baselines, Measured
+from ..measuring.stage import Baselines, Compared, Measured
 from ..places import GENERATOR, cache_folder
 from ..problem import Problem
 from .forkserver import Child, LostError, fork_server
@@ -94,11 +94,11 @@ class Worker:
         """Check and time a variant of the staged problem."""
         return self._ask("measure", variant, self.trial_seconds, _is_measured)  # type: ignore[no-any-return]
 
-    def compare(self, variants: list[Any]) -> list[Timing]:
-        """Time variants again, interleaved; one Timing each."""
+    def compare(self, variants: list[Any]) -> list[Compared]:
+        """Time variants again, interleaved; one Compared each."""
 
         def fits(value: Any) -> bool:
-            return isinstance(value, list) and len(value) == len(variants) and all(map(_is_timing, value))
+            return isinstance(value, list) and len(value) == len(variants) and all(map(_is_compared, value))
 
         return self._ask("compare", variants, self.trial_seconds * max(1, len(variants)), fits)  # type: ignore[no-any-return]
 
@@ -154,11 +154,23 @@ def _is_measured(value: Any) -> bool:
     return isinstance(value, Measured) and _is_timing(value.timing) and _is_spread(value.error)
 
 
+def _is_compared(value: Any) -> bool:
+    return (
+        isinstance(value, Compared) and bool(value.rounds) and _are_rounds(value.rounds) and _are_rounds(value.behind)
+    )
+
+
+def _are_rounds(value: Any) -> bool:
+    """Times by the memory that they were taken on."""
+    return isinstance(value, tuple) and all(isinstance(v, tuple) and v and all(map(_is_time, v)) for v in value)
+
+
 def _is_baselines(value: Any) -> bool:
     return (
         isinstance(value, Baselines)
         and all(map(_is_time, (value.copy_us, value.floor_us, value.eager_us)))
         and _is_count(value.bytes_moved)
+        and isinstance(value.emptied, bool)
     )
 
 

@@ -1,8 +1,8 @@
 """Find what is out of date: rows that do not count any more, problems without a row, generated files that differ.
 
 Hard: a kernel whose source changed, another model of GPU or other multiprocessors than the device has here, another way of
-timing, another schema; such a row does not count. Soft: another Triton, torch or driver than is installed here, or found
-by a quick run; the row counts, and tuning again may find better. Unverified: the sources are not those that passed on the
+timing, another schema; such a row does not count. Soft: another Triton, torch or driver than is installed here, timed in a way
+since improved, or found by a quick run; the row counts, and tuning again may find better. Unverified: the sources are not those that passed on the
 device; worth doing, and what a release must not go without.
 """
 
@@ -16,8 +16,19 @@ from typing import Any
 import torch
 import triton
 
-from tuned.lookup.record import HARD, METHOD, SOFT, RecordError, Winner, changed_sources, device_slug, differences
+from tuned.lookup.record import (
+    HARD,
+    METHOD,
+    SOFT,
+    RecordError,
+    Winner,
+    changed_sources,
+    device_slug,
+    differences,
+    shown,
+)
 
+from ..measuring.bench import TIMING
 from ..measuring.environment import driver_version
 from ..places import HOME, INSTALLED, OUTSIDE
 from ..problem import Problem
@@ -143,6 +154,8 @@ def _soft(device: str, rows: list[Winner], here: Here) -> Iterator[Finding]:
     for row in rows:
         for difference in differences(row.environment, here.versions, SOFT):
             grouped.setdefault(difference, []).append(row)
+        if (before := row.environment.get("timing", row.environment["method"])) != TIMING:
+            grouped.setdefault(f"it was timed by {shown(before)}, here by {TIMING!r}", []).append(row)
         if row.environment.get("search") == QUICK:
             grouped.setdefault("only the portfolio was measured (--quick)", []).append(row)
     for difference, found in grouped.items():

@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import optuna
@@ -24,6 +24,8 @@ from tuned.families.choices import choices
 from tuned.lookup.record import RecordError, Winner, winner_from_json
 
 from ..failures import LOST_WORKER, times_to_be_a_fact
+from ..measuring.bench import half_spread
+from ..measuring.stage import Compared, dependent, middle
 from ..problem import Problem
 from ..processes.compiler import compile_variant, hopeless
 from ..processes.compiler import compiled as result_of
@@ -38,7 +40,10 @@ from .stopwatch import Stopwatch
 EXHAUSTIVE = 300  # a pool up to this size is measured whole: at 15 ms a variant, under 5 s
 FINALISTS = 6  # measured again, interleaved: re-measuring a handful is the cheapest cure for the winner's curse
 FEW = 2  # of candidates that are a handful themselves
-NOISE = 0.01  # a new winner must beat the incumbent by more; inside it the simpler wins, which also serves others best
+# A new winner must beat the incumbent by more; inside it the simpler wins, which also serves others best. By so much two runs
+# differ; where the rounds of the two that are compared differ by more, it is that.
+NOISE = 0.01
+MOST_NOISE = 0.05  # for being simpler: what is unsteady is not taken for it, however far its rounds are apart
 # Proposals that are compiled while those before are measured. A compilation takes 0.2 to 0.5 s and a measurement 17 ms, so
 # fewer leave the GPU waiting; more are proposed from results too old: with three batches two tunings of one problem
 # end up to 1.8 percent apart, with two 1.4.
@@ -354,9 +359,14 @@ class _Search:
             raise WorkerLostError(f"no variant of {self.problem.name} could be measured: {reasons}")
         self._tell("comparing the best")
         ranked = sorted(self.times, key=self.times.__getitem__)
-        last = dict.fromkeys([*ranked[:finalists], *(v for v in (incumbent, default) if v in self.times)])
-        timings = self._compare(list(last))
-        chosen = choose({v: t.median_us for v, t in timings.items()}, incumbent)
+        best = ranked[:finalists]
+        if any(map(dependent, best)):  # trials are timed behind their like, which is better for these than for others
+            best += [v for v in ranked if not dependent(v)][:FEW]
+        last = dict.fromkeys([*best, *(v for v in (incumbent, default) if v in self.times)])
+        compared = self._compare(list(last))
+        times, noise = counted(compared)
+        chosen = choose(times, incumbent, noise)
+        timings = {v: c.timing for v, c in compared.items()}
         timing = timings[chosen]
         winner = Winner(
             name=self.problem.name,
@@ -374,7 +384,12 @@ class _Search:
             eager_us=round(self.baselines.eager_us, 3),
             bytes_moved=self.baselines.bytes_moved,
             trials=len(self.times),
-            environment=self.environment,
+            environment={
+                **self.environment,
+                "l2": "emptied before each round" if self.baselines.emptied else "left by the sets",
+                "memories": len(compared[chosen].rounds),
+                "chosen": "behind a foreign kernel" if all_behind(compared) else "behind itself",
+            },
         )
         failed = {str(dataclasses.asdict(v)): reason for v, reason in self.failed.items()}
         passing = len(self.passing())
@@ -391,11 +406,19 @@ class _Search:
             self._stage()
             self.lost = False
 
-    def _compare(self, finalists: list[Any]) -> dict[Any, Any]:
-        """Variant -> Timing, of all together; or, where one of them breaks that, of those that can be timed alone."""
-        timings: dict[Any, Any] = {}
+    def _fail(self, variant: Any, why: str) -> None:
+        """Keep that a variant which had been measured has failed since."""
+        del self.times[variant], self.errors[variant]
+        self.failed[variant] = why
+        self.failures[variant] += 1
+        with self.stopwatch.time("journal"):
+            self.journal.add(self.problem, self.environment, variant, why, self.digests(variant))
+
+    def _compare(self, finalists: list[Any]) -> dict[Any, Compared]:
+        """Of all together; or, where one of them breaks that, of those that can be timed alone, and the others have failed."""
+        timings: dict[Any, Compared] = {}
         why = ""
-        for together in (finalists, finalists, *([v] for v in finalists)):
+        for number, together in enumerate((finalists, finalists, *([v] for v in finalists))):
             if len(timings) == len(finalists):
                 break
             self._revive()
@@ -404,6 +427,8 @@ class _Search:
                     timings |= zip(together, self.worker.compare(together), strict=True)
             except TrialFailedError as error:
                 why = str(error)
+                if number > 1:  # of this one alone
+                    self._fail(together[0], why)
             except WorkerLostError as error:
                 why, self.lost = str(error), True
         if not timings:
@@ -411,12 +436,40 @@ class _Search:
         return timings
 
 
-def choose(times: dict[Any, float], incumbent: Any) -> Any:
+NO_MORE: Mapping[Any, float] = {}
+
+
+def choose(times: dict[Any, float], incumbent: Any, noise: Mapping[Any, float] = NO_MORE) -> Any:
     """The winner among variants timed together.
 
     The incumbent, unless another beats it by more than the noise; else the simplest of those within the noise of the best.
+    ``noise`` is what was seen of a variant beside the best, where that is more than NOISE.
     """
     best = min(times.values())
-    if incumbent in times and times[incumbent] <= best * (1 + NOISE):
+    apart = {v: max(NOISE, noise.get(v, 0.0)) for v in times}
+    if incumbent in times and times[incumbent] <= best * (1 + apart[incumbent]):
         return incumbent
-    return min((v for v, t in times.items() if t <= best * (1 + NOISE)), key=lambda v: v.simplicity)
+    near = [v for v, t in times.items() if t <= best * (1 + min(apart[v], MOST_NOISE))]
+    return min(near, key=lambda v: v.simplicity)
+
+
+def counted(compared: dict[Any, Compared]) -> tuple[dict[Any, float], dict[Any, float]]:
+    """What counts of variants timed together: the time of each, and how far its ratio to the best one's spreads.
+
+    Behind a foreign kernel, as in a model, is what counts where all were timed so. A drift that meets both is no noise:
+    of two rounds, that of one memory and one moment are held against each other.
+    """
+    behind = all_behind(compared)
+    taken = {v: c.behind if behind else c.rounds for v, c in compared.items()}
+    times = {v: middle(rounds) for v, rounds in taken.items()}
+    best = taken[min(times, key=times.__getitem__)]
+    return times, {v: half_spread(_ratios(rounds, best)) for v, rounds in taken.items()}
+
+
+def all_behind(compared: dict[Any, Compared]) -> bool:
+    """Whether all were timed behind a foreign kernel."""
+    return all(c.behind for c in compared.values())
+
+
+def _ratios(a: tuple[tuple[float, ...], ...], b: tuple[tuple[float, ...], ...]) -> list[float]:
+    return [x / y for one, other in zip(a, b, strict=False) for x, y in zip(one, other, strict=False)]

@@ -19,8 +19,8 @@ from ..failures import times_to_be_a_fact
 from ..problem import Problem
 from .backends import study_named
 
-# What a measurement must share with this run to be worth as much as a new one.
-KEY = ("device", "driver", "triton", "method")
+# What a measurement must share with this run to be worth as much as a new one. Rows of before "timing" was have none.
+KEY = ("device", "driver", "triton", "method", "timing")
 Result = tuple[float, float] | str  # (median in microseconds, worst error over tolerance), or why there is none
 
 
@@ -83,7 +83,7 @@ class Journal:
         for study in self._studies(problem, environment["device"]):
             for trial in self.storage.get_all_trials(study, deepcopy=False):
                 note = trial.user_attrs.get("note")
-                if not isinstance(note, dict) or any(note.get(k) != environment[k] for k in KEY):
+                if not isinstance(note, dict) or any(note.get(k) != environment.get(k) for k in KEY):
                     continue
                 if note.get("problem", asked) != asked:  # a broken line before it was that of its study
                     continue
@@ -96,7 +96,7 @@ class Journal:
     ) -> None:
         """Keep what a trial gave, in one operation of the storage: it is there whole or not at all."""
         knobs = choices(type(variant))
-        note = {"digests": digests, "problem": problem_digest(problem), **{k: environment[k] for k in KEY}}
+        note = {"digests": digests, "problem": problem_digest(problem), **{k: environment.get(k) for k in KEY}}
         note |= {"failed": result} if isinstance(result, str) else {"median_us": result[0], "error": result[1]}
         trial = create_trial(
             state=TrialState.FAIL if isinstance(result, str) else TrialState.COMPLETE,
@@ -175,7 +175,7 @@ def _variant(variant_type: type, params: dict[str, Any]) -> Any | None:
 
 def finished_key(environment: dict[str, Any], settings: str) -> str:
     """Under what it is kept how a search ended: its settings, and what its measurements were made with."""
-    return "finished " + _digest(json.dumps([settings, *(environment[k] for k in KEY)]))
+    return "finished " + _digest(json.dumps([settings, *(environment.get(k) for k in KEY)]))
 
 
 def _digest(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 DEEDS = (
     "wrong result",
+    "wrong result while timed",
     "past the end",
     "changed input",
     "out of memory",
@@ -66,6 +68,13 @@ class BrokenGpuStage(Stage):
             probe()
             self.do(DEEDS[place])
 
+        def wrong(launch: Callable[[], None], call: Any) -> None:
+            launch()
+            write[(1,)](call.out, PLACE, 3.0)
+
+        if place < len(DEEDS) and DEEDS[place] == "wrong result while timed":
+            timed = zip(rest, self.calls, strict=True)
+            return [probe, *(functools.partial(wrong, launch, call) for launch, call in timed)]
         return [broken, *rest] if place < len(DEEDS) else [probe, *rest]
 
     def do(self, deed: str) -> None:

@@ -86,6 +86,33 @@ def capability() -> int:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "empties"),
+    [("llama3_8b_served_1x1", True), ("llama3_8b_decode_64x1", False), ("llama3_8b_inplace_decode_64x1", False)],
+)
+def test_finalists_are_timed_and_right_on_other_memory_and_behind_a_foreign_kernel(name: str, empties: bool) -> None:
+    from triton.runtime import driver  # noqa: PLC0415 - needs a GPU
+
+    from generator.measuring.stage import ALLOCATIONS, Stage, dependent  # noqa: PLC0415
+
+    problem = problem_named(name)
+    variants = legal_pool(problem, capability()).variants
+    some = [next(v for v in variants if not dependent(v)), *[v for v in variants if dependent(v)][:1]]
+    stage = Stage(problem, driver.active.get_current_target())
+    try:
+        assert stage.empties >= empties, "whatever the size of the L2"
+        assert stage.baselines().eager_us > 0
+        assert all(stage.measure(variant).error <= 1 for variant in some)
+        for one in stage.compare(some):
+            assert len(one.rounds) == ALLOCATIONS
+            assert min(min(rounds) for rounds in one.rounds) > 0
+            assert len(one.behind) == (ALLOCATIONS if len(some) > 1 else 0)
+        assert all(stage.measure(variant).error <= 1 for variant in some), "as before"
+    finally:
+        stage.close()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("share", range(SHARES))
 def test_every_legal_variant_of_a_decode_problem_is_right(share: int) -> None:
     variants = legal_pool(WHOLE, capability()).variants

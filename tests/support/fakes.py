@@ -6,9 +6,9 @@ import concurrent.futures
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from generator.measuring.bench import Timing
+from generator.measuring.bench import TIMING, Timing
 from generator.measuring.compile import Resources
-from generator.measuring.stage import Baselines, Measured
+from generator.measuring.stage import Baselines, Compared, Measured
 from generator.processes.worker import TrialFailedError, WorkerLostError
 from tuned.lookup.record import METHOD
 
@@ -28,6 +28,7 @@ ENVIRONMENT: dict[str, Any] = {
     "torch": "2.11.0",
     "triton": "3.6.0",
     "method": METHOD,
+    "timing": TIMING,
 }
 
 
@@ -110,10 +111,10 @@ class FakeWorker:
             self.alive = False
             raise
 
-    def compare(self, variants: list[Any]) -> list[Timing]:
+    def compare(self, variants: list[Any]) -> list[Compared]:
         """Time variants again."""
         self._must_live()
-        return [Timing(self.cost(self.problem, v), 0.01) for v in variants]
+        return [Compared(((self.cost(self.problem, v),) * 2,) * 3) for v in variants]
 
 
 __all__ = ["ENVIRONMENT", "FakeCompiler", "FakeWorker", "TrialFailedError", "WorkerLostError"]

@@ -25,4 +25,5 @@ REASONS = {
     "no time": (r"it answered nonsense to measure, and was killed: .*nan", True),
     "raises": (r"^ValueError: this variant cannot be launched$", False),
     "changed input while timed": (r"DamagedError: a variant wrote outside its output, over its input x0", True),
+    "wrong result while timed": (r"WrongResultError: after it was timed, the worst error is .* times", False),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import os
 import pickle
 import re
@@ -18,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from generator.measuring.bench import Timing
 from generator.measuring.check import fingerprint, guard, guarded, intact
+from generator.measuring.stage import Compared
 from generator.places import cache_folder
 from generator.processes import forkserver
 from generator.processes.channel import HEAD, MARK, Channel, ClosedError, GarbledError
@@ -72,6 +75,7 @@ CHECKED = (
     "far outside",
     "changed input",
     "changed input while timed",
+    "wrong result while timed",
 )
 CASES = [(COPY, deed) for deed in DEEDS] + [(INPLACE, deed) for deed in CHECKED]
 
@@ -94,7 +98,8 @@ def test_a_broken_variant_has_its_reason_and_the_next_one_is_measured(
         broken.start()
         broken.stage(problem)
     assert broken.measure(good).timing.median_us == cost(good)
-    assert [t.median_us for t in broken.compare([good, variants[-2]])] == [cost(good), cost(variants[-2])]
+    compared = broken.compare([good, variants[-2]])
+    assert [c.timing.median_us for c in compared] == [cost(good), cost(variants[-2])]
     assert broken.starts == 1 + lost
     assert capfd.readouterr() == ("", ""), "nothing that a worker prints reaches the terminal"
 
@@ -291,6 +296,31 @@ def test_what_is_no_answer_is_garbled(sent: bytes) -> None:
         Channel(ours).receive(BACKSTOP_SECONDS)
     ours.close()
     theirs.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [],
+        [Timing(1.0, 0.1)],
+        [Compared(())],
+        [Compared(((),))],
+        [Compared(((1.0, math.nan),))],
+        [Compared(((1.0,),), ((-1.0,),))],
+        [Compared(1.0)],  # type: ignore[arg-type]
+    ],
+    ids=repr,
+)
+def test_what_is_no_comparison_of_each_finalist_is_nonsense(answer: Any) -> None:
+    worker = Worker(0)
+    for value, right in (([Compared(((1.0, 2.0),), ((3.0,),))], True), (answer, False)):
+        asked = types.SimpleNamespace(ask=lambda message, _, v=value: (message[0], "done", v), lost=LostError)
+        worker._child = asked  # type: ignore[assignment]
+        if right:
+            assert worker.compare([None]) == value
+        else:
+            with pytest.raises(WorkerLostError, match="nonsense to compare"):
+                worker.compare([None])
 
 
 @pytest.mark.parametrize("answer", [(0, "done", 7), (1, "done", "7"), (1, "failed", 7), 7])

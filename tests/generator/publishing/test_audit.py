@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tune
+from generator.measuring.bench import TIMING
 from generator.publishing import audit
 from generator.publishing.audit import Here, findings
 from generator.selection import problem_named
@@ -18,7 +19,7 @@ from generator.storage.record import save_winner
 from generator.workload import default_problems
 from tests.support.fakes import ENVIRONMENT
 from tests.support.records import winner
-from tuned.lookup.record import SCHEMA
+from tuned.lookup.record import METHOD, SCHEMA
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,6 +76,17 @@ def test_another_version_is_soft(tmp_path: Path, name: str) -> None:
     assert f"was 0.0.1, here it is {VERSIONS[name]}: {ONE}: python tune.py --problems {ONE}" in text
 
 
+@pytest.mark.parametrize("before", [{}, {"timing": "by hand/3"}])
+def test_a_row_that_was_timed_another_way_counts_and_is_worth_tuning_again(
+    tmp_path: Path, before: dict[str, Any]
+) -> None:
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "timing"} | before
+    save_winner(winner(ONE, environment=environment), tmp_path)
+    ((kind, text),) = found(tmp_path)
+    assert kind == "soft"
+    assert f"it was timed by {before.get('timing', METHOD)!r}, here by {TIMING!r}: {ONE}: python tune.py" in text
+
+
 def test_a_quick_row_is_soft(tmp_path: Path) -> None:
     measured(tmp_path, search="quick")
     ((kind, text),) = found(tmp_path)
@@ -119,7 +131,9 @@ def test_rows_of_no_default_problem_are_looked_at_with_all(tmp_path: Path) -> No
     assert not any("gru_cell_77" in text for _, text in found(tmp_path))
 
 
-@pytest.mark.parametrize(("changes", "code"), [({}, 0), ({"triton": "0.0.1"}, 0), ({"method": "old"}, 1)])
+@pytest.mark.parametrize(
+    ("changes", "code"), [({}, 0), ({"triton": "0.0.1"}, 0), ({"timing": "old"}, 0), ({"method": "old"}, 1)]
+)
 def test_the_exit_code_is_of_the_hard_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], code: int
 ) -> None:

@@ -11,12 +11,25 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from generator.failures import times_to_be_a_fact
+from generator.measuring.stage import Compared
 from generator.processes.worker import TrialFailedError, WorkerLostError
+from generator.rendering.structures import structures
 from generator.searching import run as run_module
 from generator.searching.pool import MAX_SEEDS, incumbent_of, legal_pool, seeds_for
 from generator.searching.run import Display, Orders, Run, Tools, tune_all
 from generator.searching.sampler import STARTUP
-from generator.searching.search import MOST_AGAIN, NOISE, Outcome, choose, opening, tune
+from generator.searching.search import (
+    FEW,
+    FINALISTS,
+    MOST_AGAIN,
+    MOST_NOISE,
+    NOISE,
+    Outcome,
+    choose,
+    counted,
+    opening,
+    tune,
+)
 from generator.selection import problem_named
 from generator.storage.backends import open_storage
 from generator.storage.journal import Journal
@@ -99,7 +112,7 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
     assert second.winner == first.winner
 
 
-@pytest.mark.parametrize("changed", ["driver", "triton", "method", "device"])
+@pytest.mark.parametrize("changed", ["driver", "triton", "method", "timing", "device"])
 def test_what_was_measured_with_something_else_is_measured_again(tmp_path: Path, changed: str) -> None:
     search(SMALL, FakeWorker(gru_cost), tmp_path)
     again = FakeWorker(gru_cost)
@@ -360,6 +373,133 @@ def test_inside_the_noise_the_incumbent_wins_and_else_the_simpler(
 ) -> None:
     assert NOISE == 0.01
     assert choose(times, incumbent) == wanted
+
+
+@pytest.mark.parametrize(
+    ("noise", "incumbent", "wanted"),
+    [
+        ({}, B, A),
+        ({B: 0.1}, B, B),
+        ({B: 0.05}, B, A),
+        ({C: 0.2}, B, A),
+        ({B: 0.001, C: 0.001}, C, A),
+    ],
+)
+def test_a_new_winner_must_beat_the_incumbent_by_more_than_the_two_were_seen_to_spread(
+    noise: dict[Any, float], incumbent: Any, wanted: Any
+) -> None:
+    assert choose({A: 10.0, B: 10.8, C: 10.9}, incumbent, noise) == wanted
+
+
+@pytest.mark.parametrize(
+    ("noise", "wanted"), [({}, B), ({A: 0.04}, A), ({A: 0.03, B: 0.5}, B), ({C: 0.04}, B), ({A: 0.4}, A)]
+)
+def test_the_simpler_wins_inside_the_noise_that_was_seen(noise: dict[Any, float], wanted: Any) -> None:
+    assert MOST_NOISE == 0.05
+    assert choose({A: 10.35, B: 10.0, C: 10.0}, None, noise) == wanted
+    assert choose({A: 10.6, B: 10.0}, None, noise) == B, "what is unsteady is not taken for being simple"
+
+
+def test_the_noise_of_two_is_how_their_ratio_spreads_and_a_drift_of_both_is_none() -> None:
+    steady, unsteady = (
+        Compared(((10.0, 10.0), (11.2, 11.2), (10.0, 10.0))),
+        Compared(((9.0, 11.0), (9.5, 12.0), (9.0, 11.5))),
+    )
+    twice = Compared(tuple(tuple(1.02 * us for us in rounds) for rounds in steady.rounds))
+    times, noise = counted({A: steady, B: twice})
+    assert times == {A: 10.0, B: pytest.approx(10.2)}
+    assert noise == {A: 0.0, B: pytest.approx(0.0)}
+    times, noise = counted({A: steady, B: unsteady})
+    assert times[B] == 10.25
+    assert 0.05 < noise[B] < 0.2
+
+
+def test_behind_a_foreign_kernel_is_what_counts_where_all_were_timed_so() -> None:
+    alone, behind = ((10.0, 10.0),) * 3, ((12.0,), (12.0,), (13.0,))
+    assert counted({A: Compared(alone, behind), B: Compared(alone, behind)})[0] == {A: 12.0, B: 12.0}
+    assert counted({A: Compared(alone, behind), B: Compared(alone)})[0] == {A: 10.0, B: 10.0}
+
+
+class Finals(FakeWorker):
+    """Compares by ``final`` instead: variant -> Compared, which may raise."""
+
+    final: Any = None
+
+    def compare(self, variants: list[Any]) -> list[Compared]:
+        """Time variants again."""
+        super().compare(variants)
+        self.compared = variants
+        return [self.final(v) for v in variants]
+
+
+def test_an_incumbent_stays_where_the_rounds_of_it_and_of_the_best_are_far_apart(tmp_path: Path) -> None:
+    best, incumbent = sorted(legal_pool(SMALL, 90).variants, key=lambda v: (gru_cost(SMALL, v), v.simplicity))[:2]
+    kept = []
+    for spread in (0.0, 0.5):
+        worker = Finals(lambda _, v: {best: 1.0, incumbent: 2.0}.get(v, 9.0))
+        apart = {best: (5.0, 5.0), incumbent: (5.2 - spread, 5.2 + spread)}
+        worker.final = lambda v, apart=apart: Compared((apart.get(v, (9.0, 9.0)),) * 3)
+        kept.append(search(SMALL, worker, tmp_path / str(spread), incumbent=incumbent).winner.variant)
+    assert kept == [best, incumbent]
+
+
+def test_dependent_launches_meet_others_in_the_final_and_lose_where_only_their_like_helps(tmp_path: Path) -> None:
+    def cost(_: Any, variant: Any) -> float:
+        return rope_cost(None, variant) - 10 * variant.pdl
+
+    def final(variant: Any) -> Compared:
+        us = rope_cost(None, variant)
+        return Compared(((us - 10 * variant.pdl,) * 2,) * 3, ((us + variant.pdl,),) * 3)
+
+    worker = Finals(cost)
+    worker.final = final
+    outcome = search(LARGE, worker, tmp_path)
+    assert sum(v.pdl for v in worker.compared) >= FINALISTS
+    others = [v for v in worker.compared if not v.pdl]
+    assert len(others) >= FEW
+    assert min(rope_cost(None, v) for v in others) == min(rope_cost(None, v) for v in worker.measured if not v.pdl)
+    assert not outcome.winner.variant.pdl
+    assert outcome.winner.environment["chosen"] == "behind a foreign kernel"
+
+
+def test_the_record_says_how_it_was_timed(tmp_path: Path) -> None:
+    outcome = search(SMALL, FakeWorker(gru_cost), tmp_path)
+    told = {"l2": "left by the sets", "memories": 3, "chosen": "behind itself"}
+    assert outcome.winner.environment == {**ENVIRONMENT, **told}
+
+    class Small(FakeWorker):
+        def stage(self, problem: Any) -> Any:
+            return dataclasses.replace(super().stage(problem), emptied=True)
+
+        def compare(self, variants: list[Any]) -> list[Compared]:
+            return [Compared(c.rounds[:1]) for c in super().compare(variants)]
+
+    outcome = search(SMALL, Small(gru_cost), tmp_path / "small")
+    told = {"l2": "emptied before each round", "memories": 1, "chosen": "behind itself"}
+    assert outcome.winner.environment == {**ENVIRONMENT, **told}
+
+
+def test_a_finalist_that_is_wrong_after_it_was_timed_is_a_failure_that_is_kept(tmp_path: Path) -> None:
+    why = "WrongResultError: after it was timed, the worst error is 7 times what rounding allows"
+    best, second = sorted(legal_pool(SMALL, 90).variants, key=lambda v: gru_cost(SMALL, v))[:2]
+
+    def final(variant: Any) -> Compared:
+        if variant == best:
+            raise TrialFailedError(why)
+        return Compared(((gru_cost(SMALL, variant),) * 2,) * 3)
+
+    worker = Finals(lambda _, v: gru_cost(SMALL, v) - (v == best) - 0.5 * (v == second))
+    worker.final = final
+    outcome = search(SMALL, worker, tmp_path)
+    assert outcome.winner.variant != best
+    assert outcome.failed == {str(dataclasses.asdict(best)): why}
+    assert outcome.measured == outcome.pool - 1
+    again = Finals(gru_cost)
+    again.final = final
+    journal = Journal(open_storage(None, "test_gpu", tmp_path / "journal.log"))
+    family = WORKLOADS[SMALL.family].family
+    digests = lambda v: {n: structures()[n].digest for n in family.kernel_names(SMALL.spec, v)}  # noqa: E731
+    assert journal.remembered(SMALL, ENVIRONMENT, digests)[best] == why
 
 
 # --- several problems -----------------------------------------------------------------------------------------------

@@ -61,13 +61,22 @@ def test_the_last_result_of_a_variant_counts(open_again: Any) -> None:
     assert list(open_again().remembered(PROBLEM, ENVIRONMENT, digests).items()) == [(B, (9.0, 0.1)), (A, (4.0, 0.1))]
 
 
-@pytest.mark.parametrize("key", ["device", "driver", "triton", "method"])
+@pytest.mark.parametrize("key", ["device", "driver", "triton", "method", "timing"])
 def test_what_was_measured_with_something_else_does_not_count(tmp_path: Path, key: str) -> None:
     journal = Journal(open_storage(None, "test_gpu", tmp_path / "trials.log"))
     journal.add(PROBLEM, {**ENVIRONMENT, key: "another"}, A, (4.5, 0.25), DIGESTS)
     journal.finish(PROBLEM, {**ENVIRONMENT, key: "another"}, "settings", {"median_us": 4.5})
     assert not journal.remembered(PROBLEM, ENVIRONMENT, digests)
     assert journal.finished(PROBLEM, ENVIRONMENT, "settings") is None
+
+
+def test_a_row_of_before_the_timing_had_a_name_has_its_trials(tmp_path: Path) -> None:
+    before = {name: value for name, value in ENVIRONMENT.items() if name != "timing"}
+    journal = Journal(open_storage(None, "test_gpu", tmp_path / "trials.log"))
+    journal.add(PROBLEM, before, A, (4.5, 0.25), DIGESTS)
+    journal.add(PROBLEM, ENVIRONMENT, B, (5.5, 0.25), DIGESTS)
+    assert list(journal.remembered(PROBLEM, before, digests)) == [A], "tune.py explain asks so"
+    assert list(journal.remembered(PROBLEM, ENVIRONMENT, digests)) == [B]
 
 
 def test_a_trial_of_another_kernel_text_does_not_count(tmp_path: Path) -> None:
