@@ -410,7 +410,8 @@ def test_one_gpu_or_several_or_a_cluster_not_both(machine: Any, both: tuple[str,
 
 
 def test_trials_are_kept_in_a_database(machine: Any, tmp_path: Path) -> None:
-    storage = ("--storage", f"sqlite:///{tmp_path}/trials.db", "--family", "linear_cat")
+    problems = "linear_cat_decoder_1,linear_cat_decoder_128,gru_projection_tf32_8192"
+    storage = ("--storage", f"sqlite:///{tmp_path}/trials.db", "--problems", problems)
     first = call(*storage, "--out", str(tmp_path / "first"))
     assert first.exit_code == 0, first.output
     assert machine[1][0].measured

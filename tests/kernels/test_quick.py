@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
-from generator.places import ROOT
+from tests.support.pythons import python
 
 pytestmark = pytest.mark.interpreter
 
 
 def told(how: str) -> dict[str, str]:
     """What a process says of the kernels; tests interpret in less time, so it takes one to see what Triton does."""
-    command = [sys.executable, "-m", "tests.support.interpreting", how]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    done = python("-m", "tests.support.interpreting", how, environment=environment)
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 

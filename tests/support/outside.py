@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.pythons import python
 
 ROOT = Path(__file__).parents[2]
 PATHS = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -32,17 +33,23 @@ def changed(file: Path, *pairs: tuple[str, str]) -> Path:
 
 
 def run(
-    folder: Path, *command: str, family: Path | None = None, cache: Path | None = None, **variables: str
+    folder: Path,
+    *command: str,
+    family: Path | None = None,
+    cache: Path | None = None,
+    new: bool = False,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """A Python process in a folder outside of the tree, which finds this project and nothing else of it."""
+    """A Python process in a folder outside of the tree, which finds this project and nothing else of it.
+
+    ``new``: as tests.support.pythons says.
+    """
     environment = {**os.environ, "PYTHONPATH": PATHS, "TUNED_CACHE": str(cache or folder / "cache"), **variables}
     if family is not None:
         environment["TUNED_FAMILY"] = str(family)
-    return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    return python(*command, cwd=folder, environment=environment, new=new)
 
 
-def tune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def tune(folder: Path, *arguments: str, new: bool = False) -> subprocess.CompletedProcess[str]:
     """tune.py, called from a folder outside of the tree."""
-    return run(folder, str(ROOT / "tune.py"), *arguments)
+    return run(folder, str(ROOT / "tune.py"), *arguments, new=new)

@@ -40,15 +40,15 @@ def stranger(name: str, folder: Path) -> Path:
     return file
 
 
-def seen(name: str, every: int) -> dict[str, Any]:
-    """What a tuner sees of a family: of each kernel, and of every so many of its problems."""
+def seen(name: str, count: int) -> dict[str, Any]:
+    """What a tuner sees of a family: of each kernel, and of so many of its problems, evenly spaced."""
     from generator.rendering.structures import render  # noqa: PLC0415 - of the family of this process
     from generator.searching.pool import legal_pool  # noqa: PLC0415
     from generator.workload import WORKLOADS, default_variant  # noqa: PLC0415
 
     work = WORKLOADS[name]
-    problems = {}
-    for problem in list(work.problems())[::every]:
+    listed, problems = list(work.problems()), {}
+    for problem in listed[:: -(-len(listed) // count)]:
         pool = legal_pool(problem, 90, 132).variants
         told = [repr(pool), repr(default_variant(problem)), repr([work.work(problem, v) for v in pool[:9]])]
         told += [repr(work.family.kernel_names(problem.spec, v)) for v in pool[:9]]

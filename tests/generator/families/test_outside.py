@@ -56,7 +56,7 @@ def tuned_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     """A softmax in a folder of a user's, tuned on a GPU that is made up, and what was said of it."""
     file, before = copied("softmax", tmp_path_factory.mktemp("user")), status()
     problems = f"{PROBLEM},softmax_float32_8192x128"
-    done = run(file.parent, "-m", "tests.support.tuning_outside", problems, *COMMANDS, family=file)
+    done = run(file.parent, "-m", "tests.support.tuning_outside", problems, *COMMANDS, family=file, new=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert status() == before, "a file of the tree changed"
     return file, json.loads(done.stdout.splitlines()[-1])
@@ -81,7 +81,7 @@ def test_all_is_written_beside_the_family(tuned_one: tuple[Path, dict[str, Any]]
 
 
 def test_a_model_gets_the_row_the_nearest_row_and_the_default(tuned_one: tuple[Path, dict[str, Any]]) -> None:
-    done = run(tuned_one[0].parent, "-c", MODEL, TRITON_INTERPRET="1")
+    done = run(tuned_one[0].parent, "-c", MODEL, TRITON_INTERPRET="1", new=True)
     assert done.returncode == 0, done.stderr
     told = [line.split(",") for line in done.stdout.splitlines()]
     assert told[0] == ["winner", "softmax_split", "1024", "2", "True"]
@@ -107,14 +107,16 @@ out = torch.empty_like(x)
 softmax_launch((252, 252), x, out, torch.empty(2, 126, 2), 2, x.stride(0))
 assert torch.allclose(out, torch.softmax(x, -1)), (out - torch.softmax(x, -1)).abs().max()
 """
-    done = run(folder, "-c", program, TRITON_INTERPRET="1", PYTHONPATH=f"{folder}:{PATHS}")
+    done = run(folder, "-c", program, TRITON_INTERPRET="1", PYTHONPATH=f"{folder}:{PATHS}", new=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_without_a_gpu_it_is_compiled_checked_and_estimated(tmp_path: Path) -> None:
     file = copied("rmsnorm", tmp_path)
     problem = "rmsnorm_float32_4096x1152"
-    done = tune(tmp_path, "--family", str(file), "--target", "nvidia_h200", "--problems", problem, "--trials", "4")
+    done = tune(
+        tmp_path, "--family", str(file), "--target", "nvidia_h200", "--problems", problem, "--trials", "4", new=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     told = " ".join(done.stdout.split())
     assert "1 kernels rendered; 1 problems" in told
@@ -140,20 +142,22 @@ def test_a_template_may_read_only_what_its_name_says(tmp_path: Path) -> None:
     assert not list(home_folder(file).rglob("*.py"))
 
 
+SEEN = 5  # problems of a family
+
+
 @pytest.mark.thinned_on_gpu(every=4)
 @pytest.mark.parametrize("name", strangers.PREFIXES)
 def test_a_built_in_family_registers_as_a_stranger_does_and_is_the_same(tmp_path: Path, name: str) -> None:
     """What the built-in families have that the protocol does not know: nothing."""
     file = strangers.stranger(name, tmp_path)
-    every = 20 if name == "rope" else 6
-    done = run(tmp_path, "-m", "tests.support.strangers", name, str(every), family=file)
+    done = run(tmp_path, "-m", "tests.support.strangers", name, str(SEEN), family=file, new=name == "rope")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == json.loads(json.dumps(strangers.seen(name, every)))
+    assert json.loads(done.stdout) == json.loads(json.dumps(strangers.seen(name, SEEN)))
 
 
 @pytest.mark.parametrize("name", ["softmax", "rmsnorm"])
 def test_what_is_committed_of_the_examples_is_theirs(tmp_path: Path, name: str) -> None:
-    done = tune(tmp_path, "--family", str(EXAMPLES / f"{name}.py"), "--check")
+    done = tune(tmp_path, "--family", str(EXAMPLES / f"{name}.py"), "--check", new=name == "softmax")
     assert done.returncode == 0, done.stdout
     assert "0 to do" in done.stdout or "every row and every generated file is up to date" in done.stdout
 
@@ -164,7 +168,7 @@ def test_mistakes_are_sentences(tmp_path: Path) -> None:
         (("--family", "sftmax", "--list"), "no family 'sftmax'"),
         (("--family", str(copied("softmax", tmp_path)), "--out", "x", "--list"), "its record lies beside it"),
     ):
-        done = tune(tmp_path, *arguments)
+        done = tune(tmp_path, *arguments, new=said == "there is no such file")
         assert done.returncode == 2, done.stdout
         assert " ".join(said.split()) in " ".join(done.stderr.replace("│", " ").split())
     changed(tmp_path / "softmax.py", ("def bytes_moved", "def bytes_maved"))
@@ -174,12 +178,12 @@ def test_mistakes_are_sentences(tmp_path: Path) -> None:
 
 
 def test_a_new_family_works_and_so_do_its_tests(tmp_path: Path) -> None:
-    done = tune(tmp_path, "new-family", "mine")
+    done = tune(tmp_path, "new-family", "mine", new=True)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == [
         "README.md", "mine.py", "mine.py.jinja", "test_mine.py",
     ]  # fmt: skip
-    done = run(tmp_path / "mine", "-m", "pytest", "-q", "-p", "no:cacheprovider", cache=tmp_path / "cache")
+    done = run(tmp_path / "mine", "-m", "pytest", "-q", "-p", "no:cacheprovider", cache=tmp_path / "cache", new=True)
     assert "3 passed" in done.stdout, done.stdout
     kept = (tmp_path / "mine" / "mine.py").read_text()
     done = tune(tmp_path, "new-family", "mine")
@@ -195,6 +199,6 @@ def test_an_entry_point_names_a_family(tmp_path: Path) -> None:
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: somebody\nVersion: 1.0\n")
     (facts / "entry_points.txt").write_text("[tuned.families]\nrow_softmax = somebody.softmax\n")
     path = f"{PATHS}:{tmp_path / 'site'}"
-    done = run(tmp_path, str(ROOT / "tune.py"), "--family", "row_softmax", "--render", PYTHONPATH=path)
+    done = run(tmp_path, str(ROOT / "tune.py"), "--family", "row_softmax", "--render", PYTHONPATH=path, new=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "site" / "somebody" / "softmax_tuned" / "kernels" / "softmax_whole.py").exists()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import types
 import warnings
 from typing import Any
@@ -20,6 +18,7 @@ import tuned.calls.linear_cat.run
 import tuned.nn
 from tests.support.gru_calls import FEATURES, B, H, T, weights_of
 from tests.support.gru_calls_of_users import CALLS, Model, tensors
+from tests.support.pythons import python
 from tuned.calls.gru import plan
 from tuned.dispatch import gru, gru_cell
 
@@ -100,7 +99,7 @@ assert not torch.cuda.is_initialized()
 
 
 def test_a_call_on_a_cpu_does_not_ask_for_a_gpu() -> None:
-    done = subprocess.run([sys.executable, "-c", NO_CUDA], capture_output=True, text=True, check=False)
+    done = python("-c", NO_CUDA)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -172,7 +171,7 @@ def test_a_counter_made_before_the_operators_counts_them() -> None:
         "    CALLS['gru'](tensors('cuda'))\n"
         "assert counter.get_total_flops() > 0\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = python("-c", script)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -221,7 +220,7 @@ torch.jit.script(tuned.nn.GRUCell(6, 4))(x[0])
 
 
 def test_models_are_scripted_and_nothing_is_broken_after_it() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPTS], capture_output=True, text=True, check=False)
+    done = python("-c", SCRIPTS)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
