@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from benchmarks.random_gru import MOST_ELEMENTS, drawn, summary
+from benchmarks.random_gru import MOST_ELEMENTS, drawn, in_turns, summary
 
 
 def test_shapes_are_of_all_kinds_and_follow_the_seed() -> None:
@@ -32,3 +32,19 @@ def test_the_summary_counts_what_is_under_the_bar() -> None:
     assert "least 0.909; 1 under the bar" in told, "less than a microsecond is allowed"
     assert "in a graph: 1 shapes, nn.GRU / ours 0.90 in the geometric mean, least 0.900; 1 under the bar" in told
     assert "kernels serve 2 of 4; results at most 0.1 apart" in told
+
+
+def test_what_seems_slower_is_measured_again() -> None:
+    def turns(*us: float) -> tuple[tuple[float, float], int]:
+        calls: list[str] = []
+        slow = iter([us[0], *us])
+
+        def clock(which: str) -> float:
+            calls.append(which)
+            return 10.0 if which == "theirs" else next(slow)
+
+        return in_turns("theirs", "ours", clock), len(calls)
+
+    assert turns(*[10.1] * 5) == ((10.0, 10.1), 12)
+    assert turns(*[11.0] * 5, *[10.1] * 20) == ((10.0, 10.1), 52), "a disturbance"
+    assert turns(*[11.0] * 25) == ((10.0, 11.0), 52)

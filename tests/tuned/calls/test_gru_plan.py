@@ -104,7 +104,7 @@ def learned(variant: GruVariant, weights: list[torch.Tensor], **settings: Any) -
         states=torch.empty(directions, B, H) if variant.in_turn else None,
         counters=torch.empty(counters_needed(spec, B), dtype=torch.int32),
     )
-    plan.learn(call, spec, variant, recurrence, None)
+    plan.learn(call, spec, variant, recurrence, None, captured=True)
     return call, spec
 
 

@@ -18,7 +18,7 @@ from tuned.families.gru.spec import GruSpec
 from tuned.families.gru.variant import GruVariant, alone
 from tuned.launching import left, residents
 from tuned.launching.launcher import INTEGERS
-from tuned.launching.plan import ALIGNED_BYTES, NO_KEY, direct_launch, keep, modes, traits
+from tuned.launching.plan import ALIGNED_BYTES, NO_KEY, direct_launch, keep, modes, outside_of_graphs, traits
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
@@ -104,8 +104,18 @@ def _by_torch(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...]) -> Resul
     return torch.gru(x, hx, weights, has_biases, layers, 0.0, train, bidirectional, batch_first)
 
 
-def learn(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurrence, compiled: Any) -> None:
-    """Remember how a call was served, if equal calls need only library GEMMs of the input and one launch."""
+def learn(  # noqa: PLR0913
+    call: GruCall,
+    spec: GruSpec,
+    variant: GruVariant,
+    recurrence: Recurrence,
+    compiled: Any,
+    captured: bool,  # noqa: FBT001
+) -> None:
+    """Remember how a call was served, if equal calls need only library GEMMs of the input and one launch.
+
+    ``captured``: in a CUDA graph too.
+    """
     settings = (call.has_biases, call.num_layers, call.bidirectional, call.batch_first)
     key = _key(call.input, call.hx, call.weights, settings)
     one_launch = spec.dense and variant.strategy == "persistent"
@@ -118,7 +128,8 @@ def learn(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurre
         direct = direct_launch(
             sequence(spec, variant, recurrence, 0, recurrence.seq), compiled, call.input.device.index
         )
-        return None if direct is None else _plan(call, spec, variant, recurrence, direct)
+        plan = None if direct is None else _plan(call, spec, variant, recurrence, direct)
+        return plan if plan is None or captured else outside_of_graphs(plan)
 
     keep(_PLANS, key, make, lambda x, hx, weights: (x, hx, *weights), call.input, call.hx, call.weights)
 

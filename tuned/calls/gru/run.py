@@ -20,6 +20,7 @@ from tuned.calls.gru.plan import by_library, gru_precision, learn, leave
 from tuned.calls.products import name_of, rows_of, weight_of
 from tuned.families.gru import FAMILY as GRU
 from tuned.families.gru.launches import Recurrence, counters_needed
+from tuned.families.gru.model import margin
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.linear_cat import FAMILY as LINEAR_CAT
 from tuned.families.linear_cat.launches import LinearCatCall
@@ -35,6 +36,10 @@ from tuned.lookup.lookup import Choice, Gpu, choose, modelled
 from tuned.lookup.model import library_us
 
 MAX_LENGTHS = 64  # sets of lengths whose tensors are kept on a device
+DEVICE_ROWS = 64  # from so many on a call of a GRU takes the device longer than the host
+SHARE_NARROW = (
+    0.55  # of float32 whose rows are no multiples of 16 bytes: kernels took up to 2.3 of what the model thinks
+)
 ALIGNED_BYTES = 16  # templates/gru_step.py.jinja assumes that rows are so aligned if their width allows it
 
 
@@ -159,7 +164,7 @@ def _parts(call: GruCall, *, captured: bool | None = None) -> list[tuple[GruSpec
     if call.num_layers > 1 and choice.variant is not None and choice.us:
         layers = dataclasses.replace(spec, directions=1, layers=call.num_layers)
         theirs_us = library_us(GRU, layers, size) * spec.directions
-        if choice.us * call.num_layers > theirs_us:
+        if choice.us * call.num_layers > _share(choice, spec, size, captured) * theirs_us:
             choice = _left(
                 choice, f"PyTorch's own runs {call.num_layers} layers side by side, in about {theirs_us:.4g} us"
             )
@@ -173,7 +178,10 @@ def _capturing(device: torch.device) -> bool:
 def timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Choice:  # noqa: FBT001
     """The choice, or the best in one launch or PyTorch's own, where no CUDA graph spares the host a launch for each step."""
     if choice.variant is None or choice.variant.strategy == "persistent":
-        return choice
+        share = _share(choice, spec, size, captured)
+        if choice.variant is None or share == 1 or choice.us <= share * library_us(GRU, spec, size):
+            return choice
+        return _left(choice, f"the model errs, and {share} of PyTorch's time is what it must be thought to take here")
     # A row was measured in a graph. What cu_seqlens says PyTorch's own reads on the host, which no capture allows.
     if captured and (choice.rule in {"winner", "nearest size"} or spec.thd):
         return choice
@@ -182,6 +190,16 @@ def timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Choi
     if other is None or other.variant is None:
         return _left(choice, why)
     return dataclasses.replace(other, why=f"{why}; {other.why}")
+
+
+def _share(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> float:  # noqa: FBT001
+    """The part of PyTorch's time that a modelled choice must be thought to take at most: where the device's time counts, less.
+
+    A call of few rows is the host's time, of which kernels take a third: docs/decisions/0050.
+    """
+    if choice.rule != "model" or spec.thd or not (captured or size.batch >= DEVICE_ROWS):
+        return 1.0
+    return SHARE_NARROW if spec.hidden % 4 and spec.dtype == "float32" else margin(spec)
 
 
 def _left(choice: Choice, why: str) -> Choice:
@@ -223,7 +241,8 @@ def _recur(  # noqa: PLR0913 - a part of a call
     launch = functools.partial(launch_known, x.device.index)
     compiled = run_steps(GRU.launches(spec, variant, recurrence), launch)
     if compiled is not None and spec.layers == call.num_layers and _may_learn(x.device):
-        learn(call, spec, variant, recurrence, compiled)
+        captured = _parts(call, captured=True)[0][2].variant == variant
+        learn(call, spec, variant, recurrence, compiled, captured)
     return out
 
 
