@@ -151,8 +151,8 @@ def summary(rows: list[dict[str, Any]], theirs: str) -> str:
     return "\n".join(lines)
 
 
-def run(about: str | None, measured: Any, theirs: str, kinds: tuple[str, ...]) -> None:
-    """Measure until the time is over; print a summary for each value of ``kinds``, fields of a row, and write the rows."""
+def run(about: str | None, measured: Any, told: Any) -> None:
+    """Measure until the time is over; print what is told of the rows, and write them. Where nothing compares there is no row."""
     parser = argparse.ArgumentParser(description=(about or "").partition(":")[0])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=None)
@@ -166,10 +166,9 @@ def run(about: str | None, measured: Any, theirs: str, kinds: tuple[str, ...]) -
     rows: list[dict[str, Any]] = []
     with torch.no_grad():
         while time.monotonic() < end:
-            rows.append(measured(draw))
-    for kind in sorted({tuple(row[name] for name in kinds) for row in rows}):
-        print(" ".join(kind) or "all")
-        print(summary([row for row in rows if tuple(row[name] for name in kinds) == kind], theirs))
+            if (row := measured(draw)) is not None:
+                rows.append(row)
+    print(told(rows))
     if options.out is not None:
         content = {"seed": seed, "environment": environment({}), "rows": rows}
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -177,4 +176,4 @@ def run(about: str | None, measured: Any, theirs: str, kinds: tuple[str, ...]) -
 
 
 if __name__ == "__main__":
-    run(__doc__, lambda draw: compared(drawn(draw)), "nn.GRU", ())
+    run(__doc__, lambda draw: compared(drawn(draw)), lambda rows: summary(rows, "nn.GRU"))

@@ -16,7 +16,7 @@ import torch
 
 import tuned
 import tuned.nn
-from benchmarks.random_gru import call_us, captured, graph_us, in_turns, run
+from benchmarks.random_gru import call_us, captured, graph_us, in_turns, run, summary
 from tuned.dispatch import linear_cat
 
 CALLS = 20
@@ -73,5 +73,14 @@ def compared(shape: dict[str, Any]) -> dict[str, Any]:
     return {**shape, "apart": apart, "rule": rule, **times}
 
 
+def told(rows: list[dict[str, Any]]) -> str:
+    """A summary for steps and for linears of each dtype."""
+    lines = []
+    for kind, dtype in sorted({(row["kind"], row["dtype"]) for row in rows}):
+        alike = [row for row in rows if (row["kind"], row["dtype"]) == (kind, dtype)]
+        lines.append(f"{kind}s in {dtype}\n{summary(alike, 'PyTorch')}")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    run(__doc__, lambda draw: compared(drawn(draw)), "PyTorch", ("kind", "dtype"))
+    run(__doc__, lambda draw: compared(drawn(draw)), told)
