@@ -21,7 +21,7 @@ from tuned.families.registry import FAMILIES
 
 from ..measuring.bench import Timing
 from ..measuring.compile import Resources
-from ..measuring.stage import Baselines, Measured
+from ..measuring.stage import Baselines, Compared, Measured
 from ..problem import Problem
 from ..processes.worker import TrialFailedError
 from ..searching.pool import MAX_SEEDS
@@ -82,9 +82,9 @@ class _Gpu:
             raise TrialFailedError(self.landscape.failed[variant])
         return Measured(self._timing(variant, self.noise), 0.5)
 
-    def compare(self, variants: list[Any]) -> list[Timing]:
-        """Five interleaved timings have half the noise of one."""
-        return [self._timing(v, self.noise / math.sqrt(5)) for v in variants]
+    def compare(self, variants: list[Any]) -> list[Compared]:
+        """Five interleaved timings have half the noise of one; how they spread, or what is in front, no landscape tells."""
+        return [Compared(((self._timing(v, self.noise / math.sqrt(5)).median_us,),)) for v in variants]
 
 
 class _Compiler(concurrent.futures.Executor):
