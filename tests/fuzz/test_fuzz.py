@@ -27,6 +27,7 @@ from tests.fuzz.given import Given, Part, Wrong
 from tests.fuzz.interpreted import interpreted_families
 from tests.fuzz.planted import PLANTS, planted
 from tests.support import oracle
+from tests.support.pythons import python
 from tests.support.rope_calls import Watch, watch
 from tests.support.run import INTERPRETED
 from tuned import dispatch
@@ -109,8 +110,9 @@ def test_planted_defects_are_found_and_their_scripts_fail_elsewhere_too(tmp_path
         (tmp_path / f"{name}.short.py").write_text(failure.script, encoding="utf-8")
         (tmp_path / f"{name}.whole.py").write_text(failure.whole, encoding="utf-8")
         assert len(failure.script.splitlines()) < 40
-    command = [sys.executable, "-m", "tests.fuzz.planted", str(tmp_path)]
-    told = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    done = python("-m", "tests.fuzz.planted", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
     for name in PLANTS:
         (short, without), (whole, without_whole) = told[f"{name}.short"], told[f"{name}.whole"]
         assert (whole, without, without_whole) == (True, False, False), name

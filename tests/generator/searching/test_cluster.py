@@ -41,6 +41,7 @@ HEALTH = {
     "prestart_worker_first_driver": False,
 }
 SMALL = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+ALONE = {"no_monitor": True, "include_log_monitor": False}  # nothing scales the cluster, nobody reads its logs
 LAST = 12  # measurement of the node that is killed
 
 
@@ -48,7 +49,9 @@ class Nodes:
     """A Ray cluster on this machine: its head has no GPU, each other node one, and a name in its environment."""
 
     def __init__(self) -> None:
-        self.cluster = Cluster(initialize_head=True, head_node_args={**SMALL, "num_gpus": 0, "_system_config": HEALTH})
+        self.cluster = Cluster(
+            initialize_head=True, head_node_args={**SMALL, **ALONE, "num_gpus": 0, "_system_config": HEALTH}
+        )
         self.nodes: dict[str, Any] = {}
 
     def add(self, *names: str) -> None:
