@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import random
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -146,6 +147,54 @@ def test_a_tile_keeps_its_pairs(dim: int, to: int, tile: tuple[int, int], wanted
     variant = adapt(RopeVariant(block_tokens=tile[0], block_heads=tile[1], num_warps=2, pdl=True), *specs)
     assert (variant.block_tokens, variant.block_heads) == wanted
     assert (variant.num_warps, variant.pdl) == (2, True)
+
+
+def test_a_tile_of_more_heads_than_there_are_takes_more_tokens() -> None:
+    one = dataclasses.replace(SPEC, layout="bshd", heads=1)
+    assert adapt(RopeVariant(block_tokens=2, block_heads=4), SPEC, one) == RopeVariant(block_tokens=8, block_heads=1)
+    assert adapt(RopeVariant(block_tokens=4, block_heads=8), SPEC, one) == RopeVariant(block_tokens=8, block_heads=1)
+    three = dataclasses.replace(one, heads=3)
+    assert adapt(RopeVariant(block_tokens=1, block_heads=8), SPEC, three) == RopeVariant(block_tokens=2, block_heads=4)
+    batched = dataclasses.replace(one, layout="sbhd")
+    assert adapt(RopeVariant(block_tokens=2, block_heads=4), batched, batched).block_heads == 4, "the batch adds rows"
+
+
+def test_few_heads_are_served_by_a_row_of_as_many_tokens() -> None:
+    """Rows whose tile has more heads were passed over, and one of a call 14 octaves away served: at 3 times flash-attention."""
+    gpu = Gpu("nvidia_h200", 90, 132, "NVIDIA H200")
+    for layout, heads, tokens in itertools.product(("bshd", "thd"), (1, 2, 3), (512, 4096, 32_768)):
+        spec = dataclasses.replace(SPEC, layout=layout, heads=heads)
+        choice = choose(FAMILIES["rope"], spec, RopeSize(1, tokens), gpu)
+        assert choice.row is not None
+        assert abs(math.log2(choice.row.size.tokens / tokens)) <= 4, (layout, heads, tokens, choice.why)
+
+
+def test_a_tail_that_is_copied_counts_as_much_as_what_rotates() -> None:
+    """A tile of 8 x 16 rows of 4 features that rotate and 176 that do not took 10 times the floor."""
+    few = dataclasses.replace(SPEC, head_dim=180, rotary_dim=4, inplace=False)
+    much = dataclasses.replace(SPEC, head_dim=128, rotary_dim=64, inplace=False)
+    found = adapt(RopeVariant(block_tokens=4, block_heads=4, num_warps=2), much, few)
+    assert (found.block_tokens, found.block_heads) == (2, 4)
+    in_place = [dataclasses.replace(spec, inplace=True) for spec in (much, few)]
+    found = adapt(RopeVariant(block_tokens=1, block_heads=2), *in_place)
+    assert (found.block_tokens, found.block_heads) == (4, 8), "in place the tail is not touched"
+    tile = RopeVariant(block_tokens=8, block_heads=16, num_warps=2)
+    assert "features" in (rejection(few, None, tile) or "")
+    assert rejection(few, None, dataclasses.replace(tile, block_tokens=2, block_heads=2, num_warps=1)) is None
+
+
+def test_every_small_call_has_a_legal_default() -> None:
+    """An sbhd call of one token and two heads had none, and ran by the formula, in 34 us where a kernel takes 2."""
+    specs = [
+        dataclasses.replace(SPEC, layout=layout, heads=heads, head_dim=dim, rotary_dim=rotary, inplace=False)
+        for layout in ("sbhd", "bshd", "thd")
+        for heads in (1, 2, 3, 64)
+        for dim, rotary in ((2, 2), (22, 2), (180, 4), (512, 2), (512, 512))
+    ]
+    for spec, batch, seq in itertools.product(specs, (1, 2, 5), (1, 3, 4096)):
+        if spec.layout != "thd" or batch == 1:
+            size = RopeSize(batch, seq)
+            assert rejection(spec, size, default_variant(spec, size)) is None, (spec, size)
 
 
 def test_a_tile_of_few_heads_grows_in_tokens() -> None:

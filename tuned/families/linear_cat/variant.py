@@ -170,7 +170,9 @@ def default_variant(spec: LinearCatSpec, size: LinearCatSize | None = None) -> L
     rows = 16 if size is None else next_power_of_2(max(size.batch, 1))
     k = 128 // ITEM_SIZE[spec.dtype]
     tried = (
-        LinearCatVariant("vector", min(rows, 4), 4, 4 * k),  # of 8 columns a long K spills, and was slower in 5 of 6 rows
+        LinearCatVariant(
+            "vector", min(rows, 4), 4, 4 * k
+        ),  # of 8 columns a long K spills, and was slower in 5 of 6 rows
         *(
             LinearCatVariant("tile", min(max(rows, 16), 64), columns, k, stages, warps)
             for columns, stages, warps in itertools.product((128, 64, 32, 16), (4, 5, 6, 3, 2), (4, 2))

@@ -63,6 +63,12 @@ def half_block(spec: RopeSpec) -> int:
     return next_power_of_2(spec.moved_pairs)
 
 
+def row_block(spec: RopeSpec) -> int:
+    """Half of the features of a row that a tile holds, as it is padded: the pairs, and the tail that is copied beside them."""
+    tail = spec.head_dim - spec.rotary_dim if spec.copies_tail else 0
+    return half_block(spec) + (next_power_of_2(tail) + 1) // 2 if tail else half_block(spec)
+
+
 def rejection(  # noqa: PLR0911 - one return per rule
     spec: RopeSpec,
     size: RopeSize | None,
@@ -97,6 +103,12 @@ def rejection(  # noqa: PLR0911 - one return per rule
             f"a tile of {pairs} pairs on {variant.num_warps} warps is more than {MAX_PAIRS_PER_THREAD} per thread;"
             " larger tiles are not tried"
         )
+    features = variant.block_tokens * variant.block_heads * row_block(spec)
+    if features > 2 * MAX_PAIRS_PER_THREAD * threads:
+        return (
+            f"a tile of {2 * features} features, those that are copied among them, on {variant.num_warps} warps is more than "
+            f"{4 * MAX_PAIRS_PER_THREAD} per thread; larger tiles are not tried"
+        )
     # More warps only for larger tiles: small tiles of many warps never came first.
     least = max(MIN_PAIRS_PER_THREAD, variant.num_warps)
     if variant.num_warps > 1 and pairs < least * threads:
@@ -114,7 +126,8 @@ def size_class(spec: RopeSpec, size: RopeSize) -> tuple[int, int]:
 def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant:
     """A legal, decent variant for any spec (and size): about 16 pairs per thread, as many warps as that fills."""
     half = half_block(spec)
-    heads = 8 if spec.merges_batch else min(8, next_power_of_2(spec.all_heads))
+    rows = spec.all_heads if not spec.merges_batch else 8 if size is None else spec.heads * size.batch
+    heads = min(8, next_power_of_2(max(rows, 1)))
     positions = 2 if size is None else size.tokens if spec.layout == "thd" else size.seq
     tokens = min(2, next_power_of_2(max(positions, 1)))
     while tokens * heads * half > MAX_PAIRS_PER_THREAD * 32 * 4 and (tokens > 1 or heads > 1):
@@ -123,6 +136,8 @@ def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant
     # At least 16 bytes per thread: with fewer elements Triton makes narrower loads and stores.
     while warps > 1 and tokens * heads * half < 32 * warps * (16 // ITEM_SIZE[spec.dtype]):
         warps //= 2
+    while tokens * heads * row_block(spec) > 2 * MAX_PAIRS_PER_THREAD * 32 * warps and (tokens > 1 or heads > 1):
+        tokens, heads = (1, heads) if tokens > 1 else (1, heads // 2)
     return RopeVariant(block_tokens=tokens, block_heads=heads, num_warps=warps)
 
 
@@ -145,18 +160,21 @@ def distance(a: RopeSpec, b: RopeSpec) -> float:
 
 
 def adapt(variant: RopeVariant, spec: RopeSpec, to: RopeSpec) -> RopeVariant:
-    """A variant that was tuned for ``spec``, adapted to ``to``: with as many pairs per program.
+    """A variant that was tuned for ``spec``, adapted to ``to``: with about as many features per program, the tail's too.
 
-    Narrower rows take more heads up to ADAPTED_HEADS, then more tokens; wider ones fewer tokens, then fewer heads.
+    Narrower rows take more heads up to ADAPTED_HEADS, then more tokens; wider ones fewer tokens, then fewer heads. Of fewer heads
+    than a tile holds it takes these, and more tokens.
     """
     tokens, heads = variant.block_tokens, variant.block_heads
-    have, wanted = half_block(to), half_block(spec)
-    while have < wanted and (heads < min(ADAPTED_HEADS, to.all_heads) or tokens < max(BLOCK_TOKENS)):
+    while not to.merges_batch and heads >= 2 * to.all_heads:
+        tokens, heads = min(2 * tokens, max(BLOCK_TOKENS)), heads // 2
+    have, wanted = float(row_block(to)), row_block(spec)
+    while 3 * have <= 2 * wanted and (heads < min(ADAPTED_HEADS, to.all_heads) or tokens < max(BLOCK_TOKENS)):
         tokens, heads = (tokens, 2 * heads) if heads < min(ADAPTED_HEADS, to.all_heads) else (2 * tokens, heads)
         have *= 2
-    while have > wanted and tokens * heads > 1:
+    while 2 * have >= 3 * wanted and tokens * heads > 1:
         tokens, heads = (tokens // 2, heads) if tokens > 1 else (tokens, heads // 2)
-        have //= 2
+        have /= 2
     return dataclasses.replace(variant, block_tokens=tokens, block_heads=heads)
 
 
