@@ -29,7 +29,6 @@ from tuned.launching.plan import modes
 from tuned.lookup.gpu import why_eager
 
 _ARGUMENTS = (TypeError, ValueError)
-_CELL_WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
 def _twin(module: torch.nn.Module, kind: type[torch.nn.Module]) -> torch.nn.Module:
@@ -256,21 +255,29 @@ def gru_arguments(
 
 def _cell_at_once(module: GRUCell, x: Any, hx: Any) -> torch.Tensor | None:
     """The next state of a step whose way is known without checks, as in ``_gru_at_once``; None of any other."""
-    if type(x) is not torch.Tensor or x.dim() != 2 or (hx is not None and type(hx) is not torch.Tensor):  # noqa: PLR2004
+    if type(x) is not torch.Tensor or (hx is not None and type(hx) is not torch.Tensor):
         return None
-    if (weights := _parameters(module, _CELL_WEIGHTS)) is None:
+    parameters = module._parameters  # noqa: SLF001
+    try:
+        w_ih, w_hh, b_ih, b_hh = (
+            parameters["weight_ih"],
+            parameters["weight_hh"],
+            parameters["bias_ih"],
+            parameters["bias_hh"],
+        )
+    except KeyError:  # of weight norm
         return None
     if hx is None:
-        hx = torch.zeros(x.shape[0], module.hidden_size, dtype=x.dtype, device=x.device)
-    if gru_cell_run.is_left(x, hx, *weights):
-        return torch.gru_cell(x, hx, *weights)
-    if hx.dim() != 2:  # noqa: PLR2004
+        hx = torch.zeros(*x.shape[:-1], module.hidden_size, dtype=x.dtype, device=x.device)
+    if gru_cell_run.is_left(x, hx, w_ih, w_hh, b_ih, b_hh):
+        return torch.gru_cell(x, hx, w_ih, w_hh, b_ih, b_hh)  # type: ignore[arg-type]
+    if x.dim() != 2 or hx.dim() != 2:  # noqa: PLR2004
         return None
+    weights = w_ih, w_hh, b_ih, b_hh
     needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*weights, x, hx))
     if not needed and why_eager(x, supported_dtype=True) is None:
-        w_ih, w_hh, b_ih, b_hh = weights
         return gru_cell_run.known(x, hx, w_ih, w_hh, b_ih, b_hh, False)  # type: ignore[no-any-return] # noqa: FBT003
-    return None if modes(x.get_device()) is None else torch.gru_cell(x, hx, *weights)
+    return None if modes(x.get_device()) is None else torch.gru_cell(x, hx, *weights)  # type: ignore[arg-type]
 
 
 def _batched(module: torch.nn.RNNBase, x: torch.Tensor, hx: torch.Tensor | None) -> tuple[Any, Any]:

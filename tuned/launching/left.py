@@ -19,22 +19,20 @@ LEFT: dict[int, dict[Any, bool]] = {}
 _autocast = torch.is_autocast_enabled
 
 
-def _of(weight: torch.Tensor) -> tuple[Any, ...]:
-    """What may change of a weight, whose id stays: ``module.to`` gives it another dtype and device."""
-    return weight.shape, weight.dtype, weight.get_device(), _autocast("cuda")
-
-
 def leave(weight: torch.Tensor, sizes: Any, *, captured: bool = True) -> None:
     """Remember that PyTorch's own serves calls of these sizes with a weight; ``captured``: in a CUDA graph too."""
     if id(weight) not in LEFT:
         remember(LEFT, id(weight), {})
-    remember(LEFT[id(weight)], (_of(weight), sizes), captured)
+    # ``module.to`` gives a weight another dtype and device, and keeps its id.
+    remember(LEFT[id(weight)], (sizes, weight.dtype, weight.get_device(), _autocast("cuda")), captured)
 
 
 def is_left(weight: torch.Tensor, sizes: Any) -> bool:
     """Whether PyTorch's own serves a call; False for a thread that listens, which is told of each call."""
     known = LEFT.get(id(weight))
-    captured = None if known is None else known.get((_of(weight), sizes))
+    if known is None:
+        return False
+    captured = known.get((sizes, weight.dtype, weight.get_device(), _autocast("cuda")))
     if captured is None or listening() is not None:
         return False
     return captured or not torch.cuda.is_current_stream_capturing()

@@ -151,9 +151,12 @@ def sizes(x: Any, inplace: Any, h: Any, *weights: Any) -> tuple[Any, ...]:
     return of_x, inplace, h.shape, h.dtype, *[id(w) for w in weights]
 
 
-def is_left(x: Any, h: Any, *weights: Any) -> bool:
-    """Whether PyTorch's own served a step of these sizes with these weights, not in place, so that it does again."""
-    return id(weights[0]) in left.LEFT and left.is_left(weights[0], sizes(x, False, h, *weights))  # noqa: FBT003
+def is_left(x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_hh: Any) -> bool:  # noqa: PLR0913
+    """Whether PyTorch's own served a step of one segment of these sizes, not in place, so that it does again."""
+    # ``sizes`` written out: this is all that is asked of such a step.
+    return id(weight_ih) in left.LEFT and left.is_left(
+        weight_ih, ((x.shape, x.dtype), False, h.shape, h.dtype, id(weight_ih), id(weight_hh), id(bias_ih), id(bias_hh))
+    )
 
 
 def known(  # noqa: PLR0913 - the arguments of the public call

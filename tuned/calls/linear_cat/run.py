@@ -73,14 +73,15 @@ def _key(inputs: Any, weight: Any, bias: Any) -> Any:
 
 def sizes(inputs: Any, bias: Any) -> tuple[Any, ...]:
     """By which a call that PyTorch's own serves is known again."""
-    return id(bias), *[t.shape for t in inputs], *[t.dtype for t in inputs]
+    return id(bias), tuple([(t.shape, t.dtype) for t in inputs])
 
 
 def known(inputs: Any, weight: Any, bias: Any) -> Any:
     """The result, without checks, of a call with the properties of one that ``run_linear_cat`` served; None for any other."""
     try:
         if id(weight) in left.LEFT and left.is_left(weight, sizes(inputs, bias)):
-            return eager(inputs, weight, bias)
+            joint = inputs[0] if len(inputs) == 1 else torch.cat(tuple(inputs), -1)
+            return torch.nn.functional.linear(joint, weight, bias)
         plan = _PLANS.get(_key(inputs, weight, bias))
     except NO_KEY:
         return None
