@@ -52,6 +52,9 @@ def connected(address: str | None, gpus: list[int]) -> Iterator[None]:
     if address is not None:
         _reach(address)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Else it starts a process for each core ahead, which a tuner on each GPU does not need: 2 s of 12.
+    os.environ.setdefault("RAY_enable_worker_prestart", "0")
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     ray._private.worker.print_to_stdstream = lambda *_, **__: None  # noqa: SLF001 - a raylet's log, which Ray prints when a node dies
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
