@@ -83,6 +83,7 @@ def test_the_summary_names_what_misses_a_bar() -> None:
 
 def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["random_rope"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     from benchmarks.random_gru import run  # noqa: PLC0415
 
     with pytest.raises(SystemExit, match="no GPU"):

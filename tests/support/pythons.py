@@ -21,6 +21,8 @@ import tempfile
 import types
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).parents[2]
 PRELOAD = ("numpy", "torch", "triton.language", "triton.compiler", "jinja2", "optuna", "rich.console", "typer.testing")
 # Variables that nothing of PRELOAD reads while it is imported. There is a process for all that the others are.
@@ -37,7 +39,8 @@ class _Server:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.pythons", str(theirs.fileno())],
                 cwd=ROOT,
-                env={name: value for name, value in environment.items() if name != "PYTHONPATH"},
+                # Where this process finds packages, that one does; each command has a PYTHONPATH of its own.
+                env={**environment, "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
@@ -67,7 +70,7 @@ def python(
 ) -> subprocess.CompletedProcess[str]:
     """What ``python SCRIPT``, ``-c TEXT`` or ``-m MODULE`` gives, with arguments, in a folder and an environment."""
     environment = dict(os.environ if environment is None else environment)
-    if new:
+    if new or torch.cuda.device_count():  # a driver is not forked
         whole = [sys.executable, *command]
         return subprocess.run(whole, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     key = tuple(sorted(item for item in environment.items() if not item[0].startswith(LATE)))
@@ -138,7 +141,8 @@ def _become(command: list[str], cwd: str, environment: dict[str, str], paths: li
 
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asks ends this one
-    paths = [path for path in sys.path if path and Path(path) != ROOT]
+    given = [str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    paths = [path for path in sys.path if path and path not in given and Path(path) != ROOT]
     for name in PRELOAD:
         importlib.import_module(name)
     gc.collect()

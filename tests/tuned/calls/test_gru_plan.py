@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import tuned.launching.plan
 from tests.support.precisions import other_gemms
@@ -346,6 +347,8 @@ def test_sizes_that_are_left_to_pytorch_are_these_alone(monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(left, "_autocast", lambda _: True)
         assert not plan.is_left(x, hx, weights, settings), "kernels would get other tensors"
+    with FlopCounterMode(display=False):
+        assert not plan.is_left(x, hx, weights, settings), "it counts the operations of our operators"
     graph.captures = True
     assert plan.is_left(x, hx, weights, settings) == captured
     graph.captures = False

@@ -18,6 +18,7 @@ import tuned.calls.linear_cat.run as linear
 import tuned.calls.products
 import tuned.calls.recurrent.serve
 import tuned.dispatch
+import tuned.launching.left
 import tuned.launching.plan
 from generator.measuring.mended import mended_interpreter
 from tests.support.gru_machine import believing
@@ -56,6 +57,7 @@ def fired(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     for module in (cell, linear):
         monkeypatch.setattr(module, "gpu_of", lambda _: Gpu("a_card_without_a_table", 80, 100))
         monkeypatch.setattr(module, "_PLANS", {})
+    monkeypatch.setattr(tuned.launching.left, "LEFT", {})
     monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
     monkeypatch.setattr(tuned.launching.plan, "direct_launch", direct)
     believing(monkeypatch)
