@@ -17,6 +17,9 @@ STACK_TESTS = tests/kernels/test_compile.py tests/kernels/test_gru_compile.py \
 	tests/tuned/test_explain.py tests/generator/evaluation/test_portfolio.py \
 	tests/tuned/launching/test_launcher.py
 
+# Tests start many processes, each of which would compile again what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: tune test test-fast test-stack test-gpu fuzz faults verify lint types render check release-check bench clean
 
 tune: $(VENV)/.tune  ## set up, then tune for the GPU at hand (without one: compile and estimate)
