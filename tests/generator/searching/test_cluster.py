@@ -78,6 +78,7 @@ class Nodes:
 def nodes() -> Iterator[Nodes]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_worker_niceness", "0")  # on a busy machine the tuners would wait for all others
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # Ray would count those
         made = Nodes()
         yield made
