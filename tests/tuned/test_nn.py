@@ -103,6 +103,24 @@ def test_what_pytorch_serves_is_passed_on_without_checks(
             assert_same(cells[1](*given), cells[0](*given))
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_pack_that_pytorch_serves_is_passed_on_in_its_order(gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a state as without one, of sequences that are not sorted; what does not fit is still refused as torch.nn.GRU does."""
+    theirs, ours = pair(FEATURES, H, 2, bidirectional=True)
+    x, hx = packed(), torch.randn(4, B, H)
+    with torch.set_grad_enabled(gradient):
+        with torch.no_grad():
+            ours(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(tuned.nn, "gru_arguments", refuse)
+            for given in ((x,), (x, hx)):
+                found = ours(*given)
+                assert_same(found, theirs(*given))
+                assert found[1].requires_grad == gradient
+        with pytest.raises(RuntimeError, match="Expected hidden size"):
+            ours(x, hx[..., 1:])
+
+
 def test_what_is_known_of_a_class_of_calls_says_nothing_of_weights() -> None:
     """Weights may be others at each call: of functional_call, of a parametrization, converted, refused."""
     theirs, ours = pair(FEATURES, H)

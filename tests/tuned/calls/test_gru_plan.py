@@ -80,7 +80,9 @@ def weights_of(layers: int, directions: int, *, bias: bool = True, flat: bool = 
     return views
 
 
-def learned(variant: GruVariant, weights: list[torch.Tensor], **settings: Any) -> tuple[GruCall, GruSpec]:
+def learned(
+    variant: GruVariant, weights: list[torch.Tensor], *, captured: bool = True, **settings: Any
+) -> tuple[GruCall, GruSpec]:
     """A call on the CPU, served the long way and remembered."""
     call = gru_call(torch.randn(T, B, FEATURES), torch.randn(hidden_rows(settings), B, H), weights, **settings)
     directions = 2 if call.bidirectional else 1
@@ -105,7 +107,7 @@ def learned(variant: GruVariant, weights: list[torch.Tensor], **settings: Any) -
         states=torch.empty(directions, B, H) if variant.in_turn else None,
         counters=torch.empty(counters_needed(spec, B), dtype=torch.int32),
     )
-    plan.learn(call, spec, variant, recurrence, None, captured=True)
+    plan.learn(call, spec, variant, recurrence, None, captured)
     return call, spec
 
 
@@ -278,6 +280,17 @@ def test_what_no_plan_does_is_asked_of_none(monkeypatch: pytest.MonkeyPatch) -> 
     for given, settings in others:
         out, _ = dispatch.gru(given, hx, weights, num_layers=2, **settings)
         assert out.shape == (*given.shape[:-1], H)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_kernel_for_calls_alone_is_not_captured(
+    tap: Wiretap, monkeypatch: pytest.MonkeyPatch, captured: bool
+) -> None:
+    call, _ = learned(SPIN, weights_of(1, 1, flat=True), captured=captured)
+    assert again(call) is not None
+    monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: True)
+    assert (again(call) is not None) == captured
+    assert len(tap.fired) == 1 + captured
 
 
 # PyTorch's own -------------------------------------------------------------------------------------------------------

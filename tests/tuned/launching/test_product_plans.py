@@ -107,6 +107,8 @@ def test_what_pytorch_serves_is_known_from_the_second_call_on(
     assert linear.known([t.double() for t in inputs], weight, None) is None, "its error is not PyTorch's"
     assert linear.known([torch.randn(1, 2), torch.randn(1, WIDTH + 2)], weight, None) is None
     assert cell.known(x, h.double(), *weights, inplace) is None
+    if segments == 1:
+        assert cell.is_left(x, h, *weights) == (not inplace), "as tuned.nn.GRUCell asks"
     assert cell.known(x, h, *weights, not inplace) is None
     with torch.enable_grad():
         assert (cell.known(x, h, *weights, inplace) is None) == inplace, (
