@@ -112,13 +112,14 @@ def tune(  # noqa: PLR0913 - the parts are independent of each other
     known = search.ended_before(settings, incumbent)
     if known is not None:
         return known
-    first = [v for v in _first(problem, seeds if wanted is None else wanted, incumbent) if v in search.legal]
+    default = default_variant(problem, environment["capability"])
+    first = [v for v in _first(default, seeds if wanted is None else wanted, incumbent) if v in search.legal]
     search.prepare(trials if wanted is None else len(first))
     search.explore(first, trials if wanted is None else len(first))
     if wanted is None and len(search.pool.variants) <= EXHAUSTIVE:
         search.explore(search.pool.variants, len(search.pool.variants))
     search.try_again()
-    return search.finish(default_variant(problem), incumbent, settings, FINALISTS if wanted is None else FEW)
+    return search.finish(default, incumbent, settings, FINALISTS if wanted is None else FEW)
 
 
 def opening(
@@ -132,7 +133,7 @@ def opening(
     family = WORKLOADS[problem.family].family
     pool = legal_pool(problem, capability, multiprocessors)
     sampler, legal = _sampler(problem, pool, SEED), frozenset(pool.variants)
-    for variant in _first(problem, seeds, incumbent):
+    for variant in _first(default_variant(problem, capability), seeds, incumbent):
         if variant in legal:
             sampler.propose_next(_row(variant))
     study = optuna.create_study(sampler=sampler)
@@ -149,8 +150,8 @@ def propose(study: optuna.Study, variant_type: type) -> tuple[optuna.Trial, Any]
     return trial, variant_type(**trial.relative_params)
 
 
-def _first(problem: Problem, seeds: Iterable[Any], incumbent: Any) -> list[Any]:
-    return list(dict.fromkeys([default_variant(problem), *([] if incumbent is None else [incumbent]), *seeds]))
+def _first(default: Any, seeds: Iterable[Any], incumbent: Any) -> list[Any]:
+    return list(dict.fromkeys([default, *([] if incumbent is None else [incumbent]), *seeds]))
 
 
 def _row(variant: Any) -> dict[str, Any]:
@@ -364,8 +365,8 @@ class _Search:
             best += [v for v in ranked if not dependent(v)][:FEW]
         last = dict.fromkeys([*best, *(v for v in (incumbent, default) if v in self.times)])
         compared = self._compare(list(last))
-        times, noise = counted(compared)
-        chosen = choose(times, incumbent, noise)
+        times, noise, alone = counted(compared)
+        chosen = choose(times, incumbent, noise, alone)
         timings = {v: c.timing for v, c in compared.items()}
         timing = timings[chosen]
         winner = Winner(
@@ -439,31 +440,38 @@ class _Search:
 NO_MORE: Mapping[Any, float] = {}
 
 
-def choose(times: dict[Any, float], incumbent: Any, noise: Mapping[Any, float] = NO_MORE) -> Any:
+def choose(
+    times: dict[Any, float], incumbent: Any, noise: Mapping[Any, float] = NO_MORE, alone: Mapping[Any, float] = NO_MORE
+) -> Any:
     """The winner among variants timed together.
 
     The incumbent, unless another beats it by more than the noise; else the simplest of those within the noise of the best.
-    ``noise`` is what was seen of a variant beside the best, where that is more than NOISE.
+    ``noise`` is what was seen of a variant beside the best, where that is more than NOISE. ``alone`` are times behind its like,
+    if ``times`` are not these: of variants that ``times`` does not tell apart, only those count that are best there.
     """
     best = min(times.values())
     apart = {v: max(NOISE, noise.get(v, 0.0)) for v in times}
-    if incumbent in times and times[incumbent] <= best * (1 + apart[incumbent]):
-        return incumbent
     near = [v for v, t in times.items() if t <= best * (1 + min(apart[v], MOST_NOISE))]
-    return min(near, key=lambda v: v.simplicity)
+    within = {v: v == incumbent and times[v] <= best * (1 + apart[v]) for v in times}
+    if alone:
+        least = min(alone[v] for v in near)
+        near = [v for v in near if alone[v] <= least * (1 + NOISE)]
+        within = {v: kept and alone[v] <= least * (1 + NOISE) for v, kept in within.items()}
+    return incumbent if any(within.values()) else min(near, key=lambda v: v.simplicity)
 
 
-def counted(compared: dict[Any, Compared]) -> tuple[dict[Any, float], dict[Any, float]]:
-    """What counts of variants timed together: the time of each, and how far its ratio to the best one's spreads.
+def counted(compared: dict[Any, Compared]) -> tuple[dict[Any, float], dict[Any, float], dict[Any, float]]:
+    """What counts of variants timed together: (the time of each, how far its ratio to the best one's spreads, its time behind its like).
 
-    Behind a foreign kernel, as in a model, is what counts where all were timed so. A drift that meets both is no noise:
-    of two rounds, that of one memory and one moment are held against each other.
+    Behind a foreign kernel, as in a model, is what counts where all were timed so; else the last is empty. A drift that meets both
+    is no noise: of two rounds, that of one memory and one moment are held against each other.
     """
     behind = all_behind(compared)
     taken = {v: c.behind if behind else c.rounds for v, c in compared.items()}
     times = {v: middle(rounds) for v, rounds in taken.items()}
     best = taken[min(times, key=times.__getitem__)]
-    return times, {v: half_spread(_ratios(rounds, best)) for v, rounds in taken.items()}
+    alone = {v: middle(c.rounds) for v, c in compared.items()} if behind else {}
+    return times, {v: half_spread(_ratios(rounds, best)) for v, rounds in taken.items()}, alone
 
 
 def all_behind(compared: dict[Any, Compared]) -> bool:

@@ -406,10 +406,11 @@ def test_the_noise_of_two_is_how_their_ratio_spreads_and_a_drift_of_both_is_none
         Compared(((9.0, 11.0), (9.5, 12.0), (9.0, 11.5))),
     )
     twice = Compared(tuple(tuple(1.02 * us for us in rounds) for rounds in steady.rounds))
-    times, noise = counted({A: steady, B: twice})
+    times, noise, alone = counted({A: steady, B: twice})
+    assert not alone
     assert times == {A: 10.0, B: pytest.approx(10.2)}
     assert noise == {A: 0.0, B: pytest.approx(0.0)}
-    times, noise = counted({A: steady, B: unsteady})
+    times, noise, _ = counted({A: steady, B: unsteady})
     assert times[B] == 10.25
     assert 0.05 < noise[B] < 0.2
 
@@ -418,6 +419,15 @@ def test_behind_a_foreign_kernel_is_what_counts_where_all_were_timed_so() -> Non
     alone, behind = ((10.0, 10.0),) * 3, ((12.0,), (12.0,), (13.0,))
     assert counted({A: Compared(alone, behind), B: Compared(alone, behind)})[0] == {A: 12.0, B: 12.0}
     assert counted({A: Compared(alone, behind), B: Compared(alone)})[0] == {A: 10.0, B: 10.0}
+    assert counted({A: Compared(alone, behind), B: Compared(alone, behind)})[2] == {A: 10.0, B: 10.0}
+
+
+@pytest.mark.parametrize("incumbent", [None, A, B])
+def test_what_a_foreign_kernel_does_not_tell_apart_the_time_behind_its_like_does(incumbent: Any) -> None:
+    """A call of one token in a row of its like took 2.2 us, for another that takes 1.6 there and as long behind a foreign kernel."""
+    assert choose({A: 12.0, B: 12.1}, incumbent, {}, {A: 2.2, B: 1.6}) == B
+    assert choose({A: 12.0, B: 12.5}, incumbent, {}, {A: 2.2, B: 1.6}) == A, "slower behind a foreign kernel"
+    assert choose({A: 12.0, B: 12.1}, incumbent, {}, {A: 1.6, B: 1.605}) == (incumbent or A)
 
 
 class Finals(FakeWorker):
