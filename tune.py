@@ -261,6 +261,16 @@ def submit(
 
 
 @app.command()
+def carry(
+    context: typer.Context,
+    revision: Annotated[str, typer.Argument(help="The commit or tag that the rows were measured at.")],
+    device: Annotated[str, typer.Option(help="Whose record.")] = "nvidia_h200",
+) -> None:
+    """Keep rows whose kernels changed in text and not in machine code: both are compiled and compared; needs no GPU."""
+    run(lambda commands: commands.carry(revision, device, context.obj.out, console))
+
+
+@app.command()
 def check_submission(
     archive: Annotated[Path, typer.Argument(help="What tune.py submit wrote.")],
     to: Annotated[

@@ -460,6 +460,25 @@ def model(family: str, gpu_option: str, seconds: float, seed: int, console: Cons
     return 0
 
 
+def carry(revision: str, device: str, folder: Path | None, console: Console) -> int:
+    """Keep the rows of a device whose kernels changed in text and not in machine code; 1 if some must be measured again."""
+    from .publishing import carry as carrying  # noqa: PLC0415
+
+    winners = read_record(device, folder)
+    if not winners:
+        raise SelectionError(f"there is no record of {device}")
+    with console.status("compiling what was measured and what is here"):
+        found = carrying.carry(winners, revision)
+    if found.kept:
+        write_record(record_path(device, folder), device, found.winners)
+        if folder is None:
+            render_all()
+    say(console, f"{device}: {len(found.kept)} rows kept, whose machine code is what it was at {revision}")
+    for name, why in found.changed.items():
+        say(console, f"    {name}: {why}")
+    return int(bool(found.changed))
+
+
 def submit(wanted: str, folder: Path | None, to: Path | None, kernels: int, console: Console) -> int:
     """Make a contribution of the record of a device: an archive, and the text of a pull request beside it."""
     from .publishing import contribution as contributing  # noqa: PLC0415

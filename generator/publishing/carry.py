@@ -1,0 +1,127 @@
+"""Keep rows whose kernels changed in text only: what was measured is machine code, and if that is the same, so is its time.
+
+The kernels of a row are compiled twice for its GPU, from the revision that it was measured with and from what is here now,
+with the Triton that it was measured with. If every launch comes to the same bytes, on the same grid and as often, the row
+gets the digests of today's texts. No GPU is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from tuned.lookup.record import Winner
+
+from ..places import GENERATOR, ROOT
+from ..problem import SelectionError
+from ..rendering.structures import fresh
+from . import codes
+
+Codes = dict[
+    str, Any
+]  # name of a row -> {"digests": kernel -> digest, "code": what its launches come to}, or {"error": why not}
+
+
+class CarryError(SelectionError):
+    """Rows cannot be carried at all; the message says why, and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Carried:
+    """What became of a record."""
+
+    winners: list[Winner]  # all of it, the rows that were kept with today's digests
+    kept: list[str]  # names
+    changed: dict[str, str]  # name of a row that must be measured again -> why
+
+
+def codes_of(tree: Path, winners: list[Winner]) -> Codes:
+    """What rows come to in a tree of this repository, computed by a process that imports that tree alone.
+
+    Raises:
+        CarryError: the tree cannot be asked.
+    """
+    asked = json.dumps([dataclasses.asdict(winner) for winner in winners])
+    environment = {name: value for name, value in os.environ.items() if name not in {"TRITON_INTERPRET", "PYTHONPATH"}}
+    done = subprocess.run(  # noqa: S603 - a file of this package
+        [sys.executable, str(Path(codes.__file__)), str(tree), GENERATOR],
+        input=asked,
+        capture_output=True,
+        text=True,
+        cwd=tree,
+        env=environment,
+        check=False,
+    )
+    try:
+        return dict(json.loads(done.stdout.splitlines()[-1]))
+    except (IndexError, ValueError) as error:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise CarryError(f"the kernels of {tree} could not be compiled: {last}") from error
+
+
+def checked_out(revision: str, folder: Path) -> str:
+    """Put a revision of this repository into a folder; returns its commit.
+
+    Raises:
+        CarryError: git does not know it.
+    """
+    git = ["git", "-C", str(ROOT)]
+    named = subprocess.run([*git, "rev-parse", "--verify", f"{revision}^{{commit}}"], capture_output=True, check=False)  # noqa: S603
+    if named.returncode:
+        why = named.stderr.decode().strip().splitlines()
+        raise CarryError(
+            f"git has no revision {revision!r} here ({why[-1] if why else 'it said nothing'}): name a commit or a tag"
+        )
+    commit = named.stdout.decode().strip()
+    data = subprocess.run([*git, "archive", commit], capture_output=True, check=True).stdout  # noqa: S603
+    with tarfile.open(fileobj=io.BytesIO(data)) as tree:
+        tree.extractall(folder, filter="data")
+    return commit
+
+
+def carry(winners: list[Winner], revision: str, ask: Callable[[Path, list[Winner]], Codes] = codes_of) -> Carried:
+    """The record, with all rows kept whose machine code is what it was at a revision of this repository.
+
+    Raises:
+        CarryError: the revision is unknown, or a tree cannot be asked.
+    """
+    changed = {w.name: "" for w in winners if not fresh(w.digests)}
+    here = ".".join(triton.__version__.split("+")[0].split(".")[:3])
+    for winner in winners:
+        measured = winner.environment.get("triton")
+        if winner.name in changed and measured != here:
+            changed[winner.name] = (
+                f"it was measured with Triton {measured}, and this is {here}: carry it in an environment with that one"
+            )
+    asked = [w for w in winners if changed.get(w.name) == ""]
+    if not asked:
+        return Carried(winners, [], changed)
+    with tempfile.TemporaryDirectory() as folder:
+        commit = checked_out(revision, Path(folder))
+        before = ask(Path(folder), asked)
+    now = ask(ROOT, asked)
+    kept = {}
+    for winner in asked:
+        old, new = before.get(winner.name, {}), now.get(winner.name, {})
+        if reason := old.get("error") or new.get("error"):
+            changed[winner.name] = f"its kernels do not compile: {reason}"
+        elif old.get("digests") != winner.digests:
+            changed[winner.name] = f"it was not measured with the kernels of {revision}"
+        elif old["code"] != new["code"]:
+            changed[winner.name] = "its machine code is another"
+        else:
+            del changed[winner.name]
+            environment = {**winner.environment, "carried": commit[:12]}
+            kept[winner.name] = dataclasses.replace(winner, digests=new["digests"], environment=environment)
+    return Carried([kept.get(w.name, w) for w in winners], list(kept), changed)

@@ -1,0 +1,57 @@
+"""Print what the rows of a record, given as JSON, come to in a tree of this repository: python codes.py TREE PACKAGE.
+
+``carry`` runs this file for older revisions too, so it asks of a tree only what all of them have.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def code_of(row: dict[str, Any], package: str) -> dict[str, Any]:
+    """The digests of a row's kernels, and for each different launch its machine code, grid, count and shared memory."""
+    from tuned.families.registry import FAMILIES  # noqa: PLC0415 - of the tree that was named
+    from tuned.lookup.record import build  # noqa: PLC0415
+
+    compiling = importlib.import_module(f"{package}.measuring.compile")
+    digests = importlib.import_module(f"{package}.rendering.structures").digests()
+    work = importlib.import_module(f"{package}.workload").WORKLOADS[row["family"]]
+    family = FAMILIES[row["family"]]
+    spec = build(family.spec_type, row["spec"], row["name"], may_lack=True)
+    size, variant = (
+        build(family.size_type, row["size"], row["name"]),
+        build(family.variant_type, row["variant"], row["name"]),
+    )
+    call = work.inputs(spec, size, "meta", 0)
+    target = compiling.target_of(f"sm_{row['environment']['capability']}")
+    launches = compiling.distinct(family.launches(spec, variant, call))
+    found = [compiling.resources(launch, target, count) for launch, count in launches]
+    return {
+        "digests": {name: digests[name] for name in family.kernel_names(spec, variant)},
+        "code": [[one.machine_code, one.programs, one.launches, one.shared_bytes] for one in found],
+    }
+
+
+def main() -> None:
+    """Answer on standard output, in one line; a row that does not compile answers with its error."""
+    tree, package = Path(sys.argv[1]).resolve(), sys.argv[2]
+    sys.path[0] = str(tree)
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None or tree not in Path(found.origin).parents:  # another is installed
+        raise SystemExit(f"{tree} is no tree of this repository")
+    answers = {}
+    for row in json.load(sys.stdin):
+        try:
+            answers[row["name"]] = code_of(row, package)
+        except Exception as error:  # noqa: BLE001, PERF203 - of Triton's compiler, or of a tree that knows no such row
+            answers[row["name"]] = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+    sys.stdout.write(json.dumps(answers) + "\n")
+
+
+if __name__ == "__main__":
+    main()
