@@ -182,6 +182,11 @@ def outside_of_graphs(plan: Any) -> Any:
     return plan_of_a_call
 
 
+def of_calls_alone(make: Callable[[DirectLaunch], Any], public: Any) -> tuple[Any, Any]:
+    """``make`` and ``public`` of ``run_and_keep``, for plans that leave a call in a CUDA graph to be decided again."""
+    return (lambda direct: outside_of_graphs(make(direct))), outside_of_graphs(public)
+
+
 def remember(plans: dict[Any, Any], key: Any, plan: Any) -> None:
     """Keep a plan; a table that has MAX_PLANS is emptied first."""
     if len(plans) >= MAX_PLANS:

@@ -20,7 +20,7 @@ from tuned.calls.gru.plan import by_library, gru_precision, learn, leave
 from tuned.calls.products import name_of, rows_of, weight_of
 from tuned.families.gru import FAMILY as GRU
 from tuned.families.gru.launches import Recurrence, counters_needed
-from tuned.families.gru.model import margin
+from tuned.families.gru.model import margin_of_device
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.linear_cat import FAMILY as LINEAR_CAT
 from tuned.families.linear_cat.launches import LinearCatCall
@@ -37,8 +37,6 @@ from tuned.lookup.model import library_us
 
 MAX_LENGTHS = 64  # sets of lengths whose tensors are kept on a device
 DEVICE_ROWS = 64  # from so many on a call of a GRU takes the device longer than the host
-# Of float32 whose rows are no multiples of 16 bytes: kernels took up to 3.7 of what the model thinks.
-SHARE_NARROW = 0.35
 ALIGNED_BYTES = 16  # templates/gru_step.py.jinja assumes that rows are so aligned if their width allows it
 
 
@@ -198,7 +196,7 @@ def _share(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> floa
     """
     if choice.rule != "model" or spec.thd or not (captured or size.batch >= DEVICE_ROWS):
         return 1.0
-    return SHARE_NARROW if spec.hidden % 4 and spec.dtype == "float32" else margin(spec)
+    return margin_of_device(spec)
 
 
 def _left(choice: Choice, why: str) -> Choice:

@@ -20,7 +20,7 @@ from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.families.products import DTYPES, MAX_SEGMENTS, as_called, joined
 from tuned.launching import left
 from tuned.launching.launcher import run_publicly
-from tuned.launching.plan import NO_KEY, DirectLaunch, capturing, modes, outside_of_graphs, run_and_keep, traits
+from tuned.launching.plan import NO_KEY, DirectLaunch, capturing, modes, of_calls_alone, run_and_keep, traits
 from tuned.launching.rehearsal import NotedError, note_left
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
@@ -73,7 +73,7 @@ def _key(inputs: Any, weight: Any, bias: Any) -> Any:
 
 def sizes(inputs: Any, bias: Any) -> tuple[Any, ...]:
     """By which a call that PyTorch's own serves is known again."""
-    return id(bias), tuple([(t.shape, t.dtype) for t in inputs])
+    return bias if bias is None else bias.shape, tuple([(t.shape, t.dtype) for t in inputs])
 
 
 def known(inputs: Any, weight: Any, bias: Any) -> Any:
@@ -108,7 +108,7 @@ def run_linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: t
     public = functools.partial(_public, spec, variant)
     make: Any = functools.partial(_direct_plan, inputs[0].shape[:-1], spec, weight.device.index, public)
     if not always:
-        make, public = (lambda direct, made=make: outside_of_graphs(made(direct))), outside_of_graphs(public)
+        make, public = of_calls_alone(make, public)
     taken = (*call.segments, call.weight, call.bias)
     steps, key = launches(spec, variant, call), _key(inputs, weight, bias)
     try:

@@ -24,6 +24,7 @@ LAYER_OVER_FIRST = 0.2  # cuDNN runs the layers of a stack side by side: what on
 NEAR, NEAR_MOST = 0.06, 0.2  # what the estimate of a variant is raised by, for each octave to a row that it won
 MOST_ALIGNED = 16
 MARGIN, MARGIN_NARROW = 0.85, 0.65
+MARGIN_NARROW_FLOAT32 = 0.35  # kernels took up to 3.7 of what the model thinks: docs/decisions/0050
 LEAST_ROWS = 16  # of a product on tensor cores
 MEASURED = 90  # the capability that the weights were measured on, with tiles of all kinds
 # Elements of a piece of the state a thread, and then rows or results of a program, from which on kernels spill on other cards if
@@ -155,6 +156,12 @@ def margin(spec: GruSpec) -> float:
     if spec.thd:
         return math.inf
     return MARGIN if spec.hidden * spec.item % MOST_ALIGNED == 0 else MARGIN_NARROW
+
+
+def margin_of_device(spec: GruSpec) -> float:
+    """``margin`` where the time of the device counts alone: of narrow rows of float32 the model errs by most."""
+    narrow = spec.hidden * spec.item % MOST_ALIGNED != 0
+    return MARGIN_NARROW_FLOAT32 if narrow and spec.dtype == "float32" and not spec.thd else margin(spec)
 
 
 def handicap(variant: GruVariant, won: Mapping[GruVariant, float]) -> float:
