@@ -102,12 +102,23 @@ def _tail(rows, m_row, stride_d, FEATURE: tl.constexpr, TAIL: tl.constexpr, TAIL
 
 
 @triton.jit
+def _multiple(stride, MULTIPLE: tl.constexpr):
+    """The stride, of which the compiler then sees that MULTIPLE divides it, and so how much one load can take."""
+    if MULTIPLE > 1:
+        if isinstance(stride, tl.tensor):  # 1 is a constant
+            stride = stride // MULTIPLE * MULTIPLE
+    return stride
+
+
+@triton.jit
 def _rows(
     x, key, i_batch, i_token, i_row,
     stride_s, stride_b, stride_h, key_stride_s, key_stride_b, key_stride_h,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
     """Pointers to the first feature of each row, of x or of key: [BLOCK_TOKENS, BLOCK_HEADS]."""
+    stride_s, stride_b = _multiple(stride_s, MULTIPLE), _multiple(stride_b, MULTIPLE)
+    stride_h = _multiple(stride_h, MULTIPLE)
     # 64-bit offsets: tokens x heads x head_dim may pass 2^31.
     i_token = i_token.to(tl.int64)
     # Row batch entry * HEADS + head.
@@ -147,6 +158,8 @@ def rope_sbhd_inplace_half_cos_sin(
     LOAD_EVICT: tl.constexpr,
     STORE_CACHE: tl.constexpr,
     PDL: tl.constexpr,
+    MULTIPLE: tl.constexpr,  # divides all strides of rows; 1 if 16 does, which the compiler sees itself
+    ANGLE_MULTIPLE: tl.constexpr,  # the same of those of angles
 ):
     # What a plain call does not use.
     KEY_HEADS: tl.constexpr = 0
@@ -206,7 +219,7 @@ def rope_sbhd_inplace_half_cos_sin(
     m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
     rows = _rows(
         x, key, i_batch, i_token, i_row,
-        x_stride_s, x_stride_b, x_stride_h, key_stride_s, key_stride_b, key_stride_h, HEADS, KEY_HEADS,
+        x_stride_s, x_stride_b, x_stride_h, key_stride_s, key_stride_b, key_stride_h, HEADS, KEY_HEADS, MULTIPLE,
     )  # fmt: skip
     pairs = rows + FIRST_FEATURE * stride_d
     first, second = _load_pairs(pairs, m_row, stride_d, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, LOAD_EVICT)
@@ -250,9 +263,9 @@ def rope_sbhd_inplace_half_cos_sin(
     m_angle = m_known[:, None] & (i_pair < TURNED_PAIRS)[None, :]
     p_first = i_pair[None, :] * angle_stride_d
     p_second = p_first + TURNED_PAIRS * angle_stride_d
-    p_angle = (i_position.to(tl.int64) * angle_stride_s)[:, None]
+    p_angle = (i_position.to(tl.int64) * _multiple(angle_stride_s, ANGLE_MULTIPLE))[:, None]
     if ANGLES_PER_BATCH:
-        p_angle += i_batch * angle_stride_b
+        p_angle += i_batch * _multiple(angle_stride_b, ANGLE_MULTIPLE)
     cos_first, sin_first = _cos_sin(cos, sin, p_angle + p_first, m_angle, ANGLE_EVICT)
     cos_second, sin_second = cos_first, sin_first
     if PER_FEATURE:
@@ -287,7 +300,8 @@ def rope_sbhd_inplace_half_cos_sin(
         out_second = tl.where(m_turned, out_second, second)
     out_rows = _rows(
         out, key_out, i_batch, i_token, i_row,
-        out_stride_s, out_stride_b, out_stride_h, key_out_stride_s, key_out_stride_b, key_out_stride_h, HEADS, KEY_HEADS,
+        out_stride_s, out_stride_b, out_stride_h, key_out_stride_s, key_out_stride_b, key_out_stride_h,
+        HEADS, KEY_HEADS, MULTIPLE,
     )  # fmt: skip
     out_pairs = out_rows + FIRST_FEATURE * out_stride_d
     _store_pairs(out_pairs, m_row, out_stride_d, out_first, out_second, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, STORE_CACHE)

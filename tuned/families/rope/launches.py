@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
-from tuned.families.launch import Launch, ceil_div, next_power_of_2
-from tuned.families.rope.spec import SEARCH_FAN, RopeSpec, search_steps
-from tuned.families.rope.variant import CACHE, RopeVariant, half_block
+from tuned.families.launch import Launch, next_power_of_2
+from tuned.families.rope.spec import ITEM_SIZE, SEARCH_FAN, RopeSpec, search_steps
+from tuned.families.rope.variant import CACHE, VECTOR_BYTES, RopeVariant, half_block, programs
 
+ALIGNED = 16  # elements: of an integer argument that it divides Triton compiles code which knows it
 # Parameters of kernels of complete calls only; a plain call's kernel has constants instead.
 OF_COMPLETE = frozenset((
     "key", "key_out", "positions", "offset", "cp_size", "cp_rank", "scaling",
@@ -66,13 +68,6 @@ def kernel_name(spec: RopeSpec, _variant: RopeVariant) -> str:
 def kernel_names(spec: RopeSpec, variant: RopeVariant) -> tuple[str, ...]:
     """Every kernel that the variant launches, in order."""
     return (kernel_name(spec, variant),)
-
-
-def programs(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
-    """Size of the rotating kernel's grid."""
-    rows = spec.all_heads * (batch if spec.merges_batch else 1)
-    tiles = ceil_div(seq, variant.block_tokens) * ceil_div(rows, variant.block_heads)
-    return tiles if spec.merges_batch else tiles * batch
 
 
 def _key_in(tensor: Any, spec: RopeSpec, call: RopeCall) -> Any:
@@ -145,8 +140,11 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "LOAD_EVICT": load_evict,
         "STORE_CACHE": store_cache,
         "PDL": variant.pdl,
+        "MULTIPLE": _multiple_of_rows(spec, call, call.x_strides, call.out_strides, key_strides, key_out_strides),
+        "ANGLE_MULTIPLE": _multiple_of_angles(spec, call),
         "SEARCH_STEPS": search_steps(call.sequences),
-        "SEARCH_FAN": SEARCH_FAN,
+        # A place at least for each thread: of fewer, Triton lets every thread load all of them.
+        "SEARCH_FAN": max(SEARCH_FAN, 32 * variant.num_warps // variant.block_tokens),
         "KEY_HEADS": spec.key_heads,
         "COPIED_HEADS": spec.copied_heads,
         "TURNED_PAIRS": spec.rotary_dim // 2,
@@ -170,6 +168,28 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         options={"num_warps": variant.num_warps, "num_stages": 1, **({"launch_pdl": True} if variant.pdl else {})},
     )
     return (one,)
+
+
+def _multiple_of_rows(spec: RopeSpec, call: RopeCall, *tensors: tuple[int, int, int, int]) -> int:
+    """How many elements, up to those of 16 bytes, divide all strides of rows; 1 if 16 do, which Triton sees itself.
+
+    An axis of one has any stride, which nothing is multiplied by.
+    """
+    longer = call.seq > 1, call.batch > 1, spec.heads > 1 or spec.key_heads > 1
+    common = math.gcd(*(step for steps in tensors for step, counts in zip(steps, longer, strict=False) if counts))
+    common = common or spec.head_dim
+    if common % ALIGNED == 0:
+        return 1
+    apart = 0 if spec.interleaved else spec.pair_distance  # both of a pair are loaded alike
+    return math.gcd(common, apart, VECTOR_BYTES // ITEM_SIZE[spec.dtype])
+
+
+def _multiple_of_angles(spec: RopeSpec, call: RopeCall) -> int:
+    """The same of a table's rows; those of a pair's two entries, if they differ, are half a row apart."""
+    strides = [call.angle_strides[0]] if call.angle_rows > 1 else []
+    strides += [call.angle_stride_b] if spec.angles_per_batch and call.batch > 1 else []
+    common = math.gcd(spec.rotary_dim // 2, *strides)
+    return math.gcd(common, VECTOR_BYTES // ITEM_SIZE[spec.angle_dtype]) if common % ALIGNED else 1
 
 
 def _strides(tensor: str, strides: tuple[int, int, int, int]) -> dict[str, int]:
