@@ -107,9 +107,10 @@ _FOUND = [_outside(OUTSIDE)] if OUTSIDE else map(_workload, _packages())
 WORKLOADS = {workload.family.name: workload for workload in _FOUND}
 
 
-def default_variant(of: Problem | Winner) -> Any:
-    """The variant of a problem, or of that of a winner, without tuning."""
-    return WORKLOADS[of.family].family.default_variant(of.spec, of.size)
+def default_variant(of: Problem | Winner, capability: int = 90) -> Any:
+    """The variant of a problem, or of that of a winner, without tuning, on a card of a compute capability (90 is 9.0)."""
+    family = WORKLOADS[of.family].family
+    return family.fit(family.default_variant(of.spec, of.size), of.spec, capability)
 
 
 def default_problems(family: str | None = None) -> list[Problem]:

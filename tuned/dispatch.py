@@ -6,15 +6,17 @@ Which kernel a call gets:
    the GPU is the same model with as many multiprocessors, and the timing method is today's (``tuned.lookup.record``).
    Otherwise it is a neighbour, as in 2.
 2. The row nearest to the call: octaves between the numbers of tokens, plus the family's ``distance`` between the specs
-   (for RoPE in ``tuned.families.rope.variant``), with its tile rescaled to the width of the call's rows. The rule was
-   chosen by leave-one-out regret: ``python tune.py regret``; its figures are in each table.
+   (for RoPE in ``tuned.families.rope.variant``), with its tile rescaled to the width of the call's rows. A rotation that
+   is more than ``REACH`` octaves from every row gets 3. The rule was chosen by leave-one-out regret: ``python tune.py
+   regret``; its figures are in each table.
    (2b) The same from the table of the most similar GPU, without what this GPU lacks.
    (2c) The same from the portfolio of the architecture: ``tuned/tables/_portfolio.py``.
    A GRU over sequences has a model of its time instead (``tuned.lookup.model``): the rows of its spec and batch serve every
    length; for any other shape the model picks among all variants that fit the GPU, near a row for what is much better
    only. PyTorch's own operator serves where its time, measured or modelled, is less, and in the place of a launch for
    each step outside of a CUDA graph.
-3. The default variant of the spec.
+3. The default variant of the spec and size: for RoPE the best tile by a rule of thumb, within 3 percent of the best of all
+   in the median.
 4. Eager PyTorch: tensors on a CPU, dtypes that no kernel takes, no Triton, angles or a GRU that need a gradient.
 
 torch.compile traces each call as an operator of torch.library (``tuned.calls.rope.ops``, ``tuned.calls.recurrent.ops``), and the

@@ -55,7 +55,7 @@ def sample_of(problem: Problem, pool: Pool, target: Target, count: int, always: 
     """
     if count >= len(pool.variants):
         return list(pool.variants)
-    chosen = dict.fromkeys(v for v in (default_variant(problem), *always) if v in set(pool.variants))
+    chosen = dict.fromkeys(v for v in (default_variant(problem, target.capability), *always) if v in set(pool.variants))
     times = estimates(problem, pool.variants, target)
     ranked = sorted(pool.variants, key=lambda v: order(times[v], v))
     core = WORKLOADS[problem.family].family.core_knobs

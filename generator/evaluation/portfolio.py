@@ -117,7 +117,7 @@ def portfolios(winners: Iterable[Winner]) -> dict[tuple[str, str], Portfolio]:
 def candidates(problem: Problem, capability: int, multiprocessors: int | None = None) -> list[Any]:
     """What a quick run measures of a problem: the default, and what is legal of the architecture's portfolio."""
     family = WORKLOADS[problem.family].family
-    tried = (default_variant(problem), *variants_for(problem.family, capability))
+    tried = (default_variant(problem, capability), *variants_for(problem.family, capability))
     listed = dict.fromkeys(family.fit(v, problem.spec, capability) for v in tried)
     here = capability, multiprocessors
     return [v for v in listed if family.rejection(problem.spec, problem.size, v, *here) is None]

@@ -163,9 +163,9 @@ def from_record(
             for w in winners
             if w.family == held.problem.family and not left_out(w, held.problem)
         ]
-        found = nearest(family, held.problem.spec, held.problem.size, rows, *_gpu(held))
-        if found is not None:
-            regrets[held.problem.name] = held.regret(found[2])
+        if rows:
+            found = nearest(family, held.problem.spec, held.problem.size, rows, *_gpu(held))
+            regrets[held.problem.name] = held.regret(default_variant(held.problem) if found is None else found[2])
     return Score(SERVED, regrets) if regrets else None
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +81,8 @@ def forced(family: str, index: int) -> Iterator[None]:
 
     def choose(of: Any, spec: Any, size: Any, gpu: Any) -> Choice:
         if of.name == family:
-            found = nearest(of, spec, size, [row], gpu.capability, gpu.multiprocessors)
+            near = dataclasses.replace(of, reach=math.inf)
+            found = nearest(near, spec, size, [row], gpu.capability, gpu.multiprocessors)
             if found is not None:
                 SERVED.add((family, index))
                 return Choice("winner", "forced by the fuzz", found[2], row, gpu)

@@ -123,14 +123,18 @@ def test_no_two_kernels_compile_to_the_same_code(compiler: concurrent.futures.Ex
 
 # Width of loads and stores -------------------------------------------------------------------------------------------
 
-DIMS = ((128, 128), (128, 64), (96, 48), (96, 24), (80, 32), (80, 20), (256, 64), (512, 512))  # head_dim, rotary_dim
+DIMS = (  # head_dim, rotary_dim
+    (128, 128), (128, 64), (96, 48), (96, 24), (80, 32), (80, 20), (256, 64), (512, 512), (72, 72), (104, 104), (140, 140), (34, 34),
+)  # fmt: skip
 
 
 def bits(spec: RopeSpec, *lengths: int) -> int:
     """The widest access that may begin and end at multiples of all these lengths in elements."""
     size = ITEM_SIZE[spec.dtype]
-    if spec.head_dim % 16:  # Triton knows of a stride only whether it is a multiple of 16 elements
-        return 8 * size
+    if (
+        spec.head_dim % 16
+    ):  # Triton knows of a stride only whether it is a multiple of 16 elements; the kernel is told of others
+        lengths = (*lengths, spec.head_dim, 0 if spec.interleaved else spec.pair_distance)
     return 8 * min(16, math.gcd(16, *(size * length for length in lengths)))
 
 

@@ -127,7 +127,8 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 def schedule_of(name: str, spec: RopeSpec) -> RopeVariant:
     """A variant that walks over the tiles in another order."""
-    default = dataclasses.replace(default_variant(spec), block_tokens=4, block_heads=4)
+    # The interpreter knows no kernel before this one.
+    default = dataclasses.replace(default_variant(spec), block_tokens=4, block_heads=4, pdl=False)
     return {
         "default": default,
         "tokens first": dataclasses.replace(default, block_heads=2, order="tokens", cache="keep"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,7 @@ class Family:
     launches: Callable[..., tuple[Step, ...]]  # (spec, variant, call) -> all steps, in order
     # (spec of a row, spec, size, octaves between) -> why the row does not say that a kernel beats PyTorch's own there, or None
     doubt: Callable[[Any, Any, Any, float], str | None] | None = None
+    reach: float = math.inf  # octaves: a call further than that from every row gets the default variant
     model: Model | None = None  # of its time, if calls without a row are served by one
     home: str = BUILT_IN  # the package whose ``kernels`` and ``tables`` are those of this family
 
@@ -77,6 +79,7 @@ def described(  # noqa: PLR0913 - the modules of a family
         kernel_names=launches.kernel_names,
         launches=launches.launches,
         doubt=getattr(variant, "doubt", None),
+        reach=getattr(variant, "REACH", math.inf),
         model=None if model is None else Model(**{f.name: getattr(model, f.name) for f in dataclasses.fields(Model)}),
     )
 

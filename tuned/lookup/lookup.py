@@ -78,7 +78,8 @@ def _choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
         away, row, variant = found_rows
         why = f"no table has a row that can serve; {row.source}'s best for {row.spec} with {row.size}, {away:.2g} octaves away"
         return Choice("portfolio", why, variant)
-    why = f"neither a table nor a portfolio has a {family.name} variant that can stand in for this call"
+    within = "" if family.reach == math.inf else f" within {family.reach:g} octaves"
+    why = f"neither a table nor a portfolio has a {family.name} variant{within} that can stand in for this call"
     default = family.fit(family.default_variant(spec, size), spec, gpu.capability)
     reason = family.rejection(spec, size, default, gpu.capability, gpu.multiprocessors)
     if reason is not None:
@@ -167,7 +168,7 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
     rows = table.rows[family.name]
     found = None
     if family.doubt is None:
-        found = _nearest_of(here.near, size)
+        found = _nearest_of(here.near, size, family.reach)
     elif rows and not (rows := _trusted(family, spec, size, rows)):
         return _unsaid(family, spec, size, gpu, table)
     if found is None or not usable(family, spec, size, found[2], gpu.capability, gpu.multiprocessors):
@@ -218,13 +219,13 @@ def near_rows(family: Family, spec: Any, gpu: Gpu) -> NearRows | None:
     return None if own is None else _here(family, spec, gpu, own)
 
 
-def variant_at(rows: NearRows, family: Family, size: Any, gpu: Gpu) -> Any:
-    """The variant that ``choose`` gives at a size, provided that it is ``usable`` there, which is not checked; or None."""
+def variant_at(rows: NearRows, family: Family, spec: Any, size: Any, gpu: Gpu) -> Any:
+    """The variant that ``choose`` gives at a size, provided that it is ``usable`` there, which is not checked."""
     row = rows.measured.get(size)
     if row is not None:
         return family.fit(row.variant, row.spec, gpu.capability)
-    found = _nearest_of(rows.near, size)
-    return None if found is None else found[2]
+    found = _nearest_of(rows.near, size, family.reach)
+    return family.fit(family.default_variant(spec, size), spec, gpu.capability) if found is None else found[2]
 
 
 class _Near(NamedTuple):
@@ -292,7 +293,7 @@ def _octave(size: Any) -> float:
     return math.log2(max(size.tokens, 1))
 
 
-def _nearest_of(near: Iterable[_Near], size: Any) -> tuple[float, Row, Any] | None:
+def _nearest_of(near: Iterable[_Near], size: Any, reach: float) -> tuple[float, Row, Any] | None:
     """The row that ``nearest`` would choose, provided that its variant is usable."""
     octave = _octave(size)
     best, least = None, (math.inf, True)
@@ -300,7 +301,7 @@ def _nearest_of(near: Iterable[_Near], size: Any) -> tuple[float, Row, Any] | No
         away = one.away + abs(one.octave - octave), one.stale
         if away < least:
             best, least = one, away
-    return None if best is None else (least[0], best.row, best.variant)
+    return None if best is None or least[0] > reach else (least[0], best.row, best.variant)
 
 
 def nearest(  # noqa: PLR0913 - the call, the rows and the GPU
@@ -313,10 +314,11 @@ def nearest(  # noqa: PLR0913 - the call, the rows and the GPU
 ) -> tuple[float, Row, Any] | None:
     """The usable row nearest to a call: (distance in octaves, row, its variant adapted to the call), or None.
 
-    The distance is the octaves between the numbers of tokens plus the family's distance between the specs. Of equally near
-    rows a fresh one comes before a stale one. The rule was chosen by leave-one-out regret: ``tune.py regret``.
+    The distance is the octaves between the numbers of tokens plus the family's distance between the specs, at most the
+    family's reach. Of equally near rows a fresh one comes before a stale one. The rule was chosen by leave-one-out regret: ``tune.py regret``.
     """
     away = [(_octaves(family, row, spec, size), row) for row in rows]
+    away = [one for one in away if one[0] <= family.reach]
     for distance, row in sorted(away, key=lambda one: (one[0], one[1].stale is not None)):
         variant = brought(family, row.variant, row.spec, spec, capability)
         if usable(family, spec, size, variant, capability, multiprocessors):

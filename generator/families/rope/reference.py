@@ -10,9 +10,9 @@ import torch
 
 from tuned.calls.rope.arguments import strides_of
 from tuned.families.rope.eager import positions, rotate
-from tuned.families.rope.launches import RopeCall, programs
+from tuned.families.rope.launches import RopeCall
 from tuned.families.rope.spec import ITEM_SIZE, RopeSize, RopeSpec
-from tuned.families.rope.variant import RopeVariant, half_block
+from tuned.families.rope.variant import RopeVariant, half_block, programs
 
 from ...problem import Problem
 from ..amounts import SMALLEST, UNIT_ROUNDOFF, Work

@@ -59,7 +59,7 @@ def test_more_bandwidth_is_faster() -> None:
 
 
 def test_many_registers_leave_few_programs_resident() -> None:
-    (work,) = rope_work(PREFILL, default_variant(PREFILL.spec, PREFILL.size))
+    (work,) = rope_work(PREFILL, RopeVariant(num_warps=4))
     assert resident(work, H200, need(32)) == 2048 // 128
     assert resident(work, H200, need(255)) == 65536 // (256 * 128)
     assert resident(work, H200, need(32, shared=100_000)) == 2

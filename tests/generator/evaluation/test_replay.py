@@ -88,7 +88,7 @@ def test_the_search_is_better_than_random_search_and_seeds_make_it_better_still(
     warm = [replay.searched(one, 0, noise=replay.NOISE, warm=LANDSCAPES) for one in AGAIN]
     worst = {name: max(r.regrets[-1] for r in runs) for name, runs in (("cold", cold), ("random", random))}
     assert worst["cold"] < worst["random"] / 3
-    assert statistics.median(r.after(15) for r in warm) <= 0.01 < statistics.median(r.after(15) for r in cold)
+    assert statistics.median(r.after(15) for r in warm) <= 0.005 < statistics.median(r.after(15) for r in cold) <= 0.01
 
 
 @pytest.mark.parametrize(("kind", "evaluations"), [("TPESampler", 40), ("GPSampler", 20)])
@@ -136,7 +136,6 @@ def test_the_estimate_is_near_the_best_on_problems_that_it_has_not_seen() -> Non
     found = evidence.guesses(LANDSCAPES)
     assert statistics.median(g.first for g in found) <= 0.10
     assert statistics.median(g.best_of_five for g in found) <= 0.03
-    assert statistics.median(g.first for g in found) < statistics.median(g.default for g in found)
 
 
 def test_a_problem_that_is_left_out_is_not_in_the_model() -> None:

@@ -16,9 +16,9 @@ import torch
 from tuned.calls.rope.arguments import Settings, Sources, offset_limits, packed_size, tokens_of
 from tuned.families.launch import Launch
 from tuned.families.rope import FAMILY as ROPE
-from tuned.families.rope.launches import RopeCall, programs
+from tuned.families.rope.launches import RopeCall
 from tuned.families.rope.spec import RopeSize, RopeSpec, search_steps
-from tuned.families.rope.variant import size_class
+from tuned.families.rope.variant import programs, size_class
 from tuned.launching.launcher import kernel
 from tuned.launching.plan import DirectLaunch, kind_of, remember
 from tuned.lookup.gpu import gpu_of
@@ -182,7 +182,7 @@ def sized(  # noqa: PLR0913 - one return per check; the tensors of a call
     ):
         return None
     size = packed_size(seq, sequences) if spec.packed else RopeSize(batch, seq)
-    variant = variant_at(known.rows, ROPE, size, known.gpu)
+    variant = variant_at(known.rows, ROPE, spec, size, known.gpu)
     compiled = known.launches.get(variant)
     if compiled is None or compiled.search_steps != search_steps(sequences) or not _legal(known, variant, size):
         return None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 
 from tuned.families.architecture import PDL_CAPABILITY
 from tuned.families.choices import one_of
-from tuned.families.launch import next_power_of_2
+from tuned.families.launch import ceil_div, next_power_of_2
 from tuned.families.rope.spec import COMPLETE, ITEM_SIZE, RopeSize, RopeSpec
 
 # 64 float32 values and their angles, a quarter of a thread's 255 registers and more. Larger tiles were not measured.
@@ -21,8 +23,22 @@ CORE_KNOBS = ("block_tokens", "block_heads", "num_warps")
 # Kernels of plain calls give no hint for angles. Those of complete calls do with "stream": that saved up to 3 percent in
 # calls that read more of a table than the L2 holds. With the other two it cost up to a tenth.
 CACHE = {"stream": ("evict_first", ".cs", "evict_first"), "stream_stores": ("", ".cs", ""), "keep": ("", "", "")}
+VECTOR_BYTES = 16  # of the widest load of a thread
 BLOCK_TOKENS = (1, 2, 4, 8)
 BLOCK_HEADS = (1, 2, 4, 8, 16)
+NUM_WARPS = (1, 2, 4, 8)
+# What follows is from landscapes of an H200: docs/decisions/0052.
+REACH = 1.5  # octaves: of calls further away than that, a row knows less than the default variant
+# What a thread of a good tile holds of x, in octaves of bytes: by bytes of an element; less where two bytes are all that a load takes,
+# since each load has an address of its own; and at least, where a small call must be spread over ``SPREAD`` threads, four warps a
+# multiprocessor.
+HELD = {2: 6.0, 4: 6.5}
+LESS_HELD = 0.5
+LEAST_HELD = 3.5
+SPREAD = 2**14
+# Programs of a dependent launch start one every 1.3 ns, others one every 1.0: so few of them, or ones that take as long as that.
+FEW_PROGRAMS, DEPENDENT_BYTES = 1024, 8192
+MANY = 64  # positions or batch entries from which on an empty part of the last tile counts for nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +59,7 @@ class RopeVariant:
     cache: str = one_of("stream", "stream_stores", "keep", default="stream")
     # Programmatic dependent launch (sm_90+): programs start while the previous kernel drains, and wait before they read.
     pdl: bool = one_of(False, True, default=False)  # noqa: FBT003 - the choices of a flag
-    num_warps: int = one_of(1, 2, 4, 8, default=4)
+    num_warps: int = one_of(*NUM_WARPS, default=4)
 
     @property
     def simplicity(self) -> tuple[int, ...]:
@@ -67,6 +83,12 @@ def row_block(spec: RopeSpec) -> int:
     """Half of the features of a row that a tile holds, as it is padded: the pairs, and the tail that is copied beside them."""
     tail = spec.head_dim - spec.rotary_dim if spec.copies_tail else 0
     return half_block(spec) + (next_power_of_2(tail) + 1) // 2 if tail else half_block(spec)
+
+
+def vector_bytes(spec: RopeSpec) -> int:
+    """What one load of a thread can take at most of contiguous rows, of both features of pairs alike."""
+    item = ITEM_SIZE[spec.dtype]
+    return item * math.gcd(spec.head_dim, 0 if spec.interleaved else spec.pair_distance, VECTOR_BYTES // item)
 
 
 def rejection(  # noqa: PLR0911 - one return per rule
@@ -124,33 +146,82 @@ def size_class(spec: RopeSpec, size: RopeSize) -> tuple[int, int]:
 
 
 def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant:
-    """A legal, decent variant for any spec (and size): about 16 pairs per thread, as many warps as that fills."""
-    half = half_block(spec)
-    rows = spec.all_heads if not spec.merges_batch else 8 if size is None else spec.heads * size.batch
-    heads = min(8, next_power_of_2(max(rows, 1)))
-    positions = 2 if size is None else size.tokens if spec.layout == "thd" else size.seq
-    tokens = min(2, next_power_of_2(max(positions, 1)))
-    while tokens * heads * half > MAX_PAIRS_PER_THREAD * 32 * 4 and (tokens > 1 or heads > 1):
-        tokens, heads = (1, heads) if tokens > 1 else (1, heads // 2)
-    warps = 4
-    # At least 16 bytes per thread: with fewer elements Triton makes narrower loads and stores.
-    while warps > 1 and tokens * heads * half < 32 * warps * (16 // ITEM_SIZE[spec.dtype]):
-        warps //= 2
-    while tokens * heads * row_block(spec) > 2 * MAX_PAIRS_PER_THREAD * 32 * warps and (tokens > 1 or heads > 1):
-        tokens, heads = (1, heads) if tokens > 1 else (1, heads // 2)
-    return RopeVariant(block_tokens=tokens, block_heads=heads, num_warps=warps)
+    """The variant of a call that no row is near: of the legal tiles the one that costs least by a rule of thumb.
+
+    The rule was fitted to 43 landscapes of an H200 and leaves 5 percent to the best variant in the mean: docs/decisions/0052.
+    """
+    positions = MANY if size is None else size.tokens if spec.layout == "thd" else size.seq
+    batch = MANY if size is None else size.batch
+    each = 2 * row_block(spec) * ITEM_SIZE[spec.dtype]
+    held = HELD[ITEM_SIZE[spec.dtype]] - (LESS_HELD if vector_bytes(spec) == 2 else 0.0)  # noqa: PLR2004 - bytes
+    if size is not None:
+        held = min(held, max(LEAST_HELD, math.log2(max(1, spec.all_heads * size.tokens * each) / SPREAD)))
+    few = RopeSize(min(batch, MANY) if spec.merges_batch else 1, max(1, min(positions, MANY)))
+    variant = _default(spec, few, round(4 * held) / 4)  # in quarters, so that few are told apart
+    tile = 2 * variant.block_tokens * variant.block_heads * each  # read and written
+    entries = 1 if spec.layout == "thd" else batch
+    small = size is not None and programs(spec, variant, positions, entries) <= FEW_PROGRAMS
+    cache = "stream" if small and spec.packed else "keep"
+    return dataclasses.replace(variant, cache=cache, pdl=small or (size is not None and tile >= DEPENDENT_BYTES))
+
+
+def programs(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
+    """Size of the grid; a packed call has one batch entry."""
+    rows = spec.all_heads * (batch if spec.merges_batch else 1)
+    tiles = ceil_div(seq, variant.block_tokens) * ceil_div(rows, variant.block_heads)
+    return tiles if spec.merges_batch else tiles * batch
+
+
+@functools.lru_cache(1024)
+def _default(spec: RopeSpec, size: RopeSize, held: float) -> RopeVariant:
+    tiles = itertools.product(BLOCK_TOKENS, BLOCK_HEADS, NUM_WARPS)
+    variants = [RopeVariant(tokens, heads, num_warps=warps) for tokens, heads, warps in tiles]
+    legal = [one for one in variants if rejection(spec, size, one) is None]
+    return min(legal, key=lambda one: _cost(spec, size, one, held), default=RopeVariant(1, 1, num_warps=1))
+
+
+def _cost(spec: RopeSpec, size: RopeSize, variant: RopeVariant, held: float) -> float:
+    """How much a tile is thought to miss the best, in octaves; ``held`` are those of the bytes that a thread should hold.
+
+    Every weight was fitted to landscapes: docs/decisions/0052.
+    """
+    tokens, warps, item = variant.block_tokens, variant.num_warps, ITEM_SIZE[spec.dtype]
+    rows = spec.heads * size.batch if spec.merges_batch else spec.all_heads
+    heads = min(variant.block_heads, rows)
+    padded = tokens * variant.block_heads  # rows of the tile
+    too_much = math.log2(padded * 2 * row_block(spec) * item / (32 * warps)) - held
+    at_once = padded * (2 if spec.interleaved else 1) * half_block(spec) * item / (32 * warps)
+    angles = (16 if spec.computes_sincos else 8) * half_block(spec)  # bytes of a token, or what a sine costs
+    empty = ceil_div(rows, variant.block_heads) * variant.block_heads / rows
+    empty *= ceil_div(size.seq, tokens) * tokens / size.seq
+    whole = (
+        vector_bytes(spec) == VECTOR_BYTES and held >= HELD[item]
+    )  # of aligned rows, enough of them for all multiprocessors
+    return (
+        (0.8 * too_much if too_much > 0 else -too_much)
+        + max(0.0, math.log2(vector_bytes(spec) / at_once))  # narrower loads than could be
+        + 2 * math.log2(empty)
+        + 0.3 * math.log2(1 + angles / (2 * item * heads * row_block(spec)))  # all heads share the angles of a token
+        + (max(0.0, math.log2(padded / warps / 16)) if spec.inplace else 0.0)  # parts of many rows by one warp
+        + (0.7 if whole and 4 * padded * row_block(spec) * item < DEPENDENT_BYTES else 0.0)
+        + 0.4 * math.log2(tokens)
+        + 0.05 * math.log2(max(BLOCK_HEADS) / heads)
+        + 0.2 * math.log2(warps)
+    )
 
 
 def distance(a: RopeSpec, b: RopeSpec) -> float:
     """The distance between two specs for the choice of a variant, in octaves.
 
-    Octaves of heads (of both tensors), of padded half rows and of bytes per feature count 1 each. So does each difference
+    Octaves of heads (of both tensors), of padded half rows and of bytes per feature count 1 each, those of what one load can take
+    a half. So does each difference
     in the kernel's text: layout, style, kind of angles, in place, tail, plain or complete. The layout counts 1 for complete
     calls too, whose text it does not change. Direction, entries of the angles and the other fields of complete calls count
     a half, since they change little of what is moved. The two dtypes count a tenth.
     """
     octaves = abs(math.log2(a.all_heads / b.all_heads)) + abs(math.log2(half_block(a) / half_block(b)))
     octaves += abs(math.log2(ITEM_SIZE[a.dtype] / ITEM_SIZE[b.dtype]))
+    octaves += abs(math.log2(vector_bytes(a) / vector_bytes(b))) / 2
     texts = sum(
         getattr(a, n) != getattr(b, n) for n in ("layout", "style", "angles", "inplace", "copies_tail", "plain")
     )

@@ -1,0 +1,139 @@
+"""What a rotation gets that no row is near, and what its launch says of its strides."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import statistics
+from typing import Any
+
+import pytest
+
+from generator.families.rope.reference import inputs
+from generator.storage.landscape import load_landscapes
+from tuned.families.rope import FAMILY as ROPE
+from tuned.families.rope.launches import launches
+from tuned.families.rope.spec import LAYOUTS, RopeSize, RopeSpec
+from tuned.families.rope.variant import (
+    DEPENDENT_BYTES,
+    FEW_PROGRAMS,
+    default_variant,
+    distance,
+    fit,
+    programs,
+    rejection,
+    row_block,
+    vector_bytes,
+)
+
+SPEC = RopeSpec("bshd", "bfloat16", 32, 128, 128)
+
+
+def drawn(draw: random.Random) -> tuple[RopeSpec, RopeSize]:
+    half = draw.randint(1, 128)
+    inplace = draw.random() < 0.5
+    spec = RopeSpec(
+        draw.choice(LAYOUTS),
+        draw.choice(["bfloat16", "float32"]),
+        heads=draw.choice([1, 2, 3, 7, 32, 61]),
+        head_dim=2 * half,
+        rotary_dim=2 * draw.choice([half, draw.randint(1, half)]),
+        style=draw.choice(["half", "interleaved"]),
+        inplace=inplace,
+        key_heads=draw.choice([0, 0, 1, 5]),
+    )
+    return spec, RopeSize(draw.choice([1, 2, 33, 4096]), draw.choice([1, 2, 5, 100, 4097, 200_000]))
+
+
+def test_the_default_is_legal_for_any_call_on_any_card() -> None:
+    draw = random.Random(0)
+    for _ in range(400):
+        spec, size = drawn(draw)
+        for capability in (80, 90, 100):
+            variant = fit(default_variant(spec, size), spec, capability)
+            assert rejection(spec, size, variant, capability) is None, (spec, size)
+        assert not default_variant(spec).pdl, "of no size: what compiles for every card"
+
+
+def test_a_small_call_is_spread_over_the_multiprocessors() -> None:
+    def held(size: RopeSize) -> float:
+        variant = default_variant(SPEC, size)
+        return variant.block_tokens * variant.block_heads * row_block(SPEC) * 4 / (32 * variant.num_warps)
+
+    large, small = RopeSize(2, 4096), RopeSize(1, 8)
+    assert held(large) == 64
+    assert held(small) <= 32
+    assert programs(SPEC, default_variant(SPEC, small), 8, 1) >= 32  # of one warp each
+
+
+def test_few_programs_or_ones_that_take_long_are_launched_dependently() -> None:
+    """Each dependent program begins 1.3 ns after the one before: 32,768 of one warp took 40 us, where the memory takes 34."""
+    draw = random.Random(1)
+    seen = set()
+    for _ in range(400):
+        spec, size = drawn(draw)
+        spec = dataclasses.replace(spec, layout="bshd")
+        variant = default_variant(spec, size)
+        many = programs(spec, variant, size.seq, size.batch) > FEW_PROGRAMS
+        item = 2 if spec.dtype == "bfloat16" else 4
+        light = 4 * variant.block_tokens * variant.block_heads * row_block(spec) * item < DEPENDENT_BYTES
+        assert variant.pdl == (not (many and light))
+        seen.add((many, light))
+    assert len(seen) == 4
+
+
+def test_the_default_is_near_the_best_of_every_landscape() -> None:
+    regrets = {
+        one.problem.name: one.regret(default_variant(one.problem.spec, one.problem.size))
+        for one in load_landscapes("nvidia_h200")
+        if one.problem.family == "rope"
+    }
+    assert statistics.median(regrets.values()) <= 0.03
+    assert max(regrets.values()) <= 0.15, regrets
+
+
+def test_rows_that_are_loaded_in_other_pieces_are_further_away() -> None:
+    odd = dataclasses.replace(SPEC, head_dim=70, rotary_dim=70)
+    like = dataclasses.replace(SPEC, head_dim=80, rotary_dim=80)
+    assert (vector_bytes(odd), vector_bytes(like), vector_bytes(SPEC)) == (2, 16, 16)
+    assert distance(SPEC, odd) == 1.5 > ROPE.reach - 1e-9
+    assert distance(SPEC, like) == 0
+
+
+def constants(spec: RopeSpec, size: RopeSize, **changes: Any) -> tuple[int, int]:
+    call = dataclasses.replace(inputs(spec, size, "meta", 0), **changes)
+    (launch,) = launches(spec, default_variant(spec, size), call)
+    return launch.constants["MULTIPLE"], launch.constants["ANGLE_MULTIPLE"]
+
+
+@pytest.mark.parametrize(
+    ("dim", "style", "dtype", "wanted"),
+    [
+        (128, "half", "bfloat16", (1, 1)),  # 16 divides the strides: Triton sees it
+        (72, "half", "bfloat16", (4, 4)),  # halves of 36
+        (72, "interleaved", "bfloat16", (8, 4)),
+        (72, "interleaved", "float32", (4, 4)),  # 16 bytes
+        (34, "interleaved", "bfloat16", (2, 1)),
+        (34, "half", "bfloat16", (1, 1)),
+    ],
+)
+def test_a_kernel_is_told_what_divides_strides(dim: int, style: str, dtype: str, wanted: tuple[int, int]) -> None:
+    spec = RopeSpec("bshd", dtype, 3, dim, dim, style=style)
+    assert constants(spec, RopeSize(2, 5)) == wanted
+
+
+def test_what_a_kernel_is_told_is_true_of_every_stride_that_counts() -> None:
+    spec, size = RopeSpec("bshd", "bfloat16", 3, 72, 72, style="interleaved"), RopeSize(2, 5)
+    odd = (3 * 72, 5 * 3 * 72 + 1, 72, 1)
+    assert constants(spec, size, x_strides=odd)[0] == 1
+    assert constants(spec, size, out_strides=odd)[0] == 1
+    assert constants(spec, RopeSize(1, 5), x_strides=odd)[0] == 8, (
+        "nothing is multiplied by the stride of an axis of one"
+    )
+    assert constants(spec, size, angle_strides=(37, 1))[1] == 1
+    assert constants(spec, RopeSize(1, 1), angle_strides=(37, 1), angle_rows=1)[1] == 4
+    keyed = dataclasses.replace(spec, key_heads=2)
+    key = inputs(keyed, size, "meta", 0).key_strides
+    assert constants(keyed, size)[0] == 8
+    assert constants(keyed, size, key_strides=(key[0] + 2, *key[1:]))[0] == math.gcd(key[0] + 2, 8)
