@@ -317,3 +317,16 @@ def test_one_segment_is_the_librarys(fired: list[Any]) -> None:
         )
     assert not fired
     assert not linear._PLANS
+
+
+def test_a_linear_that_pytorch_serves_is_known_by_the_shape_of_its_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known by its id, a bias of one element that came into the place of a freed one was broadcast."""
+    left = tuned.launching.left
+    monkeypatch.setattr(left, "LEFT", {})
+    inputs, weight = [torch.randn(2, 3), torch.randn(2, 5)], torch.randn(4, 8)
+    with torch.no_grad():
+        tuned.dispatch.linear_cat(inputs, weight, torch.randn(4))
+        assert left.is_left(weight, linear.sizes(inputs, torch.randn(4))), "another bias of as many elements"
+        assert not left.is_left(weight, linear.sizes(inputs, None))
+        with pytest.raises(ValueError, match=r"bias must be \[4\], got \[1\]"):
+            tuned.dispatch.linear_cat(inputs, weight, torch.randn(1))
