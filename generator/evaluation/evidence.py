@@ -24,6 +24,7 @@ COLUMNS = {
     "after 30": "median at 30",
     "after 60": "median at 60",
     "found, median": "median",
+    "found, 95th": "95th",
     "found, worst": "worst",
     "named, median": "median winner",
     "named, worst": "worst winner",
