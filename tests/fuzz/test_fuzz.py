@@ -201,6 +201,16 @@ def test_every_row_is_what_lookups_give_while_it_is_forced() -> None:
     assert kernels <= forced.all_kernels()
 
 
+def test_a_forced_row_serves_calls_that_are_far_from_it() -> None:
+    """Calls of the fuzz are small: beyond the reach of most rows, whose variants then came up nowhere."""
+    gpu, rope = Gpu("nvidia_h200", 90, 132, "NVIDIA H200"), FAMILIES_OF["rope"]
+    row = forced.rows("rope")[0]
+    far = dataclasses.replace(row.size, seq=64 * row.size.seq)
+    assert tuned.lookup.lookup.choose(rope, row.spec, far, gpu).row != row
+    with forced.forced("rope", 0):
+        assert tuned.lookup.lookup.choose(rope, row.spec, far, gpu).why == "forced by the fuzz"
+
+
 def test_a_row_is_drawn_calls_that_kernels_serve() -> None:
     """linear_cat of one segment is the library's GEMM, and a GRU's projection has rows of one."""
     rows = forced.rows("linear_cat")
