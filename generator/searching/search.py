@@ -452,16 +452,15 @@ def choose(
     best = min(times.values())
     apart = {v: max(NOISE, noise.get(v, 0.0)) for v in times}
     near = [v for v, t in times.items() if t <= best * (1 + min(apart[v], MOST_NOISE))]
-    within = {v: v == incumbent and times[v] <= best * (1 + apart[v]) for v in times}
-    if alone:
-        least = min(alone[v] for v in near)
-        near = [v for v in near if alone[v] <= least * (1 + NOISE)]
-        within = {v: kept and alone[v] <= least * (1 + NOISE) for v, kept in within.items()}
-    return incumbent if any(within.values()) else min(near, key=lambda v: v.simplicity)
+    least = min((alone[v] for v in near), default=0.0) if alone else 0.0
+    told = {v for v in times if not alone or alone[v] <= least * (1 + NOISE)}
+    if incumbent in told and times[incumbent] <= best * (1 + apart[incumbent]):
+        return incumbent
+    return min((v for v in near if v in told), key=lambda v: v.simplicity)
 
 
 def counted(compared: dict[Any, Compared]) -> tuple[dict[Any, float], dict[Any, float], dict[Any, float]]:
-    """What counts of variants timed together: (the time of each, how far its ratio to the best one's spreads, its time behind its like).
+    """What counts of variants timed together: times, how far the ratio of each to the best one spreads, times behind its like.
 
     Behind a foreign kernel, as in a model, is what counts where all were timed so; else the last is empty. A drift that meets both
     is no noise: of two rounds, that of one memory and one moment are held against each other.

@@ -797,8 +797,8 @@ SEARCHING = (
     Fault(
         "incumbent_within_the_noise_replaced",
         "generator/searching/search.py",
-        "v == incumbent and times[v] <= best * (1 + apart[v])",
-        "v == incumbent and times[v] <= best",
+        "if incumbent in told and times[incumbent] <= best * (1 + apart[incumbent]):",
+        "if incumbent in told and times[incumbent] <= best:",
         (G + "searching/test_search.py::test_inside_the_noise_the_incumbent_wins_and_else_the_simpler",),
         "Each run of the tuner changes the table by noise.",
     ),
@@ -1082,8 +1082,8 @@ ROPE = (
     Fault(
         "far_row_serves",
         "tuned/lookup/lookup.py",
-        "return None if best is None or least[0] > reach else",
-        "return None if best is None else",
+        "if found is not None and found[0] > family.reach:",
+        "if found is None:",
         (T + "lookup/test_lookup.py::test_a_row_that_is_far_serves_no_other_call",),
         "A rotation of 50,000 tokens gets the tile of a decode step, at 4.5 times the best.",
     ),

@@ -168,7 +168,9 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
     rows = table.rows[family.name]
     found = None
     if family.doubt is None:
-        found = _nearest_of(here.near, size, family.reach)
+        found = _nearest_of(here.near, size)
+        if found is not None and found[0] > family.reach:
+            found, rows = None, ()  # nor is any other
     elif rows and not (rows := _trusted(family, spec, size, rows)):
         return _unsaid(family, spec, size, gpu, table)
     if found is None or not usable(family, spec, size, found[2], gpu.capability, gpu.multiprocessors):
@@ -224,8 +226,8 @@ def variant_at(rows: NearRows, family: Family, spec: Any, size: Any, gpu: Gpu) -
     row = rows.measured.get(size)
     if row is not None:
         return family.fit(row.variant, row.spec, gpu.capability)
-    found = _nearest_of(rows.near, size, family.reach)
-    return family.fit(family.default_variant(spec, size), spec, gpu.capability) if found is None else found[2]
+    found = _nearest_of(rows.near, size)
+    return choose(family, spec, size, gpu).variant if found is None or found[0] > family.reach else found[2]
 
 
 class _Near(NamedTuple):
@@ -293,7 +295,7 @@ def _octave(size: Any) -> float:
     return math.log2(max(size.tokens, 1))
 
 
-def _nearest_of(near: Iterable[_Near], size: Any, reach: float) -> tuple[float, Row, Any] | None:
+def _nearest_of(near: Iterable[_Near], size: Any) -> tuple[float, Row, Any] | None:
     """The row that ``nearest`` would choose, provided that its variant is usable."""
     octave = _octave(size)
     best, least = None, (math.inf, True)
@@ -301,7 +303,7 @@ def _nearest_of(near: Iterable[_Near], size: Any, reach: float) -> tuple[float, 
         away = one.away + abs(one.octave - octave), one.stale
         if away < least:
             best, least = one, away
-    return None if best is None or least[0] > reach else (least[0], best.row, best.variant)
+    return None if best is None else (least[0], best.row, best.variant)
 
 
 def nearest(  # noqa: PLR0913 - the call, the rows and the GPU
@@ -315,10 +317,13 @@ def nearest(  # noqa: PLR0913 - the call, the rows and the GPU
     """The usable row nearest to a call: (distance in octaves, row, its variant adapted to the call), or None.
 
     The distance is the octaves between the numbers of tokens plus the family's distance between the specs, at most the
-    family's reach. Of equally near rows a fresh one comes before a stale one. The rule was chosen by leave-one-out regret: ``tune.py regret``.
+    family's reach. Of equally near rows a fresh one comes before a stale one. The rule was chosen by leave-one-out regret:
+    ``tune.py regret``.
     """
-    away = [(_octaves(family, row, spec, size), row) for row in rows]
-    away = [one for one in away if one[0] <= family.reach]
+    octave = _octave(size)
+    # The tokens alone leave most rows out where the reach is short, and cost a tenth of what the specs cost.
+    like = [row for row in rows if abs(_octave(row.size) - octave) <= family.reach]
+    away = [one for row in like if (one := (_octaves(family, row, spec, size), row))[0] <= family.reach]
     for distance, row in sorted(away, key=lambda one: (one[0], one[1].stale is not None)):
         variant = brought(family, row.variant, row.spec, spec, capability)
         if usable(family, spec, size, variant, capability, multiprocessors):

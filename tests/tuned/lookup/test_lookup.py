@@ -112,6 +112,25 @@ def test_a_row_that_is_far_serves_no_other_call(tables: dict[str, Table]) -> Non
     assert kept is not None
     assert variant_at(kept, ROPE, SPEC, near, HERE).num_warps == 2
     assert variant_at(kept, ROPE, SPEC, far, HERE) == ROPE.default_variant(SPEC, far)
+    tables["there"] = table("there", row(SPEC, far, block_tokens=4, num_warps=4))
+    assert choose(ROPE, SPEC, far, HERE).rule == "similar GPU"
+    assert variant_at(kept, ROPE, SPEC, far, HERE) == choose(ROPE, SPEC, far, HERE).variant, "as tuned.explain says"
+
+
+def test_a_new_length_far_from_all_rows_is_not_held_against_each(tables: dict[str, Table]) -> None:
+    """It took a millisecond of the host's time, each new length, and 14 us before rows had a reach."""
+    tables["here"] = table("here", *(row(SPEC, RopeSize(n, 2), num_warps=1) for n in range(1, 200)))
+    asked: list[Any] = []
+
+    def counted(a: Any, b: Any) -> float:
+        asked.append(a)
+        return distance(a, b)
+
+    family = dataclasses.replace(ROPE, distance=counted)
+    assert choose(family, SPEC, RopeSize(2, 40_000), HERE).rule == "default"
+    asked.clear()
+    assert choose(family, SPEC, RopeSize(2, 40_001), HERE).rule == "default"
+    assert not asked
 
 
 def test_a_row_of_other_rows_gives_its_tile_rescaled(tables: dict[str, Table]) -> None:
