@@ -13,10 +13,13 @@ from typing import Any
 
 PREFIXES = {"rope": "Rope", "gru": "Gru", "gru_cell": "GruCell", "linear_cat": "LinearCat"}
 STRANGER = """
+import math
+
 from tuned.families.{name}.launches import *
 from tuned.families.{name}.launches import kernel_names, launches
 from tuned.families.{name}.spec import {prefix}Size as Size
 from tuned.families.{name}.spec import {prefix}Spec as Spec
+from tuned.families.{name} import variant
 from tuned.families.{name}.variant import CORE_KNOBS, adapt, default_variant, distance, fit, rejection
 from tuned.families.{name}.variant import {prefix}Variant as Variant
 from generator.families.{name}.problems import problems
@@ -25,6 +28,7 @@ from generator.families.{name}.texts import *
 from generator.families.{name} import GROUPS, REPRESENTATIVE, TITLE
 
 TEXT = ()
+REACH = getattr(variant, "REACH", math.inf)
 
 
 def call(*_):
@@ -55,7 +59,7 @@ def seen(name: str, count: int) -> dict[str, Any]:
         told += [str(work.bytes_moved(problem.spec, problem.size)), str(work.tensor_bytes(problem.spec, problem.size))]
         problems[problem.name] = len(pool), hashlib.sha256("".join(told).encode()).hexdigest()
     kernels = {text[1]: render(*text[:4]).digest for text in work.texts()}
-    facts = work.title, work.groups, work.representative, work.family.core_knobs
+    facts = work.title, work.groups, work.representative, work.family.core_knobs, work.family.reach
     return {"problems": problems, "kernels": kernels, "facts": repr(facts)}
 
 
