@@ -1,8 +1,8 @@
 """Keep rows whose kernels changed in text only: what was measured is machine code, and if that is the same, so is its time.
 
 The kernels of a row are compiled twice for its GPU, from the revision that it was measured with and from what is here now,
-with the Triton that it was measured with. If every launch comes to the same bytes, on the same grid and as often, the row
-gets the digests of today's texts. No GPU is needed.
+with the Triton that it was measured with. If a call takes the same steps, and every launch comes to the same bytes, on the same
+grid and with the same numbers, the row gets the digests of today's texts. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from ..problem import SelectionError
 from ..rendering.structures import fresh
 from . import codes
 
-Codes = dict[
-    str, Any
-]  # name of a row -> {"digests": kernel -> digest, "code": what its launches come to}, or {"error": why not}
+# Name of a row -> {"digests": kernel -> digest, "code": what its steps come to}, or {"error": why not}.
+Codes = dict[str, Any]
 
 
 class CarryError(SelectionError):
@@ -97,7 +96,7 @@ def carry(winners: list[Winner], revision: str, ask: Callable[[Path, list[Winner
         CarryError: the revision is unknown, or a tree cannot be asked.
     """
     changed = {w.name: "" for w in winners if not fresh(w.digests)}
-    here = ".".join(triton.__version__.split("+")[0].split(".")[:3])
+    here = triton.__version__
     for winner in winners:
         measured = winner.environment.get("triton")
         if winner.name in changed and measured != here:

@@ -14,7 +14,7 @@ from typing import Any
 
 
 def code_of(row: dict[str, Any], package: str) -> dict[str, Any]:
-    """The digests of a row's kernels, and for each different launch its machine code, grid, count and shared memory."""
+    """The digests of a row's kernels; its steps, and of each different launch machine code, grid, count, shared memory and numbers."""
     from tuned.families.registry import FAMILIES  # noqa: PLC0415 - of the tree that was named
     from tuned.lookup.record import build  # noqa: PLC0415
 
@@ -29,11 +29,15 @@ def code_of(row: dict[str, Any], package: str) -> dict[str, Any]:
     )
     call = work.inputs(spec, size, "meta", 0)
     target = compiling.target_of(f"sm_{row['environment']['capability']}")
-    launches = compiling.distinct(family.launches(spec, variant, call))
-    found = [compiling.resources(launch, target, count) for launch, count in launches]
+    steps = family.launches(spec, variant, call)
+    code = []
+    for launch, count in compiling.distinct(steps):
+        one = compiling.resources(launch, target, count)
+        numbers = [value for value in launch.arguments if isinstance(value, (int, float))]
+        code.append([one.machine_code, one.programs, one.launches, one.shared_bytes, numbers])
     return {
         "digests": {name: digests[name] for name in family.kernel_names(spec, variant)},
-        "code": [[one.machine_code, one.programs, one.launches, one.shared_bytes] for one in found],
+        "code": [[type(step).__name__ for step in steps], *code],
     }
 
 
