@@ -95,10 +95,15 @@ def _nearest_row(rescaled: bool, measure: str) -> Callable[[Landscape, list[Land
             family = dataclasses.replace(
                 family, rejection=lambda spec, size, *rest: work.family.rejection(spec, size.size, *rest)
             )
-        found = nearest(family, problem.spec, size, rows, *_gpu(held))
-        return default_variant(problem) if found is None else found[2]
+        return _served(family, held, size, rows)
 
     return pick
+
+
+def _served(family: Any, held: Landscape, size: Any, rows: list[Row]) -> Any:
+    """The variant that a family's lookup gives a problem by these rows alone."""
+    found = nearest(family, held.problem.spec, size, rows, *_gpu(held))
+    return default_variant(held.problem) if found is None else found[2]
 
 
 def _gpu(held: Landscape) -> tuple[int, int]:
@@ -164,8 +169,7 @@ def from_record(
             if w.family == held.problem.family and not left_out(w, held.problem)
         ]
         if rows:
-            found = nearest(family, held.problem.spec, held.problem.size, rows, *_gpu(held))
-            regrets[held.problem.name] = held.regret(default_variant(held.problem) if found is None else found[2])
+            regrets[held.problem.name] = held.regret(_served(family, held, held.problem.size, rows))
     return Score(SERVED, regrets) if regrets else None
 
 

@@ -144,11 +144,7 @@ def plain(landscape: Landscape, sampler: optuna.samplers.BaseSampler, budget: in
     PROPOSALS times as many proposals as evaluations.
     """
     knobs = choices(FAMILIES[landscape.problem.family].variant_type)
-    space: dict[str, optuna.distributions.BaseDistribution] = {
-        name: IntDistribution(0, len(values) - 1) if _ordered(values) else CategoricalDistribution(values)
-        for name, values in knobs.items()
-    }
-    study = optuna.create_study(sampler=sampler)
+    space, study = _space(knobs), optuna.create_study(sampler=sampler)
     penalty = math.log(2 * max(landscape.times.values()))
     budget, measured, wasted = budget or evaluations(landscape), dict[Any, None](), 0
     spent = 0.0
@@ -156,7 +152,7 @@ def plain(landscape: Landscape, sampler: optuna.samplers.BaseSampler, budget: in
         start = time.perf_counter()
         trial = study.ask(space)
         variant = FAMILIES[landscape.problem.family].variant_type(
-            **{n: values[trial.params[n]] if _ordered(values) else trial.params[n] for n, values in knobs.items()}
+            **{name: values[trial.params[name]] for name, values in knobs.items()}
         )
         known = variant in landscape.times or variant in landscape.failed
         if not known or variant in measured:
@@ -177,11 +173,8 @@ def pooled(landscape: Landscape, sampler: optuna.samplers.BaseSampler, seed: int
     pool = [*landscape.times, *landscape.failed]
     levels = np.array([[knobs[name].index(getattr(v, name)) for name in knobs] for v in pool])
     ordered = [_ordered(values) for values in knobs.values()]
-    most = [len(values) - 1 for values in knobs.values()]
-    space: dict[str, optuna.distributions.BaseDistribution] = {
-        name: IntDistribution(0, top) if rising else CategoricalDistribution(range(top + 1))
-        for name, rising, top in zip(knobs, ordered, most, strict=True)
-    }
+    most = [max(1, len(values) - 1) for values in knobs.values()]
+    space = _space(knobs)
     study, penalty = optuna.create_study(sampler=sampler), math.log(2 * max(landscape.times.values()))
     unseen, measured, spent = np.ones(len(pool), dtype=bool), list[Any](), 0.0
     while len(measured) < evaluations(landscape):
@@ -190,7 +183,7 @@ def pooled(landscape: Landscape, sampler: optuna.samplers.BaseSampler, seed: int
         asked = np.array([trial.params[name] for name in knobs])
         if measured:
             steps = np.abs(levels - asked)
-            away = np.where(ordered, steps / np.maximum(most, 1), steps > 0).sum(1) + random.random(len(pool)) / 1e3
+            away = np.where(ordered, steps / most, steps > 0).sum(1) + random.random(len(pool)) / 1e3
             place = int(np.argmin(np.where(unseen, away, math.inf)))
         else:
             place = pool.index(default_variant(landscape.problem))
@@ -206,6 +199,14 @@ def pooled(landscape: Landscape, sampler: optuna.samplers.BaseSampler, seed: int
             study.add_trial(optuna.trial.create_trial(params=params, distributions=space, value=value))
         spent += time.perf_counter() - start
     return _replay(landscape, measured, None, 0, spent)
+
+
+def _space(knobs: dict[str, tuple[Any, ...]]) -> dict[str, optuna.distributions.BaseDistribution]:
+    """The place of each knob's value among its choices."""
+    return {
+        name: IntDistribution(0, len(values) - 1) if _ordered(values) else CategoricalDistribution(range(len(values)))
+        for name, values in knobs.items()
+    }
 
 
 def _ordered(values: tuple[Any, ...]) -> bool:
