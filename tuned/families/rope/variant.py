@@ -148,7 +148,7 @@ def size_class(spec: RopeSpec, size: RopeSize) -> tuple[int, int]:
 def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant:
     """The variant of a call that no row is near: of the legal tiles the one that costs least by a rule of thumb.
 
-    The rule was fitted to 43 landscapes of an H200 and leaves 5 percent to the best variant in the mean: docs/decisions/0052.
+    The rule was fitted to 169 landscapes of H200s, and leaves 4 percent to the best tile in the mean: docs/decisions/0052.
     """
     positions = MANY if size is None else size.tokens if spec.layout == "thd" else size.seq
     batch = MANY if size is None else size.batch
@@ -156,13 +156,15 @@ def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant
     held = HELD[ITEM_SIZE[spec.dtype]] - (LESS_HELD if vector_bytes(spec) == 2 else 0.0)  # noqa: PLR2004 - bytes
     if size is not None:
         held = min(held, max(LEAST_HELD, math.log2(max(1, spec.all_heads * size.tokens * each) / SPREAD)))
-    few = RopeSize(min(batch, MANY) if spec.merges_batch else 1, max(1, min(positions, MANY)))
-    variant = _default(spec, few, round(4 * held) / 4)  # in quarters, so that few are told apart
+    capped = RopeSize(min(batch, MANY) if spec.merges_batch else 1, max(1, min(positions, MANY)))
+    variant = _default(spec, capped, round(4 * held) / 4)  # in quarters, so that few are told apart
     tile = 2 * variant.block_tokens * variant.block_heads * each  # read and written
     entries = 1 if spec.layout == "thd" else batch
-    small = size is not None and programs(spec, variant, positions, entries) <= FEW_PROGRAMS
+    if size is None:  # what compiles for every card
+        return variant
+    small = programs(spec, variant, positions, entries) <= FEW_PROGRAMS
     cache = "stream" if small and spec.packed else "keep"
-    return dataclasses.replace(variant, cache=cache, pdl=small or (size is not None and tile >= DEPENDENT_BYTES))
+    return dataclasses.replace(variant, cache=cache, pdl=small or tile >= DEPENDENT_BYTES)
 
 
 def programs(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
@@ -175,9 +177,11 @@ def programs(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
 @functools.lru_cache(1024)
 def _default(spec: RopeSpec, size: RopeSize, held: float) -> RopeVariant:
     tiles = itertools.product(BLOCK_TOKENS, BLOCK_HEADS, NUM_WARPS)
-    variants = [RopeVariant(tokens, heads, num_warps=warps) for tokens, heads, warps in tiles]
+    variants = [RopeVariant(tokens, heads, cache="keep", num_warps=warps) for tokens, heads, warps in tiles]
     legal = [one for one in variants if rejection(spec, size, one) is None]
-    return min(legal, key=lambda one: _cost(spec, size, one, held), default=RopeVariant(1, 1, num_warps=1))
+    return min(
+        legal, key=lambda one: _cost(spec, size, one, held), default=RopeVariant(1, 1, cache="keep", num_warps=1)
+    )
 
 
 def _cost(spec: RopeSpec, size: RopeSize, variant: RopeVariant, held: float) -> float:
@@ -194,9 +198,8 @@ def _cost(spec: RopeSpec, size: RopeSize, variant: RopeVariant, held: float) -> 
     angles = (16 if spec.computes_sincos else 8) * half_block(spec)  # bytes of a token, or what a sine costs
     empty = ceil_div(rows, variant.block_heads) * variant.block_heads / rows
     empty *= ceil_div(size.seq, tokens) * tokens / size.seq
-    whole = (
-        vector_bytes(spec) == VECTOR_BYTES and held >= HELD[item]
-    )  # of aligned rows, enough of them for all multiprocessors
+    # Aligned rows, enough of them for all multiprocessors: what moves more at a time can be launched dependently.
+    whole = vector_bytes(spec) == VECTOR_BYTES and held >= HELD[item]
     return (
         (0.8 * too_much if too_much > 0 else -too_much)
         + max(0.0, math.log2(vector_bytes(spec) / at_once))  # narrower loads than could be
@@ -213,11 +216,10 @@ def _cost(spec: RopeSpec, size: RopeSize, variant: RopeVariant, held: float) -> 
 def distance(a: RopeSpec, b: RopeSpec) -> float:
     """The distance between two specs for the choice of a variant, in octaves.
 
-    Octaves of heads (of both tensors), of padded half rows and of bytes per feature count 1 each, those of what one load can take
-    a half. So does each difference
+    Octaves of heads (of both tensors), of padded half rows and of bytes per feature count 1 each. So does each difference
     in the kernel's text: layout, style, kind of angles, in place, tail, plain or complete. The layout counts 1 for complete
-    calls too, whose text it does not change. Direction, entries of the angles and the other fields of complete calls count
-    a half, since they change little of what is moved. The two dtypes count a tenth.
+    calls too, whose text it does not change. Octaves of what one load can take count a half. So do direction, entries of the
+    angles and the other fields of complete calls, since they change little of what is moved. The two dtypes count a tenth.
     """
     octaves = abs(math.log2(a.all_heads / b.all_heads)) + abs(math.log2(half_block(a) / half_block(b)))
     octaves += abs(math.log2(ITEM_SIZE[a.dtype] / ITEM_SIZE[b.dtype]))
