@@ -169,9 +169,11 @@ def _gru_at_once(module: GRU, x: Any, hx: Any) -> tuple[torch.Tensor, torch.Tens
     settings = (module.bias, layers, bidirectional, batch_first)
     dropout = module.dropout if module.training and layers > 1 else 0.0
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (*weights, x, hx))
-    if needed:
+    if needed and not x.is_cuda:
         accepted = x.numel() and x.shape[2] == module.input_size and hx.shape == expected and hx.dtype == x.dtype
         left = accepted and (mode := modes(x.get_device())) is not None and not mode[0]
+    elif needed:
+        left = gru_plan.is_left(x, hx, weights, settings, gradient=True)
     else:
         left = not dropout and gru_plan.is_left(x, hx, weights, settings)
     if not left:
@@ -189,7 +191,10 @@ def _packed_at_once(module: GRU, packed: PackedSequence, hx: Any) -> tuple[Packe
     layers, bidirectional = module.num_layers, module.bidirectional
     settings = (module.bias, layers, bidirectional, False)
     dropout = module.training and module.dropout and layers > 1
-    if dropout or weights is None or not gru_plan.is_left(x, None, weights, settings, batch_sizes.numel()):
+    if weights is None:
+        return None
+    train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, hx, *weights))
+    if dropout or not gru_plan.is_left(x, None, weights, settings, batch_sizes.numel(), gradient=train):
         return None
     expected = (layers * (2 if bidirectional else 1), int(batch_sizes[0]), module.hidden_size)
     if hx is None:
@@ -200,7 +205,6 @@ def _packed_at_once(module: GRU, packed: PackedSequence, hx: Any) -> tuple[Packe
         hx = module.permute_hidden(hx, sorted_indices)
     if not all(t.is_contiguous() for t in (hx, *weights)):
         return None
-    train = torch.is_grad_enabled() and any(t.requires_grad for t in (*weights, x, hx))
     output, h_n = torch.gru(x, batch_sizes, hx, weights, module.bias, layers, 0.0, train, bidirectional)
     rows = PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices)
     return rows, module.permute_hidden(h_n, unsorted_indices)

@@ -111,7 +111,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(tuned.launching.launcher, "launch_public", made.launch_public)
     monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
     monkeypatch.setattr(run, "launch_known", made.launch)
-    monkeypatch.setattr(run, "_may_learn", lambda _device: True)
+    monkeypatch.setattr(run, "may_learn", lambda _device: True)
     monkeypatch.setattr(torch.cuda, "device", _NoDevice)
     believing(monkeypatch)
     with torch.no_grad():

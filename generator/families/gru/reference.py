@@ -85,7 +85,7 @@ def reference(spec: GruSpec, call: Recurrence) -> tuple[torch.Tensor, torch.Tens
 
     The bound: UNITS roundings of numbers up to 1, which is what a state is, and one of the result.
     """
-    tokens, there = _token_of(spec, call)
+    tokens, there = token_of(spec, call, call.gates.device)
     x = call.gates.reshape(spec.directions, -1, 3 * spec.hidden)
     out = torch.empty(0)
     for layer in range(spec.layers):
@@ -102,10 +102,10 @@ def reference(spec: GruSpec, call: Recurrence) -> tuple[torch.Tensor, torch.Tens
     return wanted, unit * (wanted.abs() + UNITS)
 
 
-def _token_of(spec: GruSpec, call: Recurrence) -> tuple[torch.Tensor, torch.Tensor]:
+def token_of(spec: GruSpec, call: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The token that each direction, step and row takes, [directions, seq, batch]; and whether there is one, [seq, batch]."""
-    step = torch.arange(call.seq, device=call.gates.device)[:, None]
-    row = torch.arange(call.batch, device=call.gates.device)[None, :]
+    step = torch.arange(call.seq, device=device)[:, None]
+    row = torch.arange(call.batch, device=device)[None, :]
     dense = spec.layout == "dense"
     length = torch.full_like(row, call.seq) if dense else call.lengths.long()[None, :]
     last = (length - 1).clamp(min=0)

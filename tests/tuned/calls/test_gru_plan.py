@@ -94,10 +94,10 @@ def learned(
         gates=torch.empty(directions, *tokens, 3 * H).transpose(1, 2)
         if call.batch_first
         else torch.empty(directions, *tokens, 3 * H),
-        weight_ih=run._stack([c[0] for c in cells[1:]]) if spec.stacked else None,
-        weight_hh=run._stack([c[1] for c in cells]),
-        bias_ih=run._stack([c[2] for c in cells]) if spec.bias else None,
-        bias_hh=run._stack([c[3] for c in cells]) if spec.bias else None,
+        weight_ih=run.stack([c[0] for c in cells[1:]]) if spec.stacked else None,
+        weight_hh=run.stack([c[1] for c in cells]),
+        bias_ih=run.stack([c[2] for c in cells]) if spec.bias else None,
+        bias_hh=run.stack([c[3] for c in cells]) if spec.bias else None,
         h_0=call.hx,
         out=torch.empty(*tokens, directions * H),
         between=torch.empty(spec.layers - 1, *tokens, H) if spec.stacked else None,
@@ -308,7 +308,7 @@ def test_what_pytorch_serves_is_remembered_too(monkeypatch: pytest.MonkeyPatch, 
     call = GruCall(torch.randn(T, B, H), torch.zeros(4, B, H), weights, True, 2, True, False)
     with torch.no_grad():
         assert again(call) is None
-        plan.leave(call, captured)
+        plan.leave(call, captured=captured)
         other = dataclasses.replace(call, input=torch.randn(T, B, H))
         for ours, theirs in zip(again(other), module(other.input), strict=True):
             assert torch.equal(ours, theirs)
@@ -339,14 +339,14 @@ def test_sizes_that_are_left_to_pytorch_are_these_alone(monkeypatch: pytest.Monk
         dataclasses.replace(call, dropout=0.5),
         dataclasses.replace(call, cu_seqlens=torch.tensor([0, T], dtype=torch.int32), max_seqlen=T),
     ):
-        plan.leave(other, captured)
+        plan.leave(other, captured=captured)
     assert not left.LEFT
     rows = x.flatten(0, 1)
-    plan.leave(dataclasses.replace(call, input=rows, batch_sizes=torch.tensor([B] * T)), captured)
+    plan.leave(dataclasses.replace(call, input=rows, batch_sizes=torch.tensor([B] * T)), captured=captured)
     assert not plan.is_left(x, hx, weights, settings)
     assert plan.is_left(rows, None, weights, settings, T)
     assert not plan.is_left(rows, None, weights, settings, T + 1)
-    plan.leave(call, captured)
+    plan.leave(call, captured=captured)
     assert plan.is_left(x, hx, weights, settings)
     strided = torch.zeros(B, T, H).transpose(0, 1)
     assert plan.is_left(strided, hx, weights, settings), "PyTorch's own takes any strides"

@@ -30,9 +30,13 @@ _FLOAT32 = torch.float32
 SMALL_PRODUCT = 2**29  # multiplications: 20 us at the 50 TFLOP/s that an H200 has for float32
 
 
+def _needs_gradient(x: Any, hx: Any, weights: Sequence[Any]) -> bool:
+    return x.requires_grad or hx.requires_grad or any(w.requires_grad for w in weights)
+
+
 def _key(x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...]) -> Any:
     """All that a compiled kernel, or the path to it, may depend on; None if a plan may not serve the call."""
-    if _grad_enabled() and (x.requires_grad or hx.requires_grad or any(w.requires_grad for w in weights)):
+    if _grad_enabled() and _needs_gradient(x, hx, weights):
         return None
     mode = modes(x.get_device())
     if mode is None or mode[0]:  # under autocast the kernels get other tensors: casts of these
@@ -49,17 +53,27 @@ def _key(x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...]) -> 
     )
 
 
-def _sizes(x: Any, steps: Any, hx: Any, settings: tuple[Any, ...]) -> tuple[Any, ...]:
+def _sizes(x: Any, steps: Any, hx: Any, settings: tuple[Any, ...], gradient: bool) -> tuple[Any, ...]:  # noqa: FBT001
     """By which a call that PyTorch's own serves is known again; ``steps`` of packed ones, whose states are not looked at."""
-    return settings, residents.place(x.get_device()), x.shape, x.dtype, steps, None if steps else (hx.shape, hx.dtype)
+    return (
+        gradient,
+        settings,
+        residents.place(x.get_device()),
+        x.shape,
+        x.dtype,
+        steps,
+        None if steps else (hx.shape, hx.dtype),
+    )
 
 
-def is_left(x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...], steps: int = 0) -> bool:
+def is_left(  # noqa: PLR0913 - what a call is known by
+    x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...], steps: int = 0, *, gradient: bool = False
+) -> bool:
     """Whether PyTorch's own served a call of these sizes, so that it does again.
 
-    ``settings`` as ``known`` has them; ``steps`` of packed sequences, of which x is the data.
+    ``settings`` as ``known`` has them; ``steps`` of packed sequences, of which x is the data; ``gradient``: one is needed.
     """
-    return id(weights[0]) in left.LEFT and left.is_left(weights[0], _sizes(x, steps, hx, settings))
+    return id(weights[0]) in left.LEFT and left.is_left(weights[0], _sizes(x, steps, hx, settings, gradient))
 
 
 def gru_precision() -> str:
@@ -88,7 +102,7 @@ def known(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...]) -> Result | 
     try:
         if (
             id(weights[0]) in left.LEFT
-            and is_left(x, hx, weights, settings)
+            and is_left(x, hx, weights, settings, gradient=_grad_enabled() and _needs_gradient(x, hx, weights))
             and all(t.is_contiguous() for t in (hx, *weights))
         ):
             return _by_torch(x, hx, weights, settings)
@@ -134,12 +148,12 @@ def learn(  # noqa: PLR0913
     keep(_PLANS, key, make, lambda x, hx, weights: (x, hx, *weights), call.input, call.hx, call.weights)
 
 
-def leave(call: GruCall, captured: bool) -> None:  # noqa: FBT001
-    """Remember that PyTorch's own serves calls of these sizes; ``captured``: in a CUDA graph too."""
+def leave(call: GruCall, *, captured: bool, gradient: bool = False) -> None:
+    """Remember that PyTorch's own serves calls of these sizes; ``captured``: in a CUDA graph too; ``gradient``: with one."""
     settings = (call.has_biases, call.num_layers, call.bidirectional, call.batch_first)
-    if call.cu_seqlens is None and not call.dropout:
+    if call.cu_seqlens is None and (gradient or not call.dropout):
         steps = 0 if call.batch_sizes is None else call.batch_sizes.numel()
-        left.leave(call.weights[0], _sizes(call.input, steps, call.hx, settings), captured=captured)
+        left.leave(call.weights[0], _sizes(call.input, steps, call.hx, settings, gradient), captured=captured)
 
 
 def _plan(

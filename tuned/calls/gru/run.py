@@ -54,7 +54,7 @@ def why_not(call: GruCall) -> str | None:
     reason = why_eager(call.input, name_of(call.input.dtype) in DTYPES)
     if reason is None and not call.hx.shape[2]:
         return "there is nothing to compute: an axis is empty"
-    if reason is not None or _empty(call):
+    if reason is not None or is_empty(call):
         return reason
     choice = _parts(call)[-1][2]
     return choice.why if choice.variant is None else None
@@ -63,15 +63,15 @@ def why_not(call: GruCall) -> str | None:
 def remember_eager(call: GruCall) -> None:
     """Have later calls like one that ``why_not`` refused take PyTorch's own at once."""
     served = (
-        why_eager(call.input, name_of(call.input.dtype) in DTYPES) is None and call.hx.shape[2] and not _empty(call)
+        why_eager(call.input, name_of(call.input.dtype) in DTYPES) is None and call.hx.shape[2] and not is_empty(call)
     )
-    if served and _may_learn(call.input.device):
+    if served and may_learn(call.input.device):
         leave(call, captured=all(c.variant is None for _, _, c in _parts(call, captured=True)))
 
 
 def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
     """The choice for a call that ``why_not`` accepts, and the modules of tuned.kernels that it launches."""
-    if _empty(call):
+    if is_empty(call):
         return Choice("eager", "there is no step to compute", None), ()
     spec, _, choice = _parts(call)[-1]
     return choice, GRU.kernel_names(spec, choice.variant)
@@ -84,7 +84,7 @@ def forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
         NotedError: this thread listens, and the launches were noted instead.
     """
     directions = 2 if call.bidirectional else 1
-    if _empty(call):
+    if is_empty(call):
         return call.input.new_empty((*call.input.shape[:-1], directions * call.hx.shape[2])), call.hx.clone()
     with torch.cuda.device(call.input.device):
         try:
@@ -116,12 +116,13 @@ def _forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     return x, h_n
 
 
-def _empty(call: GruCall) -> bool:
+def is_empty(call: GruCall) -> bool:
     """Whether the call has no token, so that its state stays as it is."""
     return not call.input.shape[:-1].numel() or not call.hx.shape[1]
 
 
-def _spec(call: GruCall, layers: int) -> tuple[GruSpec, GruSize]:
+def spec_of(call: GruCall, layers: int) -> tuple[GruSpec, GruSize]:
+    """The spec of so many layers of a call in one launch, and the size."""
     layout = "packed" if call.batch_sizes is not None else "thd" if call.cu_seqlens is not None else "dense"
     spec = GruSpec(
         dtype=name_of(call.input.dtype),
@@ -152,11 +153,11 @@ def _parts(call: GruCall, *, captured: bool | None = None) -> list[tuple[GruSpec
     limit = () if (found := residents.allowed(call.input.device.index or 0)) is None else (found,)
     captured = _capturing(call.input.device) if captured is None else captured
     if call.num_layers > 1 and not call.bidirectional and not call.dropout:
-        spec, size = _spec(call, call.num_layers)
+        spec, size = spec_of(call, call.num_layers)
         choice = timely(_choose(spec, size, gpu, *limit), spec, size, captured)
         if choice.variant is not None:
             return [(spec, size, choice)]
-    spec, size = _spec(call, 1)
+    spec, size = spec_of(call, 1)
     choice = timely(_choose(spec, size, gpu, *limit), spec, size, captured)
     if call.num_layers > 1 and choice.variant is not None and choice.us:
         layers = dataclasses.replace(spec, directions=1, layers=call.num_layers)
@@ -237,7 +238,7 @@ def _recur(  # noqa: PLR0913 - a part of a call
     recurrence = recurrence_of(call, spec, size, variant, gates, out, cells, h_n, lengths)
     launch = functools.partial(launch_known, x.device.index)
     compiled = run_steps(GRU.launches(spec, variant, recurrence), launch)
-    if compiled is not None and spec.layers == call.num_layers and _may_learn(x.device):
+    if compiled is not None and spec.layers == call.num_layers and may_learn(x.device):
         captured = _parts(call, captured=True)[0][2].variant == variant
         learn(call, spec, variant, recurrence, compiled, captured)
     return out
@@ -261,10 +262,10 @@ def recurrence_of(  # noqa: PLR0913 - a part of a call, after the projection of 
     between = out.new_empty((spec.layers - 1, *out.shape)) if spec.stacked else None
     return Recurrence(
         gates=gates.transpose(1, 2) if turned else gates,
-        weight_ih=_stack([w[0] for w in weights[1:]]) if spec.stacked else None,
-        weight_hh=_stack([w[1] for w in weights]),
-        bias_ih=_stack([w[2] for w in weights]) if spec.bias else None,
-        bias_hh=_stack([w[3] for w in weights]) if spec.bias else None,
+        weight_ih=stack([w[0] for w in weights[1:]]) if spec.stacked else None,
+        weight_hh=stack([w[1] for w in weights]),
+        bias_ih=stack([w[2] for w in weights]) if spec.bias else None,
+        bias_hh=stack([w[3] for w in weights]) if spec.bias else None,
         h_0=_rows(call.hx[cells]),
         out=out.transpose(0, 1) if turned else out,
         between=between.transpose(1, 2) if turned and between is not None else between,
@@ -281,7 +282,7 @@ def recurrence_of(  # noqa: PLR0913 - a part of a call, after the projection of 
     )
 
 
-def _may_learn(device: torch.device) -> bool:
+def may_learn(device: torch.device) -> bool:
     """Whether the direct launcher can be probed; during graph capture it cannot, and the next call decides."""
     return device.type == "cuda" and not _capturing(device)
 
@@ -310,7 +311,7 @@ def _rows(h_0: torch.Tensor) -> torch.Tensor:
     return h_0.clone(memory_format=torch.contiguous_format)
 
 
-def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The tensors of all cells as one: a view if they lie at equal distances in one storage, as torch.nn.GRU's do; or a copy."""
     first = tensors[0]
     if len(tensors) == 1:
@@ -334,6 +335,29 @@ def lengths_of(call: GruCall) -> Lengths:
         starts = call.cu_seqlens.contiguous()  # as the kernels assume
         return Lengths("thd", starts, starts.diff().clamp_(max=_steps(call)), _steps(call))
     return Lengths("dense", None, None, _steps(call))
+
+
+def neighbours(lengths: Lengths, tokens: int) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]:
+    """For both directions (each token's sequence, whether its step is the first, the token of the step before), packed or "thd".
+
+    Of a token that no sequence has, its own are given.
+    """
+    starts, counts = lengths.starts, lengths.lengths
+    assert starts is not None, "sequences of one length have no starts"
+    assert counts is not None
+    token = torch.arange(tokens, device=starts.device)
+    if lengths.layout == "packed":
+        step = torch.searchsorted(starts, token, right=True) - 1
+        sequence = token - starts[step]
+        first, last = step == 0, step == counts[sequence] - 1
+        before = starts[(step - 1).clamp(min=0)] + sequence
+        after = starts[(step + 1).clamp(max=len(starts) - 1)] + sequence
+    else:
+        sequence = torch.searchsorted(starts[1:], token.to(starts.dtype), right=True).clamp(max=len(counts) - 1)
+        first, last = token == starts[sequence], token == starts[sequence] + counts[sequence] - 1
+        before, after = token - 1, token + 1
+    highest = max(tokens - 1, 0)
+    return (sequence, first, before.clamp(0, highest)), (sequence, last, after.clamp(0, highest))
 
 
 _CAPTURED: dict[

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tuned.calls.gru import eager, plan, run
+from tuned.calls.gru import eager, plan, run, training
 from tuned.calls.gru.arguments import GruCall, gru_call
 from tuned.calls.gru_cell import run as cell_run
 from tuned.calls.gru_cell.arguments import checked_cell
@@ -23,8 +23,8 @@ from tuned.lookup.gpu import PLAIN, why_eager, why_not_plain
 from tuned.lookup.lookup import Choice
 
 
-def why_torch(tensors: Sequence[torch.Tensor]) -> str | None:
-    """Why PyTorch's own operators serve these tensors, whatever kernels there are, or None."""
+def why_torch(tensors: Sequence[torch.Tensor], *, gradients: bool = False) -> str | None:
+    """Why PyTorch's own operators serve these tensors, whatever kernels there are, or None. ``gradients``: kernels have some."""
     reason = why_eager(tensors[0], supported_dtype=True)
     if reason is not None:
         return reason
@@ -33,11 +33,16 @@ def why_torch(tensors: Sequence[torch.Tensor]) -> str | None:
             return reason
         if t.is_neg() or t.is_conj():
             return "a tensor has the negative or conjugate bit, which only PyTorch's own operators resolve"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    if not gradients and needs_gradient(tensors):
         return "a gradient is needed, which PyTorch's own operators compute; if not, call under torch.no_grad()"
     if autocast_dtype(tensors[0].device.type) is not None and any(t.dtype == torch.float64 for t in tensors):
         return "no kernel takes float64, and autocast does not cast it"
     return bypassed()
+
+
+def needs_gradient(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether autograd records what is computed of these tensors."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def by_operator(tensors: Sequence[torch.Tensor | None]) -> bool:
@@ -72,17 +77,18 @@ def _as_cast(call: GruCall) -> tuple[GruCall, bool]:
 
 def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, h_n) of a checked call."""
-    reason = why_torch(call.tensors)
+    reason = why_torch(call.tensors, gradients=True)
     if reason is None:
         cast, casts = _as_cast(call)
-        reason = run.why_not(cast)
+        by: Any = training if needs_gradient(call.tensors) else run
+        reason = by.why_not(cast)
         if reason is None:
             # The tensors are cast: autocast must not cast them again inside.
             autocast = torch.autocast(call.input.device.type, enabled=False) if casts else contextlib.nullcontext()
             with contextlib.suppress(NotedError), autocast:
-                return run.forward(cast)
+                return by.forward(cast)  # type: ignore[no-any-return]
         elif not casts:
-            run.remember_eager(call)
+            by.remember_eager(call)
     elif why_eager(call.input, supported_dtype=True) is not None:
         plan.leave(call, captured=True)
     if reason is not None:
@@ -142,10 +148,11 @@ def present(*tensors: Any) -> list[torch.Tensor]:
 def explain_gru(*args: Any, **kwargs: Any) -> tuple[Choice, tuple[str, ...]]:
     """The choice for a call of tuned.dispatch.gru with these arguments, and the kernels that it would launch; nothing runs."""
     call = gru_call(*args, **kwargs)
-    reason = why_torch(call.tensors)
+    reason = why_torch(call.tensors, gradients=True)
     cast = call if reason else _as_cast(call)[0]
-    reason = reason or run.why_not(cast)
-    return (Choice("eager", reason, None), ()) if reason else run.choice_of(cast)
+    by: Any = training if needs_gradient(call.tensors) else run
+    reason = reason or by.why_not(cast)
+    return (Choice("eager", reason, None), ()) if reason else by.choice_of(cast)
 
 
 def explain_gru_cell(*args: Any, **kwargs: Any) -> tuple[Choice, Any]:

@@ -169,13 +169,14 @@ def rejection(  # noqa: PLR0911 - one return per rule
         return "form='tile' in turns needs more registers than there are, or has few rows, where form='split' is faster"
     if not waits and (variant.exchange, variant.prefetch) != (GruVariant.exchange, GruVariant.prefetch):
         return "a program that has all units of its rows waits for nothing"
-    if waits and (reason := _exchange_rejection(spec, variant, capability)) is not None:
+    if waits and (reason := exchange_rejection(spec, variant, capability, spec.hidden)) is not None:
         return reason
     return None if size is None else _size_rejection(spec, size, variant, multiprocessors)
 
 
-def _exchange_rejection(spec: GruSpec, variant: GruVariant, capability: int) -> str | None:
-    threads, narrowest = 32 * variant.num_warps, min(w for w in pieces(spec.hidden, variant.splits) if w)
+def exchange_rejection(spec: GruSpec, variant: GruVariant, capability: int, columns: int) -> str | None:
+    """Why programs cannot wait so for messages of so many columns, or None."""
+    threads, narrowest = 32 * variant.num_warps, min(w for w in pieces(columns, variant.splits) if w)
     each = variant.block_batch * narrowest * spec.item // threads
     spins = capability >= SPIN_CAPABILITY[spec.item] and each >= MIN_LOAD and spec.hidden * spec.item % MAX_LOAD == 0
     if variant.exchange == "poll" and spins:
@@ -196,7 +197,7 @@ def _size_rejection(spec: GruSpec, size: GruSize, variant: GruVariant, multiproc
     if multiprocessors is None or variant.strategy == "steps":
         return None
     count = programs(spec, size, variant)
-    if variant.in_turn and (reason := _turns_rejection(spec, size, variant, multiprocessors)) is not None:
+    if variant.in_turn and (reason := turns_rejection(spec, size, variant, multiprocessors)) is not None:
         return reason
     if count > multiprocessors and not alone(spec, variant):
         return f"{count} programs wait for each other, and {multiprocessors} multiprocessors may hold no more than one each"
@@ -205,7 +206,7 @@ def _size_rejection(spec: GruSpec, size: GruSize, variant: GruVariant, multiproc
     return None
 
 
-def _turns_rejection(spec: GruSpec, size: GruSize, variant: GruVariant, multiprocessors: int) -> str | None:
+def turns_rejection(spec: GruSpec, size: GruSize, variant: GruVariant, multiprocessors: int) -> str | None:
     """More turns than needed leave multiprocessors without a program."""
     fewer = max(turns for turns in choices(GruVariant)["turns"] if turns < variant.turns)
     count = programs(spec, size, dataclasses.replace(variant, turns=fewer))

@@ -1,0 +1,177 @@
+"""tuned.calls.gru.training without a GPU: gradients of every layout and place, held against autograd's of PyTorch's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from generator.rendering.structures import load
+from tests.support.gru_running import VARIANTS, call_of, interpreted
+from tuned.calls.gru import eager, run, training
+from tuned.families.gru.variant import GruVariant
+from tuned.families.gru_backward.launches import sequence
+from tuned.lookup.lookup import Choice
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tuned.calls.gru.arguments import GruCall
+    from tuned.families.launch import Launch
+
+pytestmark = pytest.mark.interpreter
+
+__all__ = ["interpreted"]
+
+ONE = GruVariant("persistent", "split", 16, 8, "poll", num_warps=2)
+TURNS = dataclasses.replace(ONE, block_hidden=8, turns=2)
+COUNTED = dataclasses.replace(ONE, exchange="counter")
+
+
+@pytest.fixture
+def backward(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    """Gradients run on the CPU, a step a launch; yields every launch that a call would make."""
+    made: list[Launch] = []
+    pending: list[Any] = []
+    launches = training.BACKWARD.launches
+
+    def remembered(spec: Any, variant: GruVariant, gradient: Any) -> Any:
+        states = torch.full_like(gradient.grad_h_0, torch.nan, dtype=torch.float32)
+        pending.append((spec, variant, dataclasses.replace(gradient, states=states)))
+        return launches(spec, variant, gradient)
+
+    def launched(_device: Any, launch: Launch) -> None:
+        made.append(launch)
+        spec, variant, gradient = pending[-1]
+        for step in range(gradient.seq + 1):
+            one = sequence(spec, variant, gradient, step, step + 1)
+            load(one.kernel)[(one.programs,)](*one.arguments, **one.constants, **one.options)
+
+    monkeypatch.setattr(training, "BACKWARD", dataclasses.replace(training.BACKWARD, launches=remembered))
+    monkeypatch.setattr(training, "launch_known", launched)
+    return made
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, variant: GruVariant | None) -> None:
+    why = "a test asked for it"
+    monkeypatch.setattr(training, "_choice", lambda _call: Choice("winner" if variant else "eager", why, variant))
+
+
+def wanted_of(call: GruCall, given: tuple[Any, Any]) -> list[torch.Tensor]:
+    """Autograd's gradients of all tensors of a call."""
+    leaves = [t.detach().double().requires_grad_() for t in call.tensors]
+    outputs = eager.gru(dataclasses.replace(call, input=leaves[0], hx=leaves[1], weights=tuple(leaves[2:])))
+    pairs = [(out, grad.double()) for out, grad in zip(outputs, given, strict=True) if grad is not None]
+    found = torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]
+
+
+def assert_alike(found: Any, wanted: list[torch.Tensor]) -> None:
+    for index, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        assert ours.shape == theirs.shape, index
+        scale = theirs.abs().max().clamp(min=1)
+        torch.testing.assert_close(
+            ours.double() / scale, theirs / scale, rtol=0, atol=3e-3, msg=lambda m, i=index: f"{i}: {m}"
+        )
+
+
+@pytest.mark.usefixtures("backward")
+@pytest.mark.parametrize("layout", ["dense", "packed", "thd"])
+@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize(
+    ("variant", "bias", "first"), [(ONE, True, False), (TURNS, False, True), (COUNTED, True, True)]
+)
+def test_gradients_of_every_tensor_are_autograds(
+    monkeypatch: pytest.MonkeyPatch, layout: str, directions: int, variant: GruVariant, *, bias: bool, first: bool
+) -> None:
+    if layout == "thd":
+        variant = dataclasses.replace(variant, exchange="counter")
+    call = call_of(layout, 1, directions, bias=bias, first=first and layout == "dense")
+    choose(monkeypatch, variant)
+    output, h_n = eager.gru(call)
+    given = torch.randn_like(output), torch.randn_like(h_n)
+    found = training.gradients(call, output, [True] * len(call.tensors), given)
+    assert_alike(found, wanted_of(call, given))
+
+
+@pytest.mark.usefixtures("backward")
+@pytest.mark.parametrize("alone", [0, 1])
+def test_one_of_both_results_may_be_all_that_has_a_gradient(monkeypatch: pytest.MonkeyPatch, alone: int) -> None:
+    call = call_of(directions=2)
+    choose(monkeypatch, ONE)
+    results = eager.gru(call)
+    given: Any = [None, None]
+    given[alone] = torch.randn_like(results[alone])
+    found = training.gradients(call, results[0], [True] * len(call.tensors), tuple(given))
+    assert_alike(found, wanted_of(call, tuple(given)))
+
+
+@pytest.mark.usefixtures("backward")
+@pytest.mark.parametrize("strides", ["expanded", "transposed", "sliced"])
+def test_the_gradient_of_the_output_may_have_any_strides(monkeypatch: pytest.MonkeyPatch, strides: str) -> None:
+    call = call_of()
+    choose(monkeypatch, ONE)
+    output, _ = eager.gru(call)
+    steps, batch, width = output.shape
+    grad = {
+        "expanded": torch.randn(1, 1, 1).expand(output.shape),
+        "transposed": torch.randn(width, batch, steps).permute(2, 1, 0),
+        "sliced": torch.randn(steps, batch, 2 * width)[..., ::2],
+    }[strides]
+    found = training.gradients(call, output, [True] * len(call.tensors), (grad, None))
+    assert_alike(found, wanted_of(call, (grad, None)))
+
+
+def test_what_is_not_wanted_is_not_computed(monkeypatch: pytest.MonkeyPatch, backward: list[Launch]) -> None:
+    call = call_of()
+    choose(monkeypatch, ONE)
+    output, _ = eager.gru(call)
+    given = torch.ones_like(output), None
+    products: list[Any] = []
+    monkeypatch.setattr(torch, "mm", lambda *a, mm=torch.mm, **k: products.append(a) or mm(*a, **k))
+    found = training.gradients(call, output, [False, False, False, False, True, False], given)
+    assert [g is None for g in found] == [True, True, True, True, False, True]
+    assert len(products) == 2, "of the sums of gates alone"
+    assert len(backward) == 1
+
+
+@pytest.mark.usefixtures("interpreted", "backward")
+@pytest.mark.parametrize("layout", ["dense", "packed"])
+def test_a_stack_of_layers_trains_as_pytorchs(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    call = call_of(layout, 2, 2)
+    choose(monkeypatch, ONE)
+    monkeypatch.setattr(
+        run, "_parts", lambda call, **_: [(*run.spec_of(call, 1), Choice("winner", "", VARIANTS["persistent"]))]
+    )
+    leaves = [t.detach().clone().requires_grad_() for t in call.tensors]
+    one = dataclasses.replace(call, input=leaves[0], hx=leaves[1], weights=tuple(leaves[2:]))
+    outputs = training.forward(one)
+    given = tuple(torch.randn_like(out) for out in outputs)
+    assert_alike(torch.autograd.grad(outputs, leaves, given), wanted_of(call, given))
+
+
+@pytest.mark.usefixtures("interpreted", "backward")
+def test_gradients_have_gradients_which_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = call_of()
+    choose(monkeypatch, ONE)
+    monkeypatch.setattr(
+        run, "_parts", lambda call, **_: [(*run.spec_of(call, 1), Choice("winner", "", VARIANTS["persistent"]))]
+    )
+
+    def penalty(by: Any) -> list[torch.Tensor]:
+        leaves = [t.detach().clone().requires_grad_() for t in call.tensors]
+        output, h_n = by(dataclasses.replace(call, input=leaves[0], hx=leaves[1], weights=tuple(leaves[2:])))
+        (grad,) = torch.autograd.grad((output.square().sum() + h_n.sum()), leaves[0], create_graph=True)
+        return list(torch.autograd.grad(grad.square().sum(), leaves))
+
+    assert_alike(penalty(training.forward), [t.double() for t in penalty(eager.gru)])
+
+
+def test_where_no_row_says_that_kernels_are_faster_pytorchs_own_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = call_of()
+    choose(monkeypatch, None)
+    output, h_n = eager.gru(call)
+    given = torch.randn_like(output), torch.randn_like(h_n)
+    assert_alike(training.gradients(call, output, [True] * len(call.tensors), given), wanted_of(call, given))

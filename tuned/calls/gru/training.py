@@ -1,0 +1,292 @@
+"""A GRU over sequences that needs a gradient, by kernels: each layer is one function of autograd.
+
+The forward is that without a gradient, and keeps what autograd has anyway: input, weights, states. The backward first has
+the library (cuBLAS) compute again what the gates are made of, for all steps at once, since all states are known; then the
+gradient of the recurrence is one launch, both directions together; then the library multiplies what that gave.
+Gradients of gradients are PyTorch's own, without cuDNN, which has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tuned.calls.gru import eager, run
+from tuned.calls.gru.arguments import GruCall
+from tuned.calls.gru.plan import leave
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru_backward import FAMILY as BACKWARD
+from tuned.families.gru_backward.launches import PARTS, RecurrenceGradient, counters_needed
+from tuned.launching import residents
+from tuned.launching.launcher import run_steps
+from tuned.launching.plan import launch_known
+from tuned.lookup import misses
+from tuned.lookup.gpu import gpu_of
+from tuned.lookup.lookup import Choice, Gpu, choose
+
+Grads = list[torch.Tensor | None]
+
+
+def why_not(call: GruCall) -> str | None:
+    """Why no kernel can serve a checked call that needs a gradient, or None."""
+    reason = run.why_not(_layer(call, 0))
+    if reason is not None:
+        return f"a gradient is needed, and of the forward: {reason}"
+    if run.is_empty(call):
+        return "a gradient is needed, and there is no step to compute"
+    choice = _choice(call)
+    return None if choice.variant is not None else f"a gradient is needed: {choice.why}"
+
+
+def remember_eager(call: GruCall) -> None:
+    """Have later calls like one that ``why_not`` refused take PyTorch's own at once."""
+    if not run.is_empty(call) and run.may_learn(call.input.device):
+        leave(call, captured=False, gradient=True)
+
+
+def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
+    """The choice for the gradient of a call that ``why_not`` accepts, and the modules of tuned.kernels of both ways."""
+    choice, (_, forward) = _choice(call), run.choice_of(_layer(call, 0))
+    return choice, (*forward, *BACKWARD.kernel_names(_spec(call)[0], choice.variant))
+
+
+def forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, h_n) of a call that ``why_not`` accepts, with its gradient."""
+    x, states = call.input, []
+    for layer in range(call.num_layers):
+        one = _layer(call, layer)
+        if layer and call.dropout:
+            x = torch.nn.functional.dropout(x, call.dropout)
+        settings = dataclasses.replace(one, input=None, hx=None, weights=())  # type: ignore[arg-type]
+        x, h_n = _Layer.apply(settings, x, one.hx, *one.weights)  # type: ignore[no-untyped-call]
+        states.append(h_n)
+    return x, states[0] if len(states) == 1 else torch.cat(states)
+
+
+def _layer(call: GruCall, layer: int) -> GruCall:
+    """One layer of a call; its input is that of the lowest."""
+    directions = 2 if call.bidirectional else 1
+    each = len(call.weights) // call.num_layers
+    return dataclasses.replace(
+        call,
+        hx=call.hx[layer * directions : (layer + 1) * directions],
+        weights=call.weights[layer * each : (layer + 1) * each],
+        num_layers=1,
+        dropout=0.0,
+    )
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, settings: GruCall, x: Any, hx: Any, *weights: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        output, h_n = run.forward(dataclasses.replace(settings, input=x, hx=hx, weights=weights))
+        ctx.save_for_backward(output, x, hx, *weights)
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        return output, h_n
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Any, grad_h_n: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        output, x, hx, *weights = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1:]
+        if grad_output is None and grad_h_n is None:
+            return (None,) * (1 + len(wanted))
+        call = dataclasses.replace(ctx.settings, input=x, hx=hx, weights=tuple(weights))
+        given = grad_output, grad_h_n
+        return None, *(
+            _twice(call, wanted, given) if torch.is_grad_enabled() else gradients(call, output, wanted, given)
+        )
+
+
+def _twice(call: GruCall, wanted: Sequence[bool], given: tuple[Any, Any]) -> Grads:
+    """Gradients that have gradients: of PyTorch's own, which has them without cuDNN."""
+    with torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
+        return _by_torch(call, wanted, given, create_graph=True)
+
+
+def _by_torch(call: GruCall, wanted: Sequence[bool], given: tuple[Any, Any], *, create_graph: bool = False) -> Grads:
+    with torch.enable_grad():
+        if not create_graph:
+            tensors = [t.detach().requires_grad_(asked) for t, asked in zip(call.tensors, wanted, strict=True)]
+            call = dataclasses.replace(call, input=tensors[0], hx=tensors[1], weights=tuple(tensors[2:]))
+        reached = [(out, grad) for out, grad in zip(eager.gru(call), given, strict=True) if grad is not None]
+        asked = [t for t, want in zip(call.tensors, wanted, strict=True) if want]
+        outputs, grads = zip(*reached, strict=True)
+        found = iter(torch.autograd.grad(outputs, asked, grads, create_graph=create_graph, allow_unused=True))
+    return [next(found) if want else None for want in wanted]
+
+
+def gradients(call: GruCall, output: torch.Tensor, wanted: Sequence[bool], given: tuple[Any, Any]) -> Grads:
+    """The gradients of one layer's input, first states and weights, None where they are not wanted.
+
+    ``call``: a checked call of one layer; ``output``: what its forward gave; ``given``: gradients of output and h_n, or None.
+    """
+    device = call.input.device
+    choice = _choice(call)
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        if choice.variant is not None:
+            try:
+                with torch.no_grad(), torch.autocast(device.type, enabled=False):
+                    return _by_kernels(call, choice.variant, output, wanted, given)
+            except RuntimeError as error:
+                if not residents.too_large(error):
+                    raise
+            residents.forbid(device.index or 0)  # the driver allows fewer resident programs than it said
+        return _by_torch(call, wanted, given)
+
+
+def _by_kernels(
+    call: GruCall, variant: Any, output: torch.Tensor, wanted: Sequence[bool], given: tuple[Any, Any]
+) -> Grads:
+    spec, size = _spec(call)
+    hidden, each = spec.hidden, 4 if spec.bias else 2
+    weights = [call.weights[cell * each : (cell + 1) * each] for cell in range(spec.directions)]
+    lengths = run.lengths_of(call)
+    rows = call.input.reshape(-1, call.input.shape[-1])
+    before = _before(call, output, lengths)
+    sums = rows.new_empty(spec.directions, len(rows), PARTS * hidden)
+    for cell, (w_ih, w_hh, *_) in enumerate(weights):
+        r_z, h = sums[cell][:, : 2 * hidden], sums[cell][:, 3 * hidden :]
+        torch.mm(rows, w_ih.t(), out=sums[cell][:, : 3 * hidden])
+        torch.addmm(r_z, before[cell], w_hh[: 2 * hidden].t(), out=r_z)
+        torch.mm(before[cell], w_hh[2 * hidden :].t(), out=h)
+    grads = torch.zeros_like(sums) if spec.thd else torch.empty_like(sums)  # of rows that no sequence has, none
+    grad_h_0 = torch.empty_like(call.hx, memory_format=torch.contiguous_format)
+    gradient = _tensors(call, spec, size, variant, sums, before, grads, grad_h_0, given, lengths)
+    run_steps(BACKWARD.launches(spec, variant, gradient), functools.partial(launch_known, call.input.device.index))
+    found: Grads = [_grad_input(call, weights, grads) if wanted[0] else None, grad_h_0 if wanted[1] else None]
+    for cell in range(spec.directions):
+        found += _grad_weights(grads[cell], rows, before[cell], hidden, wanted[2 + cell * each : 2 + (cell + 1) * each])
+    return found
+
+
+def _tensors(  # noqa: PLR0913 - what a launch takes
+    call: GruCall,
+    spec: GruSpec,
+    size: GruSize,
+    variant: Any,
+    sums: torch.Tensor,
+    before: torch.Tensor,
+    grads: torch.Tensor,
+    grad_h_0: torch.Tensor,
+    given: tuple[Any, Any],
+    lengths: run.Lengths,
+) -> RecurrenceGradient:
+    """The tensors of a layer as its kernel takes them."""
+    turned = call.batch_first and spec.dense
+    grad_output, grad_h_n = given
+    width = spec.directions * spec.hidden
+    shape = (*call.input.shape[:-1], width)
+    if grad_output is None:  # one row of zeros for all tokens
+        grad_output = grads.new_zeros(width).expand(shape)
+    elif grad_output.stride(-1) != 1 and width > 1:
+        grad_output = grad_output.contiguous()
+    if grad_h_n is None:
+        grad_h_n = torch.zeros_like(grad_h_0)
+
+    def of_tokens(tensor: torch.Tensor) -> torch.Tensor:
+        if not spec.dense:
+            return tensor
+        tensor = tensor.view(spec.directions, *call.input.shape[:2], tensor.shape[-1])
+        return tensor.transpose(1, 2) if turned else tensor
+
+    each = 4 if spec.bias else 2
+    return RecurrenceGradient(
+        sums=of_tokens(sums),
+        before=of_tokens(before),
+        weight_hh=run.stack(call.weights[1::each]),
+        grad_out=grad_output.transpose(0, 1) if turned else grad_output,
+        grad_h_n=grad_h_n.contiguous(),
+        out=of_tokens(grads),
+        grad_h_0=grad_h_0,
+        batch=size.batch,
+        seq=size.seq,
+        bias_ih=run.stack(call.weights[2::each]) if spec.bias else None,
+        bias_hh=run.stack(call.weights[3::each]) if spec.bias else None,
+        states=grads.new_empty(grad_h_0.shape, dtype=torch.float32) if variant.in_turn else None,
+        counters=grads.new_empty(counters_needed(spec, size.batch), dtype=torch.int32)
+        if variant.exchange == "counter"
+        else None,
+        starts=lengths.starts,
+        lengths=lengths.lengths,
+    )
+
+
+def _before(call: GruCall, output: torch.Tensor, lengths: run.Lengths) -> torch.Tensor:
+    """The state before each token's step, ``[directions, tokens, hidden]``, tokens in the order of the input."""
+    hidden = call.hx.shape[2]
+    if lengths.layout == "dense":
+        before = output.new_empty((len(call.hx), *output.shape[:-1], hidden))
+        time = 1 if call.batch_first else 0
+        for cell, (state, out) in enumerate(zip(before, output.split(hidden, -1), strict=True)):
+            steps, last = out.shape[time] - 1, cell == 1
+            state.narrow(time, 0 if last else 1, steps).copy_(out.narrow(time, 1 if last else 0, steps))
+            state.select(time, steps if last else 0).copy_(call.hx[cell])
+        return before.view(len(call.hx), -1, hidden)
+    found = []
+    ways = run.neighbours(lengths, len(output))
+    for hx, out, (sequence, first, previous) in zip(call.hx, output.split(hidden, -1), ways, strict=False):
+        found.append(torch.where(first[:, None], hx.index_select(0, sequence), out.index_select(0, previous)))
+    before = torch.stack(found)
+    if call.cu_seqlens is not None:  # rows that no sequence has may hold anything
+        beyond = torch.arange(len(output), device=output.device) >= call.cu_seqlens[-1]
+        before.masked_fill_(beyond[:, None], 0)
+    return before
+
+
+def _grad_input(call: GruCall, weights: Any, grads: torch.Tensor) -> torch.Tensor:
+    hidden = call.hx.shape[2]
+    found = torch.mm(grads[0][:, hidden:], weights[0][0])
+    for cell in range(1, len(weights)):
+        found.addmm_(grads[cell][:, hidden:], weights[cell][0])
+    return found.view(call.input.shape)
+
+
+def _grad_weights(
+    grads: torch.Tensor, rows: torch.Tensor, before: torch.Tensor, hidden: int, wanted: Sequence[bool]
+) -> Grads:
+    """Of one direction: w_ih, w_hh and, with biases, b_ih, b_hh. ``grads``: of h_n, r, z, i_n for each token."""
+    w_ih, w_hh, *biases = wanted
+    found: Grads = [torch.mm(grads[:, hidden:].t(), rows) if w_ih else None, None]
+    if w_hh:
+        grad = before.new_empty(3 * hidden, hidden)
+        torch.mm(grads[:, hidden : 3 * hidden].t(), before, out=grad[: 2 * hidden])
+        torch.mm(grads[:, :hidden].t(), before, out=grad[2 * hidden :])
+        found[1] = grad
+    if not biases:
+        return found
+    if not any(biases):
+        return [*found, None, None]
+    # A product, since a sum over so many rows takes 128 MiB beside them.
+    sums = torch.mv(grads.t(), grads.new_ones(len(grads)))
+    return [
+        *found,
+        sums[hidden:] if biases[0] else None,
+        torch.cat((sums[hidden : 3 * hidden], sums[:hidden])) if biases[1] else None,
+    ]
+
+
+def _spec(call: GruCall) -> tuple[GruSpec, GruSize]:
+    return run.spec_of(call, 1)
+
+
+def _choice(call: GruCall) -> Choice:
+    limit = () if (found := residents.allowed(call.input.device.index or 0)) is None else (found,)
+    return _choose(*_spec(call), gpu_of(call.input.device), *limit)
+
+
+@functools.lru_cache(maxsize=misses.MAX_CHOICES)
+def _choose(spec: GruSpec, size: GruSize, gpu: Gpu, limit: int | None = None) -> Choice:
+    """The choice, made once for all equal calls; ``limit`` is the number of programs that may wait for each other."""
+    choice = choose(BACKWARD, spec, size, gpu if limit is None else dataclasses.replace(gpu, multiprocessors=limit))
+    if limit is None:
+        misses.note(BACKWARD, spec, size, choice)
+    if choice.rule == "default":
+        why = "no row of this GPU says that a kernel is faster than PyTorch's own"
+        return dataclasses.replace(choice, rule="eager", why=why, variant=None)
+    return choice

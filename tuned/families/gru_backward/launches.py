@@ -1,0 +1,164 @@
+"""From the gradient of a recurrence and a Variant to what it launches."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from tuned.families.gru.launches import COUNTER_STRIDE
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant, pieces, programs
+from tuned.families.gru_backward.variant import alone, columns_of, sets_of
+from tuned.families.launch import Fill, Launch, Step, check_rows
+
+PARTS = 4  # of what a token has: for each of the gates, and n's twice
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrenceGradient:
+    """The tensors of one checked call. D = directions.
+
+    Dense: a token is [T, B] in either order. Packed: one axis of tokens instead. All of ``sums``, ``before`` and ``out``
+    lie alike and without gaps.
+    """
+
+    SCRATCH: ClassVar[tuple[str, ...]] = ("grad_h_0", "states", "counters")  # written besides out
+
+    sums: Any  # [D, T, B, 4 * hidden] or [D, tokens, 4 * hidden]: i_r + h_r, i_z + h_z, i_n, h_n without biases
+    before: Any  # [D, T, B, hidden] or [D, tokens, hidden]: the state before each step
+    weight_hh: Any  # [D, 3 * hidden, hidden], any first stride
+    grad_out: Any  # [T, B, D * hidden] or [tokens, D * hidden], any strides but the last
+    grad_h_n: Any  # [D, B, hidden]
+    out: Any  # as sums: gradients of h_n, r, z and i_n before their activations
+    grad_h_0: Any  # [D, B, hidden]
+    batch: int
+    seq: int
+    bias_ih: Any = None  # [D, 3 * hidden]
+    bias_hh: Any = None
+    states: Any = None  # float32 [D, B, hidden], for variants that take tiles in turn, and for launches of some steps
+    counters: Any = None  # int32 [COUNTER_STRIDE * tiles of rows]
+    starts: Any = None  # packed: int64 [T], first row of each step; thd: int32 [B + 1], first token of each sequence
+    lengths: Any = None  # int32 [B]
+
+
+def counters_needed(spec: GruSpec, batch: int) -> int:
+    """Elements of ``counters`` that suffice for every variant."""
+    return COUNTER_STRIDE * spec.directions * -(-batch // 8)
+
+
+def kernel_name(spec: GruSpec, variant: GruVariant) -> str:
+    """Module and function name: every text axis, in a fixed order."""
+    return f"gru_{spec.layout}_backward_{variant.form}"
+
+
+def kernel_names(spec: GruSpec, variant: GruVariant) -> tuple[str, ...]:
+    """Every kernel that the variant launches."""
+    return (kernel_name(spec, variant),)
+
+
+def launches(spec: GruSpec, variant: GruVariant, call: RecurrenceGradient) -> tuple[Step, ...]:
+    """All that runs for the call, in order.
+
+    Raises:
+        ValueError: a tensor does not have the strides that RecurrenceGradient requires.
+    """
+    _check(spec, call)
+    return *before(variant, call), sequence(spec, variant, call, 0, call.seq + 1)
+
+
+def before(variant: GruVariant, call: RecurrenceGradient) -> tuple[Fill, ...]:
+    """What is put into place before programs wait for it."""
+    if variant.exchange == "counter":
+        return (Fill(call.counters, 0),)
+    return (Fill(call.out, -1),)  # all bits set: readers poll until a value differs
+
+
+def _check(spec: GruSpec, call: RecurrenceGradient) -> None:
+    rows = (
+        "sums",
+        "before",
+        "weight_hh",
+        "grad_out",
+        "grad_h_n",
+        "out",
+        "grad_h_0",
+        "bias_ih",
+        "bias_hh",
+        "starts",
+        "lengths",
+    )
+    check_rows(**{name: getattr(call, name) for name in rows})
+    if call.weight_hh.stride(-2) != spec.hidden:
+        raise ValueError(
+            f"each matrix of weight_hh must be contiguous, got shape {list(call.weight_hh.shape)} with strides "
+            f"{list(call.weight_hh.stride())}"
+        )
+    tokens = call.out[0, ..., 0].numel()
+    for name, each in (("sums", PARTS), ("before", 1), ("out", PARTS)):
+        tensor, width = getattr(call, name), each * spec.hidden
+        strides = [stride // width for stride in tensor.stride()[:-1]]
+        if tensor.stride(0) != tokens * width or strides[1:] != [
+            stride // (PARTS * spec.hidden) for stride in call.out.stride()[1:-1]
+        ]:
+            raise ValueError(
+                f"{name} must lie as out does, without gaps, got shape {list(tensor.shape)} with strides {list(tensor.stride())}"
+            )
+
+
+def sequence(spec: GruSpec, variant: GruVariant, call: RecurrenceGradient, begin: int, end: int) -> Launch:
+    """The launch of the steps in [begin, end) of seq + 1. If that is one step, its programs do not wait."""
+    waits = end - begin > 1
+    counts = waits and variant.exchange == "counter"
+    whole = begin == 0 and end == call.seq + 1
+    biases = (call.bias_ih, call.bias_hh) if spec.bias else ()
+    first, second, third = pieces(columns_of(spec), variant.splits)
+    size = GruSize(call.batch, call.seq)
+    dense = spec.layout == "dense"
+    token = [stride // (PARTS * spec.hidden) for stride in call.out.stride()[1:-1]]
+    return Launch(
+        kernel=kernel_name(spec, variant),
+        programs=programs(spec, size, variant),
+        arguments=(
+            call.sums,
+            call.before,
+            call.weight_hh,
+            *(biases or (call.grad_h_n, call.grad_h_n)),
+            call.grad_out,
+            call.grad_h_n,
+            call.out,
+            call.grad_h_0,
+            call.grad_h_n if whole and not variant.in_turn else call.states,
+            call.counters if counts else call.grad_h_n,
+            *((call.grad_h_n, call.grad_h_n) if dense else (call.starts, call.lengths)),
+            call.out[0, ..., 0].numel(),
+            call.batch,
+            call.seq,
+            sets_of(size, variant),
+            begin,
+            end,
+            *(token if dense else (token[0], 0)),
+            call.weight_hh.stride(0),
+            *(tuple(bias.stride(0) for bias in biases) or (0, 0)),
+            *(call.grad_out.stride()[:2] if dense else (call.grad_out.stride(0), 0)),
+            *call.grad_h_n.stride()[:2],
+            *call.grad_h_0.stride()[:2],
+        ),
+        constants={
+            "HIDDEN": spec.hidden,
+            "DIRECTIONS": spec.directions,
+            "BIAS": spec.bias,
+            "PRECISION": spec.precision if spec.dtype == "float32" else "ieee",
+            "BLOCK_HIDDEN": variant.block_hidden,
+            "BLOCK_BATCH": variant.block_batch,
+            "SPLITS": variant.splits,
+            "WIDTH_0": first,
+            "WIDTH_1": second,
+            "WIDTH_2": third,
+            "EXCHANGE": variant.exchange if waits else "none",
+            "EARLY": variant.prefetch == "early",
+            "IN_TURN": variant.in_turn,
+            "THREADS": 32 * variant.num_warps,
+        },
+        options={"num_warps": variant.num_warps, "num_stages": 1}
+        | ({"launch_cooperative_grid": True} if waits and not alone(spec, variant) else {}),
+    )

@@ -1,0 +1,179 @@
+"""The ways to run the gradient of a recurrence: those of the recurrence in one launch, with messages of three values a unit."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+from tuned.families.architecture import LEAST_SHARED, shared_limit
+from tuned.families.choices import choices
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import (
+    CORE_KNOBS,
+    FEWEST,
+    MAX_LOAD,
+    PTX_EXCHANGES,
+    SMALL_GPU,
+    SMALLEST,
+    SPIN_CAPABILITY,
+    GruVariant,
+    exchange_rejection,
+    pieces,
+    programs,
+    turns_rejection,
+)
+from tuned.families.launch import ceil_div, next_power_of_2
+
+__all__ = [
+    "CORE_KNOBS",
+    "GruVariant",
+    "adapt",
+    "default_variant",
+    "distance",
+    "doubt",
+    "fit",
+    "rejection",
+]
+
+MAX_MESSAGE = 96  # registers of a thread for a message, and for the operand that it becomes; further variants spill
+FAR = 3.0  # octaves: of what is further away a row says nothing
+
+
+def columns_of(spec: GruSpec) -> int:
+    """Columns of a message: gradients of three gates of each unit."""
+    return 3 * spec.hidden
+
+
+def shared_bytes(spec: GruSpec, variant: GruVariant) -> int:
+    """Bytes of shared memory per program: weights, and a message or accumulators that change layout."""
+    columns = sum(pieces(columns_of(spec), variant.splits))
+    message = variant.block_batch * columns * spec.item
+    sums = 4 * variant.splits * variant.block_hidden * variant.block_batch
+    return variant.block_hidden * columns * spec.item + max(message, sums)
+
+
+def alone(spec: GruSpec, variant: GruVariant) -> bool:
+    """Whether a program has all units of its rows, and waits for its own messages alone."""
+    return variant.block_hidden >= spec.hidden
+
+
+def rejection(
+    spec: GruSpec,
+    size: GruSize | None,
+    variant: GruVariant,
+    capability: int = 90,
+    multiprocessors: int | None = None,
+) -> str | None:
+    """Why ``variant`` is not tried for ``spec`` (at ``size``, on so many multiprocessors, if given), or None."""
+    reason = _text_rejection(spec, variant) or _tile_rejection(spec, variant, capability)
+    reason = reason or exchange_rejection(spec, variant, capability, columns_of(spec))
+    if reason is not None or size is None:
+        return reason
+    return _size_rejection(spec, size, variant, multiprocessors)
+
+
+def _text_rejection(spec: GruSpec, variant: GruVariant) -> str | None:
+    if variant.strategy != "persistent":
+        return f"strategy={variant.strategy!r} is not there for gradients: PyTorch's own takes a launch for each step"
+    if spec.stacked:
+        return "the gradient of a stack is taken layer by layer"
+    if spec.thd and variant.exchange != "counter":
+        return "layout='thd' counts: rows that no sequence has would be waited for, and end in the gradients of weights"
+    if variant.in_turn and (variant.exchange == "probe" or variant.prefetch == "late"):
+        return "turns: other tiles are computed while one is waited for, so how it is waited for matters little"
+    return None
+
+
+def _tile_rejection(spec: GruSpec, variant: GruVariant, capability: int) -> str | None:
+    threads = 32 * variant.num_warps
+    if variant.block_hidden >= 2 * next_power_of_2(max(spec.hidden, SMALLEST)):
+        return f"block_hidden={variant.block_hidden} would leave more than half of its units empty with {spec.hidden}"
+    if variant.form == "tile":
+        return "form='tile' has a message in registers three times as large as the recurrence: each one that was compiled spills"
+    limit = shared_limit(capability)
+    if (needed := shared_bytes(spec, variant)) > limit:
+        return (
+            f"{needed} bytes of weights and messages are more than the {limit} of shared memory that a program can have"
+        )
+    registers = variant.block_batch * sum(pieces(columns_of(spec), variant.splits)) * spec.item / 4 / threads
+    if registers > MAX_MESSAGE:
+        return f"a message of {variant.block_batch} rows needs {registers:.0f} registers of a thread, and {MAX_MESSAGE} are left"
+    return None
+
+
+def _size_rejection(spec: GruSpec, size: GruSize, variant: GruVariant, multiprocessors: int | None) -> str | None:
+    if variant.block_batch > max(SMALLEST, next_power_of_2(size.batch)):
+        return f"block_batch={variant.block_batch} would leave half of its rows empty with a batch of {size.batch}"
+    if multiprocessors is None:
+        return None
+    count = programs(spec, size, variant)
+    if variant.in_turn and (reason := turns_rejection(spec, size, variant, multiprocessors)) is not None:
+        return reason
+    if count > multiprocessors and not alone(spec, variant):
+        return f"{count} programs wait for each other, and {multiprocessors} multiprocessors may hold no more than one each"
+    if count * FEWEST <= multiprocessors and max(variant.block_hidden, variant.block_batch) > SMALLEST:
+        return f"{count} programs leave most of {multiprocessors} multiprocessors idle, and smaller tiles are more"
+    return None
+
+
+def default_variant(spec: GruSpec, size: GruSize | None = None) -> GruVariant:
+    """A legal variant for any spec and size, with about as many programs as a small GPU holds, if one fits it."""
+    tiles = itertools.product((16, 32, 64, 128, 8), (16, 8, 32), choices(GruVariant)["num_warps"])
+    tried = [GruVariant("persistent", "split", u, rows, num_warps=warps) for u, rows, warps in tiles]
+    if size is not None:
+        tried += [dataclasses.replace(v, turns=t) for v in tried for t in choices(GruVariant)["turns"][1:]]
+    here = [v for v in tried if rejection(spec, size, v) is None]
+    legal = [v for v in here if all(rejection(spec, size, v, capability) is None for capability in LEAST_SHARED)]
+    if size is None or not legal:
+        return (legal or here or tried)[0]
+
+    def unfit(variant: GruVariant) -> tuple[int, int, int]:
+        count = programs(spec, size, variant)
+        return max(0, count - SMALL_GPU), variant.turns, abs(SMALL_GPU - count)
+
+    return min(legal, key=unfit)
+
+
+def distance(a: GruSpec, b: GruSpec) -> float:
+    """The distance between two specs, in octaves.
+
+    Octaves of the hidden size count 2 each; both directions for one count 1, another item size 1, and each other
+    difference a half.
+    """
+    others = (a.layout != b.layout, a.bias != b.bias, a.dtype != b.dtype, a.precision != b.precision)
+    octaves = 2 * abs(math.log2(a.hidden / b.hidden)) + float(a.directions != b.directions)
+    return octaves + float(a.item != b.item) + 0.5 * sum(others)
+
+
+def doubt(row: GruSpec, spec: GruSpec, _size: GruSize, octaves: float) -> str | None:
+    """Why a row's time does not say that a kernel is faster than PyTorch's own at another shape, or None."""
+    if (row.item, row.item == 4 and row.precision) != (spec.item, spec.item == 4 and spec.precision):  # noqa: PLR2004 - bytes
+        return "products of another precision take another time"
+    if octaves > FAR:
+        return f"{octaves:.2g} octaves are far"
+    if spec.hidden * spec.item % MAX_LOAD and not row.hidden * row.item % MAX_LOAD:
+        return f"rows that are no multiples of {MAX_LOAD} bytes are loaded an element at a time"
+    return None
+
+
+def adapt(variant: GruVariant, _spec: GruSpec, _to: GruSpec) -> GruVariant:
+    """A variant that was tuned for one spec, adapted to another: as it is. ``fit`` knows the card, which rules ask for."""
+    return variant
+
+
+def fit(variant: GruVariant, spec: GruSpec, capability: int) -> GruVariant:
+    """The variant for a spec on another architecture: without inline PTX where that cannot be, in smaller tiles until it fits."""
+    if spec.thd:
+        variant = dataclasses.replace(variant, exchange="counter")
+    lacks = capability < SPIN_CAPABILITY[spec.item] or spec.hidden * spec.item % MAX_LOAD
+    if variant.exchange in PTX_EXCHANGES and lacks:
+        variant = dataclasses.replace(variant, exchange="poll")
+    while rejection(spec, None, variant, capability) is not None and variant.block_hidden > SMALLEST:
+        variant = dataclasses.replace(variant, block_hidden=variant.block_hidden // 2)
+    return variant
+
+
+def sets_of(size: GruSize, variant: GruVariant) -> int:
+    """Programs that share out the tiles of rows, for each tile of units and direction."""
+    return ceil_div(ceil_div(size.batch, variant.block_batch), variant.turns)

@@ -1,0 +1,496 @@
+"""gru_thd_backward_split: a GRU over sequences in a row, one layer; units times rows, the columns split over the warps.
+
+@generated from templates/gru_backward.py.jinja. Do not edit: change the template, then run
+`python tune.py --render`.
+
+The gradient of the recurrence of torch.nn.GRU over a whole sequence, in one launch, from its last step to its first.
+Of a step h' = n + z (h - n), n = tanh(i_n + r h_n), with r = sigmoid(i_r + h_r), z = sigmoid(i_z + h_z), and with d for
+the gradient of h', that of the output and of the step after it together:
+    d_n = d (1 - z) (1 - n^2), d_z = d (h - n) z (1 - z), d_r = d_n h_n r (1 - r), d_h = d_n r,
+and the gradient of h is d z + (d_h, d_r, d_z) @ weight_hh, its rows in the order n, r, z. All but d is known before the
+launch. A program owns BLOCK_HIDDEN units in one direction, and keeps their columns of weight_hh on chip for all steps;
+of tiles of BLOCK_BATCH rows it has one, or several in turn. d_h, d_r and d_z go to grads, where the other programs of
+the rows wait for them (_wait). Step 0 is a row's last one; at the step after its last one it has only what the others
+sent, and its gradient of h_0. All programs must be on the GPU at once: a cooperative launch. Float32 inside and for a
+unit's own gradient, one rounding at the store. Names: i_ index, m_ mask, p_ pointer or offset in elements, w_ weights.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tanh(x):
+    """Hyperbolic tangent through one exponential, 1 - 2 / (1 + e^(2 x)): right at both ends, no overflow to NaN."""
+    return 1 - 2 / (1 + tl.exp(2 * x))
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def _round_tf32(x, PRECISION: tl.constexpr):
+    """To the nearest TF32, since the tensor cores only cut the low 13 bits off; NaN stays NaN, its bits could overflow."""
+    if PRECISION == "tf32":
+        x = tl.where(x == x, (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True), x)
+    return x
+
+
+@triton.constexpr_function
+def _wait_assembly(bits, width, loads, probes):
+    """PTX: load ``loads`` times ``width`` elements of so many bits, until none of them is all ones.
+
+    ``probes``: first only one of the loads, again and again, then all. Operands, in the order of _wait_operands: the
+    elements, in words of 32 bits; the same, as they are if nothing is waited for; a pointer for each element, of which
+    the first of a load counts; for each element whether to wait, of which the last counts. The largest element tells
+    whether one is all ones; max.u16x2 (sm_90) takes two halves at once.
+    """
+    words = width * bits // 32
+    count = words * loads
+    maximum = "max.u16x2" if bits == 16 else "max.u32"
+    vector = {1: "", 2: ".v2", 4: ".v4"}[words]
+    lines = [".reg .pred missing;", ".reg .b32 most;"]
+    lines += [f"setp.eq.u32 missing, ${2 * count + 2 * width * loads - 1}, 0;", "@missing bra there;"]
+    for label, loaded in (("probe", 1), ("again", loads)) if probes else (("again", loads),):
+        lines.append(f"{label}:")
+        for load in range(loaded):
+            into = ", ".join(f"${load * words + word}" for word in range(words))
+            lines += [f"ld.relaxed.gpu.global{vector}.b32 " + "{" + into + "}" + f", [${2 * count + load * width}];"]
+        lines.append("mov.b32 most, $0;")
+        lines += [f"{maximum} most, most, ${word};" for word in range(1, words * loaded)]
+        if bits == 16:
+            lines += ["setp.ge.u32 missing, most, 0xFFFF0000;", "and.b32 most, most, 0xFFFF;"]
+            lines += ["setp.eq.or.u32 missing, most, 0xFFFF, missing;"]
+        else:
+            lines += ["setp.eq.u32 missing, most, 0xFFFFFFFF;"]
+        lines.append(f"@missing bra {label};")
+    return "\n".join(["{", *lines, "there:", "}"])
+
+
+@triton.constexpr_function
+def _wait_operands(bits, width, loads):
+    """The constraints of _wait_assembly: results in the registers of what is there if nothing is waited for."""
+    count = width * loads * bits // 32
+    each = width * loads
+    return ",".join(["=&r"] * count + [str(word) for word in range(count)] + ["l"] * each + ["r"] * each)
+
+
+@triton.jit
+def _wait(
+    p_row,  # [BLOCK_BATCH] pointers to the first element of a row
+    wait,  # [BLOCK_BATCH] whether it is still to come
+    HIDDEN: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EXCHANGE: tl.constexpr,
+    THREADS: tl.constexpr,
+):
+    """[BLOCK_BATCH, WIDTH]: elements from START on of each row, once they are there; anything past HIDDEN.
+
+    The other programs of the rows write h' to the output, from where it is read at the next step. How it is waited for:
+    EXCHANGE = "spin": until no 16 bytes of it hold the bits 11..1, with which the output was filled before the launch
+        and which no result has; the loop is in PTX, one for each thread, so that nothing else waits;
+    "probe": for the same, first for one load of each thread, so that large tiles are not loaded in vain;
+    "poll": for the same with ordinary loads, on any GPU;
+    "counter": until all programs of the rows have counted themselves, before this is called;
+    "none": not at all.
+    """
+    dtype: tl.constexpr = p_row.dtype.element_ty
+    BITS: tl.constexpr = dtype.primitive_bitwidth
+    integer: tl.constexpr = tl.int16 if BITS == 16 else tl.int32
+    i_k = START + tl.arange(0, WIDTH)
+    mask = (i_k < HIDDEN)[None, :]
+    # What alignment rows have because of their width, where the compiler cannot see it (the caller sees to h_0's): it
+    # gives a thread as many neighbours, and _wait_assembly depends on that.
+    BYTES: tl.constexpr = HIDDEN * BITS // 8
+    ALIGNED: tl.constexpr = 16 if BYTES % 16 == 0 else (8 if BYTES % 8 == 0 else (4 if BYTES % 4 == 0 else 1))
+    p = tl.multiple_of(p_row[:, None] + i_k[None, :], (1, ALIGNED))
+    if EXCHANGE == "spin" or EXCHANGE == "probe":
+        # A thread has so many elements, of which it loads up to 16 bytes at a time, and eight loads at a time.
+        EACH: tl.constexpr = (p_row.shape[0] * WIDTH) // THREADS
+        LOAD: tl.constexpr = EACH if EACH < 128 // BITS else 128 // BITS
+        LOADS: tl.constexpr = EACH // LOAD if EACH < 8 * LOAD else 8
+        x = tl.load(p, mask=mask & (wait == 0)[:, None], other=0).to(integer, bitcast=True)
+        # The same pointer for all elements of a load; past HIDDEN the last ones again, for the weights there are 0.
+        p_load = p_row[:, None] + tl.minimum((i_k // LOAD) * LOAD, HIDDEN - LOAD)[None, :]
+        x = tl.inline_asm_elementwise(
+            _wait_assembly(BITS, LOAD, LOADS, EXCHANGE == "probe"),
+            _wait_operands(BITS, LOAD, LOADS),
+            [x, p_load, wait[:, None].to(tl.int32)],
+            dtype=x.dtype,
+            is_pure=True,  # or a change of its layout would run it once more
+            pack=LOAD * LOADS,
+        )
+        return x.to(dtype, bitcast=True)
+    else:
+        x = tl.load(p, mask=mask, other=0, volatile=True)
+        if EXCHANGE == "poll":
+            while tl.max(tl.max(((x.to(integer, bitcast=True) == -1) & wait[:, None]).to(tl.int32), 1), 0) > 0:
+                x = tl.load(p, mask=mask, other=0, volatile=True)
+        return x
+
+
+@triton.jit
+def _operand(h, SPLITS: tl.constexpr, PRECISION: tl.constexpr):
+    """[BLOCK_BATCH, WIDTH] of h as the other factor, [SPLITS, WIDTH // SPLITS, BLOCK_BATCH]."""
+    h = tl.reshape(_round_tf32(h, PRECISION), (h.shape[0], SPLITS, h.shape[1] // SPLITS))
+    return tl.permute(h, (1, 2, 0))
+
+
+@triton.jit
+def _dot(w, h, acc, PRECISION: tl.constexpr):
+    return tl.dot(w, h, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _total(acc):
+    """The sum over the splits, [BLOCK_HIDDEN, BLOCK_BATCH].
+
+    Through tl.split, since that makes one conversion to a layout with all splits of an element in one thread;
+    a reduction across warps takes several times as long.
+    """
+    SPLITS: tl.constexpr = acc.shape[0]
+    acc = tl.permute(acc, (1, 2, 0))
+    if SPLITS == 16:
+        a, b = tl.split(tl.reshape(acc, (acc.shape[0], acc.shape[1], 2, 2, 2, 2)))
+        a, b = tl.split(a + b)
+        a, b = tl.split(a + b)
+        a, b = tl.split(a + b)
+        return a + b
+    elif SPLITS == 8:
+        a, b = tl.split(tl.reshape(acc, (acc.shape[0], acc.shape[1], 2, 2, 2)))
+        a, b = tl.split(a + b)
+        a, b = tl.split(a + b)
+        return a + b
+    elif SPLITS == 4:
+        a, b = tl.split(tl.reshape(acc, (acc.shape[0], acc.shape[1], 2, 2)))
+        a, b = tl.split(a + b)
+        return a + b
+    elif SPLITS == 2:
+        a, b = tl.split(acc)
+        return a + b
+    else:
+        return tl.reshape(acc, (acc.shape[0], acc.shape[1]))
+
+
+@triton.jit
+def _token(
+    i_step,
+    i_batch,
+    length,
+    seq,
+    starts,
+    stride_t,
+    stride_b,
+    BACKWARD,
+):
+    """[BLOCK_BATCH] offset of the token that a row takes at a step, in a tensor with these strides; int64."""
+    # starts: first token of each row's sequence
+    t = tl.where(BACKWARD, length - 1 - i_step, i_step)
+    return (starts + tl.maximum(t, 0)) * stride_t
+
+
+@triton.jit
+def _rows(i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH: tl.constexpr):
+    """Of the rows of a tile: i_batch, m_batch, length, start; i_spare and its start and length, see below.
+
+    Rows past the end are the last one again. A row without a token reads what another one does, i_spare: all rows that a
+    thread looks at must be waited for alike.
+    """
+    i_batch = i_tile * BLOCK_BATCH + tl.arange(0, BLOCK_BATCH)
+    m_batch = i_batch < batch
+    i_batch = tl.minimum(i_batch, batch - 1)
+    length = tl.load(all_lengths + i_batch)
+    i_spare = tl.max(tl.where(length > 0, i_batch, 0), 0)
+    spare_start, spare_length = tl.load(all_starts + i_spare).to(tl.int64), tl.load(all_lengths + i_spare)
+    return i_batch, m_batch, length, tl.load(all_starts + i_batch).to(tl.int64), i_spare, spare_start, spare_length
+
+
+@triton.jit
+def _last_step(t_end, i_set, sets, turns, batch, all_lengths, BLOCK_BATCH: tl.constexpr):
+    """The step before which a program ends: that of the launch, or sooner if all its rows are shorter."""
+    longest = 0
+    for i_turn in range(turns):
+        i_batch = (i_set + i_turn * sets) * BLOCK_BATCH + tl.arange(0, BLOCK_BATCH)
+        longest = tl.maximum(longest, tl.max(tl.load(all_lengths + tl.minimum(i_batch, batch - 1)), 0))
+    t_end = tl.minimum(t_end, longest)
+    return t_end
+
+
+@triton.jit
+def _columns(
+    p,  # first element of a matrix [3 * HIDDEN, HIDDEN]
+    i_hidden,
+    HIDDEN: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """[SPLITS, BLOCK_HIDDEN, WIDTH // SPLITS] of weight_hh, its rows in the order of a message: n, r, z."""
+    PART: tl.constexpr = WIDTH // SPLITS
+    i_k = START + tl.arange(0, SPLITS)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
+    i_unit = i_hidden[None, :, None]
+    i_row = tl.where(i_k < HIDDEN, i_k + 2 * HIDDEN, i_k - HIDDEN)
+    mask = (i_unit < HIDDEN) & (i_k < 3 * HIDDEN)
+    return _round_tf32(tl.load(p + i_row * HIDDEN + i_unit, mask=mask, other=0), PRECISION)
+
+
+@triton.jit
+def _terms(
+    sums,
+    before,
+    grad_out,
+    i_step,
+    t_stop,
+    i_batch,
+    length,
+    seq,
+    start,
+    token_stride_t,
+    token_stride_b,
+    grad_out_stride_t,
+    grad_out_stride_b,
+    AGAINST,
+    j_hidden,
+    mask,
+    HIDDEN: tl.constexpr,
+):
+    """What a step is made of, as it was stored, and which elements have such a step; 0 where there is none.
+
+    The sums of r and z, what x and what h give to n, the state before the step, and the gradient of the output.
+    """
+    i_token = _token(i_step, i_batch, length, seq, start, token_stride_t, token_stride_b, AGAINST)
+    p_grad = _token(i_step, i_batch, length, seq, start, grad_out_stride_t, grad_out_stride_b, AGAINST)
+    m_step = mask & (i_step < tl.minimum(t_stop, length))[None, :]
+    p = sums + (i_token * (4 * HIDDEN))[None, :] + j_hidden
+    s_r = tl.load(p, mask=m_step, other=0)
+    s_z = tl.load(p + HIDDEN, mask=m_step, other=0)
+    s_n = tl.load(p + 2 * HIDDEN, mask=m_step, other=0)
+    s_h = tl.load(p + 3 * HIDDEN, mask=m_step, other=0)
+    h = tl.load(before + (i_token * HIDDEN)[None, :] + j_hidden, mask=m_step, other=0)
+    d = tl.load(grad_out + p_grad[None, :] + j_hidden, mask=m_step, other=0)
+    return s_r, s_z, s_n, s_h, h, d, m_step
+
+
+@triton.jit
+def _factors(s_r, s_z, s_n, s_h, h, d, b_r, b_z, b_x, b_h):
+    """Of a step: r, z; what d is multiplied by for d_n and for d_z, and d_n for d_r; the gradient of the output."""
+    r = _sigmoid(s_r.to(tl.float32) + b_r)
+    z = _sigmoid(s_z.to(tl.float32) + b_z)
+    part = s_h.to(tl.float32) + b_h
+    n = _tanh(s_n.to(tl.float32) + b_x + r * part)
+    f_n = (1 - z) * (1 - n * n)
+    f_z = (h.to(tl.float32) - n) * z * (1 - z)
+    f_r = part * r * (1 - r)
+    return r, z, f_n, f_z, f_r, d.to(tl.float32)
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    """In the dtype of a message; NaN gets one pattern of bits, which is not the one that readers wait to see go away."""
+    bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
+    return bits.to(tl.float32, bitcast=True).to(dtype)
+
+
+@triton.jit(do_not_specialize=["tokens", "batch", "seq", "sets", "t_begin", "t_end"])
+def gru_thd_backward_split(
+    sums,  # 4 * HIDDEN a token, of each direction: i_r + h_r, i_z + h_z, i_n, h_n, all without biases
+    before,  # HIDDEN a token, of each direction: the state before its step
+    weight_hh,  # [DIRECTIONS, 3 * HIDDEN, HIDDEN]
+    bias_ih,  # [DIRECTIONS, 3 * HIDDEN]; any pointer if not BIAS
+    bias_hh,
+    grad_out,  # DIRECTIONS * HIDDEN a token
+    grad_h_n,  # [DIRECTIONS, batch, HIDDEN]
+    grads,  # 4 * HIDDEN a token, of each direction: d_h, d_r, d_z, d_n
+    grad_h_0,  # as grad_h_n
+    states,  # float32 [DIRECTIONS, batch, HIDDEN], contiguous, of any content; any pointer for one turn and one launch
+    counters,  # int32, 32 for each tile of rows, 0 before the launch; any pointer if nothing is counted
+    all_starts,  # packed: [seq] int64, thd: [batch + 1] int32; any pointer if sequences have one length
+    all_lengths,  # [batch] int32, at most seq; any pointer likewise
+    tokens,
+    batch,
+    seq,
+    sets,  # programs that share out the tiles of rows, for each tile of units
+    t_begin,  # the steps of this launch, of seq + 1: all, where no launch of one program each is a barrier
+    t_end,
+    token_stride_t,  # from one token to the next, in tokens
+    token_stride_b,
+    weight_hh_stride,
+    bias_ih_stride,
+    bias_hh_stride,
+    grad_out_stride_t,
+    grad_out_stride_b,
+    grad_h_n_stride_l,
+    grad_h_n_stride_b,
+    grad_h_0_stride_l,
+    grad_h_0_stride_b,
+    HIDDEN: tl.constexpr,
+    DIRECTIONS: tl.constexpr,
+    BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,  # of a float32 product: "tf32" or "ieee"
+    BLOCK_HIDDEN: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WIDTH_0: tl.constexpr,  # a message's columns, in pieces whose widths are powers of two; a width of 0 is no piece
+    WIDTH_1: tl.constexpr,
+    WIDTH_2: tl.constexpr,
+    EXCHANGE: tl.constexpr,
+    EARLY: tl.constexpr,  # the terms of the next turn are loaded before waiting for a message, not after it
+    IN_TURN: tl.constexpr,  # a program has several tiles of rows
+    THREADS: tl.constexpr,
+):
+    dtype: tl.constexpr = grads.dtype.element_ty
+    unit_tiles: tl.constexpr = (HIDDEN + BLOCK_HIDDEN - 1) // BLOCK_HIDDEN
+    i_program = tl.program_id(0)
+    i_hidden = (i_program % unit_tiles) * BLOCK_HIDDEN + tl.arange(0, BLOCK_HIDDEN)
+    row_tiles = (batch + BLOCK_BATCH - 1) // BLOCK_BATCH
+    i_cell = (i_program // unit_tiles) // sets  # direction
+    i_set = (i_program // unit_tiles) % sets
+    if IN_TURN:
+        turns = (row_tiles - i_set + sets - 1) // sets
+    else:
+        turns = 1
+    # From a row's last step to its first: the direction that goes forward is taken against the tokens' order.
+    against = i_cell == 0 if DIRECTIONS == 2 else i_cell >= 0
+
+    weight_hh += i_cell.to(tl.int64) * weight_hh_stride
+    w_0 = _columns(weight_hh, i_hidden, HIDDEN, 0, WIDTH_0, SPLITS, PRECISION)
+    if WIDTH_1 > 0:
+        w_1 = _columns(weight_hh, i_hidden, HIDDEN, WIDTH_0, WIDTH_1, SPLITS, PRECISION)
+    if WIDTH_2 > 0:
+        w_2 = _columns(weight_hh, i_hidden, HIDDEN, WIDTH_0 + WIDTH_1, WIDTH_2, SPLITS, PRECISION)
+
+    t_stop = (
+        _last_step(t_end - 1, i_set, sets, turns, batch, all_lengths, BLOCK_BATCH) + 1
+    )  # one more than a row's steps
+    i_batch, m_batch, length, start, _, _, _ = _rows(i_set, batch, seq, all_starts, all_lengths, BLOCK_BATCH)
+    next_batch, next_length, next_start = i_batch, length, start
+
+    # The shape of results: j_hidden, j_batch, m_hidden, mask. The biases: b_r, b_z, b_x of x, b_h of h.
+    # Results are [BLOCK_HIDDEN, BLOCK_BATCH] where the columns are split, otherwise [BLOCK_BATCH, BLOCK_HIDDEN].
+    j_hidden, j_batch = i_hidden[:, None], i_batch[None, :]
+    m_hidden = (i_hidden < HIDDEN)[:, None]
+    mask = m_hidden & m_batch[None, :]
+    b_r = tl.zeros(mask.shape, tl.float32)
+    b_z = tl.zeros(mask.shape, tl.float32)
+    b_x = tl.zeros(mask.shape, tl.float32)
+    b_h = tl.zeros(mask.shape, tl.float32)
+    if BIAS:
+        p_ih = bias_ih + i_cell.to(tl.int64) * bias_ih_stride + j_hidden
+        p_hh = bias_hh + i_cell.to(tl.int64) * bias_hh_stride + j_hidden
+        b_r += tl.load(p_ih, mask=m_hidden, other=0).to(tl.float32)
+        b_r += tl.load(p_hh, mask=m_hidden, other=0).to(tl.float32)
+        b_z += tl.load(p_ih + HIDDEN, mask=m_hidden, other=0).to(tl.float32)
+        b_z += tl.load(p_hh + HIDDEN, mask=m_hidden, other=0).to(tl.float32)
+        b_x += tl.load(p_ih + 2 * HIDDEN, mask=m_hidden, other=0).to(tl.float32)
+        b_h += tl.load(p_hh + 2 * HIDDEN, mask=m_hidden, other=0).to(tl.float32)
+    next_mask = mask
+
+    sums += i_cell.to(tl.int64) * tokens * (4 * HIDDEN)
+    before += i_cell.to(tl.int64) * tokens * HIDDEN
+    grads += i_cell.to(tl.int64) * tokens * (4 * HIDDEN)
+    grad_out += i_cell * HIDDEN
+    grad_h_n += i_cell.to(tl.int64) * grad_h_n_stride_l
+    grad_h_0 += i_cell.to(tl.int64) * grad_h_0_stride_l
+    states += i_cell.to(tl.int64) * batch * HIDDEN
+    p_own = states + j_batch.to(tl.int64) * HIDDEN + j_hidden
+    counter = counters + (i_cell * row_tiles + i_set) * 32
+
+    if not IN_TURN:
+        own = tl.load(p_own, mask=mask & (t_begin > 0), other=0)
+        given = tl.load(grad_h_n + j_batch.to(tl.int64) * grad_h_n_stride_b + j_hidden, mask=mask, other=0)
+        own = tl.where(t_begin > 0, own, given.to(tl.float32))
+
+    s_r, s_z, s_n, s_h, h, d, m_now = _terms(
+        sums, before, grad_out, t_begin, t_stop, i_batch, length, seq, start, token_stride_t, token_stride_b,
+        grad_out_stride_t, grad_out_stride_b, against, j_hidden, mask, HIDDEN,
+    )  # fmt: skip
+    r, z, f_n, f_z, f_r, g_out = _factors(s_r, s_z, s_n, s_h, h, d, b_r, b_z, b_x, b_h)
+
+    for i_turn in range(t_begin * turns, t_stop * turns):
+        i_step = i_turn // turns
+        if IN_TURN:
+            i_tile = i_set + (i_turn % turns) * sets
+            i_batch, m_batch, length, start, _, _, _ = _rows(i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH)
+            j_batch = i_batch[None, :]
+            mask = m_hidden & m_batch[None, :]
+            p_own = states + j_batch.to(tl.int64) * HIDDEN + j_hidden
+            counter = counters + (i_cell * row_tiles + i_tile) * 32
+            given = tl.load(
+                grad_h_n + j_batch.to(tl.int64) * grad_h_n_stride_b + j_hidden, mask=mask & (i_step == 0), other=0
+            )
+            tl.debug_barrier()  # threads may read of states what others wrote
+            own = tl.where(i_step > 0, tl.load(p_own, mask=mask & (i_step > 0), other=0), given.to(tl.float32))
+            i_next = i_set + ((i_turn + 1) % turns) * sets
+            next_batch, m_next_batch, next_length, next_start, _, _, _ = _rows(
+                i_next, batch, seq, all_starts, all_lengths, BLOCK_BATCH
+            )
+            next_mask = m_hidden & m_next_batch[None, :]
+        if EARLY:
+            s_r, s_z, s_n, s_h, h, d, m_next = _terms(
+                sums, before, grad_out, (i_turn + 1) // turns, t_stop, next_batch, next_length, seq, next_start,
+                token_stride_t, token_stride_b, grad_out_stride_t, grad_out_stride_b, against, j_hidden, next_mask,
+                HIDDEN,
+            )  # fmt: skip
+
+        # The message of the last step: d_h, d_r and d_z of all units. A row that ended before has none, the first step neither.
+        m_had = (i_step > 0) & (i_step <= length)
+        m_wait = m_had & (i_step > t_begin)
+        i_last = tl.maximum(tl.minimum(i_step, length) - 1, 0)
+        i_token = _token(i_last, i_batch, length, seq, start, token_stride_t, token_stride_b, against)
+        i_token = tl.minimum(i_token, tokens - 1)  # a last sequence without a token starts behind the end
+        p_message = grads + i_token * (4 * HIDDEN)
+        if EXCHANGE == "counter":
+            if i_step > t_begin:
+                while tl.atomic_add(counter, 0, sem="acquire") < unit_tiles * (i_step - t_begin):
+                    pass
+                tl.debug_barrier()
+        d_0 = _operand(_wait(p_message, m_wait, 3 * HIDDEN, 0, WIDTH_0, EXCHANGE, THREADS), SPLITS, PRECISION)
+        if WIDTH_1 > 0:
+            d_1 = _operand(_wait(p_message, m_wait, 3 * HIDDEN, WIDTH_0, WIDTH_1, EXCHANGE, THREADS), SPLITS, PRECISION)
+        if WIDTH_2 > 0:
+            d_2 = _operand(
+                _wait(p_message, m_wait, 3 * HIDDEN, WIDTH_0 + WIDTH_1, WIDTH_2, EXCHANGE, THREADS), SPLITS, PRECISION
+            )
+        if not EARLY:
+            s_r, s_z, s_n, s_h, h, d, m_next = _terms(
+                sums, before, grad_out, (i_turn + 1) // turns, t_stop, next_batch, next_length, seq, next_start,
+                token_stride_t, token_stride_b, grad_out_stride_t, grad_out_stride_b, against, j_hidden, next_mask,
+                HIDDEN,
+            )  # fmt: skip
+        acc = _dot(w_0, d_0, tl.zeros((SPLITS, BLOCK_HIDDEN, BLOCK_BATCH), tl.float32), PRECISION)
+        if WIDTH_1 > 0:
+            acc = _dot(w_1, d_1, acc, PRECISION)
+        if WIDTH_2 > 0:
+            acc = _dot(w_2, d_2, acc, PRECISION)
+        # What nobody waited for may be anything, NaN too.
+        own += tl.where(m_had[None, :], _total(acc), 0.0)
+
+        # The gradient of the state after the step; behind a row's first step, that of h_0.
+        p_first = grad_h_0 + j_batch.to(tl.int64) * grad_h_0_stride_b + j_hidden
+        tl.store(p_first, own.to(dtype), mask=mask & (i_step == length)[None, :])
+        d_all = own + g_out
+        d_n = d_all * f_n
+        p_grads = grads + (4 * HIDDEN) * _token(
+            i_step, i_batch, length, seq, start, token_stride_t, token_stride_b, against
+        )
+        p_grads = p_grads[None, :] + j_hidden
+        tl.store(p_grads, _rounded(d_n * r, dtype), mask=m_now)
+        tl.store(p_grads + HIDDEN, _rounded(d_n * f_r, dtype), mask=m_now)
+        tl.store(p_grads + 2 * HIDDEN, _rounded(d_all * f_z, dtype), mask=m_now)
+        if EXCHANGE == "counter":
+            tl.debug_barrier()
+            tl.atomic_add(counter, 1, sem="release")
+        tl.store(p_grads + 3 * HIDDEN, d_n.to(dtype), mask=m_now)
+        own = tl.where(m_now, d_all * z, own)
+        if IN_TURN:
+            tl.store(p_own, own, mask=mask)
+        r, z, f_n, f_z, f_r, g_out = _factors(s_r, s_z, s_n, s_h, h, d, b_r, b_z, b_x, b_h)
+        m_now = m_next
+
+    if not IN_TURN:
+        if t_end <= seq:
+            tl.store(p_own, own, mask=mask)
