@@ -342,6 +342,7 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
     batch_sizes: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
+    recompute: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A GRU over whole sequences, as torch.nn.GRU computes it (gates r, z, n; reset after the product).
 
@@ -363,10 +364,13 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
         cu_seqlens: where the sequences start in rows, int32 ``[B + 1]`` on the device of input, from 0 to the number of
             rows. Sequences may be empty and in any order. Values on a GPU are not checked.
         max_seqlen: at least the longest length; with cu_seqlens.
+        recompute: with a gradient, multiply the input by its weights once more in the backward, and keep 3 * D * H values
+            less of each step until then.
 
     Returns:
         output, ``[T, B, D * H]``, ``[B, T, D * H]`` or ``[rows, D * H]``, and h_n ``[L * D, B, H]``, in the dtype of
-        input; under autocast as PyTorch's. If a gradient is needed, eager PyTorch computes them.
+        input; under autocast as PyTorch's. Their gradients are computed by kernels too, the same bits in each run, where
+        a row of this GPU says that these are faster than PyTorch's own; gradients of gradients are PyTorch's.
 
     Raises:
         TypeError, ValueError: an argument is not allowed.
@@ -393,6 +397,7 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
         batch_sizes=batch_sizes,
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
+        recompute=recompute,
     )
     if serve.by_operator(call.tensors):
         from tuned.calls.recurrent import traced  # noqa: PLC0415

@@ -41,6 +41,9 @@ def _twin(module: torch.nn.Module, kind: type[torch.nn.Module]) -> torch.nn.Modu
 class GRU(torch.nn.RNNBase):
     """torch.nn.GRU: the same arguments, parameters, inputs, outputs and random numbers.
 
+    ``recompute``, which torch.nn.GRU has not: for a gradient, multiply the input by its weights once more in the backward,
+    and keep 3 * D * H values less of each step until then.
+
     It is not a subclass of torch.nn.GRU, since torch.compile does not trace any instance of that. Traced, this module is a
     single operator, or one per layer if dropout is active. A PackedSequence is a graph break for torch.compile. Weights are
     read where they are, in one chunk of memory or not.
@@ -57,6 +60,8 @@ class GRU(torch.nn.RNNBase):
         bidirectional: bool = False,  # noqa: FBT001, FBT002
         device: Any = None,
         dtype: Any = None,
+        *,
+        recompute: bool = False,
         **others: Any,
     ) -> None:
         if others:  # torch.nn.GRU raises the error for unknown arguments
@@ -73,6 +78,7 @@ class GRU(torch.nn.RNNBase):
             device=device,
             dtype=dtype,
         )
+        self.recompute = recompute
 
     # What torch.jit.script compiles in the place of this module, and leaves there: torch.nn's.
     __prepare_scriptable__ = functools.partialmethod(_twin, torch.nn.GRU)
@@ -253,6 +259,7 @@ def gru_arguments(
         "bidirectional": module.bidirectional,
         "batch_first": module.batch_first and packed is None,
         "batch_sizes": batch_sizes,
+        "recompute": getattr(module, "recompute", False),  # a module that was replaced has none
     }
     return (x, hx, weights), named, packed
 

@@ -240,7 +240,8 @@ def _columns(
 
 @triton.jit
 def _terms(
-    sums,
+    gates,
+    hidden,
     before,
     grad_out,
     i_step,
@@ -260,28 +261,30 @@ def _terms(
 ):
     """What a step is made of, as it was stored, and which elements have such a step; 0 where there is none.
 
-    The sums of r and z, what x and what h give to n, the state before the step, and the gradient of the output.
+    What x and what h give to r, z and n, the state before the step, and the gradient of the output.
     """
     i_token = _token(i_step, i_batch, length, seq, start, token_stride_t, token_stride_b, AGAINST)
     p_grad = _token(i_step, i_batch, length, seq, start, grad_out_stride_t, grad_out_stride_b, AGAINST)
     m_step = mask & (i_step < tl.minimum(t_stop, length))[None, :]
-    p = sums + (i_token * (4 * HIDDEN))[None, :] + j_hidden
-    s_r = tl.load(p, mask=m_step, other=0)
-    s_z = tl.load(p + HIDDEN, mask=m_step, other=0)
-    s_n = tl.load(p + 2 * HIDDEN, mask=m_step, other=0)
-    s_h = tl.load(p + 3 * HIDDEN, mask=m_step, other=0)
+    p_parts = (i_token * (3 * HIDDEN))[None, :] + j_hidden
+    x_r = tl.load(gates + p_parts, mask=m_step, other=0)
+    x_z = tl.load(gates + p_parts + HIDDEN, mask=m_step, other=0)
+    x_n = tl.load(gates + p_parts + 2 * HIDDEN, mask=m_step, other=0)
+    h_r = tl.load(hidden + p_parts, mask=m_step, other=0)
+    h_z = tl.load(hidden + p_parts + HIDDEN, mask=m_step, other=0)
+    h_n = tl.load(hidden + p_parts + 2 * HIDDEN, mask=m_step, other=0)
     h = tl.load(before + (i_token * HIDDEN)[None, :] + j_hidden, mask=m_step, other=0)
     d = tl.load(grad_out + p_grad[None, :] + j_hidden, mask=m_step, other=0)
-    return s_r, s_z, s_n, s_h, h, d, m_step
+    return x_r, x_z, x_n, h_r, h_z, h_n, h, d, m_step
 
 
 @triton.jit
-def _factors(s_r, s_z, s_n, s_h, h, d, b_r, b_z, b_x, b_h):
+def _factors(x_r, x_z, x_n, h_r, h_z, h_n, h, d, b_r, b_z, b_x, b_h):
     """Of a step: r, z; what d is multiplied by for d_n and for d_z, and d_n for d_r; the gradient of the output."""
-    r = _sigmoid(s_r.to(tl.float32) + b_r)
-    z = _sigmoid(s_z.to(tl.float32) + b_z)
-    part = s_h.to(tl.float32) + b_h
-    n = _tanh(s_n.to(tl.float32) + b_x + r * part)
+    r = _sigmoid(x_r.to(tl.float32) + h_r.to(tl.float32) + b_r)
+    z = _sigmoid(x_z.to(tl.float32) + h_z.to(tl.float32) + b_z)
+    part = h_n.to(tl.float32) + b_h
+    n = _tanh(x_n.to(tl.float32) + b_x + r * part)
     f_n = (1 - z) * (1 - n * n)
     f_z = (h.to(tl.float32) - n) * z * (1 - z)
     f_r = part * r * (1 - r)
@@ -297,7 +300,8 @@ def _rounded(x, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "batch", "seq", "sets", "t_begin", "t_end"])
 def gru_thd_backward_split(
-    sums,  # 4 * HIDDEN a token, of each direction: i_r + h_r, i_z + h_z, i_n, h_n, all without biases
+    gates,  # 3 * HIDDEN a token, of each direction: i_r, i_z, i_n without biases
+    hidden,  # the same of h
     before,  # HIDDEN a token, of each direction: the state before its step
     weight_hh,  # [DIRECTIONS, 3 * HIDDEN, HIDDEN]
     bias_ih,  # [DIRECTIONS, 3 * HIDDEN]; any pointer if not BIAS
@@ -389,7 +393,8 @@ def gru_thd_backward_split(
         b_h += tl.load(p_hh + 2 * HIDDEN, mask=m_hidden, other=0).to(tl.float32)
     next_mask = mask
 
-    sums += i_cell.to(tl.int64) * tokens * (4 * HIDDEN)
+    gates += i_cell.to(tl.int64) * tokens * (3 * HIDDEN)
+    hidden += i_cell.to(tl.int64) * tokens * (3 * HIDDEN)
     before += i_cell.to(tl.int64) * tokens * HIDDEN
     grads += i_cell.to(tl.int64) * tokens * (4 * HIDDEN)
     grad_out += i_cell * HIDDEN
@@ -404,11 +409,11 @@ def gru_thd_backward_split(
         given = tl.load(grad_h_n + j_batch.to(tl.int64) * grad_h_n_stride_b + j_hidden, mask=mask, other=0)
         own = tl.where(t_begin > 0, own, given.to(tl.float32))
 
-    s_r, s_z, s_n, s_h, h, d, m_now = _terms(
-        sums, before, grad_out, t_begin, t_stop, i_batch, length, seq, start, token_stride_t, token_stride_b,
+    x_r, x_z, x_n, h_r, h_z, h_n, h, d, m_now = _terms(
+        gates, hidden, before, grad_out, t_begin, t_stop, i_batch, length, seq, start, token_stride_t, token_stride_b,
         grad_out_stride_t, grad_out_stride_b, against, j_hidden, mask, HIDDEN,
     )  # fmt: skip
-    r, z, f_n, f_z, f_r, g_out = _factors(s_r, s_z, s_n, s_h, h, d, b_r, b_z, b_x, b_h)
+    r, z, f_n, f_z, f_r, g_out = _factors(x_r, x_z, x_n, h_r, h_z, h_n, h, d, b_r, b_z, b_x, b_h)
 
     for i_turn in range(t_begin * turns, t_stop * turns):
         i_step = i_turn // turns
@@ -430,10 +435,10 @@ def gru_thd_backward_split(
             )
             next_mask = m_hidden & m_next_batch[None, :]
         if EARLY:
-            s_r, s_z, s_n, s_h, h, d, m_next = _terms(
-                sums, before, grad_out, (i_turn + 1) // turns, t_stop, next_batch, next_length, seq, next_start,
-                token_stride_t, token_stride_b, grad_out_stride_t, grad_out_stride_b, against, j_hidden, next_mask,
-                HIDDEN,
+            x_r, x_z, x_n, h_r, h_z, h_n, h, d, m_next = _terms(
+                gates, hidden, before, grad_out, (i_turn + 1) // turns, t_stop, next_batch, next_length, seq,
+                next_start, token_stride_t, token_stride_b, grad_out_stride_t, grad_out_stride_b, against, j_hidden,
+                next_mask, HIDDEN,
             )  # fmt: skip
 
         # The message of the last step: d_h, d_r and d_z of all units. A row that ended before has none, the first step neither.
@@ -448,24 +453,23 @@ def gru_thd_backward_split(
                 while tl.atomic_add(counter, 0, sem="acquire") < unit_tiles * (i_step - t_begin):
                     pass
                 tl.debug_barrier()
-        d_0 = _operand(_wait(p_message, m_wait, 3 * HIDDEN, 0, WIDTH_0, EXCHANGE, THREADS), SPLITS, PRECISION)
+        d_0 = _wait(p_message, m_wait, 3 * HIDDEN, 0, WIDTH_0, EXCHANGE, THREADS)
         if WIDTH_1 > 0:
-            d_1 = _operand(_wait(p_message, m_wait, 3 * HIDDEN, WIDTH_0, WIDTH_1, EXCHANGE, THREADS), SPLITS, PRECISION)
+            d_1 = _wait(p_message, m_wait, 3 * HIDDEN, WIDTH_0, WIDTH_1, EXCHANGE, THREADS)
         if WIDTH_2 > 0:
-            d_2 = _operand(
-                _wait(p_message, m_wait, 3 * HIDDEN, WIDTH_0 + WIDTH_1, WIDTH_2, EXCHANGE, THREADS), SPLITS, PRECISION
-            )
+            d_2 = _wait(p_message, m_wait, 3 * HIDDEN, WIDTH_0 + WIDTH_1, WIDTH_2, EXCHANGE, THREADS)
         if not EARLY:
-            s_r, s_z, s_n, s_h, h, d, m_next = _terms(
-                sums, before, grad_out, (i_turn + 1) // turns, t_stop, next_batch, next_length, seq, next_start,
-                token_stride_t, token_stride_b, grad_out_stride_t, grad_out_stride_b, against, j_hidden, next_mask,
-                HIDDEN,
+            x_r, x_z, x_n, h_r, h_z, h_n, h, d, m_next = _terms(
+                gates, hidden, before, grad_out, (i_turn + 1) // turns, t_stop, next_batch, next_length, seq,
+                next_start, token_stride_t, token_stride_b, grad_out_stride_t, grad_out_stride_b, against, j_hidden,
+                next_mask, HIDDEN,
             )  # fmt: skip
-        acc = _dot(w_0, d_0, tl.zeros((SPLITS, BLOCK_HIDDEN, BLOCK_BATCH), tl.float32), PRECISION)
+        acc = tl.zeros((SPLITS, BLOCK_HIDDEN, BLOCK_BATCH), tl.float32)
+        acc = _dot(w_0, _operand(d_0, SPLITS, PRECISION), acc, PRECISION)
         if WIDTH_1 > 0:
-            acc = _dot(w_1, d_1, acc, PRECISION)
+            acc = _dot(w_1, _operand(d_1, SPLITS, PRECISION), acc, PRECISION)
         if WIDTH_2 > 0:
-            acc = _dot(w_2, d_2, acc, PRECISION)
+            acc = _dot(w_2, _operand(d_2, SPLITS, PRECISION), acc, PRECISION)
         # What nobody waited for may be anything, NaN too.
         own += tl.where(m_had[None, :], _total(acc), 0.0)
 
@@ -488,7 +492,7 @@ def gru_thd_backward_split(
         own = tl.where(m_now, d_all * z, own)
         if IN_TURN:
             tl.store(p_own, own, mask=mask)
-        r, z, f_n, f_z, f_r, g_out = _factors(s_r, s_z, s_n, s_h, h, d, b_r, b_z, b_x, b_h)
+        r, z, f_n, f_z, f_r, g_out = _factors(x_r, x_z, x_n, h_r, h_z, h_n, h, d, b_r, b_z, b_x, b_h)
         m_now = m_next
 
     if not IN_TURN:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru.variant import PTX_EXCHANGES, GruVariant, pieces
+from tuned.families.gru.variant import PTX_EXCHANGES, GruVariant
 from tuned.families.gru_backward.launches import (
     PARTS,
     RecurrenceGradient,
@@ -17,7 +17,7 @@ from tuned.families.gru_backward.launches import (
     counters_needed,
     sequence,
 )
-from tuned.families.gru_backward.variant import columns_of
+from tuned.families.gru_backward.variant import pieces
 from tuned.families.launch import Step, ceil_div
 
 from ...problem import Problem
@@ -60,7 +60,8 @@ def inputs(spec: GruSpec, size: GruSize, device: str, seed: int) -> RecurrenceGr
     starts_type = torch.int64 if spec.layout == "packed" else torch.int32
     states = normal(sets, *tokens, hidden, scale=0.5)
     return RecurrenceGradient(
-        sums=normal(sets, *tokens, PARTS * hidden),
+        gates=normal(sets, *tokens, 3 * hidden),
+        hidden=normal(sets, *tokens, 3 * hidden),
         before=states if device == "meta" else states.clamp_(-1, 1),
         weight_hh=normal(sets, 3 * hidden, hidden, scale=scale),
         grad_out=normal(*tokens, sets * hidden),
@@ -97,23 +98,24 @@ def gradients(spec: GruSpec, call: RecurrenceGradient) -> tuple[torch.Tensor, to
     zero = torch.zeros((), dtype=torch.float64, device=call.out.device)
     found, first = [], []
     for direction in range(spec.directions):
-        sums = call.sums[direction].reshape(-1, PARTS, hidden).double()
+        x = call.gates[direction].reshape(-1, 3, hidden).double()
+        h = call.hidden[direction].reshape(-1, 3, hidden).double()
         states = call.before[direction].reshape(-1, hidden).double()
         grads = call.grad_out.reshape(len(states), -1)[:, direction * hidden : (direction + 1) * hidden].double()
         weight = call.weight_hh[direction].double()
         b_r, b_z, b_x = call.bias_ih[direction].double().chunk(3) if spec.bias else (zero,) * 3
         c_r, c_z, b_h = call.bias_hh[direction].double().chunk(3) if spec.bias else (zero,) * 3
         d = call.grad_h_n[direction].double()
-        wanted = sums.new_zeros(len(states), PARTS, hidden)
+        wanted = x.new_zeros(len(states), PARTS, hidden)
         for step in reversed(range(call.seq)):
             at, now = tokens[direction][step], there[step][:, None]
-            s_r, s_z, s_n, s_h = sums[at].unbind(1)
-            r, z = torch.sigmoid(s_r + b_r + c_r), torch.sigmoid(s_z + b_z + c_z)
-            n = torch.tanh(s_n + b_x + r * (s_h + b_h))
+            (x_r, x_z, x_n), (h_r, h_z, h_n) = x[at].unbind(1), h[at].unbind(1)
+            r, z = torch.sigmoid(x_r + h_r + b_r + c_r), torch.sigmoid(x_z + h_z + b_z + c_z)
+            n = torch.tanh(x_n + b_x + r * (h_n + b_h))
             all_d = d + grads[at]
             d_n = all_d * (1 - z) * (1 - n * n)
             d_z = all_d * (states[at] - n) * z * (1 - z)
-            d_r, d_h = d_n * (s_h + b_h) * r * (1 - r), d_n * r
+            d_r, d_h = d_n * (h_n + b_h) * r * (1 - r), d_n * r
             wanted[at[now[:, 0]]] = torch.stack((d_h, d_r, d_z, d_n), 1)[now[:, 0]]
             d = torch.where(now, all_d * z + torch.cat((d_r, d_z, d_h), -1) @ weight, d)
         found.append(wanted.reshape(call.out[direction].shape))
@@ -159,9 +161,9 @@ def eager(spec: GruSpec, call: RecurrenceGradient) -> Any:
 
 
 def bytes_moved(spec: GruSpec, size: GruSize) -> int:
-    """Bytes that must move: sums, states and gradients of a token, each weight read once, grad_h_n and grad_h_0."""
+    """Bytes that must move: gates, states and gradients of a token, each weight read once, grad_h_n and grad_h_0."""
     tokens = sum(lengths_of(spec, size))
-    entries = (2 * PARTS + 2) * tokens + 3 * spec.hidden + 2 * size.batch + (6 if spec.bias else 0)
+    entries = (6 + 2 + PARTS) * tokens + 3 * spec.hidden + 2 * size.batch + (6 if spec.bias else 0)
     return entries * spec.directions * spec.hidden * spec.item
 
 
@@ -181,7 +183,7 @@ def interpreted(spec: GruSpec, variant: GruVariant, call: RecurrenceGradient) ->
 def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
     """All steps of a sequence as one launch: what decides is their chain, as of the recurrence, with three values a unit."""
     spec, size = problem.spec, problem.size
-    units, rows, columns = variant.block_hidden, variant.block_batch, sum(pieces(columns_of(spec), variant.splits))
+    units, rows, columns = variant.block_hidden, variant.block_batch, sum(pieces(spec, variant.splits))
     weights, message = units * columns * spec.item, rows * columns * spec.item
     arithmetic = spec.precision if spec.dtype == "float32" else spec.dtype
     clocks = variant.turns * (

@@ -34,31 +34,31 @@ def wrapper(winner: Winner, shown: Shown) -> str:
     spec, variant = winner.spec, winner.variant
     tokens, hidden, sets = ("seq, batch" if spec.dense else "tokens"), spec.hidden, spec.directions
     bias = ["bias_ih", "bias_hh"] if spec.bias else []
+    inner = f"gates: {spec.dtype} [{sets}, {tokens}, {3 * hidden}], x @ weight_ih.T for each direction"
+    also = f"before: [{sets}, {tokens}, {hidden}], that state. grad_out: [{tokens}, {sets * hidden}]"
     takes = [
-        (
-            f"sums: {spec.dtype} [{sets}, {tokens}, {PARTS * hidden}]: i_r + h_r, i_z + h_z, i_n and h_n of each direction, i of x and "
-            "weight_ih, h of the state before and weight_hh, without biases."
-        ),
-        f"before: [{sets}, {tokens}, {hidden}], that state. grad_out: [{tokens}, {sets * hidden}]. grad_h_n: [{sets}, batch, {hidden}].",
-        f"weight_hh: [{sets}, {3 * hidden}, {hidden}]."
-        + (f" bias_ih, bias_hh: [{sets}, {3 * hidden}]." if bias else ""),
+        f"{inner}; hidden: the same of before and weight_hh; gates in the order r, z, n.",
+        f"{also}. grad_h_n: [{sets}, batch, {hidden}].",
+        f"weight_hh: [{sets}, {3 * hidden}, {hidden}].",
+        f"bias_ih, bias_hh: [{sets}, {3 * hidden}]." if spec.bias else "",
         TAKES[spec.layout],
-        "Returns (gradients of h_n, r, z and i_n before their activations, as sums; the gradient of h_0). Contiguous tensors.",
+        f"Returns gradients of h_n, r, z and i_n before their activations, [{sets}, {tokens}, {PARTS * hidden}], and of h_0.",
+        "Contiguous tensors.",
     ]
-    parameters = ["sums", "before", "grad_out", "grad_h_n", "weight_hh", *bias, *EXTRA[spec.layout]]
+    parameters = ["gates", "hidden", "before", "grad_out", "grad_h_n", "weight_hh", *bias, *EXTRA[spec.layout]]
     wrapped = [line for text in takes for line in textwrap.wrap(text, 110)]
     counts = variant.exchange == "counter"
     rows = f"triton.cdiv(batch, {variant.block_batch})"
     lines = [
         *head("gru_backward", parameters, "The gradient of the recurrence of torch.nn.GRU.", wrapped),
         *refusal(
-            f"sums.dtype != torch.{spec.dtype} or sums.shape[0] != {sets} or sums.shape[-1] != {PARTS * hidden}",
-            f"sums must be {spec.dtype} [{sets}, {tokens}, {PARTS * hidden}]",
-            "sums",
+            f"gates.dtype != torch.{spec.dtype} or gates.shape[0] != {sets} or gates.shape[-1] != {3 * hidden}",
+            f"gates must be {spec.dtype} [{sets}, {tokens}, {3 * hidden}]",
+            "gates",
         ),
-        LENGTHS[spec.layout].replace("gates", "sums").rstrip("\n"),
-        f"    tokens = sums[0].numel() // {PARTS * hidden}",
-        "    grads, grad_h_0 = torch.empty_like(sums), torch.empty_like(grad_h_n)",
+        LENGTHS[spec.layout].rstrip("\n"),
+        f"    tokens = gates[0].numel() // {3 * hidden}",
+        f"    grads, grad_h_0 = gates.new_empty((*gates.shape[:-1], {PARTS * hidden})), torch.empty_like(grad_h_n)",
         f"    sets = triton.cdiv({rows}, {variant.turns})",
     ]
     given = (
@@ -67,11 +67,11 @@ def wrapper(winner: Winner, shown: Shown) -> str:
         else {"bias_ih": "grad_h_n", "bias_hh": "grad_h_n", "bias_ih_stride": "0", "bias_hh_stride": "0"}
     )
     if variant.in_turn:
-        lines.append("    states = torch.empty(grad_h_n.shape, dtype=torch.float32, device=sums.device)")
+        lines.append("    states = torch.empty(grad_h_n.shape, dtype=torch.float32, device=gates.device)")
     else:
         given |= {"states": "grad_h_n"}
     if counts:
-        lines.append(f"    counters = torch.zeros({32 * sets} * {rows}, dtype=torch.int32, device=sums.device)")
+        lines.append(f"    counters = torch.zeros({32 * sets} * {rows}, dtype=torch.int32, device=gates.device)")
     else:  # what readers wait to see go away
         given |= {"counters": "grad_h_n"}
         lines.append(f"    grads.view(torch.int{8 * spec.item}).fill_(-1)")
@@ -81,6 +81,6 @@ def wrapper(winner: Winner, shown: Shown) -> str:
         given |= {"all_starts": "starts", "all_lengths": "lengths", "token_stride_t": "1", "token_stride_b": "0"}
     given |= {"t_begin": "0", "t_end": "seq + 1"}
     grid = f"{ceil_div(hidden, variant.block_hidden) * sets} * sets"
-    lines.append("    with torch.cuda.device_of(sums):")
+    lines.append("    with torch.cuda.device_of(gates):")
     dims = DIMS if spec.dense else PACKED_DIMS
     return "\n".join(lines) + "\n" + shown.text(grid, dims, given) + "    return grads, grad_h_0\n"

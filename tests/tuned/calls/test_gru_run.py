@@ -141,7 +141,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[GruSpec], Gru
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph is being captured, as far as choices know."""
-    monkeypatch.setattr(run, "_capturing", lambda _device: True)
+    monkeypatch.setattr(run, "capturing", lambda _device: True)
 
 
 def layers_of(call: GruCall) -> list[int]:
@@ -183,7 +183,7 @@ def test_a_call_that_nothing_serves_says_why(chosen: Any, monkeypatch: pytest.Mo
     assert run.why_not(call_of()) is None
     chosen(lambda _: GruVariant())
     assert "takes less only in a CUDA graph" in str(run.why_not(call_of()))
-    monkeypatch.setattr(run, "_capturing", lambda _device: True)
+    monkeypatch.setattr(run, "capturing", lambda _device: True)
     assert run.why_not(call_of()) is None
     nothing = dataclasses.replace(call_of(), hx=torch.zeros(1, B, 0))
     assert "empty" in str(run.why_not(nothing))

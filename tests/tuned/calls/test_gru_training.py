@@ -153,6 +153,23 @@ def test_a_stack_of_layers_trains_as_pytorchs(monkeypatch: pytest.MonkeyPatch, l
 
 
 @pytest.mark.usefixtures("interpreted", "backward")
+@pytest.mark.parametrize(("recompute", "first"), [(False, True), (True, False)])
+def test_layers_of_one_launch_train_as_pytorchs(
+    monkeypatch: pytest.MonkeyPatch, *, recompute: bool, first: bool
+) -> None:
+    call = call_of("dense", 3, 1, first=first, recompute=recompute)
+    choose(monkeypatch, ONE)
+    parts = [(*run.spec_of(call, 3), Choice("winner", "", VARIANTS["persistent"]))]
+    monkeypatch.setattr(run, "_parts", lambda _call, **_: parts)
+    leaves = [t.detach().clone().requires_grad_() for t in call.tensors]
+    outputs = training.forward(dataclasses.replace(call, input=leaves[0], hx=leaves[1], weights=tuple(leaves[2:])))
+    kept = [t for t in outputs[0].grad_fn.saved_tensors if t is not None and t.shape[-1] == 3 * call.hx.shape[2]]  # type: ignore[union-attr]
+    assert len([t for t in kept if t.dim() == 4]) == (not recompute), "the gates"
+    given = tuple(torch.randn_like(out) for out in outputs)
+    assert_alike(torch.autograd.grad(outputs, leaves, given), wanted_of(call, given))
+
+
+@pytest.mark.usefixtures("interpreted", "backward")
 def test_gradients_have_gradients_which_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     call = call_of()
     choose(monkeypatch, ONE)

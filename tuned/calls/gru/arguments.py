@@ -27,6 +27,7 @@ class GruCall:
     cu_seqlens: torch.Tensor | None = None  # [B + 1] int32 on the device of input
     max_seqlen: int | None = None  # with cu_seqlens
     dropout: float = 0.0  # between layers; 0.0 when not training
+    recompute: bool = False  # for a gradient: multiply the input by its weights again, and keep no result of that
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -49,6 +50,7 @@ def gru_call(  # noqa: PLR0913 - the arguments of the public call
     batch_sizes: Any = None,
     cu_seqlens: Any = None,
     max_seqlen: int | None = None,
+    recompute: bool = False,
 ) -> GruCall:
     """Check the arguments of tuned.dispatch.gru; see there."""
     call = GruCall(
@@ -63,6 +65,7 @@ def gru_call(  # noqa: PLR0913 - the arguments of the public call
         batch_sizes=batch_sizes,
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
+        recompute=recompute,
     )
     check_gru(call)
     return call if dropout == 0 or (training and num_layers > 1) else dataclasses.replace(call, dropout=0.0)

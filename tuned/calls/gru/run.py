@@ -49,6 +49,13 @@ class Lengths(NamedTuple):
     seq: int
 
 
+class Kept(NamedTuple):
+    """What a gradient needs of a launch, besides its arguments and its output."""
+
+    gates: torch.Tensor  # [directions, *tokens, 3 * hidden]: the input times the weights of the lowest layer
+    between: torch.Tensor | None  # [layers - 1, *tokens, hidden]: the outputs of the lower layers of a stack
+
+
 def why_not(call: GruCall) -> str | None:
     """Why no kernel can serve a checked call, or None."""
     reason = why_eager(call.input, name_of(call.input.dtype) in DTYPES)
@@ -77,8 +84,8 @@ def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
     return choice, GRU.kernel_names(spec, choice.variant)
 
 
-def forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, h_n) by kernels, for a call that ``why_not`` accepts.
+def forward(call: GruCall, kept: list[Kept] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, h_n) by kernels, for a call that ``why_not`` accepts; ``kept`` gets what a gradient needs, of each launch.
 
     Raises:
         NotedError: this thread listens, and the launches were noted instead.
@@ -88,17 +95,17 @@ def forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
         return call.input.new_empty((*call.input.shape[:-1], directions * call.hx.shape[2])), call.hx.clone()
     with torch.cuda.device(call.input.device):
         try:
-            return _forward(call)
+            return _forward(call, kept)
         except RuntimeError as error:
             if not residents.too_large(error):
                 raise
         # The driver allows fewer resident programs than it said, or could not be asked. All layers are alike, so the
         # first cooperative launch has failed, before any dropout drew random numbers.
         residents.forbid(call.input.device.index or 0)
-        return _forward(call)
+        return _forward(call, kept)
 
 
-def _forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(call: GruCall, kept: list[Kept] | None) -> tuple[torch.Tensor, torch.Tensor]:
     parts, directions = _parts(call), 2 if call.bidirectional else 1
     if any(choice.variant is None for _, _, choice in parts):  # a limit was met after ``why_not`` accepted the call
         return eager.gru(call)
@@ -109,11 +116,18 @@ def _forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
         if layer and call.dropout:
             x = torch.nn.functional.dropout(x, call.dropout)
         cells = slice(layer * directions, (layer + spec.layers) * directions)
-        x = _recur(call, spec, size, choice.variant, x, cells, h_n[cells], lengths)
+        x, gates, between = _recur(call, spec, size, choice.variant, x, cells, h_n[cells], lengths)
+        if kept is not None:
+            kept.append(Kept(gates, between))
         layer += spec.layers
     if listening() is not None:  # all launches of the call are noted, and none was made
         raise NotedError
     return x, h_n
+
+
+def in_one_launch(call: GruCall) -> bool:
+    """Whether all layers of a call, which has several, are one launch without a gradient."""
+    return call.num_layers == 1 or (len(parts := _parts(call)) == 1 and parts[0][2].variant is not None)
 
 
 def is_empty(call: GruCall) -> bool:
@@ -151,7 +165,7 @@ def _parts(call: GruCall, *, captured: bool | None = None) -> list[tuple[GruSpec
     """
     gpu = gpu_of(call.input.device)
     limit = () if (found := residents.allowed(call.input.device.index or 0)) is None else (found,)
-    captured = _capturing(call.input.device) if captured is None else captured
+    captured = capturing(call.input.device) if captured is None else captured
     if call.num_layers > 1 and not call.bidirectional and not call.dropout:
         spec, size = spec_of(call, call.num_layers)
         choice = timely(_choose(spec, size, gpu, *limit), spec, size, captured)
@@ -169,7 +183,8 @@ def _parts(call: GruCall, *, captured: bool | None = None) -> list[tuple[GruSpec
     return [(spec, size, choice)] * call.num_layers
 
 
-def _capturing(device: torch.device) -> bool:
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured on the current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -226,14 +241,17 @@ def _recur(  # noqa: PLR0913 - a part of a call
     cells: slice,
     h_n: torch.Tensor,
     lengths: Lengths,
-) -> torch.Tensor:
-    """The output of one part of a call, ``[*tokens, directions * hidden]``; its last states are written to ``h_n``."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The output of one part of a call, ``[*tokens, directions * hidden]``, its gates, and the outputs of its lower layers.
+
+    Its last states are written to ``h_n``.
+    """
     each = 4 if call.has_biases else 2
     weights = [call.weights[cell * each : (cell + 1) * each] for cell in range(cells.start, cells.stop)]
     gates = x.new_empty((spec.directions, *x.shape[:-1], 3 * spec.hidden))
     rows = x.reshape(-1, x.shape[-1])
     for direction in range(spec.directions):
-        _project(rows, weights[direction][0], gates[direction].view(-1, 3 * spec.hidden), spec.precision)
+        project(rows, weights[direction][0], gates[direction].view(-1, 3 * spec.hidden), spec.precision)
     out = x.new_empty((*x.shape[:-1], spec.directions * spec.hidden))
     recurrence = recurrence_of(call, spec, size, variant, gates, out, cells, h_n, lengths)
     launch = functools.partial(launch_known, x.device.index)
@@ -241,7 +259,10 @@ def _recur(  # noqa: PLR0913 - a part of a call
     if compiled is not None and spec.layers == call.num_layers and may_learn(x.device):
         captured = _parts(call, captured=True)[0][2].variant == variant
         learn(call, spec, variant, recurrence, compiled, captured)
-    return out
+    between = recurrence.between
+    if between is not None and recurrence.out is not out:  # of a batch first
+        between = between.transpose(1, 2)
+    return out, gates, between
 
 
 def recurrence_of(  # noqa: PLR0913 - a part of a call, after the projection of its input
@@ -284,10 +305,10 @@ def recurrence_of(  # noqa: PLR0913 - a part of a call, after the projection of 
 
 def may_learn(device: torch.device) -> bool:
     """Whether the direct launcher can be probed; during graph capture it cannot, and the next call decides."""
-    return device.type == "cuda" and not _capturing(device)
+    return device.type == "cuda" and not capturing(device)
 
 
-def _project(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, precision: str) -> None:
+def project(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, precision: str) -> None:
     """``out = rows @ weight.T``, in the precision that a GRU's products must have."""
     if not by_library(rows.shape[0], weight, precision):
         spec = LinearCatSpec("float32", (rows.shape[1],), weight.shape[0], bias=False, precision=precision)

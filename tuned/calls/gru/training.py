@@ -1,9 +1,9 @@
-"""A GRU over sequences that needs a gradient, by kernels: each layer is one function of autograd.
+"""A GRU over sequences that needs a gradient, by kernels: what one launch computes is one function of autograd.
 
-The forward is that without a gradient, and keeps what autograd has anyway: input, weights, states. The backward first has
-the library (cuBLAS) compute again what the gates are made of, for all steps at once, since all states are known; then the
-gradient of the recurrence is one launch, both directions together; then the library multiplies what that gave.
-Gradients of gradients are PyTorch's own, without cuDNN, which has none.
+The forward is that without a gradient. It keeps the outputs of all layers, and its input times its weights unless that is
+to be computed again. The backward goes from the highest layer to the lowest. Of each the library (cuBLAS) multiplies all
+states by their weights at once, since all are known; the gradient of the recurrence is one launch, both directions
+together; then the library multiplies what that gave. Gradients of gradients are PyTorch's own, without cuDNN, which has none.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ from tuned.lookup.lookup import Choice, Gpu, choose
 
 Grads = list[torch.Tensor | None]
 
+# A call of fewer steps than this is the host's time, in which PyTorch's own takes one step for each.
+CALLED_STEPS = 48
+LAYER_OVER_FIRST = 0.2  # cuDNN runs the layers of a stack side by side: what one more takes, of the first
+LEAD = 1.05
+
 
 def why_not(call: GruCall) -> str | None:
     """Why no kernel can serve a checked call that needs a gradient, or None."""
@@ -39,8 +44,22 @@ def why_not(call: GruCall) -> str | None:
         return f"a gradient is needed, and of the forward: {reason}"
     if run.is_empty(call):
         return "a gradient is needed, and there is no step to compute"
-    choice = _choice(call)
-    return None if choice.variant is not None else f"a gradient is needed: {choice.why}"
+    choice, (spec, size) = _choice(call), run.spec_of(call, 1)
+    reason = choice.why if choice.variant is None else _slower(call, spec, size, choice)
+    return None if reason is None else f"a gradient is needed: {reason}"
+
+
+def _slower(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice) -> str | None:
+    """Why PyTorch's own takes less all the same, or None."""
+    if size.seq * spec.directions < CALLED_STEPS and not run.capturing(call.input.device):
+        return f"so few steps, {size.seq}, take the host longer than PyTorch's own"
+    row, layers = choice.row, call.num_layers
+    if row is None or layers == 1 or spec.directions > 1:
+        return None
+    beside = layers / (1 + LAYER_OVER_FIRST * (layers - 1))
+    if row.eager_us < LEAD * beside * row.median_us:
+        return f"PyTorch's own runs {layers} layers side by side, {beside:.2g} at a time"
+    return None
 
 
 def remember_eager(call: GruCall) -> None:
@@ -52,18 +71,18 @@ def remember_eager(call: GruCall) -> None:
 def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
     """The choice for the gradient of a call that ``why_not`` accepts, and the modules of tuned.kernels of both ways."""
     choice, (_, forward) = _choice(call), run.choice_of(_layer(call, 0))
-    return choice, (*forward, *BACKWARD.kernel_names(_spec(call)[0], choice.variant))
+    return choice, (*forward, *BACKWARD.kernel_names(run.spec_of(call, 1)[0], choice.variant))
 
 
 def forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, h_n) of a call that ``why_not`` accepts, with its gradient."""
+    parts = [call] if run.in_one_launch(call) else [_layer(call, layer) for layer in range(call.num_layers)]
     x, states = call.input, []
-    for layer in range(call.num_layers):
-        one = _layer(call, layer)
-        if layer and call.dropout:
+    for index, part in enumerate(parts):
+        if index and call.dropout:
             x = torch.nn.functional.dropout(x, call.dropout)
-        settings = dataclasses.replace(one, input=None, hx=None, weights=())  # type: ignore[arg-type]
-        x, h_n = _Layer.apply(settings, x, one.hx, *one.weights)  # type: ignore[no-untyped-call]
+        settings = dataclasses.replace(part, input=None, hx=None, weights=())  # type: ignore[arg-type]
+        x, h_n = _Part.apply(settings, x, part.hx, *part.weights)  # type: ignore[no-untyped-call]
         states.append(h_n)
     return x, states[0] if len(states) == 1 else torch.cat(states)
 
@@ -81,26 +100,52 @@ def _layer(call: GruCall, layer: int) -> GruCall:
     )
 
 
-class _Layer(torch.autograd.Function):
+class _Part(torch.autograd.Function):
+    """Layers that one launch computes."""
+
     @staticmethod
     def forward(ctx: Any, settings: GruCall, x: Any, hx: Any, *weights: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        output, h_n = run.forward(dataclasses.replace(settings, input=x, hx=hx, weights=weights))
-        ctx.save_for_backward(output, x, hx, *weights)
+        kept: list[run.Kept] = []
+        output, h_n = run.forward(dataclasses.replace(settings, input=x, hx=hx, weights=weights), kept)
+        gates, between = kept[0] if kept else (None, None)  # none if PyTorch's own served after all
+        ctx.save_for_backward(output, None if settings.recompute else gates, between, x, hx, *weights)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         return output, h_n
 
     @staticmethod
     def backward(ctx: Any, grad_output: Any, grad_h_n: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        output, x, hx, *weights = ctx.saved_tensors
+        output, gates, between, x, hx, *weights = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]
         if grad_output is None and grad_h_n is None:
             return (None,) * (1 + len(wanted))
         call = dataclasses.replace(ctx.settings, input=x, hx=hx, weights=tuple(weights))
         given = grad_output, grad_h_n
-        return None, *(
-            _twice(call, wanted, given) if torch.is_grad_enabled() else gradients(call, output, wanted, given)
-        )
+        if torch.is_grad_enabled():
+            return None, *_twice(call, wanted, given)
+        if call.num_layers > 1 and between is None:
+            return None, *_by_torch(call, wanted, given)
+        return None, *_stack(call, [*(() if between is None else between), output], gates, wanted, given)
+
+
+def _stack(
+    call: GruCall, outputs: Sequence[torch.Tensor], gates: Any, wanted: Sequence[bool], given: tuple[Any, Any]
+) -> Grads:
+    """Gradients of all tensors of a call, from its highest layer to its lowest. ``outputs``: of its layers."""
+    each, cells = len(call.weights) // call.num_layers, len(call.hx) // call.num_layers
+    grad, grad_h_n = given
+    grad_hx: Grads = []
+    grad_weights: Grads = []
+    for layer in reversed(range(call.num_layers)):
+        one = dataclasses.replace(_layer(call, layer), input=outputs[layer - 1] if layer else call.input)
+        below = wanted[0] or any(wanted[2 : 2 + layer * each]) or bool(layer and wanted[1])
+        own = [below, wanted[1], *wanted[2 + layer * each : 2 + (layer + 1) * each]]
+        last = None if grad_h_n is None else grad_h_n[layer * cells : (layer + 1) * cells]
+        grad, first, *rest = gradients(one, outputs[layer], own, (grad, last), None if layer else gates)
+        grad_hx.insert(0, first)
+        grad_weights = [*rest, *grad_weights]
+    hx = torch.cat(grad_hx) if wanted[1] and len(grad_hx) > 1 else grad_hx[0]  # type: ignore[arg-type]
+    return [grad, hx, *grad_weights]
 
 
 def _twice(call: GruCall, wanted: Sequence[bool], given: tuple[Any, Any]) -> Grads:
@@ -121,10 +166,17 @@ def _by_torch(call: GruCall, wanted: Sequence[bool], given: tuple[Any, Any], *, 
     return [next(found) if want else None for want in wanted]
 
 
-def gradients(call: GruCall, output: torch.Tensor, wanted: Sequence[bool], given: tuple[Any, Any]) -> Grads:
+def gradients(
+    call: GruCall, output: torch.Tensor, wanted: Sequence[bool], given: tuple[Any, Any], gates: Any = None
+) -> Grads:
     """The gradients of one layer's input, first states and weights, None where they are not wanted.
 
-    ``call``: a checked call of one layer; ``output``: what its forward gave; ``given``: gradients of output and h_n, or None.
+    Args:
+        call: a checked call of one layer.
+        output: what its forward gave.
+        wanted: for input, first states and each weight whether its gradient is.
+        given: gradients of output and of h_n, None for none.
+        gates: ``[D, *tokens, 3 * H]``, the input times its weights; None: not kept.
     """
     device = call.input.device
     choice = _choice(call)
@@ -132,7 +184,7 @@ def gradients(call: GruCall, output: torch.Tensor, wanted: Sequence[bool], given
         if choice.variant is not None:
             try:
                 with torch.no_grad(), torch.autocast(device.type, enabled=False):
-                    return _by_kernels(call, choice.variant, output, wanted, given)
+                    return _by_kernels(call, choice.variant, output, wanted, given, gates)
             except RuntimeError as error:
                 if not residents.too_large(error):
                     raise
@@ -140,25 +192,28 @@ def gradients(call: GruCall, output: torch.Tensor, wanted: Sequence[bool], given
         return _by_torch(call, wanted, given)
 
 
-def _by_kernels(
-    call: GruCall, variant: Any, output: torch.Tensor, wanted: Sequence[bool], given: tuple[Any, Any]
+def _by_kernels(  # noqa: PLR0913 - a layer, its variant, what it kept and its gradients
+    call: GruCall, variant: Any, output: torch.Tensor, wanted: Sequence[bool], given: tuple[Any, Any], gates: Any
 ) -> Grads:
-    spec, size = _spec(call)
+    spec, size = run.spec_of(call, 1)
     hidden, each = spec.hidden, 4 if spec.bias else 2
     weights = [call.weights[cell * each : (cell + 1) * each] for cell in range(spec.directions)]
     lengths = run.lengths_of(call)
     rows = call.input.reshape(-1, call.input.shape[-1])
     before = _before(call, output, lengths)
-    sums = rows.new_empty(spec.directions, len(rows), PARTS * hidden)
+    given_gates, shape = gates, (spec.directions, len(rows), 3 * hidden)
+    gates = rows.new_empty(shape) if given_gates is None else given_gates.view(shape)
+    states = rows.new_empty(shape)
     for cell, (w_ih, w_hh, *_) in enumerate(weights):
-        r_z, h = sums[cell][:, : 2 * hidden], sums[cell][:, 3 * hidden :]
-        torch.mm(rows, w_ih.t(), out=sums[cell][:, : 3 * hidden])
-        torch.addmm(r_z, before[cell], w_hh[: 2 * hidden].t(), out=r_z)
-        torch.mm(before[cell], w_hh[2 * hidden :].t(), out=h)
-    grads = torch.zeros_like(sums) if spec.thd else torch.empty_like(sums)  # of rows that no sequence has, none
+        if given_gates is None:
+            run.project(rows, w_ih, gates[cell], spec.precision)
+        run.project(before[cell], w_hh, states[cell], spec.precision)
+    shape = (spec.directions, len(rows), PARTS * hidden)
+    grads = rows.new_zeros(shape) if spec.thd else rows.new_empty(shape)  # of rows that no sequence has, none
     grad_h_0 = torch.empty_like(call.hx, memory_format=torch.contiguous_format)
-    gradient = _tensors(call, spec, size, variant, sums, before, grads, grad_h_0, given, lengths)
+    gradient = _tensors(call, spec, size, variant, (gates, states, before, grads), grad_h_0, given, lengths)
     run_steps(BACKWARD.launches(spec, variant, gradient), functools.partial(launch_known, call.input.device.index))
+    del gates, states, gradient  # room for the products
     found: Grads = [_grad_input(call, weights, grads) if wanted[0] else None, grad_h_0 if wanted[1] else None]
     for cell in range(spec.directions):
         found += _grad_weights(grads[cell], rows, before[cell], hidden, wanted[2 + cell * each : 2 + (cell + 1) * each])
@@ -170,46 +225,43 @@ def _tensors(  # noqa: PLR0913 - what a launch takes
     spec: GruSpec,
     size: GruSize,
     variant: Any,
-    sums: torch.Tensor,
-    before: torch.Tensor,
-    grads: torch.Tensor,
+    of_tokens: tuple[torch.Tensor, ...],
     grad_h_0: torch.Tensor,
     given: tuple[Any, Any],
     lengths: run.Lengths,
 ) -> RecurrenceGradient:
-    """The tensors of a layer as its kernel takes them."""
+    """The tensors of a layer as its kernel takes them. ``of_tokens``: gates of x and of h, states before, gradients."""
     turned = call.batch_first and spec.dense
     grad_output, grad_h_n = given
     width = spec.directions * spec.hidden
     shape = (*call.input.shape[:-1], width)
     if grad_output is None:  # one row of zeros for all tokens
-        grad_output = grads.new_zeros(width).expand(shape)
+        grad_output = grad_h_0.new_zeros(width).expand(shape)
     elif grad_output.stride(-1) != 1 and width > 1:
         grad_output = grad_output.contiguous()
     if grad_h_n is None:
         grad_h_n = torch.zeros_like(grad_h_0)
 
-    def of_tokens(tensor: torch.Tensor) -> torch.Tensor:
-        if not spec.dense:
-            return tensor
-        tensor = tensor.view(spec.directions, *call.input.shape[:2], tensor.shape[-1])
-        return tensor.transpose(1, 2) if turned else tensor
+    if spec.dense:
+        of_tokens = tuple(t.view(spec.directions, *call.input.shape[:2], t.shape[-1]) for t in of_tokens)
+    gates, hidden, before, out = (t.transpose(1, 2) if turned else t for t in of_tokens)
 
     each = 4 if spec.bias else 2
     return RecurrenceGradient(
-        sums=of_tokens(sums),
-        before=of_tokens(before),
+        gates=gates,
+        hidden=hidden,
+        before=before,
         weight_hh=run.stack(call.weights[1::each]),
         grad_out=grad_output.transpose(0, 1) if turned else grad_output,
         grad_h_n=grad_h_n.contiguous(),
-        out=of_tokens(grads),
+        out=out,
         grad_h_0=grad_h_0,
         batch=size.batch,
         seq=size.seq,
         bias_ih=run.stack(call.weights[2::each]) if spec.bias else None,
         bias_hh=run.stack(call.weights[3::each]) if spec.bias else None,
-        states=grads.new_empty(grad_h_0.shape, dtype=torch.float32) if variant.in_turn else None,
-        counters=grads.new_empty(counters_needed(spec, size.batch), dtype=torch.int32)
+        states=grad_h_0.new_empty(grad_h_0.shape, dtype=torch.float32) if variant.in_turn else None,
+        counters=grad_h_0.new_empty(counters_needed(spec, size.batch), dtype=torch.int32)
         if variant.exchange == "counter"
         else None,
         starts=lengths.starts,
@@ -271,13 +323,9 @@ def _grad_weights(
     ]
 
 
-def _spec(call: GruCall) -> tuple[GruSpec, GruSize]:
-    return run.spec_of(call, 1)
-
-
 def _choice(call: GruCall) -> Choice:
     limit = () if (found := residents.allowed(call.input.device.index or 0)) is None else (found,)
-    return _choose(*_spec(call), gpu_of(call.input.device), *limit)
+    return _choose(*run.spec_of(call, 1), gpu_of(call.input.device), *limit)
 
 
 @functools.lru_cache(maxsize=misses.MAX_CHOICES)

@@ -169,14 +169,17 @@ def rejection(  # noqa: PLR0911 - one return per rule
         return "form='tile' in turns needs more registers than there are, or has few rows, where form='split' is faster"
     if not waits and (variant.exchange, variant.prefetch) != (GruVariant.exchange, GruVariant.prefetch):
         return "a program that has all units of its rows waits for nothing"
-    if waits and (reason := exchange_rejection(spec, variant, capability, spec.hidden)) is not None:
+    if (
+        waits
+        and (reason := exchange_rejection(spec, variant, capability, pieces(spec.hidden, variant.splits))) is not None
+    ):
         return reason
     return None if size is None else _size_rejection(spec, size, variant, multiprocessors)
 
 
-def exchange_rejection(spec: GruSpec, variant: GruVariant, capability: int, columns: int) -> str | None:
-    """Why programs cannot wait so for messages of so many columns, or None."""
-    threads, narrowest = 32 * variant.num_warps, min(w for w in pieces(columns, variant.splits) if w)
+def exchange_rejection(spec: GruSpec, variant: GruVariant, capability: int, widths: tuple[int, ...]) -> str | None:
+    """Why programs cannot wait so for messages in pieces of such widths, or None."""
+    threads, narrowest = 32 * variant.num_warps, min(width for width in widths if width)
     each = variant.block_batch * narrowest * spec.item // threads
     spins = capability >= SPIN_CAPABILITY[spec.item] and each >= MIN_LOAD and spec.hidden * spec.item % MAX_LOAD == 0
     if variant.exchange == "poll" and spins:

@@ -7,29 +7,30 @@ from typing import Any, ClassVar
 
 from tuned.families.gru.launches import COUNTER_STRIDE
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru.variant import GruVariant, pieces, programs
-from tuned.families.gru_backward.variant import alone, columns_of, sets_of
+from tuned.families.gru.variant import GruVariant, programs
+from tuned.families.gru_backward.variant import alone, pieces, sets_of
 from tuned.families.launch import Fill, Launch, Step, check_rows
 
-PARTS = 4  # of what a token has: for each of the gates, and n's twice
+PARTS = 4  # gradients of a unit of a token: for each of the gates, and n's twice
 
 
 @dataclasses.dataclass(frozen=True)
 class RecurrenceGradient:
     """The tensors of one checked call. D = directions.
 
-    Dense: a token is [T, B] in either order. Packed: one axis of tokens instead. All of ``sums``, ``before`` and ``out``
+    Dense: a token is [T, B] in either order. Packed: one axis of tokens instead. ``gates``, ``hidden``, ``before`` and ``out``
     lie alike and without gaps.
     """
 
     SCRATCH: ClassVar[tuple[str, ...]] = ("grad_h_0", "states", "counters")  # written besides out
 
-    sums: Any  # [D, T, B, 4 * hidden] or [D, tokens, 4 * hidden]: i_r + h_r, i_z + h_z, i_n, h_n without biases
+    gates: Any  # [D, T, B, 3 * hidden] or [D, tokens, 3 * hidden]: x @ weight_ih.T
+    hidden: Any  # the same of the state before each step: before @ weight_hh.T
     before: Any  # [D, T, B, hidden] or [D, tokens, hidden]: the state before each step
     weight_hh: Any  # [D, 3 * hidden, hidden], any first stride
     grad_out: Any  # [T, B, D * hidden] or [tokens, D * hidden], any strides but the last
     grad_h_n: Any  # [D, B, hidden]
-    out: Any  # as sums: gradients of h_n, r, z and i_n before their activations
+    out: Any  # [D, T, B, 4 * hidden] or [D, tokens, 4 * hidden]: gradients of h_n, r, z and i_n, before their activations
     grad_h_0: Any  # [D, B, hidden]
     batch: int
     seq: int
@@ -75,7 +76,8 @@ def before(variant: GruVariant, call: RecurrenceGradient) -> tuple[Fill, ...]:
 
 def _check(spec: GruSpec, call: RecurrenceGradient) -> None:
     rows = (
-        "sums",
+        "gates",
+        "hidden",
         "before",
         "weight_hh",
         "grad_out",
@@ -94,7 +96,7 @@ def _check(spec: GruSpec, call: RecurrenceGradient) -> None:
             f"{list(call.weight_hh.stride())}"
         )
     tokens = call.out[0, ..., 0].numel()
-    for name, each in (("sums", PARTS), ("before", 1), ("out", PARTS)):
+    for name, each in (("gates", 3), ("hidden", 3), ("before", 1), ("out", PARTS)):
         tensor, width = getattr(call, name), each * spec.hidden
         strides = [stride // width for stride in tensor.stride()[:-1]]
         if tensor.stride(0) != tokens * width or strides[1:] != [
@@ -111,7 +113,7 @@ def sequence(spec: GruSpec, variant: GruVariant, call: RecurrenceGradient, begin
     counts = waits and variant.exchange == "counter"
     whole = begin == 0 and end == call.seq + 1
     biases = (call.bias_ih, call.bias_hh) if spec.bias else ()
-    first, second, third = pieces(columns_of(spec), variant.splits)
+    first, second, third = pieces(spec, variant.splits)
     size = GruSize(call.batch, call.seq)
     dense = spec.layout == "dense"
     token = [stride // (PARTS * spec.hidden) for stride in call.out.stride()[1:-1]]
@@ -119,7 +121,8 @@ def sequence(spec: GruSpec, variant: GruVariant, call: RecurrenceGradient, begin
         kernel=kernel_name(spec, variant),
         programs=programs(spec, size, variant),
         arguments=(
-            call.sums,
+            call.gates,
+            call.hidden,
             call.before,
             call.weight_hh,
             *(biases or (call.grad_h_n, call.grad_h_n)),

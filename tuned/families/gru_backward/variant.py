@@ -13,13 +13,13 @@ from tuned.families.gru.variant import (
     CORE_KNOBS,
     FEWEST,
     MAX_LOAD,
+    MIN_PART,
     PTX_EXCHANGES,
     SMALL_GPU,
     SMALLEST,
     SPIN_CAPABILITY,
     GruVariant,
     exchange_rejection,
-    pieces,
     programs,
     turns_rejection,
 )
@@ -40,17 +40,27 @@ MAX_MESSAGE = 96  # registers of a thread for a message, and for the operand tha
 FAR = 3.0  # octaves: of what is further away a row says nothing
 
 
-def columns_of(spec: GruSpec) -> int:
-    """Columns of a message: gradients of three gates of each unit."""
-    return 3 * spec.hidden
+def pieces(spec: GruSpec, splits: int) -> tuple[int, int, int]:
+    """A message's columns, the gradients of three gates of each unit, as up to three widths: powers of two, 0 for none.
+
+    The largest is as small as can be: shared memory has one piece at a time, beside the weights.
+    """
+    columns, least = 3 * spec.hidden, MIN_PART * splits
+    largest = max(least, next_power_of_2(ceil_div(columns, 3)))
+    widths: list[int] = []
+    while columns > 0:
+        widths.append(largest if columns > largest else max(least, next_power_of_2(columns)))
+        columns -= widths[-1]
+    first, second, third = (*widths, 0, 0)[:3]
+    return first, second, third
 
 
 def shared_bytes(spec: GruSpec, variant: GruVariant) -> int:
-    """Bytes of shared memory per program: weights, and a message or accumulators that change layout."""
-    columns = sum(pieces(columns_of(spec), variant.splits))
-    message = variant.block_batch * columns * spec.item
+    """Bytes of shared memory per program: weights, and a piece of a message or accumulators that change layout."""
+    widths = pieces(spec, variant.splits)
+    message = variant.block_batch * max(widths) * spec.item
     sums = 4 * variant.splits * variant.block_hidden * variant.block_batch
-    return variant.block_hidden * columns * spec.item + max(message, sums)
+    return variant.block_hidden * sum(widths) * spec.item + max(message, sums)
 
 
 def alone(spec: GruSpec, variant: GruVariant) -> bool:
@@ -67,7 +77,7 @@ def rejection(
 ) -> str | None:
     """Why ``variant`` is not tried for ``spec`` (at ``size``, on so many multiprocessors, if given), or None."""
     reason = _text_rejection(spec, variant) or _tile_rejection(spec, variant, capability)
-    reason = reason or exchange_rejection(spec, variant, capability, columns_of(spec))
+    reason = reason or exchange_rejection(spec, variant, capability, pieces(spec, variant.splits))
     if reason is not None or size is None:
         return reason
     return _size_rejection(spec, size, variant, multiprocessors)
@@ -96,7 +106,7 @@ def _tile_rejection(spec: GruSpec, variant: GruVariant, capability: int) -> str 
         return (
             f"{needed} bytes of weights and messages are more than the {limit} of shared memory that a program can have"
         )
-    registers = variant.block_batch * sum(pieces(columns_of(spec), variant.splits)) * spec.item / 4 / threads
+    registers = variant.block_batch * sum(pieces(spec, variant.splits)) * spec.item / 4 / threads
     if registers > MAX_MESSAGE:
         return f"a message of {variant.block_batch} rows needs {registers:.0f} registers of a thread, and {MAX_MESSAGE} are left"
     return None
