@@ -51,6 +51,8 @@ class Family:
     launches: Callable[..., tuple[Step, ...]]  # (spec, variant, call) -> all steps, in order
     # (spec of a row, spec, size, octaves between) -> why the row does not say that a kernel beats PyTorch's own there, or None
     doubt: Callable[[Any, Any, Any, float], str | None] | None = None
+    # (variant of a row, spec, size, multiprocessors) -> the variant as a call of that size needs it
+    sized: Callable[[Any, Any, Any, int], Any] | None = None
     reach: float = math.inf  # octaves: a call further than that from every row gets the default variant
     model: Model | None = None  # of its time, if calls without a row are served by one
     home: str = BUILT_IN  # the package whose ``kernels`` and ``tables`` are those of this family
@@ -79,6 +81,7 @@ def described(  # noqa: PLR0913 - the modules of a family
         kernel_names=launches.kernel_names,
         launches=launches.launches,
         doubt=getattr(variant, "doubt", None),
+        sized=getattr(variant, "sized", None),
         reach=getattr(variant, "REACH", math.inf),
         model=None if model is None else Model(**{f.name: getattr(model, f.name) for f in dataclasses.fields(Model)}),
     )

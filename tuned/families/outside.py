@@ -106,6 +106,7 @@ OPTIONAL = {
     "wrapper": "(winner, shown) -> the function of a shown winner",
     "shown_size": "(size) -> that which a shown winner is made for",
     "group": "(spec) -> which of GROUPS it is of, in a chart",
+    "sized": "(variant, spec, size, multiprocessors) -> a row's variant as a call of that size needs it",
     "REACH": "octaves; a call further than that from every row gets the default variant",
     "CORE_KNOBS": "knobs; if a rule excludes their values, it does so whatever the others are",
     "TITLE": "what a page calls the family",
@@ -223,6 +224,7 @@ def described(module: types.ModuleType) -> Family:
         fit=getattr(module, "fit", _fitted),
         kernel_names=getattr(module, "kernel_names", kernel_names),
         launches=launches,
+        sized=getattr(module, "sized", None),
         reach=getattr(module, "REACH", math.inf),
         home=_home(home_folder(file)),
     )

@@ -326,6 +326,8 @@ def nearest(  # noqa: PLR0913 - the call, the rows and the GPU
     away = [one for row in like if (one := (_octaves(family, row, spec, size), row))[0] <= family.reach]
     for distance, row in sorted(away, key=lambda one: (one[0], one[1].stale is not None)):
         variant = brought(family, row.variant, row.spec, spec, capability)
+        if family.sized is not None and multiprocessors is not None:
+            variant = family.sized(variant, spec, size, multiprocessors)
         if usable(family, spec, size, variant, capability, multiprocessors):
             return distance, row, variant
     return None

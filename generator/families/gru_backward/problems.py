@@ -35,6 +35,8 @@ MEASURED = (
     (128, 512),
     (1024, 512),
     (128, 128),
+    (1024, 128),
+    (8, 2048),
 )
 # Name, spec and batch of models, by their public configurations.
 MODELS = (
@@ -45,9 +47,12 @@ MODELS = (
     ("lpcnet_training_backward", _bf16(384), 128),
     ("deepspeech_800_packed_backward", _bf16(800, directions=2, layout="packed"), 32),
     ("dreamer_backward", _bf16(600), 16),
+    ("gru_odd_backward_64x330", _bf16(330), 64),
     ("ppo_thd_backward", _bf16(256, layout="thd"), 128),
     ("gru_fp16_backward_32x512", GruSpec("float16", 512), 32),
     ("gru_fp32_backward_32x512", _fp32(512), 32),
+    ("gru_fp32_backward_1x512", _fp32(512), 1),
+    ("gru_fp32_backward_128x128", _fp32(128), 128),
     ("gru_fp32_backward_128x512", _fp32(512), 128),
     ("gru_fp32_backward_64x1024", _fp32(1024), 64),
     ("gru_fp32_ieee_backward_16x256", _fp32(256, precision="ieee"), 16),

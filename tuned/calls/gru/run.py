@@ -116,7 +116,7 @@ def _forward(call: GruCall, kept: list[Kept] | None) -> tuple[torch.Tensor, torc
         if layer and call.dropout:
             x = torch.nn.functional.dropout(x, call.dropout)
         cells = slice(layer * directions, (layer + spec.layers) * directions)
-        x, gates, between = _recur(call, spec, size, choice.variant, x, cells, h_n[cells], lengths)
+        x, gates, between = _recur(call, spec, size, choice.variant, x, cells, h_n[cells], lengths, plans=kept is None)
         if kept is not None:
             kept.append(Kept(gates, between))
         layer += spec.layers
@@ -138,16 +138,21 @@ def is_empty(call: GruCall) -> bool:
 def spec_of(call: GruCall, layers: int) -> tuple[GruSpec, GruSize]:
     """The spec of so many layers of a call in one launch, and the size."""
     layout = "packed" if call.batch_sizes is not None else "thd" if call.cu_seqlens is not None else "dense"
-    spec = GruSpec(
-        dtype=name_of(call.input.dtype),
-        hidden=call.hx.shape[2],
-        layout=layout,
-        directions=2 if call.bidirectional else 1,
-        layers=layers,
+    directions = 2 if call.bidirectional else 1
+    precision = gru_precision() if call.input.dtype == torch.float32 else "tf32"
+    spec = _spec(
+        name_of(call.input.dtype),
+        call.hx.shape[2],
+        layout,
+        directions,
+        layers,
         bias=call.has_biases,
-        precision=gru_precision() if call.input.dtype == torch.float32 else "tf32",
+        precision=precision,
     )
     return spec, GruSize(call.hx.shape[1], _steps(call))
+
+
+_spec = functools.lru_cache(maxsize=misses.MAX_CHOICES)(GruSpec)  # to check one takes as long as all of a lookup
 
 
 def _steps(call: GruCall) -> int:
@@ -241,10 +246,12 @@ def _recur(  # noqa: PLR0913 - a part of a call
     cells: slice,
     h_n: torch.Tensor,
     lengths: Lengths,
+    *,
+    plans: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The output of one part of a call, ``[*tokens, directions * hidden]``, its gates, and the outputs of its lower layers.
 
-    Its last states are written to ``h_n``.
+    Its last states are written to ``h_n``. ``plans``: later calls like it may take the plan that is learnt from it.
     """
     each = 4 if call.has_biases else 2
     weights = [call.weights[cell * each : (cell + 1) * each] for cell in range(cells.start, cells.stop)]
@@ -256,7 +263,7 @@ def _recur(  # noqa: PLR0913 - a part of a call
     recurrence = recurrence_of(call, spec, size, variant, gates, out, cells, h_n, lengths)
     launch = functools.partial(launch_known, x.device.index)
     compiled = run_steps(GRU.launches(spec, variant, recurrence), launch)
-    if compiled is not None and spec.layers == call.num_layers and may_learn(x.device):
+    if plans and compiled is not None and spec.layers == call.num_layers and may_learn(x.device):
         captured = _parts(call, captured=True)[0][2].variant == variant
         learn(call, spec, variant, recurrence, compiled, captured)
     between = recurrence.between

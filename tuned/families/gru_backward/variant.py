@@ -15,7 +15,6 @@ from tuned.families.gru.variant import (
     MAX_LOAD,
     MIN_PART,
     PTX_EXCHANGES,
-    SMALL_GPU,
     SMALLEST,
     SPIN_CAPABILITY,
     GruVariant,
@@ -24,6 +23,7 @@ from tuned.families.gru.variant import (
     turns_rejection,
 )
 from tuned.families.launch import ceil_div, next_power_of_2
+from tuned.families.products import WAVE
 
 __all__ = [
     "CORE_KNOBS",
@@ -34,9 +34,11 @@ __all__ = [
     "doubt",
     "fit",
     "rejection",
+    "sized",
 ]
 
 MAX_MESSAGE = 96  # registers of a thread for a message, and for the operand that it becomes; further variants spill
+MESSAGE_OF_FEW_WARPS = 2**15  # bytes for each tile of rows, up to which four warps wait for it as fast as eight
 FAR = 3.0  # octaves: of what is further away a row says nothing
 
 
@@ -90,7 +92,9 @@ def _text_rejection(spec: GruSpec, variant: GruVariant) -> str | None:
         return "the gradient of a stack is taken layer by layer"
     if spec.thd and variant.exchange != "counter":
         return "layout='thd' counts: rows that no sequence has would be waited for, and end in the gradients of weights"
-    if variant.in_turn and (variant.exchange == "probe" or variant.prefetch == "late"):
+    if variant.exchange == "probe":
+        return "exchange='probe' is not there for gradients: pieces behind the first are not loaded in vain as it is"
+    if variant.in_turn and variant.prefetch == "late":
         return "turns: other tiles are computed while one is waited for, so how it is waited for matters little"
     return None
 
@@ -128,21 +132,33 @@ def _size_rejection(spec: GruSpec, size: GruSize, variant: GruVariant, multiproc
 
 
 def default_variant(spec: GruSpec, size: GruSize | None = None) -> GruVariant:
-    """A legal variant for any spec and size, with about as many programs as a small GPU holds, if one fits it."""
-    tiles = itertools.product((16, 32, 64, 128, 8), (16, 8, 32), choices(GruVariant)["num_warps"])
-    tried = [GruVariant("persistent", "split", u, rows, num_warps=warps) for u, rows, warps in tiles]
-    if size is not None:
-        tried += [dataclasses.replace(v, turns=t) for v in tried for t in choices(GruVariant)["turns"][1:]]
-    here = [v for v in tried if rejection(spec, size, v) is None]
+    """A legal variant for any spec and size.
+
+    What a program waits for and reads at each step is what takes the time: of those that fit the multiprocessors of an H200
+    the one with the fewest rows a program, in the fewest turns, and of these tiles of 16 units and more before smaller ones.
+    """
+    knobs = choices(GruVariant)
+    tiles = itertools.product(knobs["block_batch"][:3], (16, 32, 64, 8), knobs["turns"] if size is not None else (1,))
+    tried = []
+    for rows, units, turns in tiles:
+        warps = 4 if 3 * spec.hidden * rows * spec.item <= MESSAGE_OF_FEW_WARPS else 8
+        tried.append(GruVariant("persistent", "split", units, rows, num_warps=warps, turns=turns))
+    here = [v for v in tried if rejection(spec, size, v, multiprocessors=WAVE if size else None) is None]
     legal = [v for v in here if all(rejection(spec, size, v, capability) is None for capability in LEAST_SHARED)]
-    if size is None or not legal:
+    if size is None:
         return (legal or here or tried)[0]
+    return min(here or tried[:1], key=lambda v: (v.turns * v.block_batch, v.turns))
 
-    def unfit(variant: GruVariant) -> tuple[int, int, int]:
-        count = programs(spec, size, variant)
-        return max(0, count - SMALL_GPU), variant.turns, abs(SMALL_GPU - count)
 
-    return min(legal, key=unfit)
+def sized(variant: GruVariant, spec: GruSpec, size: GruSize, multiprocessors: int) -> GruVariant:
+    """A variant with as many turns as its programs need at a size, and no more rows than there are."""
+    rows = min(variant.block_batch, max(SMALLEST, next_power_of_2(size.batch)))
+    tried = [dataclasses.replace(variant, block_batch=rows, turns=turns) for turns in choices(GruVariant)["turns"]]
+    fitting = [v for v in tried if programs(spec, size, v) <= multiprocessors]
+    if not fitting:
+        return variant
+    one = fitting[0]
+    return dataclasses.replace(one, prefetch="early") if one.in_turn else one
 
 
 def distance(a: GruSpec, b: GruSpec) -> float:
