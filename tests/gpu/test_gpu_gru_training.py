@@ -1,0 +1,337 @@
+"""Training GRUs on a real GPU: gradients by kernels against float64 and PyTorch's own, and in all that people train with."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
+
+import tuned
+import tuned.nn
+from tests.support import pairwise
+from tuned.calls.gru import training
+from tuned.calls.gru.arguments import GruCall
+from tuned.families.gru_backward.variant import default_variant, fit
+from tuned.lookup.lookup import Choice
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:RNN module weights")]
+
+AS_GOOD = 1.1  # of PyTorch's own error
+AXES: dict[str, tuple[Any, ...]] = {
+    "layout": ("steps", "rows", "packed"),
+    "layers": (1, 2),
+    "both": (False, True),
+    "dtype": (torch.bfloat16, torch.float16, torch.float32),
+    "bias": (True, False),
+    "hidden": (20, 96, 256, 520),
+    "batch": (1, 5, 33, 130),
+    "steps": (1, 7, 40),
+    "recompute": (False, True),
+}
+
+
+@pytest.fixture(autouse=True)
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GruCall]]:
+    """Kernels serve gradients whatever rows say; yields the layers whose gradients they computed."""
+    found: list[GruCall] = []
+    by_kernels = training._by_kernels
+
+    def spied(call: GruCall, *args: Any) -> Any:
+        found.append(call)
+        return by_kernels(call, *args)
+
+    def choice(call: GruCall) -> Choice:
+        spec, size = training.run.spec_of(call, 1)
+        gpu = training.gpu_of(call.input.device)
+        return Choice("winner", "a test asked for it", fit(default_variant(spec, size), spec, gpu.capability))
+
+    monkeypatch.setattr(training, "_by_kernels", spied)
+    monkeypatch.setattr(training, "_choice", choice)
+    monkeypatch.setattr(training, "CALLED_STEPS", 0)
+    monkeypatch.setattr(training.run, "why_not", lambda _call: None)
+    monkeypatch.setattr(training.run, "_parts", _always(training.run._parts))
+    yield found
+    found.clear()
+
+
+def _always(parts: Any) -> Any:
+    """Forwards by kernels too: what a model leaves to PyTorch's own takes the default variant."""
+    from tuned.calls.gru.run import GRU, spec_of  # noqa: PLC0415
+
+    def chosen(call: GruCall, **settings: Any) -> Any:
+        found = parts(call, **settings)
+        if all(choice.variant is not None for _, _, choice in found):
+            return found
+        spec, size = spec_of(call, 1)
+        capability = training.gpu_of(call.input.device).capability
+        variant = GRU.fit(GRU.default_variant(spec, size), spec, capability)
+        return [(spec, size, Choice("default", "a test asked for it", variant))] * call.num_layers
+
+    return chosen
+
+
+def pair(hidden: int, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> tuple[torch.nn.GRU, tuned.nn.GRU]:
+    """PyTorch's module and ours, with the same weights."""
+    recompute = settings.pop("recompute", False)
+    torch.manual_seed(0)
+    theirs = torch.nn.GRU(24, hidden, device="cuda", dtype=dtype, **settings)
+    ours = tuned.nn.GRU(24, hidden, device="cuda", dtype=dtype, recompute=recompute, **settings)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def gradients(module: torch.nn.Module, x: Any, hx: torch.Tensor, grads: Any) -> list[torch.Tensor]:
+    """Of the input, the first states and all weights."""
+    data = x.data if isinstance(x, torch.nn.utils.rnn.PackedSequence) else x
+    data.requires_grad_()
+    hx = hx.detach().requires_grad_()
+    out, h_n = module(x, hx)
+    out = out.data if isinstance(out, torch.nn.utils.rnn.PackedSequence) else out
+    return list(torch.autograd.grad((out, h_n), [data, hx, *module.parameters()], grads))
+
+
+def error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> list[float]:
+    return [
+        ((a.double() - b).square().mean().sqrt() / b.square().mean().sqrt().clamp(min=1e-12)).item()
+        for a, b in zip(found, wanted, strict=True)
+    ]
+
+
+CASES = pairwise.covering(pairwise.sample(AXES, lambda _knobs: True, 400))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_are_as_near_to_float64_as_pytorchs(case: dict[str, Any], served: list[GruCall]) -> None:
+    rows = case["layout"] == "rows"
+    settings = {"num_layers": case["layers"], "bidirectional": case["both"], "bias": case["bias"], "batch_first": rows}
+    theirs, ours = pair(case["hidden"], case["dtype"], recompute=case["recompute"], **settings)
+    exact = copy.deepcopy(theirs).double()
+    steps, batch = case["steps"], case["batch"]
+    shape = (batch, steps, 24) if rows else (steps, batch, 24)
+    x: Any = torch.randn(shape, device="cuda", dtype=case["dtype"])
+    directions = 2 if case["both"] else 1
+    hx = torch.randn(case["layers"] * directions, batch, case["hidden"], device="cuda", dtype=case["dtype"])
+    double: Any = x.double()
+    if case["layout"] == "packed":
+        lengths = torch.linspace(steps, max(1, steps // 3), batch).long()
+        x, double = pack_padded_sequence(x, lengths), pack_padded_sequence(double, lengths)
+        shape = tuple(x.data.shape)
+    grads = (
+        torch.randn(*shape[:-1], directions * case["hidden"], device="cuda", dtype=case["dtype"]),
+        torch.randn_like(hx),
+    )
+    wanted = gradients(exact, double, hx.double(), tuple(g.double() for g in grads))
+    reference = error(gradients(theirs, x, hx, grads), wanted)
+    found = gradients(ours, x, hx, grads)
+    assert len(served) == case["layers"]
+    floor = {torch.float32: 2e-3, torch.float16: 1e-3, torch.bfloat16: 5e-3}[case["dtype"]]
+    for index, (our, their) in enumerate(zip(error(found, wanted), reference, strict=True)):
+        assert our <= max(AS_GOOD * their, floor), (index, our, their)
+
+
+def test_the_same_bits_come_from_run_to_run() -> None:
+    _, ours = pair(256, num_layers=2)
+    x, hx = torch.randn(60, 32, 24, device="cuda").bfloat16(), torch.zeros(2, 32, 256, device="cuda").bfloat16()
+    grads = torch.randn(60, 32, 256, device="cuda").bfloat16(), torch.randn_like(hx)
+    first = gradients(ours, x, hx, grads)
+    for _ in range(10):
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients(ours, x, hx, grads), strict=True))
+
+
+def test_a_captured_step_replays_with_new_inputs(served: list[GruCall]) -> None:
+    _, ours = pair(128)
+    x, hx = torch.randn(30, 16, 24, device="cuda").bfloat16(), torch.zeros(1, 16, 128, device="cuda").bfloat16()
+    grads = torch.randn(30, 16, 128, device="cuda").bfloat16(), torch.randn_like(hx)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            gradients(ours, x, hx, grads)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    served.clear()
+    with torch.cuda.graph(graph):
+        captured = gradients(ours, x, hx, grads)
+    assert served
+    for _ in range(1000):
+        graph.replay()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    for a, b in zip(captured, gradients(ours, x, hx, grads), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_with_dropout_gives_the_gradients_of_none(*, reentrant: bool) -> None:
+    _, ours = pair(64, torch.float32, num_layers=2, dropout=0.4)
+    x = torch.randn(20, 8, 24, device="cuda", requires_grad=True)
+
+    def trained(run: Any) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        return list(torch.autograd.grad(run(x).square().sum(), [x, *ours.parameters()]))
+
+    plain = trained(lambda x: ours(x)[0])
+    if reentrant:  # it wants backward()
+
+        def run(x: torch.Tensor) -> list[torch.Tensor]:
+            ours.zero_grad()
+            x.grad = None
+            torch.manual_seed(3)
+            checkpoint(lambda x: ours(x)[0], x, use_reentrant=True).square().sum().backward()  # type: ignore[union-attr]
+            return [t.grad for t in (x, *ours.parameters())]  # type: ignore[misc]
+
+        again = run(x)
+    else:
+        again = trained(lambda x: checkpoint(lambda x: ours(x)[0], x, use_reentrant=False))
+    for a, b in zip(plain, again, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_autocast_and_a_scaler_train_as_pytorchs(served: list[GruCall]) -> None:
+    theirs, ours = pair(128, torch.float32)
+    x = torch.randn(40, 16, 24, device="cuda")
+    found = []
+    for module in (theirs, ours):
+        optimizer, scaler = torch.optim.SGD(module.parameters(), lr=0.1), torch.amp.GradScaler("cuda")
+        for _ in range(3):
+            with torch.autocast("cuda", torch.float16):
+                loss = module(x)[0].float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        found.append([p.detach().clone() for p in module.parameters()])
+    assert served
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
+
+
+def test_parts_of_a_module_may_be_frozen_and_gradients_accumulate(served: list[GruCall]) -> None:
+    theirs, ours = pair(64, torch.float32, num_layers=2)
+    x = torch.randn(15, 4, 24, device="cuda")
+    for module in (theirs, ours):
+        module.weight_ih_l0.requires_grad_(requires_grad=False)
+        module.bias_hh_l1.requires_grad_(requires_grad=False)
+        for _ in range(2):
+            module(x)[1].square().sum().backward()
+    assert served
+    for (name, a), (_, b) in zip(theirs.named_parameters(), ours.named_parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is not None:
+            assert b.grad is not None
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-2, atol=1e-2 * a.grad.abs().max().item())
+
+
+def test_a_weight_that_is_computed_gets_its_gradient(served: list[GruCall]) -> None:
+    theirs, ours = pair(64, torch.float32)
+    x = torch.randn(15, 4, 24, device="cuda")
+    grads = []
+    for module in (theirs, ours):
+        torch.nn.utils.parametrizations.weight_norm(module, "weight_hh_l0")
+        grads.append(torch.autograd.grad(module(x)[0].sum(), list(module.parameters())))
+    assert served
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * a.abs().max().item())
+
+
+def test_a_penalty_on_a_gradient_has_one() -> None:
+    theirs, ours = pair(32, torch.float32)
+    x = torch.randn(6, 3, 24, device="cuda", requires_grad=True)
+    found = []
+    for module in (theirs, ours):
+        with torch.backends.cudnn.flags(enabled=False):
+            (grad,) = torch.autograd.grad(module(x)[0].square().sum(), x, create_graph=True)
+            found.append(torch.autograd.grad(grad.square().sum(), list(module.parameters())))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * a.abs().max().item())
+
+
+def test_nan_in_a_gradient_reaches_its_sequence_alone_and_nothing_hangs() -> None:
+    _, ours = pair(256)
+    x = torch.randn(25, 40, 24, device="cuda").bfloat16().requires_grad_()
+    grad = torch.randn(25, 40, 256, device="cuda").bfloat16()
+    grad[20, 7, 3] = torch.nan
+    (found,) = torch.autograd.grad(ours(x)[0], x, grad)
+    assert found[:21, 7].isnan().all()
+    assert not found[21:].isnan().any()
+    assert not torch.cat((found[:, :7], found[:, 8:]), 1).isnan().any()
+
+
+def test_twenty_thousand_steps() -> None:
+    theirs, ours = pair(64, torch.float32)
+    x = torch.randn(20_000, 2, 24, device="cuda")
+    grads = torch.randn(20_000, 2, 64, device="cuda"), torch.zeros(1, 2, 64, device="cuda")
+    hx = torch.zeros(1, 2, 64, device="cuda")
+    for a, b in zip(gradients(theirs, x, hx, grads), gradients(ours, x, hx, grads), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * a.abs().max().item())
+
+
+def test_two_streams_train_beside_gemms_that_fill_the_gpu() -> None:
+    _, ours = pair(256)
+    x, hx = torch.randn(50, 32, 24, device="cuda").bfloat16(), torch.zeros(1, 32, 256, device="cuda").bfloat16()
+    grads = torch.randn(50, 32, 256, device="cuda").bfloat16(), torch.randn_like(hx)
+    wanted = gradients(ours, x, hx, grads)
+    streams, large = [torch.cuda.Stream() for _ in range(3)], torch.randn(8192, 8192, device="cuda").bfloat16()
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(10):
+        with torch.cuda.stream(streams[2]):
+            torch.mm(large, large)
+        for stream in streams[:2]:
+            with torch.cuda.stream(stream):
+                found.append(gradients(ours, x, hx, grads))
+    torch.cuda.synchronize()
+    for one in found:
+        assert all(torch.equal(a, b) for a, b in zip(one, wanted, strict=True))
+
+
+def test_sequences_by_their_bounds_some_of_them_empty(served: list[GruCall]) -> None:
+    theirs, _ = pair(96, torch.float32)
+    weights = [w.detach().requires_grad_() for w in theirs.parameters()]
+    bounds = torch.tensor([0, 5, 5, 12, 31], dtype=torch.int32, device="cuda")
+    x = torch.randn(31, 24, device="cuda", requires_grad=True)
+    hx = torch.randn(1, 4, 96, device="cuda", requires_grad=True)
+    grad = torch.randn(31, 96, device="cuda")
+    out, h_n = tuned.gru(x, hx, weights, cu_seqlens=bounds, max_seqlen=19)
+    found = torch.autograd.grad((out, h_n), (x, hx, *weights), (grad, torch.ones_like(h_n)))
+    assert served
+    wanted: list[torch.Tensor] = [torch.zeros_like(t) for t in (x, hx, *weights)]
+    for row, (begin, end) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
+        if begin == end:
+            wanted[1][:, row] = 1
+            continue
+        part, state = x[begin:end, None].detach().requires_grad_(), hx[:, row : row + 1].detach().requires_grad_()
+        o, h = torch.nn.GRU.forward(theirs, part, state)
+        grads = torch.autograd.grad(
+            (o, h), (part, state, *theirs.parameters()), (grad[begin:end, None], torch.ones_like(h))
+        )
+        wanted[0][begin:end] = grads[0][:, 0]
+        wanted[1][:, row] = grads[1][:, 0]
+        wanted[2:] = [total + more for total, more in zip(wanted[2:], grads[2:], strict=True)]
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * b.abs().max().item())
+
+
+def test_recomputing_takes_no_more_memory_than_pytorchs() -> None:
+    theirs, ours = pair(512, recompute=True)
+    x = torch.randn(128, 64, 24, device="cuda").bfloat16()
+    peaks = []
+    for module in (theirs, ours):
+        for _ in range(2):
+            module(x)[0].sum().backward()
+        module.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        module(x)[0].sum().backward()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] <= peaks[0]
