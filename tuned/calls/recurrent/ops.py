@@ -20,6 +20,7 @@ from tuned.calls.gru import eager, run, training
 from tuned.calls.gru.arguments import GruCall, check_gru
 from tuned.calls.gru_cell import run as cell_run
 from tuned.calls.gru_cell.arguments import checked_cell
+from tuned.calls.linear_cat import training as linear_training
 from tuned.calls.linear_cat.arguments import check_linear_cat
 from tuned.calls.operators import define, save, saved
 from tuned.calls.products import name_of
@@ -179,14 +180,12 @@ def _cell_grads(ctx: Any, grad: Any) -> tuple[Any, ...]:
 
 
 def _linear_grads(ctx: Any, grad: Any) -> tuple[Any, ...]:
-    """The gradients of linear_cat by parts of the weight: segments are not concatenated here either."""
     inputs, weight, bias = saved(ctx)
-    needs = ctx.needs_input_grad
-    columns = torch.split(weight, [t.shape[-1] for t in inputs], dim=1)
-    rows = grad.reshape(-1, grad.shape[-1])
-    segments = [grad @ part if n else None for part, n in zip(columns, needs[0], strict=True)]
-    parts = [rows.t() @ t.reshape(-1, t.shape[-1]) for t in inputs] if needs[1] else []
-    return segments, torch.cat(parts, 1) if parts else None, rows.sum(0) if bias is not None and needs[2] else None
+    of_inputs, of_weight, of_bias = ctx.needs_input_grad
+    # Joined, since tracers want functions, and not writes into parts of a tensor.
+    return linear_training.gradients(
+        grad, inputs, weight, of_inputs, of_weight, bias is not None and of_bias, joined=True
+    )
 
 
 gru = define("gru", f"({_GRU}) -> (Tensor, Tensor)", _gru, _gru_fake, _gru_grads, _gru_setup)
