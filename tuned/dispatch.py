@@ -417,7 +417,8 @@ def linear_cat(
         bias: ``[n]`` or None.
 
     Returns:
-        ``[..., n]``. If no kernel serves the call, eager PyTorch concatenates the segments.
+        ``[..., n]``. If no kernel serves the call, eager PyTorch concatenates the segments; so it does if a gradient is
+        needed, except while a CUDA graph is captured.
 
     Raises:
         TypeError, ValueError: an argument is not allowed.

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 import tuned.calls.recurrent.ops
 import tuned.nn
@@ -54,8 +56,9 @@ def test_the_sequence_operator_keeps_the_rules_of_operators(kind: str) -> None:
     weights = [w.detach() for w in arguments[2]]
     fixed = (arguments[0].detach(), arguments[1].detach(), weights, *arguments[3:])
     wanted = [True, False, *[True] * len(weights)]
-    grads = (torch.ones_like(output), torch.ones_like(h_n), wanted)
-    torch.library.opcheck(torch.ops.tuned.gru_backward.default, (*grads, *fixed))
+    grads = (torch.ones_like(output), torch.ones_like(h_n), wanted, output.detach())
+    for given in (grads, (None, *grads[1:]), (grads[0], None, *grads[2:]), (*grads[:3], None)):
+        torch.library.opcheck(torch.ops.tuned.gru_backward.default, (*given, *fixed))
 
 
 def test_the_step_and_linear_operators_keep_the_rules_of_operators() -> None:
@@ -95,6 +98,109 @@ def test_sequences_without_a_row_have_gradients_too() -> None:
     _, h_n = torch.ops.tuned.gru(torch.randn(0, FEATURES), hx, weights, True, 1, False, False, None, bounds, 0)
     (found,) = torch.autograd.grad(h_n.sum(), hx)
     assert torch.equal(found, torch.ones_like(hx))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_result_may_be_all_that_is_used(used: int, layers: int) -> None:
+    module, x = tuned.nn.GRU(FEATURES, H, layers), torch.randn(T, B, FEATURES)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    found, wanted = (
+        torch.autograd.grad(by(x)[used].square().sum(), list(module.parameters())) for by in (compiled, module)
+    )
+    torch.testing.assert_close(found, wanted)
+    weights = [w.detach().requires_grad_() for w in module.parameters()]
+    again = torch.ops.tuned.gru(x, torch.zeros(layers, B, H), weights, True, layers, False, False, None, None, None)
+    torch.testing.assert_close(torch.autograd.grad(again[used].square().sum(), weights), wanted)
+
+
+def test_gradients_that_share_memory_are_copied() -> None:
+    """As those of both biases may, all those that cuDNN gives, and one that is passed on."""
+    given, buffer, tensor = torch.ones(4), torch.arange(8.0), torch.zeros(4)
+    found = [buffer[:4], buffer[4:], buffer[:4], given, torch.zeros(()).expand(4), None, None]
+    wanted = [True] * 6 + [False]
+    grads = tuned.calls.recurrent.ops._apart(found, [tensor] * 7, wanted, [given])
+    assert len({t.untyped_storage().data_ptr() for t in (*grads, given, tensor)}) == 9
+    assert all(t.is_contiguous() and not t.storage_offset() for t in grads)
+    assert [t.tolist() for t in grads[:4]] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3], [1, 1, 1, 1]]
+    assert [t.tolist() for t in grads[4:]] == [[0.0] * 4, [0.0] * 4, []]
+
+
+def test_a_gradient_of_gradients_is_refused_in_words() -> None:
+    arguments = gru_arguments("plain")
+    x, weights = arguments[0], arguments[2]
+    (grad,) = torch.autograd.grad(torch.ops.tuned.gru(*arguments)[0].square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"backward through tuned\.gru_backward\.default"):
+        grad.square().sum().backward()
+    compiled = torch.compile(lambda a, b: gru(a, b, weights, bias=False)[0], backend="aot_eager", fullgraph=True)
+    (grad,) = torch.autograd.grad(compiled(*arguments[:2]).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        grad.square().sum().backward()
+
+
+def counted(graph: torch.fx.GraphModule) -> list[int]:
+    """How many operators of a GRU, and of its gradient, a graph has."""
+    targets = [str(node.target) for node in graph.graph.nodes]
+    return [targets.count(f"tuned.{name}.default") for name in ("gru", "gru_backward")]
+
+
+@pytest.mark.parametrize(("needed", "operators"), [("both", 3), ("a tensor", 1), ("mode", 1)])
+def test_with_a_gradient_each_layer_is_an_operator(needed: str, operators: int) -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(counted(graph))
+        return graph
+
+    module = tuned.nn.GRU(FEATURES, H, 3).requires_grad_(needed != "mode")
+    with torch.set_grad_enabled(needed != "a tensor"):
+        torch.compile(module, backend=backend, fullgraph=True)(torch.randn(T, B, FEATURES))
+    assert graphs == [[operators, 0]]
+
+
+def test_the_backward_of_a_compiled_model_has_no_second_forward() -> None:
+    from torch._dynamo.backends.common import aot_autograd  # noqa: PLC0415 - seconds of every process that collects
+    from torch._functorch.aot_autograd import make_boxed_func  # noqa: PLC0415
+    from torch._functorch.partitioners import min_cut_rematerialization_partition  # noqa: PLC0415
+
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(counted(graph))
+        return make_boxed_func(graph.forward)
+
+    module = tuned.nn.GRU(FEATURES, H, 2)
+    by_compiler = aot_autograd(fw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    x = torch.randn(T, B, FEATURES)
+    torch.compile(module, backend=by_compiler, fullgraph=True)(x)[0].sum().backward()
+    assert graphs == [[2, 0], [0, 2]]
+
+
+def test_make_fx_sees_an_operator_and_the_operator_of_its_gradient() -> None:
+    arguments = gru_arguments("plain")
+
+    def step(x: torch.Tensor, *weights: torch.Tensor) -> Any:
+        output, _ = torch.ops.tuned.gru(x, arguments[1], list(weights), *arguments[3:])
+        return torch.autograd.grad(output.square().sum(), [x, *weights])
+
+    graph = make_fx(step)(arguments[0], *arguments[2])
+    assert counted(graph) == [1, 1]
+    (backward,) = graph.graph.find_nodes(op="call_function", target=torch.ops.tuned.gru_backward.default)
+    assert backward.args[0] is not None
+    assert backward.args[1] is None, "no zeros are made for a result that is not used"
+    torch.testing.assert_close(graph(arguments[0], *arguments[2]), list(step(arguments[0], *arguments[2])))
+
+
+@pytest.mark.parametrize("kind", ["plain", "deep"])
+def test_a_gradient_is_counted_as_the_products_three_times(kind: str) -> None:
+    arguments = gru_arguments(kind)
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.tuned.gru(*arguments)[0].sum().backward()
+    products = 2 * T * B * sum(w.numel() for w in arguments[2] if w.ndim == 2)
+    assert dict(counter.get_flop_counts()["Global"]) == {
+        torch.ops.tuned.gru: products,
+        torch.ops.tuned.gru_backward: 3 * products,
+    }
 
 
 class Decoder(torch.nn.Module):

@@ -11,8 +11,11 @@ import torch
 from generator.rendering.structures import load
 from tests.support.gru_running import VARIANTS, call_of, interpreted
 from tuned.calls.gru import eager, run, training
+from tuned.calls.recurrent import serve
+from tuned.dispatch import gru
 from tuned.families.gru.variant import GruVariant
 from tuned.families.gru_backward.launches import sequence
+from tuned.launching.rehearsal import Heard, listen
 from tuned.lookup.lookup import Choice
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ __all__ = ["interpreted"]
 
 ONE = GruVariant("persistent", "split", 16, 8, "poll", num_warps=2)
 TURNS = dataclasses.replace(ONE, block_hidden=8, turns=2)
+CHECKS = ("test_schema", "test_faketensor")  # of an operator without a gradient
 COUNTED = dataclasses.replace(ONE, exchange="counter")
 
 
@@ -192,3 +196,86 @@ def test_where_no_row_says_that_kernels_are_faster_pytorchs_own_trains(monkeypat
     output, h_n = eager.gru(call)
     given = torch.randn_like(output), torch.randn_like(h_n)
     assert_alike(training.gradients(call, output, [True] * len(call.tensors), given), wanted_of(call, given))
+
+
+# What is traced -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls on a CPU are served as those on a GPU, forward and backward by kernels."""
+    for module in (run, serve):
+        monkeypatch.setattr(module, "why_eager", lambda *_, **__: None)
+    monkeypatch.setattr(run, "is_empty", lambda call: not call.input.numel())
+    choose(monkeypatch, ONE)
+    monkeypatch.setattr(
+        run, "_parts", lambda call, **_: [(*run.spec_of(call, 1), Choice("winner", "", VARIANTS["persistent"]))]
+    )
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def leaves_of(call: GruCall) -> list[torch.Tensor]:
+    return [t.detach().clone().requires_grad_() for t in call.tensors]
+
+
+def refuse(*_: Any, **__: Any) -> Any:
+    raise AssertionError("PyTorch's own computed a recurrence")
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_stack_trains_by_kernels_without_a_second_forward(
+    monkeypatch: pytest.MonkeyPatch, interpreted: list[Launch], backward: list[Launch], backend: str
+) -> None:
+    call = call_of("dense", 2, 2)
+    leaves = leaves_of(call)
+    given = torch.randn(*call.input.shape[:2], 40), torch.randn(call.hx.shape)
+    wanted = wanted_of(call, given)
+    monkeypatch.setattr(eager, "gru", refuse)
+
+    def model(x: torch.Tensor, hx: torch.Tensor, *weights: torch.Tensor) -> Any:
+        return gru(x, hx, weights, num_layers=2, bidirectional=True)
+
+    outputs = torch.compile(model, backend=backend, fullgraph=True)(*leaves)
+    assert (len(interpreted), len(backward)) == (2, 0)
+    assert_alike(torch.autograd.grad(outputs, leaves, given), wanted)
+    assert (len(interpreted), len(backward)) == (2, 2)
+
+
+@pytest.mark.usefixtures("interpreted", "backward", "everywhere")
+@pytest.mark.parametrize("layout", ["dense", "packed"])
+@pytest.mark.parametrize("rows", [True, False])
+def test_the_operator_of_a_gradient_keeps_the_rules_with_kernels_and_without(
+    monkeypatch: pytest.MonkeyPatch, layout: str, rows: bool
+) -> None:
+    call = call_of(layout, 1, 2)
+    choose(monkeypatch, ONE if rows else None)
+    fixed = (call.input, call.hx, list(call.weights), True, 1, True, False, call.batch_sizes, None, None)
+    output, h_n = eager.gru(call)
+    wanted = [True, False, *[True] * len(call.weights)]
+    for given in ((torch.ones_like(output), torch.ones_like(h_n)), (None, torch.ones_like(h_n))):
+        arguments = (*given, wanted, output, *fixed)
+        torch.library.opcheck(torch.ops.tuned.gru_backward.default, arguments, test_utils=CHECKS, atol=1e-3, rtol=1e-3)
+        found = torch.ops.tuned.gru_backward(*arguments)
+        assert found[1].numel() == 0
+        grads = [t for t in found if t.numel()]
+        taken = {t.untyped_storage().data_ptr() for t in (*grads, *call.tensors, output, h_n, given[1])}
+        assert len(taken) == len(grads) + len(call.tensors) + 3, "no two share memory"
+        expected = wanted_of(call, given)
+        assert_alike([found[0], *found[2:]], [expected[0], *expected[2:]])
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_a_thread_that_listens_notes_the_launch_of_a_gradient_and_gets_true_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call, heard = call_of(), Heard()
+    output, h_n = eager.gru(call)
+    given = torch.randn_like(output), torch.randn_like(h_n)
+    monkeypatch.setattr(training, "launch_known", lambda device, launch: heard.note(None, launch, device))
+    with listen(heard):
+        found = training.gradients(call, output, [True] * len(call.tensors), given)
+    assert len(heard.launches) == 1
+    assert_alike(found, wanted_of(call, given))

@@ -25,6 +25,7 @@ from tuned.families.gru_backward.launches import PARTS, RecurrenceGradient, coun
 from tuned.launching import residents
 from tuned.launching.launcher import run_steps
 from tuned.launching.plan import launch_known
+from tuned.launching.rehearsal import NotedError, listening
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of
 from tuned.lookup.lookup import Choice, Gpu, choose
@@ -185,10 +186,12 @@ def gradients(
             try:
                 with torch.no_grad(), torch.autocast(device.type, enabled=False):
                     return _by_kernels(call, choice.variant, output, wanted, given, gates)
+            except NotedError:  # this thread listens
+                pass
             except RuntimeError as error:
                 if not residents.too_large(error):
                     raise
-            residents.forbid(device.index or 0)  # the driver allows fewer resident programs than it said
+                residents.forbid(device.index or 0)  # the driver allows fewer resident programs than it said
         return _by_torch(call, wanted, given)
 
 
@@ -214,6 +217,8 @@ def _by_kernels(  # noqa: PLR0913 - a layer, its variant, what it kept and its g
     gradient = _tensors(call, spec, size, variant, (gates, states, before, grads), grad_h_0, given, lengths)
     run_steps(BACKWARD.launches(spec, variant, gradient), functools.partial(launch_known, call.input.device.index))
     del gates, states, gradient  # room for the products
+    if listening() is not None:  # the launch is noted, and was not made
+        raise NotedError
     found: Grads = [_grad_input(call, weights, grads) if wanted[0] else None, grad_h_0 if wanted[1] else None]
     for cell in range(spec.directions):
         found += _grad_weights(grads[cell], rows, before[cell], hidden, wanted[2 + cell * each : 2 + (cell + 1) * each])

@@ -1,8 +1,9 @@
 """Operators of torch.library: ``tuned::gru``, ``tuned::gru_cell``, ``tuned::linear_cat``.
 
-torch.compile and, on a GPU, dispatch modes see these operators; other calls do not use them. Gradients are PyTorch's:
-``tuned::gru_backward`` and ``tuned::gru_cell_backward`` compute the recurrence again with PyTorch's own operators, and
-have no gradient themselves. No operator draws random numbers: dropout is applied between them.
+torch.compile and, on a GPU, dispatch modes see these operators; other calls do not use them. ``tuned::gru_backward`` of
+one layer computes its gradients as a call that is not traced does, from the output, which is saved. Of several layers in
+one operator it computes the recurrence again with PyTorch's own operators, and so does ``tuned::gru_cell_backward``. The
+backwards have no gradient themselves. No operator draws random numbers: dropout is applied between them.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from tuned.calls.gru import eager
+from tuned.calls.gru import eager, run, training
 from tuned.calls.gru.arguments import GruCall, check_gru
 from tuned.calls.gru_cell import run as cell_run
 from tuned.calls.gru_cell.arguments import checked_cell
+from tuned.calls.linear_cat import training as linear_training
 from tuned.calls.linear_cat.arguments import check_linear_cat
 from tuned.calls.operators import define, save, saved
+from tuned.calls.products import name_of
 from tuned.calls.recurrent import serve
+from tuned.families.products import DTYPES
 
 _GRU = (
     "Tensor input, Tensor hx, Tensor[] weights, bool has_biases, int num_layers, bool bidirectional, bool batch_first, "
@@ -49,13 +53,25 @@ def _gru_fake(input: Any, hx: Any, _weights: Any, *settings: Any) -> tuple[torch
     return input.new_empty((*input.shape[:-1], directions * hx.shape[2])), hx.new_empty(hx.shape)
 
 
-def _gru_backward(grad_output: Any, grad_h_n: Any, wanted: list[bool], *args: Any) -> list[torch.Tensor]:
+def _gru_backward(grad_output: Any, grad_h_n: Any, wanted: list[bool], output: Any, *args: Any) -> list[torch.Tensor]:
     input, hx, weights, *settings = args  # noqa: A001
+    call, given = _gru_call(*args), (grad_output, grad_h_n)
+    if output is not None and _kernels_may(call):
+        with _autograd():
+            found = training.gradients(call, output, wanted, given)
+        return _apart(found, call.tensors, wanted, [output, *serve.present(*given)])
 
     def again(input: Any, hx: Any, *weights: Any) -> Any:  # noqa: A002
         return eager.gru(_gru_call(input, hx, weights, *settings))
 
-    return _recomputed(again, [input, hx, *weights], wanted, [grad_output, grad_h_n])
+    return _recomputed(again, [input, hx, *weights], wanted, given)
+
+
+def _kernels_may(call: GruCall) -> bool:
+    """Whether there may be kernels for the gradients of a call: ``training.gradients`` asks which of both is faster."""
+    if serve.why_torch(call.tensors, gradients=True) is not None or name_of(call.input.dtype) not in DTYPES:
+        return False
+    return bool(call.hx.shape[2]) and not run.is_empty(call)
 
 
 def _cell(segments: Any, h: Any, *weights: Any) -> torch.Tensor:
@@ -82,29 +98,49 @@ def _linear(inputs: Any, weight: Any, bias: Any) -> torch.Tensor:
         return serve.linear_cat(inputs, weight, bias).contiguous()
 
 
+def _autograd() -> Any:
+    """Inside, autograd records: the dispatcher turns it off inside an operator."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)  # noqa: FBT003, SLF001
+
+
 def _recomputed(
     function: Callable[..., Any], tensors: Sequence[Any], wanted: Sequence[bool], grads: Sequence[Any]
 ) -> list[torch.Tensor]:
     """Gradients of ``function(*tensors)`` for the wanted tensors, and an empty tensor for each other."""
-    # The dispatcher turns autograd off inside an operator; here it is needed.
-    allowed = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)  # noqa: FBT003, SLF001
-    with allowed, torch.enable_grad():
+    with _autograd(), torch.enable_grad():
         leaves = [t.detach().requires_grad_(asked) for t, asked in zip(tensors, wanted, strict=True)]
         outputs = function(*leaves)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         # An output that depends on no input, such as one without rows, has no gradient to pass on.
-        reached = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
+        pairs = zip(outputs, grads, strict=True)
+        reached = [(out, grad) for out, grad in pairs if out.requires_grad and grad is not None]
         asked = [t for t in leaves if t.requires_grad]
-        found = iter(
-            torch.autograd.grad(
-                [out for out, _ in reached], asked, [grad for _, grad in reached], materialize_grads=True
-            )
-        )
-    # Copies: autograd may give one tensor to two leaves, and what an operator returns must not share memory.
-    return [
-        next(found).clone(memory_format=torch.contiguous_format) if w else t.new_empty(0)
-        for t, w in zip(tensors, wanted, strict=True)
-    ]
+        outs, given = [out for out, _ in reached], [grad for _, grad in reached]
+        found = iter(torch.autograd.grad(outs, asked, given, allow_unused=True))
+    return _apart([next(found) if w else None for w in wanted], tensors, wanted, given)
+
+
+def _apart(
+    found: Sequence[Any], tensors: Sequence[torch.Tensor], wanted: Sequence[bool], given: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Gradients as an operator returns them: zeros for None, an empty tensor where none is wanted, and none shares memory.
+
+    Autograd may give one tensor to two leaves, or pass on a tensor that it was given: such are copied, and so are parts.
+    """
+    taken = {t.untyped_storage().data_ptr() for t in (*tensors, *given)}
+    grads = []
+    for tensor, grad, want in zip(tensors, found, wanted, strict=True):
+        if not want:
+            made = tensor.new_empty(0)
+        elif grad is None:
+            made = tensor.new_zeros(tensor.shape)
+        elif grad.storage_offset() or grad.untyped_storage().data_ptr() in taken:
+            made = grad.clone(memory_format=torch.contiguous_format)
+        else:
+            made = grad.contiguous()
+        taken.add(made.untyped_storage().data_ptr())
+        grads.append(made)
+    return grads
 
 
 def _grads_fake(tensors: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor]:
@@ -117,9 +153,17 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     save(ctx, inputs)
 
 
+def _gru_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Save all arguments of an operator, and of one layer the output, from which its gradients are computed."""
+    save(ctx, (output[0] if inputs[4] == 1 else None, *inputs))
+    ctx.set_materialize_grads(False)
+
+
 def _gru_grads(ctx: Any, grad_output: Any, grad_h_n: Any) -> tuple[Any, ...]:
     needs = ctx.needs_input_grad
     wanted = [needs[0], needs[1], *needs[2]]
+    if grad_output is None and grad_h_n is None:
+        return None, None, [None] * len(needs[2]), *(None,) * (len(needs) - 3)
     found = gru_backward(grad_output, grad_h_n, wanted, *saved(ctx))
     first, second, *weights = (g if w else None for g, w in zip(found, wanted, strict=True))
     return first, second, weights, *(None,) * (len(needs) - 3)
@@ -136,22 +180,20 @@ def _cell_grads(ctx: Any, grad: Any) -> tuple[Any, ...]:
 
 
 def _linear_grads(ctx: Any, grad: Any) -> tuple[Any, ...]:
-    """The gradients of linear_cat by parts of the weight: segments are not concatenated here either."""
     inputs, weight, bias = saved(ctx)
-    needs = ctx.needs_input_grad
-    columns = torch.split(weight, [t.shape[-1] for t in inputs], dim=1)
-    rows = grad.reshape(-1, grad.shape[-1])
-    segments = [grad @ part if n else None for part, n in zip(columns, needs[0], strict=True)]
-    parts = [rows.t() @ t.reshape(-1, t.shape[-1]) for t in inputs] if needs[1] else []
-    return segments, torch.cat(parts, 1) if parts else None, rows.sum(0) if bias is not None and needs[2] else None
+    of_inputs, of_weight, of_bias = ctx.needs_input_grad
+    # Joined, since tracers want functions, and not writes into parts of a tensor.
+    return linear_training.gradients(
+        grad, inputs, weight, of_inputs, of_weight, bias is not None and of_bias, joined=True
+    )
 
 
-gru = define("gru", f"({_GRU}) -> (Tensor, Tensor)", _gru, _gru_fake, _gru_grads, _setup)
+gru = define("gru", f"({_GRU}) -> (Tensor, Tensor)", _gru, _gru_fake, _gru_grads, _gru_setup)
 gru_backward = define(
     "gru_backward",
-    f"(Tensor grad_output, Tensor grad_h_n, bool[] wanted, {_GRU}) -> Tensor[]",
+    f"(Tensor? grad_output, Tensor? grad_h_n, bool[] wanted, Tensor? output, {_GRU}) -> Tensor[]",
     _gru_backward,
-    lambda _output, _h_n, wanted, input, hx, weights, *_: _grads_fake([input, hx, *weights], wanted),  # noqa: A006
+    lambda _g, _h, wanted, _output, input, hx, weights, *_: _grads_fake([input, hx, *weights], wanted),  # noqa: A006
 )
 gru_cell = define(
     "gru_cell",
@@ -178,7 +220,7 @@ linear_cat = define(
 
 
 # What FlopCounterMode counts: two FLOPs per multiply-add of a matrix product, as for PyTorch's own operators. A backward
-# computes the recurrence again, and two products for each of its products.
+# computes the products of the forward again, by kernels for all steps at once, and two products for each of them.
 
 
 def _gru_flops(input: Any, hx: Any, weights: Any, *_: Any, **__: Any) -> int:  # noqa: A002
@@ -200,7 +242,7 @@ _FORMULAS: dict[Any, Any] = {
     torch.ops.tuned.gru: _gru_flops,
     torch.ops.tuned.gru_cell: _cell_flops,
     torch.ops.tuned.linear_cat: _linear_flops,
-    torch.ops.tuned.gru_backward: lambda _output, _h_n, _wanted, *args, **named: 3 * _gru_flops(*args, **named),
+    torch.ops.tuned.gru_backward: lambda _g, _h, _wanted, _output, *args, **named: 3 * _gru_flops(*args, **named),
     torch.ops.tuned.gru_cell_backward: lambda _grad, _wanted, *args, **named: 3 * _cell_flops(*args, **named),
 }
 

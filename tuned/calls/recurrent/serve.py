@@ -14,6 +14,7 @@ from tuned.calls.gru.arguments import GruCall, gru_call
 from tuned.calls.gru_cell import run as cell_run
 from tuned.calls.gru_cell.arguments import checked_cell
 from tuned.calls.linear_cat import run as linear_run
+from tuned.calls.linear_cat import training as linear_training
 from tuned.calls.linear_cat.arguments import check_linear_cat
 from tuned.calls.products import autocast_dtype
 from tuned.launching import left
@@ -127,17 +128,28 @@ def gru_cell(  # noqa: PLR0913 - the arguments of the public call
 
 def linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The linear over all segments, ``[..., n]``."""
-    dtype = autocast_dtype(weight.device.type)
-    if (reason := why_torch(present(*inputs, weight, bias))) is not None:
+    tensors = present(*inputs, weight, bias)
+    if (reason := why_torch(tensors, gradients=linear_training.pays(weight))) is not None:
         note_left("linear_cat", inputs[0], reason)
         if why_eager(weight, supported_dtype=True) is not None:
             left.leave(weight, linear_run.sizes(inputs, bias))
         return linear_run.eager(inputs, weight, bias)
+    dtype = autocast_dtype(weight.device.type)
+    by: Any = _linear_with_gradient if needs_gradient(tensors) else linear_run.run_linear_cat
     if dtype is None:
-        return linear_run.run_linear_cat(inputs, weight, bias)
+        return by(inputs, weight, bias)  # type: ignore[no-any-return]
     with torch.autocast(weight.device.type, enabled=False):  # the tensors are cast: autocast must not cast them again
         cast = [t.to(dtype) for t in inputs]
-        return linear_run.run_linear_cat(cast, weight.to(dtype), None if bias is None else bias.to(dtype))
+        return by(cast, weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def _linear_with_gradient(
+    inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    if (reason := linear_training.why_not(inputs, weight, bias)) is None:
+        return linear_training.forward(inputs, weight, bias)
+    note_left("linear_cat", inputs[0], reason)
+    return linear_run.eager(inputs, weight, bias)
 
 
 def present(*tensors: Any) -> list[torch.Tensor]:
@@ -172,6 +184,7 @@ def explain_linear_cat(inputs: Any, weight: Any, bias: Any = None) -> tuple[Choi
     check_linear_cat(inputs, weight, bias)
     dtype = autocast_dtype(weight.device.type)
     cast = weight if dtype is None else weight.to(dtype)
-    if reason := why_torch(present(*inputs, weight, bias)) or linear_run.why_not(inputs, cast):
+    reason = why_torch(present(*inputs, weight, bias), gradients=linear_training.pays(weight))
+    if reason := reason or linear_run.why_not(inputs, cast):
         return Choice("eager", reason, None), None
     return linear_run.choice_of(inputs, cast, bias)

@@ -8,7 +8,7 @@ import torch
 
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.products import autocast_dtype
-from tuned.calls.recurrent import ops
+from tuned.calls.recurrent import ops, serve
 
 
 def _cast(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -25,15 +25,15 @@ def _out(out: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
 
 
 def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, h_n) by one operator; with dropout, one per layer."""
+    """(output, h_n) by one operator; with dropout or a gradient, whose kernels need the output of each layer, one per layer."""
     x, hx, *weights = _cast(call.tensors)
-    depth = 1 if call.dropout > 0 else call.num_layers
+    depth = 1 if call.dropout > 0 or serve.needs_gradient(call.tensors) else call.num_layers
     steps = call.num_layers // depth
     states = []
     for step in range(steps):
         own = weights[step * len(weights) // steps : (step + 1) * len(weights) // steps]
         state = hx if steps == 1 else hx[step * len(hx) // steps : (step + 1) * len(hx) // steps]
-        dropped = torch.nn.functional.dropout(x, call.dropout) if step else x
+        dropped = torch.nn.functional.dropout(x, call.dropout) if step and call.dropout > 0 else x
         lengths = (call.batch_sizes, call.cu_seqlens, call.max_seqlen)
         x, h_n = ops.gru(dropped, state, own, call.has_biases, depth, call.bidirectional, call.batch_first, *lengths)
         states.append(h_n)
