@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PREFIXES = {"rope": "Rope", "gru": "Gru", "gru_cell": "GruCell", "linear_cat": "LinearCat"}
+PREFIXES = {"rope": "Rope", "gru": "Gru", "gru_backward": "Gru", "gru_cell": "GruCell", "linear_cat": "LinearCat"}
 STRANGER = """
 import math
 
