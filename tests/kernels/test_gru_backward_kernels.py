@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from generator.rendering.structures import load
 from tests.support import pairwise
 from tests.support.gru_gradients import Sequences, assert_right, build, run_windows
 from tests.support.run import INTERPRETED
 from tuned.families.choices import choices
 from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant, programs
+from tuned.families.gru_backward.launches import launches
 from tuned.families.gru_backward.variant import alone, pieces, rejection
-from tuned.families.launch import ceil_div
+from tuned.families.launch import Fill, Launch, ceil_div
 from tuned.families.products import DTYPES
 
 pytestmark = pytest.mark.interpreter
@@ -272,3 +274,38 @@ def test_operands_of_tf32_are_rounded_to_nearest(precision: str) -> None:
     bits = torch.tensor([value]).view(torch.int32)
     rounded = (bits + (0x1000 if precision == "tf32" else 0)).view(torch.float32).double()
     torch.testing.assert_close(built.call.grad_h_0[0, 0, 1:2].double(), rounded * rounded, rtol=0, atol=2.0**-22)
+
+
+# Before a launch ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize("exchange", choices(GruVariant)["exchange"])
+def test_what_programs_wait_to_see_go_away_is_put_there_before_one_launch_of_all_steps(
+    exchange: str, turns: int
+) -> None:
+    variant = dataclasses.replace(SMALL, exchange=exchange, turns=turns)
+    built = build(Sequences(spec_of("half", 128), (3, 3)))
+    fill, launch = launches(built.case.spec, variant, built.call)
+    assert isinstance(fill, Fill)
+    assert isinstance(launch, Launch)
+    filled = (built.call.counters, 0) if exchange == "counter" else (built.call.out, -1)
+    assert (fill.tensor.data_ptr(), fill.tensor.shape, fill.bits) == (filled[0].data_ptr(), filled[0].shape, filled[1])
+    assert launch.constants["EXCHANGE"] == exchange
+    assert launch.options["launch_cooperative_grid"]
+    kernel = load(launch.kernel)
+    names = [parameter.name for parameter in kernel.params] if hasattr(kernel, "params") else kernel.arg_names
+    given = dict(zip(names, launch.arguments, strict=False))
+    assert (given["t_begin"], given["t_end"], given["seq"]) == (0, 4, 3)
+    assert (given["states"] is built.call.states) == variant.in_turn
+    assert (given["counters"] is built.call.counters) == (exchange == "counter")
+
+
+@pytest.mark.parametrize("name", ["gates", "hidden", "before"])
+def test_tensors_of_tokens_that_lie_otherwise_are_refused(name: str) -> None:
+    built = build(Sequences(spec_of("half", 20), (3, 3)))
+    tensor = getattr(built.call, name)
+    for other in (tensor.transpose(1, 2).contiguous().transpose(1, 2), tensor.expand(2, *tensor.shape[1:])):
+        call = dataclasses.replace(built.call, **{name: other})
+        with pytest.raises(ValueError, match=f"{name} must lie as out does"):
+            launches(built.case.spec, SMALL, call)
