@@ -28,7 +28,7 @@ from generator.families.{name}.texts import *
 from generator.families.{name} import GROUPS, REPRESENTATIVE, TITLE
 
 TEXT = ()
-REACH = getattr(variant, "REACH", math.inf)
+REACH, sized = getattr(variant, "REACH", math.inf), getattr(variant, "sized", None)
 
 
 def call(*_):

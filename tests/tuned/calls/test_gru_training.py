@@ -48,7 +48,9 @@ def backward(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         spec, variant, gradient = pending[-1]
         for step in range(gradient.seq + 1):
             one = sequence(spec, variant, gradient, step, step + 1)
-            with np.errstate(invalid="ignore", over="ignore"):  # of memory that nobody waited for, which counts for nothing
+            with np.errstate(
+                invalid="ignore", over="ignore"
+            ):  # of memory that nobody waited for, which counts for nothing
                 load(one.kernel)[(one.programs,)](*one.arguments, **one.constants, **one.options)
 
     monkeypatch.setattr(training, "BACKWARD", dataclasses.replace(training.BACKWARD, launches=remembered))
