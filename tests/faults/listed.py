@@ -48,7 +48,7 @@ KERNELS = (
     ),
     Fault(
         "token_offset_32_bits",
-        "templates/gru_step.py.jinja",
+        "templates/gru_token.py.jinja",
         "t = tl.where(BACKWARD, seq - 1 - i_step, i_step).to(tl.int64)",
         "t = tl.where(BACKWARD, seq - 1 - i_step, i_step)",
         ("tests/kernels/test_gru_far.py::test_a_sequence_finds_tokens_that_lie_gigabytes_apart",),
@@ -117,6 +117,55 @@ KERNELS = (
         render=True,
     ),
     Fault(
+        "gradient_of_z_without_1_minus_z",
+        "templates/gru_backward.py.jinja",
+        "f_z = (h.to(tl.float32) - n) * z * (1 - z)",
+        "f_z = (h.to(tl.float32) - n) * z",
+        ("tests/kernels/test_gru_backward_kernels.py::test_pieces_of_a_message_meet_without_a_gap[10-1]",),
+        "A GRU trains with another gradient of its update gate.",
+        render=True,
+    ),
+    Fault(
+        "gradients_by_the_weights_of_other_gates",
+        "templates/gru_backward.py.jinja",
+        "i_row = tl.where(i_k < HIDDEN, i_k + 2 * HIDDEN, i_k - HIDDEN)",
+        "i_row = i_k",
+        ("tests/kernels/test_gru_backward_kernels.py::test_pieces_of_a_message_meet_without_a_gap[10-1]",),
+        "The gradients of n, r and z are multiplied by the weights of r, z and n.",
+        render=True,
+    ),
+    Fault(
+        "gradient_of_h_0_a_step_early",
+        "templates/gru_backward.py.jinja",
+        "mask=mask & (i_step == length)[{{ variant.row_axes }}])",
+        "mask=mask & (i_step == length - 1)[{{ variant.row_axes }}])",
+        ("tests/kernels/test_gru_backward_kernels.py::test_sequences_may_be_empty_and_shorter_than_the_call_says",),
+        "The gradient of the first state is that of the second, and of an empty sequence none at all.",
+        render=True,
+    ),
+    Fault(
+        "gradient_counts_itself_relaxed",
+        "templates/gru_backward.py.jinja",
+        'tl.atomic_add(counter, 1, sem="release")',
+        'tl.atomic_add(counter, 1, sem="relaxed")',
+        (
+            "tests/kernels/test_gru_order.py::test_a_step_is_stored_before_the_next_is_waited_for[gru_backward-sm_90-dense11-bfloat16-tf32-128-split16x8x4-counter-early-1]",
+        ),
+        "A program of a gradient may count itself before its message can be seen: now and then a wrong gradient.",
+        render=True,
+    ),
+    Fault(
+        "gradient_rounded_between_steps",
+        "templates/gru_backward.py.jinja",
+        "own = tl.where(m_now, d_all * z, own)",
+        "own = tl.where(m_now, (d_all * z).to(dtype).to(tl.float32), own)",
+        (
+            "tests/kernels/test_gru_backward_kernels.py::test_the_gradient_of_a_program_is_not_rounded_between_its_steps[2]",
+        ),
+        "A gradient in 16 bits stops getting smaller where a gate hardly changes it, over thousands of steps.",
+        render=True,
+    ),
+    Fault(
         "third_segment_by_the_weights_of_the_second",
         "templates/segments.py.jinja",
         "tl.where(later, WIDTH0 + WIDTH1, start)",
@@ -146,6 +195,26 @@ FAMILIES = (
         'if spec.inplace and variant.form == "vector":',
         ("tests/kernels/test_gru_cell_kernels.py::test_only_the_librarys_form_writes_over_h",),
         "A fused GRU step overwrites the state while other programs still read it: a race.",
+    ),
+    Fault(
+        "gradients_not_filled_before_they_are_waited_for",
+        "tuned/families/gru_backward/launches.py",
+        "return (Fill(call.out, -1),)  # all bits set: readers poll until a value differs",
+        "return ()",
+        (
+            "tests/kernels/test_gru_backward_kernels.py::test_what_programs_wait_to_see_go_away_is_put_there_before_one_launch_of_all_steps[spin-1]",
+        ),
+        "Programs take what memory held before for the message of another.",
+    ),
+    Fault(
+        "gradient_counts_less_shared_memory",
+        "tuned/families/gru_backward/variant.py",
+        "return variant.block_hidden * sum(widths) * spec.item + max(message, sums)",
+        "return variant.block_hidden * sum(widths) * spec.item",
+        (
+            "tests/kernels/test_gru_backward_compile.py::test_shared_memory_is_what_the_rule_counts[gru_backward-sm_90-dense11-bfloat16-tf32-128-split16x8x4-spin-early-1]",
+        ),
+        "A gradient is tried, or served, by a variant that does not fit into shared memory, and fails at its launch.",
     ),
     Fault(
         "stack_counts_one_set_of_weights",
@@ -344,6 +413,22 @@ LAUNCHING = (
 )
 
 CALLS = (
+    Fault(
+        "state_before_a_packed_token_of_its_own_step",
+        "tuned/calls/gru/run.py",
+        "before = starts[(step - 1).clamp(min=0)] + sequence",
+        "before = starts[step] + sequence",
+        (T + "calls/test_gru_training.py::test_gradients_of_every_tensor_are_autograds[variant0-True-False-1-packed]",),
+        "Packed sequences train with the state after a step in the place of the one before it.",
+    ),
+    Fault(
+        "gradients_of_no_sequence_left_as_they_were",
+        "tuned/calls/gru/training.py",
+        "grads = rows.new_zeros(shape) if spec.thd else rows.new_empty(shape)",
+        "grads = rows.new_empty(shape)",
+        (T + "calls/test_gru_training.py::test_rows_that_no_sequence_has_are_in_no_gradient[1]",),
+        "What memory held before goes into the gradients of the weights, if cu_seqlens end before the rows do.",
+    ),
     Fault(
         "gru_key_without_precision",
         "tuned/calls/gru/plan.py",

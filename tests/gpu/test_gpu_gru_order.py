@@ -22,10 +22,18 @@ def test_no_recurrence_that_ships_loads_a_step_before_it_stores_the_last(share: 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_every_text_and_every_way_to_wait_ships(capability: int) -> None:
     cases = gru_order.all_that_ships(capability)
-    ways = {(c.spec.layout, c.spec.stacked, c.variant.form, c.variant.exchange) for c in cases}
+    ways = {(c.spec.layout, c.spec.stacked, c.variant.form, c.variant.exchange) for c in cases if c.family == "gru"}
     texts = [
         (layout, *rest)
         for layout in ("dense", "packed", "thd")
         for rest in ((False, "split"), (False, "tile"), (True, "split"))
     ]
-    assert ways == {(*text, exchange) for text in texts for exchange in ("counter", "poll", "spin", "probe")}
+    exchanges = ("counter", "poll", "spin", "probe")
+    assert ways == {(*text, exchange) for text in texts for exchange in exchanges}
+    gradients = {(c.spec.layout, c.variant.exchange, c.variant.in_turn) for c in cases if c.family == "gru_backward"}
+    assert gradients == {
+        (layout, exchange, in_turn)
+        for layout in ("dense", "packed", "thd")
+        for exchange in (exchanges[:1] if layout == "thd" else exchanges[:3])
+        for in_turn in (False, True)
+    }

@@ -33,6 +33,7 @@ OTHERS = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120", "gfx942")
 PRODUCTS = [n for n in structures() if n.startswith(("gru_cell_", "gru_gates_", "linear_cat_"))]
 
 RECURRENCES = [gru_name(*text) for text in gru_texts()]
+GRADIENTS = [f"gru_{layout}_backward_split" for layout in GRU_LAYOUTS]
 MAX_STRAY_SPILL = 16  # bytes a thread, beside the loop of the steps: ptxas leaves a word or two on some architectures
 
 
@@ -51,12 +52,13 @@ COVERING = [
     PROBE_KERNEL,
     *PRODUCTS,
     *RECURRENCES,
+    *GRADIENTS,
 ]
 
 
 # What multiplies takes another path on each; what only moves and turns is compiled alike, and each kernel for two of them.
 PATHS = ("sm_80", "sm_100", "sm_120", "gfx942")
-ROTATING = [name for name in COVERING if name not in {*PRODUCTS, *RECURRENCES}]
+ROTATING = [name for name in COVERING if name not in {*PRODUCTS, *RECURRENCES, *GRADIENTS}]
 STRUCTURES = ("layer_split", "layer_tile", "stack_split", "turns_split")
 # Each layout and each structure of a recurrence on each path, and each text on one.
 RECURRING = pairwise.covering(
@@ -65,6 +67,7 @@ RECURRING = pairwise.covering(
 ELSEWHERE = [
     *((name, architecture) for name in PRODUCTS for architecture in PATHS),
     *((f"gru_{row['layout']}_{row['structure']}", row["architecture"]) for row in RECURRING),
+    *zip(GRADIENTS, ("sm_80", "sm_120", "gfx942"), strict=True),
     *((name, OTHERS[(index + shift) % len(OTHERS)]) for index, name in enumerate(ROTATING) for shift in (0, 3)),
 ]
 
@@ -363,7 +366,10 @@ def test_a_vector_step_exchanges_nothing_between_warps_but_its_results(
 # Recurrences: launches of many steps --------------------------------------------------------------------------------
 
 
-WAITING = [*((name, "spin") for name in RECURRENCES), *((name, "counter") for name in RECURRENCES if "dense" in name)]
+WAITING = [
+    *((name, "spin") for name in (*RECURRENCES, *GRADIENTS) if name != "gru_thd_backward_split"),
+    *((name, "counter") for name in (*RECURRENCES, *GRADIENTS) if "dense" in name or name == "gru_thd_backward_split"),
+]
 
 
 @pytest.mark.thinned_on_gpu(every=4)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from generator.measuring.mended import mended_interpreter
-from tests.support import gru_sequences, linear_cat_forms
-from tests.support.far import far
+from tests.support import gru_gradients, gru_sequences, linear_cat_forms
+from tests.support.far import FAR, far
 from tests.support.gru_case import GruCase, build
 from tests.support.gru_cell_forms import FORMS, LIBRARY
 from tests.support.run import INTERPRETED, run
@@ -116,3 +116,46 @@ def assert_found(spec: GruSpec, variant: GruVariant, what: str, axis: int, lengt
     for name, tensor in near.written().items():
         assert bool(tensor.isfinite().all())
         assert torch.equal(apart.written()[name], tensor), name
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize(
+    ("what", "axis", "lengths"),
+    [("grad_out", 0, LONG), *((name, 1, WIDE) for name in ("grad_out", "grad_h_n", "grad_h_0"))],
+)
+def test_a_gradient_finds_rows_that_lie_gigabytes_apart(
+    what: str, axis: int, lengths: tuple[int, ...], turns: int
+) -> None:
+    assert_gradients_found({what: axis}, lengths, turns=turns)
+
+
+TOKENS = {"gates": 3, "hidden": 3, "before": 1, "out": 4}  # elements of a token, in hidden sizes: all lie alike
+
+
+# By cu_seqlens a token's offset is its number: the tokens of such a call have no gaps.
+@pytest.mark.parametrize(("layout", "axis", "lengths"), [("dense", 1, LONG), ("dense", 2, WIDE), ("packed", 1, WIDE)])
+def test_a_gradient_finds_tokens_that_lie_gigabytes_apart(layout: str, axis: int, lengths: tuple[int, ...]) -> None:
+    assert_gradients_found(dict.fromkeys(TOKENS, axis), lengths, layout)
+
+
+@pytest.mark.parametrize("what", ["weight_hh", "bias_ih", "bias_hh", "grad_h_n", "grad_h_0"])
+def test_a_gradient_finds_directions_that_lie_gigabytes_apart(what: str) -> None:
+    assert_gradients_found({what: 0}, FLAT, directions=2)
+
+
+def assert_gradients_found(
+    apart: dict[str, int], lengths: tuple[int, ...], layout: str = "dense", directions: int = 1, turns: int = 1
+) -> None:
+    """The results are those of the same numbers side by side; ``apart``: names of tensors, and along which axis."""
+    spec, variant = GruSpec("float16", 16, layout, directions), dataclasses.replace(SEQUENCES["split"], turns=turns)
+    near, away = (gru_gradients.build(gru_gradients.Sequences(spec, lengths)) for _ in range(2))
+    moved = {name: far(getattr(away.call, name), axis, FAR * TOKENS.get(name, 1)) for name, axis in apart.items()}
+    away.call = dataclasses.replace(away.call, **moved)
+    for built in (near, away):
+        gru_gradients.run_windows(built, variant)
+    for name, tensor in near.written().items():
+        assert bool(tensor.isfinite().all())
+        assert torch.equal(away.written()[name], tensor), name

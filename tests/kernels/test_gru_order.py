@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from tests.support import gru_order
+from tests.support.gru_gradient_cases import GRADIENTS
 from tests.support.gru_order import Case, wrong
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru.variant import GruVariant, default_variant, rejection
+from tuned.families.gru.variant import GruVariant, default_variant
+from tuned.families.registry import FAMILIES
 
 pytestmark = pytest.mark.compiler
 
@@ -60,8 +62,9 @@ def texts(compiler: concurrent.futures.Executor, case: Case) -> tuple[str, str]:
 
 
 @pytest.mark.thinned_on_gpu(every=3)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *GRADIENTS], ids=str)
 def test_a_step_is_stored_before_the_next_is_waited_for(compiler: concurrent.futures.Executor, case: Case) -> None:
+    rejection = FAMILIES[case.family].rejection
     assert rejection(case.spec, case.size, case.variant, int(case.architecture.removeprefix("sm_"))) is None
     assert wrong(*texts(compiler, case), case.variant.exchange) == []
 

@@ -16,10 +16,10 @@ BEFORE = 3 * 2**31  # elements: three products of 32 bits can lead so far before
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's, which Python names from 3.13 on
 
 
-def far(values: torch.Tensor, axis: int = 0) -> torch.Tensor:
-    """The values in a storage in which neighbours along one axis are FAR elements apart."""
+def far(values: torch.Tensor, axis: int = 0, apart: int = FAR) -> torch.Tensor:
+    """The values in a storage in which neighbours along one axis are so many elements apart."""
     near = torch.empty(values.shape[:axis] + values.shape[axis + 1 :]).stride()
-    strides = (*near[:axis], FAR, *near[axis:])
+    strides = (*near[:axis], apart, *near[axis:])
     elements = BEFORE + sum((n - 1) * step for n, step in zip(values.shape, strides, strict=True)) + 1
     size = values.element_size() * elements
     try:

@@ -30,15 +30,15 @@ class Found:
     asm: int  # loops of such waits in the whole PTX
 
 
-def found(spec: GruSpec, size: GruSize, variant: GruVariant, architecture: str) -> Found:
-    """Compile the recurrence of a call for an architecture."""
-    from generator.families.gru import reference as gru  # noqa: PLC0415 - imports Triton
-    from generator.measuring.compile import compile_launch, resources, target_of  # noqa: PLC0415
-    from tuned.families.gru.launches import launches  # noqa: PLC0415
+def found(spec: GruSpec, size: GruSize, variant: GruVariant, architecture: str, family: str = "gru") -> Found:
+    """Compile the recurrence of a call, or its gradient, for an architecture."""
+    from generator.measuring.compile import compile_launch, resources, target_of  # noqa: PLC0415 - imports Triton
+    from generator.workload import WORKLOADS  # noqa: PLC0415
     from tuned.families.launch import Launch  # noqa: PLC0415
 
-    call = gru.inputs(spec, size, "meta", 0)
-    launch = next(step for step in launches(spec, variant, call) if isinstance(step, Launch))
+    work = WORKLOADS[family]
+    steps = work.family.launches(spec, variant, work.inputs(spec, size, "meta", 0))
+    launch = next(step for step in steps if isinstance(step, Launch))
     target = target_of(architecture)
     needs, compiled = resources(launch, target), compile_launch(launch, target)
     text = compiled.asm["ttgir"]
@@ -59,12 +59,15 @@ def found(spec: GruSpec, size: GruSize, variant: GruVariant, architecture: str) 
 
 
 def _loop(text: str) -> str:
-    """The first loop that is in no other: that of the steps."""
+    """The longest loop: that of the steps, which is in no other."""
     lines = text.splitlines()
-    first = next(i for i, line in enumerate(lines) if "scf.for" in line)
-    indent = lines[first][: len(lines[first]) - len(lines[first].lstrip())]
-    last = next(i for i in range(first + 1, len(lines)) if lines[i].startswith(indent + "}"))
-    return "\n".join(lines[first:last])
+    found: list[list[str]] = []
+    for first, line in enumerate(lines):
+        if "scf.for" in line:
+            end = line[: len(line) - len(line.lstrip())] + "}"
+            last = next(i for i in range(first + 1, len(lines)) if lines[i].startswith(end))
+            found.append(lines[first:last])
+    return "\n".join(max(found, key=len))
 
 
 def neighbours(kind: str, fields: str) -> tuple[int, ...]:

@@ -448,30 +448,35 @@ def _fenced(code: Code, loop: frozenset[int], stores: list[int]) -> Iterator[str
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A recurrence whose programs wait for each other, and what compiles it."""
+    """A recurrence, or the gradient of one, whose programs wait for each other, and what compiles it."""
 
     spec: GruSpec
     size: GruSize
     variant: GruVariant
     architecture: str
+    family: str = "gru"
 
     def __str__(self) -> str:
         s, v = self.spec, self.variant
         tile = f"{v.form}{v.block_hidden}x{v.block_batch}x{v.num_warps}"
-        return f"{self.architecture}-{s.layout}{s.directions}{s.layers}-{s.dtype}-{s.precision}-{s.hidden}-{tile}-{v.exchange}-{v.prefetch}"
+        text = f"{self.architecture}-{s.layout}{s.directions}{s.layers}-{s.dtype}-{s.precision}-{s.hidden}-{tile}-{v.exchange}-{v.prefetch}"
+        return text if self.family == "gru" else f"{self.family}-{text}-{v.turns}"
 
 
 def all_that_ships(capability: int) -> list[Case]:
     """What a lookup can give on an architecture: every row there is, as it fits; every text with every way to wait."""
     from generator.storage.record import WINNERS  # noqa: PLC0415
-    from tuned.families.gru.variant import fit  # noqa: PLC0415
+    from tuned.families.registry import FAMILIES  # noqa: PLC0415
     from tuned.lookup.record import load_record  # noqa: PLC0415
 
     rows = [winner for path in sorted(WINNERS.glob("*.json")) for winner in load_record(path)]
-    found = [(row.spec, row.size, fit(row.variant, row.spec, capability)) for row in rows if row.family == "gru"]
-    found += [(spec, _size(variant), variant) for spec, variant in _texts_and_exchanges()]
-    legal = [Case(*one, f"sm_{capability}") for one in found if _waits(*one, capability)]
-    return list({str(case): case for case in legal}.values())
+    found = []
+    for name, texts in (("gru", _texts_and_exchanges), ("gru_backward", _gradients_and_exchanges)):
+        fit = FAMILIES[name].fit
+        own = [(row.spec, row.size, fit(row.variant, row.spec, capability)) for row in rows if row.family == name]
+        own += [(spec, _size(variant), variant) for spec, variant in texts()]
+        found += [Case(*one, f"sm_{capability}", name) for one in own]
+    return list({str(case): case for case in found if _waits(case, capability)}.values())
 
 
 def _texts_and_exchanges() -> Iterator[tuple[GruSpec, GruVariant]]:
@@ -490,19 +495,35 @@ def _texts_and_exchanges() -> Iterator[tuple[GruSpec, GruVariant]]:
         yield spec, default_variant(spec)
 
 
+def _gradients_and_exchanges() -> Iterator[tuple[GruSpec, GruVariant]]:
+    """As _texts_and_exchanges of gradients, whose text layouts choose; with several tiles in turn too."""
+    from tuned.families.choices import choices  # noqa: PLC0415
+    from tuned.families.gru.spec import LAYOUTS, GruSpec  # noqa: PLC0415
+    from tuned.families.gru.variant import GruVariant  # noqa: PLC0415
+
+    exchanges = choices(GruVariant)["exchange"]
+    for layout, exchange, dtype in itertools.product(LAYOUTS, exchanges, ("bfloat16", "float32")):
+        spec = GruSpec(dtype, 100 if exchange == "poll" else 128, layout, directions=2)
+        for turns, prefetch in ((1, "early"), (1, "late"), (2, "early")):
+            yield spec, GruVariant("persistent", "split", 16, 8, exchange, prefetch, turns=turns)
+
+
 def _size(variant: GruVariant) -> GruSize:
     from tuned.families.gru.spec import GruSize  # noqa: PLC0415
 
     return GruSize(2 * variant.block_batch * variant.turns, 8)
 
 
-def _waits(spec: GruSpec, size: GruSize, variant: GruVariant, capability: int) -> bool:
+def _waits(case: Case, capability: int) -> bool:
     """Whether tuning could choose it there, and its programs wait."""
-    from tuned.families.gru.variant import alone, rejection  # noqa: PLC0415
+    from tuned.families.gru.variant import alone  # noqa: PLC0415
+    from tuned.families.gru_backward.variant import alone as gradient_alone  # noqa: PLC0415
+    from tuned.families.registry import FAMILIES  # noqa: PLC0415
 
-    if variant.strategy != "persistent" or alone(spec, variant):
+    by_itself = alone if case.family == "gru" else gradient_alone
+    if case.variant.strategy != "persistent" or by_itself(case.spec, case.variant):
         return False
-    return rejection(spec, size, variant, capability) is None
+    return FAMILIES[case.family].rejection(case.spec, case.size, case.variant, capability) is None
 
 
 # Compiling ------------------------------------------------------------------------------------------------------------
@@ -521,13 +542,13 @@ def wrong_in(case: Case) -> list[str]:
 def texts(case: Case, edits: Edits = ()) -> tuple[str, str]:
     """PTX and machine code of a case, whose kernel's text is edited first."""
     os.environ.pop("TRITON_INTERPRET", None)
-    from generator.families.gru import reference as gru  # noqa: PLC0415 - imports Triton
-    from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415
-    from tuned.families.gru.launches import launches  # noqa: PLC0415
+    from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415 - imports Triton
+    from generator.workload import WORKLOADS  # noqa: PLC0415
     from tuned.families.launch import Launch  # noqa: PLC0415
 
-    call = gru.inputs(case.spec, case.size, "meta", 0)
-    launch = next(step for step in launches(case.spec, case.variant, call) if isinstance(step, Launch))
+    work = WORKLOADS[case.family]
+    steps = work.family.launches(case.spec, case.variant, work.inputs(case.spec, case.size, "meta", 0))
+    launch = next(step for step in steps if isinstance(step, Launch))
     with _edited(launch.kernel, edits):
         compiled = compile_launch(launch, target_of(case.architecture))
     return compiled.asm["ptx"], disassembled(compiled.asm["cubin"])

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PREFIXES = {"rope": "Rope", "gru": "Gru", "gru_cell": "GruCell", "linear_cat": "LinearCat"}
+PREFIXES = {"rope": "Rope", "gru": "Gru", "gru_backward": "Gru", "gru_cell": "GruCell", "linear_cat": "LinearCat"}
 STRANGER = """
 import math
 
@@ -28,7 +28,7 @@ from generator.families.{name}.texts import *
 from generator.families.{name} import GROUPS, REPRESENTATIVE, TITLE
 
 TEXT = ()
-REACH = getattr(variant, "REACH", math.inf)
+REACH, sized = getattr(variant, "REACH", math.inf), getattr(variant, "sized", None)
 
 
 def call(*_):

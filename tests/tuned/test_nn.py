@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import itertools
 import pickle
@@ -17,7 +18,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 import tuned
 import tuned.nn
 from tests.support.gru_calls import FEATURES, B, H, T, kernels
+from tuned.calls.gru import eager, training
 from tuned.dispatch import gru, gru_cell
+from tuned.lookup.lookup import Choice
 
 if TYPE_CHECKING:
     from tuned.calls.gru.arguments import GruCall
@@ -269,11 +272,37 @@ def test_a_kernel_gets_what_autocast_casts_and_no_autocast(kernels: list[GruCall
 def test_explain_names_what_keeps_the_kernels_away() -> None:
     theirs, ours = pair(FEATURES, H)
     x = torch.randn(T, B, FEATURES)
-    assert "a gradient is needed" in tuned.explain(ours, x).why
+    assert tuned.explain(ours, x).why == "a gradient is needed: no row says so"
     assert "tuned.nn.patched()" in tuned.explain(theirs, x).why
     with torch.no_grad():
         assert tuned.explain(ours, x).rule == "default"
         assert tuned.explain(gru, x, torch.zeros(1, B, H), list(ours.parameters())).rule == "default"
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_with_a_gradient_kernels_serve_where_a_row_says_that_they_are_faster(
+    kernels: list[GruCall], monkeypatch: pytest.MonkeyPatch, packs: bool
+) -> None:
+    """A module of packed sequences, which is not passed on at once on a CPU, and a function."""
+    theirs, ours = pair(FEATURES, H)
+    x, state, weights = torch.randn(T, B, FEATURES), torch.zeros(1, B, H), list(ours.parameters())
+    given: tuple[Any, ...] = (packed(),) if packs else (x, state, weights)
+    function: Any = ours if packs else gru
+    called: list[GruCall] = []
+    monkeypatch.setattr(training, "_choice", lambda _call: Choice("winner", "of a row", "v"))
+    monkeypatch.setattr(training, "CALLED_STEPS", 0)
+    own = dataclasses.replace(training.BACKWARD, kernel_names=lambda *_: ("its_gradient",))
+    monkeypatch.setattr(training, "BACKWARD", own)
+    monkeypatch.setattr(training, "forward", lambda call: called.append(call) or eager.gru(call))
+    found = function(*given)
+    assert_same(found, theirs(given[0]))
+    assert found[1].requires_grad
+    told = tuned.explain(function, *given)
+    assert (told.rule, told.why, told.kernels) == ("winner", "of a row", ("a_kernel", "its_gradient"))
+    assert (len(called), len(kernels)) == (1, 0)
+    with torch.no_grad():
+        function(*given)
+    assert (len(called), len(kernels)) == (1, 1)
 
 
 def test_what_looks_at_operators_finds_pytorchs(kernels: list[GruCall]) -> None:

@@ -367,7 +367,8 @@ def gru_thd_backward_split(
     if WIDTH_2 > 0:
         w_2 = _columns(weight_hh, i_hidden, HIDDEN, WIDTH_0 + WIDTH_1, WIDTH_2, SPLITS, PRECISION)
 
-    t_stop = _last_step(t_end - 1, i_set, sets, turns, batch, all_lengths, BLOCK_BATCH) + 1  # one more than a row's steps
+    # One more than a row's steps.
+    t_stop = _last_step(t_end - 1, i_set, sets, turns, batch, all_lengths, BLOCK_BATCH) + 1
     i_batch, m_batch, length, start, _, _, _ = _rows(i_set, batch, seq, all_starts, all_lengths, BLOCK_BATCH)
     next_batch, next_length, next_start = i_batch, length, start
 

@@ -108,7 +108,9 @@ def gradients(spec: GruSpec, call: RecurrenceGradient) -> tuple[torch.Tensor, to
         d = call.grad_h_n[direction].double()
         wanted = x.new_zeros(len(states), PARTS, hidden)
         for step in reversed(range(call.seq)):
-            at, now = tokens[direction][step], there[step][:, None]
+            now = there[step][:, None]
+            # A last sequence without a token starts behind the end.
+            at = tokens[direction][step].clamp(max=len(states) - 1)
             (x_r, x_z, x_n), (h_r, h_z, h_n) = x[at].unbind(1), h[at].unbind(1)
             r, z = torch.sigmoid(x_r + h_r + b_r + c_r), torch.sigmoid(x_z + h_z + b_z + c_z)
             n = torch.tanh(x_n + b_x + r * (h_n + b_h))

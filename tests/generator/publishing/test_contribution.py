@@ -155,8 +155,8 @@ def test_a_record_without_rows_is_no_contribution() -> None:
         (lambda c: c["winners"].append(c["winners"][0]), "each name must have one row, and 1 have more"),
         (lambda c: c["winners"].clear(), "a record must have 1 to 4096 rows to be accepted, got 0"),
         (lambda c: c["winners"][0]["digests"].update(dict.fromkeys(c["winners"][0]["digests"], "0")), "changed since"),
-        (of_every_environment(only=3, capability=0), "must be 7.0 or later, got 0.0"),
-        (of_every_environment(only=3, capability=61), "must be 7.0 or later, got 6.1"),
+        (of_every_environment(only=4, capability=0), "must be 7.0 or later, got 0.0"),
+        (of_every_environment(only=4, capability=61), "must be 7.0 or later, got 6.1"),
         (of_every_environment(multiprocessors=2000), "a card has at most 1024 multiprocessors"),
         (of_every_environment(capability=80), "more than the 166912 of shared memory that a program can have"),
         (of_every_environment(multiprocessors=16), "wait for each other, and 16 multiprocessors may hold"),
@@ -169,7 +169,7 @@ def test_what_would_not_be_accepted_is_said(change: Callable[[dict[str, Any]], N
 
 def test_more_rows_than_anybody_measures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contribution, "MOST_ROWS", 3)
-    assert judged(made(FIRST)[0]).reasons == ("a record must have 1 to 3 rows to be accepted, got 4",)
+    assert judged(made(FIRST)[0]).reasons == ("a record must have 1 to 3 rows to be accepted, got 5",)
 
 
 def test_rows_of_an_h200_under_another_name_are_too_fast_for_it() -> None:
@@ -290,18 +290,18 @@ def test_submit_writes_an_archive_and_a_text_and_check_submission_accepts_it(fol
     assert path.read_bytes() == made(FIRST)[0]
     assert text.read_text() in done.output
     title, _, body = text.read_text().partition("\n\n")
-    assert title == "Rows of NVIDIA H200: 4 winners"
+    assert title == "Rows of NVIDIA H200: 5 winners"
     for fact in (
         "| driver | 580",
         "| torch | 2.11.0 |",
         "| Triton | 3.6.0 |",
-        "4: 1 gru, 1 gru_cell, 1 linear_cat, 1 rope",
+        "5: 1 gru, 1 gru_backward, 1 gru_cell, 1 linear_cat, 1 rope",
     ):
         assert fact in body
     assert f"python tune.py check-submission contributions/{path.name}" in body
     done = call("check-submission", str(path), "--to", str(tmp_path / "tables"))
     assert done.exit_code == 0
-    assert f"{path.name} is accepted: 4 rows of NVIDIA H200" in done.output
+    assert f"{path.name} is accepted: 5 rows of NVIDIA H200" in done.output
     assert "4 of 4 kernels compile" in done.output
     assert load_record(tmp_path / "tables" / f"{DEVICE}.json") == load_record(folder / f"{DEVICE}.json")
 

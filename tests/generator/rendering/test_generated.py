@@ -28,6 +28,7 @@ from tuned.families.gru.launches import kernel_names as sequence_kernel_names
 from tuned.families.gru.spec import LAYOUTS as SEQUENCE_LAYOUTS
 from tuned.families.gru.spec import GruSpec
 from tuned.families.gru.variant import GruVariant, rejection
+from tuned.families.gru_backward.launches import kernel_name as gradient_name
 from tuned.families.gru_cell.launches import kernel_name as gru_cell_name
 from tuned.families.gru_cell.spec import GruCellSpec
 from tuned.families.gru_cell.variant import GruCellVariant
@@ -53,7 +54,11 @@ from tuned.families.rope.variant import RopeVariant
 TEMPLATE_FILES = sorted(TEMPLATES.glob("*.jinja"))
 TEMPLATE_IDS = [path.name for path in TEMPLATE_FILES]
 # Included, no kernel of their own: functions that more than one kernel needs, and statements of more than one's body.
-FUNCTIONS = {"activations.py.jinja", "gru_step.py.jinja", "segments.py.jinja", "sincos.py.jinja"}
+FUNCTIONS = {
+    *("activations.py.jinja", "segments.py.jinja", "sincos.py.jinja"),
+    *("gru_numbers.py.jinja", "gru_operands.py.jinja", "gru_product.py.jinja", "gru_rows.py.jinja"),
+    *("gru_step.py.jinja", "gru_token.py.jinja", "gru_wait.py.jinja"),
+}
 STATEMENTS = {
     *("gru_bias.py.jinja", "gru_program.py.jinja", "gru_weights.py.jinja"),
     *("gru_receive.py.jinja", "gru_send.py.jinja"),
@@ -66,17 +71,24 @@ BLOCK = re.compile(r"# \{% (if|elif|else|endif|for|endfor|set|macro|include|impo
 # more takes a decision here, and a look at whether tl.constexpr would not do.
 MAX_BLOCK_LINES = {
     "activations.py.jinja": 0,
+    "gru_backward.py.jinja": 9,
     "gru_bias.py.jinja": 0,
     "gru_cell.py.jinja": 8,
     "gru_cell_vector.py.jinja": 2,
     "gru_gates.py.jinja": 13,
     "gru_layer.py.jinja": 10,
+    "gru_numbers.py.jinja": 0,
+    "gru_operands.py.jinja": 0,
+    "gru_product.py.jinja": 3,
     "gru_program.py.jinja": 7,
     "gru_receive.py.jinja": 2,
+    "gru_rows.py.jinja": 6,
     "gru_send.py.jinja": 3,
     "gru_stack.py.jinja": 9,
-    "gru_step.py.jinja": 11,
-    "gru_turns.py.jinja": 14,
+    "gru_step.py.jinja": 7,
+    "gru_token.py.jinja": 4,
+    "gru_turns.py.jinja": 9,
+    "gru_wait.py.jinja": 2,
     "gru_weights.py.jinja": 0,
     "linear_cat.py.jinja": 10,
     "rope.py.jinja": 62,  # what a plain call leaves out of the parameters, and the constants instead
@@ -86,7 +98,10 @@ MAX_BLOCK_LINES = {
 }
 MAX_BRANCHES = 3
 MAX_SECTIONS = 2  # of a Python block: more, and it cannot be read as Python
-SEQUENCE = ["gru_layer.py.jinja", "gru_stack.py.jinja", "gru_turns.py.jinja", "gru_step.py.jinja", *sorted(STATEMENTS)]
+SEQUENCE = [
+    *("gru_backward.py.jinja", "gru_layer.py.jinja", "gru_stack.py.jinja", "gru_turns.py.jinja"),
+    *(name for name in sorted(FRAGMENTS) if name.startswith("gru_")),
+]
 MAX_MODULES = 128  # of all families; left alone, structure explodes into thousands
 
 
@@ -292,6 +307,15 @@ def test_any_gru_call_finds_the_text_that_its_name_promises(spec: GruSpec, varia
 
 
 @PROPERTY
+@given(spec=SEQUENCE_SPECS, variant=SEQUENCE_VARIANTS)
+def test_any_gradient_of_a_gru_finds_the_text_that_its_name_promises(spec: GruSpec, variant: GruVariant) -> None:
+    spec = dataclasses.replace(spec, layers=1)
+    variant = dataclasses.replace(variant, strategy="persistent", form="split")
+    name = gradient_name(spec, variant)
+    assert render("gru_backward", name, spec, variant).source == structures()[name].source
+
+
+@PROPERTY
 @given(spec=ROPE_SPECS, variant=ROPE_VARIANTS)
 def test_rendering_twice_gives_the_same_bytes(spec: RopeSpec, variant: RopeVariant) -> None:
     first, second = (render("rope", "twice", spec, variant) for _ in range(2))
@@ -304,6 +328,7 @@ def test_names_are_injective_over_the_text_axes() -> None:
     names += [gru_cell_name(next(gru_gates_specs()), GruCellVariant(form)) for form in GRU_CELL_FORMS]
     names += [linear_cat_name(LinearCatSpec("float16", (1,), 1), LinearCatVariant(form)) for form in ("tile", "vector")]
     names += [sequence_name(spec, variant) for spec, variant in gru_texts()]
+    names += [gradient_name(GruSpec("bfloat16", 512, layout), GruVariant("persistent")) for layout in SEQUENCE_LAYOUTS]
     assert len(set(names)) == len(names) == len(structures()) - 1  # and the kernel that a launcher is tried on
 
 

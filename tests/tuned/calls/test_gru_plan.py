@@ -320,6 +320,8 @@ def test_what_pytorch_serves_is_remembered_too(monkeypatch: pytest.MonkeyPatch, 
         assert again(dataclasses.replace(call, hx=copied)) is None, (
             "a state that cuDNN refuses, since it is not contiguous"
         )
+    assert again(other) is None, "with a gradient others are faster"
+    plan.leave(call, captured=captured, gradient=True)
     output, _ = again(other)
     output.sum().backward()
     assert weights[0].grad is not None, "PyTorch's own is differentiable"
@@ -348,6 +350,9 @@ def test_sizes_that_are_left_to_pytorch_are_these_alone(monkeypatch: pytest.Monk
     assert not plan.is_left(rows, None, weights, settings, T + 1)
     plan.leave(call, captured=captured)
     assert plan.is_left(x, hx, weights, settings)
+    assert not plan.is_left(x, hx, weights, settings, gradient=True)
+    plan.leave(dataclasses.replace(call, dropout=0.5), captured=captured, gradient=True)
+    assert plan.is_left(x, hx, weights, settings, gradient=True), "of a gradient it is the same with dropout"
     strided = torch.zeros(B, T, H).transpose(0, 1)
     assert plan.is_left(strided, hx, weights, settings), "PyTorch's own takes any strides"
     assert not plan.is_left(x[1:], hx, weights, settings)

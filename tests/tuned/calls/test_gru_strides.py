@@ -118,7 +118,7 @@ def test_a_gru_takes_every_tensor_with_any_strides(
         run, "_choose", lambda spec, *_: Choice("winner", "", variant if not spec.stacked or variant is POLL else None)
     )
     if variant.strategy != "persistent":  # launched for each step, in CUDA graphs only
-        monkeypatch.setattr(run, "_capturing", lambda _device: True)
+        monkeypatch.setattr(run, "capturing", lambda _device: True)
     tensors = gru_tensors(batch, settings)
     function = gru_function(batch, settings)
 

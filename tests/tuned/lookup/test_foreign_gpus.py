@@ -58,9 +58,13 @@ def test_winners_fit_a_card_that_is_not_at_hand(
     gpu = Gpu(target.device, capability, target.processors)
     for winner in sample(load_record(record), capability):
         choice = choose(FAMILIES[winner.family], winner.spec, winner.size, gpu)
-        if choice.variant is None:  # PyTorch's own is thought to take less, by a model or by the row
-            by_model = FAMILIES[winner.family].model is not None
-            assert by_model or winner.eager_us < LEAD * winner.median_us, winner.name
+        if (
+            choice.variant is None
+        ):  # PyTorch's own is thought to take less, by a model or by the row; or no tile has room
+            family = FAMILIES[winner.family]
+            fitted = family.fit(winner.variant, winner.spec, capability)
+            fits = family.rejection(winner.spec, winner.size, fitted, capability, gpu.multiprocessors) is None
+            assert family.model is not None or winner.eager_us < LEAD * winner.median_us or not fits, winner.name
             continue
         # the last two where no tile has room
         assert choice.rule in ("similar GPU", "model", "portfolio", "default"), winner.name

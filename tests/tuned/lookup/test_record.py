@@ -125,7 +125,11 @@ def changed(row: dict[str, Any], path: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        ("family", "attention", r"family must be one of \['gru', 'gru_cell', 'linear_cat', 'rope'\], got 'attention'"),
+        (
+            "family",
+            "attention",
+            r"family must be one of \['gru', 'gru_backward', 'gru_cell', 'linear_cat', 'rope'\], got 'attention'",
+        ),
         ("family", ["rope"], "family must be one of"),
         ("spec.layout", "hbsd", "layout must be one of"),
         ("spec.rotary_dim", 63, "rotary_dim must be even"),

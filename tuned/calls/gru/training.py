@@ -339,6 +339,11 @@ def _choose(spec: GruSpec, size: GruSize, gpu: Gpu, limit: int | None = None) ->
     choice = choose(BACKWARD, spec, size, gpu if limit is None else dataclasses.replace(gpu, multiprocessors=limit))
     if limit is None:
         misses.note(BACKWARD, spec, size, choice)
+    return proven(choice)
+
+
+def proven(choice: Choice) -> Choice:
+    """The choice, but PyTorch's own where that is the default variant."""
     if choice.rule == "default":
         why = "no row of this GPU says that a kernel is faster than PyTorch's own"
         return dataclasses.replace(choice, rule="eager", why=why, variant=None)

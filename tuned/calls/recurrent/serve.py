@@ -91,7 +91,8 @@ def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
         elif not casts:
             by.remember_eager(call)
     elif why_eager(call.input, supported_dtype=True) is not None:
-        plan.leave(call, captured=True)
+        for gradient in (False, True):
+            plan.leave(call, captured=True, gradient=gradient)
     if reason is not None:
         note_left("gru", call.input, reason)
     return eager.gru(call)

@@ -1,0 +1,97 @@
+"""`tune.py show` of the gradient of a sequence: the file runs on its own, and gives what the reference gives."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from generator.families.gru_backward.reference import gradients
+from generator.measuring.check import worst_error
+from generator.measuring.mended import mended_interpreter
+from generator.reporting.show import standalone
+from generator.workload import WORKLOADS
+from tests.support.records import winner
+from tests.support.run import DEVICE
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tuned.families.gru_backward.launches import RecurrenceGradient
+
+SIZE = GruSize(batch=11, seq=3)
+
+
+def case(exchange: str, turns: int = 1, hidden: int = 20, **spec: Any) -> tuple[GruSpec, GruVariant]:
+    """One program has all units of its rows, and waits for itself alone: several would wait for ever in the interpreter."""
+    variant = GruVariant("persistent", "split", 32, 8, exchange, num_warps=2, turns=turns)
+    return GruSpec("float32", hidden, **spec), variant
+
+
+CASES = {
+    "poll": case("poll"),
+    "poll-packed-both-in-turn": case("poll", turns=2, layout="packed", directions=2),
+    "counter-thd-no-bias": case("counter", layout="thd", bias=False),
+    "counter-both-in-turn": case("counter", turns=2, directions=2),
+}
+
+
+def shown(spec: GruSpec, variant: GruVariant) -> str:
+    row = dataclasses.replace(winner(), name="a_problem", family="gru_backward", spec=spec, size=SIZE)
+    return standalone(dataclasses.replace(row, variant=variant, digests={}))
+
+
+def given(spec: GruSpec, call: RecurrenceGradient) -> list[Any]:
+    """The arguments of the function that is shown."""
+    arguments = [call.gates, call.hidden, call.before, call.grad_out, call.grad_h_n, call.weight_hh]
+    arguments += [call.bias_ih, call.bias_hh] if spec.bias else []
+    if spec.layout == "packed":
+        return [*arguments, torch.tensor([int((call.lengths > step).sum()) for step in range(call.seq)])]
+    return [*arguments, call.starts, call.seq] if spec.layout == "thd" else arguments
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_shown_runs_and_is_right(name: str, tmp_path: Path) -> None:
+    spec, variant = CASES[name]
+    path = tmp_path / "shown.py"
+    path.write_text(shown(spec, variant))
+    found = importlib.util.spec_from_file_location(f"shown_gradient_{name.replace('-', '_')}", path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    work = WORKLOADS["gru_backward"]
+    call = work.inputs(spec, SIZE, DEVICE, 1)
+    wanted, bound = work.reference(spec, call)
+    with mended_interpreter():
+        out, grad_h_0 = module.gru_backward(*given(spec, call))
+    assert worst_error(out, wanted, bound) <= 1
+    _, first = gradients(spec, call)
+    torch.testing.assert_close(grad_h_0.double(), first, rtol=0, atol=1e-2)
+    with pytest.raises(ValueError, match=r"gates must be \w+ \[\d, .*\], got torch.float64"):
+        module.gru_backward(call.gates.double(), *given(spec, call)[1:])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_shown_is_self_contained_and_has_each_kernel_once(name: str) -> None:
+    tree = ast.parse(shown(*CASES[name]))
+    imported = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
+    assert imported == {"torch", "triton", "triton.language"}
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert len(functions) == len(set(functions))
+    (kernel,) = WORKLOADS["gru_backward"].family.kernel_names(*CASES[name])
+    assert kernel in functions
+
+
+def test_programs_that_wait_are_launched_together_and_what_they_wait_for_is_filled() -> None:
+    several = GruVariant("persistent", "split", 16, 8, "poll")
+    assert "launch_cooperative_grid=True" in shown(GruSpec("float32", 20), several)
+    assert "launch_cooperative_grid" not in shown(*CASES["poll"])
+    assert ".fill_(-1)" in shown(*CASES["poll"])
+    assert ".fill_(-1)" not in shown(*CASES["counter-thd-no-bias"])
