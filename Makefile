@@ -20,7 +20,7 @@ STACK_TESTS = tests/kernels/test_compile.py tests/kernels/test_gru_compile.py \
 # Tests start many processes, each of which would compile again what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: tune test test-fast test-stack test-gpu fuzz faults verify lint types render check release-check bench clean
+.PHONY: tune test test-fast test-stack test-gpu fuzz faults verify lint types render check release-check bench release clean
 
 tune: $(VENV)/.tune  ## set up, then tune for the GPU at hand (without one: compile and estimate)
 	$(BIN)/python tune.py --gpu auto
@@ -72,6 +72,13 @@ bench: $(VENV)/.bench  ## against the peers that are installed, on a GPU; then t
 	$(BIN)/python -m benchmarks.gru
 	$(BIN)/python -m benchmarks.table --write README.md
 	$(BIN)/python -m benchmarks.plot
+
+BUDGET =
+BY_ROW =
+WITHOUT_PEERS =
+release: $(VENV)/.dev  ## tune from empty, verify, measure all, draw: of one commit, on a GPU; goes on where it was cut. BUDGET=10m
+	$(BIN)/python -m benchmarks.release $(if $(BUDGET),--budget $(BUDGET)) $(if $(BY_ROW),--by-row) \
+		$(if $(WITHOUT_PEERS),--without-peers $(WITHOUT_PEERS))
 
 clean:
 	rm -rf $(VENV) $(STACK) .cache build *.egg-info

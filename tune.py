@@ -7,7 +7,6 @@ import dataclasses
 import importlib.metadata
 import math
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -29,12 +28,12 @@ def seconds(text: str | None) -> float:
     Raises:
         typer.BadParameter: for anything else.
     """
-    if text is None:
-        return math.inf
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
-    if match is None or float(match[1]) <= 0:
-        raise typer.BadParameter(f"a time is a number with s, m or h, as in 90s, 10m or 1h, got {text!r}")
-    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+    from generator.duration import seconds_of  # noqa: PLC0415 - which family this process knows is not settled before
+
+    try:
+        return math.inf if text is None else seconds_of(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def outside(family: str | None) -> bool:

@@ -411,6 +411,15 @@ PACKAGES = {  # import name to distribution
     "vllm": "vllm",
     "quack": "quack-kernels",
 }
+IMPORTED_AS = {  # peer to import name
+    "flash-attention": "flash_attn",
+    "TransformerEngine": "transformer_engine",
+    "Liger-Kernel": "liger_kernel",
+    "flash-linear-attention": "fla",
+    "FlashInfer": "flashinfer",
+    "vLLM": "vllm",
+    "quack": "quack",
+}
 
 
 def launches(name: str, call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -224,6 +225,11 @@ SUITES: dict[str, Sequence[Row[Call]]] = {
         for (batch, heads, head_dim), direction, seq in itertools.product(SWEEPS.values(), DIRECTIONS, SWEEP_SEQUENCES)
     ),
 }
+
+
+def png_path(results: Path, name: str) -> Path:
+    """The plot of a sweep, beside the results."""
+    return results.with_name(f"{results.stem}-{name.lower().replace(' ', '-')}.png")
 
 
 def rows() -> list[Row[Call]]:

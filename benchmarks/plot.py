@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.plan import DIRECTIONS, SWEEPS
+from benchmarks.plan import DIRECTIONS, SWEEPS, png_path
 from benchmarks.session import RESULTS
 from benchmarks.table import newest
 
@@ -59,7 +59,7 @@ def plot(path: Path) -> list[Path]:
             f"RoPE, {name}: batch {batch}, {heads} heads, head dimension {head_dim}, bfloat16, bshd, "
             f"{results['environment']['device']}"
         )
-        written.append(path.with_name(f"{path.stem}-{name.lower().replace(' ', '-')}.png"))
+        written.append(png_path(path, name))
         figure.savefig(written[-1], dpi=130)
     return written
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import subprocess
 import sys
 import time
@@ -64,7 +65,7 @@ def command(  # noqa: PLR0913 (what a benchmark is)
     folder: Path,
     quick: Callable[[Sequence[R]], Sequence[R]] | None = None,
 ) -> int:
-    """The command line of a benchmark: 0, or 1 where there is no GPU or no row has the text asked for.
+    """The command line of a benchmark: 0, or 1 where there is no GPU, no row has the text asked for, or a whole one has a gap.
 
     Each suite runs in a process of its own, so that a peer that breaks its process costs one suite and not those after it.
     """
@@ -77,6 +78,8 @@ def command(  # noqa: PLR0913 (what a benchmark is)
         "--suite", "--only", action="append", choices=names, help="only this one, or these; the rows of others stay"
     )
     parser.add_argument("--dry-run", action="store_true", help="list the rows and what judges them; needs no GPU")
+    parser.add_argument("--whole", action="store_true", help="however long it takes; exit 1 if a row is skipped")
+    parser.add_argument("--missing", action="store_true", help="only the rows that the results lack; the others stay")
     if quick is not None:
         parser.add_argument("--quick", action="store_true", help=quick.__doc__)
     options = parser.parse_args(arguments)
@@ -94,13 +97,17 @@ def command(  # noqa: PLR0913 (what a benchmark is)
         print(f"{prog} measures on a GPU, and PyTorch sees none here; --dry-run lists the rows")
         return 1
     if options.rows is None and len(suites) > 1:
-        return _apart([prog, *(["--quick"] if quick is not None and options.quick else [])], suites, options)
-    results = record.Results.open(options.out, suites if options.rows is None else (), packages)
-    run(chosen, results, measure, minutes=options.minutes)
+        given = [f"--{name}" for name in ("quick", "whole", "missing") if getattr(options, name, False)]
+        return _apart([prog, *given], suites, options)
+    again = suites if options.rows is None and not options.missing else ()
+    results = record.Results.open(options.out, again, packages)
+    if options.missing:
+        chosen = [row for row in chosen if row.key not in results.rows]
+    run(chosen, results, measure, minutes=math.inf if options.whole else options.minutes)
     print(f"{len(results.rows)} rows in {results.path}, {len(results.skipped)} skipped")
     for key, why in results.skipped.items():
         print(f"  skipped {key}: {why}")
-    return 0
+    return 1 if options.whole and any(row.key in results.skipped for row in chosen) else 0
 
 
 def _apart(command: Sequence[str], suites: Sequence[str], options: argparse.Namespace) -> int:

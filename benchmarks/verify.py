@@ -151,18 +151,20 @@ def _ended(command: Sequence[str], log: Any, limit_s: float) -> int | None:
     except subprocess.TimeoutExpired:
         return None
     finally:
-        _stop(process)
+        stop(process)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its group; as Ctrl-C first, so that tests can end what they have started."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=STOP_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def stop(process: subprocess.Popen[bytes], wait_s: float = STOP_SECONDS) -> None:
+    """End a process and its group; as Ctrl-C first, so that it can end what it has started, and at once at another Ctrl-C."""
+    try:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=wait_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def run_suite(name: str, steps: Sequence[Step], log: Path, limit_s: float) -> Suite:

@@ -322,6 +322,59 @@ def test_without_a_gpu_it_says_so(capsys):
     assert "PyTorch sees none here" in capsys.readouterr().out
 
 
+@pytest.fixture
+def commanded(tmp_path, monkeypatch):
+    """The command line of a suite of three rows, given what measures one; its results are in the folder."""
+    monkeypatch.setattr(record, "environment", lambda _: dict(ENVIRONMENT))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    rows = [sequence_row(dataclasses.replace(SMALL, batch=b)) for b in (1, 2, 3)]
+
+    def command(measure, *arguments):
+        given = {"prog": "p", "about": "", "rows": rows, "packages": {}, "folder": tmp_path}
+        return session.command(arguments, measure=measure, **given)
+
+    return command
+
+
+def fails_at(batch, measured_us, seen):
+    def measure(row):
+        seen.append(row.call.batch)
+        if row.call.batch == batch:
+            raise ValueError("no more")
+        return record.common(row, ours_us=measured_us, ours_spread_us=0.0, found={})
+
+    return measure
+
+
+def test_a_whole_suite_takes_its_time_and_fails_where_a_row_is_skipped(commanded):
+    for more, code in (((), 0), (("--whole",), 1)):
+        seen = []
+        assert commanded(fails_at(2, 1.0, seen), "--minutes=-1", *more) == code
+        assert seen == ([1, 2, 3] if more else []), "no row is begun when the minutes are up, unless it is to be whole"
+    assert commanded(fails_at(None, 1.0, []), "--whole") == 0
+
+
+def test_a_suite_that_was_cut_goes_on_with_the_rows_that_it_lacks(commanded, tmp_path):
+    first, second, third = [], [], []
+    assert commanded(fails_at(2, 1.0, first), "--whole") == 1
+    assert commanded(fails_at(None, 2.0, second), "--whole", "--missing") == 0
+    assert (first, second) == ([1, 2, 3], [2])
+    saved = json.loads((tmp_path / "test_gpu.json").read_text())
+    assert {row["sizes"]["batch"]: row["ours"] for row in saved["rows"]} == {1: 1.0, 2: 2.0, 3: 1.0}
+    assert saved["skipped"] == {}
+    assert commanded(fails_at(None, 3.0, third), "--whole") == 0
+    assert third == [1, 2, 3], "without it all are measured again"
+
+
+def test_suites_apart_are_given_how_they_are_to_be_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    ran = []
+    done = types.SimpleNamespace(returncode=0)
+    monkeypatch.setattr(session.subprocess, "run", lambda command, **_: ran.append(command) or done)
+    assert gru.main(["--whole", "--missing", "--out", str(tmp_path)]) == 0
+    assert [command[3:5] for command in ran] == [["--whole", "--missing"]] * 2
+
+
 # Bars
 
 

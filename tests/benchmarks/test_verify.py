@@ -203,7 +203,7 @@ def test_an_interrupted_suite_is_ended_and_what_ended_before_it_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped = []
-    stop, wait = verify._stop, subprocess.Popen.wait
+    stop, wait = verify.stop, subprocess.Popen.wait
 
     def interrupted(self: Any, timeout: float | None = None) -> Any:
         if any("while True" in part for part in self.args) and timeout == LIMIT:
@@ -211,7 +211,7 @@ def test_an_interrupted_suite_is_ended_and_what_ended_before_it_is_kept(
         return wait(self, timeout)
 
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
-    monkeypatch.setattr(verify, "_stop", lambda process: (stop(process), stopped.append(process.poll())))
+    monkeypatch.setattr(verify, "stop", lambda process: (stop(process), stopped.append(process.poll())))
     monkeypatch.setattr(verify.time, "monotonic", lambda: 0.0)
     endless = step(tmp_path, "gpu", "while True: pass")
     chosen = {"plain": [passing(tmp_path, "plain")], "gpu": [endless], "fuzz": [passing(tmp_path, "fuzz")]}

@@ -1038,6 +1038,22 @@ BESIDE = (
         "A suite that began before an edit vouches for what is there after it.",
     ),
     Fault(
+        "release_of_edited_sources",
+        "benchmarks/release.py",
+        "            run(stage, journal, ends, lock)\n            refuse_other_sources(journal, plan)\n",
+        "            run(stage, journal, ends, lock)\n",
+        ("tests/benchmarks/test_release.py::test_sources_that_change_while_a_stage_runs_undo_it",),
+        "Results of a release are measured with sources that its commit does not have.",
+    ),
+    Fault(
+        "release_with_a_gap",
+        "benchmarks/session.py",
+        "    return 1 if options.whole and any(row.key in results.skipped for row in chosen) else 0\n",
+        "    return 0\n",
+        ("tests/benchmarks/test_benchmarks.py::test_a_whole_suite_takes_its_time_and_fails_where_a_row_is_skipped",),
+        "A release goes out whose suites lack the rows that failed.",
+    ),
+    Fault(
         "lenient_formula",
         "tests/fuzz/formula.py",
         "stored = ulp(value.abs() + arithmetic, x.dtype) * (1.0 if truncates else 0.5)",

@@ -1,0 +1,343 @@
+"""One release run: on one commit and one GPU, tune from empty, verify, measure every suite, draw: ``make release``.
+
+What the tuner finds goes into the checkout when every problem has a row; results go there when every suite is whole. Until
+then all of it is kept in .cache/release/<device>-<commit>, with a journal: the same command goes on where it was cut. A
+suite that was cut is measured again from its first row, so that it is whole in one sitting; ``--by-row`` goes on with the
+rows that it lacks. ``--list`` shows the plan, without a GPU too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import fcntl
+import importlib.util
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import gru_peers, peers, plan, random_rope, record
+from benchmarks.release_plan import Stage, listed, stages, stamp
+from benchmarks.verify import INTERRUPTED, stop
+from generator.disk import write_whole
+from generator.duration import seconds_of
+from generator.places import ROOT, cache_folder, cache_path
+from tuned.lookup.record import device_slug
+
+OUT_OF_TIME = os.EX_TEMPFAIL  # 75, "try again": a budget was used up
+BEAT_SECONDS = 5.0  # how often the time is kept while a command runs: a machine may be taken away
+NAMES_SHOWN = 5
+STOP_SECONDS = 60.0  # for a command that is cut: the verification ends its own suites first
+# Of those that the suites are measured beside, what a release must not go without.
+REQUIRED = tuple(name for name in dict.fromkeys((*plan.REQUIRED, *random_rope.PEERS)) if name in peers.IMPORTED_AS)
+# What would change what is tuned or measured.
+UNSET = ("TRITON_INTERPRET", "TUNED_DISPATCH", "TUNED_FAMILY", "TUNED_RECORD", "TUNED_TABLES")
+PIP = {"transformer-engine": "'transformer-engine[pytorch]'"}  # what to ask pip for, if not the distribution
+
+
+class ReleaseError(Exception):
+    """What ends a release; the message says why, and the way out."""
+
+
+class OutOfTimeError(Exception):
+    """The budget is used up."""
+
+
+# What is kept ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Journal:
+    """What has been done of one release, kept after each change."""
+
+    path: Path
+    commit: str
+    environment: dict[str, Any]
+    stages: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # seconds, sittings, done
+
+    @classmethod
+    def open(cls, path: Path, commit: str, environment: dict[str, Any]) -> Journal:
+        """The journal in a file, or a new one.
+
+        Raises:
+            ReleaseError: it is of another environment.
+        """
+        if not path.exists():
+            return cls(path, commit, environment)
+        kept = json.loads(path.read_text())
+        before = kept["environment"]
+        keys = sorted(k for k in before.keys() | environment.keys() if before.get(k) != environment.get(k))
+        if keys:
+            raise ReleaseError(
+                "a release is of one environment, and it changed since this one began: "
+                + "; ".join(f"{key} was {before.get(key)}, is {environment.get(key)}" for key in keys)
+                + f". Put it back, or remove {path.parent} to begin again"
+            )
+        return cls(path, commit, environment, kept["stages"])
+
+    def save(self, path: Path | None = None) -> None:
+        """Write all of it, whole or not at all."""
+        content = {"commit": self.commit, "environment": self.environment, "stages": self.stages}
+        write_whole(path or self.path, (json.dumps(content, indent=1) + "\n").encode())
+
+    def done(self, stage: Stage) -> bool:
+        """Whether a stage has ended well."""
+        return bool(self.stages.get(stage.name, {}).get("done"))
+
+    def table(self, plan: Sequence[Stage]) -> str:
+        """The wall time of each stage over all sittings, and the sum."""
+        rows = [(s.name, self.stages[s.name]) for s in plan if s.name in self.stages]
+        lines = [f"{'stage':18}{'seconds':>9}{'sittings':>10}"]
+        lines += [f"{n:18}{r['seconds']:9.1f}{r['sittings']:10}{'' if r['done'] else '  cut'}" for n, r in rows]
+        return "\n".join([*lines, f"{'sum':18}{sum(row['seconds'] for _, row in rows):9.1f}"])
+
+
+def git(*arguments: str) -> str:
+    """What git says of this checkout.
+
+    Raises:
+        ReleaseError: it is none.
+    """
+    try:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout  # noqa: S603, S607
+    except (OSError, subprocess.CalledProcessError):
+        raise ReleaseError(f"a release is of one commit, and {ROOT} is no git checkout: clone the repository") from None
+
+
+def refuse_other_sources(journal: Journal, plan: Sequence[Stage]) -> None:
+    """Raise where the checkout is not that of the commit, but for what the stages that have begun may have changed."""
+    commit = journal.commit
+    if git("rev-parse", "HEAD").strip() != commit:
+        raise ReleaseError(f"the release is of commit {commit[:12]}, and another is checked out now: go back to it")
+    allowed = [path for stage in plan if stage.name in journal.stages for path in stage.changes]
+    said = git("status", "--porcelain", "-z", "--no-renames", "--untracked-files=all")
+    paths = [ROOT / entry[3:] for entry in said.split("\0") if entry]
+    others = [str(p.relative_to(ROOT)) for p in paths if not any(p.is_relative_to(one) for one in allowed)]
+    if others:
+        more = f" and {len(others) - NAMES_SHOWN} more" if others[NAMES_SHOWN:] else ""
+        raise ReleaseError(
+            f"a release is of one commit, and these differ from {commit[:12]}: {', '.join(others[:NAMES_SHOWN])}{more}. "
+            "Commit them, or put them away (git stash -u)"
+        )
+
+
+# Running --------------------------------------------------------------------------------------------------------------
+
+
+def run(stage: Stage, journal: Journal, ends: float = math.inf, lock: int | None = None) -> None:
+    """Run a stage; the time that it takes is kept, however it ends.
+
+    Raises:
+        ReleaseError: a command failed.
+        OutOfTimeError: ``ends`` has come, of time.monotonic().
+    """
+    folder, begun = journal.path.parent, time.monotonic()
+    if begun >= ends:
+        raise OutOfTimeError
+    kept = journal.stages.setdefault(stage.name, {"seconds": 0.0, "sittings": 0, "done": False})
+    kept["sittings"] += 1
+    before = kept["seconds"]
+
+    def beat() -> float:
+        """Keep the time, and tell how long to wait until it is to be kept again."""
+        now = time.monotonic()
+        kept["seconds"] = round(before + now - begun, 1)
+        journal.save()
+        if now >= ends:
+            raise OutOfTimeError
+        return min(BEAT_SECONDS, ends - now)
+
+    try:
+        beat()
+        environment = _environment(stage, folder)
+        log = folder / "logs" / f"{stage.name}.log"
+        log.parent.mkdir(exist_ok=True)
+        for command in stage.commands:
+            code = _ended((sys.executable, *command), environment, log, beat, lock)
+            if code:
+                raise ReleaseError(f"{stage.name} failed: python {' '.join(command)} ended with {code}, {log} says why")
+        for source, target in stage.copies:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(target, source.read_bytes())
+    finally:
+        with contextlib.suppress(OutOfTimeError):
+            beat()
+
+
+def _environment(stage: Stage, folder: Path) -> dict[str, str]:
+    """What a stage runs with; the caches of the release alone begin empty."""
+    found = {name: value for name, value in os.environ.items() if name not in UNSET}
+    if not stage.from_empty:
+        return found
+    cache = folder / "cache"
+    cache.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (cache / "locks").symlink_to(cache_folder("locks").resolve())  # tuners with other caches wait for this one
+    return found | {"TUNED_CACHE": str(cache), "TRITON_CACHE_DIR": str(folder / "triton")}
+
+
+def _ended(
+    command: Sequence[str], environment: dict[str, str], log: Path, beat: Callable[[], float], lock: int | None
+) -> int:
+    """The exit code of a command. It holds the lock too; nothing that it started is left, unless this process is killed."""
+    with log.open("ab") as file:
+        file.write(f"$ {' '.join(command)}\n".encode())
+        file.flush()
+        process = subprocess.Popen(  # noqa: S603 - our own words
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            start_new_session=True, pass_fds=() if lock is None else (lock,),
+        )  # fmt: skip
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(timeout=beat())
+    finally:
+        stop(process, STOP_SECONDS)
+
+
+def release(plan: Sequence[Stage], journal: Journal, ends: float = math.inf, lock: int | None = None) -> int:
+    """Run the stages that are not done yet, and tell how far it came: the exit code."""
+    said, code = "", 0
+    try:
+        refuse_other_sources(journal, plan)
+        for stage in plan:
+            if journal.done(stage):
+                continue
+            print(f"{stage.name}: running", flush=True)
+            run(stage, journal, ends, lock)
+            refuse_other_sources(journal, plan)
+            journal.stages[stage.name]["done"] = True
+            journal.save()
+            print(f"{stage.name}: done in {journal.stages[stage.name]['seconds']:.1f} s", flush=True)
+    except (ReleaseError, OSError) as error:
+        said, code = str(error), 1
+    except OutOfTimeError:
+        said, code = "the budget is used up", OUT_OF_TIME
+    except KeyboardInterrupt:
+        said, code = "interrupted", INTERRUPTED
+    print(journal.table(plan))
+    left = [stage.name for stage in plan if not journal.done(stage)]
+    told = (
+        f"not done: {', '.join(left)}; the same command goes on" if left else f"{journal.commit}: every stage is done"
+    )
+    print(*([said] if said else []), f"{told}; what they printed is in {journal.path.parent / 'logs'}", sep="\n")
+    return code
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def facts() -> None:
+    """Print what a release depends on besides the commit, as a line of JSON; for a process of its own, peers take memory."""
+    import torch  # noqa: PLC0415
+
+    from generator.measuring.environment import driver_version  # noqa: PLC0415
+
+    found: dict[str, Any] = {"device": None}
+    if torch.cuda.is_available():
+        found = record.environment({**peers.PACKAGES, **gru_peers.PACKAGES}) | {"driver": driver_version()}
+    print(json.dumps(found))
+
+
+def here() -> dict[str, Any]:
+    """What ``facts`` says."""
+    command = [sys.executable, "-c", "from benchmarks.release import facts; facts()"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
+    found = [line for line in done.stdout.splitlines() if line.startswith("{")]  # peers may print on being imported
+    if done.returncode or not found:
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ReleaseError(f"the GPU and the peers cannot be looked at: {why}: {' '.join(command[:2])} {command[2]!r}")
+    return dict(json.loads(found[-1]))
+
+
+def refuse_missing(installed: Collection[str], without: Collection[str]) -> None:
+    """Raise where a required peer, or what draws the plots, is not installed; tell of other peers."""
+    missing = [name for name, package in peers.IMPORTED_AS.items() if package not in installed]
+    required = [name for name in missing if name in REQUIRED and name not in without]
+    if required:
+        named = [peers.PACKAGES[peers.IMPORTED_AS[name]] for name in required]
+        raise ReleaseError(
+            f"a release is measured beside {', '.join(required)}, not installed here: pip install --no-build-isolation "
+            f"{' '.join(PIP.get(name, name) for name in named)}; or --without-peers {','.join(required)}"
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ReleaseError("a release draws plots, and matplotlib is not installed here: pip install matplotlib")
+    if missing:
+        print(f"not installed, and left out: {', '.join(missing)}")
+
+
+def budget(text: str) -> float:
+    """A time in seconds; argparse tells why it is none."""
+    try:
+        return seconds_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def names(text: str) -> list[str]:
+    """Names with commas between, each of a required peer."""
+    found = [name.strip() for name in text.split(",")]
+    if not set(found) <= set(REQUIRED):
+        raise argparse.ArgumentTypeError(f"required peers are {', '.join(REQUIRED)}, got {text!r}")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line: 0, 1 where something fails or is refused, 75 where the budget is used up, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.release", description=__doc__)
+    option = parser.add_argument
+    option("--list", "--dry-run", action="store_true", help="show the plan; needs no GPU")
+    option("--budget", type=budget, default=math.inf, help="stop after this time, 90s, 10m or 1h; exit code 75")
+    option("--by-row", action="store_true", help="a suite that was cut goes on with the rows that it lacks")
+    option("--without-peers", type=names, default=[], metavar="NAME,...", help="do without these required peers")
+    options = parser.parse_args(arguments)
+    ends = time.monotonic() + options.budget
+    # Commands are in sessions of their own, and end with this. Shells have SIGINT ignored in the background, by commands too.
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.default_int_handler)
+    try:
+        return _main(options, ends)
+    except ReleaseError as error:
+        print(error)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted")
+        return INTERRUPTED
+
+
+def _main(options: argparse.Namespace, ends: float) -> int:
+    commit = git("rev-parse", "HEAD").strip()
+    if options.list:
+        print(listed(stages("DEVICE", commit, cache_path("release", "DEVICE").resolve(), by_row=options.by_row)))
+        return 0
+    environment = here()
+    if environment["device"] is None:
+        raise ReleaseError(
+            "a release needs a GPU, and PyTorch sees none: run it where there is one; --list shows the plan"
+        )
+    refuse_missing(environment["peers"], options.without_peers)
+    device = device_slug(environment["device"])
+    folder = cache_folder("release", f"{device}-{commit[:12]}").resolve()
+    with (folder.parent / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ReleaseError("a release runs here, or the last command of a killed one: wait until it ends") from None
+        journal = Journal.open(folder / "journal.json", commit, environment)
+        code = release(stages(device, commit, folder, by_row=options.by_row), journal, ends, lock.fileno())
+    if not code:
+        stamp(device).parent.mkdir(exist_ok=True)
+        journal.save(stamp(device))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""The stages of a release run, as data: which commands, what they may change in the checkout, what goes there after them.
+
+Whatever is measured goes to a folder of the release first. The record goes into the package when every problem has a row,
+results go where they are committed when every suite is whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import gru_plan, plan
+from benchmarks.record import Row
+from benchmarks.session import RESULTS
+from generator.places import PACKAGE, ROOT
+from generator.publishing.verified import FOLDER as VERIFIED
+from generator.storage.record import record_path
+
+SECONDS = 300  # of random calls of each kind
+RANDOM = {"random_rope": "rope-", "random_gru": "", "random_steps": "steps-"}  # random_tiles measures nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Commands, one after the other; all must end well for it to be done."""
+
+    name: str
+    commands: tuple[tuple[str, ...], ...]  # what Python is given
+    writes: tuple[Path, ...] = ()  # files and folders of the checkout that it may change
+    copies: tuple[tuple[Path, Path], ...] = ()  # then: what goes where in the checkout, each whole or not at all
+    from_empty: bool = False  # with the caches of the release alone
+
+    @property
+    def changes(self) -> tuple[Path, ...]:
+        """Files and folders of the checkout that it may change."""
+        return (*self.writes, *(target for _, target in self.copies))
+
+
+def stages(device: str, commit: str, folder: Path, *, by_row: bool = False) -> list[Stage]:
+    """The plan. ``folder`` keeps what is not in the checkout yet; the seed of random calls follows from the commit.
+
+    A suite that was cut begins again, so that it is whole in one sitting; ``by_row``: it goes on with the rows it lacks.
+    """
+    winners, results, seed = folder / "record", folder / "results", str(int(commit[:7], 16))
+    found = tuple(results / sub / f"{device}.json" for sub in ("", "gru"))
+    random = {name: results / "random" / f"{device}-{part}{seed}.json" for name, part in RANDOM.items()}
+    plots = [plan.png_path(found[0], name) for name in plan.SWEEPS]
+    whole = ("--whole", *(("--missing",) if by_row else ()))
+
+    def suites(module: str, rows: Iterable[Row[Any]], out: Path) -> list[Stage]:
+        names = dict.fromkeys(row.suite for row in rows)
+        return [Stage(name, (("-m", module, "--suite", name, *whole, "--out", str(out)),)) for name in names]
+
+    def shipped(path: Path) -> Path:
+        return RESULTS / path.relative_to(results)
+
+    out = ("--out", str(winners))
+    return [
+        Stage(
+            "tune",
+            (("tune.py", "--gpu", "auto", *out), ("tune.py", "--check", *out)),
+            copies=((record_path(device, winners), record_path(device)),),
+            from_empty=True,
+        ),
+        Stage("render", (("tune.py", "--render"),), (PACKAGE / "kernels", PACKAGE / "tables")),
+        Stage("verify", (("-m", "benchmarks.verify"),), (VERIFIED,)),
+        *suites("benchmarks.rope", plan.rows(), results),
+        *suites("benchmarks.gru", [*gru_plan.sequences(), *gru_plan.steps()], results / "gru"),
+        *(
+            Stage(name, (("-m", f"benchmarks.{name}", f"--seconds={SECONDS}", "--seed", seed, "--out", str(path)),))
+            for name, path in random.items()
+        ),
+        Stage(
+            "plot",
+            (("-m", "benchmarks.plot", str(found[0])),),
+            copies=(
+                *((path, shipped(path)) for path in (*found, *random.values())),
+                *((path, RESULTS / "sweep" / path.name) for path in plots),
+            ),
+        ),
+        Stage(
+            "table",
+            (
+                *(("-m", "benchmarks.table", str(shipped(path)), "--write", "README.md") for path in found),
+                *(("-m", "benchmarks.table", str(shipped(path)), "--bars") for path in found),
+            ),
+            (ROOT / "README.md",),
+        ),
+        Stage("check", (("tune.py", "--check", "--release", "--target", device),), (stamp(device),)),
+    ]
+
+
+def stamp(device: str) -> Path:
+    """What a whole release leaves: of which commit it is, in which environment, and how long each stage took."""
+    return RESULTS / "release" / f"{device}.json"
+
+
+def listed(plan: Sequence[Stage]) -> str:
+    """The plan as text, files named from the checkout on."""
+    lines = []
+    for stage in plan:
+        lines += [stage.name, *(f"    python {' '.join(command)}" for command in stage.commands)]
+        lines += [f"    {source} -> {target}" for source, target in stage.copies]
+    return "\n".join(lines).replace(f"{ROOT}/", "")
