@@ -1,4 +1,4 @@
-"""Kernel Tuner's own strategies on the landscapes of `python tune.py replay --foreign FOLDER`, and the same tables.
+"""Kernel Tuner's own strategies beside our search on the landscapes of `python tune.py replay --foreign FOLDER`, in the same tables.
 
     pip install kernel_tuner
     python -m benchmarks.kernel_tuner FOLDER
@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from generator.evaluation.comparing import comparison_markdown
+from generator.evaluation.comparing import comparison_markdown, runs
 from generator.evaluation.foreign import Foreign, load_folder
-from generator.evaluation.replay import Replay, evaluations
+from generator.evaluation.replay import Replay, evaluations, strategies
 from tuned.families.choices import choices
 
 # Those that its authors recommend or published, of those that need no further package.
@@ -95,8 +95,9 @@ def main() -> None:
     logging.getLogger().setLevel(logging.ERROR)
 
     names = [f"Kernel Tuner {strategy}" for strategy in options.strategies.split(",")]
-    found: dict[str, list[list[Replay]]] = {name: [] for name in names}
     landscapes = load_folder(options.folder)
+    ours = runs(landscapes, strategies(landscapes)["tune.py"], options.seeds)
+    found: dict[str, list[list[Replay]]] = {"tune.py": ours, **{name: [] for name in names}}
     with tempfile.TemporaryDirectory() as folder:
         for one in landscapes:
             path = next(options.folder.glob(f"{one.problem.name}.json*"))

@@ -23,7 +23,7 @@ COMPARED = {
     "Optuna TPE over the pool": "Optuna TPE over the pool",
     "Optuna GP over the pool": "Optuna GP over the pool",
 }
-HEADS = ("searches", "mean", "median", "95th", "worst", "s of GPU")
+HEADS = ("searches", "mean", "more than the first", "median", "95th", "worst", "s of GPU")
 Interval = tuple[float, float]  # of 95 percent
 
 
@@ -34,6 +34,8 @@ class Figures:
     searches: int
     mean: float
     mean_between: Interval
+    more: float  # than the mean of the strategy that it is held against
+    more_between: Interval
     median: float
     median_between: Interval
     p95: float
@@ -63,23 +65,27 @@ def runs(landscapes: Sequence[Foreign], strategy: Strategy, seeds: int) -> list[
     return [[strategy.run(one, seed) for seed in range(count)] for one in landscapes]
 
 
-def figures(found: Sequence[Sequence[Replay]]) -> Figures:
-    """Of the searches of each landscape; intervals hold for other landscapes like these and other seeds.
+def figures(found: Sequence[Sequence[Replay]], first: Sequence[Sequence[Replay]]) -> Figures:
+    """Of the searches of each landscape, beside those of another strategy; intervals hold for other landscapes like these and other seeds.
 
-    Both are drawn again, with replacement: landscapes, and the searches of each.
+    Both are drawn again, with replacement: landscapes, and the searches of each; the same landscapes for both strategies.
     """
-    ends = [np.array([r.regrets[-1] for r in searches]) for searches in found]
+    ends, others = ([np.array([r.regrets[-1] for r in searches]) for searches in each] for each in (found, first))
     every = np.concatenate(ends)
     random = np.random.default_rng(0)
-    means, medians = [], []
+    means, medians, more = [], [], []
     for _ in range(RESAMPLED):
-        again = np.concatenate([random.choice(ends[i], len(ends[i])) for i in random.integers(0, len(ends), len(ends))])
+        drawn = random.integers(0, len(ends), len(ends))
+        again, beside = (np.concatenate([random.choice(of[i], len(of[i])) for i in drawn]) for of in (ends, others))
         means.append(again.mean())
         medians.append(np.median(again))
+        more.append(again.mean() - beside.mean())
     return Figures(
         len(every),
         float(every.mean()),
         _interval(means),
+        float(every.mean() - np.concatenate(others).mean()),
+        _interval(more),
         float(np.median(every)),
         _interval(medians),
         sorted(every.tolist())[math.ceil(0.95 * len(every)) - 1],
@@ -93,13 +99,14 @@ def _interval(values: list[float]) -> Interval:
     return low, high
 
 
-def _cells(found: Figures) -> list[str]:
+def _cells(found: Figures, *, first: bool) -> list[str]:
     def between(value: float, interval: Interval) -> str:
         return f"{100 * value:.2f} [{100 * interval[0]:.2f}, {100 * interval[1]:.2f}]"
 
     return [
         str(found.searches),
         between(found.mean, found.mean_between),
+        "" if first else between(found.more, found.more_between),
         between(found.median, found.median_between),
         f"{100 * found.p95:.2f}",
         f"{100 * found.worst:.2f}",
@@ -117,9 +124,14 @@ def comparison_table(landscapes: Sequence[Foreign], found: dict[str, list[list[R
         title=f"Percent slower than the best of all variants, after {trials} evaluations, {len(landscapes)} landscapes",
         caption="in brackets: 95 percent confidence, landscapes and searches drawn again; all begin with the same variant",
     )
-    for name, searches in found.items():
-        table.add_row(name, *_cells(figures(searches)))
+    for cells in _strategy_rows(found):
+        table.add_row(*cells)
     return table
+
+
+def _strategy_rows(found: dict[str, list[list[Replay]]]) -> list[list[str]]:
+    first = next(iter(found.values()))
+    return [[name, *_cells(figures(searches, first), first=searches is first)] for name, searches in found.items()]
 
 
 def landscape_table(landscapes: Sequence[Foreign], found: dict[str, list[list[Replay]]]) -> Table:
@@ -145,7 +157,7 @@ def _landscape_rows(landscapes: Sequence[Foreign], found: dict[str, list[list[Re
 
 def comparison_markdown(landscapes: Sequence[Foreign], found: dict[str, list[list[Replay]]]) -> str:
     """Both tables, for a page."""
-    first = [["strategy", *HEADS], *([name, *_cells(figures(searches))] for name, searches in found.items())]
+    first = [["strategy", *HEADS], *_strategy_rows(found)]
     second = [["landscape", "pool", "the first", *found], *_landscape_rows(landscapes, found)]
     return "\n\n".join(
         "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], ["---", *["---:"] * (len(rows[0]) - 1)], *rows[1:]))

@@ -95,10 +95,13 @@ def test_figures_have_intervals_and_are_the_same_again(tmp_path: Path) -> None:
     assert [one.problem.name for one in landscapes] == ["a/one", "a/two"]
     found = comparing.compare(landscapes, 2, slow=False)
     assert list(found) == ["tune.py", "random, none twice", "Optuna TPE over the pool"]
+    ours = found["tune.py"]
+    assert (comparing.figures(ours, ours).more, len(comparing.figures(ours, ours).more_between)) == (0, 2)
     for searches in found.values():
         assert [len(one) for one in searches] == [2, 2]
-        got = comparing.figures(searches)
-        assert got == comparing.figures(searches)
+        got = comparing.figures(searches, ours)
+        assert got == comparing.figures(searches, ours)
+        assert got.more == pytest.approx(got.mean - comparing.figures(ours, ours).mean)
         assert got.searches == 4
         assert got.mean_between[0] <= got.mean <= got.mean_between[1] <= got.worst
         assert got.median_between[0] <= got.median <= got.median_between[1]
