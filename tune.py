@@ -239,8 +239,16 @@ def replay(
     seeds: Annotated[int, typer.Option(min=1, help="Searches of each landscape.")] = 3,
     plain: Annotated[bool, typer.Option(help="Beside samplers of Optuna as they come, which takes a minute.")] = True,
     write: Annotated[Path | None, typer.Option(help="Put the table between the marks of this file too.")] = None,
+    foreign: Annotated[
+        Path | None,
+        typer.Option(
+            help="On others' kernels instead: a folder of cache files of Kernel Tuner, spaces measured whole."
+        ),
+    ] = None,
 ) -> None:
     """Replay searches on recorded landscapes, without a GPU: how near the best they end, and the estimate beside them."""
+    if foreign is not None:
+        run(lambda commands: commands.replay_foreign(foreign, seeds, write, console, plain=plain))
     run(lambda commands: commands.replay(device, seeds, write, console, plain=plain))
 
 

@@ -36,15 +36,15 @@ from .reporting.progress import bar
 from .reporting.report import Funnel, funnel_of, knobs, percent_of_floor, problem_lines, stages_table, winners_table
 from .searching.pool import legal_pool, same_problem
 from .searching.run import Display, Orders, Run, Tools, TuningError, trouble, tune_all
-from .searching.search import Outcome
+from .searching.search import TRIALS, Outcome
 from .selection import select
 from .storage.backends import EXTRA, journal_path, opened_storage
 from .storage.journal import Journal
+from .storage.landscape import LandscapeError
 from .storage.record import WINNERS, read_record, record_path, write_record
 from .workload import WORKLOADS, default_problems, default_variant
 
 DEFAULT_TARGET = "nvidia_h200"
-TRIALS = 96  # a problem: the 94 default problems then take under 6 minutes on one H200
 INTERRUPTED = 130  # what a shell gives for Ctrl-C
 
 
@@ -113,7 +113,7 @@ def refusal(error: BaseException) -> tuple[str, int] | None:
         error, SelectionError | FamilyError | gpu.NoSuchGpuError | UnknownTargetError
     ):  # of what was asked for
         return str(error), 2
-    if isinstance(error, RecordError | ArchiveError):
+    if isinstance(error, RecordError | ArchiveError | LandscapeError):
         return str(error), 1
     if isinstance(
         error, KeyboardInterrupt
@@ -412,6 +412,20 @@ def replay(device: str, seeds: int, write: Path | None, console: Console, *, pla
             f"{100 * max(found):.2f}% in the worst of {len(found)}",
         )
         console.print(evidence.guess_table(evidence.guesses(landscapes)))
+    return 0
+
+
+def replay_foreign(folder: Path, seeds: int, write: Path | None, console: Console, *, plain: bool) -> int:
+    """Print what the landscapes of others' kernels prove of the search: those in a folder, and the folders in it."""
+    from .evaluation import comparing, foreign  # noqa: PLC0415 - as above
+
+    landscapes = foreign.load_folder(folder)
+    with console.status("replaying") as status:
+        found = comparing.compare(landscapes, seeds, slow=plain, tell=status.update)
+    console.print(comparing.comparison_table(landscapes, found))
+    console.print(comparing.landscape_table(landscapes, found))
+    if write is not None:
+        put_between(write, "foreign", comparing.comparison_markdown(landscapes, found))
     return 0
 
 

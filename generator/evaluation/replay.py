@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import importlib.util
@@ -26,10 +27,10 @@ from ..problem import Problem
 from ..processes.worker import TrialFailedError
 from ..searching.pool import MAX_SEEDS
 from ..searching.sampler import STARTUP
-from ..searching.search import tune
-from ..storage.journal import Journal
+from ..searching.search import TRIALS, tune
+from ..searching.space import Space, space_of
 from ..storage.landscape import Landscape
-from ..workload import default_variant
+from .foreign import Foreign
 
 SHARE, LEAST = 0.15, 60  # a search may measure this share of a pool, or so many, whichever is more
 MARKS = (15, 30, 60)  # evaluations after which the regret is told, beside the end
@@ -47,6 +48,7 @@ class Replay:
     variant: Any
     wasted: int  # proposals that were illegal or seen
     seconds: float  # of proposing
+    gpu_s: float  # of all that was measured, where the landscape tells
 
     def after(self, evaluations: int) -> float:
         """Regret of the best of the first evaluations."""
@@ -54,9 +56,18 @@ class Replay:
 
 
 def evaluations(landscape: Landscape) -> int:
-    """What a search may measure of a landscape's pool."""
+    """What a search may measure of a landscape's pool: a share of it, and of a foreign one as many as ``tune.py`` does."""
     pool = len(landscape.times) + len(landscape.failed)
+    if isinstance(landscape, Foreign):
+        return min(pool, TRIALS)
     return min(pool, max(LEAST, round(SHARE * pool)))
+
+
+def _space(landscape: Landscape) -> Space:
+    """What a search of a landscape chooses from."""
+    if isinstance(landscape, Foreign):
+        return landscape.space
+    return space_of(landscape.problem, landscape.environment["capability"], landscape.environment["multiprocessors"])
 
 
 class _Gpu:
@@ -99,6 +110,23 @@ class _Compiler(concurrent.futures.Executor):
         return future
 
 
+class _Journal:
+    """One that knows nothing and keeps nothing."""
+
+    def finished(self, *_args: Any) -> None:
+        """Nothing ended before."""
+
+    def recalled(self, *_args: Any) -> tuple[dict[Any, Any], collections.Counter[Any]]:
+        """Nothing was measured before."""
+        return {}, collections.Counter()
+
+    def add(self, *_args: Any) -> None:
+        """A trial."""
+
+    def finish(self, *_args: Any) -> None:
+        """The end."""
+
+
 def searched(landscape: Landscape, seed: int = 0, *, noise: float = 0.0, warm: Sequence[Landscape] = ()) -> Replay:
     """The search of ``tune.py`` as it is, cold or seeded with the best variants of other landscapes."""
     gpu = _Gpu(landscape, seed, noise)
@@ -107,11 +135,12 @@ def searched(landscape: Landscape, seed: int = 0, *, noise: float = 0.0, warm: S
         landscape.problem,
         gpu,  # type: ignore[arg-type]
         _Compiler(),
-        Journal(optuna.storages.InMemoryStorage()),
+        _Journal(),  # type: ignore[arg-type]
         landscape.environment,
         trials=evaluations(landscape),
         seeds=_seeds(landscape, warm),
         seed=seed,
+        space=_space(landscape),
     )
     return _replay(landscape, gpu.measured, outcome.winner.variant, 0, time.perf_counter() - start)
 
@@ -131,7 +160,7 @@ def _seeds(landscape: Landscape, others: Sequence[Landscape]) -> list[Any]:
 
 def at_random(landscape: Landscape, seed: int = 0) -> Replay:
     """The default, as every search begins, then random variants of the pool, none twice."""
-    first = default_variant(landscape.problem)
+    first = _space(landscape).default
     pool = [v for v in (*landscape.times, *landscape.failed) if v != first]
     order = np.random.default_rng(seed).permutation(len(pool))[: evaluations(landscape) - 1]
     return _replay(landscape, [first, *(pool[i] for i in order)], None, 0, 0.0)
@@ -143,17 +172,16 @@ def plain(landscape: Landscape, sampler: optuna.samplers.BaseSampler, budget: in
     Those are told to it (twice the worst time, or the time that is known) and cost no evaluation, until it has made
     PROPOSALS times as many proposals as evaluations.
     """
-    knobs = choices(FAMILIES[landscape.problem.family].variant_type)
-    space, study = _space(knobs), optuna.create_study(sampler=sampler)
+    kind = _space(landscape).variant_type
+    knobs = choices(kind)
+    space, study = _distributions(knobs), optuna.create_study(sampler=sampler)
     penalty = math.log(2 * max(landscape.times.values()))
     budget, measured, wasted = budget or evaluations(landscape), dict[Any, None](), 0
     spent = 0.0
     while len(measured) < budget and wasted + len(measured) < PROPOSALS * budget:
         start = time.perf_counter()
         trial = study.ask(space)
-        variant = FAMILIES[landscape.problem.family].variant_type(
-            **{name: values[trial.params[name]] for name, values in knobs.items()}
-        )
+        variant = kind(**{name: values[trial.params[name]] for name, values in knobs.items()})
         known = variant in landscape.times or variant in landscape.failed
         if not known or variant in measured:
             wasted += 1
@@ -169,12 +197,12 @@ def pooled(landscape: Landscape, sampler: optuna.samplers.BaseSampler, seed: int
 
     What was measured is told to it, as a trial of its own where it proposed something else. So no proposal is wasted.
     """
-    knobs, random = choices(FAMILIES[landscape.problem.family].variant_type), np.random.default_rng(seed)
+    knobs, random = choices(_space(landscape).variant_type), np.random.default_rng(seed)
     pool = [*landscape.times, *landscape.failed]
     levels = np.array([[knobs[name].index(getattr(v, name)) for name in knobs] for v in pool])
     ordered = [_ordered(values) for values in knobs.values()]
     most = [max(1, len(values) - 1) for values in knobs.values()]
-    space = _space(knobs)
+    space = _distributions(knobs)
     study, penalty = optuna.create_study(sampler=sampler), math.log(2 * max(landscape.times.values()))
     unseen, measured, spent = np.ones(len(pool), dtype=bool), list[Any](), 0.0
     while len(measured) < evaluations(landscape):
@@ -186,7 +214,7 @@ def pooled(landscape: Landscape, sampler: optuna.samplers.BaseSampler, seed: int
             away = np.where(ordered, steps / most, steps > 0).sum(1) + random.random(len(pool)) / 1e3
             place = int(np.argmin(np.where(unseen, away, math.inf)))
         else:
-            place = pool.index(default_variant(landscape.problem))
+            place = pool.index(_space(landscape).default)
         unseen[place], variant = False, pool[place]
         measured.append(variant)
         us = landscape.times.get(variant)
@@ -201,7 +229,7 @@ def pooled(landscape: Landscape, sampler: optuna.samplers.BaseSampler, seed: int
     return _replay(landscape, measured, None, 0, spent)
 
 
-def _space(knobs: dict[str, tuple[Any, ...]]) -> dict[str, optuna.distributions.BaseDistribution]:
+def _distributions(knobs: dict[str, tuple[Any, ...]]) -> dict[str, optuna.distributions.BaseDistribution]:
     """The place of each knob's value among its choices."""
     return {
         name: IntDistribution(0, len(values) - 1) if _ordered(values) else CategoricalDistribution(range(len(values)))
@@ -217,7 +245,8 @@ def _replay(landscape: Landscape, measured: list[Any], chosen: Any, wasted: int,
     regrets = tuple(itertools.accumulate(map(landscape.regret, measured[: evaluations(landscape)]), min))
     if chosen is None:
         chosen = min(measured, key=landscape.regret)
-    return Replay(landscape.problem.name, regrets, landscape.regret(chosen), chosen, wasted, seconds)
+    spent = sum(landscape.gpu_s.get(v, 0.0) for v in measured) if isinstance(landscape, Foreign) else 0.0
+    return Replay(landscape.problem.name, regrets, landscape.regret(chosen), chosen, wasted, seconds, spent)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
-import functools
 import hashlib
 import json
 import math
@@ -30,11 +29,10 @@ from ..problem import Problem
 from ..processes.compiler import compile_variant, hopeless
 from ..processes.compiler import compiled as result_of
 from ..processes.worker import TrialFailedError, Worker, WorkerLostError
-from ..rendering.structures import digests_of
 from ..storage.journal import Journal, Result
-from ..workload import WORKLOADS, default_variant
-from .pool import Pool, legal_pool, same_problem
+from .pool import same_problem
 from .sampler import BATCH, LEAST_RESULTS, STARTUP, PoolSampler
+from .space import Space, space_of
 from .stopwatch import Stopwatch
 
 EXHAUSTIVE = 300  # a pool up to this size is measured whole: at 15 ms a variant, under 5 s
@@ -50,6 +48,7 @@ MOST_NOISE = 0.05  # for being simpler: what is unsteady is not taken for it, ho
 AHEAD = 2 * BATCH
 MOST_AGAIN = 16  # variants a search that are tried again: should all of them hang, that takes minutes
 SEED = 0
+TRIALS = 96  # a problem: the 94 default problems then take under 6 minutes on one H200
 
 
 @dataclasses.dataclass
@@ -95,31 +94,33 @@ def tune(  # noqa: PLR0913 - the parts are independent of each other
     stopwatch: Stopwatch | None = None,
     report: Callable[[Progress], None] = lambda _: None,
     seed: int = SEED,
+    space: Space | None = None,
 ) -> Outcome:
     """The winner of a problem, after at most ``trials`` measurements or at ``deadline`` (time.monotonic).
 
     ``seeds`` are tried first, after the default and the ``incumbent``: winners of problems like this one. With
     ``candidates`` these are measured instead, and nothing is searched. A problem whose search ended before under the
-    same settings, and whose incumbent is what it found, is not searched again.
+    same settings, and whose incumbent is what it found, is not searched again. ``space`` is that of the problem's family,
+    unless it is of none.
 
     Raises:
         WorkerLostError: the GPU could not be brought to measure even the default variant.
     """
     wanted = None if candidates is None else list(dict.fromkeys(candidates))
     watch = stopwatch or Stopwatch()
-    search = _Search(problem, worker, compiler, journal, environment, deadline, watch, report, seed)
+    space = space or space_of(problem, environment["capability"], environment["multiprocessors"])
+    search = _Search(problem, worker, compiler, journal, environment, deadline, watch, report, seed, space)
     settings = search.settings(trials, wanted)
     known = search.ended_before(settings, incumbent)
     if known is not None:
         return known
-    default = default_variant(problem, environment["capability"])
-    first = [v for v in _first(default, seeds if wanted is None else wanted, incumbent) if v in search.legal]
+    first = [v for v in _first(space.default, seeds if wanted is None else wanted, incumbent) if v in search.legal]
     search.prepare(trials if wanted is None else len(first))
     search.explore(first, trials if wanted is None else len(first))
     if wanted is None and len(search.pool.variants) <= EXHAUSTIVE:
         search.explore(search.pool.variants, len(search.pool.variants))
     search.try_again()
-    return search.finish(default, incumbent, settings, FINALISTS if wanted is None else FEW)
+    return search.finish(space.default, incumbent, settings, FINALISTS if wanted is None else FEW)
 
 
 def opening(
@@ -130,14 +131,13 @@ def opening(
     multiprocessors: int | None = None,
 ) -> list[Any]:
     """The variants that a search with these arguments asks for before it knows any time: to compile them early."""
-    family = WORKLOADS[problem.family].family
-    pool = legal_pool(problem, capability, multiprocessors)
-    sampler, legal = _sampler(problem, pool, SEED), frozenset(pool.variants)
-    for variant in _first(default_variant(problem, capability), seeds, incumbent):
+    space = space_of(problem, capability, multiprocessors)
+    sampler, legal = _sampler(space, SEED), frozenset(space.pool.variants)
+    for variant in _first(space.default, seeds, incumbent):
         if variant in legal:
             sampler.propose_next(_row(variant))
     study = optuna.create_study(sampler=sampler)
-    return [propose(study, family.variant_type)[1] for _ in range(min(STARTUP, len(pool.variants)))]
+    return [propose(study, space.variant_type)[1] for _ in range(min(STARTUP, len(space.pool.variants)))]
 
 
 def propose(study: optuna.Study, variant_type: type) -> tuple[optuna.Trial, Any]:
@@ -158,10 +158,10 @@ def _row(variant: Any) -> dict[str, Any]:
     return {name: getattr(variant, name) for name in choices(type(variant))}
 
 
-def _sampler(problem: Problem, pool: Pool, seed: int) -> PoolSampler:
-    work = WORKLOADS[problem.family]
-    rows = [_row(v) for v in pool.variants]
-    return PoolSampler(choices(work.family.variant_type), rows, seed, [work.features(v) for v in pool.variants])
+def _sampler(space: Space, seed: int) -> PoolSampler:
+    variants = space.pool.variants
+    rows, features = [_row(v) for v in variants], [space.features(v) for v in variants]
+    return PoolSampler(choices(space.variant_type), rows, seed, features)
 
 
 class _Search:
@@ -178,12 +178,11 @@ class _Search:
         stopwatch: Stopwatch,
         report: Callable[[Progress], None],
         seed: int,
+        space: Space,
     ) -> None:
         self.problem, self.worker, self.compiler, self.deadline = problem, worker, compiler, deadline
         self.environment, self.stopwatch, self.report = environment, stopwatch, report
-        self.digests = functools.partial(digests_of, problem)
-        self.family = WORKLOADS[problem.family].family
-        self.pool = legal_pool(problem, environment["capability"], environment["multiprocessors"])
+        self.variant_type, self.pool, self.digests = space.variant_type, space.pool, space.digests
         self.legal = frozenset(self.pool.variants)
         self.architecture = f"sm_{environment['capability']}"
         self.times: dict[Any, float] = {}
@@ -196,7 +195,7 @@ class _Search:
             problem=problem.name, funnel=f"{self.pool.declared:,} declared, {len(self.pool.variants):,} legal"
         )
         self.journal = journal
-        self.sampler = _sampler(problem, self.pool, seed)
+        self.sampler = _sampler(space, seed)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.study = optuna.create_study(sampler=self.sampler)
         self.remembered = self.same = 0
@@ -275,7 +274,7 @@ class _Search:
 
     def _ask(self, count: int) -> list[tuple[optuna.Trial, Any, Any]]:
         with self.stopwatch.time("search"):
-            asked = [propose(self.study, self.family.variant_type) for _ in range(count)]
+            asked = [propose(self.study, self.variant_type) for _ in range(count)]
         return [(t, v, None if v in self.known else self._compile(v)) for t, v in asked]
 
     def _compile(self, variant: Any) -> concurrent.futures.Future[Any]:

@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
-import tuned
+import tuned.dispatch
 import tuned.nn
 from tests.support import pairwise
 from tuned.calls.gru import training
@@ -300,7 +300,7 @@ def test_sequences_by_their_bounds_some_of_them_empty(served: list[GruCall]) -> 
     x = torch.randn(31, 24, device="cuda", requires_grad=True)
     hx = torch.randn(1, 4, 96, device="cuda", requires_grad=True)
     grad = torch.randn(31, 96, device="cuda")
-    out, h_n = tuned.gru(x, hx, weights, cu_seqlens=bounds, max_seqlen=19)
+    out, h_n = tuned.dispatch.gru(x, hx, weights, cu_seqlens=bounds, max_seqlen=19)
     found = torch.autograd.grad((out, h_n), (x, hx, *weights), (grad, torch.ones_like(h_n)))
     assert served
     wanted: list[torch.Tensor] = [torch.zeros_like(t) for t in (x, hx, *weights)]

@@ -6,7 +6,7 @@ that of the weight is written into the columns of each segment.
 It serves where a CUDA graph is captured. There the launches count, of which two segments need as many as PyTorch's own (a
 forward of 1 for 2, a backward of 4 for 3), and nothing is copied. Elsewhere the host counts: a node of autograd written in
 Python took it 20 us more than PyTorch's own, forward and backward, and no row of several segments wins more than 5 us. See
-docs/decisions/0054.
+docs/decisions/0055.
 """
 
 from __future__ import annotations
