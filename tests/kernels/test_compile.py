@@ -366,10 +366,7 @@ def test_a_vector_step_exchanges_nothing_between_warps_but_its_results(
 # Recurrences: launches of many steps --------------------------------------------------------------------------------
 
 
-WAITING = [
-    *((name, "spin") for name in (*RECURRENCES, *GRADIENTS) if name != "gru_thd_backward_split"),
-    *((name, "counter") for name in (*RECURRENCES, *GRADIENTS) if "dense" in name or name == "gru_thd_backward_split"),
-]
+WAITING = [*((name, "spin") for name in RECURRENCES), *((name, "counter") for name in RECURRENCES if "dense" in name)]
 
 
 @pytest.mark.thinned_on_gpu(every=4)

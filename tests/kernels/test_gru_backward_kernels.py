@@ -55,7 +55,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "numbers": tuple(NUMBERS),
     "bias": (True, False),
     "view": ("steps", "rows", "apart"),
-    "hidden": (1, 20, 60, 100),
+    "hidden": (1, 20, 65),
     "rows": (1, 3, 7, 17),
     "seq": (1, 2, 6),
     **{name: choices(GruVariant)[name] for name in ("prefetch", "num_warps")},

@@ -75,7 +75,7 @@ def default_launches(capability: int = 90) -> dict[str, Launch]:
     found[PROBE_KERNEL] = Launch(PROBE_KERNEL, 1, (freqs, cos, sin, 4, 16, 1), constants, {"num_warps": 4})
     found |= product_launches(capability)
     found |= recurrences("poll")
-    found |= gradients("poll")
+    found |= gradients()
     return found
 
 
@@ -129,7 +129,7 @@ def recurrences(exchange: str) -> dict[str, Launch]:
 
 
 @functools.cache
-def gradients(exchange: str) -> dict[str, Launch]:
+def gradients() -> dict[str, Launch]:
     """Kernel name -> the launch of the gradient of a whole sequence, for every text of it; by cu_seqlens it counts."""
     from generator.families.gru_backward import reference as gru_backward  # noqa: PLC0415 - as above
     from generator.families.gru_backward.texts import texts  # noqa: PLC0415
@@ -140,8 +140,8 @@ def gradients(exchange: str) -> dict[str, Launch]:
     found = {}
     for _, _, text, structure, _ in texts():
         spec = dataclasses.replace(text, hidden=128)
-        waits = "counter" if spec.thd else exchange
-        variant = dataclasses.replace(structure, exchange=waits, block_hidden=16, block_batch=8)
+        exchange = "counter" if spec.thd else "poll"
+        variant = dataclasses.replace(structure, exchange=exchange, block_hidden=16, block_batch=8)
         call = gru_backward.inputs(spec, GruSize(batch=32, seq=8), "meta", 0)
         found |= {step.kernel: step for step in launches(spec, variant, call) if isinstance(step, Launch)}
     return found
@@ -151,7 +151,7 @@ def waiting_code(name: str, exchange: str) -> tuple[str, int, bool]:
     """PTX of a whole sequence on sm_90, bytes that it spills, and whether its launcher makes all programs run at once."""
     from generator.measuring.compile import compile_launch, resources, target_of  # noqa: PLC0415
 
-    launch, target = (recurrences(exchange) | gradients(exchange))[name], target_of("sm_90")
+    launch, target = recurrences(exchange)[name], target_of("sm_90")
     spill_bytes = resources(launch, target).spill_bytes
     compiled = compile_launch(launch, target)
     return compiled.asm["ptx"], spill_bytes, compiled.metadata.launch_cooperative_grid
