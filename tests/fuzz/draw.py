@@ -96,6 +96,16 @@ def neighbour(rng: random.Random, world: World, kind: str, call: Call, row: Any 
     return dataclasses.replace(call, views=call.views | {name: new})
 
 
+# Families that serve the calls of another kind, if these need a gradient. The interpreter has no way for them here.
+CALLED_BY = {"gru_backward": "gru"}
+
+
+def _walk(world: World) -> list[tuple[str, int]]:
+    """The rows that calls of a world can be given."""
+    there = [pair for pair in every_row() if CALLED_BY.get(pair[0], pair[0]) in world.kinds]
+    return [pair for pair in there if pair[0] not in CALLED_BY or world.device == "cuda"]
+
+
 def case(world: World, seed: int, index: int, repeats: int = 3) -> Case:
     """The case of an index; the same in every process.
 
@@ -106,13 +116,14 @@ def case(world: World, seed: int, index: int, repeats: int = 3) -> Case:
     kinds = [k for k in KINDS if k in world.kinds]
     force, row = None, None
     if world.forces and index % 2:
-        walk = [pair for pair in every_row() if pair[0] in kinds]
+        walk = _walk(world)
         turn, at = divmod(index // 2, len(walk))
         force = walk[at]
-        kinds, repeats = [force[0]], min(repeats, 4)
+        kinds, repeats = [CALLED_BY.get(force[0], force[0])], min(repeats, 4)
         row = None if turn % 2 else rows(force[0])[force[1]]
-        # What kernels serve: GRUs that need a gradient are PyTorch's, and autocast asks for another dtype.
+        # What kernels serve: steps and linears that need a gradient are PyTorch's, and autocast asks for another dtype.
         modes = [m for m in world.modes if m != "autocast" and (m != "grad" or force[0] == "rope")]
+        modes = ["grad"] if force[0] in CALLED_BY else modes
         world = dataclasses.replace(world, modes=tuple(modes))
     kind = rng.choices(kinds, [KINDS[k] for k in kinds])[0]
     first = drawn_call(rng, world, kind, row)
@@ -126,5 +137,5 @@ def case(world: World, seed: int, index: int, repeats: int = 3) -> Case:
 
 def index_of(world: World, family: str, row: int, turn: int) -> int:
     """The index of the case that forces a row in one of the walks; even turns are those with calls like it."""
-    walk = [pair for pair in every_row() if pair[0] in world.kinds]
+    walk = _walk(world)
     return 2 * (turn * len(walk) + walk.index((family, row))) + 1
