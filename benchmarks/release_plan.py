@@ -19,7 +19,12 @@ from generator.publishing.verified import FOLDER as VERIFIED
 from generator.storage.record import record_path
 
 SECONDS = 300  # of random calls of each kind
-RANDOM = {"random_rope": "rope-", "random_gru": "", "random_steps": "steps-"}  # random_tiles measures nothing
+RANDOM = {
+    "random_rope": "rope-",
+    "random_gru": "",
+    "random_steps": "steps-",
+    "training": "training-",
+}  # random_tiles measures nothing
 
 
 @dataclasses.dataclass(frozen=True)

@@ -97,6 +97,7 @@ def forced(family: str, index: int) -> Iterator[None]:
     with (
         fresh(),
         replaced("CALLED_STEPS", training.CALLED_STEPS, 0),
+        replaced("CAPTURED_STEPS", training.CAPTURED_STEPS, 0),
         replaced("choose", genuine, choose),
         replaced("near_rows", tuned.lookup.lookup.near_rows, lambda *_: None),
     ):

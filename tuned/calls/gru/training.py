@@ -32,8 +32,8 @@ from tuned.lookup.lookup import Choice, Gpu, choose
 
 Grads = list[torch.Tensor | None]
 
-# A call of fewer steps than this is the host's time, in which PyTorch's own takes one step for each.
-CALLED_STEPS = 48
+# Of fewer steps a call is the host's time, most of which does not depend on them; in a graph, that of some 20 launches.
+CALLED_STEPS, CAPTURED_STEPS = 48, 8
 LAYER_OVER_FIRST = 0.2  # cuDNN runs the layers of a stack side by side: what one more takes, of the first
 LEAD = 1.05
 
@@ -52,8 +52,9 @@ def why_not(call: GruCall) -> str | None:
 
 def _slower(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice) -> str | None:
     """Why PyTorch's own takes less all the same, or None."""
-    if size.seq * spec.directions < CALLED_STEPS and not run.capturing(call.input.device):
-        return f"so few steps, {size.seq}, take the host longer than PyTorch's own"
+    least = CAPTURED_STEPS if run.capturing(call.input.device) else CALLED_STEPS
+    if size.seq * spec.directions < least:
+        return f"{size.seq} steps take PyTorch's own no longer than all that kernels are launched beside"
     row, layers = choice.row, call.num_layers
     if row is None or layers == 1 or spec.directions > 1:
         return None

@@ -1,0 +1,188 @@
+"""Training GRUs against torch.nn.GRU: python -m benchmarks.training [--seconds 60] [--seed N] [--out FILE].
+
+A step is the forward and the gradients of the input and of all weights, without an optimizer. First a list of shapes, each
+held against its bar: times as a call and in a CUDA graph, the error of each gradient beside nn.GRU's own (root mean square
+against float64), and the peak of memory. Then shapes drawn as in benchmarks.random_gru, until the seconds are over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tuned
+import tuned.nn
+from benchmarks.random_gru import Shape, call_us, captured, drawn, graph_us, in_turns, summary
+from benchmarks.record import environment
+
+MOST_ELEMENTS = 2**25  # of the output of a shape that is drawn
+MOST_EXACT = 2**22  # of the output of all layers, up to which float64 is computed beside
+# Group -> nn.GRU / ours that is asked for, as a call and in a graph.
+BARS = {
+    "to 512 units, batch to 64": (4.0, 2.0),
+    "1024 units, batch to 64": (3.0, 1.6),
+    "batch 128 to 1024": (2.5, 1.4),
+    "KernelBench": (6.0, 3.0),
+    "models": (1.0, 1.0),
+}
+
+
+def _shape(steps: int, batch: int, hidden: int, **settings: Any) -> Shape:
+    given: dict[str, Any] = {"layers": 1, "bidirectional": False, "dtype": "bfloat16", "packed": False}
+    return Shape(steps, batch, hidden, **(given | settings))
+
+
+# Group, shape, width of the input.
+LISTED = (
+    *(("to 512 units, batch to 64", _shape(512, batch, 512), 512) for batch in (1, 16, 32, 64)),
+    ("to 512 units, batch to 64", _shape(512, 10, 256), 256),
+    *(("1024 units, batch to 64", _shape(512, batch, 1024), 1024) for batch in (1, 16, 64)),
+    ("batch 128 to 1024", _shape(512, 128, 256), 256),
+    ("batch 128 to 1024", _shape(256, 128, 512), 512),
+    ("batch 128 to 1024", _shape(128, 1024, 256), 256),
+    ("batch 128 to 1024", _shape(64, 1024, 512), 512),
+    ("KernelBench", _shape(512, 10, 256, layers=6, dtype="float32"), 128),
+    ("KernelBench", _shape(512, 10, 256, layers=6, bidirectional=True, dtype="float32"), 128),
+    ("models", _shape(32, 128, 512, bidirectional=True), 256),  # the encoder of a translator
+    ("models", _shape(128, 64, 768, layers=5), 512),  # brain to text
+    ("models", _shape(64, 16, 600), 600),  # a world model
+    ("models", _shape(128, 128, 256), 256),  # a recurrent policy
+)
+
+
+class Pair:
+    """Both modules of a shape, with the same weights, and one input."""
+
+    def __init__(self, shape: Shape, features: int) -> None:
+        dtype = getattr(torch, shape.dtype)
+        made: dict[str, Any] = {"num_layers": shape.layers, "bidirectional": shape.bidirectional}
+        made |= {"device": "cuda", "dtype": dtype}
+        self.theirs = torch.nn.GRU(features, shape.hidden, **made)
+        self.ours = tuned.nn.GRU(features, shape.hidden, **made)
+        self.ours.load_state_dict(self.theirs.state_dict())
+        self.theirs.flatten_parameters()
+        self.ours.flatten_parameters()
+        self.data = torch.randn(shape.steps, shape.batch, features, device="cuda", dtype=dtype)
+        self.lengths: torch.Tensor | None = None
+        if shape.packed:
+            steps = [shape.steps - row * shape.steps // (2 * shape.batch) for row in range(shape.batch)]
+            self.lengths = torch.tensor(steps)
+            self.data = torch.nn.utils.rnn.pack_padded_sequence(self.data, self.lengths).data
+        self.data.requires_grad_()
+        width = shape.hidden * (2 if shape.bidirectional else 1)
+        self.grad = torch.randn(*self.data.shape[:-1], width, device="cuda", dtype=dtype)
+
+    def given(self, data: torch.Tensor) -> Any:
+        """The input of a module."""
+        if self.lengths is None:
+            return data
+        sizes = torch.tensor([int((self.lengths > step).sum()) for step in range(int(self.lengths[0]))])
+        return torch.nn.utils.rnn.PackedSequence(data, sizes)
+
+    def step(self, module: torch.nn.Module) -> Any:
+        """What is timed: a function that gives all gradients."""
+        tensors, x = [self.data, *module.parameters()], self.given(self.data)
+
+        def run() -> tuple[torch.Tensor, ...]:
+            out = module(x)[0]
+            return torch.autograd.grad(out if self.lengths is None else out.data, tensors, self.grad)
+
+        return run
+
+
+def errors(pair: Pair) -> list[float]:
+    """Our error of each gradient, of nn.GRU's own."""
+    exact, data = copy.deepcopy(pair.theirs).double(), pair.data.detach().double().requires_grad_()
+    wanted = torch.autograd.grad(exact(data)[0], [data, *exact.parameters()], pair.grad.double())
+    each = []
+    for module in (pair.theirs, pair.ours):
+        found = pair.step(module)()
+        each.append([float((a.double() - b).square().mean().sqrt()) for a, b in zip(found, wanted, strict=True)])
+    return [our / max(their, 1e-30) for their, our in zip(*each, strict=True)]
+
+
+def peak_bytes(run: Any) -> int:
+    """The most that a step allocates, beside what was there before it."""
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def compared(shape: Shape, features: int, *, whole: bool = False) -> dict[str, Any]:
+    """Both of one shape. ``whole``: errors and memory too."""
+    pair = Pair(shape, features)
+    found: dict[str, Any] = {**dataclasses.asdict(shape), "features": features}
+    found["rule"] = tuned.explain(pair.ours, pair.given(pair.data)).rule
+    theirs, ours = pair.step(pair.theirs), pair.step(pair.ours)
+    scale = max(float(t.float().abs().max()) for t in theirs())
+    found["apart"] = (
+        max(float((a.float() - b.float()).abs().max()) for a, b in zip(theirs(), ours(), strict=True)) / scale
+    )
+    if whole:
+        found["theirs_bytes"], found["ours_bytes"] = peak_bytes(theirs), peak_bytes(ours)
+        if shape.steps * shape.batch * shape.hidden * shape.layers <= MOST_EXACT:
+            found["errors"] = errors(pair)
+    found["theirs_us"], found["ours_us"] = in_turns(theirs, ours, call_us)
+    if not shape.packed:
+        graphs = captured(theirs), captured(ours)
+        found["theirs_graph_us"], found["ours_graph_us"] = in_turns(*graphs, graph_us)
+    return found
+
+
+def line(group: str, row: dict[str, Any]) -> str:
+    """A listed row beside its bar."""
+    name = f"{row['steps']} steps of {row['batch']} x {row['hidden']}, {row['layers']} layers, {row['dtype']}"
+    call, graph = row["theirs_us"] / row["ours_us"], row["theirs_graph_us"] / row["ours_graph_us"]
+    bars = BARS[group]
+    told = f"{name}{', both ways' if row['bidirectional'] else ''}: call {call:.2f} (bar {bars[0]}), graph {graph:.2f} (bar {bars[1]})"
+    told += (
+        f", {row['ours_graph_us'] / row['steps']:.2f} us a step; memory {row['ours_bytes'] / row['theirs_bytes']:.2f}"
+    )
+    if "errors" in row:
+        told += f"; errors {statistics.geometric_mean(row['errors']):.2f}, most {max(row['errors']):.2f}"
+    return told
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("--seconds", type=float, default=60.0, help="for random shapes, after those that are listed")
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this compares GPUs' kernels, and torch sees no GPU here: run it on a machine that has one")
+    seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
+    print(f"seed {seed}", flush=True)
+    listed = []
+    for group, shape, features in LISTED:
+        listed.append({"group": group, **compared(shape, features, whole=True)})
+        print(line(group, listed[-1]), flush=True)
+    draw, end, rows = random.Random(seed), time.monotonic() + options.seconds, list[dict[str, Any]]()  # noqa: S311 - no secrets
+    while time.monotonic() < end:
+        shape = drawn(draw)
+        if shape.steps * shape.batch * shape.hidden <= MOST_ELEMENTS:
+            rows.append(compared(shape, shape.hidden))
+    if rows:
+        print(summary(rows, "nn.GRU"))
+    if options.out is not None:
+        content = {"seed": seed, "environment": environment({}), "listed": listed, "rows": rows}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
