@@ -5,8 +5,8 @@
         output = model(x)
     tuned.nn.replace(model)                      # or its modules changed in place; tuned.nn.restore(model) undoes it
 
-PyTorch's own operators run on a CPU, if a gradient is needed, and for calls that no kernel serves:
-``tuned.explain(module, x)`` tells which, and why. A call whose arguments our checks refuse is passed to PyTorch's module or
+GRUs train with kernels too, where a row of this GPU says that these are faster. PyTorch's own operators run on a CPU, for
+steps that need a gradient, and for calls that no kernel serves: ``tuned.explain(module, x)`` tells which, and why. A call whose arguments our checks refuse is passed to PyTorch's module or
 function, which raises its own error or serves the call.
 """
 

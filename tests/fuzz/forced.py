@@ -45,9 +45,13 @@ def rows(family: str, capability: int = 90) -> tuple[Any, ...]:
     defaults = [
         Row(spec, *_launching(FAMILIES[family], name, spec, sizes, [variant, *(v for v, _ in found)]), None, 0.0, "")
         for _, name, spec, variant, default in texts()
-        if default and name not in named and name != PROBE and isinstance(spec, FAMILIES[family].spec_type)
+        if default and name not in named and name != PROBE and _is_of(FAMILIES[family], name, spec, variant)
     ]
     return (*found.values(), *defaults)
+
+
+def _is_of(family: Family, name: str, spec: Any, variant: Any) -> bool:
+    return isinstance(spec, family.spec_type) and name in family.kernel_names(spec, variant)
 
 
 def _launching(family: Family, name: str, spec: Any, sizes: list[Any], variants: list[Any]) -> tuple[Any, Any]:

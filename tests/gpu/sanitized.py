@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import tests.support.gru_case
+import tests.support.gru_gradients
 import tests.support.gru_sequences
 import tests.support.linear_cat_forms
 import tests.support.rope_case
@@ -33,8 +34,10 @@ from tests.support.run import run
 from tuned.families.choices import choices
 from tuned.families.gru.launches import kernel_name as gru_name
 from tuned.families.gru.launches import launches as gru_launches
-from tuned.families.gru.spec import GruSpec
+from tuned.families.gru.spec import LAYOUTS, GruSpec
 from tuned.families.gru.variant import GruVariant
+from tuned.families.gru_backward.launches import kernel_name as gradient_name
+from tuned.families.gru_backward.launches import launches as gradient_launches
 from tuned.families.gru_cell.launches import kernel_name as cell_name
 from tuned.families.gru_cell.spec import GruCellSpec
 from tuned.families.linear_cat.launches import kernel_name as linear_name
@@ -64,7 +67,7 @@ class Deed:
 
 def deeds() -> list[Deed]:
     """All of them, always in the same order."""
-    return [*_rope(), *_cells(), *_linear(), *_sequences(), *_calls()]
+    return [*_rope(), *_cells(), *_linear(), *_sequences(), *_gradients(), *_calls()]
 
 
 def share(index: int) -> list[Deed]:
@@ -164,6 +167,29 @@ def _sequence(name: str, spec: GruSpec, variant: GruVariant, view: str) -> Deed:
         tests.support.gru_sequences.assert_steps_right(built)
 
     return Deed((name,), launch)
+
+
+def _gradients() -> Iterator[Deed]:
+    """Every text of a gradient, every way to wait that it has, alone and in turn."""
+    for at, (layout, exchange) in enumerate(itertools.product(LAYOUTS, ("counter", "poll", "spin"))):
+        dtype = ("bfloat16", "float32", "float16")[at % 3]
+        spec = GruSpec(dtype, 96, layout, 1 + at % 2)
+        variant = GruVariant("persistent", block_hidden=16, block_batch=8, exchange=exchange, turns=1 + at % 2)
+        if layout != "thd" or exchange == "counter":
+            yield _gradient(spec, variant, ("steps", "rows", "apart")[at % 3])
+
+
+def _gradient(spec: GruSpec, variant: GruVariant, view: str) -> Deed:
+    lengths = {"dense": (4,) * 17, "packed": (4, 3, 1), "thd": (3, 4, 1)}[spec.layout]
+
+    def launch() -> None:
+        built = tests.support.gru_gradients.build(Sequences(spec, lengths, view), "cuda")
+        for step in gradient_launches(spec, variant, built.call):
+            run_step(step, lambda found: run([found]))
+        torch.cuda.synchronize()
+        tests.support.gru_gradients.assert_gradients_right(built)
+
+    return Deed((gradient_name(spec, variant),), launch)
 
 
 def _calls() -> Iterator[Deed]:
