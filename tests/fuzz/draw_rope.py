@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ODDS = (35, 27, 25, 13)
 HEAD_DIMS = (2, 4, 5, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128)
+LIKE = 0.5  # of calls like a row, how many have its positions, and its parts that rotate
 SOURCES = ("freqs", "cos_sin", "cos_sin_cache", "inv_freq")
 REFUSED = (TypeError, ValueError)
 
@@ -80,6 +81,8 @@ def chosen(rng: random.Random, world: World, spec: Any = None, size: Any = None)
     rotated = (
         "first" if spec is not None and spec.plain else rng.choices(("first", "last", "proportional"), (70, 15, 15))[0]
     )
+    if spec is not None and rng.random() < LIKE:
+        rotated = spec.rotated
     if rotated == "proportional" and (interleaved or head_dim % 2):
         rotated = "last"
     if function == "rope_backward":
@@ -112,6 +115,8 @@ def draw(rng: random.Random, world: World, spec: Any = None, size: Any = None) -
         if plain
         else rng.choices(("order", "shifted", "offset", "starts", "ids", "shared"), (35, 14, 12, 14, 15, 10))[0]
     )
+    if spec is not None and not plain and spec.positions == "order" and rng.random() < LIKE:
+        place = "order"
     if packed and place == "shared":
         place = "ids"
     parallel = not plain and "ids" not in place and place != "shared" and rng.random() < 0.2

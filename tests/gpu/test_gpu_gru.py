@@ -209,7 +209,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[[GruVariant], None]:
 
         monkeypatch.setattr(run, "_choose", choose)
         if variant.strategy != "persistent":  # launched for each step, in CUDA graphs only
-            monkeypatch.setattr(run, "_capturing", lambda _device: True)
+            monkeypatch.setattr(run, "capturing", lambda _device: True)
 
     return force
 

@@ -290,8 +290,9 @@ def test_two_streams_train_beside_gemms_that_fill_the_gpu() -> None:
             with torch.cuda.stream(stream):
                 found.append(gradients(ours, x, hx, grads))
     torch.cuda.synchronize()
-    for one in found:
-        assert all(torch.equal(a, b) for a, b in zip(one, wanted, strict=True))
+    for one in found:  # of several streams at once cuBLAS promises no bits
+        for a, b in zip(one, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=0.02, atol=0.02 * b.abs().max().item())
 
 
 def test_sequences_by_their_bounds_some_of_them_empty(served: list[GruCall]) -> None:

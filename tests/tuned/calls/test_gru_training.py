@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from generator.rendering.structures import load
-from tests.support.gru_running import VARIANTS, call_of, interpreted
+from tests.support.gru_running import VARIANTS, B, H, call_of, interpreted
+from tests.support.run import INTERPRETED
 from tuned.calls.gru import eager, run, training
-from tuned.calls.recurrent import serve
+from tuned.calls.recurrent import ops, serve
 from tuned.dispatch import gru
+from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant
 from tuned.families.gru_backward.launches import sequence
 from tuned.launching.rehearsal import Heard, listen
 from tuned.lookup.lookup import Choice
+from tuned.lookup.table import Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +28,10 @@ if TYPE_CHECKING:
     from tuned.calls.gru.arguments import GruCall
     from tuned.families.launch import Launch
 
-pytestmark = pytest.mark.interpreter
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(not INTERPRETED, reason="tests/gpu/test_gpu_gru_training.py has these on a GPU"),
+]
 
 __all__ = ["interpreted"]
 
@@ -282,6 +288,7 @@ def test_the_operator_of_a_gradient_keeps_the_rules_with_kernels_and_without(
     wanted = [True, False, *[True] * len(call.weights)]
     for given in ((torch.ones_like(output), torch.ones_like(h_n)), (None, torch.ones_like(h_n))):
         arguments = (*given, wanted, output, *fixed)
+        assert ops.gru_backward, "registered"
         torch.library.opcheck(torch.ops.tuned.gru_backward.default, arguments, test_utils=CHECKS, atol=1e-3, rtol=1e-3)
         found = torch.ops.tuned.gru_backward(*arguments)
         assert found[1].numel() == 0
@@ -304,3 +311,21 @@ def test_a_thread_that_listens_notes_the_launch_of_a_gradient_and_gets_true_valu
         found = training.gradients(call, output, [True] * len(call.tensors), given)
     assert len(heard.launches) == 1
     assert_alike(found, wanted_of(call, given))
+
+
+def test_short_calls_and_stacks_that_cudnn_runs_side_by_side_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Row(GruSpec("float32", H), GruSize(B, 64), ONE, None, 10.0, "a table", {}, eager_us=20.0)
+    monkeypatch.setattr(training, "_choice", lambda _call: Choice("winner", "", ONE, row))
+    monkeypatch.setattr(run, "why_not", lambda _call: None)
+    for captured in (False, True):
+        monkeypatch.setattr(run, "capturing", lambda _device, captured=captured: captured)
+        least = training.CAPTURED_STEPS if captured else training.CALLED_STEPS
+        for steps, layers, served in (
+            (least - 1, 1, False),
+            (least, 1, True),
+            (least, 2, True),
+            (least, 6, not captured),
+        ):
+            call = call_of("dense", layers)
+            call = dataclasses.replace(call, input=torch.randn(steps, B, call.input.shape[2]))
+            assert (training.why_not(call) is None) == served, (captured, steps, layers)

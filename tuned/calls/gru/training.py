@@ -52,11 +52,12 @@ def why_not(call: GruCall) -> str | None:
 
 def _slower(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice) -> str | None:
     """Why PyTorch's own takes less all the same, or None."""
-    least = CAPTURED_STEPS if run.capturing(call.input.device) else CALLED_STEPS
+    captured = run.capturing(call.input.device)
+    least = CAPTURED_STEPS if captured else CALLED_STEPS
     if size.seq * spec.directions < least:
         return f"{size.seq} steps take PyTorch's own no longer than all that kernels are launched beside"
     row, layers = choice.row, call.num_layers
-    if row is None or layers == 1 or spec.directions > 1:
+    if row is None or layers == 1 or spec.directions > 1 or not captured:  # as a call all of it is the host's time
         return None
     beside = layers / (1 + LAYER_OVER_FIRST * (layers - 1))
     if row.eager_us < LEAD * beside * row.median_us:
