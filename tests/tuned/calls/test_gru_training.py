@@ -329,3 +329,19 @@ def test_short_calls_and_stacks_that_cudnn_runs_side_by_side_are_left(monkeypatc
             call = call_of("dense", layers)
             call = dataclasses.replace(call, input=torch.randn(steps, B, call.input.shape[2]))
             assert (training.why_not(call) is None) == served, (captured, steps, layers)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_below_the_lowest_layer_that_trains_nothing_runs(
+    monkeypatch: pytest.MonkeyPatch, backward: list[Launch]
+) -> None:
+    call = call_of("dense", 3, 1)
+    choose(monkeypatch, ONE)
+    parts = [(*run.spec_of(call, 3), Choice("winner", "", VARIANTS["persistent"]))]
+    monkeypatch.setattr(run, "_parts", lambda _call, **_: parts)
+    leaves = [t.detach().clone().requires_grad_(index >= 2 + 8) for index, t in enumerate(call.tensors)]  # the highest
+    outputs = training.forward(dataclasses.replace(call, input=leaves[0], hx=leaves[1], weights=tuple(leaves[2:])))
+    given = tuple(torch.randn_like(out) for out in outputs)
+    found = torch.autograd.grad(outputs, leaves[10:], given)
+    assert len(backward) == 1
+    assert_alike(found, wanted_of(call, given)[10:])

@@ -73,7 +73,7 @@ def remember_eager(call: GruCall) -> None:
 
 def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
     """The choice for the gradient of a call that ``why_not`` accepts, and the modules of tuned.kernels of both ways."""
-    choice, (_, forward) = _choice(call), run.choice_of(_layer(call, 0))
+    choice, (_, forward) = _choice(call), run.choice_of(call if run.in_one_launch(call) else _layer(call, 0))
     return choice, (*forward, *BACKWARD.kernel_names(run.spec_of(call, 1)[0], choice.variant))
 
 
@@ -137,16 +137,19 @@ def _stack(
     """Gradients of all tensors of a call, from its highest layer to its lowest. ``outputs``: of its layers."""
     each, cells = len(call.weights) // call.num_layers, len(call.hx) // call.num_layers
     grad, grad_h_n = given
-    grad_hx: Grads = []
-    grad_weights: Grads = []
+    grad_hx: Grads = [None] * call.num_layers
+    grad_weights: Grads = [None] * len(call.weights)
     for layer in reversed(range(call.num_layers)):
         one = dataclasses.replace(_layer(call, layer), input=outputs[layer - 1] if layer else call.input)
-        below = wanted[0] or any(wanted[2 : 2 + layer * each]) or bool(layer and wanted[1])
-        own = [below, wanted[1], *wanted[2 + layer * each : 2 + (layer + 1) * each]]
+        weights = slice(layer * each, (layer + 1) * each)
+        below = wanted[0] or bool(layer and (wanted[1] or any(wanted[2 : 2 + weights.start])))
+        own = [below, wanted[1], *wanted[2 + weights.start : 2 + weights.stop]]
         last = None if grad_h_n is None else grad_h_n[layer * cells : (layer + 1) * cells]
-        grad, first, *rest = gradients(one, outputs[layer], own, (grad, last), None if layer else gates)
-        grad_hx.insert(0, first)
-        grad_weights = [*rest, *grad_weights]
+        grad, grad_hx[layer], *grad_weights[weights] = gradients(
+            one, outputs[layer], own, (grad, last), None if layer else gates
+        )
+        if not below:
+            break
     hx = torch.cat(grad_hx) if wanted[1] and len(grad_hx) > 1 else grad_hx[0]  # type: ignore[arg-type]
     return [grad, hx, *grad_weights]
 
