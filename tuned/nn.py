@@ -15,10 +15,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.utils.parametrize
 from torch.nn.utils.rnn import PackedSequence
 
 from tuned import dispatch
@@ -115,6 +117,9 @@ class GRU(torch.nn.RNNBase):
             return output.squeeze(0 if self.batch_first else 1), h_n.squeeze(1)
         return output, h_n
 
+    def _get_name(self) -> str:
+        return _printed(self)
+
 
 class GRUCell(torch.nn.GRUCell):
     """torch.nn.GRUCell; its input may also be a tuple of segments, taken as if concatenated in the last axis."""
@@ -146,8 +151,16 @@ class GRUCell(torch.nn.GRUCell):
         except _ARGUMENTS as error:
             if isinstance(input, tuple) or not was_refused(error):
                 raise
-            return super().forward(input, hx)
+            return torch.nn.GRUCell.forward(self, input, hx)
         return out if batched else out.squeeze(0)
+
+    def _get_name(self) -> str:
+        return _printed(self)
+
+
+def _printed(module: torch.nn.Module) -> str:
+    """What a module is called where a model is printed."""
+    return f"tuned.nn.{type(module).__name__}"
 
 
 def _parameters(module: torch.nn.Module, names: Sequence[str]) -> list[Any] | None:
@@ -430,24 +443,70 @@ def is_patched() -> bool:
 
 
 _SWAPS: dict[type, type] = {torch.nn.GRU: GRU, torch.nn.GRUCell: GRUCell}
+_OURS, _THEIRS = (
+    "_tuned_nn_ours",
+    "_tuned_nn_theirs",
+)  # what a subclass, and the one with our forward, know of each other
 
 
 def replace(model: torch.nn.Module) -> torch.nn.Module:
     """Turn every torch.nn.GRU and torch.nn.GRUCell in a model, itself included, into tuned's, in place; returns the model.
 
-    Parameters, buffers and hooks stay as they are. Subclasses of the two are left alone. torch.jit.script compiles
-    torch.nn's modules instead, and leaves those in the model: call ``replace`` again after it.
+    Parameters, buffers, hooks and parametrizations stay as they are. A subclass that keeps PyTorch's forward stays a subclass, and
+    gets ours. One that has a forward of its own is left alone, with a warning that names it; so is a model without either of the
+    two. torch.jit.script compiles torch.nn's modules instead, and leaves those in the model: call ``replace`` again after it.
     """
-    return _swap(model, _SWAPS)
+    left, found = [], 0
+    for name, module in model.named_modules():
+        kind = type(module)
+        if _THEIRS in vars(kind) or isinstance(module, (GRU, GRUCell)):
+            found += 1
+        elif isinstance(module, (torch.nn.GRU, torch.nn.GRUCell)):
+            if (ours := _ours(kind)) is None:
+                left.append(f"{name or 'the model'} ({kind.__qualname__})")
+            else:
+                module.__class__ = ours
+                found += 1
+    if left:
+        warnings.warn(
+            f"tuned.nn.replace left {', '.join(left)} as it is: a class with a forward of its own may do anything there. Call "
+            "tuned.nn.GRU in that forward, or run it inside tuned.nn.patched()",
+            stacklevel=2,
+        )
+    elif not found:
+        warnings.warn(
+            f"tuned.nn.replace found no torch.nn.GRU or GRUCell in {type(model).__qualname__}: what calls torch.gru itself runs on "
+            "kernels inside tuned.nn.patched()",
+            stacklevel=2,
+        )
+    return model
 
 
 def restore(model: torch.nn.Module) -> torch.nn.Module:
     """Undo ``replace``: turn every tuned.nn.GRU and GRUCell into torch.nn's; returns the model."""
-    return _swap(model, {ours: theirs for theirs, ours in _SWAPS.items()})
-
-
-def _swap(model: torch.nn.Module, to: dict[type, type]) -> torch.nn.Module:
+    back = {ours: theirs for theirs, ours in _SWAPS.items()}
     for module in model.modules():
-        if type(module) in to:
-            module.__class__ = to[type(module)]
+        kind = type(module)
+        module.__class__ = vars(kind).get(_THEIRS, back.get(kind, kind))
     return model
+
+
+def _ours(kind: Any) -> type | None:
+    """The class that a module of a class of torch.nn's gets, or None if it has a forward of its own."""
+    theirs: Any = torch.nn.GRU if issubclass(kind, torch.nn.GRU) else torch.nn.GRUCell
+    if kind is theirs:
+        return _SWAPS[theirs]
+    if kind.forward is not theirs.forward:
+        return None
+    if _OURS not in vars(kind):
+        own: dict[str, Any]
+        if vars(kind).get("__module__") == torch.nn.utils.parametrize.__name__:
+            # torch.nn.utils.parametrize makes a class for each module, and takes its first base when it undoes that.
+            base: Any = _ours(kind.__bases__[0])
+            own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+        else:
+            base, ours = kind, vars(_SWAPS[theirs])
+            own = {"forward": ours["forward"], "_get_name": ours["_get_name"], "__module__": kind.__module__}
+            own["__prepare_scriptable__"] = functools.partialmethod(_twin, kind)
+        setattr(kind, _OURS, type(kind.__name__, (base,), {**own, _THEIRS: kind}))
+    return vars(kind)[_OURS]  # type: ignore[no-any-return]

@@ -68,7 +68,7 @@ def test_a_module_gives_what_pytorchs_gives_and_says_why_it_is_eager(
     theirs, ours = pair(FEATURES, H, layers, bias, first, bidirectional=both, dtype=dtype)
     x = packed(dtype) if packs else torch.randn((B, T, FEATURES) if first else (T, B, FEATURES), dtype=dtype)
     hx = torch.randn(layers * (2 if both else 1), H, B, dtype=dtype).transpose(1, 2)  # not contiguous
-    assert repr(ours) == repr(theirs)
+    assert repr(ours) == f"tuned.nn.{theirs!r}"
     assert_same(ours(x), theirs(x))
     with torch.no_grad():
         assert_same(ours(x, hx), theirs(x, hx))
@@ -332,7 +332,7 @@ def test_what_looks_at_operators_finds_pytorchs(kernels: list[GruCall]) -> None:
 def test_a_cell_gives_what_pytorchs_gives(bias: bool, batch: tuple[int, ...]) -> None:
     theirs, ours = torch.nn.GRUCell(FEATURES, H, bias), tuned.nn.GRUCell(FEATURES, H, bias)
     ours.load_state_dict(theirs.state_dict())
-    assert repr(ours) == repr(theirs)
+    assert repr(ours) == f"tuned.nn.{theirs!r}"
     x, hx = torch.randn(*batch, FEATURES), torch.randn(*batch, H)
     assert_same([ours(x), ours(x, hx)], [theirs(x), theirs(x, hx)])
     assert_same([ours(x.split((1, 3, 2), -1), hx)], [theirs(x, hx)])
@@ -417,6 +417,52 @@ def test_other_forms_of_the_patched_functions_are_pytorchs() -> None:
             batch_first=False,
         )  # fmt: skip
     assert_same([gru_cell(x, h, *weights), whole[0][0]], [found, found])
+
+
+class Kept(torch.nn.GRU):
+    """A subclass that keeps PyTorch's forward."""
+
+    def told(self) -> str:
+        return super().extra_repr()
+
+
+class Otherwise(torch.nn.GRUCell):
+    """A subclass that has a forward of its own."""
+
+    def forward(self, input: torch.Tensor, hx: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002 - its name there
+        return super().forward(input, hx)
+
+
+def test_subclasses_and_parametrized_modules_are_replaced_too(kernels: list[GruCall]) -> None:
+    model = torch.nn.ModuleList([torch.nn.GRU(FEATURES, H), Kept(FEATURES, H)])
+    torch.nn.utils.parametrizations.weight_norm(model[0], "weight_hh_l0")
+    x, kinds = torch.randn(T, B, FEATURES), [type(m) for m in model]
+    with torch.no_grad():
+        wanted = [m(x)[0] for m in model]
+        tuned.nn.replace(tuned.nn.replace(model))
+        torch.testing.assert_close([m(x)[0] for m in model], wanted)
+        assert len(kernels) == 2
+        assert isinstance(model[0], tuned.nn.GRU)
+        assert isinstance(model[1], Kept)
+        assert (model[1].told(), repr(model[1])) == (f"{FEATURES}, {H}", f"tuned.nn.Kept({FEATURES}, {H})")
+        assert "tuned.nn.ParametrizedGRU" in repr(model)
+        tuned.nn.restore(model)
+        assert [type(m) for m in model] == kinds
+        tuned.nn.replace(model)
+        torch.nn.utils.parametrize.remove_parametrizations(model[0], "weight_hh_l0")
+        assert type(model[0]) is tuned.nn.GRU
+        torch.testing.assert_close(model[0](x)[0], wanted[0])
+
+
+def test_what_is_not_replaced_is_told() -> None:
+    own = torch.nn.Sequential(Otherwise(FEATURES, H))
+    with pytest.warns(
+        UserWarning, match=r"left 0 \(Otherwise\) as it is: a class with a forward of its own .* tuned.nn.patched"
+    ):
+        tuned.nn.replace(own)
+    assert type(own[0]) is Otherwise
+    with pytest.warns(UserWarning, match="found no torch.nn.GRU or GRUCell in Linear: what calls torch.gru itself"):
+        tuned.nn.replace(torch.nn.Linear(2, 2))
 
 
 def test_modules_are_replaced_in_place_and_restored(kernels: list[GruCall]) -> None:
