@@ -123,7 +123,7 @@ def test_one_of_both_results_may_be_all_that_has_a_gradient(monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("backward")
-@pytest.mark.parametrize("strides", ["expanded", "transposed", "sliced"])
+@pytest.mark.parametrize("strides", ["expanded", "transposed", "sliced", "misaligned", "negative"])
 def test_the_gradient_of_the_output_may_have_any_strides(monkeypatch: pytest.MonkeyPatch, strides: str) -> None:
     call = call_of()
     choose(monkeypatch, ONE)
@@ -133,9 +133,39 @@ def test_the_gradient_of_the_output_may_have_any_strides(monkeypatch: pytest.Mon
         "expanded": torch.randn(1, 1, 1).expand(output.shape),
         "transposed": torch.randn(width, batch, steps).permute(2, 1, 0),
         "sliced": torch.randn(steps, batch, 2 * width)[..., ::2],
+        "misaligned": torch.randn(output.numel() + 1)[1:].view(output.shape),
+        "negative": torch.complex(torch.zeros(output.shape), torch.randn(output.shape)).conj().imag,
     }[strides]
+    assert grad.is_neg() == (strides == "negative")
     found = training.gradients(call, output, [True] * len(call.tensors), (grad, None))
     assert_alike(found, wanted_of(call, (grad, None)))
+
+
+@pytest.mark.usefixtures("backward")
+@pytest.mark.parametrize("batch", [1, 3])
+def test_inputs_states_and_weights_may_have_any_strides(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    """What a convolution, a transpose, a slice and an expand leave; and batches of one, whose strides mean nothing."""
+    call = call_of(directions=2)
+    choose(monkeypatch, ONE)
+
+    def apart(t: torch.Tensor, index: int) -> torch.Tensor:
+        if t.dim() == 1:
+            return torch.stack((t, t), 1)[:, 0]
+        ways = (
+            lambda: t.t().contiguous().t(),
+            lambda: torch.cat((t, t), 1)[:, : t.shape[1]],
+            lambda: torch.cat((t[:1], t))[1:],
+        )
+        return ways[index % 3]()
+
+    steps, _, features = call.input.shape
+    x = torch.randn(batch, features + 1, steps).permute(2, 0, 1)[..., 1:]
+    hx = torch.randn(call.hx.shape[0], 1, call.hx.shape[2]).expand(-1, batch, -1)
+    weights = tuple(apart(w, index) for index, w in enumerate(call.weights))
+    call = dataclasses.replace(call, input=x, hx=hx, weights=weights)
+    output, h_n = eager.gru(call)
+    given = torch.randn_like(output), torch.randn_like(h_n)
+    assert_alike(training.gradients(call, output, [True] * len(call.tensors), given), wanted_of(call, given))
 
 
 @pytest.mark.usefixtures("backward")

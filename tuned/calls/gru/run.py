@@ -169,7 +169,7 @@ def _parts(call: GruCall, *, captured: bool | None = None) -> list[tuple[GruSpec
     ``captured``: in a CUDA graph; by default if one is being captured.
     """
     gpu = gpu_of(call.input.device)
-    limit = () if (found := residents.allowed(call.input.device.index or 0)) is None else (found,)
+    limit = limit_of(call.input.device)
     captured = capturing(call.input.device) if captured is None else captured
     if call.num_layers > 1 and not call.bidirectional and not call.dropout:
         spec, size = spec_of(call, call.num_layers)
@@ -186,6 +186,12 @@ def _parts(call: GruCall, *, captured: bool | None = None) -> list[tuple[GruSpec
                 choice, f"PyTorch's own runs {call.num_layers} layers side by side, in about {theirs_us:.4g} us"
             )
     return [(spec, size, choice)] * call.num_layers
+
+
+def limit_of(device: torch.device) -> tuple[int, ...]:
+    """The number of programs that may wait for each other on a part of the GPU; empty for all of it."""
+    found = residents.allowed(device.index or 0)
+    return () if found is None else (found,)
 
 
 def capturing(device: torch.device) -> bool:

@@ -19,6 +19,7 @@ import torch
 from tuned.calls.gru import eager, run
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.plan import leave
+from tuned.families.gru.model import LAYER_OVER_FIRST
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru_backward import FAMILY as BACKWARD
 from tuned.families.gru_backward.launches import PARTS, RecurrenceGradient, counters_needed
@@ -28,14 +29,12 @@ from tuned.launching.plan import launch_known
 from tuned.launching.rehearsal import NotedError, listening
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of
-from tuned.lookup.lookup import Choice, Gpu, choose
+from tuned.lookup.lookup import LEAD, Choice, Gpu, choose
 
 Grads = list[torch.Tensor | None]
 
 # Of fewer steps a call is the host's time, most of which does not depend on them; in a graph, that of some 20 launches.
 CALLED_STEPS, CAPTURED_STEPS = 48, 8
-LAYER_OVER_FIRST = 0.2  # cuDNN runs the layers of a stack side by side: what one more takes, of the first
-LEAD = 1.05
 
 
 def why_not(call: GruCall) -> str | None:
@@ -242,7 +241,8 @@ def _tensors(  # noqa: PLR0913 - what a launch takes
 ) -> RecurrenceGradient:
     """The tensors of a layer as its kernel takes them. ``of_tokens``: gates of x and of h, states before, gradients."""
     turned = call.batch_first and spec.dense
-    grad_output, grad_h_n = given
+    # A kernel reads memory, where a negative view has the other sign.
+    grad_output, grad_h_n = (None if grad is None else grad.resolve_neg() for grad in given)
     width = spec.directions * spec.hidden
     shape = (*call.input.shape[:-1], width)
     if grad_output is None:  # one row of zeros for all tokens
@@ -334,8 +334,7 @@ def _grad_weights(
 
 
 def _choice(call: GruCall) -> Choice:
-    limit = () if (found := residents.allowed(call.input.device.index or 0)) is None else (found,)
-    return _choose(*run.spec_of(call, 1), gpu_of(call.input.device), *limit)
+    return _choose(*run.spec_of(call, 1), gpu_of(call.input.device), *run.limit_of(call.input.device))
 
 
 @functools.lru_cache(maxsize=misses.MAX_CHOICES)
