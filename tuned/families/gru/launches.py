@@ -6,11 +6,11 @@ import dataclasses
 from typing import Any, ClassVar
 
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru.variant import GruVariant, alone, pieces, programs
+from tuned.families.gru.variant import GruVariant, alone, pieces, programs, sets_of
 from tuned.families.gru_cell.launches import GruCellCall, gates_launch, gates_name
 from tuned.families.gru_cell.spec import GruCellSpec
 from tuned.families.gru_cell.variant import gates_variant
-from tuned.families.launch import Copy, Fill, Launch, Product, Step, ceil_div, check_rows
+from tuned.families.launch import Copy, Fill, Launch, Product, Step, check_rows
 
 COUNTER_STRIDE = 32  # int32 elements, 128 bytes: each counter has its own cache line
 
@@ -111,10 +111,10 @@ def sequence(spec: GruSpec, variant: GruVariant, call: Recurrence, begin: int, e
     biases = (call.bias_ih, call.bias_hh) if spec.bias else ()
     first, second, third = pieces(spec.hidden, variant.splits)
     turns = variant.in_turn
-    sets = ceil_div(ceil_div(call.batch, variant.block_batch), variant.turns)
+    size = GruSize(call.batch, call.seq)
     return Launch(
         kernel=kernel_name(spec, variant),
-        programs=programs(spec, GruSize(call.batch, call.seq), variant),
+        programs=programs(spec, size, variant),
         arguments=(
             call.gates,
             *((call.weight_ih,) if spec.stacked else ()),
@@ -129,7 +129,7 @@ def sequence(spec: GruSpec, variant: GruVariant, call: Recurrence, begin: int, e
             *((call.starts, call.lengths) if not spec.dense else (call.h_0, call.h_0) if turns else ()),
             call.batch,
             call.seq,
-            *((sets,) if turns else ()),
+            *((sets_of(size, variant),) if turns else ()),
             begin,
             end,
             call.gates.stride(0),

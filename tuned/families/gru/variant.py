@@ -114,8 +114,12 @@ def pieces(hidden: int, splits: int) -> tuple[int, int, int]:
 
 def programs(spec: GruSpec, size: GruSize, variant: GruVariant) -> int:
     """Programs of one launch: tiles of units, what takes the tiles of rows, and that for each layer and direction."""
-    sets = ceil_div(ceil_div(size.batch, variant.block_batch), variant.turns)
-    return ceil_div(spec.hidden, variant.block_hidden) * sets * spec.layers * spec.directions
+    return ceil_div(spec.hidden, variant.block_hidden) * sets_of(size, variant) * spec.layers * spec.directions
+
+
+def sets_of(size: GruSize, variant: GruVariant) -> int:
+    """Programs that share out the tiles of rows, for each tile of units, layer and direction."""
+    return ceil_div(ceil_div(size.batch, variant.block_batch), variant.turns)
 
 
 def alone(spec: GruSpec, variant: GruVariant) -> bool:
@@ -174,7 +178,10 @@ def rejection(  # noqa: PLR0911 - one return per rule
         and (reason := exchange_rejection(spec, variant, capability, pieces(spec.hidden, variant.splits))) is not None
     ):
         return reason
-    return None if size is None else _size_rejection(spec, size, variant, multiprocessors)
+    if size is None:
+        return None
+    held = None if variant.strategy == "steps" else multiprocessors  # of a launch a step any number of programs
+    return size_rejection(spec, size, variant, held, waits=not alone(spec, variant))
 
 
 def exchange_rejection(spec: GruSpec, variant: GruVariant, capability: int, widths: tuple[int, ...]) -> str | None:
@@ -194,22 +201,25 @@ def exchange_rejection(spec: GruSpec, variant: GruVariant, capability: int, widt
     return None
 
 
-def _size_rejection(spec: GruSpec, size: GruSize, variant: GruVariant, multiprocessors: int | None) -> str | None:
+def size_rejection(
+    spec: GruSpec, size: GruSize, variant: GruVariant, multiprocessors: int | None, *, waits: bool
+) -> str | None:
+    """Why a tile is not tried at a size, on so many multiprocessors if given, or None; ``waits``: programs do, for each other."""
     if variant.block_batch > max(SMALLEST, next_power_of_2(size.batch)):
         return f"block_batch={variant.block_batch} would leave half of its rows empty with a batch of {size.batch}"
-    if multiprocessors is None or variant.strategy == "steps":
+    if multiprocessors is None:
         return None
     count = programs(spec, size, variant)
-    if variant.in_turn and (reason := turns_rejection(spec, size, variant, multiprocessors)) is not None:
+    if variant.in_turn and (reason := _turns_rejection(spec, size, variant, multiprocessors)) is not None:
         return reason
-    if count > multiprocessors and not alone(spec, variant):
+    if count > multiprocessors and waits:
         return f"{count} programs wait for each other, and {multiprocessors} multiprocessors may hold no more than one each"
     if count * FEWEST <= multiprocessors and max(variant.block_hidden, variant.block_batch) > SMALLEST:
         return f"{count} programs leave most of {multiprocessors} multiprocessors idle, and smaller tiles are more"
     return None
 
 
-def turns_rejection(spec: GruSpec, size: GruSize, variant: GruVariant, multiprocessors: int) -> str | None:
+def _turns_rejection(spec: GruSpec, size: GruSize, variant: GruVariant, multiprocessors: int) -> str | None:
     """More turns than needed leave multiprocessors without a program."""
     fewer = max(turns for turns in choices(GruVariant)["turns"] if turns < variant.turns)
     count = programs(spec, size, dataclasses.replace(variant, turns=fewer))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from tuned.families.gru.launches import COUNTER_STRIDE
+from tuned.families.gru.launches import counters_needed
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru.variant import GruVariant, programs
-from tuned.families.gru_backward.variant import alone, pieces, sets_of
+from tuned.families.gru.variant import GruVariant, programs, sets_of
+from tuned.families.gru_backward.variant import alone, pieces
 from tuned.families.launch import Fill, Launch, Step, check_rows
+
+__all__ = ["PARTS", "RecurrenceGradient", "counters_needed", "kernel_names", "launches"]
 
 PARTS = 4  # gradients of a unit of a token: for each of the gates, and n's twice
 
@@ -37,14 +39,9 @@ class RecurrenceGradient:
     bias_ih: Any = None  # [D, 3 * hidden]
     bias_hh: Any = None
     states: Any = None  # float32 [D, B, hidden], for variants that take tiles in turn, and for launches of some steps
-    counters: Any = None  # int32 [COUNTER_STRIDE * tiles of rows]
+    counters: Any = None  # int32 [counters_needed(spec, batch)]
     starts: Any = None  # packed: int64 [T], first row of each step; thd: int32 [B + 1], first token of each sequence
     lengths: Any = None  # int32 [B]
-
-
-def counters_needed(spec: GruSpec, batch: int) -> int:
-    """Elements of ``counters`` that suffice for every variant."""
-    return COUNTER_STRIDE * spec.directions * -(-batch // 8)
 
 
 def kernel_name(spec: GruSpec, variant: GruVariant) -> str:

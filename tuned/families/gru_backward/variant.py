@@ -11,16 +11,16 @@ from tuned.families.choices import choices
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import (
     CORE_KNOBS,
-    FEWEST,
     MAX_LOAD,
     MIN_PART,
     PTX_EXCHANGES,
     SMALLEST,
     SPIN_CAPABILITY,
     GruVariant,
+    adapt,
     exchange_rejection,
     programs,
-    turns_rejection,
+    size_rejection,
 )
 from tuned.families.launch import ceil_div, next_power_of_2
 from tuned.families.products import WAVE
@@ -82,7 +82,7 @@ def rejection(
     reason = reason or exchange_rejection(spec, variant, capability, pieces(spec, variant.splits))
     if reason is not None or size is None:
         return reason
-    return _size_rejection(spec, size, variant, multiprocessors)
+    return size_rejection(spec, size, variant, multiprocessors, waits=not alone(spec, variant))
 
 
 def _text_rejection(spec: GruSpec, variant: GruVariant) -> str | None:
@@ -113,21 +113,6 @@ def _tile_rejection(spec: GruSpec, variant: GruVariant, capability: int) -> str 
     registers = variant.block_batch * sum(pieces(spec, variant.splits)) * spec.item / 4 / threads
     if registers > MAX_MESSAGE:
         return f"a message of {variant.block_batch} rows needs {registers:.0f} registers of a thread, and {MAX_MESSAGE} are left"
-    return None
-
-
-def _size_rejection(spec: GruSpec, size: GruSize, variant: GruVariant, multiprocessors: int | None) -> str | None:
-    if variant.block_batch > max(SMALLEST, next_power_of_2(size.batch)):
-        return f"block_batch={variant.block_batch} would leave half of its rows empty with a batch of {size.batch}"
-    if multiprocessors is None:
-        return None
-    count = programs(spec, size, variant)
-    if variant.in_turn and (reason := turns_rejection(spec, size, variant, multiprocessors)) is not None:
-        return reason
-    if count > multiprocessors and not alone(spec, variant):
-        return f"{count} programs wait for each other, and {multiprocessors} multiprocessors may hold no more than one each"
-    if count * FEWEST <= multiprocessors and max(variant.block_hidden, variant.block_batch) > SMALLEST:
-        return f"{count} programs leave most of {multiprocessors} multiprocessors idle, and smaller tiles are more"
     return None
 
 
@@ -183,11 +168,6 @@ def doubt(row: GruSpec, spec: GruSpec, _size: GruSize, octaves: float) -> str | 
     return None
 
 
-def adapt(variant: GruVariant, _spec: GruSpec, _to: GruSpec) -> GruVariant:
-    """A variant that was tuned for one spec, adapted to another: as it is. ``fit`` knows the card, which rules ask for."""
-    return variant
-
-
 def fit(variant: GruVariant, spec: GruSpec, capability: int) -> GruVariant:
     """The variant for a spec on another architecture: without inline PTX where that cannot be, in smaller tiles until it fits."""
     if spec.thd:
@@ -198,8 +178,3 @@ def fit(variant: GruVariant, spec: GruSpec, capability: int) -> GruVariant:
     while rejection(spec, None, variant, capability) is not None and variant.block_hidden > SMALLEST:
         variant = dataclasses.replace(variant, block_hidden=variant.block_hidden // 2)
     return variant
-
-
-def sets_of(size: GruSize, variant: GruVariant) -> int:
-    """Programs that share out the tiles of rows, for each tile of units and direction."""
-    return ceil_div(ceil_div(size.batch, variant.block_batch), variant.turns)
