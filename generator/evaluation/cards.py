@@ -11,7 +11,7 @@ import concurrent.futures
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tuned.families.choices import undeclared
@@ -98,9 +98,9 @@ def cards_named(names: str | None) -> list[Target]:
     return [target_named(name.strip()) for name in names.split(",") if name.strip()]
 
 
-def drawn(count: int, seed: int) -> list[Problem]:
-    """So many problems, each family in turn; the same seed, the same problems."""
-    works, draw = list(WORKLOADS.values()), random.Random(seed)  # noqa: S311 - shapes, no secrets
+def drawn(count: int, seed: int, families: Mapping[str, Workload] | None = None) -> list[Problem]:
+    """So many problems, each family in turn, of all or of these; the same seed, the same problems."""
+    works, draw = list((families or WORKLOADS).values()), random.Random(seed)  # noqa: S311 - shapes, no secrets
     return [_drawn(works[i % len(works)], draw) for i in range(count)]
 
 

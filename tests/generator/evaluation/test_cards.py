@@ -89,10 +89,22 @@ def test_a_card_is_its_architecture_and_processors_whatever_it_is_called() -> No
 
 
 @pytest.mark.parametrize("target", cards_named(None), ids=lambda t: t.device)
-def test_every_choice_is_legal_and_one_launch_is_offered(target: Any) -> None:
-    card = look(target, 30, 5, FakeCompiler(fits))
+def test_every_choice_of_a_gradient_is_legal(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = {"gru_backward": WORKLOADS["gru_backward"]}
+    monkeypatch.setattr(cards, "drawn", lambda count, seed: drawn(count, seed, gradients))
+    card = look(target, 24, 0, FakeCompiler(fits))
     assert card.wrong == []
-    assert len(card.asked) == 30
+    assert {a.problem.family for a in card.asked} == {"gru_backward"}
+    assert card.kernels, "PyTorch's own is no answer to all of them"
+
+
+@pytest.mark.parametrize("target", cards_named(None), ids=lambda t: t.device)
+def test_every_choice_is_legal_and_one_launch_is_offered(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = {name: work for name, work in WORKLOADS.items() if name != "gru_backward"}
+    monkeypatch.setattr(cards, "drawn", lambda count, seed: drawn(count, seed, forward))
+    card = look(target, 24, 0, FakeCompiler(fits))
+    assert card.wrong == []
+    assert len(card.asked) == 24
     assert len(card.kernels) == card.distinct > 12
     assert {a.way for a in card.asked if a.problem.family == "gru"} <= {ONE_LAUNCH, LIBRARY}
 
