@@ -12,10 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 import tuned.dispatch
 import tuned.nn
+from generator.families.gru_backward.reference import inputs
 from tests.support import pairwise
 from tuned.calls.gru import training
 from tuned.calls.gru.arguments import GruCall
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru_backward.launches import launches
 from tuned.families.gru_backward.variant import default_variant, fit
+from tuned.launching.launcher import run_steps
 from tuned.lookup.lookup import Choice
 
 if TYPE_CHECKING:
@@ -273,6 +277,26 @@ def test_twenty_thousand_steps() -> None:
     hx = torch.zeros(1, 2, 64, device="cuda")
     for a, b in zip(gradients(theirs, x, hx, grads), gradients(ours, x, hx, grads), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * a.abs().max().item())
+
+
+def test_launches_on_two_streams_beside_gemms_give_the_bits_of_one() -> None:
+    """The kernel alone, since cuBLAS promises no bits where several streams are active: what waits for messages must not race."""
+    spec, size = GruSpec("bfloat16", 256), GruSize(32, 50)
+    variant = fit(default_variant(spec, size), spec, training.gpu_of(torch.device("cuda:0")).capability)
+    calls = [inputs(spec, size, "cuda", 0) for _ in range(3)]
+    streams, large = [torch.cuda.Stream() for _ in range(3)], torch.randn(8192, 8192, device="cuda").bfloat16()
+    run_steps(launches(spec, variant, calls[2]))
+    torch.cuda.synchronize()
+    for _ in range(20):
+        with torch.cuda.stream(streams[2]):
+            torch.mm(large, large)
+        for stream, call in zip(streams, calls[:2], strict=False):
+            with torch.cuda.stream(stream):
+                run_steps(launches(spec, variant, call))
+        torch.cuda.synchronize()
+        for call in calls[:2]:
+            assert torch.equal(call.out.view(torch.int16), calls[2].out.view(torch.int16))
+            assert torch.equal(call.grad_h_0, calls[2].grad_h_0)
 
 
 def test_two_streams_train_beside_gemms_that_fill_the_gpu() -> None:
