@@ -2,7 +2,8 @@
 
 A step is the forward and the gradients of the input and of all weights, without an optimizer. First a list of shapes, each
 held against its bar: times as a call and in a CUDA graph, the error of each gradient beside nn.GRU's own (root mean square
-against float64), and the peak of memory. Then shapes drawn as in benchmarks.random_gru, until the seconds are over.
+against float64), and the peak of memory. Then some of these with the state reset before one step in a hundred, against none
+and against sequences cut there for nn.GRU. Then shapes drawn as in benchmarks.random_gru, until the seconds are over.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import tuned
 import tuned.nn
 from benchmarks.random_gru import Shape, call_us, captured, drawn, graph_us, in_turns, summary
 from benchmarks.record import environment
+from tuned.calls.gru import eager
+from tuned.calls.gru.arguments import gru_call
 
 MOST_ELEMENTS = 2**25  # of the output of a shape that is drawn
 MOST_EXACT = 2**22  # of the output of all layers, up to which float64 is computed beside
@@ -57,6 +60,9 @@ LISTED = (
     ("models", _shape(64, 16, 600), 600),  # a world model
     ("models", _shape(128, 128, 256), 256),  # a recurrent policy
 )
+
+RESET_ODDS, RESET_BAR = 0.01, 1.05  # steps that are marked; time with them, of that without
+RESET_SHAPES = ((_shape(512, 32, 512), 512), (_shape(512, 64, 1024), 1024), (_shape(128, 128, 256), 256))
 
 
 class Pair:
@@ -97,6 +103,39 @@ class Pair:
             return torch.autograd.grad(out if self.lengths is None else out.data, tensors, self.grad)
 
         return run
+
+
+def with_resets(shape: Shape, features: int) -> dict[str, Any]:
+    """Our module with and without resets, and torch.nn.GRU over the pieces that they leave."""
+    pair = Pair(shape, features)
+    marks = torch.rand(shape.steps, shape.batch, device="cuda") < RESET_ODDS
+    tensors = [pair.data, *pair.ours.parameters()]
+    checked = gru_call(pair.data, pair.data.new_zeros(1, shape.batch, shape.hidden), tensors[1:], resets=marks)
+
+    def run(resets: torch.Tensor | None) -> Any:
+        return lambda: torch.autograd.grad(pair.ours(pair.data, resets=resets)[0], tensors, pair.grad)
+
+    def cut() -> Any:
+        return torch.autograd.grad(eager.gru(checked)[0], tensors, pair.grad)
+
+    plain, reset = run(None), run(marks)
+    found: dict[str, Any] = {**dataclasses.asdict(shape), "features": features, "marks": int(marks.sum())}
+    scale = max(float(t.float().abs().max()) for t in cut())
+    pairs = zip(cut(), reset(), strict=True)
+    found["apart"] = max(float((a.float() - b.float()).abs().max()) for a, b in pairs) / scale
+    found["plain_us"], found["resets_us"] = in_turns(plain, reset, call_us)
+    found["cut_us"] = call_us(cut)
+    found["plain_graph_us"], found["resets_graph_us"] = in_turns(captured(plain), captured(reset), graph_us)
+    return found
+
+
+def reset_line(row: dict[str, Any]) -> str:
+    """A row of ``with_resets`` beside its bar."""
+    call, graph = row["resets_us"] / row["plain_us"], row["resets_graph_us"] / row["plain_graph_us"]
+    return (
+        f"resets, {row['steps']} steps of {row['batch']} x {row['hidden']}: call {call:.3f}, graph {graph:.3f} of none (bar "
+        f"{RESET_BAR}); nn.GRU over {row['marks']} pieces more {row['cut_us'] / row['resets_us']:.2f} times ours"
+    )
 
 
 def errors(pair: Pair) -> list[float]:
@@ -171,6 +210,8 @@ def main() -> None:
     for group, shape, features in LISTED:
         listed.append({"group": group, **compared(shape, features, whole=True)})
         print(line(group, listed[-1]), flush=True)
+    resets = [with_resets(*shape) for shape in RESET_SHAPES]
+    print("\n".join(map(reset_line, resets)), flush=True)
     draw, end, rows = random.Random(seed), time.monotonic() + options.seconds, list[dict[str, Any]]()  # noqa: S311 - no secrets
     while time.monotonic() < end:
         shape = drawn(draw)
@@ -179,7 +220,7 @@ def main() -> None:
     if rows:
         print(summary(rows, "nn.GRU"))
     if options.out is not None:
-        content = {"seed": seed, "environment": environment({}), "listed": listed, "rows": rows}
+        content = {"seed": seed, "environment": environment({}), "listed": listed, "resets": resets, "rows": rows}
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

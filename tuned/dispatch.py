@@ -42,7 +42,7 @@ import torch
 from tuned.calls.gru import plan as gru_plan
 from tuned.calls.gru.arguments import gru_call
 from tuned.calls.gru_cell import run as gru_cell_run
-from tuned.calls.gru_cell.arguments import checked_cell
+from tuned.calls.gru_cell.arguments import checked_cell, reset_rows
 from tuned.calls.linear_cat import run as linear_cat_run
 from tuned.calls.linear_cat.arguments import check_linear_cat
 from tuned.calls.recurrent import serve
@@ -289,6 +289,7 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
     bias_hh: torch.Tensor | None = None,
     *,
     inplace: bool = False,
+    resets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One step of a GRU, as torch.nn.GRUCell computes it: two library GEMMs and one kernel for the gates.
 
@@ -300,6 +301,7 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
         bias_ih: ``[3 * hidden]``, or None together with
         bias_hh: ``[3 * hidden]``.
         inplace: overwrite h and return it; safe because both products have read it before the gates start.
+        resets: bool ``[batch]``, on the device of h: the rows whose state is taken as 0.
 
     Returns:
         The next hidden state ``[batch, hidden]``, or h itself in place. If a gradient is needed, eager PyTorch computes it.
@@ -308,7 +310,9 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
         TypeError, ValueError: an argument is not allowed; nothing has been written.
         RuntimeError: h cannot be overwritten without losing a gradient; nothing has been written.
     """
-    if not torch.compiler.is_dynamo_compiling():
+    if resets is not None and not inplace:
+        h = h.masked_fill(reset_rows(h, resets), 0)
+    if (resets is None or not inplace) and not torch.compiler.is_dynamo_compiling():
         known = gru_cell_run.known(x, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace)
         if known is not None:
             return known  # type: ignore[no-any-return]
@@ -317,6 +321,8 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
         refuse_overwrite(h)
         if torch.is_grad_enabled() and any(t.requires_grad for t in serve.present(*segments, *given)):
             raise RuntimeError("h is overwritten, and its old value is needed for a gradient; use inplace=False")
+        if resets is not None:
+            h.masked_fill_(reset_rows(h, resets), 0)
     if serve.by_operator((*segments, *given)):
         from tuned.calls.recurrent import traced  # noqa: PLC0415 - registering operators takes 10 ms, and only this path needs them
 
@@ -343,6 +349,7 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     recompute: bool = False,
+    resets: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A GRU over whole sequences, as torch.nn.GRU computes it (gates r, z, n; reset after the product).
 
@@ -366,6 +373,9 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
         max_seqlen: at least the longest length; with cu_seqlens.
         recompute: with a gradient, multiply the input by its weights once more in the backward, and keep 3 * D * H values
             less of each step until then.
+        resets: bool, ``[T, B]``, ``[B, T]`` batch_first or ``[rows]`` packed, on the device of input, any strides: the
+            state of every layer is 0 before the steps that are marked, as if a new sequence began there; the direction
+            that goes backwards is cut between the same two steps. A mark at a sequence's first step drops its hx.
 
     Returns:
         output, ``[T, B, D * H]``, ``[B, T, D * H]`` or ``[rows, D * H]``, and h_n ``[L * D, B, H]``, in the dtype of
@@ -378,6 +388,7 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
     if (
         batch_sizes is None
         and cu_seqlens is None
+        and resets is None
         and not (dropout and training)
         and not torch.compiler.is_dynamo_compiling()
     ):
@@ -398,8 +409,9 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
         recompute=recompute,
+        resets=resets,
     )
-    if serve.by_operator(call.tensors):
+    if serve.by_operator((*call.tensors, resets)):
         from tuned.calls.recurrent import traced  # noqa: PLC0415
 
         return traced.gru(call)

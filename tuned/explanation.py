@@ -106,5 +106,6 @@ def _of_module(module: Any, *args: Any, **kwargs: Any) -> Explanation:
     if isinstance(module, (nn.GRU, torch.nn.GRU)):
         given, named, _ = nn.gru_arguments(module, *args, **kwargs)
         return explain(dispatch.gru, *given, **named)
+    kwargs.pop("resets", None)  # the state of such rows is taken as 0, by the same kernel
     given, _ = nn.cell_arguments(module, *args, **kwargs)
     return explain(dispatch.gru_cell, *given)

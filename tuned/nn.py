@@ -85,28 +85,36 @@ class GRU(torch.nn.RNNBase):
     # What torch.jit.script compiles in the place of this module, and leaves there: torch.nn's.
     __prepare_scriptable__ = functools.partialmethod(_twin, torch.nn.GRU)
 
-    def forward(self, input: Any, hx: torch.Tensor | None = None) -> tuple[Any, torch.Tensor]:  # noqa: A002
+    def forward(
+        self,
+        input: Any,  # noqa: A002
+        hx: torch.Tensor | None = None,
+        *,
+        resets: Any = None,
+    ) -> tuple[Any, torch.Tensor]:
         """The whole sequence.
 
         Args:
             input: ``[T, B, I]``, ``[B, T, I]`` batch_first, ``[T, I]`` unbatched, or a PackedSequence.
             hx: the first hidden states, ``[L * D, B, H]``, ``[L * D, H]`` unbatched; zero if not given.
+            resets: bool, the axes of input but the last, or a PackedSequence packed as input is: the state is 0 before
+                the steps that are marked. torch.nn.GRU has none. ``tuned.dispatch.gru`` says more.
 
         Returns:
             output, shaped like input but for its last axis, D * H; and h_n, shaped like hx.
 
         Raises:
-            RuntimeError, ValueError: a shape or dtype does not fit; the error is torch.nn.GRU's.
+            RuntimeError, ValueError: a shape or dtype does not fit; the error is torch.nn.GRU's, or ours with resets.
         """
-        if not torch.compiler.is_dynamo_compiling():
+        if resets is None and not torch.compiler.is_dynamo_compiling():
             at_once = _packed_at_once if type(input) is PackedSequence else _gru_at_once
             if (found := at_once(self, input, hx)) is not None:
                 return found
         try:
-            given, named, packed = gru_arguments(self, input, hx)
+            given, named, packed = gru_arguments(self, input, hx, resets)
             output, h_n = dispatch.gru(*given, **named)
         except _ARGUMENTS as error:
-            if not was_refused(error):
+            if resets is not None or not was_refused(error):
                 raise
             return torch.nn.GRU.forward(self, input, hx)  # type: ignore[call-overload,no-any-return]
         if packed is not None:
@@ -130,12 +138,15 @@ class GRUCell(torch.nn.GRUCell):
         self,
         input: torch.Tensor | tuple[torch.Tensor, ...],  # noqa: A002
         hx: torch.Tensor | None = None,
+        *,
+        resets: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One step.
 
         Args:
             input: ``[B, I]`` or ``[I]``; or segments ``[B, k_i]`` or ``[k_i]`` whose k_i add up to I.
             hx: the hidden state, ``[B, H]`` or ``[H]``; zero if not given.
+            resets: bool ``[B]`` or ``[]``: the rows whose state is taken as 0. torch.nn.GRUCell has none.
 
         Returns:
             The next hidden state, ``[B, H]`` or ``[H]``.
@@ -143,13 +154,16 @@ class GRUCell(torch.nn.GRUCell):
         Raises:
             RuntimeError, ValueError: a shape or dtype does not fit; the error is torch.nn.GRUCell's, or ours for segments.
         """
-        if not torch.compiler.is_dynamo_compiling() and (known := _cell_at_once(self, input, hx)) is not None:
-            return known
+        if resets is None and not torch.compiler.is_dynamo_compiling():
+            known = _cell_at_once(self, input, hx)
+            if known is not None:
+                return known
         try:
             given, batched = cell_arguments(self, input, hx)
-            out = dispatch.gru_cell(*given)
+            marks = resets if resets is None or batched else resets.unsqueeze(0)
+            out = dispatch.gru_cell(*given, resets=marks)
         except _ARGUMENTS as error:
-            if isinstance(input, tuple) or not was_refused(error):
+            if resets is not None or isinstance(input, tuple) or not was_refused(error):
                 raise
             return torch.nn.GRUCell.forward(self, input, hx)
         return out if batched else out.squeeze(0)
@@ -234,6 +248,7 @@ def gru_arguments(
     module: torch.nn.RNNBase,
     input: Any,  # noqa: A002
     hx: torch.Tensor | None = None,
+    resets: Any = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any], PackedSequence | None]:
     """(arguments, keyword arguments) that a GRU module passes to tuned.dispatch.gru, and its PackedSequence or None.
 
@@ -260,6 +275,8 @@ def gru_arguments(
         raise ValueError(
             f"hx must be [num_layers * directions, batch, hidden] = {list(expected)}, got {list(hx.shape)}"
         )
+    if resets is not None:
+        resets = _marks(module, input, resets)
     if x.dtype != weights[0].dtype and not torch.is_autocast_enabled(x.device.type):
         raise ValueError(
             f"input is {x.dtype} and the weights are {weights[0].dtype}: convert one with .to(), or use torch.autocast"
@@ -273,8 +290,25 @@ def gru_arguments(
         "batch_first": module.batch_first and packed is None,
         "batch_sizes": batch_sizes,
         "recompute": getattr(module, "recompute", False),  # a module that was replaced has none
+        "resets": resets,
     }
     return (x, hx, weights), named, packed
+
+
+def _marks(module: torch.nn.RNNBase, input: Any, resets: Any) -> Any:  # noqa: A002
+    """The resets of a call as tuned.dispatch.gru takes them."""
+    if isinstance(input, PackedSequence) != isinstance(resets, PackedSequence):
+        raise TypeError(
+            "resets of a PackedSequence must be one too, packed with the same lengths, and of a tensor a tensor; got "
+            f"{type(input).__name__} and {type(resets).__name__}"
+        )
+    if not isinstance(resets, PackedSequence):
+        return resets.unsqueeze(0 if module.batch_first else 1) if input.dim() == 2 else resets  # noqa: PLR2004
+    ours, theirs = resets.sorted_indices, input.sorted_indices
+    same = (ours is None) == (theirs is None) and (ours is None or torch.equal(ours, theirs))
+    if not same or not torch.equal(resets.batch_sizes, input.batch_sizes):
+        raise ValueError("resets must be packed with the lengths, and in the order, of input")
+    return resets.data
 
 
 def _cell_at_once(module: GRUCell, x: Any, hx: Any) -> torch.Tensor | None:

@@ -32,3 +32,19 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["training"])
     with pytest.raises(SystemExit, match="torch sees no GPU here: run it on a machine that has one"):
         training.main()
+
+
+def test_resets_are_told_beside_their_bar() -> None:
+    row = {
+        "steps": 512,
+        "batch": 32,
+        "hidden": 512,
+        "marks": 160,
+        "plain_us": 2500.0,
+        "resets_us": 2550.0,
+        "cut_us": 20400.0,
+    }
+    told = training.reset_line({**row, "plain_graph_us": 2300.0, "resets_graph_us": 2392.0})
+    assert told == (
+        "resets, 512 steps of 32 x 512: call 1.020, graph 1.040 of none (bar 1.05); nn.GRU over 160 pieces more 8.00 times ours"
+    )

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ODDS = (45, 25, 20, 10)
+RESET, LONG = (
+    0.15,
+    100,
+)  # calls whose states are reset; a sequence that is too long for the reference to go step by step
 REFUSED = (TypeError, ValueError)
 MODES = ("plain", "no_grad", "inference", "grad", "autocast", "stream", "graph")
 
@@ -68,6 +72,13 @@ def _about(rng: random.Random, world: World, mode: str, dtype: torch.dtype, spec
     return {"mode": mode, "autocast": rng.choice(world.casts) if mode == "autocast" else None, "tf32": tf32} | (
         {"truncates": True} if world.truncates and dtype != torch.float64 else {}
     )
+
+
+def _marks(rng: random.Random, world: World, tensor: Tensors, shape: tuple[int, ...]) -> Name:
+    odds = rng.choice((0.0, 0.02, 0.3, 1.0))
+    marks = tuple(rng.random() < odds for _ in range(math.prod(shape)))
+    tensor.views["resets"] = world.integers(rng, shape, torch.bool, marks)
+    return Name("resets")
 
 
 def gru(rng: random.Random, world: World, spec: Any = None, size: Any = None) -> Call:
@@ -126,6 +137,8 @@ def gru(rng: random.Random, world: World, spec: Any = None, size: Any = None) ->
     if rng.random() < 0.15:
         arguments |= {"dropout": rng.choice((0.0, 0.5)), "training": False}
     arguments |= named
+    if seq < LONG and (rng.random() < RESET if spec is None else spec.resets):
+        arguments["resets"] = _marks(rng, world, tensor, tensor.views["input"].shape[:-1])
     return Call(
         "tuned.dispatch.gru",
         tensor.views,
@@ -163,6 +176,8 @@ def gru_cell(rng: random.Random, world: World, spec: Any = None, size: Any = Non
         arguments |= {name: tensor(name, (3 * hidden,), scale, grad=grad) for name in ("bias_ih", "bias_hh")}
     if inplace:
         arguments["inplace"] = True
+    if rng.random() < RESET / 2:
+        arguments["resets"] = _marks(rng, world, tensor, (batch,))
     about = _about(rng, world, mode if not (inplace and mode == "grad") else "no_grad", dtype, spec)
     if mode == "autocast" and len({v.dtype for n, v in tensor.views.items() if n[0] == "x"}) > 1:
         for n in [n for n in tensor.views if n[0] == "x"]:
@@ -455,6 +470,11 @@ def spoiled(rng: random.Random, world: World, call: Call) -> Call:  # noqa: PLR0
                 ways["no step"] = lambda: swap(
                     "input", shape=(shape[0], 0, shape[2]) if arguments.get("batch_first") else (0, *shape[1:])
                 )
+    if "resets" in arguments:
+        ways["marks of float"] = lambda: swap("resets", dtype=torch.float32)
+        ways["marks too many"] = lambda: swap(
+            "resets", shape=(*views["resets"].shape[:-1], views["resets"].shape[-1] + 1)
+        )
     what = rng.choice(sorted(ways))
     ways[what]()
     views = {n: dataclasses.replace(v, grad="") for n, v in views.items()}

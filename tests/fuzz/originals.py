@@ -26,13 +26,21 @@ def gru(
     batch_sizes: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
+    resets: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch.gru; sequences that lie in a row go one by one."""
+    """torch.gru; sequences that lie in a row go one by one, and step by step where states are reset."""
     del max_seqlen
     dropout = dropout if training else 0.0
     training = training or any(t.requires_grad for t in (input, hx, *weights))  # cuDNN has a gradient in training only
     rest = (list(weights), bias, num_layers, dropout, training, bidirectional)
     hx = hx.contiguous()
+    if resets is not None:
+        alone = (list(weights), bias, training, bidirectional)
+        if cu_seqlens is None and batch_sizes is None:
+            turned = (input.transpose(0, 1), resets.t()) if batch_first else (input, resets)
+            whole, state = _reset(*turned, hx, *alone)
+            return whole.transpose(0, 1) if batch_first else whole, state
+        return _reset_each(input, resets, hx, alone, _places(batch_sizes, cu_seqlens))
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
         outs, states = [], []
@@ -51,11 +59,77 @@ def gru(
     return torch.gru(input, hx, *rest, batch_first)
 
 
+def _places(batch_sizes: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> list[list[int]]:
+    """Of each sequence the rows of its tokens, in order."""
+    if cu_seqlens is not None:
+        return [list(range(*bounds)) for bounds in itertools.pairwise(cu_seqlens.tolist())]
+    assert batch_sizes is not None
+    starts = (batch_sizes.cumsum(0) - batch_sizes).tolist()
+    alive = batch_sizes.tolist()
+    return [[starts[t] + b for t in range(len(alive)) if b < alive[t]] for b in range(alive[0])]
+
+
+def _reset_each(
+    input: torch.Tensor,  # noqa: A002
+    resets: torch.Tensor,
+    hx: torch.Tensor,
+    rest: tuple[Any, ...],
+    places: list[list[int]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    found = [_reset(input[p][:, None], resets[p][:, None], hx[:, b : b + 1], *rest) for b, p in enumerate(places) if p]
+    done = iter(found)
+    states = [next(done)[1] if p else hx[:, b : b + 1] for b, p in enumerate(places)]
+    if not found:
+        return input.new_empty((0, hx.shape[2] * (2 if rest[-1] else 1))), torch.cat(
+            states, 1
+        ) if states else hx.clone()
+    outs = torch.cat([out[:, 0] for out, _ in found])
+    order = torch.tensor([row for p in places for row in p], device=outs.device).argsort()
+    return outs[order], torch.cat([state.to(outs.dtype) for state in states], 1)
+
+
+def _reset(
+    x: torch.Tensor,
+    resets: torch.Tensor,
+    hx: torch.Tensor,
+    weights: list[torch.Tensor],
+    bias: bool,
+    training: bool,
+    bidirectional: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[T, B, I]`` and ``[T, B]``, one step of torch.gru after another, each with the state that it is to have."""
+    each, directions = 4 if bias else 2, 2 if bidirectional else 1
+    states: list[torch.Tensor] = []
+    outs: list[torch.Tensor] = []
+    for cell in range(len(hx)):
+        if cell % directions == 0:
+            given, outs = torch.cat(outs, -1) if outs else x, []
+        backward, state, rows = cell % directions == 1, hx[cell : cell + 1].contiguous(), {}
+        own = weights[cell * each : (cell + 1) * each]
+        for t in reversed(range(len(x))) if backward else range(len(x)):
+            mark = t + 1 if backward else t
+            if mark < len(x):
+                state = torch.where(resets[mark][None, :, None], torch.zeros_like(state), state)
+            rows[t], state = torch.gru(given[t : t + 1].contiguous(), state, own, bias, 1, 0.0, training, False, False)
+        outs.append(torch.cat([rows[t] for t in range(len(x))]))
+        states.append(state)
+    return torch.cat(outs, -1), torch.cat(states)
+
+
 def gru_cell(
-    x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any = None, bias_hh: Any = None, *, inplace: bool = False
+    x: Any,
+    h: Any,
+    weight_ih: Any,
+    weight_hh: Any,
+    bias_ih: Any = None,
+    bias_hh: Any = None,
+    *,
+    inplace: bool = False,
+    resets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """torch.gru_cell of the segments put together."""
     del inplace
+    h = h if resets is None else torch.where(resets[:, None], torch.zeros_like(h), h)
     return torch.gru_cell(torch.cat(x, -1) if isinstance(x, tuple) else x, h, weight_ih, weight_hh, bias_ih, bias_hh)
 
 

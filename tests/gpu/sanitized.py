@@ -171,12 +171,13 @@ def _sequence(name: str, spec: GruSpec, variant: GruVariant, view: str) -> Deed:
 
 def _gradients() -> Iterator[Deed]:
     """Every text of a gradient, every way to wait that it has, alone and in turn."""
-    for at, (layout, exchange) in enumerate(itertools.product(LAYOUTS, ("counter", "poll", "spin"))):
-        dtype = ("bfloat16", "float32", "float16")[at % 3]
-        spec = GruSpec(dtype, 96, layout, 1 + at % 2)
-        variant = GruVariant("persistent", block_hidden=16, block_batch=8, exchange=exchange, turns=1 + at % 2)
+    texts = itertools.product(LAYOUTS, ("counter", "poll", "spin"), (False, True))
+    for at, (layout, exchange, resets) in enumerate(texts):
+        dtype = ("bfloat16", "float32", "float16")[at // 2 % 3]
+        spec = GruSpec(dtype, 96, layout, 1 + at // 2 % 2, resets=resets)
+        variant = GruVariant("persistent", block_hidden=16, block_batch=8, exchange=exchange, turns=1 + at // 2 % 2)
         if layout != "thd" or exchange == "counter":
-            yield _gradient(spec, variant, ("steps", "rows", "apart")[at % 3])
+            yield _gradient(spec, variant, ("steps", "rows", "apart")[at // 2 % 3])
 
 
 def _gradient(spec: GruSpec, variant: GruVariant, view: str) -> Deed:

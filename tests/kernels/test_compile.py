@@ -33,7 +33,7 @@ OTHERS = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120", "gfx942")
 PRODUCTS = [n for n in structures() if n.startswith(("gru_cell_", "gru_gates_", "linear_cat_"))]
 
 RECURRENCES = [gru_name(*text) for text in gru_texts()]
-GRADIENTS = [f"gru_{layout}_backward_split" for layout in GRU_LAYOUTS]
+GRADIENTS = [f"gru_{layout}_backward_split{cut}" for layout in GRU_LAYOUTS for cut in ("", "_resets")]
 MAX_STRAY_SPILL = 16  # bytes a thread, beside the loop of the steps: ptxas leaves a word or two on some architectures
 
 
@@ -67,7 +67,8 @@ RECURRING = pairwise.covering(
 ELSEWHERE = [
     *((name, architecture) for name in PRODUCTS for architecture in PATHS),
     *((f"gru_{row['layout']}_{row['structure']}", row["architecture"]) for row in RECURRING),
-    *zip(GRADIENTS, ("sm_80", "sm_120", "gfx942"), strict=True),
+    *((name, PATHS[at % 4]) for at, name in enumerate(n for n in RECURRENCES if n.endswith("_resets"))),
+    *zip(GRADIENTS, ("sm_80", "sm_100", "sm_120", "gfx942", "gfx942", "sm_80"), strict=True),
     *((name, OTHERS[(index + shift) % len(OTHERS)]) for index, name in enumerate(ROTATING) for shift in (0, 3)),
 ]
 

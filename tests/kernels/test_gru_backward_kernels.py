@@ -32,9 +32,11 @@ SMALL = GruVariant("persistent", "split", 16, 16, "poll", num_warps=2)
 WORK = 8  # programs over all steps that a case of many may have: each takes the interpreter about 10 ms
 
 
-def spec_of(numbers: str, hidden: int, layout: str = "dense", directions: int = 1, *, bias: bool = True) -> GruSpec:
+def spec_of(
+    numbers: str, hidden: int, layout: str = "dense", directions: int = 1, *, bias: bool = True, resets: bool = False
+) -> GruSpec:
     dtype, precision = NUMBERS[numbers]
-    return GruSpec(dtype, hidden, layout, directions, bias=bias, precision=precision)
+    return GruSpec(dtype, hidden, layout, directions, bias=bias, precision=precision, resets=resets)
 
 
 def lengths_of(layout: str, rows: int, seq: int) -> tuple[int, ...]:
@@ -54,6 +56,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "directions": (1, 2),
     "numbers": tuple(NUMBERS),
     "bias": (True, False),
+    "resets": (False, True),
     "view": ("steps", "rows", "apart"),
     "hidden": (1, 20, 65),
     "rows": (1, 3, 7, 17),
@@ -67,7 +70,14 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def parts(knobs: dict[str, Any]) -> tuple[GruSpec, GruVariant, tuple[int, ...]]:
-    spec = spec_of(knobs["numbers"], knobs["hidden"], knobs["layout"], knobs["directions"], bias=knobs["bias"])
+    spec = spec_of(
+        knobs["numbers"],
+        knobs["hidden"],
+        knobs["layout"],
+        knobs["directions"],
+        bias=knobs["bias"],
+        resets=knobs["resets"],
+    )
     variant = GruVariant("persistent", **{name: knobs[name] for name in choices(GruVariant) if name in knobs})
     return spec, variant, lengths_of(knobs["layout"], knobs["rows"], knobs["seq"])
 

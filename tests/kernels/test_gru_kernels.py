@@ -31,10 +31,12 @@ TILE = GruVariant("persistent", "tile", 32, 32, "poll")
 WORK = 16  # programs over all steps that a case of many may have: each takes the interpreter about 10 ms
 
 
-def spec_of(numbers: str, hidden: int, shape: str = "layer", layout: str = "dense", *, bias: bool = True) -> GruSpec:
+def spec_of(
+    numbers: str, hidden: int, shape: str = "layer", layout: str = "dense", *, bias: bool = True, resets: bool = False
+) -> GruSpec:
     directions, layers = SHAPES[shape]
     dtype, precision = NUMBERS[numbers]
-    return GruSpec(dtype, hidden, layout, directions, layers, bias, precision)
+    return GruSpec(dtype, hidden, layout, directions, layers, bias, precision, resets)
 
 
 def lengths_of(layout: str, rows: int, seq: int) -> tuple[int, ...]:
@@ -54,6 +56,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "shape": tuple(SHAPES),
     "numbers": tuple(NUMBERS),
     "bias": (True, False),
+    "resets": (False, True),
     "view": ("steps", "rows", "apart"),
     "hidden": (1, 20, 100, 192, 257),
     "rows": (1, 3, 7, 17),
@@ -67,7 +70,10 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def parts(knobs: dict[str, Any]) -> tuple[GruSpec, GruVariant, tuple[int, ...]]:
-    spec = spec_of(knobs["numbers"], knobs["hidden"], knobs["shape"], knobs["layout"], bias=knobs["bias"])
+    resets = knobs["resets"] and SHAPES[knobs["shape"]][1] == 1  # a stack has none
+    spec = spec_of(
+        knobs["numbers"], knobs["hidden"], knobs["shape"], knobs["layout"], bias=knobs["bias"], resets=resets
+    )
     variant = GruVariant("persistent", **{name: knobs[name] for name in choices(GruVariant) if name in knobs})
     return spec, variant, lengths_of(knobs["layout"], knobs["rows"], knobs["seq"])
 

@@ -14,7 +14,7 @@ from generator.families.gru_backward.reference import UNITS, gradients, referenc
 from generator.measuring.check import guarded, intact
 from generator.measuring.mended import mended_interpreter
 from tests.support import oracle
-from tests.support.gru_sequences import GAP, Sequences, operand_error, starts_of
+from tests.support.gru_sequences import GAP, Sequences, cuts, operand_error, resets_of, starts_of
 from tests.support.run import DEVICE, INTERPRETED, addresses, run, to_numpy, truncates, watched
 from tuned.families.gru_backward.launches import PARTS, RecurrenceGradient, before, counters_needed, sequence
 from tuned.launching.launcher import run_step
@@ -90,6 +90,7 @@ def build(case: Sequences, device: str = DEVICE) -> Built:
         counters=torch.zeros(counters_needed(spec, batch), dtype=torch.int32, device=device),
         starts=None if dense else torch.tensor(starts_of(spec, case.lengths), device=device, dtype=starts_type),
         lengths=None if dense else torch.tensor(case.lengths, device=device, dtype=torch.int32),
+        resets=resets_of(case, device),
     )
     return Built(case, call, bases)
 
@@ -151,6 +152,8 @@ def assert_gradients_right(built: Built) -> None:
         if spec.bias:
             x, h = x + to_numpy(call.bias_ih[direction]), h + to_numpy(call.bias_hh[direction])
         order = [tokens_of(built, row, direction) for row in range(len(lengths))]
+        # The gradient that goes from one token to the next in this order, last to h_0.
+        stops = [cuts(call.resets, tokens, against=direction == 0) for tokens in order]
         own, error = to_numpy(call.grad_h_n[direction]), np.zeros((len(lengths), hidden))
         for step in range(case.seq):
             rows = np.flatnonzero(lengths > step)
@@ -177,6 +180,8 @@ def assert_gradients_right(built: Built) -> None:
             by_gate = np.concatenate((weight[2 * hidden :], weight[: 2 * hidden]))  # in the order of a message
             own[rows] = d * z + message @ by_gate
             error[rows] = error[rows] + noise + relative * (np.abs(message) @ np.abs(by_gate))
+            reset = [row for row in rows if stops[row][step + 1]]
+            own[reset], error[reset] = 0, 0
         bound = oracle.gru_tolerance(own, error, spec.dtype, truncates=cut)
         assert (np.abs(first - own) <= bound).all(), f"direction {direction}: the gradient of h_0"
         assert np.array_equal(first[lengths == 0], own[lengths == 0]), "of a sequence without a token it is that of h_n"

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tuned.families.gru.variant import GruVariant
 
 VIEWS = ("steps", "rows", "apart")  # how tokens lie in memory; "rows": batch first
+MARKED = 0.35  # of all tokens
 GAP = 8  # elements between rows that are apart: 16 bytes of the narrowest type, which alignment depends on
 
 
@@ -101,8 +102,22 @@ def build(case: Sequences, device: str = DEVICE) -> Built:
         counters=torch.zeros(counters_needed(spec, batch), dtype=torch.int32, device=device),
         starts=None if dense else torch.tensor(starts_of(spec, case.lengths), device=device, dtype=_starts_type(spec)),
         lengths=None if dense else torch.tensor(case.lengths, device=device, dtype=torch.int32),
+        resets=resets_of(case, device),
     )
     return Built(case, call, bases)
+
+
+def resets_of(case: Sequences, device: str) -> torch.Tensor | None:
+    """A mark for about a third of the tokens, strided as the case is; or None. Every byte beside them is a mark too."""
+    if not case.spec.resets:
+        return None
+    rows = (case.seq, len(case.lengths)) if case.spec.dense else (sum(case.lengths),)
+    turned = case.view == "rows" and case.spec.dense
+    base = torch.ones((*(rows[::-1] if turned else rows), 1 + 2 * (case.view == "apart")), dtype=torch.bool)
+    marks = base[..., 0].transpose(-2, -1) if turned else base[..., 0]
+    marks.copy_(torch.rand(rows, generator=torch.Generator().manual_seed(case.seed + 1)) < MARKED)
+    base = base.to(device)
+    return base[..., 0].transpose(-2, -1) if turned else base[..., 0]
 
 
 def starts_of(spec: GruSpec, lengths: tuple[int, ...]) -> list[int]:
@@ -163,9 +178,18 @@ def tokens_of(built: Built, row: int, direction: int) -> list[tuple[int, ...]]:
     return [(starts[t] + row,) if case.spec.layout == "packed" else (starts[row] + t,) for t in order]
 
 
+def cuts(resets: torch.Tensor | None, tokens: list[tuple[int, ...]], *, against: bool) -> list[bool]:
+    """Whether the state is reset on the way to each token of a row, and behind the last one, in an order that is ``against``
+    the row's own or is not. A mark cuts between its token and the one before it."""
+    if resets is None:
+        return [False] * (len(tokens) + 1)
+    marks = [bool(resets[token]) for token in tokens]
+    return [False, *marks] if against else [*marks, False]
+
+
 def _cells(built: Built) -> Iterator[tuple[int, Any, Any, list[Any], list[Any]]]:
     """Of each layer and direction: which it is, its gates or input, its output, both [tokens, n], and each token's place
-    in them with that of the state before it, or None for h_0."""
+    in them with that of the state before it, or None for h_0; "cut" if that is 0."""
     spec, call = built.case.spec, built.call
     for layer, direction in itertools.product(range(spec.layers), range(spec.directions)):
         last = layer == spec.layers - 1
@@ -175,7 +199,9 @@ def _cells(built: Built) -> Iterator[tuple[int, Any, Any, list[Any], list[Any]]]
         for row in range(len(built.case.lengths)):
             found = tokens_of(built, row, direction)
             now += found
-            before += [None if step == 0 else found[step - 1] for step in range(len(found))]
+            cut = cuts(call.resets, found, against=direction == 1)
+            left = [None, *found]
+            before += ["cut" if cut[step] else left[step] for step in range(len(found))]
         yield layer * spec.directions + direction, given, out, now, before
 
 
@@ -202,7 +228,10 @@ def assert_steps_right(built: Built, *, rounds_products: bool = False) -> None:
         x_of, out_of, h_0 = to_numpy(given), to_numpy(out), to_numpy(call.h_0[cell])
         places = tuple(np.array(axis, dtype=int) for axis in zip(*now, strict=True)) if now else ((np.array([], int),))
         h = np.array(
-            [h_0[row] if place is None else out_of[place] for row, place in zip(rows, before, strict=True)]
+            [
+                np.zeros(hidden) if place == "cut" else h_0[row] if place is None else out_of[place]
+                for row, place in zip(rows, before, strict=True)
+            ]
         ).reshape(len(rows), hidden)
         x, got = x_of[places], out_of[places]
         w_hh, none = to_numpy(call.weight_hh[cell]), np.zeros(3 * hidden)

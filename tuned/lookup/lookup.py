@@ -112,6 +112,18 @@ def modelled(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice | None:
     return found and dataclasses.replace(found, gpu=gpu)
 
 
+def best_kernel(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice | None:
+    """The kernel that a family's model thinks takes least, for calls that PyTorch's own cannot serve as they are."""
+    if model.weights_of(family) is None or not gpu.capability:
+        return None
+    nearest_first = sorted(tables().values(), key=lambda t: _unlike(t, gpu))
+    picked = _picked(family, spec, size, gpu, nearest_first[0] if nearest_first else None)
+    if picked is None:
+        return None
+    why = f"of all variants that fit, the model of {family.name} thinks this one takes least, {picked.us:.4g} us"
+    return Choice("model", why, picked.variant, gpu=gpu, us=picked.us)
+
+
 def _modelled(family: Family, spec: Any, size: Any, gpu: Gpu, known: Mapping[str, Table]) -> Choice | None:
     nearest_first = sorted(known.values(), key=lambda t: _unlike(t, gpu))
     picked = _picked(family, spec, size, gpu, nearest_first[0] if nearest_first else None)

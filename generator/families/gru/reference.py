@@ -77,6 +77,19 @@ def inputs(spec: GruSpec, size: GruSize, device: str, seed: int) -> Recurrence:
         products=empty(batch, 3 * hidden) if dense and not spec.stacked else None,
         starts=None if dense else torch.tensor(starts_of(spec, lengths), device=device, dtype=starts_type),
         lengths=None if dense else torch.tensor(lengths, device=device, dtype=torch.int32),
+        resets=resets_of(spec, tokens, device, seed),
+    )
+
+
+def resets_of(spec: GruSpec, tokens: tuple[int, ...], device: str, seed: int) -> torch.Tensor | None:
+    """A mark for about one token in eight; None for a spec without resets."""
+    if not spec.resets:
+        return None
+    marks = torch.empty(tokens, device=device)
+    return (
+        marks.bool()
+        if device == "meta"
+        else marks.uniform_(generator=torch.Generator(device).manual_seed(seed)) < 1 / 8
     )
 
 
@@ -121,6 +134,16 @@ def token_of(spec: GruSpec, call: Any, device: torch.device) -> tuple[torch.Tens
     return torch.stack(found), step < length
 
 
+def cut_before(call: Any, tokens: torch.Tensor, there: torch.Tensor, step: int, direction: int) -> torch.Tensor:
+    """[batch, 1]: whether the state is reset before a step of a direction; of ``token_of`` tokens and there."""
+    marked = step - direction  # against the tokens' order, the token that is left has the mark
+    if marked < 0:
+        return torch.zeros_like(there[0][:, None])
+    marks = call.resets.reshape(-1)
+    at = tokens[marked].clamp(max=max(len(marks) - 1, 0))
+    return (marks[at] & there[step])[:, None]
+
+
 def _states(  # noqa: PLR0913 - one layer of the call
     spec: GruSpec, call: Recurrence, sets: slice, x: torch.Tensor, tokens: torch.Tensor, there: torch.Tensor
 ) -> torch.Tensor:
@@ -133,6 +156,9 @@ def _states(  # noqa: PLR0913 - one layer of the call
     state = call.h_0[sets].double()
     states = state.new_empty((call.seq, *state.shape))
     for step in range(call.seq):
+        if spec.resets:
+            cut = [cut_before(call, tokens[direction], there, step, direction) for direction in range(spec.directions)]
+            state = state.masked_fill(torch.stack(cut), 0)
         x_r, x_z, x_n = (x[each, tokens[:, step]].double() + bias_ih).chunk(3, -1)
         h_r, h_z, h_n = (state @ weight + bias_hh).chunk(3, -1)
         n = torch.tanh(x_n + torch.sigmoid(x_r + h_r) * h_n)

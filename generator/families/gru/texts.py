@@ -18,11 +18,13 @@ from ..text import Shown, Text, head, refusal
 
 
 def gru_texts() -> Iterator[tuple[GruSpec, GruVariant]]:
-    """One spec and variant for each text of a recurrence: layout, a stack or one layer, form, turns; of a stack one."""
-    for layout, layers, form, turns in itertools.product(LAYOUTS, (1, 2), choices(GruVariant)["form"], (1, 2)):
-        if ((layers > 1 or turns > 1) and form != GruVariant.form) or layers > 1 < turns:
+    """One spec and variant for each text of a recurrence: layout, layers, form, turns, resets; of a stack one."""
+    forms = choices(GruVariant)["form"]
+    for resets, layout, layers, form, turns in itertools.product((False, True), LAYOUTS, (1, 2), forms, (1, 2)):
+        if ((layers > 1 or turns > 1) and form != GruVariant.form) or (layers > 1 and (turns > 1 or resets)):
             continue
-        yield GruSpec("bfloat16", 512, layout=layout, layers=layers), GruVariant("persistent", form, turns=turns)
+        spec = GruSpec("bfloat16", 512, layout=layout, layers=layers, resets=resets)
+        yield spec, GruVariant("persistent", form, turns=turns)
 
 
 def template(spec: GruSpec, variant: GruVariant) -> str:
@@ -31,9 +33,10 @@ def template(spec: GruSpec, variant: GruVariant) -> str:
 
 
 def texts() -> Iterator[Text]:
-    """One for each of gru_texts; a caller is given the first form untuned."""
+    """One for each of gru_texts; a caller is given the first form untuned, and every form with resets."""
     for spec, variant in gru_texts():
-        yield template(spec, variant), kernel_name(spec, variant), spec, variant, variant.form == GruVariant.form
+        always = variant.form == GruVariant.form or spec.resets  # rows of any form serve calls with resets
+        yield template(spec, variant), kernel_name(spec, variant), spec, variant, always
 
 
 # How a winner is shown: what a caller gives, and the launches, as Python text.

@@ -31,7 +31,9 @@ from ..gru.reference import (
     ROUND_US,
     SHARED_BYTES_PER_CLOCK,
     STEP_US,
+    cut_before,
     lengths_of,
+    resets_of,
     small,
     starts_of,
     tile,
@@ -76,6 +78,7 @@ def inputs(spec: GruSpec, size: GruSize, device: str, seed: int) -> RecurrenceGr
         counters=torch.zeros(counters_needed(spec, batch), dtype=torch.int32, device=device),
         starts=None if dense else torch.tensor(starts_of(spec, lengths), device=device, dtype=starts_type),
         lengths=None if dense else torch.tensor(lengths, device=device, dtype=torch.int32),
+        resets=resets_of(spec, tokens, device, seed),
     )
 
 
@@ -120,6 +123,8 @@ def gradients(spec: GruSpec, call: RecurrenceGradient) -> tuple[torch.Tensor, to
             d_r, d_h = d_n * (h_n + b_h) * r * (1 - r), d_n * r
             wanted[at[now[:, 0]]] = torch.stack((d_h, d_r, d_z, d_n), 1)[now[:, 0]]
             d = torch.where(now, all_d * z + torch.cat((d_r, d_z, d_h), -1) @ weight, d)
+            if spec.resets:
+                d = d.masked_fill(cut_before(call, tokens[direction], there, step, direction), 0)
         found.append(wanted.reshape(call.out[direction].shape))
         first.append(d)
     return torch.stack(found), torch.stack(first)

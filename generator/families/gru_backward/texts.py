@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Iterator
 
@@ -18,9 +19,9 @@ __all__ = ["shown_size", "texts", "wrapper"]
 
 
 def texts() -> Iterator[Text]:
-    """One for each layout."""
-    for layout in LAYOUTS:
-        spec, variant = GruSpec("bfloat16", 512, layout=layout), GruVariant("persistent")
+    """One for each layout, without and with resets."""
+    for resets, layout in itertools.product((False, True), LAYOUTS):
+        spec, variant = GruSpec("bfloat16", 512, layout=layout, resets=resets), GruVariant("persistent")
         yield "gru_backward", kernel_name(spec, variant), spec, variant, True
 
 

@@ -71,23 +71,23 @@ BLOCK = re.compile(r"# \{% (if|elif|else|endif|for|endfor|set|macro|include|impo
 # more takes a decision here, and a look at whether tl.constexpr would not do.
 MAX_BLOCK_LINES = {
     "activations.py.jinja": 0,
-    "gru_backward.py.jinja": 9,
+    "gru_backward.py.jinja": 13,
     "gru_bias.py.jinja": 0,
     "gru_cell.py.jinja": 8,
     "gru_cell_vector.py.jinja": 2,
     "gru_gates.py.jinja": 13,
-    "gru_layer.py.jinja": 10,
+    "gru_layer.py.jinja": 12,
     "gru_numbers.py.jinja": 0,
     "gru_operands.py.jinja": 0,
     "gru_product.py.jinja": 3,
     "gru_program.py.jinja": 7,
-    "gru_receive.py.jinja": 2,
+    "gru_receive.py.jinja": 4,
     "gru_rows.py.jinja": 6,
     "gru_send.py.jinja": 3,
     "gru_stack.py.jinja": 9,
     "gru_step.py.jinja": 7,
-    "gru_token.py.jinja": 4,
-    "gru_turns.py.jinja": 9,
+    "gru_token.py.jinja": 6,  # resets as text: as a constant, all rows of kernels without them would be stale
+    "gru_turns.py.jinja": 11,
     "gru_wait.py.jinja": 2,
     "gru_weights.py.jinja": 0,
     "linear_cat.py.jinja": 10,
@@ -328,7 +328,8 @@ def test_names_are_injective_over_the_text_axes() -> None:
     names += [gru_cell_name(next(gru_gates_specs()), GruCellVariant(form)) for form in GRU_CELL_FORMS]
     names += [linear_cat_name(LinearCatSpec("float16", (1,), 1), LinearCatVariant(form)) for form in ("tile", "vector")]
     names += [sequence_name(spec, variant) for spec, variant in gru_texts()]
-    names += [gradient_name(GruSpec("bfloat16", 512, layout), GruVariant("persistent")) for layout in SEQUENCE_LAYOUTS]
+    gradients = [GruSpec("bfloat16", 512, layout, resets=cut) for layout in SEQUENCE_LAYOUTS for cut in (False, True)]
+    names += [gradient_name(spec, GruVariant("persistent")) for spec in gradients]
     assert len(set(names)) == len(names) == len(structures()) - 1  # and the kernel that a launcher is tried on
 
 

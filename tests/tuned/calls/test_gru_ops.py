@@ -45,7 +45,7 @@ def gru_arguments(kind: str) -> tuple[Any, ...]:
         "packed": (torch.tensor([3, 2, 1]), None, None),
         "bounds": (None, torch.tensor([0, 1, 1, 6], dtype=torch.int32), 5),
     }.get(kind, (None, None, None))
-    return (x, hx, weights, bias, layers, directions == 2, first, *lengths)
+    return (x, hx, weights, bias, layers, directions == 2, first, *lengths, None)
 
 
 @pytest.mark.parametrize("kind", ["plain", "deep", "packed", "bounds"])
@@ -78,7 +78,7 @@ def test_the_step_and_linear_operators_keep_the_rules_of_operators() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "deep", "packed", "bounds"])
 def test_the_gradients_of_the_operator_are_pytorchs(kind: str) -> None:
-    x, hx, weights, bias, layers, both, first, sizes, bounds, longest = arguments = gru_arguments(kind)
+    x, hx, weights, bias, layers, both, first, sizes, bounds, longest, _ = arguments = gru_arguments(kind)
     named = {"bias": bias, "num_layers": layers, "bidirectional": both, "batch_first": first}
     leaves = [x, hx, *weights]
 
@@ -95,7 +95,7 @@ def test_the_gradients_of_the_operator_are_pytorchs(kind: str) -> None:
 def test_sequences_without_a_row_have_gradients_too() -> None:
     hx, weights = torch.randn(1, 2, H, requires_grad=True), weights_of(1, 1)
     bounds = torch.zeros(3, dtype=torch.int32)
-    _, h_n = torch.ops.tuned.gru(torch.randn(0, FEATURES), hx, weights, True, 1, False, False, None, bounds, 0)
+    _, h_n = torch.ops.tuned.gru(torch.randn(0, FEATURES), hx, weights, True, 1, False, False, None, bounds, 0, None)
     (found,) = torch.autograd.grad(h_n.sum(), hx)
     assert torch.equal(found, torch.ones_like(hx))
 
@@ -110,7 +110,9 @@ def test_one_result_may_be_all_that_is_used(used: int, layers: int) -> None:
     )
     torch.testing.assert_close(found, wanted)
     weights = [w.detach().requires_grad_() for w in module.parameters()]
-    again = torch.ops.tuned.gru(x, torch.zeros(layers, B, H), weights, True, layers, False, False, None, None, None)
+    again = torch.ops.tuned.gru(
+        x, torch.zeros(layers, B, H), weights, True, layers, False, False, None, None, None, None
+    )
     torch.testing.assert_close(torch.autograd.grad(again[used].square().sum(), weights), wanted)
 
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 
-from generator.rendering.structures import load
 from tests.support.gru_running import VARIANTS, B, H, call_of, interpreted
+from tests.support.gru_training import ONE, TURNS, assert_alike, backward, choose
 from tests.support.run import INTERPRETED
 from tuned.calls.gru import eager, run, training
 from tuned.calls.recurrent import ops, serve
 from tuned.dispatch import gru
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant
-from tuned.families.gru_backward.launches import sequence
 from tuned.launching.rehearsal import Heard, listen
 from tuned.lookup.lookup import Choice
 from tuned.lookup.table import Row
@@ -33,44 +31,10 @@ pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="tests/gpu/test_gpu_gru_training.py has these on a GPU"),
 ]
 
-__all__ = ["interpreted"]
+__all__ = ["backward", "interpreted"]
 
-ONE = GruVariant("persistent", "split", 16, 8, "poll", num_warps=2)
-TURNS = dataclasses.replace(ONE, block_hidden=8, turns=2)
 CHECKS = ("test_schema", "test_faketensor")  # of an operator without a gradient
 COUNTED = dataclasses.replace(ONE, exchange="counter")
-
-
-@pytest.fixture
-def backward(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
-    """Gradients run on the CPU, a step a launch; yields every launch that a call would make."""
-    made: list[Launch] = []
-    pending: list[Any] = []
-    launches = training.BACKWARD.launches
-
-    def remembered(spec: Any, variant: GruVariant, gradient: Any) -> Any:
-        states = torch.full_like(gradient.grad_h_0, torch.nan, dtype=torch.float32)
-        pending.append((spec, variant, dataclasses.replace(gradient, states=states)))
-        return launches(spec, variant, gradient)
-
-    def launched(_device: Any, launch: Launch) -> None:
-        made.append(launch)
-        spec, variant, gradient = pending[-1]
-        for step in range(gradient.seq + 1):
-            one = sequence(spec, variant, gradient, step, step + 1)
-            with np.errstate(
-                invalid="ignore", over="ignore"
-            ):  # of memory that nobody waited for, which counts for nothing
-                load(one.kernel)[(one.programs,)](*one.arguments, **one.constants, **one.options)
-
-    monkeypatch.setattr(training, "BACKWARD", dataclasses.replace(training.BACKWARD, launches=remembered))
-    monkeypatch.setattr(training, "launch_known", launched)
-    return made
-
-
-def choose(monkeypatch: pytest.MonkeyPatch, variant: GruVariant | None) -> None:
-    why = "a test asked for it"
-    monkeypatch.setattr(training, "_choice", lambda _call: Choice("winner" if variant else "eager", why, variant))
 
 
 def wanted_of(call: GruCall, given: tuple[Any, Any]) -> list[torch.Tensor]:
@@ -80,15 +44,6 @@ def wanted_of(call: GruCall, given: tuple[Any, Any]) -> list[torch.Tensor]:
     pairs = [(out, grad.double()) for out, grad in zip(outputs, given, strict=True) if grad is not None]
     found = torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]
-
-
-def assert_alike(found: Any, wanted: list[torch.Tensor]) -> None:
-    for index, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
-        assert ours.shape == theirs.shape, index
-        scale = theirs.abs().max().clamp(min=1)
-        torch.testing.assert_close(
-            ours.double() / scale, theirs / scale, rtol=0, atol=3e-3, msg=lambda m, i=index: f"{i}: {m}"
-        )
 
 
 @pytest.mark.usefixtures("backward")
@@ -313,7 +268,7 @@ def test_the_operator_of_a_gradient_keeps_the_rules_with_kernels_and_without(
 ) -> None:
     call = call_of(layout, 1, 2)
     choose(monkeypatch, ONE if rows else None)
-    fixed = (call.input, call.hx, list(call.weights), True, 1, True, False, call.batch_sizes, None, None)
+    fixed = (call.input, call.hx, list(call.weights), True, 1, True, False, call.batch_sizes, None, None, None)
     output, h_n = eager.gru(call)
     wanted = [True, False, *[True] * len(call.weights)]
     for given in ((torch.ones_like(output), torch.ones_like(h_n)), (None, torch.ones_like(h_n))):

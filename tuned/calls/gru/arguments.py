@@ -28,6 +28,7 @@ class GruCall:
     max_seqlen: int | None = None  # with cu_seqlens
     dropout: float = 0.0  # between layers; 0.0 when not training
     recompute: bool = False  # for a gradient: multiply the input by its weights again, and keep no result of that
+    resets: torch.Tensor | None = None  # bool, the axes of input but the last: the state is 0 before these steps
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -51,6 +52,7 @@ def gru_call(  # noqa: PLR0913 - the arguments of the public call
     cu_seqlens: Any = None,
     max_seqlen: int | None = None,
     recompute: bool = False,
+    resets: Any = None,
 ) -> GruCall:
     """Check the arguments of tuned.dispatch.gru; see there."""
     call = GruCall(
@@ -66,6 +68,7 @@ def gru_call(  # noqa: PLR0913 - the arguments of the public call
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
         recompute=recompute,
+        resets=resets,
     )
     check_gru(call)
     return call if dropout == 0 or (training and num_layers > 1) else dataclasses.replace(call, dropout=0.0)
@@ -94,6 +97,20 @@ def check_gru(call: GruCall) -> None:
         )
     _check_weights(call, stacked, directions)
     _check_alike(call)
+    if call.resets is not None:
+        _check_resets(call, call.resets)
+
+
+def _check_resets(call: GruCall, resets: Any) -> None:
+    if not isinstance(resets, torch.Tensor) or resets.dtype != torch.bool:
+        what = resets.dtype if isinstance(resets, torch.Tensor) else type(resets).__name__
+        raise TypeError(f"resets must be a bool tensor, got {what}: convert with .bool()")
+    if resets.device != call.input.device:
+        raise ValueError(f"resets must be on the device of input, {call.input.device}, got {resets.device}")
+    if resets.shape != call.input.shape[:-1]:
+        raise ValueError(
+            f"resets must have a mark for each step of input, {list(call.input.shape[:-1])}, got {list(resets.shape)}"
+        )
 
 
 def _named(call: GruCall) -> list[tuple[str, Any]]:

@@ -16,6 +16,8 @@ from tuned.launching.plan import tracing
 
 def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, h_n) of a checked call, differentiable."""
+    if call.resets is not None:
+        return _by_pieces(call, call.resets)
     if call.cu_seqlens is not None:
         return _shapes(call) if call.cu_seqlens.is_meta else _by_bounds(call, call.cu_seqlens.tolist())
     # cuDNN computes gradients in training mode only; dropout is 0 already if the caller does not train. A trace may run
@@ -49,6 +51,65 @@ def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
         call.bidirectional,
         call.batch_first,
     )
+
+
+def _by_pieces(call: GruCall, resets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences that are cut before each mark: a piece is a sequence of its own, and begins with a state of 0.
+
+    The first piece of a sequence has its first state, of the direction that goes backwards the last piece has; unless
+    there is a mark before it.
+    """
+    if resets.is_meta:
+        return gru(dataclasses.replace(call, resets=None))
+    sequences = _sequences(call)
+    order = [token for tokens in sequences for token in tokens]
+    marks = resets.reshape(-1).tolist()
+    bounds, firsts, lasts = [0], [], []  # pieces, and which of them are a sequence's first and last
+    begins: list[int] = []  # of each piece the sequence whose first state it has, or one behind them for none
+    for sequence, tokens in enumerate(sequences):
+        cuts = [step for step, token in enumerate(tokens) if step and marks[token]]
+        firsts.append(len(bounds) - 1)
+        at = bounds[-1]
+        bounds += [at + step for step in (*cuts, len(tokens))]
+        lasts.append(len(bounds) - 2)
+        begins += [len(sequences) if tokens and marks[tokens[0]] else sequence, *(len(sequences),) * len(cuts)]
+    ends = [len(sequences)] * len(begins)
+    for sequence, piece in enumerate(lasts):
+        ends[piece] = sequence
+
+    device, hidden = call.input.device, call.hx.shape[2]
+    states = torch.cat((call.hx, call.hx.new_zeros((len(call.hx), 1, hidden))), 1)
+    ways = ((begins, lasts), (ends, firsts))[: 2 if call.bidirectional else 1]
+    taken = [torch.tensor(which, device=device, dtype=torch.int64) for which, _ in ways]
+    given = torch.tensor(order, device=device, dtype=torch.int64)
+    cells = [states[cell].index_select(0, taken[cell % len(ways)]) for cell in range(len(call.hx))]
+    pieces = dataclasses.replace(
+        call,
+        input=call.input.reshape(-1, call.input.shape[-1]).index_select(0, given),
+        hx=torch.stack(cells),
+        batch_first=False,
+        batch_sizes=None,
+        max_seqlen=max((after - before for before, after in itertools.pairwise(bounds)), default=0),
+        resets=None,
+    )
+    output, h_n = _by_bounds(pieces, bounds)
+    kept = [torch.tensor(which, device=device, dtype=torch.int64) for _, which in ways]
+    last = [h_n[cell].index_select(0, kept[cell % len(ways)]) for cell in range(len(h_n))]
+    return output.index_select(0, given.argsort()).view(*resets.shape, output.shape[-1]), torch.stack(last)
+
+
+def _sequences(call: GruCall) -> list[list[int]]:
+    """Of each sequence its tokens in order, as rows of the input with one axis of tokens."""
+    if call.cu_seqlens is not None:
+        return [list(range(*bounds)) for bounds in itertools.pairwise(call.cu_seqlens.tolist())]
+    if call.batch_sizes is not None:
+        alive = call.batch_sizes.tolist()
+        starts = list(itertools.accumulate(alive, initial=0))
+        return [[starts[step] + b for step, count in enumerate(alive) if b < count] for b in range(alive[0])]
+    first, second = call.resets.shape if call.resets is not None else call.input.shape[:2]
+    if call.batch_first:
+        return [[b * second + t for t in range(second)] for b in range(first)]
+    return [[t * second + b for t in range(first)] for b in range(second)]
 
 
 def _shapes(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:

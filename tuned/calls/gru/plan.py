@@ -131,7 +131,7 @@ def learn(  # noqa: PLR0913
     ``captured``: in a CUDA graph too.
     """
     settings = (call.has_biases, call.num_layers, call.bidirectional, call.batch_first)
-    key = _key(call.input, call.hx, call.weights, settings)
+    key = None if call.resets is not None else _key(call.input, call.hx, call.weights, settings)
     one_launch = spec.dense and variant.strategy == "persistent"
     copied = recurrence.h_0.data_ptr() != call.hx.data_ptr()  # hx was, and every call must copy it again
     rows = call.input.shape[:-1].numel()
@@ -151,7 +151,7 @@ def learn(  # noqa: PLR0913
 def leave(call: GruCall, *, captured: bool, gradient: bool = False) -> None:
     """Remember that PyTorch's own serves calls of these sizes; ``captured``: in a CUDA graph too; ``gradient``: with one."""
     settings = (call.has_biases, call.num_layers, call.bidirectional, call.batch_first)
-    if call.cu_seqlens is None and (gradient or not call.dropout):
+    if call.cu_seqlens is None and call.resets is None and (gradient or not call.dropout):
         steps = 0 if call.batch_sizes is None else call.batch_sizes.numel()
         left.leave(call.weights[0], _sizes(call.input, steps, call.hx, settings, gradient), captured=captured)
 

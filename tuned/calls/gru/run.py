@@ -32,7 +32,7 @@ from tuned.launching.plan import launch_known
 from tuned.launching.rehearsal import NotedError, listening
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
-from tuned.lookup.lookup import Choice, Gpu, choose, modelled
+from tuned.lookup.lookup import Choice, Gpu, best_kernel, choose, modelled
 from tuned.lookup.model import library_us
 
 MAX_LENGTHS = 64  # sets of lengths whose tensors are kept on a device
@@ -148,6 +148,7 @@ def spec_of(call: GruCall, layers: int) -> tuple[GruSpec, GruSize]:
         layers,
         bias=call.has_biases,
         precision=precision,
+        resets=call.resets is not None,
     )
     return spec, GruSize(call.hx.shape[1], _steps(call))
 
@@ -171,14 +172,14 @@ def _parts(call: GruCall, *, captured: bool | None = None) -> list[tuple[GruSpec
     gpu = gpu_of(call.input.device)
     limit = limit_of(call.input.device)
     captured = capturing(call.input.device) if captured is None else captured
-    if call.num_layers > 1 and not call.bidirectional and not call.dropout:
+    if call.num_layers > 1 and not call.bidirectional and not call.dropout and call.resets is None:
         spec, size = spec_of(call, call.num_layers)
         choice = timely(_choose(spec, size, gpu, *limit), spec, size, captured)
         if choice.variant is not None:
             return [(spec, size, choice)]
     spec, size = spec_of(call, 1)
     choice = timely(_choose(spec, size, gpu, *limit), spec, size, captured)
-    if call.num_layers > 1 and choice.variant is not None and choice.us:
+    if call.num_layers > 1 and choice.variant is not None and choice.us and call.resets is None:
         layers = dataclasses.replace(spec, directions=1, layers=call.num_layers)
         theirs_us = library_us(GRU, layers, size) * spec.directions
         if choice.us * call.num_layers > _share(choice, spec, size, captured) * theirs_us:
@@ -201,6 +202,8 @@ def capturing(device: torch.device) -> bool:
 
 def timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Choice:  # noqa: FBT001
     """The choice, or the best in one launch or PyTorch's own, where no CUDA graph spares the host a launch for each step."""
+    if spec.resets:
+        return choice
     if choice.variant is None or choice.variant.strategy == "persistent":
         share = _share(choice, spec, size, captured)
         if choice.variant is None or share == 1 or choice.us <= share * library_us(GRU, spec, size):
@@ -234,6 +237,14 @@ def _left(choice: Choice, why: str) -> Choice:
 @functools.lru_cache(maxsize=misses.MAX_CHOICES)
 def _choose(spec: GruSpec, size: GruSize, gpu: Gpu, limit: int | None = None) -> Choice:
     """The choice, made once for all equal calls; ``limit`` is the number of programs that may wait for each other."""
+    if spec.resets:
+        plain = dataclasses.replace(spec, resets=False)
+        return _with_resets(
+            _choose(plain, size, gpu, limit),
+            spec,
+            size,
+            dataclasses.replace(gpu, multiprocessors=limit or gpu.multiprocessors),
+        )
     if limit is None:
         choice = choose(GRU, spec, size, gpu)
         misses.note(GRU, spec, size, choice)
@@ -241,6 +252,26 @@ def _choose(spec: GruSpec, size: GruSize, gpu: Gpu, limit: int | None = None) ->
     choice = choose(GRU, spec, size, dataclasses.replace(gpu, multiprocessors=limit))
     part = f"{limit} of {gpu.multiprocessors} programs may wait for each other here, on a part of the GPU"
     return dataclasses.replace(choice, why=f"{part}: {choice.why}")
+
+
+def _with_resets(choice: Choice, spec: GruSpec, size: GruSize, gpu: Gpu) -> Choice:
+    """A choice that was made without resets, which take no time to speak of; or a kernel that has them, since cuDNN has not."""
+
+    def fits(variant: Any) -> bool:
+        return variant is not None and GRU.rejection(spec, size, variant, gpu.capability, gpu.multiprocessors) is None
+
+    if fits(choice.variant) and choice.variant.strategy == "persistent":
+        return choice
+    why = "PyTorch's own has no resets"
+    best = best_kernel(GRU, dataclasses.replace(spec, resets=False), size, gpu)
+    if best is not None and fits(best.variant):
+        return dataclasses.replace(best, why=f"{why}; {best.why}")
+    default = GRU.fit(GRU.default_variant(spec, size), spec, gpu.capability)
+    if fits(default):
+        return Choice("default", f"{why}, and neither a row nor a model has a kernel", default, gpu=gpu)
+    return dataclasses.replace(
+        choice, rule="eager", why=f"{why}, and no kernel fits: sequences are cut at them", variant=None
+    )
 
 
 def _recur(  # noqa: PLR0913 - a part of a call
@@ -308,6 +339,7 @@ def recurrence_of(  # noqa: PLR0913 - a part of a call, after the projection of 
         seq=size.seq,
         starts=lengths.starts,
         lengths=lengths.lengths,
+        resets=call.resets.t() if turned and call.resets is not None else call.resets,
         states=out.new_empty(call.hx[cells].shape, dtype=torch.float32) if variant.in_turn else None,
         counters=out.new_empty(counters_needed(spec, size.batch), dtype=torch.int32)
         if variant.exchange == "counter"

@@ -51,6 +51,8 @@ def why_not(call: GruCall) -> str | None:
 
 def _slower(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice) -> str | None:
     """Why PyTorch's own takes less all the same, or None."""
+    if spec.resets:  # which it has not
+        return None
     captured = run.capturing(call.input.device)
     least = CAPTURED_STEPS if captured else CALLED_STEPS
     if size.seq * spec.directions < least:
@@ -83,8 +85,8 @@ def forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     for index, part in enumerate(parts):
         if index and call.dropout:
             x = torch.nn.functional.dropout(x, call.dropout)
-        settings = dataclasses.replace(part, input=None, hx=None, weights=())  # type: ignore[arg-type]
-        x, h_n = _Part.apply(settings, x, part.hx, *part.weights)  # type: ignore[no-untyped-call]
+        settings = dataclasses.replace(part, input=None, hx=None, weights=(), resets=None)  # type: ignore[arg-type]
+        x, h_n = _Part.apply(settings, part.resets, x, part.hx, *part.weights)  # type: ignore[no-untyped-call]
         states.append(h_n)
     return x, states[0] if len(states) == 1 else torch.cat(states)
 
@@ -106,28 +108,31 @@ class _Part(torch.autograd.Function):
     """Layers that one launch computes."""
 
     @staticmethod
-    def forward(ctx: Any, settings: GruCall, x: Any, hx: Any, *weights: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any, settings: GruCall, resets: Any, x: Any, hx: Any, *weights: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         kept: list[run.Kept] = []
-        output, h_n = run.forward(dataclasses.replace(settings, input=x, hx=hx, weights=weights), kept)
+        call = dataclasses.replace(settings, input=x, hx=hx, weights=weights, resets=resets)
+        output, h_n = run.forward(call, kept)
         gates, between = kept[0] if kept else (None, None)  # none if PyTorch's own served after all
-        ctx.save_for_backward(output, None if settings.recompute else gates, between, x, hx, *weights)
+        ctx.save_for_backward(output, None if settings.recompute else gates, between, resets, x, hx, *weights)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         return output, h_n
 
     @staticmethod
     def backward(ctx: Any, grad_output: Any, grad_h_n: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        output, gates, between, x, hx, *weights = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1:]
+        output, gates, between, resets, x, hx, *weights = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[2:]
         if grad_output is None and grad_h_n is None:
-            return (None,) * (1 + len(wanted))
-        call = dataclasses.replace(ctx.settings, input=x, hx=hx, weights=tuple(weights))
+            return (None,) * (2 + len(wanted))
+        call = dataclasses.replace(ctx.settings, input=x, hx=hx, weights=tuple(weights), resets=resets)
         given = grad_output, grad_h_n
         if torch.is_grad_enabled():
-            return None, *_twice(call, wanted, given)
+            return None, None, *_twice(call, wanted, given)
         if call.num_layers > 1 and between is None:
-            return None, *_by_torch(call, wanted, given)
-        return None, *_stack(call, [*(() if between is None else between), output], gates, wanted, given)
+            return None, None, *_by_torch(call, wanted, given)
+        return None, None, *_stack(call, [*(() if between is None else between), output], gates, wanted, given)
 
 
 def _stack(
@@ -208,6 +213,8 @@ def _by_kernels(  # noqa: PLR0913 - a layer, its variant, what it kept and its g
     lengths = run.lengths_of(call)
     rows = call.input.reshape(-1, call.input.shape[-1])
     before = _before(call, output, lengths)
+    if call.resets is not None:
+        before.masked_fill_(_cut(call, call.resets, lengths, len(rows))[..., None], 0)
     given_gates, shape = gates, (spec.directions, len(rows), 3 * hidden)
     gates = rows.new_empty(shape) if given_gates is None else given_gates.view(shape)
     states = rows.new_empty(shape)
@@ -276,6 +283,7 @@ def _tensors(  # noqa: PLR0913 - what a launch takes
         else None,
         starts=lengths.starts,
         lengths=lengths.lengths,
+        resets=call.resets.t() if turned and call.resets is not None else call.resets,
     )
 
 
@@ -299,6 +307,21 @@ def _before(call: GruCall, output: torch.Tensor, lengths: run.Lengths) -> torch.
         beyond = torch.arange(len(output), device=output.device) >= call.cu_seqlens[-1]
         before.masked_fill_(beyond[:, None], 0)
     return before
+
+
+def _cut(call: GruCall, resets: torch.Tensor, lengths: run.Lengths, tokens: int) -> torch.Tensor:
+    """Whether the state before each token's step is reset, ``[directions, tokens]``, tokens in the order of the input."""
+    forward = resets.reshape(-1)
+    if not call.bidirectional:
+        return forward[None]
+    if lengths.layout == "dense":  # against the order of tokens, the token behind has the mark, of the last one none
+        time = 1 if call.batch_first else 0
+        backward = torch.zeros_like(resets)
+        steps = resets.shape[time] - 1
+        backward.narrow(time, 0, steps).copy_(resets.narrow(time, 1, steps))
+        return torch.stack((forward, backward.reshape(-1)))
+    _, (_, last, after) = run.neighbours(lengths, tokens)
+    return torch.stack((forward, forward.index_select(0, after) & ~last))
 
 
 def _grad_input(call: GruCall, weights: Any, grads: torch.Tensor) -> torch.Tensor:
@@ -340,10 +363,24 @@ def _choice(call: GruCall) -> Choice:
 @functools.lru_cache(maxsize=misses.MAX_CHOICES)
 def _choose(spec: GruSpec, size: GruSize, gpu: Gpu, limit: int | None = None) -> Choice:
     """The choice, made once for all equal calls; ``limit`` is the number of programs that may wait for each other."""
+    if spec.resets:
+        plain = dataclasses.replace(spec, resets=False)
+        return _with_resets(_choose(plain, size, gpu, limit), spec, size, gpu, limit or gpu.multiprocessors)
     choice = choose(BACKWARD, spec, size, gpu if limit is None else dataclasses.replace(gpu, multiprocessors=limit))
     if limit is None:
         misses.note(BACKWARD, spec, size, choice)
     return proven(choice)
+
+
+def _with_resets(choice: Choice, spec: GruSpec, size: GruSize, gpu: Gpu, multiprocessors: int) -> Choice:
+    """A choice that was made without resets; or the default, if it fits: PyTorch's own has no resets, and cuts sequences."""
+    if choice.variant is not None:
+        return choice
+    default = BACKWARD.fit(BACKWARD.default_variant(spec, size), spec, gpu.capability)
+    default = default if BACKWARD.sized is None else BACKWARD.sized(default, spec, size, multiprocessors)
+    if BACKWARD.rejection(spec, size, default, gpu.capability, multiprocessors) is not None:
+        return choice
+    return Choice("default", f"PyTorch's own has no resets; {choice.why}", default, gpu=gpu)
 
 
 def proven(choice: Choice) -> Choice:

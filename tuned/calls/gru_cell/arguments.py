@@ -57,6 +57,27 @@ def _check_cell(  # noqa: PLR0913 - the arguments of the public call
 
 
 @refuses
+def reset_rows(h: Any, resets: Any) -> torch.Tensor:
+    """The rows of a state [batch, hidden] that are reset, [batch, 1].
+
+    Raises:
+        TypeError, ValueError: resets are no marks of its rows.
+    """
+    for name, tensor, axes in (("h", h, 2), ("resets", resets, 1)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.ndim != axes:
+            raise ValueError(f"{name} must have {axes} axes, got {list(tensor.shape)}")
+    if resets.dtype != torch.bool:
+        raise TypeError(f"resets must be a bool tensor, got {resets.dtype}: convert with .bool()")
+    if resets.shape[0] != h.shape[0] or resets.device != h.device:
+        raise ValueError(
+            f"resets must have a mark for each of {h.shape[0]} rows of h, on {h.device}, got {list(resets.shape)} on {resets.device}"
+        )
+    return resets[:, None]
+
+
+@refuses
 def checked_cell(  # noqa: PLR0913 - the arguments of the public call
     x: Any,
     h: Any,

@@ -29,7 +29,7 @@ from tuned.families.products import DTYPES
 
 _GRU = (
     "Tensor input, Tensor hx, Tensor[] weights, bool has_biases, int num_layers, bool bidirectional, bool batch_first, "
-    "Tensor? batch_sizes, Tensor? cu_seqlens, SymInt? max_seqlen"
+    "Tensor? batch_sizes, Tensor? cu_seqlens, SymInt? max_seqlen, Tensor? resets"
 )
 _CELL = "Tensor[] segments, Tensor h, Tensor weight_ih, Tensor weight_hh, Tensor? bias_ih, Tensor? bias_hh"
 _LINEAR = "Tensor[] inputs, Tensor weight, Tensor? bias"
@@ -37,7 +37,8 @@ _LINEAR = "Tensor[] inputs, Tensor weight, Tensor? bias"
 
 def _gru_call(input: Any, hx: Any, weights: Any, *settings: Any) -> GruCall:  # noqa: A002
     """The checked call of the operator's arguments."""
-    call = GruCall(input, hx, tuple(weights), *settings)  # without dropout
+    *others, resets = settings
+    call = GruCall(input, hx, tuple(weights), *others, resets=resets)  # type: ignore[misc] # without dropout
     check_gru(call)
     return call
 

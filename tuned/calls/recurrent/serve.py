@@ -12,7 +12,7 @@ import torch
 from tuned.calls.gru import eager, plan, run, training
 from tuned.calls.gru.arguments import GruCall, gru_call
 from tuned.calls.gru_cell import run as cell_run
-from tuned.calls.gru_cell.arguments import checked_cell
+from tuned.calls.gru_cell.arguments import checked_cell, reset_rows
 from tuned.calls.linear_cat import run as linear_run
 from tuned.calls.linear_cat import training as linear_training
 from tuned.calls.linear_cat.arguments import check_linear_cat
@@ -172,7 +172,10 @@ def explain_gru_cell(*args: Any, **kwargs: Any) -> tuple[Choice, Any]:
     """The choice for a call of tuned.dispatch.gru_cell with these arguments, and its spec; no kernel runs."""
     names = ("x", "h", "weight_ih", "weight_hh", "bias_ih", "bias_hh")
     given = {**dict.fromkeys(names), "inplace": False, **dict(zip(names, args, strict=False)), **kwargs}
+    resets = given.pop("resets", None)
     segments, (h, *weights) = checked_cell(**given)
+    if resets is not None:
+        reset_rows(h, resets)
     dtype = autocast_dtype(h.device.type)
     state = h if dtype is None else h.to(dtype)
     if reason := why_torch(present(*segments, h, *weights)) or cell_run.why_not(segments, state):

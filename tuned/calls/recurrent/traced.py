@@ -34,8 +34,8 @@ def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
         own = weights[step * len(weights) // steps : (step + 1) * len(weights) // steps]
         state = hx if steps == 1 else hx[step * len(hx) // steps : (step + 1) * len(hx) // steps]
         dropped = torch.nn.functional.dropout(x, call.dropout) if step and call.dropout > 0 else x
-        lengths = (call.batch_sizes, call.cu_seqlens, call.max_seqlen)
-        x, h_n = ops.gru(dropped, state, own, call.has_biases, depth, call.bidirectional, call.batch_first, *lengths)
+        of_steps = (call.batch_sizes, call.cu_seqlens, call.max_seqlen, call.resets)
+        x, h_n = ops.gru(dropped, state, own, call.has_biases, depth, call.bidirectional, call.batch_first, *of_steps)
         states.append(h_n)
     return _out(x, call.hx), _out(states[0] if steps == 1 else torch.cat(states), call.hx)
 

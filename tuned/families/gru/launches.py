@@ -41,6 +41,7 @@ class Recurrence:
     products: Any = None  # [B, 3 * hidden], for strategy "library"
     starts: Any = None  # packed: int64 [T], first row of each step; thd: int32 [B + 1], first token of each sequence
     lengths: Any = None  # int32 [B]
+    resets: Any = None  # bool [T, B] or [tokens], any strides: whether the state is 0 before a token's step
 
 
 def counters_needed(spec: GruSpec, batch: int) -> int:
@@ -51,7 +52,7 @@ def counters_needed(spec: GruSpec, batch: int) -> int:
 def kernel_name(spec: GruSpec, variant: GruVariant) -> str:
     """Module and function name: every text axis, in a fixed order."""
     body = "stack" if spec.stacked else "turns" if variant.in_turn else "layer"
-    return f"gru_{spec.layout}_{body}_{variant.form}"
+    return f"gru_{spec.layout}_{body}_{variant.form}{'_resets' if spec.resets else ''}"
 
 
 def kernel_names(spec: GruSpec, variant: GruVariant) -> tuple[str, ...]:
@@ -133,14 +134,15 @@ def sequence(spec: GruSpec, variant: GruVariant, call: Recurrence, begin: int, e
             begin,
             end,
             call.gates.stride(0),
-            *_strides(spec, call.gates[0]),
+            *token_strides(spec, call.gates[0]),
             *((call.weight_ih.stride(0),) if spec.stacked else ()),
             call.weight_hh.stride(0),
             *(tuple(bias.stride(0) for bias in biases) or (0, 0)),
             *call.h_0.stride()[:2],
-            *_strides(spec, call.out),
-            *((call.between.stride(0), *_strides(spec, call.between[0])) if spec.stacked else ()),
+            *token_strides(spec, call.out),
+            *((call.between.stride(0), *token_strides(spec, call.between[0])) if spec.stacked else ()),
             *call.h_n.stride()[:2],
+            *((call.resets, *token_strides(spec, call.resets)) if spec.resets else ()),
         ),
         constants={
             "HIDDEN": spec.hidden,
@@ -163,9 +165,9 @@ def sequence(spec: GruSpec, variant: GruVariant, call: Recurrence, begin: int, e
     )
 
 
-def _strides(spec: GruSpec, tensor: Any) -> tuple[int, int]:
+def token_strides(spec: GruSpec, tensor: Any) -> tuple[int, int]:
     """Strides of a tensor of tokens: (time, batch) if dense, otherwise (token, 0)."""
-    return tensor.stride()[:2] if spec.layout == "dense" else (tensor.stride(0), 0)
+    return tensor.stride()[:2] if spec.dense else (tensor.stride(0), 0)
 
 
 def _library(spec: GruSpec, call: Recurrence) -> tuple[Step, ...]:

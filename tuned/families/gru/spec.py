@@ -27,6 +27,7 @@ class GruSpec:
     precision: str = (
         "tf32"  # of the products of float32: "tf32", or "ieee" as torch.backends.cudnn.allow_tf32 = False asks
     )
+    resets: bool = False  # the state is 0 before steps that are marked
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -41,6 +42,8 @@ class GruSpec:
             raise ValueError(f"hidden and layers must be at least 1, got {self.hidden} and {self.layers}")
         if self.layers > 1 and self.directions > 1:
             raise ValueError("a stack has one direction: the backward one needs the whole sequence of the layer below")
+        if self.layers > 1 and self.resets:
+            raise ValueError("a stack has no resets: its layers are launched one by one")
 
     @property
     def stacked(self) -> bool:
@@ -73,6 +76,34 @@ class GruSpec:
         return ran if self.dense else f"({ran} & (length > t_begin))[{variant.row_axes}]"
 
     @property
+    def sum_r(self) -> str:
+        """In a template: what the state gives to r; 0 if it is reset."""
+        return self._of_state("_total(a_r)")
+
+    @property
+    def sum_z(self) -> str:
+        """As sum_r, for z."""
+        return self._of_state("_total(a_z)")
+
+    @property
+    def sum_n(self) -> str:
+        """As sum_r, for n."""
+        return self._of_state("_total(a_n)")
+
+    @property
+    def sum_d(self) -> str:
+        """In a template: what later steps give to the gradient of a state; 0 if it is reset after it."""
+        return self._of_state("_total(acc)")
+
+    @property
+    def own_of_turn(self) -> str:
+        """In a template: the state before a turn's step."""
+        return self._of_state("tl.where(first, before.to(tl.float32), own)")
+
+    def _of_state(self, value: str) -> str:
+        return f"tl.where(cut, 0, {value})" if self.resets else value
+
+    @property
     def item(self) -> int:
         """Bytes of one element."""
         return ITEM_SIZE[self.dtype]
@@ -86,7 +117,8 @@ class GruSpec:
             "split": "units times rows, the columns split over the warps",
             "tile": "rows times units",
         }[variant.form]
-        return f"a GRU over {what}, {'a stack of layers' if self.stacked else 'one layer'}; {how}."
+        parts = f"{'a stack of layers' if self.stacked else 'one layer'}{', with resets' if self.resets else ''}"
+        return f"a GRU over {what}, {parts}; {how}."
 
 
 @dataclasses.dataclass(frozen=True)

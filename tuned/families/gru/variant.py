@@ -150,12 +150,7 @@ def rejection(  # noqa: PLR0911 - one return per rule
     that leaves most of its lanes empty.
     """
     if variant.strategy == "library":
-        if spec.layout != "dense" or spec.stacked:
-            return "strategy='library' takes one layer of sequences of one length"
-        if spec.dtype == "float32" and spec.precision == "ieee":
-            return "strategy='library' follows the setting of GEMMs, which may allow TF32"
-        rest = dataclasses.replace(variant, strategy=GruVariant.strategy)
-        return None if rest == GruVariant() else "strategy='library' has no other knobs"
+        return _library_rejection(spec, variant)
     if variant.strategy == "steps" and spec.stacked:
         return "strategy='steps' takes one layer: the layers of a stack wait for each other in one launch"
     if variant.strategy == "steps" and not (
@@ -182,6 +177,17 @@ def rejection(  # noqa: PLR0911 - one return per rule
         return None
     held = None if variant.strategy == "steps" else multiprocessors  # of a launch a step any number of programs
     return size_rejection(spec, size, variant, held, waits=not alone(spec, variant))
+
+
+def _library_rejection(spec: GruSpec, variant: GruVariant) -> str | None:
+    if spec.layout != "dense" or spec.stacked:
+        return "strategy='library' takes one layer of sequences of one length"
+    if spec.resets:
+        return "strategy='library' has no resets"
+    if spec.dtype == "float32" and spec.precision == "ieee":
+        return "strategy='library' follows the setting of GEMMs, which may allow TF32"
+    rest = dataclasses.replace(variant, strategy=GruVariant.strategy)
+    return None if rest == GruVariant() else "strategy='library' has no other knobs"
 
 
 def exchange_rejection(spec: GruSpec, variant: GruVariant, capability: int, widths: tuple[int, ...]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from tuned.families.gru.launches import counters_needed
+from tuned.families.gru.launches import counters_needed, token_strides
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant, programs, sets_of
 from tuned.families.gru_backward.variant import alone, pieces
@@ -42,11 +42,12 @@ class RecurrenceGradient:
     counters: Any = None  # int32 [counters_needed(spec, batch)]
     starts: Any = None  # packed: int64 [T], first row of each step; thd: int32 [B + 1], first token of each sequence
     lengths: Any = None  # int32 [B]
+    resets: Any = None  # bool [T, B] or [tokens], any strides: whether the state was 0 before a token's step
 
 
 def kernel_name(spec: GruSpec, variant: GruVariant) -> str:
     """Module and function name: every text axis, in a fixed order."""
-    return f"gru_{spec.layout}_backward_{variant.form}"
+    return f"gru_{spec.layout}_backward_{variant.form}{'_resets' if spec.resets else ''}"
 
 
 def kernel_names(spec: GruSpec, variant: GruVariant) -> tuple[str, ...]:
@@ -139,9 +140,10 @@ def sequence(spec: GruSpec, variant: GruVariant, call: RecurrenceGradient, begin
             *(token if dense else (token[0], 0)),
             call.weight_hh.stride(0),
             *(tuple(bias.stride(0) for bias in biases) or (0, 0)),
-            *(call.grad_out.stride()[:2] if dense else (call.grad_out.stride(0), 0)),
+            *token_strides(spec, call.grad_out),
             *call.grad_h_n.stride()[:2],
             *call.grad_h_0.stride()[:2],
+            *((call.resets, *token_strides(spec, call.resets)) if spec.resets else ()),
         ),
         constants={
             "HIDDEN": spec.hidden,

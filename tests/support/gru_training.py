@@ -1,0 +1,65 @@
+"""Gradients of a GRU whose kernels the interpreter runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from generator.rendering.structures import load
+from tuned.calls.gru import training
+from tuned.families.gru.variant import GruVariant
+from tuned.families.gru_backward.launches import sequence
+from tuned.lookup.lookup import Choice
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tuned.families.launch import Launch
+
+ONE = GruVariant("persistent", "split", 16, 8, "poll", num_warps=2)
+TURNS = dataclasses.replace(ONE, block_hidden=8, turns=2)
+
+
+@pytest.fixture
+def backward(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    """Gradients run on the CPU, a step a launch; yields every launch that a call would make."""
+    made: list[Launch] = []
+    pending: list[Any] = []
+    launches = training.BACKWARD.launches
+
+    def remembered(spec: Any, variant: GruVariant, gradient: Any) -> Any:
+        states = torch.full_like(gradient.grad_h_0, torch.nan, dtype=torch.float32)
+        pending.append((spec, variant, dataclasses.replace(gradient, states=states)))
+        return launches(spec, variant, gradient)
+
+    def launched(_device: Any, launch: Launch) -> None:
+        made.append(launch)
+        spec, variant, gradient = pending[-1]
+        for step in range(gradient.seq + 1):
+            one = sequence(spec, variant, gradient, step, step + 1)
+            with np.errstate(
+                invalid="ignore", over="ignore"
+            ):  # of memory that nobody waited for, which counts for nothing
+                load(one.kernel)[(one.programs,)](*one.arguments, **one.constants, **one.options)
+
+    monkeypatch.setattr(training, "BACKWARD", dataclasses.replace(training.BACKWARD, launches=remembered))
+    monkeypatch.setattr(training, "launch_known", launched)
+    return made
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, variant: GruVariant | None) -> None:
+    why = "a test asked for it"
+    monkeypatch.setattr(training, "_choice", lambda _call: Choice("winner" if variant else "eager", why, variant))
+
+
+def assert_alike(found: Any, wanted: list[torch.Tensor]) -> None:
+    for index, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        assert ours.shape == theirs.shape, index
+        scale = theirs.abs().max().clamp(min=1)
+        torch.testing.assert_close(
+            ours.double() / scale, theirs / scale, rtol=0, atol=3e-3, msg=lambda m, i=index: f"{i}: {m}"
+        )

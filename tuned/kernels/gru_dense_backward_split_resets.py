@@ -1,0 +1,515 @@
+"""gru_dense_backward_split_resets: a GRU over sequences of one length, one layer, with resets; units times rows, the columns split over the warps.
+
+@generated from templates/gru_backward.py.jinja. Do not edit: change the template, then run
+`python tune.py --render`.
+
+The gradient of the recurrence of torch.nn.GRU over a whole sequence, in one launch, from its last step to its first.
+Of a step h' = n + z (h - n), n = tanh(i_n + r h_n), with r = sigmoid(i_r + h_r), z = sigmoid(i_z + h_z), and with d for
+the gradient of h', that of the output and of the step after it together:
+    d_n = d (1 - z) (1 - n^2), d_z = d (h - n) z (1 - z), d_r = d_n h_n r (1 - r), d_h = d_n r,
+and the gradient of h is d z + (d_h, d_r, d_z) @ weight_hh, its rows in the order n, r, z. All but d is known before the
+launch. A program owns BLOCK_HIDDEN units in one direction, and keeps their columns of weight_hh on chip for all steps;
+of tiles of BLOCK_BATCH rows it has one, or several in turn. d_h, d_r and d_z go to grads, where the other programs of
+the rows wait for them (_wait). Step 0 is a row's last one; at the step after its last one it has only what the others
+sent, and its gradient of h_0. All programs must be on the GPU at once: a cooperative launch. Float32 inside and for a
+unit's own gradient, one rounding at the store. Names: i_ index, m_ mask, p_ pointer or offset in elements, w_ weights.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tanh(x):
+    """Hyperbolic tangent through one exponential, 1 - 2 / (1 + e^(2 x)): right at both ends, no overflow to NaN."""
+    return 1 - 2 / (1 + tl.exp(2 * x))
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def _round_tf32(x, PRECISION: tl.constexpr):
+    """To the nearest TF32, since the tensor cores only cut the low 13 bits off; NaN stays NaN, its bits could overflow."""
+    if PRECISION == "tf32":
+        x = tl.where(x == x, (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True), x)
+    return x
+
+
+@triton.constexpr_function
+def _wait_assembly(bits, width, loads):
+    """PTX: load ``loads`` times ``width`` elements of so many bits, unless they are there, until none of them is all ones.
+
+    Operands, in the order of _wait_operands: the elements, in words of 32 bits; the same, as they were loaded before; a
+    pointer for each element, of which the first of a load counts; for each element whether to wait, of which the last
+    counts. The largest element tells whether one is all ones; max.u16x2 (sm_90) takes two halves at once.
+    """
+    words = width * bits // 32
+    count = words * loads
+    maximum = "max.u16x2" if bits == 16 else "max.u32"
+    vector = {1: "", 2: ".v2", 4: ".v4"}[words]
+    lines = [".reg .pred missing;", ".reg .b32 most;"]
+    lines += [f"setp.eq.u32 missing, ${2 * count + 2 * width * loads - 1}, 0;", "@missing bra there;"]
+    lines += ["bra look;", "again:"]
+    for load in range(loads):
+        into = ", ".join(f"${load * words + word}" for word in range(words))
+        lines += [f"ld.relaxed.gpu.global{vector}.b32 " + "{" + into + "}" + f", [${2 * count + load * width}];"]
+    lines += ["look:", "mov.b32 most, $0;"]
+    lines += [f"{maximum} most, most, ${word};" for word in range(1, count)]
+    if bits == 16:
+        lines += ["setp.ge.u32 missing, most, 0xFFFF0000;", "and.b32 most, most, 0xFFFF;"]
+        lines += ["setp.eq.or.u32 missing, most, 0xFFFF, missing;"]
+    else:
+        lines += ["setp.eq.u32 missing, most, 0xFFFFFFFF;"]
+    return "\n".join(["{", *lines, "@missing bra again;", "there:", "}"])
+
+
+@triton.constexpr_function
+def _wait_operands(bits, width, loads):
+    """The constraints of _wait_assembly: results in the registers of what is there if nothing is waited for."""
+    count = width * loads * bits // 32
+    each = width * loads
+    return ",".join(["=&r"] * count + [str(word) for word in range(count)] + ["l"] * each + ["r"] * each)
+
+
+@triton.jit
+def _look(p_row, there, COLUMNS: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr):
+    """[BLOCK_BATCH, WIDTH]: elements of a message from START on, as they are now; 0 behind its COLUMNS and if none is there."""
+    i_k = START + tl.arange(0, WIDTH)
+    # What alignment rows have because of their width, where the compiler cannot see it.
+    BYTES: tl.constexpr = COLUMNS * p_row.dtype.element_ty.primitive_bitwidth // 8
+    ALIGNED: tl.constexpr = 16 if BYTES % 16 == 0 else (8 if BYTES % 8 == 0 else (4 if BYTES % 4 == 0 else 1))
+    p = tl.multiple_of(p_row[:, None] + i_k[None, :], (1, ALIGNED))
+    return tl.load(p, mask=(i_k < COLUMNS)[None, :] & there[:, None], other=0, volatile=True)
+
+
+@triton.jit
+def _wait(
+    x,  # what _look found
+    p_row,  # [BLOCK_BATCH] pointers to the first element of a message
+    there,  # [BLOCK_BATCH] whether there is one
+    wait,  # [BLOCK_BATCH] whether it is still to come
+    COLUMNS: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EXCHANGE: tl.constexpr,
+    THREADS: tl.constexpr,
+):
+    """[BLOCK_BATCH, WIDTH]: elements of a message from START on, once they are there. How they are waited for:
+
+    EXCHANGE = "spin": until no 16 bytes hold the bits 11..1, with which grads was filled before the launch and which no
+        gradient has; the loop is in PTX, one for each thread, so that nothing else waits;
+    "poll": for the same with ordinary loads, on any GPU;
+    "counter": until all programs of the rows have counted themselves, before _look is called;
+    "none": not at all.
+    """
+    dtype: tl.constexpr = p_row.dtype.element_ty
+    BITS: tl.constexpr = dtype.primitive_bitwidth
+    integer: tl.constexpr = tl.int16 if BITS == 16 else tl.int32
+    if EXCHANGE == "spin":
+        # A thread has so many elements, of which it loads up to 16 bytes at a time, and eight loads at a time.
+        EACH: tl.constexpr = (p_row.shape[0] * WIDTH) // THREADS
+        LOAD: tl.constexpr = EACH if EACH < 128 // BITS else 128 // BITS
+        LOADS: tl.constexpr = EACH // LOAD if EACH < 8 * LOAD else 8
+        # The same pointer for all elements of a load; behind the message its last ones again: the weights there are 0.
+        i_k = START + tl.arange(0, WIDTH)
+        p_load = p_row[:, None] + tl.minimum((i_k // LOAD) * LOAD, COLUMNS - LOAD)[None, :]
+        x = x.to(integer, bitcast=True)
+        x = tl.inline_asm_elementwise(
+            _wait_assembly(BITS, LOAD, LOADS),
+            _wait_operands(BITS, LOAD, LOADS),
+            [x, p_load, wait[:, None].to(tl.int32)],
+            dtype=x.dtype,
+            is_pure=True,  # or a change of its layout would run it once more
+            pack=LOAD * LOADS,
+        )
+        x = x.to(dtype, bitcast=True)
+    if EXCHANGE == "poll":
+        while tl.max(tl.max(((x.to(integer, bitcast=True) == -1) & wait[:, None]).to(tl.int32), 1), 0) > 0:
+            x = _look(p_row, there, COLUMNS, START, WIDTH)
+    return x
+
+
+@triton.jit
+def _operand(h, SPLITS: tl.constexpr, PRECISION: tl.constexpr):
+    """[BLOCK_BATCH, WIDTH] of h as the other factor, [SPLITS, WIDTH // SPLITS, BLOCK_BATCH]."""
+    h = tl.reshape(_round_tf32(h, PRECISION), (h.shape[0], SPLITS, h.shape[1] // SPLITS))
+    return tl.permute(h, (1, 2, 0))
+
+
+@triton.jit
+def _dot(w, h, acc, PRECISION: tl.constexpr):
+    return tl.dot(w, h, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _total(acc):
+    """The sum over the splits, [BLOCK_HIDDEN, BLOCK_BATCH].
+
+    Through tl.split, since that makes one conversion to a layout with all splits of an element in one thread;
+    a reduction across warps takes several times as long.
+    """
+    SPLITS: tl.constexpr = acc.shape[0]
+    acc = tl.permute(acc, (1, 2, 0))
+    if SPLITS == 16:
+        a, b = tl.split(tl.reshape(acc, (acc.shape[0], acc.shape[1], 2, 2, 2, 2)))
+        a, b = tl.split(a + b)
+        a, b = tl.split(a + b)
+        a, b = tl.split(a + b)
+        return a + b
+    elif SPLITS == 8:
+        a, b = tl.split(tl.reshape(acc, (acc.shape[0], acc.shape[1], 2, 2, 2)))
+        a, b = tl.split(a + b)
+        a, b = tl.split(a + b)
+        return a + b
+    elif SPLITS == 4:
+        a, b = tl.split(tl.reshape(acc, (acc.shape[0], acc.shape[1], 2, 2)))
+        a, b = tl.split(a + b)
+        return a + b
+    elif SPLITS == 2:
+        a, b = tl.split(acc)
+        return a + b
+    else:
+        return tl.reshape(acc, (acc.shape[0], acc.shape[1]))
+
+
+@triton.jit
+def _token(
+    i_step,
+    i_batch,
+    length,
+    seq,
+    starts,
+    stride_t,
+    stride_b,
+    BACKWARD,
+):
+    """[BLOCK_BATCH] offset of the token that a row takes at a step, in a tensor with these strides; int64."""
+    t = tl.where(BACKWARD, seq - 1 - i_step, i_step).to(tl.int64)
+    return t * stride_t + i_batch.to(tl.int64) * stride_b
+
+
+@triton.jit
+def _cut(resets, i_step, m_step, i_batch, length, seq, starts, stride_t, stride_b, BACKWARD):
+    """[BLOCK_BATCH]: whether a row's state is reset on the way to a step; of ``m_step`` alone.
+
+    A reset of a token cuts between it and the one before. Against the tokens' order, the one that is left has it.
+    """
+    i_marked = i_step - tl.where(BACKWARD, 1, 0)
+    p_marked = _token(i_marked, i_batch, length, seq, starts, stride_t, stride_b, BACKWARD)
+    return tl.load(resets + p_marked, mask=m_step & (i_marked >= 0) & (i_marked < length), other=0) != 0
+
+
+@triton.jit
+def _rows(i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH: tl.constexpr):
+    """Of the rows of a tile: i_batch, m_batch, length, start; i_spare and its start and length, see below.
+
+    Rows past the end are the last one again. A row without a token reads what another one does, i_spare: all rows that a
+    thread looks at must be waited for alike.
+    """
+    i_batch = i_tile * BLOCK_BATCH + tl.arange(0, BLOCK_BATCH)
+    m_batch = i_batch < batch
+    i_batch = tl.minimum(i_batch, batch - 1)
+    length = tl.full((BLOCK_BATCH,), 0, tl.int32) + seq
+    return i_batch, m_batch, length, all_starts, 0, 0, 0
+
+
+@triton.jit
+def _last_step(t_end, i_set, sets, turns, batch, all_lengths, BLOCK_BATCH: tl.constexpr):
+    """The step before which a program ends: that of the launch, or sooner if all its rows are shorter."""
+    return t_end
+
+
+@triton.jit
+def _columns(
+    p,  # first element of a matrix [3 * HIDDEN, HIDDEN]
+    i_hidden,
+    HIDDEN: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """[SPLITS, BLOCK_HIDDEN, WIDTH // SPLITS] of weight_hh, its rows in the order of a message: n, r, z."""
+    PART: tl.constexpr = WIDTH // SPLITS
+    i_k = START + tl.arange(0, SPLITS)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
+    i_unit = i_hidden[None, :, None]
+    i_row = tl.where(i_k < HIDDEN, i_k + 2 * HIDDEN, i_k - HIDDEN)
+    mask = (i_unit < HIDDEN) & (i_k < 3 * HIDDEN)
+    return _round_tf32(tl.load(p + i_row * HIDDEN + i_unit, mask=mask, other=0), PRECISION)
+
+
+@triton.jit
+def _terms(
+    gates,
+    hidden,
+    before,
+    grad_out,
+    i_step,
+    t_stop,
+    i_batch,
+    length,
+    seq,
+    start,
+    token_stride_t,
+    token_stride_b,
+    grad_out_stride_t,
+    grad_out_stride_b,
+    AGAINST,
+    j_hidden,
+    mask,
+    HIDDEN: tl.constexpr,
+):
+    """What a step is made of, as it was stored, and which elements have such a step; 0 where there is none.
+
+    What x and what h give to r, z and n, the state before the step, and the gradient of the output.
+    """
+    i_token = _token(i_step, i_batch, length, seq, start, token_stride_t, token_stride_b, AGAINST)
+    p_grad = _token(i_step, i_batch, length, seq, start, grad_out_stride_t, grad_out_stride_b, AGAINST)
+    m_step = mask & (i_step < tl.minimum(t_stop, length))[None, :]
+    p_parts = (i_token * (3 * HIDDEN))[None, :] + j_hidden
+    x_r = tl.load(gates + p_parts, mask=m_step, other=0)
+    x_z = tl.load(gates + p_parts + HIDDEN, mask=m_step, other=0)
+    x_n = tl.load(gates + p_parts + 2 * HIDDEN, mask=m_step, other=0)
+    h_r = tl.load(hidden + p_parts, mask=m_step, other=0)
+    h_z = tl.load(hidden + p_parts + HIDDEN, mask=m_step, other=0)
+    h_n = tl.load(hidden + p_parts + 2 * HIDDEN, mask=m_step, other=0)
+    h = tl.load(before + (i_token * HIDDEN)[None, :] + j_hidden, mask=m_step, other=0)
+    d = tl.load(grad_out + p_grad[None, :] + j_hidden, mask=m_step, other=0)
+    return x_r, x_z, x_n, h_r, h_z, h_n, h, d, m_step
+
+
+@triton.jit
+def _factors(x_r, x_z, x_n, h_r, h_z, h_n, h, d, b_r, b_z, b_x, b_h):
+    """Of a step: r, z; what d is multiplied by for d_n and for d_z, and d_n for d_r; the gradient of the output."""
+    r = _sigmoid(x_r.to(tl.float32) + h_r.to(tl.float32) + b_r)
+    z = _sigmoid(x_z.to(tl.float32) + h_z.to(tl.float32) + b_z)
+    part = h_n.to(tl.float32) + b_h
+    n = _tanh(x_n.to(tl.float32) + b_x + r * part)
+    f_n = (1 - z) * (1 - n * n)
+    f_z = (h.to(tl.float32) - n) * z * (1 - z)
+    f_r = part * r * (1 - r)
+    return r, z, f_n, f_z, f_r, d.to(tl.float32)
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    """In the dtype of a message; NaN gets one pattern of bits, which is not the one that readers wait to see go away."""
+    bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
+    return bits.to(tl.float32, bitcast=True).to(dtype)
+
+
+@triton.jit(do_not_specialize=["tokens", "batch", "seq", "sets", "t_begin", "t_end"])
+def gru_dense_backward_split_resets(
+    gates,  # 3 * HIDDEN a token, of each direction: i_r, i_z, i_n without biases
+    hidden,  # the same of h
+    before,  # HIDDEN a token, of each direction: the state before its step
+    weight_hh,  # [DIRECTIONS, 3 * HIDDEN, HIDDEN]
+    bias_ih,  # [DIRECTIONS, 3 * HIDDEN]; any pointer if not BIAS
+    bias_hh,
+    grad_out,  # DIRECTIONS * HIDDEN a token
+    grad_h_n,  # [DIRECTIONS, batch, HIDDEN]
+    grads,  # 4 * HIDDEN a token, of each direction: d_h, d_r, d_z, d_n
+    grad_h_0,  # as grad_h_n
+    states,  # float32 [DIRECTIONS, batch, HIDDEN], contiguous, of any content; any pointer for one turn and one launch
+    counters,  # int32, 32 for each tile of rows, 0 before the launch; any pointer if nothing is counted
+    all_starts,  # packed: [seq] int64, thd: [batch + 1] int32; any pointer if sequences have one length
+    all_lengths,  # [batch] int32, at most seq; any pointer likewise
+    tokens,
+    batch,
+    seq,
+    sets,  # programs that share out the tiles of rows, for each tile of units
+    t_begin,  # the steps of this launch, of seq + 1: all, where no launch of one program each is a barrier
+    t_end,
+    token_stride_t,  # from one token to the next, in tokens
+    token_stride_b,
+    weight_hh_stride,
+    bias_ih_stride,
+    bias_hh_stride,
+    grad_out_stride_t,
+    grad_out_stride_b,
+    grad_h_n_stride_l,
+    grad_h_n_stride_b,
+    grad_h_0_stride_l,
+    grad_h_0_stride_b,
+    resets,  # a byte a token: not 0 if the state was 0 before its step
+    resets_stride_t,
+    resets_stride_b,
+    HIDDEN: tl.constexpr,
+    DIRECTIONS: tl.constexpr,
+    BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,  # of a float32 product: "tf32" or "ieee"
+    BLOCK_HIDDEN: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WIDTH_0: tl.constexpr,  # a message's columns, in pieces whose widths are powers of two; a width of 0 is no piece
+    WIDTH_1: tl.constexpr,
+    WIDTH_2: tl.constexpr,
+    EXCHANGE: tl.constexpr,
+    EARLY: tl.constexpr,  # the terms of the next turn are loaded before waiting for a message, not after it
+    IN_TURN: tl.constexpr,  # a program has several tiles of rows
+    THREADS: tl.constexpr,
+):
+    dtype: tl.constexpr = grads.dtype.element_ty
+    unit_tiles: tl.constexpr = (HIDDEN + BLOCK_HIDDEN - 1) // BLOCK_HIDDEN
+    i_program = tl.program_id(0)
+    i_hidden = (i_program % unit_tiles) * BLOCK_HIDDEN + tl.arange(0, BLOCK_HIDDEN)
+    row_tiles = (batch + BLOCK_BATCH - 1) // BLOCK_BATCH
+    i_cell = (i_program // unit_tiles) // sets  # direction
+    i_set = (i_program // unit_tiles) % sets
+    if IN_TURN:
+        turns = (row_tiles - i_set + sets - 1) // sets
+    else:
+        turns = 1
+    # From a row's last step to its first: the direction that goes forward is taken against the tokens' order.
+    against = i_cell == 0 if DIRECTIONS == 2 else i_cell >= 0
+
+    weight_hh += i_cell.to(tl.int64) * weight_hh_stride
+    w_0 = _columns(weight_hh, i_hidden, HIDDEN, 0, WIDTH_0, SPLITS, PRECISION)
+    if WIDTH_1 > 0:
+        w_1 = _columns(weight_hh, i_hidden, HIDDEN, WIDTH_0, WIDTH_1, SPLITS, PRECISION)
+    if WIDTH_2 > 0:
+        w_2 = _columns(weight_hh, i_hidden, HIDDEN, WIDTH_0 + WIDTH_1, WIDTH_2, SPLITS, PRECISION)
+
+    # One more than a row's steps.
+    t_stop = _last_step(t_end - 1, i_set, sets, turns, batch, all_lengths, BLOCK_BATCH) + 1
+    i_batch, m_batch, length, start, _, _, _ = _rows(i_set, batch, seq, all_starts, all_lengths, BLOCK_BATCH)
+    next_batch, next_length, next_start = i_batch, length, start
+
+    # The shape of results: j_hidden, j_batch, m_hidden, mask. The biases: b_r, b_z, b_x of x, b_h of h.
+    # Results are [BLOCK_HIDDEN, BLOCK_BATCH] where the columns are split, otherwise [BLOCK_BATCH, BLOCK_HIDDEN].
+    j_hidden, j_batch = i_hidden[:, None], i_batch[None, :]
+    m_hidden = (i_hidden < HIDDEN)[:, None]
+    mask = m_hidden & m_batch[None, :]
+    b_r = tl.zeros(mask.shape, tl.float32)
+    b_z = tl.zeros(mask.shape, tl.float32)
+    b_x = tl.zeros(mask.shape, tl.float32)
+    b_h = tl.zeros(mask.shape, tl.float32)
+    if BIAS:
+        p_ih = bias_ih + i_cell.to(tl.int64) * bias_ih_stride + j_hidden
+        p_hh = bias_hh + i_cell.to(tl.int64) * bias_hh_stride + j_hidden
+        b_r += tl.load(p_ih, mask=m_hidden, other=0).to(tl.float32)
+        b_r += tl.load(p_hh, mask=m_hidden, other=0).to(tl.float32)
+        b_z += tl.load(p_ih + HIDDEN, mask=m_hidden, other=0).to(tl.float32)
+        b_z += tl.load(p_hh + HIDDEN, mask=m_hidden, other=0).to(tl.float32)
+        b_x += tl.load(p_ih + 2 * HIDDEN, mask=m_hidden, other=0).to(tl.float32)
+        b_h += tl.load(p_hh + 2 * HIDDEN, mask=m_hidden, other=0).to(tl.float32)
+    next_mask = mask
+
+    gates += i_cell.to(tl.int64) * tokens * (3 * HIDDEN)
+    hidden += i_cell.to(tl.int64) * tokens * (3 * HIDDEN)
+    before += i_cell.to(tl.int64) * tokens * HIDDEN
+    grads += i_cell.to(tl.int64) * tokens * (4 * HIDDEN)
+    grad_out += i_cell * HIDDEN
+    grad_h_n += i_cell.to(tl.int64) * grad_h_n_stride_l
+    grad_h_0 += i_cell.to(tl.int64) * grad_h_0_stride_l
+    states += i_cell.to(tl.int64) * batch * HIDDEN
+    p_own = states + j_batch.to(tl.int64) * HIDDEN + j_hidden
+    counter = counters + (i_cell * row_tiles + i_set) * 32
+
+    if not IN_TURN:
+        own = tl.load(p_own, mask=mask & (t_begin > 0), other=0)
+        given = tl.load(grad_h_n + j_batch.to(tl.int64) * grad_h_n_stride_b + j_hidden, mask=mask, other=0)
+        own = tl.where(t_begin > 0, own, given.to(tl.float32))
+
+    x_r, x_z, x_n, h_r, h_z, h_n, h, d, m_now = _terms(
+        gates, hidden, before, grad_out, t_begin, t_stop, i_batch, length, seq, start, token_stride_t, token_stride_b,
+        grad_out_stride_t, grad_out_stride_b, against, j_hidden, mask, HIDDEN,
+    )  # fmt: skip
+    r, z, f_n, f_z, f_r, g_out = _factors(x_r, x_z, x_n, h_r, h_z, h_n, h, d, b_r, b_z, b_x, b_h)
+
+    for i_turn in range(t_begin * turns, t_stop * turns):
+        i_step = i_turn // turns
+        if IN_TURN:
+            i_tile = i_set + (i_turn % turns) * sets
+            i_batch, m_batch, length, start, _, _, _ = _rows(i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH)
+            j_batch = i_batch[None, :]
+            mask = m_hidden & m_batch[None, :]
+            p_own = states + j_batch.to(tl.int64) * HIDDEN + j_hidden
+            counter = counters + (i_cell * row_tiles + i_tile) * 32
+            given = tl.load(
+                grad_h_n + j_batch.to(tl.int64) * grad_h_n_stride_b + j_hidden, mask=mask & (i_step == 0), other=0
+            )
+            tl.debug_barrier()  # threads may read of states what others wrote
+            own = tl.where(i_step > 0, tl.load(p_own, mask=mask & (i_step > 0), other=0), given.to(tl.float32))
+            i_next = i_set + ((i_turn + 1) % turns) * sets
+            next_batch, m_next_batch, next_length, next_start, _, _, _ = _rows(
+                i_next, batch, seq, all_starts, all_lengths, BLOCK_BATCH
+            )
+            next_mask = m_hidden & m_next_batch[None, :]
+        if EARLY:
+            x_r, x_z, x_n, h_r, h_z, h_n, h, d, m_next = _terms(
+                gates, hidden, before, grad_out, (i_turn + 1) // turns, t_stop, next_batch, next_length, seq,
+                next_start, token_stride_t, token_stride_b, grad_out_stride_t, grad_out_stride_b, against, j_hidden,
+                next_mask, HIDDEN,
+            )  # fmt: skip
+
+        # The message of the last step: d_h, d_r and d_z of all units. A row that ended before has none, the first step neither.
+        m_had = (i_step > 0) & (i_step <= length)
+        m_wait = m_had & (i_step > t_begin)
+        i_last = tl.maximum(tl.minimum(i_step, length) - 1, 0)
+        i_token = _token(i_last, i_batch, length, seq, start, token_stride_t, token_stride_b, against)
+        p_message = grads + i_token * (4 * HIDDEN)
+        # The gradient of a state that was reset after it goes no further. That of h_n, before the first step, is of none.
+        m_cut = m_batch & (i_step > 0)
+        cut = _cut(resets, i_step, m_cut, i_batch, length, seq, start, resets_stride_t, resets_stride_b, against)
+        cut = cut[None, :]
+        own = tl.where(cut, 0, own)
+        if EXCHANGE == "counter":
+            if i_step > t_begin:
+                while tl.atomic_add(counter, 0, sem="acquire") < unit_tiles * (i_step - t_begin):
+                    pass
+                tl.debug_barrier()
+        # Behind the first piece the others most likely are there: they are looked for together, and waited for if not.
+        COLUMNS: tl.constexpr = 3 * HIDDEN
+        d_0 = _look(p_message, m_had, COLUMNS, 0, WIDTH_0)
+        d_0 = _wait(d_0, p_message, m_had, m_wait, COLUMNS, 0, WIDTH_0, EXCHANGE, THREADS)
+        if WIDTH_1 > 0:
+            d_1 = _look(p_message, m_had, COLUMNS, WIDTH_0, WIDTH_1)
+        if WIDTH_2 > 0:
+            d_2 = _look(p_message, m_had, COLUMNS, WIDTH_0 + WIDTH_1, WIDTH_2)
+        if WIDTH_1 > 0:
+            d_1 = _wait(d_1, p_message, m_had, m_wait, COLUMNS, WIDTH_0, WIDTH_1, EXCHANGE, THREADS)
+        if WIDTH_2 > 0:
+            d_2 = _wait(d_2, p_message, m_had, m_wait, COLUMNS, WIDTH_0 + WIDTH_1, WIDTH_2, EXCHANGE, THREADS)
+        if not EARLY:
+            x_r, x_z, x_n, h_r, h_z, h_n, h, d, m_next = _terms(
+                gates, hidden, before, grad_out, (i_turn + 1) // turns, t_stop, next_batch, next_length, seq,
+                next_start, token_stride_t, token_stride_b, grad_out_stride_t, grad_out_stride_b, against, j_hidden,
+                next_mask, HIDDEN,
+            )  # fmt: skip
+        acc = tl.zeros((SPLITS, BLOCK_HIDDEN, BLOCK_BATCH), tl.float32)
+        acc = _dot(w_0, _operand(d_0, SPLITS, PRECISION), acc, PRECISION)
+        if WIDTH_1 > 0:
+            acc = _dot(w_1, _operand(d_1, SPLITS, PRECISION), acc, PRECISION)
+        if WIDTH_2 > 0:
+            acc = _dot(w_2, _operand(d_2, SPLITS, PRECISION), acc, PRECISION)
+        own += tl.where(cut, 0, _total(acc))
+
+        # The gradient of the state after the step; behind a row's first step, that of h_0.
+        p_first = grad_h_0 + j_batch.to(tl.int64) * grad_h_0_stride_b + j_hidden
+        tl.store(p_first, own.to(dtype), mask=mask & (i_step == length)[None, :])
+        d_all = own + g_out
+        d_n = d_all * f_n
+        p_grads = grads + (4 * HIDDEN) * _token(
+            i_step, i_batch, length, seq, start, token_stride_t, token_stride_b, against
+        )
+        p_grads = p_grads[None, :] + j_hidden
+        tl.store(p_grads, _rounded(d_n * r, dtype), mask=m_now)
+        tl.store(p_grads + HIDDEN, _rounded(d_n * f_r, dtype), mask=m_now)
+        tl.store(p_grads + 2 * HIDDEN, _rounded(d_all * f_z, dtype), mask=m_now)
+        if EXCHANGE == "counter":
+            tl.debug_barrier()
+            tl.atomic_add(counter, 1, sem="release")
+        tl.store(p_grads + 3 * HIDDEN, d_n.to(dtype), mask=m_now)
+        own = tl.where(m_now, d_all * z, own)
+        if IN_TURN:
+            tl.store(p_own, own, mask=mask)
+        r, z, f_n, f_z, f_r, g_out = _factors(x_r, x_z, x_n, h_r, h_z, h_n, h, d, b_r, b_z, b_x, b_h)
+        m_now = m_next
+
+    if not IN_TURN:
+        if t_end <= seq:
+            tl.store(p_own, own, mask=mask)
