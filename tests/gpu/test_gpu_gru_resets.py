@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:RNN module weights")]
 
-WORSE = 1.15  # than cuDNN over pieces, whose sums are of other lengths
+WORSE, FLOOR = 1.15, 0.3  # than cuDNN over pieces, whose sums are of other lengths; units, as cuDNN multiplies single steps without TF32
+MOST = 1024 * 33  # units of all rows, in float32, beyond which no gradient has room
 AXES: dict[str, tuple[Any, ...]] = {
     "layout": ("steps", "rows", "packed", "thd"),
     "layers": (1, 2),
@@ -121,12 +122,15 @@ def test_results_and_gradients_are_as_good_as_cudnns_over_pieces(
     wanted = with_gradients(exact_of(call), eager.gru, [g.cpu().double() for g in given])
     theirs = error(with_gradients(call, eager.gru, given), wanted)
     assert not served
-    monkeypatch.setattr(eager, "gru", lambda _call: pytest.fail("sequences were cut"))
+    fits = training._choice(call).variant is not None
+    assert fits or (call.input.dtype == torch.float32 and knobs["hidden"] * knobs["batch"] > MOST)
+    if fits:
+        monkeypatch.setattr(eager, "gru", lambda _call: pytest.fail("sequences were cut"))
     found = with_gradients(call, public, given)
-    assert len(served) == call.num_layers
+    assert len(served) == (call.num_layers if fits else 0)
     unit = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-11}[knobs["dtype"]]
     for index, (ours, other) in enumerate(zip(error(found, wanted), theirs, strict=True)):
-        assert ours <= WORSE * other + 0.1 * unit, (index, ours, other)
+        assert ours <= WORSE * other + FLOOR * unit, (index, ours, other)
     with torch.no_grad():
         for ours, kept in zip(public(call), found, strict=False):
             assert torch.equal(ours, kept.detach())
