@@ -1198,6 +1198,61 @@ ROPE = (
     ),
 )
 
+R = T + "calls/test_gru_resets.py::"
+RESETS = (
+    Fault(
+        "reset_behind_the_end",
+        "templates/gru_receive.py.jinja",
+        "m_cut = m_batch & (i_step < length)",
+        "m_cut = m_batch",
+        (R + "test_kernels_reset_as_pieces_do[persistent-1-2-False-packed]",),
+        "The last state of a packed sequence is 0 where its first step is marked, in the direction that goes backwards.",
+        render=True,
+    ),
+    Fault(
+        "reset_of_a_states_own_part",
+        "tuned/families/gru/spec.py",
+        'return f"tl.where(cut, 0, {value})" if self.resets else value',
+        "return value",
+        (R + "test_kernels_reset_as_pieces_do[persistent-1-1-True-dense]",),
+        "Gates of the first step of an episode see the end of the last one.",
+        render=True,
+    ),
+    Fault(
+        "reset_of_the_last_states_gradient",
+        "templates/gru_backward.py.jinja",
+        "m_cut = m_batch & (i_step > 0)",
+        "m_cut = m_batch",
+        (R + "test_kernels_have_the_gradients_of_pieces[variant0-False-2-dense]",),
+        "A gradient through the last state of the backward direction is lost where the first step is marked.",
+        render=True,
+    ),
+    Fault(
+        "reset_of_the_token_behind",
+        "tuned/calls/gru/training.py",
+        "forward.index_select(0, after) & ~last",
+        "forward.index_select(0, after)",
+        (R + "test_kernels_have_the_gradients_of_pieces[variant0-False-2-packed]",),
+        "The gradients of a packed bidirectional GRU's weights take the first state of a sequence for 0.",
+    ),
+    Fault(
+        "reset_call_left_to_pytorch",
+        "tuned/calls/gru/plan.py",
+        "call.cu_seqlens is None and call.resets is None and",
+        "call.cu_seqlens is None and",
+        (R + "test_calls_with_resets_leave_no_trace_for_calls_without",),
+        "After one call with resets, calls without them are PyTorch's own.",
+    ),
+    Fault(
+        "reset_pieces_start_with_the_wrong_state",
+        "tuned/calls/gru/eager.py",
+        "begins += [len(sequences) if tokens and marks[tokens[0]] else sequence,",
+        "begins += [sequence,",
+        (R + "test_pieces_are_what_steps_are[1-1-False-dense]",),
+        "On a CPU a mark at the first step of a rollout keeps the state of the episode before.",
+    ),
+)
+
 FAULTS = (
     *KERNELS,
     *FAMILIES,
@@ -1211,4 +1266,5 @@ FAULTS = (
     *PUBLISHING,
     *BESIDE,
     *ROPE,
+    *RESETS,
 )

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:RNN module weights")]
 
-WORSE, FLOOR = 1.15, 0.3  # than cuDNN over pieces, whose sums are of other lengths; units, as cuDNN multiplies single steps without TF32
+WORSE, FLOOR = (
+    1.15,
+    0.3,
+)  # than cuDNN over pieces, whose sums are of other lengths; units, as cuDNN multiplies single steps without TF32
 MOST = 1024 * 33  # units of all rows, in float32, beyond which no gradient has room
 AXES: dict[str, tuple[Any, ...]] = {
     "layout": ("steps", "rows", "packed", "thd"),

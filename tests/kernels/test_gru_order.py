@@ -50,6 +50,8 @@ CASES = [
     Case(bf16(128, "packed", directions=2), SIZE, split("poll", "late"), "sm_80"),
     Case(GruSpec("float32", 128, "thd"), SIZE, split("spin"), "sm_80"),
     Case(bf16(128, "thd", layers=2), SIZE, split("probe", "late"), "sm_100"),
+    Case(bf16(resets=True), SIZE, split("spin"), "sm_90"),
+    Case(bf16(128, "packed", directions=2, resets=True), SIZE, split("poll", "late"), "sm_80"),
     Case(bf16(), GruSize(32, 8), TILE, "sm_100"),
 ]
 WAITS = ["spin", "poll", "counter"]

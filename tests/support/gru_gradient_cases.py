@@ -20,6 +20,7 @@ GRADIENTS = [
         (GruSpec("bfloat16", 128, "packed", directions=2), TWO, TURNS, "sm_90"),
         (GruSpec("bfloat16", 100, "packed"), ONE, dataclasses.replace(SPIN, exchange="poll", prefetch="late"), "sm_80"),
         (GruSpec("float32", 64, precision="ieee"), ONE, dataclasses.replace(SPIN, prefetch="late"), "sm_80"),
+        (GruSpec("bfloat16", 128, resets=True), ONE, SPIN, "sm_90"),
         (GruSpec("bfloat16", 128, "thd"), TWO, dataclasses.replace(TURNS, exchange="counter"), "sm_100"),
     )
 ]
