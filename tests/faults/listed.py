@@ -1211,9 +1211,9 @@ RESETS = (
     ),
     Fault(
         "reset_of_a_states_own_part",
-        "tuned/families/gru/spec.py",
-        'return f"tl.where(cut, 0, {value})" if self.resets else value',
-        "return value",
+        "templates/gru_receive.py.jinja",
+        "z = _sigmoid({{ spec.sum_z }} + x_z)",
+        "z = _sigmoid(_total(a_z) + x_z)",
         (R + "test_kernels_reset_as_pieces_do[persistent-1-1-True-dense]",),
         "Gates of the first step of an episode see the end of the last one.",
         render=True,

@@ -33,9 +33,9 @@ H200 = Gpu("nvidia_h200", 90, 132, "NVIDIA H200")
 
 
 def marked(call: GruCall, seed: int = 0) -> GruCall:
-    """The call with about a third of its steps marked, the first and the last of a sequence among them."""
+    """The call with about a third of its steps marked, the first and the last of sequences among them."""
     marks = torch.rand(call.input.shape[:-1], generator=torch.Generator().manual_seed(seed)) < 0.35
-    marks.view(-1)[[0, -1]] = True
+    marks.view(-1)[[0, 1, 2, -1]] = True
     return dataclasses.replace(call, resets=marks.to(call.input.device))
 
 
