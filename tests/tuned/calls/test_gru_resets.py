@@ -97,7 +97,8 @@ def in_float64(call: GruCall) -> GruCall:
 
 def gradients_of(call: GruCall, results: Any, given: Any) -> list[torch.Tensor]:
     pairs = [(out, grad) for out, grad in zip(results, given, strict=True) if grad is not None]
-    return list(torch.autograd.grad([o for o, _ in pairs], call.tensors, [g.double() for _, g in pairs]))
+    outputs, grads = [o for o, _ in pairs], [g.double() for _, g in pairs]
+    return list(torch.autograd.grad(outputs, call.tensors, grads, materialize_grads=True))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
