@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +17,8 @@ import tuned.dispatch
 import tuned.nn
 from generator.families.gru_backward.reference import inputs
 from tests.support import pairwise
+from tests.support.ports import free_port
+from tests.support.processes import BACKSTOP_SECONDS
 from tuned.calls.gru import training
 from tuned.calls.gru.arguments import GruCall
 from tuned.families.gru.spec import GruSize, GruSpec
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:RNN module weights")]
 
+ROOT = Path(__file__).parents[2]
 AS_GOOD = 1.1  # of PyTorch's own error
 AXES: dict[str, tuple[Any, ...]] = {
     "layout": ("steps", "rows", "packed"),
@@ -361,3 +367,17 @@ def test_recomputing_takes_no_more_memory_than_pytorchs() -> None:
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[1] <= peaks[0]
+
+
+def test_ranks_of_distributed_data_parallel_have_the_gradients_of_the_whole_batch() -> None:
+    """On two GPUs by NCCL, on one by Gloo, whose kernels then share that one."""
+    port, ranks = free_port(), 2
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.distributed", str(rank), str(ranks), str(port)],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    told = [one.communicate(timeout=BACKSTOP_SECONDS)[0] for one in started]
+    assert [one.returncode for one in started] == [0] * ranks, told
