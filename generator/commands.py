@@ -25,7 +25,7 @@ from . import gpu
 from .disk import gpu_identity, gpu_lock, naming, put_between, write_whole
 from .estimating.targets import UnknownTargetError, target_named
 from .evaluation.portfolio import candidates
-from .places import CONTRIBUTIONS, HOME, LANDSCAPES, OUTSIDE, ROOT
+from .places import CONTRIBUTIONS, HOME, LANDSCAPES, OUTSIDE, OWN, PROGRAM, ROOT, TUNE
 from .problem import Problem, SelectionError
 from .processes.compiler import CompilerPool
 from .processes.worker import Worker
@@ -41,7 +41,7 @@ from .selection import select
 from .storage.backends import EXTRA, journal_path, opened_storage
 from .storage.journal import Journal
 from .storage.landscape import LandscapeError
-from .storage.record import WINNERS, read_record, record_path, write_record
+from .storage.record import WINNERS, read_record, record_path, recorded_devices, write_record
 from .workload import WORKLOADS, default_problems, default_variant
 
 DEFAULT_TARGET = "nvidia_h200"
@@ -86,9 +86,10 @@ def tune(options: Options, console: Console) -> int:
         )
     end = time.monotonic() + options.budget_s
     orders = Orders(problems, options.trials or TRIALS, end, options.out, candidates if options.quick else None)
+    shipped = options.out is None or options.out.resolve() == WINNERS.resolve()
     if (
-        options.out is None or options.out.resolve() == WINNERS.resolve()
-    ):  # what models import follows the package's record
+        shipped and not OWN
+    ):  # what models import follows the package's record; a user's own records they read as they are
         orders = dataclasses.replace(orders, write_table=write_table, render=render_all)
     if options.storage is not None:
         with opened_storage(options.storage, ""):  # what cannot be reached is said before a GPU is woken
@@ -198,6 +199,9 @@ def _tell(run: Run, options: Options, elapsed_s: float, console: Console) -> int
         if options.out is None and OUTSIDE:
             say(console, f"its calls use it: {HOME / 'tables' / run.record.stem}.py")
             say(console, f"the record: {run.record}")
+        elif options.out is None and OWN:
+            say(console, "models find it: tuned.dispatch reads it before what ships")
+            say(console, f"the record: {run.record}")
         elif options.out is None:
             say(console, f"models import it: tuned.dispatch, through tuned/tables/{run.record.stem}.py")
             say(console, f"the record: {run.record.relative_to(ROOT)}")
@@ -222,6 +226,8 @@ def say(console: Console, *lines: str) -> None:
 
 def render(console: Console) -> int:
     """Write every generated file again."""
+    if OWN:
+        raise SelectionError("--render writes what a checkout generates: what is installed is as it was built")
     written, deleted = render_all()
     say(
         console,
@@ -237,7 +243,7 @@ def new_family(name: str, folder: Path, console: Console) -> int:
     from .scaffold.write import write_family  # noqa: PLC0415
 
     say(console, *(f"wrote {path}" for path in write_family(name, folder)))
-    say(console, f"next: python tune.py --family {folder / name}.py --gpu auto")
+    say(console, f"next: {TUNE} --family {folder / name}.py --gpu auto")
     return 0
 
 
@@ -397,9 +403,7 @@ def replay(device: str, seeds: int, write: Path | None, console: Console, *, pla
 
     landscapes = load_landscapes(device)
     if not landscapes:
-        raise SelectionError(
-            f"there are no landscapes of {device}: python tune.py landscape PROBLEMS records them on it"
-        )
+        raise SelectionError(f"there are no landscapes of {device}: {PROGRAM} landscape PROBLEMS records them on it")
     with console.status("replaying") as status:
         searched = evidence.searches(landscapes, seeds, plain=plain, tell=status.update)
         console.print(evidence.search_table(landscapes, searched))
@@ -429,12 +433,13 @@ def replay_foreign(folder: Path, seeds: int, write: Path | None, console: Consol
     return 0
 
 
-def model(family: str, gpu_option: str, seconds: float, seed: int, console: Console) -> int:
+def model(family: str | None, gpu_option: str, seconds: float, seed: int, console: Console) -> int:
     """Take samples on this GPU, if there is one; write the models, and say what their picks cost."""
     from .evaluation import fitting  # noqa: PLC0415
     from .measuring.replaced import replaced  # noqa: PLC0415
     from .storage import samples  # noqa: PLC0415
 
+    family = family or next(name for name, work in WORKLOADS.items() if work.family.model is not None)
     work = WORKLOADS.get(family)
     if work is None or work.family.model is None:
         raise SelectionError(
@@ -456,7 +461,7 @@ def model(family: str, gpu_option: str, seconds: float, seed: int, console: Cons
                     if right := {v: r[0] for v, r in known.items() if not isinstance(r, str)}:
                         times[problem] = right
             if not times:  # samples that are there are not written over by none
-                say(console, f"the journal has no time of {family} on this GPU: python tune.py --family {family} first")
+                say(console, f"the journal has no time of {family} on this GPU: {TUNE} --family {family} first")
                 return 1
             found = [samples.Replaced(p.spec, p.size, us, by) for p, us, by in replaced(family, seconds, seed)]
         path = samples.save(samples.Samples(family, environment, times, tuple(found)))
@@ -526,7 +531,7 @@ def submitted_device(wanted: str, folder: Path | None) -> str:
     Raises:
         SelectionError: it has no record, or none or several are meant.
     """
-    there = sorted(p.stem for p in (folder or WINNERS).glob("*.json"))
+    there = recorded_devices(folder)
     names = gpu.gather().names if wanted == "auto" or wanted.isdecimal() else ()
     if names:
         found = [device_slug(names[gpu.choose_gpu(names, wanted)])]
@@ -538,8 +543,8 @@ def submitted_device(wanted: str, folder: Path | None) -> str:
     if len(found) != 1 or found[0] not in there:
         meant = f"the record of {found[0]}" if len(found) == 1 else "one record"
         raise SelectionError(
-            f"--gpu {wanted} must mean {meant} in {folder or WINNERS}, which has {', '.join(there) or 'none'}: name one, or "
-            "run python tune.py --gpu auto first"
+            f"--gpu {wanted} must mean {meant} in {folder or OWN or WINNERS}, which has {', '.join(there) or 'none'}: name one, or "
+            f"run {TUNE} --gpu auto first"
         )
     return found[0]
 

@@ -3,7 +3,7 @@
 In a process that tunes a family from outside, which TUNED_FAMILY names, all that is written lies beside the family.
 
 Only this module counts folders, and a module that is named in a string begins with ``GENERATOR``. Nothing but the standard
-library is imported: torch takes seconds, and any Python can tell what was verified. docs/decisions/0043.
+library is imported, by what is imported of ``tuned`` too: torch takes seconds, and any Python can tell what was verified. docs/decisions/0043.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import importlib.util
 import os
 from pathlib import Path
 
+from tuned.lookup.place import PROGRAM, TUNE, own_records
+
+__all__ = ["PROGRAM", "TUNE"]  # of what is imported here
 GENERATOR = __package__  # what this package is imported as
 INSIDE = "_generator"  # its folder in ``tuned`` in a wheel
 _HERE = Path(__file__).parent
@@ -35,6 +38,9 @@ def _file_of(name: str) -> Path:
 FAMILY = _file_of(OUTSIDE) if OUTSIDE else None
 _BESIDE = FAMILY and FAMILY.parent / f"{FAMILY.parent.name if FAMILY.name == '__init__.py' else FAMILY.stem}_tuned"
 HOME = _BESIDE or PACKAGE  # has kernels, tables and winners
+OWN = (
+    own_records() if INSTALLED and not OUTSIDE else None
+)  # has records of this user's, where packages are not written to
 TEMPLATES = (_HERE if INSTALLED else ROOT) / "templates"
 LANDSCAPES = (_BESIDE or _HERE) / "landscapes"
 SAMPLES = (_BESIDE or _HERE) / "samples"

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from tuned.lookup.misses import recorded
-from tuned.lookup.record import RecordError, load_record
+from tuned.lookup.record import RecordError
 
 from .problem import Problem, SelectionError
-from .storage.record import WINNERS
+from .storage.record import read_record, recorded_devices
 from .workload import WORKLOADS, default_problems
 
 
@@ -53,7 +53,7 @@ def select(
 
 def _measured(pattern: str, family: str | None, folder: Path | None) -> dict[str, Problem]:
     """Name -> problem of the rows that match, in the records there are: once recorded by a model, then tuned."""
-    rows = (row for path in sorted((folder or WINNERS).glob("*.json")) for row in load_record(path))
+    rows = (row for device in recorded_devices(folder) for row in read_record(device, folder))
     return {
         row.name: Problem(row.name, row.family, row.spec, row.size)
         for row in rows

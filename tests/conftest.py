@@ -6,6 +6,8 @@ import contextlib
 import gc
 import importlib.util
 import os
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 # @triton.jit reads this when a kernel is defined, so it must be set before any test module imports one.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+# Lookups read what a user of this machine tuned, which tests know nothing of.
+os.environ["XDG_DATA_HOME"] = str(Path(tempfile.gettempdir()) / "tuned-tests" / "share")
 
 
 @pytest.fixture(scope="session", autouse=True)

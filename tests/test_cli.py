@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import typer
 
-import tune
-from generator import commands, gpu
+from generator import command_line, commands, gpu
 from generator.gpu import Facts, NoSuchGpuError, choose_gpu, choose_gpus, diagnose
 from generator.publishing import audit
 from generator.publishing import files as committed
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.processes
 
 __all__ = ["machine"]
 
-ROOT = Path(tune.__file__).parent
+ROOT = Path(command_line.__file__).parents[1]
 
 
 # --- lists ----------------------------------------------------------------------------------------------------------
@@ -85,13 +84,13 @@ def test_the_representative_problems_exist() -> None:
 
 @pytest.mark.parametrize(("text", "wanted"), [("90s", 90), ("10m", 600), ("1h", 3600), ("1.5m", 90), ("45", 45)])
 def test_a_budget_is_a_time(text: str, wanted: float) -> None:
-    assert tune.seconds(text) == wanted
+    assert command_line.seconds(text) == wanted
 
 
 @pytest.mark.parametrize("text", ["", "ten", "-1m", "0s", "5d"])
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="90s, 10m or 1h"):
-        tune.seconds(text)
+        command_line.seconds(text)
 
 
 def test_time_left_is_by_the_pace_and_the_budget() -> None:

@@ -11,14 +11,17 @@ import sys
 import zipfile
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import tuned.kernels
-from generator.places import INSIDE, ROOT, TEMPLATES
+from generator.places import INSIDE, ROOT
 from tests.support import installed
 from tests.support.processes import BACKSTOP_SECONDS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.processes
 
@@ -38,8 +41,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if int(setuptools.__version__.partition(".")[0]) < 77:
         pytest.skip("this setuptools is older than pyproject.toml asks for")
     source, built, unpacked = (tmp_path_factory.mktemp(name) for name in ("source", "built", "site"))
-    shutil.copytree(ROOT / "tuned", source / "tuned", ignore=NO_CACHES)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("tuned", "generator", "templates"):
+        shutil.copytree(ROOT / name, source / name, ignore=NO_CACHES)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     command = [sys.executable, "-c", BUILD, str(built)]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=BACKSTOP_SECONDS, check=False)
@@ -49,29 +53,43 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpacked
 
 
-def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
+def test_the_wheel_has_every_file_of_the_package_and_within_it_those_of_the_generator(wheel: Path) -> None:
     found = {name for name in files(wheel) if ".dist-info/" not in name}
-    assert found == {name for name in files(ROOT) if name.startswith("tuned/") and "__pycache__" not in name}
+    folders = {"tuned": "tuned", "generator": f"tuned/{INSIDE}", "templates": f"tuned/{INSIDE}/templates"}
+    assert found == {
+        f"{there}/{name}" for here, there in folders.items() for name in files(ROOT / here) if "__pycache__" not in name
+    }
+
+
+def test_the_command_is_named_tuned(wheel: Path) -> None:
+    (entries,) = wheel.glob("*.dist-info/entry_points.txt")
+    assert entries.read_text().split() == ["[console_scripts]", "tuned", "=", f"tuned.{INSIDE}.command_line:program"]
+
+
+def libraries() -> list[str]:
+    """Where packages are, without what has the checkout's own."""
+    return [path for path in sys.path if Path(path).is_dir() and not (Path(path) / "generator").is_dir()]
+
+
+def at_home(home: Path) -> dict[str, str]:
+    """The environment of a user whose home is there."""
+    others = ("PYTHONPATH", "TRITON_INTERPRET", "TUNED_CACHE", "TUNED_TABLES")
+    environment = {name: value for name, value in os.environ.items() if name not in others}
+    return environment | {
+        "XDG_CACHE_HOME": str(home / "cache"),
+        "XDG_DATA_HOME": str(home / "share"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
 @pytest.fixture(scope="module")
 def both(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the generator tells here, and where it is installed."""
-    inside, home = wheel / "tuned" / INSIDE, tmp_path_factory.mktemp("home")
-    shutil.copytree(ROOT / "generator", inside, ignore=NO_CACHES)
-    shutil.copytree(TEMPLATES, inside / "templates")
+    home = tmp_path_factory.mktemp("home")
     before = files(wheel)
     # -I and -S: no PYTHONPATH, no folder of the script, and no editable installation of the checkout.
-    program = [sys.executable, "-I", "-S", "-B", installed.__file__, str(wheel), f"tuned.{INSIDE}"]
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("PYTHONPATH", "TRITON_INTERPRET", "TUNED_CACHE")
-    }
-    environment |= {"XDG_CACHE_HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
-    # Where packages are, without what has the checkout's own.
-    paths = [path for path in sys.path if Path(path).is_dir() and not (Path(path) / "generator").is_dir()]
-    with subprocess.Popen([*program, *paths], cwd=home, env=environment, stdout=PIPE, stderr=PIPE, text=True) as child:
+    program = [sys.executable, "-I", "-S", "-B", installed.__file__, str(wheel), f"tuned.{INSIDE}", *libraries()]
+    with subprocess.Popen(program, cwd=home, env=at_home(home), stdout=PIPE, stderr=PIPE, text=True) as child:
         here = json.loads(json.dumps(installed.told("generator")))  # beside it
         told, said = child.communicate(timeout=BACKSTOP_SECONDS)
     assert child.returncode == 0, said
@@ -87,6 +105,7 @@ def test_the_generator_is_the_same_where_it_is_installed(both: tuple[dict[str, A
     here, answer = both
     assert here["digests"].items() >= tuned.kernels.DIGESTS.items()
     assert here["landscapes"]
+    here["findings"] = [[kind, text.replace("python tune.py", "tuned tune")] for kind, text in here["findings"]]
     assert {name: answer[name] for name in here} == here
 
 
@@ -100,9 +119,115 @@ def test_it_imports_nothing_from_elsewhere_and_writes_only_into_the_cache_of_the
     assert answer["elsewhere"] == []
     assert answer["written"] == []
     assert any("/candidates/" in f"/{name}" for name in answer["cached"])
-    assert {name.partition("/")[0] for name in answer["cached"]} == {"tuned-kernels"}
+    assert {name.split("/")[1] for name in answer["cached"] if name.startswith("cache/")} == {"tuned-kernels"}
+    assert {name.partition("/")[0] for name in answer["cached"]} == {"cache"}
 
 
 def test_nothing_in_the_checkout_is_taken_for_the_installed_layout() -> None:
     assert not importlib.import_module("generator.places").INSTALLED
     assert not (ROOT / "tuned" / INSIDE).exists()
+
+
+# The command, as a user has it -------------------------------------------------------------------------------------------
+
+START = "import sys; sys.path[:] = [sys.argv[1], *sys.path, *sys.argv[2].split(__import__('os').pathsep)]; del sys.argv[1:3]; "
+COMMAND = START + f"from tuned.{INSIDE}.command_line import program; program()"
+
+
+@pytest.fixture
+def command(wheel: Path, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the program ``tuned`` of the wheel, without a GPU, for a user whose home is tmp_path."""
+    before = files(wheel)
+
+    def run(*arguments: str, code: str = COMMAND) -> subprocess.CompletedProcess[str]:
+        program = [sys.executable, "-I", "-S", "-B", "-c", code, str(wheel), os.pathsep.join(libraries()), *arguments]
+        environment = at_home(tmp_path) | {"CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(
+            program,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=BACKSTOP_SECONDS,
+            check=False,
+        )
+        assert files(wheel) == before, "what is installed was written to"
+        return done
+
+    return run
+
+
+ONE = "llama3_8b_2x4096"
+
+
+def test_a_user_of_the_wheel_tunes(command: Any, tmp_path: Path) -> None:
+    done = command("tune", "--gpu", "auto", "--problems", ONE, "--trials", "2")
+    assert done.returncode == 0, done.stderr
+    assert "no GPU was found on this machine" in done.stdout
+    assert "2 of 2 right" in done.stdout
+    assert "On a machine with the GPU, tuned tune --gpu auto does it." in done.stdout
+    assert (tmp_path / "cache" / "tuned-kernels" / "estimates").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--help",), "Usage: tuned [OPTIONS] COMMAND"),
+        (("tune", "--help"), "Usage: tuned tune [OPTIONS] COMMAND"),
+        (("tune", "--list", "--problems", ONE), ONE),
+        (("explain", ONE), "winner: measured for this spec and size in tuned.tables.nvidia_h200"),
+        (("show", ONE), "import triton"),
+    ],
+)
+def test_every_command_is_there(command: Any, arguments: tuple[str, ...], said: str) -> None:
+    done = command(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+
+
+def test_what_only_a_checkout_can_is_refused(command: Any) -> None:
+    done = command("--render")
+    assert done.returncode == 2
+    assert done.stderr.startswith("tuned: --render writes what a checkout generates")
+
+
+OWN = """
+import dataclasses
+from tuned.families.registry import FAMILIES
+from tuned._generator.storage.record import read_record, save_winner
+device = "nvidia_h200"
+row = next(w for w in read_record(device) if w.name == "ONE")
+mine = dataclasses.replace(row, median_us=1.2345, variant=FAMILIES["rope"].default_variant(row.spec, row.size))
+new = dataclasses.replace(mine, name="a new one", size=dataclasses.replace(row.size, seq=4097))
+paths = {save_winner(w) for w in (mine, new)}
+print(*paths)
+merged = read_record(device)
+print(len(merged), sum(w.median_us == 1.2345 for w in merged))
+""".replace("ONE", ONE)
+FOUND = """
+from tuned.lookup.lookup import Gpu, choose
+from tuned.families.registry import FAMILIES
+from tuned.lookup.table import tables
+table = tables()["nvidia_h200"]
+mine = [row for row in table.rows["rope"] if row.median_us == 1.2345]
+print(len(table.rows["rope"]), len(mine))
+for row in mine:
+    choice = choose(FAMILIES["rope"], row.spec, row.size, Gpu("nvidia_h200", 90, 132, "NVIDIA H200"))
+    print(choice.rule, choice.variant == FAMILIES["rope"].default_variant(row.spec, row.size), choice.row.source)
+"""
+
+
+def test_what_a_user_measured_is_in_his_data_folder_and_dispatch_finds_it_before_what_ships(
+    command: Any, tmp_path: Path
+) -> None:
+    before = command(code=START + FOUND).stdout.split()
+    assert before[1] == "0"
+    written = command(code=START + OWN)
+    assert written.returncode == 0, written.stderr
+    path, counts = written.stdout.splitlines()
+    assert path == str(tmp_path / "share" / "tuned-kernels" / "winners" / "nvidia_h200.json")
+    assert len(json.loads(Path(path).read_text())["winners"]) == 2, "rows that ship are not copied"
+    assert counts.split()[1] == "2"
+    first, *rules = command(code=START + FOUND).stdout.splitlines()
+    assert first.split() == [str(int(before[0]) + 1), "2"]
+    assert rules == [f"winner True {path}"] * 2

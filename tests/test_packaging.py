@@ -1,4 +1,4 @@
-"""What is installed: a distribution whose name is free, with the package that models import and nothing else."""
+"""What is installed: a distribution whose name is free, which tests/test_installed.py unpacks."""
 
 from __future__ import annotations
 
@@ -26,18 +26,3 @@ def test_the_distribution_is_named_after_no_other_project() -> None:
         if Path(name).suffix in {".md", ".py", ".toml", ".txt", ".html", ".jinja"} or name == "Makefile":
             for line in (ROOT / name).read_text().splitlines():
                 assert name == Path(__file__).name or not wanted.search(line), f"{name}: {line}"
-
-
-def test_the_package_is_tuned_alone() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-    include = re.search(r"packages.find\]\ninclude = \[(.*)\]", text)
-    assert include is not None
-    setuptools = pytest.importorskip("setuptools")
-    found = setuptools.find_packages(str(ROOT), include=[p.strip('" ') for p in include[1].split(",")])
-    assert {name.split(".")[0] for name in found} == {"tuned"}
-    on_disk = {".".join(p.parent.relative_to(ROOT).parts) for p in (ROOT / "tuned").rglob("__init__.py")}
-    assert set(found) == on_disk, "no package is left behind"
-    data = re.search(r"package-data\]\ntuned = \[(.*)\]", text)
-    assert data is not None
-    for pattern in (p.strip('" ') for p in data[1].split(",")):
-        assert list((ROOT / "tuned").glob(pattern)), pattern

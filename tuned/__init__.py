@@ -6,21 +6,32 @@ print(tuned.explain(rope, x, freqs))
 tuned.warm(model, *example_inputs)  # compiles ahead what the model will launch
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from tuned.explanation import Explanation, explain
-from tuned.lookup.misses import TunedWarning
-
 if TYPE_CHECKING:
+    from tuned import dispatch, nn, own
+    from tuned.explanation import Explanation, explain
+    from tuned.lookup.misses import TunedWarning
     from tuned.warming import Warmed, warm
 
-__all__ = ["Explanation", "TunedWarning", "Warmed", "explain", "warm"]
+__all__ = ["Explanation", "TunedWarning", "Warmed", "dispatch", "explain", "nn", "own", "warm"]
+
+# Where the names are that are imported when they are first used: torch takes seconds, and the command line asks for few of them.
+_NAMES = {
+    "Explanation": "tuned.explanation",
+    "TunedWarning": "tuned.lookup.misses",
+    "Warmed": "tuned.warming",
+    "explain": "tuned.explanation",
+    "warm": "tuned.warming",
+}
+_MODULES = frozenset({"compat", "dispatch", "nn", "own"})
 
 
 def __getattr__(name: str) -> Any:
-    """Names of ``__all__`` that are imported when they are first used."""
-    if name in ("Warmed", "warm"):
-        from tuned import warming  # noqa: PLC0415
-
-        return getattr(warming, name)
+    """What is imported when it is first used."""
+    if name in _MODULES:
+        return importlib.import_module(f"tuned.{name}")
+    if name in _NAMES:
+        return getattr(importlib.import_module(_NAMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

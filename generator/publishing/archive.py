@@ -17,12 +17,14 @@ from typing import Any
 
 from tuned.lookup.record import parsed, shown
 
+from ..places import PROGRAM
+
 MOST_BYTES = 16 * 2**20  # of an archive: 50 times the record of an H200
 MOST_FILES = 8
 NAME = re.compile(r"[a-z0-9_]{1,200}\.json")
 EPOCH = (1980, 1, 1, 0, 0, 0)  # the first that zip knows
 MANIFEST, FORMAT, SCHEMA = "manifest.json", "tuned-contribution", 1
-AGAIN = "make it again with python tune.py submit"
+AGAIN = f"make it again with {PROGRAM} submit"
 
 
 class ArchiveError(ValueError):
@@ -141,7 +143,7 @@ def _compare(manifest: Any, files: Mapping[str, bytes]) -> None:
     if (manifest["format"], manifest["schema"]) != (FORMAT, SCHEMA):
         raise ArchiveError(
             f"{MANIFEST} must have the format {FORMAT!r} and the schema {SCHEMA}, got {shown(manifest['format'])} and "
-            f"{shown(manifest['schema'])}: make it with this version of tune.py submit"
+            f"{shown(manifest['schema'])}: make it with this version of {PROGRAM} submit"
         )
     if set(manifest["files"]) != set(files):
         raise ArchiveError(f"{MANIFEST} must name the files {', '.join(sorted(files))} and no others: {AGAIN}")

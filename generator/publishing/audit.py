@@ -30,12 +30,12 @@ from tuned.lookup.record import (
 
 from ..measuring.bench import TIMING
 from ..measuring.environment import driver_version
-from ..places import HOME, INSTALLED, OUTSIDE
+from ..places import HOME, INSTALLED, OUTSIDE, PROGRAM, TUNE
 from ..problem import Problem
 from ..rendering.structures import digests
 from ..searching.pool import same_problem
 from ..storage.landscape import load_landscapes
-from ..storage.record import QUICK, WINNERS, read_record, record_path
+from ..storage.record import QUICK, read_record, recorded_devices
 from ..workload import default_problems
 from .files import belonging_to_nothing, generated_files
 from .verified import not_verified
@@ -81,11 +81,11 @@ def findings(
     are looked at too, and whether all of it was verified, unless ``folder`` says that the record is elsewhere.
     """
     here = here or this_machine()
-    devices = [device] if device is not None else sorted(p.stem for p in (folder or WINNERS).glob("*.json"))
+    devices = [device] if device is not None else recorded_devices(folder)
     if not devices:
         yield Finding(
             "hard",
-            f"no record in {folder or HOME.name + '/winners'}: run python tune.py --gpu auto on a machine with a GPU",
+            f"no record in {folder or HOME.name + '/winners'}: run {TUNE} --gpu auto on a machine with a GPU",
         )
     unreadable = False
     for name in devices:
@@ -101,15 +101,15 @@ def findings(
 
 
 def _device(problems: list[Problem], device: str, folder: Path | None, here: Here) -> Iterator[Finding]:
-    if not record_path(device, folder).exists():
-        yield Finding("hard", f"{device}: no record: run python tune.py --gpu auto on it")
+    if device not in recorded_devices(folder):
+        yield Finding("hard", f"{device}: no record: run {TUNE} --gpu auto on it")
         return
     winners = read_record(device, folder)
     rows = []
     for problem in problems:
         row = next((w for w in winners if same_problem(w, problem)), None)
         if row is None:
-            yield Finding("hard", f"{device}: {problem.name} has no row: python tune.py --problems {problem.name}")
+            yield Finding("hard", f"{device}: {problem.name} has no row: {TUNE} --problems {problem.name}")
         else:
             rows.append(row)
     default = default_problems()
@@ -133,7 +133,7 @@ def _landscapes(device: str) -> Iterator[Finding]:
         yield Finding(
             "soft",
             f"{device}: worth recording again, {len(stale)} landscapes are of kernels whose source changed since: "
-            f"python tune.py landscape {','.join(stale)}",
+            f"{PROGRAM} landscape {','.join(stale)}",
         )
 
 
@@ -160,7 +160,7 @@ def _soft(device: str, rows: list[Winner], here: Here) -> Iterator[Finding]:
             grouped.setdefault("only the portfolio was measured (--quick)", []).append(row)
     for difference, found in grouped.items():
         which = "every row" if len(found) == len(rows) > NAMES_SHOWN else _names(found)
-        again = "python tune.py --gpu auto" if len(found) > NAMES_SHOWN else _again(found)
+        again = f"{TUNE} --gpu auto" if len(found) > NAMES_SHOWN else _again(found)
         yield Finding("soft", f"{device}: worth tuning again, {difference}: {which}: {again}")
 
 
@@ -170,7 +170,7 @@ def _names(rows: list[Winner]) -> str:
 
 
 def _again(rows: list[Winner]) -> str:
-    return f"python tune.py --problems {','.join(row.name for row in rows)}"
+    return f"{TUNE} --problems {','.join(row.name for row in rows)}"
 
 
 def _files() -> Iterator[str]:

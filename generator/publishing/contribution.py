@@ -23,6 +23,7 @@ from tuned.lookup.record import MEASURED, METHOD, RecordError, Winner, changed_s
 from ..estimating.least import card_of, least_possible_us, memory_us
 from ..estimating.targets import Target
 from ..evaluation.cards import no_room, rooms
+from ..places import PROGRAM, TUNE
 from ..problem import Problem
 from ..processes.compiler import compiled
 from ..rendering.structures import digests
@@ -41,7 +42,7 @@ MOST_MULTIPROCESSORS = 1024
 MOST_SPREAD = 0.5  # of a time
 MOST_OVER_DEFAULT = 1.1  # the default variant is measured beside the winner
 SLOWEST = 100, 50.0  # a copy: times what the memory of the fastest such card takes, and microseconds
-AGAIN = "measure it again with python tune.py --gpu auto --problems {name}, or take the row out"
+AGAIN = f"measure it again with {TUNE} --gpu auto --problems {{name}}, or take the row out"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +93,7 @@ def made(winners: list[Winner]) -> tuple[bytes, Contribution]:
         RecordError: there are no rows.
     """
     if not winners:
-        raise RecordError(
-            "a contribution must have a row, and the record has none: run python tune.py --gpu auto first"
-        )
+        raise RecordError(f"a contribution must have a row, and the record has none: run {TUNE} --gpu auto first")
     device = winners[0].environment["device"]
     record = record_text(device, winners)
     # As it is read: a record from before a knob was has its default now.
@@ -128,7 +127,7 @@ def read_archive(path: Path) -> bytes:
         ArchiveError: it is no file.
     """
     if not path.is_file():
-        raise ArchiveError(f"an archive is a file that python tune.py submit wrote, and {path} is none")
+        raise ArchiveError(f"an archive is a file that {PROGRAM} submit wrote, and {path} is none")
     with path.open("rb") as file:
         return file.read(MOST_BYTES + 1)
 
@@ -172,7 +171,7 @@ def _read(data: bytes) -> Contribution:
     if len(names) != 1 or WITH not in files:
         raise ArchiveError(
             f"an archive must have {WITH} and one record, got {', '.join(sorted(files)) or 'nothing'}: make it again with "
-            "python tune.py submit"
+            f"{PROGRAM} submit"
         )
     record = files[names[0]]
     read_json(record, names[0])  # UTF-8
@@ -182,7 +181,7 @@ def _read(data: bytes) -> Contribution:
     if names[0] != f"{winners[0].environment['device']}.json":
         raise RecordError(f"the record of {winners[0].environment['device']} must be called so, got {names[0]}")
     if files[WITH] != _measured_with(winners):
-        raise RecordError(f"{WITH} must be what the record says, and is not: make it again with python tune.py submit")
+        raise RecordError(f"{WITH} must be what the record says, and is not: make it again with {PROGRAM} submit")
     return Contribution(tuple(winners), _digest(signed(files)))
 
 
@@ -192,7 +191,7 @@ def _whole(contribution: Contribution) -> Iterator[str]:
     if first["device"] != device_slug_or_none(first["device_name"]):
         yield (
             f"the device must be called as its file, and {shown(first['device_name'])} is not {first['device']}: "
-            "run python tune.py --gpu auto on it"
+            f"run {TUNE} --gpu auto on it"
         )
     for name in ("device_name", "capability", "multiprocessors"):
         found = list(dict.fromkeys(row.environment[name] for row in contribution.winners))

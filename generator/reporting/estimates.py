@@ -9,6 +9,7 @@ from typing import Any
 from ..estimating import offline
 from ..estimating.offline import PICKS, Estimate, check_sample
 from ..estimating.targets import Target
+from ..places import TUNE
 from ..problem import Problem
 from ..rendering.structures import structures
 from ..storage.record import read_record
@@ -98,6 +99,6 @@ def run_offline(  # noqa: PLR0913 - the parts are independent of each other
     say(f"the estimates, marked as such: {offline.save(estimates, target)}")
     say(
         "Not done, since it needs the device: timing, the check on its hardware, and a row in a dispatch table. No measured "
-        "row was touched. On a machine with the GPU, python tune.py --gpu auto does it."
+        f"row was touched. On a machine with the GPU, {TUNE} --gpu auto does it."
     )
     return not wrong

@@ -15,6 +15,7 @@ from tuned.lookup.record import HARD, METHOD, SOFT, Winner, changed_sources, dif
 from tuned.lookup.table import tables, tables_or_error
 
 from ..estimating.targets import target_named
+from ..places import TUNE
 from ..problem import Problem
 from ..publishing.audit import Here, this_machine
 from ..rendering.structures import digests
@@ -46,7 +47,7 @@ def explain(problem: Problem, device: str, folder: Path | None, journal: Journal
     yield f"kernel     {', '.join(family.kernel_names(problem.spec, choice.variant))}"
     winner = next((w for w in winners if same_problem(w, problem)), None)
     if winner is None:
-        yield f"time       not measured: python tune.py --problems {problem.name}"
+        yield f"time       not measured: {TUNE} --problems {problem.name}"
     else:
         yield from _measured(winner, this_machine())
     history = _history(problem, device, winner, journal)

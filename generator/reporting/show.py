@@ -10,10 +10,11 @@ from tuned.families.launch import Launch
 from tuned.lookup.record import RecordError, Winner
 
 from ..families.text import Shown
+from ..places import TUNE
 from ..rendering.structures import structures
 from ..searching.pool import same_problem
 from ..selection import problem_named
-from ..storage.record import WINNERS, read_record, record_path
+from ..storage.record import read_record, recorded_devices
 from ..workload import WORKLOADS
 from .report import describe, percent_of_floor
 
@@ -27,12 +28,13 @@ def recorded_device(device: str | None, folder: Path | None = None) -> str:
     Raises:
         RecordError: there is no such record, or none at all.
     """
-    devices = sorted(p.stem for p in (folder or WINNERS).glob("*.json"))
+    devices = recorded_devices(folder)
     if device is None and devices:
         device = PREFERRED if PREFERRED in devices else devices[0]
-    if device is None or not record_path(device, folder).exists():
+    if device not in devices:
         there = ", ".join(devices) or "none"
-        raise RecordError(f"no record of {device or 'any device'} (there are: {there}): run python tune.py --gpu auto")
+        raise RecordError(f"no record of {device or 'any device'} (there are: {there}): run {TUNE} --gpu auto")
+    assert device is not None
     return device
 
 
@@ -47,7 +49,7 @@ def winner_of(name: str, device: str | None, folder: Path | None = None) -> Winn
     device = recorded_device(device, folder)
     row = next((w for w in read_record(device, folder) if same_problem(w, problem)), None)
     if row is None:
-        raise RecordError(f"the record of {device} has no row of {name}: python tune.py --problems {name} measures it")
+        raise RecordError(f"the record of {device} has no row of {name}: {TUNE} --problems {name} measures it")
     return row
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from tuned.families.choices import choices
 from tuned.lookup.record import Winner
+from tuned.lookup.table import ships
 
-from ..places import LANDSCAPES
+from ..places import LANDSCAPES, OWN
 from ..problem import Problem
 from ..rendering.structures import fresh
 from ..storage.landscape import LandscapeError, load_landscapes
@@ -53,6 +54,8 @@ def legal_pool(problem: Problem, capability: int, multiprocessors: int | None = 
         others = (dict(zip(rest, values, strict=True)) for values in itertools.product(*rest.values()))
         made = (family.variant_type(**chosen, **other) for other in others)
         variants += [v for v in made if family.rejection(problem.spec, problem.size, v, *here) is None]
+    if OWN:  # no kernel can be added to what is installed
+        variants = [v for v in variants if ships(family, problem.spec, v)]
     return Pool(math.prod(map(len, declared.values())), tuple(variants), dict(rejected.most_common()))
 
 

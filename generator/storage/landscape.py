@@ -15,7 +15,7 @@ from tuned.families.choices import choices, undeclared
 from tuned.families.registry import FAMILIES
 
 from ..disk import write_whole
-from ..places import LANDSCAPES
+from ..places import LANDSCAPES, PROGRAM
 from ..problem import Problem
 from ..rendering.structures import fresh
 
@@ -92,9 +92,7 @@ def load(path: Path) -> Landscape:
     except (OSError, EOFError, ValueError) as error:
         raise LandscapeError(f"{path.name} cannot be read as gzipped JSON: {error}") from error
     if content.get("format") != "tuned-landscape" or content.get("schema") != SCHEMA:
-        raise LandscapeError(
-            f"{path.name} is no landscape of schema {SCHEMA}: record it again, python tune.py landscape"
-        )
+        raise LandscapeError(f"{path.name} is no landscape of schema {SCHEMA}: record it again, {PROGRAM} landscape")
     family = FAMILIES[content["family"]]
     spec, size = family.spec_type(**content["spec"]), family.size_type(**content["size"])
     problem = Problem(content["name"], content["family"], spec, size)

@@ -9,7 +9,7 @@ from pathlib import Path
 from tuned.lookup.record import SCHEMA, Winner, load_record
 
 from ..disk import folder_lock, write_if_different
-from ..places import HOME
+from ..places import HOME, OWN
 
 WINNERS = HOME / "winners"
 QUICK = "quick"  # environment["search"] of a row for which only a portfolio was measured
@@ -17,13 +17,24 @@ QUICK = "quick"  # environment["search"] of a row for which only a portfolio was
 
 def record_path(device: str, folder: Path | None = None) -> Path:
     """Where the record of a device lies."""
-    return (folder or WINNERS) / f"{device}.json"
+    return (folder or OWN or WINNERS) / f"{device}.json"
 
 
 def read_record(device: str, folder: Path | None = None) -> list[Winner]:
-    """The winners of a device, none if it has no record yet."""
+    """The winners of a device, none if it has no record yet; beside a user's own those that ship."""
     path = record_path(device, folder)
-    return load_record(path) if path.exists() else []
+    found = load_record(path) if path.exists() else []
+    if folder is None and OWN:
+        measured = {(w.family, w.spec, w.size) for w in found}
+        found += [w for w in read_record(device, WINNERS) if (w.family, w.spec, w.size) not in measured]
+    return found
+
+
+def recorded_devices(folder: Path | None = None) -> list[str]:
+    """The devices that have a record, sorted."""
+    return sorted(
+        {path.stem for one in ((folder,) if folder else (OWN or WINNERS, WINNERS)) for path in one.glob("*.json")}
+    )
 
 
 def save_winner(winner: Winner, folder: Path | None = None) -> Path:
@@ -35,7 +46,7 @@ def save_winner(winner: Winner, folder: Path | None = None) -> Path:
             half.unlink()
         others = [
             w
-            for w in read_record(device, folder)
+            for w in read_record(device, path.parent)
             if (w.family, w.spec, w.size) != (winner.family, winner.spec, winner.size)
         ]
         write_record(path, device, [*others, winner])

@@ -14,7 +14,7 @@ from typing import Any
 from tuned.families.registry import FAMILIES
 
 from ..disk import write_whole
-from ..places import SAMPLES
+from ..places import PROGRAM, SAMPLES
 from ..problem import Problem
 
 SCHEMA = 1
@@ -78,7 +78,7 @@ def load(path: Path) -> Samples:
     """
     content = json.loads(gzip.decompress(path.read_bytes()))
     if content.get("format") != "tuned-samples" or content.get("schema") != SCHEMA:
-        raise ValueError(f"{path.name} holds no samples of schema {SCHEMA}: take them again, python tune.py model")
+        raise ValueError(f"{path.name} holds no samples of schema {SCHEMA}: take them again, {PROGRAM} model")
     family = FAMILIES[content["family"]]
 
     def size_of(values: dict[str, Any]) -> tuple[Any, Any]:

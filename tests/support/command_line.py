@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import tune
-from generator import commands, gpu
+from generator import command_line, commands, gpu
 from generator.gpu import Facts
 from tests.support.fakes import FakeCompiler, FakeWorker
 
@@ -17,7 +16,7 @@ ONE = "gru_cell_1024_inplace_64"
 
 
 def call(*arguments: str) -> Any:
-    return CliRunner().invoke(tune.app, list(arguments), catch_exceptions=False)
+    return CliRunner().invoke(command_line.app, list(arguments), catch_exceptions=False)
 
 
 def gru_cost(problem: Any, variant: Any) -> float:

@@ -138,14 +138,17 @@ def one_machine(folder: Path) -> list[Any]:
 
 
 def main(folder: str, nodes: str, *options: str) -> None:
-    import tune  # noqa: PLC0415 - the tuners need none of it
-    from generator import commands, gpu  # noqa: PLC0415
+    from generator import (  # noqa: PLC0415
+        command_line,
+        commands,
+        gpu,
+    )
 
     names = ("Test GPU", "Test GPU")
     gpu.gather = lambda: gpu.Facts("2.11.0", "12.8", names=names)  # type: ignore[assignment]
     commands.select = lambda *_, **__: PROBLEMS  # type: ignore[attr-defined]
     commands.on_gpu = functools.partial(tools, Place(Path(folder), json.loads(nodes)))  # type: ignore[assignment]
-    tune.app([*options, "--out", str(Path(folder) / "out"), "--trials", "200"])
+    command_line.app([*options, "--out", str(Path(folder) / "out"), "--trials", "200"])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-import tune
+from generator import command_line
 from generator.publishing.files import render_all, write_table
 from generator.searching.run import Orders, Run, Tools, tune_all
 from generator.selection import select
@@ -38,7 +38,7 @@ def main() -> int:
     found = {n: (vars(o.winner.variant), sorted(set(o.failed.values()))) for n, o in run.outcomes.items()}
     said = {}
     for command in sys.argv[2:]:
-        done = CliRunner().invoke(tune.app, command.split())
+        done = CliRunner().invoke(command_line.app, command.split())
         said[command] = done.exit_code, " ".join(done.output.split())
     print(json.dumps({"winners": found, "said": said}))  # noqa: T201
     return 0 if run.outcomes else 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import tune
+from generator import command_line
 from generator.reporting import explain as module
 from generator.reporting.explain import explain, table
 from generator.reporting.history import History
@@ -37,7 +37,7 @@ def _nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def call(*arguments: str) -> Any:
-    return CliRunner().invoke(tune.app, list(arguments), catch_exceptions=False)
+    return CliRunner().invoke(command_line.app, list(arguments), catch_exceptions=False)
 
 
 def words(done: Any) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from tuned.families.family import Family
 from tuned.families.registry import FAMILIES
 from tuned.lookup.lookup import Choice, Gpu, choose, has_rows
+from tuned.lookup.place import TUNE
 from tuned.lookup.record import RecordError, build, parsed, shown
 
 MAX_CHOICES = 4096  # (spec, size, GPU) triples whose choice is remembered, of each family
@@ -48,7 +49,7 @@ def note(family: Family, spec: Any, size: Any, choice: Choice) -> None:
         architecture = f"sm_{gpu.capability}, " if gpu.capability else ""
         text = (
             f"nothing was tuned on {gpu.name or gpu.device} ({architecture}{gpu.multiprocessors} multiprocessors). This call gets: {choice.rule}: {choice.why}. "
-            "To tune this GPU, in a checkout of this project: python tune.py --gpu auto; with --quick it takes a minute. "
+            f"To tune this GPU: {TUNE} --gpu auto; with --quick it takes a minute. "
             "This warning is given once."
         )
         warnings.warn(text, TunedWarning, stacklevel=_outside())

@@ -17,6 +17,7 @@ import tuned.tables
 from tuned.families.choices import undeclared
 from tuned.families.family import BUILT_IN, Family
 from tuned.families.registry import FAMILIES
+from tuned.lookup.place import own_records
 from tuned.lookup.record import HARD, METHOD, RecordError, changed_sources, differences, load_record
 
 
@@ -93,6 +94,18 @@ def _recorded(path: Path) -> Table:
     return _table(path.stem, properties, str(path), rows)
 
 
+def _before(own: Table, shipped: Table | None) -> Table:
+    """A user's table of a device before the one that ships: its rows come first, and in the place of those of the same calls."""
+    if shipped is None:
+        return own
+    rows = {}
+    for family, first in own.rows.items():
+        measured = {(row.spec, row.size) for row in first}
+        rest = [row for row in shipped.rows.get(family, ()) if (row.spec, row.size) not in measured]
+        rows[family] = (*first, *rest)
+    return dataclasses.replace(own, rows=rows)
+
+
 def _table(
     device: str,
     properties: dict[str, Any],
@@ -129,7 +142,7 @@ def folder_of_records(name: str | Path) -> list[Path]:
 
 @functools.cache
 def tables() -> dict[str, Table]:
-    """Device -> table. A record in TUNED_TABLES replaces the shipped table of its device.
+    """Device -> table. A user's own record comes before the shipped table of its device; one in TUNED_TABLES replaces both.
 
     A table or record that cannot be read is skipped with a warning: a model must not stop because of it.
     """
@@ -183,6 +196,14 @@ def _collected(trouble: Callable[[RecordError], None]) -> dict[str, Table]:
     for module in pkgutil.iter_modules(tuned.tables.__path__):
         if module.name[0] != "_":
             put(module.name, _shipped, module.name)
+    if (own := own_records()).is_dir():
+        try:
+            paths = folder_of_records(own)
+        except RecordError as error:
+            trouble(error)
+        else:
+            for path in paths:
+                put(path.stem, lambda path: _before(_recorded(path), found.get(path.stem)), path)
     if folder := os.environ.get("TUNED_TABLES"):
         try:
             paths = folder_of_records(folder)

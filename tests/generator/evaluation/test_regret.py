@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import generator.storage.landscape
-import tune
+from generator import command_line
 from generator.evaluation import regret
 from generator.evaluation.regret import (
     MEDIAN,
@@ -89,7 +89,7 @@ def test_a_records_rows_are_judged_without_the_problems_own() -> None:
 
 def test_the_command_tells_every_rule_and_whether_the_bars_are_met(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generator.storage.landscape, "load_landscapes", lambda _: made())
-    done = CliRunner().invoke(tune.app, ["regret", "--device", "a_card"])
+    done = CliRunner().invoke(command_line.app, ["regret", "--device", "a_card"])
     assert done.exit_code == 0
     said = " ".join(done.output.split())
     for part in (
@@ -101,7 +101,7 @@ def test_the_command_tells_every_rule_and_whether_the_bars_are_met(monkeypatch: 
     ):
         assert part in said
     monkeypatch.setattr(generator.storage.landscape, "load_landscapes", lambda _: [])
-    done = CliRunner().invoke(tune.app, ["regret", "--device", "a_card"])
+    done = CliRunner().invoke(command_line.app, ["regret", "--device", "a_card"])
     assert done.exit_code == 2
     assert "no landscape of a_card" in " ".join(done.output.split())
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
-import tune
+from generator import command_line
 from generator.measuring.bench import TIMING
 from generator.publishing import audit
 from generator.publishing.audit import Here, findings
@@ -139,7 +139,7 @@ def test_the_exit_code_is_of_the_hard_ones(
 ) -> None:
     monkeypatch.setattr(audit, "this_machine", lambda: HERE)
     measured(tmp_path, **changes)
-    done = CliRunner().invoke(tune.app, ["--check", "--out", str(tmp_path), "--problems", ONE])
+    done = CliRunner().invoke(command_line.app, ["--check", "--out", str(tmp_path), "--problems", ONE])
     assert done.exit_code == code
     counts = f"{code} to do, {int(bool(changes) and not code)} worth doing"
     assert (counts if changes else "up to date") in done.output

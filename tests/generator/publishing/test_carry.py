@@ -10,7 +10,7 @@ import pytest
 import triton
 from typer.testing import CliRunner
 
-import tune
+from generator import command_line
 from generator.places import ROOT
 from generator.publishing import carry as carrying
 from generator.publishing.carry import CarryError, carry, codes_of
@@ -118,12 +118,12 @@ def test_the_command_writes_what_it_kept_and_tells_the_rest(tmp_path: Path, monk
         return found
 
     monkeypatch.setattr(carrying.carry, "__defaults__", (ask,))
-    done = CliRunner().invoke(tune.app, ["--out", str(tmp_path), "carry", "HEAD"])
+    done = CliRunner().invoke(command_line.app, ["--out", str(tmp_path), "carry", "HEAD"])
     assert done.exit_code == 1
     assert (
         f"nvidia_h200: 1 rows kept, whose machine code is what it was at HEAD\n    {rows[1].name}: its" in done.output
     )
     written = json.loads((tmp_path / "nvidia_h200.json").read_text())["winners"]
     assert {w["name"]: fresh(w["digests"]) for w in written} == {rows[0].name: True, rows[1].name: False}
-    assert CliRunner().invoke(tune.app, ["--out", str(tmp_path), "carry", "no-such-revision"]).exit_code == 2
-    assert CliRunner().invoke(tune.app, ["--out", str(tmp_path / "none"), "carry", "HEAD"]).exit_code == 2
+    assert CliRunner().invoke(command_line.app, ["--out", str(tmp_path), "carry", "no-such-revision"]).exit_code == 2
+    assert CliRunner().invoke(command_line.app, ["--out", str(tmp_path / "none"), "carry", "HEAD"]).exit_code == 2

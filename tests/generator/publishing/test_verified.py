@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
-import tune
+from generator import command_line
 from generator.places import ROOT
 from generator.publishing import audit, verified
 from generator.publishing.verified import SUITES, Suite, Verified, digest, not_verified, read_verified, verified_text
@@ -267,7 +267,7 @@ def test_check_warns_of_what_was_not_verified_and_a_release_fails(
     monkeypatch.setattr(audit, "not_verified", lambda device: not_verified(device, tmp_path))
     monkeypatch.setattr(audit, "_device", lambda *_: ())
     monkeypatch.setattr(audit, "_files", tuple)
-    done = CliRunner().invoke(tune.app, ["--check", "--target", "nvidia_h200", *options])
+    done = CliRunner().invoke(command_line.app, ["--check", "--target", "nvidia_h200", *options])
     assert done.exit_code == code, done.output
     assert counts in done.output
     assert ("nvidia_h200: not verified" in done.output) == (kernels == "other")
@@ -275,7 +275,7 @@ def test_check_warns_of_what_was_not_verified_and_a_release_fails(
 
 @pytest.mark.parametrize("options", [["--release"], ["--check", "--release", "--out", "x"]])
 def test_a_release_is_checked_and_of_what_ships(options: list[str]) -> None:
-    done = CliRunner().invoke(tune.app, options)
+    done = CliRunner().invoke(command_line.app, options)
     assert done.exit_code == 2
     assert "--release makes --check strict" in done.output
 

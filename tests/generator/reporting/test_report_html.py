@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import tune
+from generator import command_line
 from generator.problem import Problem
 from generator.rendering.structures import structures
 from generator.reporting.blocks import answer, per_thread, rows, tile
@@ -393,15 +393,15 @@ def test_the_command_writes_the_page_of_a_record(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("TUNED_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     path = save_winner(winner(), tmp_path / "records")
-    done = CliRunner().invoke(tune.app, ["--out", str(path.parent), "report"], catch_exceptions=False)
+    done = CliRunner().invoke(command_line.app, ["--out", str(path.parent), "report"], catch_exceptions=False)
     assert (done.exit_code, (tmp_path / "report-test_gpu.html").exists()) == (0, True)
     assert "llama3_8b_2x4096" in (tmp_path / "report-test_gpu.html").read_text()
     other = tmp_path / "page.html"
     asked = ["--out", str(path.parent), "report", "--device", "test_gpu", "--out", str(other)]
-    assert CliRunner().invoke(tune.app, asked, catch_exceptions=False).exit_code == 0
+    assert CliRunner().invoke(command_line.app, asked, catch_exceptions=False).exit_code == 0
     assert other.read_bytes() == (tmp_path / "report-test_gpu.html").read_bytes()
     assert not list((tmp_path / "cache").rglob("*.log")), "a question leaves no journal behind"
-    refused = CliRunner().invoke(tune.app, ["report", "--device", "nvidia_b200"], catch_exceptions=False)
+    refused = CliRunner().invoke(command_line.app, ["report", "--device", "nvidia_b200"], catch_exceptions=False)
     assert refused.exit_code == 1
     assert "no record of nvidia_b200" in " ".join(refused.output.split())
 
@@ -430,12 +430,12 @@ def test_the_command_reports_on_trials_of_every_family(tmp_path: Path, monkeypat
             result = (10.0 + place, 0.5) if place % 8 else "spills 8 bytes a thread"
             journal.add(problem, ENVIRONMENT, variant, result, digests)
     asked = ["--out", str(tmp_path / "records"), "report", "--out", str(tmp_path / "page.html")]
-    assert CliRunner().invoke(tune.app, asked, catch_exceptions=False).exit_code == 0
+    assert CliRunner().invoke(command_line.app, asked, catch_exceptions=False).exit_code == 0
     text = (tmp_path / "page.html").read_text()
     for problem in ONE_OF_EACH:
         assert problem.name in text
         explained = ["--out", str(tmp_path / "records"), "explain", problem.name]
-        assert CliRunner().invoke(tune.app, explained, catch_exceptions=False).exit_code == 0
+        assert CliRunner().invoke(command_line.app, explained, catch_exceptions=False).exit_code == 0
     assert text.count("Over 1 problems and 21 measured variants") == len(WORKLOADS)
 
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import typer.main
 
-import tune
-from generator import commands, disk, gpu
+from generator import command_line, commands, disk, gpu
 from generator.disk import disk_trouble, write_whole
 from generator.gpu import Facts
 from generator.selection import problem_named
@@ -173,7 +172,7 @@ def test_options_before_a_command_are_of_their_own_types(tmp_path: Path, monkeyp
     """Earlier versions of Typer keep paths in the context as strings."""
     asked: list[Any] = []
     monkeypatch.setattr(commands, "explain", lambda *arguments: asked.append(arguments[2]) or 0)
-    command = typer.main.get_command(tune.app)
+    command = typer.main.get_command(command_line.app)
     context = command.make_context("tune.py", ["--out", str(tmp_path), "explain", ONE])
     real, context.params = context.params, _Strings(context.params)
     assert real["out"] == tmp_path or real["out"] == str(tmp_path)

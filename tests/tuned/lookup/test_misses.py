@@ -17,7 +17,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
-import tune
 import tuned
 import tuned.calls.gru_cell.run
 import tuned.calls.recurrent.serve
@@ -25,6 +24,7 @@ import tuned.calls.rope.call
 import tuned.calls.rope.plan
 import tuned.launching.plan
 import tuned.lookup.lookup
+from generator import command_line
 from generator.rendering.structures import structures
 from generator.selection import MissesError, SelectionError, name_of, read_misses, select
 from generator.storage.record import save_winner
@@ -394,11 +394,11 @@ def test_the_rule_of_a_choice_without_a_gpu_is_no_miss() -> None:
 def test_the_command_line_takes_the_file(tmp_path: Path) -> None:
     path = tmp_path / "misses.jsonl"
     path.write_text(problem_line() + "\n" + problem_line(size__seq=9) + "\n")
-    done = CliRunner().invoke(tune.app, ["--list", "--problems", str(path), "--out", str(tmp_path)])
+    done = CliRunner().invoke(command_line.app, ["--list", "--problems", str(path), "--out", str(tmp_path)])
     assert done.exit_code == 0
     assert [line.split()[0] for line in done.output.splitlines()[1:]] == [p.name for p in read_misses(path)]
     path.write_text("nonsense\n")
-    done = CliRunner().invoke(tune.app, ["--list", "--problems", str(path)])
+    done = CliRunner().invoke(command_line.app, ["--list", "--problems", str(path)])
     assert done.exit_code == 2
     assert "misses.jsonl line 1 is not JSON" in " ".join(done.output.split())
 
@@ -416,6 +416,6 @@ def test_a_row_that_was_once_a_miss_can_be_tuned_and_shown_by_its_name(tmp_path:
     save_winner(row, tmp_path / "out")
     assert select(None, problem.name, folder=tmp_path / "out") == [problem]
     assert select(None, "rope_bshd_*", folder=tmp_path / "out") == [problem]
-    shown = CliRunner().invoke(tune.app, ["--out", str(tmp_path / "out"), "show", problem.name])
+    shown = CliRunner().invoke(command_line.app, ["--out", str(tmp_path / "out"), "show", problem.name])
     assert shown.exit_code == 0
     assert "@triton.jit" in shown.output

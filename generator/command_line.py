@@ -1,0 +1,348 @@
+"""The command line: python tune.py in a checkout, tuned where the package is installed. --help tells more.
+
+What a command needs is imported in it: torch takes seconds, and which family this process knows is not settled before.
+"""
+# ruff: noqa: FBT002 - flags of a command line are booleans with a default
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+# Before numpy is imported: matrices of a hundred rows are slower on 32 threads, which the compilers need.
+for library in ("OMP", "OPENBLAS", "MKL"):
+    os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+NAME = "tuned" if (Path(__file__).parent / "templates").is_dir() else "tune.py"  # of the program, in what it says
+console = Console()
+errors = Console(stderr=True)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def seconds(text: str | None) -> float:
+    """A time such as 90s, 10m or 1h in seconds; without one there is no limit.
+
+    Raises:
+        typer.BadParameter: for anything else.
+    """
+    from .duration import seconds_of  # noqa: PLC0415
+
+    try:
+        return math.inf if text is None else seconds_of(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def outside(family: str | None) -> bool:
+    """Whether a family is one from outside: a file, a package's folder, or an entry point ``tuned.families``.
+
+    It is then the only one of this process and of all that it starts. generator/places.py reads the variable.
+    """
+    if family is None:
+        return False
+    found = importlib.metadata.entry_points(group="tuned.families", name=family)
+    name = next((point.module for point in found), family)
+    path = Path(name)
+    if not found and path.suffix != ".py" and not path.is_dir():
+        return False
+    if not found and not path.exists():
+        raise typer.BadParameter(
+            f"--family {family}: there is no such file. Name one, an entry point, or a built-in family"
+        )
+    os.environ["TUNED_FAMILY"] = name if found else str(path.resolve())
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Before:
+    """The object of a context, the options that may stand before the name of a command: --out DIR report.
+
+    Not the context's own parameters: earlier versions of Typer have paths there as they were typed, which are no Paths.
+    """
+
+    gpu: str = "auto"
+    out: Path | None = None
+    storage: str | None = None
+
+
+def run(command: Callable[[Any], int]) -> NoReturn:
+    """End with the exit code of a command, given generator.commands; what it cannot answer is a sentence and a code."""
+    try:
+        from . import commands  # noqa: PLC0415
+    except TypeError as error:
+        from tuned.families.outside import FamilyError  # noqa: PLC0415
+
+        if not isinstance(error, FamilyError):
+            raise
+        errors.print(f"{NAME}: {error}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    try:
+        code = command(commands)
+    except BaseException as error:
+        refused = commands.refusal(error)
+        if refused is None:
+            raise
+        said, code = refused
+        commands.say(errors, f"{NAME}: {said}")
+    raise typer.Exit(code)
+
+
+# Typer reads these annotations when the program runs, on Python 3.10 too.
+@app.callback(invoke_without_command=True)
+def main(  # noqa: PLR0913 - one parameter an option
+    context: typer.Context,
+    gpu: Annotated[
+        str, typer.Option(help="The GPU to tune on: auto (the first), an index, or part of a name.")
+    ] = "auto",
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="Several GPUs of this host, of one model, through Ray: all, or 0,1. Instead of --gpu."),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(help="The GPUs of a Ray cluster that runs: auto, or HOST:PORT. Instead of --gpu."),
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(help="Keep trials in a database instead of a file: postgresql://USER@HOST/DATABASE."),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Measure nothing: compile and estimate for this device, as without a GPU.")
+    ] = None,
+    family: Annotated[
+        str | None,
+        typer.Option(help="Only this kernel family; or one of your own: its file, its folder, or its entry point."),
+    ] = None,
+    problems: Annotated[
+        str | None,
+        typer.Option(help="Names or patterns, with commas between, or all; or a .jsonl file of TUNED_RECORD."),
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="Variants to measure a problem (96); without a GPU, to compile (40).")
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Measure a few variants a problem that are good elsewhere, and search nothing."),
+    ] = False,
+    budget: Annotated[str | None, typer.Option(help="Time for the whole run: 90s, 10m, 1h.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Keep the record in this folder; the package's tables stay as they are.")
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the problems, and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show how many variants there are to try, and stop.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="List rows and files that are out of date; exit 1 if a row does not count.")
+    ] = False,
+    release: Annotated[
+        bool, typer.Option("--release", help="With --check: exit 1 also if what is here was not verified on its GPU.")
+    ] = False,
+    render: Annotated[bool, typer.Option("--render", help="Write every generated file again, and stop.")] = False,
+) -> None:
+    """Tune every problem on this GPU, most common first; Ctrl-C keeps what was measured, the same command goes on."""
+    if outside(family):
+        family = None
+        if out is not None:
+            raise typer.BadParameter(
+                f"--out {out} and a family of your own exclude each other: its record lies beside it"
+            )
+        if ray is not None:
+            raise typer.BadParameter(
+                f"--ray {ray} and a family of your own exclude each other: hosts are sent this checkout only"
+            )
+    context.obj = Before(gpu, out, storage)
+    if context.invoked_subcommand is not None:
+        return
+    if _started and not (render or check or list_ or dry_run or gpus or ray):
+        # What compilers and workers are forked from: its imports take as long as this process's own, beside them.
+        from .processes.forkserver import fork_server  # noqa: PLC0415
+
+        fork_server()
+    limit_s = seconds(budget)
+    named = {"--gpu": None if gpu == "auto" else gpu, "--gpus": gpus, "--ray": ray}
+    given = " and ".join(f"{option} {value}" for option, value in named.items() if value is not None)
+    if " and " in given:
+        raise typer.BadParameter(f"{given} exclude each other: one GPU, several of this host, or those of a cluster")
+    if release and (not check or out is not None):
+        raise typer.BadParameter("--release makes --check strict about what ships: give both, and no --out")
+
+    def command(commands: Any) -> int:
+        options = commands.Options(
+            gpu, target, family, problems, trials, limit_s, out, gpus=gpus, ray=ray, storage=storage, quick=quick
+        )
+        if render:
+            return commands.render(console)
+        if check:
+            return commands.check(options, console, release=release)
+        chosen = commands.list_problems if list_ else commands.dry_run if dry_run else commands.tune
+        return chosen(options, console)
+
+    run(command)
+
+
+@app.command()
+def show(
+    context: typer.Context,
+    problem: Annotated[str, typer.Argument(help="A name from --list.")],
+    device: Annotated[str | None, typer.Option(help="Whose winner; nvidia_h200 or the only record.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
+) -> None:
+    """Write the winner of PROBLEM as one self-contained Triton file, to paste into another project."""
+    run(lambda commands: commands.show(problem, device, context.obj.out, out, errors))
+
+
+@app.command()
+def new_family(
+    name: Annotated[str, typer.Argument(help="Its name, as of a Python module.")],
+    out: Annotated[Path | None, typer.Option(help="The folder; NAME.")] = None,
+) -> None:
+    """Write a kernel family of your own that works, with its template and tests, to begin with."""
+    run(lambda commands: commands.new_family(name, out or Path(name), errors))
+
+
+@app.command()
+def report(
+    context: typer.Context,
+    device: Annotated[str | None, typer.Option(help="Whose record; nvidia_h200 or the only one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file; report-DEVICE.html.")] = None,
+) -> None:
+    """Write what is known of a device as one HTML file: winners, floor, peers, knobs, failures; it needs no network."""
+    run(lambda commands: commands.report(device, context.obj.out, context.obj.storage, out, errors))
+
+
+@app.command()
+def explain(
+    context: typer.Context,
+    problem: Annotated[str, typer.Argument(help="A name from --list.")],
+    device: Annotated[str | None, typer.Option(help="On which device; nvidia_h200 or the only record's.")] = None,
+) -> None:
+    """Tell what serves PROBLEM, how near to the floor it is, and what every choice of its winner is worth."""
+    run(lambda commands: commands.explain(problem, device, context.obj.out, context.obj.storage, console))
+
+
+@app.command()
+def regret(
+    context: typer.Context,
+    device: Annotated[str, typer.Option(help="Whose landscapes.")] = "nvidia_h200",
+) -> None:
+    """Tell how far from the best a variant is that was picked for a problem without a row, by every rule tried."""
+    run(lambda commands: commands.regret(device, context.obj.out, console))
+
+
+@app.command()
+def replay(
+    device: Annotated[str, typer.Option(help="Whose landscapes.")] = "nvidia_h200",
+    seeds: Annotated[int, typer.Option(min=1, help="Searches of each landscape.")] = 3,
+    plain: Annotated[bool, typer.Option(help="Beside samplers of Optuna as they come, which takes a minute.")] = True,
+    write: Annotated[Path | None, typer.Option(help="Put the table between the marks of this file too.")] = None,
+    foreign: Annotated[
+        Path | None,
+        typer.Option(
+            help="On others' kernels instead: a folder of cache files of Kernel Tuner, spaces measured whole."
+        ),
+    ] = None,
+) -> None:
+    """Replay searches on recorded landscapes, without a GPU: how near the best they end, and the estimate beside them."""
+    if foreign is not None:
+        run(lambda commands: commands.replay_foreign(foreign, seeds, write, console, plain=plain))
+    run(lambda commands: commands.replay(device, seeds, write, console, plain=plain))
+
+
+@app.command()
+def submit(
+    context: typer.Context,
+    gpu: Annotated[
+        str | None, typer.Option(help="Whose record: auto (the first GPU here), an index, or part of a record's name.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder of the record; the package's.")] = None,
+    to: Annotated[Path | None, typer.Option(help="The folder for the archive; contributions.")] = None,
+    kernels: Annotated[int, typer.Option(min=0, help="Compile the kernels of at most so many rows.")] = 24,
+) -> None:
+    """Make a contribution of what was measured on this GPU: an archive, and the text of a pull request."""
+    given = context.obj
+    run(lambda commands: commands.submit(gpu or given.gpu, out or given.out, to, kernels, console))
+
+
+@app.command()
+def carry(
+    context: typer.Context,
+    revision: Annotated[str, typer.Argument(help="The commit or tag that the rows were measured at.")],
+    device: Annotated[str, typer.Option(help="Whose record.")] = "nvidia_h200",
+) -> None:
+    """Keep rows whose kernels changed in text and not in machine code: both are compiled and compared; needs no GPU."""
+    run(lambda commands: commands.carry(revision, device, context.obj.out, console))
+
+
+@app.command()
+def check_submission(
+    archive: Annotated[Path, typer.Argument(help="What submit wrote.")],
+    to: Annotated[
+        Path | None, typer.Option(help="If it is accepted, put its record into this folder, for TUNED_TABLES.")
+    ] = None,
+    kernels: Annotated[int, typer.Option(min=0, help="Compile the kernels of at most so many rows.")] = 24,
+) -> None:
+    """Judge a contribution without its GPU: digests, sizes, rules, times, kernels; exit 1 if it is not accepted."""
+    run(lambda commands: commands.check_submission(archive, to, kernels, console))
+
+
+@app.command()
+def cards(
+    names: Annotated[
+        str | None, typer.Argument(help="Cards, or parts of their names, with commas between; those without a table.")
+    ] = None,
+    shapes: Annotated[int, typer.Option(min=1, help="Shapes a card, of all families in turn.")] = 200,
+    seed: Annotated[int, typer.Option(help="Of the shapes.")] = 0,
+    kernels: Annotated[
+        int | None, typer.Option(min=0, help="Compile at most so many of the kernels a card; all of them.")
+    ] = None,
+) -> None:
+    """Tell what calls would get on cards that nobody measured, and see that it compiles and fits; needs no GPU."""
+    run(lambda commands: commands.cards(names, shapes, seed, kernels, console))
+
+
+@app.command()
+def landscape(
+    context: typer.Context,
+    problems: Annotated[str, typer.Argument(help="Names or patterns, with commas between.")],
+    out: Annotated[
+        Path | None, typer.Option(help="A folder; that of the landscapes that ship with the source.")
+    ] = None,
+) -> None:
+    """Measure EVERY legal variant of PROBLEMS on this GPU, for replay, regret and the estimate: about 15 s each."""
+    run(lambda commands: commands.landscape(problems, context.obj.gpu, out, console))
+
+
+@app.command()
+def model(
+    context: typer.Context,
+    family: Annotated[str | None, typer.Option(help="The kernel family; the first that has a model.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="How long to time PyTorch's own on random shapes.")] = 25.0,
+    seed: Annotated[int, typer.Option(help="Of the shapes.")] = 7,
+) -> None:
+    """Fit the model that picks for shapes without a row; on a GPU, to what was tuned there and PyTorch's own times."""
+    run(lambda commands: commands.model(family, context.obj.gpu, seconds, seed, console))
+
+
+@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def tune(context: typer.Context) -> None:
+    """Tune: the same as without a command, with the options above."""
+    app(context.args, prog_name=f"{NAME} tune")
+
+
+_started = False  # this process is the program, and tunes once
+
+
+def program() -> None:
+    """Run the command of this process."""
+    global _started  # noqa: PLW0603 - of the process
+    _started = True
+    os.environ.pop("TRITON_INTERPRET", None)  # the processes that compile and measure take their environment from here
+    app(prog_name=NAME)

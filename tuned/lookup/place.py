@@ -1,0 +1,20 @@
+"""Where a user's own records lie, and what the program is called that writes them.
+
+Nothing but the standard library is imported: the generator asks too, in processes that have no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+CHECKOUT = (PACKAGE.parent / "tune.py").is_file() and (PACKAGE.parent / "templates").is_dir()
+PROGRAM = "python tune.py" if CHECKOUT else "tuned"
+TUNE = "python tune.py" if CHECKOUT else "tuned tune"
+
+
+def own_records() -> Path:
+    """The folder of what this user measured where there is no checkout: in $XDG_DATA_HOME, or ~/.local/share."""
+    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(data).expanduser() / "tuned-kernels" / "winners"
