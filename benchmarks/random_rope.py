@@ -88,7 +88,7 @@ def in_rounds(timed: dict[str, Any], clock_us: Any, ours: str) -> dict[str, floa
     return found
 
 
-def compared(call: Call, device: str = "cuda") -> dict[str, Any] | None:
+def compared(call: Call, device: str = "cuda", peers: Sequence[str] = PEERS) -> dict[str, Any] | None:
     """Ours and each peer that takes the call: microseconds in a graph and as a call; None if no peer does."""
     sets = calls.make_tensors(call, clock.set_count(call.touched_bytes), device)
     untouched = calls.probe(call, sets[0])
@@ -96,7 +96,7 @@ def compared(call: Call, device: str = "cuda") -> dict[str, Any] | None:
     launches = {"ours": calls.ours(call, [calls.probe(call, untouched), *sets])}
     check(launches["ours"][0], expected, OUR_ERROR[call.dtype])
     refusals: dict[str, str] = {}
-    for name in PEERS:
+    for name in peers:
 
         def checked(given: list[Launch]) -> list[Launch]:
             check(given[0], expected, PEER_ERROR)

@@ -18,6 +18,7 @@ from generator.places import PACKAGE, ROOT
 from generator.publishing.verified import FOLDER as VERIFIED
 from generator.storage.record import record_path
 
+PICTURE = "docs/images/speedups.png"  # of the summary
 SECONDS = 300  # of random calls of each kind
 RANDOM = {
     "random_rope": "rope-",
@@ -51,6 +52,7 @@ def stages(device: str, commit: str, folder: Path, *, by_row: bool = False) -> l
     winners, results, seed = folder / "record", folder / "results", str(int(commit[:7], 16))
     found = tuple(results / sub / f"{device}.json" for sub in ("", "gru"))
     random = {name: results / "random" / f"{device}-{part}{seed}.json" for name, part in RANDOM.items()}
+    summary = results / "summary" / f"{device}.json"
     plots = [plan.png_path(found[0], name) for name in plan.SWEEPS]
     whole = ("--whole", *(("--missing",) if by_row else ()))
 
@@ -77,21 +79,32 @@ def stages(device: str, commit: str, folder: Path, *, by_row: bool = False) -> l
             Stage(name, (("-m", f"benchmarks.{name}", f"--seconds={SECONDS}", "--seed", seed, "--out", str(path)),))
             for name, path in random.items()
         ),
+        Stage("summary", (("-m", "benchmarks.summary", "--out", str(summary)),)),
         Stage(
             "plot",
             (("-m", "benchmarks.plot", str(found[0])),),
             copies=(
-                *((path, shipped(path)) for path in (*found, *random.values())),
+                *((path, shipped(path)) for path in (*found, *random.values(), summary)),
                 *((path, RESULTS / "sweep" / path.name) for path in plots),
             ),
         ),
         Stage(
             "table",
             (
-                *(("-m", "benchmarks.table", str(shipped(path)), "--write", "README.md") for path in found),
+                *(("-m", "benchmarks.table", str(shipped(path)), "--write", "docs/results.md") for path in found),
+                (
+                    "-m",
+                    "benchmarks.summary",
+                    "--results",
+                    str(shipped(summary)),
+                    "--write",
+                    "README.md",
+                    "--plot",
+                    PICTURE,
+                ),
                 *(("-m", "benchmarks.table", str(shipped(path)), "--bars") for path in found),
             ),
-            (ROOT / "README.md",),
+            (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / PICTURE),
         ),
         Stage("check", (("tune.py", "--check", "--release", "--target", device),), (stamp(device),)),
     ]

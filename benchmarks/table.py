@@ -1,4 +1,4 @@
-"""Results as text: ``python -m benchmarks.table`` prints the README's tables, ``--write README.md`` puts them there.
+"""Results as text: ``python -m benchmarks.table`` prints the tables of docs/results.md, ``--write docs/results.md`` puts them there.
 
 A family that has no results yet has no table, and its part of the file stays as it is. ``--bars`` prints every bar with its
 worst row and by how far it is met or missed.
@@ -98,7 +98,7 @@ def section(heading: str, rows: Sequence[Result], columns: Sequence[Column], lef
 
 
 def measured_with(results: Result) -> str:
-    """The versions that a part of the README begins with."""
+    """The versions that a part begins with."""
     return f"PyTorch {results['environment']['torch']}, Triton {results['environment']['triton']}"
 
 
@@ -137,7 +137,7 @@ HOST: tuple[Column, ...] = (
 
 
 def rope_markdown(results: Result, layouts: Sequence[str] = ("bshd",)) -> str:
-    """The README's part on one tensor: device rows of some layouts, the host rows, and what they were measured with."""
+    """The part on one tensor: device rows of some layouts, the host rows, and what they were measured with."""
     floor = "The floor is a copy in the same run, scaled to the bytes that must move."
     device = results["environment"]["device"]
     out = [f"Microseconds on one {device}, bfloat16, {', '.join(layouts)}; {measured_with(results)}. {floor}"]
@@ -199,7 +199,7 @@ def decode_section(heading: str, rows: Sequence[Result]) -> list[str]:
 
 
 def complete_markdown(results: Result) -> str:
-    """The README's part on complete calls: on the device, decode in one small table, on the host, two geometric means."""
+    """The part on complete calls: on the device, decode in one small table, on the host, two geometric means."""
     floor = "The floor is a copy of as many elements in the same run, scaled to the bytes that must move."
     device = results["environment"]["device"]
     out = ["**Complete calls**", "", f"Microseconds on one {device}, bfloat16; {measured_with(results)}. {floor}"]
@@ -267,7 +267,7 @@ def extremes(rows: Sequence[Result], key: str, against: str) -> str:
 
 
 def gru_markdown(results: Result) -> str:
-    """The README's part on GRU: sequences, then single steps, then the worst and the best of each."""
+    """The part on GRU: sequences, then single steps, then the worst and the best of each."""
     sequences, steps = of(results, "gru"), of(results, "gru_cell")
     out = [f"On one {results['environment']['device']}; {measured_with(results)}; no gradient."]
     heading = "**Sequences, microseconds a time step**, the projection of the input counted in"
@@ -307,7 +307,7 @@ def merged(documents: Sequence[Result]) -> Result:
 
 
 def parts(documents: Sequence[Result], layouts: Sequence[str]) -> dict[str, str]:
-    """The README's parts that have results, by the name of their marks."""
+    """The parts that have results, by the name of their marks."""
     known = (
         ("benchmark", SUITES.keys() - COMPLETE, functools.partial(rope_markdown, layouts=layouts)),
         ("benchmark-calls", COMPLETE, complete_markdown),

@@ -31,6 +31,7 @@ MEASURED = (
     (512, 64, 1024),
     (256, 128, 512),
     (128, 1024, 256),
+    (64, 1024, 512),
     (128, 8, 2048),
 )
 # Name, spec, steps and batch of models, by their public configurations.
