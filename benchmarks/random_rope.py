@@ -2,7 +2,7 @@
 
 Each call is drawn log-uniform, not rounded: 1 to 65,536 tokens in all layouts, 1 to 64 heads, a key with fewer or none, 16 to 256
 features of which all or some rotate, by halves or interleaved, in place or not, forward or backward, bfloat16 or float32. Each is
-held against the formula in float64, then timed in turns with every peer that takes it: in a CUDA graph over sets that fill the L2
+held against the formula in float64, then timed in turns with every peer that takes it: in a CUDA graph of 20 calls and more, over sets that fill the L2
 twice, or 64 sets, and as a call, on the wall clock. The floor is the time of a copy, scaled to the bytes that must move.
 """
 
@@ -30,6 +30,7 @@ SLOWER, FLOOR = 1.05, 1.05  # bars: of the best peer's time, and of the floor's
 LAYOUTS: tuple[Layout, ...] = ("bshd", "sbhd", "thd")
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward", "forward", "backward")
 CALLS = 20  # of one reading of the wall clock
+LEAST = 20  # calls of a graph: the start of a graph of two was a microsecond of each
 
 
 def drawn(draw: random.Random) -> Call:
@@ -112,8 +113,9 @@ def compared(call: Call, device: str = "cuda", peers: Sequence[str] = PEERS) -> 
         for _ in range(clock.set_count(call.copy_bytes))
     ]
     launches["copy"] = [functools.partial(lambda x, out: (torch.neg(x, out=out),), *pair) for pair in pairs]
-    graphs = {name: captured(_looped(given[1:] or given, len(sets))) for name, given in launches.items()}
-    in_graphs = {name: us / len(sets) for name, us in in_rounds(graphs, graph_us, "ours").items()}
+    count = len(sets) * math.ceil(LEAST / len(sets))
+    graphs = {name: captured(_looped(given[1:] or given, count)) for name, given in launches.items()}
+    in_graphs = {name: us / count for name, us in in_rounds(graphs, graph_us, "ours").items()}
     loops = {name: _looped(given[1:2] or given, CALLS) for name, given in launches.items() if name != "copy"}
     as_calls = {name: us / CALLS for name, us in in_rounds(loops, call_us, "ours").items()}
     floor_us = in_graphs.pop("copy") * call.moved_bytes / call.copy_bytes

@@ -311,9 +311,10 @@ def _marks(module: torch.nn.RNNBase, input: Any, resets: Any) -> Any:  # noqa: A
     return resets.data
 
 
-def _cell_at_once(module: GRUCell, x: Any, hx: Any) -> torch.Tensor | None:
+def _cell_at_once(module: GRUCell, x: Any, hx: Any) -> torch.Tensor | None:  # noqa: PLR0911 - one return per way
     """The next state of a step whose way is known without checks, as in ``_gru_at_once``; None of any other."""
-    if type(x) is not torch.Tensor or (hx is not None and type(hx) is not torch.Tensor):
+    segments = x if type(x) is tuple else (x,)
+    if any(type(t) is not torch.Tensor for t in segments) or (hx is not None and type(hx) is not torch.Tensor):
         return None
     parameters = module._parameters  # noqa: SLF001
     try:
@@ -325,6 +326,10 @@ def _cell_at_once(module: GRUCell, x: Any, hx: Any) -> torch.Tensor | None:
         )
     except KeyError:  # of weight norm
         return None
+    if type(x) is tuple:
+        if hx is None or hx.dim() != 2 or not x or any(t.dim() != 2 for t in x):  # noqa: PLR2004
+            return None
+        return gru_cell_run.known(x, hx, w_ih, w_hh, b_ih, b_hh, False)  # type: ignore[no-any-return] # noqa: FBT003
     if hx is None:
         hx = torch.zeros(*x.shape[:-1], module.hidden_size, dtype=x.dtype, device=x.device)
     if gru_cell_run.is_left(x, hx, w_ih, w_hh, b_ih, b_hh):

@@ -134,9 +134,10 @@ def test_results_and_gradients_are_as_good_as_cudnns_over_pieces(
     unit = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-11}[knobs["dtype"]]
     for index, (ours, other) in enumerate(zip(error(found, wanted), theirs, strict=True)):
         assert ours <= WORSE * other + FLOOR * unit, (index, ours, other)
-    with torch.no_grad():
-        for ours, kept in zip(public(call), found, strict=False):
-            assert torch.equal(ours, kept.detach())
+    if fits:  # else the forward is PyTorch's own only where a gradient is needed
+        with torch.no_grad():
+            for ours, kept in zip(public(call), found, strict=False):
+                assert torch.equal(ours, kept.detach())
 
 
 def test_a_replayed_graph_reads_new_marks() -> None:

@@ -16,6 +16,7 @@ from tuned.launching.rehearsal import listening
 # Id of a weight -> sizes of a call -> whether PyTorch's own serves it in a CUDA graph too. If a weight is freed and another
 # gets its id, sizes that are alike are served by PyTorch's own, which is right for any.
 LEFT: dict[int, dict[Any, bool]] = {}
+GRADIENT = "gradient"  # before the sizes of calls that PyTorch's own serves where a gradient is needed
 _autocast = torch.is_autocast_enabled
 
 

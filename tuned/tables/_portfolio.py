@@ -99,6 +99,7 @@ BEST = (
     ("any", "gru", {"dtype": "bfloat16", "hidden": 512}, {"batch": 1, "seq": 512}, 4),
     ("any", "gru", {"dtype": "bfloat16", "hidden": 512}, {"batch": 32, "seq": 512}, 0),
     ("any", "gru", {"dtype": "bfloat16", "hidden": 1024}, {"batch": 64, "seq": 512}, 10),
+    ("any", "gru", {"dtype": "bfloat16", "hidden": 512}, {"batch": 1024, "seq": 64}, 1),
     ("any", "gru", {"dtype": "float16", "hidden": 512}, {"batch": 32, "seq": 512}, 0),
     ("any", "gru", {"dtype": "float32", "hidden": 512}, {"batch": 16, "seq": 512}, 0),
     ("any", "gru", {"dtype": "float32", "hidden": 256, "precision": "ieee"}, {"batch": 16, "seq": 512}, 0),

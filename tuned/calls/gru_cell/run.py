@@ -159,6 +159,11 @@ def is_left(x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_h
     )
 
 
+def _needs_gradient(x: Any, others: tuple[Any, ...]) -> bool:
+    segments = x if type(x) is tuple else (x,)
+    return _grad_enabled() and any(t is not None and t.requires_grad for t in (*others, *segments))
+
+
 def known(  # noqa: PLR0913 - the arguments of the public call
     x: Any,
     h: Any,
@@ -173,12 +178,12 @@ def known(  # noqa: PLR0913 - the arguments of the public call
         if type(x) is tuple and len(x) == 1:
             x = x[0]
         given = h, weight_ih, weight_hh, bias_ih, bias_hh
-        if (
-            id(weight_ih) in left.LEFT
-            and left.is_left(weight_ih, sizes(x, inplace, *given))
-            and not (inplace and _grad_enabled())
-        ):
-            return _by_torch(x if type(x) is tuple else (x,), given, inplace)
+        if id(weight_ih) in left.LEFT and not (inplace and _grad_enabled()):
+            of_call = sizes(x, inplace, *given)
+            if left.is_left(weight_ih, of_call) or (
+                _needs_gradient(x, given) and left.is_left(weight_ih, (left.GRADIENT, of_call))
+            ):
+                return _by_torch(x if type(x) is tuple else (x,), given, inplace)
         found = _key(x, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace)
         plan = None if found is None else _PLANS.get(found[0])
     except NO_KEY:

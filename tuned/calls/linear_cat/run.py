@@ -60,7 +60,7 @@ def _key(inputs: Any, weight: Any, bias: Any) -> Any:
 
     None if a gradient may be needed, or if a launch would bypass torch.func, tracing or dispatch modes.
     """
-    if _grad_enabled() and (
+    if _grad_enabled() and (  # _needs_gradient, written out
         weight.requires_grad or any(t.requires_grad for t in inputs) or (bias is not None and bias.requires_grad)
     ):
         return None
@@ -71,6 +71,12 @@ def _key(inputs: Any, weight: Any, bias: Any) -> Any:
     return mode, precision_of(weight.dtype), x, traits(weight), bias if bias is None else traits(bias)
 
 
+def _needs_gradient(inputs: Any, weight: Any, bias: Any) -> bool:
+    return _grad_enabled() and (
+        weight.requires_grad or any(t.requires_grad for t in inputs) or (bias is not None and bias.requires_grad)
+    )
+
+
 def sizes(inputs: Any, bias: Any) -> tuple[Any, ...]:
     """By which a call that PyTorch's own serves is known again."""
     return bias if bias is None else bias.shape, tuple([(t.shape, t.dtype) for t in inputs])
@@ -79,9 +85,13 @@ def sizes(inputs: Any, bias: Any) -> tuple[Any, ...]:
 def known(inputs: Any, weight: Any, bias: Any) -> Any:
     """The result, without checks, of a call with the properties of one that ``run_linear_cat`` served; None for any other."""
     try:
-        if id(weight) in left.LEFT and left.is_left(weight, sizes(inputs, bias)):
-            joint = inputs[0] if len(inputs) == 1 else torch.cat(tuple(inputs), -1)
-            return torch.nn.functional.linear(joint, weight, bias)
+        if id(weight) in left.LEFT:
+            of_call = sizes(inputs, bias)
+            if left.is_left(weight, of_call) or (
+                _needs_gradient(inputs, weight, bias) and left.is_left(weight, (left.GRADIENT, of_call))
+            ):
+                joint = inputs[0] if len(inputs) == 1 else torch.cat(tuple(inputs), -1)
+                return torch.nn.functional.linear(joint, weight, bias)
         plan = _PLANS.get(_key(inputs, weight, bias))
     except NO_KEY:
         return None

@@ -23,6 +23,8 @@ from tuned.launching.rehearsal import NotedError, note_left
 from tuned.lookup.gpu import PLAIN, why_eager, why_not_plain
 from tuned.lookup.lookup import Choice
 
+GRADIENT = "a gradient is needed, which PyTorch's own operators compute; if not, call under torch.no_grad()"
+
 
 def why_torch(tensors: Sequence[torch.Tensor], *, gradients: bool = False) -> str | None:
     """Why PyTorch's own operators serve these tensors, whatever kernels there are, or None. ``gradients``: kernels have some."""
@@ -35,7 +37,7 @@ def why_torch(tensors: Sequence[torch.Tensor], *, gradients: bool = False) -> st
         if t.is_neg() or t.is_conj():
             return "a tensor has the negative or conjugate bit, which only PyTorch's own operators resolve"
     if not gradients and needs_gradient(tensors):
-        return "a gradient is needed, which PyTorch's own operators compute; if not, call under torch.no_grad()"
+        return GRADIENT
     if autocast_dtype(tensors[0].device.type) is not None and any(t.dtype == torch.float64 for t in tensors):
         return "no kernel takes float64, and autocast does not cast it"
     return bypassed()
@@ -113,9 +115,12 @@ def gru_cell(  # noqa: PLR0913 - the arguments of the public call
     dtype = autocast_dtype(h.device.type)
     if (reason := why_torch(tensors)) is not None:
         note_left("gru_cell", h, reason)
+        inputs = segments[0] if len(segments) == 1 else tuple(segments)
+        of_call = cell_run.sizes(inputs, inplace, h, weight_ih, weight_hh, bias_ih, bias_hh)
         if why_eager(h, supported_dtype=True) is not None:
-            inputs = segments[0] if len(segments) == 1 else tuple(segments)
-            left.leave(weight_ih, cell_run.sizes(inputs, inplace, h, weight_ih, weight_hh, bias_ih, bias_hh))
+            left.leave(weight_ih, of_call)
+        elif reason is GRADIENT:
+            left.leave(weight_ih, (left.GRADIENT, of_call))
         out = cell_run.eager(segments, h, weight_ih, weight_hh, bias_ih, bias_hh)
     elif dtype is None:
         return cell_run.run_cell(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace=inplace)
@@ -134,6 +139,8 @@ def linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch
         note_left("linear_cat", inputs[0], reason)
         if why_eager(weight, supported_dtype=True) is not None:
             left.leave(weight, linear_run.sizes(inputs, bias))
+        elif reason is GRADIENT:  # in a CUDA graph a kernel may serve
+            left.leave(weight, (left.GRADIENT, linear_run.sizes(inputs, bias)), captured=False)
         return linear_run.eager(inputs, weight, bias)
     dtype = autocast_dtype(weight.device.type)
     by: Any = _linear_with_gradient if needs_gradient(tensors) else linear_run.run_linear_cat
