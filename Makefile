@@ -20,7 +20,7 @@ STACK_TESTS = tests/kernels/test_compile.py tests/kernels/test_gru_compile.py \
 # Tests start many processes, each of which would compile again what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: tune test test-fast test-stack test-gpu fuzz faults verify lint types render check release-check bench release clean
+.PHONY: tune test test-fast test-stack test-gpu fuzz faults verify lint types docs render check release-check bench release clean
 
 tune: $(VENV)/.tune  ## set up, then tune for the GPU at hand (without one: compile and estimate)
 	$(BIN)/python tune.py --gpu auto
@@ -58,6 +58,9 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
+docs: $(VENV)/.dev  ## the pages of docs as a site in build/docs, warnings as errors
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
+
 render:  ## write every generated file again
 	$(BIN)/python tune.py --render
 
@@ -91,7 +94,7 @@ $(VENV)/.tune: pyproject.toml constraints.txt
 
 $(VENV)/.dev: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[tune,hosts,bench,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[tune,hosts,bench,docs,dev]'
 	touch $@
 
 $(STACK)/.dev: pyproject.toml constraints.txt Makefile

@@ -1,9 +1,13 @@
 """Autotuned Triton RoPE and GRU kernels: ``tuned.dispatch`` picks the fastest known one for each call.
 
-from tuned.dispatch import rope
-y = rope(x, freqs)
-print(tuned.explain(rope, x, freqs))
-tuned.warm(model, *example_inputs)  # compiles ahead what the model will launch
+In a model::
+
+    from tuned.dispatch import rope
+    y = rope(x, freqs)
+    print(tuned.explain(rope, x, freqs))
+    tuned.warm(model, *example_inputs)  # compiles ahead what the model will launch
+
+The pages in docs tell more.
 """
 
 import importlib

@@ -1,5 +1,7 @@
 """GRU modules that run on tuned's kernels, and ways to make an existing model's GRUs do so.
 
+A module, a block, or a model changed in place::
+
     gru = tuned.nn.GRU(256, 512, num_layers=2)   # the constructor, state_dict, shapes and numerics of torch.nn.GRU
     with tuned.nn.patched():                     # a model as it is
         output = model(x)

@@ -1,6 +1,6 @@
-"""Call a kernel family of your own as a function: ``family(__name__)`` at the end of its module. docs/own-kernel.md has one.
+"""Call a kernel family of your own as a function: ``family(__name__)`` at the end of its module.
 
-from tuned.own import Problem, Size, Variant, family, launch, one_of
+docs/own-kernel.md builds one, from ``Problem``, ``Size``, ``Variant``, ``family``, ``launch`` and ``one_of``.
 """
 
 from __future__ import annotations

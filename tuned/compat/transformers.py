@@ -1,5 +1,7 @@
 """Hugging Face transformers on tuned's RoPE kernels: for a loaded model, or as a layer for the kernels package.
 
+For a model, a block, or all of what a process runs::
+
     patch = use_tuned_rope(model)        # the model's own apply_rotary_pos_emb becomes tuned.dispatch.rope_qk
     ...
     patch.undo()

@@ -1,0 +1,92 @@
+"""The pages: their snippets run as they stand, their links lead somewhere, and the site is built without a warning."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tuned.dispatch
+import tuned.nn
+from tests.support.processes import BACKSTOP_SECONDS
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# What needs a model of Hugging Face, or files of the reader's.
+OF_THE_READER = ("use_tuned_rope(model)", "tuned.warm(model, *example_inputs)")
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+SNIPPETS = [
+    pytest.param(found[1], id=f"{page.name}:{page.read_text()[: found.start()].count(chr(10)) + 1}")
+    for page in PAGES
+    for found in SNIPPET.finditer(page.read_text())
+    if not any(text in found[1] for text in OF_THE_READER)
+]
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_a_snippet_runs_as_it_stands(snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet"})
+
+
+def test_every_page_has_been_looked_for_snippets() -> None:
+    assert {param.id.partition(":")[0] for param in SNIPPETS} >= {"README.md", "gru.md", "start.md"}
+    skipped = [found[1] for page in PAGES for found in SNIPPET.finditer(page.read_text())]
+    assert len(skipped) - len(SNIPPETS) == 3
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted((DOCS / "decisions").glob("*.md"))], ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        if not target.startswith(("http", "mailto")):
+            assert (page.parent / target).exists(), target
+
+
+def test_readme_is_short_and_has_a_picture() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) < 130
+    assert any(line.startswith("![") for line in lines[:12])
+
+
+def test_every_page_is_in_the_index() -> None:
+    listed = set(re.findall(r"^([a-z][\w/-]+)$", (DOCS / "index.md").read_text(), re.MULTILINE))
+    assert {page.stem for page in DOCS.glob("*.md")} - {"index"} <= listed
+    decisions = (DOCS / "decisions" / "README.md").read_text()
+    for page in (DOCS / "decisions").glob("0*.md"):
+        assert f"]({page.name})" in decisions
+
+
+def test_every_public_function_and_module_is_in_the_reference() -> None:
+    page = (DOCS / "api.md").read_text()
+    functions = [
+        n for n, f in vars(tuned.dispatch).items() if inspect.isfunction(f) and f.__module__ == "tuned.dispatch"
+    ]
+    named = [f"tuned.dispatch.{name}" for name in functions if not name.startswith(("_", "explain"))]
+    named += [f"tuned.nn.{name}" for name in ("GRU", "GRUCell", "patched", "is_patched", "replace", "restore")]
+    named += [f"tuned.compat.{path.stem}" for path in (ROOT / "tuned" / "compat").glob("[a-z]*.py")]
+    missing = [name for name in named if not re.search(rf"{re.escape(name)}$", page, re.MULTILINE)]
+    assert missing == ["tuned.compat.rotary_style"], "which is how a model's way to rotate is found"
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx")
+    pytest.importorskip("furo")
+    pytest.importorskip("myst_parser")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees")]
+    done = subprocess.run(
+        [*command, str(DOCS), str(tmp_path / "site")],
+        cwd=ROOT, capture_output=True, text=True, timeout=BACKSTOP_SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    reference = (tmp_path / "site" / "api.html").read_text()
+    assert "tuned.dispatch.rope_qk" in reference
+    assert "attention_scaling" in reference
+    assert (tmp_path / "site" / "decisions" / "0057-resets.html").exists()
