@@ -424,7 +424,7 @@ def spoiled(rng: random.Random, world: World, call: Call) -> Call:  # noqa: PLR0
     shape = views[name].shape
     ways: dict[str, Any] = {
         "a dimension more": lambda: swap(name, shape=(*shape[:-1], shape[-1] + 1)),
-        "an axis more": lambda: swap(name, shape=(1, 1, *shape, 1)),
+        "an axis more": lambda: swap(name, shape=(1, 1, *shape, shape[-1] + 1)),  # of another width: some take any axes
         "another dtype": lambda: swap(name, dtype=torch.float64 if dtype != torch.float64 else torch.float32),
         "integers": lambda: [swap(n, dtype=torch.int64) for n in floats],
         "elsewhere": lambda: swap(name, device=away),

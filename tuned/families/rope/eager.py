@@ -73,6 +73,19 @@ def angles(spec: RopeSpec, call: RopeCall, rows: torch.Tensor) -> tuple[torch.Te
     return cos, sin
 
 
+def _in_order(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """As ``angles`` of tokens whose positions follow each other within a table, which is a part of it; None of any other."""
+    plain = spec.positions == "order" and spec.angles != "inv_freq" and not (spec.packed or spec.context_parallel)
+    begin, end = call.offset, call.offset + call.seq
+    if not plain or spec.angles_per_batch or begin < 0 or end > call.angle_rows:
+        return None
+    compute = torch.promote_types(call.x.dtype, torch.float32)
+    if spec.computes_sincos:
+        radians = call.cos[begin:end].to(compute)
+        return torch.cos(radians), torch.sin(radians)
+    return call.cos[begin:end].to(compute), call.sin[begin:end].to(compute)
+
+
 def rotate(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """New tensors with the rotated features of ``call.x`` and of ``call.key``; differentiable in them and in the angles."""
     kind = call.x.device.type
@@ -84,8 +97,12 @@ def rotate(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor |
 
 
 def _rotated(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-    rows, inside = positions(spec, call)
-    cos, sin = angles(spec, call, rows)
+    inside = None
+    if (taken := _in_order(spec, call)) is not None:
+        cos, sin = taken
+    else:
+        rows, inside = positions(spec, call)
+        cos, sin = angles(spec, call, rows)
     if spec.scaled:
         cos, sin = cos * call.scaling, sin * call.scaling
     if inside is not None:  # copied tokens have no angle: a NaN here would make even their zero gradients NaN
@@ -113,14 +130,17 @@ def _turn(
     """X with its pairs rotated; tokens outside ``inside`` stay."""
     turned, half = spec.rotary_dim, spec.rotary_dim // 2
     before = spec.head_dim - turned if spec.rotated == "last" else 0
-    # The features in pieces: those kept before, the first and second of each pair, those kept between and after.
+    # The features in pieces: those kept before, the first and second of each pair, those kept between and after; None for none.
+    kept: list[torch.Tensor | None]
     if spec.rotated == "proportional":
         between = spec.head_dim // 2 - half
         first, still, second, after = x.split([half, between, half, between], -1)
-        kept, head = [x[..., :0], still, after], torch.cat((first, second), -1)
+        kept, head = [None, still, after], torch.cat((first, second), -1)
+    elif turned == spec.head_dim:
+        kept, head = [None, None, None], x
     else:
         head = x[..., before : before + turned]
-        kept = [x[..., :before], x[..., :0], x[..., before + turned :]]
+        kept = [x[..., :before], None, x[..., before + turned :]]
     head = head.to(cos.dtype)
     # Where the first and the second of each pair are.
     one, other = (slice(0, None, 2), slice(1, None, 2)) if spec.interleaved else (slice(half), slice(half, None))
@@ -137,5 +157,6 @@ def _turn(
         if spec.interleaved
         else [out_first, kept[1], out_second]
     )
-    out = torch.cat((kept[0], *middle, kept[2]), -1)
+    pieces = [piece for piece in (kept[0], *middle, kept[2]) if piece is not None]
+    out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
     return out if inside is None else torch.where(inside[:, None, None], out, x)
