@@ -113,6 +113,17 @@ def test_pieces_are_what_steps_are(layout: str, layers: int, directions: int, *,
         torch.testing.assert_close(ours, theirs)
 
 
+def test_pieces_under_autocast_may_be_of_several_dtypes() -> None:
+    call = marked(call_of(directions=2))
+    mixed = dataclasses.replace(
+        call, hx=call.hx.half(), weights=tuple(w.half() if i % 2 else w for i, w in enumerate(call.weights))
+    )
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        found = eager.gru(mixed)
+    for ours, theirs in zip(found, eager.gru(call), strict=True):
+        torch.testing.assert_close(ours.float(), theirs, rtol=0, atol=0.1)
+
+
 def test_no_mark_is_no_reset_and_all_marks_are_sequences_of_one_step() -> None:
     call = call_of(directions=2)
     none = dataclasses.replace(call, resets=torch.zeros(call.input.shape[:-1], dtype=torch.bool, device=DEVICE))

@@ -78,15 +78,20 @@ def _by_pieces(call: GruCall, resets: torch.Tensor) -> tuple[torch.Tensor, torch
         ends[piece] = sequence
 
     device, hidden = call.input.device, call.hx.shape[2]
-    states = torch.cat((call.hx, call.hx.new_zeros((len(call.hx), 1, hidden))), 1)
+    with torch.autocast(
+        device.type, enabled=False
+    ):  # states keep their dtype, and autocast's promotion lacks some on a CPU
+        states = torch.cat((call.hx, call.hx.new_zeros((len(call.hx), 1, hidden))), 1)
     ways = ((begins, lasts), (ends, firsts))[: 2 if call.bidirectional else 1]
     taken = [torch.tensor(which, device=device, dtype=torch.int64) for which, _ in ways]
     given = torch.tensor(order, device=device, dtype=torch.int64)
-    cells = [states[cell].index_select(0, taken[cell % len(ways)]) for cell in range(len(call.hx))]
+    cells = [states[cell : cell + 1].index_select(1, taken[cell % len(ways)]) for cell in range(len(call.hx))]
+    with torch.autocast(device.type, enabled=False):
+        first = torch.cat(cells)
     pieces = dataclasses.replace(
         call,
         input=call.input.reshape(-1, call.input.shape[-1]).index_select(0, given),
-        hx=torch.stack(cells),
+        hx=first,
         batch_first=False,
         batch_sizes=None,
         max_seqlen=max((after - before for before, after in itertools.pairwise(bounds)), default=0),
@@ -94,8 +99,9 @@ def _by_pieces(call: GruCall, resets: torch.Tensor) -> tuple[torch.Tensor, torch
     )
     output, h_n = _by_bounds(pieces, bounds)
     kept = [torch.tensor(which, device=device, dtype=torch.int64) for _, which in ways]
-    last = [h_n[cell].index_select(0, kept[cell % len(ways)]) for cell in range(len(h_n))]
-    return output.index_select(0, given.argsort()).view(*resets.shape, output.shape[-1]), torch.stack(last)
+    with torch.autocast(device.type, enabled=False):
+        last = torch.stack([h_n[cell].index_select(0, kept[cell % len(ways)]) for cell in range(len(h_n))])
+    return output.index_select(0, given.argsort()).view(*resets.shape, output.shape[-1]), last
 
 
 def _sequences(call: GruCall) -> list[list[int]]:
