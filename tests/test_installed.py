@@ -14,6 +14,7 @@ from subprocess import PIPE
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import tuned.kernels
 from generator.places import INSIDE, ROOT
@@ -160,6 +161,7 @@ def command(wheel: Path, tmp_path: Path) -> Callable[..., subprocess.CompletedPr
 ONE = "llama3_8b_2x4096"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is done without a GPU")
 def test_a_user_of_the_wheel_tunes(command: Any, tmp_path: Path) -> None:
     done = command("tune", "--gpu", "auto", "--problems", ONE, "--trials", "2")
     assert done.returncode == 0, done.stderr
