@@ -17,7 +17,7 @@ from tuned.lookup.lookup import Choice
 from tuned.own import Own
 
 # The functions themselves, not their names in dispatch: if a user wraps one there, the original still works here.
-ROPE = (dispatch.rope, dispatch.rope_qk, dispatch.rope_qkv, dispatch.rope_backward)
+ROPE = tuple(function for name, function in dispatch.DEFINED.items() if name.startswith("rope"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
     """
     if isinstance(function, (nn.GRU, nn.GRUCell, torch.nn.GRU, torch.nn.GRUCell)):
         return _of_module(function, *args, **kwargs)
-    if function is dispatch.gru:
+    if function is dispatch.DEFINED["gru"]:
         return _explanation(*serve.explain_gru(*args, **kwargs))
     if isinstance(function, Own):
         choice, spec, _ = function.chosen(*args, **kwargs)
@@ -89,8 +89,8 @@ def _of_transformer_engine(*args: Any, **kwargs: Any) -> tuple[Choice, Any]:
 _KNOWN: tuple[tuple[Any, str, Any], ...] = (
     *((function, "rope", functools.partial(dispatch.explain_rope, function)) for function in ROPE),
     (apply_rotary_pos_emb, "rope", _of_transformer_engine),
-    (dispatch.gru_cell, "gru_cell", serve.explain_gru_cell),
-    (dispatch.linear_cat, "linear_cat", serve.explain_linear_cat),
+    (dispatch.DEFINED["gru_cell"], "gru_cell", serve.explain_gru_cell),
+    (dispatch.DEFINED["linear_cat"], "linear_cat", serve.explain_linear_cat),
 )
 
 
@@ -105,7 +105,7 @@ def _of_module(module: Any, *args: Any, **kwargs: Any) -> Explanation:
         return _explanation(Choice("eager", why, None), ())
     if isinstance(module, (nn.GRU, torch.nn.GRU)):
         given, named, _ = nn.gru_arguments(module, *args, **kwargs)
-        return explain(dispatch.gru, *given, **named)
+        return explain(dispatch.DEFINED["gru"], *given, **named)
     kwargs.pop("resets", None)  # the state of such rows is taken as 0, by the same kernel
     given, _ = nn.cell_arguments(module, *args, **kwargs)
-    return explain(dispatch.gru_cell, *given)
+    return explain(dispatch.DEFINED["gru_cell"], *given)

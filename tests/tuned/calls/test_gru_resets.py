@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["backward", "interpreted"]
 
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/gpu/test_gpu_gru_resets.py has these on a GPU")
+
 LAYOUTS = ("dense", "packed", "thd")
 H200 = Gpu("nvidia_h200", 90, 132, "NVIDIA H200")
 
@@ -136,7 +138,6 @@ def test_no_mark_is_no_reset_and_all_marks_are_sequences_of_one_step() -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.skipif(not INTERPRETED, reason="tests/gpu has these on a GPU")
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("layers", "directions", "first"), [(1, 1, True), (1, 2, False), (2, 1, False), (2, 2, True)])
@@ -151,7 +152,6 @@ def test_kernels_reset_as_pieces_do(
 
 
 @pytest.mark.interpreter
-@pytest.mark.skipif(not INTERPRETED, reason="tests/gpu has these on a GPU")
 @pytest.mark.usefixtures("backward")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("directions", [1, 2])
@@ -170,7 +170,6 @@ def test_kernels_have_the_gradients_of_pieces(
 
 
 @pytest.mark.interpreter
-@pytest.mark.skipif(not INTERPRETED, reason="tests/gpu has these on a GPU")
 @pytest.mark.usefixtures("backward", "interpreted")
 def test_a_trained_stack_resets_all_layers_and_refuses_marks_that_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     call = marked(call_of(layers=2))

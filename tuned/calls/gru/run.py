@@ -32,7 +32,7 @@ from tuned.launching.plan import launch_known
 from tuned.launching.rehearsal import NotedError, listening
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
-from tuned.lookup.lookup import Choice, Gpu, best_kernel, choose, modelled
+from tuned.lookup.lookup import Choice, Gpu, best_kernel, choose, modelled, usable
 from tuned.lookup.model import library_us
 
 MAX_LENGTHS = 64  # sets of lengths whose tensors are kept on a device
@@ -258,7 +258,7 @@ def _with_resets(choice: Choice, spec: GruSpec, size: GruSize, gpu: Gpu) -> Choi
     """A choice that was made without resets, which take no time to speak of; or a kernel that has them, since cuDNN has not."""
 
     def fits(variant: Any) -> bool:
-        return variant is not None and GRU.rejection(spec, size, variant, gpu.capability, gpu.multiprocessors) is None
+        return variant is not None and usable(GRU, spec, size, variant, gpu.capability, gpu.multiprocessors)
 
     if fits(choice.variant) and choice.variant.strategy == "persistent":
         return choice

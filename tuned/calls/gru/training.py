@@ -29,7 +29,7 @@ from tuned.launching.plan import launch_known
 from tuned.launching.rehearsal import NotedError, listening
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of
-from tuned.lookup.lookup import LEAD, Choice, Gpu, choose
+from tuned.lookup.lookup import LEAD, Choice, Gpu, choose, usable
 
 Grads = list[torch.Tensor | None]
 
@@ -378,7 +378,7 @@ def _with_resets(choice: Choice, spec: GruSpec, size: GruSize, gpu: Gpu, multipr
         return choice
     default = BACKWARD.fit(BACKWARD.default_variant(spec, size), spec, gpu.capability)
     default = default if BACKWARD.sized is None else BACKWARD.sized(default, spec, size, multiprocessors)
-    if BACKWARD.rejection(spec, size, default, gpu.capability, multiprocessors) is not None:
+    if not usable(BACKWARD, spec, size, default, gpu.capability, multiprocessors):
         return choice
     return Choice("default", f"PyTorch's own has no resets; {choice.why}", default, gpu=gpu)
 
