@@ -99,7 +99,7 @@ def table(document: dict[str, Any]) -> str:
     lines = [
         f"Microseconds in a CUDA graph on one {about['device']}, bfloat16 where nothing else is said; PyTorch {about['torch']}, Triton {about['triton']}.",
         "",
-        "| call | ours | best of what it replaces | | times as fast | as a call, times as fast | of the floor |",
+        "| call | ours | best of what it replaces | | times as fast | as a call | ours / floor |",
         "| --- | ---: | ---: | --- | ---: | ---: | ---: |",
     ]
     for name, row in document["rows"].items():
