@@ -224,6 +224,8 @@ def _packed_at_once(module: GRU, packed: PackedSequence, hx: Any) -> tuple[Packe
     weights = _parameters(module, module._flat_weights_names)  # noqa: SLF001
     x, batch_sizes, sorted_indices, unsorted_indices = packed
     layers, bidirectional = module.num_layers, module.bidirectional
+    if type(x) is not torch.Tensor:
+        return None
     settings = (module.bias, layers, bidirectional, False)
     dropout = module.training and module.dropout and layers > 1
     if weights is None:

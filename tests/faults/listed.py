@@ -1246,8 +1246,8 @@ RESETS = (
     Fault(
         "reset_pieces_start_with_the_wrong_state",
         "tuned/calls/gru/eager.py",
-        "begins += [len(sequences) if tokens and marks[tokens[0]] else sequence,",
-        "begins += [sequence,",
+        "if against or not self.marked[piece]:",
+        "if against or piece >= 0:",
         (R + "test_pieces_are_what_steps_are[1-1-False-dense]",),
         "On a CPU a mark at the first step of a rollout keeps the state of the episode before.",
     ),

@@ -53,61 +53,84 @@ def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def _by_pieces(call: GruCall, resets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequences that are cut before each mark: a piece is a sequence of its own, and begins with a state of 0.
+@dataclasses.dataclass(frozen=True)
+class _Pieces:
+    """Sequences as pieces between marks, each a sequence of its own; the pieces of a sequence follow each other."""
 
-    The first piece of a sequence has its first state, of the direction that goes backwards the last piece has; unless
-    there is a mark before it.
-    """
-    if resets.is_meta:
-        return gru(dataclasses.replace(call, resets=None))
-    sequences = _sequences(call)
-    order = [token for tokens in sequences for token in tokens]
-    marks = resets.reshape(-1).tolist()
-    bounds, firsts, lasts = [0], [], []  # pieces, and which of them are a sequence's first and last
-    begins: list[int] = []  # of each piece the sequence whose first state it has, or one behind them for none
-    for sequence, tokens in enumerate(sequences):
+    order: list[int]  # the tokens of all pieces, one piece after the other
+    bounds: list[int]  # where pieces begin and end in ``order``
+    first: list[int]  # of each sequence its first piece
+    last: list[int]  # and its last one
+    marked: list[bool]  # of each piece whether there is a mark before it
+
+    def begun_by(self, *, against: bool) -> list[int]:
+        """Of each piece the sequence whose first state it begins with, or one behind all for a state of 0.
+
+        Against the tokens' order that is a sequence's last piece, whatever its first step is marked with.
+        """
+        begun = [len(self.first)] * len(self.marked)
+        for sequence, piece in enumerate(self.last if against else self.first):
+            if against or not self.marked[piece]:
+                begun[piece] = sequence
+        return begun
+
+
+def _pieces(call: GruCall, resets: torch.Tensor) -> _Pieces:
+    sequences, marks = _sequences(call), resets.reshape(-1).tolist()
+    found = _Pieces([token for tokens in sequences for token in tokens], [0], [], [], [])
+    for tokens in sequences:
         cuts = [step for step, token in enumerate(tokens) if step and marks[token]]
-        firsts.append(len(bounds) - 1)
-        at = bounds[-1]
-        bounds += [at + step for step in (*cuts, len(tokens))]
-        lasts.append(len(bounds) - 2)
-        begins += [len(sequences) if tokens and marks[tokens[0]] else sequence, *(len(sequences),) * len(cuts)]
-    ends = [len(sequences)] * len(begins)
-    for sequence, piece in enumerate(lasts):
-        ends[piece] = sequence
+        found.first.append(len(found.marked))
+        found.marked.extend([bool(tokens) and marks[tokens[0]], *(True for _ in cuts)])
+        found.last.append(len(found.marked) - 1)
+        begin = found.bounds[-1]
+        found.bounds.extend(begin + step for step in (*cuts, len(tokens)))
+    return found
 
-    device, hidden = call.input.device, call.hx.shape[2]
-    with torch.autocast(
-        device.type, enabled=False
-    ):  # states keep their dtype, and autocast's promotion lacks some on a CPU
-        states = torch.cat((call.hx, call.hx.new_zeros((len(call.hx), 1, hidden))), 1)
-    ways = ((begins, lasts), (ends, firsts))[: 2 if call.bidirectional else 1]
-    taken = [torch.tensor(which, device=device, dtype=torch.int64) for which, _ in ways]
-    given = torch.tensor(order, device=device, dtype=torch.int64)
-    cells = [states[cell : cell + 1].index_select(1, taken[cell % len(ways)]) for cell in range(len(call.hx))]
-    with torch.autocast(device.type, enabled=False):
-        first = torch.cat(cells)
-    pieces = dataclasses.replace(
+
+def _by_pieces(call: GruCall, resets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The call with its sequences cut before each mark: what a reset is."""
+    if resets.is_meta or not resets.numel():
+        return gru(dataclasses.replace(call, resets=None))
+    pieces, device = _pieces(call, resets), call.input.device
+
+    def index(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, device=device, dtype=torch.int64)
+
+    ways = [(index(pieces.begun_by(against=False)), index(pieces.last))]
+    if call.bidirectional:
+        ways.append((index(pieces.begun_by(against=True)), index(pieces.first)))
+    given = index(pieces.order)
+    exact = torch.autocast(device.type, enabled=False)  # states keep their dtype; its promotion lacks some on a CPU
+    with exact:
+        states = torch.cat((call.hx, call.hx.new_zeros((len(call.hx), 1, call.hx.shape[2]))), 1)
+        hx = _of_each_cell(states, [begun for begun, _ in ways])
+    cut = dataclasses.replace(
         call,
         input=call.input.reshape(-1, call.input.shape[-1]).index_select(0, given),
-        hx=first,
+        hx=hx,
         batch_first=False,
         batch_sizes=None,
-        max_seqlen=max((after - before for before, after in itertools.pairwise(bounds)), default=0),
+        max_seqlen=max((after - before for before, after in itertools.pairwise(pieces.bounds)), default=0),
         resets=None,
     )
-    output, h_n = _by_bounds(pieces, bounds)
-    kept = [torch.tensor(which, device=device, dtype=torch.int64) for _, which in ways]
-    with torch.autocast(device.type, enabled=False):
-        last = torch.stack([h_n[cell].index_select(0, kept[cell % len(ways)]) for cell in range(len(h_n))])
+    output, h_n = _by_bounds(cut, pieces.bounds)
+    with exact:
+        last = _of_each_cell(h_n, [ends for _, ends in ways])
     return output.index_select(0, given.argsort()).view(*resets.shape, output.shape[-1]), last
+
+
+def _of_each_cell(states: torch.Tensor, ways: list[torch.Tensor]) -> torch.Tensor:
+    """Of the states ``[cells, n, hidden]`` those that the way of each cell says; directions take turns."""
+    return torch.stack([state.index_select(0, ways[cell % len(ways)]) for cell, state in enumerate(states)])
 
 
 def _sequences(call: GruCall) -> list[list[int]]:
     """Of each sequence its tokens in order, as rows of the input with one axis of tokens."""
     if call.cu_seqlens is not None:
-        return [list(range(*bounds)) for bounds in itertools.pairwise(call.cu_seqlens.tolist())]
+        ends = call.cu_seqlens.tolist()
+        check_lengths(ends, call.input.shape[0], call.max_seqlen or 0)
+        return [list(range(*bounds)) for bounds in itertools.pairwise(ends)]
     if call.batch_sizes is not None:
         alive = call.batch_sizes.tolist()
         starts = list(itertools.accumulate(alive, initial=0))

@@ -243,7 +243,7 @@ def _choose(spec: GruSpec, size: GruSize, gpu: Gpu, limit: int | None = None) ->
             _choose(plain, size, gpu, limit),
             spec,
             size,
-            dataclasses.replace(gpu, multiprocessors=limit or gpu.multiprocessors),
+            dataclasses.replace(gpu, multiprocessors=gpu.multiprocessors if limit is None else limit),
         )
     if limit is None:
         choice = choose(GRU, spec, size, gpu)

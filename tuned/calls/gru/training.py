@@ -365,7 +365,9 @@ def _choose(spec: GruSpec, size: GruSize, gpu: Gpu, limit: int | None = None) ->
     """The choice, made once for all equal calls; ``limit`` is the number of programs that may wait for each other."""
     if spec.resets:
         plain = dataclasses.replace(spec, resets=False)
-        return _with_resets(_choose(plain, size, gpu, limit), spec, size, gpu, limit or gpu.multiprocessors)
+        return _with_resets(
+            _choose(plain, size, gpu, limit), spec, size, gpu, gpu.multiprocessors if limit is None else limit
+        )
     choice = choose(BACKWARD, spec, size, gpu if limit is None else dataclasses.replace(gpu, multiprocessors=limit))
     if limit is None:
         misses.note(BACKWARD, spec, size, choice)
