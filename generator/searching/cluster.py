@@ -23,7 +23,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from ..places import ROOT
+from ..places import INSTALLED, PACKAGE, ROOT
 from ..problem import Problem
 from ..rendering.structures import digests_of
 from ..storage.backends import opened_storage
@@ -40,6 +40,13 @@ STORE_BYTES = 80 * 2**20  # Ray's least: nothing large is sent
 ALIKE = {"device_name": "", "driver": "driver ", "torch": "torch ", "triton": "Triton "}
 LEFT_OUT = (".git", "benchmarks/results", "docs")  # of the checkout that a cluster's hosts are sent
 STREAM = {"num_returns": "streaming", "_generator_backpressure_num_objects": 1}  # each letter waits for the one before
+
+
+def sent() -> dict[str, Any]:
+    """What the hosts of a cluster are sent, since each runs the texts of this one: the checkout, or the package that is installed."""
+    if INSTALLED:
+        return {"py_modules": [str(PACKAGE)]}
+    return {"working_dir": str(ROOT), "excludes": list(LEFT_OUT)}
 
 
 @contextlib.contextmanager
@@ -64,9 +71,7 @@ def connected(address: str | None, gpus: list[int]) -> Iterator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in gpus)  # Ray gives these to its tuners
             ray.init("local", num_gpus=len(gpus), include_dashboard=False, object_store_memory=STORE_BYTES, **options)
         else:
-            # Every host runs the texts of this checkout.
-            environment = {"working_dir": str(ROOT), "excludes": list(LEFT_OUT)}
-            ray.init(address, runtime_env=environment, **options)
+            ray.init(address, runtime_env=sent(), **options)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         where = "on this host" if address is None else f"at {address}"
         raise TuningError(

@@ -14,6 +14,7 @@ import pytest
 
 from generator import commands
 from generator.evaluation.portfolio import candidates
+from generator.places import ROOT
 from generator.processes.worker import WorkerGoneError
 from generator.searching.run import LEAST_SHARE_S, NO_TIME, Display, Run, TuningError, Work
 from generator.storage.journal import Held
@@ -319,3 +320,9 @@ def test_ctrl_c_keeps_what_was_measured_and_the_next_run_goes_on(tune: Any, tmp_
     assert [w.name for w in run.winners] == NAMES
     assert measured(*again) == len(everything()) - before
     assert run_record(tmp_path) == one_machine(tmp_path / "one")
+
+
+def test_hosts_are_sent_the_checkout_or_the_package_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cluster_module.sent() == {"working_dir": str(ROOT), "excludes": list(cluster_module.LEFT_OUT)}
+    monkeypatch.setattr(cluster_module, "INSTALLED", True)
+    assert cluster_module.sent() == {"py_modules": [str(ROOT / "tuned")]}, "not all that lies beside it"
