@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from click.core import ParameterSource
 from rich.console import Console
+
+from tuned.lookup.place import CHECKOUT
 
 # Before numpy is imported: matrices of a hundred rows are slower on 32 threads, which the compilers need.
 for library in ("OMP", "OPENBLAS", "MKL"):
     os.environ.setdefault(f"{library}_NUM_THREADS", "1")
-NAME = "tuned" if (Path(__file__).parent / "templates").is_dir() else "tune.py"  # of the program, in what it says
+NAME = "tune.py" if CHECKOUT else "tuned"  # of the program, in what it says
 console = Console()
 errors = Console(stderr=True)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -333,7 +336,17 @@ def model(
 
 @app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def tune(context: typer.Context) -> None:
-    """Tune: the same as without a command, with the options above."""
+    """Tune: the same as without a command; the options above stand behind it."""
+    above = context.parent
+    given = (
+        [name for name in above.params if above.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+        if above
+        else []
+    )
+    if given:
+        raise typer.BadParameter(
+            f"--{given[0].strip('_').replace('_', '-')} must stand behind tune: {NAME} tune --help"
+        )
     app(context.args, prog_name=f"{NAME} tune")
 
 

@@ -187,6 +187,12 @@ def test_every_command_is_there(command: Any, arguments: tuple[str, ...], said: 
     assert said in done.stdout
 
 
+def test_options_before_tune_are_not_dropped(command: Any) -> None:
+    done = command("--problems", ONE, "tune", "--list")
+    assert done.returncode == 2
+    assert "--problems must stand behind tune: tuned tune --help" in done.stderr
+
+
 def test_what_only_a_checkout_can_is_refused(command: Any) -> None:
     done = command("--render")
     assert done.returncode == 2

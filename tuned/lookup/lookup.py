@@ -116,24 +116,31 @@ def best_kernel(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice | None
     """The kernel that a family's model thinks takes least, for calls that PyTorch's own cannot serve as they are."""
     if model.weights_of(family) is None or not gpu.capability:
         return None
-    nearest_first = sorted(tables().values(), key=lambda t: _unlike(t, gpu))
-    picked = _picked(family, spec, size, gpu, nearest_first[0] if nearest_first else None)
-    if picked is None:
-        return None
-    why = f"of all variants that fit, the model of {family.name} thinks this one takes least, {picked.us:.4g} us"
-    return Choice("model", why, picked.variant, gpu=gpu, us=picked.us)
+    found = _thought(family, spec, size, gpu, tables())
+    return found and dataclasses.replace(found[0], gpu=gpu)
 
 
 def _modelled(family: Family, spec: Any, size: Any, gpu: Gpu, known: Mapping[str, Table]) -> Choice | None:
+    found = _thought(family, spec, size, gpu, known)
+    if found is None:
+        return None
+    choice, picked = found
+    if not picked.wins:
+        why = f"{choice.why}, and PyTorch's own {picked.library_us:.4g}"
+        return Choice("eager", why, None, None, gpu, picked.library_us)
+    return choice
+
+
+def _thought(
+    family: Family, spec: Any, size: Any, gpu: Gpu, known: Mapping[str, Table]
+) -> tuple[Choice, model.Pick] | None:
+    """The choice of the kernel that the model thinks takes least, with what it thinks of PyTorch's own."""
     nearest_first = sorted(known.values(), key=lambda t: _unlike(t, gpu))
     picked = _picked(family, spec, size, gpu, nearest_first[0] if nearest_first else None)
     if picked is None:
         return None
     why = f"of all variants that fit, the model of {family.name} thinks this one takes least, {picked.us:.4g} us"
-    if not picked.wins:
-        why = f"{why}, and PyTorch's own {picked.library_us:.4g}"
-        return Choice("eager", why, None, None, gpu, picked.library_us)
-    return Choice("model", why, picked.variant, us=picked.us)
+    return Choice("model", why, picked.variant, us=picked.us), picked
 
 
 def _picked(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table | None) -> model.Pick | None:

@@ -189,6 +189,26 @@ def test_a_trained_stack_resets_all_layers_and_refuses_marks_that_changed(monkey
         torch.autograd.grad(results, leaves, given)
 
 
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("interpreted", "backward")
+def test_nan_passes_no_reset_in_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = call_of(directions=2)
+    marks = torch.zeros(call.input.shape[:-1], dtype=torch.bool)
+    marks[1, 2] = marks[2, 2] = True
+    x = call.input.clone()
+    x[1, 2] = torch.nan
+    call = dataclasses.replace(call, input=x, resets=marks)
+    serve_by(monkeypatch, VARIANTS["persistent"])
+    output, _ = run.forward(call)
+    assert output.isnan().any(-1).nonzero().tolist() == [[1, 2]]
+    choose(monkeypatch, ONE)
+    given = torch.ones_like(output)
+    given[1, 2] = 0
+    grad, grad_hx, *_ = training.gradients(call, output, [True] * len(call.tensors), (given, None))
+    assert grad.isnan().any(-1).nonzero().tolist() == [[1, 2]]
+    assert not grad_hx.isnan().any()
+
+
 def test_gradients_of_gradients_pass_a_reset() -> None:
     call = in_float64(marked(call_of(directions=2)))
     few = [call.input, call.hx, call.weights[0]]

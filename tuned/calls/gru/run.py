@@ -339,13 +339,18 @@ def recurrence_of(  # noqa: PLR0913 - a part of a call, after the projection of 
         seq=size.seq,
         starts=lengths.starts,
         lengths=lengths.lengths,
-        resets=call.resets.t() if turned and call.resets is not None else call.resets,
+        resets=marks_of(call),
         states=out.new_empty(call.hx[cells].shape, dtype=torch.float32) if variant.in_turn else None,
         counters=out.new_empty(counters_needed(spec, size.batch), dtype=torch.int32)
         if variant.exchange == "counter"
         else None,
         products=out.new_empty((size.batch, 3 * spec.hidden)) if variant.strategy == "library" else None,
     )
+
+
+def marks_of(call: GruCall) -> torch.Tensor | None:
+    """The resets of a call as kernels take them: ``[T, B]`` or ``[tokens]``, any strides."""
+    return call.resets.t() if call.batch_first and call.resets is not None else call.resets
 
 
 def may_learn(device: torch.device) -> bool:

@@ -283,7 +283,7 @@ def _tensors(  # noqa: PLR0913 - what a launch takes
         else None,
         starts=lengths.starts,
         lengths=lengths.lengths,
-        resets=call.resets.t() if turned and call.resets is not None else call.resets,
+        resets=run.marks_of(call),
     )
 
 
