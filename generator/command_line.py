@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from click.core import ParameterSource
 from rich.console import Console
 
 from tuned.lookup.place import CHECKOUT
@@ -338,11 +337,8 @@ def model(
 def tune(context: typer.Context) -> None:
     """Tune: the same as without a command; the options above stand behind it."""
     above = context.parent
-    given = (
-        [name for name in above.params if above.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-        if above
-        else []
-    )
+    sources = {} if above is None else {name: above.get_parameter_source(name) for name in above.params}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     if given:
         raise typer.BadParameter(
             f"--{given[0].strip('_').replace('_', '-')} must stand behind tune: {NAME} tune --help"
