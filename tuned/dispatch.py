@@ -47,7 +47,7 @@ from tuned.calls.linear_cat import run as linear_cat_run
 from tuned.calls.linear_cat.arguments import check_linear_cat
 from tuned.calls.recurrent import serve
 from tuned.calls.rope import call as rope_call
-from tuned.calls.rope.arguments import Given, Settings, kv_heads_of, offset_of, whole_numbers
+from tuned.calls.rope.arguments import Given, Settings, kv_heads_of, offset_of, packed_parts, whole_numbers
 from tuned.launching.overwrite import bump_versions, refuse_overwrite
 from tuned.lookup.lookup import Choice
 
@@ -132,7 +132,7 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
         rotated, conjugate, None, "forward",
     )  # fmt: skip
     return rope_call.call(  # type: ignore[no-any-return]
-        x, None, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, settings
+        x, None, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, None, None, settings
     )
 
 
@@ -182,7 +182,9 @@ def rope_qk(  # noqa: PLR0913 - the arguments of rope
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
         rotated, conjugate, None, "forward",
     )  # fmt: skip
-    out = rope_call.call(q, k, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, settings)
+    out = rope_call.call(
+        q, k, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, None, None, settings
+    )
     return out if k is not None else (out, None)
 
 
@@ -234,7 +236,7 @@ def rope_qkv(  # noqa: PLR0913 - the arguments of rope
         rotated, conjugate, kv_heads, "forward",
     )  # fmt: skip
     return rope_call.call(  # type: ignore[no-any-return]
-        qkv, None, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, settings
+        qkv, None, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, None, None, settings
     )
 
 
@@ -276,8 +278,121 @@ def rope_backward(  # noqa: PLR0913 - the arguments of rope
         rotated, conjugate, None, "backward",
     )  # fmt: skip
     return rope_call.call(  # type: ignore[no-any-return]
-        grad_output, None, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, settings
+        grad_output, None, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, None, None, settings
     )
+
+
+def qk_norm_rope(  # noqa: PLR0913 - the arguments of rope_qk, and of two norms
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor | None,
+    freqs: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    norm: str = "head",
+    zero_centered: bool = False,
+    rounding: str = "once",
+    tensor_format: str = "bshd",
+    interleaved: bool = False,
+    inplace: bool = False,
+    rotary_dim: int | None = None,
+    angle_entries: str | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
+    inv_freq: torch.Tensor | None = None,
+    attention_scaling: float = 1.0,
+    positions: torch.Tensor | None = None,
+    offset: int | torch.Tensor = 0,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    rotated: str = "first",
+    conjugate: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """RMSNorm of queries and keys, then ``rope_qk`` of both, in one launch: what Qwen 3, Gemma 3 and OLMo 2 do to them.
+
+    With the arguments of ``rope_qk``; all features are normalised, those that do not rotate too. k and k_weight are None if a
+    layer has no key. The others:
+
+    * q_weight, k_weight: of the norms, any float dtype: ``[d]`` with norm "head", ``[h * d]`` with norm "all".
+    * eps: added to the mean of the squares.
+    * norm: what is normalised together: the features of each "head" (Qwen 3, Gemma 3), or "all" heads of a tensor (OLMo 2).
+    * zero_centered: multiply by 1 + weight (Gemma), not by weight.
+    * rounding: "once": float32 up to the store, which is the most precise. Or as a model's own code, so that its logits can be
+      compared: "product" rounds what the norm gives to the dtype of q (Gemma 3, OLMo 2), "each" also before the multiplication
+      by the weight (Qwen 3). Gradients take the roundings as exact.
+
+    Returns:
+        (q, k); in place, the given tensors. Differentiable in q, k and both weights, by a kernel and one that adds up the
+        weights' gradients in a fixed order: the same bits in each run. Under a gradient an in-place call copies its input,
+        which the gradient needs.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as ``rope``; nothing has been written.
+    """
+    settings = _norm_settings(
+        tensor_format, interleaved, inplace, (rotary_dim, max_seqlen, cp_size, cp_rank), angle_entries, attention_scaling,
+        rotated, conjugate, (norm, eps, zero_centered, rounding),
+    )  # fmt: skip
+    out = rope_call.call(
+        q, k, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, q_weight, k_weight, settings
+    )
+    return (out, None) if k is None else out
+
+
+def qkv_norm_rope_(  # noqa: PLR0913 - the arguments of qk_norm_rope
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    freqs: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    *,
+    kv_heads: int | None = None,
+    tensor_format: str = "bshd",
+    **others: Any,
+) -> torch.Tensor:
+    """``qk_norm_rope`` of the query and the key of a packed qkv, in place, with its arguments; its values stay as they are.
+
+    qkv is ``[..., heads + 2 * kv_heads, d]``, the query's heads, then the key's, then the value's; or, without kv_heads,
+    ``[..., 3, h, d]``. The axes before are those of ``tensor_format``.
+
+    Returns:
+        qkv itself.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as ``qk_norm_rope``; nothing has been written.
+    """
+    if "inplace" in others:
+        raise TypeError("qkv_norm_rope_ is in place: leave inplace out, or give views of qkv to qk_norm_rope")
+    settings = Settings(tensor_format, kv_heads=0 if kv_heads is None else kv_heads_of(kv_heads), inplace=True)
+    q, k = packed_parts(qkv, settings)
+    qk_norm_rope(q, k, q_weight, k_weight, freqs, cos, sin, tensor_format=tensor_format, inplace=True, **others)
+    return qkv
+
+
+def _norm_settings(  # noqa: PLR0913 - arguments of a call
+    tensor_format: str,
+    interleaved: bool,  # noqa: FBT001
+    inplace: bool,  # noqa: FBT001
+    numbers: tuple[Any, Any, Any, Any],
+    angle_entries: str | None,
+    attention_scaling: float,
+    rotated: str,
+    conjugate: bool,  # noqa: FBT001
+    of_norm: tuple[str, float, bool, str],
+) -> tuple[Any, ...]:
+    """The fields of Settings of a call with a norm; ``numbers`` are rotary_dim, max_seqlen, cp_size and cp_rank."""
+    rotary_dim, max_seqlen, cp_size, cp_rank = numbers
+    if rotary_dim is not None or max_seqlen is not None or type(cp_size) is not int or type(cp_rank) is not int:
+        rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
+    return (
+        tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
+        rotated, conjugate, None, "forward", *of_norm,
+    )  # fmt: skip
 
 
 def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
@@ -448,11 +563,14 @@ def linear_cat(
 
 
 # Of each name the function that is defined here, whatever a profiler puts in its place later.
-DEFINED = {f.__name__: f for f in (rope, rope_qk, rope_qkv, rope_backward, gru_cell, gru, linear_cat)}
+DEFINED = {f.__name__: f for f in (rope, rope_qk, rope_qkv, rope_backward, qk_norm_rope, gru_cell, gru, linear_cat)}
 
 
 def explain_rope(function: Any, *args: Any, **kwargs: Any) -> tuple[Choice, Any]:
-    """The choice for a call of ``rope``, ``rope_qk``, ``rope_qkv`` or ``rope_backward``, and its spec; nothing runs."""
+    """The choice for a call of ``rope``, ``rope_qk``, ``rope_qkv``, ``rope_backward`` or ``qk_norm_rope``; nothing runs.
+
+    Returns it and the spec.
+    """
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     named = dict(bound.arguments)
@@ -463,5 +581,6 @@ def explain_rope(function: Any, *args: Any, **kwargs: Any) -> tuple[Choice, Any]
         named["kv_heads"] = 0 if named["kv_heads"] is None else kv_heads_of(named["kv_heads"])
     named["offset"] = offset_of(named["offset"], named["positions"])
     direction = "backward" if function is rope_backward else "forward"
-    given = Given(x, key, **{name: named.pop(name) for name in Given._fields[2:]})
+    weights = {"weight": named.pop("q_weight", None), "key_weight": named.pop("k_weight", None)}
+    given = Given(x, key, **{name: named.pop(name) for name in Given._fields[2:-2]}, **weights)
     return rope_call.explain(given, Settings(**named, direction=direction))

@@ -17,7 +17,7 @@ from tuned.lookup.lookup import Choice
 from tuned.own import Own
 
 # The functions themselves, not their names in dispatch: if a user wraps one there, the original still works here.
-ROPE = tuple(function for name, function in dispatch.DEFINED.items() if name.startswith("rope"))
+ROPE = tuple(function for name, function in dispatch.DEFINED.items() if "rope" in name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
     """Which kernel ``function(*args, **kwargs)`` gets, without running it.
 
     Args:
-        function: rope, rope_qk, rope_qkv, rope_backward, gru_cell, gru or linear_cat of tuned.dispatch; TransformerEngine's
+        function: rope, rope_qk, rope_qkv, rope_backward, qk_norm_rope, gru_cell, gru or linear_cat of tuned.dispatch; TransformerEngine's
             apply_rotary_pos_emb of tuned.compat; a family of your own (tuned.own); or a GRU or GRUCell module, of tuned.nn or
             of torch.nn.
         args: its arguments.
@@ -68,7 +68,7 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
             choice, spec = chosen(*args, **kwargs)
             kernels = () if choice.variant is None else FAMILIES[family].kernel_names(spec, choice.variant)
             return _explanation(choice, kernels)
-    names = "rope, rope_qk, rope_qkv, rope_backward, apply_rotary_pos_emb, gru_cell, gru, linear_cat, families of tuned.own and modules GRU and GRUCell"
+    names = "rope, rope_qk, rope_qkv, rope_backward, qk_norm_rope, apply_rotary_pos_emb, gru_cell, gru, linear_cat, families of tuned.own and modules GRU and GRUCell"
     raise TypeError(f"explain knows {names}, got {function!r}")
 
 

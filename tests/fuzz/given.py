@@ -471,12 +471,12 @@ class Given:
             unit = TF32_UNIT
         unit += U32 * terms**0.5 / 2  # a sum in float32 errs by a unit a term, in any direction
         for index, (a, b, c) in enumerate(zip(ours, reference, exact, strict=True)):
-            if index == 0 and self.written and b is not None:
+            if index < len(self.written) and b is not None:
                 b = b.to(a.dtype)  # noqa: PLW2901 - in place the dtype is that of what is overwritten
             self._as_good(f"result {index}", a, b, c.to(a.device), size * unit, steps)
-            if index == 0 and self.written:
-                (name,) = self.written
-                self._flag("another tensor than the one overwritten is returned", a is not self.built[name].tensor)
+            if index < len(self.written):
+                overwritten = self.built[self.written[index]].tensor
+                self._flag("another tensor than the one overwritten is returned", a is not overwritten)
         for name, grad in self.grads.items():
             theirs_grad = theirs.grads.get(name)
             if (grad is None) != (theirs_grad is None) and theirs.error is None:

@@ -10,6 +10,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 import tuned.nn
+from tests.fuzz import formula
 
 
 def gru(
@@ -224,6 +225,53 @@ def original_nn_gru_cell(kind: str, *args: Any, input: Any, **kwargs: Any) -> An
 # Arguments ------------------------------------------------------------------------------------------------------------
 
 
+def qk_norm_rope(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor | None,
+    *,
+    eps: float = 1e-6,
+    norm: str = "head",
+    zero_centered: bool = False,
+    rounding: str = "once",
+    tensor_format: str = "bshd",
+    interleaved: bool = False,
+    inplace: bool = False,
+    rotated: str = "first",
+    conjugate: bool = False,
+    angle_entries: str = "pair",
+    offset: int = 0,
+    **tensors: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The norm as models write it, then the rotation by its definition; tokens of no sequence are copied."""
+    call = formula.Rope(tensor_format, interleaved, angle_entries, rotated, conjugate, offset=offset)
+    held = slice(None)
+    if "cu_seqlens" in tensors:  # those outside have no angle, whose NaN would spread to gradients
+        first, last = int(tensors["cu_seqlens"][0]), int(tensors["cu_seqlens"][-1])
+        held, tensors["cu_seqlens"] = slice(first, last), tensors["cu_seqlens"] - first
+    found: list[torch.Tensor | None] = []
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        if x is None or weight is None:
+            found.append(None)
+            continue
+        own = x[held]
+        wide = own.to(torch.promote_types(x.dtype, torch.float32))
+        whole = wide.flatten(-2) if norm == "all" else wide
+        normed = whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + eps)
+        if rounding == "each":
+            normed = normed.to(x.dtype).to(wide.dtype)
+        normed = normed * (weight.to(wide.dtype) + (1.0 if zero_centered else 0.0))
+        if rounding != "once":
+            normed = normed.to(x.dtype)
+        out = formula.rope(call, normed.reshape(own.shape).double(), tensors)[0].to(x.dtype)
+        if "cu_seqlens" in tensors:
+            out = torch.cat((x[: held.start], out, x[held.stop :]))
+        leaf = x.is_leaf and x.requires_grad  # of the reference in float64, whose tensors are none of a view
+        found.append(x.copy_(out) if inplace and not leaf else out)
+    return found[0], found[1]  # type: ignore[return-value]
+
+
 def swapped(value: Any, made: dict[int, torch.Tensor], *, doubled: bool) -> Any:
     """Arguments with other tensors in the places of those that they have."""
     if isinstance(value, torch.Tensor):
@@ -248,6 +296,11 @@ def size(arguments: dict[str, Any]) -> tuple[Any, int, int]:
 
     for name, value in arguments.items():
         sort(name, value)
+    if (
+        "eps" in arguments or "q_weight" in arguments
+    ):  # what a norm gives is about its weight, times the root of its features
+        scale = torch.stack([t.abs().amax() for t in given]).amax().clamp(min=1.0) if given else torch.ones(())
+        return 4.0 * scale, 1, 16
     if not weights or not given:
         return 1.0, 1, 1
     largest = torch.stack([t.abs().amax() for t in given]).amax().clamp(min=1.0)

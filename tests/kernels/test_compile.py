@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from generator.families.gru.texts import gru_texts
-from generator.families.rope.texts import rope_specs
+from generator.families.rope.texts import norm_specs, rope_specs
 from generator.problem import Problem
 from generator.processes.compiler import compile_variant, hopeless
 from generator.rendering.structures import default_names, structures
@@ -18,7 +18,7 @@ from tuned.families.gru.launches import kernel_name as gru_name
 from tuned.families.gru.spec import LAYOUTS as GRU_LAYOUTS
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.gru_cell.variant import GruCellVariant, default_variant, fit
-from tuned.families.rope.launches import kernel_name
+from tuned.families.rope.launches import WEIGHTS, kernel_name
 from tuned.families.rope.spec import ANGLES, ITEM_SIZE, STYLES, RopeSize, RopeSpec
 from tuned.families.rope.variant import RopeVariant
 from tuned.launching.launcher import PROBE_KERNEL
@@ -49,6 +49,8 @@ COVERING = [
         for axes in pairwise.covering(PLAIN)
     ),
     *(kernel_name(spec, RopeVariant()) for spec in rope_specs() if not spec.plain),
+    *(kernel_name(spec, RopeVariant()) for spec in norm_specs()),
+    WEIGHTS,
     PROBE_KERNEL,
     *PRODUCTS,
     *RECURRENCES,
@@ -186,6 +188,20 @@ def test_every_layout_moves_128_bits_at_a_time(compiler: concurrent.futures.Exec
         "angles": angles,
     }
     assert set(compiler.submit(compiling.widths, arguments, {}).result()["STG"]) == {128}
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("norm", ["head", "all"])
+def test_a_norm_moves_128_bits_at_a_time(compiler: concurrent.futures.Executor, norm: str, direction: str) -> None:
+    arguments = {
+        "layout": "bshd", "dtype": "bfloat16", "heads": 32, "head_dim": 128, "rotary_dim": 128, "angles": "cos_sin",
+        "key_heads": 8, "norm": norm, "direction": direction,
+    }  # fmt: skip
+    found = compiler.submit(compiling.widths, arguments, {}).result()
+    tensors = 2 if direction == "backward" else 1
+    assert found["LDG"][128] >= 2 * tensors  # both halves of rows; weights are read an element at a time
+    assert found["STG"][128] >= 2
+    assert direction == "backward" or set(found["STG"]) == {128}  # parts of the weights' gradients are a row each
 
 
 @pytest.mark.parametrize("dims", [(6, 2), (5, 4)], ids=lambda d: f"d{d[0]}r{d[1]}")

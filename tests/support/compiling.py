@@ -58,7 +58,7 @@ def default_launches(capability: int = 90) -> dict[str, Launch]:
     import torch  # noqa: PLC0415 - what follows imports Triton
 
     from generator.families.rope import reference as rope  # noqa: PLC0415
-    from generator.families.rope.texts import rope_specs  # noqa: PLC0415
+    from generator.families.rope.texts import norm_specs, rope_specs  # noqa: PLC0415
     from tuned.families.launch import Launch  # noqa: PLC0415
     from tuned.families.rope.launches import launches as rope_launches  # noqa: PLC0415
     from tuned.families.rope.spec import RopeSize  # noqa: PLC0415
@@ -66,7 +66,7 @@ def default_launches(capability: int = 90) -> dict[str, Launch]:
     from tuned.launching.launcher import PROBE_KERNEL  # noqa: PLC0415
 
     found = {}
-    for spec in rope_specs():
+    for spec in (*rope_specs(), *norm_specs()):
         call = rope.inputs(spec, RopeSize(batch=2, seq=4096), "meta", 0)
         for launch in rope_launches(spec, rope_default(spec), call):
             found[launch.kernel] = launch
@@ -270,7 +270,7 @@ def widths(
     if shift:
         call = dataclasses.replace(call, x=_moved(call.x, shift), out=_moved(call.out, shift))
     variant = dataclasses.replace(default_variant(spec), **knobs)
-    (launch,) = launches(spec, variant, call)
+    launch, *_ = launches(spec, variant, call)
     if key_shift:
         named = [parameter.name for parameter in load(launch.kernel).params[: len(launch.arguments)]]
         arguments = zip(named, launch.arguments, strict=True)

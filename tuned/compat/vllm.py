@@ -1,14 +1,14 @@
-"""The call of vllm-project/vllm, ``vllm._custom_ops.rotary_embedding``.
+"""The calls of vllm-project/vllm, ``rotary_embedding`` and ``fused_qk_norm_rope`` of ``vllm._custom_ops``.
 
-It differs from theirs in three ways: positions may be int32; query and key may have different strides; and a position past
-the cache gives NaN on a GPU (theirs reads past it) and an error on a CPU.
+They differ from theirs in three ways: positions may be int32; tensors may have any strides, as far as they can be seen by heads;
+and a position past the cache gives NaN on a GPU (theirs reads past it) and an error on a CPU.
 """
 
 from __future__ import annotations
 
 import torch
 
-from tuned.dispatch import rope_qk
+from tuned.dispatch import qk_norm_rope, rope_qk
 
 
 def rotary_embedding(  # noqa: PLR0913 - the arguments of vLLM
@@ -60,6 +60,62 @@ def rotary_embedding(  # noqa: PLR0913 - the arguments of vLLM
         cos_sin_cache=cos_sin_cache,
         positions=positions,
         conjugate=inverse,
+    )
+
+
+def fused_qk_norm_rope(  # noqa: PLR0913 - the arguments of vLLM
+    qkv: torch.Tensor,
+    num_heads_q: int,
+    num_heads_k: int,
+    num_heads_v: int,
+    head_dim: int,
+    eps: float,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,  # noqa: FBT001 - its order
+    position_ids: torch.Tensor,
+    forced_token_heads_per_warp: int = -1,
+) -> None:
+    """RMSNorm of each head of query and key in a packed qkv, then the rotation, in place and in one launch.
+
+    Args:
+        qkv: ``[tokens, (num_heads_q + num_heads_k + num_heads_v) * head_dim]``, any float dtype; values stay as they are.
+        num_heads_q: heads of the query.
+        num_heads_k: heads of the key.
+        num_heads_v: heads of the value.
+        head_dim: features of a head.
+        eps: added to the mean of the squares.
+        q_weight: of the query's norm, ``[head_dim]``.
+        k_weight: of the key's.
+        cos_sin_cache: ``[rows, rotary_dim]``, cosines of the pairs, then their sines, any float dtype.
+        is_neox: pairs are features (j, j + rotary_dim / 2); otherwise (2 j, 2 j + 1), GPT-J.
+        position_ids: int32 or int64, ``[tokens]``: rows of the cache.
+        forced_token_heads_per_warp: of their kernel; it says nothing here.
+
+    Raises:
+        TypeError, ValueError: an argument is not allowed; nothing has been written.
+        RuntimeError: qkv cannot be overwritten without losing a gradient; nothing has been written.
+    """
+    del forced_token_heads_per_warp
+    heads = num_heads_q + num_heads_k + num_heads_v
+    if qkv.ndim != 2 or qkv.shape[1] != heads * head_dim:  # noqa: PLR2004 - axes
+        raise ValueError(
+            f"qkv must be [tokens, {heads} heads * head_dim={head_dim}], got {list(qkv.shape)}: give all three of query, key "
+            "and value, and how many heads each has"
+        )
+    packed = qkv.view(qkv.shape[0], heads, head_dim)
+    qk_norm_rope(
+        packed[:, :num_heads_q],
+        packed[:, num_heads_q : num_heads_q + num_heads_k],
+        q_weight,
+        k_weight,
+        eps=eps,
+        tensor_format="thd",
+        interleaved=not is_neox,
+        inplace=True,
+        cos_sin_cache=cos_sin_cache,
+        positions=position_ids,
     )
 
 

@@ -256,7 +256,11 @@ def rope_bshd_inplace_half_cos_sin(
             i_position += tl.load(positions)
         if POSITIONS == "starts":
             if PACKED:
-                i_position += tl.load(positions + i_sequence.to(tl.int64) * position_stride_b, mask=m_inside, other=0)
+                i_position += tl.load(
+                    positions + i_sequence.to(tl.int64) * position_stride_b,
+                    mask=m_inside,
+                    other=0,
+                )
             else:
                 i_position += tl.load(positions + i_sequence * position_stride_b)
     if PACKED:  # tokens that no sequence holds stay as they are, unwritten

@@ -308,7 +308,11 @@ def rope_complete_copy_half_freqs(
             i_position += tl.load(positions)
         if POSITIONS == "starts":
             if PACKED:
-                i_position += tl.load(positions + i_sequence.to(tl.int64) * position_stride_b, mask=m_inside, other=0)
+                i_position += tl.load(
+                    positions + i_sequence.to(tl.int64) * position_stride_b,
+                    mask=m_inside,
+                    other=0,
+                )
             else:
                 i_position += tl.load(positions + i_sequence * position_stride_b)
 

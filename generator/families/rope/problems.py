@@ -69,6 +69,7 @@ def problems() -> Iterator[Problem]:
     yield problem("llama3_8b_fp16", RopeSpec("bshd", "float16", 32, 128, 128), 2, 4096)
     yield problem("llama3_8b_fp32", RopeSpec("bshd", "float32", 32, 128, 128), 2, 4096)
     yield from _complete(problem, bf16)
+    yield from _normed(problem, bf16)
     # The studies' own calls: float32, sbhd, an entry a feature, small.
     for seq, heads, dim in ((64, 16, 64), (128, 16, 128), (32, 8, 256)):
         small = RopeSpec("sbhd", "float32", heads, dim, dim, angle_entries="feature")
@@ -122,3 +123,24 @@ def _complete(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) ->
     yield problem("glm4_qk", glm, 2, 8192)
     yield problem("glm4_qk_freqs", dataclasses.replace(glm, angles="freqs"), 2, 8192)
     yield problem("gpt_neox_qk", bf16("bshd", 64, 96, 24, angles="cos_sin", key_heads=64), 4, 2048)
+
+
+def _normed(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) -> Iterator[Problem]:
+    """Calls of models that normalise queries and keys before they rotate them."""
+    qwen = bf16("bshd", 32, 128, angles="cos_sin", key_heads=8, norm="head")
+    models = {
+        "qwen3_8b_norm": qwen,
+        "qwen3_235b_norm": dataclasses.replace(qwen, heads=64, key_heads=4),
+        "gemma3_4b_norm": bf16("bshd", 8, 256, angles="cos_sin", key_heads=4, norm="head", zero_centered=True),
+        "olmo2_7b_norm": bf16("bshd", 32, 128, angles="cos_sin", key_heads=32, norm="all"),
+        "olmo2_32b_norm": bf16("bshd", 40, 128, angles="cos_sin", key_heads=8, norm="all"),
+    }
+    for (name, spec), direction in itertools.product(models.items(), DIRECTIONS):
+        word = "" if direction == "forward" else f"_{direction}"
+        yield problem(f"{name}{word}", dataclasses.replace(spec, direction=direction), 1, 4096)
+    for direction in DIRECTIONS:
+        word = "" if direction == "forward" else f"_{direction}"
+        yield problem(f"qwen3_8b_norm{word}", dataclasses.replace(qwen, direction=direction), 1, 32768)
+    served = dataclasses.replace(qwen, layout="thd", inplace=True, positions="ids")
+    for tokens in (1, 16, 64, 512, 4096):
+        yield problem("qwen3_8b_norm_served", served, 1, tokens)

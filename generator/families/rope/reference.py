@@ -10,9 +10,9 @@ import torch
 
 from tuned.calls.rope.arguments import strides_of
 from tuned.families.rope.eager import positions, rotate
-from tuned.families.rope.launches import RopeCall
-from tuned.families.rope.spec import ITEM_SIZE, RopeSize, RopeSpec
-from tuned.families.rope.variant import RopeVariant, half_block, programs
+from tuned.families.rope.launches import MOST_PROGRAMS, RopeCall, weight_features
+from tuned.families.rope.spec import ITEM_SIZE, ROUNDINGS, RopeSize, RopeSpec
+from tuned.families.rope.variant import RopeVariant, half_block, programs, rows_at_once
 
 from ...problem import Problem
 from ..amounts import SMALLEST, UNIT_ROUNDOFF, Work
@@ -20,6 +20,9 @@ from ..amounts import SMALLEST, UNIT_ROUNDOFF, Work
 THETA = 500_000.0  # base of Llama 3's rotary frequencies: spreads angles from 1e-5 to 1 radian a position
 CP_SIZE = 2  # ranks of the calls that are context parallel
 SCALING = 1.25  # of the calls that scale, about that of YaRN at 16 times the length
+EPS = 1e-6  # of a norm, as most models have it
+# Roundings of float32 in a norm, at most: half of those of a sum of squares (a thread's 32, then a tree), the root, two products.
+NORM_UNITS = 24
 TABLE_ROWS = 4096  # of ids that are drawn: more than the L1 holds, and small beside what large problems move
 
 
@@ -105,6 +108,7 @@ def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
         _strides(spec, size, whole_heads if _packs_qkv(spec) else heads) for heads in (spec.heads, spec.key_heads)
     )
     thd, parallel = spec.layout == "thd", CP_SIZE if spec.context_parallel else 1
+    of_norm = _of_norm(spec, x, generator, query_strides, key_strides) if spec.normed else {}
     cu_seqlens = None
     if spec.packed:
         cu_seqlens = torch.arange(size.batch + 1, device=device, dtype=torch.int32) * size.seq * parallel
@@ -130,7 +134,38 @@ def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
         cp_size=parallel,
         cp_rank=parallel - 1,
         scaling=SCALING if spec.scaled else 1.0,
+        **of_norm,
     )
+
+
+def _of_norm(
+    spec: RopeSpec,
+    x: torch.Tensor,
+    generator: torch.Generator | None,
+    strides: tuple[int, int, int, int],
+    key_strides: tuple[int, int, int, int],
+) -> dict[str, Any]:
+    """The fields of a call with a norm: weights around 1, and what its gradient reads and writes besides."""
+    weights = [torch.empty(n, dtype=x.dtype, device=x.device) for n in weight_features(spec)]
+    if generator is not None:
+        for weight in weights:
+            weight.normal_(mean=0.0 if spec.zero_centered else 1.0, std=0.1, generator=generator)
+    fields: dict[str, Any] = {"weight": weights[0], "key_weight": weights[1] if spec.key_heads else None, "eps": EPS}
+    if not spec.gradient_of_norm:
+        return fields
+    given = torch.empty_like(x)
+    if generator is not None:
+        given.normal_(generator=generator)
+    most = spec.all_heads * max(MOST_PROGRAMS.values()) * sum(weight_features(spec))
+    return {
+        **fields,
+        "given": given,
+        "given_strides": strides,
+        "key_given_strides": key_strides,
+        "weight_grad": torch.empty_like(weights[0]),
+        "key_weight_grad": torch.empty_like(weights[1]) if spec.key_heads else None,
+        "partials": torch.empty(most, dtype=torch.float32, device=x.device),
+    }
 
 
 def _features(spec: RopeSpec) -> tuple[list[int], list[int]]:
@@ -180,24 +215,78 @@ def reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tenso
     products, 2 units in the last place for sine and cosine (CUDA's documented bound), one rounding each for the
     product and the sum: 4 x 2^-24 of |first| + |second|; with a scaling one rounding more, and as large as it is.
     """
+    if spec.normed:
+        return _normed_reference(spec, call)
     x = call.x.double()
     out, bound = x.clone(), torch.zeros_like(x)
+    for turned, out_part, bound_part in zip(*(_parts(spec, call, t) for t in (x, out, bound)), strict=True):
+        _rotate(spec, call, turned, torch.zeros_like(turned), out_part, bound_part)
+    return out, bound
+
+
+def _rotate(  # noqa: PLR0913 - a tensor, its error, and where both go
+    spec: RopeSpec, call: RopeCall, x: torch.Tensor, error: torch.Tensor, out: torch.Tensor, bound: torch.Tensor
+) -> None:
+    """Write the features of x that rotate, and the bound of their errors; ``error`` is what x may be off before."""
     cos, sin = _turns(spec, call)
     one, two = _entries(spec)
     i_first, i_second = _features(spec)
     sin_first, sin_second = sin[..., one], sin[..., two]
     if spec.direction == "backward":
         sin_first, sin_second = -sin_second, -sin_first
-    for turned, out_part, bound_part in zip(*(_parts(spec, call, t) for t in (x, out, bound)), strict=True):
-        first, second = turned[..., i_first], turned[..., i_second]
-        size = (first.abs() + second.abs()) * (4 if call.scaling == 1.0 else 5 * abs(call.scaling)) * 2.0**-24
-        for features, result in (
-            (i_first, first * cos[..., one] - second * sin_first),
-            (i_second, second * cos[..., two] + first * sin_second),
-        ):
-            out_part[..., features] = result
-            bound_part[..., features] = size + result.abs() * UNIT_ROUNDOFF[spec.dtype] + SMALLEST[spec.dtype]
+    first, second = x[..., i_first], x[..., i_second]
+    size = (first.abs() + second.abs()) * (4 if call.scaling == 1.0 else 5 * abs(call.scaling)) * 2.0**-24
+    size = size + (error[..., i_first] + error[..., i_second]) * abs(call.scaling)
+    for features, result in (
+        (i_first, first * cos[..., one] - second * sin_first),
+        (i_second, second * cos[..., two] + first * sin_second),
+    ):
+        out[..., features] = result
+        bound[..., features] = size + result.abs() * UNIT_ROUNDOFF[spec.dtype] + SMALLEST[spec.dtype]
+
+
+def _normed_reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """``reference`` of a call with a norm, or of the gradient of its input.
+
+    The bound: NORM_UNITS roundings of float32 before the rotation, and those of 16 bits that the spec asks for.
+    """
+    x = call.x.double()
+    out, bound = x.clone(), torch.zeros_like(x)
+    given = call.given.double() if spec.gradient_of_norm else x
+    weights = (call.weight, call.key_weight)
+    for index, (grad, own, out_part, bound_part) in enumerate(
+        zip(*(_tensors(spec, call, t) for t in (x, given, out, bound)), strict=True)
+    ):
+        weight = weights[index].double().view(-1, spec.head_dim) + (1.0 if spec.zero_centered else 0.0)
+        axes = (-2, -1) if spec.norm == "all" else (-1,)
+        reciprocal = ((own * own).mean(axes, keepdim=True) + call.eps).rsqrt()
+        n = own * reciprocal
+        unit = NORM_UNITS * 2.0**-24
+        if not spec.gradient_of_norm:
+            normed = n * weight
+            error = normed.abs() * (unit + ROUNDINGS.index(spec.rounding) * UNIT_ROUNDOFF[spec.dtype])
+            out_part.copy_(normed)
+            bound_part.copy_(error + normed.abs() * UNIT_ROUNDOFF[spec.dtype] + SMALLEST[spec.dtype])
+            _rotate(spec, call, normed, error, out_part, bound_part)
+            continue
+        z, off = grad.clone(), torch.zeros_like(grad)
+        _rotate(spec, call, grad, torch.zeros_like(grad), z, off)
+        y, size = z * weight, (z.abs() + off) * weight.abs()
+        off = off - (z.abs() * UNIT_ROUNDOFF[spec.dtype]) * (off > 0)  # not rounded before y
+        along, along_size = (y * n).mean(axes, keepdim=True), (size * n.abs()).mean(axes, keepdim=True)
+        result = reciprocal * (y - n * along)
+        out_part.copy_(result)
+        error = reciprocal * (unit * (size + n.abs() * along_size) + off * weight.abs())
+        bound_part.copy_(error + result.abs() * UNIT_ROUNDOFF[spec.dtype] + SMALLEST[spec.dtype])
     return out, bound
+
+
+def _tensors(spec: RopeSpec, call: RopeCall, x: torch.Tensor) -> list[torch.Tensor]:
+    """The query, and the key where there is one, in a tensor like x of a call, with the axes of the layout."""
+    parts = _parts(spec, call, x)
+    if len(parts) == 1 and spec.key_heads:
+        return list(parts[0].split((spec.heads, spec.key_heads), -2))
+    return parts if spec.key_heads else parts[:1]
 
 
 def _parts(spec: RopeSpec, call: RopeCall, x: torch.Tensor) -> list[torch.Tensor]:
@@ -213,6 +302,12 @@ def _parts(spec: RopeSpec, call: RopeCall, x: torch.Tensor) -> list[torch.Tensor
 
 def eager(spec: RopeSpec, call: RopeCall) -> Any:
     """The eager PyTorch baseline of the same call, as dispatch would run it."""
+    if spec.normed:
+        query, *keys = _tensors(spec, call, call.given if spec.gradient_of_norm else call.x)
+        given = dataclasses.replace(call, x=query, key=keys[0] if keys else None)
+        if not spec.gradient_of_norm:
+            return lambda: rotate(spec, given)
+        return _gradient(spec, given, _tensors(spec, call, call.x))
     if call.x.ndim > 2:  # noqa: PLR2004 - all that lies side by side is rotated alike
         given = dataclasses.replace(call, x=call.x[..., : spec.all_heads, :])
     else:
@@ -221,10 +316,23 @@ def eager(spec: RopeSpec, call: RopeCall) -> Any:
     return lambda: rotate(spec, given)
 
 
+def _gradient(spec: RopeSpec, call: RopeCall, grads: list[torch.Tensor]) -> Any:
+    """The gradient of the norm and the rotation by autograd, with the forward taken before."""
+    tensors = [t.detach().requires_grad_() for t in (call.x, call.key, call.weight, call.key_weight) if t is not None]
+    names = [n for n in ("x", "key", "weight", "key_weight") if getattr(call, n) is not None]
+    forward = dataclasses.replace(spec, direction="forward")
+    out = rotate(forward, dataclasses.replace(call, **dict(zip(names, tensors, strict=True))))
+    results = [t for t in out if t is not None]
+    return lambda: torch.autograd.grad(results, tensors, grads, retain_graph=True)
+
+
 def bytes_moved(spec: RopeSpec, size: RopeSize) -> int:
-    """Bytes that any implementation must move: x read and written once, the angles read once a position."""
-    features = spec.rotary_dim if spec.inplace else spec.head_dim
-    token = 2 * spec.all_heads * features * ITEM_SIZE[spec.dtype]
+    """Bytes that any implementation must move: x read and written once, the angles read once a position.
+
+    A norm's gradient reads the input too. Weights are nothing beside it.
+    """
+    features = spec.head_dim if spec.moves_all else spec.rotary_dim
+    token = (3 if spec.gradient_of_norm else 2) * spec.all_heads * features * ITEM_SIZE[spec.dtype]
     return size.tokens * token + angle_rows(spec, size) * angle_row_bytes(spec)
 
 
@@ -245,7 +353,9 @@ def angle_rows(spec: RopeSpec, size: RopeSize) -> int:
 def tensor_bytes(spec: RopeSpec, size: RopeSize) -> int:
     """Bytes of one set of inputs and outputs."""
     x = math.prod(_shape(spec, size)) * ITEM_SIZE[spec.dtype]
-    return (1 if spec.inplace else 2) * x + _table_rows(spec, size) * angle_row_bytes(spec)
+    return (3 if spec.gradient_of_norm else 1 if spec.inplace else 2) * x + _table_rows(spec, size) * angle_row_bytes(
+        spec
+    )
 
 
 def small(size: RopeSize, variant: RopeVariant) -> RopeSize:
@@ -264,7 +374,7 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
     angle_row = angle_row_bytes(spec)
     seq, batch = (size.tokens, 1) if spec.layout == "thd" else (size.seq, size.batch)
     count = programs(spec, variant, seq, batch)
-    tile_rows = variant.block_tokens * variant.block_heads
+    tile_rows = variant.block_tokens * rows_at_once(spec, variant)
     return (
         Work(
             programs=count,
@@ -289,4 +399,4 @@ def features(variant: RopeVariant) -> tuple[int, ...]:
 
 def tile(spec: RopeSpec, variant: RopeVariant) -> tuple[int, int]:
     """Rows of the tensor, and features of each that rotate, which a program takes at a time."""
-    return variant.block_tokens * variant.block_heads, spec.rotary_dim
+    return variant.block_tokens * rows_at_once(spec, variant), spec.rotary_dim

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from tuned.families.rope.launches import kernel_name
+from tuned.families.rope.launches import WEIGHTS, kernel_name
 from tuned.families.rope.spec import ANGLES, LAYOUTS, SEARCH_FAN, STYLES, RopeSpec
 from tuned.families.rope.variant import RopeVariant
 from tuned.launching.launcher import PROBE_KERNEL
@@ -24,10 +25,22 @@ def rope_specs() -> Iterator[RopeSpec]:
         yield RopeSpec("bshd", "bfloat16", 32, 128, 128, style=style, angles=angles, inplace=inplace, key_heads=8)
 
 
+def norm_specs() -> Iterator[RopeSpec]:
+    """The same of rotations with a norm: forward in place and not, and its gradient."""
+    ways = (("forward", False), ("forward", True), ("backward", False))
+    for (direction, inplace), style, angles in itertools.product(ways, STYLES, ANGLES):
+        call = RopeSpec("bshd", "bfloat16", 32, 128, 128, style=style, angles=angles, inplace=inplace, key_heads=8)
+        yield dataclasses.replace(call, direction=direction, norm="head")
+
+
 def texts() -> Iterator[Text]:
     """The rotations, and the table that a launcher is probed with."""
     for spec in rope_specs():
         yield "rope", kernel_name(spec, RopeVariant()), spec, RopeVariant(), True
+    for spec in norm_specs():
+        template = "rope_norm_backward" if spec.gradient_of_norm else "rope"
+        yield template, kernel_name(spec, RopeVariant()), spec, RopeVariant(), True
+    yield "rope_norm_weights", WEIGHTS, next(norm_specs()), RopeVariant(), True
     yield "rope_table", PROBE_KERNEL, next(rope_specs()), RopeVariant(), True
 
 

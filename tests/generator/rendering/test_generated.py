@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import collections
 import dataclasses
+import itertools
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from generator.families.gru.texts import gru_texts
 from generator.families.gru.texts import template as sequence_template
 from generator.families.gru_cell.texts import GRU_CELL_FORMS, gru_gates_specs
-from generator.families.rope.texts import rope_specs
+from generator.families.rope.texts import norm_specs, rope_specs
 from generator.places import TEMPLATES
 from generator.publishing.files import committed_kernels, generated_files
 from generator.rendering.structures import NAME, default_names, digest, render, structures
@@ -36,8 +37,8 @@ from tuned.families.linear_cat.launches import kernel_name as linear_cat_name
 from tuned.families.linear_cat.spec import LinearCatSpec
 from tuned.families.linear_cat.variant import LinearCatVariant
 from tuned.families.products import DTYPES, PRECISIONS
+from tuned.families.rope.launches import WEIGHTS, kernel_names
 from tuned.families.rope.launches import kernel_name as rope_name
-from tuned.families.rope.launches import kernel_names
 from tuned.families.rope.spec import (
     ANGLE_ENTRIES,
     ANGLES,
@@ -58,10 +59,11 @@ FUNCTIONS = {
     *("activations.py.jinja", "segments.py.jinja", "sincos.py.jinja"),
     *("gru_numbers.py.jinja", "gru_operands.py.jinja", "gru_product.py.jinja", "gru_rows.py.jinja"),
     *("gru_step.py.jinja", "gru_token.py.jinja", "gru_wait.py.jinja"),
+    *("rope_norm.py.jinja", "rope_pairs.py.jinja"),
 }
 STATEMENTS = {
     *("gru_bias.py.jinja", "gru_program.py.jinja", "gru_weights.py.jinja"),
-    *("gru_receive.py.jinja", "gru_send.py.jinja"),
+    *("gru_receive.py.jinja", "gru_send.py.jinja", "rope_angles.py.jinja"),
 }
 FRAGMENTS = FUNCTIONS | STATEMENTS
 TUNED = Path(__file__).parents[3] / "tuned"
@@ -91,7 +93,12 @@ MAX_BLOCK_LINES = {
     "gru_wait.py.jinja": 2,
     "gru_weights.py.jinja": 0,
     "linear_cat.py.jinja": 10,
-    "rope.py.jinja": 62,  # what a plain call leaves out of the parameters, and the constants instead
+    "rope.py.jinja": 53,  # what a plain call leaves out of the parameters, and the constants instead
+    "rope_angles.py.jinja": 12,
+    "rope_norm.py.jinja": 3,
+    "rope_norm_backward.py.jinja": 7,
+    "rope_norm_weights.py.jinja": 0,
+    "rope_pairs.py.jinja": 16,
     "rope_table.py.jinja": 1,
     "segments.py.jinja": 0,
     "sincos.py.jinja": 0,
@@ -323,13 +330,14 @@ def test_rendering_twice_gives_the_same_bytes(spec: RopeSpec, variant: RopeVaria
 
 
 def test_names_are_injective_over_the_text_axes() -> None:
-    names = [rope_name(spec, RopeVariant()) for spec in rope_specs()]
+    names = [rope_name(spec, RopeVariant()) for spec in itertools.chain(rope_specs(), norm_specs())]
     names += [gru_cell_name(spec, GruCellVariant("library")) for spec in gru_gates_specs()]
     names += [gru_cell_name(next(gru_gates_specs()), GruCellVariant(form)) for form in GRU_CELL_FORMS]
     names += [linear_cat_name(LinearCatSpec("float16", (1,), 1), LinearCatVariant(form)) for form in ("tile", "vector")]
     names += [sequence_name(spec, variant) for spec, variant in gru_texts()]
     gradients = [GruSpec("bfloat16", 512, layout, resets=cut) for layout in SEQUENCE_LAYOUTS for cut in (False, True)]
     names += [gradient_name(spec, GruVariant("persistent")) for spec in gradients]
+    names += [WEIGHTS]
     assert len(set(names)) == len(names) == len(structures()) - 1  # and the kernel that a launcher is tried on
 
 

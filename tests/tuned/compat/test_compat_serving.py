@@ -1,4 +1,4 @@
-"""vLLM's and FlashInfer's calls against their definition: ids a token, packed parts, in place, parts of a head."""
+"""vLLM's, SGLang's and FlashInfer's calls against their definition: ids a token, packed parts, in place, parts of a head."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 
 from tests.support.compat_formula import REQUIRED, assert_agree, randn, rotated, signature, tables
 from tuned.compat.flashinfer import apply_rope_with_cos_sin_cache_inplace
-from tuned.compat.vllm import rotary_embedding
+from tuned.compat.sglang import fused_inplace_qknorm_rope
+from tuned.compat.vllm import fused_qk_norm_rope, rotary_embedding
 
 H, KV, D = 4, 2, 8
 ROWS = 20
@@ -48,6 +49,19 @@ def test_the_signatures_are_theirs():
     six = tuple((name, REQUIRED) for name in ("positions", "query", "key", "head_size", "cos_sin_cache", "is_neox"))
     # vllm-project/vllm 0002bde5, vllm/_custom_ops.py
     assert signature(rotary_embedding) == (*six, ("rope_dim_offset", 0), ("inverse", False))
+    names = (
+        "qkv",
+        "num_heads_q",
+        "num_heads_k",
+        "num_heads_v",
+        "head_dim",
+        "eps",
+        "q_weight",
+        "k_weight",
+        "cos_sin_cache",
+    )
+    eleven = tuple((name, REQUIRED) for name in (*names, "is_neox", "position_ids"))
+    assert signature(fused_qk_norm_rope) == (*eleven, ("forced_token_heads_per_warp", -1))
     # flashinfer-ai/flashinfer fb28d724, flashinfer/rope.py
     assert signature(apply_rope_with_cos_sin_cache_inplace) == (*six[:-1], ("is_neox", True))
 
@@ -182,3 +196,60 @@ def test_a_leaf_that_requires_grad_is_not_overwritten(which):
     with pytest.raises(RuntimeError, match="leaf"):
         apply_rope_with_cos_sin_cache_inplace(TOKENS, *given, D, cache_of())
     assert all(torch.equal(x, kept) for x, kept in zip(given, before, strict=True))
+
+
+# With a norm -------------------------------------------------------------------------------------------------------------
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("pairs", [D // 2, 3])
+def test_vllms_norm_and_rotation_of_a_packed_qkv(pairs, is_neox):
+    cache, weights = cache_of(pairs), (randn(D, seed=2), randn(D, seed=3))
+
+    def definition(qkv):
+        q, k, v = qkv.unflatten(-1, (-1, D)).split((H, KV, KV), 1)
+        q, k = formula(TOKENS, cache, is_neox=is_neox)(*map(normed, (q, k), weights, (1e-3, 1e-3)))
+        return [torch.cat((q, k, v.double()), 1).flatten(1)]
+
+    def ours(qkv):
+        fused_qk_norm_rope(qkv, H, KV, KV, D, 1e-3, *weights, cache, is_neox, TOKENS)
+
+    assert_agree(in_place(ours), definition, randn(len(TOKENS), (H + 2 * KV) * D))
+
+
+@pytest.mark.parametrize("full_width", [False, True])
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_sglangs_norm_and_rotation(is_neox, full_width):
+    cache, weights = cache_of(3), (randn(D, seed=2), randn(D, seed=3))
+    given = cache
+    if full_width:
+        halves = cache.chunk(2, -1)
+        wide = [t.repeat(1, 2) if is_neox else t.repeat_interleave(2, -1) for t in halves]
+        given = torch.cat(wide, -1)
+
+    def definition(q, k):
+        return formula(TOKENS, cache, is_neox=is_neox)(*map(normed, (q, k), weights, (0.1, 0.1)))
+
+    def ours(q, k):
+        fused_inplace_qknorm_rope(
+            q, k, *weights, given, TOKENS, is_neox=is_neox, eps=0.1, cache_has_full_width=full_width
+        )
+
+    assert_agree(in_place(ours), definition, randn(len(TOKENS), H, D), randn(len(TOKENS), KV, D, seed=1))
+
+
+def test_what_is_not_theirs_is_refused_and_nothing_is_written():
+    qkv, weight = randn(6, 5 * D), randn(D)
+    before = qkv.clone()
+    with pytest.raises(ValueError, match=r"qkv must be \[tokens, 8 heads \* head_dim=8\], got \[6, 40\]"):
+        fused_qk_norm_rope(qkv, H, KV, KV, D, 1e-6, weight, weight, cache_of(), True, TOKENS)
+    with pytest.raises(ValueError, match="head_dim must be 0 or the features of a head, 8, got 4"):
+        fused_inplace_qknorm_rope(
+            qkv.view(6, 5, D), qkv.view(6, 5, D), weight, weight, cache_of(), TOKENS, is_neox=True, head_dim=4
+        )
+    assert torch.equal(qkv, before)

@@ -7,14 +7,17 @@ from typing import Any
 import torch
 
 from tuned.calls.rope.arguments import Given, Settings, prepare
+from tuned.calls.rope.norm import gradient_call
 from tuned.families.launch import Step
 from tuned.families.rope import FAMILY as ROPE
+from tuned.families.rope.launches import weight_features
 from tuned.families.rope.spec import RopeSize, RopeSpec
 from tuned.lookup.lookup import Choice, Gpu, choose
 
 CP_SIZE = 2  # ranks, of a call that is context parallel
 SCALING = 1.25  # of a call that scales
 OFFSET = 64  # of a call with one
+EPS = 1e-6  # of one with a norm
 # A problem does not tell the type of positions, and a kernel is compiled for each: those of serving libraries.
 INDEX_DTYPES = (torch.int64, torch.int32)
 
@@ -27,7 +30,11 @@ def steps(spec: RopeSpec, size: RopeSize, gpu: Gpu) -> tuple[Choice, tuple[Step,
     found: list[Step] = []
     for dtype in INDEX_DTYPES if spec.positions in ("offset", "starts", "ids") else INDEX_DTYPES[:1]:
         prepared = prepare(given_of(spec, size, dtype), settings_of(spec), make_out=torch.empty_like)
-        found += ROPE.launches(spec, choice.variant, prepared.call)
+        call = prepared.call
+        if spec.gradient_of_norm:
+            grads = (torch.empty_like(t) for t in (call.x, call.key) if t is not None)
+            call = gradient_call(spec, choice.variant, call, *grads)
+        found += ROPE.launches(spec, choice.variant, call)
     return choice, tuple(found)
 
 
@@ -54,10 +61,13 @@ def given_of(spec: RopeSpec, size: RopeSize, index_dtype: torch.dtype) -> Given:
         "starts": lambda: {"offset": empty(size.batch, dtype=index_dtype)},
         "ids": lambda: {"positions": empty(*tokens, dtype=index_dtype)},
     }[spec.positions]()
+    widths = weight_features(spec)
     return Given(
         empty(*tokens, spec.heads, spec.head_dim, dtype=dtype),
         empty(*tokens, spec.key_heads, spec.head_dim, dtype=dtype) if spec.key_heads else None,
         cu_seqlens=empty(size.batch + 1, dtype=torch.int32) if spec.packed else None,
+        weight=empty(widths[0], dtype=dtype) if spec.normed else None,
+        key_weight=empty(widths[1], dtype=dtype) if spec.normed and spec.key_heads else None,
         **angles,
         **places,
     )
@@ -77,5 +87,9 @@ def settings_of(spec: RopeSpec) -> Settings:
         rotated=spec.rotated,
         conjugate=spec.conjugate,
         kv_heads=spec.copied_heads or None,
-        direction=spec.direction,
+        direction="forward" if spec.gradient_of_norm else spec.direction,
+        norm=spec.norm,
+        eps=EPS if spec.normed else 0.0,
+        zero_centered=spec.zero_centered,
+        rounding=spec.rounding,
     )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tuned.families.rope.launches import RopeCall
-from tuned.families.rope.spec import ANGLE_ENTRIES, LAYOUTS, ROTATED, RopeSize, RopeSpec
+from tuned.families.rope.spec import ANGLE_ENTRIES, LAYOUTS, NORMS, ROTATED, ROUNDINGS, RopeSize, RopeSpec
 
 MAX_TOKENS = 2**31 - 1  # token indices are 32-bit inside the kernels; offsets in memory are 64-bit
 SUPPORTED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -32,6 +32,8 @@ class Given(NamedTuple):
     cu_seqlens: Any = None
     positions: Any = None
     offset: Any = 0
+    weight: Any = None
+    key_weight: Any = None
 
 
 class Sources(NamedTuple):
@@ -39,7 +41,8 @@ class Sources(NamedTuple):
 
     angles: str
     positions: str | None  # "positions", or "offset" if that is a tensor
-    copied: bool  # cos and sin differ in strides, or cu_seqlens is not contiguous: they are copied in each call
+    # Cos and sin differ in strides, or cu_seqlens or a norm's weight is not contiguous: they are copied in each call.
+    copied: bool
 
     @classmethod
     def of(cls, given: Given) -> Sources:
@@ -49,14 +52,27 @@ class Sources(NamedTuple):
         ids = given.positions is not None
         positions = "positions" if ids else "offset" if isinstance(given.offset, torch.Tensor) else None
         apart = given.cos is not None and given.sin is not None and given.cos.stride() != given.sin.stride()
-        bounds = given.cu_seqlens
-        return cls(angles, positions, apart or (isinstance(bounds, torch.Tensor) and not bounds.is_contiguous()))
+        dense = (given.cu_seqlens, given.weight, given.key_weight)
+        apart = apart or any(isinstance(t, torch.Tensor) and not t.is_contiguous() for t in dense)
+        return cls(angles, positions, apart)
 
     def given(  # noqa: PLR0913 - those of Plan.run
-        self, x: Any, key: Any, angles: Any, sin: Any, cu_seqlens: Any, positions: Any, offset: Any, *_addresses: int
+        self,
+        x: Any,
+        key: Any,
+        angles: Any,
+        sin: Any,
+        cu_seqlens: Any,
+        positions: Any,
+        offset: Any,
+        _x_ptr: int = 0,
+        _angles_ptr: int = 0,
+        weights: Any = None,
     ) -> Given:
         """The arguments of the public call, from those of ``Plan.run``."""
         tensors = {self.angles: angles, "sin": sin, "cu_seqlens": cu_seqlens, "offset": offset}
+        if weights is not None:
+            tensors |= {"weight": weights[0], "key_weight": weights[1]}
         return Given(x, key, **tensors | ({self.positions: positions} if self.positions else {}))
 
 
@@ -79,6 +95,10 @@ class Settings(NamedTuple):
     conjugate: bool = False
     kv_heads: int | None = None
     direction: str = "forward"
+    norm: str = ""
+    eps: float = 0.0
+    zero_centered: bool = False
+    rounding: str = "once"
 
 
 class Prepared(NamedTuple):
@@ -393,6 +413,20 @@ def packed_heads(x: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, int
     return x, kv_heads
 
 
+def packed_parts(qkv: Any, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the query and of the key of a packed qkv.
+
+    Raises:
+        TypeError, ValueError: qkv is not packed as the settings say.
+    """
+    _check_settings(settings)
+    if not isinstance(qkv, torch.Tensor):
+        raise TypeError(f"qkv must be a tensor, got {type(qkv).__name__}")
+    packed, values = packed_heads(qkv, settings)
+    heads = packed.shape[-2] - 2 * values
+    return packed[..., :heads, :], packed[..., heads : heads + values, :]
+
+
 def _check_key(x: torch.Tensor, key: Any, layout: str) -> None:
     """Refuse a key that differs from x in more than its number of heads."""
     _rotated_tensor("k", key, layout)
@@ -544,6 +578,7 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
         _values_reach(rows, positions, seq * settings.cp_size, sequences)
     if x.numel() and seq * batch > MAX_TOKENS:
         raise ValueError(f"seq * batch must be at most {MAX_TOKENS}, got {seq * batch}: split the call")
+    weight, key_weight = _norm_weights(given, settings, heads, head_dim) if settings.norm else (None, None)
     if inplace:
         _check_overwritable(x, key)
     if isinstance(settings.attention_scaling, torch.Tensor):
@@ -557,7 +592,9 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
             "multiply cos and sin by it, unless they were"
         )
     direction, conjugate = settings.direction, settings.conjugate
-    if conjugate and entries == "pair" and not inplace:  # the conjugate is the transpose: one spec for both
+    if (
+        conjugate and entries == "pair" and not inplace and not settings.norm
+    ):  # the conjugate is the transpose: one spec for both
         direction, conjugate = ("forward" if direction == "backward" else "backward"), False
     out = x if inplace else make_out(x)
     key_out = key if inplace or key is None else make_out(key)
@@ -586,6 +623,9 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
         conjugate,
         scaled,
         angles.first.ndim > 2,  # noqa: PLR2004
+        settings.norm,
+        settings.zero_centered,
+        settings.rounding,
     )
     size = RopeSize(batch, seq) if sequences is None else packed_size(seq, sequences)
     first = angles.first
@@ -613,8 +653,52 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
         cp_size=settings.cp_size,
         cp_rank=settings.cp_rank,
         scaling=float(settings.attention_scaling),
+        weight=weight,
+        key_weight=key_weight,
+        eps=float(settings.eps),
     )
     return Prepared(eager_spec if supported else None, size, call, eager_spec)
+
+
+def _norm_weights(given: Given, settings: Settings, heads: int, head_dim: int) -> tuple[Any, Any]:
+    """The weights of the norms of x and of the key, contiguous as the kernels need them."""
+    if settings.norm not in NORMS[1:]:
+        raise ValueError(f'norm must be "head", of each head, or "all", of all heads together; got {settings.norm!r}')
+    if settings.rounding not in ROUNDINGS:
+        raise ValueError(
+            'rounding must be "once", "product" (what the norm gives is rounded) or "each" (also before the weight), '
+            f"got {settings.rounding!r}"
+        )
+    if not isinstance(settings.eps, (int, float)) or not settings.eps >= 0:
+        raise ValueError(f"eps must be a number of at least 0, got {settings.eps!r}: give the norm's own, such as 1e-6")
+    if (given.key is None) != (given.key_weight is None):
+        one, other = ("k_weight", "k") if given.key is None else ("k", "k_weight")
+        raise ValueError(f"k and k_weight must come together, got {one} without {other}: give both, or leave both out")
+    found: list[Any] = []
+    for name, tensor, weight, count in (
+        ("q_weight", given.x, given.weight, heads),
+        ("k_weight", given.key, given.key_weight, 0 if given.key is None else given.key.shape[-2]),
+    ):
+        if tensor is None:
+            found.append(None)
+            continue
+        if not isinstance(weight, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(weight).__name__}: give the norm's weight")
+        wanted = head_dim if settings.norm == "head" else count * head_dim
+        if weight.shape != (wanted,):
+            of = "head_dim, of each head" if settings.norm == "head" else "heads * head_dim, of all heads"
+            other = "all" if settings.norm == "head" else "head"
+            raise ValueError(
+                f'{name} must be [{wanted}] ({of}) with norm="{settings.norm}", got {list(weight.shape)}: '
+                f'if the model normalises otherwise, pass norm="{other}"'
+            )
+        if weight.dtype not in ANGLE_DTYPES or weight.device != given.x.device:
+            raise ValueError(
+                f"{name} must be floating point on the device of q, {given.x.device}, got {weight.dtype} on "
+                f"{weight.device}: move it with .to()"
+            )
+        found.append(weight.resolve_neg().contiguous())
+    return found[0], found[1]
 
 
 def _rows(angles: Angles, batch: int, layout: str) -> int:

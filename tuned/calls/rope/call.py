@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from tuned.calls.rope import norm
 from tuned.calls.rope.arguments import (
     Given,
     Prepared,
@@ -61,16 +62,22 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
     cu_seqlens: Any,
     positions: Any,
     offset: Any,
+    weight: Any,
+    key_weight: Any,
     settings: tuple[Any, ...],
 ) -> Any:
     """Rotate x, and key unless it is None; ``settings`` are the fields of Settings in order. See tuned.dispatch.
+
+    ``weight`` and ``key_weight`` are those of the norms of x and of the key; None without a norm.
 
     Returns the rotated x, or (x, key) if there is a key.
     """
     if type(offset) is not int:
         offset = offset_of(offset, positions)
     if _compiling() or listeners():
-        given = Given(x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset)
+        given = Given(
+            x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, weight, key_weight
+        )
         return _operator(given, Settings(*settings))
     if cos is None and sin is None:
         angles, source = freqs, 0
@@ -80,6 +87,7 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
                 source = -1
     else:
         angles, source = cos, 3 if freqs is None and cos_sin_cache is None and inv_freq is None else -1
+    weights = None if weight is None else (weight, key_weight)
     position_tensor, int_offset = positions, offset
     if positions is None and type(offset) is not int:  # a tensor
         position_tensor, int_offset = offset, 0
@@ -113,6 +121,7 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
                 cu_seqlens.data_ptr() & 15, cu_seqlens.get_device(),
             ),
             settings, source, positions is None, int_offset == 0,
+            weights if weights is None else tuple(map(_traits, weights)),
             # Asked only if x is on a GPU: asking for the current device initialises CUDA.
             grad, forward_ad._current_level, device if device < 0 else current_device(),  # noqa: SLF001
         )  # fmt: skip
@@ -126,24 +135,30 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
         # first, for a call of its own, which must not take that.
         first = threading.local()
         class_key = None if properties is None else class_of(properties)
-        plan = _known_but_for_lengths(class_key, x, key, angles, sin, cu_seqlens, position_tensor)
+        plan = _known_but_for_lengths(class_key, x, key, angles, sin, cu_seqlens, position_tensor, weights)
         if plan is None:
-            given = Given(x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset)
+            given = Given(
+                x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, weight, key_weight
+            )
             plan = _decide(given, Settings(*settings), class_key, first)
         # The properties do not tell whether torch.func or torch.jit is active, and that may have decided the plan.
         if properties is not None and not transforms_active() and tracing() is None:
             remember(_PLANS, properties, plan)
     try:
-        return plan.run(x, key, angles, sin, cu_seqlens, position_tensor, int_offset, x_ptr, angles_ptr)
+        return plan.run(x, key, angles, sin, cu_seqlens, position_tensor, int_offset, x_ptr, angles_ptr, weights)
     except NotedError:  # the launch was noted instead of made
-        given = Given(x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset)
+        given = Given(
+            x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, weight, key_weight
+        )
         return _rehearsed(given, Settings(*settings))
     except RuntimeError:
         # torch.func.grad wraps every tensor made inside it, even a result that depends on no tensor it differentiates,
         # and a wrapped tensor has no address. The error came before any launch. In place no tensor is made.
         if settings[2] or not transforms_active():
             raise
-        given = Given(x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset)
+        given = Given(
+            x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, weight, key_weight
+        )
         return run_eager(given, Settings(*settings))
     finally:
         if first is not None:  # so that no tensor of a caller is kept
@@ -151,15 +166,25 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
 
 
 def _known_but_for_lengths(  # noqa: PLR0913 - the tensors of a call
-    class_key: Any, x: Any, key: Any, angles: Any, sin: Any, cu_seqlens: Any, positions: Any
+    class_key: Any, x: Any, key: Any, angles: Any, sin: Any, cu_seqlens: Any, positions: Any, weights: Any
 ) -> Plan | None:
     """The plan of a call that differs only in its lengths from one that a kernel served, or None."""
     if class_key is None or transforms_active() or tracing() is not None:
         return None
     found = sized(class_key, x, key, angles, sin, cu_seqlens, positions)
+    if found is None:
+        return None
+    return _differentiable(sized_plan(found), found.known.settings, found.known.sources, x, key, weights)
+
+
+def _traits(t: Any) -> Any:
+    """Of a norm's weight, what a compiled kernel or the path to it may depend on."""
+    if t is None:
+        return None
     return (
-        None if found is None else _differentiable(sized_plan(found), found.known.settings, found.known.sources, x, key)
-    )
+        type(t), t.dtype, t.shape, t.is_contiguous(), t.data_ptr() & 15, t.get_device(),
+        _grad_enabled() and t.requires_grad,
+    )  # fmt: skip
 
 
 def _decide(given: Given, settings: Settings, class_key: Any, first: threading.local) -> Plan:
@@ -174,13 +199,18 @@ def _decide(given: Given, settings: Settings, class_key: Any, first: threading.l
     read = [t for t in (given.x, given.key, getattr(given, sources.angles), given.sin) if t is not None]
     if any(t.is_floating_point() and may_be_negative(t) for t in read):
         plan = Plan(functools.partial(_run_unless_negative, plan, settings, sources))
-    return _differentiable(plan, settings, sources, given.x, given.key)
+    weights = (given.weight, given.key_weight) if settings.norm else None
+    return _differentiable(plan, settings, sources, given.x, given.key, weights)
 
 
-def _differentiable(plan: Plan, settings: Settings, sources: Sources, x: Any, key: Any) -> Plan:
+def _differentiable(  # noqa: PLR0913 - the tensors that may need a gradient
+    plan: Plan, settings: Settings, sources: Sources, x: Any, key: Any, weights: Any
+) -> Plan:
     """The plan; as an autograd node if a gradient is needed."""
     if not _grad_enabled():
         return plan
+    if weights is not None:
+        return norm.differentiable(plan, settings, sources, (x, key, *weights), call_given)
     needs = [x.requires_grad] if key is None else [x.requires_grad, key.requires_grad]
     if not any(needs):
         return plan
@@ -252,7 +282,7 @@ def _run_eagerly(settings: Settings, sources: Sources, first: threading.local | 
 
 def _run_copy(settings: Settings, sources: Sources, x: Any, *others: Any) -> Any:
     """Run a packed qkv with ``heads_apart`` as a call of its contiguous copy."""
-    return _call(sources.given(x.contiguous(), *others), settings)
+    return call_given(sources.given(x.contiguous(), *others), settings)
 
 
 def _run_alone(settings: Settings, sources: Sources, x: Any, key: Any, *others: Any) -> Any:
@@ -260,7 +290,10 @@ def _run_alone(settings: Settings, sources: Sources, x: Any, key: Any, *others: 
     empty = key if x.numel() else x
     if settings.inplace:
         refuse_overwrite(empty)
-    out = _call(sources.given(x if x.numel() else key, None, *others), settings)
+    alone = sources.given(x if x.numel() else key, None, *others)
+    if settings.norm:
+        alone = alone._replace(weight=alone.weight if x.numel() else alone.key_weight, key_weight=None)
+    out = call_given(alone, settings)
     nothing = empty if settings.inplace else empty.clone()
     return (out, nothing) if x.numel() else (nothing, out)
 
@@ -272,7 +305,7 @@ def run_eager(given: Given, settings: Settings, prepared: Prepared | None = None
     """
     prepared = prepared or prepare(given, settings, make_out=lambda t: t)
     call = prepared.call
-    if settings.inplace and _angles_need_gradient(given):  # whose formula needs the old values
+    if settings.inplace and (_angles_need_gradient(given) or norm.needs_gradient(given)):  # by formulas of old values
         call = dataclasses.replace(call, x=call.x.clone(), key=None if call.key is None else call.key.clone())
     out, key_out = rotate(prepared.eager_spec, call)
     if settings.inplace:
@@ -314,23 +347,23 @@ class _Node:
         refuse_overwrite(key)
         refuse_overlap(x, key)
         given = self.sources.given(x, key, *others)
-        for t, rotated in zip((x, key), _call(given, self.settings._replace(inplace=False)), strict=True):
+        for t, rotated in zip((x, key), call_given(given, self.settings._replace(inplace=False)), strict=True):
             t.copy_(rotated)
         return x, key
 
     def backward(self, grad: Any, key_grad: Any, *others: Any) -> tuple[Any, Any]:
         """Gradients of x and of the key; None for a result without one."""
         if grad is None or key_grad is None:
-            one = _call(self.sources.given(key_grad if grad is None else grad, None, *others), self.transposed)
+            one = call_given(self.sources.given(key_grad if grad is None else grad, None, *others), self.transposed)
             return (None, one) if grad is None else (one, None)
-        both: tuple[Any, Any] = _call(self.sources.given(grad, key_grad, *others), self.transposed)
+        both: tuple[Any, Any] = call_given(self.sources.given(grad, key_grad, *others), self.transposed)
         return both
 
 
 def _rehearsed(given: Given, settings: Settings) -> Any:
     """Run a call whose launch was noted with PyTorch's operators; with what its gradient would launch noted too, if asked."""
     heard = listening()
-    if heard is not None and heard.gradients and settings.direction == "forward":
+    if heard is not None and heard.gradients and settings.direction == "forward" and not settings.norm:
         if settings.inplace and given.key is not None:  # as _Node rotates two tensors
             _note(heard, given, settings._replace(inplace=False))
         like = given._replace(
@@ -351,7 +384,8 @@ def _note(heard: Heard, given: Given, settings: Settings) -> None:
             heard.note(kernel(launch.kernel), launch)
 
 
-def _call(given: Given, settings: Any) -> Any:
+def call_given(given: Given, settings: Any) -> Any:
+    """``call``, of all its tensors in one."""
     return call(*given, tuple(settings))
 
 
@@ -365,7 +399,7 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0913
-        ctx: Any, x: Any, key: Any, node: _Node, angles: Any, sin: Any, cu_seqlens: Any, positions: Any, *others: int
+        ctx: Any, x: Any, key: Any, node: _Node, angles: Any, sin: Any, cu_seqlens: Any, positions: Any, *others: Any
     ) -> Any:
         """Rotate; save the angles and the positions, not x."""
         ctx.save_for_backward(angles, sin, cu_seqlens, positions)
@@ -383,8 +417,8 @@ class _Rope(torch.autograd.Function):
         """Apply the transpose to the gradients, out of place, since autograd may share them."""
         grad, key_grad = grads if len(grads) > 1 else (*grads, None)
         if grad is None and key_grad is None:
-            return (None,) * 10
-        return *ctx.node.backward(grad, key_grad, *ctx.saved_tensors, *ctx.others), *(None,) * 8
+            return (None,) * 11
+        return *ctx.node.backward(grad, key_grad, *ctx.saved_tensors, *ctx.others), *(None,) * 9
 
 
 # What Function.apply calls in the end if no torch.func transform is active; its checks before cost 1.5 us per call.

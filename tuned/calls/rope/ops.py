@@ -17,6 +17,7 @@ import torch
 from tuned.calls.operators import define, save, saved
 from tuned.calls.rope import call as eager
 from tuned.calls.rope.arguments import Given, Settings
+from tuned.calls.rope.norm import gradient, needs_gradient
 from tuned.launching.overwrite import bump_versions
 
 _TENSORS = (
@@ -27,7 +28,8 @@ _SETTINGS = (
     "str tensor_format, bool interleaved, SymInt? rotary_dim, str? angle_entries, SymInt? max_seqlen, "
     "float attention_scaling, int cp_size, int cp_rank, str rotated, bool conjugate, int? kv_heads, str direction"
 )
-_COUNT = 9  # arguments in _TENSORS
+_OF_NORM = ", str norm, float eps, bool zero_centered, str rounding"  # the last fields of Settings
+_COUNT, _NORM_COUNT = 9, 4  # arguments in _TENSORS and in _OF_NORM
 
 
 def call(given: Given, settings: Settings) -> Any:
@@ -36,6 +38,9 @@ def call(given: Given, settings: Settings) -> Any:
     named = settings._asdict()
     inplace = named.pop("inplace")
     others = (*given[2:9], starts, 0 if starts is not None else given.offset, *named.values())
+    if settings.norm:
+        return _norm_call(given, others, inplace=inplace)
+    others = others[:-_NORM_COUNT]
     if not inplace:
         return rope(given.x, *others) if given.key is None else rope_qk(given.x, given.key, *others)
     if given.key is None:
@@ -66,7 +71,7 @@ def _running(count: int, *, inplace: bool = False) -> Callable[..., Any]:
         x, key = rotated if count > 1 else (*rotated, None)
         with torch.no_grad():
             given, settings = _arguments(x, key, arguments[count:], inplace=inplace)
-            out = eager.call(*given, tuple(settings))
+            out = eager.call_given(given, settings)
             if inplace:
                 return None
             return tuple(map(_like, out, rotated)) if count > 1 else _like(out, x)
@@ -157,3 +162,104 @@ rope_qk = define(
 _LIBRARY = torch.library.Library("tuned", "FRAGMENT")
 rope_ = _overwriting("rope_", f"(Tensor(a!) x, {_TENSORS}, {_SETTINGS}) -> ()", 1)
 rope_qk_ = _overwriting("rope_qk_", f"(Tensor(a!) q, Tensor(b!) k, {_TENSORS}, {_SETTINGS}) -> ()", 2)
+
+
+# With a norm. An operator without a key returns an empty tensor for it.
+
+
+def _norm_call(given: Given, others: tuple[Any, ...], *, inplace: bool) -> Any:
+    x, key = given.x, given.key
+    if not inplace:
+        out, key_out = qk_norm_rope(x, key, given.weight, given.key_weight, *others)
+        return out if key is None else (out, key_out)
+    tensors = [x] if key is None else [x, key]
+    if needs_gradient(given):  # which needs the input
+        copied = [t.clone() for t in tensors]
+        made = qk_norm_rope(copied[0], None if key is None else copied[1], given.weight, given.key_weight, *others)
+        for t, new in zip(tensors, made, strict=False):
+            t.copy_(new)
+    else:
+        qk_norm_rope_(x, key, given.weight, given.key_weight, *others)
+    return x if key is None else (x, key)
+
+
+def _norm_arguments(arguments: tuple[Any, ...], *, inplace: bool = False) -> tuple[Given, Settings]:
+    x, key, weight, key_weight, *others = arguments
+    given, settings = _arguments(x, key, tuple(others), inplace=inplace)
+    return given._replace(weight=weight, key_weight=key_weight), settings
+
+
+def _run_norm(*arguments: Any) -> Any:
+    with torch.no_grad():
+        given, settings = _norm_arguments(arguments)
+        out = eager.call_given(given, settings)
+        if given.key is None:
+            return _like(out, given.x), given.x.new_empty(0)
+        return _like(out[0], given.x), _like(out[1], given.key)
+
+
+def _run_norm_inplace(*arguments: Any) -> None:
+    with torch.no_grad():
+        eager.call_given(*_norm_arguments(arguments, inplace=True))
+
+
+def _run_norm_backward(grad: Any, key_grad: Any, *arguments: Any) -> Any:
+    with torch.no_grad():
+        given, settings = _norm_arguments(arguments)
+        made = gradient(given, settings, grad, key_grad)
+        return tuple(map(_as_fake, made, given[:2] + given[-2:], (given.x,) * 4))
+
+
+def _as_fake(made: Any, of: Any, x: Any) -> Any:
+    """A gradient with the strides that the fake implementation returns: contiguous; an empty tensor for None."""
+    return x.new_empty(0) if of is None else torch.zeros_like(of) if made is None else made.contiguous()
+
+
+def _fake_norm(q: Any, k: Any, *_: Any) -> Any:
+    return torch.empty_like(q), q.new_empty(0) if k is None else torch.empty_like(k)
+
+
+def _fake_norm_backward(_grad: Any, _key_grad: Any, q: Any, k: Any, weight: Any, key_weight: Any, *_: Any) -> Any:
+    return tuple(
+        q.new_empty(0) if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
+        for t in (q, k, weight, key_weight)
+    )
+
+
+def _setup_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    del output
+    save(ctx, inputs)
+    ctx.set_materialize_grads(False)
+
+
+def _norm_backward(ctx: Any, grad: Any, key_grad: Any) -> tuple[Any, ...]:
+    arguments = saved(ctx)
+    present = [t is not None for t in arguments[:4]]
+    nothing = (None,) * (len(arguments) - 4)
+    if grad is None and key_grad is None:
+        return (None,) * 4 + nothing
+    if grad is None:
+        grad = torch.zeros_like(arguments[0])
+    made = qk_norm_rope_backward(grad, key_grad if present[1] else None, *arguments)
+    return *(t if there else None for t, there in zip(made, present, strict=True)), *nothing
+
+
+_NORM_TENSORS = f"Tensor q_weight, Tensor? k_weight, {_TENSORS}, {_SETTINGS}{_OF_NORM}"
+qk_norm_rope = define(
+    "qk_norm_rope",
+    f"(Tensor q, Tensor? k, {_NORM_TENSORS}) -> (Tensor, Tensor)",
+    _run_norm,
+    _fake_norm,
+    _norm_backward,
+    _setup_norm,
+)
+qk_norm_rope_backward = define(
+    "qk_norm_rope_backward",
+    f"(Tensor grad, Tensor? key_grad, Tensor q, Tensor? k, {_NORM_TENSORS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _run_norm_backward,
+    _fake_norm_backward,
+)
+_LIBRARY.define(f"qk_norm_rope_(Tensor(a!) q, Tensor(b!)? k, {_NORM_TENSORS}) -> ()")
+qk_norm_rope_ = torch.ops.tuned.qk_norm_rope_
+_LIBRARY.impl("qk_norm_rope_", torch._disable_dynamo(_run_norm_inplace), "CompositeExplicitAutograd")  # type: ignore[attr-defined]  # noqa: SLF001
+torch.library.register_fake("tuned::qk_norm_rope_", lambda *_: None, lib=_LIBRARY)

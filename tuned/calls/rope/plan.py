@@ -29,13 +29,14 @@ capturing = torch.cuda.is_current_stream_capturing
 class Plan:
     """What calls of one set of properties do.
 
-    ``run(x, key, angles, sin, cu_seqlens, positions, offset, x_ptr, angles_ptr)`` serves a call; a faster function may
+    ``run(x, key, angles, sin, cu_seqlens, positions, offset, x_ptr, angles_ptr, weights)`` serves a call; a faster function may
     replace it later. Its arguments:
 
     * angles: the tensor of the call's only source of angles (cos, if cos and sin are given).
     * positions: the tensor of positions, or the offset if that is a tensor, else None.
     * offset: the offset as an int; 0 if it is a tensor.
     * x_ptr, angles_ptr: the addresses of x and of angles.
+    * weights: of the norms of x and of the key, or None.
     """
 
     run: Callable[..., Any]
@@ -163,7 +164,8 @@ def _result(given: Given, settings: Settings, call: RopeCall) -> Any:
 def as_given(given: Given, call: RopeCall) -> bool:
     """Whether the launch read the caller's own tensors. If some were copied, every later call must copy them again."""
     angles = next(t for t in (given.freqs, given.cos_sin_cache, given.inv_freq, given.cos) if t is not None)
-    pairs = (angles, call.cos), (given.sin, call.sin), (given.cu_seqlens, call.cu_seqlens)
+    pairs = [(angles, call.cos), (given.sin, call.sin), (given.cu_seqlens, call.cu_seqlens)]
+    pairs += [(given.weight, call.weight), (given.key_weight, call.key_weight)]
     return all(own is None or own.data_ptr() == read.data_ptr() for own, read in pairs)
 
 
@@ -226,9 +228,10 @@ def _plain(
         offset: Any,
         x_ptr: int,
         angles_ptr: int,
+        weights: Any = None,
     ) -> Any:
         if enter.calls or leave.calls:  # a profiler has hooks: only the public launcher calls them
-            return public(x, key, angles, sin, cu_seqlens, positions, offset, x_ptr, angles_ptr)
+            return public(x, key, angles, sin, cu_seqlens, positions, offset, x_ptr, angles_ptr, weights)
         pointers: tuple[int, ...]
         if inplace:
             out = x
@@ -272,9 +275,10 @@ def _complete(  # noqa: PLR0913 - what the closure holds
         offset: Any,
         x_ptr: int,
         angles_ptr: int,
+        weights: Any = None,
     ) -> Any:
         if enter.calls or leave.calls or not low <= offset <= high:
-            return public(x, key, angles, sin, cu_seqlens, positions, offset, x_ptr, angles_ptr)
+            return public(x, key, angles, sin, cu_seqlens, positions, offset, x_ptr, angles_ptr, weights)
         key_ptr = key.data_ptr() if two else x_ptr
         outs: tuple[int, ...] = ()
         key_outs: tuple[int, ...] = ()
@@ -284,12 +288,15 @@ def _complete(  # noqa: PLR0913 - what the closure holds
             outs, key_outs = (out.data_ptr(),), (key_out.data_ptr(),)
         elif two and nearest < key_ptr - x_ptr < furthest and key_ptr - x_ptr != checked:
             # They may overlap: ``public`` checks.
-            return public(x, key, angles, sin, cu_seqlens, positions, offset, x_ptr, angles_ptr)
+            return public(x, key, angles, sin, cu_seqlens, positions, offset, x_ptr, angles_ptr, weights)
+        of_norm: tuple[int, ...] = ()
+        if weights is not None:
+            of_norm = weights[0].data_ptr(), (weights[1] if two else weights[0]).data_ptr()
         sines_ptr = () if computes_sincos else (angles_ptr + sines if sin is None else sin.data_ptr(),)
         run(
             programs, 1, 1, stream_of(device), function, *head, x_ptr, *outs, angles_ptr, *sines_ptr,
             angles_ptr if cu_seqlens is None else cu_seqlens.data_ptr(), key_ptr, *key_outs,
-            angles_ptr if positions is None else positions.data_ptr(), offset, *rest,
+            angles_ptr if positions is None else positions.data_ptr(), *of_norm, offset, *rest,
         )  # fmt: skip
         if inplace:
             bump_versions(x, key)

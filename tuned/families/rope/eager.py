@@ -118,16 +118,39 @@ def _rotated(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor
         sin = -sin
     # Copied heads pass their gradient on unchanged, whatever the angles are.
     moved = call.x.shape[-2] - spec.copied_heads
-    x = _turn(spec, call.x[..., :moved, :], cos, sin, inside)
+    own = call.x[..., :moved, :]
+    x = _turn(spec, _normed(spec, own, call.weight, call.eps), cos, sin, inside, own)
     if spec.copied_heads:
         x = torch.cat((x, call.x[..., moved:, :]), -2)
-    return x, None if call.key is None else _turn(spec, call.key, cos, sin, inside)
+    if call.key is None:
+        return x, None
+    return x, _turn(spec, _normed(spec, call.key, call.key_weight, call.eps), cos, sin, inside, call.key)
 
 
-def _turn(
-    spec: RopeSpec, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inside: torch.Tensor | None
+def _normed(spec: RopeSpec, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """X after its norm, in float32 at least; x itself without one."""
+    if not spec.normed or weight is None:
+        return x
+    compute = torch.promote_types(x.dtype, torch.float32)
+    wide = x.to(compute)
+    axes = (-2, -1) if spec.norm == "all" else (-1,)
+    wide = wide * torch.rsqrt((wide * wide).mean(axes, keepdim=True) + eps)
+    if spec.rounding == "each":
+        wide = wide.to(x.dtype).to(compute)
+    scale = weight.to(compute).view(-1, x.shape[-1])
+    wide = wide * (scale + 1.0 if spec.zero_centered else scale)
+    return wide if spec.rounding == "once" else wide.to(x.dtype).to(compute)
+
+
+def _turn(  # noqa: PLR0913
+    spec: RopeSpec,
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    inside: torch.Tensor | None,
+    given: torch.Tensor,
 ) -> torch.Tensor:
-    """X with its pairs rotated; tokens outside ``inside`` stay."""
+    """X with its pairs rotated, in the dtype of ``given``; tokens outside ``inside`` stay what is given."""
     turned, half = spec.rotary_dim, spec.rotary_dim // 2
     before = spec.head_dim - turned if spec.rotated == "last" else 0
     # The features in pieces: those kept before, the first and second of each pair, those kept between and after; None for none.
@@ -150,13 +173,13 @@ def _turn(
         pair_cos, pair_sin = (cos[..., one], cos[..., other]), (sin[..., one], sin[..., other])
     if spec.direction == "backward":
         pair_sin = (-pair_sin[1], -pair_sin[0])
-    out_first = (first * pair_cos[0] - second * pair_sin[0]).to(x.dtype)
-    out_second = (second * pair_cos[1] + first * pair_sin[1]).to(x.dtype)
+    out_first = (first * pair_cos[0] - second * pair_sin[0]).to(given.dtype)
+    out_second = (second * pair_cos[1] + first * pair_sin[1]).to(given.dtype)
     middle = (
         [torch.stack((out_first, out_second), -1).flatten(-2), kept[1]]
         if spec.interleaved
         else [out_first, kept[1], out_second]
     )
-    pieces = [piece for piece in (kept[0], *middle, kept[2]) if piece is not None]
+    pieces = [piece.to(given.dtype) for piece in (kept[0], *middle, kept[2]) if piece is not None]
     out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
-    return out if inside is None else torch.where(inside[:, None, None], out, x)
+    return out if inside is None else torch.where(inside[:, None, None], out, given)

@@ -6,9 +6,9 @@ import dataclasses
 import math
 from typing import Any
 
-from tuned.families.launch import Launch, next_power_of_2
+from tuned.families.launch import Launch, ceil_div, next_power_of_2
 from tuned.families.rope.spec import ITEM_SIZE, SEARCH_FAN, RopeSpec, search_steps
-from tuned.families.rope.variant import CACHE, VECTOR_BYTES, RopeVariant, half_block, programs
+from tuned.families.rope.variant import CACHE, VECTOR_BYTES, RopeVariant, half_block, programs, rows_at_once
 
 ALIGNED = 16  # elements: of an integer argument that it divides Triton compiles code which knows it
 # Parameters of kernels of complete calls only; a plain call's kernel has constants instead.
@@ -19,6 +19,17 @@ OF_COMPLETE = frozenset((
     "KEY_HEADS", "COPIED_HEADS", "TURNED_PAIRS", "PAIR_DISTANCE", "FIRST_FEATURE", "TAIL_FEATURE", "CONJUGATE", "SCALED",
     "ANGLES_PER_BATCH", "POSITIONS", "PACKED", "CONTEXT_PARALLEL", "ANGLE_EVICT",
 ))  # fmt: skip
+OF_NORM = frozenset((
+    "weight", "key_weight", "eps", "HEAD_DIM", "NORM_ALL", "ZERO_CENTERED", "ROUNDING",
+))  # fmt: skip
+OF_GRADIENT_OF_NORM = frozenset((
+    "given", "key_given", "partials", "given_stride_s", "given_stride_b", "given_stride_h", "given_stride_d",
+    "key_given_stride_s", "key_given_stride_b", "key_given_stride_h",
+))  # fmt: skip
+WEIGHTS = "rope_norm_weights"  # the kernel that adds the parts of the weights' gradients
+# Programs of a norm's gradient at most, by what is normalised: each stores a part of the weights' gradients, which is read again.
+MOST_PROGRAMS = {"head": 1056, "all": 264}  # 8 and 2 a multiprocessor of an H200
+PARTS_AT_ONCE, COLUMNS_AT_ONCE = 32, 32  # of the parts, by a program of WEIGHTS
 OF_BOUNDS = frozenset(("cu_seqlens", "sequences", "SEARCH_STEPS", "SEARCH_FAN"))
 OF_OUT = frozenset((  # of calls out of place
     "out", "key_out", "out_stride_s", "out_stride_b", "out_stride_h", "out_stride_d",
@@ -33,6 +44,12 @@ class RopeCall:
     Strides are in elements, in the order seq, batch, heads, head_dim; a packed call has batch 1 and batch stride 0.
     The fields from ``key`` on are used by complete calls only.
     """
+
+    SCRATCH = (
+        "weight_grad",
+        "key_weight_grad",
+        "partials",
+    )  # written besides ``out``: what checks the inputs leaves them out
 
     x: Any
     out: Any  # x itself in place
@@ -57,17 +74,32 @@ class RopeCall:
     cp_size: int = 1
     cp_rank: int = 0
     scaling: float = 1.0
+    # Of a norm: the weights of x and of the key, contiguous, [head_dim] or [heads * head_dim] each.
+    weight: Any = None
+    key_weight: Any = None
+    eps: float = 0.0
+    # Of its gradient: what the forward read; the gradients of the weights; ``parts(spec, ...)`` numbers of float32.
+    given: Any = None
+    key_given: Any = None
+    given_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
+    key_given_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
+    weight_grad: Any = None
+    key_weight_grad: Any = None
+    partials: Any = None
 
 
 def kernel_name(spec: RopeSpec, _variant: RopeVariant) -> str:
     """Module and function name of the kernel: every text axis, in a fixed order. The variant is all numbers."""
     calls = spec.layout if spec.plain else "complete"
+    if spec.gradient_of_norm:
+        return f"rope_norm_backward_{spec.style}_{spec.angles}"
+    calls = "norm" if spec.normed else calls
     return f"rope_{calls}_{'inplace' if spec.inplace else 'copy'}_{spec.style}_{spec.angles}"
 
 
 def kernel_names(spec: RopeSpec, variant: RopeVariant) -> tuple[str, ...]:
     """Every kernel that the variant launches, in order."""
-    return (kernel_name(spec, variant),)
+    return (kernel_name(spec, variant), *((WEIGHTS,) if spec.gradient_of_norm else ()))
 
 
 def _key_in(tensor: Any, spec: RopeSpec, call: RopeCall) -> Any:
@@ -83,20 +115,49 @@ def _left_out(spec: RopeSpec) -> frozenset[str]:
         (frozenset({"sin"}), spec.computes_sincos),
         (OF_COMPLETE, spec.plain),
         (OF_BOUNDS, not spec.takes_bounds),
+        (OF_NORM, not spec.normed),
+        (OF_GRADIENT_OF_NORM, not spec.gradient_of_norm),
     ]
     return frozenset().union(*(names for names, are_left_out in without if are_left_out))
 
 
+def weight_features(spec: RopeSpec) -> tuple[int, int]:
+    """Features of the weights of a norm: that of x, and that of the key."""
+    heads = (spec.heads, spec.key_heads) if spec.norm == "all" else (1, min(1, spec.key_heads))
+    return heads[0] * spec.head_dim, heads[1] * spec.head_dim
+
+
+def turns(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
+    """Programs of the gradient of a norm that take tiles of the same rows."""
+    row_tiles = ceil_div(spec.all_heads, rows_at_once(spec, variant))
+    return min(ceil_div(seq, variant.block_tokens) * batch, max(1, MOST_PROGRAMS[spec.norm] // row_tiles))
+
+
+def parts(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
+    """Numbers of ``RopeCall.partials``: a row for each program of the gradient of a norm."""
+    row_tiles = ceil_div(spec.all_heads, rows_at_once(spec, variant))
+    return row_tiles * turns(spec, variant, seq, batch) * sum(weight_features(spec))
+
+
 def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Launch, ...]:
-    """The launch of the call: exactly one. For a tensor that it does not read, it gets another tensor's address."""
+    """The launch of the call: exactly one; two for the gradient of a norm.
+
+    For a tensor that it does not read, it gets another tensor's address.
+    """
     key, key_out, key_strides, key_out_strides = call.key, call.key_out, call.key_strides, call.key_out_strides
     if key is None and spec.key_heads:
         key, key_out = _key_in(call.x, spec, call), _key_in(call.out, spec, call)
     elif key is None:
         key, key_out, key_strides, key_out_strides = call.x, call.out, call.x_strides, call.out_strides
+    key_given, key_given_strides = call.key_given, call.key_given_strides
+    if key_given is None:
+        key_given = _key_in(call.given, spec, call) if spec.gradient_of_norm and spec.key_heads else call.given
+        key_given_strides = key_given_strides if spec.key_heads else call.given_strides
     tail = spec.head_dim - spec.rotary_dim if spec.copies_tail else 0
     load_evict, store_cache, angle_evict = CACHE[variant.cache]
     left_out = _left_out(spec)
+    strides = [call.x_strides, call.out_strides, key_strides, key_out_strides]
+    strides += [call.given_strides, key_given_strides] if spec.gradient_of_norm else []
     arguments = {
         "x": call.x,
         "out": call.out,
@@ -106,6 +167,11 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "key": key,
         "key_out": key_out,
         "positions": call.cos if call.positions is None else call.positions,
+        "weight": call.weight,
+        "key_weight": call.weight if call.key_weight is None else call.key_weight,
+        "given": call.given,
+        "key_given": key_given,
+        "partials": call.partials,
         "offset": call.offset,
         "seq": call.seq,
         "batch": call.batch,
@@ -120,11 +186,15 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "cp_size": call.cp_size,
         "cp_rank": call.cp_rank,
         "scaling": call.scaling,
+        "eps": call.eps,
         **_strides("key", key_strides),
         "angle_stride_b": call.angle_stride_b,
         "position_stride_s": call.position_strides[0],
         "position_stride_b": call.position_strides[1],
         **_strides("key_out", key_out_strides),
+        **_strides("given", call.given_strides),
+        "given_stride_d": call.given_strides[3],
+        **_strides("key_given", key_given_strides),
     }
     constants = {
         "HEADS": spec.heads,
@@ -135,12 +205,12 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "PER_FEATURE": spec.angle_entries == "feature",
         "BACKWARD": spec.direction == "backward",
         "BLOCK_TOKENS": variant.block_tokens,
-        "BLOCK_HEADS": variant.block_heads,
+        "BLOCK_HEADS": rows_at_once(spec, variant),
         "ORDER": variant.order,
         "LOAD_EVICT": load_evict,
         "STORE_CACHE": store_cache,
         "PDL": variant.pdl,
-        "MULTIPLE": _multiple_of_rows(spec, call, call.x_strides, call.out_strides, key_strides, key_out_strides),
+        "MULTIPLE": _multiple_of_rows(spec, call, *strides),
         "ANGLE_MULTIPLE": _multiple_of_angles(spec, call),
         "SEARCH_STEPS": search_steps(call.sequences),
         # A place at least for each thread: of fewer, Triton lets every thread load all of them.
@@ -158,16 +228,42 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "PACKED": spec.packed,
         "CONTEXT_PARALLEL": spec.context_parallel,
         "ANGLE_EVICT": angle_evict,
+        "HEAD_DIM": spec.head_dim,
+        "NORM_ALL": spec.norm == "all",
+        "ZERO_CENTERED": spec.zero_centered,
+        "ROUNDING": spec.rounding,
     }
+    count = programs(spec, variant, call.seq, call.batch)
+    if spec.gradient_of_norm:
+        count = ceil_div(spec.all_heads, rows_at_once(spec, variant)) * turns(spec, variant, call.seq, call.batch)
     one = Launch(
         kernel=kernel_name(spec, variant),
-        programs=programs(spec, variant, call.seq, call.batch),
+        programs=count,
         arguments=tuple(value for name, value in arguments.items() if name not in left_out),
         constants={name: value for name, value in constants.items() if name not in left_out},
         # Dependent launch only if it is on: backends other than CUDA do not know the option.
         options={"num_warps": variant.num_warps, "num_stages": 1, **({"launch_pdl": True} if variant.pdl else {})},
     )
-    return (one,)
+    return (one, _weights_launch(spec, variant, call, count)) if spec.gradient_of_norm else (one,)
+
+
+def _weights_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall, count: int) -> Launch:
+    """What adds the parts of the weights' gradients that ``count`` programs stored."""
+    width, key_width = weight_features(spec)
+    key_weight_grad = call.weight_grad if call.key_weight_grad is None else call.key_weight_grad
+    return Launch(
+        kernel=WEIGHTS,
+        programs=ceil_div(width + key_width, COLUMNS_AT_ONCE),
+        arguments=(call.partials, call.weight_grad, key_weight_grad, count),
+        constants={
+            "WIDTH": width,
+            "KEY_WIDTH": key_width,
+            "BLOCK_PROGRAMS": PARTS_AT_ONCE,
+            "BLOCK": COLUMNS_AT_ONCE,
+            "PDL": variant.pdl,
+        },
+        options={"num_warps": 4, "num_stages": 1, **({"launch_pdl": True} if variant.pdl else {})},
+    )
 
 
 def _multiple_of_rows(spec: RopeSpec, call: RopeCall, *tensors: tuple[int, int, int, int]) -> int:

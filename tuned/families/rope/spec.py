@@ -13,11 +13,13 @@ ANGLE_ENTRIES = ("feature", "pair")
 DIRECTIONS = ("forward", "backward")
 POSITIONS = ("order", "shifted", "offset", "starts", "ids")
 ROTATED = ("first", "last", "proportional")
+NORMS = ("", "head", "all")
+ROUNDINGS = ("once", "product", "each")
 # The fields that tell a complete call from a plain one, and their values in a plain one.
 COMPLETE = (
-    "key_heads", "copied_heads", "positions", "context_parallel", "rotated", "conjugate", "scaled", "angles_per_batch",
+    "key_heads", "copied_heads", "positions", "context_parallel", "rotated", "conjugate", "scaled", "angles_per_batch", "norm",
 )  # fmt: skip
-PLAIN = (0, 0, "order", False, "first", False, False, False)
+PLAIN = (0, 0, "order", False, "first", False, False, False, "")
 SEARCH_FAN = 64  # one round of loads finds a token's sequence among 63, two rounds among 4095
 
 
@@ -59,6 +61,10 @@ class RopeSpec:
     conjugate: bool = False  # rotate by the negative angle
     scaled: bool = False  # cosine and sine are multiplied by attention_scaling
     angles_per_batch: bool = False  # each batch entry has its own table
+    norm: str = ""  # RMSNorm before the rotation, with a weight: of each "head", or of "all" heads of a tensor together
+    zero_centered: bool = False  # features are multiplied by 1 + the norm's weight
+    # Where a forward rounds besides at the store: "product": what the norm gives; "each": also before the weight.
+    rounding: str = "once"
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -71,6 +77,8 @@ class RopeSpec:
             ("direction", DIRECTIONS),
             ("positions", POSITIONS),
             ("rotated", ROTATED),
+            ("norm", NORMS),
+            ("rounding", ROUNDINGS),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
@@ -87,6 +95,10 @@ class RopeSpec:
             raise ValueError(
                 "copied_heads are those of one tensor, out of place: in place they are not heads of the call"
             )
+        if self.norm and self.copied_heads:
+            raise ValueError("copied_heads cannot be beside a norm: a packed qkv is normalised in place")
+        if not self.norm and (self.zero_centered or self.rounding != "once"):
+            raise ValueError("zero_centered and rounding say how a norm is taken: without one leave them out")
         if self.rotated == "proportional" and (self.interleaved or self.head_dim % 2):
             raise ValueError(
                 'rotated="proportional" pairs feature j with j + head_dim / 2: style half, an even head_dim'
@@ -97,7 +109,7 @@ class RopeSpec:
         """One tensor, positions in order, a table, the first features: its kernel has no parameters for more."""
         return self.angles != "inv_freq" and (
             self.key_heads, self.copied_heads, self.positions, self.context_parallel, self.rotated, self.conjugate,
-            self.scaled, self.angles_per_batch,
+            self.scaled, self.angles_per_batch, self.norm,
         ) == PLAIN  # fmt: skip
 
     @property
@@ -112,13 +124,33 @@ class RopeSpec:
 
     @property
     def moved_pairs(self) -> int:
-        """Pairs per head that a program reads and writes: those that rotate; all pairs if proportional and out of place."""
-        return self.head_dim // 2 if self.rotated == "proportional" and not self.inplace else self.rotary_dim // 2
+        """Pairs per head that a program reads and writes: those that rotate; if proportional, all that ``moves_all``."""
+        return self.head_dim // 2 if self.rotated == "proportional" and self.moves_all else self.rotary_dim // 2
+
+    @property
+    def moves_all(self) -> bool:
+        """Features that do not rotate are written too: copied out of place, or normalised."""
+        return not self.inplace or self.normed
 
     @property
     def copies_tail(self) -> bool:
-        """Out of place, the features that do not rotate must be copied to the output."""
-        return not self.inplace and self.rotary_dim < self.head_dim and self.rotated != "proportional"
+        """Beside the pairs, the features that do not rotate must be written."""
+        return self.moves_all and self.rotary_dim < self.head_dim and self.rotated != "proportional"
+
+    @property
+    def normed(self) -> bool:
+        """Heads are normalised before they rotate."""
+        return self.norm != ""
+
+    @property
+    def gradient_of_norm(self) -> bool:
+        """The gradient of a norm with a rotation: it reads what the forward read, and gives those of weights too."""
+        return self.normed and self.direction == "backward"
+
+    @property
+    def norm_rows(self) -> int:
+        """Rows of a token that a tile must hold, to a power of two: all of them if they are normalised together, else 1."""
+        return 1 << (self.all_heads - 1).bit_length() if self.norm == "all" else 1
 
     @property
     def packed(self) -> bool:
@@ -174,6 +206,8 @@ class RopeSpec:
             "inv_freq": "angles, sines and cosines taken here",
         }[self.angles]
         place = "in place" if self.inplace else "out of place"
+        if self.normed:
+            angle = f"{angle}; RMSNorm before it"
         calls = f"plain calls, {self.layout}" if self.plain else "complete calls, any layout"
         return f"RoPE of {calls}, {self.style} pairs, {place}; {angle}."
 

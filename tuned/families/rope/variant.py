@@ -34,6 +34,8 @@ REACH = 1.5  # octaves: of calls further away than that, a row knows less than t
 # multiprocessor.
 HELD = {2: 6.0, 4: 6.5}
 LESS_HELD = 0.5
+LESS_OF_GRADIENT = 1.0  # of one of its two inputs; not measured
+FULL_WARPS = 4  # of a program of a norm's gradient at least; not measured
 LEAST_HELD = 3.5
 SPREAD = 2**14
 # Programs of a dependent launch start one every 1.3 ns, others one every 1.0: so few of them, or ones that take as long as that.
@@ -74,6 +76,11 @@ class RopeVariant:
         )
 
 
+def rows_at_once(spec: RopeSpec, variant: RopeVariant) -> int:
+    """Rows of one position in a tile: all of them, padded, where they are normalised together."""
+    return spec.norm_rows if spec.norm == "all" else variant.block_heads
+
+
 def half_block(spec: RopeSpec) -> int:
     """Width of the register tile of one half row: the pairs that move, padded to a power of two."""
     return next_power_of_2(spec.moved_pairs)
@@ -91,7 +98,7 @@ def vector_bytes(spec: RopeSpec) -> int:
     return item * math.gcd(spec.head_dim, 0 if spec.interleaved else spec.pair_distance, VECTOR_BYTES // item)
 
 
-def rejection(  # noqa: PLR0911 - one return per rule
+def rejection(
     spec: RopeSpec,
     size: RopeSize | None,
     variant: RopeVariant,
@@ -107,32 +114,44 @@ def rejection(  # noqa: PLR0911 - one return per rule
     # Rows that lie at one position: heads, in sbhd those of every batch entry.
     rows = spec.all_heads if not spec.merges_batch else None if size is None else spec.heads * size.batch
     positions = None if size is None else size.tokens if spec.layout == "thd" else size.seq
-    if rows is not None and variant.block_heads >= 2 * rows:
+    at_once = rows_at_once(spec, variant)
+    if spec.norm == "all" and variant.block_heads != ADAPTED_HEADS:
+        return f"heads that are normalised together are one tile: block_heads says nothing, and is {ADAPTED_HEADS}"
+    if rows is not None and at_once >= 2 * rows:
         return f"block_heads={variant.block_heads} would leave more than half of its rows empty with {rows} heads"
     if positions is not None and variant.block_tokens >= 2 * positions:
         return f"block_tokens={variant.block_tokens} would leave more than half of its rows empty with {positions} positions"
     if variant.order == "tokens" and (
-        (rows is not None and rows <= variant.block_heads)
+        spec.gradient_of_norm
+        or (rows is not None and rows <= at_once)
         or (positions is not None and positions <= variant.block_tokens)
     ):
         return "order='tokens' with one tile of heads or of positions is the same grid as order='heads'"
     if variant.pdl and capability < PDL_CAPABILITY:
         return f"programmatic dependent launch needs compute capability 9.0, not {capability / 10}"
-    pairs = variant.block_tokens * variant.block_heads * half_block(spec)
-    threads = 32 * variant.num_warps
-    if pairs > MAX_PAIRS_PER_THREAD * threads:
+    return _tile_rejection(spec, variant, variant.block_tokens * at_once)
+
+
+def _tile_rejection(spec: RopeSpec, variant: RopeVariant, rows: int) -> str | None:
+    """Why a tile of so many rows is not tried with the variant's warps, or None."""
+    pairs, threads = rows * half_block(spec), 32 * variant.num_warps
+    # A gradient holds two inputs and a sum. Of heads that are normalised together, one token is tried whatever its size.
+    most = MAX_PAIRS_PER_THREAD // (2 if spec.gradient_of_norm else 1)
+    if spec.norm == "all" and variant.block_tokens == 1 and variant.num_warps == max(NUM_WARPS):
+        return None
+    if pairs > most * threads:
         return (
-            f"a tile of {pairs} pairs on {variant.num_warps} warps is more than {MAX_PAIRS_PER_THREAD} per thread;"
+            f"a tile of {pairs} pairs on {variant.num_warps} warps is more than {most} per thread;"
             " larger tiles are not tried"
         )
-    features = variant.block_tokens * variant.block_heads * row_block(spec)
-    if features > 2 * MAX_PAIRS_PER_THREAD * threads:
+    features = rows * row_block(spec)
+    if features > 2 * most * threads:
         return (
             f"a tile of {2 * features} features, those that are copied among them, on {variant.num_warps} warps is more than "
-            f"{4 * MAX_PAIRS_PER_THREAD} per thread; larger tiles are not tried"
+            f"{4 * most} per thread; larger tiles are not tried"
         )
     # More warps only for larger tiles: small tiles of many warps never came first.
-    least = max(MIN_PAIRS_PER_THREAD, variant.num_warps)
+    least = max(MIN_PAIRS_PER_THREAD, variant.num_warps if spec.norm != "all" else 0)
     if variant.num_warps > 1 and pairs < least * threads:
         return f"a tile of {pairs} pairs on {variant.num_warps} warps is fewer than {least} per thread; fewer warps are tried"
     return None
@@ -154,11 +173,12 @@ def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant
     batch = MANY if size is None else size.batch
     each = 2 * row_block(spec) * ITEM_SIZE[spec.dtype]
     held = HELD[ITEM_SIZE[spec.dtype]] - (LESS_HELD if vector_bytes(spec) == 2 else 0.0)  # noqa: PLR2004 - bytes
+    held -= LESS_OF_GRADIENT if spec.gradient_of_norm else 0.0
     if size is not None:
         held = min(held, max(LEAST_HELD, math.log2(max(1, spec.all_heads * size.tokens * each) / SPREAD)))
     capped = RopeSize(min(batch, MANY) if spec.merges_batch else 1, max(1, min(positions, MANY)))
     variant = _default(spec, capped, round(4 * held) / 4)  # in quarters, so that few are told apart
-    tile = 2 * variant.block_tokens * variant.block_heads * each  # read and written
+    tile = 2 * variant.block_tokens * rows_at_once(spec, variant) * each  # read and written
     entries = 1 if spec.layout == "thd" else batch
     if size is None:  # what compiles for every card
         return variant
@@ -170,7 +190,7 @@ def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant
 def programs(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
     """Size of the grid; a packed call has one batch entry."""
     rows = spec.all_heads * (batch if spec.merges_batch else 1)
-    tiles = ceil_div(seq, variant.block_tokens) * ceil_div(rows, variant.block_heads)
+    tiles = ceil_div(seq, variant.block_tokens) * ceil_div(rows, rows_at_once(spec, variant))
     return tiles if spec.merges_batch else tiles * batch
 
 
@@ -179,9 +199,12 @@ def _default(spec: RopeSpec, size: RopeSize, held: float) -> RopeVariant:
     tiles = itertools.product(BLOCK_TOKENS, BLOCK_HEADS, NUM_WARPS)
     variants = [RopeVariant(tokens, heads, cache="keep", num_warps=warps) for tokens, heads, warps in tiles]
     legal = [one for one in variants if rejection(spec, size, one) is None]
-    return min(
-        legal, key=lambda one: _cost(spec, size, one, held), default=RopeVariant(1, 1, cache="keep", num_warps=1)
-    )
+    if (
+        spec.gradient_of_norm
+    ):  # few programs, each with a part of the weights' gradients: large ones fill a multiprocessor
+        legal = [one for one in legal if one.num_warps >= FULL_WARPS] or legal
+    least = RopeVariant(1, 1, cache="keep", num_warps=1)
+    return min(legal, key=lambda one: _cost(spec, size, one, held), default=least)
 
 
 def _cost(spec: RopeSpec, size: RopeSize, variant: RopeVariant, held: float) -> float:
@@ -191,12 +214,13 @@ def _cost(spec: RopeSpec, size: RopeSize, variant: RopeVariant, held: float) -> 
     """
     tokens, warps, item = variant.block_tokens, variant.num_warps, ITEM_SIZE[spec.dtype]
     rows = spec.heads * size.batch if spec.merges_batch else spec.all_heads
-    heads = min(variant.block_heads, rows)
-    padded = tokens * variant.block_heads  # rows of the tile
+    together = rows_at_once(spec, variant)
+    heads = min(together, rows)
+    padded = tokens * together  # rows of the tile
     too_much = math.log2(padded * 2 * row_block(spec) * item / (32 * warps)) - held
     at_once = padded * (2 if spec.interleaved else 1) * half_block(spec) * item / (32 * warps)
     angles = (16 if spec.computes_sincos else 8) * half_block(spec)  # bytes of a token, or what a sine costs
-    empty = ceil_div(rows, variant.block_heads) * variant.block_heads / rows
+    empty = ceil_div(rows, together) * together / rows
     empty *= ceil_div(size.seq, tokens) * tokens / size.seq
     # Aligned rows, enough of them for all multiprocessors: what moves more at a time can be launched dependently.
     whole = vector_bytes(spec) == VECTOR_BYTES and held >= HELD[item]
@@ -217,7 +241,8 @@ def distance(a: RopeSpec, b: RopeSpec) -> float:
     """The distance between two specs for the choice of a variant, in octaves.
 
     Octaves of heads (of both tensors), of padded half rows and of bytes per feature count 1 each. So does each difference
-    in the kernel's text: layout, style, kind of angles, in place, tail, plain or complete. The layout counts 1 for complete
+    in the kernel's text: layout, style, kind of angles, in place, tail, plain or complete; a norm counts 2, since no row of
+    another says how a tile does that has sums of rows. The layout counts 1 for complete
     calls too, whose text it does not change. Octaves of what one load can take count a half. So do direction, entries of the
     angles and the other fields of complete calls, since they change little of what is moved. The two dtypes count a tenth.
     """
@@ -227,8 +252,9 @@ def distance(a: RopeSpec, b: RopeSpec) -> float:
     texts = sum(
         getattr(a, n) != getattr(b, n) for n in ("layout", "style", "angles", "inplace", "copies_tail", "plain")
     )
-    halves = sum(getattr(a, n) != getattr(b, n) for n in ("direction", "angle_entries", *COMPLETE[2:]))
-    tenths = sum(getattr(a, n) != getattr(b, n) for n in ("dtype", "angle_dtype"))
+    halves = sum(getattr(a, n) != getattr(b, n) for n in ("direction", "angle_entries", *COMPLETE[2:-1]))
+    tenths = sum(getattr(a, n) != getattr(b, n) for n in ("dtype", "angle_dtype", "zero_centered", "rounding"))
+    octaves += 2 * (a.norm != b.norm)
     return octaves + texts + 0.5 * halves + 0.1 * tenths
 
 
@@ -239,6 +265,8 @@ def adapt(variant: RopeVariant, spec: RopeSpec, to: RopeSpec) -> RopeVariant:
     than a tile holds it takes these, and more tokens.
     """
     tokens, heads = variant.block_tokens, variant.block_heads
+    if to.norm == "all":  # whose tile has all heads
+        return dataclasses.replace(variant, block_heads=ADAPTED_HEADS)
     while not to.merges_batch and heads >= 2 * to.all_heads:
         tokens, heads = min(2 * tokens, max(BLOCK_TOKENS)), heads // 2
     have, wanted = float(row_block(to)), row_block(spec)

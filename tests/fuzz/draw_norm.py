@@ -1,0 +1,115 @@
+"""Calls of a rotation with a norm before it: every norm, rounding, layout and place, over tensors of any strides."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tests.fuzz.case import Call, Name
+from tests.fuzz.views import View, drawn
+
+if TYPE_CHECKING:
+    import random
+
+    from tests.fuzz.draw import World
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MODES = ("plain", "no_grad", "inference", "grad", "stream", "graph")
+
+
+def draw(rng: random.Random, world: World, spec: Any = None) -> Call:  # noqa: PLR0912, PLR0915 - one thing after another
+    """A call; like a spec where one is given, the gradient of a norm by a call that asks for one."""
+    mode = world.mode(rng, MODES)
+    dtype = rng.choices(DTYPES, (35, 27, 25, 13))[0]
+    layout = rng.choice(("bshd", "sbhd", "thd"))
+    batch, seq = rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 5, 7, 16, 0 if rng.random() < 0.1 else 3))
+    heads, key_heads = rng.choice((1, 2, 3, 5, 8)), rng.choice((None, 1, 2, 3))
+    head_dim = rng.choice((4, 6, 8, 16, 24, 40, 64, 128))
+    rotary = head_dim if rng.random() < 0.6 else 2 * rng.randint(1, head_dim // 2)
+    style, source = rng.random() < 0.4, rng.choice(("cos_sin", "freqs", "inv_freq"))
+    inplace = rng.random() < 0.4
+    if spec is not None:
+        dtype, layout = getattr(torch, spec.dtype), spec.layout if rng.random() < 0.5 else layout
+        heads, key_heads, head_dim, rotary = spec.heads, spec.key_heads or None, spec.head_dim, spec.rotary_dim
+        style, source, inplace = spec.interleaved, spec.angles, spec.inplace
+        if spec.direction == "backward":
+            mode = "grad"
+        elif mode == "grad":
+            mode = "no_grad"
+    if mode == "grad" and inplace and spec is None:
+        inplace = rng.random() < 0.5
+    if world.device == "cuda" and dtype == torch.float64 and mode == "graph":
+        mode = "no_grad"
+    rotated = rng.choice(("first", "first", "last", "proportional"))
+    if rotated == "proportional" and (style or head_dim % 2):
+        rotated = "last"
+    norm = rng.choice(("head", "all")) if spec is None else spec.norm
+    tokens = {"bshd": (batch, seq), "sbhd": (seq, batch), "thd": (batch * seq,)}[layout]
+    views: dict[str, View] = {}
+    arguments: dict[str, Any] = {}
+
+    def tensor(name: str, shape: tuple[int, ...], kind: torch.dtype = dtype, *, grad: bool = True, **rest: Any) -> None:
+        asks = mode == "grad" and grad and rng.random() < 0.8
+        how = rng.choice(("leaf", "made")) if asks else ""
+        if inplace and name in "qk":
+            rest["shared"] = False
+            how = how and "made"
+        views[name] = drawn(rng, shape, kind, grad=how, **rest)
+        arguments[name] = Name(name)
+
+    tensor("q", (*tokens, heads, head_dim))
+    if key_heads:
+        tensor("k", (*tokens, key_heads, head_dim))
+    else:
+        arguments["k"] = None
+    kind = rng.choice((dtype, dtype, torch.float32))
+    for name, count in (("q_weight", heads), ("k_weight", key_heads)):
+        if count:
+            tensor(name, (count * head_dim if norm == "all" else head_dim,), kind)
+        else:
+            arguments[name] = None
+    if mode == "grad" and not any(v.grad for v in views.values()):
+        views["q"] = dataclasses.replace(views["q"], grad="made")
+    # Positions, and angles that reach them.
+    place = rng.choice(("order", "ids", "shifted"))
+    count = math.prod(tokens) if layout == "thd" else seq
+    if layout == "thd" and place != "ids":
+        begin, end = (1, count - 1) if count > 2 and rng.random() < 0.3 else (0, count)
+        bounds = sorted([begin, *(rng.randint(begin, end) for _ in range(rng.choice((0, 1, 3)))), end])
+        views["cu_seqlens"] = world.integers(rng, (len(bounds),), torch.int32, bounds)
+        arguments["cu_seqlens"] = Name("cu_seqlens")
+    rows = count + 3
+    if place == "ids":
+        ids = [rng.randrange(rows) for _ in range(math.prod(tokens))]
+        views["positions"] = world.integers(rng, tokens, rng.choice((torch.int32, torch.int64)), ids)
+        arguments["positions"] = Name("positions")
+    elif place == "shifted":
+        arguments["offset"] = rng.choice((1, 3))
+    if source == "inv_freq":
+        views["inv_freq"] = drawn(rng, (rotary // 2,), torch.float32, function="rates")
+        arguments["inv_freq"] = Name("inv_freq")
+    elif source == "freqs":
+        tensor("freqs", (rows, rotary // 2), torch.float32, grad=False, scale=3.0)
+        arguments["angle_entries"] = "pair"
+    else:
+        for name, function in (("cos", "cos"), ("sin", "sin")):
+            tensor(name, (rows, rotary // 2), torch.float32, grad=False, function=function, scale=3.0)
+    words = {
+        "norm": norm, "zero_centered": rng.random() < 0.3, "rounding": rng.choice(("once", "once", "product", "each")),
+        "eps": rng.choice((1e-6, 1e-5, 0.1)), "tensor_format": layout, "interleaved": style, "rotated": rotated,
+        "inplace": inplace, "conjugate": rng.random() < 0.2,
+    }  # fmt: skip
+    usual = {
+        "norm": "head", "rounding": "once", "eps": 1e-6, "tensor_format": "bshd", "rotated": "first",
+    }  # fmt: skip
+    arguments |= {name: value for name, value in words.items() if value != usual.get(name, False)}
+    if mode != "grad":
+        views = {name: dataclasses.replace(v, grad="") for name, v in views.items()}
+    written = tuple(n for n in "qk" if n in views) if inplace else ()
+    return Call(
+        "tuned.dispatch.qk_norm_rope", views, arguments, "check_pytorch", ("qk_norm_rope",), mode=mode, written=written,
+        truncates=world.truncates and dtype == torch.bfloat16,
+    )  # fmt: skip

@@ -1,0 +1,160 @@
+"""Kernels of a rotation with a norm, by the interpreter: every text and setting against float64; the weights' gradients too."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from generator.families.rope.reference import inputs
+from generator.families.rope.texts import norm_specs
+from generator.measuring.check import WrongResultError, check, inputs_of, probe
+from generator.rendering.structures import load
+from generator.workload import WORKLOADS
+from tests.support import pairwise
+from tuned.families.rope import launches as rope_launches
+from tuned.families.rope.eager import rotate
+from tuned.families.rope.launches import RopeCall, kernel_name, launches
+from tuned.families.rope.spec import (
+    ANGLE_ENTRIES,
+    ANGLES,
+    LAYOUTS,
+    POSITIONS,
+    ROTATED,
+    ROUNDINGS,
+    STYLES,
+    RopeSize,
+    RopeSpec,
+)
+from tuned.families.rope.variant import RopeVariant, default_variant, rejection
+
+pytestmark = pytest.mark.interpreter
+SIZE = RopeSize(2, 5)
+TEXTS = [
+    {"direction": direction, "inplace": inplace, "style": style, "angles": angles}
+    for (direction, inplace), style, angles in itertools.product(
+        (("forward", False), ("forward", True), ("backward", False)), STYLES, ANGLES
+    )
+]
+OTHERS: dict[str, Any] = {
+    "norm": ("head", "all"),
+    "layout": LAYOUTS,
+    "dtype": ("float32", "bfloat16", "float16"),
+    "rotated": ROTATED,
+    "shape": ((3, 2, 8, 8), (5, 0, 12, 4), (2, 1, 20, 20), (1, 1, 16, 8), (4, 3, 6, 2)),
+    "positions": POSITIONS,
+    "angle_entries": ANGLE_ENTRIES,
+    "rounding": ROUNDINGS,
+    "zero_centered": (False, True),
+    "conjugate": (False, True),
+}
+# Every two values of the others that can meet, over the texts in turn; and each text three times.
+ROWS = pairwise.covering(pairwise.product(OTHERS, lambda _: True))
+COUNT = max(len(ROWS), 3 * len(TEXTS))
+
+
+def spec_of(index: int) -> RopeSpec:
+    row = TEXTS[index % len(TEXTS)] | ROWS[index % len(ROWS)]
+    heads, key_heads, head_dim, rotary = row.pop("shape")
+    if rotary == head_dim or (row["style"] == "interleaved" and row["rotated"] == "proportional"):
+        row["rotated"] = "first" if rotary == head_dim else "last"
+    return RopeSpec(heads=heads, key_heads=key_heads, head_dim=head_dim, rotary_dim=rotary, **row)
+
+
+CASES = [spec_of(index) for index in range(COUNT)]
+
+
+def variant_of(spec: RopeSpec, seed: int) -> RopeVariant:
+    """A legal variant, drawn; that of small tiles if none is."""
+    rng = random.Random(seed)
+    tiles = [RopeVariant(t, h, num_warps=w) for t in (1, 2, 4) for h in (1, 2, 4, 8) for w in (1, 2, 4)]
+    legal = [one for one in tiles if rejection(spec, SIZE, one) is None]
+    return rng.choice(legal) if legal else dataclasses.replace(default_variant(spec, SIZE), pdl=False)
+
+
+def run(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> None:
+    for launch in launches(spec, variant, call):
+        with np.errstate(all="ignore"):
+            load(launch.kernel)[(launch.programs,)](*launch.arguments, **launch.constants)
+
+
+def test_the_cases_reach_every_text() -> None:
+    assert {kernel_name(spec, RopeVariant()) for spec in CASES} == {
+        kernel_name(spec, RopeVariant()) for spec in norm_specs()
+    }
+
+
+@pytest.mark.parametrize("index", range(len(CASES)))
+def test_every_text_and_setting_is_right(index: int) -> None:
+    spec = CASES[index]
+    work = WORKLOADS["rope"]
+    call = probe(work.inputs(spec, SIZE, "cpu", 0))
+    wanted, bound = work.reference(spec, call)
+    before = {name: tensor.clone() for name, tensor in inputs_of(call).items()}
+    run(spec, variant_of(spec, index), call)
+    # The interpreter drops the low bits of a bfloat16 store where a GPU rounds: twice the error of one rounding.
+    check(call.out, wanted, 2 * bound, {n: (t, before[n]) for n, t in inputs_of(call).items()})
+
+
+def test_a_norm_that_is_not_taken_is_seen() -> None:
+    """The bound is no bar that anything passes: without the norm, or with another eps, the check fails."""
+    spec = RopeSpec("bshd", "float32", 3, 8, 8, angles="cos_sin", key_heads=2, norm="head")
+    call = probe(inputs(spec, SIZE, "cpu", 0))
+    work = WORKLOADS["rope"]
+    wanted, bound = work.reference(spec, call)
+    for change in ({"eps": 1e-3}, {"weight": call.weight * 1.001}):
+        run(spec, RopeVariant(1, 2, num_warps=1), dataclasses.replace(call, **change))
+        with pytest.raises(WrongResultError):
+            check(call.out, wanted, bound, {})
+
+
+@pytest.mark.parametrize("norm", ["head", "all"])
+@pytest.mark.parametrize("key_heads", [0, 2])
+@pytest.mark.parametrize("rotary", [8, 4])
+@pytest.mark.parametrize("most", [1, 3, 99])
+def test_the_weights_gradients_are_sums_over_all_tokens(
+    norm: str, key_heads: int, rotary: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With programs that take many tiles, some, or one each, and parts that are added in one turn or in many."""
+    monkeypatch.setattr(rope_launches, "MOST_PROGRAMS", {"head": most, "all": most})
+    monkeypatch.setattr(rope_launches, "PARTS_AT_ONCE", 4)
+    monkeypatch.setattr(rope_launches, "COLUMNS_AT_ONCE", 8)
+    spec = RopeSpec(
+        "bshd", "float32", 3, 8, rotary, angles="cos_sin", key_heads=key_heads, norm=norm, direction="backward"
+    )
+    call = inputs(spec, SIZE, "cpu", 1)
+    for tensor in (call.weight_grad, call.key_weight_grad, call.partials):
+        if tensor is not None:
+            tensor.fill_(torch.nan)
+    run(spec, variant_of(spec, 3), call)
+    rows = SIZE.tokens * spec.heads
+    split = (lambda t: (t[:rows], t[rows:])) if key_heads else lambda t: (t.view(-1, 8), None)
+    shapes = [(2, 5, 3, 8), (2, 5, key_heads, 8)]
+    given, grads = (
+        [None if t is None else t.double().view(s) for t, s in zip(split(whole), shapes, strict=True)]
+        for whole in (call.given, call.x)
+    )
+    leaves = [None if t is None else t.double().requires_grad_() for t in (call.weight, call.key_weight)]
+    forward = dataclasses.replace(spec, direction="forward")
+    named = {"x": given[0], "key": given[1], "weight": leaves[0], "key_weight": leaves[1]}
+    out = rotate(forward, dataclasses.replace(call, **named))
+    present = [t for t in leaves if t is not None]
+    wanted = torch.autograd.grad([t for t in out if t is not None], present, [t for t in grads if t is not None])
+    found = [t for t in (call.weight_grad, call.key_weight_grad) if t is not None]
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_each_run_adds_the_parts_in_one_order() -> None:
+    spec = RopeSpec("bshd", "float32", 3, 8, 8, angles="cos_sin", key_heads=2, norm="head", direction="backward")
+    bits = []
+    for _ in range(2):
+        call = inputs(spec, SIZE, "cpu", 1)
+        run(spec, RopeVariant(1, 2, num_warps=1), call)
+        bits.append((call.weight_grad.clone(), call.key_weight_grad.clone()))
+    assert all(map(torch.equal, *bits))

@@ -1,0 +1,551 @@
+"""rope_norm_backward_interleaved_freqs: RoPE of complete calls, any layout, interleaved pairs, out of place; sine and cosine taken here; RMSNorm before it.
+
+@generated from templates/rope_norm_backward.py.jinja. Do not edit: change the template, then run
+`python tune.py --render`.
+
+The gradient of RMSNorm with a rotation, of one tensor or two. With z the gradient of what the norm gives, which is the
+transposed rotation of grad, y = z * weight, n the input times its reciprocal norm, and means over what is normalised together:
+the input's gradient is reciprocal * (y - n * mean(y * n)), the weight's is the sum over tokens (and heads) of z * n. The
+reciprocal norms are taken again from the input, which is read anyway. A program takes tile after tile of the same rows, and
+sums its part of the weights' gradients in registers: templates/rope_norm_weights.py.jinja adds the parts, in one order. Float32
+inside, one rounding at the store. Names as in templates/rope.py.jinja; given: the forward's input, and its key.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load_pairs(
+    rows, m_row, stride_d, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, DISTANCE: tl.constexpr, EVICT: tl.constexpr
+):
+    """Features (2 j, 2 j + 1) of each row: [BLOCK_TOKENS, BLOCK_HEADS, PAIR_BLOCK] twice."""
+    i_feature = tl.arange(0, 2 * PAIR_BLOCK)
+    mask = m_row[:, :, None] & (i_feature < 2 * PAIRS)[None, None, :]
+    features = tl.load(rows[:, :, None] + i_feature[None, None, :] * stride_d, mask=mask, eviction_policy=EVICT)
+    return tl.split(tl.reshape(features, [rows.shape[0], rows.shape[1], PAIR_BLOCK, 2]))
+
+
+@triton.jit
+def _store_pairs(
+    rows,
+    m_row,
+    stride_d,
+    first,
+    second,
+    PAIRS: tl.constexpr,
+    PAIR_BLOCK: tl.constexpr,
+    DISTANCE: tl.constexpr,
+    CACHE: tl.constexpr,
+):
+    """The inverse of _load_pairs."""
+    i_feature = tl.arange(0, 2 * PAIR_BLOCK)
+    mask = m_row[:, :, None] & (i_feature < 2 * PAIRS)[None, None, :]
+    features = tl.reshape(tl.join(first, second), [rows.shape[0], rows.shape[1], 2 * PAIR_BLOCK])
+    pointers = rows[:, :, None] + i_feature[None, None, :] * stride_d
+    tl.store(pointers, features, mask=mask, cache_modifier=CACHE)
+
+
+@triton.jit
+def _sincos(x):
+    """Sine and cosine of float32 radians, each within 2.1 * 2^-24. No branch, no table, no stack."""
+    # The angle in quarter turns, modulo 4: x is m * 2^e with an integer m of 24 bits, and all that matters of
+    # m * 2 / pi are the 64 bits of m * window, in units of 2^-62. The words are floor(2 / pi * 2^230).
+    size = tl.abs(x)
+    bits = size.to(tl.int32, bitcast=True)
+    m = ((bits & 0x7FFFFF) | 0x800000).to(tl.uint64)
+    place = tl.minimum(tl.maximum((bits >> 23) - 126, 0), 128)
+    shift = (place & 63).to(tl.uint64)
+    word_0 = tl.full((), 0x28BE60DB93, tl.uint64)
+    word_1 = tl.full((), 0x91054A7F09D5F47D, tl.uint64)
+    word_2 = tl.full((), 0x4D377036D8A5664F, tl.uint64)
+    word_3 = tl.full((), 0x10E4107F9458EAF7, tl.uint64)
+    high = tl.where(place < 64, word_0, tl.where(place < 128, word_1, word_2))
+    low = tl.where(place < 64, word_1, tl.where(place < 128, word_2, word_3))
+    window = (high << shift) | ((low >> 1) >> (63 - shift))
+    # Rounded to the nearest quarter turn; the rest, of +- half of one, in units of 2^-32.
+    turns = m * window + 0x2000000000000000
+    quarter = (turns >> 62).to(tl.int32)
+    rest = ((turns >> 30) & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True) ^ -2147483648
+    r = rest.to(tl.float32) * 3.6572951981e-10  # pi / 2 * 2^-32
+    # Below pi / 4 there is nothing to reduce.
+    small = size < 0.78539816
+    r = tl.where(small, size, tl.where(size < float("inf"), r, float("nan")))
+    quarter = tl.where(small, 0, quarter)
+    # Chebyshev fits on +-pi / 4 of (sin r / r - 1) / r^2 and (cos r - 1 + r^2 / 2) / r^4: errors 1.4e-11 and 7.6e-10.
+    z = r * r
+    odd = r + r * z * (-0.16666667 + z * (8.3333319e-3 + z * (-1.9840087e-4 + z * 2.7249957e-6)))
+    even = 1.0 - 0.5 * z + z * z * (0.041666664 + z * (-1.3888304e-3 + z * 2.4547986e-5))
+    swapped = (quarter & 1) != 0
+    sine = tl.where(swapped, even, odd)
+    cosine = tl.where(swapped, odd, even)
+    turned = (quarter & 2) != 0
+    sine = tl.where(turned != (x < 0), -sine, sine)
+    # Bit 1 of quarter + 1, without the sum: LLVM narrows that to 16 bits and adds two at once (add.s16x2), and ptxas 12.8
+    # then loses the constant of some. docs/decisions/0024.
+    cosine = tl.where(turned != swapped, -cosine, cosine)
+    return sine, cosine
+
+
+@triton.jit
+def _cos_sin(freqs, p_angle, m_angle, EVICT: tl.constexpr):
+    """Cosine and sine of the angles at p_angle, NaN outside the mask: [BLOCK_TOKENS, PAIR_BLOCK] both."""
+    sine, cosine = _sincos(tl.load(freqs + p_angle, mask=m_angle, other=float("nan"), eviction_policy=EVICT))
+    return cosine, sine
+
+
+@triton.jit
+def _bounds(cu_seqlens, i_bound, sequences, cp_size, CONTEXT_PARALLEL: tl.constexpr):
+    """Where sequences begin among the tokens of this rank; past the last bound, a number larger than any."""
+    bound = tl.load(cu_seqlens + i_bound, mask=i_bound <= sequences, other=2147483647)
+    if CONTEXT_PARALLEL:
+        bound = tl.where(i_bound <= sequences, bound // cp_size, bound)
+    return bound
+
+
+@triton.jit
+def _sequences(
+    i_token, cu_seqlens, sequences, cp_size, CONTEXT_PARALLEL: tl.constexpr, STEPS: tl.constexpr, FAN: tl.constexpr
+):
+    """The sequence of each token, where it begins, and whether there is one: [BLOCK_TOKENS] each."""
+    # The last bound at or before each token, FAN places at a time: each step waits for memory once, and one step is
+    # enough for FAN - 1 sequences. Of the equal bounds of empty sequences the last one counts.
+    end = tl.load(cu_seqlens + sequences)
+    if CONTEXT_PARALLEL:
+        end = end // cp_size
+    i_sequence = i_token * 0
+    start = i_token * 0
+    for step in tl.static_range(STEPS):
+        stride = FAN ** (STEPS - 1 - step)
+        i_tried = i_sequence[:, None] + tl.arange(0, FAN)[None, :] * stride  # [BLOCK_TOKENS, FAN]
+        bound = _bounds(cu_seqlens, i_tried, sequences, cp_size, CONTEXT_PARALLEL)
+        m_before = bound <= i_token[:, None]
+        i_sequence += tl.maximum(tl.sum(m_before.to(tl.int32), 1) - 1, 0) * stride
+        start = tl.max(tl.where(m_before, bound, -1), 1)
+    return i_sequence, start, (start >= 0) & (i_token < end)
+
+
+@triton.jit
+def _dual_chunk(i_place, length, cp_size, cp_rank):
+    """Place in the whole sequence: a rank's tokens are chunks cp_rank and 2 cp_size - 1 - cp_rank of 2 cp_size."""
+    chunk = length // 2
+    later = (2 * cp_size - 2 - cp_rank) * chunk + i_place  # tokens of the second chunk begin at ``chunk``
+    return tl.where(i_place < chunk, cp_rank * chunk + i_place, later)
+
+
+@triton.jit
+def _tail(rows, m_row, stride_d, FEATURE: tl.constexpr, TAIL: tl.constexpr, TAIL_BLOCK: tl.constexpr):
+    """Pointers and mask of the features that do not rotate: [BLOCK_TOKENS, BLOCK_HEADS, TAIL_BLOCK] both."""
+    i_feature = tl.arange(0, TAIL_BLOCK)
+    mask = m_row[:, :, None] & (i_feature < TAIL)[None, None, :]
+    return rows[:, :, None] + (FEATURE + i_feature)[None, None, :] * stride_d, mask
+
+
+@triton.jit
+def _multiple(stride, MULTIPLE: tl.constexpr):
+    """The stride, of which the compiler then sees that MULTIPLE divides it, and so how much one load can take."""
+    if MULTIPLE > 1:
+        if isinstance(stride, tl.tensor):  # 1 is a constant
+            stride = stride // MULTIPLE * MULTIPLE
+    return stride
+
+
+@triton.jit
+def _rows(
+    x, key, i_batch, i_token, i_row,
+    stride_s, stride_b, stride_h, key_stride_s, key_stride_b, key_stride_h,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, MULTIPLE: tl.constexpr,
+):  # fmt: skip
+    """Pointers to the first feature of each row, of x or of key: [BLOCK_TOKENS, BLOCK_HEADS]."""
+    stride_s, stride_b = _multiple(stride_s, MULTIPLE), _multiple(stride_b, MULTIPLE)
+    stride_h = _multiple(stride_h, MULTIPLE)
+    # 64-bit offsets: tokens x heads x head_dim may pass 2^31.
+    i_token = i_token.to(tl.int64)
+    rows = x + ((i_batch * stride_b + i_token * stride_s)[:, None] + (i_row.to(tl.int64) * stride_h)[None, :])
+    if KEY_HEADS > 0:
+        key_stride_s, key_stride_b = _multiple(key_stride_s, MULTIPLE), _multiple(key_stride_b, MULTIPLE)
+        key_stride_h = _multiple(key_stride_h, MULTIPLE)
+        i_head = (i_row - HEADS).to(tl.int64)
+        of_key = key + ((i_batch * key_stride_b + i_token * key_stride_s)[:, None] + (i_head * key_stride_h)[None, :])
+        rows = tl.where((i_row < HEADS)[None, :], rows, of_key)
+    return rows
+
+
+@triton.jit
+def _features(PAIR_BLOCK: tl.constexpr, DISTANCE: tl.constexpr, FEATURE: tl.constexpr):
+    """The first and the second feature of each pair: [PAIR_BLOCK] both."""
+    i_pair = tl.arange(0, PAIR_BLOCK)
+    return FEATURE + 2 * i_pair, FEATURE + 2 * i_pair + 1
+
+
+@triton.jit
+def _kept(values, m_row, m_feature):
+    """The values of a tile, and 0 where it has none: [BLOCK_TOKENS, BLOCK_HEADS, block]."""
+    return tl.where(m_row[:, :, None] & m_feature[None, None, :], values, 0.0)
+
+
+@triton.jit
+def _together(values, i_row, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, NORM_ALL: tl.constexpr):
+    """For each row the sum of a number of each row over those that are normalised with it: [BLOCK_TOKENS, BLOCK_HEADS]."""
+    if NORM_ALL:
+        m_query = (i_row < HEADS)[None, :]
+        of_query = tl.sum(tl.where(m_query, values, 0.0), 1)[:, None]
+        if KEY_HEADS > 0:
+            values = tl.where(m_query, of_query, tl.sum(tl.where(m_query, 0.0, values), 1)[:, None])
+        else:
+            values = of_query + tl.zeros_like(values)
+    return values
+
+
+@triton.jit
+def _parts(i_row, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORM_ALL: tl.constexpr):
+    """1 / the number of features that are normalised with each row: [1, BLOCK_HEADS]."""
+    heads = 1 + i_row * 0
+    if NORM_ALL:
+        heads = tl.where(i_row < HEADS, HEADS, KEY_HEADS)
+    return (1.0 / (tl.maximum(heads, 1) * HEAD_DIM).to(tl.float32))[None, :]
+
+
+@triton.jit
+def _reciprocal_norms(
+    squares,
+    i_row,
+    eps,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NORM_ALL: tl.constexpr,
+):
+    """1 / sqrt(mean of the squares + eps), given the sum of each row: [BLOCK_TOKENS, BLOCK_HEADS, 1]."""
+    part = _parts(i_row, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
+    return tl.rsqrt(_together(squares, i_row, HEADS, KEY_HEADS, NORM_ALL) * part + eps)[:, :, None]
+
+
+@triton.jit
+def _weights(
+    weight,
+    key_weight,
+    i_row,
+    i_feature,
+    m_feature,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NORM_ALL: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+):
+    """The weight of each feature of each row, 0 outside the mask: [1, BLOCK_HEADS or 1, block], float32."""
+    m_query = (i_row < HEADS)[:, None]
+    if NORM_ALL:
+        place = (i_row * HEAD_DIM)[:, None] + i_feature[None, :]
+        own = tl.load(weight + place, mask=m_query & m_feature[None, :], other=0.0).to(tl.float32)
+        if KEY_HEADS > 0:
+            m_key = (i_row >= HEADS) & (i_row < HEADS + KEY_HEADS)
+            of_key = key_weight + (place - HEADS * HEAD_DIM)
+            own += tl.load(of_key, mask=m_key[:, None] & m_feature[None, :], other=0.0).to(tl.float32)
+    else:
+        own = tl.load(weight + i_feature, mask=m_feature, other=0.0).to(tl.float32)[None, :]
+        if KEY_HEADS > 0:
+            of_key = tl.load(key_weight + i_feature, mask=m_feature, other=0.0).to(tl.float32)[None, :]
+            own = tl.where(m_query, own, of_key)
+    if ZERO_CENTERED:
+        own += 1.0
+    return own[None, :, :]
+
+
+@triton.jit
+def _scaled(values, reciprocal, weights, dtype: tl.constexpr, ROUNDING: tl.constexpr):
+    """Values by their reciprocal norm and their weight, in float32, rounded between as a model's own code does."""
+    values = values * reciprocal
+    if ROUNDING == "each":
+        values = values.to(dtype).to(tl.float32)
+    values = values * weights
+    if ROUNDING != "once":
+        values = values.to(dtype).to(tl.float32)
+    return values
+
+
+@triton.jit
+def _store_part(
+    partials, part, i_row, i_feature, m_feature,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORM_ALL: tl.constexpr,
+):  # fmt: skip
+    """Store a program's sums of some features, [BLOCK_HEADS, block], to its row of partials."""
+    if NORM_ALL:
+        place = (i_row * HEAD_DIM)[:, None] + i_feature[None, :]
+        mask = (i_row < HEADS + KEY_HEADS)[:, None] & m_feature[None, :]
+        tl.store(partials + place, part, mask=mask)
+    else:
+        m_query = (i_row < HEADS)[:, None]
+        tl.store(partials + i_feature, tl.sum(tl.where(m_query, part, 0.0), 0), mask=m_feature)
+        if KEY_HEADS > 0:
+            tl.store(partials + HEAD_DIM + i_feature, tl.sum(tl.where(m_query, 0.0, part), 0), mask=m_feature)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "offset", "seq", "batch", "angle_rows", "sequences", "cp_size", "cp_rank", "scaling",
+        "position_stride_s", "position_stride_b",
+    ]
+)  # fmt: skip
+def rope_norm_backward_interleaved_freqs(
+    x,  # the gradient of the result
+    out,  # that of the input
+    freqs,
+    cu_seqlens,  # int32 [sequences + 1], PACKED
+    key,
+    key_out,
+    positions,  # int32 or int64: ids, starts, or one offset
+    weight,  # of the norm of x: [HEAD_DIM], or [HEADS * HEAD_DIM] if NORM_ALL
+    key_weight,  # of that of the key; without a key any pointer
+    given,
+    key_given,
+    partials,  # float32 [programs, features of both weights]
+    offset,
+    seq,
+    batch,
+    angle_rows,
+    x_stride_s,
+    x_stride_b,
+    x_stride_h,
+    stride_d,  # of x and of key
+    out_stride_s,
+    out_stride_b,
+    out_stride_h,
+    out_stride_d,  # of both results
+    angle_stride_s,
+    angle_stride_d,
+    sequences,
+    cp_size,
+    cp_rank,
+    scaling,
+    eps,
+    key_stride_s,
+    key_stride_b,
+    key_stride_h,
+    angle_stride_b,
+    position_stride_s,
+    position_stride_b,
+    key_out_stride_s,
+    key_out_stride_b,
+    key_out_stride_h,
+    given_stride_s,
+    given_stride_b,
+    given_stride_h,
+    given_stride_d,  # of both
+    key_given_stride_s,
+    key_given_stride_b,
+    key_given_stride_h,
+    HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,  # pairs that are read and written
+    PAIR_BLOCK: tl.constexpr,  # PAIRS padded to a power of two
+    TAIL: tl.constexpr,  # features that are normalised beside the pairs
+    TAIL_BLOCK: tl.constexpr,
+    PER_FEATURE: tl.constexpr,  # the two entries of a pair may differ
+    BACKWARD: tl.constexpr,  # always
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    ORDER: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    STORE_CACHE: tl.constexpr,
+    PDL: tl.constexpr,
+    MULTIPLE: tl.constexpr,  # divides all strides of rows; 1 if 16 does, which the compiler sees itself
+    ANGLE_MULTIPLE: tl.constexpr,  # the same of those of angles
+    SEARCH_STEPS: tl.constexpr,
+    SEARCH_FAN: tl.constexpr,  # SEARCH_FAN ** SEARCH_STEPS > sequences
+    KEY_HEADS: tl.constexpr,
+    COPIED_HEADS: tl.constexpr,  # none
+    TURNED_PAIRS: tl.constexpr,  # the first of PAIRS rotate
+    PAIR_DISTANCE: tl.constexpr,  # features between the two of a pair, style half
+    FIRST_FEATURE: tl.constexpr,  # of those that rotate
+    TAIL_FEATURE: tl.constexpr,  # the first of TAIL
+    CONJUGATE: tl.constexpr,  # by minus the angle
+    SCALED: tl.constexpr,
+    ANGLES_PER_BATCH: tl.constexpr,
+    POSITIONS: tl.constexpr,  # "order", "offset", "starts" or "ids"
+    PACKED: tl.constexpr,
+    CONTEXT_PARALLEL: tl.constexpr,
+    ANGLE_EVICT: tl.constexpr,  # of a table; inv_freq is read again by every program
+    HEAD_DIM: tl.constexpr,
+    NORM_ALL: tl.constexpr,  # the heads of a tensor are normalised together, and not each head
+    ZERO_CENTERED: tl.constexpr,  # features are multiplied by 1 + weight
+    ROUNDING: tl.constexpr,  # of the forward, whose gradient takes it as exact
+):
+    if PDL:
+        # Let the next kernel's programs take places that fall free; read nothing before the kernel before has ended.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    # 64-bit offsets of features and entries too: a few may lie further apart than 2^31. A stride of 1 is a constant.
+    if isinstance(stride_d, tl.tensor):
+        stride_d = stride_d.to(tl.int64)
+    if isinstance(angle_stride_d, tl.tensor):
+        angle_stride_d = angle_stride_d.to(tl.int64)
+    if isinstance(out_stride_d, tl.tensor):
+        out_stride_d = out_stride_d.to(tl.int64)
+    if isinstance(given_stride_d, tl.tensor):
+        given_stride_d = given_stride_d.to(tl.int64)
+
+    # This program's rows, and the tiles of tokens that it takes: of all batch entries, every ``turns``-th.
+    rows_of_token: tl.constexpr = HEADS + KEY_HEADS
+    row_tiles: tl.constexpr = (rows_of_token + BLOCK_HEADS - 1) // BLOCK_HEADS
+    i_program = tl.program_id(0)
+    turns = tl.num_programs(0) // row_tiles
+    token_tiles = tl.cdiv(seq, BLOCK_TOKENS)
+    i_row = (i_program % row_tiles) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
+    i_pair = tl.arange(0, PAIR_BLOCK)
+    m_pair = i_pair < PAIRS
+    i_first, i_second = _features(PAIR_BLOCK, PAIR_DISTANCE, FIRST_FEATURE)
+    w_first = _weights(weight, key_weight, i_row, i_first, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED)
+    w_second = _weights(
+        weight, key_weight, i_row, i_second, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED
+    )
+    part = _parts(i_row, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
+    sum_first = tl.zeros([BLOCK_TOKENS, BLOCK_HEADS, PAIR_BLOCK], tl.float32)
+    sum_second = sum_first
+    if TAIL > 0:
+        i_tail = TAIL_FEATURE + tl.arange(0, TAIL_BLOCK)
+        m_kept = tl.arange(0, TAIL_BLOCK) < TAIL
+        w_tail = _weights(
+            weight, key_weight, i_row, i_tail, m_kept, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED
+        )
+        sum_tail = tl.zeros([BLOCK_TOKENS, BLOCK_HEADS, TAIL_BLOCK], tl.float32)
+
+    for i_tile in range(i_program // row_tiles, token_tiles * batch, turns):
+        i_batch = (i_tile // token_tiles).to(tl.int64)
+        i_token = (i_tile % token_tiles) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
+        m_token = i_token < seq
+        m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
+        rows = _rows(
+            x, key, i_batch, i_token, i_row,
+            x_stride_s, x_stride_b, x_stride_h, key_stride_s, key_stride_b, key_stride_h, HEADS, KEY_HEADS, MULTIPLE,
+        )  # fmt: skip
+        given_rows = _rows(
+            given, key_given, i_batch, i_token, i_row,
+            given_stride_s, given_stride_b, given_stride_h, key_given_stride_s, key_given_stride_b, key_given_stride_h,
+            HEADS, KEY_HEADS, MULTIPLE,
+        )  # fmt: skip
+        grad_first, grad_second = _load_pairs(
+            rows + FIRST_FEATURE * stride_d, m_row, stride_d, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, LOAD_EVICT
+        )
+        first, second = _load_pairs(
+            given_rows + FIRST_FEATURE * given_stride_d, m_row, given_stride_d,
+            PAIRS, PAIR_BLOCK, PAIR_DISTANCE, LOAD_EVICT,
+        )  # fmt: skip
+        if TAIL > 0:
+            tail, m_tail = _tail(rows, m_row, stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
+            grad_tail = tl.load(tail, mask=m_tail, eviction_policy=LOAD_EVICT)
+            tail, m_tail = _tail(given_rows, m_row, given_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
+            b_tail = tl.load(tail, mask=m_tail, eviction_policy=LOAD_EVICT)
+
+        # The position of each token, and whether it has one: [BLOCK_TOKENS] both.
+        m_inside = m_token
+        if POSITIONS == "ids":
+            p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
+            i_position = tl.load(positions + p_id, mask=m_token, other=0)
+        else:
+            i_sequence = i_batch
+            i_position = i_token
+            length = seq
+            if PACKED:
+                i_sequence, start, m_inside = _sequences(
+                    i_token, cu_seqlens, sequences, cp_size, CONTEXT_PARALLEL, SEARCH_STEPS, SEARCH_FAN
+                )
+                i_position = i_token - start
+                if CONTEXT_PARALLEL:
+                    length = _bounds(cu_seqlens, i_sequence + 1, sequences, cp_size, CONTEXT_PARALLEL) - start
+            if CONTEXT_PARALLEL:
+                i_position = _dual_chunk(i_position, length, cp_size, cp_rank)
+            i_position += offset
+            if POSITIONS == "offset":
+                i_position += tl.load(positions)
+            if POSITIONS == "starts":
+                if PACKED:
+                    i_position += tl.load(
+                        positions + i_sequence.to(tl.int64) * position_stride_b,
+                        mask=m_inside,
+                        other=0,
+                    )
+                else:
+                    i_position += tl.load(positions + i_sequence * position_stride_b)
+
+        # Angles of the tile, [BLOCK_TOKENS, PAIR_BLOCK]; past the rows that there are, NaN.
+        i_pair = tl.arange(0, PAIR_BLOCK)
+        m_known = m_token
+        m_known = m_known & (i_position < angle_rows)
+        m_known = m_known & (i_position >= 0)
+        m_angle = m_known[:, None] & (i_pair < TURNED_PAIRS)[None, :]
+        p_first = (i_pair * (2 if PER_FEATURE else 1))[None, :] * angle_stride_d
+        p_second = p_first + angle_stride_d
+        p_angle = (i_position.to(tl.int64) * _multiple(angle_stride_s, ANGLE_MULTIPLE))[:, None]
+        if ANGLES_PER_BATCH:
+            p_angle += i_batch * _multiple(angle_stride_b, ANGLE_MULTIPLE)
+        cos_first, sin_first = _cos_sin(freqs, p_angle + p_first, m_angle, ANGLE_EVICT)
+        cos_second, sin_second = cos_first, sin_first
+        if PER_FEATURE:
+            cos_second, sin_second = _cos_sin(freqs, p_angle + p_second, m_angle, ANGLE_EVICT)
+        if SCALED:
+            cos_first, sin_first = cos_first * scaling, sin_first * scaling
+            cos_second, sin_second = cos_second * scaling, sin_second * scaling
+        if CONJUGATE:
+            sin_first, sin_second = -sin_first, -sin_second
+        # [BLOCK_TOKENS, 1, PAIR_BLOCK]: the rows of a token share its angles.
+        cos_first, sin_first = cos_first[:, None, :], sin_first[:, None, :]
+        cos_second, sin_second = cos_second[:, None, :], sin_second[:, None, :]
+
+        # z, the gradient of what the norm gave, by the transpose: the sines of the pair change places, and their signs turn.
+        grad_first, grad_second = grad_first.to(tl.float32), grad_second.to(tl.float32)
+        z_first = grad_first * cos_first + grad_second * sin_second
+        z_second = grad_second * cos_second - grad_first * sin_first
+        if TURNED_PAIRS < PAIRS:
+            m_turned = (i_pair < TURNED_PAIRS)[None, None, :]
+            z_first = tl.where(m_turned, z_first, grad_first)
+            z_second = tl.where(m_turned, z_second, grad_second)
+        m_used = m_row & m_inside[:, None]  # tokens that no sequence holds were copied
+        z_first, z_second = _kept(z_first, m_used, m_pair), _kept(z_second, m_used, m_pair)
+        b_first, b_second = _kept(first.to(tl.float32), m_used, m_pair), _kept(second.to(tl.float32), m_used, m_pair)
+        squares = tl.sum(b_first * b_first + b_second * b_second, 2)
+        if TAIL > 0:
+            z_tail = _kept(grad_tail.to(tl.float32), m_used, m_kept)
+            tail_32 = _kept(b_tail.to(tl.float32), m_used, m_kept)
+            squares += tl.sum(tail_32 * tail_32, 2)
+        reciprocal = _reciprocal_norms(squares, i_row, eps, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
+
+        # n, and the sums of z * n for the weights; then y, and what of it lies along n.
+        b_first, b_second = b_first * reciprocal, b_second * reciprocal
+        sum_first += z_first * b_first
+        sum_second += z_second * b_second
+        y_first, y_second = z_first * w_first, z_second * w_second
+        along = tl.sum(y_first * b_first + y_second * b_second, 2)
+        if TAIL > 0:
+            tail_32 = tail_32 * reciprocal
+            sum_tail += z_tail * tail_32
+            y_tail = z_tail * w_tail
+            along += tl.sum(y_tail * tail_32, 2)
+        along = (_together(along, i_row, HEADS, KEY_HEADS, NORM_ALL) * part)[:, :, None]
+        out_first = (reciprocal * (y_first - b_first * along)).to(x.dtype.element_ty)
+        out_second = (reciprocal * (y_second - b_second * along)).to(x.dtype.element_ty)
+        if PACKED:
+            out_first = tl.where(m_inside[:, None, None], out_first, grad_first.to(x.dtype.element_ty))
+            out_second = tl.where(m_inside[:, None, None], out_second, grad_second.to(x.dtype.element_ty))
+        out_rows = _rows(
+            out, key_out, i_batch, i_token, i_row,
+            out_stride_s, out_stride_b, out_stride_h, key_out_stride_s, key_out_stride_b, key_out_stride_h,
+            HEADS, KEY_HEADS, MULTIPLE,
+        )  # fmt: skip
+        _store_pairs(
+            out_rows + FIRST_FEATURE * out_stride_d, m_row, out_stride_d, out_first, out_second,
+            PAIRS, PAIR_BLOCK, PAIR_DISTANCE, STORE_CACHE,
+        )  # fmt: skip
+        if TAIL > 0:
+            out_tail = (reciprocal * (y_tail - tail_32 * along)).to(x.dtype.element_ty)
+            if PACKED:
+                out_tail = tl.where(m_inside[:, None, None], out_tail, grad_tail)
+            tail, m_tail = _tail(out_rows, m_row, out_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
+            tl.store(tail, out_tail, mask=m_tail, cache_modifier=STORE_CACHE)
+
+    features: tl.constexpr = HEAD_DIM * (rows_of_token if NORM_ALL else (2 if KEY_HEADS > 0 else 1))
+    partials += i_program.to(tl.int64) * features
+    _store_part(partials, tl.sum(sum_first, 0), i_row, i_first, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
+    _store_part(partials, tl.sum(sum_second, 0), i_row, i_second, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
+    if TAIL > 0:
+        _store_part(partials, tl.sum(sum_tail, 0), i_row, i_tail, m_kept, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
