@@ -423,7 +423,7 @@ def _rotated_tensor(name: str, x: Any, layout: str) -> None:
         raise ValueError(
             f"{name} must be [{', '.join(layout)}] for tensor_format {layout!r}, got {list(x.shape)}: {hint}"
         )
-    if not x.dtype.is_floating_point or x.dtype.itemsize < 2:  # noqa: PLR2004 - PyTorch has no arithmetic in 8 bits
+    if not x.dtype.is_floating_point or x.element_size() < 2:  # noqa: PLR2004 - PyTorch has no arithmetic in 8 bits
         raise TypeError(
             f"{name} must be floating point of at least 16 bits, got {x.dtype}: convert with .to(torch.bfloat16)"
             + (", or pass torch.view_as_real(x).flatten(-2) with interleaved=True" if x.dtype.is_complex else "")
