@@ -643,7 +643,7 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
     rows = _rows(angles, batch, layout)
     warn_if_heads_come_first(x, given, settings, rows, positions.mode)
     if angles.kind != "inv_freq":
-        _reach(rows, positions, settings, seq, sequences, heads_first_hint(x, rows, layout))
+        _reach(rows, positions, settings, seq, sequences, heads_first_hint(x, rows, layout, positions.mode))
         _values_reach(rows, positions, seq * settings.cp_size, sequences)
     if x.numel() and seq * batch > MAX_TOKENS:
         raise ValueError(f"seq * batch must be at most {MAX_TOKENS}, got {seq * batch}: split the call")

@@ -52,9 +52,9 @@ def warn_if_heads_come_first(x: torch.Tensor, given: Given, settings: Settings, 
     )
 
 
-def heads_first_hint(x: torch.Tensor, rows: int, layout: str) -> str:
+def heads_first_hint(x: torch.Tensor, rows: int, layout: str, mode: str) -> str:
     """The way out for x whose tokens the angles do not reach, if it looks like [b, h, s, d]."""
-    if layout != "bshd" or torch.compiler.is_dynamo_compiling() or x.shape[2] > rows:
+    if layout != "bshd" or mode != "order" or torch.compiler.is_dynamo_compiling() or x.shape[2] != rows:
         return ""
     return "; if x is [b, h, s, d], pass x.transpose(1, 2)"
 
