@@ -41,12 +41,12 @@ def like(*shape: int, **options: Any) -> torch.Tensor:
 Refusal = tuple[dict[str, Any], type[Exception], str]
 TENSORS: dict[str, Refusal] = {
     "layout": ({"tensor_format": "hsbd"}, ValueError, r"tensor_format must be one of .*'hsbd'"),
-    "q-no-tensor": ({"q": [1.0]}, TypeError, "x must be a tensor, got list"),
-    "q-axes": ({"q": like(S, H, D)}, ValueError, r"x must be \[b, s, h, d\] for tensor_format 'bshd', got \[6, 4, 8\]"),
+    "q-no-tensor": ({"q": [1.0]}, TypeError, "q must be a tensor, got list"),
+    "q-axes": ({"q": like(S, H, D)}, ValueError, r"q must be \[b, s, h, d\] for tensor_format 'bshd', got \[6, 4, 8\]"),
     "q-integers": (
         {"q": like(B, S, H, D, dtype=torch.int32)},
         TypeError,
-        "x must be floating point of at least 16 bits, got torch.int32",
+        "q must be floating point of at least 16 bits, got torch.int32",
     ),
     "k-no-tensor": ({"k": 3}, TypeError, "k must be a tensor, got int"),
     "k-axes": ({"k": like(B, S, D)}, ValueError, r"k must be \[b, s, h, d\]"),

@@ -55,7 +55,8 @@ class Sources(NamedTuple):
         angles = next((name for name in names if getattr(given, name) is not None), "freqs")
         ids = given.positions is not None
         positions = "positions" if ids else "offset" if isinstance(given.offset, torch.Tensor) else None
-        apart = given.cos is not None and given.sin is not None and given.cos.stride() != given.sin.stride()
+        both = isinstance(given.cos, torch.Tensor) and isinstance(given.sin, torch.Tensor)
+        apart = both and given.cos.stride() != given.sin.stride()
         bounds = given.cu_seqlens
         return cls(angles, positions, apart or (isinstance(bounds, torch.Tensor) and not bounds.is_contiguous()))
 
@@ -430,6 +431,15 @@ def _rotated_tensor(name: str, x: Any, layout: str) -> None:
         )
 
 
+def _name_of_x(given: Given, settings: Settings) -> str:
+    """What the public function calls the tensor that is x here."""
+    if settings.kv_heads is not None:
+        return "qkv"
+    if given.key is not None:
+        return "q"
+    return "grad_output" if settings.direction == "backward" else "x"
+
+
 def heads_apart(x: Any, settings: Settings) -> bool:
     """Whether a packed qkv with an axis of 3 has strides that do not let that axis and the heads be one axis of a view."""
     axis_of_3 = settings.kv_heads == 0 and isinstance(x, torch.Tensor) and x.ndim == AXES[settings.tensor_format] + 1
@@ -621,7 +631,7 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
         x, copied = packed_heads(x, settings)
         if inplace:
             x, copied = x[..., : x.shape[-2] - copied, :], 0
-    _rotated_tensor("x", x, layout)
+    _rotated_tensor(_name_of_x(given, settings), x, layout)
     if key is not None:
         _check_key(x, key, layout)
     angles = _angles(given, x.device)
@@ -641,10 +651,10 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
     positions = _positions(given, settings, seq, batch, sequences)
     parallel = _context_parallel(settings, seq, sequences)
     rows = _rows(angles, batch, layout)
-    warn_if_heads_come_first(x, given, settings, rows, positions.mode)
     if angles.kind != "inv_freq":
         _reach(rows, positions, settings, seq, sequences, heads_first_hint(x, rows, layout, positions.mode))
         _values_reach(rows, positions, seq * settings.cp_size, sequences)
+        warn_if_heads_come_first(x, given, settings, rows, positions.mode)
     if x.numel() and seq * batch > MAX_TOKENS:
         raise ValueError(f"seq * batch must be at most {MAX_TOKENS}, got {seq * batch}: split the call")
     if inplace:
