@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tuned.launching.plan import tracing
+from tuned.launching.plan import listeners, tracing
 from tuned.lookup.misses import outside
 
 if TYPE_CHECKING:
@@ -20,26 +20,30 @@ if TYPE_CHECKING:
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - no public way to ask
 
 
+def _traced() -> bool:
+    """Whether sizes are symbols, or tensors that a tracer follows."""
+    return torch.compiler.is_dynamo_compiling() or tracing() is not None
+
+
 def readable(tensor: torch.Tensor) -> bool:
     """Whether a tensor's values can be read without waiting for a GPU, and without a tracer that notices."""
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"
-        and not torch.compiler.is_dynamo_compiling()
+        and not _traced()
         and not _wrapped(tensor)
-        and tracing() is None
+        and not listeners()
     )
 
 
 def warn_if_heads_come_first(x: torch.Tensor, given: Given, settings: Settings, rows: int, mode: str) -> None:
     """Warn of x that looks like [b, h, s, d] where [b, s, h, d] is meant: its third axis alone is as long as the angles.
 
-    Under torch.compile nothing is asked: sizes are symbols there, and the operator asks when it runs. Nor of a gradient,
-    whose forward did.
+    A tracer is asked nothing; torch.compile's operator asks when it runs. Nor is a gradient, whose forward was.
     """
     if given.cos is None or settings.tensor_format != "bshd" or settings.kv_heads is not None:
         return
-    if mode != "order" or settings.direction != "forward" or torch.compiler.is_dynamo_compiling():
+    if mode != "order" or settings.direction != "forward" or _traced():
         return
     seq, heads = x.shape[1:3]
     if rows != heads or rows == seq or (given.key is not None and given.key.shape[2] != heads):
@@ -54,7 +58,7 @@ def warn_if_heads_come_first(x: torch.Tensor, given: Given, settings: Settings, 
 
 def heads_first_hint(x: torch.Tensor, rows: int, layout: str, mode: str) -> str:
     """The way out for x whose tokens the angles do not reach, if it looks like [b, h, s, d]."""
-    if layout != "bshd" or mode != "order" or torch.compiler.is_dynamo_compiling() or x.shape[2] != rows:
+    if layout != "bshd" or mode != "order" or _traced() or x.shape[2] != rows:
         return ""
     return "; if x is [b, h, s, d], pass x.transpose(1, 2)"
 
@@ -68,7 +72,7 @@ def refuse_cosines_alone(cache: torch.Tensor) -> None:
     Raises:
         ValueError: the halves of a row are equal.
     """
-    if cache.shape[0] == 0 or cache.shape[1] < 4 or not readable(cache):  # noqa: PLR2004 - two pairs
+    if not readable(cache) or cache.shape[0] == 0 or cache.shape[1] < 4:  # noqa: PLR2004 - two pairs
         return
     for row in (cache[0], cache[-1]):
         cosines, sines = row.detach().chunk(2)
