@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import tuned
 import tuned.nn
-from tests.tuned.test_nn_errors import outcome
+from tests.support.outcome import outcome
 from tuned.compat import flash_attn, flashinfer, liger, transformer_engine, transformers, vllm
 from tuned.dispatch import gru, gru_cell, linear_cat, rope, rope_backward, rope_qk, rope_qkv
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import torch
 
+from tuned.calls.refusal import no_tensor
 from tuned.calls.rope.arguments import whole_number
-from tuned.compat.refusal import no_tensor
 from tuned.dispatch import rope, rope_qkv
 
 PACKED_DIMS = 5  # [batch, seqlen, 3, heads, head_dim]; with heads of q, k and v in one axis there are 4

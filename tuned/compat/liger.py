@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tuned.compat.refusal import no_tensor
+from tuned.calls.refusal import no_tensor
 from tuned.dispatch import rope_qk
 
 

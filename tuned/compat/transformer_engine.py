@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tuned.compat.refusal import no_tensor
+from tuned.calls.refusal import no_tensor
 from tuned.dispatch import rope
 
 

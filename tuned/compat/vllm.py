@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from tuned.calls.refusal import no_tensor
 from tuned.calls.rope.arguments import whole_number
-from tuned.compat.refusal import no_tensor
 from tuned.dispatch import rope_qk
 
 
