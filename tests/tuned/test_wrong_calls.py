@@ -497,6 +497,7 @@ def test_calls_like_those_that_warn_are_served_in_silence() -> None:
             on_x(cos_sin_cache=CACHE[3:]),
             on_x(cos_sin_cache=zeros(ROWS, D)),
             on_x(cos_sin_cache=torch.rand(ROWS, 2)),
+            on_x(cos_sin_cache=torch.rand(ROWS, 1).expand(ROWS, D)),
             on_x(cos_sin_cache=CACHE.to(torch.bfloat16)),
         ):
             call()

@@ -67,12 +67,12 @@ def refuse_cosines_alone(cache: torch.Tensor) -> None:
     """Refuse cosines, or sines, in the place of a cos_sin_cache.
 
     The two halves of a row of cosines are equal where entries are repeated for both features of a pair, and at position 0;
-    no angles have cosines that are all equal to their sines.
+    no angles have cosines that are all equal to their sines. An expanded row, all of one entry, is nobody's cosines.
 
     Raises:
         ValueError: the halves of a row are equal.
     """
-    if not readable(cache) or cache.shape[0] == 0 or cache.shape[1] < 4:  # noqa: PLR2004 - two pairs
+    if not readable(cache) or cache.shape[0] == 0 or cache.shape[1] < 4 or not cache.stride(1):  # noqa: PLR2004 - two pairs
         return
     for row in (cache[0], cache[-1]):
         cosines, sines = row.detach().chunk(2)
