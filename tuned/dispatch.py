@@ -94,7 +94,7 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
             "pair": one entry per pair (flash-attention), half the bytes. The default is "feature" for freqs and "pair" for
             the others. It is never guessed from the width.
         cu_seqlens: int32 ``[sequences + 1]`` on the device of x, where packed sequences start; thd only. Tokens outside
-            every sequence are copied.
+            every sequence are copied. Values on a GPU are not checked.
         max_seqlen: if given, checked against the angles, without synchronizing with the GPU; thd only.
         cos_sin_cache: ``[rows, rotary_dim]``: the cosines of a position's pairs, then their sines (vLLM, FlashInfer).
         inv_freq: radians per position, float32, ``[pairs]``: the angle is position * inv_freq, rounded once to float32;

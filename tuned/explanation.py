@@ -69,7 +69,10 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
             kernels = () if choice.variant is None else FAMILIES[family].kernel_names(spec, choice.variant)
             return _explanation(choice, kernels)
     names = "rope, rope_qk, rope_qkv, rope_backward, qk_norm_rope, apply_rotary_pos_emb, gru_cell, gru, linear_cat, families of tuned.own and modules GRU and GRUCell"
-    raise TypeError(f"explain knows {names}, got {function!r}")
+    called = isinstance(function, (torch.Tensor, tuple))
+    got = f"what a call returned, a {type(function).__name__}" if called else repr(function)
+    way = "as tuned.explain(rope, x, freqs)" if called else "or a module of a model that calls them"
+    raise TypeError(f"explain knows {names}, got {got}: give one of these and then its arguments, {way}")
 
 
 def _of_transformer_engine(*args: Any, **kwargs: Any) -> tuple[Choice, Any]:

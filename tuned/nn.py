@@ -162,7 +162,7 @@ class GRUCell(torch.nn.GRUCell):
                 return known
         try:
             given, batched = cell_arguments(self, input, hx)
-            marks = resets if resets is None or batched else resets.unsqueeze(0)
+            marks = resets.unsqueeze(0) if isinstance(resets, torch.Tensor) and not batched else resets
             out = dispatch.gru_cell(*given, resets=marks)
         except _ARGUMENTS as error:
             if resets is not None or isinstance(input, tuple) or not was_refused(error):
@@ -263,13 +263,17 @@ def gru_arguments(
     batch_sizes = None if packed is None else packed.batch_sizes
     x: Any = input if packed is None else packed.data
     if not isinstance(x, torch.Tensor) or not (hx is None or isinstance(hx, torch.Tensor)):
-        raise TypeError(f"input and hx must be tensors, got {type(x).__name__} and {type(hx).__name__}")
+        raise TypeError(
+            f"input and hx must be tensors, got {type(x).__name__} and {type(hx).__name__}: convert them with torch.as_tensor(...)"
+        )
     if packed is None:
         x, hx = _batched(module, x, hx)
     elif hx is not None:
         hx = module.permute_hidden(hx, packed.sorted_indices)
     if x.shape[-1] != module.input_size:
-        raise ValueError(f"input must have input_size={module.input_size} features, got {x.shape[-1]}")
+        raise ValueError(
+            f"input must have input_size={module.input_size} features, got {x.shape[-1]}: they are its last axis"
+        )
     # Not module._flat_weights: torch.func.functional_call and parametrizations do not update it.
     weights = tuple(getattr(module, name) for name in module._flat_weights_names)  # noqa: SLF001
     expected = module.get_expected_hidden_size(x, batch_sizes)
@@ -277,7 +281,8 @@ def gru_arguments(
         hx = torch.zeros(expected, dtype=x.dtype, device=x.device)
     elif tuple(hx.shape) != expected:
         raise ValueError(
-            f"hx must be [num_layers * directions, batch, hidden] = {list(expected)}, got {list(hx.shape)}"
+            f"hx must be [num_layers * directions, batch, hidden] = {list(expected)}, got {list(hx.shape)}: leave it out for zeros; it "
+            "has no batch_first"
         )
     if resets is not None:
         resets = _marks(module, input, resets)
@@ -304,14 +309,21 @@ def _marks(module: torch.nn.RNNBase, input: Any, resets: Any) -> Any:  # noqa: A
     if isinstance(input, PackedSequence) != isinstance(resets, PackedSequence):
         raise TypeError(
             "resets of a PackedSequence must be one too, packed with the same lengths, and of a tensor a tensor; got "
-            f"{type(input).__name__} and {type(resets).__name__}"
+            f"{type(input).__name__} and {type(resets).__name__}: pack both, or neither"
+        )
+    if not isinstance(resets, (torch.Tensor, PackedSequence)):
+        raise TypeError(
+            f"resets must be a bool tensor, got {type(resets).__name__}: convert it with torch.as_tensor(...)"
         )
     if not isinstance(resets, PackedSequence):
         return resets.unsqueeze(0 if module.batch_first else 1) if input.dim() == 2 else resets  # noqa: PLR2004
     ours, theirs = resets.sorted_indices, input.sorted_indices
     same = (ours is None) == (theirs is None) and (ours is None or torch.equal(ours, theirs))
     if not same or not torch.equal(resets.batch_sizes, input.batch_sizes):
-        raise ValueError("resets must be packed with the lengths, and in the order, of input")
+        raise ValueError(
+            f"resets must be packed with the lengths, and in the order, of input, got batch_sizes {resets.batch_sizes[:8].tolist()} for "
+            f"{input.batch_sizes[:8].tolist()}: pack both with the same lengths and the same enforce_sorted"
+        )
     return resets.data
 
 
@@ -350,9 +362,13 @@ def _cell_at_once(module: GRUCell, x: Any, hx: Any) -> torch.Tensor | None:  # n
 def _batched(module: torch.nn.RNNBase, x: torch.Tensor, hx: torch.Tensor | None) -> tuple[Any, Any]:
     """Input and state with a batch axis."""
     if x.dim() not in (2, 3):
-        raise ValueError(f"input must be 3-D, or 2-D for one sequence without a batch axis, got {x.dim()}-D")
+        raise ValueError(
+            f"input must be 3-D, or 2-D for one sequence without a batch axis, got {x.dim()}-D: reshape it"
+        )
     if hx is not None and hx.dim() != x.dim():
-        raise ValueError(f"for {x.dim()}-D input hx must be {x.dim()}-D too, got {hx.dim()}-D")
+        raise ValueError(
+            f"for {x.dim()}-D input hx must be {x.dim()}-D too, got {hx.dim()}-D: give both a batch axis, or neither"
+        )
     if x.dim() == 3:  # noqa: PLR2004
         return x, hx
     return x.unsqueeze(0 if module.batch_first else 1), None if hx is None else hx.unsqueeze(1)
@@ -372,15 +388,21 @@ def cell_arguments(
     segments = input if isinstance(input, tuple) else (input,)
     for t in (*segments, *(() if hx is None else (hx,))):
         if not isinstance(t, torch.Tensor):
-            raise TypeError(f"input and hx must be tensors, got {type(t).__name__}")
+            raise TypeError(f"input and hx must be tensors, got {type(t).__name__}: segments are a tuple of tensors")
     if not segments:
-        raise ValueError("input must have at least one segment, got an empty tuple")
+        raise ValueError(
+            "input must have at least one segment, got an empty tuple: pass a tensor, or a tuple of tensors"
+        )
     axes = {t.dim() for t in segments}
     if len(axes) > 1 or not axes <= {1, 2}:
-        raise ValueError(f"input must be 1-D or 2-D, all segments alike, got {[t.dim() for t in segments]}")
+        raise ValueError(
+            f"input must be 1-D or 2-D, all segments alike, got {[t.dim() for t in segments]}: give all a batch axis, or none"
+        )
     batched = axes == {2}
     if hx is not None and hx.dim() != (2 if batched else 1):
-        raise ValueError(f"hx must have as many axes as input, {2 if batched else 1}, got {hx.dim()}")
+        raise ValueError(
+            f"hx must have as many axes as input, {2 if batched else 1}, got {hx.dim()}: give both a batch axis, or neither"
+        )
     if not batched:
         segments = tuple(t.unsqueeze(0) for t in segments)
     first = segments[0]
@@ -498,7 +520,11 @@ def replace(model: torch.nn.Module) -> torch.nn.Module:
     Parameters, buffers, hooks and parametrizations stay as they are. A subclass that keeps PyTorch's forward stays a subclass, and
     gets ours. One that has a forward of its own is left alone, with a warning that names it; so is a model without either of the
     two. torch.jit.script compiles torch.nn's modules instead, and leaves those in the model: call ``replace`` again after it.
+
+    Raises:
+        TypeError: model is not a torch.nn.Module.
     """
+    _refuse_no_module("replace", model)
     left, found = [], 0
     for name, module in model.named_modules():
         kind = type(module)
@@ -525,8 +551,22 @@ def replace(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def _refuse_no_module(name: str, model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        what = f"the class {model.__qualname__}" if isinstance(model, type) else type(model).__qualname__
+        raise TypeError(
+            f"tuned.nn.{name} takes a torch.nn.Module, whose GRUs it changes in place, got {what}: pass the model itself; what calls "
+            "torch.gru from a function runs on kernels inside tuned.nn.patched()"
+        )
+
+
 def restore(model: torch.nn.Module) -> torch.nn.Module:
-    """Undo ``replace``: turn every tuned.nn.GRU and GRUCell into torch.nn's; returns the model."""
+    """Undo ``replace``: turn every tuned.nn.GRU and GRUCell into torch.nn's; returns the model.
+
+    Raises:
+        TypeError: model is not a torch.nn.Module.
+    """
+    _refuse_no_module("restore", model)
     back = {ours: theirs for theirs, ours in _SWAPS.items()}
     for module in model.modules():
         kind = type(module)

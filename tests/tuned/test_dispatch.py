@@ -182,7 +182,11 @@ X, FREQS = tensors()
 REFUSED = {
     "angles too short": (lambda: rope(X, FREQS[:3]), ValueError, "3 positions for a sequence of 5; make them"),
     "half precision freqs": (lambda: rope(X, FREQS.half()), TypeError, "must be float32.*convert with .float"),
-    "wrong rotary_dim": (lambda: rope(X, FREQS, rotary_dim=8), ValueError, 'rotary_dim=8.*pass angle_entries="pair"'),
+    "wrong rotary_dim": (
+        lambda: rope(X, FREQS, rotary_dim=8),
+        ValueError,
+        "rotary_dim=8.*rotate 16 features; leave rotary_dim out",
+    ),
     "too many entries": (lambda: rope(X, torch.zeros(9, 40)), ValueError, "even and in .0, head_dim=16"),
     "odd entries": (lambda: rope(X, torch.zeros(9, 7)), ValueError, "even and in"),
     "no angles": (lambda: rope(X), ValueError, "give the angles"),

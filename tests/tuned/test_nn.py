@@ -349,7 +349,7 @@ WRONG = {
     "cell segments": (
         lambda: CELL((torch.zeros(B, 2), torch.zeros(B, 2))),
         ValueError,
-        r"must be \[12, 4\].*got \[12, 6\]",
+        r"x must be \[batch, 6\] for weight_ih of \[12, 6\], got \[3, 4\]",
     ),
     "cell empty": (lambda: CELL(()), ValueError, "at least one segment"),
     "explain": (lambda: tuned.explain(torch.nn.LSTM(1, 1)), TypeError, "explain knows .*gru.*got LSTM"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch import zeros
 from torch.nn.utils.rnn import pack_sequence
 
 import tuned.nn
+from tests.support.outcome import outcome
 from tuned.calls.refusal import was_refused
 from tuned.dispatch import gru, gru_cell
 from tuned.launching import left
@@ -21,18 +21,6 @@ if TYPE_CHECKING:
     Call = Callable[[Any], Any]
 
 I, H, T, B, L = 6, 4, 5, 3, 2  # noqa: E741 - input size
-
-
-def outcome(call: Callable[[], Any]) -> tuple[str, Any]:
-    """The type and the words of what a call raises, or the shapes that it gives."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            found = call()
-        except Exception as error:  # noqa: BLE001 - all of them are compared
-            return type(error).__name__, str(error)
-    found = found if isinstance(found, tuple) else (found,)
-    return "served", [tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__ for t in found]
 
 
 def pack(features: int = I) -> Any:

@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 T = TypeVar("T")
 _MARK = "refused_by_tuned"
 
@@ -31,3 +33,17 @@ def refuses(check: Callable[..., T]) -> Callable[..., T]:
 def was_refused(error: Exception) -> bool:
     """Whether an error comes from an argument check, so that nothing has run."""
     return getattr(error, _MARK, False)
+
+
+def no_tensor(**named: Any) -> TypeError:
+    """The error that names the first of these arguments that is no tensor.
+
+    It is made where a call has failed already: to ask before would cost each call time.
+    """
+    for name, given in named.items():
+        if not isinstance(given, torch.Tensor):
+            return TypeError(
+                f"{name} must be a tensor, got {type(given).__name__}: convert it with torch.as_tensor(...), on the device of the others"
+            )
+    kinds = [type(given).__name__ for given in named.values()]
+    return TypeError(f"{' and '.join(named)} must be plain tensors, got {kinds}: convert them")

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import torch
 
+from tuned.calls.refusal import no_tensor
+from tuned.calls.rope.arguments import whole_number
 from tuned.dispatch import rope, rope_qkv
 
 PACKED_DIMS = 5  # [batch, seqlen, 3, heads, head_dim]; with heads of q, k and v in one axis there are 4
@@ -116,10 +118,12 @@ def apply_rotary_emb_qkv_(  # noqa: PLR0913 - the arguments of flash-attention
     cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
     # Checked here, before q is written; with these equal, the checks of cos and sin cover the rest.
     for name, table in (("cos_k", cos_k), ("sin_k", sin_k)):
+        if not isinstance(table, torch.Tensor) or not isinstance(cos, torch.Tensor):
+            raise no_tensor(cos=cos, **{name: table})
         if (table.shape, table.dtype, table.device) != (cos.shape, cos.dtype, cos.device):
             raise ValueError(
                 f"{name} must have the shape, dtype and device of cos, {list(cos.shape)} {cos.dtype} {cos.device}, "
-                f"got {list(table.shape)} {table.dtype} {table.device}"
+                f"got {list(table.shape)} {table.dtype} {table.device}: make all four tables for the same positions"
             )
     q = qkv[:, :, 0] if kv_heads is None else qkv[:, :, :num_heads_q]
     k = qkv[:, :, 1] if kv_heads is None else qkv[:, :, num_heads_q:-kv_heads]
@@ -151,28 +155,44 @@ def apply_rotary_emb_kv_(
         TypeError, ValueError: an argument is not allowed; nothing has been written.
         RuntimeError: kv cannot be overwritten without losing a gradient; nothing has been written.
     """
-    if kv.ndim != PACKED_DIMS or kv.shape[2] != 2:  # noqa: PLR2004 - k and v
-        raise ValueError(f"kv must be [batch, seqlen, 2, heads, head_dim], got {list(kv.shape)}")
+    try:
+        axes = kv.ndim
+    except AttributeError:
+        raise no_tensor(kv=kv) from None
+    if axes != PACKED_DIMS or kv.shape[2] != 2:  # noqa: PLR2004 - k and v
+        raise ValueError(
+            f"kv must be [batch, seqlen, 2, heads, head_dim], got {list(kv.shape)}: stack k and v with torch.stack((k, v), 2), or for a qkv "
+            "call apply_rotary_emb_qkv_"
+        )
     apply_rotary_emb(kv.select(2, 0), cos, sin, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
     return kv
 
 
 def _kv_heads(qkv: torch.Tensor, num_heads_q: int | None) -> int | None:
     """The number of k's heads in a qkv of four axes; None for a qkv of five."""
-    if qkv.ndim == PACKED_DIMS and qkv.shape[2] == 3:  # noqa: PLR2004 - q, k and v
+    try:
+        axes = qkv.ndim
+    except AttributeError:
+        raise no_tensor(qkv=qkv) from None
+    if axes == PACKED_DIMS and qkv.shape[2] == 3:  # noqa: PLR2004 - q, k and v
         return None
-    if qkv.ndim != PACKED_DIMS - 1:
+    if axes != PACKED_DIMS - 1:
         raise ValueError(
             "qkv must be [batch, seqlen, 3, heads, head_dim] or "
-            f"[batch, seqlen, num_heads_q + 2 * num_heads_k, head_dim], got {list(qkv.shape)}"
+            f"[batch, seqlen, num_heads_q + 2 * num_heads_k, head_dim], got {list(qkv.shape)}: reshape it, and for x that is not packed "
+            "call apply_rotary_emb"
         )
     if num_heads_q is None:
-        raise ValueError("qkv with four axes needs num_heads_q, the number of q's heads")
+        raise ValueError(
+            f"qkv with four axes needs num_heads_q, the number of q's heads, got None for {list(qkv.shape)}: pass it, or give qkv an axis of 3"
+        )
+    if type(num_heads_q) is not int:
+        num_heads_q = whole_number("num_heads_q", num_heads_q)
     rest = qkv.shape[2] - num_heads_q
     kv_heads = rest // 2  # torch.compile does not trace divmod of a dynamic size
     if rest % 2 or num_heads_q < 1 or kv_heads < 1:
         raise ValueError(
             "num_heads_q must be positive and leave an even and positive number of heads for k and v, "
-            f"got num_heads_q={num_heads_q} of {qkv.shape[2]} heads"
+            f"got num_heads_q={num_heads_q} of {qkv.shape[2]} heads: the heads are num_heads_q + 2 * num_heads_k"
         )
     return kv_heads

@@ -10,8 +10,11 @@ They differ from theirs in three ways:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from tuned.calls.refusal import no_tensor
 from tuned.dispatch import rope_qk
 
 
@@ -45,12 +48,17 @@ def liger_rotary_pos_emb(  # noqa: PLR0913 - the arguments of Liger
             f"unsqueeze_dim must be 1, got {unsqueeze_dim}: q and k are [batch, heads, seq, head_dim]; transpose them, or "
             "call tuned.dispatch.rope_qk, which takes [batch, seq, heads, head_dim]"
         )
+    try:
+        _, _, _, head_dim = q.shape
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    except (AttributeError, IndexError, ValueError):
+        raise _wrong(q, k, "[batch, heads, seq, head_dim]", 4) from None
     rotated_q, rotated_k = rope_qk(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
+        q,
+        k,
         None,
-        _first_half(cos, q.shape[-1], "cos"),
-        _first_half(sin, q.shape[-1], "sin"),
+        _first_half(cos, head_dim, "cos"),
+        _first_half(sin, head_dim, "sin"),
         tensor_format="bshd",
         angle_entries="pair",
     )
@@ -75,12 +83,17 @@ def liger_rotary_pos_emb_vision(
     Raises:
         TypeError, ValueError: an argument is not allowed.
     """
+    try:
+        _, _, head_dim = q.shape
+        q, k = q[None], k[None]
+    except (AttributeError, TypeError, ValueError):
+        raise _wrong(q, k, "[seq, heads, head_dim]", 3) from None
     rotated_q, rotated_k = rope_qk(
-        q[None],
-        k[None],
+        q,
+        k,
         None,
-        _first_half(cos, q.shape[-1], "cos"),
-        _first_half(sin, q.shape[-1], "sin"),
+        _first_half(cos, head_dim, "cos"),
+        _first_half(sin, head_dim, "sin"),
         tensor_format="bshd",
         angle_entries="pair",
     )
@@ -88,11 +101,25 @@ def liger_rotary_pos_emb_vision(
     return rotated_q[0], rotated_k[0]
 
 
+def _wrong(q: Any, k: Any, wanted: str, axes: int) -> Exception:
+    """The error for q and k that are not these."""
+    if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor):
+        return no_tensor(q=q, k=k)
+    shapes = f"{list(q.shape)} and {list(k.shape)}"
+    return ValueError(
+        f"q and k must be {wanted}, got {shapes}: reshape them to {axes} axes, or call tuned.dispatch.rope_qk"
+    )
+
+
 def _first_half(angles: torch.Tensor, head_dim: int, name: str) -> torch.Tensor:
     """One entry per pair: [seq, head_dim / 2], or [batch, seq, head_dim / 2] where sequences differ."""
-    if angles.shape[-1] != head_dim:
+    try:
+        width = angles.shape[-1]
+    except AttributeError:
+        raise no_tensor(**{name: angles}) from None
+    if width != head_dim:
         raise ValueError(
-            f"{name} must have head_dim={head_dim} entries per token, got {angles.shape[-1]}; to rotate a part of each head, "
+            f"{name} must have head_dim={head_dim} entries per token, got {width}; to rotate a part of each head, "
             "call tuned.dispatch.rope_qk"
         )
     half = head_dim // 2

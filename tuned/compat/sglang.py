@@ -6,12 +6,10 @@ a CPU.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
+from tuned.calls.refusal import no_tensor
 from tuned.dispatch import qk_norm_rope
-
-if TYPE_CHECKING:
-    import torch
 
 
 def fused_inplace_qknorm_rope(  # noqa: PLR0913 - the arguments of SGLang
@@ -50,6 +48,8 @@ def fused_inplace_qknorm_rope(  # noqa: PLR0913 - the arguments of SGLang
         TypeError, ValueError: an argument is not allowed; nothing has been written.
         RuntimeError: q or k cannot be overwritten without losing a gradient; nothing has been written.
     """
+    if not isinstance(q, torch.Tensor):
+        raise no_tensor(q=q)
     if head_dim and head_dim != q.shape[-1]:
         raise ValueError(
             f"head_dim must be 0 or the features of a head, {q.shape[-1]}, got {head_dim}: give q as [tokens, heads, head_dim]"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tuned.calls.refusal import no_tensor
 from tuned.dispatch import rope
 
 
@@ -44,9 +45,13 @@ def apply_rotary_pos_emb(  # noqa: PLR0913 - the arguments of TransformerEngine
         TypeError, ValueError: an argument is not allowed; nothing has been written.
     """
     del fused
+    try:
+        dtype = freqs.dtype
+    except AttributeError:
+        raise no_tensor(freqs=freqs) from None
     return rope(
         t,
-        freqs if freqs.dtype == torch.float32 else freqs.float(),
+        freqs if dtype == torch.float32 else _radians(freqs),
         tensor_format=tensor_format,
         interleaved=interleaved,
         offset=0 if start_positions is None else start_positions,
@@ -54,3 +59,12 @@ def apply_rotary_pos_emb(  # noqa: PLR0913 - the arguments of TransformerEngine
         cp_size=cp_size,
         cp_rank=cp_rank,
     ).contiguous()  # theirs is, whatever t's strides, and callers view it
+
+
+def _radians(freqs: torch.Tensor) -> torch.Tensor:
+    """Angles in float32, which a complex number is not: .float() drops its imaginary part."""
+    if freqs.is_complex():
+        raise TypeError(
+            f"freqs must be real, angles in radians with one entry per feature, got {freqs.dtype}: take freqs.angle() of each pair, twice"
+        )
+    return freqs.float()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from tuned.calls.refusal import no_tensor
+from tuned.calls.rope.arguments import whole_number
 from tuned.dispatch import qk_norm_rope, rope_qk
 
 
@@ -38,14 +40,25 @@ def rotary_embedding(  # noqa: PLR0913 - the arguments of vLLM
         TypeError, ValueError: an argument is not allowed; nothing has been written.
         RuntimeError: query or key cannot be overwritten without losing a gradient; nothing has been written.
     """
+    if type(head_size) is not int:
+        head_size = whole_number("head_size", head_size)
+    if is_neox is not True and isinstance(is_neox, str):  # it would count as True
+        raise TypeError(f"is_neox must be a bool, got {is_neox!r}: pass True for halves, False for adjacent pairs")
     last = head_size
     if rope_dim_offset:
+        rope_dim_offset = whole_number("rope_dim_offset", rope_dim_offset)
+        if not isinstance(cos_sin_cache, torch.Tensor):
+            raise no_tensor(cos_sin_cache=cos_sin_cache)
         last = rope_dim_offset + cos_sin_cache.shape[-1]
         if not 0 < rope_dim_offset < last <= head_size:
             raise ValueError(
                 "rope_dim_offset and rotary_dim must lie in a head: "
-                f"features {rope_dim_offset} to {last} of head_size={head_size}"
+                f"got features {rope_dim_offset} to {last} of head_size={head_size}: rope_dim_offset is at most head_size - rotary_dim"
             )
+    try:
+        axes = positions.ndim
+    except AttributeError:
+        raise no_tensor(positions=positions) from None
     q = _by_head(query, positions, head_size, "query")
     k = None if key is None else _by_head(key, positions, head_size, "key")
     if rope_dim_offset:
@@ -54,7 +67,7 @@ def rotary_embedding(  # noqa: PLR0913 - the arguments of vLLM
     rope_qk(
         q,
         k,
-        tensor_format="thd" if positions.ndim == 1 else "bshd",
+        tensor_format="thd" if axes == 1 else "bshd",
         interleaved=not is_neox,
         inplace=True,
         cos_sin_cache=cos_sin_cache,
@@ -98,6 +111,10 @@ def fused_qk_norm_rope(  # noqa: PLR0913 - the arguments of vLLM
         RuntimeError: qkv cannot be overwritten without losing a gradient; nothing has been written.
     """
     del forced_token_heads_per_warp
+    if not isinstance(qkv, torch.Tensor):
+        raise no_tensor(qkv=qkv)
+    num_heads_q, num_heads_k = whole_number("num_heads_q", num_heads_q), whole_number("num_heads_k", num_heads_k)
+    num_heads_v, head_dim = whole_number("num_heads_v", num_heads_v), whole_number("head_dim", head_dim)
     heads = num_heads_q + num_heads_k + num_heads_v
     if qkv.ndim != 2 or qkv.shape[1] != heads * head_dim:  # noqa: PLR2004 - axes
         raise ValueError(
@@ -122,11 +139,15 @@ def fused_qk_norm_rope(  # noqa: PLR0913 - the arguments of vLLM
 def _by_head(tensor: torch.Tensor, positions: torch.Tensor, head_size: int, name: str) -> torch.Tensor:
     """A view whose last two axes are heads and head_size."""
     axes = positions.ndim
-    if tensor.ndim == axes + 2 and tensor.shape[-1] == head_size:
+    try:
+        own = tensor.ndim
+    except AttributeError:
+        raise no_tensor(**{name: tensor}) from None
+    if own == axes + 2 and tensor.shape[-1] == head_size:
         return tensor
-    if tensor.ndim != axes + 1 or head_size < 1 or tensor.shape[-1] % head_size:
+    if own != axes + 1 or head_size < 1 or tensor.shape[-1] % head_size:
         raise ValueError(
             f"{name} must have the axes of positions {list(positions.shape)}, then heads * head_size={head_size} features "
-            f"in one axis or two, got {list(tensor.shape)}"
+            f"in one axis or two, got {list(tensor.shape)}: reshape it, or pass positions of its tokens"
         )
     return tensor.view(*tensor.shape[:-1], tensor.shape[-1] // head_size, head_size)

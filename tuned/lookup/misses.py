@@ -52,7 +52,7 @@ def note(family: Family, spec: Any, size: Any, choice: Choice) -> None:
             f"To tune this GPU: {TUNE} --gpu auto; with --quick it takes a minute. "
             "This warning is given once."
         )
-        warnings.warn(text, TunedWarning, stacklevel=_outside())
+        warnings.warn(text, TunedWarning, stacklevel=outside())
     if path := os.environ.get("TUNED_RECORD"):
         _record(path, family, spec, size)
 
@@ -120,7 +120,7 @@ def problem_of(values: Any, where: str) -> tuple[str, Any, Any]:
     return family.name, spec, size
 
 
-def _outside() -> int:
+def outside() -> int:
     """The stacklevel, for a warning of the caller, of the line outside this package that made the call."""
     level, frame = 1, sys._getframe(1)  # noqa: SLF001 - the public ways list all frames
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == ROOT:

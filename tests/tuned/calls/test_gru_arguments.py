@@ -127,7 +127,11 @@ REFUSED = {
         ValueError,
         "each of 2 layers",
     ),
-    "w_ih": (lambda: gru(X, HX, [W[1], *W[1:]]), ValueError, r"w_ih of layer 0, must be \[12, 6\].*got \[12, 4\]"),
+    "w_ih": (
+        lambda: gru(X, HX, [W[1], *W[1:]]),
+        ValueError,
+        r"input must have 4 features, .* w_ih of layer 0, of \[12, 4\] takes, got \[5, 3, 6\]",
+    ),
     "w_ih of layer 1": (
         lambda: gru(X, torch.zeros(4, B, H), weights_of(1, 2) * 2, num_layers=2, bidirectional=True),
         ValueError,
@@ -227,5 +231,5 @@ def test_segments_are_checked_without_being_put_together(monkeypatch: pytest.Mon
     segments, _ = checked_cell((a, b), h, torch.ones(15, 7), torch.ones(15, 5), None, None, inplace=False)
     assert segments[0] is a
     assert segments[1] is b
-    with pytest.raises(ValueError, match=r"weight_ih must be \[15, 7\]"):
+    with pytest.raises(ValueError, match=r"x must be \[batch, 8\] for weight_ih of \[15, 8\], got \[2, 7\]"):
         checked_cell((a, b), h, torch.ones(15, 8), torch.ones(15, 5), None, None, inplace=False)

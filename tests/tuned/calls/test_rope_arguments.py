@@ -41,9 +41,13 @@ def like(*shape: int, **options: Any) -> torch.Tensor:
 Refusal = tuple[dict[str, Any], type[Exception], str]
 TENSORS: dict[str, Refusal] = {
     "layout": ({"tensor_format": "hsbd"}, ValueError, r"tensor_format must be one of .*'hsbd'"),
-    "q-no-tensor": ({"q": [1.0]}, TypeError, "x must be a tensor, got list"),
-    "q-axes": ({"q": like(S, H, D)}, ValueError, r"x must be \[b, s, h, d\] for tensor_format 'bshd', got \[6, 4, 8\]"),
-    "q-integers": ({"q": like(B, S, H, D, dtype=torch.int32)}, TypeError, "x must be floating point, got torch.int32"),
+    "q-no-tensor": ({"q": [1.0]}, TypeError, "q must be a tensor, got list"),
+    "q-axes": ({"q": like(S, H, D)}, ValueError, r"q must be \[b, s, h, d\] for tensor_format 'bshd', got \[6, 4, 8\]"),
+    "q-integers": (
+        {"q": like(B, S, H, D, dtype=torch.int32)},
+        TypeError,
+        "q must be floating point of at least 16 bits, got torch.int32",
+    ),
     "k-no-tensor": ({"k": 3}, TypeError, "k must be a tensor, got int"),
     "k-axes": ({"k": like(B, S, D)}, ValueError, r"k must be \[b, s, h, d\]"),
     "k-batch": (
@@ -193,10 +197,14 @@ POSITIONS: dict[str, Refusal] = {
     "starts-value": (
         {"offset": torch.tensor([0, 7])},
         ValueError,
-        r"offset must keep positions in \[0, 12\).* from 0 to 12",
+        r"offset plus the index of each token must be in \[0, 12\), .*, got 0 to 12",
     ),
-    "offset-value": ({"offset": torch.tensor(-1)}, ValueError, "offset must keep positions in .* from -1 to 4"),
-    "offset-value-ranks": ({"offset": torch.tensor(1), "cp_size": 2}, ValueError, "they go from 1 to 12"),
+    "offset-value": (
+        {"offset": torch.tensor(-1)},
+        ValueError,
+        "offset plus the index of each token must be in .*, got -1 to 4",
+    ),
+    "offset-value-ranks": ({"offset": torch.tensor(1), "cp_size": 2}, ValueError, "got 1 to 12"),
     "ids-list": ({"positions": [0] * S}, TypeError, "positions must be a tensor of int32 or int64, got list"),
     "ids-dtype": ({"positions": IDS.float()}, TypeError, "positions must be int32 or int64, got torch.float32"),
     "ids-device": ({"positions": IDS.to(META)}, ValueError, "positions must be on the device of x"),
@@ -224,9 +232,9 @@ POSITIONS: dict[str, Refusal] = {
     ),
     "ids-and-length": ({"positions": IDS, "max_seqlen": 6}, ValueError, "positions cannot be combined with cu_seqlens"),
     "ids-and-ranks": ({"positions": IDS, "cp_size": 2}, ValueError, "positions cannot be combined with cu_seqlens"),
-    "ids-past": ({"positions": IDS + 12}, ValueError, r"positions must keep positions in \[0, 12\), .* from 12 to 12"),
-    "ids-below": ({"positions": IDS - 1}, ValueError, "they go from -1 to -1"),
-    "ids-wrapped": ({"positions": IDS + 2**32}, ValueError, "they go from 4294967296 to"),
+    "ids-past": ({"positions": IDS + 12}, ValueError, r"positions must be in \[0, 12\), .*, got 12 to 12"),
+    "ids-below": ({"positions": IDS - 1}, ValueError, "got -1 to -1"),
+    "ids-wrapped": ({"positions": IDS + 2**32}, ValueError, "got 4294967296 to"),
     "rank": (
         {"cp_size": 2, "cp_rank": 2},
         ValueError,
@@ -290,7 +298,7 @@ PACKED: dict[str, Refusal] = {
     "start": (
         {"tensor_format": "thd", "cu_seqlens": BOUNDS, "offset": torch.tensor([0, 12])},
         ValueError,
-        "offset must keep positions in",
+        r"offset plus the index of each token must be in \[0, 12\), .*, got 0 to 12",
     ),
 }
 FEATURES: dict[str, Refusal] = {

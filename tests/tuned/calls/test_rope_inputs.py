@@ -56,13 +56,14 @@ def new(*shape, grad=False):
     return torch.randn(*shape).requires_grad_(grad)
 freqs, cos, sin, cache = torch.rand(8, D), torch.rand(8, D // 2), torch.rand(8, D // 2), torch.rand(8, D)
 ids, starts, bounds = torch.arange(S), torch.arange(B), torch.tensor([0, 3, S], dtype=torch.int32)
+whole = torch.tensor([0, 4, 2 * S], dtype=torch.int32)  # of two ranks
 for _ in range(3):
     for grad in (False, True):
         q, k, qkv = new(B, S, H, D, grad=grad), new(B, S, K, D, grad=grad), new(B, S, H + 2 * K, D, grad=grad)
         outs = [rope(q, freqs), *rope_qk(q, k, None, cos, sin), rope_qkv(qkv, None, cos, sin, kv_heads=K),
                 rope_backward(q, freqs), rope(q, inv_freq=cos[0], offset=3), rope(q, cos_sin_cache=cache, offset=starts),
                 rope(q, None, cos, sin, positions=ids), rope(q[0], None, cos, sin, tensor_format="thd", cu_seqlens=bounds),
-                rope(q[0], None, cos, sin, tensor_format="thd", cu_seqlens=bounds, cp_size=2, max_seqlen=3),
+                rope(q[0], None, cos, sin, tensor_format="thd", cu_seqlens=whole, cp_size=2, max_seqlen=4),
                 flash_attn.apply_rotary_emb(q, cos, sin), transformer_engine.apply_rotary_pos_emb(q, freqs[:, None, None]),
                 *liger.liger_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), freqs[None, :S], freqs[None, :S]),
                 *liger.liger_rotary_pos_emb_vision(q[0], k[0], freqs[:S], freqs[:S]),
@@ -200,8 +201,10 @@ def test_bounds_of_a_known_class_must_still_be_bounds(watch: Watch, known: list[
         whole = run(0, 32)
         with pytest.raises(ValueError, match="needs cu_seqlens"):
             run()
-        for none in ((0,), (0, 0), (0, 0, 0), (32,)):
+        for none in ((0,), (0, 0), (0, 0, 0), (31,)):
             torch.testing.assert_close(run(*none), x)
+        with pytest.warns(UserWarning, match="as lengths do"):
+            torch.testing.assert_close(run(32), x)
         torch.testing.assert_close(run(0, 0, 4, 4, 32), torch.cat((whole[:4], whole[:28])))
     assert any(known)
     assert watch.direct

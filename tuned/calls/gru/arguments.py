@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from tuned.calls.products import autocast_dtype
 from tuned.calls.refusal import refuses
+
+STARTS = "pass where sequences start, and the end of the last: torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +58,13 @@ def gru_call(  # noqa: PLR0913 - the arguments of the public call
     resets: Any = None,
 ) -> GruCall:
     """Check the arguments of tuned.dispatch.gru; see there."""
+    if not isinstance(weights, (tuple, list)) and (
+        isinstance(weights, torch.Tensor) or not isinstance(weights, Iterable)
+    ):
+        raise TypeError(
+            f"weights must be the tensors of each layer and direction, in order, got {type(weights).__name__}: pass "
+            "tuple(module.parameters()) of a torch.nn.GRU, or call tuned.nn.GRU"
+        )
     call = GruCall(
         input=input,
         hx=hx,
@@ -83,17 +93,26 @@ def check_gru(call: GruCall) -> None:
     """
     for name, tensor in (("input", call.input), ("hx", call.hx), *_named(call)):
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}: {_tensor_hint(name, tensor)}")
+    if isinstance(call.num_layers, (str, float)) or call.num_layers is None:
+        raise TypeError(f"num_layers must be an int, got {call.num_layers!r}: convert it with int(...)")
     if call.num_layers < 1:
-        raise ValueError(f"num_layers must be at least 1, got {call.num_layers}")
+        raise ValueError(
+            f"num_layers must be at least 1, got {call.num_layers}: pass the number of layers that weights has"
+        )
+    if isinstance(call.dropout, str) or call.dropout is None:
+        raise TypeError(
+            f"dropout must be a number, got {call.dropout!r}: convert it with float(...), or leave it out for 0"
+        )
     if not 0 <= call.dropout <= 1:
-        raise ValueError(f"dropout must be a probability in [0, 1], got {call.dropout}")
+        raise ValueError(f"dropout must be a probability in [0, 1], got {call.dropout}: leave it out for 0")
     batch = _batch(call)
     directions = 2 if call.bidirectional else 1
     stacked = call.num_layers * directions
     if call.hx.ndim != 3 or call.hx.shape[0] != stacked or call.hx.shape[1] != batch:  # noqa: PLR2004
         raise ValueError(
-            f"hx must be [num_layers * directions, batch, hidden] = [{stacked}, {batch}, hidden], got {list(call.hx.shape)}"
+            f"hx must be [num_layers * directions, batch, hidden] = [{stacked}, {batch}, hidden], got {list(call.hx.shape)}: "
+            + _state_hint(call, stacked, batch)
         )
     _check_weights(call, stacked, directions)
     _check_alike(call)
@@ -106,11 +125,38 @@ def _check_resets(call: GruCall, resets: Any) -> None:
         what = resets.dtype if isinstance(resets, torch.Tensor) else type(resets).__name__
         raise TypeError(f"resets must be a bool tensor, got {what}: convert with .bool()")
     if resets.device != call.input.device:
-        raise ValueError(f"resets must be on the device of input, {call.input.device}, got {resets.device}")
+        raise ValueError(
+            f"resets must be on the device of input, {call.input.device}, got {resets.device}: move it with .to()"
+        )
     if resets.shape != call.input.shape[:-1]:
         raise ValueError(
-            f"resets must have a mark for each step of input, {list(call.input.shape[:-1])}, got {list(resets.shape)}"
+            f"resets must have a mark for each step of input, {list(call.input.shape[:-1])}, got {list(resets.shape)}: "
+            + (
+                "transpose it"
+                if resets.shape == call.input.shape[:-1][::-1]
+                else "expand marks of sequences to their steps"
+            )
         )
+
+
+def _tensor_hint(name: str, given: Any) -> str:
+    """The way out for what is no tensor."""
+    if hasattr(given, "batch_sizes"):
+        return "pass the data of a PackedSequence, with batch_sizes=packed.batch_sizes"
+    if name == "hx":
+        return "pass torch.zeros(num_layers * directions, batch, hidden) for a state that is none"
+    return "convert it with torch.as_tensor(...)" if name == "input" else "without biases pass bias=False"
+
+
+def _state_hint(call: GruCall, stacked: int, batch: int) -> str:
+    """The way out for an hx of another shape."""
+    hx = call.hx
+    if hx.ndim == 2 and hx.shape[0] == batch and stacked == 1:  # noqa: PLR2004
+        return "pass hx[None], with the axis of layers"
+    dense = call.batch_sizes is None and call.cu_seqlens is None
+    if hx.ndim == 3 and dense and hx.shape[1] == call.input.shape[1 if call.batch_first else 0]:  # noqa: PLR2004
+        return f"if input is {'[seq, batch' if call.batch_first else '[batch, seq'}, features], pass batch_first={not call.batch_first}"
+    return "give each layer, direction and sequence its state; hx has no batch_first"
 
 
 def _named(call: GruCall) -> list[tuple[str, Any]]:
@@ -120,9 +166,11 @@ def _named(call: GruCall) -> list[tuple[str, Any]]:
 def _batch(call: GruCall) -> int:
     """The number of sequences of a call: dense, packed or thd."""
     if call.batch_sizes is not None and call.cu_seqlens is not None:
-        raise ValueError("give batch_sizes (of a PackedSequence) or cu_seqlens, not both")
+        raise ValueError("give batch_sizes (of a PackedSequence) or cu_seqlens, not both, got both: leave one out")
     if call.max_seqlen is not None and call.cu_seqlens is None:
-        raise ValueError("max_seqlen is for cu_seqlens, which is not given")
+        raise ValueError(
+            f"max_seqlen is for cu_seqlens, which is not given, got {call.max_seqlen}: leave it out, or pass cu_seqlens"
+        )
     if call.batch_sizes is None and call.cu_seqlens is None:
         if call.input.ndim != 3:  # noqa: PLR2004
             raise ValueError(
@@ -131,12 +179,16 @@ def _batch(call: GruCall) -> int:
             )
         seq, batch = call.input.shape[:2] if not call.batch_first else (call.input.shape[1], call.input.shape[0])
         if seq < 1:
-            raise ValueError(f"a sequence must have at least 1 step, got input of {list(call.input.shape)}")
+            raise ValueError(
+                f"a sequence must have at least 1 step, got input of {list(call.input.shape)}: skip the call where there is none"
+            )
         return batch
     if call.input.ndim != 2:  # noqa: PLR2004
         raise ValueError(f"packed input must be [rows, features], got {list(call.input.shape)}")
     if call.batch_first:
-        raise ValueError("packed input has no batch axis: batch_first must be False")
+        raise ValueError(
+            f"packed input has no batch axis: batch_first must be False, got {call.batch_first}: leave it out"
+        )
     return _packed_batch(call) if call.cu_seqlens is None else _thd_batch(call)
 
 
@@ -144,16 +196,25 @@ def _packed_batch(call: GruCall) -> int:
     sizes = call.batch_sizes
     if not isinstance(sizes, torch.Tensor) or sizes.dtype != torch.int64 or sizes.device.type != "cpu":
         what = f"{sizes.dtype} on {sizes.device}" if isinstance(sizes, torch.Tensor) else type(sizes).__name__
-        raise TypeError(f"batch_sizes must be an int64 tensor on the CPU, as PackedSequence has it, got {what}")
+        raise TypeError(
+            f"batch_sizes must be an int64 tensor on the CPU, as PackedSequence has it, got {what}: pass packed.batch_sizes"
+        )
     if sizes.ndim != 1 or sizes.numel() < 1:
-        raise ValueError(f"batch_sizes must be [steps] with at least 1 step, got {list(sizes.shape)}")
+        raise ValueError(
+            f"batch_sizes must be [steps] with at least 1 step, got {list(sizes.shape)}: pass packed.batch_sizes"
+        )
     if not _has_values(sizes):
         return call.hx.shape[1] if call.hx.ndim > 1 else -1  # the operator checks the values when it runs
     rows: list[int] = sizes.tolist()
     if rows[-1] < 1 or rows != sorted(rows, reverse=True):
-        raise ValueError("batch_sizes must not increase and be at least 1: pack with torch.nn.utils.rnn")
+        raise ValueError(
+            f"batch_sizes must not increase and be at least 1, got {rows[:8]}: pack with torch.nn.utils.rnn, or give lengths by "
+            "cu_seqlens"
+        )
     if sum(rows) != call.input.shape[0]:
-        raise ValueError(f"batch_sizes add up to {sum(rows)} rows, but input has {call.input.shape[0]}")
+        raise ValueError(
+            f"batch_sizes add up to {sum(rows)} rows, but input has {call.input.shape[0]}: pass data and batch_sizes of one PackedSequence"
+        )
     return rows[0]
 
 
@@ -163,16 +224,21 @@ def _thd_batch(call: GruCall) -> int:
         what = bounds.dtype if isinstance(bounds, torch.Tensor) else type(bounds).__name__
         raise TypeError(f"cu_seqlens must be an int32 tensor, got {what}: convert with .to(torch.int32)")
     if bounds.device != call.input.device:
-        raise ValueError(f"cu_seqlens must be on the device of input, {call.input.device}, got {bounds.device}")
+        raise ValueError(
+            f"cu_seqlens must be on the device of input, {call.input.device}, got {bounds.device}: move it with .to()"
+        )
     if bounds.ndim != 1 or bounds.numel() < 1:
-        raise ValueError(f"cu_seqlens must be [sequences + 1], got {list(bounds.shape)}")
+        raise ValueError(f"cu_seqlens must be [sequences + 1], got {list(bounds.shape)}: {STARTS}")
     if isinstance(call.max_seqlen, torch.Tensor):
         raise TypeError(
             "max_seqlen must be an int, got a tensor: pass max_seqlen.item(), which synchronizes with the GPU, or keep an int"
         )
+    if isinstance(call.max_seqlen, (float, str)):
+        raise TypeError(f"max_seqlen must be an int, got {call.max_seqlen!r}: convert it with int(...)")
     if call.max_seqlen is None or call.max_seqlen < 0:
         raise ValueError(
-            f"cu_seqlens needs max_seqlen, the longest length, got {call.max_seqlen}: reading it from a GPU would synchronize"
+            f"cu_seqlens needs max_seqlen, the longest length, got {call.max_seqlen}: reading it from a GPU would synchronize, so pass it as "
+            "an int, or any bound that is as long"
         )
     if bounds.device.type == "cpu" and _has_values(bounds):
         check_lengths(bounds.tolist(), call.input.shape[0], call.max_seqlen)
@@ -188,13 +254,15 @@ def check_lengths(bounds: list[int], rows: int, max_seqlen: int) -> None:
     """Raise ValueError if the values of cu_seqlens do not fit the rows of the input and max_seqlen."""
     if bounds[0] != 0 or bounds[-1] != rows:
         raise ValueError(
-            f"cu_seqlens must start at 0 and end at the {rows} rows of input, got {bounds[0]} and {bounds[-1]}"
+            f"cu_seqlens must start at 0 and end at the {rows} rows of input, got {bounds[0]} and {bounds[-1]}: if these are lengths, {STARTS}"
         )
     lengths = [after - before for before, after in itertools.pairwise(bounds)]
     if min(lengths, default=0) < 0:
-        raise ValueError(f"cu_seqlens must not decrease, but one length is {min(lengths)}")
+        raise ValueError(
+            f"cu_seqlens must not decrease, but one length is {min(lengths)}: if these are lengths, {STARTS}"
+        )
     if max(lengths, default=0) > max_seqlen:
-        raise ValueError(f"max_seqlen={max_seqlen} is less than the longest length, {max(lengths)}")
+        raise ValueError(f"max_seqlen={max_seqlen} is less than the longest length, {max(lengths)}: pass at least that")
 
 
 def _check_weights(call: GruCall, stacked: int, directions: int) -> None:
@@ -202,27 +270,62 @@ def _check_weights(call: GruCall, stacked: int, directions: int) -> None:
     if len(call.weights) != stacked * a_set:
         raise ValueError(
             f"weights must be {a_set} tensors for each of {stacked} layers and directions "
-            f"({'w_ih, w_hh, b_ih, b_hh' if call.has_biases else 'w_ih, w_hh'}), got {len(call.weights)}"
+            f"({'w_ih, w_hh, b_ih, b_hh' if call.has_biases else 'w_ih, w_hh'}), got {len(call.weights)}: "
+            + _count_hint(call, stacked)
         )
     for index, weight in enumerate(call.weights):
         part, layer = index % a_set, index // a_set // directions
         features = call.input.shape[-1] if layer == 0 else directions * hidden
         wanted = ((3 * hidden, features), (3 * hidden, hidden), (3 * hidden,), (3 * hidden,))[part]
         if weight.shape != wanted:
+            _check_beside_weights(call, hidden)
             raise ValueError(
                 f"weights[{index}], {('w_ih', 'w_hh', 'b_ih', 'b_hh')[part]} of layer {layer}, must be {list(wanted)} for "
                 f"input of {list(call.input.shape)} and hx of {list(call.hx.shape)}, got {list(weight.shape)}"
             )
 
 
+def _count_hint(call: GruCall, stacked: int) -> str:
+    """The way out for a wrong number of weights."""
+    count, without = len(call.weights), "without" if call.has_biases else "with"
+    if count == stacked * (2 if call.has_biases else 4):
+        return f"for weights {without} biases pass bias={not call.has_biases}"
+    return "pass tuple(module.parameters()) of a torch.nn.GRU, with its num_layers, bias and bidirectional"
+
+
+def _check_beside_weights(call: GruCall, hidden: int) -> None:
+    """Blame hx or input where the first layer's weights fit each other, and not these."""
+    w_ih, w_hh = call.weights[:2]
+    if w_ih.ndim != 2 or w_hh.ndim != 2 or w_ih.shape[0] != w_hh.shape[0] or w_hh.shape[0] != 3 * w_hh.shape[1]:  # noqa: PLR2004
+        return
+    if hidden != w_hh.shape[1]:
+        raise ValueError(
+            f"hx must have hidden = {w_hh.shape[1]}, as w_hh of {list(w_hh.shape)} has, got {list(call.hx.shape)}: give the state of "
+            "these weights"
+        )
+    if call.input.shape[-1] != w_ih.shape[1]:
+        raise ValueError(
+            f"input must have {w_ih.shape[1]} features, as weights[0], w_ih of layer 0, of {list(w_ih.shape)} takes, got "
+            f"{list(call.input.shape)}: features are the last axis of input"
+        )
+
+
 def _check_alike(call: GruCall) -> None:
     """Check that all tensors have one device and one floating point dtype; under autocast dtypes may differ."""
     device, dtype = call.input.device, call.input.dtype
     if not dtype.is_floating_point:
-        raise TypeError(f"input must be floating point, got {dtype}")
+        raise TypeError(f"input must be floating point, got {dtype}: convert with .to(hx.dtype)")
     casts = autocast_dtype(device.type) is not None
+    if call.input.element_size() < 2 and not casts:  # noqa: PLR2004 - PyTorch has no arithmetic in 8 bits
+        raise TypeError(
+            f"input must be floating point of at least 16 bits, got {dtype}: convert all with .to(torch.bfloat16)"
+        )
     for name, tensor in (("hx", call.hx), *_named(call)):
         if tensor.device != device:
-            raise ValueError(f"all tensors must be on the device of input, {device}; {name} is on {tensor.device}")
+            raise ValueError(
+                f"all tensors must be on the device of input, {device}; {name} is on {tensor.device}: move it with .to()"
+            )
         if tensor.dtype != dtype and not (casts and tensor.dtype.is_floating_point):
-            raise TypeError(f"all tensors must have the dtype of input, {dtype}; {name} is {tensor.dtype}")
+            raise TypeError(
+                f"all tensors must have the dtype of input, {dtype}; {name} is {tensor.dtype}: convert one with .to(), or use torch.autocast"
+            )

@@ -107,7 +107,7 @@ def known(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...]) -> Result | 
         ):
             return _by_torch(x, hx, weights, settings)
         plan = _PLANS.get(_key(x, hx, weights, settings))
-    except NO_KEY:
+    except (*NO_KEY, LookupError):  # no weights, or weights by name
         return None
     return None if plan is None else plan(x, hx, weights)
 

@@ -9,6 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tuned.calls.rope.mistakes import (
+    complex_hint,
+    heads_first_hint,
+    refuse_bounds,
+    refuse_cosines_alone,
+    warn_if_heads_come_first,
+)
 from tuned.families.rope.launches import RopeCall
 from tuned.families.rope.spec import ANGLE_ENTRIES, LAYOUTS, NORMS, ROTATED, ROUNDINGS, RopeSize, RopeSpec
 
@@ -51,10 +58,10 @@ class Sources(NamedTuple):
         angles = next((name for name in names if getattr(given, name) is not None), "freqs")
         ids = given.positions is not None
         positions = "positions" if ids else "offset" if isinstance(given.offset, torch.Tensor) else None
-        apart = given.cos is not None and given.sin is not None and given.cos.stride() != given.sin.stride()
+        both = isinstance(given.cos, torch.Tensor) and isinstance(given.sin, torch.Tensor)
+        apart = both and given.cos.stride() != given.sin.stride()
         dense = (given.cu_seqlens, given.weight, given.key_weight)
-        apart = apart or any(isinstance(t, torch.Tensor) and not t.is_contiguous() for t in dense)
-        return cls(angles, positions, apart)
+        return cls(angles, positions, apart or any(isinstance(t, torch.Tensor) and not t.is_contiguous() for t in dense))
 
     def given(  # noqa: PLR0913 - those of Plan.run
         self,
@@ -170,34 +177,51 @@ def offset_of(offset: Any, positions: Any) -> Any:
     if not isinstance(offset, torch.Tensor):
         return whole_number("offset", offset)
     if positions is not None:
-        raise ValueError("give positions or an offset, not both: add the offset to the positions")
+        raise ValueError(f"give positions or an offset, not both, got {_both(offset)}: add the offset to the positions")
     return offset
+
+
+def _both(offset: Any) -> str:
+    """An offset that stands beside positions, in words."""
+    return f"positions and an offset of {list(offset.shape) if isinstance(offset, torch.Tensor) else offset}"
 
 
 def _angle_tensor(name: str, tensor: Any, device: torch.device, *, batched: bool = False) -> torch.Tensor:
     """A view of a tensor of angles as [rows, entries], or, if ``batched``, maybe [batch, rows, entries]."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}: convert it with torch.as_tensor(...)")
     if tensor.device != device:
         raise ValueError(f"{name} must be on the device of x, {device}, got {tensor.device}: move it with .to()")
     if tensor.dtype not in ANGLE_DTYPES:
-        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
+        raise TypeError(
+            f"{name} must be {'real: ' if tensor.is_complex() else ''}float16, bfloat16, float32 or float64, got {tensor.dtype}: "
+            + complex_hint(name, tensor)
+        )
     if tensor.ndim == 2 or (batched and tensor.ndim == 3):  # noqa: PLR2004
         return tensor
     if tensor.ndim < 2 or any(n != 1 for n in tensor.shape[1:-1]):  # noqa: PLR2004
         allowed = "[rows, entries], [batch, rows, entries]" if batched else "[rows, entries]"
         raise ValueError(
             f"{name} must be {allowed}, or have axes of length 1 between rows and entries, as [rows, 1, 1, entries]; "
-            f"got {list(tensor.shape)}"
+            f"got {list(tensor.shape)}: {_shape_hint(name, tensor)}"
         )
     return tensor.reshape(tensor.shape[0], tensor.shape[-1])
+
+
+def _shape_hint(name: str, tensor: torch.Tensor) -> str:
+    if tensor.ndim > 2 and tensor.shape[0] == 1:  # noqa: PLR2004
+        return f"pass {name}.squeeze(0), whose rows all sequences share"
+    if tensor.ndim == 4 and tensor.shape[1] == 1:  # noqa: PLR2004
+        return f"pass {name}.squeeze(1), without the axis of heads"
+    return "give one row per position, without axes of heads, and for each token's own position give positions"
 
 
 def _radians(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype != torch.float32:
         raise TypeError(
-            f"{name} must be float32, got {tensor.dtype}: 16 bits cannot resolve an angle of 1e5 rad; "
-            "convert with .float(), or better make the angles in float32; or pass cos and sin"
+            f"{name} must be float32, got {tensor.dtype}: "
+            + ("" if tensor.dtype == torch.float64 else "16 bits cannot resolve an angle of 1e5 rad; ")
+            + "convert with .float(), or better make the angles in float32; or pass cos and sin"
         )
     return tensor
 
@@ -212,9 +236,13 @@ def _angles(given: Given, device: torch.device) -> Angles:
     }
     named = [name for name, is_given in sources.items() if is_given]
     if not named:
-        raise ValueError("give the angles: freqs in radians, both cos and sin, a cos_sin_cache, or inv_freq")
+        raise ValueError(
+            "give the angles: freqs in radians, both cos and sin, a cos_sin_cache, or inv_freq; got none of them"
+        )
     if len(named) > 1:
-        raise ValueError(f"give one source of angles, got {' and '.join(named)}: leave out all but one")
+        swapped = given.freqs is not None and given.cos is not None and given.sin is None
+        hint = "; cos and sin after x are taken as freqs and cos: name them, as cos=..., sin=..." if swapped else ""
+        raise ValueError(f"give one source of angles, got {' and '.join(named)}: leave out all but one{hint}")
     if given.freqs is not None:
         return Angles("freqs", _radians("freqs", _angle_tensor("freqs", given.freqs, device)), None)
     if given.inv_freq is not None:
@@ -224,8 +252,9 @@ def _angles(given: Given, device: torch.device) -> Angles:
         if cache.shape[1] % 2:
             raise ValueError(
                 "cos_sin_cache must have rows of cosines followed by as many sines, so an even number of entries; "
-                f"got {cache.shape[1]}"
+                f"got {cache.shape[1]}: concatenate them with torch.cat((cos, sin), -1), one entry per pair each"
             )
+        refuse_cosines_alone(cache)
         half = cache.shape[1] // 2
         return Angles("cos_sin", cache[:, :half], cache[:, half:])
     return _cos_sin(given.cos, given.sin, device)
@@ -234,18 +263,23 @@ def _angles(given: Given, device: torch.device) -> Angles:
 def _inv_freq(inv_freq: Any, device: torch.device) -> torch.Tensor:
     if not isinstance(inv_freq, torch.Tensor) or inv_freq.ndim != 1:
         what = list(inv_freq.shape) if isinstance(inv_freq, torch.Tensor) else type(inv_freq).__name__
-        raise ValueError(f"inv_freq must be a tensor of [pairs], in radians per position, got {what}")
+        raise ValueError(
+            f"inv_freq must be a tensor of [pairs], in radians per position, got {what}: make it with "
+            "base ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)"
+        )
     return _radians("inv_freq", _angle_tensor("inv_freq", inv_freq[None], device))
 
 
 def _cos_sin(cos: Any, sin: Any, device: torch.device) -> Angles:
     if cos is None or sin is None:
-        raise ValueError("give both cos and sin, or freqs in radians")
+        raise ValueError(
+            f"give both cos and sin, got {'sin' if cos is None else 'cos'} alone: pass the other too, or freqs in radians"
+        )
     cos, sin = (_angle_tensor(n, t, device, batched=True) for n, t in (("cos", cos), ("sin", sin)))
     if cos.shape != sin.shape or cos.dtype != sin.dtype:
         raise ValueError(
             f"cos and sin must have the same shape and dtype, got {list(cos.shape)} {cos.dtype} "
-            f"and {list(sin.shape)} {sin.dtype}"
+            f"and {list(sin.shape)} {sin.dtype}: take both from the same angles, with .cos() and .sin()"
         )
     if cos.stride() != sin.stride():  # the kernel has one set of strides for both; the copies are small
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -262,16 +296,21 @@ def _rotary_dim(entries: int, angle_entries: str, settings: Settings, head_dim: 
     implied = entries if angle_entries == "feature" else 2 * entries
     told = f"angles with {entries} entries, one per {angle_entries}, rotate {implied} features"
     other = "pair" if angle_entries == "feature" else "feature"
+    others = 2 * entries if angle_entries == "feature" else entries
     if settings.rotary_dim is not None and settings.rotary_dim != implied:
-        raise ValueError(
-            f"rotary_dim={settings.rotary_dim} does not fit: {told}; if each entry is for a {other}, "
-            f'pass angle_entries="{other}"'
-        )
-    if implied % 2 or not 0 < implied <= head_dim:
-        raise ValueError(
-            f"rotary_dim must be even and in (0, head_dim={head_dim}], but {told}; "
+        hint = (
             f'if each entry is for a {other}, pass angle_entries="{other}"'
+            if settings.rotary_dim == others
+            else "leave rotary_dim out, or give angles of that many features"
         )
+        raise ValueError(f"rotary_dim={settings.rotary_dim} does not fit: {told}; {hint}")
+    if implied % 2 or not 0 < implied <= head_dim:
+        hint = (
+            f'if each entry is for a {other}, pass angle_entries="{other}"'
+            if others % 2 == 0 and 0 < others <= head_dim
+            else "give angles of as many features as rotate"
+        )
+        raise ValueError(f"rotary_dim must be even and in (0, head_dim={head_dim}], but {told}; {hint}")
     return implied
 
 
@@ -289,11 +328,14 @@ def _packed(cu_seqlens: Any, device: torch.device) -> torch.Tensor:
         what = list(cu_seqlens.shape) if isinstance(cu_seqlens, torch.Tensor) else type(cu_seqlens).__name__
         raise ValueError(
             f'tensor_format "thd" needs cu_seqlens, a tensor of [sequences + 1], or positions, one per token; got {what}'
+            ": for one sequence pass torch.tensor([0, tokens], dtype=torch.int32)"
         )
     if cu_seqlens.dtype != torch.int32:
         raise TypeError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}: convert with .to(torch.int32)")
     if cu_seqlens.device != device:
-        raise ValueError(f"cu_seqlens must be on the device of x, {device}, got {cu_seqlens.device}")
+        raise ValueError(
+            f"cu_seqlens must be on the device of x, {device}, got {cu_seqlens.device}: move it with .to()"
+        )
     return cu_seqlens.contiguous()
 
 
@@ -315,7 +357,10 @@ def _positions(given: Given, settings: Settings, seq: int, batch: int, sequences
         # Kernels compute positions in 32 bits if everything that they come from has 32 bits.
         most = MAX_TOKENS - seq * settings.cp_size
         if not -MAX_TOKENS <= offset <= most:
-            raise ValueError(f"offset must be from {-MAX_TOKENS} to {most}, got {offset}")
+            raise ValueError(
+                f"offset must be from {-MAX_TOKENS} to {most}, got {offset}: positions have 32 bits; attention sees their differences "
+                "alone, so subtract the same number from those of q and k"
+            )
         return _Positions("shifted" if offset else "order", offset=offset)
     offset = _index_tensor("offset", offset, device)
     count = batch if sequences is None else sequences
@@ -324,7 +369,7 @@ def _positions(given: Given, settings: Settings, seq: int, batch: int, sequences
     if offset.shape != (count,):
         raise ValueError(
             f"offset must be an int, a tensor of no dimension, or a tensor of [{count}], one entry per sequence; "
-            f"got {list(offset.shape)}"
+            f"got {list(offset.shape)}: for positions of each token pass positions"
         )
     return _Positions("starts", offset, (0, offset.stride(0)))
 
@@ -333,12 +378,20 @@ def _ids(given: Given, settings: Settings, seq: int, batch: int) -> _Positions:
     """Positions given as a tensor, one entry per token."""
     ids = given.positions
     if not isinstance(ids, torch.Tensor):
-        raise TypeError(f"positions must be a tensor of int32 or int64, got {type(ids).__name__}")
+        raise TypeError(
+            f"positions must be a tensor of int32 or int64, got {type(ids).__name__}: convert with torch.tensor(...)"
+        )
     ids = _index_tensor("positions", ids, given.x.device)
     if offset_of(given.offset, ids) != 0:
-        raise ValueError("give positions or an offset, not both: add the offset to the positions")
+        raise ValueError(
+            f"give positions or an offset, not both, got {_both(given.offset)}: add the offset to the positions"
+        )
     if given.cu_seqlens is not None or settings.max_seqlen is not None or settings.cp_size != 1:
-        raise ValueError("positions cannot be combined with cu_seqlens, max_seqlen or cp_size: leave those out")
+        named = {"cu_seqlens": given.cu_seqlens is not None, "max_seqlen": settings.max_seqlen is not None}
+        got = " and ".join(name for name, is_given in {**named, "cp_size": settings.cp_size != 1}.items() if is_given)
+        raise ValueError(
+            f"positions cannot be combined with cu_seqlens, max_seqlen or cp_size, got {got} too: leave those out"
+        )
     layout = settings.tensor_format
     whole = {"bshd": (batch, seq), "sbhd": (seq, batch), "thd": (seq,)}[layout]
     if ids.shape == whole and layout != "thd":
@@ -347,16 +400,25 @@ def _ids(given: Given, settings: Settings, seq: int, batch: int) -> _Positions:
     if ids.shape == (seq,):
         return _Positions("ids", ids, (ids.stride(0), 0))
     either = f"{list(whole)}, as the tokens" + ("" if layout == "thd" else f", or [{seq}], shared by the batch")
-    raise ValueError(f"positions must be {either}; got {list(ids.shape)}")
+    hint = (
+        "pass positions[0], which all share"
+        if ids.shape == (1, seq)
+        else "give one position per token, in the order of x"
+    )
+    raise ValueError(f"positions must be {either}; got {list(ids.shape)}: {hint}")
 
 
 def _context_parallel(settings: Settings, seq: int, sequences: int | None) -> bool:
     size, rank = settings.cp_size, settings.cp_rank
     if size < 1 or not 0 <= rank < size:
-        raise ValueError(f"cp_rank must be from 0 to cp_size - 1, got cp_rank={rank}, cp_size={size}")
+        raise ValueError(
+            f"cp_rank must be from 0 to cp_size - 1, got cp_rank={rank}, cp_size={size}: pass the rank in, and the size of, the group "
+            "that shares each sequence, or leave both out"
+        )
     if size > 1 and sequences is None and seq % 2:
         raise ValueError(
-            f"seq must be even with cp_size={size}, since each rank has two chunks of every sequence; got {seq}"
+            f"seq must be even with cp_size={size}, since each rank has two chunks of every sequence; got {seq}: "
+            f"pad sequences to a multiple of {2 * size}"
         )
     return size > 1
 
@@ -371,11 +433,30 @@ def strides_of(layout: str, tensor: Any) -> tuple[int, int, int, int]:
 
 def _rotated_tensor(name: str, x: Any, layout: str) -> None:
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}: convert it with torch.as_tensor(...)")
     if x.ndim != AXES[layout]:
-        raise ValueError(f"{name} must be [{', '.join(layout)}] for tensor_format {layout!r}, got {list(x.shape)}")
-    if not x.dtype.is_floating_point:
-        raise TypeError(f"{name} must be floating point, got {x.dtype}")
+        hint = {
+            3: 'for packed tokens [t, h, d] pass tensor_format="thd", for one sequence x[None]',
+            4: 'for a batch pass tensor_format="bshd" or "sbhd"',
+            5: "for a packed qkv call rope_qkv",
+        }.get(x.ndim, "reshape it, or name its axes with tensor_format")
+        raise ValueError(
+            f"{name} must be [{', '.join(layout)}] for tensor_format {layout!r}, got {list(x.shape)}: {hint}"
+        )
+    if not x.dtype.is_floating_point or x.element_size() < 2:  # noqa: PLR2004 - PyTorch has no arithmetic in 8 bits
+        raise TypeError(
+            f"{name} must be floating point of at least 16 bits, got {x.dtype}: convert with .to(torch.bfloat16)"
+            + (", or pass torch.view_as_real(x).flatten(-2) with interleaved=True" if x.dtype.is_complex else "")
+        )
+
+
+def _name_of_x(given: Given, settings: Settings) -> str:
+    """What the public function calls the tensor that is x here."""
+    if settings.kv_heads is not None:
+        return "qkv"
+    if given.key is not None:
+        return "q"
+    return "grad_output" if settings.direction == "backward" else "x"
 
 
 def heads_apart(x: Any, settings: Settings) -> bool:
@@ -409,7 +490,10 @@ def packed_heads(x: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, int
         return x.flatten(-3, -2), heads
     assert kv_heads is not None
     if x.ndim != axes or kv_heads < 0 or x.shape[-2] <= 2 * kv_heads:
-        raise ValueError(f"qkv must have more than 2 * kv_heads heads, got {list(x.shape)} with kv_heads={kv_heads}")
+        raise ValueError(
+            f"qkv must have more than 2 * kv_heads heads, got {list(x.shape)} with kv_heads={kv_heads}: pass the number of heads that k "
+            f"has, and v, for a qkv of [{', '.join(settings.tensor_format[:-2])}, heads + 2 * kv_heads, d]"
+        )
     return x, kv_heads
 
 
@@ -431,11 +515,19 @@ def _check_key(x: torch.Tensor, key: Any, layout: str) -> None:
     """Refuse a key that differs from x in more than its number of heads."""
     _rotated_tensor("k", key, layout)
     if key.shape[:-2] != x.shape[:-2] or key.shape[-1] != x.shape[-1]:
+        first = layout == "bshd" and (key.shape[0], *key.shape[2:]) == (x.shape[0], *x.shape[2:])
+        hint = (
+            "if they are [b, h, s, d], as in Hugging Face's models, pass q.transpose(1, 2) and k.transpose(1, 2)"
+            if first
+            else "rotate q and k of other tokens each by rope"
+        )
         raise ValueError(
-            f"k must have the tokens and the head_dim of q, {list(x.shape[:-2])} and {x.shape[-1]}; got {list(key.shape)}"
+            f"k must have the tokens and the head_dim of q, {list(x.shape[:-2])} and {x.shape[-1]}; got {list(key.shape)}: {hint}"
         )
     if key.dtype != x.dtype or key.device != x.device:
-        raise ValueError(f"k must be {x.dtype} on {x.device}, as q is; got {key.dtype} on {key.device}")
+        raise ValueError(
+            f"k must be {x.dtype} on {x.device}, as q is; got {key.dtype} on {key.device}: convert with k.to(q)"
+        )
 
 
 def _check_strides(name: str, x: torch.Tensor) -> None:
@@ -518,17 +610,33 @@ def _check_overwritable(x: torch.Tensor, key: torch.Tensor | None) -> None:
 def _check_settings(settings: Settings) -> None:
     """Refuse unknown strings, strings that do not go together, and tensors in the place of bools."""
     if settings.tensor_format not in LAYOUTS:
-        raise ValueError(f"tensor_format must be one of {LAYOUTS}, got {settings.tensor_format!r}")
+        raise ValueError(
+            f"tensor_format must be one of {LAYOUTS}, got {settings.tensor_format!r}: name the axes of x in their order"
+        )
     if settings.rotated not in ROTATED:
-        raise ValueError(f"rotated must be one of {ROTATED}, got {settings.rotated!r}")
+        raise ValueError(
+            f"rotated must be one of {ROTATED}, got {settings.rotated!r}: name where in a head the features are that rotate"
+        )
     if settings.rotated == "proportional" and settings.interleaved:
         raise ValueError(
             'rotated="proportional" pairs j with j + head_dim / 2, so interleaved must be False, '
-            f"got {settings.interleaved!r}"
+            f"got {settings.interleaved!r}: leave it out"
         )
     for name in ("interleaved", "inplace", "conjugate"):
         if isinstance(getattr(settings, name), torch.Tensor):
             raise TypeError(f"{name} must be a bool, got a tensor, whose value may change: convert it with bool(...)")
+        if isinstance(getattr(settings, name), (str, list, tuple)):  # which would count as True
+            raise TypeError(f"{name} must be a bool, got {getattr(settings, name)!r}: pass True or False")
+
+
+def _check_scaling(scaling: Any) -> None:
+    """Refuse what is no number, and a tensor, which a plan would keep the value of."""
+    if isinstance(scaling, torch.Tensor):
+        raise TypeError(
+            "attention_scaling must be a number, got a tensor, whose value may change: convert it with float(...)"
+        )
+    if scaling is None or isinstance(scaling, str):
+        raise TypeError(f"attention_scaling must be a number, got {scaling!r}: leave it out for 1.0")
 
 
 def tokens_of(layout: str, x: torch.Tensor) -> tuple[int, int]:
@@ -556,7 +664,7 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
         x, copied = packed_heads(x, settings)
         if inplace:
             x, copied = x[..., : x.shape[-2] - copied, :], 0
-    _rotated_tensor("x", x, layout)
+    _rotated_tensor(_name_of_x(given, settings), x, layout)
     if key is not None:
         _check_key(x, key, layout)
     angles = _angles(given, x.device)
@@ -567,24 +675,25 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
     bounds, sequences = None, None
     if layout == "thd" and given.positions is None:
         bounds = _packed(given.cu_seqlens, x.device)
+        refuse_bounds(bounds, seq, settings)
         sequences = bounds.numel() - 1
     elif given.positions is None and (given.cu_seqlens is not None or settings.max_seqlen is not None):
-        raise ValueError(f'cu_seqlens and max_seqlen are for tensor_format "thd", got {layout!r}')
+        raise ValueError(
+            f'cu_seqlens and max_seqlen are for tensor_format "thd", got {layout!r}: leave them out, or pass packed tokens [t, h, d]'
+        )
     positions = _positions(given, settings, seq, batch, sequences)
     parallel = _context_parallel(settings, seq, sequences)
     rows = _rows(angles, batch, layout)
     if angles.kind != "inv_freq":
-        _reach(rows, positions, settings, seq, sequences)
+        _reach(rows, positions, settings, seq, sequences, heads_first_hint(x, rows, layout, positions.mode))
         _values_reach(rows, positions, seq * settings.cp_size, sequences)
+        warn_if_heads_come_first(x, given, settings, rows, positions.mode)
     if x.numel() and seq * batch > MAX_TOKENS:
         raise ValueError(f"seq * batch must be at most {MAX_TOKENS}, got {seq * batch}: split the call")
     weight, key_weight = _norm_weights(given, settings, heads, head_dim) if settings.norm else (None, None)
     if inplace:
         _check_overwritable(x, key)
-    if isinstance(settings.attention_scaling, torch.Tensor):
-        raise TypeError(
-            "attention_scaling must be a number, got a tensor, whose value may change: convert it with float(...)"
-        )
+    _check_scaling(settings.attention_scaling)
     scaled = settings.attention_scaling != 1.0
     if scaled and angles.kind == "cos_sin":
         raise ValueError(
@@ -708,11 +817,19 @@ def _rows(angles: Angles, batch: int, layout: str) -> int:
         raise ValueError(
             f"cos and sin of [batch, rows, entries] must have the batch of x, {batch}, got {list(first.shape)}"
             + ("; packed tokens have no batch: give [rows, entries] and positions" if layout == "thd" else "")
+            + (": pass cos[0] and sin[0], which the batch shares" if layout != "thd" and first.shape[0] == 1 else "")
+            + (
+                ": give one table per batch entry, or [rows, entries] for all"
+                if layout != "thd" and first.shape[0] != 1
+                else ""
+            )
         )
     return first.shape[-2]
 
 
-def _reach(rows: int, positions: _Positions, settings: Settings, seq: int, sequences: int | None) -> None:
+def _reach(  # noqa: PLR0913 - the sizes of a call
+    rows: int, positions: _Positions, settings: Settings, seq: int, sequences: int | None, hint: str
+) -> None:
     """Refuse positions past the end of the angles that shapes and int arguments alone show."""
     if positions.mode == "ids":
         return
@@ -727,10 +844,12 @@ def _reach(rows: int, positions: _Positions, settings: Settings, seq: int, seque
         of = f"{seq}" if settings.cp_size == 1 else f"{seq} on each of {settings.cp_size} ranks"
         on = f" from position {positions.offset} on" if positions.offset else ""
         raise ValueError(
-            f"the angles are too short: {rows} positions for a sequence of {of}{on}; make them at least as long"
+            f"the angles are too short: {rows} positions for a sequence of {of}{on}; make them at least as long{hint}"
         )
     if positions.offset < 0:
-        raise ValueError(f"offset must be at least 0 with a table of angles, got {positions.offset}")
+        raise ValueError(
+            f"offset must be at least 0 with a table of angles, got {positions.offset}: positions before its first row need inv_freq"
+        )
 
 
 def _values_reach(rows: int, positions: _Positions, seq: int, sequences: int | None) -> None:
@@ -745,8 +864,10 @@ def _values_reach(rows: int, positions: _Positions, seq: int, sequences: int | N
     most += 0 if positions.mode == "ids" or sequences is not None or not seq else seq - 1
     if least < 0 or most >= rows:
         name = "positions" if positions.mode == "ids" else "offset"
+        what = "positions" if name == "positions" else "offset plus the index of each token"
         raise ValueError(
-            f"{name} must keep positions in [0, {rows}), the rows of the angles; they go from {least} to {most}"
+            f"{what} must be in [0, {rows}), the rows of the angles, got {least} to {most}: make the angles longer, or pass inv_freq, "
+            "which has every position"
         )
 
 
