@@ -86,7 +86,7 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
         freqs: angles in radians, float32, ``[rows, entries]`` or ``[rows, 1, 1, entries]``, one row per position.
         cos: cosines of the angles, any float dtype, shaped like freqs, or ``[b, rows, entries]``; and
         sin: sines of the angles.
-        tensor_format: the axes of x: "bshd", "sbhd" or "thd".
+        tensor_format: the axes of x: "bshd", "sbhd", "thd" or "bhsd" (``[b, h, s, d]``, as Hugging Face's models hold it).
         interleaved: pairs are features (2 j, 2 j + 1), GPT-J; otherwise (j, j + rotary_dim / 2), NeoX, rotate_half.
         inplace: overwrite x and return it; features that do not rotate are not touched.
         rotary_dim: how many features rotate; checked against the angles when given.
@@ -100,7 +100,7 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
         inv_freq: radians per position, float32, ``[pairs]``: the angle is position * inv_freq, rounded once to float32;
             no table is read.
         attention_scaling: cosines and sines are multiplied by it (YaRN); with freqs and inv_freq.
-        positions: int32 or int64, ``[b, s]`` (bshd), ``[s, b]`` (sbhd) or ``[t]`` (thd), or ``[s]``, shared by the batch;
+        positions: int32 or int64, ``[b, s]`` (bshd and bhsd), ``[s, b]`` (sbhd) or ``[t]`` (thd), or ``[s]``, shared by the batch;
             on the device of x.
         offset: added to the index in the sequence: an int; or an int32 or int64 tensor on the device of x, either of no
             dimension or one entry per sequence, ``[b]`` or, if packed, ``[sequences]``.

@@ -85,7 +85,9 @@ def _of_transformer_engine(*args: Any, **kwargs: Any) -> tuple[Choice, Any]:
     if given["tensor_format"] != "thd":
         given["cu_seqlens"] = None
     offset = 0 if starts is None else starts
-    return dispatch.explain_rope(dispatch.rope, given.pop("t"), given.pop("freqs").float(), offset=offset, **given)
+    return dispatch.explain_rope(
+        dispatch.rope, given.pop("t"), given.pop("freqs").float(), offset=offset, angle_entries="feature", **given
+    )
 
 
 # Function -> its family, and what gives the choice for a call of it and the spec.

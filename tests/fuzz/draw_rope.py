@@ -386,7 +386,7 @@ def spoiled(rng: random.Random, world: World, call: Call) -> Call:
         "wide angles": lambda: swap(angle, shape=(*table.shape[:-1], 4 * shape[-1] + 4)),
         "no entries": lambda: swap(angle, shape=(*table.shape[:-1], 0)),
         "rotary_dim": lambda: arguments.update(rotary_dim=shape[-1] + 2),
-        "format": lambda: arguments.update(tensor_format="bhsd"),
+        "format": lambda: arguments.update(tensor_format="hsbd"),
         "rotated": lambda: arguments.update(rotated="middle"),
         "entries": lambda: arguments.update(angle_entries="both"),
         "cp_rank": lambda: arguments.update(cp_rank=arguments.get("cp_size", 1)),

@@ -50,9 +50,9 @@ def kernels(watch: Watch) -> Watch:
 @pytest.mark.parametrize("rotary", [D, 8])
 def test_eager_on_a_cpu_is_the_studies_formula(rotary: int) -> None:
     x, freqs = tensors(rotary)
-    torch.testing.assert_close(rope(x, freqs).double(), formula(x, freqs), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rope(x, freqs, rotary_dim=rotary).double(), formula(x, freqs), rtol=1e-5, atol=1e-5)
     sbhd = apply_rotary_pos_emb(x.transpose(0, 1), freqs, fused=False)
-    torch.testing.assert_close(sbhd.transpose(0, 1), rope(x, freqs))
+    torch.testing.assert_close(sbhd.transpose(0, 1), rope(x, freqs, rotary_dim=rotary))
 
 
 def test_float64_stays_float64() -> None:
@@ -68,7 +68,7 @@ def test_a_kernel_gives_what_eager_gives_first_and_again(rotary: int, inplace: b
     for _ in range(2):
         given = x.clone()
         before = given._version
-        out = rope(given, freqs, inplace=inplace)
+        out = rope(given, freqs, inplace=inplace, rotary_dim=rotary)
         torch.testing.assert_close(out.double(), formula(x, freqs), rtol=1e-5, atol=1e-5)
         assert (out is given) == inplace
         assert (given._version > before) == inplace
@@ -193,7 +193,7 @@ REFUSED = {
     "both kinds": (lambda: rope(X, FREQS, FREQS, FREQS), ValueError, "one source of angles, got freqs and cos and sin"),
     "cos alone": (lambda: rope(X, cos=FREQS), ValueError, "both cos and sin"),
     "cos unlike sin": (lambda: rope(X, cos=FREQS, sin=FREQS[:4]), ValueError, "the same shape and dtype"),
-    "unknown layout": (lambda: rope(X, FREQS, tensor_format="bhsd"), ValueError, "one of .*sbhd.*got 'bhsd'"),
+    "unknown layout": (lambda: rope(X, FREQS, tensor_format="hbsd"), ValueError, "one of .*sbhd.*got 'hbsd'"),
     "wrong axes": (lambda: rope(X[0], FREQS), ValueError, r"x must be \[b, s, h, d\].*got \[5, 3, 16\]"),
     "integers": (lambda: rope(X.long(), FREQS), TypeError, "floating point"),
     "no tensor": (lambda: rope([1.0], FREQS), TypeError, "must be a tensor, got list"),

@@ -49,11 +49,16 @@ def apply_rotary_pos_emb(  # noqa: PLR0913 - the arguments of TransformerEngine
         dtype = freqs.dtype
     except AttributeError:
         raise no_tensor(freqs=freqs) from None
+    if tensor_format == "bhsd":  # ours alone
+        raise ValueError(
+            "tensor_format must be one of ('sbhd', 'bshd', 'thd'), got 'bhsd': pass t.transpose(1, 2) and tensor_format=\"bshd\""
+        )
     return rope(
         t,
         freqs if dtype == torch.float32 else _radians(freqs),
         tensor_format=tensor_format,
         interleaved=interleaved,
+        angle_entries="feature",  # as theirs always are
         offset=0 if start_positions is None else start_positions,
         cu_seqlens=cu_seqlens if tensor_format == "thd" else None,
         cp_size=cp_size,

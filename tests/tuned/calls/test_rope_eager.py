@@ -273,8 +273,9 @@ def test_each_element_of_an_expanded_qkv_has_a_gradient_of_its_own(strides: tupl
     def gradient(qkv: torch.Tensor) -> torch.Tensor:
         leaf = qkv.detach().requires_grad_()
         out = rope_qkv(
-            leaf, torch.ones(4, 8).cumsum(0), tensor_format="thd", cu_seqlens=torch.tensor([0, 4], dtype=torch.int32)
-        )
+            leaf, torch.ones(4, 8).cumsum(0), rotary_dim=8, tensor_format="thd",
+            cu_seqlens=torch.tensor([0, 4], dtype=torch.int32),
+        )  # fmt: skip
         (found,) = torch.autograd.grad(out, leaf, torch.arange(out.numel(), dtype=out.dtype).view(out.shape))
         return found
 

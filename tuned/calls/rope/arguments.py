@@ -14,6 +14,7 @@ from tuned.calls.rope.mistakes import (
     heads_first_hint,
     refuse_bounds,
     refuse_cosines_alone,
+    warn_if_half_of_the_head,
     warn_if_heads_come_first,
 )
 from tuned.families.rope.launches import RopeCall
@@ -23,7 +24,8 @@ MAX_TOKENS = 2**31 - 1  # token indices are 32-bit inside the kernels; offsets i
 SUPPORTED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 ANGLE_DTYPES = {**SUPPORTED, torch.float64: "float64"}
 INDICES = (torch.int32, torch.int64)
-AXES = {"bshd": 4, "sbhd": 4, "thd": 3}
+AXES = {"bshd": 4, "sbhd": 4, "thd": 3, "bhsd": 4}
+FORMATS = (*LAYOUTS, "bhsd")  # the last is a view of bshd: kernels know its strides, not its name
 
 
 class Given(NamedTuple):
@@ -61,7 +63,9 @@ class Sources(NamedTuple):
         both = isinstance(given.cos, torch.Tensor) and isinstance(given.sin, torch.Tensor)
         apart = both and given.cos.stride() != given.sin.stride()
         dense = (given.cu_seqlens, given.weight, given.key_weight)
-        return cls(angles, positions, apart or any(isinstance(t, torch.Tensor) and not t.is_contiguous() for t in dense))
+        return cls(
+            angles, positions, apart or any(isinstance(t, torch.Tensor) and not t.is_contiguous() for t in dense)
+        )
 
     def given(  # noqa: PLR0913 - those of Plan.run
         self,
@@ -505,7 +509,7 @@ def packed_parts(qkv: Any, settings: Settings) -> tuple[torch.Tensor, torch.Tens
     """
     _check_settings(settings)
     if not isinstance(qkv, torch.Tensor):
-        raise TypeError(f"qkv must be a tensor, got {type(qkv).__name__}")
+        raise TypeError(f"qkv must be a tensor, got {type(qkv).__name__}: convert it with torch.as_tensor(...)")
     packed, values = packed_heads(qkv, settings)
     heads = packed.shape[-2] - 2 * values
     return packed[..., :heads, :], packed[..., heads : heads + values, :]
@@ -517,7 +521,8 @@ def _check_key(x: torch.Tensor, key: Any, layout: str) -> None:
     if key.shape[:-2] != x.shape[:-2] or key.shape[-1] != x.shape[-1]:
         first = layout == "bshd" and (key.shape[0], *key.shape[2:]) == (x.shape[0], *x.shape[2:])
         hint = (
-            "if they are [b, h, s, d], as in Hugging Face's models, pass q.transpose(1, 2) and k.transpose(1, 2)"
+            "if they are [b, h, s, d], as in Hugging Face's models, pass q.transpose(1, 2) and k.transpose(1, 2), or "
+            'tensor_format="bhsd" to tuned.dispatch'
             if first
             else "rotate q and k of other tokens each by rope"
         )
@@ -609,9 +614,9 @@ def _check_overwritable(x: torch.Tensor, key: torch.Tensor | None) -> None:
 
 def _check_settings(settings: Settings) -> None:
     """Refuse unknown strings, strings that do not go together, and tensors in the place of bools."""
-    if settings.tensor_format not in LAYOUTS:
+    if settings.tensor_format not in FORMATS:
         raise ValueError(
-            f"tensor_format must be one of {LAYOUTS}, got {settings.tensor_format!r}: name the axes of x in their order"
+            f"tensor_format must be one of {FORMATS}, got {settings.tensor_format!r}: name the axes of x in their order"
         )
     if settings.rotated not in ROTATED:
         raise ValueError(
@@ -627,6 +632,24 @@ def _check_settings(settings: Settings) -> None:
             raise TypeError(f"{name} must be a bool, got a tensor, whose value may change: convert it with bool(...)")
         if isinstance(getattr(settings, name), (str, list, tuple)):  # which would count as True
             raise TypeError(f"{name} must be a bool, got {getattr(settings, name)!r}: pass True or False")
+
+
+def tokens_first(t: Any, settings: Settings) -> Any:
+    """A tensor of the call as [b, s, h, d] where it is [b, h, s, d], and back; others as they are."""
+    return t.transpose(1, 2) if settings.tensor_format == "bhsd" and t is not None else t
+
+
+def _tokens_first(given: Given, settings: Settings) -> tuple[Given, Settings]:
+    """The same call of views [b, s, h, d]."""
+    if settings.kv_heads is not None:
+        raise ValueError(
+            "tensor_format of a packed qkv must be one of bshd, sbhd and thd, got 'bhsd': pass q and k, views of it, to rope_qk"
+        )
+    _rotated_tensor(_name_of_x(given, settings), given.x, "bhsd")
+    if given.key is not None:
+        _rotated_tensor("k", given.key, "bhsd")
+    x, key = (tokens_first(t, settings) for t in (given.x, given.key))
+    return given._replace(x=x, key=key), settings._replace(tensor_format="bshd")
 
 
 def _check_scaling(scaling: Any) -> None:
@@ -657,8 +680,11 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
         TypeError: an argument has the wrong type, or a tensor the wrong dtype.
         ValueError: a shape, device, layout or combination is not allowed. Nothing has been written.
     """
-    layout, inplace = settings.tensor_format, settings.inplace
     _check_settings(settings)
+    asked = settings
+    if settings.tensor_format == "bhsd":
+        given, settings = _tokens_first(given, settings)
+    layout, inplace = settings.tensor_format, settings.inplace
     x, key, copied = given.x, given.key, 0
     if settings.kv_heads is not None and isinstance(x, torch.Tensor):
         x, copied = packed_heads(x, settings)
@@ -671,6 +697,7 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
     entries = settings.angle_entries or ("feature" if angles.kind == "freqs" else "pair")
     heads, head_dim = x.shape[-2:]
     rotary = _rotary_dim(angles.first.shape[-1], entries, settings, head_dim)
+    warn_if_half_of_the_head(given, settings, rotary, head_dim)
     seq, batch = tokens_of(layout, x)
     bounds, sequences = None, None
     if layout == "thd" and given.positions is None:
@@ -685,9 +712,9 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
     parallel = _context_parallel(settings, seq, sequences)
     rows = _rows(angles, batch, layout)
     if angles.kind != "inv_freq":
-        _reach(rows, positions, settings, seq, sequences, heads_first_hint(x, rows, layout, positions.mode))
+        _reach(rows, positions, settings, seq, sequences, heads_first_hint(x, rows, asked, positions.mode))
         _values_reach(rows, positions, seq * settings.cp_size, sequences)
-        warn_if_heads_come_first(x, given, settings, rows, positions.mode)
+        warn_if_heads_come_first(x, given, asked, rows, positions.mode)
     if x.numel() and seq * batch > MAX_TOKENS:
         raise ValueError(f"seq * batch must be at most {MAX_TOKENS}, got {seq * batch}: split the call")
     weight, key_weight = _norm_weights(given, settings, heads, head_dim) if settings.norm else (None, None)
@@ -701,9 +728,8 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
             "multiply cos and sin by it, unless they were"
         )
     direction, conjugate = settings.direction, settings.conjugate
-    if (
-        conjugate and entries == "pair" and not inplace and not settings.norm
-    ):  # the conjugate is the transpose: one spec for both
+    # The conjugate is the transpose: one spec for both.
+    if conjugate and entries == "pair" and not inplace and not settings.norm:
         direction, conjugate = ("forward" if direction == "backward" else "backward"), False
     out = x if inplace else make_out(x)
     key_out = key if inplace or key is None else make_out(key)
@@ -772,11 +798,14 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
 def _norm_weights(given: Given, settings: Settings, heads: int, head_dim: int) -> tuple[Any, Any]:
     """The weights of the norms of x and of the key, contiguous as the kernels need them."""
     if settings.norm not in NORMS[1:]:
-        raise ValueError(f'norm must be "head", of each head, or "all", of all heads together; got {settings.norm!r}')
+        raise ValueError(
+            f'norm must be "head" or "all", got {settings.norm!r}: name what is normalised together, the features of each head '
+            "or those of all heads"
+        )
     if settings.rounding not in ROUNDINGS:
         raise ValueError(
             'rounding must be "once", "product" (what the norm gives is rounded) or "each" (also before the weight), '
-            f"got {settings.rounding!r}"
+            f"got {settings.rounding!r}: leave it out for the most precise"
         )
     if not isinstance(settings.eps, (int, float)) or not settings.eps >= 0:
         raise ValueError(f"eps must be a number of at least 0, got {settings.eps!r}: give the norm's own, such as 1e-6")
@@ -792,7 +821,9 @@ def _norm_weights(given: Given, settings: Settings, heads: int, head_dim: int) -
             found.append(None)
             continue
         if not isinstance(weight, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(weight).__name__}: give the norm's weight")
+            raise TypeError(
+                f"{name} must be a tensor, got {type(weight).__name__}: give the norm's weight, or torch.ones({head_dim})"
+            )
         wanted = head_dim if settings.norm == "head" else count * head_dim
         if weight.shape != (wanted,):
             of = "head_dim, of each head" if settings.norm == "head" else "heads * head_dim, of all heads"

@@ -24,6 +24,7 @@ from tuned.calls.rope.arguments import (
     offset_of,
     prepare,
     refuse_overlap,
+    tokens_first,
 )
 from tuned.calls.rope.lengths import class_of, sized
 from tuned.calls.rope.plan import Plan, choice_of, kernel_plan, sized_plan
@@ -311,9 +312,11 @@ def run_eager(given: Given, settings: Settings, prepared: Prepared | None = None
     if settings.inplace:
         prepared.call.x.copy_(out)
         if given.key is not None:
-            given.key.copy_(key_out)
+            prepared.call.key.copy_(key_out)
         out, key_out = given.x, given.key
-    elif out.shape != given.x.shape:  # a packed qkv with an axis of 3
+    else:
+        out, key_out = tokens_first(out, settings), tokens_first(key_out, settings)
+    if out.shape != given.x.shape:  # a packed qkv with an axis of 3
         out = out.reshape(given.x.shape)
     return out if given.key is None else (out, key_out)
 

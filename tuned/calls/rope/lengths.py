@@ -17,7 +17,7 @@ from tuned.calls.rope.arguments import Settings, Sources, offset_limits, packed_
 from tuned.families.launch import Launch
 from tuned.families.rope import FAMILY as ROPE
 from tuned.families.rope.launches import RopeCall
-from tuned.families.rope.spec import RopeSize, RopeSpec, search_steps
+from tuned.families.rope.spec import LAYOUTS, RopeSize, RopeSpec, search_steps
 from tuned.families.rope.variant import programs, size_class
 from tuned.launching.launcher import kernel
 from tuned.launching.plan import DirectLaunch, kind_of, remember
@@ -110,10 +110,11 @@ def learn(  # noqa: PLR0913 - a call and how it was served
         class_key is None
         or sources.copied
         or settings.kv_heads == 0
+        or settings.tensor_format not in LAYOUTS
         or not has_rows(gpu)
         or os.environ.get("TUNED_RECORD")
     ):
-        return  # kv_heads=0 launches on a view of another shape; the last two need the full choice for each call
+        return  # kv_heads=0 and bhsd launch on a view of another shape; the last two need the full choice for each call
     regular = all(_regular(t) for t in (call.x, call.out, call.key, call.key_out) if t is not None)
     # A table of one row counts as contiguous whatever its row stride; other calls of the class would use that stride.
     width = call.cos.shape[-1] * (2 if sources.angles == "cos_sin_cache" else 1)

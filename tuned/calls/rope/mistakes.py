@@ -50,17 +50,34 @@ def warn_if_heads_come_first(x: torch.Tensor, given: Given, settings: Settings, 
         return
     warnings.warn(
         f"x of tensor_format 'bshd' must be [b, s, h, d], got {list(x.shape)}, whose third axis alone is as long as cos and sin "
-        f"({rows} rows): if it is [b, h, s, d], as in Hugging Face's models, pass x.transpose(1, 2); if not, pass the first {seq} "
+        f'({rows} rows): if it is [b, h, s, d], as in Hugging Face\'s models, pass x.transpose(1, 2), or tensor_format="bhsd" to tuned.dispatch; if not, pass the first {seq} '
         "rows of cos and sin, and this warning ends",
         stacklevel=outside(),
     )
 
 
-def heads_first_hint(x: torch.Tensor, rows: int, layout: str, mode: str) -> str:
+def warn_if_half_of_the_head(given: Given, settings: Settings, rotary: int, head_dim: int) -> None:
+    """Warn of freqs half as wide as the head: an entry a feature rotates half of it; an entry a pair was meant, maybe.
+
+    Nobody is asked about the other direction, or under a tracer: the forward, or the operator, is.
+    """
+    told = settings.rotary_dim is not None or settings.angle_entries is not None
+    if given.freqs is None or told or 2 * rotary != head_dim or settings.direction != "forward" or _traced():
+        return
+    warnings.warn(
+        f"freqs half as wide as head_dim must say what they are for, got {rotary} entries for heads of {head_dim}, taken as one a "
+        f'feature: pass rotary_dim={rotary} to rotate half of each head, as now; or angle_entries="pair" to rotate all of it, as '
+        "outer(t, inv_freq) is meant. The next release refuses them",
+        FutureWarning,
+        stacklevel=outside(),
+    )
+
+
+def heads_first_hint(x: torch.Tensor, rows: int, settings: Settings, mode: str) -> str:
     """The way out for x whose tokens the angles do not reach, if it looks like [b, h, s, d]."""
-    if layout != "bshd" or mode != "order" or _traced() or x.shape[2] != rows:
+    if settings.tensor_format != "bshd" or mode != "order" or _traced() or x.shape[2] != rows:
         return ""
-    return "; if x is [b, h, s, d], pass x.transpose(1, 2)"
+    return '; if x is [b, h, s, d], pass x.transpose(1, 2), or tensor_format="bhsd" to tuned.dispatch'
 
 
 def refuse_cosines_alone(cache: torch.Tensor) -> None:

@@ -12,7 +12,16 @@ from typing import Any
 
 import torch
 
-from tuned.calls.rope.arguments import Given, Prepared, Settings, Sources, prepare, refuse_overlap, strides_of
+from tuned.calls.rope.arguments import (
+    Given,
+    Prepared,
+    Settings,
+    Sources,
+    prepare,
+    refuse_overlap,
+    strides_of,
+    tokens_first,
+)
 from tuned.calls.rope.plan import Plan, choice_of
 from tuned.families.rope.eager import positions, rotate
 from tuned.families.rope.launches import RopeCall, launches, parts
@@ -105,6 +114,11 @@ def gradient(
     grad = torch.zeros_like(given.x) if grad is None else grad
     if given.key is not None and key_grad is None:
         key_grad = torch.zeros_like(given.key)
+    if settings.tensor_format == "bhsd":  # the same of views
+        x, key, grad, key_grad = (tokens_first(t, settings) for t in (given.x, given.key, grad, key_grad))
+        of_views = given._replace(x=x, key=key), settings._replace(tensor_format="bshd")
+        made, key_made, *of_weights = gradient(*of_views, grad, key_grad, create_graph=create_graph)
+        return tokens_first(made, settings), tokens_first(key_made, settings), *of_weights
     if create_graph:
         return _by_formula(given, settings, grad, key_grad)
     given = Given(*(t.resolve_neg() if isinstance(t, torch.Tensor) else t for t in given))

@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tuned.calls.rope.arguments import SUPPORTED, Given, Prepared, Settings, Sources, offset_limits, prepare
+from tuned.calls.rope.arguments import (
+    SUPPORTED,
+    Given,
+    Prepared,
+    Settings,
+    Sources,
+    offset_limits,
+    prepare,
+    tokens_first,
+)
 from tuned.calls.rope.lengths import SizedLaunch, learn
 from tuned.families.launch import Launch
 from tuned.families.rope import FAMILY as ROPE
@@ -124,7 +133,7 @@ def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
 
     plan, now = Plan(run_first), Ready(spec, prepared.call, *launches(spec, variant, prepared.call))
     compiled = _COMPILED.get(_code(variant, now))
-    alike = settings.inplace or made_alike(x, prepared.call)
+    alike = settings.inplace or made_alike(x, prepared.call, settings)
     if compiled is not None and not sources.copied and alike and not capturing():
         plan.run = upgrade(now, compiled)
     else:
@@ -157,7 +166,7 @@ def _result(given: Given, settings: Settings, call: RopeCall) -> Any:
         bump_versions(given.x, given.key)
         out, key_out = given.x, given.key
     else:
-        out, key_out = call.out.view(given.x.shape), call.key_out
+        out, key_out = as_asked(call.out, given.x, settings), tokens_first(call.key_out, settings)
     return out if given.key is None else (out, key_out)
 
 
@@ -169,13 +178,18 @@ def as_given(given: Given, call: RopeCall) -> bool:
     return all(own is None or own.data_ptr() == read.data_ptr() for own, read in pairs)
 
 
-def made_alike(x: torch.Tensor, call: RopeCall) -> bool:
+def as_asked(out: torch.Tensor, x: torch.Tensor, settings: Settings) -> torch.Tensor:
+    """The call's result with the axes of the caller's x."""
+    return out.transpose(1, 2) if settings.tensor_format == "bhsd" else out.view(x.shape)
+
+
+def made_alike(x: torch.Tensor, call: RopeCall, settings: Settings) -> bool:
     """Whether the call's result has the strides of ``empty_like(x)``, which a direct launch writes to.
 
     That of a packed qkv is made like the view of it that has one axis of heads: where batch entries share memory, one that is
     made like qkv itself can have other strides.
     """
-    strides = call.out.view(x.shape).stride(), torch.empty_like(x, device="meta").stride()
+    strides = as_asked(call.out, x, settings).stride(), torch.empty_like(x, device="meta").stride()
     return all(n < 2 or a == b for n, a, b in zip(x.shape, *strides, strict=True))  # noqa: PLR2004
 
 
