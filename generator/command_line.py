@@ -224,10 +224,17 @@ def report(
 def explain(
     context: typer.Context,
     problem: Annotated[str, typer.Argument(help="A name from --list.")],
-    device: Annotated[str | None, typer.Option(help="On which device; nvidia_h200 or the only record's.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu", "--device", help="On which GPU, which need not be here: a record's, or one of --target; or a part."
+        ),
+    ] = None,
 ) -> None:
     """Tell what serves PROBLEM, how near to the floor it is, and what every choice of its winner is worth."""
-    run(lambda commands: commands.explain(problem, device, context.obj.out, context.obj.storage, console))
+    given = context.obj
+    device = device or (None if given.gpu == "auto" else given.gpu)
+    run(lambda commands: commands.explain(problem, device, given.out, given.storage, console))
 
 
 @app.command()

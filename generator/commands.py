@@ -375,9 +375,11 @@ def write(path: Path, text: str) -> None:
 def explain(name: str, device: str | None, folder: Path | None, storage: str | None, console: Console) -> int:
     """Tell what serves a problem on a device, and what each choice of the winner is worth."""
     from .reporting import explain as explaining  # noqa: PLC0415
-    from .reporting.show import recorded_device  # noqa: PLC0415
+    from .reporting.show import one_of, recorded_device  # noqa: PLC0415
     from .selection import problem_named  # noqa: PLC0415
 
+    if device is not None:
+        device = one_of(device, recorded_devices(folder)) or target_named(device).device
     with contextlib.suppress(RecordError):
         device = device or recorded_device(None, folder)
     device = device or DEFAULT_TARGET

@@ -31,11 +31,19 @@ def recorded_device(device: str | None, folder: Path | None = None) -> str:
     devices = recorded_devices(folder)
     if device is None and devices:
         device = PREFERRED if PREFERRED in devices else devices[0]
+    device = device and (one_of(device, devices) or device)
     if device not in devices:
         there = ", ".join(devices) or "none"
         raise RecordError(f"no record of {device or 'any device'} (there are: {there}): run {TUNE} --gpu auto")
     assert device is not None
     return device
+
+
+def one_of(device: str, devices: list[str]) -> str | None:
+    """The one of these devices that is so named, or has this in its name ("h200", "NVIDIA H200"); None if not one is."""
+    part = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+    found = [part] if part in devices else [name for name in devices if part and part in name]
+    return found[0] if len(found) == 1 else None
 
 
 def winner_of(name: str, device: str | None, folder: Path | None = None) -> Winner:
