@@ -34,7 +34,8 @@ def recorded_device(device: str | None, folder: Path | None = None) -> str:
     device = device and (one_of(device, devices) or device)
     if device not in devices:
         there = ", ".join(devices) or "none"
-        raise RecordError(f"no record of {device or 'any device'} (there are: {there}): run {TUNE} --gpu auto")
+        where = f" in {folder}" if folder is not None else ""
+        raise RecordError(f"no record of {device or 'any device'}{where} (there are: {there}): run {TUNE} --gpu auto")
     assert device is not None
     return device
 

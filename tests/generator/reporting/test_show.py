@@ -196,5 +196,5 @@ def test_the_header_names_problem_device_and_time() -> None:
 def test_a_problem_or_a_row_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(SelectionError, match="Did you mean llama3_8b_2x4096"):
         winner_of("llama3_8b_2x409", None, tmp_path)
-    with pytest.raises(RecordError, match=r"no record of any device \(there are: none\): run python tune.py"):
+    with pytest.raises(RecordError, match=rf"no record of any device in {tmp_path} \(there are: none\): run python tune.py"):
         winner_of("llama3_8b_2x4096", None, tmp_path)
