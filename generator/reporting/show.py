@@ -19,7 +19,7 @@ from ..workload import WORKLOADS
 from .report import describe, percent_of_floor
 
 PREFERRED = "nvidia_h200"
-RIGHT = "Right for any number of tokens, and on GPUs below sm_90 too; fastest near the size and on the GPU above."
+RIGHT = "Right for any number of tokens, and on any GPU that has room for its tile; fastest near the size and on the GPU above."
 IMPORTS = "import torch\nimport triton\nimport triton.language as tl\n"
 
 
