@@ -26,12 +26,12 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 Rows = list[dict[str, Any]]
 OURS, OTHER, GREY = "#0072b2", "#e69f00", "#777777"
-# Runs on shapes that nothing was tuned for, as the decisions cite them: title -> name of the file behind that of the device.
+# Runs on shapes that nothing was tuned for: title -> kind, and the seed that the decisions cite.
 RANDOM = {
-    "RoPE, against flash-attention and Liger": "rope-576504408",
-    "GRUs, against nn.GRU": "1693739860",
-    "GRUs in training, against nn.GRU": "training-764501023",
-    "steps and linears, against PyTorch": "steps-740564813",
+    "RoPE, against flash-attention and Liger": ("rope-", "576504408"),
+    "GRUs, against nn.GRU": ("", "1693739860"),
+    "GRUs in training, against nn.GRU": ("training-", "764501023"),
+    "steps and linears, against PyTorch": ("steps-", "740564813"),
 }
 
 
@@ -52,6 +52,21 @@ def read(results: Path, device: str, folder: str = "") -> dict[str, Any] | None:
     """One file of results; None if it was not measured."""
     path = results / folder / f"{device}.json"
     return dict(json.loads(path.read_text())) if path.exists() else None
+
+
+def read_random(results: Path, device: str) -> dict[str, Rows]:
+    """The random runs, by their titles: those of the device's release if there was one, else those that are cited."""
+    stamp = read(results, device, "release")
+    found = {}
+    for title, (kind, cited) in RANDOM.items():
+        of_release = (
+            [] if stamp is None else [str(int(stamp["commit"][:7], 16))]
+        )  # as benchmarks.release_plan draws them
+        names = [f"{device}-{kind}{seed}" for seed in (*of_release, cited)]
+        run = next((run for name in names if (run := read(results / "random", name))), None)
+        if run is not None:
+            found[title] = list(run["rows"])
+    return found
 
 
 # Pictures -------------------------------------------------------------------------------------------------------------
@@ -191,11 +206,7 @@ def page(results: Path, device: str, images: Path) -> str:
     """The text of the page of a device, whose pictures are written into a folder."""
     documents = {name: read(results, device, name) for name in ("", "calls", "gru", "sweep", "summary")}
     rope = [row for name in ("", "calls") if (found := documents[name]) for row in found["rows"]]
-    runs = {
-        title: list(found["rows"])
-        for title, name in RANDOM.items()
-        if (found := read(results / "random", f"{device}-{name}"))
-    }
+    runs = read_random(results, device)
     about = next(found for found in documents.values() if found)["environment"]
     lines = [
         f"# Results: {about['device']}",

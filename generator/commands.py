@@ -388,7 +388,7 @@ def regret(device: str, folder: Path | None, console: Console) -> int:
 def estimate(options: Options, target: str, console: Console) -> int:
     """Do what is true without the device; exit code 0 unless a result in the interpreter was wrong."""
     from .estimating.offline import SAMPLE  # noqa: PLC0415
-    from .reporting.estimates import run_offline  # noqa: PLC0415
+    from .reporting.estimates import run_offline, style_of  # noqa: PLC0415
 
     problems = select(options.family, options.problems, representative=True, folder=options.out)
     with steps(console, "compiling and estimating", len(problems)) as step:
@@ -398,7 +398,7 @@ def estimate(options: Options, target: str, console: Console) -> int:
             options.trials or SAMPLE,
             options.out,
             options.budget_s,
-            lambda text: say(console, text),
+            lambda text: say(console, text, style=style_of(text)),
             step,
         )
     return 0 if right else 1

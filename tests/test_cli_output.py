@@ -18,7 +18,7 @@ from generator.evaluation import evidence, foreign, regret
 from generator.figures import figures, steps, turned
 from generator.gpu import Facts
 from generator.reporting import planned
-from generator.reporting.estimates import RANK
+from generator.reporting.estimates import RANK, style_of
 from generator.searching.pool import Pool
 from generator.selection import LISTED, problem_named, select
 from generator.storage.landscape import load_landscapes
@@ -436,6 +436,12 @@ def test_an_estimate_is_an_object_and_its_ranks_are_explained(tmp_path: Path) ->
     assert f"rank {estimate['rank_of_measured']} of {estimate['ranked']} here" in done.stderr
     assert RANK in done.stderr
     assert Path(found["path"]).is_relative_to(tmp_path / "cache")
+
+
+def test_lines_of_an_estimate_have_their_styles() -> None:
+    assert style_of("    WRONG llama3: nan") == "red"
+    assert style_of(RANK) == "dim"
+    assert style_of("llama3_8b_2x4096: 960 declared") == ""
 
 
 def test_plain_values_are_any_readers() -> None:

@@ -50,6 +50,23 @@ RANK = (
 )
 
 
+# How a line begins, without its indent -> its style where there is a terminal.
+STYLES = {
+    "Without a GPU": "bold",
+    "Estimated for": "bold",
+    "WRONG": "red",
+    "ruled out": "dim",
+    "A rank is": "dim",
+    "not reached": "yellow",
+    "Not done": "yellow",
+}
+
+
+def style_of(line: str) -> str:
+    """The style of a line that ``run_offline`` says."""
+    return next((style for begin, style in STYLES.items() if line.lstrip().startswith(begin)), "")
+
+
 def facts(estimate: Estimate) -> dict[str, Any]:
     """For programs; times are estimates, but for that of the measured row."""
     row, order = estimate.measured, [v for _, v in estimate.ranked]

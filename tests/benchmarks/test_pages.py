@@ -81,3 +81,15 @@ def test_a_random_row_is_held_against_its_best_peer() -> None:
     assert pages.ratio_of({"graph_us": {"ours": 2.0}}) is None
     assert pages.ratio_of({"ours_graph_us": 2.0, "theirs_graph_us": 5.0}) == 2.5
     assert pages.ratio_of({"ours_graph_us": None, "theirs_graph_us": 5.0}) is None
+
+
+def test_random_runs_are_those_of_the_release_if_there_was_one(tmp_path: Path) -> None:
+    (tmp_path / "random").mkdir()
+    (tmp_path / "release").mkdir()
+    cited, seed = pages.RANDOM["GRUs, against nn.GRU"][1], str(0x1234567)
+    (tmp_path / "random" / f"a_gpu-{cited}.json").write_text(json.dumps({"rows": [1]}))
+    assert pages.read_random(tmp_path, "a_gpu") == {"GRUs, against nn.GRU": [1]}
+    (tmp_path / "release" / "a_gpu.json").write_text(json.dumps({"commit": "1234567890ab"}))
+    assert pages.read_random(tmp_path, "a_gpu") == {"GRUs, against nn.GRU": [1]}, "it has none of its own"
+    (tmp_path / "random" / f"a_gpu-{seed}.json").write_text(json.dumps({"rows": [2]}))
+    assert pages.read_random(tmp_path, "a_gpu") == {"GRUs, against nn.GRU": [2]}
