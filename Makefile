@@ -76,6 +76,7 @@ bench: $(VENV)/.bench  ## against the peers that are installed, on a GPU; then t
 	$(BIN)/python -m benchmarks.table --write docs/results.md
 	$(BIN)/python -m benchmarks.plot
 	$(BIN)/python -m benchmarks.summary --out .cache/summary.json --write README.md --plot docs/images/speedups.png
+	$(BIN)/python -m benchmarks.pages
 
 BUDGET =
 BY_ROW =

@@ -102,9 +102,15 @@ def stages(device: str, commit: str, folder: Path, *, by_row: bool = False) -> l
                     "--plot",
                     PICTURE,
                 ),
+                ("-m", "benchmarks.pages"),
                 *(("-m", "benchmarks.table", str(shipped(path)), "--bars") for path in found),
             ),
-            (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / PICTURE),
+            (
+                ROOT / "README.md",
+                ROOT / "docs" / "results.md",
+                ROOT / "docs" / f"results-{device}.md",
+                ROOT / "docs" / "images",
+            ),
         ),
         Stage("check", (("tune.py", "--check", "--release", "--target", device),), (stamp(device),)),
     ]

@@ -116,6 +116,11 @@ def _us(value: float) -> str:
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
+    """Write ``figure_of`` as a picture."""
+    figure_of(document).savefig(path, dpi=140)
+
+
+def figure_of(document: dict[str, Any]) -> Any:
     """A bar for each row: how many times as fast as what it replaces, in a graph and as a call."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - of the extra "bench"
 
@@ -141,7 +146,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
     axes.set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
     axes.minorticks_off()
     axes.legend(frameon=False, fontsize=8, loc="lower right")
-    figure.savefig(path, dpi=140)
+    return figure
 
 
 def main() -> None:

@@ -6,10 +6,12 @@ What a command needs is imported in it: torch takes seconds, and which family th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -25,7 +27,29 @@ for library in ("OMP", "OPENBLAS", "MKL"):
 NAME = "tune.py" if CHECKOUT else "tuned"  # of the program, in what it says
 console = Console()
 errors = Console(stderr=True)
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+# What Typer's help shows below the options; a line is an example, and a blank line keeps it one.
+EXAMPLES = f"""Examples:
+
+{NAME} --gpu auto: tune every problem that has no row here
+
+{NAME} --quick --problems 'llama3*': a minute, on a new GPU
+
+{NAME} --target a100 --problems llama3_8b_2x4096: no GPU needed; compile and estimate
+
+{NAME} --dry-run: how many variants there are to try
+
+{NAME} explain llama3_8b_2x4096 --gpu h200: what serves it, and why
+
+{NAME} show llama3_8b_2x4096 --out rope.py: the winner as one file
+
+{NAME} --list --json: any command, as one object for programs"""
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+WHERE, WHAT, HOW, STOP = "Where to tune", "What to tune", "How, and where it is kept", "Instead of tuning"
+SEE, SHARE, STUDY = "Look at what was found", "Share it, or add to it", "Study the search"
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="One object on stdout, for programs; what people read goes to stderr."),
+]
 
 
 def seconds(text: str | None) -> float:
@@ -72,10 +96,31 @@ class Before:
     gpu: str = "auto"
     out: Path | None = None
     storage: str | None = None
+    json: bool = False
 
 
-def run(command: Callable[[Any], int]) -> NoReturn:
-    """End with the exit code of a command, given generator.commands; what it cannot answer is a sentence and a code."""
+def run(name: str, command: Callable[[Any], int], as_json: bool = False) -> NoReturn:  # noqa: FBT001
+    """End with the exit code of a command, given generator.commands; what it cannot answer is a sentence and a code.
+
+    ``as_json``: stdout gets one object, with the name, the exit code, what the command ``put`` there, and what it cannot answer.
+    """
+    if not as_json:
+        raise typer.Exit(_code(command)[0])
+    from .answer import collected, text_of  # noqa: PLC0415
+
+    before, console.stderr = console.stderr, True
+    try:
+        with collected() as facts:
+            code, error = _code(command)
+    finally:
+        console.stderr = before
+    failed = {} if error is None else {"error": error}
+    sys.stdout.write(text_of({"command": name, "exit_code": code, **failed, **facts}) + "\n")
+    raise typer.Exit(code)
+
+
+def _code(command: Callable[[Any], int]) -> tuple[int, str | None]:
+    """(exit code, what could not be answered) of a command."""
     try:
         from . import commands  # noqa: PLC0415
     except TypeError as error:
@@ -83,71 +128,121 @@ def run(command: Callable[[Any], int]) -> NoReturn:
 
         if not isinstance(error, FamilyError):
             raise
-        errors.print(f"{NAME}: {error}", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+        errors.print(f"{NAME}: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 2, str(error)
     try:
-        code = command(commands)
+        return command(commands), None
     except BaseException as error:
         refused = commands.refusal(error)
         if refused is None:
             raise
         said, code = refused
-        commands.say(errors, f"{NAME}: {said}")
-    raise typer.Exit(code)
+        commands.say(errors, f"{NAME}: {said}", style="red")
+        return code, said
 
 
 # Typer reads these annotations when the program runs, on Python 3.10 too.
-@app.callback(invoke_without_command=True)
+@app.callback(invoke_without_command=True, epilog=EXAMPLES)
 def main(  # noqa: PLR0913 - one parameter an option
     context: typer.Context,
     gpu: Annotated[
-        str, typer.Option(help="The GPU to tune on: auto (the first), an index, or part of a name.")
+        str,
+        typer.Option(help="The GPU to tune on: auto (the first), an index, or part of a name.", rich_help_panel=WHERE),
     ] = "auto",
     gpus: Annotated[
         str | None,
-        typer.Option(help="Several GPUs of this host, of one model, through Ray: all, or 0,1. Instead of --gpu."),
+        typer.Option(
+            help="Several GPUs of this host, of one model, through Ray: all, or 0,1. Instead of --gpu.",
+            rich_help_panel=WHERE,
+        ),
     ] = None,
     ray: Annotated[
         str | None,
-        typer.Option(help="The GPUs of a Ray cluster that runs: auto, or HOST:PORT. Instead of --gpu."),
+        typer.Option(
+            help="The GPUs of a Ray cluster that runs: auto, or HOST:PORT. Instead of --gpu.", rich_help_panel=WHERE
+        ),
     ] = None,
     storage: Annotated[
         str | None,
-        typer.Option(help="Keep trials in a database instead of a file: postgresql://USER@HOST/DATABASE."),
+        typer.Option(
+            help="Keep trials in a database instead of a file: postgresql://USER@HOST/DATABASE.", rich_help_panel=HOW
+        ),
     ] = None,
     target: Annotated[
-        str | None, typer.Option(help="Measure nothing: compile and estimate for this device, as without a GPU.")
+        str | None,
+        typer.Option(
+            help="Measure nothing: compile and estimate for this device, as without a GPU.", rich_help_panel=WHERE
+        ),
     ] = None,
     family: Annotated[
         str | None,
-        typer.Option(help="Only this kernel family; or one of your own: its file, its folder, or its entry point."),
+        typer.Option(
+            help="Only this kernel family; or one of your own: its file, its folder, or its entry point.",
+            rich_help_panel=WHAT,
+        ),
     ] = None,
     problems: Annotated[
         str | None,
-        typer.Option(help="Names or patterns, with commas between, or all; or a .jsonl file of TUNED_RECORD."),
+        typer.Option(
+            help="Names or patterns, with commas between, or all; or a .jsonl file of TUNED_RECORD.",
+            rich_help_panel=WHAT,
+        ),
     ] = None,
     trials: Annotated[
-        int | None, typer.Option(min=1, help="Variants to measure a problem (96); without a GPU, to compile (40).")
+        int | None,
+        typer.Option(
+            min=1, help="Variants to measure a problem (96); without a GPU, to compile (40).", rich_help_panel=HOW
+        ),
     ] = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Measure a few variants a problem that are good elsewhere, and search nothing."),
+        typer.Option(
+            "--quick",
+            help="Measure a few variants a problem that are good elsewhere, and search nothing.",
+            rich_help_panel=HOW,
+        ),
     ] = False,
-    budget: Annotated[str | None, typer.Option(help="Time for the whole run: 90s, 10m, 1h.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Keep the record in this folder; the package's tables stay as they are.")
+    budget: Annotated[
+        str | None, typer.Option(help="Time for the whole run: 90s, 10m, 1h.", rich_help_panel=HOW)
     ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="List the problems, and stop.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep the record in this folder; the package's tables stay as they are.", rich_help_panel=HOW
+        ),
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the problems, and stop.", rich_help_panel=STOP)] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show how many variants there are to try, and stop.")
+        bool, typer.Option("--dry-run", help="Show how many variants there are to try, and stop.", rich_help_panel=STOP)
+    ] = False,
+    details: Annotated[
+        bool,
+        typer.Option(
+            "--details",
+            help="With --dry-run: every problem, and every rule that leaves variants out.",
+            rich_help_panel=STOP,
+        ),
     ] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="List rows and files that are out of date; exit 1 if a row does not count.")
+        bool,
+        typer.Option(
+            "--check",
+            help="List rows and files that are out of date; exit 1 if a row does not count.",
+            rich_help_panel=STOP,
+        ),
     ] = False,
     release: Annotated[
-        bool, typer.Option("--release", help="With --check: exit 1 also if what is here was not verified on its GPU.")
+        bool,
+        typer.Option(
+            "--release",
+            help="With --check: exit 1 also if what is here was not verified on its GPU.",
+            rich_help_panel=STOP,
+        ),
     ] = False,
-    render: Annotated[bool, typer.Option("--render", help="Write every generated file again, and stop.")] = False,
+    render: Annotated[
+        bool, typer.Option("--render", help="Write every generated file again, and stop.", rich_help_panel=STOP)
+    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Tune every problem on this GPU, most common first; Ctrl-C keeps what was measured, the same command goes on."""
     if outside(family):
@@ -160,14 +255,19 @@ def main(  # noqa: PLR0913 - one parameter an option
             raise typer.BadParameter(
                 f"--ray {ray} and a family of your own exclude each other: hosts are sent this checkout only"
             )
-    context.obj = Before(gpu, out, storage)
+    if out is not None and out.exists() and not out.is_dir():
+        raise typer.BadParameter(f"--out must be a folder, of records, got {out}, which is none")
+    if details and not dry_run:
+        raise typer.BadParameter("--details is of --dry-run: give both")
+    context.obj = Before(gpu, out, storage, as_json)
     if context.invoked_subcommand is not None:
         return
     if _started and not (render or check or list_ or dry_run or gpus or ray):
         # What compilers and workers are forked from: its imports take as long as this process's own, beside them.
         from .processes.forkserver import fork_server  # noqa: PLC0415
 
-        fork_server()
+        with contextlib.suppress(OSError):  # the command meets it again, and says what cannot be written
+            fork_server()
     limit_s = seconds(budget)
     named = {"--gpu": None if gpu == "auto" else gpu, "--gpus": gpus, "--ray": ray}
     given = " and ".join(f"{option} {value}" for option, value in named.items() if value is not None)
@@ -184,63 +284,90 @@ def main(  # noqa: PLR0913 - one parameter an option
             return commands.render(console)
         if check:
             return commands.check(options, console, release=release)
-        chosen = commands.list_problems if list_ else commands.dry_run if dry_run else commands.tune
-        return chosen(options, console)
+        if dry_run:
+            return commands.dry_run(options, console, details=details)
+        return commands.list_problems(options, console) if list_ else commands.tune(options, console)
 
-    run(command)
+    flags = {"render": render, "check": check, "dry-run": dry_run, "list": list_}
+    run(next((name for name, given in flags.items() if given), "tune"), command, as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=SEE)
 def show(
     context: typer.Context,
     problem: Annotated[str, typer.Argument(help="A name from --list.")],
     device: Annotated[str | None, typer.Option(help="Whose winner; nvidia_h200 or the only record.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Write the winner of PROBLEM as one self-contained Triton file, to paste into another project."""
-    run(lambda commands: commands.show(problem, device, context.obj.out, out, errors))
+    as_json = as_json or context.obj.json
+    run("show", lambda commands: commands.show(problem, device, context.obj.out, out, errors, as_json=as_json), as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=SHARE)
 def new_family(
+    context: typer.Context,
     name: Annotated[str, typer.Argument(help="Its name, as of a Python module.")],
     out: Annotated[Path | None, typer.Option(help="The folder; NAME.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Write a kernel family of your own that works, with its template and tests, to begin with."""
-    run(lambda commands: commands.new_family(name, out or Path(name), errors))
+    run(
+        "new-family", lambda commands: commands.new_family(name, out or Path(name), errors), as_json or context.obj.json
+    )
 
 
-@app.command()
+@app.command(rich_help_panel=SEE)
 def report(
     context: typer.Context,
     device: Annotated[str | None, typer.Option(help="Whose record; nvidia_h200 or the only one.")] = None,
     out: Annotated[Path | None, typer.Option(help="The file; report-DEVICE.html.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Write what is known of a device as one HTML file: winners, floor, peers, knobs, failures; it needs no network."""
-    run(lambda commands: commands.report(device, context.obj.out, context.obj.storage, out, errors))
+    run(
+        "report",
+        lambda commands: commands.report(device, context.obj.out, context.obj.storage, out, errors),
+        as_json or context.obj.json,
+    )
 
 
-@app.command()
+@app.command(rich_help_panel=SEE)
 def explain(
     context: typer.Context,
     problem: Annotated[str, typer.Argument(help="A name from --list.")],
-    device: Annotated[str | None, typer.Option(help="On which device; nvidia_h200 or the only record's.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu", "--device", help="On which GPU, which need not be here: a record's, or one of --target; or a part."
+        ),
+    ] = None,
+    as_json: Json = False,
 ) -> None:
     """Tell what serves PROBLEM, how near to the floor it is, and what every choice of its winner is worth."""
-    run(lambda commands: commands.explain(problem, device, context.obj.out, context.obj.storage, console))
+    given = context.obj
+    device = device or (None if given.gpu == "auto" else given.gpu)
+    run(
+        "explain",
+        lambda commands: commands.explain(problem, device, given.out, given.storage, console),
+        as_json or context.obj.json,
+    )
 
 
-@app.command()
+@app.command(rich_help_panel=STUDY)
 def regret(
     context: typer.Context,
     device: Annotated[str, typer.Option(help="Whose landscapes.")] = "nvidia_h200",
+    as_json: Json = False,
 ) -> None:
     """Tell how far from the best a variant is that was picked for a problem without a row, by every rule tried."""
-    run(lambda commands: commands.regret(device, context.obj.out, console))
+    run("regret", lambda commands: commands.regret(device, context.obj.out, console), as_json or context.obj.json)
 
 
-@app.command()
-def replay(
+@app.command(rich_help_panel=STUDY)
+def replay(  # noqa: PLR0913 - one parameter an option
+    context: typer.Context,
     device: Annotated[str, typer.Option(help="Whose landscapes.")] = "nvidia_h200",
     seeds: Annotated[int, typer.Option(min=1, help="Searches of each landscape.")] = 3,
     plain: Annotated[bool, typer.Option(help="Beside samplers of Optuna as they come, which takes a minute.")] = True,
@@ -251,15 +378,24 @@ def replay(
             help="On others' kernels instead: a folder of cache files of Kernel Tuner, spaces measured whole."
         ),
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Replay searches on recorded landscapes, without a GPU: how near the best they end, and the estimate beside them."""
     if foreign is not None:
-        run(lambda commands: commands.replay_foreign(foreign, seeds, write, console, plain=plain))
-    run(lambda commands: commands.replay(device, seeds, write, console, plain=plain))
+        run(
+            "replay",
+            lambda commands: commands.replay_foreign(foreign, seeds, write, console, plain=plain),
+            as_json or context.obj.json,
+        )
+    run(
+        "replay",
+        lambda commands: commands.replay(device, seeds, write, console, plain=plain),
+        as_json or context.obj.json,
+    )
 
 
-@app.command()
-def submit(
+@app.command(rich_help_panel=SHARE)
+def submit(  # noqa: PLR0913 - one parameter an option
     context: typer.Context,
     gpu: Annotated[
         str | None, typer.Option(help="Whose record: auto (the first GPU here), an index, or part of a record's name.")
@@ -267,36 +403,53 @@ def submit(
     out: Annotated[Path | None, typer.Option(help="The folder of the record; the package's.")] = None,
     to: Annotated[Path | None, typer.Option(help="The folder for the archive; contributions.")] = None,
     kernels: Annotated[int, typer.Option(min=0, help="Compile the kernels of at most so many rows.")] = 24,
+    as_json: Json = False,
 ) -> None:
     """Make a contribution of what was measured on this GPU: an archive, and the text of a pull request."""
     given = context.obj
-    run(lambda commands: commands.submit(gpu or given.gpu, out or given.out, to, kernels, console))
+    run(
+        "submit",
+        lambda commands: commands.submit(gpu or given.gpu, out or given.out, to, kernels, console),
+        as_json or context.obj.json,
+    )
 
 
-@app.command()
+@app.command(rich_help_panel=SHARE)
 def carry(
     context: typer.Context,
     revision: Annotated[str, typer.Argument(help="The commit or tag that the rows were measured at.")],
     device: Annotated[str, typer.Option(help="Whose record.")] = "nvidia_h200",
+    as_json: Json = False,
 ) -> None:
     """Keep rows whose kernels changed in text and not in machine code: both are compiled and compared; needs no GPU."""
-    run(lambda commands: commands.carry(revision, device, context.obj.out, console))
+    run(
+        "carry",
+        lambda commands: commands.carry(revision, device, context.obj.out, console),
+        as_json or context.obj.json,
+    )
 
 
-@app.command()
+@app.command(rich_help_panel=SHARE)
 def check_submission(
+    context: typer.Context,
     archive: Annotated[Path, typer.Argument(help="What submit wrote.")],
     to: Annotated[
         Path | None, typer.Option(help="If it is accepted, put its record into this folder, for TUNED_TABLES.")
     ] = None,
     kernels: Annotated[int, typer.Option(min=0, help="Compile the kernels of at most so many rows.")] = 24,
+    as_json: Json = False,
 ) -> None:
     """Judge a contribution without its GPU: digests, sizes, rules, times, kernels; exit 1 if it is not accepted."""
-    run(lambda commands: commands.check_submission(archive, to, kernels, console))
+    run(
+        "check-submission",
+        lambda commands: commands.check_submission(archive, to, kernels, console),
+        as_json or context.obj.json,
+    )
 
 
-@app.command()
-def cards(
+@app.command(rich_help_panel=STUDY)
+def cards(  # noqa: PLR0913 - one parameter an option
+    context: typer.Context,
     names: Annotated[
         str | None, typer.Argument(help="Cards, or parts of their names, with commas between; those without a table.")
     ] = None,
@@ -305,35 +458,50 @@ def cards(
     kernels: Annotated[
         int | None, typer.Option(min=0, help="Compile at most so many of the kernels a card; all of them.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Tell what calls would get on cards that nobody measured, and see that it compiles and fits; needs no GPU."""
-    run(lambda commands: commands.cards(names, shapes, seed, kernels, console))
+    run("cards", lambda commands: commands.cards(names, shapes, seed, kernels, console), as_json or context.obj.json)
 
 
-@app.command()
+@app.command(rich_help_panel=STUDY)
 def landscape(
     context: typer.Context,
     problems: Annotated[str, typer.Argument(help="Names or patterns, with commas between.")],
     out: Annotated[
         Path | None, typer.Option(help="A folder; that of the landscapes that ship with the source.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Measure EVERY legal variant of PROBLEMS on this GPU, for replay, regret and the estimate: about 15 s each."""
-    run(lambda commands: commands.landscape(problems, context.obj.gpu, out, console))
+    run(
+        "landscape",
+        lambda commands: commands.landscape(problems, context.obj.gpu, out, console),
+        as_json or context.obj.json,
+    )
 
 
-@app.command()
+@app.command(rich_help_panel=STUDY)
 def model(
     context: typer.Context,
     family: Annotated[str | None, typer.Option(help="The kernel family; the first that has a model.")] = None,
     seconds: Annotated[float, typer.Option(min=1, help="How long to time PyTorch's own on random shapes.")] = 25.0,
     seed: Annotated[int, typer.Option(help="Of the shapes.")] = 7,
+    as_json: Json = False,
 ) -> None:
     """Fit the model that picks for shapes without a row; on a GPU, to what was tuned there and PyTorch's own times."""
-    run(lambda commands: commands.model(family, context.obj.gpu, seconds, seed, console))
+    run(
+        "model",
+        lambda commands: commands.model(family, context.obj.gpu, seconds, seed, console),
+        as_json or context.obj.json,
+    )
 
 
-@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@app.command(
+    rich_help_panel="Tune",
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
 def tune(context: typer.Context) -> None:
     """Tune: the same as without a command; the options above stand behind it."""
     above = context.parent

@@ -12,19 +12,23 @@ import re
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from tuned.families.outside import FamilyError
 from tuned.lookup.record import RecordError, device_slug
 
 from . import gpu
+from .answer import plain, put
 from .disk import gpu_identity, gpu_lock, naming, put_between, write_whole
 from .estimating.targets import UnknownTargetError, target_named
 from .evaluation.portfolio import candidates
+from .figures import steps
 from .places import CONTRIBUTIONS, HOME, LANDSCAPES, OUTSIDE, OWN, PROGRAM, ROOT, TUNE
 from .problem import Problem, SelectionError
 from .processes.compiler import CompilerPool
@@ -46,6 +50,7 @@ from .workload import WORKLOADS, default_problems, default_variant
 
 DEFAULT_TARGET = "nvidia_h200"
 INTERRUPTED = 130  # what a shell gives for Ctrl-C
+STYLES = {"hard": "red", "unverified": "yellow", "soft": "yellow", "note": "dim"}  # of what --check finds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +80,13 @@ def tune(options: Options, console: Console) -> int:
         facts = gpu.gather()
         answer = gpu.diagnose(facts)
         if answer.kind != "ready":
-            say(console, answer.message)
-            if options.gpu != "auto" or options.gpus is not None or options.storage is not None:
-                return 1
+            if asked := _asked_of_a_gpu(options):
+                reason = answer.message.partition(" Run the same command")[0].rstrip(".")
+                raise NoGpuError(
+                    f"{asked} asks for a GPU, and there is none to tune on: {reason}. Run the same command where there is "
+                    "one, or leave this option out for what is true without: compiling, checking and estimating"
+                )
+            say(console, answer.message, style="yellow")
             return estimate(options, DEFAULT_TARGET, console)
         indices = (
             gpu.choose_gpus(facts.names, options.gpus)
@@ -108,13 +117,26 @@ def tune(options: Options, console: Console) -> int:
     return _tell(run, options, time.monotonic() - start, console)
 
 
+class NoGpuError(Exception):
+    """A GPU was asked for, and there is none; the message says why."""
+
+
+def _asked_of_a_gpu(options: Options) -> str:
+    """The option that only a GPU can answer; empty without one."""
+    if options.gpu != "auto":
+        return f"--gpu {options.gpu}"
+    if options.gpus is not None:
+        return f"--gpus {options.gpus}"
+    return "--storage" if options.storage is not None else ""  # its value may have a password
+
+
 def refusal(error: BaseException) -> tuple[str, int] | None:
     """The sentence and the exit code for what ends a command; None if it is a defect."""
     if isinstance(
         error, SelectionError | FamilyError | gpu.NoSuchGpuError | UnknownTargetError
     ):  # of what was asked for
         return str(error), 2
-    if isinstance(error, RecordError | ArchiveError | LandscapeError):
+    if isinstance(error, RecordError | ArchiveError | LandscapeError | NoGpuError):
         return str(error), 1
     if isinstance(
         error, KeyboardInterrupt
@@ -165,6 +187,7 @@ def _measure_on_many(run: Run, orders: Orders, indices: list[int], options: Opti
 
 def _display(orders: Orders, report: Callable[..., None], console: Console) -> Display:
     def started(gpu_name: str, environment: dict[str, Any], compilers: int) -> None:
+        put(environment=environment)
         say(
             console,
             f"{gpu_name}{gpu_name and ': '}{environment['device_name']} (sm_{environment['capability']}), driver "
@@ -189,12 +212,20 @@ def _line(problem: Problem, result: Outcome | str) -> str:
 
 
 def _tell(run: Run, options: Options, elapsed_s: float, console: Console) -> int:
+    put(
+        problems=[p.name for p in run.problems],
+        winners=run.winners,
+        skipped=run.skipped,
+        record=run.record,
+        interrupted=run.interrupted,
+        elapsed_s=round(elapsed_s, 3),
+    )
     if run.winners:
         console.print(winners_table(run.winners, f"Measured in {elapsed_s / 60:.1f} minutes"))
     if run.outcomes:
         console.print(stages_table(run.stopwatch.seconds, elapsed_s, run.gpus, run.stopwatch.busy_share()))
         say(console, str(sum(map(funnel_of, run.outcomes.values()), Funnel())))
-    say(console, *(f"skipped {name}: {reason}" for name, reason in run.skipped.items()))
+    say(console, *(f"skipped {name}: {reason}" for name, reason in run.skipped.items()), style="yellow")
     if run.record is not None:
         if options.out is None and OUTSIDE:
             say(console, f"its calls use it: {HOME / 'tables' / run.record.stem}.py")
@@ -218,10 +249,10 @@ def _tell(run: Run, options: Options, elapsed_s: float, console: Console) -> int
     return 0 if run.winners or not run.problems else 1
 
 
-def say(console: Console, *lines: str) -> None:
-    """Print lines as they are."""
+def say(console: Console, *lines: str, style: str = "") -> None:
+    """Print lines as they are, in a style where there is a terminal."""
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def render(console: Console) -> int:
@@ -229,6 +260,7 @@ def render(console: Console) -> int:
     if OWN:
         raise SelectionError("--render writes what a checkout generates: what is installed is as it was built")
     written, deleted = render_all()
+    put(written=written, deleted=deleted)
     say(
         console,
         *(f"wrote {HOME.name}/{name}" for name in written),
@@ -242,7 +274,9 @@ def new_family(name: str, folder: Path, console: Console) -> int:
     """Write the files of a family of a user's own."""
     from .scaffold.write import write_family  # noqa: PLC0415
 
-    say(console, *(f"wrote {path}" for path in write_family(name, folder)))
+    written = list(write_family(name, folder))
+    put(written=written)
+    say(console, *(f"wrote {path}" for path in written), style="green")
     say(console, f"next: {TUNE} --family {folder / name}.py --gpu auto")
     return 0
 
@@ -251,18 +285,42 @@ def list_problems(options: Options, console: Console) -> int:
     """List the problems, with what the record of the target has."""
     device = options.target or DEFAULT_TARGET
     winners = read_record(device, options.out)
-    say(console, *problem_lines(select(options.family, options.problems, folder=options.out), winners, device))
+    problems = select(options.family, options.problems, folder=options.out)
+    times = {(w.family, w.spec, w.size): w.median_us for w in winners}
+    put(
+        device=device,
+        problems=[{**plain(p), "median_us": times.get((p.family, p.spec, p.size))} for p in problems],
+    )
+    for index, line in enumerate(problem_lines(problems, winners, device)):
+        shown = Text(line, style="bold" if not index else "")
+        if console.is_terminal:  # a pipe gets all of it
+            shown.truncate(console.width, overflow="ellipsis")
+        console.print(shown, soft_wrap=True)
     return 0
 
 
-def dry_run(options: Options, console: Console) -> int:
-    """Show how many variants each problem has, and why the others are out; nothing is compiled."""
-    target = target_named(DEFAULT_TARGET)
-    for problem in select(options.family, options.problems, folder=options.out):
-        pool = legal_pool(problem, target.capability, target.processors)
-        trials = min(options.trials or TRIALS, len(pool.variants))
-        say(console, f"{problem.name}: {pool.declared} declared -> {len(pool.variants)} legal -> {trials} to measure")
-        say(console, *(f"    {count:5} tiles: {rule}" for rule, count in pool.rejected.items()))
+def dry_run(options: Options, console: Console, *, details: bool = False) -> int:
+    """Show how many variants there are to try, and why the others are out; nothing is compiled.
+
+    A few problems are told one by one. More are counted by family, unless ``details`` are asked for.
+    """
+    from .reporting import planned  # noqa: PLC0415
+
+    target = target_named(options.target or DEFAULT_TARGET)
+    problems = select(options.family, options.problems, folder=options.out)
+    plans = []
+    with steps(console, "counting variants", len(problems)) as step:
+        for problem in problems:
+            pool = legal_pool(problem, target.capability, target.processors)
+            plans.append(planned.Plan(problem, pool, min(options.trials or TRIALS, len(pool.variants))))
+            step()
+    put(target=target.device, problems=[planned.facts(plan) for plan in plans])
+    if details or len(plans) <= planned.FEW:
+        say(console, *(line for plan in plans for line in planned.lines(plan, details=details)))
+    else:
+        console.print(planned.table(plans, target.device))
+        say(console, *planned.reasons(plans))
+        say(console, "--details tells of every problem, --problems NAMES of some, --json to a program")
     return 0
 
 
@@ -278,8 +336,13 @@ def check(options: Options, console: Console, *, release: bool = False) -> int:
     to_do = ("hard", "unverified") if release else ("hard",)
     hard = sum(f.kind in to_do for f in found)
     soft = sum(f.kind != "note" for f in found) - hard
-    up_to_date = "every row and every generated file is up to date"
-    say(console, *(f.text for f in found), f"{hard} to do, {soft} worth doing" if hard or soft else up_to_date)
+    put(findings=found, to_do=hard, worth_doing=soft)
+    for finding in found:
+        say(console, finding.text, style=STYLES[finding.kind])
+    if hard or soft:
+        say(console, f"{hard} to do, {soft} worth doing", style="bold")
+    else:
+        say(console, "every row and every generated file is up to date", style="green")
     return 1 if hard else 0
 
 
@@ -313,6 +376,7 @@ def regret(device: str, folder: Path | None, console: Console) -> int:
     )
     good = rules.best_rule(by_problem).rule == rules.SERVED
     met = served.median <= rules.MEDIAN and served.worst[0] <= rules.WORST
+    put(device=device, problem_left_out=by_problem, shape_left_out=by_shape, serves=rules.SERVED, bars_met=met)
     say(
         console,
         f"bars: median {100 * rules.MEDIAN:g} %, worst {100 * rules.WORST:g} %: {'met' if met else 'not met'}; "
@@ -324,29 +388,36 @@ def regret(device: str, folder: Path | None, console: Console) -> int:
 def estimate(options: Options, target: str, console: Console) -> int:
     """Do what is true without the device; exit code 0 unless a result in the interpreter was wrong."""
     from .estimating.offline import SAMPLE  # noqa: PLC0415
-    from .reporting.estimates import run_offline  # noqa: PLC0415
+    from .reporting.estimates import run_offline, style_of  # noqa: PLC0415
 
-    right = run_offline(
-        select(options.family, options.problems, representative=True, folder=options.out),
-        target_named(target),
-        options.trials or SAMPLE,
-        options.out,
-        options.budget_s,
-        lambda text: say(console, text),
-    )
+    problems = select(options.family, options.problems, representative=True, folder=options.out)
+    with steps(console, "compiling and estimating", len(problems)) as step:
+        right = run_offline(
+            problems,
+            target_named(target),
+            options.trials or SAMPLE,
+            options.out,
+            options.budget_s,
+            lambda text: say(console, text, style=style_of(text)),
+            step,
+        )
     return 0 if right else 1
 
 
-def show(name: str, device: str | None, folder: Path | None, path: Path | None, console: Console) -> int:
+def show(  # noqa: PLR0913 - what is shown, and where to
+    name: str, device: str | None, folder: Path | None, path: Path | None, console: Console, *, as_json: bool = False
+) -> int:
     """Write the winner of a problem as one file, or to the terminal as it is."""
     from .reporting.show import standalone, winner_of  # noqa: PLC0415
 
-    text = standalone(winner_of(name, device, folder))
-    if path is None:
-        sys.stdout.write(text)
-    else:
+    winner = winner_of(name, device, folder)
+    text = standalone(winner)
+    put(problem=winner.name, device=winner.environment["device"], path=path, source=text)
+    if path is not None:
         write(path, text)
-        say(console, f"wrote {path}")
+        say(console, f"wrote {path}", style="green")
+    elif not as_json:
+        sys.stdout.write(text)
     return 0
 
 
@@ -359,7 +430,8 @@ def report(device: str | None, folder: Path | None, storage: str | None, path: P
     path = path or Path(f"report-{device}.html")
     with _journal(device, storage) as journal:
         write(path, page(collect(device, folder, journal)))
-    say(console, f"wrote {path}")
+    put(device=device, path=path)
+    say(console, f"wrote {path}", style="green")
     return 0
 
 
@@ -375,9 +447,11 @@ def write(path: Path, text: str) -> None:
 def explain(name: str, device: str | None, folder: Path | None, storage: str | None, console: Console) -> int:
     """Tell what serves a problem on a device, and what each choice of the winner is worth."""
     from .reporting import explain as explaining  # noqa: PLC0415
-    from .reporting.show import recorded_device  # noqa: PLC0415
+    from .reporting.show import one_of, recorded_device  # noqa: PLC0415
     from .selection import problem_named  # noqa: PLC0415
 
+    if device is not None:
+        device = one_of(device, recorded_devices(folder)) or target_named(device).device
     with contextlib.suppress(RecordError):
         device = device or recorded_device(None, folder)
     device = device or DEFAULT_TARGET
@@ -404,9 +478,15 @@ def replay(device: str, seeds: int, write: Path | None, console: Console, *, pla
     landscapes = load_landscapes(device)
     if not landscapes:
         raise SelectionError(f"there are no landscapes of {device}: {PROGRAM} landscape PROBLEMS records them on it")
+    if write is not None:
+        check_marks(write, "replay")
     with console.status("replaying") as status:
         searched = evidence.searches(landscapes, seeds, plain=plain, tell=status.update)
         console.print(evidence.search_table(landscapes, searched))
+        put(
+            device=device,
+            searches={name: {"searches": count, **cells} for name, (count, cells) in searched.items()},
+        )
         if write is not None:
             put_between(write, "replay", evidence.search_markdown(searched))
         found = evidence.agreements(landscapes, seeds)
@@ -415,8 +495,25 @@ def replay(device: str, seeds: int, write: Path | None, console: Console, *, pla
             f"two independent tunings of one problem end {100 * statistics.median(found):.2f}% apart in the median, "
             f"{100 * max(found):.2f}% in the worst of {len(found)}",
         )
-        console.print(evidence.guess_table(evidence.guesses(landscapes)))
+        guesses = evidence.guesses(landscapes)
+        put(two_tunings_apart=found, estimate=guesses)
+        console.print(evidence.guess_table(guesses))
     return 0
+
+
+def check_marks(path: Path, mark: str) -> None:
+    """See that a table can be put into a file, before minutes are spent on it.
+
+    Raises:
+        SelectionError: it does not have the marks.
+        OSError: it cannot be read.
+    """
+    with naming(path):
+        text = path.read_text(encoding="utf-8")
+    if any(text.count(f"<!-- {mark}:{end} -->") != 1 for end in ("begin", "end")):
+        raise SelectionError(
+            f"--write {path} must have the marks <!-- {mark}:begin --> and <!-- {mark}:end -->, once each"
+        )
 
 
 def replay_foreign(folder: Path, seeds: int, write: Path | None, console: Console, *, plain: bool) -> int:
@@ -424,8 +521,14 @@ def replay_foreign(folder: Path, seeds: int, write: Path | None, console: Consol
     from .evaluation import comparing, foreign  # noqa: PLC0415 - as above
 
     landscapes = foreign.load_folder(folder)
+    if write is not None:
+        check_marks(write, "foreign")
     with console.status("replaying") as status:
         found = comparing.compare(landscapes, seeds, slow=plain, tell=status.update)
+    put(
+        landscapes=[one.problem.name for one in landscapes],
+        strategies={name: comparing.figures(of, next(iter(found.values()))) for name, of in found.items()},
+    )
     console.print(comparing.comparison_table(landscapes, found))
     console.print(comparing.landscape_table(landscapes, found))
     if write is not None:
@@ -465,6 +568,7 @@ def model(family: str | None, gpu_option: str, seconds: float, seed: int, consol
                 return 1
             found = [samples.Replaced(p.spec, p.size, us, by) for p, us, by in replaced(family, seconds, seed)]
         path = samples.save(samples.Samples(family, environment, times, tuple(found)))
+        put(samples=path)
         say(
             console,
             f"{sum(map(len, times.values()))} times of {len(times)} problems, {len(found)} of PyTorch's own: {path}",
@@ -474,6 +578,7 @@ def model(family: str | None, gpu_option: str, seconds: float, seed: int, consol
     for one in samples.load_all():
         for name, left_out in (("problem", same_problem), ("hidden size", fitting.same_hidden)):
             cost = fitting.summary(fitting.regrets(one, left_out))
+            put(**{f"{one.family} on {one.environment['device']}, a {name} left out": cost})
             say(console, f"{one.family} on {one.environment['device']}: a {name} left out costs {cost}")
     render_all()
     return 0
@@ -492,6 +597,7 @@ def carry(revision: str, device: str, folder: Path | None, console: Console) -> 
         write_record(record_path(device, folder), device, found.winners)
         if folder is None:
             render_all()
+    put(device=device, kept=found.kept, changed=found.changed)
     say(console, f"{device}: {len(found.kept)} rows kept, whose machine code is what it was at {revision}")
     for name, why in found.changed.items():
         say(console, f"    {name}: {why}")
@@ -507,6 +613,7 @@ def submit(wanted: str, folder: Path | None, to: Path | None, kernels: int, cons
     device = submitted_device(wanted, folder)
     data, contribution = contributing.made(read_record(device, folder))
     found = _judged(data, kernels)
+    put(device=device, accepted=not found.reasons, reasons=found.reasons)
     if found.reasons:
         say(console, *_refused(found.reasons, f"the record of {device}"))
         return 1
@@ -521,6 +628,7 @@ def submit(wanted: str, folder: Path | None, to: Path | None, kernels: int, cons
     except BaseException:
         beside.unlink()  # what it is about is not there
         raise
+    put(archive=archive, text=beside, digest=contribution.digest)
     say(console, text, f"wrote {archive}", f"wrote {beside}: the text above, the title first")
     return 0
 
@@ -554,10 +662,14 @@ def check_submission(path: Path, to: Path | None, kernels: int, console: Console
     from .publishing.contribution import read_archive  # noqa: PLC0415
 
     found = _judged(read_archive(path), kernels)
+    put(archive=path, accepted=not found.reasons and found.contribution is not None, reasons=found.reasons)
     if found.reasons or found.contribution is None:
         say(console, *_refused(found.reasons, path.name))
         return 1
     one = found.contribution
+    put(
+        device=one.device, rows=len(one.winners), kernels=found.kernels, compiled=len(found.compiled), digest=one.digest
+    )
     say(
         console,
         f"{path.name} is accepted: {len(one.winners)} rows of {one.environment['device_name']}; digests, sizes, rules of "
@@ -599,7 +711,7 @@ def cards(names: str | None, shapes: int, seed: int, kernels: int | None, consol
     from .evaluation import cards as looking  # noqa: PLC0415
     from .reporting.cards import card_lines, card_table  # noqa: PLC0415
 
-    right = True
+    right, found = True, {}
     compiler = CompilerPool(seconds=looking.COMPILE_SECONDS)
     try:
         for target in looking.cards_named(names):
@@ -607,8 +719,16 @@ def cards(names: str | None, shapes: int, seed: int, kernels: int | None, consol
             console.print(card_table(card))
             say(console, *card_lines(card), "")
             right = right and not card.wrong
+            found[target.device] = {
+                "shapes": len(card.asked),
+                "rules": Counter(a.choice.rule for a in card.asked),
+                "kernels": card.distinct,
+                "compiled": len(card.kernels),
+                "wrong": card.wrong,
+            }
     finally:
         compiler.shutdown(wait=False, cancel_futures=True)
+    put(cards=found, shapes=shapes, seed=seed)
     say(
         console,
         f"{shapes} shapes of seed {seed} a card, chosen by its architecture and processors; nothing was measured",
@@ -624,10 +744,13 @@ def landscape(names: str, gpu_option: str, folder: Path | None, console: Console
     facts = gpu.gather()
     answer = gpu.diagnose(facts)
     if answer.kind != "ready":
-        say(console, answer.message)
-        return 1
+        reason = answer.message.partition(" Run the same command")[0]
+        raise NoGpuError(f"landscape measures, and there is no GPU to measure on: {reason}")
     index = gpu.choose_gpu(facts.names, gpu_option)
     with on_gpu(index, None, lambda text: say(console, text)) as (worker, compiler, environment):
+        recorded: dict[str, Path] = {}
+        put(landscapes=recorded)
         for problem, path, seconds in record_all(problems, worker, compiler, environment, folder or LANDSCAPES):
+            recorded[problem.name] = path
             say(console, f"{problem.name}: {seconds:.0f} s, {path}")
     return 0

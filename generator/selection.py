@@ -11,6 +11,7 @@ from typing import Any
 from tuned.lookup.misses import recorded
 from tuned.lookup.record import RecordError
 
+from .places import TUNE
 from .problem import Problem, SelectionError
 from .storage.record import read_record, recorded_devices
 from .workload import WORKLOADS, default_problems
@@ -74,10 +75,18 @@ def problem_named(name: str, folder: Path | None = None) -> Problem:
     return found
 
 
+LISTED = 12  # names, at most, that a message lists
+
+
 def _unknown(what: str, name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    """The nearest names, and all there are or where they are listed."""
+    plain = name.replace("*", "")
+    close = difflib.get_close_matches(plain, known, n=3, cutoff=0.5)
+    close += [one for one in known if plain and plain in one and one not in close][: 3 - len(close)]
     hint = f" Did you mean {' or '.join(close)}?" if close else ""
-    return f"no {what} {name!r}.{hint} There are: {', '.join(known)}"
+    if len(known) <= LISTED:
+        return f"no {what} {name!r}.{hint} There are: {', '.join(known)}"
+    return f"no {what} {name!r}.{hint} {TUNE} --list names all {len(known)}; a * stands for any letters"
 
 
 MAX_BYTES = 2**40  # of one set of tensors: no GPU has more, so such a size was not recorded by a run

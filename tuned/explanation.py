@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -13,7 +14,9 @@ from tuned import dispatch, nn
 from tuned.calls.recurrent import serve
 from tuned.compat.transformer_engine import apply_rotary_pos_emb
 from tuned.families.registry import FAMILIES
+from tuned.lookup.asked import asking, gpu_named
 from tuned.lookup.lookup import Choice
+from tuned.lookup.table import Table, tables, tables_of
 from tuned.own import Own
 
 # The functions themselves, not their names in dispatch: if a user wraps one there, the original still works here.
@@ -29,31 +32,68 @@ class Explanation:
     kernels: tuple[str, ...]  # modules of tuned.kernels, in order; none for eager
     variant: Any
     median_us: float | None  # of the chosen row, as measured; not of this call
+    gpu: str | None = None  # the GPU that was asked about; None: that of the tensors
+    hint: str | None = None  # how to see a kernel chosen, where this machine has no GPU
 
     def __str__(self) -> str:
-        """Rule, reason, kernels and numbers, one line each."""
-        lines = [f"{self.rule}: {self.why}"]
+        """Rule, reason, kernels and numbers, one line each; then the hint."""
+        where = f"on {self.gpu}, " if self.gpu else ""
+        lines = [f"{where}{self.rule}: {self.why}"]
         if self.kernels:
             lines += [f"kernels: {', '.join(self.kernels)}", f"variant: {self.variant}"]
         if self.median_us is not None:
             lines.append(f"that row was measured at {self.median_us:g} us")
+        if self.hint is not None:
+            lines.append(self.hint)
         return "\n".join(lines)
 
 
-def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
+def explain(function: Any, *args: Any, gpu: str | None = None, **kwargs: Any) -> Explanation:
     """Which kernel ``function(*args, **kwargs)`` gets, without running it.
+
+    With ``gpu`` it is what the call would get on a machine with that GPU, by the tables and models that are here. The
+    tensors may then be on a CPU or on "meta", and no GPU is needed::
+
+        print(tuned.explain(rope, x, freqs, gpu="nvidia_h200"))
 
     Args:
         function: rope, rope_qk, rope_qkv, rope_backward, qk_norm_rope, gru_cell, gru or linear_cat of tuned.dispatch; TransformerEngine's
             apply_rotary_pos_emb of tuned.compat; a family of your own (tuned.own); or a GRU or GRUCell module, of tuned.nn or
             of torch.nn.
         args: its arguments.
+        gpu: the name of a GPU that has a table, as the files in tuned/tables and the records in TUNED_TABLES are named; None
+            is the GPU of the tensors.
         kwargs: its keyword arguments.
 
     Raises:
         TypeError: ``function`` is none of these, or the call itself would raise it.
-        ValueError: the call itself would raise it.
+        ValueError: no table is of this GPU, or the call itself would raise it.
     """
+    if gpu is None:
+        found = _explained(function, *args, **kwargs)
+        if found.rule != "eager" or torch.cuda.is_available():
+            return found
+        return dataclasses.replace(found, hint=_hint(function, *args, **kwargs))
+    with asking(gpu_named(gpu, _known_gpus(function))):
+        return dataclasses.replace(_explained(function, *args, **kwargs), gpu=gpu)
+
+
+def _known_gpus(function: Any) -> dict[str, Table]:
+    """The tables whose GPUs can be asked about: those of a family of one's own too."""
+    return {**tables(), **(tables_of(function.family) if isinstance(function, Own) else {})}
+
+
+def _hint(function: Any, *args: Any, **kwargs: Any) -> str | None:
+    """How to see a kernel chosen, on a machine without a GPU; None where none is chosen on a GPU either."""
+    known = _known_gpus(function)
+    for name in sorted(known):
+        with contextlib.suppress(ValueError), asking(gpu_named(name, known)):
+            if _explained(function, *args, **kwargs).kernels:
+                return f'there is no GPU here: tuned.explain(..., gpu="{name}") tells which kernel this call gets on that one'
+    return None
+
+
+def _explained(function: Any, *args: Any, **kwargs: Any) -> Explanation:
     if isinstance(function, (nn.GRU, nn.GRUCell, torch.nn.GRU, torch.nn.GRUCell)):
         return _of_module(function, *args, **kwargs)
     if function is dispatch.DEFINED["gru"]:
@@ -110,7 +150,7 @@ def _of_module(module: Any, *args: Any, **kwargs: Any) -> Explanation:
         return _explanation(Choice("eager", why, None), ())
     if isinstance(module, (nn.GRU, torch.nn.GRU)):
         given, named, _ = nn.gru_arguments(module, *args, **kwargs)
-        return explain(dispatch.DEFINED["gru"], *given, **named)
+        return _explained(dispatch.DEFINED["gru"], *given, **named)
     kwargs.pop("resets", None)  # the state of such rows is taken as 0, by the same kernel
     given, _ = nn.cell_arguments(module, *args, **kwargs)
-    return explain(dispatch.DEFINED["gru_cell"], *given)
+    return _explained(dispatch.DEFINED["gru_cell"], *given)

@@ -11,6 +11,8 @@ import numpy as np
 import optuna
 from rich.table import Column, Table
 
+from ..figures import figures as framed
+from ..figures import turned
 from .foreign import Foreign
 from .replay import Replay, Strategy, evaluations, strategies
 
@@ -115,17 +117,18 @@ def _cells(found: Figures, *, first: bool) -> list[str]:
 
 
 def comparison_table(landscapes: Sequence[Foreign], found: dict[str, list[list[Replay]]]) -> Table:
-    """A row a strategy."""
+    """A column a strategy."""
     least, most = min(map(evaluations, landscapes)), max(map(evaluations, landscapes))
     trials = str(most) if least == most else f"{least} to {most}"
-    table = Table(
+    table = turned(
+        f"Percent slower than the best of all variants,\nafter {trials} evaluations, {len(landscapes)} landscapes",
         "strategy",
-        *(Column(head, justify="right") for head in HEADS),
-        title=f"Percent slower than the best of all variants, after {trials} evaluations, {len(landscapes)} landscapes",
-        caption="in brackets: 95 percent confidence, landscapes and searches drawn again; all begin with the same variant",
+        HEADS,
+        [(name, [cell.replace(" [", "\n[") for cell in cells]) for name, *cells in _strategy_rows(found)],
     )
-    for cells in _strategy_rows(found):
-        table.add_row(*cells)
+    table.caption = (
+        "in brackets: 95 percent confidence, landscapes and searches drawn again; all begin with the same variant"
+    )
     return table
 
 
@@ -137,7 +140,7 @@ def _strategy_rows(found: dict[str, list[list[Replay]]]) -> list[list[str]]:
 def landscape_table(landscapes: Sequence[Foreign], found: dict[str, list[list[Replay]]]) -> Table:
     """A row a landscape: its size, and the mean of each strategy."""
     heads = ("pool", "the first", *found)
-    table = Table("landscape", *(Column(head, justify="right") for head in heads), title="The same, the mean of each")
+    table = framed("The same, the mean of each", "landscape", *(Column(head, justify="right") for head in heads))
     for cells in _landscape_rows(landscapes, found):
         table.add_row(*cells)
     return table

@@ -7,11 +7,12 @@ import statistics
 from collections.abc import Callable, Sequence
 
 import optuna
-from rich.table import Column, Table
+from rich.table import Table
 
 from ..estimating.model import fitted
 from ..estimating.offline import order
 from ..estimating.targets import target_named
+from ..figures import figures, turned
 from ..measuring.compile import Resources
 from ..storage.landscape import Landscape
 from ..workload import WORKLOADS, default_variant
@@ -63,16 +64,18 @@ def _cells(count: int, found: dict[str, float]) -> list[str]:
 
 
 def search_table(landscapes: Sequence[Landscape], found: dict[str, tuple[int, dict[str, float]]]) -> Table:
-    """A row a strategy."""
+    """A column a strategy."""
     least, most = min(map(evaluations, landscapes)), max(map(evaluations, landscapes))
-    table = Table(
+    table = turned(
+        f"Percent slower than the best of all variants,\nafter {least} to {most} evaluations, {SHARE:.0%} of a pool",
         "strategy",
-        *(Column(head, justify="right") for head in ("searches", *COLUMNS, "wasted", "ms each")),
-        title=f"Percent slower than the best of all variants, after {least} to {most} evaluations, {SHARE:.0%} of a pool",
-        caption="found: the best variant that was measured; named: what the search ends with, the simpler inside the noise",
+        ("searches", *COLUMNS, "wasted", "ms each"),
+        [(name, _cells(count, cells)) for name, (count, cells) in found.items()],
     )
-    for name, (count, figures) in found.items():
-        table.add_row(name, *_cells(count, figures))
+    table.caption = (
+        "found: the best variant that was measured; named: what the search ends with, the simpler inside the noise; "
+        "wasted: proposals that were not legal or seen before"
+    )
     return table
 
 
@@ -80,7 +83,7 @@ def search_markdown(found: dict[str, tuple[int, dict[str, float]]]) -> str:
     """The same for a README."""
     heads = ("strategy", "searches", *COLUMNS, "wasted proposals", "ms a proposal")
     rows = [heads, ("---", *["---:"] * (len(heads) - 1))]
-    rows += [(name, *_cells(count, figures)) for name, (count, figures) in found.items()]
+    rows += [(name, *_cells(count, cells)) for name, (count, cells) in found.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -108,9 +111,8 @@ def guesses(landscapes: Sequence[Landscape]) -> list[Guess]:
 
 def guess_table(found: Sequence[Guess]) -> Table:
     """A row a problem, then the median and the worst."""
-    heads = ("its first pick", f"best of its first {FIRST}", "the default")
     title = "The estimate on problems that it has not seen: percent slower than the best"
-    table = Table("problem", *(Column(head, justify="right") for head in heads), title=title)
+    table = figures(title, "problem", "its first pick", f"best of its first {FIRST}", "the default")
     columns = [[getattr(g, name) for g in found] for name in ("first", "best_of_five", "default")]
     for guess, *values in zip(found, *columns, strict=True):
         table.add_row(guess.problem, *(f"{100 * v:.1f}" for v in values))

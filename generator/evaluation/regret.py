@@ -15,6 +15,7 @@ from tuned.lookup.lookup import nearest
 from tuned.lookup.record import Winner
 from tuned.lookup.table import Row
 
+from ..figures import figures
 from ..problem import Problem
 from ..searching.pool import same_problem
 from ..searching.search import choose
@@ -199,7 +200,7 @@ def metadata(device: str) -> dict[str, Any]:
 
 def regret_table(found: list[Score], title: str) -> Table:
     """Rules and what they cost, best first."""
-    table = Table("rule", "median %", "worst %", Column("worst at", overflow="fold"), title=title, title_justify="left")
+    table = figures(title, "rule", "median %", "worst %", Column("worst at", overflow="fold"))
     for score in sorted(found, key=lambda s: s.worst[0]):
         worst, name = score.worst
         mark = " (serves)" if score.rule == SERVED else ""

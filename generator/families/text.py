@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tuned.families.launch import Launch
 
 Text = tuple[str, str, Any, Any, bool]  # template, name, spec, variant, whether a caller can be given it by default
 WIDTH = 100  # characters of a line of arguments
+
+# Constants that not every GPU, or not every tensor, can take -> value -> what all can. A shown kernel has these as defaults, so
+# that it compiles for any GPU; the launch gives the winner's where they hold.
+ANYWHERE: dict[str, Callable[[Any], Any]] = {
+    "PDL": lambda _: False,
+    "EXCHANGE": lambda exchange: "poll" if exchange in ("spin", "probe") else exchange,
+    "MULTIPLE": lambda _: 1,
+    "ANGLE_MULTIPLE": lambda _: 1,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +71,17 @@ def contiguous_lines(names: Sequence[str]) -> list[str]:
     return [f"    {name} = {name}.contiguous()" for name in names]
 
 
+def chosen_lines(
+    name: str, tensor: str, capability: tuple[int, int], values: tuple[str, str] | None = None
+) -> list[str]:
+    """Set a variable by the GPU of a tensor: whether it has a capability at least; or the first of two values, or the second."""
+    has = f"{tensor}.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability({tensor}.device) >= {capability}"
+    if values is None:
+        return [f"    {name} = (\n        {has}\n    )"]
+    return [f"    {name} = {values[1]}", f"    if {has}:", f"        {name} = {values[0]}"]
+
+
 def finished(lines: Sequence[str], call: str, tensor: str, *, pdl: bool) -> str:
     """The function whose lines before the launch these are, and which returns ``out``."""
-    dependent = [f"    dependent = {tensor}.is_cuda and torch.version.hip is None"] if pdl else []
+    dependent = chosen_lines("dependent", tensor, (9, 0)) if pdl else []
     return "\n".join([*lines, *dependent, f"    with torch.cuda.device_of({tensor}):", f"{call}    return out\n"])

@@ -5,27 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from rich import box
 from rich.table import Column, Table
 
 from tuned.families.architecture import shared_limit
 
 from ..evaluation.cards import LIBRARY, ONE_LAUNCH, STEPS, Card, by_family, ways
+from ..figures import figures
 
 
 def card_table(card: Card) -> Table:
     """One row a family: how its calls were chosen, and what the compiler says of their kernels."""
     target, limit = card.target, shared_limit(card.target.capability)
     heads = ("shapes", "kernels", "registers", "shared KiB", "hold")
-    table = Table(
-        Column("family", no_wrap=True),
-        Column("chosen by"),
-        *(Column(head, justify="right", no_wrap=True) for head in heads),
-        title=f"{target.device}: {target.architecture}, {target.processors} processors, {limit // 1024} KiB a program",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
+    title = f"{target.device}: {target.architecture}, {target.processors} processors, {limit // 1024} KiB a program"
+    table = figures(title, Column("family", no_wrap=True), Column("chosen by"), *heads)
     for family, asked, kernels in by_family(card):
         rules = Counter(a.choice.rule for a in asked)
         rooms = [room for kernel in kernels for room in kernel.rooms]

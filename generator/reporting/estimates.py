@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..answer import put
 from ..estimating import offline
 from ..estimating.offline import PICKS, Estimate, check_sample
 from ..estimating.targets import Target
@@ -41,6 +42,46 @@ def beside(estimate: Estimate, default: Any) -> str:
     return f"measured  {row.median_us:8.2f} us  {place}: {knobs(row.variant, default)}"
 
 
+# What a rank means, said once below the picks.
+RANK = (
+    "A rank is the place of the measured winner among the variants that were compiled here, ordered by the estimate: rank 1 of "
+    "40 is the estimate's own first pick, rank 40 of 40 the one that it thinks slowest. Not compiled here: the winner was ruled "
+    "out or is not legal on this device."
+)
+
+
+# How a line begins, without its indent -> its style where there is a terminal.
+STYLES = {
+    "Without a GPU": "bold",
+    "Estimated for": "bold",
+    "WRONG": "red",
+    "ruled out": "dim",
+    "A rank is": "dim",
+    "not reached": "yellow",
+    "Not done": "yellow",
+}
+
+
+def style_of(line: str) -> str:
+    """The style of a line that ``run_offline`` says."""
+    return next((style for begin, style in STYLES.items() if line.lstrip().startswith(begin)), "")
+
+
+def facts(estimate: Estimate) -> dict[str, Any]:
+    """For programs; times are estimates, but for that of the measured row."""
+    row, order = estimate.measured, [v for _, v in estimate.ranked]
+    return {
+        "problem": estimate.problem.name,
+        "declared": estimate.pool.declared,
+        "legal": len(estimate.pool.variants),
+        "compiled": len(estimate.compiled),
+        "ranked": len(order),
+        "picks": [{"estimated_us": us, "variant": v} for us, v in estimate.ranked[:PICKS]],
+        "measured_us": None if row is None else row.median_us,
+        "rank_of_measured": order.index(row.variant) + 1 if row is not None and row.variant in order else None,
+    }
+
+
 def funnel(estimate: Estimate) -> str:
     """From declared to distinct, in one line."""
     sampled = len(estimate.compiled) + sum(v not in estimate.compiled for v in estimate.refused)
@@ -71,8 +112,12 @@ def run_offline(  # noqa: PLR0913 - the parts are independent of each other
     folder: Path | None,
     budget_s: float,
     say: Callable[[str], None],
+    step: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Everything that is true without a GPU, told as it goes; whether the interpreter found every result right."""
+    """Everything that is true without a GPU, told as it goes; whether the interpreter found every result right.
+
+    ``step`` is called after each problem.
+    """
     winners = read_record(target.device, folder)
     say(
         f"Without a GPU, for {target.device} ({target.architecture}): {len(structures())} kernels rendered; "
@@ -84,6 +129,7 @@ def run_offline(  # noqa: PLR0913 - the parts are independent of each other
         say(f"    {resource_use(estimate)}")
         for reason in sorted(set(estimate.refused.values()))[:PICKS]:
             say(f"    ruled out: {reason}")
+        step()
 
     estimates, left = offline.estimate_all(problems, target, count, winners, budget_s, tell)
     checked = check_sample(estimates)
@@ -94,9 +140,21 @@ def run_offline(  # noqa: PLR0913 - the parts are independent of each other
     say(f"Estimated for {target.device}, not measured; best first, within 2 percent the simpler first:")
     for line in (line for e in estimates for line in picks(e)):
         say(line)
+    if any(e.measured is not None for e in estimates):
+        say(RANK)
     if left:
         say(f"not reached in the time budget: {', '.join(p.name for p in left)}")
-    say(f"the estimates, marked as such: {offline.save(estimates, target)}")
+    path = offline.save(estimates, target)
+    put(
+        target=target.device,
+        estimated=True,
+        estimates=[facts(e) for e in estimates],
+        checked=len(checked),
+        wrong=[{"problem": name, "variant": v, "why": said} for name, v, said in wrong],
+        not_reached=[p.name for p in left],
+        path=path,
+    )
+    say(f"the estimates, marked as such: {path}")
     say(
         "Not done, since it needs the device: timing, the check on its hardware, and a row in a dispatch table. No measured "
         f"row was touched. On a machine with the GPU, {TUNE} --gpu auto does it."

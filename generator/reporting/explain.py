@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tuned.lookup.lookup import Choice, Gpu, choose
 from tuned.lookup.record import HARD, METHOD, SOFT, Winner, changed_sources, differences
 from tuned.lookup.table import tables, tables_or_error
 
+from ..answer import put
 from ..estimating.targets import target_named
 from ..places import TUNE
 from ..problem import Problem
@@ -25,6 +27,10 @@ from ..storage.record import read_record
 from ..workload import WORKLOADS, default_variant
 from .history import History, from_journal, from_landscapes
 from .report import describe, percent_of_floor
+
+COLUMNS, LEAST = 80, 24  # of a terminal, and of the last column of a table at least
+
+NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def explain(problem: Problem, device: str, folder: Path | None, journal: Journal | None) -> Iterator[str]:
@@ -40,12 +46,22 @@ def explain(problem: Problem, device: str, folder: Path | None, journal: Journal
     with _in_front(folder):
         choice = choose(family, problem.spec, problem.size, gpu)
     size = " ".join(f"{name}={value}" for name, value in vars(problem.size).items())
+    winner = next((w for w in winners if same_problem(w, problem)), None)
+    kernels = () if choice.variant is None else family.kernel_names(problem.spec, choice.variant)
+    put(
+        problem=problem,
+        device=device,
+        rule=choice.rule,
+        why=choice.why,
+        kernels=kernels,
+        variant=choice.variant,
+        winner=winner,
+    )
     yield f"{problem.name}: {problem.family} {describe(problem.spec)} {size}"
     yield f"on {device}, {choice.rule}: {choice.why}"
     if choice.variant is None:
         return
-    yield f"kernel     {', '.join(family.kernel_names(problem.spec, choice.variant))}"
-    winner = next((w for w in winners if same_problem(w, problem)), None)
+    yield f"kernel     {', '.join(kernels)}"
     if winner is None:
         yield f"time       not measured: {TUNE} --problems {problem.name}"
     else:
@@ -134,10 +150,14 @@ def table(problem: Problem, choice: Choice, history: History | None) -> Iterator
         others = [c for c in declared if c != own] if reference is not None else []
         costs = [_cost(variant, name, c, times, reference) for c in others]
         mark = str(getattr(default, name)) if getattr(default, name) != own else "same"
-        rows.append((name, str(own), mark, "; ".join(c for c in costs if c)))
+        rows.append((name, str(own), mark, "; ".join(c.replace(" ", NO_BREAK) for c in costs if c)))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    indent = sum(widths) + 2 * len(widths)
     for row in rows:
-        yield "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
+        cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
+        first, *others = textwrap.wrap(row[3], max(COLUMNS - indent, LEAST)) or [""]
+        yield f"{cells}  {first}".rstrip().replace(NO_BREAK, " ")
+        yield from ((" " * indent + other).replace(NO_BREAK, " ") for other in others)
 
 
 def _runner_up(variant: Any, times: dict[Any, float]) -> Iterator[str]:

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from rich import box
 from rich.table import Column, Table
 
 from tuned.families.choices import choices
 from tuned.lookup.record import Winner
 
+from ..figures import figures
 from ..problem import Problem
 from ..searching.search import Outcome
 from ..searching.stopwatch import ON_GPU
@@ -28,17 +28,9 @@ def knobs(variant: Any, default: Any) -> str:
     return " ".join(f"{n}={getattr(variant, n)}" for n in changed) or "the default"
 
 
-def _figures(title: str, first: Column, *heads: str, min_width: int | None = None) -> Table:
-    """A table with a column of names, and columns of figures."""
-    columns = (Column(head, justify="right", no_wrap=True) for head in heads)
-    return Table(
-        first, *columns, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, min_width=min_width
-    )
-
-
 def winners_table(winners: Iterable[Winner], title: str) -> Table:
     """One row a problem: microseconds, bandwidth, percent of the floor, speed-ups."""
-    table = _figures(
+    table = figures(
         title, Column("problem", overflow="fold"), "us", "GB/s", "% of floor", "x eager", "x default", "trials"
     )
     for w in winners:
@@ -67,7 +59,7 @@ def stages_table(
     share = f", {busy_s / whole_s:.0%} of it on the GPU" if whole_s > 0 else ""
     since = "" if busy_share is None else f", {busy_share:.0%} since the first trial"
     title = f"{what}{share}{since}"
-    table = _figures(title, Column("stage", no_wrap=True), "seconds", "share", min_width=len(title))
+    table = figures(title, Column("stage", no_wrap=True), "seconds", "share", min_width=len(title))
     known = sorted(((n, s) for n, s in seconds.items() if s > 0), key=lambda item: -item[1])
     rest_s = whole_s - sum(seconds.values())
     for name, spent_s in [*known, *([("the rest", rest_s)] if rest_s > 0 else [])]:

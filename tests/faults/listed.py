@@ -367,6 +367,22 @@ LOOKUP = (
         (T + "lookup/test_misses.py::test_a_line_is_one_short_append",),
         "Two processes that share a TUNED_RECORD mix their lines, and the file cannot be read.",
     ),
+    Fault(
+        "explained_calls_are_noted",
+        "tuned/lookup/misses.py",
+        'if choice.rule == "winner" or gpu is None or gpu.asked:',
+        'if choice.rule == "winner" or gpu is None:',
+        (T + "test_explain_gpu.py::test_records_of_ones_own_can_be_asked_about",),
+        "To ask about another GPU warns of it, and records problems that nobody runs.",
+    ),
+    Fault(
+        "explained_gpu_by_a_part_of_this_one",
+        "tuned/calls/gru/run.py",
+        "residents.allowed(device.index or 0) if asked() is None else None",
+        "residents.allowed(device.index or 0)",
+        (T + "test_explain_gpu.py::test_what_a_part_of_a_gpu_allows_is_not_asked_of_another",),
+        "In a green context another GPU is told to have as few multiprocessors as it.",
+    ),
 )
 
 LAUNCHING = (
@@ -954,6 +970,22 @@ SEARCHING = (
 )
 
 PUBLISHING = (
+    Fault(
+        "shown_strides_are_those_of_the_problem",
+        "generator/families/rope/texts.py",
+        'options.append(f"{name}={name.lower()}")',
+        'options.append(f"{name}={multiple}")',
+        (G + "reporting/test_show.py::test_strides_that_the_problem_had_not_are_right",),
+        "A shown file gives wrong results, silently, for tensors with other strides than the problem's.",
+    ),
+    Fault(
+        "shown_kernels_wait_dependently_everywhere",
+        "generator/families/text.py",
+        'chosen_lines("dependent", tensor, (9, 0))',
+        'chosen_lines("dependent", tensor, (7, 0))',
+        ("tests/kernels/test_shown_compiles.py::test_dependent_launch_is_for_gpus_that_have_it",),
+        "A shown file does not compile for GPUs below sm_90.",
+    ),
     Fault(
         "verified_whatever_the_names",
         "generator/publishing/verified.py",

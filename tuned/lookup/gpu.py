@@ -7,6 +7,7 @@ import importlib.util
 
 import torch
 
+from tuned.lookup.asked import asked
 from tuned.lookup.lookup import Gpu
 from tuned.lookup.record import device_slug
 
@@ -17,9 +18,13 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-@functools.cache
 def gpu_of(device: torch.device) -> Gpu:
-    """The GPU of a tensor's device."""
+    """The GPU of a tensor's device; or the one that tuned.explain is asked about."""
+    return asked() or _gpu_here(device)
+
+
+@functools.cache
+def _gpu_here(device: torch.device) -> Gpu:
     properties = torch.cuda.get_device_properties(device)
     # AMD's version numbers mean something else: 0 disables what needs an NVIDIA architecture.
     capability = 0 if torch.version.hip else properties.major * 10 + properties.minor
@@ -38,8 +43,8 @@ def why_eager(x: torch.Tensor, supported_dtype: bool) -> str | None:  # noqa: FB
     """Why eager PyTorch must serve a tensor, or None if a kernel can take it."""
     if (reason := why_not_plain(x)) is not None:
         return reason
-    if not x.is_cuda:
+    if not x.is_cuda and asked() is None:
         return f"the tensors are on {x.device.type}, the kernels are for GPUs"
     if not supported_dtype:
         return f"no kernel takes {x.dtype}"
-    return None if has_triton() else "Triton is not installed: pip install triton"
+    return None if has_triton() or asked() is not None else "Triton is not installed: pip install triton"

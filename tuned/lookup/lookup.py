@@ -25,6 +25,7 @@ class Gpu:
     capability: int  # 90 is 9.0
     multiprocessors: int
     name: str = ""  # the driver's name for it
+    asked: bool = False  # tuned.explain asks what calls would get there; none is made
 
 
 @dataclasses.dataclass(frozen=True)

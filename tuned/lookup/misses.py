@@ -43,7 +43,7 @@ def note(family: Family, spec: Any, size: Any, choice: Choice) -> None:
     TUNED_RECORD names, each problem once per process.
     """
     gpu = choice.gpu
-    if choice.rule == "winner" or gpu is None:
+    if choice.rule == "winner" or gpu is None or gpu.asked:
         return
     if not has_rows(gpu) and _first(gpu.device):
         architecture = f"sm_{gpu.capability}, " if gpu.capability else ""

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from tuned.families.choices import choices
 from tuned.families.gru.launches import kernel_name
 from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
-from tuned.families.gru.variant import GruVariant, alone
+from tuned.families.gru.variant import PTX_EXCHANGES, SPIN_CAPABILITY, GruVariant, alone
 from tuned.families.launch import ceil_div
 from tuned.lookup.record import Winner
 
-from ..text import Shown, Text, head, refusal
+from ..text import Shown, Text, chosen_lines, head, refusal
 
 
 def gru_texts() -> Iterator[tuple[GruSpec, GruVariant]]:
@@ -117,6 +117,8 @@ def _recurrence(spec: GruSpec, variant: GruVariant, shown: Shown) -> str:
     if waits and not counts:  # what readers wait to see go away
         word = "int16" if spec.item == 2 else "int32"  # noqa: PLR2004
         lines += [f"    {t}.view(torch.{word}).fill_(-1)" for t in ("out", *(["between"] if spec.stacked else []))]
+    exchange = exchange_lines(spec, variant)
+    lines += exchange
     lines.append("    with torch.cuda.device_of(gates):")
     each = variant.strategy == "steps"
     if each:
@@ -124,7 +126,17 @@ def _recurrence(spec: GruSpec, variant: GruVariant, shown: Shown) -> str:
     given |= {"t_begin": "step", "t_end": "step + 1"} if each else {"t_begin": "0", "t_end": "seq"}
     grid = f"{ceil_div(spec.hidden, variant.block_hidden) * sets} * {rows}"
     dims = DIMS if spec.layout == "dense" else PACKED_DIMS
-    return "\n".join(lines) + "\n" + shown.text(grid, dims, given, indent=12 if each else 8)
+    options = "EXCHANGE=exchange" if exchange else ""
+    return "\n".join(lines) + "\n" + shown.text(grid, dims, given, indent=12 if each else 8, options=options)
+
+
+def exchange_lines(spec: GruSpec, variant: GruVariant) -> list[str]:
+    """How programs wait, where the winner's way has instructions that not every GPU has; none where it has not."""
+    if variant.strategy != "persistent" or variant.exchange not in PTX_EXCHANGES:
+        return []
+    return chosen_lines(
+        "exchange", "gates", divmod(SPIN_CAPABILITY[spec.item], 10), (f'"{variant.exchange}"', '"poll"')
+    )
 
 
 def _library(spec: GruSpec, shown: Shown) -> str:

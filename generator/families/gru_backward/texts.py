@@ -12,7 +12,7 @@ from tuned.families.gru_backward.launches import PARTS, kernel_name
 from tuned.families.launch import ceil_div
 from tuned.lookup.record import Winner
 
-from ..gru.texts import EXTRA, LENGTHS, TAKES, shown_size
+from ..gru.texts import EXTRA, LENGTHS, TAKES, exchange_lines, shown_size
 from ..text import Shown, Text, head, refusal
 
 __all__ = ["shown_size", "texts", "wrapper"]
@@ -82,6 +82,8 @@ def wrapper(winner: Winner, shown: Shown) -> str:
         given |= {"all_starts": "starts", "all_lengths": "lengths", "token_stride_t": "1", "token_stride_b": "0"}
     given |= {"t_begin": "0", "t_end": "seq + 1"}
     grid = f"{ceil_div(hidden, variant.block_hidden) * sets} * sets"
-    lines.append("    with torch.cuda.device_of(gates):")
+    exchange = exchange_lines(spec, variant)
+    lines += [*exchange, "    with torch.cuda.device_of(gates):"]
+    options = "EXCHANGE=exchange" if exchange else ""
     dims = DIMS if spec.dense else PACKED_DIMS
-    return "\n".join(lines) + "\n" + shown.text(grid, dims, given) + "    return grads, grad_h_0\n"
+    return "\n".join(lines) + "\n" + shown.text(grid, dims, given, options=options) + "    return grads, grad_h_0\n"

@@ -62,21 +62,21 @@ def wrapper(winner: Winner, shown: Shown) -> str:
     backward = spec.direction == "backward"
     name, x = ("rope_backward", "grad") if backward else ("rope", "x")
     given = ["freqs"] if spec.computes_sincos else ["cos", "sin"]
-    width = spec.rotary_dim if spec.angle_entries == "feature" else spec.rotary_dim // 2
+    pairs, kinds = spec.rotary_dim // 2, "float32" if spec.computes_sincos else "float16, bfloat16, float32 or float64"
     what = "x, rotated in place" if spec.inplace else "x, rotated"
     what = "The gradient of x, given that of the result" if backward else what
     takes = (
         f"{x}: {spec.dtype} [{SHAPES[spec.layout]}, {spec.heads}, {spec.head_dim}], any strides."
-        f" {' and '.join(given)}: {spec.angle_dtype} [positions, {width}]"
-        f"{', in radians' if spec.computes_sincos else ''}."
+        f" {' and '.join(given)}: {kinds} [positions, entries]{', in radians' if spec.computes_sincos else ''}."
     )
+    entries = f"Of entries there are {pairs}, one a pair of features, or {spec.rotary_dim}, one a feature. Axes of 1 may stand between."
     packed = ["cu_seqlens: int32 [sequences + 1] on the same device, first token of each sequence and the end."]
     lines = [
         *head(
             name,
             [x, *given, *(["cu_seqlens"] if spec.packed else [])],
             f"{what}: {spec.style} pairs of the first {spec.rotary_dim} of {spec.head_dim} features.",
-            [takes, *(packed if spec.packed else [])],
+            [takes, entries, *(packed if spec.packed else [])],
         ),
         *refusal(
             f"{x}.dtype != torch.{spec.dtype} or tuple({x}.shape[-2:]) != ({spec.heads}, {spec.head_dim})",
@@ -89,11 +89,18 @@ def wrapper(winner: Winner, shown: Shown) -> str:
         lines.append(f"    steps = 1\n    while {SEARCH_FAN}**steps <= sequences:\n        steps += 1")
     else:
         lines.append(f"    {SHAPES[spec.layout]} = {x}.shape[:2]")
-    for angle in given:
-        few, rows = ("", "") if spec.packed else (f" or {angle}.shape[0] < seq", ", a row a position")
-        lines.append(f"    {angle} = {angle}.reshape({angle}.shape[0], {width})")
-        wanted = f"{angle} must be {spec.angle_dtype}{rows}"
-        lines += refusal(f"{angle}.dtype != torch.{spec.angle_dtype}{few}", wanted, angle)
+    first = given[0]
+    few, rows = ("", "") if spec.packed else (f" or {first}.shape[0] < seq", ", a row a position")
+    wrong = " and ".join(f"{first}.dtype != torch.{kind}" for kind in kinds.replace(" or ", ", ").split(", "))
+    lines += refusal(f"({wrong}){few}", f"{first} must be {kinds}{rows}", first)
+    if not spec.computes_sincos:
+        lines += refusal("sin.shape != cos.shape or sin.dtype != cos.dtype", "sin must be as cos", "sin")
+    lines += refusal(
+        f"{first}.shape[-1] not in ({pairs}, {spec.rotary_dim}) or {first}.numel() != {first}.shape[0] * {first}.shape[-1]",
+        f"{first} must be [positions, {pairs}] or [positions, {spec.rotary_dim}]",
+        first,
+    )
+    lines += [f"    {angle} = {angle}.reshape({angle}.shape[0], {angle}.shape[-1])" for angle in given]
     lines.append(f"    out = {x}" if spec.inplace else f"    out = torch.empty_like({x})")
     lines.append(f"    if not {x}.numel():\n        return out")
     if not spec.computes_sincos:  # cos and sin share their strides
@@ -103,7 +110,14 @@ def wrapper(winner: Winner, shown: Shown) -> str:
     grid += "" if spec.merges_batch or spec.packed else " * batch"
     dims = {"x": DIMS[spec.layout], "out": DIMS[spec.layout], "angle": "sd"}
     names = {"x": x, "angle": given[0], "angle_rows": f"{given[0]}.shape[0]", "stride_d": f"{x}.stride(-1)"}
-    call = shown.text(grid, dims, names, options="SEARCH_STEPS=steps" if spec.packed else "")
+    options = [f"PER_FEATURE={first}.shape[1] == {spec.rotary_dim}", *(["SEARCH_STEPS=steps"] if spec.packed else [])]
+    of_rows = f"(*{x}.stride()[:-1], *out.stride()[:-1])"
+    for name, strides in (("MULTIPLE", of_rows), ("ANGLE_MULTIPLE", f"{first}.stride()[:1]")):
+        # What divides the strides of the problem need not divide a caller's.
+        if (multiple := shown.launch.constants[name]) > 1:
+            lines.append(f"    {name.lower()} = 1 if any(s % {multiple} for s in {strides}) else {multiple}")
+            options.append(f"{name}={name.lower()}")
+    call = shown.text(grid, dims, names, options=", ".join(options))
     return finished(lines, call, x, pdl=variant.pdl)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from ..history import History, from_journal, from_landscapes
 from ..importance import Knob, knobs_of
 from . import block_size, contents
 from .charts import Chart, number
+from .tiles import read_summary, tiles
 
 HERE = Path(__file__).parent
 
@@ -35,6 +35,7 @@ class Sources:
     trials: Sequence[History] = ()  # of the journal
     landscapes: Sequence[History] = ()
     results: Sequence[tuple[str, dict[str, Any]]] = ()  # of benchmarks: where they stand, and what they say
+    summary: dict[str, Any] | None = None  # README's calls, by their names
 
 
 def collect(device: str, folder: Path | None, journal: Journal | None) -> Sources:
@@ -51,6 +52,7 @@ def collect(device: str, folder: Path | None, journal: Journal | None) -> Source
         trials=from_journal(journal, asked) if journal is not None else (),
         landscapes=from_landscapes(device),
         results=contents.read_results(RESULTS, device),
+        summary=read_summary(RESULTS, device),
     )
 
 
@@ -85,8 +87,7 @@ def page(sources: Sources) -> str:
         device=sources.device,
         device_name=next(names, sources.device),
         rows=rows,
-        first=next(iter(WORKLOADS.values())),
-        median=_median,
+        tiles=tiles(rows, found_peers, sources.summary),
         floor=contents.floor_chart(rows),
         sweeps=contents.sweep_charts(sources.results),
         peers=found_peers,
@@ -132,8 +133,3 @@ def _by_size(histories: Sequence[History], rows: Sequence[contents.Row]) -> tupl
         return WORKLOADS[problem.family].bytes_moved(problem.spec, problem.size) <= l2_bytes
 
     return answer(h for h in histories if fits(h.problem)), answer(h for h in histories if not fits(h.problem))
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    there = [v for v in values if v is not None]
-    return statistics.median(there) if there else None

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from generator import command_line
+from generator.places import RESULTS
 from generator.problem import Problem
 from generator.rendering.structures import structures
 from generator.reporting.blocks import answer, per_thread, rows, tile
@@ -23,6 +24,7 @@ from generator.reporting.html import contents
 from generator.reporting.html.block_size import block_answer
 from generator.reporting.html.charts import Axis, apart, byte_name, count_name, number
 from generator.reporting.html.page import Sources, page
+from generator.reporting.html.tiles import read_summary
 from generator.reporting.importance import importances, knobs_of, spread
 from generator.searching.pool import legal_pool
 from generator.storage.backends import open_storage
@@ -352,6 +354,34 @@ def test_the_page_says_what_was_measured(sources: Sources) -> None:
         "1.2.3",
     ):
         assert said in text, said
+
+
+def test_the_tiles_say_what_they_count_and_count_what_the_readme_counts(sources: Sources) -> None:
+    calls = {
+        "a rotation": {"graph": 0.5, "call": 2.0},
+        "a recurrence": {"graph": 8.0, "call": 8.0},
+    }
+    text = Reader(page(dataclasses.replace(sources, summary=calls))).text
+    times = "\N{MULTIPLICATION SIGN}"
+    for said in (
+        f"as fast as the best of what each call replaces, in a CUDA graph geometric mean of README's 2 calls, from 0.50 to 8.0; slower in 1 2.0{times}",
+        f"as calls, with the time of the host geometric mean of README's 2 calls, from 2.00 to 8.0; slower in 0 4.0{times}",
+        "of the floor, the median of 2 RoPE winners 100% is a copy of the bytes that must move; small calls pass it",
+        "of the floor, the lowest of these 2 llama3_8b_2x4096 99.1%",
+        "as fast as the fastest peer of each call geometric mean of the 2 calls under Peers; a peer is faster in 1",
+        "as fast as the untuned default median of 3 winners; the default needs no tuning",
+    ):
+        assert said in text, said
+    assert "README" not in Reader(page(sources)).text, "they were not measured there"
+
+
+def test_the_calls_of_the_readme_are_read_from_its_results() -> None:
+    calls = read_summary(RESULTS, "nvidia_h200")
+    assert calls is not None
+    readme = (RESULTS.parents[1] / "README.md").read_text().partition("summary:begin")[2].partition("summary:end")[0]
+    assert [name for name in calls if f"| {name} |" in readme] == list(calls)
+    assert len(calls) == len(readme.strip().splitlines()) - 6
+    assert read_summary(RESULTS, "no_gpu") is None
 
 
 def test_text_from_a_journal_cannot_become_part_of_the_page(sources: Sources) -> None:

@@ -20,6 +20,7 @@ from generator.selection import SelectionError
 from generator.workload import WORKLOADS
 from tests.support.records import winner
 from tests.support.run import DEVICE, truncates
+from tuned import dispatch
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.gru_cell.variant import GruCellVariant
 from tuned.families.launch import Launch
@@ -152,6 +153,80 @@ def test_any_number_of_tokens_and_any_strides_are_right(tmp_path: Path) -> None:
     assert module.rope(strided[:, :0], call.cos).shape == (1, 0, 3, 16)
 
 
+@pytest.mark.parametrize("name", ["bshd", "thd-interleaved", "bshd-cos-sin-bf16", "bshd-feature-backward"])
+@pytest.mark.parametrize("entries", ["pair", "feature"])
+@pytest.mark.parametrize("angle_dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_the_angles_that_dispatch_takes_are_taken(name: str, entries: str, angle_dtype: str, tmp_path: Path) -> None:
+    made, size, variant = CASES[name]
+    module = load(shown(made, size, variant), tmp_path)
+    spec = dataclasses.replace(made, angle_entries=entries, angle_dtype=angle_dtype)
+    work = WORKLOADS["rope"]
+    if made.computes_sincos and angle_dtype != "float32":
+        call = work.inputs(made, size, DEVICE, 1)
+        with pytest.raises(ValueError, match=f"freqs must be float32.*, got torch.{angle_dtype}"):
+            getattr(module, "rope_backward" if made.direction == "backward" else "rope")(
+                call.x, call.cos.to(getattr(torch, angle_dtype)), *([call.cu_seqlens] if made.packed else [])
+            )
+        return
+    call = work.inputs(spec, size, DEVICE, 1)
+    wanted, bound = work.reference(spec, call)
+    angles = [call.cos] if spec.computes_sincos else [call.cos, call.sin]
+    packed = [call.cu_seqlens] if spec.packed else []
+    function = module.rope_backward if spec.direction == "backward" else module.rope
+    out = function(call.x, *[a[:, None, None, :] for a in angles], *packed)
+    assert worst_error(out, wanted, bound * (2 if truncates(spec.dtype) else 1)) <= 1
+    backward = spec.direction == "backward"
+    served = (dispatch.rope_backward if backward else dispatch.rope)(
+        call.x,
+        **({"freqs": angles[0]} if spec.computes_sincos else {"cos": angles[0], "sin": angles[1]}),
+        tensor_format=spec.layout,
+        interleaved=spec.style == "interleaved",
+        angle_entries=entries,
+        **({"cu_seqlens": call.cu_seqlens} if packed else {}),
+    )
+    assert worst_error(served, wanted, bound * (2 if truncates(spec.dtype) else 1)) <= 1, "dispatch takes them too"
+
+
+def test_strides_that_the_problem_had_not_are_right(tmp_path: Path) -> None:
+    """Of rows of 24 the kernel knows that 4 divides all strides: those of a caller may be others."""
+    spec, size, variant = RopeSpec("bshd", "float32", 3, 24, 24), SIZE, RopeVariant(**TILE)
+    module = load(shown(spec, size, variant), tmp_path)
+    assert "MULTIPLE=multiple" in shown(spec, size, variant)
+    work = WORKLOADS["rope"]
+    call = work.inputs(spec, size, DEVICE, 2)
+    wanted, bound = work.reference(spec, call)
+    assert worst_error(module.rope(call.x, call.cos), wanted, bound) <= 1
+    odd = torch.empty(2, 5, 3, 25, device=DEVICE)[..., :24]
+    odd.copy_(call.x)
+    assert worst_error(module.rope(odd, call.cos), wanted, bound) <= 1
+    table = torch.empty(call.cos.shape[0], 13, device=DEVICE)[:, :12]
+    table.copy_(call.cos)
+    assert worst_error(module.rope(call.x, table), wanted, bound) <= 1
+
+
+def test_angles_that_dispatch_refuses_are_refused(tmp_path: Path) -> None:
+    module = load(shown(*CASES["bshd"]), tmp_path)
+    x = torch.zeros(2, 5, 3, 16)
+    for wrong in (torch.zeros(5, 9), torch.zeros(5, 2, 4), torch.zeros(5, 4)):
+        with pytest.raises(ValueError, match=r"freqs must be \[positions, 8\] or \[positions, 16\], got "):
+            module.rope(x, wrong)
+    module = load(shown(*CASES["bshd-cos-sin-bf16"]), tmp_path)
+    x, cos = x.bfloat16(), torch.zeros(5, 8)
+    for sin in (cos[:, :4], cos.half()):
+        with pytest.raises(ValueError, match="sin must be as cos, got "):
+            module.rope(x, cos, sin)
+    with pytest.raises(ValueError, match="cos must be float16, bfloat16, float32 or float64, a row a position"):
+        module.rope(x, cos.int(), cos.int())
+
+
+def test_constants_that_not_every_gpu_takes_are_no_defaults() -> None:
+    text = shown(*CASES["thd-pdl"])
+    assert "    PDL: tl.constexpr = False," in text
+    assert "torch.cuda.get_device_capability(x.device) >= (9, 0)" in text
+    assert "PDL=dependent, launch_pdl=dependent" in " ".join(text.split())
+    assert "dependent" not in shown(*CASES["bshd"]).partition("def rope(")[2]
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     module = load(shown(*CASES["bshd"]), tmp_path)
     x, freqs = torch.zeros(2, 5, 3, 16), torch.zeros(5, 8)
@@ -196,5 +271,7 @@ def test_the_header_names_problem_device_and_time() -> None:
 def test_a_problem_or_a_row_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(SelectionError, match="Did you mean llama3_8b_2x4096"):
         winner_of("llama3_8b_2x409", None, tmp_path)
-    with pytest.raises(RecordError, match=r"no record of any device \(there are: none\): run python tune.py"):
+    with pytest.raises(
+        RecordError, match=rf"no record of any device in {tmp_path} \(there are: none\): run python tune.py"
+    ):
         winner_of("llama3_8b_2x4096", None, tmp_path)

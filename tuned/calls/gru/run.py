@@ -31,6 +31,7 @@ from tuned.launching.launcher import run_steps
 from tuned.launching.plan import launch_known
 from tuned.launching.rehearsal import NotedError, listening
 from tuned.lookup import misses
+from tuned.lookup.asked import asked
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, Gpu, best_kernel, choose, modelled, usable
 from tuned.lookup.model import library_us
@@ -191,7 +192,7 @@ def _parts(call: GruCall, *, captured: bool | None = None) -> list[tuple[GruSpec
 
 def limit_of(device: torch.device) -> tuple[int, ...]:
     """The number of programs that may wait for each other on a part of the GPU; empty for all of it."""
-    found = residents.allowed(device.index or 0)
+    found = residents.allowed(device.index or 0) if asked() is None else None  # all of a GPU that is asked about
     return () if found is None else (found,)
 
 

@@ -1,0 +1,292 @@
+"""A page of results for each device: ``python -m benchmarks.pages`` writes docs/results-DEVICE.md and its pictures.
+
+It needs no GPU: everything is drawn from benchmarks/results, which is committed. Pictures come first, the tables of the same rows
+behind them. What a device was not measured on is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks import plot, summary, table
+from benchmarks.plan import DIRECTIONS, SWEEPS
+from benchmarks.session import RESULTS
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+Rows = list[dict[str, Any]]
+OURS, OTHER, GREY = "#0072b2", "#e69f00", "#777777"
+# Runs on shapes that nothing was tuned for: title -> kind, and the seed that the decisions cite.
+RANDOM = {
+    "RoPE, against flash-attention and Liger": ("rope-", "576504408"),
+    "GRUs, against nn.GRU": ("", "1693739860"),
+    "GRUs in training, against nn.GRU": ("training-", "764501023"),
+    "steps and linears, against PyTorch": ("steps-", "740564813"),
+}
+
+
+MEASURED = (
+    "Measured on one {device} ({multiprocessors} multiprocessors) with PyTorch {torch} and Triton {triton}. Times are medians of "
+    "the device, in CUDA graphs, where nothing else is said. [Results](results.md) says how to read them, and what is not current; "
+    "the [glossary](glossary.md) has the words."
+)
+EQUAL = 1.02  # times that are taken as equal
+
+
+def devices(results: Path) -> list[str]:
+    """The devices that have results."""
+    return sorted(path.stem for path in results.glob("*.json"))
+
+
+def read(results: Path, device: str, folder: str = "") -> dict[str, Any] | None:
+    """One file of results; None if it was not measured."""
+    path = results / folder / f"{device}.json"
+    return dict(json.loads(path.read_text())) if path.exists() else None
+
+
+def read_random(results: Path, device: str) -> dict[str, Rows]:
+    """The random runs, by their titles: those of the device's release if there was one, else those that are cited."""
+    stamp = read(results, device, "release")
+    found = {}
+    for title, (kind, cited) in RANDOM.items():
+        of_release = (
+            [] if stamp is None else [str(int(stamp["commit"][:7], 16))]
+        )  # as benchmarks.release_plan draws them
+        names = [f"{device}-{kind}{seed}" for seed in (*of_release, cited)]
+        run = next((run for name in names if (run := read(results / "random", name))), None)
+        if run is not None:
+            found[title] = list(run["rows"])
+    return found
+
+
+# Pictures -------------------------------------------------------------------------------------------------------------
+
+
+def floors(rows: Rows, axes: Axes) -> str:
+    """How near to a copy each rotation is, against what it takes; one sentence of it."""
+    found = [row for row in rows if row["kind"] == "device" and row.get("ours_over_floor")]
+    for label, color, chosen in (
+        ("one tensor", OURS, [r for r in found if not r["sizes"].get("key_heads")]),
+        ("query and key", OTHER, [r for r in found if r["sizes"].get("key_heads")]),
+    ):
+        axes.scatter([r["ours"] for r in chosen], [r["ours_over_floor"] for r in chosen], 14, color, label=label)
+    axes.axhline(1.0, color=GREY, linewidth=0.8, linestyle="--")
+    axes.set(xscale="log", xlabel="microseconds", ylabel="ours / floor")
+    axes.legend(frameon=False, fontsize=8)
+    ratios = [r["ours_over_floor"] for r in found]
+    return (
+        f"{len(found)} rotations: {statistics.median(ratios):.2f} of the floor in the median, {max(ratios):.2f} at most. "
+        "Below 1 dependent launch hides part of the start, which the copy pays in full."
+    )
+
+
+def peers(rows: Rows, axes: Axes) -> str:
+    """How many times as fast as each peer, a point a call."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if row["kind"] == "device":
+            for name, us in row["peers"].items():
+                found.setdefault(name, []).append(us / row["ours"])
+    ordered = sorted(found, key=lambda name: statistics.geometric_mean(found[name]), reverse=True)
+    for place, name in enumerate(ordered):
+        axes.scatter(found[name], [place] * len(found[name]), 12, OURS, alpha=0.5)
+        axes.scatter([statistics.geometric_mean(found[name])], [place], 70, OTHER, marker="|", linewidths=2.5)
+    axes.set_yticks(range(len(ordered)), [f"{name} ({len(found[name])})" for name in ordered], fontsize=7)
+    axes.axvline(1.0, color=GREY, linewidth=0.8, linestyle="--")
+    axes.set(xscale="log", xlabel="times as fast as the peer; the mark is the geometric mean")
+    best = [min(row["peers"].values()) / row["ours"] for row in rows if row["kind"] == "device" and row["peers"]]
+    slower = sum(ratio < 1 for ratio in best)
+    return (
+        f"{len(best)} calls of RoPE: {statistics.geometric_mean(best):.2f} times as fast as the best peer of each, in the "
+        f"geometric mean; in {slower} a peer is faster. In brackets: the calls that a peer takes."
+    )
+
+
+def recurrences(rows: Rows, axes: Axes) -> str:
+    """How many times as fast as nn.GRU, in a graph and as calls, a line a shape."""
+    found = sorted((r for r in rows if r["suite"] == "gru"), key=lambda r: r["speedup_graph_over_graph"])
+    places = range(len(found))
+    for key, color, label in (
+        ("speedup_graph_over_graph", OURS, "both in a CUDA graph"),
+        ("speedup", OTHER, "both as calls"),
+    ):
+        axes.scatter([r[key] for r in found], places, 16, color, label=label)
+    axes.set_yticks(places, [r["name"] or r["problem"] for r in found], fontsize=6)
+    axes.axvline(1.0, color=GREY, linewidth=0.8, linestyle="--")
+    axes.set(xscale="log", xlabel="times as fast as nn.GRU")
+    axes.legend(frameon=False, fontsize=8)
+    graph, calls = ([r[key] for r in found] for key in ("speedup_graph_over_graph", "speedup"))
+    return (
+        f"{len(found)} GRUs over sequences, without a gradient: {statistics.geometric_mean(graph):.1f} times as fast as nn.GRU "
+        f"in CUDA graphs and {statistics.geometric_mean(calls):.1f} as calls, in the geometric mean; "
+        f"{min(graph):.2f} and {min(calls):.2f} at worst."
+    )
+
+
+def ratio_of(row: dict[str, Any]) -> float | None:
+    """The best peer's time in a CUDA graph over ours, of a row of a random run."""
+    if "graph_us" in row:
+        others = [us for name, us in row["graph_us"].items() if name != "ours"]
+        return min(others) / row["graph_us"]["ours"] if others else None
+    return row["theirs_graph_us"] / row["ours_graph_us"] if row.get("ours_graph_us") else None  # type: ignore[no-any-return]
+
+
+def random_shapes(runs: dict[str, Rows], axes: Axes) -> str:
+    """The share of random shapes that is at most so many times as fast, a line a run."""
+    said = []
+    for (title, rows), color in zip(runs.items(), (OURS, OTHER, "#009e73", "#cc79a7"), strict=False):
+        ratios = sorted(r for row in rows if (r := ratio_of(row)) is not None)
+        axes.step(
+            ratios, [100 * (i + 1) / len(ratios) for i in range(len(ratios))], where="post", color=color, label=title
+        )
+        slower = sum(ratio < 1 / EQUAL for ratio in ratios)
+        said.append(
+            f"{title}: {len(ratios)} shapes, {statistics.geometric_mean(ratios):.2f} times as fast in the geometric mean, "
+            f"{slower} slower by more than 2 percent"
+        )
+    axes.axvline(1.0, color=GREY, linewidth=0.8, linestyle="--")
+    axes.set(xscale="log", xlabel="times as fast, in a CUDA graph", ylabel="percent of the shapes")
+    axes.legend(frameon=False, fontsize=7)
+    return "; ".join(said) + "."
+
+
+def sweeps(rows: Rows, figure: Figure) -> str:
+    """Time against sequence length, a row of panels a model."""
+    models = [(n, s) for n, s in SWEEPS.items() if any(_is_of(row, s) for row in rows)]
+    grid = figure.subplots(len(models), len(DIRECTIONS), squeeze=False)
+    for panels, (name, shape) in zip(grid, models, strict=True):
+        for axes, direction in zip(panels, DIRECTIONS, strict=True):
+            plot.draw(
+                axes, [r for r in rows if _is_of(r, shape) and r["direction"] == direction], f"{name}, {direction}"
+            )
+        panels[0].set_ylabel("microseconds")
+    grid[0][0].legend(frameon=False, fontsize=7)
+    shapes = "; ".join(f"{name}: batch {b}, {h} heads of {d}" for name, (b, h, d) in models)
+    return f"{shapes}. The sweep is a run of its own, of earlier kernels."
+
+
+def _is_of(row: dict[str, Any], shape: tuple[int, int, int]) -> bool:
+    return row["suite"] == "rope-sweep" and tuple(row["sizes"][k] for k in ("batch", "heads", "head_dim")) == shape
+
+
+def saved(figure: Figure, path: Path) -> None:
+    """Write a picture, with plain numbers at its axes: the same figures give the same bytes with the same matplotlib."""
+    for axes in figure.axes:
+        axis: Any
+        for axis in (axes.xaxis, axes.yaxis):
+            labelled = axis.get_label_text() == "sequence length" or "replaces" in axis.get_label_text()
+            if axis.get_scale() == "log" and not labelled:
+                axis.set_major_formatter("{x:g}")
+    with mpl.rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+def one(draw: Callable[[Axes], str], path: Path, size: tuple[float, float]) -> str:
+    """Draw a picture of one panel, and give its sentence."""
+    figure = Figure(figsize=size, layout="constrained")
+    said = draw(figure.subplots())
+    saved(figure, path)
+    return said
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+def page(results: Path, device: str, images: Path) -> str:
+    """The text of the page of a device, whose pictures are written into a folder."""
+    documents = {name: read(results, device, name) for name in ("", "calls", "gru", "sweep", "summary")}
+    rope = [row for name in ("", "calls") if (found := documents[name]) for row in found["rows"]]
+    runs = read_random(results, device)
+    about = next(found for found in documents.values() if found)["environment"]
+    lines = [
+        f"# Results: {about['device']}",
+        "",
+        "<!-- @generated by python -m benchmarks.pages from benchmarks/results. Do not edit. -->",
+        "",
+        MEASURED.format(**about),
+    ]
+
+    def picture(title: str, name: str, draw: Callable[[Path], str]) -> None:
+        path = images / f"{device}-{name}.svg"
+        said = draw(path)
+        lines.extend(["", f"## {title}", "", f"![{title}](images/{path.name})", "", said])
+
+    if found := documents["summary"]:
+        picture("The calls of the README", "calls", lambda path: _summary(found, path))
+    if rope:
+        picture("RoPE and the floor", "floor", lambda path: one(lambda a: floors(rope, a), path, (7, 3.6)))
+        picture("RoPE and its peers", "peers", lambda path: one(lambda a: peers(rope, a), path, (7.5, 4.2)))
+    if sweep := documents["sweep"]:
+        picture("RoPE against sequence length", "sweep", lambda path: _sweep(sweep["rows"], path))
+    if gru := documents["gru"]:
+        picture("GRUs", "gru", lambda path: one(lambda a: recurrences(gru["rows"], a), path, (7.5, 4.6)))
+    if runs:
+        picture(
+            "Shapes that nothing was tuned for",
+            "random",
+            lambda path: one(lambda a: random_shapes(runs, a), path, (7, 3.8)),
+        )
+    return "\n".join([*lines, "", *_tables(documents)])
+
+
+def _summary(document: dict[str, Any], path: Path) -> str:
+    saved(summary.figure_of(document), path)
+    ratios = [row["graph"] for row in document["rows"].values()]
+    return (
+        f"{len(ratios)} calls: {statistics.geometric_mean(ratios):.1f} times as fast as the best of what each replaces, in the "
+        f"geometric mean of CUDA graphs; {sum(r < 1 for r in ratios)} are slower, by {100 * (1 - min(ratios)):.0f} percent at most."
+    )
+
+
+def _sweep(rows: Rows, path: Path) -> str:
+    models = sum(any(_is_of(row, shape) for row in rows) for shape in SWEEPS.values())
+    figure = Figure(figsize=(9, 3.2 * math.ceil(max(models, 1))), layout="constrained")
+    said = sweeps(rows, figure)
+    saved(figure, path)
+    return said
+
+
+def _tables(documents: dict[str, Any]) -> list[str]:
+    lines = ["## Tables", ""]
+    if found := documents["summary"]:
+        lines += ["### The calls of the README", "", summary.table(found), ""]
+    titles = {"benchmark": "RoPE of one tensor", "benchmark-calls": "Complete calls of RoPE", "benchmark-gru": "GRU"}
+    there = [documents[name] for name in ("", "calls", "gru") if documents[name]]
+    for mark, text in table.parts(there, ("bshd", "sbhd", "thd")).items():
+        lines += [f"### {titles[mark]}", "", text, ""]
+    return lines
+
+
+def write(results: Path, docs: Path) -> list[Path]:
+    """Write the page of every device that has results."""
+    written = []
+    (docs / "images").mkdir(parents=True, exist_ok=True)
+    for device in devices(results):
+        path = docs / f"results-{device}.md"
+        path.write_text(page(results, device, docs / "images"))
+        written.append(path)
+    return written
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pages", description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of results")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="the folder of the pages")
+    options = parser.parse_args(arguments)
+    print(*write(options.results, options.docs), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,457 @@
+"""What tune.py prints: for people within 80 columns and about a page, for programs one object, and sentences for what cannot be."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from generator import answer, command_line, commands, gpu
+from generator.evaluation import evidence, foreign, regret
+from generator.figures import figures, steps, turned
+from generator.gpu import Facts
+from generator.reporting import planned
+from generator.reporting.estimates import RANK, style_of
+from generator.searching.pool import Pool
+from generator.selection import LISTED, problem_named, select
+from generator.storage.landscape import load_landscapes
+from generator.storage.record import save_winner
+from generator.workload import default_problems
+from tests.support.command_line import ONE, call, machine
+from tests.support.processes import BACKSTOP_SECONDS
+from tests.support.records import winner
+
+pytestmark = pytest.mark.processes
+
+__all__ = ["machine"]
+
+ROOT = Path(command_line.__file__).parents[1]
+COLUMNS, PAGE = 80, 60
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNED_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "gather", lambda: Facts("2.11.0+cpu"))
+
+
+def words(done: Any) -> str:
+    return " ".join(done.output.replace("│", " ").split())
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("llama3_8b_2x4069", "Did you mean llama3_8b_2x4096"),
+        ("gru_cell_1024_65", "Did you mean gru_cell_1024_64"),
+        ("lpcnet", "lpcnet_synthesis"),
+        ("study*x", "study_16x512"),
+    ],
+)
+def test_a_name_that_is_not_there_gets_the_nearest_and_not_all(name: str, near: str) -> None:
+    done = call("explain", name)
+    assert done.exit_code == 2
+    assert near in words(done)
+    assert f"python tune.py --list names all {len(default_problems())}" in words(done)
+    assert len(words(done)) < 300
+    assert sum(p.name in words(done) for p in default_problems()) <= LISTED
+
+
+def test_a_name_that_nothing_is_like_gets_the_list() -> None:
+    assert words(call("--list", "--problems", "%%%")) == (
+        f"tune.py: no problem '%%%'. python tune.py --list names all {len(default_problems())}; a * stands for any letters"
+    )
+
+
+# --- a dry run ------------------------------------------------------------------------------------------------------
+
+
+def some(count: int) -> list[planned.Plan]:
+    pool = Pool(960, (1, 2, 3), {f"a tile of {n} pairs on 8 warps is too small": 2 for n in range(1, 30)})
+    return [planned.Plan(problem, pool, 3) for problem in default_problems()[:: len(default_problems()) // count]]
+
+
+def test_a_dry_run_of_all_problems_is_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(960, (1, 2, 3), {f"a tile of {n} pairs on 8 warps is too small": 2 for n in range(1, 30)})
+    monkeypatch.setattr(commands, "legal_pool", lambda *_: pool)
+    done = call("--dry-run")
+    lines = done.output.splitlines()
+    assert done.exit_code == 0
+    assert len(lines) <= PAGE
+    assert max(map(len, lines)) <= COLUMNS
+    count = len(default_problems())
+    assert f"all {count} {960 * count:,} {3 * count:,} {3 * count:,}" in words(done)
+    assert f"rope: {58 * len(default_problems('rope')):,} tiles are not tried" in words(done)
+    assert "a tile of N pairs on N warps is too small" in done.output
+    whole = call("--dry-run", "--details").output.splitlines()
+    assert len(whole) == count * 30
+    assert sum("960 declared -> 3 legal -> 3 to measure" in line for line in whole) == count
+
+
+def test_a_dry_run_of_few_problems_tells_of_each() -> None:
+    (plan,) = some(1)[:1]
+    lines = list(planned.lines(plan, details=False))
+    assert len(lines) == 1 + planned.RULES + 1
+    assert lines[-1].split(maxsplit=2) == ["48", "tiles:", "24 more rules, which --details lists"]
+    assert len(list(planned.lines(plan, details=True))) == 30
+
+
+def test_a_dry_run_is_for_the_target_that_is_named() -> None:
+    found = [
+        json.loads(call("--dry-run", "--problems", ONE, "--target", target, "--json").stdout)
+        for target in ("h200", "4090")
+    ]
+    assert [one["target"] for one in found] == ["nvidia_h200", "nvidia_geforce_rtx_4090"]
+    assert "--details is of --dry-run" in words(call("--details"))
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+def drawn(table: Any) -> list[str]:
+    console = Console(file=io.StringIO(), width=COLUMNS)
+    console.print(table)
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue().splitlines()
+
+
+def test_tables_fit_and_nothing_in_them_is_cut() -> None:
+    landscapes = load_landscapes("nvidia_h200")
+    summary = dict.fromkeys((*evidence.COLUMNS.values(), "wasted", "ms a proposal"), 0.1234)
+    strategies = (
+        "tune.py, seeded by other problems",
+        "tune.py",
+        "the default, then random, none twice",
+        "Optuna TPE over the pool",
+        "Optuna TPE",
+        "Optuna GP over the pool",
+        "Optuna GP",
+    )
+    names = [p.name for p in default_problems()]
+    longest = max(names, key=len)
+    tables = [
+        evidence.search_table(landscapes, dict.fromkeys(strategies, (63, summary))),
+        evidence.guess_table([evidence.Guess(longest, 0.1, 0.1, 0.1)]),
+        regret.regret_table([regret.Score(regret.SERVED, {longest: 1.1})], "title"),
+        figures("title", "problem", "us", "GB/s", "% of floor", "x eager", "x default", "trials"),
+        planned.table(some(40), "nvidia_h200"),
+        turned("title", "strategy", ("mean",), [(name, ("20.14\n[12.23, 30.21]",)) for name in strategies[:4]]),
+    ]
+    tables[3].add_row(longest, "123456.78", "4800", "100.0", "123.4", "12.34", "96")
+    for table in tables:
+        lines = drawn(table)
+        assert max(map(len, lines)) <= COLUMNS
+        assert not [line for line in lines if "…" in line], lines
+    cells = [line.split(" ")[1 if line.startswith(" ") else 0] for line in drawn(tables[3])]
+    assert longest in "".join(cells), "a name is folded, and none of it is lost"
+
+
+def test_a_terminal_gets_the_list_in_its_width_and_a_pipe_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = call("--list").output.splitlines()
+    assert max(map(len, whole)) > COLUMNS
+    console = Console(file=io.StringIO(), width=COLUMNS, force_terminal=True, color_system=None)
+    monkeypatch.setattr(command_line, "console", console)
+    assert call("--list").exit_code == 0
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    cut = file.getvalue().splitlines()
+    assert len(cut) == len(whole)
+    assert max(map(len, cut)) <= COLUMNS
+    assert [line.split()[0] for line in cut] == [line.split()[0] for line in whole]
+
+
+def test_what_choices_cost_is_wrapped_below_itself() -> None:
+    lines = call("explain", "llama3_8b_2x4096").output.splitlines()
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith("knob")) :]
+    assert max(map(len, table)) <= COLUMNS
+    assert [line for line in table if line.startswith(" " * 30)]
+    assert "\N{NO-BREAK SPACE}" not in "".join(table)
+
+
+def test_steps_are_drawn_on_terminals_alone() -> None:
+    for terminal in (False, True):
+        console = Console(file=io.StringIO(), width=COLUMNS, force_terminal=terminal, color_system=None)
+        with steps(console, "counting", 2) as step:
+            step()
+        file = console.file
+        assert isinstance(file, io.StringIO)
+        assert ("counting" in file.getvalue()) is terminal
+
+
+# --- help -----------------------------------------------------------------------------------------------------------
+
+
+def test_help_is_in_groups_and_has_examples() -> None:
+    done = call("--help")
+    text = words(done)
+    assert done.exit_code == 0
+    assert max(map(len, done.output.splitlines())) <= COLUMNS
+    at = [text.index(group) for group in (command_line.WHERE, command_line.HOW, command_line.WHAT, command_line.STOP)]
+    assert len(set(at)) == len(at)
+    for group in (command_line.SEE, command_line.SHARE, command_line.STUDY):
+        assert group in text
+    examples = [line for line in command_line.EXAMPLES.splitlines()[1:] if line]
+    assert len(examples) >= 6
+    for example in examples:
+        assert example in text, example
+
+
+def test_the_examples_name_what_there_is() -> None:
+    for name in ("llama3_8b_2x4096",):
+        assert name in command_line.EXAMPLES
+        assert problem_named(name)
+    assert select(None, "llama3*")
+    assert call("explain", "llama3_8b_2x4096", "--gpu", "h200").exit_code == 0
+
+
+# --- what cannot be -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("asked", [("--gpu", "3"), ("--gpus", "0,1"), ("--gpu", "h200")])
+def test_a_gpu_that_was_asked_for_and_is_not_there_is_an_error(asked: tuple[str, str]) -> None:
+    done = call(*asked, "--problems", ONE)
+    assert done.exit_code == 1
+    said = f"tune.py: {' '.join(asked)} asks for a GPU, and there is none to tune on: no GPU was found on this machine."
+    assert said in words(done)
+    assert "leave this option out for what is true without" in words(done)
+    assert done.stdout == ""
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_landscape_without_a_gpu_is_an_error() -> None:
+    done = call("landscape", ONE)
+    assert done.exit_code == 1
+    assert "landscape measures, and there is no GPU to measure on: no GPU was found" in words(done)
+
+
+@pytest.mark.parametrize("place", ["/proc/nowhere", "missing"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("show", ONE, "--out", "{}/winner.py"),
+        ("report", "--out", "{}/page.html"),
+        ("new-family", "mine", "--out", "/proc/nowhere"),
+        ("submit", "--gpu", "nvidia_h200", "--kernels", "0", "--to", "/proc/nowhere"),
+        ("--out", "{}", "show", ONE),
+        ("--out", "{}", "report"),
+        ("--out", "{}", "explain", ONE),
+        ("replay", "--write", "{}/page.md"),
+        ("check-submission", "{}/rows.zip"),
+    ],
+    ids=lambda asked: asked[0] if isinstance(asked, tuple) else asked,
+)
+def test_a_place_that_cannot_be_used_is_one_sentence(asked: tuple[str, ...], place: str, tmp_path: Path) -> None:
+    where = place if place.startswith("/") else str(tmp_path / place)
+    done = call(*(word.format(where) for word in asked))
+    assert done.exit_code == 1
+    assert done.output.startswith("tune.py: ")
+    assert len(done.output.strip().splitlines()) == 1
+    assert "Traceback" not in done.output
+    assert ("/proc/nowhere" if "/proc/nowhere" in asked else where) in done.output
+
+
+def test_a_file_is_no_folder_of_records(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = call("--out", str(tmp_path / "file"), "--list")
+    assert done.exit_code == 2
+    assert "--out must be a folder" in words(done)
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence_of_the_program(tmp_path: Path) -> None:
+    """In a process of its own: the program starts processes, with logs in the cache, before it knows what it is to do."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TUNED_CACHE": "/proc/nowhere"}
+    command = [sys.executable, "tune.py", "--target", "nvidia_h200", "--problems", ONE, "--trials", "1"]
+    done = subprocess.run(
+        [*command, "--out", tmp_path],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=BACKSTOP_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 1
+    said = (
+        "tune.py: /proc/nowhere cannot be used: No such file or directory. Name another place with TUNED_CACHE or --out, "
+        "or make this one usable"
+    )
+    assert done.stderr.splitlines() == [said]
+
+
+def test_marks_are_looked_for_before_anything_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "searches", lambda *_, **__: pytest.fail("replayed"))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- replay:begin -->\n")
+    done = call("replay", "--write", str(page))
+    assert done.exit_code == 2
+    assert "must have the marks <!-- replay:begin --> and <!-- replay:end -->, once each" in words(done)
+
+
+# --- for programs ---------------------------------------------------------------------------------------------------
+
+
+def one_object(*arguments: str) -> dict[str, Any]:
+    """What a command prints with --json, which stands behind the command or before it."""
+    done = call(*arguments, "--json")
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["exit_code"] == done.exit_code
+    assert list(found)[:2] == ["command", "exit_code"]
+    return found
+
+
+def test_every_command_has_the_option() -> None:
+    names = {info.name or info.callback.__name__.replace("_", "-") for info in command_line.app.registered_commands}  # type: ignore[union-attr]
+    for name in sorted(names - {"tune"}):
+        assert "--json" in call(name, "--help").output, name
+    assert "--json" in call("tune", "--help").output
+
+
+def test_lists_are_objects(tmp_path: Path) -> None:
+    save_winner(winner(ONE), tmp_path)
+    found = one_object(
+        "--list", "--problems", f"{ONE},llama3_8b_2x4096", "--target", "test_gpu", "--out", str(tmp_path)
+    )
+    assert (found["command"], found["device"]) == ("list", "test_gpu")
+    times = {p["name"]: p["median_us"] for p in found["problems"]}
+    assert times == {ONE: winner(ONE).median_us, "llama3_8b_2x4096": None}
+    assert found["problems"][0]["spec"]["head_dim"] == 128
+    planned_ = one_object("--dry-run", "--problems", ONE)
+    assert (
+        planned_["problems"][0]["to_measure"] == commands.TRIALS or planned_["problems"][0]["legal"] < commands.TRIALS
+    )
+    checked = one_object("--check", "--problems", ONE, "--out", str(tmp_path))
+    assert (checked["command"], checked["to_do"]) == ("check", 0)
+    assert {f["kind"] for f in checked["findings"]} <= set(commands.STYLES)
+
+
+def test_what_was_written_is_an_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "render_all", lambda: (["kernels/a.py"], []))
+    assert one_object("--render") == {"command": "render", "exit_code": 0, "written": ["kernels/a.py"], "deleted": []}
+    family = one_object("new-family", "mine", "--out", str(tmp_path / "mine"))
+    assert all(Path(path).exists() for path in family["written"])
+    page = tmp_path / "page.html"
+    assert one_object("report", "--device", "h200", "--out", str(page)) == {
+        "command": "report",
+        "exit_code": 0,
+        "device": "nvidia_h200",
+        "path": str(page),
+    }
+    archive = one_object("submit", "--gpu", "nvidia_h200", "--kernels", "0", "--to", str(tmp_path))
+    if archive["accepted"]:
+        judged = one_object("check-submission", archive["archive"], "--kernels", "0")
+        assert (judged["accepted"], judged["digest"]) == (True, archive["digest"])
+    else:
+        assert archive["reasons"]
+
+
+def test_a_winner_is_an_object_with_its_source(tmp_path: Path) -> None:
+    found = one_object("show", ONE)
+    assert (found["problem"], found["device"], found["path"]) == (ONE, "nvidia_h200", None)
+    assert found["source"] == call("show", ONE).stdout
+    file = tmp_path / "winner.py"
+    assert one_object("show", ONE, "--out", str(file))["path"] == str(file)
+    assert file.read_text() == found["source"]
+
+
+def test_an_explanation_is_an_object() -> None:
+    found = one_object("explain", "llama3_8b_2x4096")
+    assert (found["device"], found["rule"]) == ("nvidia_h200", "winner")
+    assert found["kernels"] == ["rope_bshd_copy_half_freqs"]
+    assert found["winner"]["variant"] == found["variant"]
+    elsewhere = one_object("explain", "llama3_8b_2x4096", "--gpu", "a100")
+    assert (elsewhere["device"], elsewhere["rule"]) == ("nvidia_a100_sxm4_80gb", "similar GPU")
+    assert elsewhere["winner"] is None
+    before = call("--json", "--gpu", "a100", "explain", "llama3_8b_2x4096")
+    assert json.loads(before.stdout) == elsewhere
+    assert "similar GPU" in before.stderr, "what people read is there still"
+
+
+def test_what_cards_get_is_an_object() -> None:
+    found = one_object("cards", "a100", "--shapes", "5", "--kernels", "0")
+    card = found["cards"]["nvidia_a100_sxm4_80gb"]
+    assert (card["shapes"], sum(card["rules"].values()), card["compiled"]) == (5, 5, 0)
+
+
+def test_studies_are_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    landscapes = load_landscapes("nvidia_h200")
+    figures_ = dict.fromkeys((*evidence.COLUMNS.values(), "wasted", "ms a proposal"), 0.5)
+    monkeypatch.setattr(evidence, "searches", lambda *_, **__: {"tune.py": (3, figures_)})
+    monkeypatch.setattr(evidence, "agreements", lambda *_: [0.01, 0.02])
+    monkeypatch.setattr(evidence, "guesses", lambda _: [evidence.Guess("a", 0.1, 0.1, float("nan"))])
+    found = one_object("replay", "--device", landscapes[0].environment["device"])
+    assert found["searches"]["tune.py"]["searches"] == 3
+    assert found["estimate"] == [{"problem": "a", "first": 0.1, "best_of_five": 0.1, "default": None}]
+    refused = one_object("regret", "--device", "no_gpu")
+    assert refused["error"].startswith("no landscape of no_gpu")
+    monkeypatch.setattr(foreign, "load_folder", lambda _: [])
+    assert one_object("carry", "HEAD", "--device", "no_gpu")["error"] == "there is no record of no_gpu"
+
+
+def test_a_run_is_an_object(machine: Any, tmp_path: Path) -> None:
+    found = one_object("--problems", ONE, "--out", str(tmp_path / "out"))
+    assert found["command"] == "tune"
+    assert [w["name"] for w in found["winners"]] == [ONE]
+    assert found["record"] == str(tmp_path / "out" / "test_gpu.json")
+    assert (found["skipped"], found["interrupted"]) == ({}, False)
+    assert found["environment"]["device"] == "test_gpu"
+    assert machine[1]
+
+
+def test_what_is_refused_is_an_object_too(machine: Any) -> None:
+    found = one_object("explain", "nothing_like_it")
+    assert (found["command"], found["exit_code"]) == ("explain", 2)
+    assert found["error"].startswith("no problem 'nothing_like_it'")
+    assert one_object("--gpu", "b200", "--problems", ONE)["exit_code"] == 2
+    assert not machine[1]
+
+
+def test_an_estimate_is_an_object_and_its_ranks_are_explained(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "tune.py", "--target", "h200", "--problems", ONE, "--trials", "2", "--json"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=BACKSTOP_SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    (estimate,) = found["estimates"]
+    assert (found["target"], found["estimated"], found["wrong"]) == ("nvidia_h200", True, [])
+    assert estimate["measured_us"] > 0
+    assert 1 <= estimate["rank_of_measured"] <= estimate["ranked"]
+    assert f"rank {estimate['rank_of_measured']} of {estimate['ranked']} here" in done.stderr
+    assert RANK in done.stderr
+    assert Path(found["path"]).is_relative_to(tmp_path / "cache")
+
+
+def test_lines_of_an_estimate_have_their_styles() -> None:
+    assert style_of("    WRONG llama3: nan") == "red"
+    assert style_of(RANK) == "dim"
+    assert style_of("llama3_8b_2x4096: 960 declared") == ""
+
+
+def test_plain_values_are_any_readers() -> None:
+    assert answer.plain({"a": (1, float("inf")), 2: {3, 1}, "path": Path("/x")}) == {
+        "a": [1, None],
+        "2": [1, 3],
+        "path": "/x",
+    }
+    answer.put(ignored=True)  # nobody collects
+    with answer.collected() as facts:
+        answer.put(a=1)
+        answer.put(b=2)
+    assert facts == {"a": 1, "b": 2}
