@@ -685,14 +685,7 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
     if settings.tensor_format == "bhsd":
         given, settings = _tokens_first(given, settings)
     layout, inplace = settings.tensor_format, settings.inplace
-    x, key, copied = given.x, given.key, 0
-    if settings.kv_heads is not None and isinstance(x, torch.Tensor):
-        x, copied = packed_heads(x, settings)
-        if inplace:
-            x, copied = x[..., : x.shape[-2] - copied, :], 0
-    _rotated_tensor(_name_of_x(given, settings), x, layout)
-    if key is not None:
-        _check_key(x, key, layout)
+    x, key, copied = _rotated(given, settings)
     angles = _angles(given, x.device)
     entries = settings.angle_entries or ("feature" if angles.kind == "freqs" else "pair")
     heads, head_dim = x.shape[-2:]
@@ -839,6 +832,19 @@ def _norm_weights(given: Given, settings: Settings, heads: int, head_dim: int) -
             )
         found.append(weight.resolve_neg().contiguous())
     return found[0], found[1]
+
+
+def _rotated(given: Given, settings: Settings) -> tuple[torch.Tensor, Any, int]:
+    """What is rotated, checked: x, or a view of a packed qkv; the key or None; and how many of x's last heads are copied."""
+    x, key, copied = given.x, given.key, 0
+    if settings.kv_heads is not None and isinstance(x, torch.Tensor):
+        x, copied = packed_heads(x, settings)
+        if settings.inplace:
+            x, copied = x[..., : x.shape[-2] - copied, :], 0
+    _rotated_tensor(_name_of_x(given, settings), x, settings.tensor_format)
+    if key is not None:
+        _check_key(x, key, settings.tensor_format)
+    return x, key, copied
 
 
 def _rows(angles: Angles, batch: int, layout: str) -> int:
