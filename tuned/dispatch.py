@@ -67,6 +67,7 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
     max_seqlen: int | None = None,
     cos_sin_cache: torch.Tensor | None = None,
     inv_freq: torch.Tensor | None = None,
+    freqs_cis: torch.Tensor | None = None,
     attention_scaling: float = 1.0,
     positions: torch.Tensor | None = None,
     offset: int | torch.Tensor = 0,
@@ -74,6 +75,8 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
     cp_rank: int = 0,
     rotated: str = "first",
     conjugate: bool = False,
+    sections: Sequence[int] | None = None,
+    interleaved_sections: bool = False,
 ) -> torch.Tensor:
     """Rotary position embedding: rotate features of each head by angles that depend on the position.
 
@@ -99,9 +102,11 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
         cos_sin_cache: ``[rows, rotary_dim]``: the cosines of a position's pairs, then their sines (vLLM, FlashInfer).
         inv_freq: radians per position, float32, ``[pairs]``: the angle is position * inv_freq, rounded once to float32;
             no table is read.
+        freqs_cis: complex, ``[rows, pairs]`` or ``[b, rows, pairs]``: cos + i sin of a position's pairs (Llama's own code,
+            torchtitan); read as it lies.
         attention_scaling: cosines and sines are multiplied by it (YaRN); with freqs and inv_freq.
         positions: int32 or int64, ``[b, s]`` (bshd and bhsd), ``[s, b]`` (sbhd) or ``[t]`` (thd), or ``[s]``, shared by the batch;
-            on the device of x.
+            on the device of x. With sections an axis before those, of one row a section.
         offset: added to the index in the sequence: an int; or an int32 or int64 tensor on the device of x, either of no
             dimension or one entry per sequence, ``[b]`` or, if packed, ``[sequences]``.
         cp_size: ranks of context parallelism. x has this rank's tokens of each sequence: chunk cp_rank and chunk
@@ -111,6 +116,11 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
         rotated: which features: the "first" rotary_dim; the "last" rotary_dim (DeepSeek's MLA); or "proportional": pairs
             (j, j + d / 2) over the whole head, of which the first rotary_dim / 2 rotate (Gemma 4).
         conjugate: rotate by the negative angle.
+        sections: positions of more than one axis (video, images): how many of the pairs take their angle from each row of
+            positions, 2 to 4 numbers that add up to rotary_dim / 2. Pair j reads entry j of the row of the angles that its own
+            axis names: mRoPE (Qwen2-VL: time, height, width), or, with a table whose columns belong to axes, axial RoPE (FLUX,
+            Wan, vision towers).
+        interleaved_sections: three sections in turn, 0 1 2 0 1 2, as Qwen3-VL has them, and not in a row.
 
     Returns:
         A tensor like x, or x itself in place. Differentiable in x by a kernel; in the angles through eager PyTorch.
@@ -127,12 +137,27 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
         or type(cp_rank) is not int
     ):
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
+    if sections is not None and type(sections) is not tuple:
+        sections = tuple(sections)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
-        rotated, conjugate, None, "forward",
+        rotated, conjugate, sections, interleaved_sections, None, "forward",
     )  # fmt: skip
     return rope_call.call(  # type: ignore[no-any-return]
-        x, None, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, None, None, settings
+        x,
+        None,
+        freqs,
+        cos,
+        sin,
+        cos_sin_cache,
+        inv_freq,
+        freqs_cis,
+        cu_seqlens,
+        positions,
+        offset,
+        None,
+        None,
+        settings,
     )
 
 
@@ -152,6 +177,7 @@ def rope_qk(  # noqa: PLR0913 - the arguments of rope
     max_seqlen: int | None = None,
     cos_sin_cache: torch.Tensor | None = None,
     inv_freq: torch.Tensor | None = None,
+    freqs_cis: torch.Tensor | None = None,
     attention_scaling: float = 1.0,
     positions: torch.Tensor | None = None,
     offset: int | torch.Tensor = 0,
@@ -159,6 +185,8 @@ def rope_qk(  # noqa: PLR0913 - the arguments of rope
     cp_rank: int = 0,
     rotated: str = "first",
     conjugate: bool = False,
+    sections: Sequence[int] | None = None,
+    interleaved_sections: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``rope`` of a query and a key in one launch, with the arguments of ``rope``.
 
@@ -178,12 +206,14 @@ def rope_qk(  # noqa: PLR0913 - the arguments of rope
         or type(cp_rank) is not int
     ):
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
+    if sections is not None and type(sections) is not tuple:
+        sections = tuple(sections)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
-        rotated, conjugate, None, "forward",
+        rotated, conjugate, sections, interleaved_sections, None, "forward",
     )  # fmt: skip
     out = rope_call.call(
-        q, k, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, None, None, settings
+        q, k, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, cu_seqlens, positions, offset, None, None, settings
     )
     return out if k is not None else (out, None)
 
@@ -203,6 +233,7 @@ def rope_qkv(  # noqa: PLR0913 - the arguments of rope
     max_seqlen: int | None = None,
     cos_sin_cache: torch.Tensor | None = None,
     inv_freq: torch.Tensor | None = None,
+    freqs_cis: torch.Tensor | None = None,
     attention_scaling: float = 1.0,
     positions: torch.Tensor | None = None,
     offset: int | torch.Tensor = 0,
@@ -210,6 +241,8 @@ def rope_qkv(  # noqa: PLR0913 - the arguments of rope
     cp_rank: int = 0,
     rotated: str = "first",
     conjugate: bool = False,
+    sections: Sequence[int] | None = None,
+    interleaved_sections: bool = False,
     kv_heads: int | None = None,
 ) -> torch.Tensor:
     """``rope`` of the query and the key in a packed qkv, with the arguments of ``rope``; v is copied, or left as it is in place.
@@ -231,12 +264,27 @@ def rope_qkv(  # noqa: PLR0913 - the arguments of rope
         or type(cp_rank) is not int
     ):
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
+    if sections is not None and type(sections) is not tuple:
+        sections = tuple(sections)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
-        rotated, conjugate, kv_heads, "forward",
+        rotated, conjugate, sections, interleaved_sections, kv_heads, "forward",
     )  # fmt: skip
     return rope_call.call(  # type: ignore[no-any-return]
-        qkv, None, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, None, None, settings
+        qkv,
+        None,
+        freqs,
+        cos,
+        sin,
+        cos_sin_cache,
+        inv_freq,
+        freqs_cis,
+        cu_seqlens,
+        positions,
+        offset,
+        None,
+        None,
+        settings,
     )
 
 
@@ -254,6 +302,7 @@ def rope_backward(  # noqa: PLR0913 - the arguments of rope
     max_seqlen: int | None = None,
     cos_sin_cache: torch.Tensor | None = None,
     inv_freq: torch.Tensor | None = None,
+    freqs_cis: torch.Tensor | None = None,
     attention_scaling: float = 1.0,
     positions: torch.Tensor | None = None,
     offset: int | torch.Tensor = 0,
@@ -261,6 +310,8 @@ def rope_backward(  # noqa: PLR0913 - the arguments of rope
     cp_rank: int = 0,
     rotated: str = "first",
     conjugate: bool = False,
+    sections: Sequence[int] | None = None,
+    interleaved_sections: bool = False,
 ) -> torch.Tensor:
     """The transpose of ``rope`` as a linear map of x, with the same arguments: from grad_output to the gradient of x.
 
@@ -273,12 +324,27 @@ def rope_backward(  # noqa: PLR0913 - the arguments of rope
         or type(cp_rank) is not int
     ):
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
+    if sections is not None and type(sections) is not tuple:
+        sections = tuple(sections)
     settings = (
         tensor_format, interleaved, False, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
-        rotated, conjugate, None, "backward",
+        rotated, conjugate, sections, interleaved_sections, None, "backward",
     )  # fmt: skip
     return rope_call.call(  # type: ignore[no-any-return]
-        grad_output, None, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, None, None, settings
+        grad_output,
+        None,
+        freqs,
+        cos,
+        sin,
+        cos_sin_cache,
+        inv_freq,
+        freqs_cis,
+        cu_seqlens,
+        positions,
+        offset,
+        None,
+        None,
+        settings,
     )
 
 
@@ -304,6 +370,7 @@ def qk_norm_rope(  # noqa: PLR0913 - the arguments of rope_qk, and of two norms
     max_seqlen: int | None = None,
     cos_sin_cache: torch.Tensor | None = None,
     inv_freq: torch.Tensor | None = None,
+    freqs_cis: torch.Tensor | None = None,
     attention_scaling: float = 1.0,
     positions: torch.Tensor | None = None,
     offset: int | torch.Tensor = 0,
@@ -311,6 +378,8 @@ def qk_norm_rope(  # noqa: PLR0913 - the arguments of rope_qk, and of two norms
     cp_rank: int = 0,
     rotated: str = "first",
     conjugate: bool = False,
+    sections: Sequence[int] | None = None,
+    interleaved_sections: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """RMSNorm of queries and keys, then ``rope_qk`` of both, in one launch: what Qwen 3, Gemma 3 and OLMo 2 do to them.
 
@@ -333,12 +402,27 @@ def qk_norm_rope(  # noqa: PLR0913 - the arguments of rope_qk, and of two norms
     Raises:
         TypeError, ValueError, RuntimeError: as ``rope``; nothing has been written.
     """
+    if sections is not None and type(sections) is not tuple:
+        sections = tuple(sections)
     settings = _norm_settings(
         tensor_format, interleaved, inplace, (rotary_dim, max_seqlen, cp_size, cp_rank), angle_entries, attention_scaling,
-        rotated, conjugate, (norm, eps, zero_centered, rounding),
+        rotated, conjugate, (sections, interleaved_sections), (norm, eps, zero_centered, rounding),
     )  # fmt: skip
     out = rope_call.call(
-        q, k, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, q_weight, k_weight, settings
+        q,
+        k,
+        freqs,
+        cos,
+        sin,
+        cos_sin_cache,
+        inv_freq,
+        freqs_cis,
+        cu_seqlens,
+        positions,
+        offset,
+        q_weight,
+        k_weight,
+        settings,
     )
     return (out, None) if k is None else out
 
@@ -383,6 +467,7 @@ def _norm_settings(  # noqa: PLR0913 - arguments of a call
     attention_scaling: float,
     rotated: str,
     conjugate: bool,  # noqa: FBT001
+    sections: tuple[Any, bool],
     of_norm: tuple[str, float, bool, str],
 ) -> tuple[Any, ...]:
     """The fields of Settings of a call with a norm; ``numbers`` are rotary_dim, max_seqlen, cp_size and cp_rank."""
@@ -391,7 +476,7 @@ def _norm_settings(  # noqa: PLR0913 - arguments of a call
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
     return (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
-        rotated, conjugate, None, "forward", *of_norm,
+        rotated, conjugate, *sections, None, "forward", *of_norm,
     )  # fmt: skip
 
 
@@ -575,6 +660,7 @@ def explain_rope(function: Any, *args: Any, **kwargs: Any) -> tuple[Choice, Any]
     bound.apply_defaults()
     named = dict(bound.arguments)
     x, key = named.pop(next(iter(named))), named.pop("k", None)
+    named["sections"] = None if named["sections"] is None else tuple(named["sections"])
     counts = ("rotary_dim", "max_seqlen", "cp_size", "cp_rank")
     named |= zip(counts, whole_numbers(*map(named.get, counts)), strict=True)
     if function is rope_qkv:

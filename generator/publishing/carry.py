@@ -27,6 +27,7 @@ from ..places import GENERATOR, ROOT
 from ..problem import SelectionError
 from ..rendering.structures import fresh
 from . import codes
+from .files import fields_of
 
 # Name of a row -> {"digests": kernel -> digest, "code": what its steps come to}, or {"error": why not}.
 Codes = dict[str, Any]
@@ -51,7 +52,8 @@ def codes_of(tree: Path, winners: list[Winner]) -> Codes:
     Raises:
         CarryError: the tree cannot be asked.
     """
-    asked = json.dumps([dataclasses.asdict(winner) for winner in winners])
+    # Without what a spec leaves at its defaults: fields that are newer than the tree.
+    asked = json.dumps([dataclasses.asdict(winner) | {"spec": fields_of(winner.spec)} for winner in winners])
     environment = {name: value for name, value in os.environ.items() if name not in {"TRITON_INTERPRET", "PYTHONPATH"}}
     done = subprocess.run(  # noqa: S603 - a file of this package
         [sys.executable, str(Path(codes.__file__)), str(tree), GENERATOR],

@@ -47,7 +47,7 @@ OTHERS: dict[str, Any] = {
     "dtype": ("float32", "bfloat16", "float16"),
     "rotated": ROTATED,
     "shape": ((3, 2, 8, 8), (5, 0, 12, 4), (2, 1, 20, 20), (1, 1, 16, 8), (4, 3, 6, 2)),
-    "positions": POSITIONS,
+    "positions": (*POSITIONS[:-1], "axes", "axes in turn"),
     "angle_entries": ANGLE_ENTRIES,
     "rounding": ROUNDINGS,
     "zero_centered": (False, True),
@@ -61,6 +61,12 @@ COUNT = max(len(ROWS), 3 * len(TEXTS))
 def spec_of(index: int) -> RopeSpec:
     row = TEXTS[index % len(TEXTS)] | ROWS[index % len(ROWS)]
     heads, key_heads, head_dim, rotary = row.pop("shape")
+    pairs = rotary // 2
+    if row["positions"] == "axes in turn":
+        row |= {"positions": "axes", "sections": (pairs - 2 * (pairs // 3), pairs // 3, pairs // 3)}
+        row["sections_interleaved"] = True
+    elif row["positions"] == "axes":
+        row["sections"] = (pairs // 2, pairs - pairs // 2)
     if rotary == head_dim or (row["style"] == "interleaved" and row["rotated"] == "proportional"):
         row["rotated"] = "first" if rotary == head_dim else "last"
     return RopeSpec(heads=heads, key_heads=key_heads, head_dim=head_dim, rotary_dim=rotary, **row)

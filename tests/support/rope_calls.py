@@ -438,7 +438,7 @@ def build(  # noqa: PLR0912 - one branch a property
         bounds = seen(_bounds(tokens, case).to(device), case.bounds_view)
     settings = Settings(
         case.layout, case.interleaved, case.inplace, None, case.entries, case.max_seqlen, case.scaling, case.cp_size,
-        case.cp_rank, case.rotated, case.conjugate, case.kv_heads, case.direction,
+        case.cp_rank, case.rotated, case.conjugate, kv_heads=case.kv_heads, direction=case.direction,
     )  # fmt: skip
     return Given(x, key, **angles, cu_seqlens=bounds, positions=positions, offset=offset), settings, leaves
 

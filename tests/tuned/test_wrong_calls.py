@@ -19,8 +19,18 @@ from torch.nn.utils.rnn import pack_sequence
 import tuned
 import tuned.nn
 from tests.support.outcome import outcome
-from tuned.compat import flash_attn, flashinfer, liger, transformer_engine, transformers, vllm
-from tuned.dispatch import gru, gru_cell, linear_cat, rope, rope_backward, rope_qk, rope_qkv
+from tuned.compat import flash_attn, flashinfer, liger, sglang, transformer_engine, transformers, vllm
+from tuned.dispatch import (
+    gru,
+    gru_cell,
+    linear_cat,
+    qk_norm_rope,
+    qkv_norm_rope_,
+    rope,
+    rope_backward,
+    rope_qk,
+    rope_qkv,
+)
 
 Row = tuple[Callable[[], Any], type[Exception], str, str, str]
 B, S, H, K, D, ROWS = 2, 6, 4, 2, 8, 16
@@ -47,6 +57,23 @@ def on_x(**named: Any) -> Callable[[], Any]:
     """A call of rope of X, by cos and sin unless it has angles of its own."""
     own = {"freqs", "cos", "sin", "cos_sin_cache", "inv_freq"} & set(named)
     return lambda: rope(**{"x": X, **({} if own else TABLE), **named})
+
+
+def normed(**named: Any) -> Callable[[], Any]:
+    """A call of qk_norm_rope of Q and KEY."""
+    right = {"q": Q, "k": KEY, "q_weight": torch.ones(D), "k_weight": torch.ones(D)}
+    return lambda: qk_norm_rope(**{**right, **TABLE, **named})
+
+
+def normed_qkv(qkv: Any, **named: Any) -> Callable[[], Any]:
+    return lambda: qkv_norm_rope_(qkv, torch.ones(D), torch.ones(D), **{**TABLE, **named})
+
+
+def of_vllm(**named: Any) -> Callable[[], Any]:
+    """A call of vLLM's norm and rotation."""
+    right = {"qkv": zeros(S, 8 * D), "num_heads_q": 4, "num_heads_k": 2, "num_heads_v": 2, "head_dim": D, "eps": 1e-6}
+    right |= {"q_weight": torch.ones(D), "k_weight": torch.ones(D), "cos_sin_cache": CACHE, "is_neox": True}
+    return lambda: vllm.fused_qk_norm_rope(**{**right, "position_ids": torch.arange(S), **named})
 
 
 def thd(bounds: Any, **named: Any) -> Callable[[], Any]:
@@ -234,6 +261,41 @@ OF_POSITIONS: dict[str, Row] = {
     "length below 0": (thd(ints(0, 6), max_seqlen=-1), ValueError, "max_seqlen must be at least 0", "got -1", "or leave it out"),
     "length tensor": (thd(ints(0, 6), max_seqlen=torch.tensor(6.0)), TypeError, "max_seqlen must be an int", "got a tensor of [] torch.float32", "convert it with int("),
     "length of a batch": (on_x(max_seqlen=6), ValueError, 'are for tensor_format "thd"', "got 'bshd'", "leave them out"),
+}
+OF_NORMS: dict[str, Row] = {
+    "norm": (normed(norm="token"), ValueError, 'norm must be "head" or "all"', "got 'token'", "name what is normalised together"),
+    "rounding": (normed(rounding="bf16"), ValueError, 'rounding must be "once"', "got 'bf16'", "leave it out for the most precise"),
+    "eps": (normed(eps=-1e-6), ValueError, "eps must be a number of at least 0", "got -1e-06", "give the norm's own"),
+    "eps nan": (normed(eps=float("nan")), ValueError, "eps must be a number of at least 0", "got nan", "give the norm's own"),
+    "eps word": (normed(eps="1e-6"), ValueError, "eps must be a number of at least 0", "got '1e-6'", "give the norm's own"),
+    "q_weight list": (normed(q_weight=[1.0]), TypeError, "q_weight must be a tensor", "got list", "or torch.ones(8)"),
+    "q_weight module": (normed(q_weight=torch.nn.RMSNorm(D)), TypeError, "q_weight must be a tensor", "got RMSNorm", "give the norm's weight"),
+    "q_weight of all heads": (normed(q_weight=torch.ones(H * D)), ValueError, "q_weight must be [8] (head_dim, of each head)", "got [32]", 'pass norm="all"'),
+    "k_weight of each head": (normed(norm="all", q_weight=torch.ones(H * D)), ValueError, "k_weight must be [16] (heads * head_dim, of all heads)", "got [8]", 'pass norm="head"'),
+    "k_weight integers": (normed(k_weight=torch.ones(D).long()), ValueError, "k_weight must be floating point", "got torch.int64", MOVE),
+    "k_weight elsewhere": (normed(k_weight=torch.ones(D, device=META)), ValueError, "on the device of q", "on meta", MOVE),
+    "no k": (normed(k=None), ValueError, "k and k_weight must come together", "got k_weight without k", "give both, or leave both out"),
+    "no k_weight": (normed(k_weight=None), ValueError, "k and k_weight must come together", "got k without k_weight", "give both, or leave both out"),
+    "norm leaf in place": (normed(q=zeros(B, S, H, D, requires_grad=True), inplace=True), RuntimeError, "overwriting it would lose", "x is a leaf", "use inplace=False"),
+    "packed list": (normed_qkv([1.0]), TypeError, "qkv must be a tensor", "got list", AS_TENSOR),
+    "packed without kv_heads": (normed_qkv(X), ValueError, "qkv must be [b, s, 3, h, d]", "got [2, 6, 4, 8]", "or pass kv_heads"),
+    "packed too few heads": (normed_qkv(X, kv_heads=2), ValueError, "more than 2 * kv_heads heads", "got [2, 6, 4, 8]", "pass the number of heads that k has"),
+    "vllm qkv width": (of_vllm(num_heads_v=1), ValueError, "qkv must be [tokens, 7 heads * head_dim=8]", "got [6, 64]", "how many heads each has"),
+    "vllm qkv list": (of_vllm(qkv=[1.0]), TypeError, "qkv must be a tensor", "got list", AS_TENSOR),
+    "vllm heads float": (of_vllm(num_heads_q=4.0), TypeError, "num_heads_q must be an int", "got float 4.0", "convert it with int("),
+    "sglang head_dim": (lambda: sglang.fused_inplace_qknorm_rope(TOKENS, KEY[0], torch.ones(D), torch.ones(D), CACHE, torch.arange(S), is_neox=True, head_dim=4), ValueError, "head_dim must be 0 or the features of a head, 8", "got 4", "give q as [tokens, heads, head_dim]"),
+    "sglang q list": (lambda: sglang.fused_inplace_qknorm_rope([1.0], KEY[0], torch.ones(D), torch.ones(D), CACHE, torch.arange(S), is_neox=True), TypeError, "q must be a tensor", "got list", AS_TENSOR),
+    "sections sum": (on_x(sections=(2, 1), positions=zeros(2, S).long()), ValueError, "add up to rotary_dim / 2, 4", "got (2, 1)", "pass the model's mrope_section"),
+    "sections of one": (on_x(sections=[4], positions=zeros(1, S).long()), ValueError, "2 to 4 numbers of pairs", "got (4,)", "how many pairs each axis has"),
+    "sections alone": (on_x(sections=(2, 2)), ValueError, "sections need positions, one row for each of 2 axes", "got none", "leave sections out"),
+    "sections with a row of positions": (on_x(sections=(2, 2), positions=torch.arange(S)), ValueError, "positions must be [2, tokens]", "got [6]", "one row for each of the 2 sections"),
+    "sections in turn of two": (on_x(sections=(2, 2), interleaved_sections=True, positions=zeros(2, S).long()), ValueError, "interleaved sections must be 3", "got (2, 2)", "leave interleaved_sections out"),
+    "in turn without sections": (on_x(interleaved_sections=True), ValueError, "interleaved_sections say how sections lie", "got True without sections", "pass them too"),
+    "freqs_cis real": (lambda: rope(X, freqs_cis=RADIANS), TypeError, "freqs_cis must be a complex tensor", "got torch.float32", "pass radians as freqs"),
+    "freqs_cis list": (lambda: rope(X, freqs_cis=[1j]), TypeError, "freqs_cis must be a complex tensor", "got list", "cosines and sines as cos and sin"),
+    "freqs_cis and cos": (on_x(freqs_cis=torch.polar(COS, SIN), cos=COS, sin=SIN), ValueError, "give one source of angles", "got cos and sin and freqs_cis", "leave out all but one"),
+    "bhsd qkv": (lambda: rope_qkv(X, **TABLE, kv_heads=1, tensor_format="bhsd"), ValueError, "must be one of bshd, sbhd and thd", "got 'bhsd'", "to rope_qk"),
+    "bhsd axes": (on_x(x=TOKENS, tensor_format="bhsd"), ValueError, "x must be [b, h, s, d]", "got [6, 4, 8]", "for one sequence x[None]"),
 }
 OF_GRU: dict[str, Row] = {
     "input list": (lambda: gru([1.0], HX, W), TypeError, "input must be a tensor", "got list", AS_TENSOR),
@@ -436,6 +498,7 @@ GROUPS = {
     "x": OF_X,
     "angles": OF_ANGLES,
     "positions": OF_POSITIONS,
+    "norms": OF_NORMS,
     "gru": OF_GRU,
     "steps": OF_STEPS,
     "explain": OF_EXPLAIN,

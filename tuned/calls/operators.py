@@ -22,7 +22,7 @@ def save(ctx: Any, values: tuple[Any, ...]) -> None:
     """Save arguments of an operator for its backward: tensors by save_for_backward, the rest on ctx."""
     flat, ctx.layout = [], []
     for value in values:
-        many = isinstance(value, (list, tuple))
+        many = isinstance(value, (list, tuple)) and all(isinstance(t, torch.Tensor) for t in value)
         tensors = list(value) if many else [value] if isinstance(value, torch.Tensor) else []
         ctx.layout.append((many, len(tensors), None if tensors or many else value))
         flat += tensors

@@ -93,6 +93,26 @@ def _cos_sin(freqs, p_angle, m_angle, EVICT: tl.constexpr):
 
 
 @triton.jit
+def _axis(
+    i_pair,
+    SECTION_1: tl.constexpr,
+    SECTION_2: tl.constexpr,
+    SECTION_3: tl.constexpr,
+    SECTIONS_INTERLEAVED: tl.constexpr,
+):
+    """Which axis of the positions each pair takes its angle from: [PAIR_BLOCK].
+
+    Sections in a row: where those of axes 1, 2 and 3 begin. Interleaved: which third pairs are of axes 1 and 2, up to where.
+    """
+    if SECTIONS_INTERLEAVED:
+        first = (i_pair % 3 == 1) & (i_pair < SECTION_1)
+        second = (i_pair % 3 == 2) & (i_pair < SECTION_2)
+        return first.to(tl.int32) + 2 * second.to(tl.int32)
+    axis = (i_pair >= SECTION_1).to(tl.int32) + (i_pair >= SECTION_2).to(tl.int32)
+    return axis + (i_pair >= SECTION_3).to(tl.int32)
+
+
+@triton.jit
 def _bounds(cu_seqlens, i_bound, sequences, cp_size, CONTEXT_PARALLEL: tl.constexpr):
     """Where sequences begin among the tokens of this rank; past the last bound, a number larger than any."""
     bound = tl.load(cu_seqlens + i_bound, mask=i_bound <= sequences, other=2147483647)
@@ -192,7 +212,7 @@ def rope_complete_inplace_interleaved_freqs(
     angle_stride_s,
     angle_stride_d,
     sequences,
-    cp_size,
+    cp_size,  # of positions with axes: elements from one axis to the next
     cp_rank,
     scaling,
     key_stride_s,
@@ -227,7 +247,11 @@ def rope_complete_inplace_interleaved_freqs(
     CONJUGATE: tl.constexpr,  # by minus the angle
     SCALED: tl.constexpr,
     ANGLES_PER_BATCH: tl.constexpr,
-    POSITIONS: tl.constexpr,  # "order", "offset", "starts" or "ids"
+    POSITIONS: tl.constexpr,  # "order", "offset", "starts", "ids" or "axes"
+    SECTION_1: tl.constexpr,  # of "axes": see _axis
+    SECTION_2: tl.constexpr,
+    SECTION_3: tl.constexpr,
+    SECTIONS_INTERLEAVED: tl.constexpr,
     PACKED: tl.constexpr,
     CONTEXT_PARALLEL: tl.constexpr,
     ANGLE_EVICT: tl.constexpr,  # of a table; inv_freq is read again by every program
@@ -278,9 +302,15 @@ def rope_complete_inplace_interleaved_freqs(
         tail, m_tail = _tail(rows, m_row, stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
         b_tail = tl.load(tail, mask=m_tail, eviction_policy=LOAD_EVICT)
 
-    # The position of each token, and whether it has one: [BLOCK_TOKENS] both.
+    # The position of each token, and whether it has one: [BLOCK_TOKENS] both. One an axis: [BLOCK_TOKENS, PAIR_BLOCK].
     m_inside = m_token
-    if POSITIONS == "ids":
+    i_pair = tl.arange(0, PAIR_BLOCK)
+    if POSITIONS == "axes":
+        i_axis = _axis(i_pair, SECTION_1, SECTION_2, SECTION_3, SECTIONS_INTERLEAVED)
+        p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
+        p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # such calls have no ranks
+        i_position = tl.load(positions + p_id, mask=m_token[:, None], other=0)
+    elif POSITIONS == "ids":
         p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
         i_position = tl.load(positions + p_id, mask=m_token, other=0)
     else:
@@ -312,14 +342,19 @@ def rope_complete_inplace_interleaved_freqs(
         m_token = m_token & m_inside
 
     # Angles of the tile, [BLOCK_TOKENS, PAIR_BLOCK]; past the rows that there are, NaN.
-    i_pair = tl.arange(0, PAIR_BLOCK)
-    m_known = m_token
+    m_known = m_token[:, None] if POSITIONS == "axes" else m_token
     m_known = m_known & (i_position < angle_rows)
     m_known = m_known & (i_position >= 0)
-    m_angle = m_known[:, None] & (i_pair < TURNED_PAIRS)[None, :]
+    if POSITIONS == "axes":
+        m_angle = m_known & (i_pair < TURNED_PAIRS)[None, :]
+    else:
+        m_angle = m_known[:, None] & (i_pair < TURNED_PAIRS)[None, :]
     p_first = (i_pair * (2 if PER_FEATURE else 1))[None, :] * angle_stride_d
     p_second = p_first + angle_stride_d
-    p_angle = (i_position.to(tl.int64) * _multiple(angle_stride_s, ANGLE_MULTIPLE))[:, None]
+    if POSITIONS == "axes":
+        p_angle = i_position.to(tl.int64) * _multiple(angle_stride_s, ANGLE_MULTIPLE)
+    else:
+        p_angle = (i_position.to(tl.int64) * _multiple(angle_stride_s, ANGLE_MULTIPLE))[:, None]
     if ANGLES_PER_BATCH:
         p_angle += i_batch * _multiple(angle_stride_b, ANGLE_MULTIPLE)
     cos_first, sin_first = _cos_sin(freqs, p_angle + p_first, m_angle, ANGLE_EVICT)

@@ -70,6 +70,7 @@ def problems() -> Iterator[Problem]:
     yield problem("llama3_8b_fp32", RopeSpec("bshd", "float32", 32, 128, 128), 2, 4096)
     yield from _complete(problem, bf16)
     yield from _normed(problem, bf16)
+    yield from _of_axes(problem, bf16)
     # The studies' own calls: float32, sbhd, an entry a feature, small.
     for seq, heads, dim in ((64, 16, 64), (128, 16, 128), (32, 8, 256)):
         small = RopeSpec("sbhd", "float32", heads, dim, dim, angle_entries="feature")
@@ -144,3 +145,17 @@ def _normed(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) -> I
     served = dataclasses.replace(qwen, layout="thd", inplace=True, positions="ids")
     for tokens in (1, 16, 64, 512, 4096):
         yield problem("qwen3_8b_norm_served", served, 1, tokens)
+
+
+def _of_axes(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) -> Iterator[Problem]:
+    """Calls of models of images and videos: a token's time, height and width each turn some of the pairs."""
+    vision = {"positions": "axes", "angles": "cos_sin"}
+    qwen = bf16("thd", 28, 128, key_heads=4, inplace=True, sections=(16, 24, 24), **vision)
+    for tokens in (1, 64, 8192):
+        yield problem("qwen25_vl_7b_mrope_served", qwen, 1, tokens)
+    qwen3 = bf16("bshd", 32, 128, key_heads=8, sections=(24, 20, 20), sections_interleaved=True, **vision)
+    wan = bf16("bshd", 40, 128, key_heads=40, style="interleaved", sections=(22, 21, 21), **vision)
+    for direction in DIRECTIONS:
+        word = "" if direction == "forward" else f"_{direction}"
+        yield problem(f"qwen3_vl_8b_mrope{word}", dataclasses.replace(qwen3, direction=direction), 1, 8192)
+        yield problem(f"wan_14b_axial{word}", dataclasses.replace(wan, direction=direction), 1, 8192)

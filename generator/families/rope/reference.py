@@ -23,6 +23,7 @@ SCALING = 1.25  # of the calls that scale, about that of YaRN at 16 times the le
 EPS = 1e-6  # of a norm, as most models have it
 # Roundings of float32 in a norm, at most: half of those of a sum of squares (a thread's 32, then a tree), the root, two products.
 NORM_UNITS = 24
+GRID = 32  # patches of a side of a frame, of positions with axes
 TABLE_ROWS = 4096  # of ids that are drawn: more than the L1 holds, and small beside what large problems move
 
 
@@ -51,7 +52,8 @@ def _strides(spec: RopeSpec, size: RopeSize, heads: int) -> tuple[int, int, int,
 def _table_rows(spec: RopeSpec, size: RopeSize) -> int:
     """How many positions the angles have: what the call reaches."""
     reach = size.seq * (CP_SIZE if spec.context_parallel else 1)
-    return {"ids": max(TABLE_ROWS, size.tokens), "order": reach}.get(spec.positions, reach + TABLE_ROWS)
+    drawn = max(TABLE_ROWS, size.tokens)
+    return {"ids": drawn, "axes": drawn, "order": reach}.get(spec.positions, reach + TABLE_ROWS)
 
 
 def _table(spec: RopeSpec, size: RopeSize, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -73,6 +75,8 @@ def _places(spec: RopeSpec, size: RopeSize, device: str, generator: torch.Genera
     """The tensor of positions that the spec speaks of, or None: ids in order where there are many, drawn where few."""
     if spec.positions in ("order", "shifted"):
         return None
+    if spec.positions == "axes":
+        return _grid(spec, size, device, generator)
     count = {"ids": size.tokens, "starts": size.batch, "offset": 1}[spec.positions]
     if spec.positions == "ids" and size.tokens >= TABLE_ROWS:
         places = torch.arange(count, device=device)
@@ -83,6 +87,16 @@ def _places(spec: RopeSpec, size: RopeSize, device: str, generator: torch.Genera
     if spec.positions == "ids" and spec.layout != "thd":
         return places.view(_tokens(spec, size))
     return places if spec.positions != "offset" else places[0]
+
+
+def _grid(spec: RopeSpec, size: RopeSize, device: str, generator: torch.Generator | None) -> torch.Tensor:
+    """Positions with axes, int64 [axes, tokens]: of frames and patches in order where there are many, drawn where few."""
+    axes, shape = len(spec.sections), _tokens(spec, size)
+    token = torch.arange(size.tokens, device=device).view(shape)
+    if size.tokens >= TABLE_ROWS:
+        return torch.stack([token // GRID**2, token // GRID % GRID, token % GRID, token % GRID][:axes])
+    places = torch.zeros((axes, *shape), dtype=torch.int64, device=device)
+    return places if generator is None else places.random_(0, TABLE_ROWS, generator=generator)
 
 
 def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
@@ -101,8 +115,9 @@ def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
     places = _places(spec, size, device, generator)
     place_strides: tuple[int, ...] = (0, 0)
     if places is not None and places.ndim:
-        whole = {"bshd": places.stride()[::-1], "sbhd": places.stride(), "thd": (*places.stride(), 0)}[spec.layout]
-        place_strides = whole if spec.positions == "ids" else (0, places.stride(0))
+        steps = places.stride()[1:] if spec.positions == "axes" else places.stride()
+        whole = {"bshd": steps[::-1], "sbhd": steps, "thd": (*steps, 0)}[spec.layout]
+        place_strides = whole if spec.positions in ("ids", "axes") else (0, places.stride(0))
     whole_heads = spec.heads + 2 * spec.key_heads
     query_strides, key_strides = (
         _strides(spec, size, whole_heads if _packs_qkv(spec) else heads) for heads in (spec.heads, spec.key_heads)
@@ -130,6 +145,7 @@ def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
         angle_stride_b=first.stride(0) if spec.angles_per_batch else 0,
         positions=places,
         position_strides=(place_strides[0], place_strides[1]),
+        axis_stride=places.stride(0) if places is not None and spec.positions == "axes" else 0,
         offset=TABLE_ROWS if spec.positions == "shifted" else 0,
         cp_size=parallel,
         cp_rank=parallel - 1,
@@ -188,7 +204,9 @@ def _entries(spec: RopeSpec) -> tuple[slice, slice]:
 def _turns(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine in float64, with the axes of x before its last: [..., 1, entries]."""
     rows, _ = positions(spec, call)
-    if spec.angles == "inv_freq":
+    if spec.positions == "axes":
+        cos, sin = _turns_of_axes(spec, call, rows)
+    elif spec.angles == "inv_freq":
         radians = (rows.float()[..., None] * call.cos).double()
         cos, sin = radians.cos(), radians.sin()
     else:
@@ -206,6 +224,26 @@ def _turns(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor]:
     if spec.layout == "sbhd":
         cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)
     return cos[:, :, None], sin[:, :, None]
+
+
+def _turns_of_axes(spec: RopeSpec, call: RopeCall, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine in float64 where each pair has a row of its own, [..., entries]."""
+    one, two = _entries(spec)
+    wide = rows
+    if spec.angle_entries == "feature":
+        wide = rows.new_empty((*rows.shape[:-1], spec.rotary_dim))
+        wide[..., one], wide[..., two] = rows, rows
+    if spec.angles == "inv_freq":
+        radians = (wide.float() * call.cos).double()
+        return radians.cos(), radians.sin()
+    table, second = call.cos.double(), call.sin
+    found = (table.cos(), table.sin()) if spec.computes_sincos else (table, second.double())
+    if not spec.angles_per_batch:
+        cos, sin = (a.expand(*wide.shape[:-1], *a.shape).gather(-2, wide[..., None, :])[..., 0, :] for a in found)
+        return cos, sin
+    wide = wide.expand(call.batch, call.seq, -1)
+    cos, sin = (a.gather(1, wide) for a in found)
+    return cos, sin
 
 
 def reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -346,7 +384,7 @@ def angle_row_bytes(spec: RopeSpec) -> int:
 
 def angle_rows(spec: RopeSpec, size: RopeSize) -> int:
     """Rows of angles that must be read: one per position, shared by the batch unless each entry has its own."""
-    own = spec.positions in ("ids", "starts") or spec.angles_per_batch
+    own = spec.positions in ("ids", "starts", "axes") or spec.angles_per_batch
     return size.tokens if own else size.seq
 
 

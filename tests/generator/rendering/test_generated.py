@@ -211,6 +211,8 @@ def completed(spec: RopeSpec, key_heads: int, copied_heads: int, rotated: str, *
     """A complete call like a plain one, as far as there is one."""
     if rotated == "proportional" and (spec.interleaved or spec.head_dim % 2):
         rotated = "last"
+    pairs = spec.rotary_dim // 2
+    rest["sections"] = (pairs // 2, pairs - pairs // 2) if rest["positions"] == "axes" else ()
     copied_heads = 0 if key_heads or spec.inplace else min(copied_heads, spec.heads - 1)
     return dataclasses.replace(spec, key_heads=key_heads, copied_heads=copied_heads, rotated=rotated, **rest)
 

@@ -28,7 +28,7 @@ def steps(spec: RopeSpec, size: RopeSize, gpu: Gpu) -> tuple[Choice, tuple[Step,
     if choice.variant is None:
         return choice, ()
     found: list[Step] = []
-    for dtype in INDEX_DTYPES if spec.positions in ("offset", "starts", "ids") else INDEX_DTYPES[:1]:
+    for dtype in INDEX_DTYPES if spec.positions in ("offset", "starts", "ids", "axes") else INDEX_DTYPES[:1]:
         prepared = prepare(given_of(spec, size, dtype), settings_of(spec), make_out=torch.empty_like)
         call = prepared.call
         if spec.gradient_of_norm:
@@ -60,6 +60,7 @@ def given_of(spec: RopeSpec, size: RopeSize, index_dtype: torch.dtype) -> Given:
         "offset": lambda: {"offset": empty(dtype=index_dtype)},
         "starts": lambda: {"offset": empty(size.batch, dtype=index_dtype)},
         "ids": lambda: {"positions": empty(*tokens, dtype=index_dtype)},
+        "axes": lambda: {"positions": empty(len(spec.sections), *tokens, dtype=index_dtype)},
     }[spec.positions]()
     widths = weight_features(spec)
     return Given(
@@ -86,6 +87,8 @@ def settings_of(spec: RopeSpec) -> Settings:
         cp_rank=CP_SIZE - 1 if spec.context_parallel else 0,
         rotated=spec.rotated,
         conjugate=spec.conjugate,
+        sections=spec.sections or None,
+        interleaved_sections=spec.sections_interleaved,
         kv_heads=spec.copied_heads or None,
         direction="forward" if spec.gradient_of_norm else spec.direction,
         norm=spec.norm,

@@ -18,7 +18,7 @@ from tuned.calls.rope.mistakes import (
     warn_if_heads_come_first,
 )
 from tuned.families.rope.launches import RopeCall
-from tuned.families.rope.spec import ANGLE_ENTRIES, LAYOUTS, NORMS, ROTATED, ROUNDINGS, RopeSize, RopeSpec
+from tuned.families.rope.spec import ANGLE_ENTRIES, LAYOUTS, MOST_AXES, NORMS, ROTATED, ROUNDINGS, RopeSize, RopeSpec
 
 MAX_TOKENS = 2**31 - 1  # token indices are 32-bit inside the kernels; offsets in memory are 64-bit
 SUPPORTED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -38,6 +38,7 @@ class Given(NamedTuple):
     sin: Any = None
     cos_sin_cache: Any = None
     inv_freq: Any = None
+    freqs_cis: Any = None
     cu_seqlens: Any = None
     positions: Any = None
     offset: Any = 0
@@ -56,7 +57,7 @@ class Sources(NamedTuple):
     @classmethod
     def of(cls, given: Given) -> Sources:
         """The sources of a call."""
-        names = ("freqs", "cos_sin_cache", "inv_freq", "cos")
+        names = ("freqs", "cos_sin_cache", "inv_freq", "freqs_cis", "cos")
         angles = next((name for name in names if getattr(given, name) is not None), "freqs")
         ids = given.positions is not None
         positions = "positions" if ids else "offset" if isinstance(given.offset, torch.Tensor) else None
@@ -104,6 +105,8 @@ class Settings(NamedTuple):
     cp_rank: int = 0
     rotated: str = "first"
     conjugate: bool = False
+    sections: tuple[int, ...] | None = None
+    interleaved_sections: bool = False
     kv_heads: int | None = None
     direction: str = "forward"
     norm: str = ""
@@ -237,6 +240,7 @@ def _angles(given: Given, device: torch.device) -> Angles:
         "cos and sin": given.cos is not None or given.sin is not None,
         "cos_sin_cache": given.cos_sin_cache is not None,
         "inv_freq": given.inv_freq is not None,
+        "freqs_cis": given.freqs_cis is not None,
     }
     named = [name for name, is_given in sources.items() if is_given]
     if not named:
@@ -249,6 +253,8 @@ def _angles(given: Given, device: torch.device) -> Angles:
         raise ValueError(f"give one source of angles, got {' and '.join(named)}: leave out all but one{hint}")
     if given.freqs is not None:
         return Angles("freqs", _radians("freqs", _angle_tensor("freqs", given.freqs, device)), None)
+    if given.freqs_cis is not None:
+        return _complex(given.freqs_cis, device)
     if given.inv_freq is not None:
         return Angles("inv_freq", _inv_freq(given.inv_freq, device), None)
     if given.cos_sin_cache is not None:
@@ -262,6 +268,19 @@ def _angles(given: Given, device: torch.device) -> Angles:
         half = cache.shape[1] // 2
         return Angles("cos_sin", cache[:, :half], cache[:, half:])
     return _cos_sin(given.cos, given.sin, device)
+
+
+def _complex(freqs_cis: Any, device: torch.device) -> Angles:
+    """Cosines and sines that lie in turn, as the parts of complex numbers: views of them."""
+    if not isinstance(freqs_cis, torch.Tensor) or not freqs_cis.is_complex():
+        got = freqs_cis.dtype if isinstance(freqs_cis, torch.Tensor) else type(freqs_cis).__name__
+        raise TypeError(
+            f"freqs_cis must be a complex tensor, cos + i sin of each pair, got {got}: pass radians as freqs, or cosines and sines "
+            "as cos and sin"
+        )
+    parts = torch.view_as_real(freqs_cis.resolve_conj())
+    cos, sin = (_angle_tensor("freqs_cis", parts[..., part], device, batched=True) for part in (0, 1))
+    return Angles("cos_sin", cos, sin)
 
 
 def _inv_freq(inv_freq: Any, device: torch.device) -> torch.Tensor:
@@ -350,11 +369,17 @@ class _Positions(NamedTuple):
     tensor: torch.Tensor | None = None
     strides: tuple[int, int] = (0, 0)  # seq, batch; in elements
     offset: int = 0
+    axis_stride: int = 0
 
 
 def _positions(given: Given, settings: Settings, seq: int, batch: int, sequences: int | None) -> _Positions:
     """The positions of a call; ``sequences`` is None unless the tokens are packed by cu_seqlens."""
     device, offset = given.x.device, given.offset
+    if settings.sections is not None and given.positions is None:
+        raise ValueError(
+            f"sections need positions, one row for each of {len(settings.sections)} axes, got none: pass [axes, tokens], or leave "
+            "sections out"
+        )
     if given.positions is not None:
         return _ids(given, settings, seq, batch)
     if not isinstance(offset, torch.Tensor):
@@ -398,6 +423,15 @@ def _ids(given: Given, settings: Settings, seq: int, batch: int) -> _Positions:
         )
     layout = settings.tensor_format
     whole = {"bshd": (batch, seq), "sbhd": (seq, batch), "thd": (seq,)}[layout]
+    if settings.sections is not None:
+        axes = len(settings.sections)
+        if ids.shape not in {(axes, *whole), (axes, seq)}:
+            raise ValueError(
+                f"positions must be [{axes}, tokens], one row for each of the {axes} sections: {[axes, *whole]} or {[axes, seq]}, got "
+                f"{list(ids.shape)}"
+            )
+        one = _ids(given._replace(positions=ids[0]), settings._replace(sections=None), seq, batch)
+        return _Positions("axes", ids, one.strides, axis_stride=ids.stride(0))
     if ids.shape == whole and layout != "thd":
         first, second = ids.stride()
         return _Positions("ids", ids, (second, first) if layout == "bshd" else (first, second))
@@ -627,7 +661,7 @@ def _check_settings(settings: Settings) -> None:
             'rotated="proportional" pairs j with j + head_dim / 2, so interleaved must be False, '
             f"got {settings.interleaved!r}: leave it out"
         )
-    for name in ("interleaved", "inplace", "conjugate"):
+    for name in ("interleaved", "inplace", "conjugate", "interleaved_sections"):
         if isinstance(getattr(settings, name), torch.Tensor):
             raise TypeError(f"{name} must be a bool, got a tensor, whose value may change: convert it with bool(...)")
         if isinstance(getattr(settings, name), (str, list, tuple)):  # which would count as True
@@ -691,6 +725,7 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
     heads, head_dim = x.shape[-2:]
     rotary = _rotary_dim(angles.first.shape[-1], entries, settings, head_dim)
     warn_if_half_of_the_head(given, settings, rotary, head_dim)
+    _check_sections(settings, rotary)
     seq, batch = tokens_of(layout, x)
     bounds, sequences = None, None
     if layout == "thd" and given.positions is None:
@@ -754,6 +789,8 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
         settings.norm,
         settings.zero_centered,
         settings.rounding,
+        settings.sections or (),
+        bool(settings.interleaved_sections),
     )
     size = RopeSize(batch, seq) if sequences is None else packed_size(seq, sequences)
     first = angles.first
@@ -777,6 +814,7 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
         angle_stride_b=first.stride(0) if first.ndim > 2 else 0,  # noqa: PLR2004
         positions=positions.tensor,
         position_strides=positions.strides,
+        axis_stride=positions.axis_stride,
         offset=positions.offset,
         cp_size=settings.cp_size,
         cp_rank=settings.cp_rank,
@@ -834,6 +872,28 @@ def _norm_weights(given: Given, settings: Settings, heads: int, head_dim: int) -
     return found[0], found[1]
 
 
+def _check_sections(settings: Settings, rotary: int) -> None:
+    """Refuse sections that are not of the rotary_dim / 2 pairs."""
+    sections, pairs = settings.sections, rotary // 2
+    if sections is None:
+        if settings.interleaved_sections:
+            raise ValueError("interleaved_sections say how sections lie, got True without sections: pass them too")
+        return
+    whole = isinstance(sections, tuple) and all(type(n) is int and n >= 0 for n in sections)
+    if not whole or not 2 <= len(sections) <= MOST_AXES or sum(sections) != pairs:  # noqa: PLR2004
+        raise ValueError(
+            f"sections must be 2 to {MOST_AXES} numbers of pairs that add up to rotary_dim / 2, {pairs}, got {sections!r}: pass the "
+            "model's mrope_section, or how many pairs each axis has"
+        )
+    if settings.interleaved_sections and (
+        len(sections) != 3 or 3 * sections[1] > pairs + 1 or 3 * sections[2] > pairs  # noqa: PLR2004
+    ):
+        raise ValueError(
+            f"interleaved sections must be 3, of which the second and the third have a third of the {pairs} pairs at most, got "
+            f"{sections!r}: leave interleaved_sections out if they lie in a row"
+        )
+
+
 def _rotated(given: Given, settings: Settings) -> tuple[torch.Tensor, Any, int]:
     """What is rotated, checked: x, or a view of a packed qkv; the key or None; and how many of x's last heads are copied."""
     x, key, copied = given.x, given.key, 0
@@ -868,7 +928,7 @@ def _reach(  # noqa: PLR0913 - the sizes of a call
     rows: int, positions: _Positions, settings: Settings, seq: int, sequences: int | None, hint: str
 ) -> None:
     """Refuse positions past the end of the angles that shapes and int arguments alone show."""
-    if positions.mode == "ids":
+    if positions.mode in ("ids", "axes"):
         return
     if sequences is not None:
         longest = settings.max_seqlen
@@ -898,9 +958,9 @@ def _values_reach(rows: int, positions: _Positions, seq: int, sequences: int | N
     if tensor is None or tensor.device.type != "cpu" or type(tensor) is not torch.Tensor or not tensor.numel():
         return
     least, most = (int(v) for v in torch.aminmax(tensor))
-    most += 0 if positions.mode == "ids" or sequences is not None or not seq else seq - 1
+    most += 0 if positions.mode in ("ids", "axes") or sequences is not None or not seq else seq - 1
     if least < 0 or most >= rows:
-        name = "positions" if positions.mode == "ids" else "offset"
+        name = "positions" if positions.mode in ("ids", "axes") else "offset"
         what = "positions" if name == "positions" else "offset plus the index of each token"
         raise ValueError(
             f"{what} must be in [0, {rows}), the rows of the angles, got {least} to {most}: make the angles longer, or pass inv_freq, "
@@ -912,7 +972,7 @@ def offset_limits(spec: RopeSpec, settings: Settings, rows: int, seq: int) -> tu
     """The smallest and the largest int offset that ``prepare`` accepts, with angles of ``rows`` positions."""
     if spec.angles == "inv_freq":
         return -MAX_TOKENS, MAX_TOKENS - seq * settings.cp_size
-    if spec.positions == "ids":
+    if spec.positions in ("ids", "axes"):
         return 0, 0
     if spec.packed:
         return 0, MAX_TOKENS if settings.max_seqlen is None else rows - settings.max_seqlen

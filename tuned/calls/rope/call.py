@@ -52,7 +52,7 @@ _compiling = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
 
 
-def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensors of the public call
+def call(  # noqa: PLR0912, PLR0913, PLR0915 - function calls would cost time; the tensors of the public call
     x: Any,
     key: Any,
     freqs: Any,
@@ -60,6 +60,7 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
     sin: Any,
     cos_sin_cache: Any,
     inv_freq: Any,
+    freqs_cis: Any,
     cu_seqlens: Any,
     positions: Any,
     offset: Any,
@@ -77,7 +78,19 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
         offset = offset_of(offset, positions)
     if _compiling() or listeners():
         given = Given(
-            x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, weight, key_weight
+            x,
+            key,
+            freqs,
+            cos,
+            sin,
+            cos_sin_cache,
+            inv_freq,
+            freqs_cis,
+            cu_seqlens,
+            positions,
+            offset,
+            weight,
+            key_weight,
         )
         return _operator(given, Settings(*settings))
     if cos is None and sin is None:
@@ -86,8 +99,12 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
             angles, source = (cos_sin_cache, 1) if cos_sin_cache is not None else (inv_freq, 2)
             if freqs is not None or (cos_sin_cache is not None and inv_freq is not None):
                 source = -1
+        if freqs_cis is not None:
+            alone = freqs is None and cos_sin_cache is None and inv_freq is None
+            angles, source = freqs_cis, 4 if alone else -1
     else:
-        angles, source = cos, 3 if freqs is None and cos_sin_cache is None and inv_freq is None else -1
+        alone = freqs is None and cos_sin_cache is None and inv_freq is None and freqs_cis is None
+        angles, source = cos, 3 if alone else -1
     weights = None if weight is None else (weight, key_weight)
     position_tensor, int_offset = positions, offset
     if positions is None and type(offset) is not int:  # a tensor
@@ -139,7 +156,19 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
         plan = _known_but_for_lengths(class_key, x, key, angles, sin, cu_seqlens, position_tensor, weights)
         if plan is None:
             given = Given(
-                x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, weight, key_weight
+                x,
+                key,
+                freqs,
+                cos,
+                sin,
+                cos_sin_cache,
+                inv_freq,
+                freqs_cis,
+                cu_seqlens,
+                positions,
+                offset,
+                weight,
+                key_weight,
             )
             plan = _decide(given, Settings(*settings), class_key, first)
         # The properties do not tell whether torch.func or torch.jit is active, and that may have decided the plan.
@@ -149,7 +178,19 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
         return plan.run(x, key, angles, sin, cu_seqlens, position_tensor, int_offset, x_ptr, angles_ptr, weights)
     except NotedError:  # the launch was noted instead of made
         given = Given(
-            x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, weight, key_weight
+            x,
+            key,
+            freqs,
+            cos,
+            sin,
+            cos_sin_cache,
+            inv_freq,
+            freqs_cis,
+            cu_seqlens,
+            positions,
+            offset,
+            weight,
+            key_weight,
         )
         return _rehearsed(given, Settings(*settings))
     except RuntimeError:
@@ -158,7 +199,19 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
         if settings[2] or not transforms_active():
             raise
         given = Given(
-            x, key, freqs, cos, sin, cos_sin_cache, inv_freq, cu_seqlens, positions, offset, weight, key_weight
+            x,
+            key,
+            freqs,
+            cos,
+            sin,
+            cos_sin_cache,
+            inv_freq,
+            freqs_cis,
+            cu_seqlens,
+            positions,
+            offset,
+            weight,
+            key_weight,
         )
         return run_eager(given, Settings(*settings))
     finally:
@@ -197,6 +250,8 @@ def _decide(given: Given, settings: Settings, class_key: Any, first: threading.l
     plan = _checked(given, settings, sources, class_key, first)
     if not plan.serves:
         return plan
+    if sources.angles == "freqs_cis":
+        plan = Plan(functools.partial(_run_unless_conjugate, plan, settings, sources))
     read = [t for t in (given.x, given.key, getattr(given, sources.angles), given.sin) if t is not None]
     if any(t.is_floating_point() and may_be_negative(t) for t in read):
         plan = Plan(functools.partial(_run_unless_negative, plan, settings, sources))
@@ -255,7 +310,7 @@ def _why_no_launch(given: Given) -> str | None:
 
 
 def _angles_need_gradient(given: Given) -> bool:
-    angles = (given.freqs, given.cos, given.sin, given.cos_sin_cache, given.inv_freq)
+    angles = (given.freqs, given.cos, given.sin, given.cos_sin_cache, given.inv_freq, given.freqs_cis)
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in angles)
 
 
@@ -269,6 +324,15 @@ def _run_unless_negative(  # noqa: PLR0913
     if any(t is not None and t.is_neg() for t in (x, key, angles, sin)):
         return _run_eagerly(settings, sources, None, x, key, angles, sin, *rest)
     return plan.run(x, key, angles, sin, *rest)
+
+
+def _run_unless_conjugate(  # noqa: PLR0913
+    plan: Plan, settings: Settings, sources: Sources, x: Any, key: Any, angles: Any, *rest: Any
+) -> Any:
+    """The plan's run, but eager PyTorch for complex angles that are conjugated lazily: memory has the other sign."""
+    if angles.is_conj():
+        return _run_eagerly(settings, sources, None, x, key, angles, *rest)
+    return plan.run(x, key, angles, *rest)
 
 
 def _run_eagerly(settings: Settings, sources: Sources, first: threading.local | None, *tensors: Any) -> Any:

@@ -25,9 +25,11 @@ from tuned.lookup.gpu import gpu_of
 from tuned.lookup.lookup import Gpu, NearRows, has_rows, near_rows, usable, variant_at
 
 # The kernel parameters whose values depend on lengths.
-LENGTH_PARAMETERS = {"seq", "batch", "sequences", "angle_rows"} | {
-    f"{of}_stride_{axis}" for of in ("x", "out", "key", "key_out", "position") for axis in "sb"
-}
+LENGTH_PARAMETERS = (
+    {"seq", "batch", "sequences", "angle_rows"}
+    | {f"{of}_stride_{axis}" for of in ("x", "out", "key", "key_out", "position") for axis in "sb"}
+    | {"cp_size"}
+)  # which is the stride of an axis, of positions with axes
 NARROW = 2**31  # elements: strides of larger tensors may need 64 bits, for which Triton compiles other code
 
 
@@ -111,10 +113,11 @@ def learn(  # noqa: PLR0913 - a call and how it was served
         or sources.copied
         or settings.kv_heads == 0
         or settings.tensor_format not in LAYOUTS
+        or sources.angles == "freqs_cis"
         or not has_rows(gpu)
         or os.environ.get("TUNED_RECORD")
     ):
-        return  # kv_heads=0 and bhsd launch on a view of another shape; the last two need the full choice for each call
+        return  # kv_heads=0 and bhsd launch on a view of another shape; complex angles may be conjugated; the last two need the full choice for each call
     regular = all(_regular(t) for t in (call.x, call.out, call.key, call.key_out) if t is not None)
     # A table of one row counts as contiguous whatever its row stride; other calls of the class would use that stride.
     width = call.cos.shape[-1] * (2 if sources.angles == "cos_sin_cache" else 1)
@@ -200,6 +203,7 @@ def sized(  # noqa: PLR0913 - one return per check; the tensors of a call
         "key_stride_s": per_token * key_row, "key_stride_b": per_batch * key_row,
         "key_out_stride_s": per_token * key_row, "key_out_stride_b": per_batch * key_row,
         "position_stride_s": steps[0], "position_stride_b": steps[1],
+        "cp_size": positions.stride(0) if spec.positions == "axes" else known.settings.cp_size,
     }  # fmt: skip
     numbers = list(compiled.numbers)
     for index, name in compiled.length_indices:
@@ -227,10 +231,15 @@ def _position_strides(  # noqa: PLR0913 - the sizes of a call
     """Strides of positions in elements as the kernel takes them, (seq, batch); None if the shape is not allowed."""
     if positions is None or not positions.ndim:
         return 0, 0
+    given = tuple(positions.shape)
     if spec.positions == "starts":
-        return (0, 1) if positions.shape[0] == (sequences if spec.packed else batch) else None
-    if positions.ndim == 1:
-        return (1, 0) if positions.shape[0] == seq else None
-    if positions.shape != shape[:2]:
+        return (0, 1) if given[0] == (sequences if spec.packed else batch) else None
+    if spec.positions == "axes":
+        if given[0] != len(spec.sections):
+            return None
+        given = given[1:]
+    if given == (seq,):
+        return 1, 0
+    if given != tuple(shape[: len(given)]) or len(given) != 2:  # noqa: PLR2004 - tokens on two axes
         return None
     return (1, seq) if spec.layout == "bshd" else (batch, 1)

@@ -148,4 +148,6 @@ def complex_hint(name: str, tensor: torch.Tensor) -> str:
     """The way out for complex angles, such as Llama's freqs_cis."""
     if not tensor.is_complex():
         return "convert with .float()" if name != "inv_freq" else "convert with .float(), or better make it in float32"
-    return f"pass cos={name}.real and sin={name}.imag, with interleaved=True for Llama's freqs_cis"
+    if name == "freqs":
+        return "pass it as freqs_cis=, with interleaved=True for Llama's"
+    return f"pass cos={name}.real and sin={name}.imag"

@@ -21,15 +21,17 @@ from tuned.calls.rope.norm import gradient, needs_gradient
 from tuned.launching.overwrite import bump_versions
 
 _TENSORS = (
-    "Tensor? freqs, Tensor? cos, Tensor? sin, Tensor? cos_sin_cache, Tensor? inv_freq, Tensor? cu_seqlens, "
+    "Tensor? freqs, Tensor? cos, Tensor? sin, Tensor? cos_sin_cache, Tensor? inv_freq, Tensor? freqs_cis, "
+    "Tensor? cu_seqlens, "
     "Tensor? positions, Tensor? starts, SymInt offset"
 )
 _SETTINGS = (
     "str tensor_format, bool interleaved, SymInt? rotary_dim, str? angle_entries, SymInt? max_seqlen, "
-    "float attention_scaling, int cp_size, int cp_rank, str rotated, bool conjugate, int? kv_heads, str direction"
+    "float attention_scaling, int cp_size, int cp_rank, str rotated, bool conjugate, int[]? sections, bool interleaved_sections, "
+    "int? kv_heads, str direction"
 )
 _OF_NORM = ", str norm, float eps, bool zero_centered, str rounding"  # the last fields of Settings
-_COUNT, _NORM_COUNT = 9, 4  # arguments in _TENSORS and in _OF_NORM
+_COUNT, _NORM_COUNT = 10, 4  # arguments in _TENSORS and in _OF_NORM
 
 
 def call(given: Given, settings: Settings) -> Any:
@@ -37,7 +39,7 @@ def call(given: Given, settings: Settings) -> Any:
     starts = given.offset if isinstance(given.offset, torch.Tensor) else None
     named = settings._asdict()
     inplace = named.pop("inplace")
-    others = (*given[2:9], starts, 0 if starts is not None else given.offset, *named.values())
+    others = (*given[2:10], starts, 0 if starts is not None else given.offset, *named.values())
     if settings.norm:
         return _norm_call(given, others, inplace=inplace)
     others = others[:-_NORM_COUNT]
@@ -54,7 +56,8 @@ def _arguments(x: Any, key: Any, others: tuple[Any, ...], *, inplace: bool = Fal
     *tensors, starts, offset = others[:_COUNT]
     first, interleaved, *rest = others[_COUNT:]
     given = Given(x, key, *tensors)._replace(offset=offset if starts is None else starts)
-    return given, Settings(first, interleaved, inplace, *rest)
+    settings = Settings(first, interleaved, inplace, *rest)
+    return given, settings._replace(sections=None if settings.sections is None else tuple(settings.sections))
 
 
 def _like(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

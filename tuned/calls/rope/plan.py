@@ -125,7 +125,7 @@ def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
         direct = direct_launch(part, compiled, call.x.device.index)
         if direct is None:  # must use Triton's public launcher
             return public
-        # With a cos_sin_cache: bytes from its first cosine to its first sine.
+        # With a cos_sin_cache or freqs_cis: bytes from its first cosine to its first sine.
         sines = 0 if spec.computes_sincos else call.sin.data_ptr() - call.cos.data_ptr()
         learn(class_key, spec, settings, sources, variant, call, part, direct, sines)
         limits = offset_limits(spec, settings, call.angle_rows, call.seq)
@@ -172,7 +172,9 @@ def _result(given: Given, settings: Settings, call: RopeCall) -> Any:
 
 def as_given(given: Given, call: RopeCall) -> bool:
     """Whether the launch read the caller's own tensors. If some were copied, every later call must copy them again."""
-    angles = next(t for t in (given.freqs, given.cos_sin_cache, given.inv_freq, given.cos) if t is not None)
+    angles = next(
+        t for t in (given.freqs, given.cos_sin_cache, given.inv_freq, given.freqs_cis, given.cos) if t is not None
+    )
     pairs = [(angles, call.cos), (given.sin, call.sin), (given.cu_seqlens, call.cu_seqlens)]
     pairs += [(given.weight, call.weight), (given.key_weight, call.key_weight)]
     return all(own is None or own.data_ptr() == read.data_ptr() for own, read in pairs)

@@ -11,11 +11,14 @@ from tuned.families.rope.spec import RopeSpec
 
 
 def positions(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(position of each token, int64, [seq] or [batch, seq]; whether a sequence holds it, bool, [seq], or None if all do).
+    """(position of each token, int64, [seq] or [batch, seq], of positions with axes of each pair too, last; whether a sequence holds it, bool, [seq], or None if all do).
 
     It does not synchronize with the GPU.
     """
     given: Any = None if call.positions is None else call.positions.long()
+    if spec.positions == "axes":
+        places = given[list(spec.axis_of_pair)].movedim(0, -1)  # [seq, pairs] or [batch, seq, pairs]
+        return places.transpose(0, 1) if places.ndim > 2 and spec.layout == "sbhd" else places, None  # noqa: PLR2004
     if spec.positions == "ids":
         return given.t() if given.ndim > 1 and spec.layout == "sbhd" else given, None
     tokens = torch.arange(call.seq, device=call.x.device)
@@ -53,8 +56,10 @@ def dual_chunk(tokens: torch.Tensor, length: torch.Tensor | int, cp_size: int, c
 
 
 def angles(spec: RopeSpec, call: RopeCall, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine at each of ``rows``, [*rows.shape, entries], NaN outside the table; differentiable in the table."""
+    """Cosine and sine at each of ``rows``, [*tokens, entries], NaN outside the table; differentiable in the table."""
     compute = torch.promote_types(call.x.dtype, torch.float32)
+    if spec.positions == "axes":
+        return _angles_of_axes(spec, call, rows, compute)
     if spec.angles == "inv_freq":
         radians = rows.float()[..., None] * call.cos  # rounded once to float32, as in the kernels and in transformers
         return torch.cos(radians.to(compute)), torch.sin(radians.to(compute))
@@ -70,6 +75,32 @@ def angles(spec: RopeSpec, call: RopeCall, rows: torch.Tensor) -> tuple[torch.Te
     if spec.angles_per_batch:
         index = (torch.arange(call.batch, device=rows.device)[:, None], *index)
     cos, sin = (torch.where(known[..., None], table.to(compute)[index], torch.nan) for table in taken)
+    return cos, sin
+
+
+def _angles_of_axes(
+    spec: RopeSpec, call: RopeCall, rows: torch.Tensor, compute: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``angles`` of rows that each pair has its own of: [*tokens, pairs]."""
+    if spec.angle_entries == "feature":
+        rows = rows.repeat_interleave(2, -1) if spec.interleaved else torch.cat((rows, rows), -1)
+    if spec.angles == "inv_freq":
+        radians = (rows.float() * call.cos).to(compute)
+        return torch.cos(radians), torch.sin(radians)
+    if not call.angle_rows:
+        nothing = torch.full(rows.shape, torch.nan, dtype=compute, device=rows.device)
+        return nothing, nothing
+    radians = call.cos.to(compute)
+    taken = (torch.cos(radians), torch.sin(radians)) if spec.computes_sincos else (call.cos, call.sin)
+    known = (rows >= 0) & (rows < call.angle_rows)
+    index: tuple[torch.Tensor, ...] = (
+        rows.clamp(0, call.angle_rows - 1),
+        torch.arange(rows.shape[-1], device=rows.device),
+    )
+    if spec.angles_per_batch:
+        entry = torch.arange(call.batch, device=rows.device)[:, None, None]
+        index, known = (entry, *index), known.expand(call.batch, call.seq, -1)
+    cos, sin = (torch.where(known, table.to(compute)[index], torch.nan) for table in taken)
     return cos, sin
 
 

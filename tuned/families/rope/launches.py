@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -18,6 +19,7 @@ OF_COMPLETE = frozenset((
     "angle_stride_b", "position_stride_s", "position_stride_b",
     "KEY_HEADS", "COPIED_HEADS", "TURNED_PAIRS", "PAIR_DISTANCE", "FIRST_FEATURE", "TAIL_FEATURE", "CONJUGATE", "SCALED",
     "ANGLES_PER_BATCH", "POSITIONS", "PACKED", "CONTEXT_PARALLEL", "ANGLE_EVICT",
+    "SECTION_1", "SECTION_2", "SECTION_3", "SECTIONS_INTERLEAVED",
 ))  # fmt: skip
 OF_NORM = frozenset((
     "weight", "key_weight", "eps", "HEAD_DIM", "NORM_ALL", "ZERO_CENTERED", "ROUNDING",
@@ -70,6 +72,7 @@ class RopeCall:
     angle_stride_b: int = 0
     positions: Any = None  # the offset, starts or ids, as spec.positions says
     position_strides: tuple[int, int] = (0, 0)  # seq, batch
+    axis_stride: int = 0  # of positions with axes
     offset: int = 0
     cp_size: int = 1
     cp_rank: int = 0
@@ -183,7 +186,7 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "angle_stride_s": call.angle_strides[0],
         "angle_stride_d": call.angle_strides[1],
         "sequences": call.sequences,
-        "cp_size": call.cp_size,
+        "cp_size": call.axis_stride if spec.positions == "axes" else call.cp_size,
         "cp_rank": call.cp_rank,
         "scaling": call.scaling,
         "eps": call.eps,
@@ -225,6 +228,7 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "SCALED": spec.scaled,
         "ANGLES_PER_BATCH": spec.angles_per_batch,
         "POSITIONS": "order" if spec.positions == "shifted" else spec.positions,
+        **_sections(spec),
         "PACKED": spec.packed,
         "CONTEXT_PARALLEL": spec.context_parallel,
         "ANGLE_EVICT": angle_evict,
@@ -264,6 +268,17 @@ def _weights_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall, count:
         },
         options={"num_warps": 4, "num_stages": 1, **({"launch_pdl": True} if variant.pdl else {})},
     )
+
+
+def _sections(spec: RopeSpec) -> dict[str, Any]:
+    """Where the pairs of each axis but the first begin, or end if they are in turn; a number that no pair has for no such axis."""
+    if spec.sections_interleaved:
+        ends = [3 * spec.sections[1], 3 * spec.sections[2], 0]
+    else:
+        begins = list(itertools.accumulate(spec.sections))[:-1]
+        ends = [*begins, *[spec.rotary_dim] * 3][:3]
+    named = {f"SECTION_{axis}": end for axis, end in enumerate(ends, 1)}
+    return {**named, "SECTIONS_INTERLEAVED": spec.sections_interleaved}
 
 
 def _multiple_of_rows(spec: RopeSpec, call: RopeCall, *tensors: tuple[int, int, int, int]) -> int:

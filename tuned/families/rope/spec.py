@@ -11,8 +11,9 @@ STYLES = ("half", "interleaved")
 ANGLES = ("freqs", "cos_sin", "inv_freq")
 ANGLE_ENTRIES = ("feature", "pair")
 DIRECTIONS = ("forward", "backward")
-POSITIONS = ("order", "shifted", "offset", "starts", "ids")
+POSITIONS = ("order", "shifted", "offset", "starts", "ids", "axes")
 ROTATED = ("first", "last", "proportional")
+MOST_AXES = 4  # of positions
 NORMS = ("", "head", "all")
 ROUNDINGS = ("once", "product", "each")
 # The fields that tell a complete call from a plain one, and their values in a plain one.
@@ -54,7 +55,8 @@ class RopeSpec:
     key_heads: int = 0  # of a second tensor with the same tokens, rotated in the same launch
     copied_heads: int = 0  # the last of ``heads``, out of place: copied, as v is in a packed qkv
     # A token's position. "order": its index in the sequence; "shifted": plus an int; "offset": plus a number on the
-    # device; "starts": plus one number per sequence on the device. "ids": one number per token on the device.
+    # device; "starts": plus one number per sequence on the device. "ids": one number per token on the device; "axes": one per
+    # token and axis, of which each pair takes its own: see ``axis_of_pair``.
     positions: str = "order"
     context_parallel: bool = False  # tokens are two of the 2 cp_size chunks of each sequence
     rotated: str = "first"  # which features: the "first" rotary_dim, the "last"; "proportional": see ``pair_distance``
@@ -65,8 +67,12 @@ class RopeSpec:
     zero_centered: bool = False  # features are multiplied by 1 + the norm's weight
     # Where a forward rounds besides at the store: "product": what the norm gives; "each": also before the weight.
     rounding: str = "once"
+    sections: tuple[int, ...] = ()  # positions "axes": how many pairs take their angle from each
+    sections_interleaved: bool = False  # in turn, as Qwen3-VL has them, and not in a row
 
     def __post_init__(self) -> None:
+        if type(self.sections) is not tuple:  # JSON has lists
+            object.__setattr__(self, "sections", tuple(self.sections))
         for name, allowed in (
             ("layout", LAYOUTS),
             ("dtype", DTYPES),
@@ -95,6 +101,7 @@ class RopeSpec:
             raise ValueError(
                 "copied_heads are those of one tensor, out of place: in place they are not heads of the call"
             )
+        self._check_sections()
         if self.norm and self.copied_heads:
             raise ValueError("copied_heads cannot be beside a norm: a packed qkv is normalised in place")
         if not self.norm and (self.zero_centered or self.rounding != "once"):
@@ -103,6 +110,31 @@ class RopeSpec:
             raise ValueError(
                 'rotated="proportional" pairs feature j with j + head_dim / 2: style half, an even head_dim'
             )
+
+    def _check_sections(self) -> None:
+        axes, pairs = len(self.sections), self.rotary_dim // 2
+        if (self.positions == "axes") != bool(axes) or (self.sections_interleaved and not axes):
+            raise ValueError('sections are of positions "axes", and these have sections: give both or neither')
+        if not axes:
+            return
+        if not 2 <= axes <= MOST_AXES or min(self.sections) < 0 or sum(self.sections) != pairs:  # noqa: PLR2004
+            raise ValueError(
+                f"sections must be 2 to {MOST_AXES} numbers of pairs that add up to rotary_dim / 2, {pairs}, got {self.sections}"
+            )
+        second, third = self.sections[1], self.sections[-1]
+        if self.sections_interleaved and (axes != 3 or 3 * second > pairs + 1 or 3 * third > pairs):  # noqa: PLR2004
+            raise ValueError(
+                f"interleaved sections must be 3, of which the second and the third are a third of {pairs} pairs at most, "
+                f"got {self.sections}"
+            )
+
+    @property
+    def axis_of_pair(self) -> tuple[int, ...]:
+        """Which axis of the positions each pair takes its angle from; in turn: 0 1 2 0 1 2 ..., then 0 where an axis has enough."""
+        if self.sections_interleaved:
+            ends = [3 * n for n in self.sections]
+            return tuple(j % 3 if j % 3 and j < ends[j % 3] else 0 for j in range(self.rotary_dim // 2))
+        return tuple(axis for axis, count in enumerate(self.sections) for _ in range(count))
 
     @property
     def plain(self) -> bool:
@@ -155,7 +187,7 @@ class RopeSpec:
     @property
     def packed(self) -> bool:
         """The tokens of all sequences are on one axis, and positions come from cu_seqlens."""
-        return self.layout == "thd" and self.positions != "ids"
+        return self.layout == "thd" and self.positions not in ("ids", "axes")
 
     @property
     def takes_bounds(self) -> bool:

@@ -253,7 +253,9 @@ def distance(a: RopeSpec, b: RopeSpec) -> float:
         getattr(a, n) != getattr(b, n) for n in ("layout", "style", "angles", "inplace", "copies_tail", "plain")
     )
     halves = sum(getattr(a, n) != getattr(b, n) for n in ("direction", "angle_entries", *COMPLETE[2:-1]))
-    tenths = sum(getattr(a, n) != getattr(b, n) for n in ("dtype", "angle_dtype", "zero_centered", "rounding"))
+    tenths = sum(
+        getattr(a, n) != getattr(b, n) for n in ("dtype", "angle_dtype", "zero_centered", "rounding", "sections")
+    )
     octaves += 2 * (a.norm != b.norm)
     return octaves + texts + 0.5 * halves + 0.1 * tenths
 
