@@ -176,7 +176,7 @@ OF_ANGLES: dict[str, Row] = {
     "freqs and a cache": (lambda: rope(X, FREQS, cos_sin_cache=CACHE), ValueError, "give one source of angles", "got freqs and cos_sin_cache", "leave out all but one"),
     "cos alone": (lambda: rope(X, cos=COS), ValueError, "give both cos and sin", "got cos alone", "pass the other too"),
     "sin alone": (lambda: rope_qk(Q, KEY, sin=SIN), ValueError, "give both cos and sin", "got sin alone", "pass the other too"),
-    "complex freqs": (lambda: rope(X, torch.polar(COS, SIN)), TypeError, "freqs must be real", "got torch.complex64", "pass cos=freqs.real and sin=freqs.imag, with interleaved=True"),
+    "complex freqs": (lambda: rope(X, torch.polar(COS, SIN)), TypeError, "freqs must be real", "got torch.complex64", "pass it as freqs_cis=, with interleaved=True"),
     "complex cos": (lambda: rope(X, cos=torch.polar(COS, SIN), sin=SIN), TypeError, "cos must be real", "got torch.complex64", "pass cos=cos.real"),
     "freqs integers": (lambda: rope(X, FREQS.int()), TypeError, "freqs must be float16", "got torch.int32", "convert with .float()"),
     "freqs in 16 bits": (lambda: rope(X, FREQS.bfloat16()), TypeError, "freqs must be float32", "got torch.bfloat16", "or pass cos and sin"),
