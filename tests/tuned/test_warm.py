@@ -31,7 +31,7 @@ from tuned.calls.gru import run
 from tuned.calls.rope import ahead as rope_ahead
 from tuned.calls.rope import plan as rope_plan
 from tuned.calls.rope.arguments import prepare
-from tuned.dispatch import gru, gru_cell, linear_cat, rope, rope_qk
+from tuned.dispatch import gru, gru_cell, linear_cat, qk_norm_rope, rope, rope_qk
 from tuned.families.gru.variant import GruVariant
 from tuned.families.launch import Launch
 from tuned.families.rope.spec import RopeSize
@@ -176,6 +176,22 @@ def test_the_kernels_of_gradients_are_noted_where_there_will_be_some(
     assert sorted(one.launch.constants["BACKWARD"] for one in noted) == [False, True][: 1 + enabled]
     assert ropes.public == 1
     assert x.grad is None
+
+
+@without_a_gpu
+@pytest.mark.parametrize("named", [{}, {"inplace": True}, {"tensor_format": "bhsd"}], ids=str)
+@pytest.mark.usefixtures("ropes")
+def test_the_kernels_of_a_norms_gradient_are_noted(noted: list[Noted], named: dict[str, Any]) -> None:
+    q, k = torch.randn(2, 4, 4, 16, requires_grad=True), torch.randn(2, 4, 4, 16, requires_grad=True)
+    weight, angle = torch.ones(16, requires_grad=True), torch.randn(4, 8)
+
+    def model(q: torch.Tensor, k: torch.Tensor) -> None:
+        qk_norm_rope(q * 1, k * 1, weight, weight, cos=angle.cos(), sin=angle.sin(), **named)
+
+    tuned.warm(model, q, k)
+    names = {one.launch.kernel for one in noted}
+    assert {"rope_norm_copy_half_cos_sin", "rope_norm_backward_half_cos_sin", "rope_norm_weights"} <= names
+    assert weight.grad is None
 
 
 @without_a_gpu

@@ -78,20 +78,9 @@ def call(  # noqa: PLR0912, PLR0913, PLR0915 - function calls would cost time; t
         offset = offset_of(offset, positions)
     if _compiling() or listeners():
         given = Given(
-            x,
-            key,
-            freqs,
-            cos,
-            sin,
-            cos_sin_cache,
-            inv_freq,
-            freqs_cis,
-            cu_seqlens,
-            positions,
-            offset,
-            weight,
-            key_weight,
-        )
+            x, key, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, cu_seqlens, positions, offset,
+            weight, key_weight,
+        )  # fmt: skip
         return _operator(given, Settings(*settings))
     if cos is None and sin is None:
         angles, source = freqs, 0
@@ -156,20 +145,9 @@ def call(  # noqa: PLR0912, PLR0913, PLR0915 - function calls would cost time; t
         plan = _known_but_for_lengths(class_key, x, key, angles, sin, cu_seqlens, position_tensor, weights)
         if plan is None:
             given = Given(
-                x,
-                key,
-                freqs,
-                cos,
-                sin,
-                cos_sin_cache,
-                inv_freq,
-                freqs_cis,
-                cu_seqlens,
-                positions,
-                offset,
-                weight,
-                key_weight,
-            )
+                x, key, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, cu_seqlens, positions, offset,
+                weight, key_weight,
+            )  # fmt: skip
             plan = _decide(given, Settings(*settings), class_key, first)
         # The properties do not tell whether torch.func or torch.jit is active, and that may have decided the plan.
         if properties is not None and not transforms_active() and tracing() is None:
@@ -178,20 +156,9 @@ def call(  # noqa: PLR0912, PLR0913, PLR0915 - function calls would cost time; t
         return plan.run(x, key, angles, sin, cu_seqlens, position_tensor, int_offset, x_ptr, angles_ptr, weights)
     except NotedError:  # the launch was noted instead of made
         given = Given(
-            x,
-            key,
-            freqs,
-            cos,
-            sin,
-            cos_sin_cache,
-            inv_freq,
-            freqs_cis,
-            cu_seqlens,
-            positions,
-            offset,
-            weight,
-            key_weight,
-        )
+            x, key, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, cu_seqlens, positions, offset,
+            weight, key_weight,
+        )  # fmt: skip
         return _rehearsed(given, Settings(*settings))
     except RuntimeError:
         # torch.func.grad wraps every tensor made inside it, even a result that depends on no tensor it differentiates,
@@ -199,20 +166,9 @@ def call(  # noqa: PLR0912, PLR0913, PLR0915 - function calls would cost time; t
         if settings[2] or not transforms_active():
             raise
         given = Given(
-            x,
-            key,
-            freqs,
-            cos,
-            sin,
-            cos_sin_cache,
-            inv_freq,
-            freqs_cis,
-            cu_seqlens,
-            positions,
-            offset,
-            weight,
-            key_weight,
-        )
+            x, key, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, cu_seqlens, positions, offset,
+            weight, key_weight,
+        )  # fmt: skip
         return run_eager(given, Settings(*settings))
     finally:
         if first is not None:  # so that no tensor of a caller is kept
@@ -430,7 +386,11 @@ class _Node:
 def _rehearsed(given: Given, settings: Settings) -> Any:
     """Run a call whose launch was noted with PyTorch's operators; with what its gradient would launch noted too, if asked."""
     heard = listening()
-    if heard is not None and heard.gradients and settings.direction == "forward" and not settings.norm:
+    if heard is not None and heard.gradients and settings.norm:
+        if settings.inplace:  # as the node has it, of copies
+            _note(heard, given, settings._replace(inplace=False))
+        norm.note_gradient(heard, given, settings, _why_no_launch(given))
+    elif heard is not None and heard.gradients and settings.direction == "forward":
         if settings.inplace and given.key is not None:  # as _Node rotates two tensors
             _note(heard, given, settings._replace(inplace=False))
         like = given._replace(

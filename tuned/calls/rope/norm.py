@@ -25,10 +25,11 @@ from tuned.calls.rope.arguments import (
 from tuned.calls.rope.plan import Plan, choice_of
 from tuned.families.rope.eager import positions, rotate
 from tuned.families.rope.launches import RopeCall, launches, parts
-from tuned.launching.launcher import run_steps
+from tuned.launching.launcher import kernel, run_steps
 from tuned.launching.overwrite import refuse_overwrite
 from tuned.launching.plan import launch_known
-from tuned.launching.rehearsal import listening
+from tuned.launching.rehearsal import Heard, listening
+from tuned.lookup.lookup import Choice
 
 Gradients = tuple[torch.Tensor | None, ...]  # of x, the key, and the weights of their norms
 
@@ -123,12 +124,34 @@ def gradient(
         return _by_formula(given, settings, grad, key_grad)
     given = Given(*(t.resolve_neg() if isinstance(t, torch.Tensor) else t for t in given))
     prepared = prepare(given, settings, make_out=lambda t: t)
-    spec = None if prepared.spec is None else dataclasses.replace(prepared.spec, direction="backward")
     empty = not given.x.numel() or (given.key is not None and not given.key.numel())
-    choice = choice_of(prepared._replace(spec=spec), "a tensor is empty" if empty else None)
-    if spec is None or choice.variant is None:
+    choice = _choice(prepared, "a tensor is empty" if empty else None)
+    if choice.variant is None:
         return _by_operators(prepared, grad, key_grad)
-    return _by_kernels(spec, choice.variant, prepared, grad.resolve_neg(), key_grad)
+    return _by_kernels(_transposed(prepared.spec), choice.variant, prepared, grad.resolve_neg(), key_grad)
+
+
+def note_gradient(heard: Heard, given: Given, settings: Settings, bypassed: str | None) -> None:
+    """Note what the gradient of a call would launch."""
+    views = given._replace(x=tokens_first(given.x, settings), key=tokens_first(given.key, settings))
+    layout = "bshd" if settings.tensor_format == "bhsd" else settings.tensor_format
+    prepared = prepare(views, settings._replace(inplace=False, tensor_format=layout), make_out=lambda t: t)
+    choice = _choice(prepared, bypassed)
+    if choice.variant is None:
+        return
+    grads = [torch.empty_like(t) for t in (prepared.call.x, prepared.call.key) if t is not None]
+    spec = _transposed(prepared.spec)
+    for launch in launches(spec, choice.variant, gradient_call(spec, choice.variant, prepared.call, *grads)):
+        heard.note(kernel(launch.kernel), launch)
+
+
+def _transposed(spec: Any) -> Any:
+    return None if spec is None else dataclasses.replace(spec, direction="backward")
+
+
+def _choice(prepared: Prepared, bypassed: str | None) -> Choice:
+    """The variant of the gradient of a forward's call, or why PyTorch's operators serve it."""
+    return choice_of(prepared._replace(spec=_transposed(prepared.spec)), bypassed)
 
 
 def _by_kernels(spec: Any, variant: Any, prepared: Prepared, grad: Any, key_grad: Any) -> Gradients:
