@@ -8,6 +8,9 @@ BIN = $(VENV)/bin
 STACK ?= .venv-triton36
 STACK_TORCH = 2.11.0
 STACK_TRITON = 3.6.0
+# The newest Triton, with a torch whose CPU build can be had; torch 2.15 comes with gigabytes for GPUs.
+NEWEST_TORCH = 2.13.0
+NEWEST_TRITON = 3.9.0
 # What says something about such a pair: compiled for every architecture, rendered, looked up.
 STACK_TESTS = tests/kernels/test_compile.py tests/kernels/test_gru_compile.py \
 	tests/tuned/lookup/test_foreign_gpus.py tests/tuned/families/test_gru_variant.py \
@@ -20,7 +23,7 @@ STACK_TESTS = tests/kernels/test_compile.py tests/kernels/test_gru_compile.py \
 # Tests start many processes, each of which would compile again what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: tune test test-fast test-stack test-gpu fuzz faults verify lint types docs render check release-check bench release clean
+.PHONY: tune test test-fast test-stack test-newest test-gpu fuzz faults verify lint types docs render check release-check bench release clean
 
 tune: $(VENV)/.tune  ## set up, then tune for the GPU at hand (without one: compile and estimate)
 	$(BIN)/python tune.py --gpu auto
@@ -34,6 +37,9 @@ test-fast: $(VENV)/.dev  ## within a minute on two cores: no kernel is interpret
 
 test-stack: $(STACK)/.dev  ## set up, then the compile, render and lookup tests with the older torch and Triton
 	$(STACK)/bin/python -m pytest -n auto --dist worksteal $(STACK_TESTS)
+
+test-newest:  ## the same with the newest Triton that was tried
+	$(MAKE) test-stack STACK=.venv-newest STACK_TORCH=$(NEWEST_TORCH) STACK_TRITON=$(NEWEST_TRITON)
 
 test-gpu: $(VENV)/.dev  ## the full grid on a GPU, then what nothing else there may disturb
 	$(BIN)/python -m pytest tests/gpu -m "gpu and not alone" -n $(GPU_PROCESSES) --dist worksteal
@@ -86,7 +92,7 @@ release: $(VENV)/.dev  ## tune from empty, verify, measure all, draw: of one com
 		$(if $(WITHOUT_PEERS),--without-peers $(WITHOUT_PEERS))
 
 clean:
-	rm -rf $(VENV) $(STACK) .cache build *.egg-info
+	rm -rf $(VENV) $(STACK) .venv-newest .cache build *.egg-info
 
 $(VENV)/.tune: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
