@@ -13,10 +13,14 @@ from tests.support.transformers_models import (
     FAMILIES,
     LAYERS,
     ROUNDED_ONCE,
+    SMOOTH,
     Family,
     generated,
     logits_and_gradients,
     rotation_errors,
+)
+from tests.support.transformers_models import (
+    relative_error as error,
 )
 from tuned import dispatch
 from tuned.compat.transformers import use_tuned_rope
@@ -29,10 +33,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
 ]
 WORSE = 1.2  # how many times the error of the model's own function is still as good: each is one draw of roundings
-# Of the weights: with 0.2 attention is all but a choice of one token, which a rounding turns over, so that errors of either
-# function are one draw of a wild distribution: of ten seeds the ratio of the two was from 0.6 to 1.9 on a CPU. With this
-# it was from 0.92 to 1.06.
-SMOOTH = 0.06
 CHOSEN = [family for family in FAMILIES if family.name in ("Llama", "GPTNeoX", "Glm")]  # whole, partial, interleaved
 on_chosen = pytest.mark.parametrize("family", CHOSEN, ids=lambda family: family.name)
 
@@ -55,11 +55,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(dispatch, "rope_qk", explained)
     return rules
-
-
-def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Root mean square, relative to what is exact."""
-    return ((found.double() - exact.double()).square().mean().sqrt() / exact.double().square().mean().sqrt()).item()
 
 
 @on_chosen
