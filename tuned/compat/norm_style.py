@@ -109,9 +109,9 @@ def _agree(norm: torch.nn.Module, style: NormStyle) -> bool:
     """Whether a style gives a module's results in float32: with its own eps and another one, in training and not."""
     generator = torch.Generator("cpu").manual_seed(0)  # the caller's random state does not change
     with torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        weight = torch.randn(style.size, generator=generator)
-        x = torch.randn(2, 3, 4, style.size, generator=generator)
-        x = x * torch.tensor([1e-3, 1.0, 30.0]).view(1, 3, 1, 1)
+        weight = torch.randn(style.size, generator=generator, dtype=torch.float32)
+        x = torch.randn(2, 3, 4, style.size, generator=generator, dtype=torch.float32)
+        x = x * torch.tensor([1e-3, 1.0, 30.0], dtype=torch.float32).view(1, 3, 1, 1)
         for eps, training in itertools.product((None, _OTHER_EPS), (False, True)):
             module = _with(norm, style, weight, eps)
             module.training = training  # not train(): the modules inside, of which there are none, are the caller's
@@ -129,8 +129,8 @@ def _rounded(norm: torch.nn.Module, style: NormStyle) -> NormStyle | str:
     """The style with the rounding that gives the module's bits in bfloat16."""
     generator = torch.Generator("cpu").manual_seed(1)
     with torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        weight = torch.randn(style.size, generator=generator).bfloat16()
-        x = torch.randn(-(-2048 // style.size), style.size, generator=generator).bfloat16()
+        weight = torch.randn(style.size, generator=generator, dtype=torch.float32).bfloat16()
+        x = torch.randn(-(-2048 // style.size), style.size, generator=generator, dtype=torch.float32).bfloat16()
         found = _with(norm, style, weight).forward(x.clone())
         if found.dtype != x.dtype:
             return f"it makes {found.dtype} of bfloat16"
