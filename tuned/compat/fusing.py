@@ -30,6 +30,14 @@ class Norms:
     q: NormStyle
     k: NormStyle
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Norms:
+        """A copy of the module is fused too."""
+        return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A pickled module holds nothing of ours, and can be read where tuned is not installed."""
+        return type(None), ()
+
 
 @dataclass(eq=False)
 class FusedForward:

@@ -243,6 +243,17 @@ def test_the_function_has_the_originals_names_defaults_and_lines(file_of: Any) -
     assert "factory" not in vars(file)
 
 
+@pytest.mark.parametrize("case", FITS)
+def test_it_is_said_whether_heads_are_turned_before_the_rotation(case: str, file_of: Any) -> None:
+    derived = derive(file_of(FITS[case]).Attention.forward, "apply_rotary_pos_emb")
+    assert isinstance(derived, Derived)
+    assert derived.turned is (case in ("plain", "documented"))
+    for body in (PLAIN.replace("0, 0)", "0, 0, 2)"), PLAIN.replace("(k.shape).tr", "(k.shape).transpose(1, 2).tr")):
+        derived = derive(file_of(body).Attention.forward, "apply_rotary_pos_emb")
+        assert isinstance(derived, Derived)
+        assert not derived.turned
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_might_lose_a_norm_is_refused(case: str, file_of: Any) -> None:
     body, why = REFUSED[case]

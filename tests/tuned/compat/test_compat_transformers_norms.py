@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +25,8 @@ from tests.support.transformers_models import (
     relative_error,
 )
 from tuned import dispatch
-from tuned.compat.fusing import MARK
+from tuned.compat.fusing import MARK, FusedForward, Norms, forward_of, norms_of
+from tuned.compat.rotary_style import Found, find
 from tuned.compat.transformers import use_tuned_rope
 
 ATTENTION = tuple(f"model.layers.{layer}.self_attn" for layer in range(LAYERS))
@@ -312,6 +315,34 @@ def test_a_copy_of_a_patched_model_is_served_by_its_own_weights(calls: list[dict
     torch.testing.assert_close(found, logits(other))
     torch.testing.assert_close(kept, logits(model))
     assert len(calls) == 2 * LAYERS
+
+
+def test_a_pickled_model_holds_nothing_of_ours(calls: list[dict[str, Any]]) -> None:
+    model = model_of(QWEN)
+    with use_tuned_rope(model):
+        written = pickle.dumps(model)
+        read = pickle.loads(written)
+        found = logits(read)
+        assert not calls
+        with use_tuned_rope(read):
+            torch.testing.assert_close(logits(read), found)
+        assert len(calls) == LAYERS
+    assert b"tuned.compat" not in written
+    torch.testing.assert_close(found, logits(model))
+
+
+def test_norms_of_all_heads_are_fused_only_where_their_way_is_seen() -> None:
+    attention = attentions(first_model(OLMO))[0]
+    found = find(first_model(OLMO), vars(sys.modules[type(attention).__module__]), "apply_rotary_pos_emb")
+    assert isinstance(found, Found)
+    forward = forward_of(type(attention), "apply_rotary_pos_emb", found)
+    assert isinstance(forward, FusedForward)
+    assert isinstance(norms_of(attention, forward), Norms)
+    forward.derived = dataclasses.replace(forward.derived, turned=False)
+    assert norms_of(attention, forward) == (
+        "what it rotates is what q_norm gives, and it is of all heads, and it cannot be seen where these go"
+    )
+    assert not hasattr(attention, MARK)
 
 
 def test_a_norm_that_was_exchanged_is_called(calls: list[dict[str, Any]]) -> None:
