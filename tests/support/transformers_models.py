@@ -55,7 +55,12 @@ FAMILIES = (
     Family("Phi", _GROUPED | {"partial_rotary_factor": 0.5}, 8),
     Family("Glm", _WIDE | {"partial_rotary_factor": 0.5}, 8, interleaved=True),
     Family("Olmo2", _WIDE, 16, normed=True),  # all heads of a token together
-    Family("Glm4Moe", _WIDE | {"use_qk_norm": True, "partial_rotary_factor": 0.5}, 8, normed=True),  # norms under an if
+    Family(  # norms under an if, and a part that rotates; no layer of experts, which know no float64
+        "Glm4Moe",
+        _WIDE | {"use_qk_norm": True, "partial_rotary_factor": 0.5, "first_k_dense_replace": LAYERS},
+        8,
+        normed=True,
+    ),
     Family("Lfm2", _WIDE, 16, normed=True),  # another name of the norms
 )
 NORMED = tuple(family for family in FAMILIES if family.normed)
