@@ -34,11 +34,37 @@ class Style:
     rotated: str | None = None  # "first" or "last" features if head_dim exceeds the angles; None: it may not
 
 
+@dataclass(frozen=True)
+class Norm:
+    """The RMSNorm of a query and a key before their rotation, as ``qk_norm_rope`` takes it."""
+
+    weights: tuple[torch.Tensor, torch.Tensor]
+    eps: float
+    norm: str
+    zero_centered: bool
+    rounding: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a function of a modeling file does, and a function that does the same."""
+
+    style: Style
+    takes: tuple[str, ...]  # its parameters
+    ours: Callable[..., Any]
+
+
 def replacement(model: torch.nn.Module, namespace: dict[str, Any], name: str) -> Callable[..., Any] | str:
     """A function that does by ``rope_qk`` what the one of this name in a modeling file does, or why there is none.
 
     Calls with shapes that ``rope_qk`` does not take go to the original.
     """
+    found = find(model, namespace, name)
+    return found if isinstance(found, str) else found.ours
+
+
+def find(model: torch.nn.Module, namespace: dict[str, Any], name: str) -> Found | str:
+    """What the function of this name in a modeling file does and ``replacement``, or why there is none."""
     original = namespace[name]
     # The kernels package turns a decorated function into a module, which may run a kernel; its class has the function.
     plain = functools.partial(type(original).forward, original) if isinstance(original, torch.nn.Module) else original
@@ -54,11 +80,16 @@ def replacement(model: torch.nn.Module, namespace: dict[str, Any], name: str) ->
         return "its results are those of rotating neither halves nor adjacent pairs by (cos, sin)"
     if style.entries == "feature" and not style.interleaved and _halves_are_equal(model, namespace):
         style = replace(style, entries="half")  # half the bytes of cos and sin
-    return make(style, original)
+    return Found(style, takes, make(style, original))
 
 
-def rotate(
-    style: Style, q: torch.Tensor, k: torch.Tensor | None, angles: tuple[torch.Tensor, torch.Tensor], unsqueeze_dim: int
+def rotate(  # noqa: PLR0913 - the arguments of the rotation, and the norm before it
+    style: Style,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    unsqueeze_dim: int,
+    norm: Norm | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """The rotated tensors, out of place; None if the shapes are not these.
 
@@ -68,6 +99,7 @@ def rotate(
         k: keys, like q except for the number of heads, or None.
         angles: cos and sin, ``[b or 1, s, width]``.
         unsqueeze_dim: the axis of heads, 1 or 2.
+        norm: what is done to q and k before, in the same launch.
     """
     cos, sin = angles
     if unsqueeze_dim not in (1, 2) or q.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:  # noqa: PLR2004
@@ -87,16 +119,27 @@ def rotate(
     if batch == 1:
         cos, sin = cos[0], sin[0]
     heads_first = unsqueeze_dim == 1
-    q_out, k_out = dispatch.rope_qk(
-        q.transpose(1, 2) if heads_first else q,
-        k.transpose(1, 2) if heads_first and k is not None else k,
-        cos=cos,
-        sin=sin,
-        interleaved=style.interleaved,
-        angle_entries="feature" if style.entries == "feature" else "pair",
-        rotated=style.rotated or "first",
-        conjugate=style.conjugate,
-    )
+    q = q.transpose(1, 2) if heads_first else q
+    k = k.transpose(1, 2) if heads_first and k is not None else k
+    how: dict[str, Any] = {
+        "cos": cos,
+        "sin": sin,
+        "interleaved": style.interleaved,
+        "angle_entries": "feature" if style.entries == "feature" else "pair",
+        "rotated": style.rotated or "first",
+        "conjugate": style.conjugate,
+    }
+    if norm is None:
+        q_out, k_out = dispatch.rope_qk(q, k, **how)
+    else:
+        of_norm: dict[str, Any] = {
+            "eps": norm.eps,
+            "norm": norm.norm,
+            "zero_centered": norm.zero_centered,
+            "rounding": norm.rounding,
+        }
+        q_weight, k_weight = norm.weights
+        q_out, k_out = dispatch.qk_norm_rope(q, k, q_weight, k_weight, **of_norm, **how)
     if not heads_first:
         return q_out, k_out
     return q_out.transpose(1, 2), None if k_out is None else k_out.transpose(1, 2)

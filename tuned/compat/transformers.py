@@ -15,6 +15,10 @@ It replaces ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)`` of the mod
 (transformers/models/*/modeling_*.py), which attention looks up there at each call. How each function rotates is found by
 calling it on a few random numbers (``tuned.compat.rotary_style``); one that does something else is left alone.
 
+Attention that takes the RMSNorm of queries and keys before it rotates them (Qwen 3, Gemma 3, OLMo 2, ...) does both by
+``tuned.dispatch.qk_norm_rope``, in one launch. For that its class gets another ``forward``, which is derived from its own
+(``tuned.compat.attention``); what its norms compute is found by calling them (``tuned.compat.norm_style``).
+
 The arithmetic is float32 with one rounding to q's dtype; a low-precision model itself rounds every product.
 """
 
@@ -29,10 +33,12 @@ from typing import Any
 
 import torch
 
-from tuned.compat.rotary_style import Style, replacement, rotate
+from tuned.compat.fusing import FusedForward, Norms, forward_of, norms_of, rotating_forwards
+from tuned.compat.rotary_style import Found, Style, find, rotate
 
 _lock = threading.Lock()
 _replaced: dict[tuple[int, str], _Replaced] = {}  # by identity of the namespace, and name
+_fused: dict[type, FusedForward] = {}  # by the class in which the forward lies
 
 
 def use_tuned_rope(model: torch.nn.Module) -> RopePatch:
@@ -42,12 +48,18 @@ def use_tuned_rope(model: torch.nn.Module) -> RopePatch:
     recompilation, until every patch is undone. Calls with shapes that the kernels do not take (cos without a batch axis, q
     and k of different lengths) go to the model's own function.
 
+    The norms of this model's queries and keys go into that launch, where they are RMSNorms of heads, or of all heads together,
+    and the text of the attention's forward shows that nothing but the rotation sees what they give. Norms are not called then;
+    their weights and eps are looked up each time. A norm that has a hook, or that is no longer the module it was, is called.
+    Norms of other models of the same files are called too.
+
     Args:
         model: any module with attention from transformers inside; on any device, in any mode.
 
     Returns:
         The patch: ``undo()``, or leaving a ``with`` block, undoes it. ``functions`` are the full names of the replaced
-        functions; ``kept`` maps the others to the reason.
+        functions; ``kept`` maps the others to the reason. ``fused`` are the names in the model of the attention whose norms
+        are taken with its rotation; ``unfused`` maps others that have norms to the reason.
 
     Raises:
         TypeError: model is not a torch.nn.Module.
@@ -70,11 +82,16 @@ def use_tuned_rope(model: torch.nn.Module) -> RopePatch:
                 f"{type(model).__name__} must have attention whose apply_rotary_pos_emb is a rotation that tuned knows, "
                 f"got {why or 'no module that calls such a function'}; call tuned.dispatch.rope_qk in its code instead"
             )
+        norms, unfused = _norms_to_fuse(model, found)
         for key, one in found.items():
             one.users += 1
             _replaced[key] = one
             one.namespace[one.name] = one.ours
-    return RopePatch(tuple(found.values()), dict(sorted(kept.items())))
+        for forward, modules in norms.items():
+            forward.install({module: one for module, (_, one) in modules.items()})
+            _fused[forward.owner] = forward
+    names = sorted(name for modules in norms.values() for name, _ in modules.values())
+    return RopePatch(tuple(found.values()), kept, tuple(norms), tuple(names), unfused)
 
 
 def kernel_mapping(*device_types: str) -> dict[str, dict[str, Any]]:
@@ -112,17 +129,49 @@ def _rotary_calls(kind: type) -> Iterator[tuple[dict[str, Any], str]]:
     for base in kind.__mro__[: kind.__mro__.index(torch.nn.Module)]:
         for method in vars(base).values():
             function = inspect.unwrap(method) if inspect.isfunction(method) else None
-            if not inspect.isfunction(function):
-                continue
-            for name in function.__code__.co_names:
-                if name.startswith("apply_") and "rotary" in name and callable(function.__globals__.get(name)):
-                    yield function.__globals__, name
+            if inspect.isfunction(function):
+                yield from ((function.__globals__, name) for name in _rotary_names(function))
+
+
+def _rotary_names(function: Any) -> list[str]:
+    return [
+        name
+        for name in function.__code__.co_names
+        if name.startswith("apply_") and "rotary" in name and callable(function.__globals__.get(name))
+    ]
 
 
 def _tried(model: torch.nn.Module, namespace: dict[str, Any], name: str) -> _Replaced:
     """The existing replacement of a function, or a new one that is not installed yet."""
     known = _replaced.get((id(namespace), name))
-    return known or _Replaced(namespace, name, namespace[name], replacement(model, namespace, name))
+    return known or _Replaced(namespace, name, namespace[name], find(model, namespace, name))
+
+
+_Fusable = dict[FusedForward, dict[torch.nn.Module, tuple[str, Norms]]]
+
+
+def _norms_to_fuse(model: torch.nn.Module, found: dict[tuple[int, str], _Replaced]) -> tuple[_Fusable, dict[str, str]]:
+    """The attention modules whose norms can be taken with their rotation, by forward; and why those of others cannot."""
+    fusable: _Fusable = {}
+    unfused: dict[str, str] = {}
+    forwards: dict[type, FusedForward | str] = dict(_fused)
+    for name, module in model.named_modules():
+        at = rotating_forwards(type(module), _rotary_names)
+        if at is None or not any("norm" in child for child in module._modules):  # noqa: SLF001
+            continue
+        owner, rotary = at
+        rotation = found.get((id(inspect.unwrap(vars(owner)["forward"]).__globals__), rotary))
+        if rotation is None or isinstance(rotation.found, str):
+            continue  # of which patch.kept tells
+        if owner not in forwards:
+            forwards[owner] = forward_of(owner, rotary, rotation.found)
+        forward = forwards[owner]
+        norms = forward if isinstance(forward, str) else norms_of(module, forward)
+        if isinstance(forward, FusedForward) and isinstance(norms, Norms):
+            fusable.setdefault(forward, {})[module] = name, norms
+        else:
+            unfused[name] = str(norms)
+    return fusable, unfused
 
 
 @dataclass
@@ -132,8 +181,12 @@ class _Replaced:
     namespace: dict[str, Any]  # the file's globals
     name: str
     original: Any
-    ours: Callable[..., Any] | str  # the replacement, or why there is none
+    found: Found | str  # what it does, with the replacement, or why there is none
     users: int = 0  # patches that are not undone yet
+
+    @property
+    def ours(self) -> Callable[..., Any] | str:
+        return self.found if isinstance(self.found, str) else self.found.ours
 
     @property
     def where(self) -> str:
@@ -143,10 +196,19 @@ class _Replaced:
 class RopePatch(contextlib.AbstractContextManager["RopePatch"]):
     """What ``use_tuned_rope`` replaced, and how to undo it."""
 
-    def __init__(self, replaced: tuple[_Replaced, ...], kept: dict[str, str]) -> None:
+    def __init__(
+        self,
+        replaced: tuple[_Replaced, ...],
+        kept: dict[str, str],
+        forwards: tuple[FusedForward, ...],
+        fused: tuple[str, ...],
+        unfused: dict[str, str],
+    ) -> None:
         self.functions = tuple(sorted(one.where for one in replaced))  # full names
-        self.kept = kept  # full names of what was left as it is, and why
-        self._replaced = replaced
+        self.kept = dict(sorted(kept.items()))  # full names of what was left as it is, and why
+        self.fused = fused  # names in the model of the attention whose norms are taken with its rotation
+        self.unfused = unfused  # names of attention that has norms and takes them as before, and why
+        self._replaced, self._forwards = replaced, forwards
 
     def undo(self) -> None:
         """Put the model's own functions back, unless another patch still needs ours. A second call does nothing.
@@ -155,10 +217,12 @@ class RopePatch(contextlib.AbstractContextManager["RopePatch"]):
             RuntimeError: something else has replaced a function since; nothing changed.
         """
         with _lock:
-            for one in self._replaced:
-                if one.namespace[one.name] is not one.ours:
+            now = [(one.where, one.namespace[one.name], one.ours) for one in self._replaced]
+            now += [(one.where, one.current, one.ours) for one in self._forwards]
+            for where, current, ours in now:
+                if current is not ours:
                     raise RuntimeError(
-                        f"{one.where} must still be what use_tuned_rope put there, got {one.namespace[one.name]!r}; "
+                        f"{where} must still be what use_tuned_rope put there, got {current!r}; "
                         "undo patches in the reverse order of making them"
                     )
             for one in self._replaced:
@@ -166,7 +230,10 @@ class RopePatch(contextlib.AbstractContextManager["RopePatch"]):
                 if one.users == 0:
                     one.namespace[one.name] = one.original
                     del _replaced[id(one.namespace), one.name]
-            self._replaced = ()
+            for forward in self._forwards:
+                if forward.uninstall():
+                    del _fused[forward.owner]
+            self._replaced, self._forwards = (), ()
 
     def __exit__(self, *exception: object) -> None:
         self.undo()

@@ -46,15 +46,20 @@ def unpatched(family: Family) -> tuple[Any, ...]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What rope_qk is called with, as it is called."""
+    """What rope_qk and qk_norm_rope are called with, as they are called."""
     seen: list[dict[str, Any]] = []
-    rope_qk = dispatch.rope_qk
+    rope_qk, qk_norm_rope = dispatch.rope_qk, dispatch.qk_norm_rope
 
     def seeing(q: torch.Tensor, k: torch.Tensor | None, **kwargs: Any) -> Any:
         seen.append({"q": q, "k": k, **kwargs})
         return rope_qk(q, k, **kwargs)
 
+    def seeing_norms(q: torch.Tensor, k: torch.Tensor | None, *weights: torch.Tensor, **kwargs: Any) -> Any:
+        seen.append({"q": q, "k": k, "weights": weights, **kwargs})
+        return qk_norm_rope(q, k, *weights, **kwargs)
+
     monkeypatch.setattr(dispatch, "rope_qk", seeing)
+    monkeypatch.setattr(dispatch, "qk_norm_rope", seeing_norms)
     return seen
 
 
@@ -77,6 +82,7 @@ def test_logits_and_gradients_are_the_models_own(family: Family, calls: list[dic
         scale = wanted.abs().max().item()
         torch.testing.assert_close(found_gradients[name], wanted, rtol=1e-4, atol=1e-4 * scale, msg=name)
     assert len(calls) == LAYERS
+    assert [len(call.get("weights", ())) for call in calls] == [2 if family.normed else 0] * LAYERS
     for call in calls:  # half of the angles are read, and heads are rows of q as it lies in memory
         assert call["cos"].shape == (2, 7, family.rotary_dim // 2)
         assert (call["interleaved"], call["angle_entries"]) == (family.interleaved, "pair")
