@@ -190,6 +190,8 @@ def _by_operators(prepared: Prepared, grad: Any, key_grad: Any) -> Gradients:
             continue
         used = z if inside is None else torch.where(inside[:, None, None], z, 0.0)
         wide = x.to(compute)
+        if inside is not None:  # what no sequence holds may be anything: it adds nothing to the weights' gradients
+            wide = torch.where(inside[:, None, None], wide, 1.0)
         reciprocal = torch.rsqrt((wide * wide).mean(axes, keepdim=True) + call.eps)
         n = wide * reciprocal
         scale = weight.to(compute).view(-1, x.shape[-1])
