@@ -1488,6 +1488,14 @@ NORM = (
         "Training in place on a CPU ends with an error of autograd.",
     ),
     Fault(
+        "views_history_not_asked_for",
+        "tuned/launching/overwrite.py",
+        "    _ = t.grad_fn\n",
+        "",
+        (C_FORMATS + "test_a_qkv_that_needs_no_gradient_is_overwritten_where_its_weights_do",),
+        "In place, the query and the key of one qkv end with an error of autograd where only the weights are trained.",
+    ),
+    Fault(
         "gradient_of_an_unused_query",
         "tuned/calls/rope/norm.py",
         "grad = torch.zeros_like(given.x) if grad is None else grad",

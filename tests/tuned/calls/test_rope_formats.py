@@ -15,7 +15,7 @@ from generator.rendering.structures import load
 from tests.support.rope_calls import Watch, watch
 from tuned.calls.rope import norm
 from tuned.compat.transformer_engine import apply_rotary_pos_emb
-from tuned.dispatch import qk_norm_rope, rope, rope_backward, rope_qk, rope_qkv
+from tuned.dispatch import qk_norm_rope, qkv_norm_rope_, rope, rope_backward, rope_qk, rope_qkv
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -198,6 +198,24 @@ def test_gradients_of_a_norm_in_place_are_those_of_its_input(tensor_format: str,
             found.append(torch.autograd.grad(out, [*leaves, *weights], asked))
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_qkv_that_needs_no_gradient_is_overwritten_where_its_weights_do(packed: bool) -> None:
+    """Its query written, autograd takes the key, a view of the same, for a leaf until it is asked about it."""
+    weights = [(torch.rand(D) + 0.5).requires_grad_() for _ in range(2)]
+    whole = torch.randn(B, S, H + 2 * K, D)
+    for _ in range(2):
+        qkv = whole.clone()
+        if packed:
+            qkv_norm_rope_(qkv, *weights, **ANGLES, kv_heads=K)
+        else:
+            qk_norm_rope(qkv[:, :, :H], qkv[:, :, H : H + K], *weights, **ANGLES, inplace=True)
+        wanted = qk_norm_rope(whole[:, :, :H], whole[:, :, H : H + K], *weights, **ANGLES)
+        grads = [torch.autograd.grad(out.square().sum(), weights) for out in (qkv, torch.cat(wanted, 2))]
+        assert torch.equal(qkv[:, :, H + K :], whole[:, :, H + K :])
+        for one, other in zip(*grads, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("norm_of", ["head", "all"])

@@ -26,7 +26,7 @@ from tuned.calls.rope.plan import Plan, choice_of
 from tuned.families.rope.eager import positions, rotate
 from tuned.families.rope.launches import RopeCall, launches, parts
 from tuned.launching.launcher import run_steps
-from tuned.launching.overwrite import refuse_overwrite
+from tuned.launching.overwrite import overwrite, refuse_overwrite
 from tuned.launching.plan import launch_known
 from tuned.launching.rehearsal import listening
 
@@ -71,7 +71,7 @@ class _Node:
         given = self.sources.given(x.clone(), None if key is None else key.clone(), *others)
         out = self.call(given, self.settings._replace(inplace=False))
         for t, made in zip(tensors, (out,) if key is None else out, strict=True):
-            t.copy_(made)
+            overwrite(t, made)
         return x if key is None else (x, key)
 
 
