@@ -17,6 +17,7 @@ ALIASES = {
     "tuned.compat.vllm": "vllm",
     "tuned.compat.flashinfer": "flashinfer",
     "tests.fuzz.originals": "originals",
+    "tests.fuzz.normed": "normed",
 }
 
 

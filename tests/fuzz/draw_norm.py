@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tests.fuzz.draw import World
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+TOGETHER = 0.4  # of queries and keys are parts of one tensor
+ALIKE = 0.8  # of queries and keys of calls like a row are contiguous
 MODES = ("plain", "no_grad", "inference", "grad", "stream", "graph")
 
 
@@ -24,7 +26,7 @@ def draw(rng: random.Random, world: World, spec: Any = None) -> Call:  # noqa: P
     """A call; like a spec where one is given, the gradient of a norm by a call that asks for one."""
     mode = world.mode(rng, MODES)
     dtype = rng.choices(DTYPES, (35, 27, 25, 13))[0]
-    layout = rng.choice(("bshd", "sbhd", "thd"))
+    layout = rng.choice(("bshd", "sbhd", "thd", "bhsd"))
     batch, seq = rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 5, 7, 16, 0 if rng.random() < 0.1 else 3))
     heads, key_heads = rng.choice((1, 2, 3, 5, 8)), rng.choice((None, 1, 2, 3))
     head_dim = rng.choice((4, 6, 8, 16, 24, 40, 64, 128))
@@ -35,6 +37,7 @@ def draw(rng: random.Random, world: World, spec: Any = None) -> Call:  # noqa: P
         dtype, layout = getattr(torch, spec.dtype), spec.layout if rng.random() < 0.5 else layout
         heads, key_heads, head_dim, rotary = spec.heads, spec.key_heads or None, spec.head_dim, spec.rotary_dim
         style, source, inplace = spec.interleaved, spec.angles, spec.inplace
+        seq = max(seq, 1)  # no kernel serves a call without tokens
         if spec.direction == "backward":
             mode = "grad"
         elif mode == "grad":
@@ -47,24 +50,43 @@ def draw(rng: random.Random, world: World, spec: Any = None) -> Call:  # noqa: P
     if rotated == "proportional" and (style or head_dim % 2):
         rotated = "last"
     norm = rng.choice(("head", "all")) if spec is None else spec.norm
-    tokens = {"bshd": (batch, seq), "sbhd": (seq, batch), "thd": (batch * seq,)}[layout]
+    tokens = {"sbhd": (seq, batch), "thd": (batch * seq,)}.get(layout, (batch, seq))
+    together = key_heads is not None and rng.random() < TOGETHER
+    packs = together and inplace and layout != "bhsd" and rng.random() < 0.5
     views: dict[str, View] = {}
     arguments: dict[str, Any] = {}
 
     def tensor(name: str, shape: tuple[int, ...], kind: torch.dtype = dtype, *, grad: bool = True, **rest: Any) -> None:
+        if spec is not None and name in (
+            "q",
+            "k",
+        ):  # a key whose features lie otherwise than the query's is no kernel's
+            rest["plain"] = ALIKE
         asks = mode == "grad" and grad and rng.random() < 0.8
         how = rng.choice(("leaf", "made")) if asks else ""
-        if inplace and name in "qk":
+        if inplace and name in ("q", "k", "qkv"):
             rest["shared"] = False
             how = how and "made"
         views[name] = drawn(rng, shape, kind, grad=how, **rest)
         arguments[name] = Name(name)
 
-    tensor("q", (*tokens, heads, head_dim))
-    if key_heads:
-        tensor("k", (*tokens, key_heads, head_dim))
+    def shape(count: int) -> tuple[int, ...]:
+        return (batch, count, seq, head_dim) if layout == "bhsd" else (*tokens, count, head_dim)
+
+    what: dict[str, Any] = {}  # the function, and how it is judged
+    if packs and key_heads:
+        what = _packed(rng, tensor, views, arguments, tokens, (heads, key_heads, head_dim))
+    elif together and key_heads:
+        tensor("qkv", shape(heads + key_heads + rng.choice((0, key_heads))))
+        arguments |= {"heads": heads, "key_heads": key_heads}
+        see = f"qkv[:, :{heads + key_heads}]" if layout == "bhsd" else f"qkv[..., :{heads + key_heads}, :]"
+        what = {"function": "tests.fuzz.normed.of_views", "judged": ("of_views",), "named": {"parts": {"qkv": see}}}
     else:
-        arguments["k"] = None
+        tensor("q", shape(heads))
+        if key_heads:
+            tensor("k", shape(key_heads))
+        else:
+            arguments["k"] = None
     kind = rng.choice((dtype, dtype, torch.float32))
     for name, count in (("q_weight", heads), ("k_weight", key_heads)):
         if count:
@@ -72,10 +94,11 @@ def draw(rng: random.Random, world: World, spec: Any = None) -> Call:  # noqa: P
         else:
             arguments[name] = None
     if mode == "grad" and not any(v.grad for v in views.values()):
-        views["q"] = dataclasses.replace(views["q"], grad="made")
+        first = "q" if "q" in views else "qkv"
+        views[first] = dataclasses.replace(views[first], grad="made")
     # Positions, and angles that reach them.
     place = rng.choice(("order", "ids", "shifted"))
-    count = math.prod(tokens) if layout == "thd" else seq
+    count = batch * seq if layout == "thd" else seq
     if layout == "thd" and place != "ids":
         begin, end = (1, count - 1) if count > 2 and rng.random() < 0.3 else (0, count)
         bounds = sorted([begin, *(rng.randint(begin, end) for _ in range(rng.choice((0, 1, 3)))), end])
@@ -100,7 +123,7 @@ def draw(rng: random.Random, world: World, spec: Any = None) -> Call:  # noqa: P
     words = {
         "norm": norm, "zero_centered": rng.random() < 0.3, "rounding": rng.choice(("once", "once", "product", "each")),
         "eps": rng.choice((1e-6, 1e-5, 0.1)), "tensor_format": layout, "interleaved": style, "rotated": rotated,
-        "inplace": inplace, "conjugate": rng.random() < 0.2,
+        "inplace": inplace and not packs, "conjugate": rng.random() < 0.2,
     }  # fmt: skip
     usual = {
         "norm": "head", "rounding": "once", "eps": 1e-6, "tensor_format": "bshd", "rotated": "first",
@@ -108,8 +131,28 @@ def draw(rng: random.Random, world: World, spec: Any = None) -> Call:  # noqa: P
     arguments |= {name: value for name, value in words.items() if value != usual.get(name, False)}
     if mode != "grad":
         views = {name: dataclasses.replace(v, grad="") for name, v in views.items()}
-    written = tuple(n for n in "qk" if n in views) if inplace else ()
+    written = tuple(n for n in ("q", "k", "qkv") if n in views) if inplace else ()
+    what = {"function": "tuned.dispatch.qk_norm_rope", "judged": ("qk_norm_rope",)} | what
     return Call(
-        "tuned.dispatch.qk_norm_rope", views, arguments, "check_pytorch", ("qk_norm_rope",), mode=mode, written=written,
-        truncates=world.truncates and dtype == torch.bfloat16,
+        views=views, arguments=arguments, check="check_pytorch", mode=mode, written=written,
+        truncates=world.truncates and dtype == torch.bfloat16, **what,
     )  # fmt: skip
+
+
+def _packed(
+    rng: random.Random, tensor: Any, views: dict[str, View], arguments: dict[str, Any], tokens: tuple[int, ...],
+    sizes: tuple[int, int, int],
+) -> dict[str, Any]:  # fmt: skip
+    """A packed qkv, with an axis of 3 where there are as many keys as queries, at times."""
+    heads, key_heads, head_dim = sizes
+    tensor("qkv", (*tokens, heads + 2 * key_heads, head_dim))
+    see = f"qkv[..., :-{key_heads}, :]"
+    if heads == key_heads and rng.random() < 0.6:
+        *lead, step, feature = views["qkv"].strides
+        shape, strides = (*tokens, 3, heads, head_dim), (*lead, heads * step, step, feature)
+        views["qkv"] = dataclasses.replace(views["qkv"], shape=shape, strides=strides)
+        see = "qkv[..., :2, :, :]"
+    else:
+        arguments["kv_heads"] = key_heads
+    judged = {"judged": ("qkv_norm_rope_",), "named": {"parts": {"qkv": see}}}
+    return {"function": "tuned.dispatch.qkv_norm_rope_", **judged}

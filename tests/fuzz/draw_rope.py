@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ODDS = (35, 27, 25, 13)
 HEAD_DIMS = (2, 4, 5, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128)
+FIRST = 0.25  # of calls like a row of [b, s, h, d], how many are of its views as [b, h, s, d]
 LIKE = 0.5  # of calls like a row, how many have its positions, and its parts that rotate
 SOURCES = ("freqs", "cos_sin", "cos_sin_cache", "inv_freq")
 REFUSED = (TypeError, ValueError)
@@ -50,7 +51,7 @@ class Drawn:
 def chosen(rng: random.Random, world: World, spec: Any = None, size: Any = None) -> Drawn:
     """Sizes and words of a call; those of a spec where one is given, and about its size."""
     function = rng.choices(("rope", "rope_qk", "rope_qkv", "rope_backward"), (30, 30, 20, 20))[0]
-    layout = rng.choice(("bshd", "sbhd", "thd"))
+    layout = rng.choice(("bshd", "sbhd", "thd", "bhsd"))
     dtype = rng.choices(DTYPES, ODDS)[0]
     most = world.most
     batch = rng.choices((1, 2, 3, 5, 0), (45, 25, 15, 12, 3))[0]
@@ -87,6 +88,10 @@ def chosen(rng: random.Random, world: World, spec: Any = None, size: Any = None)
         rotated = "last"
     if function == "rope_backward":
         inplace = False
+    if spec is not None and layout == "bshd" and rng.random() < FIRST:
+        layout = "bhsd"
+    if function == "rope_qkv" and layout == "bhsd":  # which is refused
+        layout = "bshd"
     while spec is None and batch * seq * max(heads, 1) * head_dim > most and (seq > 1 or heads > 1):
         seq, heads = (seq // 2, heads) if seq > 1 else (seq, heads // 2)
     if spec is None and function != "rope_qkv" and rng.random() < 0.02:
@@ -150,7 +155,7 @@ def draw(rng: random.Random, world: World, spec: Any = None, size: Any = None) -
         rows = 0
     else:
         rows = max(reach + slack, 0) if "ids" not in place and place != "shared" else rng.choice((1, 7, 40))
-    shape = {"bshd": (batch, seq), "sbhd": (seq, batch), "thd": (seq,)}[d.layout]
+    shape = {"sbhd": (seq, batch), "thd": (seq,)}.get(d.layout, (batch, seq))
     if place in ("ids", "shared"):
         many = shape if place == "ids" else (seq,)
         top = rows if d.source != "inv_freq" else rng.choice((50, 5000, 100_000))
@@ -299,18 +304,23 @@ def _rotated(
             grad = "made"
         views[name] = drawn(rng, shape, d.dtype, shared=not d.inplace, scale=scale, negative=negative, grad=grad)
 
+    def laid(heads: int) -> tuple[int, ...]:
+        return (shape[0], heads, shape[1], d.head_dim) if d.layout == "bhsd" else (*shape, heads, d.head_dim)
+
     if d.function == "rope_qk":
         if d.key_heads and mode != "grad" and rng.random() < 0.35:  # parts of one tensor, as projections leave them
             h, k = d.heads, d.key_heads
-            tensor("qkv", (*shape, h + k + rng.choice((0, k)), d.head_dim))
+            tensor("qkv", laid(h + k + rng.choice((0, k))))
             q, key = f"qkv[..., :{h}, :]", f"qkv[..., {h}:{h + k}, :]"
+            if d.layout == "bhsd":
+                q, key = f"qkv[:, :{h}]", f"qkv[:, {h}:{h + k}]"
             parts = [Part("qkv", see, rope, seen) for see in (q, key)]
             return {"q": Name(q), "k": Name(key)}, parts, (q, key), ""
-        tensor("q", (*shape, d.heads, d.head_dim))
+        tensor("q", laid(d.heads))
         parts = [Part("q", "q", rope, seen)]
         if d.key_heads is None:
             return {"q": Name("q"), "k": None}, parts, ("q",), ""
-        tensor("k", (*shape, d.key_heads, d.head_dim))
+        tensor("k", laid(d.key_heads))
         if mode == "grad" and rng.random() < 0.25:  # one of the two needs none
             name = rng.choice(("q", "k"))
             views[name] = dataclasses.replace(views[name], grad="")
@@ -318,7 +328,7 @@ def _rotated(
     if d.function == "rope_qkv":
         return _packed(rng, d, shape, views, rope, seen, tensor)
     name = "x" if d.function == "rope" else "grad_output"
-    tensor(name, (*shape, d.heads, d.head_dim))
+    tensor(name, laid(d.heads))
     return {name: Name(name)}, [Part(name, name, rope, seen)], (name,), ""
 
 

@@ -12,6 +12,7 @@ import torch
 
 # Bits of the significand, the implicit one counted, and exponent of the smallest subnormal number.
 PRECISION = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+SWAPPED = {"sbhd": (0, 1), "bhsd": (1, 2)}  # the axes that lie otherwise than in [batch, seq, heads, head_dim]
 SMALLEST_EXPONENT = {torch.float64: -1074, torch.float32: -149, torch.float16: -24, torch.bfloat16: -133}
 
 
@@ -49,7 +50,7 @@ def positions(
         rows = given.long()
         if rows.ndim == 1:
             return rows.expand(batch, seq), None
-        return (rows if call.layout == "bshd" else rows.t()), None
+        return (rows if call.layout in ("bshd", "bhsd") else rows.t()), None
     token = torch.arange(seq, device=device)
     held, place, sequence = None, token, torch.zeros_like(token)
     length = torch.full_like(token, seq)
@@ -105,7 +106,9 @@ def angles(tensors: dict[str, torch.Tensor], where: torch.Tensor) -> tuple[torch
 
 def canonical(x: torch.Tensor, layout: str) -> torch.Tensor:
     """[batch, seq, heads, head_dim], a view."""
-    return x if layout == "bshd" else x.transpose(0, 1) if layout == "sbhd" else x[None]
+    if layout == "thd":
+        return x[None]
+    return x if layout == "bshd" else x.transpose(*SWAPPED[layout])
 
 
 def pairs(call: Rope, head_dim: int, rotary: int) -> tuple[list[int], list[int], list[int], list[int]]:
@@ -173,7 +176,7 @@ def rope(
             out[:, :, :moved, features], bound[:, :, :moved, features] = value, right
 
     def back(t: torch.Tensor) -> torch.Tensor:
-        return t if call.layout == "bshd" else t.transpose(0, 1) if call.layout == "sbhd" else t[0]
+        return t[0] if call.layout == "thd" else canonical(t, call.layout)  # which is its own inverse
 
     return back(out), back(bound)
 

@@ -397,10 +397,13 @@ class Given:
 
     # Against PyTorch ---------------------------------------------------------------------------------------------------
 
-    def check_pytorch(self, original: str, *, text: bool = False, must: bool = False) -> None:
+    def check_pytorch(
+        self, original: str, *, text: bool = False, must: bool = False, parts: dict[str, str] | None = None
+    ) -> None:
         """As PyTorch's own operators: as exact, and refused where they refuse.
 
         ``must``: what they refuse is to be refused; ``text``: with the same words. Else they may take less than ours.
+        ``parts``: of what is overwritten, the part that is, where it is not all, as an expression.
         """
         theirs, wanted = self._original(original, doubled=False), self._original(original, doubled=True)
         must = must and not any(text in str(theirs.error) for text in refusals.TAKEN)
@@ -423,7 +426,10 @@ class Given:
             raise Wrong(f"the reference raised {type(wanted.error).__name__}: {wanted.error}") from wanted.error
         with torch.no_grad():
             self._compare(theirs, wanted, sequences=original in ("gru", "original_nn_gru"))
-            allowed = {name: [places(self.built[name].view, self.device)] for name in self.written}
+            where = {name: places(self.built[name].view, self.device) for name in self.written}
+            allowed = {
+                name: [_evaluated((parts or {}).get(name, name), {name: all_of})] for name, all_of in where.items()
+            }
             self.untouched(allowed)
         self._settle()
 

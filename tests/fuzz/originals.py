@@ -245,17 +245,20 @@ def qk_norm_rope(
     **tensors: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The norm as models write it, then the rotation by its definition; tokens of no sequence are copied."""
-    call = formula.Rope(tensor_format, interleaved, angle_entries, rotated, conjugate, offset=offset)
+    first = tensor_format == "bhsd"
+    call = formula.Rope(
+        "bshd" if first else tensor_format, interleaved, angle_entries, rotated, conjugate, offset=offset
+    )
     held = slice(None)
     if "cu_seqlens" in tensors:  # those outside have no angle, whose NaN would spread to gradients
-        first, last = int(tensors["cu_seqlens"][0]), int(tensors["cu_seqlens"][-1])
-        held, tensors["cu_seqlens"] = slice(first, last), tensors["cu_seqlens"] - first
+        begin, end = int(tensors["cu_seqlens"][0]), int(tensors["cu_seqlens"][-1])
+        held, tensors["cu_seqlens"] = slice(begin, end), tensors["cu_seqlens"] - begin
     found: list[torch.Tensor | None] = []
     for x, weight in ((q, q_weight), (k, k_weight)):
         if x is None or weight is None:
             found.append(None)
             continue
-        own = x[held]
+        own = x.transpose(1, 2) if first else x[held]
         wide = own.to(torch.promote_types(x.dtype, torch.float32))
         whole = wide.flatten(-2) if norm == "all" else wide
         normed = whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + eps)
@@ -267,9 +270,32 @@ def qk_norm_rope(
         out = formula.rope(call, normed.reshape(own.shape).double(), tensors)[0].to(x.dtype)
         if "cu_seqlens" in tensors:
             out = torch.cat((x[: held.start], out, x[held.stop :]))
+        out = out.transpose(1, 2) if first else out
         leaf = x.is_leaf and x.requires_grad  # of the reference in float64, whose tensors are none of a view
         found.append(x.copy_(out) if inplace and not leaf else out)
     return found[0], found[1]  # type: ignore[return-value]
+
+
+def of_views(qkv: torch.Tensor, *, heads: int, key_heads: int, inplace: bool = False, **others: Any) -> Any:
+    """qk_norm_rope of parts of one tensor."""
+    axis = 1 if others.get("tensor_format") == "bhsd" else -2
+    q, k, rest = qkv.split((heads, key_heads, qkv.shape[axis] - heads - key_heads), axis)
+    out = qk_norm_rope(q, k, **others)
+    return _overwritten(qkv, torch.cat((*out, rest), axis)) if inplace else out  # type: ignore[arg-type]
+
+
+def qkv_norm_rope_(qkv: torch.Tensor, *, kv_heads: int | None = None, **others: Any) -> torch.Tensor:
+    """qk_norm_rope of a packed qkv in place."""
+    whole = qkv if kv_heads else qkv.flatten(-3, -2)
+    keys = kv_heads or qkv.shape[-2]
+    q, k, v = whole.split((whole.shape[-2] - 2 * keys, keys, keys), -2)
+    out = torch.cat((*qk_norm_rope(q, k, **others), v), -2)  # type: ignore[arg-type]
+    return _overwritten(qkv, out.view(qkv.shape))
+
+
+def _overwritten(t: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The tensor with a value; of the reference in float64, whose tensors may be leaves, another."""
+    return value if t.is_leaf and t.requires_grad else t.copy_(value)
 
 
 def swapped(value: Any, made: dict[int, torch.Tensor], *, doubled: bool) -> Any:

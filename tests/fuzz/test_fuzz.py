@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -20,8 +20,10 @@ from torch.torch_version import TorchVersion as Version
 import tuned.calls.gru.run
 import tuned.calls.rope.plan
 import tuned.lookup.lookup
+from generator.rendering.structures import load
 from tests.fuzz import case as cases
-from tests.fuzz import forced, formula
+from tests.fuzz import draw, forced, formula
+from tests.fuzz.__main__ import SWEEPS
 from tests.fuzz.draw import CPU, GPU, World, case, index_of
 from tests.fuzz.given import Given, Part, Wrong
 from tests.fuzz.interpreted import interpreted_families
@@ -31,7 +33,9 @@ from tests.support.pythons import python
 from tests.support.rope_calls import Watch, watch
 from tests.support.run import INTERPRETED
 from tuned import dispatch
+from tuned.calls.rope import norm
 from tuned.families.registry import FAMILIES as FAMILIES_OF
+from tuned.families.rope.launches import WEIGHTS, kernel_names
 from tuned.lookup.lookup import Gpu
 
 if TYPE_CHECKING:
@@ -79,6 +83,69 @@ def test_rope_by_kernels_is_right(watch: Watch) -> None:
     watch.interpreted = True
     assert assert_right(ROPE, range(36), 1) > 60
     assert watch.direct > 10
+
+
+@pytest.fixture
+def launched(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The kernels of norms that calls of CPU tensors launch: gradients in the interpreter, or by PyTorch's operators."""
+    names: set[str] = set()
+    execute, kernels = watch._execute, norm._by_kernels
+
+    def forward(part: Any, spec: Any, call: Any) -> None:
+        names.add(part.kernel)
+        execute(part, spec, call)
+
+    def backward(spec: Any, variant: Any, prepared: Any, grad: Any, key_grad: Any) -> Any:
+        names.update(kernel_names(spec, variant))
+        if not watch.interpreted:
+            return norm._by_operators(prepared, grad, key_grad)
+        return kernels(spec, variant, prepared, grad, key_grad)
+
+    def interpreted(steps: Any, _launch: Any) -> None:
+        for step in steps:
+            with np.errstate(all="ignore"):
+                load(step.kernel)[(step.programs,)](*step.arguments, **step.constants | {"PDL": False})
+
+    monkeypatch.setattr(watch, "_execute", forward)
+    monkeypatch.setattr(norm, "_by_kernels", backward)
+    monkeypatch.setattr(norm, "run_steps", interpreted)
+    return names
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="python -m tests.fuzz runs kernels on a GPU")
+def test_norms_by_kernels_are_right(watch: Watch, launched: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    watch.interpreted = True
+    monkeypatch.setattr(draw, "NORMED", 1.0)
+    assert assert_right(dataclasses.replace(KERNELS, kinds=("rope",)), range(40), 1) > 60
+    assert len(launched) > 10
+    assert WEIGHTS in launched
+
+
+def test_every_kernel_of_a_norm_is_launched_by_calls_of_the_fuzz(launched: set[str]) -> None:
+    """A kernel that no row has is that of a row made for it; of the calls like that row some must reach the kernel."""
+    ships = {name for name in forced.all_kernels() if name.startswith("rope_norm_")}
+    for index, row in enumerate(forced.rows("rope")):
+        if not row.spec.normed:
+            continue
+        launched.clear()
+        wanted = set(kernel_names(row.spec, row.variant))
+        for turn in range(1000, 1000 + 2 * SWEEPS, 2):  # a key that lies otherwise than the query is no kernel's
+            for call in case(GPU, SEED, index_of(GPU, "rope", index, turn)).calls:
+                if not wanted <= launched:
+                    with forced.forced("rope", index):
+                        cases.perform(call, SEED, "cpu")
+        assert wanted <= launched
+        ships -= wanted
+    assert not ships
+
+
+@pytest.mark.parametrize("kind", ["rope", "rope_qk", "rope_backward", "qk_norm_rope", "of_views", "qkv_norm_rope_"])
+def test_every_way_to_lay_queries_and_keys_is_drawn(kind: str) -> None:
+    calls = [call for index in range(3000) for call in case(CPU, SEED, index).calls if call.check != "check_refused"]
+    drawn = [call.arguments for call in calls if call.function.endswith(f".{kind}")]
+    formats = {given.get("tensor_format", "bshd") for given in drawn}
+    assert formats == {"bshd", "sbhd", "thd", *(("bhsd",) if kind != "qkv_norm_rope_" else ())}
+    assert kind == "rope_backward" or len({given.get("inplace", False) for given in drawn}) == 1 + (kind[-1] != "_")
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="python -m tests.fuzz runs kernels on a GPU")
@@ -141,7 +208,7 @@ def test_a_case_is_a_seed_and_an_index() -> None:
     assert case(CPU, SEED, 1) != case(CPU, SEED + 1, 1)
 
 
-@pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd"])
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd", "bhsd"])
 def test_the_formula_is_the_oracles(layout: str) -> None:
     """Two references that share nothing, over everything that decides which angle a feature is turned by."""
     draw = torch.Generator().manual_seed(3)
@@ -169,7 +236,10 @@ def test_the_formula_is_the_oracles(layout: str) -> None:
         )
         given = {"freqs": table, "starts": torch.tensor(starts)}
         given |= {} if whole is None else {"cu_seqlens": torch.tensor(whole, dtype=torch.int32)}
-        as_laid = {"bshd": lambda t: t.transpose(0, 1), "sbhd": lambda t: t, "thd": lambda t: t[:, 0]}[layout]
+        as_laid = {
+            "bshd": lambda t: t.transpose(0, 1), "sbhd": lambda t: t, "thd": lambda t: t[:, 0],
+            "bhsd": lambda t: t.permute(1, 2, 0, 3),
+        }[layout]  # fmt: skip
         got, bound = formula.rope(call, as_laid(x), given)
         torch.testing.assert_close(got, as_laid(torch.from_numpy(want)), rtol=1e-12, atol=1e-12)
         allowed = oracle.rope_tolerance(x.double().numpy(), want, "float32", turned=turned)

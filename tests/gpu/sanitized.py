@@ -22,7 +22,9 @@ import tests.support.rope_case
 import tuned.nn
 from generator.families.gru.texts import gru_texts
 from generator.families.gru_cell.texts import gru_gates_specs
-from generator.families.rope.texts import rope_specs
+from generator.families.rope.texts import norm_specs, rope_specs
+from generator.measuring.check import inputs_of
+from generator.workload import WORKLOADS
 from tests.support.gru_case import GruCase
 from tests.support.gru_cell_forms import FORMS as CELLS
 from tests.support.gru_sequences import Sequences
@@ -43,7 +45,10 @@ from tuned.families.gru_cell.spec import GruCellSpec
 from tuned.families.linear_cat.launches import kernel_name as linear_name
 from tuned.families.linear_cat.spec import LinearCatSpec
 from tuned.families.rope.launches import kernel_name as rope_name
-from tuned.families.rope.variant import RopeVariant
+from tuned.families.rope.launches import kernel_names as rope_names
+from tuned.families.rope.launches import launches as rope_launches
+from tuned.families.rope.spec import RopeSize, RopeSpec
+from tuned.families.rope.variant import RopeVariant, default_variant
 from tuned.kernels import DIGESTS
 from tuned.launching.launcher import PROBE_KERNEL, run_step
 
@@ -54,6 +59,7 @@ SHARES = 12  # processes for each tool: most of their time is PyTorch's start an
 X_VIEWS = ("offset", "thirds", "transposed", "swapped", "qkv", "contiguous")
 ANGLE_VIEWS = ("strided", "contiguous", "transposed", "strided")
 DTYPES = ("float32", "bfloat16", "float16")
+NORM_SIZE = RopeSize(2, 7)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +73,7 @@ class Deed:
 
 def deeds() -> list[Deed]:
     """All of them, always in the same order."""
-    return [*_rope(), *_cells(), *_linear(), *_sequences(), *_gradients(), *_calls()]
+    return [*_rope(), *_norms(), *_cells(), *_linear(), *_sequences(), *_gradients(), *_calls()]
 
 
 def share(index: int) -> list[Deed]:
@@ -103,6 +109,37 @@ def _rope_case(spec: Any, **views: str) -> RopeCase:
     if spec.packed:
         return RopeCase(spec, seq=PACKED_SEQ, cu_seqlens=PACKED, **views)
     return RopeCase(spec, seq=7, batch=2, **views)
+
+
+def _norms() -> Iterator[Deed]:
+    """Every text of a rotation with a norm: odd sizes that no tile divides, and even ones; of a gradient, its weights' too."""
+    for at, plain in enumerate(norm_specs()):
+        both = dataclasses.replace(
+            plain, layout=("thd", "bshd", "sbhd")[at % 3], dtype=DTYPES[at // 2 % 3], norm=("head", "all")[at // 3 % 2]
+        )
+        odd = dataclasses.replace(both, heads=5, key_heads=2, head_dim=(20, 12)[at % 2], rotary_dim=12)
+        even = dataclasses.replace(both, heads=6, key_heads=1, rotary_dim=(128, 64)[at % 2])
+        for spec in (odd, even):
+            variant = default_variant(spec, NORM_SIZE)
+            yield Deed(rope_names(spec, variant), functools.partial(_normed, spec, variant))
+
+
+def _normed(spec: RopeSpec, variant: RopeVariant, device: str = "cuda") -> None:
+    work = WORKLOADS["rope"]
+    size = dataclasses.replace(NORM_SIZE, batch=1) if spec.packed else NORM_SIZE
+    call = work.inputs(spec, size, device, 0)
+    wanted, bound = work.reference(spec, call)
+    before = {name: t.clone() for name, t in inputs_of(call).items()}
+    written = [call.weight_grad, call.key_weight_grad, call.partials, None if spec.inplace else call.out]
+    for t in written:
+        if t is not None:
+            t.fill_(torch.nan)
+    run(rope_launches(spec, variant, call))
+    assert bool(((call.out.double() - wanted).abs() <= bound).all())
+    for name, t in inputs_of(call).items():
+        assert torch.equal(t, before[name]), f"{name} was changed"
+    for t in (call.weight_grad, call.key_weight_grad):
+        assert t is None or bool(t.isfinite().all())
 
 
 def _cells() -> Iterator[Deed]:

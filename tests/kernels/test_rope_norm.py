@@ -164,3 +164,51 @@ def test_each_run_adds_the_parts_in_one_order() -> None:
         run(spec, RopeVariant(1, 2, num_warps=1), call)
         bits.append((call.weight_grad.clone(), call.key_weight_grad.clone()))
     assert all(map(torch.equal, *bits))
+
+
+@pytest.mark.parametrize("norm", ["head", "all"])
+def test_an_eps_of_0_leaves_the_weights_gradients_finite(norm: str) -> None:
+    """Tiles have places for tokens and heads that are not there: 1 / sqrt(0 + 0) of them is no part of a sum."""
+    spec = RopeSpec("bshd", "float32", 3, 8, 8, angles="cos_sin", key_heads=2, norm=norm, direction="backward")
+    whole = dataclasses.replace(default_variant(spec, SIZE), pdl=False)
+    found = []
+    for eps in (0.0, 1e-12):
+        call = dataclasses.replace(inputs(spec, SIZE, "cpu", 1), eps=eps)
+        run(spec, whole, call)
+        found.append((call.out, call.weight_grad, call.key_weight_grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("rotary", [8, 4])
+def test_each_rounding_has_bits_of_its_own(inplace: bool, rotary: int) -> None:
+    """Those of PyTorch's operators, which are those of models' own code; but for a last bit of the norm, here and there."""
+    found = {}
+    for rounding in ROUNDINGS:
+        spec = RopeSpec(
+            "bshd", "float16", 3, 8, rotary, angles="cos_sin", key_heads=2, norm="head", rounding=rounding,
+            inplace=inplace,
+        )  # fmt: skip
+        call = inputs(spec, RopeSize(4, 50), "cpu", 0)
+        given = call.x.clone()
+        run(spec, RopeVariant(4, 2, num_warps=1), call)
+        found[rounding] = call.out.clone(), rotate(spec, _parted(spec, dataclasses.replace(call, x=given)))
+    for rounding, (ours, parts) in found.items():
+        wanted = torch.cat([t.reshape(-1, 8) for t in parts])
+        unlike = {name: _unlike(ours, other) for name, (other, _) in found.items() if name != rounding}
+        assert _unlike(ours, wanted) < 0.1 * min(unlike.values()), unlike
+
+
+def _unlike(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.reshape(-1) != b.reshape(-1)).double().mean())
+
+
+def _parted(spec: RopeSpec, call: RopeCall) -> RopeCall:
+    """The query and the key of a call whose rows lie in one tensor, as tensors of their own."""
+    rows = call.batch * call.seq * spec.heads
+    x, key = (
+        t.view(call.batch, call.seq, n, spec.head_dim)
+        for t, n in ((call.x[:rows], spec.heads), (call.x[rows:], spec.key_heads))
+    )
+    return dataclasses.replace(call, x=x, key=key)

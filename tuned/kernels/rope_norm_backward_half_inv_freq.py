@@ -540,7 +540,9 @@ def rope_norm_backward_half_inv_freq(
             z_tail = _kept(grad_tail.to(tl.float32), m_used, m_kept)
             tail_32 = _kept(b_tail.to(tl.float32), m_used, m_kept)
             squares += tl.sum(tail_32 * tail_32, 2)
+        # Where a tile has no rows it is 1 / sqrt(eps), which may be 1 / 0: 0 times it would be NaN in the weights' gradients.
         reciprocal = _reciprocal_norms(squares, i_row, eps, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
+        reciprocal = tl.where(m_used[:, :, None], reciprocal, 0.0)
 
         # n, and the sums of z * n for the weights; then y, and what of it lies along n.
         b_first, b_second = b_first * reciprocal, b_second * reciprocal

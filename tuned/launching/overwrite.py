@@ -21,6 +21,16 @@ def bump_versions(x: torch.Tensor, key: torch.Tensor | None = None) -> None:
                 torch.autograd.graph.increment_version(t)
 
 
+def overwrite(t: torch.Tensor, value: torch.Tensor) -> None:
+    """``t.copy_(value)``, in the autograd graph.
+
+    A write to another view of the same tensor, by a value that needs a gradient, makes t need one: autograd notices when it is asked
+    for t's history, and copy_ would take t for a leaf before that.
+    """
+    _ = t.grad_fn
+    t.copy_(value)
+
+
 def refuse_overwrite(x: torch.Tensor) -> None:
     """Raise RuntimeError, before any write, if overwriting x would lose or falsify a gradient."""
     if not torch.is_grad_enabled() or not x.requires_grad:

@@ -15,7 +15,7 @@ from generator.rendering.structures import load
 from tests.support.rope_calls import Watch, watch
 from tuned.calls.rope import norm
 from tuned.compat.transformer_engine import apply_rotary_pos_emb
-from tuned.dispatch import qk_norm_rope, rope, rope_backward, rope_qk, rope_qkv
+from tuned.dispatch import qk_norm_rope, qkv_norm_rope_, rope, rope_backward, rope_qk, rope_qkv
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -169,6 +169,76 @@ def test_a_strided_weight_is_copied_in_each_call() -> None:
         found, _ = qk_norm_rope(q, k, row[::2], row[1::2], **ANGLES)
         wanted = rope(torch.nn.functional.rms_norm(q, (D,), row[::2].contiguous(), 1e-6), **ANGLES)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_of_another_dtype_are_another_call() -> None:
+    q, k = torch.randn(B, S, H, D), torch.randn(B, S, K, D)
+    weight = torch.rand(D) + 0.5
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32):
+        given = weight.to(dtype)
+        for _ in range(2):
+            found, _ = qk_norm_rope(q, k, given, given, **ANGLES)
+            wanted = rope(torch.nn.functional.rms_norm(q, (D,), given.float(), 1e-6), **ANGLES)
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tensor_format", ["bshd", "bhsd"])
+@pytest.mark.parametrize("norm_of", ["head", "all"])
+def test_gradients_of_a_norm_in_place_are_those_of_its_input(tensor_format: str, norm_of: str) -> None:
+    weights = [(torch.rand(n * D if norm_of == "all" else D) + 0.5).requires_grad_() for n in (H, K)]
+    for _ in range(2):
+        leaves = [torch.randn(B, S, n, D).requires_grad_() for n in (H, K)]
+        grads, found = [torch.randn_like(t) for t in leaves], []
+        for inplace in (False, True):
+            given = [t * 1.0 if tensor_format == "bshd" else t.transpose(1, 2) * 1.0 for t in leaves]
+            named: dict[str, Any] = {"norm": norm_of, "inplace": inplace, "tensor_format": tensor_format}
+            out = qk_norm_rope(*given, *weights, **ANGLES, **named)
+            assert all(a is b for a, b in zip(out, given, strict=True)) == inplace
+            asked = [t if tensor_format == "bshd" else t.transpose(1, 2) for t in grads]
+            found.append(torch.autograd.grad(out, [*leaves, *weights], asked))
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_qkv_that_needs_no_gradient_is_overwritten_where_its_weights_do(packed: bool) -> None:
+    """Its query written, autograd takes the key, a view of the same, for a leaf until it is asked about it."""
+    weights = [(torch.rand(D) + 0.5).requires_grad_() for _ in range(2)]
+    whole = torch.randn(B, S, H + 2 * K, D)
+    for _ in range(2):
+        qkv = whole.clone()
+        if packed:
+            qkv_norm_rope_(qkv, *weights, **ANGLES, kv_heads=K)
+        else:
+            qk_norm_rope(qkv[:, :, :H], qkv[:, :, H : H + K], *weights, **ANGLES, inplace=True)
+        wanted = qk_norm_rope(whole[:, :, :H], whole[:, :, H : H + K], *weights, **ANGLES)
+        grads = [torch.autograd.grad(out.square().sum(), weights) for out in (qkv, torch.cat(wanted, 2))]
+        assert torch.equal(qkv[:, :, H + K :], whole[:, :, H + K :])
+        for one, other in zip(*grads, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("norm_of", ["head", "all"])
+@pytest.mark.parametrize("eps", [1e-6, 0.0])
+@pytest.mark.parametrize("again", [False, True])
+def test_tokens_of_no_sequence_may_be_anything(norm_of: str, eps: float, again: bool) -> None:
+    """Their gradients pass, and add nothing to those of the weights, which sums with 0 * NaN would be."""
+    cu_seqlens = torch.tensor([1, 3, 6], dtype=torch.int32)
+    leaves = [torch.randn(8, n, D) for n in (H, K)]
+    weights = [(torch.rand(n * D if norm_of == "all" else D) + 0.5).requires_grad_() for n in (H, K)]
+    outside = torch.tensor([0, 6, 7])
+    grads = [torch.randn_like(t) for t in leaves]
+    found = []
+    for stands in (0.5, torch.nan, torch.inf):
+        given = [t.index_fill(0, outside, stands).requires_grad_() for t in leaves]
+        named: dict[str, Any] = {"cu_seqlens": cu_seqlens, "tensor_format": "thd", "norm": norm_of, "eps": eps}
+        out = qk_norm_rope(*given, *weights, **ANGLES, **named)
+        assert all(bool((t[outside].nan_to_num(9.0) == torch.tensor(stands).nan_to_num(9.0)).all()) for t in out)
+        found.append(torch.autograd.grad(out, [*given, *weights], grads, create_graph=again))
+    for made in found:
+        for one, other, grad in zip(made, found[0], [*grads, None, None], strict=True):
+            torch.testing.assert_close(one, other)
+            assert grad is None or torch.equal(one[outside], grad[outside])
 
 
 # Half of a head -----------------------------------------------------------------------------------------------------------

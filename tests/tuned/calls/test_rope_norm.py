@@ -308,6 +308,21 @@ def test_the_kernels_of_the_gradient_are_the_formulas(case: int, interpreted: li
 
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("norm_of", NORMS)
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_result_that_nothing_depends_on_has_no_part_in_the_gradients(norm_of: str, left: int) -> None:
+    given = tensors(norm_of, torch.float32)
+    grads: list[Any] = [torch.randn_like(given["q"]), torch.randn_like(given["k"])]
+    grads[left] = None
+    call = Given(
+        given["q"], given["k"], cos=given["cos"], sin=given["sin"], weight=given["q_weight"],
+        key_weight=given["k_weight"],
+    )  # fmt: skip
+    assert_same_gradients(call, Settings(norm=norm_of, eps=1e-6), grads)
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("lies", ["transposed", "sliced", "expanded", "negative", "key apart"])
 def test_the_kernels_take_gradients_and_inputs_of_any_strides(lies: str) -> None:
     given = tensors(dtype=torch.float32)

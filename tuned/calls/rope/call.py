@@ -32,7 +32,7 @@ from tuned.families.launch import Launch
 from tuned.families.rope import FAMILY as ROPE
 from tuned.families.rope.eager import rotate
 from tuned.launching.launcher import kernel
-from tuned.launching.overwrite import refuse_overwrite
+from tuned.launching.overwrite import overwrite, refuse_overwrite
 from tuned.launching.plan import (
     NO_KEY,
     current_device,
@@ -330,9 +330,9 @@ def run_eager(given: Given, settings: Settings, prepared: Prepared | None = None
         call = dataclasses.replace(call, x=call.x.clone(), key=None if call.key is None else call.key.clone())
     out, key_out = rotate(prepared.eager_spec, call)
     if settings.inplace:
-        prepared.call.x.copy_(out)
-        if given.key is not None:
-            prepared.call.key.copy_(key_out)
+        overwrite(prepared.call.x, out)
+        if given.key is not None and key_out is not None:
+            overwrite(prepared.call.key, key_out)
         out, key_out = given.x, given.key
     else:
         out, key_out = tokens_first(out, settings), tokens_first(key_out, settings)

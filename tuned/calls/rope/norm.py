@@ -26,7 +26,7 @@ from tuned.calls.rope.plan import Plan, choice_of
 from tuned.families.rope.eager import positions, rotate
 from tuned.families.rope.launches import RopeCall, launches, parts
 from tuned.launching.launcher import kernel, run_steps
-from tuned.launching.overwrite import refuse_overwrite
+from tuned.launching.overwrite import overwrite, refuse_overwrite
 from tuned.launching.plan import launch_known
 from tuned.launching.rehearsal import Heard, listening
 from tuned.lookup.lookup import Choice
@@ -72,7 +72,7 @@ class _Node:
         given = self.sources.given(x.clone(), None if key is None else key.clone(), *others)
         out = self.call(given, self.settings._replace(inplace=False))
         for t, made in zip(tensors, (out,) if key is None else out, strict=True):
-            t.copy_(made)
+            overwrite(t, made)
         return x if key is None else (x, key)
 
 
@@ -213,6 +213,8 @@ def _by_operators(prepared: Prepared, grad: Any, key_grad: Any) -> Gradients:
             continue
         used = z if inside is None else torch.where(inside[:, None, None], z, 0.0)
         wide = x.to(compute)
+        if inside is not None:  # what no sequence holds may be anything: it adds nothing to the weights' gradients
+            wide = torch.where(inside[:, None, None], wide, 1.0)
         reciprocal = torch.rsqrt((wide * wide).mean(axes, keepdim=True) + call.eps)
         n = wide * reciprocal
         scale = weight.to(compute).view(-1, x.shape[-1])

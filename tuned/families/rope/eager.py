@@ -150,20 +150,24 @@ def _rotated(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor
     # Copied heads pass their gradient on unchanged, whatever the angles are.
     moved = call.x.shape[-2] - spec.copied_heads
     own = call.x[..., :moved, :]
-    x = _turn(spec, _normed(spec, own, call.weight, call.eps), cos, sin, inside, own)
+    x = _turn(spec, _normed(spec, own, call.weight, call.eps, inside), cos, sin, inside, own)
     if spec.copied_heads:
         x = torch.cat((x, call.x[..., moved:, :]), -2)
     if call.key is None:
         return x, None
-    return x, _turn(spec, _normed(spec, call.key, call.key_weight, call.eps), cos, sin, inside, call.key)
+    return x, _turn(spec, _normed(spec, call.key, call.key_weight, call.eps, inside), cos, sin, inside, call.key)
 
 
-def _normed(spec: RopeSpec, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def _normed(
+    spec: RopeSpec, x: torch.Tensor, weight: torch.Tensor | None, eps: float, inside: torch.Tensor | None
+) -> torch.Tensor:
     """X after its norm, in float32 at least; x itself without one."""
     if not spec.normed or weight is None:
         return x
     compute = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(compute)
+    if inside is not None:  # what no sequence holds may be anything, and its zero gradients would be NaN by a NaN
+        wide = torch.where(inside[:, None, None], wide, 1.0)
     axes = (-2, -1) if spec.norm == "all" else (-1,)
     wide = wide * torch.rsqrt((wide * wide).mean(axes, keepdim=True) + eps)
     if spec.rounding == "each":
