@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import os
 from typing import Any
 
 import torch
@@ -71,11 +72,17 @@ def explain(function: Any, *args: Any, gpu: str | None = None, **kwargs: Any) ->
     """
     if gpu is None:
         found = _explained(function, *args, **kwargs)
-        if found.rule != "eager" or torch.cuda.is_available():
+        if found.rule != "eager" or _there_is_a_gpu():
             return found
         return dataclasses.replace(found, hint=_hint(function, *args, **kwargs))
     with asking(gpu_named(gpu, _known_gpus(function))):
         return dataclasses.replace(_explained(function, *args, **kwargs), gpu=gpu)
+
+
+def _there_is_a_gpu() -> bool:
+    """Whether torch can use a GPU here; asked of torch only where there is a driver, since to ask may initialise CUDA."""
+    drivers = ("/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, and that of Windows' Linux
+    return any(map(os.path.exists, drivers)) and torch.cuda.is_available()
 
 
 def _known_gpus(function: Any) -> dict[str, Table]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tuned
+import tuned.explanation
 import tuned.nn
 from generator.storage.record import save_winner
 from tests.support.records import winner
@@ -123,7 +124,7 @@ def test_what_no_kernel_serves_there_either_gives_no_hint() -> None:
 
 
 def test_with_a_gpu_there_is_no_hint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tuned.explanation, "_there_is_a_gpu", lambda: True)
     function, args, kwargs, _ = rotations("cpu")["rope"]
     assert tuned.explain(function, *args, **kwargs).hint is None
 

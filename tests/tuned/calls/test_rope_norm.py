@@ -392,7 +392,7 @@ def test_the_operators_are_as_they_say(with_key: bool) -> None:
     tensor = {n: given[n].requires_grad_() for n in ("q", "k", "q_weight", "k_weight")}
     if not with_key:
         tensor |= {"k": None, "k_weight": None}  # type: ignore[dict-item]
-    rest = (None, given["cos"], given["sin"], None, None, None, None, None, 0, *settings.values())
+    rest = (None, given["cos"], given["sin"], None, None, None, None, None, None, 0, *settings.values())
     torch.library.opcheck(rope_ops.qk_norm_rope, (*tensor.values(), *rest))
     plain = [t if t is None else t.detach() for t in tensor.values()]
     torch.library.opcheck(rope_ops.qk_norm_rope_, (*plain, *rest))
