@@ -413,8 +413,8 @@ LAUNCHING = (
     Fault(
         "view_of_a_leaf_overwritten",
         "tuned/launching/overwrite.py",
-        "if x.is_leaf or (base is not None and base.is_leaf and base.requires_grad):",
-        "if x.is_leaf:",
+        "if (x.is_leaf and x.requires_grad) or (base is not None and base.is_leaf and base.requires_grad):",
+        "if x.is_leaf and x.requires_grad:",
         (T + "calls/test_rope_autograd.py::test_what_autograd_cannot_follow_is_refused_before_any_write",),
         "A view of a parameter is overwritten, and its gradient belongs to a value that is gone.",
     ),
@@ -1494,6 +1494,22 @@ NORM = (
         "",
         (C_FORMATS + "test_a_qkv_that_needs_no_gradient_is_overwritten_where_its_weights_do",),
         "In place, the query and the key of one qkv end with an error of autograd where only the weights are trained.",
+    ),
+    Fault(
+        "compiled_views_history_not_asked_for",
+        "tuned/calls/rope/ops.py",
+        "t.view_as(t).copy_(new)",
+        "t.copy_(new)",
+        (C_NORM + "test_compiled_a_qkv_that_needs_no_gradient_is_overwritten_where_its_weights_do",),
+        "torch.compile ends with an error where a packed qkv is overwritten and only the weights are trained.",
+    ),
+    Fault(
+        "split_key_refused_after_the_query_is_written",
+        "tuned/launching/overwrite.py",
+        "if not torch.is_grad_enabled() or not (x.requires_grad or by_gradient):",
+        "if not torch.is_grad_enabled() or not x.requires_grad:",
+        (C_FORMATS + "test_a_key_that_autograd_cannot_follow_is_refused_before_the_query_is_written",),
+        "A call that is refused has written its query.",
     ),
     Fault(
         "gradient_of_an_unused_query",

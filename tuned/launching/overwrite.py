@@ -31,13 +31,16 @@ def overwrite(t: torch.Tensor, value: torch.Tensor) -> None:
     t.copy_(value)
 
 
-def refuse_overwrite(x: torch.Tensor) -> None:
-    """Raise RuntimeError, before any write, if overwriting x would lose or falsify a gradient."""
-    if not torch.is_grad_enabled() or not x.requires_grad:
+def refuse_overwrite(x: torch.Tensor, *, by_gradient: bool = False) -> None:
+    """Raise RuntimeError, before any write, if overwriting x would lose or falsify a gradient.
+
+    ``by_gradient``: what is written needs a gradient, whether x does or not.
+    """
+    if not torch.is_grad_enabled() or not (x.requires_grad or by_gradient):
         return
     base = x._base if x._is_view() else x  # noqa: SLF001 - no public way to ask
     # A leaf may also be a view, of a base that requires no grad.
-    if x.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
+    if (x.is_leaf and x.requires_grad) or (base is not None and base.is_leaf and base.requires_grad):
         raise RuntimeError(
             "x is a leaf that requires grad, or a view of one: overwriting it would lose the value its gradient belongs "
             "to; use inplace=False, or overwrite a clone"

@@ -218,6 +218,17 @@ def test_a_qkv_that_needs_no_gradient_is_overwritten_where_its_weights_do(packed
             torch.testing.assert_close(one, other)
 
 
+def test_a_key_that_autograd_cannot_follow_is_refused_before_the_query_is_written() -> None:
+    weight = (torch.rand(D) + 0.5).requires_grad_()
+    for _ in range(2):
+        q = torch.randn(B, S, H, D)
+        _, k = torch.randn(B, S, H + K, D).split([H, K], 2)
+        before = q.clone()
+        with pytest.raises(RuntimeError, match="one of several views made together"):
+            qk_norm_rope(q, k, weight, weight, **ANGLES, inplace=True)
+        assert torch.equal(q, before)
+
+
 @pytest.mark.parametrize("norm_of", ["head", "all"])
 @pytest.mark.parametrize("eps", [1e-6, 0.0])
 @pytest.mark.parametrize("again", [False, True])

@@ -384,6 +384,23 @@ def test_compiled_it_is_the_same(with_key: bool, inplace: bool, train: bool) -> 
         torch.testing.assert_close(one, other)
 
 
+def test_compiled_a_qkv_that_needs_no_gradient_is_overwritten_where_its_weights_do() -> None:
+    given = tensors(dtype=torch.float32)
+    weights = [given[n].requires_grad_() for n in ("q_weight", "k_weight")]
+    whole = torch.randn(BATCH, SEQ, HEADS + 2 * KEY_HEADS, DIM)
+
+    def run(qkv: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any) -> Any:
+        named = {"cos": cos, "sin": sin, "rotary_dim": DIM - 2}
+        return tuned.dispatch.qkv_norm_rope_(qkv * 1, q_weight, k_weight, **named, kv_heads=KEY_HEADS) * 1
+
+    found = []
+    for function in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        out = function(whole, *weights, given["cos"], given["sin"])
+        found.append([out.detach(), *torch.autograd.grad(out.square().sum(), weights)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("with_key", [True, False])
 def test_the_operators_are_as_they_say(with_key: bool) -> None:
     given = tensors(dtype=torch.float32)

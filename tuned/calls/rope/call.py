@@ -297,7 +297,7 @@ def _run_eagerly(settings: Settings, sources: Sources, first: threading.local | 
     if settings.inplace:
         for t in (given.x, given.key):
             if t is not None:
-                refuse_overwrite(t)
+                refuse_overwrite(t, by_gradient=norm.needs_gradient(given))
     return run_eager(given, settings, getattr(first, "prepared", None))
 
 

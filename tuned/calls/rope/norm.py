@@ -66,7 +66,7 @@ class _Node:
         # The gradient needs the input, and dividing the norm out of the result would not give it back: it is copied.
         tensors = [x] if key is None else [x, key]
         for t in tensors:
-            refuse_overwrite(t)
+            refuse_overwrite(t, by_gradient=True)
         if key is not None:
             refuse_overlap(x, key)
         given = self.sources.given(x.clone(), None if key is None else key.clone(), *others)

@@ -180,7 +180,7 @@ def _norm_call(given: Given, others: tuple[Any, ...], *, inplace: bool) -> Any:
         copied = [t.clone() for t in tensors]
         made = qk_norm_rope(copied[0], None if key is None else copied[1], given.weight, given.key_weight, *others)
         for t, new in zip(tensors, made, strict=False):
-            t.copy_(new)
+            t.view_as(t).copy_(new)  # a view made now has t's history: tuned.launching.overwrite
     else:
         qk_norm_rope_(x, key, given.weight, given.key_weight, *others)
     return x if key is None else (x, key)
