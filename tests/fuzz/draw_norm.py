@@ -22,6 +22,20 @@ ALIKE = 0.8  # of queries and keys of calls like a row are contiguous
 MODES = ("plain", "no_grad", "inference", "grad", "stream", "graph")
 
 
+def divided(rng: random.Random, pairs: int) -> tuple[int, ...]:
+    """Pairs of each of two to four axes; of three a third each, as far as there are, in half of the cases."""
+    if rng.random() < 0.5:
+        return pairs - 2 * (pairs // 3), pairs // 3, pairs // 3
+    cuts = sorted(rng.randint(0, pairs) for _ in range(rng.choice((1, 2, 3))))
+    return tuple(b - a for a, b in zip((0, *cuts), (*cuts, pairs), strict=True))
+
+
+def taken_in_turn(sections: tuple[int, ...]) -> bool:
+    """Whether three sections can be in turn: 0 1 2 0 1 2, as far as those of 1 and 2 go."""
+    pairs = sum(sections)
+    return 3 * sections[1] <= pairs + 1 and 3 * sections[2] <= pairs
+
+
 def draw(rng: random.Random, world: World, spec: Any = None) -> Call:  # noqa: PLR0912, PLR0915 - one thing after another
     """A call; like a spec where one is given, the gradient of a norm by a call that asks for one."""
     mode = world.mode(rng, MODES)
@@ -97,9 +111,11 @@ def draw(rng: random.Random, world: World, spec: Any = None) -> Call:  # noqa: P
         first = "q" if "q" in views else "qkv"
         views[first] = dataclasses.replace(views[first], grad="made")
     # Positions, and angles that reach them.
-    place = rng.choice(("order", "ids", "shifted"))
+    place = rng.choice(("order", "ids", "shifted", "axes"))
+    sections = divided(rng, rotary // 2) if place == "axes" else ()
+    in_turn = len(sections) == 3 and taken_in_turn(sections) and rng.random() < 0.5
     count = batch * seq if layout == "thd" else seq
-    if layout == "thd" and place != "ids":
+    if layout == "thd" and place not in ("ids", "axes"):
         begin, end = (1, count - 1) if count > 2 and rng.random() < 0.3 else (0, count)
         bounds = sorted([begin, *(rng.randint(begin, end) for _ in range(rng.choice((0, 1, 3)))), end])
         views["cu_seqlens"] = world.integers(rng, (len(bounds),), torch.int32, bounds)
@@ -109,6 +125,13 @@ def draw(rng: random.Random, world: World, spec: Any = None) -> Call:  # noqa: P
         ids = [rng.randrange(rows) for _ in range(math.prod(tokens))]
         views["positions"] = world.integers(rng, tokens, rng.choice((torch.int32, torch.int64)), ids)
         arguments["positions"] = Name("positions")
+    elif place == "axes":
+        ids = [rng.randrange(rows) for _ in range(len(sections) * math.prod(tokens))]
+        shape = (len(sections), *tokens)
+        views["positions"] = world.integers(rng, shape, rng.choice((torch.int32, torch.int64)), ids)
+        arguments |= {"positions": Name("positions"), "sections": sections}
+        if in_turn:
+            arguments["interleaved_sections"] = True
     elif place == "shifted":
         arguments["offset"] = rng.choice((1, 3))
     if source == "inv_freq":

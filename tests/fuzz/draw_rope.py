@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.fuzz.case import Call, Name
+from tests.fuzz.draw_norm import divided, taken_in_turn
 from tests.fuzz.given import Integer, Part, Rope
 from tests.fuzz.views import View, contiguous, dense, drawn
 
@@ -23,6 +24,7 @@ ODDS = (35, 27, 25, 13)
 HEAD_DIMS = (2, 4, 5, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128)
 FIRST = 0.25  # of calls like a row of [b, s, h, d], how many are of its views as [b, h, s, d]
 LIKE = 0.5  # of calls like a row, how many have its positions, and its parts that rotate
+AXES = 0.25  # of calls with a position a token, how many have one an axis
 SOURCES = ("freqs", "cos_sin", "cos_sin_cache", "inv_freq")
 REFUSED = (TypeError, ValueError)
 
@@ -156,8 +158,17 @@ def draw(rng: random.Random, world: World, spec: Any = None, size: Any = None) -
     else:
         rows = max(reach + slack, 0) if "ids" not in place and place != "shared" else rng.choice((1, 7, 40))
     shape = {"sbhd": (seq, batch), "thd": (seq,)}.get(d.layout, (batch, seq))
+    sections: tuple[int, ...] = ()
+    in_turn = False
     if place in ("ids", "shared"):
         many = shape if place == "ids" else (seq,)
+        if rng.random() < AXES and not (spec is not None and spec.positions == "ids"):
+            sections = divided(rng, d.rotary // 2)
+            in_turn = len(sections) == 3 and taken_in_turn(sections) and rng.random() < 0.5
+            many = (len(sections), *many)
+            arguments["sections"] = sections
+            if in_turn:
+                arguments["interleaved_sections"] = True
         top = rows if d.source != "inv_freq" else rng.choice((50, 5000, 100_000))
         ids = [rng.randrange(top) for _ in range(math.prod(many))]
         if ids and d.source != "inv_freq" and rng.random() < 0.08:
@@ -213,7 +224,7 @@ def draw(rng: random.Random, world: World, spec: Any = None, size: Any = None) -
         arguments |= {"cp_size": cp_size, "cp_rank": cp_rank}
     rope = Rope(
         **call, entries=d.entries, conjugate=conjugate, scaling=float(scaling), cp_size=cp_size, cp_rank=cp_rank,
-        offset=number, transposed=d.function == "rope_backward",
+        offset=number, transposed=d.function == "rope_backward", sections=sections, in_turn=in_turn,
     )  # fmt: skip
     seen = {name: name for name in (*named, "cu_seqlens", "positions", "starts") if name in views}
     tensors, parts, results, refused = _rotated(rng, d, shape, views, rope, seen, mode)

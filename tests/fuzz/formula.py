@@ -31,6 +31,8 @@ class Rope:
     cp_rank: int = 0
     offset: int = 0
     copied: int = 0  # heads at the end that are v's
+    sections: tuple[int, ...] = ()  # pairs of each axis of positions
+    in_turn: bool = False  # 0 1 2 0 1 2, and not in a row
 
 
 def ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -104,6 +106,31 @@ def angles(tensors: dict[str, torch.Tensor], where: torch.Tensor) -> tuple[torch
     return found[0], found[1]
 
 
+def angles_of_axes(
+    call: Rope, seq: int, batch: int, tensors: dict[str, torch.Tensor], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those of positions with axes: all angles by each axis, of which each pair takes one."""
+    each = []
+    for given in tensors["positions"]:
+        one = tensors | {"positions": given}
+        each.append(angles(one, positions(call, seq, batch, one, device)[0]))
+    entries, pairs = each[0][0].shape[-1], sum(call.sections)
+    if call.in_turn:
+        left = list(call.sections)
+        axis_of = []
+        for j in range(pairs):
+            axis = j % 3 if left[j % 3] and j % 3 else 0
+            left[axis] -= 1
+            axis_of.append(axis)
+    else:
+        axis_of = [axis for axis, count in enumerate(call.sections) for _ in range(count)]
+    pair_of = list(range(entries))
+    if call.entries == "feature":
+        pair_of = [e // 2 if call.interleaved else e % pairs for e in range(entries)]
+    found = [[part[axis_of[pair_of[e]]][..., e] for e in range(entries)] for part in zip(*each, strict=True)]
+    return torch.stack(found[0], -1), torch.stack(found[1], -1)
+
+
 def canonical(x: torch.Tensor, layout: str) -> torch.Tensor:
     """[batch, seq, heads, head_dim], a view."""
     if layout == "thd":
@@ -138,8 +165,12 @@ def rope(
     whole = canonical(x, call.layout).double()
     moved = whole.shape[2] - call.copied
     batch, seq = whole.shape[:2]
-    where, held = positions(call, seq, batch, tensors, x.device)
-    cos, sin = angles(tensors, where)
+    if call.sections:
+        held = None
+        cos, sin = angles_of_axes(call, seq, batch, tensors, x.device)
+    else:
+        where, held = positions(call, seq, batch, tensors, x.device)
+        cos, sin = angles(tensors, where)
     if call.scaling != 1.0:
         cos, sin = cos * call.scaling, sin * call.scaling
     if call.conjugate:

@@ -242,13 +242,16 @@ def qk_norm_rope(
     conjugate: bool = False,
     angle_entries: str = "pair",
     offset: int = 0,
+    sections: tuple[int, ...] = (),
+    interleaved_sections: bool = False,
     **tensors: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The norm as models write it, then the rotation by its definition; tokens of no sequence are copied."""
     first = tensor_format == "bhsd"
     call = formula.Rope(
-        "bshd" if first else tensor_format, interleaved, angle_entries, rotated, conjugate, offset=offset
-    )
+        "bshd" if first else tensor_format, interleaved, angle_entries, rotated, conjugate, offset=offset,
+        sections=sections, in_turn=interleaved_sections,
+    )  # fmt: skip
     held = slice(None)
     if "cu_seqlens" in tensors:  # those outside have no angle, whose NaN would spread to gradients
         begin, end = int(tensors["cu_seqlens"][0]), int(tensors["cu_seqlens"][-1])
