@@ -269,3 +269,13 @@ def test_freqs_half_as_wide_as_the_head_are_asked_about(way: str) -> None:
         rope(x, torch.rand(S, D))
         rope(x, torch.rand(S, 2))
         apply_rotary_pos_emb(x.transpose(0, 1), freqs[:, None, None])  # whose entries are always of features
+
+
+def test_a_gradient_says_nothing_that_the_forward_has_said() -> None:
+    q, weight = torch.randn(B, S, H, D, requires_grad=True), torch.ones(D)
+    with pytest.warns(FutureWarning, match="half as wide"):
+        out, _ = qk_norm_rope(q, None, weight, None, torch.rand(S, D // 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        grad.sum().backward()

@@ -29,7 +29,6 @@ from tuned.launching.launcher import kernel, run_steps
 from tuned.launching.overwrite import overwrite, refuse_overwrite
 from tuned.launching.plan import launch_known
 from tuned.launching.rehearsal import Heard, listening
-from tuned.lookup.lookup import Choice
 
 Gradients = tuple[torch.Tensor | None, ...]  # of x, the key, and the weights of their norms
 
@@ -111,7 +110,7 @@ def gradient(
     given: Given, settings: Settings, grad: Any, key_grad: Any = None, *, create_graph: bool = False
 ) -> Gradients:
     """The gradients of x, key and the weights of the norms, given those of the results, of which one may be None."""
-    settings = settings._replace(inplace=False)
+    settings = settings._replace(inplace=False, direction="backward")
     grad = torch.zeros_like(given.x) if grad is None else grad
     if given.key is not None and key_grad is None:
         key_grad = torch.zeros_like(given.key)
@@ -125,33 +124,24 @@ def gradient(
     given = Given(*(t.resolve_neg() if isinstance(t, torch.Tensor) else t for t in given))
     prepared = prepare(given, settings, make_out=lambda t: t)
     empty = not given.x.numel() or (given.key is not None and not given.key.numel())
-    choice = _choice(prepared, "a tensor is empty" if empty else None)
+    choice = choice_of(prepared, "a tensor is empty" if empty else None)
     if choice.variant is None:
         return _by_operators(prepared, grad, key_grad)
-    return _by_kernels(_transposed(prepared.spec), choice.variant, prepared, grad.resolve_neg(), key_grad)
+    return _by_kernels(prepared.spec, choice.variant, prepared, grad.resolve_neg(), key_grad)
 
 
 def note_gradient(heard: Heard, given: Given, settings: Settings, bypassed: str | None) -> None:
     """Note what the gradient of a call would launch."""
     views = given._replace(x=tokens_first(given.x, settings), key=tokens_first(given.key, settings))
     layout = "bshd" if settings.tensor_format == "bhsd" else settings.tensor_format
-    prepared = prepare(views, settings._replace(inplace=False, tensor_format=layout), make_out=lambda t: t)
-    choice = _choice(prepared, bypassed)
-    if choice.variant is None:
+    backward = settings._replace(inplace=False, direction="backward", tensor_format=layout)
+    prepared = prepare(views, backward, make_out=lambda t: t)
+    choice, spec = choice_of(prepared, bypassed), prepared.spec
+    if choice.variant is None or spec is None:
         return
     grads = [torch.empty_like(t) for t in (prepared.call.x, prepared.call.key) if t is not None]
-    spec = _transposed(prepared.spec)
     for launch in launches(spec, choice.variant, gradient_call(spec, choice.variant, prepared.call, *grads)):
         heard.note(kernel(launch.kernel), launch)
-
-
-def _transposed(spec: Any) -> Any:
-    return None if spec is None else dataclasses.replace(spec, direction="backward")
-
-
-def _choice(prepared: Prepared, bypassed: str | None) -> Choice:
-    """The variant of the gradient of a forward's call, or why PyTorch's operators serve it."""
-    return choice_of(prepared._replace(spec=_transposed(prepared.spec)), bypassed)
 
 
 def _by_kernels(spec: Any, variant: Any, prepared: Prepared, grad: Any, key_grad: Any) -> Gradients:
@@ -201,7 +191,7 @@ def _by_operators(prepared: Prepared, grad: Any, key_grad: Any) -> Gradients:
     """The gradients by PyTorch's own operators, none of which needs autograd: inside of an operator there is none."""
     spec, call = prepared.eager_spec, prepared.call
     compute = torch.promote_types(call.x.dtype, torch.float32)
-    turned = dataclasses.replace(spec, norm="", zero_centered=False, rounding="once", direction="backward")
+    turned = dataclasses.replace(spec, norm="", zero_centered=False, rounding="once")
     grads = [None if t is None else t.to(compute) for t in (grad, key_grad)]
     found = rotate(turned, dataclasses.replace(call, x=grads[0], key=grads[1]))  # of what the norm gave
     _, inside = positions(spec, call)
@@ -232,7 +222,8 @@ def _by_formula(given: Given, settings: Settings, grad: Any, key_grad: Any) -> G
     tensors = (given.x, given.key, given.weight, given.key_weight)
     with torch.enable_grad():
         prepared = prepare(given, settings, make_out=lambda t: t)
-        results = [t for t in rotate(prepared.eager_spec, prepared.call) if t is not None]
+        forward = dataclasses.replace(prepared.eager_spec, direction="forward")
+        results = [t for t in rotate(forward, prepared.call) if t is not None]
         asked = [t for t in tensors if t is not None and t.requires_grad]
         grads = [t for t in (grad, key_grad) if t is not None]
         found = iter(torch.autograd.grad(results, asked, grads, create_graph=True, allow_unused=True))
