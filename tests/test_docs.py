@@ -73,7 +73,8 @@ def test_every_public_function_and_module_is_in_the_reference() -> None:
     named += [f"tuned.nn.{name}" for name in ("GRU", "GRUCell", "patched", "is_patched", "replace", "restore")]
     named += [f"tuned.compat.{path.stem}" for path in (ROOT / "tuned" / "compat").glob("[a-z]*.py")]
     missing = [name for name in named if not re.search(rf"{re.escape(name)}$", page, re.MULTILINE)]
-    inner = ("attention", "fusing", "norm_style", "rotary_style")  # how a model's way to rotate and to normalise is found
+    # How a model's way to rotate and to normalise is found.
+    inner = ("attention", "fusing", "norm_style", "rotary_style")
     assert sorted(missing) == [f"tuned.compat.{name}" for name in inner]
 
 
