@@ -101,7 +101,7 @@ $(VENV)/.tune: pyproject.toml constraints.txt
 
 $(VENV)/.dev: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[tune,hosts,bench,docs,dev]'
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[tune,hosts,bench,docs,dev]'
 	touch $@
 
 $(STACK)/.dev: pyproject.toml constraints.txt Makefile

@@ -42,14 +42,19 @@ PLAIN = [
     for spec in rope_specs()
     if spec.plain
 ]
+SHAPE = {"dtype": "bfloat16", "heads": 32, "head_dim": 128, "rotary_dim": 128}
+NORMS = [
+    {name: getattr(spec, name) for name in ("layout", "inplace", "direction", "style", "angles")}
+    for spec in norm_specs()
+]
 # Every two values of text axes that can meet are compiled together for every architecture.
 COVERING = [
-    *(
-        kernel_name(RopeSpec(dtype="bfloat16", heads=32, head_dim=128, rotary_dim=128, **axes), RopeVariant())
-        for axes in pairwise.covering(PLAIN)
-    ),
+    *(kernel_name(RopeSpec(**SHAPE, **axes), RopeVariant()) for axes in pairwise.covering(PLAIN)),
     *(kernel_name(spec, RopeVariant()) for spec in rope_specs() if not spec.plain),
-    *(kernel_name(spec, RopeVariant()) for spec in norm_specs()),
+    *(
+        kernel_name(RopeSpec(**SHAPE, key_heads=8, norm="head", **axes), RopeVariant())
+        for axes in pairwise.covering(NORMS)
+    ),
     WEIGHTS,
     PROBE_KERNEL,
     *PRODUCTS,

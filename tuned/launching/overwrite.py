@@ -27,7 +27,8 @@ def overwrite(t: torch.Tensor, value: torch.Tensor) -> None:
     A write to another view of the same tensor, by a value that needs a gradient, makes t need one: autograd notices when it is asked
     for t's history, and copy_ would take t for a leaf before that.
     """
-    _ = t.grad_fn
+    if torch.is_grad_enabled():  # without, it would refuse a view that was made so
+        _ = t.grad_fn
     t.copy_(value)
 
 
