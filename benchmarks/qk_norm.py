@@ -2,8 +2,8 @@
 
 Models' sizes at three lengths, forward and with the gradients of both tensors and both weights; decode in place by position; the
 host's time of a call; random calls. Each beside a copy of the bytes that must move (the gradient moves 1.5 times as much as the
-forward), the model's own code as it is and compiled, our rotation without the norm, and what is installed of vLLM, FlashInfer and
-Liger-Kernel. Nothing is timed that was not held against float64 just before. ``--dry`` runs all of it, tiny, on a CPU, without a
+forward), the model's own code as it is and compiled, our rotation without the norm, and what is installed of vLLM, SGLang,
+FlashInfer and Liger-Kernel. Nothing is timed that was not held against float64 just before. ``--dry`` runs all of it, tiny, on a CPU, without a
 clock. The exit code is 1 where something cannot be measured; a bar that is missed is told in the table.
 """
 
@@ -246,8 +246,24 @@ def liger(model: Model, t: Layer) -> Launch:
     return launch
 
 
-PEERS: dict[str, Callable[[Model, Layer], Launch]] = {"vLLM": vllm, "FlashInfer": flashinfer, "Liger-Kernel": liger}
-PACKAGES = {"vllm": "vllm", "flashinfer": "flashinfer-python", "liger_kernel": "liger-kernel"}
+def sglang(model: Model, t: Layer) -> Launch:
+    """The one kernel of SGLang, in place on views of one qkv; its weight is never 1 + w."""
+    run = importlib.import_module("sglang.jit_kernel.diffusion.qknorm_rope").fused_inplace_qknorm_rope
+
+    def launch() -> Any:
+        run(*t.both, *t.weights, t.cache, t.ids, is_neox=True, eps=EPS, head_dim=model.dim, rope_dim=model.dim)
+        return t.both
+
+    return launch
+
+
+PEERS: dict[str, Callable[[Model, Layer], Launch]] = {
+    "vLLM": vllm,
+    "SGLang": sglang,
+    "FlashInfer": flashinfer,
+    "Liger-Kernel": liger,
+}
+PACKAGES = {"vllm": "vllm", "sglang": "sglang", "flashinfer": "flashinfer-python", "liger_kernel": "liger-kernel"}
 
 
 # Rows -------------------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from tests.support.run import INTERPRETED
 from tuned import dispatch
 from tuned.calls.rope import norm
 from tuned.families.registry import FAMILIES as FAMILIES_OF
+from tuned.families.rope.eager import norm_gradient
 from tuned.families.rope.launches import WEIGHTS, kernel_names
 from tuned.lookup.lookup import Gpu
 
@@ -98,7 +99,7 @@ def launched(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     def backward(spec: Any, variant: Any, prepared: Any, grad: Any, key_grad: Any) -> Any:
         names.update(kernel_names(spec, variant))
         if not watch.interpreted:
-            return norm._by_operators(prepared, grad, key_grad)
+            return norm_gradient(prepared.eager_spec, prepared.call, grad, key_grad)
         return kernels(spec, variant, prepared, grad, key_grad)
 
     def interpreted(steps: Any, _launch: Any) -> None:

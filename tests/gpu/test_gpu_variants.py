@@ -11,7 +11,7 @@ import torch
 from generator.processes.compiler import compile_variant, hopeless
 from generator.searching.pool import legal_pool
 from generator.selection import problem_named
-from generator.workload import default_problems
+from generator.workload import WORKLOADS, default_problems
 from tests.support import pairwise
 from tests.support.rope_case import RopeCase, assert_right
 from tests.support.rope_variants import spec_for
@@ -125,3 +125,25 @@ def test_every_legal_variant_of_a_decode_problem_is_right(share: int) -> None:
 def test_a_sample_of_every_pool_is_right(problem: Problem) -> None:
     variants = legal_pool(problem, capability()).variants
     assert check_variants(problem, variants[:: max(1, len(variants) // SAMPLE)]) == []
+
+
+# What a winner is compared with is timed in a graph: nothing of it may come from the host's memory, or from another stream.
+CAPTURED = {
+    dataclasses.replace(p.spec, heads=1, key_heads=min(1, p.spec.key_heads), copied_heads=0): p
+    for p in default_problems("rope")
+}
+
+
+@pytest.mark.gpu_sample
+@pytest.mark.parametrize("problem", CAPTURED.values(), ids=lambda p: p.name)
+def test_the_eager_form_of_every_kind_of_rotation_can_be_captured(problem: Problem) -> None:
+    size = dataclasses.replace(problem.size, batch=2, seq=7)
+    work = WORKLOADS["rope"]
+    eager = work.eager(problem.spec, work.inputs(problem.spec, size, "cuda", 0))
+    eager()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        eager()
+    graph.replay()
+    torch.cuda.synchronize()

@@ -23,8 +23,8 @@ def _load_pairs(
     i_pair = tl.arange(0, PAIR_BLOCK)
     mask = m_row[:, :, None] & (i_pair < PAIRS)[None, None, :]
     pointers = rows[:, :, None] + i_pair[None, None, :] * stride_d
-    first = tl.load(pointers, mask=mask, eviction_policy=EVICT)
-    second = tl.load(pointers + DISTANCE * stride_d, mask=mask, eviction_policy=EVICT)
+    first = tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICT)
+    second = tl.load(pointers + DISTANCE * stride_d, mask=mask, other=0.0, eviction_policy=EVICT)
     return first, second
 
 
@@ -201,12 +201,6 @@ def _features(PAIR_BLOCK: tl.constexpr, DISTANCE: tl.constexpr, FEATURE: tl.cons
 
 
 @triton.jit
-def _kept(values, m_row, m_feature):
-    """The values of a tile, and 0 where it has none: [BLOCK_TOKENS, BLOCK_HEADS, block]."""
-    return tl.where(m_row[:, :, None] & m_feature[None, None, :], values, 0.0)
-
-
-@triton.jit
 def _together(values, i_row, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, NORM_ALL: tl.constexpr):
     """For each row the sum of a number of each row over those that are normalised with it: [BLOCK_TOKENS, BLOCK_HEADS]."""
     if NORM_ALL:
@@ -285,6 +279,12 @@ def _scaled(values, reciprocal, weights, dtype: tl.constexpr, ROUNDING: tl.const
     if ROUNDING != "once":
         values = values.to(dtype).to(tl.float32)
     return values
+
+
+@triton.jit
+def _kept(values, m_row):
+    """The values of some rows, and 0 in others: [BLOCK_TOKENS, BLOCK_HEADS, block]."""
+    return tl.where(m_row[:, :, None], values, 0.0)
 
 
 @triton.jit
@@ -396,6 +396,7 @@ def rope_norm_backward_half_freqs(
     NORM_ALL: tl.constexpr,  # the heads of a tensor are normalised together, and not each head
     ZERO_CENTERED: tl.constexpr,  # features are multiplied by 1 + weight
     ROUNDING: tl.constexpr,  # of the forward, whose gradient takes it as exact
+    STAGES: tl.constexpr,  # tiles that a program has at a time, under way or at work
 ):
     if PDL:
         # Let the next kernel's programs take places that fall free; read nothing before the kernel before has ended.
@@ -435,7 +436,8 @@ def rope_norm_backward_half_freqs(
         )
         sum_tail = tl.zeros([BLOCK_TOKENS, BLOCK_HEADS, TAIL_BLOCK], tl.float32)
 
-    for i_tile in range(i_program // row_tiles, token_tiles * batch, turns):
+    # Tiles are on their way to shared memory while one before them is at work.
+    for i_tile in tl.range(i_program // row_tiles, token_tiles * batch, turns, num_stages=STAGES):
         i_batch = (i_tile // token_tiles).to(tl.int64)
         i_token = (i_tile % token_tiles) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
         m_token = i_token < seq
@@ -458,9 +460,9 @@ def rope_norm_backward_half_freqs(
         )  # fmt: skip
         if TAIL > 0:
             tail, m_tail = _tail(rows, m_row, stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
-            grad_tail = tl.load(tail, mask=m_tail, eviction_policy=LOAD_EVICT)
+            grad_tail = tl.load(tail, mask=m_tail, other=0.0, eviction_policy=LOAD_EVICT)
             tail, m_tail = _tail(given_rows, m_row, given_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
-            b_tail = tl.load(tail, mask=m_tail, eviction_policy=LOAD_EVICT)
+            b_tail = tl.load(tail, mask=m_tail, other=0.0, eviction_policy=LOAD_EVICT)
 
         # The position of each token, and whether it has one: [BLOCK_TOKENS] both. One an axis: [BLOCK_TOKENS, PAIR_BLOCK].
         m_inside = m_token
@@ -528,6 +530,10 @@ def rope_norm_backward_half_freqs(
         cos_first, sin_first = cos_first[:, None, :], sin_first[:, None, :]
         cos_second, sin_second = cos_second[:, None, :], sin_second[:, None, :]
 
+        # Where a tile has no tokens or pairs its gradients are 0, and its angles NaN: 0 times these would not be 0.
+        m_turned = m_token[:, None, None] & (i_pair < TURNED_PAIRS)[None, None, :]
+        cos_first, sin_first = tl.where(m_turned, cos_first, 0.0), tl.where(m_turned, sin_first, 0.0)
+        cos_second, sin_second = tl.where(m_turned, cos_second, 0.0), tl.where(m_turned, sin_second, 0.0)
         # z, the gradient of what the norm gave, by the transpose: the sines of the pair change places, and their signs turn.
         grad_first, grad_second = grad_first.to(tl.float32), grad_second.to(tl.float32)
         z_first = grad_first * cos_first + grad_second * sin_second
@@ -536,13 +542,16 @@ def rope_norm_backward_half_freqs(
             m_turned = (i_pair < TURNED_PAIRS)[None, None, :]
             z_first = tl.where(m_turned, z_first, grad_first)
             z_second = tl.where(m_turned, z_second, grad_second)
-        m_used = m_row & m_inside[:, None]  # tokens that no sequence holds were copied
-        z_first, z_second = _kept(z_first, m_used, m_pair), _kept(z_second, m_used, m_pair)
-        b_first, b_second = _kept(first.to(tl.float32), m_used, m_pair), _kept(second.to(tl.float32), m_used, m_pair)
+        b_first, b_second = first.to(tl.float32), second.to(tl.float32)
+        m_used = m_row & m_inside[:, None]
+        if PACKED:  # tokens that no sequence holds were copied: they may be NaN, and add nothing
+            z_first, z_second = _kept(z_first, m_used), _kept(z_second, m_used)
+            b_first, b_second = _kept(b_first, m_used), _kept(b_second, m_used)
         squares = tl.sum(b_first * b_first + b_second * b_second, 2)
         if TAIL > 0:
-            z_tail = _kept(grad_tail.to(tl.float32), m_used, m_kept)
-            tail_32 = _kept(b_tail.to(tl.float32), m_used, m_kept)
+            z_tail, tail_32 = grad_tail.to(tl.float32), b_tail.to(tl.float32)
+            if PACKED:
+                z_tail, tail_32 = _kept(z_tail, m_used), _kept(tail_32, m_used)
             squares += tl.sum(tail_32 * tail_32, 2)
         # Where a tile has no rows it is 1 / sqrt(eps), which may be 1 / 0: 0 times it would be NaN in the weights' gradients.
         reciprocal = _reciprocal_norms(squares, i_row, eps, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)

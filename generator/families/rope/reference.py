@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tuned.calls.rope.arguments import strides_of
-from tuned.families.rope.eager import positions, rotate
+from tuned.families.rope.eager import norm_gradient, positions, rotate
 from tuned.families.rope.launches import MOST_PROGRAMS, RopeCall, weight_features
 from tuned.families.rope.spec import ITEM_SIZE, ROUNDINGS, RopeSize, RopeSpec
 from tuned.families.rope.variant import RopeVariant, half_block, programs, rows_at_once
@@ -345,23 +345,14 @@ def eager(spec: RopeSpec, call: RopeCall) -> Any:
         given = dataclasses.replace(call, x=query, key=keys[0] if keys else None)
         if not spec.gradient_of_norm:
             return lambda: rotate(spec, given)
-        return _gradient(spec, given, _tensors(spec, call, call.x))
+        grad, *key_grads = _tensors(spec, call, call.x)
+        return lambda: norm_gradient(spec, given, grad, key_grads[0] if key_grads else None)
     if call.x.ndim > 2:  # noqa: PLR2004 - all that lies side by side is rotated alike
         given = dataclasses.replace(call, x=call.x[..., : spec.all_heads, :])
     else:
         query, key = _parts(spec, call, call.x)
         given = dataclasses.replace(call, x=query, key=key)
     return lambda: rotate(spec, given)
-
-
-def _gradient(spec: RopeSpec, call: RopeCall, grads: list[torch.Tensor]) -> Any:
-    """The gradient of the norm and the rotation by autograd, with the forward taken before."""
-    tensors = [t.detach().requires_grad_() for t in (call.x, call.key, call.weight, call.key_weight) if t is not None]
-    names = [n for n in ("x", "key", "weight", "key_weight") if getattr(call, n) is not None]
-    forward = dataclasses.replace(spec, direction="forward")
-    out = rotate(forward, dataclasses.replace(call, **dict(zip(names, tensors, strict=True))))
-    results = [t for t in out if t is not None]
-    return lambda: torch.autograd.grad(results, tensors, grads, retain_graph=True)
 
 
 def bytes_moved(spec: RopeSpec, size: RopeSize) -> int:

@@ -23,7 +23,7 @@ from tuned.calls.rope.arguments import (
     tokens_first,
 )
 from tuned.calls.rope.plan import Plan, choice_of
-from tuned.families.rope.eager import positions, rotate
+from tuned.families.rope.eager import norm_gradient, rotate
 from tuned.families.rope.launches import RopeCall, launches, parts
 from tuned.launching.launcher import kernel, run_steps
 from tuned.launching.overwrite import overwrite, refuse_overwrite
@@ -126,7 +126,7 @@ def gradient(
     empty = not given.x.numel() or (given.key is not None and not given.key.numel())
     choice = choice_of(prepared, "a tensor is empty" if empty else None)
     if choice.variant is None:
-        return _by_operators(prepared, grad, key_grad)
+        return norm_gradient(prepared.eager_spec, prepared.call, grad, key_grad)
     return _by_kernels(prepared.spec, choice.variant, prepared, grad.resolve_neg(), key_grad)
 
 
@@ -185,36 +185,6 @@ def gradient_call(spec: Any, variant: Any, call: RopeCall, grad: Any, key_grad: 
         key_weight_grad=like(call.key_weight),
         partials=torch.empty(parts(spec, variant, call.seq, call.batch), dtype=torch.float32, device=grad.device),
     )
-
-
-def _by_operators(prepared: Prepared, grad: Any, key_grad: Any) -> Gradients:
-    """The gradients by PyTorch's own operators, none of which needs autograd: inside of an operator there is none."""
-    spec, call = prepared.eager_spec, prepared.call
-    compute = torch.promote_types(call.x.dtype, torch.float32)
-    turned = dataclasses.replace(spec, norm="", zero_centered=False, rounding="once")
-    grads = [None if t is None else t.to(compute) for t in (grad, key_grad)]
-    found = rotate(turned, dataclasses.replace(call, x=grads[0], key=grads[1]))  # of what the norm gave
-    _, inside = positions(spec, call)
-    axes = (-2, -1) if spec.norm == "all" else (-1,)
-    made: list[Any] = []
-    for x, given_grad, z, weight in zip((call.x, call.key), grads, found, (call.weight, call.key_weight), strict=True):
-        if x is None or z is None or given_grad is None:
-            made += [None, None]
-            continue
-        used = z if inside is None else torch.where(inside[:, None, None], z, 0.0)
-        wide = x.to(compute)
-        if inside is not None:  # what no sequence holds may be anything: it adds nothing to the weights' gradients
-            wide = torch.where(inside[:, None, None], wide, 1.0)
-        reciprocal = torch.rsqrt((wide * wide).mean(axes, keepdim=True) + call.eps)
-        n = wide * reciprocal
-        scale = weight.to(compute).view(-1, x.shape[-1])
-        y = used * (scale + 1.0 if spec.zero_centered else scale)
-        out = reciprocal * (y - n * (y * n).mean(axes, keepdim=True))
-        out = out if inside is None else torch.where(inside[:, None, None], out, given_grad)
-        of_weight = (used * n).sum(tuple(range(x.ndim - (2 if spec.norm == "all" else 1))))
-        made += [out.to(x.dtype), of_weight.reshape(weight.shape).to(weight.dtype)]
-    out, weight_grad, key_out, key_weight_grad = made
-    return out, key_out, weight_grad, key_weight_grad
 
 
 def _by_formula(given: Given, settings: Settings, grad: Any, key_grad: Any) -> Gradients:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ def positions(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tenso
     """
     given: Any = None if call.positions is None else call.positions.long()
     if spec.positions == "axes":
-        places = given[list(spec.axis_of_pair)].movedim(0, -1)  # [seq, pairs] or [batch, seq, pairs]
+        # [seq, pairs] or [batch, seq, pairs]. A list as an index would be copied to the GPU, which no graph may capture.
+        places = torch.stack([given[axis] for axis in spec.axis_of_pair], -1)
         return places.transpose(0, 1) if places.ndim > 2 and spec.layout == "sbhd" else places, None  # noqa: PLR2004
     if spec.positions == "ids":
         return given.t() if given.ndim > 1 and spec.layout == "sbhd" else given, None
@@ -218,3 +220,38 @@ def _turn(  # noqa: PLR0913
     pieces = [piece.to(given.dtype) for piece in (kept[0], *middle, kept[2]) if piece is not None]
     out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
     return out if inside is None else torch.where(inside[:, None, None], out, given)
+
+
+def norm_gradient(
+    spec: RopeSpec, call: RopeCall, grad: torch.Tensor, key_grad: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of x, the key, and the weights of their norms, given those of the results.
+
+    ``call`` is the forward's, ``spec`` that of the gradient. None of its operators needs autograd: inside of an operator
+    there is none, and a CUDA graph can capture it.
+    """
+    compute = torch.promote_types(call.x.dtype, torch.float32)
+    turned = dataclasses.replace(spec, norm="", zero_centered=False, rounding="once")
+    grads = [None if t is None else t.to(compute) for t in (grad, key_grad)]
+    found = rotate(turned, dataclasses.replace(call, x=grads[0], key=grads[1]))  # of what the norm gave
+    _, inside = positions(spec, call)
+    axes = (-2, -1) if spec.norm == "all" else (-1,)
+    made: list[Any] = []
+    for x, given_grad, z, weight in zip((call.x, call.key), grads, found, (call.weight, call.key_weight), strict=True):
+        if x is None or z is None or given_grad is None:
+            made += [None, None]
+            continue
+        used = z if inside is None else torch.where(inside[:, None, None], z, 0.0)
+        wide = x.to(compute)
+        if inside is not None:  # what no sequence holds may be anything: it adds nothing to the weights' gradients
+            wide = torch.where(inside[:, None, None], wide, 1.0)
+        reciprocal = torch.rsqrt((wide * wide).mean(axes, keepdim=True) + call.eps)
+        n = wide * reciprocal
+        scale = weight.to(compute).view(-1, x.shape[-1])
+        y = used * (scale + 1.0 if spec.zero_centered else scale)
+        out = reciprocal * (y - n * (y * n).mean(axes, keepdim=True))
+        out = out if inside is None else torch.where(inside[:, None, None], out, given_grad)
+        of_weight = (used * n).sum(tuple(range(x.ndim - (2 if spec.norm == "all" else 1))))
+        made += [out.to(x.dtype), of_weight.reshape(weight.shape).to(weight.dtype)]
+    out, weight_grad, key_out, key_weight_grad = made
+    return out, key_out, weight_grad, key_weight_grad

@@ -26,12 +26,13 @@ OF_NORM = frozenset((
 ))  # fmt: skip
 OF_GRADIENT_OF_NORM = frozenset((
     "given", "key_given", "partials", "given_stride_s", "given_stride_b", "given_stride_h", "given_stride_d",
-    "key_given_stride_s", "key_given_stride_b", "key_given_stride_h",
+    "key_given_stride_s", "key_given_stride_b", "key_given_stride_h", "STAGES",
 ))  # fmt: skip
 WEIGHTS = "rope_norm_weights"  # the kernel that adds the parts of the weights' gradients
 # Programs of a norm's gradient at most, by what is normalised: each stores a part of the weights' gradients, which is read again.
 MOST_PROGRAMS = {"head": 1056, "all": 264}  # 8 and 2 a multiprocessor of an H200
-PARTS_AT_ONCE, COLUMNS_AT_ONCE = 32, 32  # of the parts, by a program of WEIGHTS
+STAGES = {"head": 2, "all": 2}  # tiles that such a program has at a time, under way or at work
+PARTS_AT_ONCE, COLUMNS_AT_ONCE = 512, 8  # of the parts, by a program of WEIGHTS: a sector of 32 bytes wide
 OF_BOUNDS = frozenset(("cu_seqlens", "sequences", "SEARCH_STEPS", "SEARCH_FAN"))
 OF_OUT = frozenset((  # of calls out of place
     "out", "key_out", "out_stride_s", "out_stride_b", "out_stride_h", "out_stride_d",
@@ -236,6 +237,7 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "NORM_ALL": spec.norm == "all",
         "ZERO_CENTERED": spec.zero_centered,
         "ROUNDING": spec.rounding,
+        "STAGES": STAGES[spec.norm] if spec.normed else 1,
     }
     count = programs(spec, variant, call.seq, call.batch)
     if spec.gradient_of_norm:
