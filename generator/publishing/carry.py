@@ -52,8 +52,13 @@ def codes_of(tree: Path, winners: list[Winner]) -> Codes:
     Raises:
         CarryError: the tree cannot be asked.
     """
-    # Without what a spec leaves at its defaults: fields that are newer than the tree.
-    asked = json.dumps([dataclasses.asdict(winner) | {"spec": fields_of(winner.spec)} for winner in winners])
+    asked = json.dumps(
+        [
+            # Without fields that may be newer than the tree, at their defaults.
+            dataclasses.asdict(winner) | {"spec": fields_of(winner.spec), "variant": _knobs_of(winner.variant)}
+            for winner in winners
+        ]
+    )
     environment = {name: value for name, value in os.environ.items() if name not in {"TRITON_INTERPRET", "PYTHONPATH"}}
     done = subprocess.run(  # noqa: S603 - a file of this package
         [sys.executable, str(Path(codes.__file__)), str(tree), GENERATOR],
@@ -69,6 +74,16 @@ def codes_of(tree: Path, winners: list[Winner]) -> Codes:
     except (IndexError, ValueError) as error:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise CarryError(f"the kernels of {tree} could not be compiled: {last}") from error
+
+
+def _knobs_of(variant: Any) -> dict[str, Any]:
+    """The knobs of a variant, without those at their defaults that are newer than some records."""
+    fields = dataclasses.fields(variant)
+    return {
+        f.name: getattr(variant, f.name)
+        for f in fields
+        if not (f.metadata["older"] and getattr(variant, f.name) == f.default)
+    }
 
 
 def checked_out(revision: str, folder: Path) -> str:

@@ -97,10 +97,10 @@ def load(path: Path) -> Landscape:
     spec, size = family.spec_type(**content["spec"]), family.size_type(**content["size"])
     problem = Problem(content["name"], content["family"], spec, size)
 
-    # A variant's number counts in the order of declaration; the keys of the file are sorted.
-    knobs = content["knobs"]
-    if set(knobs) == set(choices(family.variant_type)):
-        knobs = {name: knobs[name] for name in choices(family.variant_type)}
+    # A variant's number counts in the order of declaration; the keys of the file are sorted. A newer knob has its default.
+    knobs, declared = content["knobs"], choices(family.variant_type)
+    if set(knobs) <= set(declared):
+        knobs = {name: knobs[name] for name in declared if name in knobs}
 
     def named(numbers: dict[str, Any]) -> dict[Any, Any]:
         rows = ((_variant(int(n), knobs, family.variant_type), value) for n, value in numbers.items())
@@ -129,7 +129,8 @@ def _number(variant: Any, declared: dict[str, Any]) -> int:
 
 
 def _variant(number: int, declared: dict[str, Any], kind: Any) -> Any:
-    if set(declared) != set(choices(kind)):
+    newer = {f.name for f in dataclasses.fields(kind) if f.metadata["older"]}  # which had their defaults
+    if not set(choices(kind)) - newer <= set(declared) <= set(choices(kind)):
         return None
     places = np.unravel_index(number, [len(values) for values in declared.values()])
     variant = kind(**{name: values[place] for (name, values), place in zip(declared.items(), places, strict=True)})

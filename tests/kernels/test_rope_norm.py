@@ -18,6 +18,7 @@ from generator.rendering.structures import load
 from generator.workload import WORKLOADS
 from tests.support import pairwise
 from tuned.families.rope import launches as rope_launches
+from tuned.families.rope import variant as rope_variant
 from tuned.families.rope.eager import rotate
 from tuned.families.rope.launches import RopeCall, kernel_name, launches
 from tuned.families.rope.spec import (
@@ -127,7 +128,8 @@ def test_the_weights_gradients_are_sums_over_all_tokens(
     norm: str, key_heads: int, rotary: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With programs that take many tiles, some, or one each, and parts that are added in one turn or in many."""
-    monkeypatch.setattr(rope_launches, "MOST_PROGRAMS", {"head": most, "all": most})
+    monkeypatch.setattr(rope_variant, "MULTIPROCESSORS", most)
+    monkeypatch.setattr(rope_variant, "LEAST_RESIDENT", 1)
     monkeypatch.setattr(rope_launches, "PARTS_AT_ONCE", 4)
     monkeypatch.setattr(rope_launches, "COLUMNS_AT_ONCE", 8)
     spec = RopeSpec(

@@ -15,14 +15,15 @@ import triton.language as tl
 
 @triton.jit
 def _load_pairs(
-    rows, m_row, stride_d, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, DISTANCE: tl.constexpr, EVICT: tl.constexpr
-):
+    rows, m_row, stride_d, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, DISTANCE: tl.constexpr, EVICT: tl.constexpr,
+    ABSENT: tl.constexpr,
+):  # fmt: skip
     """Features (j, j + DISTANCE) of each row: [BLOCK_TOKENS, BLOCK_HEADS, PAIR_BLOCK] twice."""
     i_pair = tl.arange(0, PAIR_BLOCK)
     mask = m_row[:, :, None] & (i_pair < PAIRS)[None, None, :]
     pointers = rows[:, :, None] + i_pair[None, None, :] * stride_d
-    first = tl.load(pointers, mask=mask, eviction_policy=EVICT)
-    second = tl.load(pointers + DISTANCE * stride_d, mask=mask, eviction_policy=EVICT)
+    first = tl.load(pointers, mask=mask, other=ABSENT, eviction_policy=EVICT)
+    second = tl.load(pointers + DISTANCE * stride_d, mask=mask, other=ABSENT, eviction_policy=EVICT)
     return first, second
 
 
@@ -235,6 +236,8 @@ def rope_complete_inplace_half_cos_sin(
     if isinstance(out_stride_d, tl.tensor):
         out_stride_d = out_stride_d.to(tl.int64)
 
+    ABSENT: tl.constexpr = None  # what a tile has in the place of rows and features that there are none of
+
     # This program's tile of tokens and of rows.
     i_program = tl.program_id(0)
     token_tiles = tl.cdiv(seq, BLOCK_TOKENS)
@@ -260,10 +263,10 @@ def rope_complete_inplace_half_cos_sin(
         x_stride_s, x_stride_b, x_stride_h, key_stride_s, key_stride_b, key_stride_h, HEADS, KEY_HEADS, MULTIPLE,
     )  # fmt: skip
     pairs = rows + FIRST_FEATURE * stride_d
-    first, second = _load_pairs(pairs, m_row, stride_d, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, LOAD_EVICT)
+    first, second = _load_pairs(pairs, m_row, stride_d, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, LOAD_EVICT, ABSENT)
     if TAIL > 0:
         tail, m_tail = _tail(rows, m_row, stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
-        b_tail = tl.load(tail, mask=m_tail, eviction_policy=LOAD_EVICT)
+        b_tail = tl.load(tail, mask=m_tail, other=ABSENT, eviction_policy=LOAD_EVICT)
 
     # The position of each token, and whether it has one: [BLOCK_TOKENS] both. One an axis: [BLOCK_TOKENS, PAIR_BLOCK].
     m_inside = m_token
@@ -358,7 +361,9 @@ def rope_complete_inplace_half_cos_sin(
         HEADS, KEY_HEADS, MULTIPLE,
     )  # fmt: skip
     out_pairs = out_rows + FIRST_FEATURE * out_stride_d
-    _store_pairs(out_pairs, m_row, out_stride_d, out_first, out_second, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, STORE_CACHE)
+    _store_pairs(
+        out_pairs, m_row, out_stride_d, out_first, out_second, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, STORE_CACHE,
+    )  # fmt: skip
     if TAIL > 0:
         tail, m_tail = _tail(out_rows, m_row, out_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
         tl.store(tail, b_tail, mask=m_tail, cache_modifier=STORE_CACHE)

@@ -17,14 +17,15 @@ import triton.language as tl
 
 @triton.jit
 def _load_pairs(
-    rows, m_row, stride_d, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, DISTANCE: tl.constexpr, EVICT: tl.constexpr
-):
+    rows, m_row, stride_d, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, DISTANCE: tl.constexpr, EVICT: tl.constexpr,
+    ABSENT: tl.constexpr,
+):  # fmt: skip
     """Features (j, j + DISTANCE) of each row: [BLOCK_TOKENS, BLOCK_HEADS, PAIR_BLOCK] twice."""
     i_pair = tl.arange(0, PAIR_BLOCK)
     mask = m_row[:, :, None] & (i_pair < PAIRS)[None, None, :]
     pointers = rows[:, :, None] + i_pair[None, None, :] * stride_d
-    first = tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICT)
-    second = tl.load(pointers + DISTANCE * stride_d, mask=mask, other=0.0, eviction_policy=EVICT)
+    first = tl.load(pointers, mask=mask, other=ABSENT, eviction_policy=EVICT)
+    second = tl.load(pointers + DISTANCE * stride_d, mask=mask, other=ABSENT, eviction_policy=EVICT)
     return first, second
 
 
@@ -249,24 +250,25 @@ def _weights(
     HEAD_DIM: tl.constexpr,
     NORM_ALL: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
 ):
-    """The weight of each feature of each row, 0 outside the mask: [1, BLOCK_HEADS or 1, block], float32."""
-    m_query = (i_row < HEADS)[:, None]
+    """The weight of each feature of each row, 0 outside the mask: [BLOCK_TOKENS, BLOCK_HEADS, block], float32.
+
+    Read as rows are, for each token: a smaller tile would be spread over the threads by shared memory and barriers.
+    """
+    p_row = i_row * 0
     if NORM_ALL:
-        place = (i_row * HEAD_DIM)[:, None] + i_feature[None, :]
-        own = tl.load(weight + place, mask=m_query & m_feature[None, :], other=0.0).to(tl.float32)
-        if KEY_HEADS > 0:
-            m_key = (i_row >= HEADS) & (i_row < HEADS + KEY_HEADS)
-            of_key = key_weight + (place - HEADS * HEAD_DIM)
-            own += tl.load(of_key, mask=m_key[:, None] & m_feature[None, :], other=0.0).to(tl.float32)
-    else:
-        own = tl.load(weight + i_feature, mask=m_feature, other=0.0).to(tl.float32)[None, :]
-        if KEY_HEADS > 0:
-            of_key = tl.load(key_weight + i_feature, mask=m_feature, other=0.0).to(tl.float32)[None, :]
-            own = tl.where(m_query, own, of_key)
+        p_row = tl.where(i_row < HEADS, i_row, i_row - HEADS) * HEAD_DIM
+    row = weight + p_row
+    if KEY_HEADS > 0:
+        row = tl.where(i_row < HEADS, row, key_weight + p_row)
+    block: tl.constexpr = [BLOCK_TOKENS, i_row.shape[0], i_feature.shape[0]]
+    mask = (i_row < HEADS + KEY_HEADS)[None, :, None] & m_feature[None, None, :]
+    pointers = tl.broadcast_to(row[None, :, None] + i_feature[None, None, :], block)
+    own = tl.load(pointers, mask=tl.broadcast_to(mask, block), other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         own += 1.0
-    return own[None, :, :]
+    return own
 
 
 @triton.jit
@@ -421,9 +423,11 @@ def rope_norm_backward_half_freqs(
     i_row = (i_program % row_tiles) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
     m_pair = tl.arange(0, PAIR_BLOCK) < PAIRS
     i_first, i_second = _features(PAIR_BLOCK, PAIR_DISTANCE, FIRST_FEATURE)
-    w_first = _weights(weight, key_weight, i_row, i_first, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED)
+    w_first = _weights(
+        weight, key_weight, i_row, i_first, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS
+    )
     w_second = _weights(
-        weight, key_weight, i_row, i_second, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED
+        weight, key_weight, i_row, i_second, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS
     )
     part = _parts(i_row, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
     sum_first = tl.zeros([BLOCK_TOKENS, BLOCK_HEADS, PAIR_BLOCK], tl.float32)
@@ -432,7 +436,7 @@ def rope_norm_backward_half_freqs(
         i_tail = TAIL_FEATURE + tl.arange(0, TAIL_BLOCK)
         m_kept = tl.arange(0, TAIL_BLOCK) < TAIL
         w_tail = _weights(
-            weight, key_weight, i_row, i_tail, m_kept, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED
+            weight, key_weight, i_row, i_tail, m_kept, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS
         )
         sum_tail = tl.zeros([BLOCK_TOKENS, BLOCK_HEADS, TAIL_BLOCK], tl.float32)
 
@@ -452,11 +456,11 @@ def rope_norm_backward_half_freqs(
             HEADS, KEY_HEADS, MULTIPLE,
         )  # fmt: skip
         grad_first, grad_second = _load_pairs(
-            rows + FIRST_FEATURE * stride_d, m_row, stride_d, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, LOAD_EVICT
+            rows + FIRST_FEATURE * stride_d, m_row, stride_d, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, LOAD_EVICT, 0.0
         )
         first, second = _load_pairs(
             given_rows + FIRST_FEATURE * given_stride_d, m_row, given_stride_d,
-            PAIRS, PAIR_BLOCK, PAIR_DISTANCE, LOAD_EVICT,
+            PAIRS, PAIR_BLOCK, PAIR_DISTANCE, LOAD_EVICT, 0.0,
         )  # fmt: skip
         if TAIL > 0:
             tail, m_tail = _tail(rows, m_row, stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)

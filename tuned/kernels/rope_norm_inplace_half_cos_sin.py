@@ -15,14 +15,15 @@ import triton.language as tl
 
 @triton.jit
 def _load_pairs(
-    rows, m_row, stride_d, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, DISTANCE: tl.constexpr, EVICT: tl.constexpr
-):
+    rows, m_row, stride_d, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, DISTANCE: tl.constexpr, EVICT: tl.constexpr,
+    ABSENT: tl.constexpr,
+):  # fmt: skip
     """Features (j, j + DISTANCE) of each row: [BLOCK_TOKENS, BLOCK_HEADS, PAIR_BLOCK] twice."""
     i_pair = tl.arange(0, PAIR_BLOCK)
     mask = m_row[:, :, None] & (i_pair < PAIRS)[None, None, :]
     pointers = rows[:, :, None] + i_pair[None, None, :] * stride_d
-    first = tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICT)
-    second = tl.load(pointers + DISTANCE * stride_d, mask=mask, other=0.0, eviction_policy=EVICT)
+    first = tl.load(pointers, mask=mask, other=ABSENT, eviction_policy=EVICT)
+    second = tl.load(pointers + DISTANCE * stride_d, mask=mask, other=ABSENT, eviction_policy=EVICT)
     return first, second
 
 
@@ -207,24 +208,25 @@ def _weights(
     HEAD_DIM: tl.constexpr,
     NORM_ALL: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
 ):
-    """The weight of each feature of each row, 0 outside the mask: [1, BLOCK_HEADS or 1, block], float32."""
-    m_query = (i_row < HEADS)[:, None]
+    """The weight of each feature of each row, 0 outside the mask: [BLOCK_TOKENS, BLOCK_HEADS, block], float32.
+
+    Read as rows are, for each token: a smaller tile would be spread over the threads by shared memory and barriers.
+    """
+    p_row = i_row * 0
     if NORM_ALL:
-        place = (i_row * HEAD_DIM)[:, None] + i_feature[None, :]
-        own = tl.load(weight + place, mask=m_query & m_feature[None, :], other=0.0).to(tl.float32)
-        if KEY_HEADS > 0:
-            m_key = (i_row >= HEADS) & (i_row < HEADS + KEY_HEADS)
-            of_key = key_weight + (place - HEADS * HEAD_DIM)
-            own += tl.load(of_key, mask=m_key[:, None] & m_feature[None, :], other=0.0).to(tl.float32)
-    else:
-        own = tl.load(weight + i_feature, mask=m_feature, other=0.0).to(tl.float32)[None, :]
-        if KEY_HEADS > 0:
-            of_key = tl.load(key_weight + i_feature, mask=m_feature, other=0.0).to(tl.float32)[None, :]
-            own = tl.where(m_query, own, of_key)
+        p_row = tl.where(i_row < HEADS, i_row, i_row - HEADS) * HEAD_DIM
+    row = weight + p_row
+    if KEY_HEADS > 0:
+        row = tl.where(i_row < HEADS, row, key_weight + p_row)
+    block: tl.constexpr = [BLOCK_TOKENS, i_row.shape[0], i_feature.shape[0]]
+    mask = (i_row < HEADS + KEY_HEADS)[None, :, None] & m_feature[None, None, :]
+    pointers = tl.broadcast_to(row[None, :, None] + i_feature[None, None, :], block)
+    own = tl.load(pointers, mask=tl.broadcast_to(mask, block), other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         own += 1.0
-    return own[None, :, :]
+    return own
 
 
 @triton.jit
@@ -313,6 +315,7 @@ def rope_norm_inplace_half_cos_sin(
     NORM_ALL: tl.constexpr,  # the heads of a tensor are normalised together, and not each head
     ZERO_CENTERED: tl.constexpr,  # features are multiplied by 1 + weight
     ROUNDING: tl.constexpr,  # "once": at the store; "product": after the weight too; "each": before the weight too
+    STAGES: tl.constexpr,  # tiles that a program has at a time, under way or at work
 ):
     if PDL:
         # Let the next kernel's programs take places that fall free; read nothing before the kernel before has ended.
@@ -330,160 +333,304 @@ def rope_norm_inplace_half_cos_sin(
     if isinstance(out_stride_d, tl.tensor):
         out_stride_d = out_stride_d.to(tl.int64)
 
+    ABSENT: tl.constexpr = 0.0  # what a tile has in the place of rows and features that there are none of
+
     # This program's tile of tokens and of rows.
     i_program = tl.program_id(0)
     token_tiles = tl.cdiv(seq, BLOCK_TOKENS)
-    # Rows are the heads of one batch entry; a packed call has one entry.
+    # Rows are the heads of one batch entry; a packed call has one entry. A program takes every ``turns``-th tile of tokens, of
+    # all batch entries, for the same rows.
     rows_of_token: tl.constexpr = HEADS + KEY_HEADS
     row_tiles: tl.constexpr = (rows_of_token + BLOCK_HEADS - 1) // BLOCK_HEADS
-    # Two divisions side by side: one that gave the tile within the entry, then its parts, took 40 ns of a decode step.
-    i_batch = (i_program // (row_tiles * token_tiles)).to(tl.int64)
+    turns = tl.num_programs(0) // row_tiles
     if ORDER == "tokens":
-        i_token_tile = i_program % token_tiles
-        i_row_tile = (i_program // token_tiles) % row_tiles
+        i_tile_0 = i_program % turns
+        i_row_tile = i_program // turns
     else:
         i_row_tile = i_program % row_tiles
-        i_token_tile = (i_program // row_tiles) % token_tiles
-    i_token = i_token_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
-    m_token = i_token < seq
-    i_row = i_row_tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
-
-    # In flight while the angles are found and their sines taken.
-    m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
-    rows = _rows(
-        x, key, i_batch, i_token, i_row,
-        x_stride_s, x_stride_b, x_stride_h, key_stride_s, key_stride_b, key_stride_h, HEADS, KEY_HEADS, MULTIPLE,
-    )  # fmt: skip
-    pairs = rows + FIRST_FEATURE * stride_d
-    first, second = _load_pairs(pairs, m_row, stride_d, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, LOAD_EVICT)
-    if TAIL > 0:
-        tail, m_tail = _tail(rows, m_row, stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
-        b_tail = tl.load(tail, mask=m_tail, other=0.0, eviction_policy=LOAD_EVICT)
-
-    # Weights too: read after the sums of squares, they were waited for once more, 0.7 us of a decode step.
+        i_tile_0 = i_program // row_tiles
+    # Weights are in flight before what is read of tokens: after the sums of squares they would be waited for once more.
+    i_own = i_row_tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # rows, [BLOCK_HEADS]
     i_first, i_second = _features(PAIR_BLOCK, PAIR_DISTANCE, FIRST_FEATURE)
     m_pair = tl.arange(0, PAIR_BLOCK) < PAIRS
-    w_first = _weights(weight, key_weight, i_row, i_first, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED)
+    w_first = _weights(
+        weight, key_weight, i_own, i_first, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS
+    )
     w_second = _weights(
-        weight, key_weight, i_row, i_second, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED
+        weight, key_weight, i_own, i_second, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS
     )
     if TAIL > 0:
         i_tail = TAIL_FEATURE + tl.arange(0, TAIL_BLOCK)
         m_kept = tl.arange(0, TAIL_BLOCK) < TAIL
         w_tail = _weights(
-            weight, key_weight, i_row, i_tail, m_kept, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED
+            weight, key_weight, i_own, i_tail, m_kept, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS
         )
+    if STAGES > 1:  # tile after tile, the next on their way to shared memory while one is at work
+        for i_tile in tl.range(i_tile_0, token_tiles * batch, turns, num_stages=STAGES):
+            i_batch = (i_tile // token_tiles).to(tl.int64)
+            i_token_tile = i_tile % token_tiles
+            i_token = i_token_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
+            m_token = i_token < seq
+            i_row = i_row_tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
 
-    # The position of each token, and whether it has one: [BLOCK_TOKENS] both. One an axis: [BLOCK_TOKENS, PAIR_BLOCK].
-    m_inside = m_token
-    i_pair = tl.arange(0, PAIR_BLOCK)
-    if POSITIONS == "axes":
-        i_axis = _axis(i_pair, SECTION_1, SECTION_2, SECTION_3, SECTIONS_INTERLEAVED)
-        p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
-        p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # such calls have no ranks
-        i_position = tl.load(positions + p_id, mask=m_token[:, None], other=0)
-    elif POSITIONS == "ids":
-        p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
-        i_position = tl.load(positions + p_id, mask=m_token, other=0)
-    else:
-        i_sequence = i_batch
-        i_position = i_token
-        length = seq
-        if PACKED:
-            i_sequence, start, m_inside = _sequences(
-                i_token, cu_seqlens, sequences, cp_size, CONTEXT_PARALLEL, SEARCH_STEPS, SEARCH_FAN
-            )
-            i_position = i_token - start
-            if CONTEXT_PARALLEL:
-                length = _bounds(cu_seqlens, i_sequence + 1, sequences, cp_size, CONTEXT_PARALLEL) - start
-        if CONTEXT_PARALLEL:
-            i_position = _dual_chunk(i_position, length, cp_size, cp_rank)
-        i_position += offset
-        if POSITIONS == "offset":
-            i_position += tl.load(positions)
-        if POSITIONS == "starts":
-            if PACKED:
-                i_position += tl.load(
-                    positions + i_sequence.to(tl.int64) * position_stride_b,
-                    mask=m_inside,
-                    other=0,
-                )
+            # In flight while the angles are found and their sines taken.
+            m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
+            rows = _rows(
+                x, key, i_batch, i_token, i_row,
+                x_stride_s, x_stride_b, x_stride_h, key_stride_s, key_stride_b, key_stride_h, HEADS, KEY_HEADS, MULTIPLE,
+            )  # fmt: skip
+            pairs = rows + FIRST_FEATURE * stride_d
+            first, second = _load_pairs(pairs, m_row, stride_d, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, LOAD_EVICT, ABSENT)
+            if TAIL > 0:
+                tail, m_tail = _tail(rows, m_row, stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
+                b_tail = tl.load(tail, mask=m_tail, other=ABSENT, eviction_policy=LOAD_EVICT)
+
+            # The position of each token, and whether it has one: [BLOCK_TOKENS] both. One an axis: [BLOCK_TOKENS, PAIR_BLOCK].
+            m_inside = m_token
+            i_pair = tl.arange(0, PAIR_BLOCK)
+            if POSITIONS == "axes":
+                i_axis = _axis(i_pair, SECTION_1, SECTION_2, SECTION_3, SECTIONS_INTERLEAVED)
+                p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
+                p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # such calls have no ranks
+                i_position = tl.load(positions + p_id, mask=m_token[:, None], other=0)
+            elif POSITIONS == "ids":
+                p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
+                i_position = tl.load(positions + p_id, mask=m_token, other=0)
             else:
-                i_position += tl.load(positions + i_sequence * position_stride_b)
-    if PACKED:  # tokens that no sequence holds stay as they are, unwritten
-        m_token = m_token & m_inside
+                i_sequence = i_batch
+                i_position = i_token
+                length = seq
+                if PACKED:
+                    i_sequence, start, m_inside = _sequences(
+                        i_token, cu_seqlens, sequences, cp_size, CONTEXT_PARALLEL, SEARCH_STEPS, SEARCH_FAN
+                    )
+                    i_position = i_token - start
+                    if CONTEXT_PARALLEL:
+                        length = _bounds(cu_seqlens, i_sequence + 1, sequences, cp_size, CONTEXT_PARALLEL) - start
+                if CONTEXT_PARALLEL:
+                    i_position = _dual_chunk(i_position, length, cp_size, cp_rank)
+                i_position += offset
+                if POSITIONS == "offset":
+                    i_position += tl.load(positions)
+                if POSITIONS == "starts":
+                    if PACKED:
+                        i_position += tl.load(
+                            positions + i_sequence.to(tl.int64) * position_stride_b,
+                            mask=m_inside,
+                            other=0,
+                        )
+                    else:
+                        i_position += tl.load(positions + i_sequence * position_stride_b)
+            if PACKED:  # tokens that no sequence holds stay as they are, unwritten
+                m_token = m_token & m_inside
 
-    # Angles of the tile, [BLOCK_TOKENS, PAIR_BLOCK]; past the rows that there are, NaN.
-    m_known = m_token[:, None] if POSITIONS == "axes" else m_token
-    m_known = m_known & (i_position < angle_rows)
-    m_known = m_known & (i_position >= 0)
-    if POSITIONS == "axes":
-        m_angle = m_known & (i_pair < TURNED_PAIRS)[None, :]
-    else:
-        m_angle = m_known[:, None] & (i_pair < TURNED_PAIRS)[None, :]
-    p_first = i_pair[None, :] * angle_stride_d
-    p_second = p_first + TURNED_PAIRS * angle_stride_d
-    if POSITIONS == "axes":
-        p_angle = i_position.to(tl.int64) * _multiple(angle_stride_s, ANGLE_MULTIPLE)
-    else:
-        p_angle = (i_position.to(tl.int64) * _multiple(angle_stride_s, ANGLE_MULTIPLE))[:, None]
-    if ANGLES_PER_BATCH:
-        p_angle += i_batch * _multiple(angle_stride_b, ANGLE_MULTIPLE)
-    cos_first, sin_first = _cos_sin(cos, sin, p_angle + p_first, m_angle, ANGLE_EVICT)
-    cos_second, sin_second = cos_first, sin_first
-    if PER_FEATURE:
-        cos_second, sin_second = _cos_sin(cos, sin, p_angle + p_second, m_angle, ANGLE_EVICT)
-    if SCALED:
-        cos_first, sin_first = cos_first * scaling, sin_first * scaling
-        cos_second, sin_second = cos_second * scaling, sin_second * scaling
-    if CONJUGATE:
-        sin_first, sin_second = -sin_first, -sin_second
-    # [BLOCK_TOKENS, 1, PAIR_BLOCK]: the rows of a token share its angles.
-    cos_first, sin_first = cos_first[:, None, :], sin_first[:, None, :]
-    cos_second, sin_second = cos_second[:, None, :], sin_second[:, None, :]
+            # Angles of the tile, [BLOCK_TOKENS, PAIR_BLOCK]; past the rows that there are, NaN.
+            m_known = m_token[:, None] if POSITIONS == "axes" else m_token
+            m_known = m_known & (i_position < angle_rows)
+            m_known = m_known & (i_position >= 0)
+            if POSITIONS == "axes":
+                m_angle = m_known & (i_pair < TURNED_PAIRS)[None, :]
+            else:
+                m_angle = m_known[:, None] & (i_pair < TURNED_PAIRS)[None, :]
+            p_first = i_pair[None, :] * angle_stride_d
+            p_second = p_first + TURNED_PAIRS * angle_stride_d
+            if POSITIONS == "axes":
+                p_angle = i_position.to(tl.int64) * _multiple(angle_stride_s, ANGLE_MULTIPLE)
+            else:
+                p_angle = (i_position.to(tl.int64) * _multiple(angle_stride_s, ANGLE_MULTIPLE))[:, None]
+            if ANGLES_PER_BATCH:
+                p_angle += i_batch * _multiple(angle_stride_b, ANGLE_MULTIPLE)
+            cos_first, sin_first = _cos_sin(cos, sin, p_angle + p_first, m_angle, ANGLE_EVICT)
+            cos_second, sin_second = cos_first, sin_first
+            if PER_FEATURE:
+                cos_second, sin_second = _cos_sin(cos, sin, p_angle + p_second, m_angle, ANGLE_EVICT)
+            if SCALED:
+                cos_first, sin_first = cos_first * scaling, sin_first * scaling
+                cos_second, sin_second = cos_second * scaling, sin_second * scaling
+            if CONJUGATE:
+                sin_first, sin_second = -sin_first, -sin_second
+            # [BLOCK_TOKENS, 1, PAIR_BLOCK]: the rows of a token share its angles.
+            cos_first, sin_first = cos_first[:, None, :], sin_first[:, None, :]
+            cos_second, sin_second = cos_second[:, None, :], sin_second[:, None, :]
 
-    m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]
-    b_first, b_second = first.to(tl.float32), second.to(tl.float32)
-    # What is copied of a head is normalised too; what is copied of tokens that no sequence holds is not.
-    raw_first, raw_second = first, second
-    squares = tl.sum(b_first * b_first + b_second * b_second, 2)
-    if TAIL > 0:
-        raw_tail = b_tail
-        tail_32 = b_tail.to(tl.float32)
-        squares += tl.sum(tail_32 * tail_32, 2)
-    reciprocal = _reciprocal_norms(squares, i_row, eps, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
-    b_first = _scaled(b_first, reciprocal, w_first, first.dtype, ROUNDING)
-    b_second = _scaled(b_second, reciprocal, w_second, first.dtype, ROUNDING)
-    first, second = b_first.to(first.dtype), b_second.to(first.dtype)
-    if TAIL > 0:
-        b_tail = _scaled(tail_32, reciprocal, w_tail, first.dtype, ROUNDING).to(first.dtype)
-    if BACKWARD:
-        # The transpose: the sines of the pair change places, and their signs turn.
-        out_first = b_first * cos_first + b_second * sin_second
-        out_second = b_second * cos_second - b_first * sin_first
-    else:
-        out_first = b_first * cos_first - b_second * sin_first
-        out_second = b_second * cos_second + b_first * sin_second
-    # What is copied keeps its bits.
-    out_first, out_second = out_first.to(first.dtype), out_second.to(first.dtype)
-    if TURNED_PAIRS < PAIRS:
-        m_turned = (i_pair < TURNED_PAIRS)[None, None, :]
-        out_first = tl.where(m_turned, out_first, first)
-        out_second = tl.where(m_turned, out_second, second)
-    if COPIED_HEADS > 0:
-        m_turned = (i_row < HEADS - COPIED_HEADS)[None, :, None]
-        out_first = tl.where(m_turned, out_first, first)
-        out_second = tl.where(m_turned, out_second, second)
-    first, second = raw_first, raw_second
-    if PACKED and TAIL > 0:
-        b_tail = tl.where(m_inside[:, None, None], b_tail, raw_tail)
-    out_rows = _rows(
-        out, key_out, i_batch, i_token, i_row,
-        out_stride_s, out_stride_b, out_stride_h, key_out_stride_s, key_out_stride_b, key_out_stride_h,
-        HEADS, KEY_HEADS, MULTIPLE,
-    )  # fmt: skip
-    out_pairs = out_rows + FIRST_FEATURE * out_stride_d
-    _store_pairs(out_pairs, m_row, out_stride_d, out_first, out_second, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, STORE_CACHE)
-    if TAIL > 0:
-        tail, m_tail = _tail(out_rows, m_row, out_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
-        tl.store(tail, b_tail, mask=m_tail, cache_modifier=STORE_CACHE)
+            m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]
+            b_first, b_second = first.to(tl.float32), second.to(tl.float32)
+            # What is copied of a head is normalised too; what is copied of tokens that no sequence holds is not.
+            raw_first, raw_second = first, second
+            squares = tl.sum(b_first * b_first + b_second * b_second, 2)
+            if TAIL > 0:
+                raw_tail = b_tail
+                tail_32 = b_tail.to(tl.float32)
+                squares += tl.sum(tail_32 * tail_32, 2)
+            reciprocal = _reciprocal_norms(squares, i_row, eps, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
+            b_first = _scaled(b_first, reciprocal, w_first, first.dtype, ROUNDING)
+            b_second = _scaled(b_second, reciprocal, w_second, first.dtype, ROUNDING)
+            first, second = b_first.to(first.dtype), b_second.to(first.dtype)
+            if TAIL > 0:
+                b_tail = _scaled(tail_32, reciprocal, w_tail, first.dtype, ROUNDING).to(first.dtype)
+            if BACKWARD:
+                # The transpose: the sines of the pair change places, and their signs turn.
+                out_first = b_first * cos_first + b_second * sin_second
+                out_second = b_second * cos_second - b_first * sin_first
+            else:
+                out_first = b_first * cos_first - b_second * sin_first
+                out_second = b_second * cos_second + b_first * sin_second
+            # What is copied keeps its bits.
+            out_first, out_second = out_first.to(first.dtype), out_second.to(first.dtype)
+            if TURNED_PAIRS < PAIRS:
+                m_turned = (i_pair < TURNED_PAIRS)[None, None, :]
+                out_first = tl.where(m_turned, out_first, first)
+                out_second = tl.where(m_turned, out_second, second)
+            if COPIED_HEADS > 0:
+                m_turned = (i_row < HEADS - COPIED_HEADS)[None, :, None]
+                out_first = tl.where(m_turned, out_first, first)
+                out_second = tl.where(m_turned, out_second, second)
+            first, second = raw_first, raw_second
+            if PACKED and TAIL > 0:
+                b_tail = tl.where(m_inside[:, None, None], b_tail, raw_tail)
+            out_rows = _rows(
+                out, key_out, i_batch, i_token, i_row,
+                out_stride_s, out_stride_b, out_stride_h, key_out_stride_s, key_out_stride_b, key_out_stride_h,
+                HEADS, KEY_HEADS, MULTIPLE,
+            )  # fmt: skip
+            out_pairs = out_rows + FIRST_FEATURE * out_stride_d
+            _store_pairs(
+                out_pairs, m_row, out_stride_d, out_first, out_second, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, STORE_CACHE,
+            )  # fmt: skip
+            if TAIL > 0:
+                tail, m_tail = _tail(out_rows, m_row, out_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
+                tl.store(tail, b_tail, mask=m_tail, cache_modifier=STORE_CACHE)
+    else:  # one: a loop would cost registers
+        i_batch = (i_tile_0 // token_tiles).to(tl.int64)
+        i_token_tile = i_tile_0 % token_tiles
+        i_token = i_token_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
+        m_token = i_token < seq
+        i_row = i_row_tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
+
+        # In flight while the angles are found and their sines taken.
+        m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
+        rows = _rows(
+            x, key, i_batch, i_token, i_row,
+            x_stride_s, x_stride_b, x_stride_h, key_stride_s, key_stride_b, key_stride_h, HEADS, KEY_HEADS, MULTIPLE,
+        )  # fmt: skip
+        pairs = rows + FIRST_FEATURE * stride_d
+        first, second = _load_pairs(pairs, m_row, stride_d, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, LOAD_EVICT, ABSENT)
+        if TAIL > 0:
+            tail, m_tail = _tail(rows, m_row, stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
+            b_tail = tl.load(tail, mask=m_tail, other=ABSENT, eviction_policy=LOAD_EVICT)
+
+        # The position of each token, and whether it has one: [BLOCK_TOKENS] both. One an axis: [BLOCK_TOKENS, PAIR_BLOCK].
+        m_inside = m_token
+        i_pair = tl.arange(0, PAIR_BLOCK)
+        if POSITIONS == "axes":
+            i_axis = _axis(i_pair, SECTION_1, SECTION_2, SECTION_3, SECTIONS_INTERLEAVED)
+            p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
+            p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # such calls have no ranks
+            i_position = tl.load(positions + p_id, mask=m_token[:, None], other=0)
+        elif POSITIONS == "ids":
+            p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
+            i_position = tl.load(positions + p_id, mask=m_token, other=0)
+        else:
+            i_sequence = i_batch
+            i_position = i_token
+            length = seq
+            if PACKED:
+                i_sequence, start, m_inside = _sequences(
+                    i_token, cu_seqlens, sequences, cp_size, CONTEXT_PARALLEL, SEARCH_STEPS, SEARCH_FAN
+                )
+                i_position = i_token - start
+                if CONTEXT_PARALLEL:
+                    length = _bounds(cu_seqlens, i_sequence + 1, sequences, cp_size, CONTEXT_PARALLEL) - start
+            if CONTEXT_PARALLEL:
+                i_position = _dual_chunk(i_position, length, cp_size, cp_rank)
+            i_position += offset
+            if POSITIONS == "offset":
+                i_position += tl.load(positions)
+            if POSITIONS == "starts":
+                if PACKED:
+                    i_position += tl.load(
+                        positions + i_sequence.to(tl.int64) * position_stride_b,
+                        mask=m_inside,
+                        other=0,
+                    )
+                else:
+                    i_position += tl.load(positions + i_sequence * position_stride_b)
+        if PACKED:  # tokens that no sequence holds stay as they are, unwritten
+            m_token = m_token & m_inside
+
+        # Angles of the tile, [BLOCK_TOKENS, PAIR_BLOCK]; past the rows that there are, NaN.
+        m_known = m_token[:, None] if POSITIONS == "axes" else m_token
+        m_known = m_known & (i_position < angle_rows)
+        m_known = m_known & (i_position >= 0)
+        if POSITIONS == "axes":
+            m_angle = m_known & (i_pair < TURNED_PAIRS)[None, :]
+        else:
+            m_angle = m_known[:, None] & (i_pair < TURNED_PAIRS)[None, :]
+        p_first = i_pair[None, :] * angle_stride_d
+        p_second = p_first + TURNED_PAIRS * angle_stride_d
+        if POSITIONS == "axes":
+            p_angle = i_position.to(tl.int64) * _multiple(angle_stride_s, ANGLE_MULTIPLE)
+        else:
+            p_angle = (i_position.to(tl.int64) * _multiple(angle_stride_s, ANGLE_MULTIPLE))[:, None]
+        if ANGLES_PER_BATCH:
+            p_angle += i_batch * _multiple(angle_stride_b, ANGLE_MULTIPLE)
+        cos_first, sin_first = _cos_sin(cos, sin, p_angle + p_first, m_angle, ANGLE_EVICT)
+        cos_second, sin_second = cos_first, sin_first
+        if PER_FEATURE:
+            cos_second, sin_second = _cos_sin(cos, sin, p_angle + p_second, m_angle, ANGLE_EVICT)
+        if SCALED:
+            cos_first, sin_first = cos_first * scaling, sin_first * scaling
+            cos_second, sin_second = cos_second * scaling, sin_second * scaling
+        if CONJUGATE:
+            sin_first, sin_second = -sin_first, -sin_second
+        # [BLOCK_TOKENS, 1, PAIR_BLOCK]: the rows of a token share its angles.
+        cos_first, sin_first = cos_first[:, None, :], sin_first[:, None, :]
+        cos_second, sin_second = cos_second[:, None, :], sin_second[:, None, :]
+
+        m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]
+        b_first, b_second = first.to(tl.float32), second.to(tl.float32)
+        # What is copied of a head is normalised too; what is copied of tokens that no sequence holds is not.
+        raw_first, raw_second = first, second
+        squares = tl.sum(b_first * b_first + b_second * b_second, 2)
+        if TAIL > 0:
+            raw_tail = b_tail
+            tail_32 = b_tail.to(tl.float32)
+            squares += tl.sum(tail_32 * tail_32, 2)
+        reciprocal = _reciprocal_norms(squares, i_row, eps, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
+        b_first = _scaled(b_first, reciprocal, w_first, first.dtype, ROUNDING)
+        b_second = _scaled(b_second, reciprocal, w_second, first.dtype, ROUNDING)
+        first, second = b_first.to(first.dtype), b_second.to(first.dtype)
+        if TAIL > 0:
+            b_tail = _scaled(tail_32, reciprocal, w_tail, first.dtype, ROUNDING).to(first.dtype)
+        if BACKWARD:
+            # The transpose: the sines of the pair change places, and their signs turn.
+            out_first = b_first * cos_first + b_second * sin_second
+            out_second = b_second * cos_second - b_first * sin_first
+        else:
+            out_first = b_first * cos_first - b_second * sin_first
+            out_second = b_second * cos_second + b_first * sin_second
+        # What is copied keeps its bits.
+        out_first, out_second = out_first.to(first.dtype), out_second.to(first.dtype)
+        if TURNED_PAIRS < PAIRS:
+            m_turned = (i_pair < TURNED_PAIRS)[None, None, :]
+            out_first = tl.where(m_turned, out_first, first)
+            out_second = tl.where(m_turned, out_second, second)
+        if COPIED_HEADS > 0:
+            m_turned = (i_row < HEADS - COPIED_HEADS)[None, :, None]
+            out_first = tl.where(m_turned, out_first, first)
+            out_second = tl.where(m_turned, out_second, second)
+        first, second = raw_first, raw_second
+        if PACKED and TAIL > 0:
+            b_tail = tl.where(m_inside[:, None, None], b_tail, raw_tail)
+        out_rows = _rows(
+            out, key_out, i_batch, i_token, i_row,
+            out_stride_s, out_stride_b, out_stride_h, key_out_stride_s, key_out_stride_b, key_out_stride_h,
+            HEADS, KEY_HEADS, MULTIPLE,
+        )  # fmt: skip
+        out_pairs = out_rows + FIRST_FEATURE * out_stride_d
+        _store_pairs(
+            out_pairs, m_row, out_stride_d, out_first, out_second, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, STORE_CACHE,
+        )  # fmt: skip
+        if TAIL > 0:
+            tail, m_tail = _tail(out_rows, m_row, out_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
+            tl.store(tail, b_tail, mask=m_tail, cache_modifier=STORE_CACHE)

@@ -10,9 +10,9 @@ import torch
 
 from tuned.calls.rope.arguments import strides_of
 from tuned.families.rope.eager import norm_gradient, positions, rotate
-from tuned.families.rope.launches import MOST_PROGRAMS, RopeCall, weight_features
+from tuned.families.rope.launches import RopeCall, weight_features
 from tuned.families.rope.spec import ITEM_SIZE, ROUNDINGS, RopeSize, RopeSpec
-from tuned.families.rope.variant import RopeVariant, half_block, programs, rows_at_once
+from tuned.families.rope.variant import MULTIPROCESSORS, RESIDENT, RopeVariant, half_block, programs, rows_at_once
 
 from ...problem import Problem
 from ..amounts import SMALLEST, UNIT_ROUNDOFF, Work
@@ -172,7 +172,7 @@ def _of_norm(
     given = torch.empty_like(x)
     if generator is not None:
         given.normal_(generator=generator)
-    most = spec.all_heads * max(MOST_PROGRAMS.values()) * sum(weight_features(spec))
+    most = max(spec.all_heads, MULTIPROCESSORS * max(RESIDENT)) * sum(weight_features(spec))
     return {
         **fields,
         "given": given,

@@ -63,7 +63,7 @@ FUNCTIONS = {
 }
 STATEMENTS = {
     *("gru_bias.py.jinja", "gru_program.py.jinja", "gru_weights.py.jinja"),
-    *("gru_receive.py.jinja", "gru_send.py.jinja", "rope_angles.py.jinja"),
+    *("gru_receive.py.jinja", "gru_send.py.jinja", "rope_angles.py.jinja", "rope_tile.py.jinja"),
 }
 FRAGMENTS = FUNCTIONS | STATEMENTS
 TUNED = Path(__file__).parents[3] / "tuned"
@@ -100,6 +100,7 @@ MAX_BLOCK_LINES = {
     "rope_norm_weights.py.jinja": 0,
     "rope_pairs.py.jinja": 16,
     "rope_table.py.jinja": 1,
+    "rope_tile.py.jinja": 7,
     "segments.py.jinja": 0,
     "sincos.py.jinja": 0,
 }

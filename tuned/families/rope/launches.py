@@ -9,7 +9,7 @@ from typing import Any
 
 from tuned.families.launch import Launch, ceil_div, next_power_of_2
 from tuned.families.rope.spec import ITEM_SIZE, SEARCH_FAN, RopeSpec, search_steps
-from tuned.families.rope.variant import CACHE, VECTOR_BYTES, RopeVariant, half_block, programs, rows_at_once
+from tuned.families.rope.variant import CACHE, VECTOR_BYTES, RopeVariant, half_block, programs, rows_at_once, stages
 
 ALIGNED = 16  # elements: of an integer argument that it divides Triton compiles code which knows it
 # Parameters of kernels of complete calls only; a plain call's kernel has constants instead.
@@ -22,16 +22,13 @@ OF_COMPLETE = frozenset((
     "SECTION_1", "SECTION_2", "SECTION_3", "SECTIONS_INTERLEAVED",
 ))  # fmt: skip
 OF_NORM = frozenset((
-    "weight", "key_weight", "eps", "HEAD_DIM", "NORM_ALL", "ZERO_CENTERED", "ROUNDING",
+    "weight", "key_weight", "eps", "HEAD_DIM", "NORM_ALL", "ZERO_CENTERED", "ROUNDING", "STAGES",
 ))  # fmt: skip
 OF_GRADIENT_OF_NORM = frozenset((
     "given", "key_given", "partials", "given_stride_s", "given_stride_b", "given_stride_h", "given_stride_d",
-    "key_given_stride_s", "key_given_stride_b", "key_given_stride_h", "STAGES",
+    "key_given_stride_s", "key_given_stride_b", "key_given_stride_h",
 ))  # fmt: skip
 WEIGHTS = "rope_norm_weights"  # the kernel that adds the parts of the weights' gradients
-# Programs of a norm's gradient at most, by what is normalised: each stores a part of the weights' gradients, which is read again.
-MOST_PROGRAMS = {"head": 1056, "all": 264}  # 8 and 2 a multiprocessor of an H200
-STAGES = {"head": 2, "all": 2}  # tiles that such a program has at a time, under way or at work
 PARTS_AT_ONCE, COLUMNS_AT_ONCE = 512, 8  # of the parts, by a program of WEIGHTS: a sector of 32 bytes wide
 OF_BOUNDS = frozenset(("cu_seqlens", "sequences", "SEARCH_STEPS", "SEARCH_FAN"))
 OF_OUT = frozenset((  # of calls out of place
@@ -131,16 +128,9 @@ def weight_features(spec: RopeSpec) -> tuple[int, int]:
     return heads[0] * spec.head_dim, heads[1] * spec.head_dim
 
 
-def turns(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
-    """Programs of the gradient of a norm that take tiles of the same rows."""
-    row_tiles = ceil_div(spec.all_heads, rows_at_once(spec, variant))
-    return min(ceil_div(seq, variant.block_tokens) * batch, max(1, MOST_PROGRAMS[spec.norm] // row_tiles))
-
-
 def parts(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
     """Numbers of ``RopeCall.partials``: a row for each program of the gradient of a norm."""
-    row_tiles = ceil_div(spec.all_heads, rows_at_once(spec, variant))
-    return row_tiles * turns(spec, variant, seq, batch) * sum(weight_features(spec))
+    return programs(spec, variant, seq, batch) * sum(weight_features(spec))
 
 
 def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Launch, ...]:
@@ -237,11 +227,9 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "NORM_ALL": spec.norm == "all",
         "ZERO_CENTERED": spec.zero_centered,
         "ROUNDING": spec.rounding,
-        "STAGES": STAGES[spec.norm] if spec.normed else 1,
+        "STAGES": stages(spec, variant),
     }
     count = programs(spec, variant, call.seq, call.batch)
-    if spec.gradient_of_norm:
-        count = ceil_div(spec.all_heads, rows_at_once(spec, variant)) * turns(spec, variant, call.seq, call.batch)
     one = Launch(
         kernel=kernel_name(spec, variant),
         programs=count,

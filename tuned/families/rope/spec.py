@@ -175,6 +175,11 @@ class RopeSpec:
         return self.norm != ""
 
     @property
+    def absent(self) -> float | None:
+        """What a tile loads where it has no rows or features: a norm sums over them, others write nothing there."""
+        return 0.0 if self.normed else None
+
+    @property
     def gradient_of_norm(self) -> bool:
         """The gradient of a norm with a rotation: it reads what the forward read, and gives those of weights too."""
         return self.normed and self.direction == "backward"

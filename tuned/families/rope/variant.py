@@ -27,6 +27,13 @@ VECTOR_BYTES = 16  # of the widest load of a thread
 BLOCK_TOKENS = (1, 2, 4, 8)
 BLOCK_HEADS = (1, 2, 4, 8, 16)
 NUM_WARPS = (1, 2, 4, 8)
+RESIDENT = (0, 8, 12, 16)  # warps
+LEAST_RESIDENT = 8
+MULTIPROCESSORS = 132  # of an H100 or H200: others get the same programs, in other waves
+STAGES, STAGED_BYTES = (
+    3,
+    90 * 1024,
+)  # tiles that such a program has at a time; of shared memory, which sm_86 has 99 KB of
 # What follows is from landscapes of an H200: docs/decisions/0052.
 REACH = 1.5  # octaves: of calls further away than that, a row knows less than the default variant
 # What a thread of a good tile holds of x, in octaves of bytes: by bytes of an element; less where two bytes are all that a load takes,
@@ -62,12 +69,16 @@ class RopeVariant:
     # Programmatic dependent launch (sm_90+): programs start while the previous kernel drains, and wait before they read.
     pdl: bool = one_of(False, True, default=False)  # noqa: FBT003 - the choices of a flag
     num_warps: int = one_of(*NUM_WARPS, default=4)
+    # Of a norm: 0, a program has one tile; or how many warps a multiprocessor has of programs that take tile after tile, the
+    # next on their way to shared memory while one is at work. A norm's gradient always does, with LEAST_RESIDENT at 0.
+    resident: int = one_of(*RESIDENT, default=0, older=True)
 
     @property
     def simplicity(self) -> tuple[int, ...]:
         """Sort key: within the noise the smaller one wins, so that two runs agree."""
         return (
             int(self.pdl),
+            self.resident,
             ("heads", "tokens").index(self.order),
             tuple(CACHE).index(self.cache),
             self.num_warps,
@@ -129,7 +140,36 @@ def rejection(
         return "order='tokens' with one tile of heads or of positions is the same grid as order='heads'"
     if variant.pdl and capability < PDL_CAPABILITY:
         return f"programmatic dependent launch needs compute capability 9.0, not {capability / 10}"
-    return _tile_rejection(spec, variant, variant.block_tokens * at_once)
+    return _resident_rejection(spec, positions, variant) or _tile_rejection(
+        spec, variant, variant.block_tokens * at_once
+    )
+
+
+def _resident_rejection(spec: RopeSpec, positions: int | None, variant: RopeVariant) -> str | None:
+    """Why programs that take tile after tile are not tried, or None."""
+    if not variant.resident:
+        return None
+    reason = None
+    if not spec.normed:
+        reason = "resident programs are those of a norm: a rotation's wait for nothing but memory"
+    elif spec.gradient_of_norm and variant.resident == LEAST_RESIDENT:
+        reason = f"a norm's gradient has {LEAST_RESIDENT} resident warps anyway: resident=0 is the same"
+    elif variant.resident % variant.num_warps:
+        reason = f"resident={variant.resident} is no multiple of {variant.num_warps} warps"
+    elif not spec.gradient_of_norm and stages(spec, variant) == 1:
+        reason = f"tiles that wait in shared memory would take more than {STAGED_BYTES} bytes"
+    elif positions is not None and positions < 2 * max(BLOCK_TOKENS):
+        reason = f"with {positions} positions a program has one tile"
+    return reason
+
+
+def stages(spec: RopeSpec, variant: RopeVariant) -> int:
+    """Tiles that a program has at a time, under way or at work."""
+    if not (variant.resident or spec.gradient_of_norm):
+        return 1
+    rows = variant.block_tokens * rows_at_once(spec, variant) * (2 if spec.gradient_of_norm else 1)
+    waiting = (STAGES - 1) * rows * 2 * row_block(spec) * ITEM_SIZE[spec.dtype]
+    return STAGES if waiting <= STAGED_BYTES else 1
 
 
 def _tile_rejection(spec: RopeSpec, variant: RopeVariant, rows: int) -> str | None:
@@ -188,10 +228,15 @@ def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant
 
 
 def programs(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
-    """Size of the grid; a packed call has one batch entry."""
+    """Size of the grid; a packed call has one batch entry. Of tile after tile, those of the same rows are so many each."""
     rows = spec.all_heads * (batch if spec.merges_batch else 1)
-    tiles = ceil_div(seq, variant.block_tokens) * ceil_div(rows, rows_at_once(spec, variant))
-    return tiles if spec.merges_batch else tiles * batch
+    row_tiles, token_tiles = ceil_div(rows, rows_at_once(spec, variant)), ceil_div(seq, variant.block_tokens)
+    token_tiles *= 1 if spec.merges_batch else batch
+    if spec.gradient_of_norm or stages(spec, variant) > 1:
+        held = variant.resident or LEAST_RESIDENT
+        most = MULTIPROCESSORS * max(1, held // variant.num_warps)
+        token_tiles = min(token_tiles, max(1, most // row_tiles))
+    return row_tiles * token_tiles
 
 
 @functools.lru_cache(1024)
@@ -267,6 +312,8 @@ def adapt(variant: RopeVariant, spec: RopeSpec, to: RopeSpec) -> RopeVariant:
     than a tile holds it takes these, and more tokens.
     """
     tokens, heads = variant.block_tokens, variant.block_heads
+    if not to.normed:
+        variant = dataclasses.replace(variant, resident=0)
     if to.norm == "all":  # whose tile has all heads
         return dataclasses.replace(variant, block_heads=ADAPTED_HEADS)
     while not to.merges_batch and heads >= 2 * to.all_heads:
