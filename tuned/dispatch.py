@@ -404,9 +404,11 @@ def qk_norm_rope(  # noqa: PLR0913 - the arguments of rope_qk, and of two norms
     """
     if sections is not None and type(sections) is not tuple:
         sections = tuple(sections)
-    settings = _norm_settings(
-        tensor_format, interleaved, inplace, (rotary_dim, max_seqlen, cp_size, cp_rank), angle_entries, attention_scaling,
-        rotated, conjugate, (sections, interleaved_sections), (norm, eps, zero_centered, rounding),
+    if rotary_dim is not None or max_seqlen is not None or type(cp_size) is not int or type(cp_rank) is not int:
+        rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
+    settings = (
+        tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
+        rotated, conjugate, sections, interleaved_sections, None, "forward", norm, eps, zero_centered, rounding,
     )  # fmt: skip
     out = rope_call.call(
         q,
@@ -456,28 +458,6 @@ def qkv_norm_rope_(  # noqa: PLR0913 - the arguments of qk_norm_rope
     q, k = packed_parts(qkv, settings)
     qk_norm_rope(q, k, q_weight, k_weight, freqs, cos, sin, tensor_format=tensor_format, inplace=True, **others)
     return qkv
-
-
-def _norm_settings(  # noqa: PLR0913 - arguments of a call
-    tensor_format: str,
-    interleaved: bool,  # noqa: FBT001
-    inplace: bool,  # noqa: FBT001
-    numbers: tuple[Any, Any, Any, Any],
-    angle_entries: str | None,
-    attention_scaling: float,
-    rotated: str,
-    conjugate: bool,  # noqa: FBT001
-    sections: tuple[Any, bool],
-    of_norm: tuple[str, float, bool, str],
-) -> tuple[Any, ...]:
-    """The fields of Settings of a call with a norm; ``numbers`` are rotary_dim, max_seqlen, cp_size and cp_rank."""
-    rotary_dim, max_seqlen, cp_size, cp_rank = numbers
-    if rotary_dim is not None or max_seqlen is not None or type(cp_size) is not int or type(cp_rank) is not int:
-        rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
-    return (
-        tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
-        rotated, conjugate, *sections, None, "forward", *of_norm,
-    )  # fmt: skip
 
 
 def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell

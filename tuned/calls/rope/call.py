@@ -128,7 +128,14 @@ def call(  # noqa: PLR0912, PLR0913, PLR0915 - function calls would cost time; t
                 cu_seqlens.data_ptr() & 15, cu_seqlens.get_device(),
             ),
             settings, source, positions is None, int_offset == 0,
-            weights if weights is None else tuple(map(_traits, weights)),
+            weight if weight is None else (
+                type(weight), weight.dtype, weight.shape, weight.is_contiguous(), weight.data_ptr() & 15,
+                weight.get_device(), grad and weight.requires_grad,
+            ),
+            key_weight if key_weight is None else (
+                type(key_weight), key_weight.dtype, key_weight.shape, key_weight.is_contiguous(),
+                key_weight.data_ptr() & 15, key_weight.get_device(), grad and key_weight.requires_grad,
+            ),
             # Asked only if x is on a GPU: asking for the current device initialises CUDA.
             grad, forward_ad._current_level, device if device < 0 else current_device(),  # noqa: SLF001
         )  # fmt: skip
@@ -185,16 +192,6 @@ def _known_but_for_lengths(  # noqa: PLR0913 - the tensors of a call
     if found is None:
         return None
     return _differentiable(sized_plan(found), found.known.settings, found.known.sources, x, key, weights)
-
-
-def _traits(t: Any) -> Any:
-    """Of a norm's weight, what a compiled kernel or the path to it may depend on."""
-    if t is None:
-        return None
-    return (
-        type(t), t.dtype, t.shape, t.is_contiguous(), t.data_ptr() & 15, t.get_device(),
-        _grad_enabled() and t.requires_grad,
-    )  # fmt: skip
 
 
 def _decide(given: Given, settings: Settings, class_key: Any, first: threading.local) -> Plan:

@@ -29,6 +29,7 @@ BLOCK_HEADS = (1, 2, 4, 8, 16)
 NUM_WARPS = (1, 2, 4, 8)
 RESIDENT = (0, 8, 12, 16)  # warps
 LEAST_RESIDENT = 8
+FEW_WARPS = 4  # of a program that normalises all heads of a token: of eight, fewer wait for each other
 MULTIPROCESSORS = 132  # of an H100 or H200: others get the same programs, in other waves
 STAGES, STAGED_BYTES = (
     3,
@@ -41,8 +42,6 @@ REACH = 1.5  # octaves: of calls further away than that, a row knows less than t
 # multiprocessor.
 HELD = {2: 6.0, 4: 6.5}
 LESS_HELD = 0.5
-LESS_OF_GRADIENT = 1.0  # of one of its two inputs; not measured
-FULL_WARPS = 4  # of a program of a norm's gradient at least; not measured
 LEAST_HELD = 3.5
 SPREAD = 2**14
 # Programs of a dependent launch start one every 1.3 ns, others one every 1.0: so few of them, or ones that take as long as that.
@@ -213,18 +212,27 @@ def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant
     batch = MANY if size is None else size.batch
     each = 2 * row_block(spec) * ITEM_SIZE[spec.dtype]
     held = HELD[ITEM_SIZE[spec.dtype]] - (LESS_HELD if vector_bytes(spec) == 2 else 0.0)  # noqa: PLR2004 - bytes
-    held -= LESS_OF_GRADIENT if spec.gradient_of_norm else 0.0
     if size is not None:
         held = min(held, max(LEAST_HELD, math.log2(max(1, spec.all_heads * size.tokens * each) / SPREAD)))
     capped = RopeSize(min(batch, MANY) if spec.merges_batch else 1, max(1, min(positions, MANY)))
     variant = _default(spec, capped, round(4 * held) / 4)  # in quarters, so that few are told apart
     tile = 2 * variant.block_tokens * rows_at_once(spec, variant) * each  # read and written
     entries = 1 if spec.layout == "thd" else batch
-    if size is None:  # what compiles for every card
+    if size is None or spec.gradient_of_norm:  # without a size: what compiles for every card
         return variant
+    if spec.norm == "all":
+        return _of_all_heads(spec, variant, positions)
     small = programs(spec, variant, positions, entries) <= FEW_PROGRAMS
     cache = "stream" if small and spec.packed else "keep"
     return dataclasses.replace(variant, cache=cache, pdl=small or tile >= DEPENDENT_BYTES)
+
+
+def _of_all_heads(spec: RopeSpec, variant: RopeVariant, positions: int) -> RopeVariant:
+    """The default of heads that are normalised together: tile after tile, by programs of few warps where these hold a token."""
+    few = dataclasses.replace(variant, block_tokens=1, num_warps=FEW_WARPS)
+    fewer = few if _tile_rejection(spec, few, rows_at_once(spec, few)) is None else variant
+    looped = dataclasses.replace(fewer, cache="stream", resident=LEAST_RESIDENT)
+    return variant if _resident_rejection(spec, positions, looped) else looped
 
 
 def programs(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
@@ -244,10 +252,6 @@ def _default(spec: RopeSpec, size: RopeSize, held: float) -> RopeVariant:
     tiles = itertools.product(BLOCK_TOKENS, BLOCK_HEADS, NUM_WARPS)
     variants = [RopeVariant(tokens, heads, cache="keep", num_warps=warps) for tokens, heads, warps in tiles]
     legal = [one for one in variants if rejection(spec, size, one) is None]
-    if (
-        spec.gradient_of_norm
-    ):  # few programs, each with a part of the weights' gradients: large ones fill a multiprocessor
-        legal = [one for one in legal if one.num_warps >= FULL_WARPS] or legal
     least = RopeVariant(1, 1, cache="keep", num_warps=1)
     return min(legal, key=lambda one: _cost(spec, size, one, held), default=least)
 
