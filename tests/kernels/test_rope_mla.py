@@ -88,9 +88,7 @@ def test_every_text_and_setting_is_right(index: int) -> None:
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_what_is_wrong_is_seen(direction: str) -> None:
     """The bound is no bar that anything passes: with k_pe of another token, or a head that is left out, the check fails."""
-    spec = RopeSpec(
-        "bshd", "float32", 3, 12, 8, rotated="last", angles="cos_sin", value_dim=4, direction=direction
-    )
+    spec = RopeSpec("bshd", "float32", 3, 12, 8, rotated="last", angles="cos_sin", value_dim=4, direction=direction)
     work = WORKLOADS["rope"]
     call = probe(work.inputs(spec, SIZE, "cpu", 0))
     wanted, bound = work.reference(spec, call)
@@ -101,9 +99,7 @@ def test_what_is_wrong_is_seen(direction: str) -> None:
 
 
 def test_each_run_sums_the_heads_in_one_order() -> None:
-    spec = RopeSpec(
-        "thd", "float32", 37, 12, 8, rotated="last", angles="cos_sin", value_dim=4, direction="backward"
-    )
+    spec = RopeSpec("thd", "float32", 37, 12, 8, rotated="last", angles="cos_sin", value_dim=4, direction="backward")
     found = []
     for _ in range(2):
         call = WORKLOADS["rope"].inputs(spec, SIZE, "cpu", 1)

@@ -192,9 +192,7 @@ def _rows(
 
 
 @triton.jit
-def _load_neighbours(
-    rows, m_row, stride_d, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, EVICT: tl.constexpr
-):
+def _load_neighbours(rows, m_row, stride_d, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, EVICT: tl.constexpr):
     """Features (2 j, 2 j + 1) of each row, whatever the style: [rows, rows, PAIR_BLOCK] twice."""
     i_feature = tl.arange(0, 2 * PAIR_BLOCK)
     mask = m_row[:, :, None] & (i_feature < 2 * PAIRS)[None, None, :]
@@ -429,7 +427,9 @@ def rope_complete_inplace_deinterleave_freqs(
     if BACKWARD:
         _store_neighbours(out_pairs, m_row, out_stride_d, out_first, out_second, PAIRS, PAIR_BLOCK, STORE_CACHE)
     else:
-        _store_pairs(out_pairs, m_row, out_stride_d, out_first, out_second, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, STORE_CACHE)
+        _store_pairs(
+            out_pairs, m_row, out_stride_d, out_first, out_second, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, STORE_CACHE
+        )
     if TAIL > 0:
         tail, m_tail = _tail(out_rows, m_row, out_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
         tl.store(tail, b_tail, mask=m_tail, cache_modifier=STORE_CACHE)

@@ -189,9 +189,7 @@ def _rows(
 
 
 @triton.jit
-def _load_neighbours(
-    rows, m_row, stride_d, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, EVICT: tl.constexpr
-):
+def _load_neighbours(rows, m_row, stride_d, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, EVICT: tl.constexpr):
     """Features (2 j, 2 j + 1) of each row, whatever the style: [rows, rows, PAIR_BLOCK] twice."""
     i_feature = tl.arange(0, 2 * PAIR_BLOCK)
     mask = m_row[:, :, None] & (i_feature < 2 * PAIRS)[None, None, :]

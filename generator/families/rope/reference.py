@@ -78,10 +78,13 @@ def _strides(spec: RopeSpec, size: RopeSize, heads: int, head_dim: int = 0) -> t
     return strides_of(spec.layout, torch.empty((*_tokens(spec, size), heads, head_dim or spec.head_dim), device="meta"))
 
 
-def _split_strides(spec: RopeSpec, size: RopeSize) -> dict[str, tuple[int, int, int, int]]:
+def _split_strides(spec: RopeSpec, size: RopeSize) -> dict[str, Any]:
     """Of MLA: the strides of what is read and written; those of the one head that all share lead nowhere."""
     wide, narrow = _strides(spec, size, spec.heads), _strides(spec, size, spec.heads, spec.value_dim)
-    kv, (s, b, _, d) = _strides(spec, size, spec.heads, spec.kept_dim + spec.value_dim), _strides(spec, size, 1, spec.rotary_dim)
+    kv, (s, b, _, d) = (
+        _strides(spec, size, spec.heads, spec.kept_dim + spec.value_dim),
+        _strides(spec, size, 1, spec.rotary_dim),
+    )
     shared = (s, b, 0, d)
     one, two = ("out", "x") if spec.sums_heads else ("x", "out")
     other, third = ("key_out", "key") if spec.sums_heads else ("key", "key_out")
@@ -169,7 +172,7 @@ def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
     if spec.packed:
         cu_seqlens = torch.arange(size.batch + 1, device=device, dtype=torch.int32) * size.seq * parallel
     strides = {"x": query_strides, "out": query_strides, "key": key_strides, "key_out": key_strides}
-    named = _split_strides(spec, size) if spec.splits else {f"{n}_strides": steps for n, steps in strides.items()}
+    named: dict[str, Any] = _split_strides(spec, size) if spec.splits else {f"{n}_strides": steps for n, steps in strides.items()}
     return RopeCall(
         x=x,
         out=out,
@@ -502,7 +505,8 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
             warps=variant.num_warps,
             memory_bytes=bytes_moved(spec, size),
             again_bytes=max(0.0, count * variant.block_tokens * angle_row - angle_rows(spec, size) * angle_row),
-            in_flight_bytes=tile_rows * (2 * moved if spec.splits else spec.rotary_dim) * item + variant.block_tokens * angle_row,
+            in_flight_bytes=tile_rows * (2 * moved if spec.splits else spec.rotary_dim) * item
+            + variant.block_tokens * angle_row,
             elements=tiles * tile_rows * 2 * moved,
             sines=count * variant.block_tokens * half * 2 * entries_per_pair if spec.computes_sincos else 0,
             pairs_per_thread=tile_rows * moved / (32 * variant.num_warps),

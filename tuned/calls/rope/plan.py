@@ -133,7 +133,7 @@ def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
 
     plan, now = Plan(run_first), Ready(spec, prepared.call, *launches(spec, variant, prepared.call))
     compiled = _COMPILED.get(_code(variant, now))
-    alike = settings.inplace or made_alike(x, prepared.call, settings)
+    alike = settings.inplace or spec.splits or made_alike(x, prepared.call, settings)
     if compiled is not None and not sources.copied and alike and not capturing():
         plan.run = upgrade(now, compiled)
     else:
@@ -165,6 +165,8 @@ def _result(given: Given, settings: Settings, call: RopeCall) -> Any:
     if settings.inplace:
         bump_versions(given.x, given.key)
         out, key_out = given.x, given.key
+    elif settings.k_dim:
+        out, key_out = call.out, call.key_out
     else:
         out, key_out = as_asked(call.out, given.x, settings), tokens_first(call.key_out, settings)
     return out if given.key is None else (out, key_out)
@@ -278,8 +280,9 @@ def _complete(  # noqa: PLR0913 - what the closure holds
 ) -> Callable[..., Any]:
     run, function, head, programs, (_, *numbers), stream_of, enter, leave = direct
     rest, (low, high), (checked, nearest, furthest) = tuple(numbers), limits, beside
-    inplace, two, computes_sincos = spec.inplace, spec.key_heads > 0, spec.computes_sincos
-    empty_like = torch.empty_like
+    inplace, splits, computes_sincos = spec.inplace, spec.splits, spec.computes_sincos
+    two = spec.key_heads > 0 or splits
+    empty_like, split_shapes = torch.empty_like, spec.split_shapes
 
     def plan(  # noqa: PLR0913 - those of Plan.run
         x: Any,
@@ -299,8 +302,11 @@ def _complete(  # noqa: PLR0913 - what the closure holds
         outs: tuple[int, ...] = ()
         key_outs: tuple[int, ...] = ()
         if not inplace:
-            out = empty_like(x)
-            key_out = empty_like(key) if two else out
+            if splits:
+                out, key_out = map(x.new_empty, split_shapes(x.shape))
+            else:
+                out = empty_like(x)
+                key_out = empty_like(key) if two else out
             outs, key_outs = (out.data_ptr(),), (key_out.data_ptr(),)
         elif two and nearest < key_ptr - x_ptr < furthest and key_ptr - x_ptr != checked:
             # They may overlap: ``public`` checks.

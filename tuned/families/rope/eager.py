@@ -171,11 +171,11 @@ def _split(
     if spec.sums_heads:
         total = rest.sum(-2, keepdim=True, dtype=cos.dtype)
         shared = _turn(whole, total, cos, sin, inside, total)
-        return torch.cat((kept, key), -1), shared.to(x.dtype)
+        return torch.cat((kept, key), -1).contiguous(), shared.to(x.dtype).contiguous()
     wide = key.to(cos.dtype)
     # Repeated before it is rounded, so that its gradient is summed before that is rounded.
     shared = _turn(whole, wide, cos, sin, inside, wide).expand(*x.shape[:-1], spec.rotary_dim)
-    return torch.cat((kept, shared.to(x.dtype)), -1), rest.clone(memory_format=torch.contiguous_format)
+    return torch.cat((kept, shared.to(x.dtype)), -1).contiguous(), rest.clone(memory_format=torch.contiguous_format)
 
 
 def _normed(
@@ -242,9 +242,7 @@ def _turn(  # noqa: PLR0913
         )
         inside = None
     middle = (
-        [torch.stack((out_first, out_second), -1).flatten(-2), kept[1]]
-        if written
-        else [out_first, kept[1], out_second]
+        [torch.stack((out_first, out_second), -1).flatten(-2), kept[1]] if written else [out_first, kept[1], out_second]
     )
     pieces = [piece.to(given.dtype) for piece in (kept[0], *middle, kept[2]) if piece is not None]
     out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)

@@ -69,7 +69,9 @@ class RopeSpec:
     rounding: str = "once"
     sections: tuple[int, ...] = ()  # positions "axes": how many pairs take their angle from each
     sections_interleaved: bool = False  # in turn, as Qwen3-VL has them, and not in a row
-    deinterleaves: bool = False  # style half, of features that come as pairs (2 j, 2 j + 1): the transpose gives them back so
+    deinterleaves: bool = (
+        False  # style half, of features that come as pairs (2 j, 2 j + 1): the transpose gives them back so
+    )
     # MLA: features of each head's value. x is kv, [.., heads, head_dim - rotary_dim + value_dim], and one key head of rotary_dim,
     # rotated, stands behind what kv has of every head's key. The transpose takes the gradients of the key and of the value.
     value_dim: int = 0
@@ -134,15 +136,15 @@ class RopeSpec:
             )
 
     def _check_latent(self) -> None:
-        if self.deinterleaves and (self.interleaved or self.rotated == "proportional" or self.norm or self.copied_heads):
+        if self.deinterleaves and (
+            self.interleaved or self.rotated == "proportional" or self.norm or self.copied_heads
+        ):
             raise ValueError(
                 "deinterleaves is for style half without a norm and without copied_heads, and rotated first or last"
             )
         if self.value_dim < 0:
             raise ValueError(f"value_dim must be at least 0, got {self.value_dim}")
-        if self.splits and (
-            self.key_heads or self.copied_heads or self.inplace or self.norm or self.rotated != "last"
-        ):
+        if self.splits and (self.key_heads or self.copied_heads or self.inplace or self.norm or self.rotated != "last"):
             raise ValueError(
                 'value_dim is of a key and a value made of kv, out of place: rotated="last", without key_heads, copied_heads or norm'
             )
@@ -225,6 +227,12 @@ class RopeSpec:
         """Features of a head of x, and of a head of the first result: kv and key, or the other way round."""
         dims = self.kept_dim + self.value_dim, self.head_dim
         return dims if self.direction == "forward" else (dims[1], dims[0])
+
+    def split_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Those of both results of MLA, given that of x."""
+        if self.sums_heads:
+            return (*shape[:-1], self.split_dims[1]), (*shape[:-2], 1, self.rotary_dim)
+        return (*shape[:-1], self.head_dim), (*shape[:-1], self.value_dim)
 
     @property
     def norm_rows(self) -> int:

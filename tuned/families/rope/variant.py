@@ -260,7 +260,8 @@ def distance(a: RopeSpec, b: RopeSpec) -> float:
     octaves += abs(math.log2(ITEM_SIZE[a.dtype] / ITEM_SIZE[b.dtype]))
     octaves += abs(math.log2(vector_bytes(a) / vector_bytes(b))) / 2
     texts = sum(
-        getattr(a, n) != getattr(b, n) for n in ("layout", "style", "angles", "inplace", "copies_tail", "plain", "deinterleaves")
+        getattr(a, n) != getattr(b, n)
+        for n in ("layout", "style", "angles", "inplace", "copies_tail", "plain", "deinterleaves")
     )
     halves = sum(getattr(a, n) != getattr(b, n) for n in ("direction", "angle_entries", *COMPLETE[2:-1]))
     tenths = sum(
