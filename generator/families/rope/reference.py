@@ -172,7 +172,9 @@ def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
     if spec.packed:
         cu_seqlens = torch.arange(size.batch + 1, device=device, dtype=torch.int32) * size.seq * parallel
     strides = {"x": query_strides, "out": query_strides, "key": key_strides, "key_out": key_strides}
-    named: dict[str, Any] = _split_strides(spec, size) if spec.splits else {f"{n}_strides": steps for n, steps in strides.items()}
+    named: dict[str, Any] = (
+        _split_strides(spec, size) if spec.splits else {f"{n}_strides": steps for n, steps in strides.items()}
+    )
     return RopeCall(
         x=x,
         out=out,

@@ -151,7 +151,7 @@ def results(named: dict[str, Any], kv: Any, k_pe: Any, angles: Any, left_out: in
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("chosen_once")
 @pytest.mark.parametrize("name", CALLS)
-def test_kernels_and_operators_give_the_same(watch: Watch, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_kernels_and_operators_give_the_same(watch: Watch, name: str) -> None:
     """As a call that is new, one that is known, and in eager PyTorch: in float64, which no kernel takes."""
     named = CALLS[name]
     kv, k_pe = tensors(named.get("tensor_format", "bshd"))
