@@ -133,7 +133,7 @@ def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
 
     plan, now = Plan(run_first), Ready(spec, prepared.call, *launches(spec, variant, prepared.call))
     compiled = _COMPILED.get(_code(variant, now))
-    alike = settings.inplace or spec.splits or made_alike(x, prepared.call, settings)
+    alike = settings.inplace or made_alike(x, prepared.call, settings)
     if compiled is not None and not sources.copied and alike and not capturing():
         plan.run = upgrade(now, compiled)
     else:
@@ -193,6 +193,8 @@ def made_alike(x: torch.Tensor, call: RopeCall, settings: Settings) -> bool:
     That of a packed qkv is made like the view of it that has one axis of heads: where batch entries share memory, one that is
     made like qkv itself can have other strides.
     """
+    if settings.k_dim:
+        return True  # contiguous always
     strides = as_asked(call.out, x, settings).stride(), torch.empty_like(x, device="meta").stride()
     return all(n < 2 or a == b for n, a, b in zip(x.shape, *strides, strict=True))  # noqa: PLR2004
 
