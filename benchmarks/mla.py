@@ -111,7 +111,7 @@ def check(run: Callable[[Layer], Any], own: Callable[[str, Layer], Any], style: 
 # What reads and writes the same addresses --------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _touch(x, rows, stride, FEATURES: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     pointers = x + i_row[:, None] * stride + tl.arange(0, FEATURES)[None, :]
