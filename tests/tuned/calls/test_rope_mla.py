@@ -295,6 +295,23 @@ def test_other_lengths_launch_what_is_compiled(watch: Watch, layout: str) -> Non
     assert watch.direct >= 4
 
 
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("chosen_once")
+def test_the_stride_of_a_values_only_feature_says_nothing(watch: Watch) -> None:
+    """Found by the fuzz: PyTorch calls such gradients contiguous, whatever it is."""
+    watch.interpreted = True
+    angles = table(rows=1, dtype=torch.float32)
+    for stride in (1, 7, 1, 3):
+        leaves = [torch.randn(1, 1, 1, n, requires_grad=True) for n in (KEPT + 1, TURNED)]
+        weights = torch.randn(1, 1, 1, KEPT + TURNED), torch.randn(1).as_strided((1, 1, 1, 1), (9, 9, 9, stride))
+        grads = [
+            torch.autograd.grad(made, leaves, weights)
+            for made in (mla_kv_rope(*leaves, **angles, k_dim=KEPT), by_hand(*leaves, *angles.values(), "half"))
+        ]
+        torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+    assert watch.direct
+
+
 @pytest.mark.parametrize("shape", [(0, 3, 2), (2, 0, 2), (2, 3, 0)])
 def test_an_empty_call_is_empty(shape: tuple[int, int, int]) -> None:
     batch, seq, heads = shape

@@ -795,8 +795,9 @@ def _made(
         return out, key_out, *steps
     out, key_out = _split_results(spec, x, key, make_out)
     of_key, of_out = strides_of(spec.layout, key), strides_of(spec.layout, key_out)
-    # Of the one head that all share the stride from head to head leads nowhere, whatever it is.
+    # Of the one head that all share the stride from head to head leads nowhere, whatever it is; of one feature that of features.
     if spec.sums_heads:
+        of_key = (*of_key[:3], 1 if spec.value_dim == 1 else of_key[3])
         return out, key_out, of_key, (*of_out[:2], 0, of_out[3])
     return out, key_out, (*of_key[:2], 0, of_key[3]), of_out
 

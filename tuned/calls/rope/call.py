@@ -395,12 +395,12 @@ def _rehearsed(given: Given, settings: Settings) -> Any:
     elif heard is not None and heard.gradients and settings.direction == "forward":
         if settings.inplace and given.key is not None:  # as _Node rotates two tensors
             _note(heard, given, settings._replace(inplace=False))
-        made = prepare(given, settings, make_out=torch.empty_like).call
-        key = made.key_out if settings.k_dim else given.key
-        like = given._replace(
-            x=torch.empty_like(made.out if settings.k_dim else given.x),
-            key=None if key is None else torch.empty_like(key),
-        )
+        results = (given.x, given.key)
+        if settings.k_dim:
+            made = prepare(given, settings, make_out=torch.empty_like).call
+            results = made.out, made.key_out
+        x, key = (None if t is None else torch.empty_like(t) for t in results)
+        like = given._replace(x=x, key=key)
         _note(heard, like, transposed(settings))
     return run_eager(given, settings)
 
