@@ -146,8 +146,8 @@ def test_latent_attention_by_kernels_is_right(
     watch.interpreted = True
     monkeypatch.setattr(draw, "NORMED", 0.0)
     monkeypatch.setattr(draw, "LATENT", 1.0)
-    assert assert_right(dataclasses.replace(KERNELS, kinds=("rope",)), range(45), 1) > 60
-    assert len({name for name in launched if "mla" in name or "deinterleave" in name}) > 10
+    assert assert_right(dataclasses.replace(KERNELS, kinds=("rope",)), range(30), 1) > 40
+    assert len({name for name in launched if "mla" in name or "deinterleave" in name}) > 8
 
 
 def test_every_kernel_of_latent_attention_is_launched_by_calls_of_the_fuzz(launched: set[str]) -> None:

