@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,10 @@ from generator.measuring.check import WrongResultError, check, inputs_of, probe
 from generator.rendering.structures import load
 from generator.workload import WORKLOADS
 from tests.support import pairwise
+from tests.support.far import far
+from tests.support.run import INTERPRETED
+from tuned.calls.rope.arguments import Given, Settings, prepare
+from tuned.families.rope.eager import rotate
 from tuned.families.rope.launches import RopeCall, kernel_name, launches
 from tuned.families.rope.spec import ANGLE_ENTRIES, ANGLES, LAYOUTS, POSITIONS, RopeSize, RopeSpec
 from tuned.families.rope.variant import RopeVariant, default_variant, rejection
@@ -108,3 +113,22 @@ def test_each_run_sums_the_heads_in_one_order() -> None:
         run(spec, RopeVariant(2, 4, num_warps=1), call)
         found.append(call.out.clone())
     assert torch.equal(*found)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU has no memory without pages: tests/gpu has one such call")
+@pytest.mark.parametrize("axis", [1, 2, 3], ids=["tokens", "heads", "features"])
+@pytest.mark.parametrize("what", ["x", "key"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_what_lies_gigabytes_apart_is_found(direction: str, what: str, axis: int) -> None:
+    """Of kv and k_pe, and of the gradients of key and value."""
+    torch.manual_seed(0)
+    shapes = ((3, 10), (1, 4)) if direction == "forward" else ((3, 10), (3, 4))
+    x, key = (torch.randn(1, 3, *shape) for shape in shapes)
+    angles = {"cos": torch.rand(3, 2), "sin": torch.rand(3, 2)}
+    settings = Settings(k_dim=6, direction=direction)
+    wanted = rotate(*attrgetter("eager_spec", "call")(prepare(Given(x, key, **angles), settings, make_out=lambda t: t)))
+    given = Given(far(x, axis) if what == "x" else x, far(key, axis) if what == "key" else key, **angles)
+    made = prepare(given, settings, make_out=torch.empty_like)
+    assert made.spec is not None
+    run(made.spec, RopeVariant(2, 2, num_warps=1), made.call)
+    torch.testing.assert_close((made.call.out, made.call.key_out), wanted, rtol=1e-6, atol=1e-6)
