@@ -334,8 +334,12 @@ def attempt(row: dict[str, Any], name: str, measure: Callable[[], float]) -> Non
 
 def copy_us(bench: Bench, sets: Sequence[Layer], timed: Timer | None = None) -> float:
     """A copy of both tensors, read once and written once: the floor of a forward."""
-    nbytes = 2 * sum(x.nbytes for x in sets[0].both)
-    elements = sum(x.numel() for x in sets[0].both)
+    return moved_us(bench, sum(x.numel() for x in sets[0].both), timed)
+
+
+def moved_us(bench: Bench, elements: int, timed: Timer | None = None) -> float:
+    """A copy of so many elements of bfloat16, read once and written once."""
+    nbytes = 2 * 2 * elements
     pairs = [
         [torch.randn(elements, device=bench.device).bfloat16() for _ in range(2)] for _ in range(bench.count(nbytes))
     ]
@@ -476,23 +480,26 @@ def ratios(row: dict[str, Any]) -> dict[str, tuple[float, float]]:
     return found
 
 
-def line(row: dict[str, Any]) -> str:
+Ratios = Callable[[dict[str, Any]], dict[str, tuple[float, float]]]
+
+
+def line(row: dict[str, Any], asked: Ratios = ratios) -> str:
     """A row beside its bars."""
     others = ", ".join(
         f"{n} {us:.2f}" for n, us in row.items() if n not in {"kind", "model", "tokens", "refusals", "ours"}
     )
     judged = ", ".join(
         f"{100 * ratio:.1f}% of {of} (bar {100 * bar:.0f}%{'' if ratio <= bar else ', MISSED'})"
-        for of, (ratio, bar) in ratios(row).items()
+        for of, (ratio, bar) in asked(row).items()
     )
     return f"{row['kind']:<13} {row['model']:<18} {row['tokens']:>6}  {row['ours']:>9.2f} us: {judged}; {others}"
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> str:
+def summary(rows: Sequence[dict[str, Any]], asked: Ratios = ratios) -> str:
     """For each bar how many rows meet it, and the worst."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        for of, pair in ratios(row).items():
+        for of, pair in asked(row).items():
             found.setdefault(f"{row['kind']} / {of}", []).append(pair)
     return "\n".join(
         f"{name}: {sum(r <= bar for r, bar in pairs)} of {len(pairs)} within {pairs[0][1]}, most {max(r for r, _ in pairs):.3f}"
@@ -529,18 +536,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows, failed = rows + found, failed | wrong
     print(summary(rows), *(f"not measured: {name}: {why}" for name, why in failed.items()), sep="\n")
     out = options.out
-    if out is None and not options.dry:
-        out = session.RESULTS / "qk_norm" / f"{device_slug(torch.cuda.get_device_name())}.json"
-    if out is not None:
-        told = {} if options.dry else environment(PACKAGES)
-        content = {"seed": options.seed, "environment": told, "bars": BARS, "rows": rows, "failed": failed}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, (json.dumps(content, indent=1) + "\n").encode())
+    content = {"seed": options.seed, "bars": BARS, "rows": rows, "failed": failed}
+    write("qk_norm", out, content, PACKAGES, dry=options.dry)
     return int(bool(failed) or not found)
 
 
+def write(name: str, out: Path | None, content: dict[str, Any], packages: dict[str, str], *, dry: bool) -> None:
+    """Write what was measured, by default to the results of this device; of a dry run only where a path is given."""
+    if out is None and not dry:
+        out = session.RESULTS / name / f"{device_slug(torch.cuda.get_device_name())}.json"
+    if out is not None:
+        content = {"environment": {} if dry else environment(packages)} | content
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, (json.dumps(content, indent=1) + "\n").encode())
+
+
 def measured(
-    todo: Sequence[tuple[str, Callable[[], dict[str, Any]]]], seconds: float = math.inf
+    todo: Sequence[tuple[str, Callable[[], dict[str, Any]]]], seconds: float = math.inf, asked: Ratios = ratios
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """The rows, begun until the seconds are over, and why others are none."""
     rows, failed, end = list[dict[str, Any]](), dict[str, str](), time.monotonic() + seconds
@@ -549,7 +561,7 @@ def measured(
             break
         try:
             rows.append(measure())
-            print(line(rows[-1]), flush=True)
+            print(line(rows[-1], asked), flush=True)
         except Exception as error:  # noqa: BLE001 (one row that fails must not cost the others)
             failed[f"{number}: {name}"] = session.reason(error)
             print(f"{name}: {session.reason(error)}", flush=True)

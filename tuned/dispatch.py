@@ -47,7 +47,7 @@ from tuned.calls.linear_cat import run as linear_cat_run
 from tuned.calls.linear_cat.arguments import check_linear_cat
 from tuned.calls.recurrent import serve
 from tuned.calls.rope import call as rope_call
-from tuned.calls.rope.arguments import Given, Settings, kv_heads_of, offset_of, packed_parts, whole_numbers
+from tuned.calls.rope.arguments import Given, Settings, k_dim_of, kv_heads_of, offset_of, packed_parts, whole_numbers
 from tuned.launching.overwrite import bump_versions, refuse_overwrite
 from tuned.lookup.lookup import Choice
 
@@ -77,6 +77,7 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
     conjugate: bool = False,
     sections: Sequence[int] | None = None,
     interleaved_sections: bool = False,
+    deinterleave: bool = False,
 ) -> torch.Tensor:
     """Rotary position embedding: rotate features of each head by angles that depend on the position.
 
@@ -121,6 +122,8 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
             axis names: mRoPE (Qwen2-VL: time, height, width), or, with a table whose columns belong to axes, axial RoPE (FLUX,
             Wan, vision towers).
         interleaved_sections: three sections in turn, 0 1 2 0 1 2, as Qwen3-VL has them, and not in a row.
+        deinterleave: pairs are read as features (2 j, 2 j + 1) and written as (j, j + rotary_dim / 2), what Megatron does to
+            DeepSeek's queries; entries of angles are as of halves. Pairs of tokens outside every sequence are put apart too.
 
     Returns:
         A tensor like x, or x itself in place. Differentiable in x by a kernel; in the angles through eager PyTorch.
@@ -141,7 +144,7 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
         sections = tuple(sections)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
-        rotated, conjugate, sections, interleaved_sections, None, "forward",
+        rotated, conjugate, sections, interleaved_sections, None, deinterleave, 0, "forward",
     )  # fmt: skip
     return rope_call.call(  # type: ignore[no-any-return]
         x,
@@ -187,6 +190,7 @@ def rope_qk(  # noqa: PLR0913 - the arguments of rope
     conjugate: bool = False,
     sections: Sequence[int] | None = None,
     interleaved_sections: bool = False,
+    deinterleave: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``rope`` of a query and a key in one launch, with the arguments of ``rope``.
 
@@ -210,7 +214,7 @@ def rope_qk(  # noqa: PLR0913 - the arguments of rope
         sections = tuple(sections)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
-        rotated, conjugate, sections, interleaved_sections, None, "forward",
+        rotated, conjugate, sections, interleaved_sections, None, deinterleave, 0, "forward",
     )  # fmt: skip
     out = rope_call.call(
         q, k, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, cu_seqlens, positions, offset, None, None, settings
@@ -268,7 +272,7 @@ def rope_qkv(  # noqa: PLR0913 - the arguments of rope
         sections = tuple(sections)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
-        rotated, conjugate, sections, interleaved_sections, kv_heads, "forward",
+        rotated, conjugate, sections, interleaved_sections, kv_heads, False, 0, "forward",
     )  # fmt: skip
     return rope_call.call(  # type: ignore[no-any-return]
         qkv,
@@ -312,6 +316,7 @@ def rope_backward(  # noqa: PLR0913 - the arguments of rope
     conjugate: bool = False,
     sections: Sequence[int] | None = None,
     interleaved_sections: bool = False,
+    deinterleave: bool = False,
 ) -> torch.Tensor:
     """The transpose of ``rope`` as a linear map of x, with the same arguments: from grad_output to the gradient of x.
 
@@ -328,7 +333,7 @@ def rope_backward(  # noqa: PLR0913 - the arguments of rope
         sections = tuple(sections)
     settings = (
         tensor_format, interleaved, False, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
-        rotated, conjugate, sections, interleaved_sections, None, "backward",
+        rotated, conjugate, sections, interleaved_sections, None, deinterleave, 0, "backward",
     )  # fmt: skip
     return rope_call.call(  # type: ignore[no-any-return]
         grad_output,
@@ -408,7 +413,7 @@ def qk_norm_rope(  # noqa: PLR0913 - the arguments of rope_qk, and of two norms
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
-        rotated, conjugate, sections, interleaved_sections, None, "forward", norm, eps, zero_centered, rounding,
+        rotated, conjugate, sections, interleaved_sections, None, False, 0, "forward", norm, eps, zero_centered, rounding,
     )  # fmt: skip
     out = rope_call.call(
         q,
@@ -458,6 +463,84 @@ def qkv_norm_rope_(  # noqa: PLR0913 - the arguments of qk_norm_rope
     q, k = packed_parts(qkv, settings)
     qk_norm_rope(q, k, q_weight, k_weight, freqs, cos, sin, tensor_format=tensor_format, inplace=True, **others)
     return qkv
+
+
+def mla_kv_rope(  # noqa: PLR0913 - the arguments of rope
+    kv: torch.Tensor,
+    k_pe: torch.Tensor,
+    freqs: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    *,
+    k_dim: int,
+    tensor_format: str = "bshd",
+    interleaved: bool = False,
+    deinterleave: bool = False,
+    angle_entries: str | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
+    inv_freq: torch.Tensor | None = None,
+    freqs_cis: torch.Tensor | None = None,
+    attention_scaling: float = 1.0,
+    positions: torch.Tensor | None = None,
+    offset: int | torch.Tensor = 0,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    conjugate: bool = False,
+    sections: Sequence[int] | None = None,
+    interleaved_sections: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The key and the value of multi-head latent attention (DeepSeek), in one launch; so is their gradient.
+
+    Each head's key is its first ``k_dim`` features of kv, then k_pe, rotated, which all heads share. Its value is the rest of kv.
+    The query's part is ``rope(q, rotated="last", inplace=True)``. Angles and positions as in ``rope``. The others:
+
+    * kv: ``[b, s, h, k_dim + v_dim]`` (bshd), ``[s, b, h, k_dim + v_dim]`` (sbhd) or ``[t, h, k_dim + v_dim]`` (thd), any strides.
+    * k_pe: ``[b, s, 1, e]``, ``[s, b, 1, e]`` or ``[t, 1, e]``, dtype and device of kv, any strides, such as a slice of a wider
+      tensor. All e features rotate.
+    * k_dim: features of each head of kv that are the key's, at least 1; v_dim is at least 1 too.
+    * deinterleave: as in ``rope``: k_pe has pairs (2 j, 2 j + 1), the key has halves, as Megatron makes it.
+
+    Returns:
+        key ``[..., h, k_dim + e]`` and value ``[..., h, v_dim]``, contiguous, of no memory of kv. Differentiable in kv and k_pe by
+        a kernel, any number of times, and in the angles through eager PyTorch. The gradient of k_pe is summed over heads in
+        float32, in one order, and rounded once: the same bits in each run.
+
+    Raises:
+        TypeError, ValueError: as ``rope``; nothing has been written.
+    """
+    if (
+        type(k_dim) is not int
+        or k_dim < 1
+        or (max_seqlen is not None and type(max_seqlen) is not int)
+        or type(cp_size) is not int
+        or type(cp_rank) is not int
+    ):
+        k_dim = k_dim_of(k_dim)
+        _, max_seqlen, cp_size, cp_rank = whole_numbers(None, max_seqlen, cp_size, cp_rank)
+    if sections is not None and type(sections) is not tuple:
+        sections = tuple(sections)
+    settings = (
+        tensor_format, interleaved, False, None, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
+        "first", conjugate, sections, interleaved_sections, None, deinterleave, k_dim, "forward",
+    )  # fmt: skip
+    return rope_call.call(  # type: ignore[no-any-return]
+        kv,
+        k_pe,
+        freqs,
+        cos,
+        sin,
+        cos_sin_cache,
+        inv_freq,
+        freqs_cis,
+        cu_seqlens,
+        positions,
+        offset,
+        None,
+        None,
+        settings,
+    )
 
 
 def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
@@ -628,20 +711,26 @@ def linear_cat(
 
 
 # Of each name the function that is defined here, whatever a profiler puts in its place later.
-DEFINED = {f.__name__: f for f in (rope, rope_qk, rope_qkv, rope_backward, qk_norm_rope, gru_cell, gru, linear_cat)}
+DEFINED = {
+    f.__name__: f
+    for f in (rope, rope_qk, rope_qkv, rope_backward, qk_norm_rope, mla_kv_rope, gru_cell, gru, linear_cat)
+}
 
 
 def explain_rope(function: Any, *args: Any, **kwargs: Any) -> tuple[Choice, Any]:
-    """The choice for a call of ``rope``, ``rope_qk``, ``rope_qkv``, ``rope_backward`` or ``qk_norm_rope``; nothing runs.
+    """The choice for a call of ``rope``, ``rope_qk``, ``rope_qkv``, ``rope_backward``, ``qk_norm_rope`` or ``mla_kv_rope``; nothing runs.
 
     Returns it and the spec.
     """
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     named = dict(bound.arguments)
-    x, key = named.pop(next(iter(named))), named.pop("k", None)
+    x, key = named.pop(next(iter(named))), named.pop("k_pe" if function is mla_kv_rope else "k", None)
+    if function is mla_kv_rope:
+        named["k_dim"] = k_dim_of(named["k_dim"])
     named["sections"] = None if named["sections"] is None else tuple(named["sections"])
     counts = ("rotary_dim", "max_seqlen", "cp_size", "cp_rank")
+    named |= {"rotary_dim": None} if function is mla_kv_rope else {}
     named |= zip(counts, whole_numbers(*map(named.get, counts)), strict=True)
     if function is rope_qkv:
         named["kv_heads"] = 0 if named["kv_heads"] is None else kv_heads_of(named["kv_heads"])

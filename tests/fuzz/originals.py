@@ -279,6 +279,53 @@ def qk_norm_rope(
     return found[0], found[1]  # type: ignore[return-value]
 
 
+def mla_kv_rope(
+    kv: torch.Tensor, k_pe: torch.Tensor, *, k_dim: int, **others: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The key and the value as models write them: the shared head rotated by its definition, repeated, put behind kv's."""
+    shared = rope_apart(k_pe, **others).expand(*kv.shape[:-1], -1)
+    return torch.cat((kv[..., :k_dim], shared), -1), kv[..., k_dim:]
+
+
+def rope_apart(
+    x: torch.Tensor,
+    *,
+    tensor_format: str = "bshd",
+    interleaved: bool = False,
+    deinterleave: bool = False,
+    inplace: bool = False,
+    rotated: str = "first",
+    conjugate: bool = False,
+    angle_entries: str = "pair",
+    offset: int = 0,
+    sections: tuple[int, ...] = (),
+    interleaved_sections: bool = False,
+    **tensors: torch.Tensor,
+) -> torch.Tensor:
+    """The rotation by its definition, of pairs that are put apart before it, those of tokens of no sequence too."""
+    call = formula.Rope(
+        tensor_format, interleaved, angle_entries, rotated, conjugate, offset=offset, sections=sections,
+        in_turn=interleaved_sections,
+    )  # fmt: skip
+    entries = next(tensors[n] for n in ("cos", "freqs", "inv_freq") if n in tensors).shape[-1]
+    rotary = entries if angle_entries == "feature" else 2 * entries
+    begin = x.shape[-1] - rotary if rotated == "last" else 0
+    own = x
+    if deinterleave:
+        turned = x[..., begin : begin + rotary]
+        own = torch.cat((x[..., :begin], turned[..., ::2], turned[..., 1::2], x[..., begin + rotary :]), -1)
+    held = slice(None)
+    if "cu_seqlens" in tensors:  # those outside have no angle, whose NaN would spread to gradients
+        first, last = int(tensors["cu_seqlens"][0]), int(tensors["cu_seqlens"][-1])
+        held, tensors["cu_seqlens"] = slice(first, last), tensors["cu_seqlens"] - first
+    if "inv_freq" in tensors:  # angles are rounded to float32 in the reference too
+        tensors["inv_freq"] = tensors["inv_freq"].float()
+    out = formula.rope(call, own[held].double(), tensors)[0].to(x.dtype)
+    if "cu_seqlens" in tensors:
+        out = torch.cat((own[: held.start], out, own[held.stop :]))
+    return _overwritten(x, out) if inplace else out
+
+
 def of_views(qkv: torch.Tensor, *, heads: int, key_heads: int, inplace: bool = False, **others: Any) -> Any:
     """qk_norm_rope of parts of one tensor."""
     axis = 1 if others.get("tensor_format") == "bhsd" else -2
@@ -330,6 +377,9 @@ def size(arguments: dict[str, Any]) -> tuple[Any, int, int]:
     ):  # what a norm gives is about its weight, times the root of its features
         scale = torch.stack([t.abs().amax() for t in given]).amax().clamp(min=1.0) if given else torch.ones(())
         return 4.0 * scale, 1, 16
+    if "k_dim" in arguments or "deinterleave" in arguments:  # two products of what is turned
+        scale = torch.stack([t.abs().amax() for t in given]).amax().clamp(min=1.0) if given else torch.ones(())
+        return 2.0 * scale, 1, 1
     if not weights or not given:
         return 1.0, 1, 1
     largest = torch.stack([t.abs().amax() for t in given]).amax().clamp(min=1.0)

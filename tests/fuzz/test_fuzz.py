@@ -140,13 +140,45 @@ def test_every_kernel_of_a_norm_is_launched_by_calls_of_the_fuzz(launched: set[s
     assert not ships
 
 
-@pytest.mark.parametrize("kind", ["rope", "rope_qk", "rope_backward", "qk_norm_rope", "of_views", "qkv_norm_rope_"])
+@pytest.mark.skipif(not INTERPRETED, reason="python -m tests.fuzz runs kernels on a GPU")
+def test_latent_attention_by_kernels_is_right(
+    watch: Watch, launched: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch.interpreted = True
+    monkeypatch.setattr(draw, "NORMED", 0.0)
+    monkeypatch.setattr(draw, "LATENT", 1.0)
+    assert assert_right(dataclasses.replace(KERNELS, kinds=("rope",)), range(30), 1) > 40
+    assert len({name for name in launched if "mla" in name or "deinterleave" in name}) > 8
+
+
+def test_every_kernel_of_latent_attention_is_launched_by_calls_of_the_fuzz(launched: set[str]) -> None:
+    ships = {name for name in forced.all_kernels() if "_mla_" in name or "_deinterleave_" in name}
+    assert len(ships) == 18
+    for index, row in enumerate(forced.rows("rope")):
+        if not row.spec.splits and not row.spec.deinterleaves:
+            continue
+        launched.clear()
+        wanted = set(kernel_names(row.spec, row.variant))
+        for turn in range(1000, 1000 + 2 * SWEEPS, 2):
+            for call in case(GPU, SEED, index_of(GPU, "rope", index, turn)).calls:
+                if not wanted <= launched:
+                    with forced.forced("rope", index):
+                        cases.perform(call, SEED, "cpu")
+        assert wanted <= launched
+        ships -= wanted
+    assert not ships
+
+
+@pytest.mark.parametrize(
+    "kind", ["rope", "rope_qk", "rope_backward", "qk_norm_rope", "of_views", "qkv_norm_rope_", "mla_kv_rope"]
+)
 def test_every_way_to_lay_queries_and_keys_is_drawn(kind: str) -> None:
     calls = [call for index in range(3000) for call in case(CPU, SEED, index).calls if call.check != "check_refused"]
     drawn = [call.arguments for call in calls if call.function.endswith(f".{kind}")]
     formats = {given.get("tensor_format", "bshd") for given in drawn}
-    assert formats == {"bshd", "sbhd", "thd", *(("bhsd",) if kind != "qkv_norm_rope_" else ())}
-    assert kind == "rope_backward" or len({given.get("inplace", False) for given in drawn}) == 1 + (kind[-1] != "_")
+    assert formats == {"bshd", "sbhd", "thd", *(("bhsd",) if kind not in ("qkv_norm_rope_", "mla_kv_rope") else ())}
+    places = {given.get("inplace", False) for given in drawn}
+    assert kind == "rope_backward" or len(places) == 1 + (kind not in ("qkv_norm_rope_", "mla_kv_rope"))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="python -m tests.fuzz runs kernels on a GPU")

@@ -22,7 +22,7 @@ import tests.support.rope_case
 import tuned.nn
 from generator.families.gru.texts import gru_texts
 from generator.families.gru_cell.texts import gru_gates_specs
-from generator.families.rope.texts import norm_specs, rope_specs
+from generator.families.rope.texts import mla_specs, norm_specs, rope_specs
 from generator.measuring.check import inputs_of
 from generator.workload import WORKLOADS
 from tests.support.gru_case import GruCase
@@ -73,7 +73,7 @@ class Deed:
 
 def deeds() -> list[Deed]:
     """All of them, always in the same order."""
-    return [*_rope(), *_norms(), *_cells(), *_linear(), *_sequences(), *_gradients(), *_calls()]
+    return [*_rope(), *_norms(), *_latent(), *_cells(), *_linear(), *_sequences(), *_gradients(), *_calls()]
 
 
 def share(index: int) -> list[Deed]:
@@ -119,6 +119,19 @@ def _norms() -> Iterator[Deed]:
         )
         odd = dataclasses.replace(both, heads=5, key_heads=2, head_dim=(20, 12)[at % 2], rotary_dim=12)
         even = dataclasses.replace(both, heads=6, key_heads=1, rotary_dim=(128, 64)[at % 2])
+        for spec in (odd, even):
+            variant = default_variant(spec, NORM_SIZE)
+            yield Deed(rope_names(spec, variant), functools.partial(_normed, spec, variant))
+
+
+def _latent() -> Iterator[Deed]:
+    """Every text of MLA: odd sizes that no tile divides, and even ones; a query's in place, where threads write what others read."""
+    for at, plain in enumerate(mla_specs()):
+        both = dataclasses.replace(plain, layout=("thd", "bshd", "sbhd")[at % 3], dtype=DTYPES[at // 2 % 3])
+        odd = dataclasses.replace(both, heads=5, head_dim=19, rotary_dim=12, value_dim=9 if both.splits else 0)
+        even = dataclasses.replace(
+            both, heads=17, deinterleaves=both.deinterleaves or (both.splits and both.style == "half")
+        )
         for spec in (odd, even):
             variant = default_variant(spec, NORM_SIZE)
             yield Deed(rope_names(spec, variant), functools.partial(_normed, spec, variant))

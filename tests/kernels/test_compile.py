@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from generator.families.gru.texts import gru_texts
-from generator.families.rope.texts import norm_specs, rope_specs
+from generator.families.rope.texts import mla_specs, norm_specs, rope_specs
 from generator.problem import Problem
 from generator.processes.compiler import compile_variant, hopeless
 from generator.rendering.structures import default_names, structures
@@ -55,6 +55,7 @@ COVERING = [
         kernel_name(RopeSpec(**SHAPE, key_heads=8, norm="head", **axes), RopeVariant())
         for axes in pairwise.covering(NORMS)
     ),
+    *(kernel_name(spec, RopeVariant()) for spec in mla_specs() if spec.angles == "cos_sin"),
     WEIGHTS,
     PROBE_KERNEL,
     *PRODUCTS,
@@ -207,6 +208,23 @@ def test_a_norm_moves_128_bits_at_a_time(compiler: concurrent.futures.Executor, 
     assert found["LDG"][128] >= 2 * tensors  # both halves of rows; weights are read an element at a time
     assert found["STG"][128] >= 2
     assert direction == "backward" or set(found["STG"]) == {128}  # parts of the weights' gradients are a row each
+
+
+@pytest.mark.parametrize("deinterleaves", [False, True])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_key_and_value_of_mla_move_128_bits_at_a_time(
+    compiler: concurrent.futures.Executor, direction: str, deinterleaves: bool
+) -> None:
+    arguments = {
+        "layout": "sbhd", "dtype": "bfloat16", "heads": 128, "head_dim": 192, "rotary_dim": 64, "angles": "cos_sin",
+        "rotated": "last", "value_dim": 128, "direction": direction, "deinterleaves": deinterleaves,
+    }  # fmt: skip
+    found = compiler.submit(compiling.widths, arguments, {"block_tokens": 1, "block_heads": 8, "num_warps": 2}).result()
+    # Eight heads of 128 and 128 features on 64 threads are four accesses of 16 bytes each way; and the pairs.
+    assert found["STG"][128] >= 4
+    assert found["LDG"][128] >= 4
+    narrow = {width: count for width, count in found["STG"].items() if width < 64}
+    assert sum(narrow.values()) <= (2 if direction == "backward" else 0), "the shared head's gradient, once a token"
 
 
 @pytest.mark.parametrize("dims", [(6, 2), (5, 4)], ids=lambda d: f"d{d[0]}r{d[1]}")

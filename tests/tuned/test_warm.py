@@ -31,7 +31,7 @@ from tuned.calls.gru import run
 from tuned.calls.rope import ahead as rope_ahead
 from tuned.calls.rope import plan as rope_plan
 from tuned.calls.rope.arguments import prepare
-from tuned.dispatch import gru, gru_cell, linear_cat, qk_norm_rope, rope, rope_qk
+from tuned.dispatch import gru, gru_cell, linear_cat, mla_kv_rope, qk_norm_rope, rope, rope_qk
 from tuned.families.gru.variant import GruVariant
 from tuned.families.launch import Launch
 from tuned.families.rope.spec import RopeSize
@@ -192,6 +192,27 @@ def test_the_kernels_of_a_norms_gradient_are_noted(noted: list[Noted], named: di
     names = {one.launch.kernel for one in noted}
     assert {"rope_norm_copy_half_cos_sin", "rope_norm_backward_half_cos_sin", "rope_norm_weights"} <= names
     assert weight.grad is None
+
+
+@without_a_gpu
+@pytest.mark.usefixtures("ropes")
+def test_the_kernels_of_latent_attention_are_noted(noted: list[Noted]) -> None:
+    wide = torch.randn(4, 2, 12 + 16, requires_grad=True)  # of which k_pe is a slice
+    kv, q = (torch.randn(4, 2, 3, n, requires_grad=True) for n in (40, 48))
+    freqs = torch.randn(4, 16)
+    named: dict[str, Any] = {"tensor_format": "sbhd", "deinterleave": True}
+
+    def model(kv: torch.Tensor, q: torch.Tensor) -> None:
+        mla_kv_rope(kv, wide[..., None, 12:], freqs, k_dim=32, **named)
+        rope(q * 1, freqs, rotated="last", inplace=True, **named)
+
+    tuned.warm(model, kv, q)
+    assert sorted(one.launch.kernel for one in noted) == [
+        "rope_complete_copy_deinterleave_freqs",
+        "rope_complete_inplace_deinterleave_freqs",
+        "rope_mla_backward_half_freqs",
+        "rope_mla_half_freqs",
+    ]
 
 
 @without_a_gpu

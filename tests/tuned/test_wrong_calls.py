@@ -19,11 +19,12 @@ from torch.nn.utils.rnn import pack_sequence
 import tuned
 import tuned.nn
 from tests.support.outcome import outcome
-from tuned.compat import flash_attn, flashinfer, liger, sglang, transformer_engine, transformers, vllm
+from tuned.compat import flash_attn, flashinfer, liger, megatron, sglang, transformer_engine, transformers, vllm
 from tuned.dispatch import (
     gru,
     gru_cell,
     linear_cat,
+    mla_kv_rope,
     qk_norm_rope,
     qkv_norm_rope_,
     rope,
@@ -63,6 +64,24 @@ def normed(**named: Any) -> Callable[[], Any]:
     """A call of qk_norm_rope of Q and KEY."""
     right = {"q": Q, "k": KEY, "q_weight": torch.ones(D), "k_weight": torch.ones(D)}
     return lambda: qk_norm_rope(**{**right, **TABLE, **named})
+
+
+def latent(**named: Any) -> Callable[[], Any]:
+    """A call of mla_kv_rope of heads of 12 + 4 features, and 8 that rotate."""
+    right = {"kv": zeros(B, S, H, 16), "k_pe": zeros(B, S, 1, D), "k_dim": 12}
+    return lambda: mla_kv_rope(**{**right, **TABLE, **named})
+
+
+def of_megatron(**named: Any) -> Callable[[], Any]:
+    """A call of Megatron's key and value."""
+    right = {"kv": zeros(S, B, H, 16), "k_pos_emb": zeros(S, B, 1, D), "cos": FREQS, "sin": FREQS, "emb_dim": D}
+    return lambda: megatron.fused_apply_mla_rope_for_kv(**{**right, "k_dim": 12, "v_dim": 4, **named})
+
+
+def query_of_megatron(**named: Any) -> Callable[[], Any]:
+    """A call of Megatron's query."""
+    right = {"t": zeros(S, B, H, 12 + D), "cos": FREQS, "sin": FREQS, "qk_head_dim": 12, "emb_dim": D}
+    return lambda: megatron.fused_apply_mla_rope_for_q(**{**right, **named})
 
 
 def normed_qkv(qkv: Any, **named: Any) -> Callable[[], Any]:
@@ -297,6 +316,35 @@ OF_NORMS: dict[str, Row] = {
     "bhsd qkv": (lambda: rope_qkv(X, **TABLE, kv_heads=1, tensor_format="bhsd"), ValueError, "must be one of bshd, sbhd and thd", "got 'bhsd'", "to rope_qk"),
     "bhsd axes": (on_x(x=TOKENS, tensor_format="bhsd"), ValueError, "x must be [b, h, s, d]", "got [6, 4, 8]", "for one sequence x[None]"),
 }
+OF_LATENT: dict[str, Row] = {
+    "kv list": (latent(kv=[1.0]), TypeError, "kv must be a tensor", "got list", AS_TENSOR),
+    "k_pe list": (latent(k_pe=[1.0]), TypeError, "k_pe must be a tensor", "got list", AS_TENSOR),
+    "kv axes": (latent(kv=zeros(S, H, 16)), ValueError, "kv must be [b, s, h, d]", "got [6, 4, 16]", "pass tensor_format"),
+    "k_pe without heads": (latent(k_pe=zeros(B, S, D)), ValueError, "k_pe must be [b, s, h, d]", "got [2, 6, 8]", "pass tensor_format"),
+    "k_pe of all heads": (latent(k_pe=zeros(B, S, H, D)), ValueError, "k_pe must have the tokens of kv and one head, [2, 6, 1]", "got [2, 6, 4, 8]", "k_pe.unsqueeze(-2)"),
+    "k_pe of other tokens": (latent(k_pe=zeros(B, S + 1, 1, D)), ValueError, "k_pe must have the tokens of kv and one head", "got [2, 7, 1, 8]", "pass that of the same tokens"),
+    "k_pe half": (latent(k_pe=zeros(B, S, 1, D).half()), ValueError, "k_pe must be torch.float32", "got torch.float16", "convert with k_pe.to(kv)"),
+    "kv integers": (latent(kv=zeros(B, S, H, 16).long()), TypeError, "kv must be floating point", "got torch.int64", "convert with .to(torch.bfloat16)"),
+    "k_dim of all": (latent(k_dim=16), ValueError, "kv must be [b, s, h, k_dim + v_dim]", "got [2, 6, 4, 16] with k_dim=16", "the others are the value's"),
+    "k_dim 0": (latent(k_dim=0), ValueError, "k_dim must be from 1", "got 0", "pass how many are the key's"),
+    "k_dim float": (latent(k_dim=12.0), TypeError, "k_dim must be an int", "got float 12.0", "convert it with int("),
+    "angles of half of k_pe": (latent(k_pe=zeros(B, S, 1, 2 * D)), ValueError, "the angles must rotate all features of k_pe, 16", "got those of 8", "by angle_entries"),
+    "bhsd": (latent(tensor_format="bhsd"), ValueError, "tensor_format of kv must be one of", "got 'bhsd'", "pass kv.transpose(1, 2)"),
+    "apart and interleaved": (latent(deinterleave=True, interleaved=True), ValueError, "deinterleave reads pairs (2 j, 2 j + 1)", "got interleaved=True", "leave that out"),
+    "apart and proportional": (on_x(deinterleave=True, rotated="proportional"), ValueError, "deinterleave reads pairs", 'got rotated="proportional"', "or deinterleave"),
+    "apart word": (on_x(deinterleave="no"), TypeError, "deinterleave must be a bool", "got 'no'", "pass True or False"),
+    "table too short": (latent(kv=zeros(B, ROWS + 1, H, 16), k_pe=zeros(B, ROWS + 1, 1, D)), ValueError, "the angles are too short", "a sequence of 17", "make them at least as long"),
+    "megatron interleaved": (of_megatron(rotary_interleaved=True), ValueError, "rotary_interleaved must be False", "got True", "call tuned.dispatch.rope"),
+    "megatron query interleaved": (query_of_megatron(rotary_interleaved=True), ValueError, "rotary_interleaved must be False", "got True", "with interleaved=True"),
+    "megatron kv width": (of_megatron(v_dim=5), ValueError, "k_dim + v_dim must be the features of a head of kv, 16", "got 12 + 5", "pass those of the model"),
+    "megatron k_pos_emb width": (of_megatron(emb_dim=4), ValueError, "emb_dim must be the features of a head of k_pos_emb, 8", "got 4", "pass those of the model"),
+    "megatron query width": (query_of_megatron(qk_head_dim=8), ValueError, "qk_head_dim + emb_dim must be the features of a head of t, 20", "got 8 + 8", "pass how many do not rotate"),
+    "megatron kv list": (of_megatron(kv=[1.0]), TypeError, "kv must be a tensor", "got list", AS_TENSOR),
+    "megatron query list": (query_of_megatron(t=[1.0]), TypeError, "t must be a tensor", "got list", AS_TENSOR),
+    "megatron one buffer": (of_megatron(out_key=zeros(S, B, H, 20)), ValueError, "must come together", "got out_key without out_value", "give both, or leave both out"),
+    "megatron buffer shape": (of_megatron(out_key=zeros(S, B, H, 20), out_value=zeros(S, B, H, 5)), ValueError, "out_value must be [6, 2, 4, 4]", "got [6, 2, 4, 5]", "pass out_value=None"),
+    "megatron leaf": (query_of_megatron(t=zeros(S, B, H, 20, requires_grad=True)), RuntimeError, "overwriting it would lose", "x is a leaf", "use inplace=False"),
+}
 OF_GRU: dict[str, Row] = {
     "input list": (lambda: gru([1.0], HX, W), TypeError, "input must be a tensor", "got list", AS_TENSOR),
     "input packed": (lambda: gru(PACK, zeros(1, 2, N), W), TypeError, "input must be a tensor", "got PackedSequence", "with batch_sizes=packed.batch_sizes"),
@@ -499,6 +547,7 @@ GROUPS = {
     "angles": OF_ANGLES,
     "positions": OF_POSITIONS,
     "norms": OF_NORMS,
+    "latent": OF_LATENT,
     "gru": OF_GRU,
     "steps": OF_STEPS,
     "explain": OF_EXPLAIN,

@@ -71,6 +71,7 @@ def problems() -> Iterator[Problem]:
     yield from _complete(problem, bf16)
     yield from _normed(problem, bf16)
     yield from _of_axes(problem, bf16)
+    yield from _latent(problem, bf16)
     # The studies' own calls: float32, sbhd, an entry a feature, small.
     for seq, heads, dim in ((64, 16, 64), (128, 16, 128), (32, 8, 256)):
         small = RopeSpec("sbhd", "float32", heads, dim, dim, angle_entries="feature")
@@ -159,3 +160,34 @@ def _of_axes(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) -> 
         word = "" if direction == "forward" else f"_{direction}"
         yield problem(f"qwen3_vl_8b_mrope{word}", dataclasses.replace(qwen3, direction=direction), 1, 8192)
         yield problem(f"wan_14b_axial{word}", dataclasses.replace(wan, direction=direction), 1, 8192)
+
+
+def _latent(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) -> Iterator[Problem]:
+    """Calls of multi-head latent attention, as training makes them: DeepSeek V3, in Megatron's style and in its own."""
+    kv = bf16(
+        "sbhd",
+        128,
+        192,
+        64,
+        rotated="last",
+        value_dim=128,
+        angles="cos_sin",
+        angle_entries="feature",
+        deinterleaves=True,
+    )
+    models = {
+        "deepseek_v3_mla_kv": kv,
+        "deepseek_v3_mla_kv_thd": dataclasses.replace(kv, layout="thd"),
+        "deepseek_v3_mla_kv_interleaved": dataclasses.replace(
+            kv, style="interleaved", deinterleaves=False, angle_entries="pair"
+        ),
+        "deepseek_v3_mla_kv_8_ranks": dataclasses.replace(kv, heads=16),
+    }
+    for (name, spec), direction in itertools.product(models.items(), DIRECTIONS):
+        word = "" if direction == "forward" else f"_{direction}"
+        yield problem(f"{name}{word}", dataclasses.replace(spec, direction=direction), 1, 4096)
+    query = dataclasses.replace(kv, value_dim=0, inplace=True)
+    for layout in ("sbhd", "thd"):
+        yield problem(f"deepseek_v3_mla_q_{layout}_inplace", dataclasses.replace(query, layout=layout), 1, 4096)
+    backward = dataclasses.replace(query, inplace=False, direction="backward")
+    yield problem("deepseek_v3_mla_q_backward", backward, 1, 4096)

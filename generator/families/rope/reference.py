@@ -9,10 +9,19 @@ from typing import Any
 import torch
 
 from tuned.calls.rope.arguments import strides_of
+from tuned.families.launch import ceil_div
 from tuned.families.rope.eager import norm_gradient, positions, rotate
 from tuned.families.rope.launches import RopeCall, weight_features
 from tuned.families.rope.spec import ITEM_SIZE, ROUNDINGS, RopeSize, RopeSpec
-from tuned.families.rope.variant import MULTIPROCESSORS, RESIDENT, RopeVariant, half_block, programs, rows_at_once
+from tuned.families.rope.variant import (
+    MULTIPROCESSORS,
+    RESIDENT,
+    RopeVariant,
+    half_block,
+    programs,
+    row_block,
+    rows_at_once,
+)
 
 from ...problem import Problem
 from ..amounts import SMALLEST, UNIT_ROUNDOFF, Work
@@ -37,16 +46,57 @@ def _packs_qkv(spec: RopeSpec) -> bool:
 
 
 def _shape(spec: RopeSpec, size: RopeSize) -> tuple[int, ...]:
-    """The shape of x; with the key it holds, and v, or as rows of a query and then of a key."""
+    """The shape of x; with the key it holds, and v, or as rows of a query and then of a key.
+
+    Of MLA x has one dimension: all of kv, then all of k_pe; or all of their results' gradients.
+    """
+    if spec.splits:
+        return (sum(_split_numbers(spec, size.tokens)[0]),)
     if _packs_qkv(spec):
         return (*_tokens(spec, size), spec.heads + 2 * spec.key_heads, spec.head_dim)
     leading = (size.tokens * spec.all_heads,) if spec.key_heads else (*_tokens(spec, size), spec.heads)
     return (*leading, spec.head_dim)
 
 
-def _strides(spec: RopeSpec, size: RopeSize, heads: int) -> tuple[int, int, int, int]:
+def _split_numbers(spec: RopeSpec, tokens: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of MLA: elements of what a call reads, kv and k_pe, and of what it writes, key and value; or of their gradients."""
+    kv = tokens * spec.heads * (spec.kept_dim + spec.value_dim), tokens * spec.rotary_dim
+    made = tokens * spec.heads * spec.head_dim, tokens * spec.heads * spec.value_dim
+    return (made, kv) if spec.sums_heads else (kv, made)
+
+
+def _split_parts(spec: RopeSpec, call: RopeCall) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Of MLA: views of kv and k_pe in x, and of key and value in out, with the axes of the layout; or of their gradients."""
+    tokens = _axes(spec, call)
+    kv = [(spec.heads, spec.kept_dim + spec.value_dim), (1, spec.rotary_dim)]
+    made = [(spec.heads, spec.head_dim), (spec.heads, spec.value_dim)]
+    found = []
+    for flat, shapes in zip((call.x, call.out), (made, kv) if spec.sums_heads else (kv, made), strict=True):
+        counts = [math.prod((*tokens, *shape)) for shape in shapes]
+        found.append([t.view(*tokens, *shape) for t, shape in zip(flat.split(counts), shapes, strict=True)])
+    return found[0], found[1]
+
+
+def _axes(spec: RopeSpec, call: RopeCall) -> tuple[int, ...]:
+    return {"bshd": (call.batch, call.seq), "sbhd": (call.seq, call.batch), "thd": (call.seq,)}[spec.layout]
+
+
+def _strides(spec: RopeSpec, size: RopeSize, heads: int, head_dim: int = 0) -> tuple[int, int, int, int]:
     """Strides of a contiguous tensor with that many heads, as RopeCall has them."""
-    return strides_of(spec.layout, torch.empty((*_tokens(spec, size), heads, spec.head_dim), device="meta"))
+    return strides_of(spec.layout, torch.empty((*_tokens(spec, size), heads, head_dim or spec.head_dim), device="meta"))
+
+
+def _split_strides(spec: RopeSpec, size: RopeSize) -> dict[str, Any]:
+    """Of MLA: the strides of what is read and written; those of the one head that all share lead nowhere."""
+    wide, narrow = _strides(spec, size, spec.heads), _strides(spec, size, spec.heads, spec.value_dim)
+    kv, (s, b, _, d) = (
+        _strides(spec, size, spec.heads, spec.kept_dim + spec.value_dim),
+        _strides(spec, size, 1, spec.rotary_dim),
+    )
+    shared = (s, b, 0, d)
+    one, two = ("out", "x") if spec.sums_heads else ("x", "out")
+    other, third = ("key_out", "key") if spec.sums_heads else ("key", "key_out")
+    return {f"{one}_strides": kv, f"{two}_strides": wide, f"{other}_strides": shared, f"{third}_strides": narrow}
 
 
 def _table_rows(spec: RopeSpec, size: RopeSize) -> int:
@@ -111,6 +161,8 @@ def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
     if generator is not None:
         x.normal_(generator=generator)
     out = x if spec.inplace else torch.empty_like(x)
+    if spec.splits:
+        out = x.new_empty(sum(_split_numbers(spec, size.tokens)[1]))
     first, second = _table(spec, size, device)
     places = _places(spec, size, device, generator)
     place_strides: tuple[int, ...] = (0, 0)
@@ -127,6 +179,10 @@ def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
     cu_seqlens = None
     if spec.packed:
         cu_seqlens = torch.arange(size.batch + 1, device=device, dtype=torch.int32) * size.seq * parallel
+    strides = {"x": query_strides, "out": query_strides, "key": key_strides, "key_out": key_strides}
+    named: dict[str, Any] = (
+        _split_strides(spec, size) if spec.splits else {f"{n}_strides": steps for n, steps in strides.items()}
+    )
     return RopeCall(
         x=x,
         out=out,
@@ -135,10 +191,7 @@ def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
         seq=size.tokens if thd else size.seq,
         batch=1 if thd else size.batch,
         angle_rows=first.shape[-2],
-        x_strides=query_strides,
-        out_strides=query_strides,
-        key_strides=key_strides,
-        key_out_strides=key_strides,
+        **named,
         angle_strides=(first.stride(-2), first.stride(-1)),
         cu_seqlens=cu_seqlens,
         sequences=size.batch if spec.packed else 0,
@@ -255,6 +308,8 @@ def reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tenso
     """
     if spec.normed:
         return _normed_reference(spec, call)
+    if spec.splits:
+        return _split_reference(spec, call)
     x = call.x.double()
     out, bound = x.clone(), torch.zeros_like(x)
     for turned, out_part, bound_part in zip(*(_parts(spec, call, t) for t in (x, out, bound)), strict=True):
@@ -268,7 +323,11 @@ def _rotate(  # noqa: PLR0913 - a tensor, its error, and where both go
     """Write the features of x that rotate, and the bound of their errors; ``error`` is what x may be off before."""
     cos, sin = _turns(spec, call)
     one, two = _entries(spec)
-    i_first, i_second = _features(spec)
+    (i_first, i_second), written = _features(spec), _features(spec)
+    if spec.deinterleaves:
+        pairs = dataclasses.replace(spec, style="interleaved", deinterleaves=False)
+        forward = spec.direction == "forward"
+        (i_first, i_second), written = (_features(pairs), written) if forward else (written, _features(pairs))
     sin_first, sin_second = sin[..., one], sin[..., two]
     if spec.direction == "backward":
         sin_first, sin_second = -sin_second, -sin_first
@@ -276,11 +335,38 @@ def _rotate(  # noqa: PLR0913 - a tensor, its error, and where both go
     size = (first.abs() + second.abs()) * (4 if call.scaling == 1.0 else 5 * abs(call.scaling)) * 2.0**-24
     size = size + (error[..., i_first] + error[..., i_second]) * abs(call.scaling)
     for features, result in (
-        (i_first, first * cos[..., one] - second * sin_first),
-        (i_second, second * cos[..., two] + first * sin_second),
+        (written[0], first * cos[..., one] - second * sin_first),
+        (written[1], second * cos[..., two] + first * sin_second),
     ):
         out[..., features] = result
         bound[..., features] = size + result.abs() * UNIT_ROUNDOFF[spec.dtype] + SMALLEST[spec.dtype]
+
+
+def _split_reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """``reference`` of MLA's key and value, or of their transpose.
+
+    What is copied has no error. The sum over heads has one rounding of float32 for each head, of the sum of sizes.
+    """
+    out = torch.zeros(call.out.shape, dtype=torch.float64, device=call.out.device)
+    bound = torch.zeros_like(out)
+    (x, key), _ = _split_parts(spec, call)
+    (made, second), (bound_made, bound_second) = (
+        _split_parts(spec, dataclasses.replace(call, out=t))[1] for t in (out, bound)
+    )
+    whole = dataclasses.replace(spec, head_dim=spec.rotary_dim, value_dim=0, rotated="first")
+    kept = spec.kept_dim
+    if spec.sums_heads:
+        made[..., :kept], made[..., kept:] = x[..., :kept].double(), key.double()
+        total = x[..., kept:].double().sum(-2, keepdim=True)
+        off = x[..., kept:].double().abs().sum(-2, keepdim=True) * spec.heads * 2.0**-24
+        _rotate(whole, call, total, off, second, bound_second)
+        return out, bound
+    made[..., :kept], second[...] = x[..., :kept].double(), x[..., kept:].double()
+    shared = key.double()
+    turned, off = torch.empty_like(shared), torch.empty_like(shared)
+    _rotate(whole, call, shared, torch.zeros_like(shared), turned, off)
+    made[..., kept:], bound_made[..., kept:] = turned, off
+    return out, bound
 
 
 def _normed_reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -331,7 +417,7 @@ def _parts(spec: RopeSpec, call: RopeCall, x: torch.Tensor) -> list[torch.Tensor
     """What of a tensor like x of a call rotates: the query, and the key where one lies in it, with the axes of the layout."""
     if x.ndim > 2:  # noqa: PLR2004 - not rows
         return [x[..., : spec.all_heads - spec.copied_heads, :]]
-    tokens = {"bshd": (call.batch, call.seq), "sbhd": (call.seq, call.batch), "thd": (call.seq,)}[spec.layout]
+    tokens = _axes(spec, call)
     rows = call.batch * call.seq * spec.heads
     return [
         part.view(*tokens, heads, spec.head_dim) for part, heads in ((x[:rows], spec.heads), (x[rows:], spec.key_heads))
@@ -347,7 +433,10 @@ def eager(spec: RopeSpec, call: RopeCall) -> Any:
             return lambda: rotate(spec, given)
         grad, *key_grads = _tensors(spec, call, call.x)
         return lambda: norm_gradient(spec, given, grad, key_grads[0] if key_grads else None)
-    if call.x.ndim > 2:  # noqa: PLR2004 - all that lies side by side is rotated alike
+    if spec.splits:
+        (query, key), _ = _split_parts(spec, call)
+        given = dataclasses.replace(call, x=query, key=key)
+    elif call.x.ndim > 2:  # noqa: PLR2004 - all that lies side by side is rotated alike
         given = dataclasses.replace(call, x=call.x[..., : spec.all_heads, :])
     else:
         query, key = _parts(spec, call, call.x)
@@ -358,8 +447,11 @@ def eager(spec: RopeSpec, call: RopeCall) -> Any:
 def bytes_moved(spec: RopeSpec, size: RopeSize) -> int:
     """Bytes that any implementation must move: x read and written once, the angles read once a position.
 
-    A norm's gradient reads the input too. Weights are nothing beside it.
+    A norm's gradient reads the input too. Weights are nothing beside it. Of MLA: kv and k_pe read, key and value written.
     """
+    if spec.splits:
+        read, written = (sum(numbers) for numbers in _split_numbers(spec, size.tokens))
+        return (read + written) * ITEM_SIZE[spec.dtype] + angle_rows(spec, size) * angle_row_bytes(spec)
     features = spec.head_dim if spec.moves_all else spec.rotary_dim
     token = (3 if spec.gradient_of_norm else 2) * spec.all_heads * features * ITEM_SIZE[spec.dtype]
     return size.tokens * token + angle_rows(spec, size) * angle_row_bytes(spec)
@@ -381,6 +473,8 @@ def angle_rows(spec: RopeSpec, size: RopeSize) -> int:
 
 def tensor_bytes(spec: RopeSpec, size: RopeSize) -> int:
     """Bytes of one set of inputs and outputs."""
+    if spec.splits:
+        return bytes_moved(spec, size) + (_table_rows(spec, size) - angle_rows(spec, size)) * angle_row_bytes(spec)
     x = math.prod(_shape(spec, size)) * ITEM_SIZE[spec.dtype]
     return (3 if spec.gradient_of_norm else 1 if spec.inplace else 2) * x + _table_rows(spec, size) * angle_row_bytes(
         spec
@@ -404,16 +498,19 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
     seq, batch = (size.tokens, 1) if spec.layout == "thd" else (size.seq, size.batch)
     count = programs(spec, variant, seq, batch)
     tile_rows = variant.block_tokens * rows_at_once(spec, variant)
+    tiles = count * (ceil_div(spec.heads, variant.block_heads) if spec.sums_heads else 1)
+    moved = row_block(spec) if spec.splits else half  # pairs, or half of what of a row is moved
     return (
         Work(
             programs=count,
             warps=variant.num_warps,
             memory_bytes=bytes_moved(spec, size),
             again_bytes=max(0.0, count * variant.block_tokens * angle_row - angle_rows(spec, size) * angle_row),
-            in_flight_bytes=tile_rows * spec.rotary_dim * item + variant.block_tokens * angle_row,
-            elements=count * tile_rows * 2 * half,
+            in_flight_bytes=tile_rows * (2 * moved if spec.splits else spec.rotary_dim) * item
+            + variant.block_tokens * angle_row,
+            elements=tiles * tile_rows * 2 * moved,
             sines=count * variant.block_tokens * half * 2 * entries_per_pair if spec.computes_sincos else 0,
-            pairs_per_thread=tile_rows * half / (32 * variant.num_warps),
+            pairs_per_thread=tile_rows * moved / (32 * variant.num_warps),
             row_bytes=half * item,
             early=variant.pdl,
         ),

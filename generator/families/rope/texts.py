@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 from tuned.families.rope.launches import WEIGHTS, kernel_name
-from tuned.families.rope.spec import ANGLES, LAYOUTS, SEARCH_FAN, STYLES, RopeSpec
+from tuned.families.rope.spec import ANGLES, DIRECTIONS, LAYOUTS, SEARCH_FAN, STYLES, RopeSpec
 from tuned.families.rope.variant import RopeVariant
 from tuned.launching.launcher import PROBE_KERNEL
 from tuned.lookup.record import RecordError, Winner
@@ -33,13 +33,29 @@ def norm_specs() -> Iterator[RopeSpec]:
         yield dataclasses.replace(call, direction=direction, norm="head")
 
 
+def mla_specs() -> Iterator[RopeSpec]:
+    """Those of MLA: its key and value, and their transpose; and a query whose pairs are put apart, in place and not."""
+    key = RopeSpec("sbhd", "bfloat16", 128, 192, 64, rotated="last", value_dim=128)
+    for direction, style, angles in itertools.product(DIRECTIONS, STYLES, ANGLES):
+        yield dataclasses.replace(key, direction=direction, style=style, angles=angles)
+    query = dataclasses.replace(key, value_dim=0, deinterleaves=True)
+    for inplace, angles in itertools.product((False, True), ANGLES):
+        yield dataclasses.replace(query, inplace=inplace, angles=angles)
+
+
+def template(spec: RopeSpec) -> str:
+    """The template of a rotation's kernel."""
+    if spec.splits:
+        return "rope_mla_backward" if spec.sums_heads else "rope_mla"
+    return "rope_norm_backward" if spec.gradient_of_norm else "rope"
+
+
 def texts() -> Iterator[Text]:
     """The rotations, and the table that a launcher is probed with."""
     for spec in rope_specs():
         yield "rope", kernel_name(spec, RopeVariant()), spec, RopeVariant(), True
-    for spec in norm_specs():
-        template = "rope_norm_backward" if spec.gradient_of_norm else "rope"
-        yield template, kernel_name(spec, RopeVariant()), spec, RopeVariant(), True
+    for spec in itertools.chain(norm_specs(), mla_specs()):
+        yield template(spec), kernel_name(spec, RopeVariant()), spec, RopeVariant(), True
     yield "rope_norm_weights", WEIGHTS, next(norm_specs()), RopeVariant(), True
     yield "rope_table", PROBE_KERNEL, next(rope_specs()), RopeVariant(), True
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from generator.families.gru.texts import gru_texts
 from generator.families.gru.texts import template as sequence_template
 from generator.families.gru_cell.texts import GRU_CELL_FORMS, gru_gates_specs
-from generator.families.rope.texts import norm_specs, rope_specs
+from generator.families.rope.texts import mla_specs, norm_specs, rope_specs
+from generator.families.rope.texts import template as rope_template
 from generator.places import TEMPLATES
 from generator.publishing.files import committed_kernels, generated_files
 from generator.rendering.structures import NAME, default_names, digest, render, structures
@@ -59,7 +60,7 @@ FUNCTIONS = {
     *("activations.py.jinja", "segments.py.jinja", "sincos.py.jinja"),
     *("gru_numbers.py.jinja", "gru_operands.py.jinja", "gru_product.py.jinja", "gru_rows.py.jinja"),
     *("gru_step.py.jinja", "gru_token.py.jinja", "gru_wait.py.jinja"),
-    *("rope_norm.py.jinja", "rope_pairs.py.jinja"),
+    *("rope_neighbours.py.jinja", "rope_norm.py.jinja", "rope_pairs.py.jinja"),
 }
 STATEMENTS = {
     *("gru_bias.py.jinja", "gru_program.py.jinja", "gru_weights.py.jinja"),
@@ -93,14 +94,19 @@ MAX_BLOCK_LINES = {
     "gru_wait.py.jinja": 2,
     "gru_weights.py.jinja": 0,
     "linear_cat.py.jinja": 10,
-    "rope.py.jinja": 53,  # what a plain call leaves out of the parameters, and the constants instead
+    # What a plain call leaves out of the parameters, and the constants instead; and pairs that are put apart, whose loads and stores
+    # as constants would have changed the source of every complete call.
+    "rope.py.jinja": 55,
     "rope_angles.py.jinja": 12,
+    "rope_mla.py.jinja": 10,
+    "rope_mla_backward.py.jinja": 7,
+    "rope_neighbours.py.jinja": 0,
     "rope_norm.py.jinja": 3,
     "rope_norm_backward.py.jinja": 7,
     "rope_norm_weights.py.jinja": 0,
     "rope_pairs.py.jinja": 16,
     "rope_table.py.jinja": 1,
-    "rope_tile.py.jinja": 7,
+    "rope_tile.py.jinja": 13,
     "segments.py.jinja": 0,
     "sincos.py.jinja": 0,
 }
@@ -265,11 +271,24 @@ PROPERTY = settings(max_examples=200, deadline=None, derandomize=True, database=
 
 def text_of_rope(spec: RopeSpec, variant: RopeVariant) -> str:
     """What the rotating kernel of any spec and variant is rendered from, as the launches say."""
-    return render("rope", rope_name(spec, variant), spec, variant).source
+    return render(rope_template(spec), rope_name(spec, variant), spec, variant).source
+
+
+def of_latent(spec: RopeSpec, value_dim: int, deinterleaves: bool) -> RopeSpec:
+    """A call of MLA, or of pairs that are put apart, like a complete one, as far as there is one."""
+    value_dim = 0 if spec.inplace or spec.rotary_dim == spec.head_dim else value_dim
+    rotated = "last" if value_dim or spec.rotated == "proportional" else spec.rotated
+    return dataclasses.replace(
+        spec, value_dim=value_dim, deinterleaves=deinterleaves and not spec.interleaved, rotated=rotated, copied_heads=0,
+        key_heads=0 if value_dim else spec.key_heads,
+    )  # fmt: skip
+
+
+LATENT_SPECS = st.builds(of_latent, CALL_SPECS, st.integers(0, 256), st.booleans())
 
 
 @PROPERTY
-@given(spec=st.one_of(ROPE_SPECS, CALL_SPECS), variant=ROPE_VARIANTS)
+@given(spec=st.one_of(ROPE_SPECS, CALL_SPECS, LATENT_SPECS), variant=ROPE_VARIANTS)
 def test_any_rope_call_finds_the_text_that_its_name_promises(spec: RopeSpec, variant: RopeVariant) -> None:
     assert text_of_rope(spec, variant) == structures()[rope_name(spec, variant)].source
     assert set(kernel_names(spec, variant)) <= set(structures())
@@ -333,7 +352,7 @@ def test_rendering_twice_gives_the_same_bytes(spec: RopeSpec, variant: RopeVaria
 
 
 def test_names_are_injective_over_the_text_axes() -> None:
-    names = [rope_name(spec, RopeVariant()) for spec in itertools.chain(rope_specs(), norm_specs())]
+    names = [rope_name(spec, RopeVariant()) for spec in itertools.chain(rope_specs(), norm_specs(), mla_specs())]
     names += [gru_cell_name(spec, GruCellVariant("library")) for spec in gru_gates_specs()]
     names += [gru_cell_name(next(gru_gates_specs()), GruCellVariant(form)) for form in GRU_CELL_FORMS]
     names += [linear_cat_name(LinearCatSpec("float16", (1,), 1), LinearCatVariant(form)) for form in ("tile", "vector")]

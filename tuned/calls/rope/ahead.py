@@ -63,9 +63,13 @@ def given_of(spec: RopeSpec, size: RopeSize, index_dtype: torch.dtype) -> Given:
         "axes": lambda: {"positions": empty(len(spec.sections), *tokens, dtype=index_dtype)},
     }[spec.positions]()
     widths = weight_features(spec)
+    key: Any = empty(*tokens, spec.key_heads, spec.head_dim, dtype=dtype) if spec.key_heads else None
+    if spec.splits:
+        one = (spec.heads, spec.value_dim) if spec.sums_heads else (1, spec.rotary_dim)
+        key = empty(*tokens, *one, dtype=dtype)
     return Given(
-        empty(*tokens, spec.heads, spec.head_dim, dtype=dtype),
-        empty(*tokens, spec.key_heads, spec.head_dim, dtype=dtype) if spec.key_heads else None,
+        empty(*tokens, spec.heads, spec.split_dims[0] if spec.splits else spec.head_dim, dtype=dtype),
+        key,
         cu_seqlens=empty(size.batch + 1, dtype=torch.int32) if spec.packed else None,
         weight=empty(widths[0], dtype=dtype) if spec.normed else None,
         key_weight=empty(widths[1], dtype=dtype) if spec.normed and spec.key_heads else None,
@@ -80,16 +84,18 @@ def settings_of(spec: RopeSpec) -> Settings:
         tensor_format=spec.layout,
         interleaved=spec.interleaved,
         inplace=spec.inplace,
-        rotary_dim=spec.rotary_dim,
+        rotary_dim=None if spec.splits else spec.rotary_dim,
         angle_entries=spec.angle_entries,
         attention_scaling=SCALING if spec.scaled else 1.0,
         cp_size=CP_SIZE if spec.context_parallel else 1,
         cp_rank=CP_SIZE - 1 if spec.context_parallel else 0,
-        rotated=spec.rotated,
+        rotated="first" if spec.splits else spec.rotated,
         conjugate=spec.conjugate,
         sections=spec.sections or None,
         interleaved_sections=spec.sections_interleaved,
         kv_heads=spec.copied_heads or None,
+        deinterleave=spec.deinterleaves,
+        k_dim=spec.kept_dim if spec.splits else 0,
         direction="forward" if spec.gradient_of_norm else spec.direction,
         norm=spec.norm,
         eps=EPS if spec.normed else 0.0,

@@ -24,6 +24,7 @@ MAX_TOKENS = 2**31 - 1  # token indices are 32-bit inside the kernels; offsets i
 SUPPORTED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 ANGLE_DTYPES = {**SUPPORTED, torch.float64: "float64"}
 INDICES = (torch.int32, torch.int64)
+_Strides = tuple[int, int, int, int]
 AXES = {"bshd": 4, "sbhd": 4, "thd": 3, "bhsd": 4}
 FORMATS = (*LAYOUTS, "bhsd")  # the last is a view of bshd: kernels know its strides, not its name
 
@@ -92,6 +93,8 @@ class Settings(NamedTuple):
     """The arguments of a call that are not tensors.
 
     ``kv_heads``: None unless x is a packed qkv; then its number of kv heads, or 0 if qkv has an axis of 3 instead.
+    ``k_dim``: 0 unless x is MLA's kv, and the key its k_pe; then the features of kv that are the key's. Backward, x and the key are
+    the gradients of the key and of the value.
     """
 
     tensor_format: str = "bshd"
@@ -108,6 +111,8 @@ class Settings(NamedTuple):
     sections: tuple[int, ...] | None = None
     interleaved_sections: bool = False
     kv_heads: int | None = None
+    deinterleave: bool = False
+    k_dim: int = 0
     direction: str = "forward"
     norm: str = ""
     eps: float = 0.0
@@ -492,6 +497,8 @@ def _name_of_x(given: Given, settings: Settings) -> str:
     """What the public function calls the tensor that is x here."""
     if settings.kv_heads is not None:
         return "qkv"
+    if settings.k_dim:
+        return "kv"
     if given.key is not None:
         return "q"
     return "grad_output" if settings.direction == "backward" else "x"
@@ -652,6 +659,11 @@ def _check_settings(settings: Settings) -> None:
         raise ValueError(
             f"tensor_format must be one of {FORMATS}, got {settings.tensor_format!r}: name the axes of x in their order"
         )
+    if settings.k_dim and settings.tensor_format not in LAYOUTS:
+        raise ValueError(
+            f"tensor_format of kv must be one of {LAYOUTS}, got {settings.tensor_format!r}: pass kv.transpose(1, 2) and "
+            "k_pe.transpose(1, 2) as bshd"
+        )
     if settings.rotated not in ROTATED:
         raise ValueError(
             f"rotated must be one of {ROTATED}, got {settings.rotated!r}: name where in a head the features are that rotate"
@@ -661,7 +673,12 @@ def _check_settings(settings: Settings) -> None:
             'rotated="proportional" pairs j with j + head_dim / 2, so interleaved must be False, '
             f"got {settings.interleaved!r}: leave it out"
         )
-    for name in ("interleaved", "inplace", "conjugate", "interleaved_sections"):
+    if settings.deinterleave and (settings.interleaved or settings.rotated == "proportional"):
+        got = "interleaved=True" if settings.interleaved else 'rotated="proportional"'
+        raise ValueError(
+            f"deinterleave reads pairs (2 j, 2 j + 1) and writes halves, got {got} too: leave that out, or deinterleave"
+        )
+    for name in ("interleaved", "inplace", "conjugate", "interleaved_sections", "deinterleave"):
         if isinstance(getattr(settings, name), torch.Tensor):
             raise TypeError(f"{name} must be a bool, got a tensor, whose value may change: convert it with bool(...)")
         if isinstance(getattr(settings, name), (str, list, tuple)):  # which would count as True
@@ -686,14 +703,20 @@ def _tokens_first(given: Given, settings: Settings) -> tuple[Given, Settings]:
     return given._replace(x=x, key=key), settings._replace(tensor_format="bshd")
 
 
-def _check_scaling(scaling: Any) -> None:
-    """Refuse what is no number, and a tensor, which a plan would keep the value of."""
+def _scales(scaling: Any, angles: Angles) -> bool:
+    """Whether cosines and sines are multiplied. Refuse what is no number, and a tensor, which a plan would keep the value of."""
     if isinstance(scaling, torch.Tensor):
         raise TypeError(
             "attention_scaling must be a number, got a tensor, whose value may change: convert it with float(...)"
         )
     if scaling is None or isinstance(scaling, str):
         raise TypeError(f"attention_scaling must be a number, got {scaling!r}: leave it out for 1.0")
+    if scaling != 1.0 and angles.kind == "cos_sin":
+        raise ValueError(
+            f"attention_scaling must be 1.0 unless freqs or inv_freq give the angles, got {scaling}: "
+            "multiply cos and sin by it, unless they were"
+        )
+    return bool(scaling != 1.0)
 
 
 def tokens_of(layout: str, x: torch.Tensor) -> tuple[int, int]:
@@ -702,6 +725,90 @@ def tokens_of(layout: str, x: torch.Tensor) -> tuple[int, int]:
         return x.shape[0], 1
     first, second = x.shape[:2]
     return (second, first) if layout == "bshd" else (first, second)
+
+
+def k_dim_of(k_dim: Any) -> int:
+    """The k_dim that a user gave, as an int of at least 1; in ``Settings`` 0 means none."""
+    k_dim = whole_number("k_dim", k_dim)
+    if k_dim < 1:
+        raise ValueError(
+            f"k_dim must be from 1 to the features of kv but one, got {k_dim}: pass how many are the key's"
+        )
+    return k_dim  # type: ignore[no-any-return]
+
+
+def _latent(given: Given, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
+    """MLA's kv and k_pe, checked, or the gradients of the key and of the value."""
+    kv, k_pe, layout = given.x, given.key, settings.tensor_format
+    _rotated_tensor("kv", kv, layout)
+    _rotated_tensor("k_pe", k_pe, layout)
+    if settings.direction == "backward":
+        return kv, k_pe
+    if kv.shape[-1] <= settings.k_dim:
+        raise ValueError(
+            f"kv must be [{', '.join(layout[:-1])}, k_dim + v_dim], got {list(kv.shape)} with k_dim={settings.k_dim}: pass how many "
+            "features of each head are the key's; the others are the value's"
+        )
+    if k_pe.shape[:-1] != (*kv.shape[:-2], 1):
+        raise ValueError(
+            f"k_pe must have the tokens of kv and one head, {[*kv.shape[:-2], 1]} and its features, got {list(k_pe.shape)}: "
+            + ("pass k_pe.unsqueeze(-2), of the same tokens" if k_pe.shape[-2] != 1 else "pass that of the same tokens")
+        )
+    if k_pe.dtype != kv.dtype or k_pe.device != kv.device:
+        raise ValueError(
+            f"k_pe must be {kv.dtype} on {kv.device}, as kv is; got {k_pe.dtype} on {k_pe.device}: convert with k_pe.to(kv)"
+        )
+    return kv, k_pe
+
+
+def _head_dims(x: torch.Tensor, key: Any, settings: Settings) -> tuple[Any, Any]:
+    """Features of a head of the query and the key, and of MLA's value, else 0."""
+    k_dim = settings.k_dim
+    if not k_dim:
+        return x.shape[-1], 0
+    return (
+        (x.shape[-1], key.shape[-1])
+        if settings.direction == "backward"
+        else (k_dim + key.shape[-1], x.shape[-1] - k_dim)
+    )
+
+
+def _all_of_the_shared_head(rotary: int, head_dim: int, settings: Settings) -> Settings:
+    """Refuse angles that do not rotate all of k_pe; the settings, of a key whose last features rotate."""
+    if rotary != head_dim - settings.k_dim:
+        raise ValueError(
+            f"the angles must rotate all features of k_pe, {head_dim - settings.k_dim}, got those of {rotary}: pass the features that "
+            "rotate as k_pe, or name what an entry of the angles is for, by angle_entries"
+        )
+    return settings._replace(rotated="last")
+
+
+def _made(
+    spec: RopeSpec, x: torch.Tensor, key: Any, make_out: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[Any, Any, _Strides, _Strides]:
+    """Both results of a call, and the strides of the key and of the second."""
+    if not spec.splits:
+        out = x if spec.inplace else make_out(x)
+        key_out = key if spec.inplace or key is None else make_out(key)
+        nothing = (0, 0, 0, 0)
+        steps = (nothing, nothing) if key is None else (strides_of(spec.layout, key), strides_of(spec.layout, key_out))
+        return out, key_out, *steps
+    out, key_out = _split_results(spec, x, key, make_out)
+    of_key, of_out = strides_of(spec.layout, key), strides_of(spec.layout, key_out)
+    # Of the one head that all share the stride from head to head leads nowhere, whatever it is; of one feature that of features.
+    if spec.sums_heads:
+        of_key = (*of_key[:3], 1 if spec.value_dim == 1 else of_key[3])
+        return out, key_out, of_key, (*of_out[:2], 0, of_out[3])
+    return out, key_out, (*of_key[:2], 0, of_key[3]), of_out
+
+
+def _split_results(spec: RopeSpec, x: torch.Tensor, key: torch.Tensor, make_out: Callable[..., Any]) -> tuple[Any, Any]:
+    """MLA's results, contiguous, or, where ``make_out`` makes nothing, tensors in their place."""
+    nothing = x.new_empty(0)
+    if make_out(nothing) is nothing:
+        return x, key
+    one, two = spec.split_shapes(tuple(x.shape))
+    return x.new_empty(one), x.new_empty(two)
 
 
 _spec = functools.lru_cache(maxsize=4096)(RopeSpec)
@@ -719,12 +826,14 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
     if settings.tensor_format == "bhsd":
         given, settings = _tokens_first(given, settings)
     layout, inplace = settings.tensor_format, settings.inplace
-    x, key, copied = _rotated(given, settings)
+    x, key, copied = (*_latent(given, settings), 0) if settings.k_dim else _rotated(given, settings)
     angles = _angles(given, x.device)
     entries = settings.angle_entries or ("feature" if angles.kind == "freqs" else "pair")
-    heads, head_dim = x.shape[-2:]
-    rotary = _rotary_dim(angles.first.shape[-1], entries, settings, head_dim)
-    warn_if_half_of_the_head(given, settings, rotary, head_dim)
+    heads, (head_dim, value_dim) = x.shape[-2], _head_dims(x, key, settings)
+    rotary = _rotary_dim(angles.first.shape[-1], entries, settings, head_dim - settings.k_dim)
+    if settings.k_dim:
+        settings = _all_of_the_shared_head(rotary, head_dim, settings)
+    warn_if_half_of_the_head(given, settings, rotary, head_dim - settings.k_dim)
     _check_sections(settings, rotary)
     seq, batch = tokens_of(layout, x)
     bounds, sequences = None, None
@@ -748,22 +857,12 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
     weight, key_weight = _norm_weights(given, settings, heads, head_dim) if settings.norm else (None, None)
     if inplace:
         _check_overwritable(x, key)
-    _check_scaling(settings.attention_scaling)
-    scaled = settings.attention_scaling != 1.0
-    if scaled and angles.kind == "cos_sin":
-        raise ValueError(
-            f"attention_scaling must be 1.0 unless freqs or inv_freq give the angles, got {settings.attention_scaling}: "
-            "multiply cos and sin by it, unless they were"
-        )
+    scaled = _scales(settings.attention_scaling, angles)
     direction, conjugate = settings.direction, settings.conjugate
     # The conjugate is the transpose: one spec for both.
-    if conjugate and entries == "pair" and not inplace and not settings.norm:
+    more = settings.norm or settings.deinterleave or settings.k_dim  # than a rotation
+    if conjugate and entries == "pair" and not inplace and not more:
         direction, conjugate = ("forward" if direction == "backward" else "backward"), False
-    out = x if inplace else make_out(x)
-    key_out = key if inplace or key is None else make_out(key)
-    # The kernels have one head_dim stride for x and key, and one for both results.
-    alike = key is None or (x.stride(-1) == key.stride(-1) and out.stride(-1) == key_out.stride(-1))
-    supported = x.dtype in SUPPORTED and alike
     make_spec = RopeSpec if torch.compiler.is_dynamo_compiling() else _spec  # Dynamo does not trace lru_cache
     eager_spec = make_spec(
         layout,
@@ -777,7 +876,7 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
         entries,
         inplace,
         direction,
-        key.shape[-2] if key is not None else 0,
+        key.shape[-2] if key is not None and not settings.k_dim else 0,
         copied,
         positions.mode,
         parallel,
@@ -791,7 +890,14 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
         settings.rounding,
         settings.sections or (),
         bool(settings.interleaved_sections),
+        bool(settings.deinterleave),
+        value_dim,
     )
+    out, key_out, key_strides, key_out_strides = _made(eager_spec, x, key, make_out)
+    # The kernels have one head_dim stride for x and key, and one for both results. That of MLA has one for each.
+    alike = key is None or eager_spec.splits
+    alike = alike or (x.stride(-1) == key.stride(-1) and out.stride(-1) == key_out.stride(-1))
+    supported = x.dtype in SUPPORTED and alike
     size = RopeSize(batch, seq) if sequences is None else packed_size(seq, sequences)
     first = angles.first
     call = RopeCall(
@@ -809,8 +915,8 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
         sequences=sequences or 0,
         key=key,
         key_out=key_out,
-        key_strides=(0, 0, 0, 0) if key is None else strides_of(layout, key),
-        key_out_strides=(0, 0, 0, 0) if key is None else strides_of(layout, key_out),
+        key_strides=key_strides,
+        key_out_strides=key_out_strides,
         angle_stride_b=first.stride(0) if first.ndim > 2 else 0,  # noqa: PLR2004
         positions=positions.tensor,
         position_strides=positions.strides,

@@ -223,6 +223,8 @@ def _differentiable(  # noqa: PLR0913 - the tensors that may need a gradient
     needs = [x.requires_grad] if key is None else [x.requires_grad, key.requires_grad]
     if not any(needs):
         return plan
+    if settings.k_dim:  # the first result depends on both, the second on x alone
+        return Plan(_Node(settings, sources, plan, None if needs[0] else 1).run)
     return Plan(_Node(settings, sources, plan, None if all(needs) else needs.index(False)).run)
 
 
@@ -231,7 +233,7 @@ def _checked(given: Given, settings: Settings, sources: Sources, class_key: Any,
     bypassed = _why_no_launch(given)
     prepared = prepare(given, settings, make_out=(lambda t: t) if bypassed else torch.empty_like)
     choice = choice_of(prepared, bypassed)
-    one = given.key is not None and bool(given.x.numel()) != bool(given.key.numel())
+    one = given.key is not None and not settings.k_dim and bool(given.x.numel()) != bool(given.key.numel())
     if choice.variant is not None and one:
         return Plan(functools.partial(_run_alone, settings, sources), serves=False)
     # An empty tensor has no address.
@@ -333,7 +335,7 @@ def run_eager(given: Given, settings: Settings, prepared: Prepared | None = None
         out, key_out = given.x, given.key
     else:
         out, key_out = tokens_first(out, settings), tokens_first(key_out, settings)
-    if out.shape != given.x.shape:  # a packed qkv with an axis of 3
+    if out.shape != given.x.shape and not settings.k_dim:  # a packed qkv with an axis of 3
         out = out.reshape(given.x.shape)
     return out if given.key is None else (out, key_out)
 
@@ -353,7 +355,7 @@ class _Node:
 
     def __init__(self, settings: Settings, sources: Sources, forward: Plan, frozen: int | None) -> None:
         self.settings, self.sources, self.forward = settings, sources, forward
-        self.frozen = frozen  # index of the one of (x, key) that needs no gradient; None if both do, or without a key
+        self.frozen = frozen  # index of the one of the results that needs no gradient; None if all do
         self.transposed = tuple(transposed(settings))
 
     def run(self, x: Any, key: Any, *others: Any) -> Any:
@@ -373,7 +375,7 @@ class _Node:
 
     def backward(self, grad: Any, key_grad: Any, *others: Any) -> tuple[Any, Any]:
         """Gradients of x and of the key; None for a result without one."""
-        if grad is None or key_grad is None:
+        if not self.settings.k_dim and (grad is None or key_grad is None):
             one = call_given(self.sources.given(key_grad if grad is None else grad, None, *others), self.transposed)
             return (None, one) if grad is None else (one, None)
         both: tuple[Any, Any] = call_given(self.sources.given(grad, key_grad, *others), self.transposed)
@@ -390,9 +392,12 @@ def _rehearsed(given: Given, settings: Settings) -> Any:
     elif heard is not None and heard.gradients and settings.direction == "forward":
         if settings.inplace and given.key is not None:  # as _Node rotates two tensors
             _note(heard, given, settings._replace(inplace=False))
-        like = given._replace(
-            x=torch.empty_like(given.x), key=None if given.key is None else torch.empty_like(given.key)
-        )
+        results = (given.x, given.key)
+        if settings.k_dim:
+            made = prepare(given, settings, make_out=torch.empty_like).call
+            results = made.out, made.key_out
+        x, key = (None if t is None else torch.empty_like(t) for t in results)
+        like = given._replace(x=x, key=key)
         _note(heard, like, transposed(settings))
     return run_eager(given, settings)
 
@@ -428,7 +433,7 @@ class _Rope(torch.autograd.Function):
         """Rotate; save the angles and the positions, not x."""
         ctx.save_for_backward(angles, sin, cu_seqlens, positions)
         ctx.node, ctx.others = node, others
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(bool(node.settings.k_dim))  # of which a result without a gradient adds zeros
         if node.settings.inplace:
             ctx.mark_dirty(x)
         out = node.forward.run(x, key, angles, sin, cu_seqlens, positions, *others)

@@ -8,6 +8,7 @@ the choice of a variant, and the few launch arguments that depend on lengths.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from typing import Any, NamedTuple
 
@@ -176,6 +177,7 @@ def sized(  # noqa: PLR0913 - one return per check; the tensors of a call
     # An empty tensor has no address, cu_seqlens has at least one entry, and a single angle may be a lazily negated view.
     if (
         not 0 < x.numel() < NARROW
+        or (spec.splits and x.numel() // spec.split_dims[0] * max(spec.split_dims) >= NARROW)
         or (key is not None and (key.shape[:-2] != shape[:-2] or not 0 < key.numel() < NARROW))
         or angles.numel() < 2  # noqa: PLR2004
         or (sin is not None and sin.shape != angles.shape)
@@ -194,14 +196,17 @@ def sized(  # noqa: PLR0913 - one return per check; the tensors of a call
     if limits[1] < limits[0]:
         return None
     row = shape[-1] * shape[-2]
-    key_row = row if key is None else shape[-1] * key.shape[-2]
+    key_row = row if key is None else key.shape[-1] * key.shape[-2]
+    out_row, key_out_row = row, key_row
+    if spec.splits:
+        out_row, key_out_row = (math.prod(made[-2:]) for made in spec.split_shapes(tuple(shape)))
     per_token, per_batch = {"bshd": (1, seq), "sbhd": (batch, 1), "thd": (1, 0)}[spec.layout]
     new = {
         "seq": seq, "batch": batch, "sequences": sequences, "angle_rows": 1 if spec.angles == "inv_freq" else rows,
         "x_stride_s": per_token * row, "x_stride_b": per_batch * row,
-        "out_stride_s": per_token * row, "out_stride_b": per_batch * row,
+        "out_stride_s": per_token * out_row, "out_stride_b": per_batch * out_row,
         "key_stride_s": per_token * key_row, "key_stride_b": per_batch * key_row,
-        "key_out_stride_s": per_token * key_row, "key_out_stride_b": per_batch * key_row,
+        "key_out_stride_s": per_token * key_out_row, "key_out_stride_b": per_batch * key_out_row,
         "position_stride_s": steps[0], "position_stride_b": steps[1],
         "cp_size": positions.stride(0) if spec.positions == "axes" else known.settings.cp_size,
     }  # fmt: skip

@@ -28,7 +28,7 @@ _TENSORS = (
 _SETTINGS = (
     "str tensor_format, bool interleaved, SymInt? rotary_dim, str? angle_entries, SymInt? max_seqlen, "
     "float attention_scaling, int cp_size, int cp_rank, str rotated, bool conjugate, int[]? sections, bool interleaved_sections, "
-    "int? kv_heads, str direction"
+    "int? kv_heads, bool deinterleave, int k_dim, str direction"
 )
 _OF_NORM = ", str norm, float eps, bool zero_centered, str rounding"  # the last fields of Settings
 _COUNT, _NORM_COUNT = 10, 4  # arguments in _TENSORS and in _OF_NORM
@@ -43,6 +43,8 @@ def call(given: Given, settings: Settings) -> Any:
     if settings.norm:
         return _norm_call(given, others, inplace=inplace)
     others = others[:-_NORM_COUNT]
+    if settings.k_dim:
+        return mla_kv_rope(given.x, given.key, *others)
     if not inplace:
         return rope(given.x, *others) if given.key is None else rope_qk(given.x, given.key, *others)
     if given.key is None:
@@ -165,6 +167,42 @@ rope_qk = define(
 _LIBRARY = torch.library.Library("tuned", "FRAGMENT")
 rope_ = _overwriting("rope_", f"(Tensor(a!) x, {_TENSORS}, {_SETTINGS}) -> ()", 1)
 rope_qk_ = _overwriting("rope_qk_", f"(Tensor(a!) q, Tensor(b!) k, {_TENSORS}, {_SETTINGS}) -> ()", 2)
+
+
+# MLA's key and value, or the gradients of kv and k_pe.
+
+
+def _run_split(x: Any, key: Any, *others: Any) -> Any:
+    with torch.no_grad():
+        return eager.call_given(*_arguments(x, key, others))
+
+
+def _fake_split(x: Any, key: Any, *others: Any) -> Any:
+    _, settings = _arguments(x, key, others)
+    heads = (1,) if settings.direction == "backward" else x.shape[-2:-1]
+    rest = x.shape[-1] - settings.k_dim  # what of x is not kept in the first result
+    return x.new_empty((*x.shape[:-1], settings.k_dim + key.shape[-1])), x.new_empty((*x.shape[:-2], *heads, rest))
+
+
+def _setup_split(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _setup(ctx, inputs, output)
+    ctx.set_materialize_grads(True)  # what has no gradient adds zeros
+
+
+def _split_backward(ctx: Any, grad: Any, key_grad: Any) -> tuple[Any, ...]:
+    *rest, direction = saved(ctx)
+    turned = "backward" if direction == "forward" else "forward"
+    return *mla_kv_rope(grad, key_grad, *rest, turned), *(None,) * (len(rest) + 1)
+
+
+mla_kv_rope = define(
+    "mla_kv_rope",
+    f"(Tensor kv, Tensor k_pe, {_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor)",
+    _run_split,
+    _fake_split,
+    _split_backward,
+    _setup_split,
+)
 
 
 # With a norm. An operator without a key returns an empty tensor for it.

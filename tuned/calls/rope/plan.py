@@ -165,6 +165,8 @@ def _result(given: Given, settings: Settings, call: RopeCall) -> Any:
     if settings.inplace:
         bump_versions(given.x, given.key)
         out, key_out = given.x, given.key
+    elif settings.k_dim:
+        out, key_out = call.out, call.key_out
     else:
         out, key_out = as_asked(call.out, given.x, settings), tokens_first(call.key_out, settings)
     return out if given.key is None else (out, key_out)
@@ -191,6 +193,8 @@ def made_alike(x: torch.Tensor, call: RopeCall, settings: Settings) -> bool:
     That of a packed qkv is made like the view of it that has one axis of heads: where batch entries share memory, one that is
     made like qkv itself can have other strides.
     """
+    if settings.k_dim:
+        return True  # contiguous always
     strides = as_asked(call.out, x, settings).stride(), torch.empty_like(x, device="meta").stride()
     return all(n < 2 or a == b for n, a, b in zip(x.shape, *strides, strict=True))  # noqa: PLR2004
 
@@ -278,8 +282,10 @@ def _complete(  # noqa: PLR0913 - what the closure holds
 ) -> Callable[..., Any]:
     run, function, head, programs, (_, *numbers), stream_of, enter, leave = direct
     rest, (low, high), (checked, nearest, furthest) = tuple(numbers), limits, beside
-    inplace, two, computes_sincos = spec.inplace, spec.key_heads > 0, spec.computes_sincos
-    empty_like = torch.empty_like
+    inplace, splits, computes_sincos = spec.inplace, spec.splits, spec.computes_sincos
+    two = spec.key_heads > 0 or splits
+    empty_like, sums_heads = torch.empty_like, spec.sums_heads
+    width, second = (made[-1] for made in spec.split_shapes((0, 0)))  # of the results of MLA
 
     def plan(  # noqa: PLR0913 - those of Plan.run
         x: Any,
@@ -299,8 +305,13 @@ def _complete(  # noqa: PLR0913 - what the closure holds
         outs: tuple[int, ...] = ()
         key_outs: tuple[int, ...] = ()
         if not inplace:
-            out = empty_like(x)
-            key_out = empty_like(key) if two else out
+            if splits:
+                *tokens, heads, _ = x.shape
+                out = x.new_empty((*tokens, heads, width))
+                key_out = x.new_empty((*tokens, 1 if sums_heads else heads, second))
+            else:
+                out = empty_like(x)
+                key_out = empty_like(key) if two else out
             outs, key_outs = (out.data_ptr(),), (key_out.data_ptr(),)
         elif two and nearest < key_ptr - x_ptr < furthest and key_ptr - x_ptr != checked:
             # They may overlap: ``public`` checks.

@@ -149,6 +149,8 @@ def _rotated(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor
         cos, sin = (a.transpose(0, 1)[:, :, None] if a.ndim > 2 else a[:, None, None] for a in (cos, sin))  # noqa: PLR2004
     if spec.conjugate:
         sin = -sin
+    if spec.splits:
+        return _split(spec, call, cos, sin, inside)
     # Copied heads pass their gradient on unchanged, whatever the angles are.
     moved = call.x.shape[-2] - spec.copied_heads
     own = call.x[..., :moved, :]
@@ -158,6 +160,23 @@ def _rotated(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor
     if call.key is None:
         return x, None
     return x, _turn(spec, _normed(spec, call.key, call.key_weight, call.eps, inside), cos, sin, inside, call.key)
+
+
+def _split(
+    spec: RopeSpec, call: RopeCall, cos: torch.Tensor, sin: torch.Tensor, inside: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """MLA's key and value, or the transpose: the gradients of kv and of the shared key head. Each rounds once."""
+    whole = dataclasses.replace(spec, head_dim=spec.rotary_dim, value_dim=0, rotated="first")
+    x, key = call.x, call.key
+    kept, rest = x[..., : spec.kept_dim], x[..., spec.kept_dim :]
+    if spec.sums_heads:
+        total = rest.sum(-2, keepdim=True, dtype=cos.dtype)
+        shared = _turn(whole, total, cos, sin, inside, total)
+        return torch.cat((kept, key), -1).contiguous(), shared.to(x.dtype).contiguous()
+    wide = key.to(cos.dtype)
+    # Repeated before it is rounded, so that its gradient is summed before that is rounded.
+    shared = _turn(whole, wide, cos, sin, inside, wide).expand(*x.shape[:-1], spec.rotary_dim)
+    return torch.cat((kept, shared.to(x.dtype)), -1).contiguous(), rest.clone(memory_format=torch.contiguous_format)
 
 
 def _normed(
@@ -203,8 +222,13 @@ def _turn(  # noqa: PLR0913
         kept = [x[..., :before], None, x[..., before + turned :]]
     head = head.to(cos.dtype)
     # Where the first and the second of each pair are.
-    one, other = (slice(0, None, 2), slice(1, None, 2)) if spec.interleaved else (slice(half), slice(half, None))
-    first, second = head[..., one], head[..., other]
+    neighbours, halves = (slice(0, None, 2), slice(1, None, 2)), (slice(half), slice(half, None))
+    one, other = neighbours if spec.interleaved else halves
+    # Whether they are neighbours where they are read, and where they are written; angles have them as the style says.
+    read, written = spec.interleaved, spec.interleaved
+    if spec.deinterleaves:
+        read, written = spec.direction == "forward", spec.direction == "backward"
+    first, second = (head[..., part] for part in (neighbours if read else halves))
     pair_cos, pair_sin = (cos, cos), (sin, sin)
     if spec.angle_entries == "feature":
         pair_cos, pair_sin = (cos[..., one], cos[..., other]), (sin[..., one], sin[..., other])
@@ -212,10 +236,14 @@ def _turn(  # noqa: PLR0913
         pair_sin = (-pair_sin[1], -pair_sin[0])
     out_first = (first * pair_cos[0] - second * pair_sin[0]).to(given.dtype)
     out_second = (second * pair_cos[1] + first * pair_sin[1]).to(given.dtype)
+    if spec.deinterleaves and inside is not None:  # pairs that do not rotate are put apart too
+        out_first, out_second = (
+            torch.where(inside[:, None, None], out, was.to(given.dtype))
+            for out, was in ((out_first, first), (out_second, second))
+        )
+        inside = None
     middle = (
-        [torch.stack((out_first, out_second), -1).flatten(-2), kept[1]]
-        if spec.interleaved
-        else [out_first, kept[1], out_second]
+        [torch.stack((out_first, out_second), -1).flatten(-2), kept[1]] if written else [out_first, kept[1], out_second]
     )
     pieces = [piece.to(given.dtype) for piece in (kept[0], *middle, kept[2]) if piece is not None]
     out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)

@@ -28,6 +28,7 @@ OF_GRADIENT_OF_NORM = frozenset((
     "given", "key_given", "partials", "given_stride_s", "given_stride_b", "given_stride_h", "given_stride_d",
     "key_given_stride_s", "key_given_stride_b", "key_given_stride_h",
 ))  # fmt: skip
+OF_SPLIT = frozenset(("key_stride_d", "VALUE", "VALUE_BLOCK", "DEINTERLEAVES"))
 WEIGHTS = "rope_norm_weights"  # the kernel that adds the parts of the weights' gradients
 PARTS_AT_ONCE, COLUMNS_AT_ONCE = 512, 8  # of the parts, by a program of WEIGHTS: a sector of 32 bytes wide
 OF_BOUNDS = frozenset(("cu_seqlens", "sequences", "SEARCH_STEPS", "SEARCH_FAN"))
@@ -94,6 +95,10 @@ def kernel_name(spec: RopeSpec, _variant: RopeVariant) -> str:
     calls = spec.layout if spec.plain else "complete"
     if spec.gradient_of_norm:
         return f"rope_norm_backward_{spec.style}_{spec.angles}"
+    if spec.splits:
+        return f"rope_mla_{'backward_' if spec.sums_heads else ''}{spec.style}_{spec.angles}"
+    if spec.deinterleaves:
+        return f"rope_{calls}_{'inplace' if spec.inplace else 'copy'}_deinterleave_{spec.angles}"
     calls = "norm" if spec.normed else calls
     return f"rope_{calls}_{'inplace' if spec.inplace else 'copy'}_{spec.style}_{spec.angles}"
 
@@ -104,7 +109,12 @@ def kernel_names(spec: RopeSpec, variant: RopeVariant) -> tuple[str, ...]:
 
 
 def _key_in(tensor: Any, spec: RopeSpec, call: RopeCall) -> Any:
-    """The key inside x: after the query's heads of each token or, if x is [rows, head_dim], after all of the query."""
+    """The key inside x: after the query's heads of each token or, if x is [rows, head_dim], after all of the query.
+
+    Of MLA, in one dimension: k_pe after kv, the value after the key, and so with their gradients.
+    """
+    if spec.splits:
+        return tensor[call.batch * call.seq * spec.heads * spec.split_dims[tensor is call.out] :]
     rows = tensor.ndim == 2  # noqa: PLR2004 - [rows, head_dim]
     return tensor[call.batch * call.seq * spec.heads :] if rows else tensor.narrow(-2, spec.heads, spec.key_heads)
 
@@ -118,6 +128,7 @@ def _left_out(spec: RopeSpec) -> frozenset[str]:
         (OF_BOUNDS, not spec.takes_bounds),
         (OF_NORM, not spec.normed),
         (OF_GRADIENT_OF_NORM, not spec.gradient_of_norm),
+        (OF_SPLIT, not spec.splits),
     ]
     return frozenset().union(*(names for names, are_left_out in without if are_left_out))
 
@@ -139,7 +150,7 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
     For a tensor that it does not read, it gets another tensor's address.
     """
     key, key_out, key_strides, key_out_strides = call.key, call.key_out, call.key_strides, call.key_out_strides
-    if key is None and spec.key_heads:
+    if key is None and (spec.key_heads or spec.splits):
         key, key_out = _key_in(call.x, spec, call), _key_in(call.out, spec, call)
     elif key is None:
         key, key_out, key_strides, key_out_strides = call.x, call.out, call.x_strides, call.out_strides
@@ -182,6 +193,7 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "scaling": call.scaling,
         "eps": call.eps,
         **_strides("key", key_strides),
+        "key_stride_d": key_strides[3],
         "angle_stride_b": call.angle_stride_b,
         "position_stride_s": call.position_strides[0],
         "position_stride_b": call.position_strides[1],
@@ -228,6 +240,9 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "ZERO_CENTERED": spec.zero_centered,
         "ROUNDING": spec.rounding,
         "STAGES": stages(spec, variant),
+        "VALUE": spec.value_dim,
+        "VALUE_BLOCK": next_power_of_2(max(spec.value_dim, 1)),
+        "DEINTERLEAVES": spec.deinterleaves,
     }
     count = programs(spec, variant, call.seq, call.batch)
     one = Launch(

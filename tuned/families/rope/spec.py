@@ -69,6 +69,12 @@ class RopeSpec:
     rounding: str = "once"
     sections: tuple[int, ...] = ()  # positions "axes": how many pairs take their angle from each
     sections_interleaved: bool = False  # in turn, as Qwen3-VL has them, and not in a row
+    deinterleaves: bool = (
+        False  # style half, of features that come as pairs (2 j, 2 j + 1): the transpose gives them back so
+    )
+    # MLA: features of each head's value. x is kv, [.., heads, head_dim - rotary_dim + value_dim], and one key head of rotary_dim,
+    # rotated, stands behind what kv has of every head's key. The transpose takes the gradients of the key and of the value.
+    value_dim: int = 0
 
     def __post_init__(self) -> None:
         if type(self.sections) is not tuple:  # JSON has lists
@@ -102,6 +108,7 @@ class RopeSpec:
                 "copied_heads are those of one tensor, out of place: in place they are not heads of the call"
             )
         self._check_sections()
+        self._check_latent()
         if self.norm and self.copied_heads:
             raise ValueError("copied_heads cannot be beside a norm: a packed qkv is normalised in place")
         if not self.norm and (self.zero_centered or self.rounding != "once"):
@@ -128,6 +135,22 @@ class RopeSpec:
                 f"got {self.sections}"
             )
 
+    def _check_latent(self) -> None:
+        if self.deinterleaves and (
+            self.interleaved or self.rotated == "proportional" or self.norm or self.copied_heads
+        ):
+            raise ValueError(
+                "deinterleaves is for style half without a norm and without copied_heads, and rotated first or last"
+            )
+        if self.value_dim < 0:
+            raise ValueError(f"value_dim must be at least 0, got {self.value_dim}")
+        if self.splits and (self.key_heads or self.copied_heads or self.inplace or self.norm or self.rotated != "last"):
+            raise ValueError(
+                'value_dim is of a key and a value made of kv, out of place: rotated="last", without key_heads, copied_heads or norm'
+            )
+        if self.splits and self.rotary_dim == self.head_dim:
+            raise ValueError(f"value_dim needs features of kv in the key, got rotary_dim = head_dim = {self.head_dim}")
+
     @property
     def axis_of_pair(self) -> tuple[int, ...]:
         """Which axis of the positions each pair takes its angle from; in turn: 0 1 2 0 1 2 ..., then 0 where an axis has enough."""
@@ -139,7 +162,7 @@ class RopeSpec:
     @property
     def plain(self) -> bool:
         """One tensor, positions in order, a table, the first features: its kernel has no parameters for more."""
-        return self.angles != "inv_freq" and (
+        return self.angles != "inv_freq" and not self.deinterleaves and (
             self.key_heads, self.copied_heads, self.positions, self.context_parallel, self.rotated, self.conjugate,
             self.scaled, self.angles_per_batch, self.norm,
         ) == PLAIN  # fmt: skip
@@ -165,6 +188,11 @@ class RopeSpec:
         return not self.inplace or self.normed
 
     @property
+    def leaves_outside(self) -> bool:
+        """Tokens that no sequence holds are not written; else they are copied, their pairs apart if it ``deinterleaves``."""
+        return self.inplace and not self.deinterleaves
+
+    @property
     def copies_tail(self) -> bool:
         """Beside the pairs, the features that do not rotate must be written."""
         return self.moves_all and self.rotary_dim < self.head_dim and self.rotated != "proportional"
@@ -183,6 +211,33 @@ class RopeSpec:
     def gradient_of_norm(self) -> bool:
         """The gradient of a norm with a rotation: it reads what the forward read, and gives those of weights too."""
         return self.normed and self.direction == "backward"
+
+    @property
+    def splits(self) -> bool:
+        """MLA's kv becomes a key and a value."""
+        return self.value_dim > 0
+
+    @property
+    def sums_heads(self) -> bool:
+        """The transpose of that: the gradient of the key head that all heads share is a sum over them."""
+        return self.splits and self.direction == "backward"
+
+    @property
+    def kept_dim(self) -> int:
+        """Features of a head that do not rotate: in MLA those of the key that kv has."""
+        return self.head_dim - self.rotary_dim
+
+    @property
+    def split_dims(self) -> tuple[int, int]:
+        """Features of a head of x, and of a head of the first result: kv and key, or the other way round."""
+        dims = self.kept_dim + self.value_dim, self.head_dim
+        return dims if self.direction == "forward" else (dims[1], dims[0])
+
+    def split_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Those of both results of MLA, given that of x."""
+        if self.sums_heads:
+            return (*shape[:-1], self.split_dims[1]), (*shape[:-2], 1, self.rotary_dim)
+        return (*shape[:-1], self.head_dim), (*shape[:-1], self.value_dim)
 
     @property
     def norm_rows(self) -> int:
@@ -245,6 +300,10 @@ class RopeSpec:
         place = "in place" if self.inplace else "out of place"
         if self.normed:
             angle = f"{angle}; RMSNorm before it"
+        if self.splits:
+            return f"MLA's key and value of kv, any layout, {self.style} pairs; {angle}."
+        if self.deinterleaves:
+            angle = f"{angle}; of interleaved pairs"
         calls = f"plain calls, {self.layout}" if self.plain else "complete calls, any layout"
         return f"RoPE of {calls}, {self.style} pairs, {place}; {angle}."
 

@@ -97,14 +97,20 @@ def half_block(spec: RopeSpec) -> int:
 
 
 def row_block(spec: RopeSpec) -> int:
-    """Half of the features of a row that a tile holds, as it is padded: the pairs, and the tail that is copied beside them."""
+    """Half of the features of a row that a tile holds, as it is padded: the pairs, and the tail that is copied beside them.
+
+    In MLA the value too.
+    """
     tail = spec.head_dim - spec.rotary_dim if spec.copies_tail else 0
-    return half_block(spec) + (next_power_of_2(tail) + 1) // 2 if tail else half_block(spec)
+    value = (next_power_of_2(spec.value_dim) + 1) // 2 if spec.splits else 0
+    return half_block(spec) + (next_power_of_2(tail) + 1) // 2 + value if tail else half_block(spec)
 
 
 def vector_bytes(spec: RopeSpec) -> int:
     """What one load of a thread can take at most of contiguous rows, of both features of pairs alike."""
     item = ITEM_SIZE[spec.dtype]
+    if spec.splits:  # what is copied is most of it
+        return item * math.gcd(spec.kept_dim, spec.value_dim, spec.head_dim, VECTOR_BYTES // item)
     return item * math.gcd(spec.head_dim, 0 if spec.interleaved else spec.pair_distance, VECTOR_BYTES // item)
 
 
@@ -133,6 +139,7 @@ def rejection(
         return f"block_tokens={variant.block_tokens} would leave more than half of its rows empty with {positions} positions"
     if variant.order == "tokens" and (
         spec.gradient_of_norm
+        or spec.sums_heads
         or (rows is not None and rows <= at_once)
         or (positions is not None and positions <= variant.block_tokens)
     ):
@@ -173,7 +180,8 @@ def stages(spec: RopeSpec, variant: RopeVariant) -> int:
 
 def _tile_rejection(spec: RopeSpec, variant: RopeVariant, rows: int) -> str | None:
     """Why a tile of so many rows is not tried with the variant's warps, or None."""
-    pairs, threads = rows * half_block(spec), 32 * variant.num_warps
+    # Of MLA all features count: the pairs are the fewest.
+    pairs, threads = rows * (row_block(spec) if spec.splits else half_block(spec)), 32 * variant.num_warps
     # A gradient holds two inputs and a sum. Of heads that are normalised together, one token is tried whatever its size.
     most = MAX_PAIRS_PER_THREAD // (2 if spec.gradient_of_norm else 1)
     if spec.norm == "all" and variant.block_tokens == 1 and variant.num_warps == max(NUM_WARPS):
@@ -237,6 +245,8 @@ def _of_all_heads(spec: RopeSpec, variant: RopeVariant, positions: int) -> RopeV
 
 def programs(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
     """Size of the grid; a packed call has one batch entry. Of tile after tile, those of the same rows are so many each."""
+    if spec.sums_heads:  # a program has all heads of its tokens
+        return ceil_div(seq, variant.block_tokens) * batch
     rows = spec.all_heads * (batch if spec.merges_batch else 1)
     row_tiles, token_tiles = ceil_div(rows, rows_at_once(spec, variant)), ceil_div(seq, variant.block_tokens)
     token_tiles *= 1 if spec.merges_batch else batch
@@ -291,7 +301,7 @@ def distance(a: RopeSpec, b: RopeSpec) -> float:
 
     Octaves of heads (of both tensors), of padded half rows and of bytes per feature count 1 each. So does each difference
     in the kernel's text: layout, style, kind of angles, in place, tail, plain or complete; a norm counts 2, since no row of
-    another says how a tile does that has sums of rows. The layout counts 1 for complete
+    another says how a tile does that has sums of rows; so does MLA's kv, and its transpose. The layout counts 1 for complete
     calls too, whose text it does not change. Octaves of what one load can take count a half. So do direction, entries of the
     angles and the other fields of complete calls, since they change little of what is moved. The two dtypes count a tenth.
     """
@@ -299,13 +309,16 @@ def distance(a: RopeSpec, b: RopeSpec) -> float:
     octaves += abs(math.log2(ITEM_SIZE[a.dtype] / ITEM_SIZE[b.dtype]))
     octaves += abs(math.log2(vector_bytes(a) / vector_bytes(b))) / 2
     texts = sum(
-        getattr(a, n) != getattr(b, n) for n in ("layout", "style", "angles", "inplace", "copies_tail", "plain")
+        getattr(a, n) != getattr(b, n)
+        for n in ("layout", "style", "angles", "inplace", "copies_tail", "plain", "deinterleaves")
     )
     halves = sum(getattr(a, n) != getattr(b, n) for n in ("direction", "angle_entries", *COMPLETE[2:-1]))
     tenths = sum(
         getattr(a, n) != getattr(b, n) for n in ("dtype", "angle_dtype", "zero_centered", "rounding", "sections")
     )
-    octaves += 2 * (a.norm != b.norm)
+    octaves += 2 * (a.norm != b.norm) + 2 * ((a.splits, a.sums_heads) != (b.splits, b.sums_heads))
+    if a.splits and b.splits:
+        octaves += abs(math.log2(row_block(a) / row_block(b)))
     return octaves + texts + 0.5 * halves + 0.1 * tenths
 
 
