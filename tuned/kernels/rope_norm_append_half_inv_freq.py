@@ -608,18 +608,18 @@ def rope_norm_append_half_inv_freq(
             PAIRS if TAIL_HEADS == 0 else TURNED_PAIRS, PAIR_BLOCK, PAIR_DISTANCE, STORE_CACHE,
         )  # fmt: skip
         if TAIL > 0 and TAIL_HEADS == 0:
-            tail, m_tail = _tail(out_rows, m_written, out_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
-            tl.store(tail, b_tail.to(first.dtype), mask=m_tail, cache_modifier=STORE_CACHE)
+            to_tail, m_written = _tail(out_rows, m_written, out_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
+            tl.store(to_tail, b_tail.to(first.dtype), mask=m_written, cache_modifier=STORE_CACHE)
     if to_cache:
-        of_key = _places(
+        key_places = _places(
             key_cache, i_slot, i_row - HEADS, key_page_stride, key_slot_stride, key_head_stride, PAGE_SIZE,
             CACHE_MULTIPLE,
         )  # fmt: skip
-        of_value = _places(
+        value_places = _places(
             value_cache, i_slot, i_value, value_page_stride, value_slot_stride, value_head_stride, PAGE_SIZE,
             CACHE_MULTIPLE,
         )  # fmt: skip
-        places = tl.where((i_value >= 0)[None, :], of_value, of_key)
+        places = tl.where((i_value >= 0)[None, :], value_places, key_places)
         m_place = m_row & m_slot[:, None] & (i_row >= HEADS)[None, :]
         scale = 1.0
         if CACHE_SCALED:
@@ -628,13 +628,13 @@ def rope_norm_append_half_inv_freq(
             )
             scale = tl.load(p_scale, mask=(i_row >= HEADS) & (i_row < rows_of_token), other=1.0)[None, :, None]
         dtype = key_cache.dtype.element_ty
-        wide_first = _cached(wide_first, scale, dtype, FLOAT8, CACHE_SCALED)
-        wide_second = _cached(wide_second, scale, dtype, FLOAT8, CACHE_SCALED)
+        to_first = _cached(wide_first, scale, dtype, FLOAT8, CACHE_SCALED)
+        to_second = _cached(wide_second, scale, dtype, FLOAT8, CACHE_SCALED)
         _store_pairs(
-            places + FIRST_FEATURE * cache_stride_d, m_place, cache_stride_d, wide_first, wide_second,
+            places + FIRST_FEATURE * cache_stride_d, m_place, cache_stride_d, to_first, to_second,
             PAIRS, PAIR_BLOCK, PAIR_DISTANCE, STORE_CACHE,
         )  # fmt: skip
         if TAIL > 0:
-            place, m_tail = _tail(places, m_place, cache_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
-            b_tail = _cached(b_tail.to(tl.float32), scale, dtype, FLOAT8, CACHE_SCALED)
-            tl.store(place, b_tail, mask=m_tail, cache_modifier=STORE_CACHE)
+            place, m_place = _tail(places, m_place, cache_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
+            tail_rows = _cached(b_tail.to(tl.float32), scale, dtype, FLOAT8, CACHE_SCALED)
+            tl.store(place, tail_rows, mask=m_place, cache_modifier=STORE_CACHE)
