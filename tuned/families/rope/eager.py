@@ -168,7 +168,7 @@ def _put(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, inside: t
     # Without asking for values: a token without a place writes what the first token with one does; if none has one, what is there.
     first = kept.to(torch.int32).argmax()
     token = torch.where(kept, torch.arange(count, device=slots.device), first)
-    some = kept[first]
+    some = kept.any()
     place = torch.where(some, slots[token], 0)
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[cache.element_size()]
     bits = cache.view(kind)
