@@ -9,11 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from generator.families.rope.reference import inputs
 from generator.families.rope.texts import append_specs
-from generator.measuring.check import WrongResultError, check, inputs_of, probe
+from generator.measuring.check import check, inputs_of, probe
 from generator.measuring.mended import mended_interpreter
 from generator.rendering.structures import load
 from generator.workload import WORKLOADS

@@ -37,7 +37,7 @@ class Made:
         return rope_append_(**{**self.tensors, **self.named, **changes})
 
 
-def make(  # noqa: PLR0913 - what a call may be
+def make(
     heads: int = 3,
     key_heads: int = 2,
     dim: int = 8,
@@ -146,14 +146,15 @@ def interpreted(gpu: Gpu = GPU) -> Iterator[Launches]:
         return made._replace(run=run)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "why_eager", lambda x, supported: None if supported else "no kernel takes it")
-        patch.setattr(plan, "gpu_of", lambda _device: gpu)
+        patch.setattr(plan, "why_eager", lambda _x, supported: None if supported else "no kernel takes it")
+        for module in (plan, append):
+            patch.setattr(module, "gpu_of", lambda _device: gpu)
         patch.setattr(plan, "capturing", lambda: False)
         patch.setattr(plan, "run_public", run_public)
-        patch.setattr(plan, "direct_launch", run_directly)
+        patch.setattr(append, "direct_launch", run_directly)
         patch.setattr(append, "current_device", lambda: -1)
         patch.setattr(tuned.calls.rope.arguments, "_values_reach", lambda *_: None)
         patch.setattr(append, "_PLANS", {})
         patch.setattr(plan, "_COMPILED", {})
-        patch.setattr(tuned.launching.plan, "_specialised", lambda name: (True,) * 99)
+        patch.setattr(tuned.launching.plan, "_specialised", lambda _name: (True,) * 99)
         yield seen

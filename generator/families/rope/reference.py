@@ -397,11 +397,11 @@ def _cached_reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, tor
     rows = (turned[1], (value.double(), torch.zeros_like(value, dtype=torch.float64)))
     slots = call.slots[: call.slot_count]
     kept = (slots >= 0) & (slots < call.pages * call.page_size)
-    index = slots[kept] // call.page_size, slots[kept] % call.page_size
+    places = slots[kept] // call.page_size, slots[kept] % call.page_size
     if spec.cache == "same":
         for at, own in enumerate(rows):
             for whole, part in zip((out, bound), own, strict=True):
-                _caches_of(spec, call, whole, torch.float64)[at][index] = part[: len(slots)][kept]
+                _caches_of(spec, call, whole, torch.float64)[at][places] = part[: len(slots)][kept]
         return out, bound
     ends = call.x.clone(), call.x.clone()  # with the least and the largest numbers that the caches may hold
     for at, ((number, off), scale) in enumerate(zip(rows, (call.key_scale, call.value_scale), strict=True)):
@@ -411,7 +411,7 @@ def _cached_reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, tor
         error = error + scaled.abs() * 2.0**-23  # of the division
         for end, sign in zip(ends, (-1, 1), strict=True):
             stored = (scaled + sign * error).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).float().to(torch.float8_e4m3fn)
-            _caches_of(spec, call, end, torch.uint8)[at][index] = stored.view(torch.uint8)[: len(slots)][kept]
+            _caches_of(spec, call, end, torch.uint8)[at][places] = stored.view(torch.uint8)[: len(slots)][kept]
     first = flat_rows(spec, call)
     bytes_of = [end[first:].view(torch.uint8).view(-1, ITEM_SIZE[spec.dtype]) for end in ends]
     seen = []

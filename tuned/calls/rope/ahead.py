@@ -88,7 +88,8 @@ def cached_of(spec: RopeSpec, size: RopeSize) -> append.Cached:
     caches = [torch.empty(pages, *page, spec.head_dim, dtype=kind, device="meta") for _ in range(2)]
     scales = [torch.empty((), device="meta") if spec.cache == "float8" else None for _ in range(2)]
     value = torch.empty(size.tokens, spec.key_heads, spec.head_dim, dtype=dtype, device="meta")
-    return append.Cached(value, *caches, torch.empty(size.tokens, dtype=torch.int64, device="meta"), *scales)
+    slots = torch.empty(size.tokens, dtype=torch.int64, device="meta")
+    return append.Cached(value, caches[0], caches[1], slots, scales[0], scales[1])
 
 
 def settings_of(spec: RopeSpec) -> Settings:

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from tuned.calls.rope import plan as plans
 from tuned.calls.rope.arguments import (
     INDICES,
+    SUPPORTED,
     Given,
     Prepared,
     Settings,
@@ -37,6 +38,7 @@ from tuned.launching.overwrite import bump_all
 from tuned.launching.plan import (
     NO_KEY,
     current_device,
+    direct_launch,
     listeners,
     may_be_negative,
     remember,
@@ -45,7 +47,7 @@ from tuned.launching.plan import (
 )
 from tuned.launching.rehearsal import NotedError, note_left
 from tuned.lookup import misses
-from tuned.lookup.gpu import why_not_plain
+from tuned.lookup.gpu import gpu_of, why_not_plain
 from tuned.lookup.lookup import Choice
 
 FLOAT8 = torch.float8_e4m3fn
@@ -230,9 +232,14 @@ def prepare(given: Given, cached: Cached, asked: Asked) -> Prepared:
         value_cache_strides=caches[1].stride(),
         key_scale=scales[0],
         value_scale=scales[1],
-        scale_strides=tuple(t.stride(0) if t is not None and t.ndim and t.shape[0] > 1 else 0 for t in scales),
+        scale_strides=(_step_of(scales[0]), _step_of(scales[1])),
     )
     return Prepared(spec, prepared.size, made, eager_spec)  # type: ignore[arg-type]
+
+
+def _step_of(scale: Any) -> int:
+    """Elements from the scale of a head to that of the next; 0 if all share one."""
+    return scale.stride(0) if scale is not None and scale.numel() > 1 else 0
 
 
 def _with_cache(spec: RopeSpec, cache: str, asked: Asked) -> RopeSpec:
@@ -363,7 +370,7 @@ def chosen(prepared: Prepared, given: Given, cached: Cached) -> Choice:
     bypassed = next(filter(None, map(why_not_plain, tensors)), None)
     if tracing() is not None or transforms_active() or forward_ad._current_level >= 0:  # noqa: SLF001
         bypassed = "a kernel would bypass torch.func, forward-mode differentiation or torch.jit tracing"
-    if prepared.spec is None and given.x.dtype in plans.SUPPORTED:
+    if prepared.spec is None and given.x.dtype in SUPPORTED:
         bypassed = "q, k and v, or both caches, have different strides of head_dim, and kernels take one for all"
         return Choice("eager", bypassed, None)
     if any(not t.numel() for t in tensors):
@@ -371,7 +378,7 @@ def chosen(prepared: Prepared, given: Given, cached: Cached) -> Choice:
     choice = plans.choice_of(prepared, bypassed)
     if choice.variant is None or prepared.spec is None or prepared.spec.cache != "float8":
         return choice
-    capability = plans.gpu_of(given.x.device).capability
+    capability = gpu_of(given.x.device).capability
     if capability >= FLOAT8_CAPABILITY:
         return choice
     return Choice("eager", f"casts to float8 e4m3 need compute capability 8.9, not {capability / 10}", None)
@@ -445,7 +452,7 @@ def _upgraded(now: plans.Ready, compiled: Any, asked: Asked, public: Callable[..
     """What launches the compiled kernel directly; ``public`` if it must use Triton's public launcher."""
     spec, call, part = now
     device = call.x.device.index
-    found = plans.direct_launch(part, compiled, device)
+    found = direct_launch(part, compiled, device)
     if found is None:
         return public
     run, function, head, programs, (_, *numbers), stream_of, enter, leave = found

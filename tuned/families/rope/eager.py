@@ -145,8 +145,9 @@ def append(spec: RopeSpec, call: RopeCall) -> None:
     compute = torch.promote_types(call.x.dtype, torch.float32)
     out, key_out = rotate(alone, call, compute if spec.cache == "float8" else None)
     inside = positions(alone, call)[1] if spec.packed else None
-    parts = (call.key_cache, key_out, call.key_scale), (call.value_cache, call.value, call.value_scale)
-    for cache, rows, scale in parts:
+    assert key_out is not None
+    key: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = call.key_cache, key_out, call.key_scale
+    for cache, rows, scale in (key, (call.value_cache, call.value, call.value_scale)):
         if spec.cache == "float8":
             rows = rows.to(compute)  # noqa: PLW2901
             rows = rows if scale is None else rows / scale.reshape(-1, 1)  # noqa: PLW2901
