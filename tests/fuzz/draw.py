@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.fuzz import draw_dropins, draw_gru, draw_norm, draw_rope
+from tests.fuzz import draw_append, draw_dropins, draw_gru, draw_norm, draw_rope
 from tests.fuzz.case import Call, Case, Name
 from tests.fuzz.forced import every_row, rows
 from tests.fuzz.views import View, drawn, redrawn
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 ELEMENTS = 3e7  # of all tensors of all calls of a case, but for six calls
 NORMED = 0.2  # of rotations have a norm before them
+APPENDED = 0.1  # of rotations write a cache
 WRONG = 0.1  # of all cases are of calls that are not allowed
 KINDS = {"rope": 46, "gru": 13, "gru_cell": 9, "linear_cat": 6, "nn_gru": 8, "nn_gru_cell": 5, "dropin": 13}
 
@@ -59,7 +60,10 @@ def drawn_call(rng: random.Random, world: World, kind: str, row: Any = None) -> 
     """A call of a kind; like a row of a table where one is given."""
     wrong = row is None and rng.random() < WRONG
     spec = None if row is None else row.spec
-    if kind == "rope" and (rng.random() < NORMED if spec is None else spec.normed):
+    way = rng.random() if kind == "rope" and spec is None else 0.5
+    if kind == "rope" and (way > 1 - APPENDED if spec is None else spec.appends):
+        return draw_append.draw(rng, world, spec)
+    if kind == "rope" and (way < NORMED if spec is None else spec.normed):
         return draw_norm.draw(rng, world, spec)
     if kind == "rope":
         call = draw_rope.draw(rng, world, spec, None if row is None else row.size)
