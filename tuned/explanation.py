@@ -58,7 +58,7 @@ def explain(function: Any, *args: Any, gpu: str | None = None, **kwargs: Any) ->
         print(tuned.explain(rope, x, freqs, gpu="nvidia_h200"))
 
     Args:
-        function: rope, rope_qk, rope_qkv, rope_backward, qk_norm_rope, rope_append_, gru_cell, gru or linear_cat of tuned.dispatch; TransformerEngine's
+        function: rope, rope_qk, rope_qkv, rope_backward, qk_norm_rope, ``rope_append_``, gru_cell, gru or linear_cat of tuned.dispatch; TransformerEngine's
             apply_rotary_pos_emb of tuned.compat; a family of your own (tuned.own); or a GRU or GRUCell module, of tuned.nn or
             of torch.nn.
         args: its arguments.

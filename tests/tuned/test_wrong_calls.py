@@ -77,6 +77,23 @@ def appended(**named: Any) -> Callable[[], Any]:
     return lambda: rope_append_(**{**right, **TABLE, **named})
 
 
+def kept(**named: Any) -> Callable[[], Any]:
+    """A call of vLLM's append."""
+    right = {"key": zeros(S, K, D), "value": zeros(S, K, D), "slot_mapping": torch.arange(S), "kv_cache_dtype": "auto"}
+    right |= {"key_cache": zeros(3, 4, K, D), "value_cache": zeros(3, 4, K, D)}
+    return lambda: vllm.reshape_and_cache_flash(
+        **{**right, "k_scale": torch.ones(()), "v_scale": torch.ones(()), **named}
+    )
+
+
+def paged(**named: Any) -> Callable[[], Any]:
+    """A call of FlashInfer's append."""
+    right = {"append_key": zeros(S, K, D), "append_value": zeros(S, K, D), "batch_indices": torch.zeros(S).long()}
+    right |= {"positions": torch.arange(S), "paged_kv_cache": zeros(3, 2, 4, K, D), "kv_indices": torch.arange(3)}
+    right |= {"kv_indptr": ints(0, 3), "kv_last_page_len": ints(2)}
+    return lambda: flashinfer.append_paged_kv_cache(**{**right, **named})
+
+
 def of_vllm(**named: Any) -> Callable[[], Any]:
     """A call of vLLM's norm and rotation."""
     right = {"qkv": zeros(S, 8 * D), "num_heads_q": 4, "num_heads_k": 2, "num_heads_v": 2, "head_dim": D, "eps": 1e-6}
@@ -333,10 +350,18 @@ OF_CACHES: dict[str, Row] = {
     "cache scale number": (appended(**CACHES8, key_scale=1.0, value_scale=1.0), TypeError, "key_scale must be a tensor", "got float", AS_TENSOR),
     "cache scale dtype": (appended(**CACHES8, key_scale=torch.ones(()).half(), value_scale=torch.ones(())), TypeError, "key_scale must be float32", "got torch.float16", "convert with .to(q.device, torch.float32)"),
     "cache scales of tokens": (appended(**CACHES8, key_scale=torch.ones(()), value_scale=torch.ones(S)), ValueError, "value_scale must be one number, or one for each of the 2 heads", "got [6]", "pass [1] or [2]"),
-    "cache gradient": (appended(k=zeros(S, K, D, requires_grad=True)), RuntimeError, "rope_append_ has no gradient", "got k that requires one", "under torch.no_grad()"),
+    "cache gradient": (appended(k=zeros(S, K, D, requires_grad=True)), RuntimeError, "rope_append_, has no gradient", "got k that requires one", "under torch.no_grad()"),
     "cache shares": (appended(q=ROWS_OF_6[:, :H], k=ROWS_OF_6[:, 3:5]), ValueError, "q is overwritten, and must not share memory with k", "got tensors that do", "pass a clone of k"),
     "caches share": (appended(key_cache=PAGES_OF_4[:3], value_cache=PAGES_OF_4[1:]), ValueError, "key_cache is overwritten, and must not share memory with value_cache", "got tensors that do", "pass a clone of value_cache"),
     "cache weights": (appended(q_weight=torch.ones(D)), ValueError, "k and k_weight must come together", "got k without k_weight", "give both, or leave both out"),
+    "vllm cache kind": (kept(kv_cache_dtype="int8"), ValueError, "kv_cache_dtype must be one of ('auto', 'fp8', 'fp8_e4m3')", "got 'int8'", "convert key and value"),
+    "vllm cache key": (kept(key=zeros(S, K * D)), ValueError, "k must be [tokens, heads, head_dim]", "got [6, 16]", "reshape it, as k.view("),
+    "vllm cache dtype": (kept(kv_cache_dtype="fp8"), ValueError, "with caches of torch.float8_e4m3fn", "with torch.float32", "leave both out"),
+    "vllm cache list": (kept(key_cache=[1.0]), TypeError, "key_cache must be a tensor", "got list", AS_TENSOR),
+    "flashinfer pages": (paged(paged_kv_cache=zeros(3, 4, K, D)), ValueError, "paged_kv_cache must be [pages, 2, ...]", "got [3, 4, 2, 8]", "as a tuple of two"),
+    "flashinfer indices": (paged(batch_indices=zeros(S)), ValueError, "batch_indices must be one row of int32 or int64", "got [6] torch.float32", ".to(torch.int32)"),
+    "flashinfer positions": (paged(positions=torch.arange(5)), ValueError, "one number a token each", "got [6] and [5]", "get_batch_indices_positions"),
+    "flashinfer layout": (paged(kv_layout="HDN"), ValueError, 'cache_layout must be "NHD"', "got 'HDN'", "name the axes of a page"),
     "cache no positions": (appended(positions=None), ValueError, 'tensor_format "thd" needs cu_seqlens', "got NoneType", "torch.tensor([0, tokens]"),
 }
 OF_GRU: dict[str, Row] = {

@@ -31,7 +31,7 @@ from tuned.calls.rope.arguments import (
 from tuned.calls.rope.arguments import prepare as prepare_rotation
 from tuned.families.architecture import FLOAT8_CAPABILITY
 from tuned.families.rope import FAMILY as ROPE
-from tuned.families.rope.eager import append
+from tuned.families.rope.eager import append, as_cached, put
 from tuned.families.rope.launches import RopeCall, launches
 from tuned.families.rope.spec import CACHE_LAYOUTS, RopeSpec
 from tuned.launching.overwrite import bump_all
@@ -185,12 +185,7 @@ def prepare(given: Given, cached: Cached, asked: Asked) -> Prepared:
         RuntimeError: a gradient would be lost. Nothing has been written.
     """
     _check_words(asked)
-    names = {"q": given.x, "k": given.key, **cached._asdict()}
-    names = {("v" if name == "value" else name): t for name, t in names.items()}
-    for name, t in names.items():
-        if not isinstance(t, torch.Tensor) and not (t is None and name in ("key_scale", "value_scale")):
-            hint = ": a call without a key is one of rope" if name == "k" else ": convert it with torch.as_tensor(...)"
-            raise TypeError(f"{name} must be a tensor, got {type(t).__name__}{hint}")
+    _check_types(given.x, given.key, cached)
     _refuse_gradients(given, cached)
     settings = asked.rotation._replace(tensor_format="thd", inplace=False)
     # Of a call out of place nothing is asked for the sake of what is overwritten: that is q alone, below.
@@ -203,19 +198,7 @@ def prepare(given: Given, cached: Cached, asked: Asked) -> Prepared:
     steps = {given.x.stride(-1), given.key.stride(-1), cached.value.stride(-1)}
     if len(steps) > 1 or cached.key_cache.stride(-1) != cached.value_cache.stride(-1):
         spec = None
-    caches = [t if asked.cache_layout == "NHD" else t.transpose(1, 2) for t in (cached.key_cache, cached.value_cache)]
-    heads = given.key.shape[1]
-    if caches[0].shape[2:] != given.key.shape[1:] or caches[0].shape != caches[1].shape:
-        axes = (
-            "[pages, page_size, heads, head_dim]"
-            if asked.cache_layout == "NHD"
-            else "[pages, heads, page_size, head_dim]"
-        )
-        raise ValueError(
-            f"key_cache and value_cache must both be {axes} for cache_layout {asked.cache_layout!r}, with the {heads} heads and the "
-            f"head_dim of k, {given.key.shape[2]}; got {list(cached.key_cache.shape)} and {list(cached.value_cache.shape)}: pass views "
-            "that have these axes, or the other cache_layout"
-        )
+    caches = _pages(given.key, cached, asked.cache_layout)
     scales = cached.key_scale, cached.value_scale
     made = dataclasses.replace(
         prepared.call,
@@ -228,13 +211,31 @@ def prepare(given: Given, cached: Cached, asked: Asked) -> Prepared:
         slot_stride=cached.slot_mapping.stride(0),
         pages=caches[0].shape[0],
         page_size=caches[0].shape[1],
-        key_cache_strides=caches[0].stride(),
-        value_cache_strides=caches[1].stride(),
+        key_cache_strides=_steps_of(caches[0]),
+        value_cache_strides=_steps_of(caches[1]),
         key_scale=scales[0],
         value_scale=scales[1],
         scale_strides=(_step_of(scales[0]), _step_of(scales[1])),
     )
     return Prepared(spec, prepared.size, made, eager_spec)  # type: ignore[arg-type]
+
+
+def _pages(key: torch.Tensor, cached: Cached, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both caches as [pages, page_size, heads, head_dim]."""
+    caches = [t if layout == "NHD" else t.transpose(1, 2) for t in (cached.key_cache, cached.value_cache)]
+    if caches[0].shape[2:] != key.shape[1:] or caches[0].shape != caches[1].shape:
+        axes = "[pages, page_size, heads, head_dim]" if layout == "NHD" else "[pages, heads, page_size, head_dim]"
+        raise ValueError(
+            f"key_cache and value_cache must both be {axes} for cache_layout {layout!r}, with the {key.shape[1]} heads and the "
+            f"head_dim of k, {key.shape[2]}; got {list(cached.key_cache.shape)} and {list(cached.value_cache.shape)}: pass views "
+            "that have these axes, or the other cache_layout"
+        )
+    return caches[0], caches[1]
+
+
+def _steps_of(cache: torch.Tensor) -> tuple[int, int, int, int]:
+    page, slot, head, feature = cache.stride()
+    return page, slot, head, feature
 
 
 def _step_of(scale: Any) -> int:
@@ -254,6 +255,15 @@ def _with_cache(spec: RopeSpec, cache: str, asked: Asked) -> RopeSpec:
         cache_layout=asked.cache_layout,
         key_inplace=bool(asked.key_inplace),
     )
+
+
+def _check_types(q: Any, key: Any, cached: Cached) -> None:
+    names = {"q": q, "k": key, **cached._asdict()}
+    for name, t in names.items():
+        if not isinstance(t, torch.Tensor) and not (t is None and name in ("key_scale", "value_scale")):
+            hint = "a call without a key is one of rope" if name == "k" else "convert it with torch.as_tensor(...)"
+            told = "v" if name == "value" else name
+            raise TypeError(f"{told} must be a tensor, got {type(t).__name__}: {hint}")
 
 
 def _check_words(asked: Asked) -> None:
@@ -279,7 +289,7 @@ def _refuse_gradients(given: Given, cached: Cached) -> None:
     named |= {**given._asdict(), **cached._asdict()}
     got = next(n for n, t in named.items() if isinstance(t, torch.Tensor) and t.requires_grad)
     raise RuntimeError(
-        f"rope_append_ has no gradient, got {got} that requires one: call it under torch.no_grad() or torch.inference_mode(), or "
+        f"what writes a cache, as rope_append_, has no gradient, got {got} that requires one: call it under torch.no_grad() or torch.inference_mode(), or "
         "train with rope_qk"
     )
 
@@ -516,3 +526,31 @@ def _operator(given: Given, cached: Cached, asked: Asked) -> Any:
     _check_words(asked)
     _refuse_gradients(given, cached)
     return ops.append(given, cached, asked)
+
+
+# Without a rotation -------------------------------------------------------------------------------------------------
+
+
+def write(key: Any, cached: Cached, cache_layout: str = "NHD") -> None:
+    """Write a key and a value to the pages of a cache as they are, by PyTorch's own operators; nothing waits for the GPU.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as for ``call``; nothing has been written.
+    """
+    _check_words(Asked(Settings(), cache_layout))
+    _check_types(key, key, cached)
+    _refuse_gradients(Given(None, key), cached)
+    if key.ndim != 3:  # noqa: PLR2004
+        raise ValueError(
+            f"k must be [tokens, heads, head_dim], got {list(key.shape)}: reshape it, as k.view(tokens, heads, -1)"
+        )
+    _check_cache(key, key, cached)
+    caches = _pages(key, cached, cache_layout)
+    for name, t in (("key_cache", caches[0]), ("value_cache", caches[1])):
+        check_strides(name, t, "pass a contiguous copy of it")
+    _refuse_shared("key_cache", caches[0], "value_cache", caches[1])
+    slots = cached.slot_mapping.long()
+    rows = (key, cached.key_scale), (cached.value, cached.value_scale)
+    made = [as_cached(t, caches[0].dtype, scale) for t, scale in rows]
+    for cache, part in zip(caches, made, strict=True):
+        put(cache, part, slots)

@@ -146,19 +146,24 @@ def append(spec: RopeSpec, call: RopeCall) -> None:
     out, key_out = rotate(alone, call, compute if spec.cache == "float8" else None)
     inside = positions(alone, call)[1] if spec.packed else None
     assert key_out is not None
-    key: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = call.key_cache, key_out, call.key_scale
-    for cache, rows, scale in (key, (call.value_cache, call.value, call.value_scale)):
-        if spec.cache == "float8":
-            rows = rows.to(compute)  # noqa: PLW2901
-            rows = rows if scale is None else rows / scale.reshape(-1, 1)  # noqa: PLW2901
-            rows = rows.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(cache.dtype)  # noqa: PLW2901
-        _put(cache, rows, call.slots.long(), inside)
+    slots = call.slots.long()
+    put(call.key_cache, as_cached(key_out, call.key_cache.dtype, call.key_scale), slots, inside)
+    put(call.value_cache, as_cached(call.value, call.value_cache.dtype, call.value_scale), slots, inside)
     call.x.copy_(out)
     if spec.key_inplace:
         call.key.copy_(key_out)
 
 
-def _put(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, inside: torch.Tensor | None) -> None:
+def as_cached(rows: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
+    """Rows [tokens, heads, head_dim] as a cache of a dtype holds them: in float8 divided by the scale, and saturated."""
+    if dtype == rows.dtype or dtype.itemsize > 1:
+        return rows
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    rows = rows if scale is None else rows / scale.reshape(-1, 1)
+    return rows.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(dtype)
+
+
+def put(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, inside: torch.Tensor | None = None) -> None:
     """Write rows to their places in the pages of a cache, as bits; those without a place nowhere."""
     pages, page_size = cache.shape[:2]
     count = slots.shape[0]
@@ -174,7 +179,7 @@ def _put(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, inside: t
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[cache.element_size()]
     bits = cache.view(kind)
     index = torch.div(place, page_size, rounding_mode="floor"), place % page_size
-    bits.index_put_(index, torch.where(some, rows.view(kind)[token], bits[0, 0]))
+    bits.index_put_(index, torch.where(some, rows.resolve_neg().view(kind)[token], bits[0, 0]))
 
 
 def _rotated(
