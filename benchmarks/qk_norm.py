@@ -32,6 +32,7 @@ from tuned.lookup.record import device_slug
 
 Launch = Callable[[], Any]
 Timer = Callable[[Sequence[Launch], int], float]
+Judge = Callable[[dict[str, Any]], dict[str, tuple[float, float]]]  # what is asked of a row: each ratio, and its bar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,8 +301,12 @@ def attempt(row: dict[str, Any], name: str, measure: Callable[[], float]) -> Non
 
 def copy_us(bench: Bench, sets: Sequence[Layer]) -> float:
     """A copy of both tensors, read once and written once: the floor of a forward."""
-    nbytes = 2 * sum(x.nbytes for x in sets[0].both)
-    elements = sum(x.numel() for x in sets[0].both)
+    return copied_us(bench, sum(x.numel() for x in sets[0].both))
+
+
+def copied_us(bench: Bench, elements: int) -> float:
+    """A copy of so many elements of 2 bytes."""
+    nbytes = 4 * elements
     pairs = [
         [torch.randn(elements, device=bench.device).bfloat16() for _ in range(2)] for _ in range(bench.count(nbytes))
     ]
@@ -441,23 +446,23 @@ def ratios(row: dict[str, Any]) -> dict[str, tuple[float, float]]:
     return found
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row: dict[str, Any], asked: Judge = ratios) -> str:
     """A row beside its bars."""
     others = ", ".join(
         f"{n} {us:.2f}" for n, us in row.items() if n not in {"kind", "model", "tokens", "refusals", "ours"}
     )
     judged = ", ".join(
         f"{100 * ratio:.1f}% of {of} (bar {100 * bar:.0f}%{'' if ratio <= bar else ', MISSED'})"
-        for of, (ratio, bar) in ratios(row).items()
+        for of, (ratio, bar) in asked(row).items()
     )
     return f"{row['kind']:<13} {row['model']:<18} {row['tokens']:>6}  {row['ours']:>9.2f} us: {judged}; {others}"
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> str:
+def summary(rows: Sequence[dict[str, Any]], asked: Judge = ratios) -> str:
     """For each bar how many rows meet it, and the worst."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        for of, pair in ratios(row).items():
+        for of, pair in asked(row).items():
             found.setdefault(f"{row['kind']} / {of}", []).append(pair)
     return "\n".join(
         f"{name}: {sum(r <= bar for r, bar in pairs)} of {len(pairs)} within {pairs[0][1]}, most {max(r for r, _ in pairs):.3f}"
@@ -493,19 +498,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found, wrong = measured(more, options.seconds)
     rows, failed = rows + found, failed | wrong
     print(summary(rows), *(f"not measured: {name}: {why}" for name, why in failed.items()), sep="\n")
-    out = options.out
-    if out is None and not options.dry:
-        out = session.RESULTS / "qk_norm" / f"{device_slug(torch.cuda.get_device_name())}.json"
-    if out is not None:
-        told = {} if options.dry else environment(PACKAGES)
-        content = {"seed": options.seed, "environment": told, "bars": BARS, "rows": rows, "failed": failed}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, (json.dumps(content, indent=1) + "\n").encode())
+    write("qk_norm", options, {"seed": options.seed, "bars": BARS, "rows": rows, "failed": failed}, PACKAGES)
     return int(bool(failed) or not found)
 
 
+def write(name: str, options: Any, content: dict[str, Any], packages: dict[str, str]) -> None:
+    """Write what was measured to ``options.out``, or to the results of this GPU."""
+    out = options.out
+    if out is None and not options.dry:
+        out = session.RESULTS / name / f"{device_slug(torch.cuda.get_device_name())}.json"
+    if out is not None:
+        content = {"environment": {} if options.dry else environment(packages), **content}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, (json.dumps(content, indent=1) + "\n").encode())
+
+
 def measured(
-    todo: Sequence[tuple[str, Callable[[], dict[str, Any]]]], seconds: float = math.inf
+    todo: Sequence[tuple[str, Callable[[], dict[str, Any]]]], seconds: float = math.inf, asked: Judge = ratios
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """The rows, begun until the seconds are over, and why others are none."""
     rows, failed, end = list[dict[str, Any]](), dict[str, str](), time.monotonic() + seconds
@@ -514,7 +523,7 @@ def measured(
             break
         try:
             rows.append(measure())
-            print(line(rows[-1]), flush=True)
+            print(line(rows[-1], asked), flush=True)
         except Exception as error:  # noqa: BLE001 (one row that fails must not cost the others)
             failed[f"{number}: {name}"] = session.reason(error)
             print(f"{name}: {session.reason(error)}", flush=True)
