@@ -367,13 +367,13 @@ def _multiple_of_cache(spec: RopeSpec, call: RopeCall) -> int:
     """The same of the strides of both caches."""
     longer = call.pages > 1, call.page_size > 1, spec.key_heads > 1
     tensors = call.key_cache_strides, call.value_cache_strides
-    common = math.gcd(*(step for steps in tensors for step, counts in zip(steps, longer, strict=False) if counts))
-    common = common or spec.head_dim
-    if common % ALIGNED == 0:
+    shared = math.gcd(*(step for steps in tensors for step, counts in zip(steps, longer, strict=False) if counts))
+    shared = shared or spec.head_dim
+    if shared % ALIGNED == 0:
         return 1
     apart = 0 if spec.interleaved else spec.pair_distance
     item = 1 if spec.cache == "float8" else ITEM_SIZE[spec.dtype]
-    return math.gcd(common, apart, VECTOR_BYTES // item)
+    return math.gcd(shared, apart, VECTOR_BYTES // item)
 
 
 def _multiple_of_angles(spec: RopeSpec, call: RopeCall) -> int:
