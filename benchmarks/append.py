@@ -63,7 +63,7 @@ class Step:
     table: torch.Tensor  # [rows, dim], cosines, then sines
     ids: torch.Tensor
     slots: torch.Tensor
-    caches: torch.Tensor  # [2, pages, ...]: keys, then values
+    caches: tuple[torch.Tensor, torch.Tensor]  # [pages, ...]: keys, and values
     scales: tuple[torch.Tensor, torch.Tensor]
 
 
@@ -83,14 +83,14 @@ def make(kind: Kind, tokens: int, device: str) -> Step:
         blocks = torch.randperm(pages, device=device)[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=device)
         slots, ids = blocks.flatten()[:tokens].contiguous(), torch.arange(tokens, device=device)
     scales = torch.full((), 0.05, device=device), torch.full((), 0.04, device=device)
-    return Step(q, k, v, torch.cat((radians.cos(), radians.sin()), -1), ids, slots, caches, scales)
+    return Step(q, k, v, torch.cat((radians.cos(), radians.sin()), -1), ids, slots, (caches[0], caches[1]), scales)
 
 
 def ours(kind: Kind, t: Step) -> Any:
     """One call."""
     named: dict[str, Any] = {"key_scale": t.scales[0], "value_scale": t.scales[1]} if kind.float8 else {}
     return rope_append_(
-        t.q, t.k, t.v, t.caches[0], t.caches[1], t.slots, cos_sin_cache=t.table, positions=t.ids, cache_layout=kind.layout, **named
+        t.q, t.k, t.v, *t.caches, t.slots, cos_sin_cache=t.table, positions=t.ids, cache_layout=kind.layout, **named
     )  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def flashinfer(kind: Kind, t: Step) -> Launch:
     if kind.float8:
         raise NotImplementedError("it casts nothing")
     run = importlib.import_module("flashinfer.page").append_paged_kv_cache
-    pages, device = t.caches.shape[1], t.q.device
+    pages, device = t.caches[0].shape[0], t.q.device
     numbers = {
         "batch": torch.zeros(len(t.q), dtype=torch.int32, device=device), "place": t.slots.int(),
         "pages": torch.arange(pages, dtype=torch.int32, device=device),
@@ -171,7 +171,7 @@ def flashinfer(kind: Kind, t: Step) -> Launch:
 
     def launch() -> None:
         rotation(t)
-        run(t.k, t.v, batch, place, (t.caches[0], t.caches[1]), all_pages, bounds, last, kind.layout)
+        run(t.k, t.v, batch, place, t.caches, all_pages, bounds, last, kind.layout)
 
     return launch
 

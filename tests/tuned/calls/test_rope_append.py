@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
+import tuned.calls.rope.append
 import tuned.dispatch
+from tests.fuzz.interpreted import SILENT
 from tests.support.append import FLOAT8, GPU, SAVED, Made, by_hand, interpreted, make
+from tuned.calls.rope import append
 from tuned.calls.rope import ops as rope_ops
-from tuned.calls.rope.arguments import Settings
+from tuned.calls.rope.arguments import Given, Settings
 from tuned.dispatch import rope_append_
+from tuned.launching.plan import DirectLaunch
 
 WAYS = ("eager", "kernel")
 pytestmark = pytest.mark.interpreter
@@ -310,3 +316,89 @@ def test_what_a_known_call_may_not_do_is_refused_too() -> None:
             with pytest.raises(ValueError, match=f"q is overwritten, and must not share memory with {name}"):
                 rope_append_(**{**named, **apart, name: big[0][:, 2:4]})
         assert seen.direct == 2
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_short_way_is_for_calls_like_those_before_alone(scaled: bool) -> None:
+    """What a call of the same sizes has besides: everything that one C function is to compare."""
+    made = make(heads=4, key_heads=4, dim=16, rotary=16, cache=FLOAT8 if scaled else None)
+    named = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in {**made.tensors, **made.named}.items()}
+    named["cos_sin_cache"] = torch.cat((named.pop("cos"), named.pop("sin")), -1)
+    if scaled:
+        named |= {"key_scale": torch.tensor(0.5), "value_scale": torch.tensor(0.25)}
+    assert not any(t.data_ptr() % 16 for t in named.values() if isinstance(t, torch.Tensor))
+    caches = ("key_cache", "value_cache")
+    others: dict[str, dict[str, Any]] = {
+        "slots of 32 bits": {"slot_mapping": named["slot_mapping"].int()},
+        "fewer slots": {"slot_mapping": named["slot_mapping"][:5]},
+        "slots apart": {"slot_mapping": named["slot_mapping"].repeat_interleave(2)[::2]},
+        "other pages": {n: torch.cat((named[n].view(torch.uint8),) * 2).view(named[n].dtype) for n in caches},
+        "other strides": {n: named[n].transpose(1, 2).contiguous().transpose(1, 2) for n in caches},
+        "the key lies otherwise": {"k": named["k"].transpose(0, 1).contiguous().transpose(0, 1)},
+        "positions of 32 bits": {"positions": named["positions"].int()},
+        "a table in another dtype": {"cos_sin_cache": named["cos_sin_cache"].bfloat16()},
+        "a misaligned query": {"q": torch.zeros(7 * 64 + 1)[1:].view(7, 4, 16)},
+        "other words": {"interleaved": True},
+        "an offset": {
+            "positions": None,
+            "offset": torch.tensor(3),
+            "cu_seqlens": torch.tensor([0, 7], dtype=torch.int32),
+        },
+    }
+    if scaled:
+        others["scales of heads"] = {n: torch.rand(4) + 0.5 for n in ("key_scale", "value_scale")}
+        others["a negated scale"] = {"key_scale": torch._neg_view(torch.tensor(-2.0))}
+    with torch.no_grad(), interpreted() as seen:
+        near = tuned.calls.rope.append._NEAR
+        for _ in range(3):
+            rope_append_(**named)
+        assert (len(near), seen.public, seen.direct) == (1, 1, 2)
+        for name, other in others.items():
+            for _ in range(4):
+                found = {
+                    n: t.clone() if isinstance(t, torch.Tensor) and n in (*caches, "q") else t for n, t in named.items()
+                }
+                found |= {
+                    n: t.clone(memory_format=torch.preserve_format) if n in (*caches, "q") else t
+                    for n, t in other.items()
+                }
+                right = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in found.items()}
+                asked = Given(right["q"], right["k"], cos_sin_cache=right["cos_sin_cache"])._replace(
+                    **{n: right[n] for n in ("positions", "offset", "cu_seqlens") if right.get(n) is not None}
+                )
+                cached = append.Cached(
+                    *(right.get(n) for n in ("v", *caches, "slot_mapping", "key_scale", "value_scale"))
+                )
+                settings = Settings(tensor_format="thd", interleaved=right.get("interleaved", False))
+                append.run_eager(asked, cached, append.Asked(settings))
+                rope_append_(**found)
+                for n in ("q", *caches):
+                    torch.testing.assert_close(found[n].float(), right[n].float(), rtol=0.07, atol=2e-3, msg=name)
+        wrong = {"value_scale": None} if scaled else {"value_scale": torch.tensor(1.0)}
+        with pytest.raises(ValueError, match="must come together"):
+            rope_append_(**named | wrong)
+        with torch.enable_grad(), pytest.raises(RuntimeError, match="no gradient, got v"):
+            rope_append_(**named | {"v": named["v"].clone().requires_grad_()})
+        direct = seen.direct
+        rope_append_(**named)
+        assert seen.direct == direct + 1
+
+
+def test_the_short_way_keeps_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def direct(launch: Any, *_: Any) -> DirectLaunch:
+        numbers = [v for v in launch.arguments if not isinstance(v, torch.Tensor)]
+        rest = (*numbers, *launch.constants.values())
+        return DirectLaunch(lambda *_: None, "", (), launch.programs, rest, lambda _: 7, SILENT, SILENT)
+
+    with torch.no_grad(), interpreted():
+        monkeypatch.setattr(tuned.calls.rope.append, "direct_launch", direct)
+        made = make(heads=4, key_heads=4, dim=16, rotary=16)
+        named = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in {**made.tensors, **made.named}.items()}
+        named["cos_sin_cache"] = torch.cat((named.pop("cos"), named.pop("sin")), -1)
+        for _ in range(3):
+            rope_append_(**named)
+        assert tuned.calls.rope.append._NEAR
+        kept = [weakref.ref(t) for t in named.values() if isinstance(t, torch.Tensor)]
+        named.clear()
+        gc.collect()
+        assert not any(ref() is not None for ref in kept)

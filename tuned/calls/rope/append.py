@@ -7,7 +7,6 @@ No gradient is computed, and lengths are part of the properties: a new one is ch
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,7 +50,22 @@ from tuned.lookup.gpu import gpu_of, why_not_plain
 from tuned.lookup.lookup import Choice
 
 FLOAT8 = torch.float8_e4m3fn
-_PLANS: dict[Any, plans.Plan] = {}
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Kept:
+    """What calls of one set of properties do."""
+
+    slow: Callable[..., Any]  # (given, cached, asked, prepared or None): serves any of them
+    fast: Callable[..., bool] | None = None  # launches directly; False if it did nothing, and ``slow`` must
+
+
+_PLANS: dict[Any, Kept] = {}
+_NEAR: dict[
+    Any, tuple[tuple[Callable[..., bool], Callable[..., bool]], ...]
+] = {}  # what compares tensors, and launches
+MOST_NEAR = 4
+_Guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)  # noqa: SLF001
 _compiling = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
 
@@ -75,7 +89,7 @@ class Asked(NamedTuple):
     key_inplace: bool = False
 
 
-def call(  # noqa: PLR0913 - the tensors of the public call
+def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensors of the public call
     q: Any,
     k: Any,
     v: Any,
@@ -105,72 +119,135 @@ def call(  # noqa: PLR0913 - the tensors of the public call
     """
     if type(offset) is not int:
         offset = offset_of(offset, positions)
-    given = Given(
-        q, k, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, cu_seqlens, positions, offset, weight, key_weight
-    )
-    cached = Cached(v, key_cache, value_cache, slot_mapping, key_scale, value_scale)
-    if _compiling() or listeners():
-        return _operator(given, cached, Asked(Settings(*settings), cache_layout, key_inplace))
-    source, angles = -1, None
-    for index, tensor in enumerate((freqs, cos_sin_cache, inv_freq, freqs_cis, cos)):
-        if tensor is not None:
-            source, angles = (index, tensor) if angles is None else (-2, tensor)
-    position_tensor, int_offset = positions, offset
+    if cos is None and sin is None:
+        angles, source = freqs, 0
+        if cos_sin_cache is not None or inv_freq is not None:
+            angles, source = (cos_sin_cache, 1) if cos_sin_cache is not None else (inv_freq, 2)
+            if freqs is not None or (cos_sin_cache is not None and inv_freq is not None):
+                source = -1
+        if freqs_cis is not None:
+            alone = freqs is None and cos_sin_cache is None and inv_freq is None
+            angles, source = freqs_cis, 4 if alone else -1
+    else:
+        alone = freqs is None and cos_sin_cache is None and inv_freq is None and freqs_cis is None
+        angles, source = cos, 3 if alone else -1
+    places, int_offset = positions, offset
     if positions is None and type(offset) is not int:  # a tensor
-        position_tensor, int_offset = offset, 0
-    properties: Any
+        places, int_offset = offset, 0
+    kept = properties = near = None
     try:
-        q_ptr, device, angles_ptr, grad = q.data_ptr(), q.get_device(), angles.data_ptr(), _grad_enabled()  # type: ignore[union-attr]
+        q_ptr, k_ptr, v_ptr, device = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.get_device()
+        key_ptr, value_ptr = key_cache.data_ptr(), value_cache.data_ptr()
+        slots_ptr, angles_ptr = slot_mapping.data_ptr(), angles.data_ptr()
+        # The short way, of what servers call: one C function compares all tensors with those of a call before.
+        if (
+            sin is None and cu_seqlens is None and weight is None and key_weight is None and places is not None
+            and (key_scale is None) is (value_scale is None)
+            and not (q_ptr | k_ptr | v_ptr | key_ptr | value_ptr | slots_ptr | angles_ptr | places.data_ptr()) & 15
+            and not _compiling() and not listeners()
+        ):  # fmt: skip
+            near = (
+                q.shape, settings, cache_layout, key_inplace, source, positions is None, key_scale is None,
+                int_offset == 0, forward_ad._current_level, device if device < 0 else current_device(),  # noqa: SLF001
+            )  # fmt: skip
+            for check, fast in _NEAR.get(near, ()):
+                alike = (
+                    check(q, k, v, key_cache, value_cache, slot_mapping, angles, places)
+                    if key_scale is None
+                    else check(q, k, v, key_cache, value_cache, slot_mapping, angles, places, key_scale, value_scale)
+                    and not (key_scale.data_ptr() | value_scale.data_ptr()) & 15
+                )
+                if alike and fast(
+                    q, k, key_cache, value_cache, None, None, places, int_offset, None, None, key_scale, value_scale,
+                    q_ptr, k_ptr, v_ptr, key_ptr, value_ptr, slots_ptr, angles_ptr,
+                ):  # fmt: skip
+                    return q
         # All that a compiled kernel, or the path to it, may depend on. Written out: a function called for each tensor would
         # double its cost.
         properties = (
             type(q), q.dtype, q.shape, q.stride(), q_ptr & 15, device,
-            type(k), k.dtype, k.shape, k.stride(), k.data_ptr() & 15, k.get_device(),
-            type(v), v.dtype, v.shape, v.stride(), v.data_ptr() & 15, v.get_device(),
-            type(key_cache), key_cache.dtype, key_cache.shape, key_cache.stride(), key_cache.data_ptr() & 15,
-            key_cache.get_device(),
-            type(value_cache), value_cache.dtype, value_cache.shape, value_cache.stride(), value_cache.data_ptr() & 15,
+            type(k), k.dtype, k.shape, k.stride(), k_ptr & 15, k.get_device(),
+            type(v), v.dtype, v.shape, v.stride(), v_ptr & 15, v.get_device(),
+            type(key_cache), key_cache.dtype, key_cache.shape, key_cache.stride(), key_ptr & 15, key_cache.get_device(),
+            type(value_cache), value_cache.dtype, value_cache.shape, value_cache.stride(), value_ptr & 15,
             value_cache.get_device(),
-            type(slot_mapping), slot_mapping.dtype, slot_mapping.shape, slot_mapping.stride(),
-            slot_mapping.data_ptr() & 15, slot_mapping.get_device(),
-            type(angles), angles.dtype, angles.shape, angles.stride(), angles_ptr & 15, angles.get_device(),  # type: ignore[union-attr]
-            sin if sin is None else _traits(sin),
-            position_tensor if position_tensor is None else (
-                type(position_tensor), position_tensor.dtype, position_tensor.shape, position_tensor.stride(),
-                position_tensor.data_ptr() & 15, position_tensor.get_device(),
+            type(slot_mapping), slot_mapping.dtype, slot_mapping.shape, slot_mapping.is_contiguous(), slots_ptr & 15,
+            slot_mapping.get_device(),
+            type(angles), angles.dtype, angles.shape, angles.is_contiguous() or angles.stride(), angles_ptr & 15,
+            angles.get_device(),
+            places if places is None else (
+                type(places), places.dtype, places.shape, places.is_contiguous() or places.stride(),
+                places.data_ptr() & 15, places.get_device(),
             ),
-            cu_seqlens if cu_seqlens is None else _traits(cu_seqlens),
-            weight if weight is None else _traits(weight),
-            key_weight if key_weight is None else _traits(key_weight),
-            key_scale if key_scale is None else _traits(key_scale),
-            value_scale if value_scale is None else _traits(value_scale),
+            # Those that most calls do not have.
+            None if sin is cu_seqlens is weight is key_weight is key_scale is value_scale is None else tuple(
+                t if t is None else _traits(t) for t in (sin, cu_seqlens, weight, key_weight, key_scale, value_scale)
+            ),
             settings, cache_layout, key_inplace, source, positions is None, int_offset == 0,
-            # Asked only if q is on a GPU: asking for the current device initialises CUDA.
-            grad and _needs_gradient(given, cached), forward_ad._current_level,  # noqa: SLF001
-            device if device < 0 else current_device(),
+            # With gradients the checks ask who needs one.
+            _grad_enabled() and _needs_gradient(
+                q, k, v, key_cache, value_cache, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, weight, key_weight,
+                key_scale, value_scale,
+            ),
+            # The current device only if q is on a GPU: asking for it initialises CUDA.
+            forward_ad._current_level, device if device < 0 else current_device(),  # noqa: SLF001
         )  # fmt: skip
-        plan = _PLANS.get(properties)
+        kept = _PLANS.get(properties)
+        if kept is not None and kept.fast is not None and not _compiling() and not listeners() and kept.fast(
+            q, k, key_cache, value_cache, sin, cu_seqlens, places, int_offset, weight, key_weight, key_scale, value_scale,
+            q_ptr, k_ptr, v_ptr, key_ptr, value_ptr, slots_ptr, angles_ptr,
+        ):  # fmt: skip
+            if near is not None:
+                scales = () if key_scale is None else (key_scale, value_scale)
+                _learn(near, kept.fast, (q, k, v, key_cache, value_cache, slot_mapping, angles, places, *scales))
+            return q
     except NO_KEY:
-        properties = plan = None
-        q_ptr = angles_ptr = 0
+        properties = kept = None
+    given = Given(
+        q, k, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, cu_seqlens, positions, offset, weight, key_weight
+    )
+    cached = Cached(v, key_cache, value_cache, slot_mapping, key_scale, value_scale)
+    asked = Asked(Settings(*settings), cache_layout, key_inplace)
+    if _compiling() or listeners():
+        return _operator(given, cached, asked)
     prepared = None
-    if plan is None:
-        plan, prepared = _decide(given, cached, Asked(Settings(*settings), cache_layout, key_inplace))
+    if kept is None:
+        kept, prepared = _decide(given, cached, asked)
         # The properties do not tell whether torch.func or torch.jit is active, and that may have decided the plan.
         if properties is not None and not transforms_active() and tracing() is None:
-            remember(_PLANS, properties, plan)
+            remember(_PLANS, properties, kept)
     try:
-        return plan.run(given, cached, angles, position_tensor, int_offset, q_ptr, angles_ptr, prepared)
+        return kept.slow(given, cached, asked, prepared)
     except NotedError:  # the launch was noted instead of made
-        return run_eager(given, cached, Asked(Settings(*settings), cache_layout, key_inplace))
+        return run_eager(given, cached, asked)
+
+
+def _learn(near: Any, fast: Callable[..., bool], tensors: tuple[torch.Tensor, ...]) -> None:
+    """Let calls with tensors like these take the short way; at most MOST_NEAR kinds of tensors that one key does not tell apart.
+
+    What compares them knows types, dispatch keys (so modes, and what is negated or conjugated lazily), dtypes, devices, shapes,
+    strides and gradients, and keeps no tensor. It is torch's own, of its guards of compiled code, and not public: where there is
+    none, calls go the long way.
+    """
+    found = _NEAR.get(near, ())
+    if _Guards is None or len(found) >= MOST_NEAR or any(t.data_ptr() & 15 for t in tensors):
+        return
+    try:
+        shapes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+        guards = _Guards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+        if guards.check(*tensors) is not True:
+            return
+    except (TypeError, ValueError, RuntimeError, SystemError):  # of another torch
+        return
+    remember(_NEAR, near, (*found, (guards.check, fast)))
 
 
 def _traits(t: Any) -> Any:
     return type(t), t.dtype, t.shape, t.stride(), t.data_ptr() & 15, t.get_device()
 
 
-def _needs_gradient(given: Given, cached: Cached) -> bool:
-    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in (*given, *cached))
+def _needs_gradient(*tensors: Any) -> bool:
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
 
 
 # Checks -------------------------------------------------------------------------------------------------------------
@@ -283,7 +360,7 @@ def _check_words(asked: Asked) -> None:
 
 def _refuse_gradients(given: Given, cached: Cached) -> None:
     """Refuse what needs a gradient: a cache is written, and no gradient comes back from it."""
-    if not torch.is_grad_enabled() or not _needs_gradient(given, cached):
+    if not torch.is_grad_enabled() or not _needs_gradient(*given, *cached):
         return
     named = {"q": given.x, "k": given.key, "v": cached.value, "q_weight": given.weight, "k_weight": given.key_weight}
     named |= {**given._asdict(), **cached._asdict()}
@@ -400,71 +477,68 @@ def explain(given: Given, cached: Cached, asked: Asked) -> tuple[Choice, Any]:
     return chosen(prepared, given, cached), prepared.spec
 
 
-def _decide(given: Given, cached: Cached, asked: Asked) -> tuple[plans.Plan, Prepared]:
+def _decide(given: Given, cached: Cached, asked: Asked) -> tuple[Kept, Prepared]:
     """Check a call and choose what calls with its properties do, with what was prepared for that. Nothing is written."""
     prepared = prepare(given, cached, asked)
     choice = chosen(prepared, given, cached)
     if choice.variant is None or prepared.spec is None:
         note_left("rope", given.x, choice.why)
-        return plans.Plan(functools.partial(_run_eagerly, asked), serves=False), prepared
+        return Kept(run_eager), prepared
     misses.note(ROPE, prepared.spec, prepared.size, choice)
-    plan = _kernel_plan(prepared, choice.variant, given, asked)
-    floats = [t for t in (*given, *cached) if isinstance(t, torch.Tensor) and not t.is_complex()]
-    if given.freqs_cis is not None or any(t.is_floating_point() and may_be_negative(t) for t in floats):
-        return plans.Plan(functools.partial(_run_unless_lazy, plan, asked)), prepared
-    return plan, prepared
+    return _kernel(prepared, choice.variant, given, cached, asked), prepared
 
 
-def _run_eagerly(asked: Asked, given: Given, cached: Cached, *rest: Any) -> Any:
-    return run_eager(given, cached, asked, rest[-1])
-
-
-def _run_unless_lazy(plan: plans.Plan, asked: Asked, given: Given, cached: Cached, *rest: Any) -> Any:
-    """The plan, but eager PyTorch for tensors that are negated or conjugated lazily: kernels read memory as it is."""
-    if any(isinstance(t, torch.Tensor) and (t.is_neg() or t.is_conj()) for t in (*given, *cached)):
-        return run_eager(given, cached, asked, rest[-1])
-    return plan.run(given, cached, *rest)
+def _is_lazy(given: Given, cached: Cached) -> bool:
+    """Whether a tensor is negated or conjugated lazily: kernels read memory as it is."""
+    return any(isinstance(t, torch.Tensor) and (t.is_neg() or t.is_conj()) for t in (*given, *cached))
 
 
 def _ready(spec: RopeSpec, variant: Any, call: RopeCall) -> plans.Ready:
     return plans.Ready(spec, call, *launches(spec, variant, call))
 
 
-def _kernel_plan(prepared: Prepared, variant: Any, first: Given, asked: Asked) -> plans.Plan:
-    """The plan of calls with the properties of this one: it launches publicly, then directly from the second on."""
+def _kernel(prepared: Prepared, variant: Any, first: Given, first_cached: Cached, asked: Asked) -> Kept:
+    """What calls with the properties of this one do: launch publicly, and directly from the second on."""
     spec = prepared.spec
     assert spec is not None
-    copied = Sources.of(first).copied
+    # Where strides allow that a tensor is negated or conjugated lazily, each call asks.
+    scales = [t for t in (first_cached.key_scale, first_cached.value_scale) if t is not None]
+    scalars = any(
+        t.numel() == 1 for t in scales
+    )  # of which strides tell nothing: these are asked on the direct way too
+    tensors = [
+        t for t in (*first, *first_cached[:-2], *(t for t in scales if t.numel() > 1)) if isinstance(t, torch.Tensor)
+    ]
+    asks = first.freqs_cis is not None or any(t.is_floating_point() and may_be_negative(t) for t in tensors)
+    direct = not Sources.of(first).copied and not asks
 
-    def public(given: Given, cached: Cached, *rest: Any) -> Any:
-        now = _ready(spec, variant, (rest[-1] or prepare(given, cached, asked)).call)
+    def slow(given: Given, cached: Cached, asked: Asked, prepared: Prepared | None) -> Any:
+        if (asks or scalars) and _is_lazy(given, cached):
+            return run_eager(given, cached, asked, prepared)
+        now = _ready(spec, variant, (prepared or prepare(given, cached, asked)).call)
         compiled = plans.run_public(now)
-        _written(given, cached, asked)
+        bump_all((given.x, cached.key_cache, cached.value_cache, *((given.key,) if asked.key_inplace else ())))
         # The direct launcher cannot be probed during CUDA graph capture: the next call decides how later ones launch.
         if not plans.capturing():
             plans.keep_kernel(variant, now, compiled)
-            if not copied and plans.as_given(given, now.call):
-                plan.run = _upgraded(now, compiled, asked, public)
+            if direct and kept.fast is None and plans.as_given(given, now.call):
+                kept.fast = _fast(now, compiled, asked, scalars=scalars)
         return given.x
 
-    plan, now = plans.Plan(public), _ready(spec, variant, prepared.call)
+    kept, now = Kept(slow), _ready(spec, variant, prepared.call)
     compiled = plans.known_kernel(variant, now)
-    if compiled is not None and not copied and plans.as_given(first, now.call) and not plans.capturing():
-        plan.run = _upgraded(now, compiled, asked, public)
-    return plan
+    if compiled is not None and direct and plans.as_given(first, now.call) and not plans.capturing():
+        kept.fast = _fast(now, compiled, asked, scalars=scalars)
+    return kept
 
 
-def _written(given: Given, cached: Cached, asked: Asked) -> None:
-    bump_all((given.x, cached.key_cache, cached.value_cache, *((given.key,) if asked.key_inplace else ())))
-
-
-def _upgraded(now: plans.Ready, compiled: Any, asked: Asked, public: Callable[..., Any]) -> Callable[..., Any]:
-    """What launches the compiled kernel directly; ``public`` if it must use Triton's public launcher."""
+def _fast(now: plans.Ready, compiled: Any, asked: Asked, *, scalars: bool) -> Callable[..., bool] | None:
+    """What launches the compiled kernel directly; None if it must use Triton's public launcher."""
     spec, call, part = now
     device = call.x.device.index
     found = direct_launch(part, compiled, device)
     if found is None:
-        return public
+        return None
     run, function, head, programs, (_, *numbers), stream_of, enter, leave = found
     rest, (low, high) = tuple(numbers), offset_limits(spec, asked.rotation, call.angle_rows, call.seq)
     computes_sincos, normed, key_inplace = spec.computes_sincos, spec.normed, asked.key_inplace
@@ -473,48 +547,55 @@ def _upgraded(now: plans.Ready, compiled: Any, asked: Asked, public: Callable[..
     value_at, value_near, value_far = plans.beside(call.x, call.value)
     cache_at, cache_near, cache_far = plans.beside(call.key_cache, call.value_cache)
 
-    def plan(  # noqa: PLR0913
-        given: Given,
-        cached: Cached,
-        angles: Any,
+    def fast(  # noqa: PLR0913
+        q: Any,
+        k: Any,
+        key_cache: Any,
+        value_cache: Any,
+        sin: Any,
+        cu_seqlens: Any,
         positions: Any,
         offset: int,
+        weight: Any,
+        key_weight: Any,
+        key_scale: Any,
+        value_scale: Any,
         q_ptr: int,
+        k_ptr: int,
+        v_ptr: int,
+        key_ptr: int,
+        value_ptr: int,
+        slots_ptr: int,
         angles_ptr: int,
-        prepared: Any,
-    ) -> Any:
-        q, k = given[:2]
-        v, key_cache, value_cache, slots, key_scale, value_scale = cached
-        key_ptr, value_ptr = k.data_ptr(), v.data_ptr()
-        key_cache_ptr, value_cache_ptr = key_cache.data_ptr(), value_cache.data_ptr()
-        to_cache = value_cache_ptr - key_cache_ptr
-        to_key, to_value = key_ptr - q_ptr, value_ptr - q_ptr
+    ) -> bool:
+        to_key, to_value, to_cache = k_ptr - q_ptr, v_ptr - q_ptr, value_ptr - key_ptr
         if (
             enter.calls  # a profiler has hooks: only the public launcher calls them
             or leave.calls
             or not low <= offset <= high
-            # They may overlap: ``public`` checks.
+            # They may overlap: the checks tell.
             or (to_key != key_at and (key_near < to_key < key_far or key_inplace))
             or (to_value != value_at and (value_near < to_value < value_far or key_inplace))
             or (to_cache != cache_at and cache_near < to_cache < cache_far)
         ):
-            return public(given, cached, angles, positions, offset, q_ptr, angles_ptr, prepared)
-        sin, cu_seqlens = given.sin, given.cu_seqlens
-        sines_ptr = () if computes_sincos else (angles_ptr + sines if sin is None else sin.data_ptr(),)
-        of_norm = (given.weight.data_ptr(), given.key_weight.data_ptr()) if normed else ()
+            return False
+        scales: tuple[int, int] = (angles_ptr, angles_ptr)
+        if key_scale is not None:
+            if scalars and (key_scale.is_neg() or value_scale.is_neg()):
+                return False
+            scales = key_scale.data_ptr(), value_scale.data_ptr()
         run(
-            programs, 1, 1, stream_of(device), function, *head, q_ptr, angles_ptr, *sines_ptr,
-            angles_ptr if cu_seqlens is None else cu_seqlens.data_ptr(), key_ptr,
-            angles_ptr if positions is None else positions.data_ptr(), *of_norm,
-            value_ptr, key_cache_ptr, value_cache_ptr, slots.data_ptr(),
-            angles_ptr if key_scale is None else key_scale.data_ptr(),
-            angles_ptr if value_scale is None else value_scale.data_ptr(),
-            offset, *rest,
+            programs, 1, 1, stream_of(device), function, *head, q_ptr, angles_ptr,
+            *(() if computes_sincos else (angles_ptr + sines if sin is None else sin.data_ptr(),)),
+            angles_ptr if cu_seqlens is None else cu_seqlens.data_ptr(), k_ptr,
+            angles_ptr if positions is None else positions.data_ptr(),
+            *((weight.data_ptr(), key_weight.data_ptr()) if normed else ()),
+            v_ptr, key_ptr, value_ptr, slots_ptr, *scales, offset, *rest,
         )  # fmt: skip
         bump_all((q, key_cache, value_cache, k) if key_inplace else (q, key_cache, value_cache))
-        return q
+        return True
 
-    return plan
+    return fast
 
 
 def _operator(given: Given, cached: Cached, asked: Asked) -> Any:
