@@ -119,6 +119,14 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
     """
     if type(offset) is not int:
         offset = offset_of(offset, positions)
+    if _compiling() or listeners():
+        return _operator(
+            *_gathered(
+                q, k, v, key_cache, value_cache, slot_mapping, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis,
+                cu_seqlens, positions, offset, weight, key_weight, key_scale, value_scale, settings, cache_layout,
+                key_inplace,
+            )
+        )  # fmt: skip
     if cos is None and sin is None:
         angles, source = freqs, 0
         if cos_sin_cache is not None or inv_freq is not None:
@@ -144,7 +152,6 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
             sin is None and cu_seqlens is None and weight is None and key_weight is None and places is not None
             and (key_scale is None) is (value_scale is None)
             and not (q_ptr | k_ptr | v_ptr | key_ptr | value_ptr | slots_ptr | angles_ptr | places.data_ptr()) & 15
-            and not _compiling() and not listeners()
         ):  # fmt: skip
             near = (
                 q.shape, settings, cache_layout, key_inplace, source, positions is None, key_scale is None,
@@ -193,7 +200,7 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
             forward_ad._current_level, device if device < 0 else current_device(),  # noqa: SLF001
         )  # fmt: skip
         kept = _PLANS.get(properties)
-        if kept is not None and kept.fast is not None and not _compiling() and not listeners() and kept.fast(
+        if kept is not None and kept.fast is not None and kept.fast(
             q, k, key_cache, value_cache, sin, cu_seqlens, places, int_offset, weight, key_weight, key_scale, value_scale,
             q_ptr, k_ptr, v_ptr, key_ptr, value_ptr, slots_ptr, angles_ptr,
         ):  # fmt: skip
@@ -203,13 +210,10 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
             return q
     except NO_KEY:
         properties = kept = None
-    given = Given(
-        q, k, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, cu_seqlens, positions, offset, weight, key_weight
-    )
-    cached = Cached(v, key_cache, value_cache, slot_mapping, key_scale, value_scale)
-    asked = Asked(Settings(*settings), cache_layout, key_inplace)
-    if _compiling() or listeners():
-        return _operator(given, cached, asked)
+    given, cached, asked = _gathered(
+        q, k, v, key_cache, value_cache, slot_mapping, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, cu_seqlens,
+        positions, offset, weight, key_weight, key_scale, value_scale, settings, cache_layout, key_inplace,
+    )  # fmt: skip
     prepared = None
     if kept is None:
         kept, prepared = _decide(given, cached, asked)
@@ -220,6 +224,13 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
         return kept.slow(given, cached, asked, prepared)
     except NotedError:  # the launch was noted instead of made
         return run_eager(given, cached, asked)
+
+
+def _gathered(*arguments: Any) -> tuple[Given, Cached, Asked]:
+    """The arguments of ``call``, sorted."""
+    q, k, *cache, settings, cache_layout, key_inplace = arguments
+    given = Given(q, k, *cache[4:-2])
+    return given, Cached(*cache[:4], *cache[-2:]), Asked(Settings(*settings), cache_layout, key_inplace)
 
 
 def _learn(near: Any, fast: Callable[..., bool], tensors: tuple[torch.Tensor, ...]) -> None:
