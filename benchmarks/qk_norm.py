@@ -33,6 +33,7 @@ from tuned.lookup.record import device_slug
 
 Launch = Callable[[], Any]
 Timer = Callable[[Sequence[Launch], int], float]
+Judge = Callable[[dict[str, Any]], dict[str, tuple[float, float]]]  # what is asked of a row: each ratio, and its bar
 
 
 @dataclasses.dataclass(frozen=True)

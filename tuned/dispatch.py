@@ -46,6 +46,7 @@ from tuned.calls.gru_cell.arguments import checked_cell, reset_rows
 from tuned.calls.linear_cat import run as linear_cat_run
 from tuned.calls.linear_cat.arguments import check_linear_cat
 from tuned.calls.recurrent import serve
+from tuned.calls.rope import append as rope_append
 from tuned.calls.rope import call as rope_call
 from tuned.calls.rope.arguments import Given, Settings, k_dim_of, kv_heads_of, offset_of, packed_parts, whole_numbers
 from tuned.launching.overwrite import bump_versions, refuse_overwrite
@@ -543,6 +544,87 @@ def mla_kv_rope(  # noqa: PLR0913 - the arguments of rope
     )
 
 
+def rope_append_(  # noqa: PLR0913 - the arguments of rope_qk, and of a cache
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    freqs: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    *,
+    cache_layout: str = "NHD",
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+    key_inplace: bool = False,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+    rounding: str = "once",
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    angle_entries: str | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
+    inv_freq: torch.Tensor | None = None,
+    freqs_cis: torch.Tensor | None = None,
+    attention_scaling: float = 1.0,
+    positions: torch.Tensor | None = None,
+    offset: int | torch.Tensor = 0,
+    rotated: str = "first",
+    conjugate: bool = False,
+    sections: Sequence[int] | None = None,
+    interleaved_sections: bool = False,
+) -> torch.Tensor:
+    """Rotate a query in place, and write the rotated key and the value to the pages of a cache, in one launch.
+
+    Angles and positions are those of ``rope_qk`` for packed tokens (tensor_format "thd"): give positions, one a token, or
+    cu_seqlens. The key is rounded once, to the dtype of the cache. There is no gradient. The others:
+
+    * q: ``[t, h, d]``, float32, float16 or bfloat16 on a GPU, any strides: overwritten. k and v: ``[t, kv_heads, d]``, of the
+      dtype of q; views of one qkv are read where they lie.
+    * key_cache, value_cache: ``[pages, page_size, kv_heads, d]`` with cache_layout "NHD" (vLLM's flash layout, FlashInfer),
+      ``[pages, kv_heads, page_size, d]`` with "HND"; any strides, so both may be views of one tensor. The dtype of k, or
+      torch.float8_e4m3fn: what is larger than its largest number, 448, becomes that. A kernel writes float8 from compute
+      capability 8.9 on; below, PyTorch's own operators do.
+    * slot_mapping: int32 or int64, at most ``[t]``: where in the caches each of the first tokens goes, page * page_size + slot.
+      A token that has a negative slot, or none, or one past the last page, is written to no cache; its query is rotated. No
+      two tokens may have the same.
+    * key_scale, value_scale: float32, one number or one a kv head, on the device of q: float8 caches hold key / key_scale.
+    * key_inplace: overwrite k too, by the rotated key: for attention that reads it beside the cache.
+    * q_weight, k_weight, eps, zero_centered, rounding: RMSNorm of each head of q and k before, as ``qk_norm_rope``.
+
+    Tokens outside every sequence of cu_seqlens are left as they are, and written to no cache. Values on a GPU are not read by
+    the host: a CUDA graph can be replayed with new slots.
+
+    Returns:
+        q itself.
+
+    Raises:
+        TypeError, ValueError: an argument is not allowed; nothing has been written.
+        RuntimeError: something requires a gradient while gradients are enabled; nothing has been written.
+    """
+    if sections is not None and type(sections) is not tuple:
+        sections = tuple(sections)
+    if (rotary_dim is not None and type(rotary_dim) is not int) or (
+        max_seqlen is not None and type(max_seqlen) is not int
+    ):
+        rotary_dim, max_seqlen, _, _ = whole_numbers(rotary_dim, max_seqlen, 1, 0)
+    norm = ("", 0.0, False, "once") if q_weight is None and k_weight is None else ("head", eps, zero_centered, rounding)
+    settings = (
+        "thd", interleaved, False, rotary_dim, angle_entries, max_seqlen, attention_scaling, 1, 0, rotated, conjugate,
+        sections, interleaved_sections, None, False, 0, "forward", *norm,
+    )  # fmt: skip
+    return rope_append.call(  # type: ignore[no-any-return]
+        q, k, v, key_cache, value_cache, slot_mapping, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, cu_seqlens,
+        positions, offset, q_weight, k_weight, key_scale, value_scale, settings, cache_layout, key_inplace,
+    )  # fmt: skip
+
+
 def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
     x: torch.Tensor | tuple[torch.Tensor, ...],
     h: torch.Tensor,
@@ -713,18 +795,31 @@ def linear_cat(
 # Of each name the function that is defined here, whatever a profiler puts in its place later.
 DEFINED = {
     f.__name__: f
-    for f in (rope, rope_qk, rope_qkv, rope_backward, qk_norm_rope, mla_kv_rope, gru_cell, gru, linear_cat)
+    for f in (
+        rope,
+        rope_qk,
+        rope_qkv,
+        rope_backward,
+        qk_norm_rope,
+        mla_kv_rope,
+        rope_append_,
+        gru_cell,
+        gru,
+        linear_cat,
+    )
 }
 
 
 def explain_rope(function: Any, *args: Any, **kwargs: Any) -> tuple[Choice, Any]:
-    """The choice for a call of ``rope``, ``rope_qk``, ``rope_qkv``, ``rope_backward``, ``qk_norm_rope`` or ``mla_kv_rope``; nothing runs.
+    """The choice for a call of ``rope``, ``rope_qk``, ``rope_qkv``, ``rope_backward``, ``qk_norm_rope``, ``mla_kv_rope`` or ``rope_append_``; nothing runs.
 
     Returns it and the spec.
     """
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     named = dict(bound.arguments)
+    if function is rope_append_:
+        return _explain_append(named)
     x, key = named.pop(next(iter(named))), named.pop("k_pe" if function is mla_kv_rope else "k", None)
     if function is mla_kv_rope:
         named["k_dim"] = k_dim_of(named["k_dim"])
@@ -739,3 +834,22 @@ def explain_rope(function: Any, *args: Any, **kwargs: Any) -> tuple[Choice, Any]
     weights = {"weight": named.pop("q_weight", None), "key_weight": named.pop("k_weight", None)}
     given = Given(x, key, **{name: named.pop(name) for name in Given._fields[2:-2]}, **weights)
     return rope_call.explain(given, Settings(**named, direction=direction))
+
+
+def _explain_append(named: dict[str, Any]) -> tuple[Choice, Any]:
+    cached = rope_append.Cached(named.pop("v"), *(named.pop(name) for name in rope_append.Cached._fields[1:]))
+    layout, key_inplace = named.pop("cache_layout"), named.pop("key_inplace")
+    weights = {"weight": named.pop("q_weight"), "key_weight": named.pop("k_weight")}
+    if all(weight is None for weight in weights.values()):
+        for name in ("eps", "zero_centered", "rounding"):
+            del named[name]
+    else:
+        named["norm"] = "head"
+    named["sections"] = None if named["sections"] is None else tuple(named["sections"])
+    numbers = whole_numbers(named["rotary_dim"], named["max_seqlen"], 1, 0)
+    named |= zip(("rotary_dim", "max_seqlen"), numbers, strict=False)
+    named["offset"] = offset_of(named["offset"], named["positions"])
+    x, key = named.pop("q"), named.pop("k")
+    given = Given(x, key, **{name: named.pop(name) for name in Given._fields[2:-2]}, **weights)
+    settings = Settings(tensor_format="thd", **named)
+    return rope_append.explain(given, cached, rope_append.Asked(settings, layout, key_inplace))

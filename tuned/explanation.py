@@ -58,7 +58,7 @@ def explain(function: Any, *args: Any, gpu: str | None = None, **kwargs: Any) ->
         print(tuned.explain(rope, x, freqs, gpu="nvidia_h200"))
 
     Args:
-        function: rope, rope_qk, rope_qkv, rope_backward, qk_norm_rope, mla_kv_rope, gru_cell, gru or linear_cat of tuned.dispatch; TransformerEngine's
+        function: rope, rope_qk, rope_qkv, rope_backward, qk_norm_rope, mla_kv_rope, ``rope_append_``, gru_cell, gru or linear_cat of tuned.dispatch; TransformerEngine's
             apply_rotary_pos_emb of tuned.compat; a family of your own (tuned.own); or a GRU or GRUCell module, of tuned.nn or
             of torch.nn.
         args: its arguments.
@@ -115,7 +115,7 @@ def _explained(function: Any, *args: Any, **kwargs: Any) -> Explanation:
             choice, spec = chosen(*args, **kwargs)
             kernels = () if choice.variant is None else FAMILIES[family].kernel_names(spec, choice.variant)
             return _explanation(choice, kernels)
-    names = "rope, rope_qk, rope_qkv, rope_backward, qk_norm_rope, mla_kv_rope, apply_rotary_pos_emb, gru_cell, gru, linear_cat, families of tuned.own and modules GRU and GRUCell"
+    names = "rope, rope_qk, rope_qkv, rope_backward, qk_norm_rope, mla_kv_rope, rope_append_, apply_rotary_pos_emb, gru_cell, gru, linear_cat, families of tuned.own and modules GRU and GRUCell"
     called = isinstance(function, (torch.Tensor, tuple))
     got = f"what a call returned, a {type(function).__name__}" if called else repr(function)
     way = "as tuned.explain(rope, x, freqs)" if called else "or a module of a model that calls them"

@@ -1,6 +1,6 @@
-"""Triton's interpreter without three of its faults.
+"""Triton's interpreter without four of its faults.
 
-Products of bfloat16 (3.5 to 3.7), scalars as bounds of a loop (3.6), and a quarter of the time spent on looking for what to
+Products of bfloat16 (3.5 to 3.7), casts to float8 (3.5 to 3.7), scalars as bounds of a loop (3.6), and a quarter of the time spent on looking for what to
 patch, at each call of a function inside of a kernel (3.5 to 3.7).
 """
 
@@ -58,13 +58,17 @@ def mended_interpreter() -> Iterator[None]:
     """Inside, interpreted kernels compute what they say.
 
     A tl.dot of bfloat16 multiplies what the bits mean, not the integers that stand for them; float32 sums, as on a GPU. A
-    scalar that is an array of one element bounds a loop: NumPy 2.4 does not make an int of it, as Triton 3.6 asks.
+    scalar that is an array of one element bounds a loop: NumPy 2.4 does not make an int of it, as Triton 3.6 asks. A cast of
+    float32 to float8e4nv rounds to the nearest, as GPUs and PyTorch do, and a NaN stays one.
     """
+    import numpy as np  # noqa: PLC0415 - Triton's interpreter needs it
+    import torch  # noqa: PLC0415
     import triton.language as tl  # noqa: PLC0415 - Triton decides at its import whether it interprets
     from triton.runtime import interpreter  # noqa: PLC0415
 
     builder = interpreter.interpreter_builder
     create_dot_as_is, patch_as_is = builder.create_dot, interpreter._patch_lang_tensor  # noqa: SLF001 - it is mended
+    cast_as_is = builder.create_fp_to_fp
 
     def widened(operand: Any) -> Any:
         if operand.dtype.scalar != tl.bfloat16:
@@ -74,13 +78,21 @@ def mended_interpreter() -> Iterator[None]:
     def create_dot(a: Any, b: Any, *rest: Any) -> Any:
         return create_dot_as_is(widened(a), widened(b), *rest)
 
+    def cast(source: Any, to: Any, *rest: Any) -> Any:
+        if source.dtype.scalar != tl.float32 or to.scalar != tl.float8e4nv:
+            return cast_as_is(source, to, *rest)
+        rounded = torch.from_numpy(np.array(source.data)).to(torch.float8_e4m3fn)
+        return interpreter.TensorHandle(rounded.view(torch.uint8).numpy(), to.scalar)
+
     def patch(tensor: Any, *rest: Any) -> None:
         patch_as_is(tensor, *rest)
         tensor.__index__ = lambda self: int(self.handle.data.squeeze())  # as Triton 3.7 has it
 
     builder.create_dot, interpreter._patch_lang_tensor = create_dot, patch  # noqa: SLF001
+    builder.create_fp_to_fp = cast
     try:
         with patched_once(), quick_interpreter():
             yield
     finally:
         builder.create_dot, interpreter._patch_lang_tensor = create_dot_as_is, patch_as_is  # noqa: SLF001
+        builder.create_fp_to_fp = cast_as_is

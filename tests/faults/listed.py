@@ -887,7 +887,7 @@ PROCESSES = (
     Fault(
         "knobs_in_the_order_of_the_file",
         "generator/storage/landscape.py",
-        "        knobs = {name: knobs[name] for name in choices(family.variant_type)}\n",
+        "        knobs = {name: knobs[name] for name in declared if name in knobs}\n",
         "        knobs = dict(knobs)\n",
         (G + "evaluation/test_replay.py::test_a_rope_variant_keeps_its_place_in_a_file",),
         "Recorded times belong to other variants than those that were measured.",
@@ -1318,6 +1318,7 @@ RESETS = (
 )
 
 K_NORM, C_NORM = "tests/kernels/test_rope_norm.py::", "tests/tuned/calls/test_rope_norm.py::"
+LOOPED = "test_programs_that_take_tile_after_tile_are_right"
 C_FORMATS = "tests/tuned/calls/test_rope_formats.py::"
 RIGHT, SUMS = "test_every_text_and_setting_is_right", "test_the_weights_gradients_are_sums_over_all_tokens"
 
@@ -1334,16 +1335,33 @@ NORM = (
     Fault(
         "key_normed_by_the_querys_weight",
         "templates/rope_norm.py.jinja",
-        "own = tl.where(m_query, own, of_key)",
-        "own = tl.where(m_query, own, own)",
+        "row = tl.where(i_row < HEADS, row, of_key)",
+        "row = tl.where(i_row < HEADS, row, row)",
         (K_NORM + RIGHT + "[0]",),
         "Keys are multiplied by the weight of the query's norm.",
         render=True,
     ),
     Fault(
-        "norm_leaves_the_tail",
+        "tiles_that_no_program_takes",
         "templates/rope.py.jinja",
-        "b_tail = _scaled(tail_32, reciprocal, w_tail, first.dtype, ROUNDING).to(first.dtype)",
+        "for i_tile in tl.range(i_tile_0, token_tiles * batch, turns, num_stages=STAGES):",
+        "for i_tile in tl.range(i_tile_0, token_tiles * batch, 2 * turns, num_stages=STAGES):",
+        (K_NORM + LOOPED + "[head-False]", K_NORM + LOOPED + "[all-True]"),
+        "Of long sequences every other tile of tokens is left as it was.",
+        render=True,
+    ),
+    Fault(
+        "programs_for_a_tile_each_that_are_too_few",
+        "tuned/families/rope/variant.py",
+        "    if spec.gradient_of_norm or stages(spec, variant) > 1:\n",
+        "    if spec.gradient_of_norm or variant.resident:\n",
+        (K_NORM + "test_a_tile_too_large_to_wait_has_a_program_of_its_own",),
+        "Where tiles do not fit into shared memory a few programs take one tile each, and no one the others.",
+    ),
+    Fault(
+        "norm_leaves_the_tail",
+        "templates/rope_tile.py.jinja",
+        "b_tail = _scaled(tail_32, reciprocal, w_tail, first.dtype, ROUNDING).to({{ spec.tail_dtype }})",
         "b_tail = raw_tail",
         (K_NORM + RIGHT + "[1]",),
         "Where a part of a head rotates, the other features are not normalised.",
@@ -1447,7 +1465,7 @@ NORM = (
     ),
     Fault(
         "tokens_of_no_sequence_normed",
-        "templates/rope.py.jinja",
+        "templates/rope_tile.py.jinja",
         "first, second = raw_first, raw_second",
         "first, second = first, second",
         (C_FORMATS + "test_tokens_of_no_sequence_may_be_anything[kernels-False-1e-06-head]",),
@@ -1466,8 +1484,8 @@ NORM = (
     Fault(
         "nan_of_no_sequence_spreads",
         "tuned/families/rope/eager.py",
-        "wide = torch.where(inside[:, None, None], wide, 1.0)",
-        "wide = torch.where(inside[:, None, None], wide, wide)",
+        "NaN by a NaN\n        wide = torch.where(inside[:, None, None], wide, 1.0)",
+        "NaN by a NaN\n        wide = torch.where(inside[:, None, None], wide, wide)",
         (C_FORMATS + "test_tokens_of_no_sequence_may_be_anything[eager-False-1e-06-head]",),
         "A NaN in the padding of a batch makes the gradients of a norm's weights NaN, on a CPU.",
     ),
@@ -1554,8 +1572,8 @@ NORM = (
     Fault(
         "weights_dtype_not_in_the_key",
         "tuned/calls/rope/call.py",
-        "type(t), t.dtype, t.shape, t.is_contiguous(), t.data_ptr() & 15, t.get_device(),",
-        "type(t), t.shape, t.is_contiguous(), t.data_ptr() & 15, t.get_device(),",
+        "type(weight), weight.dtype, weight.shape, weight.is_contiguous(),",
+        "type(weight), weight.shape, weight.is_contiguous(),",
         (C_FORMATS + "test_weights_of_another_dtype_are_another_call[kernels]",),
         "After model.bfloat16() the weights are read as float32.",
     ),
@@ -1643,9 +1661,9 @@ LATENT = (
     ),
     Fault(
         "pairs_put_apart_are_not_put_together_again",
-        "templates/rope.py.jinja",
-        "        _store_neighbours(out_pairs, m_row, out_stride_d, out_first, out_second, PAIRS, PAIR_BLOCK, STORE_CACHE)",
-        "        _store_pairs(\n            out_pairs, m_row, out_stride_d, out_first, out_second, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, STORE_CACHE\n        )",
+        "templates/rope_tile.py.jinja",
+        "    _store_neighbours(out_pairs, m_row, out_stride_d, out_first, out_second, PAIRS, PAIR_BLOCK, STORE_CACHE)",
+        "    _store_pairs(\n        out_pairs, m_row, out_stride_d, out_first, out_second, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, STORE_CACHE\n    )",
         (C_MLA + "test_a_query_in_place_is_that_out_of_place_with_its_gradient",),
         "Gradients of Megatron's queries are those of other features.",
         render=True,
@@ -1659,6 +1677,122 @@ LATENT = (
         "With context parallelism queries of Megatron are rotated by positions of other ranks.",
     ),
 )
+
+K_APPEND, C_APPEND = "tests/kernels/test_rope_append.py::", "tests/tuned/calls/test_rope_append.py::"
+HOLDS = "test_the_cache_holds_what_the_tokens_are"
+CACHE = (
+    Fault(
+        "slot_past_the_end_written",
+        "templates/rope_append.py.jinja",
+        " & (i_slot < cache_slots)",
+        "",
+        (C_APPEND + HOLDS + "[none has a place-kernel]",),
+        "A slot that no page has is written to memory behind the cache.",
+        render=True,
+    ),
+    Fault(
+        "negative_slot_written",
+        "templates/rope_append.py.jinja",
+        "(i_slot >= 0) & ",
+        "",
+        (C_APPEND + HOLDS + "[usual-kernel]",),
+        "Tokens that are padding are written before the cache.",
+        render=True,
+    ),
+    Fault(
+        "value_rotated",
+        "templates/rope_tile.py.jinja",
+        "m_wide = (i_value < 0)[None, :, None] & (i_pair < TURNED_PAIRS)[None, None, :]",
+        "m_wide = (i_pair < TURNED_PAIRS)[None, None, :] & (i_row >= 0)[None, :, None]",
+        (K_APPEND + RIGHT + "[0]",),
+        "Values are turned as keys are.",
+        render=True,
+    ),
+    Fault(
+        "key_rounded_twice",
+        "templates/rope_tile.py.jinja",
+        "to_first = _cached(wide_first, scale,",
+        "to_first = _cached(wide_first.to(first.dtype).to(tl.float32), scale,",
+        (C_APPEND + "test_the_rotated_key_is_rounded_once",),
+        "A float8 key is rounded to 16 bits before.",
+        render=True,
+    ),
+    Fault(
+        "query_of_a_skipped_token_left",
+        "templates/rope_tile.py.jinja",
+        "m_written = m_row & (i_row < WRITTEN_HEADS)[None, :]",
+        "m_written = m_row & (i_row < WRITTEN_HEADS)[None, :] & (i_slot >= 0)[:, None]",
+        (C_APPEND + HOLDS + "[usual-kernel]",),
+        "The query of padding, or of a tile of queries alone, is not rotated.",
+        render=True,
+    ),
+    Fault(
+        "value_scaled_as_the_key",
+        "templates/rope_tile.py.jinja",
+        "            value_scale + i_value * value_scale_stride,",
+        "            key_scale + i_value * key_scale_stride,",
+        (C_APPEND + "test_float8_is_divided_by_a_scale_and_saturated",),
+        "Values of a float8 cache are divided by the scale of the keys.",
+        render=True,
+    ),
+    Fault(
+        "key_always_overwritten",
+        "tuned/families/rope/launches.py",
+        '"WRITTEN_HEADS": spec.heads + (spec.key_heads if spec.key_inplace else 0),',
+        '"WRITTEN_HEADS": spec.heads + spec.key_heads,',
+        (C_APPEND + HOLDS + "[usual-kernel]",),
+        "The caller's key is rotated though nobody asked.",
+    ),
+    Fault(
+        "caches_of_one_stride",
+        "tuned/families/rope/launches.py",
+        '**_cache_strides("value", call.value_cache_strides),',
+        '**_cache_strides("value", (0, *call.value_cache_strides[1:])),',
+        (C_APPEND + HOLDS + "[usual-kernel]",),
+        "All values go to the first page.",
+    ),
+    Fault(
+        "operators_put_a_skipped_token_anywhere",
+        "tuned/families/rope/eager.py",
+        "first = kept.to(torch.int32).argmax()",
+        "first = torch.zeros_like(slots[0])",
+        (C_APPEND + HOLDS + "[slots past the end-eager]",),
+        "On a CPU a slot past the end is an error of indexing.",
+    ),
+    Fault(
+        "known_call_asks_for_no_overlap",
+        "tuned/calls/rope/append.py",
+        "or (to_key != key_at and (key_near < to_key < key_far or key_inplace))",
+        "or (to_key != key_at and key_inplace)",
+        (C_APPEND + "test_what_a_known_call_may_not_do_is_refused_too",),
+        "A query that overlaps its key is overwritten while it is read.",
+    ),
+    Fault(
+        "caches_versions_not_told",
+        "tuned/calls/rope/append.py",
+        "bump_all((q, key_cache, value_cache, k) if key_inplace else (q, key_cache, value_cache))",
+        "bump_all((q,))",
+        (C_APPEND + "test_autograd_knows_what_was_overwritten",),
+        "Autograd takes an old value of a cache for a new one.",
+    ),
+    Fault(
+        "float8_on_older_cards",
+        "tuned/calls/rope/append.py",
+        "if capability >= FLOAT8_CAPABILITY:",
+        "if capability >= 0:",
+        (C_APPEND + "test_explain_tells_which_kernel_or_why_none",),
+        "A kernel that an A100 cannot compile is chosen for it.",
+    ),
+    Fault(
+        "page_without_its_slot",
+        "tuned/compat/flashinfer.py",
+        "page * page_size + place % page_size",
+        "page * page_size + place",
+        ("tests/tuned/compat/test_compat_caches.py::test_flashinfer_finds_the_page_of_each_token",),
+        "FlashInfer's tokens of a second page go to another page.",
+    ),
+)
+
 FAULTS = (
     *KERNELS,
     *FAMILIES,
@@ -1675,4 +1809,5 @@ FAULTS = (
     *RESETS,
     *NORM,
     *LATENT,
+    *CACHE,
 )

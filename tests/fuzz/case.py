@@ -18,6 +18,7 @@ ALIASES = {
     "tuned.compat.flashinfer": "flashinfer",
     "tests.fuzz.originals": "originals",
     "tests.fuzz.normed": "normed",
+    "tests.fuzz.appended": "appended",
 }
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.fuzz import draw_dropins, draw_gru, draw_latent, draw_norm, draw_rope
+from tests.fuzz import draw_append, draw_dropins, draw_gru, draw_latent, draw_norm, draw_rope
 from tests.fuzz.case import Call, Case, Name
 from tests.fuzz.forced import every_row, rows
 from tests.fuzz.views import View, drawn, redrawn
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 ELEMENTS = 3e7  # of all tensors of all calls of a case, but for six calls
 NORMED = 0.2  # of rotations have a norm before them
 LATENT = 0.15  # of the others are of latent attention
+APPENDED = 0.1  # of rotations write a cache
 WRONG = 0.1  # of all cases are of calls that are not allowed
 KINDS = {"rope": 46, "gru": 13, "gru_cell": 9, "linear_cat": 6, "nn_gru": 8, "nn_gru_cell": 5, "dropin": 13}
 
@@ -60,14 +61,8 @@ def drawn_call(rng: random.Random, world: World, kind: str, row: Any = None) -> 
     """A call of a kind; like a row of a table where one is given."""
     wrong = row is None and rng.random() < WRONG
     spec = None if row is None else row.spec
-    if kind == "rope" and (rng.random() < NORMED if spec is None else spec.normed):
-        return draw_norm.draw(rng, world, spec)
-    if kind == "rope" and (rng.random() < LATENT if spec is None else spec.splits or spec.deinterleaves):
-        return draw_latent.draw(rng, world, spec)
     if kind == "rope":
-        call = draw_rope.draw(rng, world, spec, None if row is None else row.size)
-        plain = all(type(v) is not Name or str(v) in call.views for v in call.arguments.values())
-        return draw_rope.spoiled(rng, world, call) if wrong and plain else call
+        return _rotation(rng, world, row, wrong=wrong)
     if kind == "dropin":
         return draw_dropins.draw(rng, world, wrong=wrong)
     if kind in ("nn_gru", "nn_gru_cell"):
@@ -75,6 +70,20 @@ def drawn_call(rng: random.Random, world: World, kind: str, row: Any = None) -> 
     size = None if row is None or rng.random() < 0.2 else row.size
     call = getattr(draw_gru, kind)(rng, world, spec, size)
     return draw_gru.spoiled(rng, world, call) if wrong else call
+
+
+def _rotation(rng: random.Random, world: World, row: Any, *, wrong: bool) -> Call:
+    spec = None if row is None else row.spec
+    way = rng.random() if spec is None else 0.5
+    if way > 1 - APPENDED if spec is None else spec.appends:
+        return draw_append.draw(rng, world, spec)
+    if way < NORMED if spec is None else spec.normed:
+        return draw_norm.draw(rng, world, spec)
+    if rng.random() < LATENT if spec is None else spec.splits or spec.deinterleaves:
+        return draw_latent.draw(rng, world, spec)
+    call = draw_rope.draw(rng, world, spec, None if row is None else row.size)
+    plain = all(type(v) is not Name or str(v) in call.views for v in call.arguments.values())
+    return draw_rope.spoiled(rng, world, call) if wrong and plain else call
 
 
 def neighbour(rng: random.Random, world: World, kind: str, call: Call, row: Any = None) -> Call:

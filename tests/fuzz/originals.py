@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 import tuned.nn
-from tests.fuzz import formula
+from tests.fuzz import appended, formula
 
 
 def gru(
@@ -343,6 +343,56 @@ def qkv_norm_rope_(qkv: torch.Tensor, *, kv_heads: int | None = None, **others: 
     return _overwritten(qkv, out.view(qkv.shape))
 
 
+def rope_append_(**arguments: Any) -> tuple[torch.Tensor, ...]:
+    """A rotation, with a norm before it where weights are given, and a loop over the tokens that have a place."""
+    return appended.called(_append, **arguments)
+
+
+def _append(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    cache_layout: str = "NHD",
+    key_inplace: bool = False,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    bounds = others.get("cu_seqlens")
+    begin, end = (0, len(q)) if bounds is None else (int(bounds[0]), int(bounds[-1]))
+    if q_weight is None:
+        turned = _turned(q, **others), _turned(k, **others)
+    else:
+        turned = qk_norm_rope(q, k, q_weight, k_weight, tensor_format="thd", **others)  # type: ignore[assignment]
+    caches = [t if cache_layout == "NHD" else t.transpose(1, 2) for t in (key_cache, value_cache)]
+    pages, page_size = caches[0].shape[:2]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if begin <= token < end and 0 <= slot < pages * page_size:
+            for cache, rows in zip(caches, (turned[1], v), strict=True):
+                cache[slot // page_size, slot % page_size] = rows[token]
+    q.copy_(turned[0])
+    if key_inplace:
+        k.copy_(turned[1])
+    return q
+
+
+def _turned(x: torch.Tensor, **others: Any) -> torch.Tensor:
+    names = ("freqs", "cos", "sin", "inv_freq", "cu_seqlens", "positions")
+    tensors = {n: others.pop(n) for n in names if others.get(n) is not None}
+    call = formula.Rope("thd", others.pop("interleaved", False), others.pop("angle_entries", "pair"), **others)
+    held = slice(None)
+    if "cu_seqlens" in tensors:
+        held = slice(int(tensors["cu_seqlens"][0]), int(tensors["cu_seqlens"][-1]))
+        tensors["cu_seqlens"] = tensors["cu_seqlens"] - held.start
+    out = x.clone()
+    out[held] = formula.rope(call, x[held].double(), tensors)[0].to(x.dtype)
+    return out
+
+
 def _overwritten(t: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """The tensor with a value; of the reference in float64, whose tensors may be leaves, another."""
     return value if t.is_leaf and t.requires_grad else t.copy_(value)
@@ -372,9 +422,8 @@ def size(arguments: dict[str, Any]) -> tuple[Any, int, int]:
 
     for name, value in arguments.items():
         sort(name, value)
-    if (
-        "eps" in arguments or "q_weight" in arguments
-    ):  # what a norm gives is about its weight, times the root of its features
+    # What a norm gives is about its weight, times the root of its features; beside a cache results are as large as what is given.
+    if {"eps", "q_weight", "slot_mapping"} & set(arguments):
         scale = torch.stack([t.abs().amax() for t in given]).amax().clamp(min=1.0) if given else torch.ones(())
         return 4.0 * scale, 1, 16
     if "k_dim" in arguments or "deinterleave" in arguments:  # two products of what is turned

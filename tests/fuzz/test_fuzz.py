@@ -122,11 +122,20 @@ def test_norms_by_kernels_are_right(watch: Watch, launched: set[str], monkeypatc
     assert WEIGHTS in launched
 
 
-def test_every_kernel_of_a_norm_is_launched_by_calls_of_the_fuzz(launched: set[str]) -> None:
+@pytest.mark.skipif(not INTERPRETED, reason="python -m tests.fuzz runs kernels on a GPU")
+def test_caches_by_kernels_are_right(watch: Watch, launched: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    watch.interpreted = True
+    monkeypatch.setattr(draw, "APPENDED", 1.0)
+    assert assert_right(dataclasses.replace(KERNELS, kinds=("rope",)), range(30), 1) > 45
+    assert {name for name in launched if "append" in name} == launched
+    assert len(launched) > 6
+
+
+def test_every_kernel_of_a_norm_or_a_cache_is_launched_by_calls_of_the_fuzz(launched: set[str]) -> None:
     """A kernel that no row has is that of a row made for it; of the calls like that row some must reach the kernel."""
-    ships = {name for name in forced.all_kernels() if name.startswith("rope_norm_")}
+    ships = {name for name in forced.all_kernels() if name.startswith(("rope_norm_", "rope_append_"))}
     for index, row in enumerate(forced.rows("rope")):
-        if not row.spec.normed:
+        if not row.spec.normed and not row.spec.appends:
             continue
         launched.clear()
         wanted = set(kernel_names(row.spec, row.variant))

@@ -22,7 +22,7 @@ import tests.support.rope_case
 import tuned.nn
 from generator.families.gru.texts import gru_texts
 from generator.families.gru_cell.texts import gru_gates_specs
-from generator.families.rope.texts import mla_specs, norm_specs, rope_specs
+from generator.families.rope.texts import append_specs, mla_specs, norm_specs, rope_specs
 from generator.measuring.check import inputs_of
 from generator.workload import WORKLOADS
 from tests.support.gru_case import GruCase
@@ -73,7 +73,7 @@ class Deed:
 
 def deeds() -> list[Deed]:
     """All of them, always in the same order."""
-    return [*_rope(), *_norms(), *_latent(), *_cells(), *_linear(), *_sequences(), *_gradients(), *_calls()]
+    return [*_rope(), *_norms(), *_latent(), *_caches(), *_cells(), *_linear(), *_sequences(), *_gradients(), *_calls()]
 
 
 def share(index: int) -> list[Deed]:
@@ -153,6 +153,35 @@ def _normed(spec: RopeSpec, variant: RopeVariant, device: str = "cuda") -> None:
         assert torch.equal(t, before[name]), f"{name} was changed"
     for t in (call.weight_grad, call.key_weight_grad):
         assert t is None or bool(t.isfinite().all())
+
+
+def _caches() -> Iterator[Deed]:
+    """Every text of a rotation whose key and value go to a cache: odd sizes and even ones, of its dtype and float8."""
+    size = RopeSize(1, 19)  # the 16th token has no place
+    for at, plain in enumerate(append_specs()):
+        both = dataclasses.replace(
+            plain,
+            dtype=DTYPES[at // 2 % 3],
+            cache_layout=("NHD", "HND")[at % 2],
+            key_inplace=at % 3 == 0,
+            positions="ids",
+        )
+        odd = dataclasses.replace(both, heads=5, key_heads=2, head_dim=(20, 12)[at % 2], rotary_dim=12)
+        even = dataclasses.replace(both, heads=6, key_heads=1, rotary_dim=(128, 64)[at % 2], cache="float8")
+        for spec in (odd, even):
+            variant = default_variant(spec, size)
+            yield Deed(rope_names(spec, variant), functools.partial(_cached, spec, variant, size))
+
+
+def _cached(spec: RopeSpec, variant: RopeVariant, size: RopeSize, device: str = "cuda") -> None:
+    work = WORKLOADS["rope"]
+    call = work.inputs(spec, size, device, 0)
+    wanted, bound = work.reference(spec, call)
+    before = {name: t.clone() for name, t in inputs_of(call).items()}
+    run(rope_launches(spec, variant, call))
+    assert bool(((call.out.double() - wanted).abs() <= bound).all())
+    for name, t in inputs_of(call).items():
+        assert torch.equal(t, before[name]), f"{name} was changed"
 
 
 def _cells() -> Iterator[Deed]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from generator.families.gru.texts import gru_texts
-from generator.families.rope.texts import mla_specs, norm_specs, rope_specs
+from generator.families.rope.texts import append_specs, mla_specs, norm_specs, rope_specs
 from generator.problem import Problem
 from generator.processes.compiler import compile_variant, hopeless
 from generator.rendering.structures import default_names, structures
@@ -47,6 +48,7 @@ NORMS = [
     {name: getattr(spec, name) for name in ("layout", "inplace", "direction", "style", "angles")}
     for spec in norm_specs()
 ]
+CACHES = [{name: getattr(spec, name) for name in ("norm", "style", "angles")} for spec in append_specs()]
 # Every two values of text axes that can meet are compiled together for every architecture.
 COVERING = [
     *(kernel_name(RopeSpec(**SHAPE, **axes), RopeVariant()) for axes in pairwise.covering(PLAIN)),
@@ -56,6 +58,10 @@ COVERING = [
         for axes in pairwise.covering(NORMS)
     ),
     *(kernel_name(spec, RopeVariant()) for spec in mla_specs() if spec.angles == "cos_sin"),
+    *(
+        kernel_name(dataclasses.replace(next(append_specs()), **axes), RopeVariant())
+        for axes in pairwise.covering(CACHES)
+    ),
     WEIGHTS,
     PROBE_KERNEL,
     *PRODUCTS,
@@ -225,6 +231,17 @@ def test_key_and_value_of_mla_move_128_bits_at_a_time(
     assert found["LDG"][128] >= 4
     narrow = {width: count for width, count in found["STG"].items() if width < 64}
     assert sum(narrow.values()) <= (2 if direction == "backward" else 0), "the shared head's gradient, once a token"
+
+
+@pytest.mark.parametrize("cache", ["same", "float8"])
+def test_a_cache_is_written_128_bits_at_a_time(compiler: concurrent.futures.Executor, cache: str) -> None:
+    arguments = {
+        "layout": "thd", "dtype": "bfloat16", "heads": 32, "head_dim": 128, "rotary_dim": 128, "angles": "cos_sin",
+        "key_heads": 8, "inplace": True, "positions": "ids", "cache": cache,
+    }  # fmt: skip
+    found = compiler.submit(compiling.widths, arguments, {}).result()
+    assert found["LDG"][128] >= 2
+    assert set(found["STG"]) == {128}
 
 
 @pytest.mark.parametrize("dims", [(6, 2), (5, 4)], ids=lambda d: f"d{d[0]}r{d[1]}")

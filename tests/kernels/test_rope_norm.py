@@ -108,6 +108,33 @@ def test_every_text_and_setting_is_right(index: int) -> None:
     check(call.out, wanted, 2 * bound, {n: (t, before[n]) for n, t in inputs_of(call).items()})
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("norm", ["head", "all"])
+def test_programs_that_take_tile_after_tile_are_right(
+    norm: str, inplace: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all batch entries, the last tile with fewer tokens than the others."""
+    monkeypatch.setattr(rope_variant, "MULTIPROCESSORS", 3)
+    spec = RopeSpec("bshd", "float32", 3, 8, 4, angles="cos_sin", key_heads=2, norm=norm, inplace=inplace)
+    size, work = RopeSize(2, 19), WORKLOADS["rope"]
+    variant = RopeVariant(2, 8, num_warps=8, resident=8)
+    assert rope_variant.stages(spec, variant) > 1
+    assert rope_variant.programs(spec, variant, size.seq, size.batch) == 3
+    assert rope_variant.programs(spec, dataclasses.replace(variant, resident=0), size.seq, size.batch) == 20
+    call = probe(inputs(spec, size, "cpu", 0))
+    wanted, bound = work.reference(spec, call)
+    run(spec, variant, call)
+    check(call.out, wanted, bound, {})
+
+
+def test_a_tile_too_large_to_wait_has_a_program_of_its_own() -> None:
+    """As a row may have it that is another call's."""
+    spec = RopeSpec("bshd", "float32", 128, 128, 128, angles="cos_sin", key_heads=128, norm="all")
+    few, each = RopeVariant(1, 8, num_warps=8, resident=8), RopeVariant(1, 8, num_warps=8)
+    assert rope_variant.stages(spec, few) == 1
+    assert rope_variant.programs(spec, few, 4096, 1) == rope_variant.programs(spec, each, 4096, 1) == 4096
+
+
 def test_a_norm_that_is_not_taken_is_seen() -> None:
     """The bound is no bar that anything passes: without the norm, or with another eps, the check fails."""
     spec = RopeSpec("bshd", "float32", 3, 8, 8, angles="cos_sin", key_heads=2, norm="head")

@@ -20,13 +20,14 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
+import tuned.calls.rope.append
 import tuned.calls.rope.arguments
 import tuned.calls.rope.call
 import tuned.calls.rope.lengths
 import tuned.calls.rope.plan
 import tuned.launching.plan
 from tuned.calls.rope.arguments import Given, Settings, prepare
-from tuned.families.rope.eager import rotate
+from tuned.families.rope.eager import append, rotate
 from tuned.families.rope.launches import RopeCall, launches
 from tuned.launching.launcher import kernel, launch_public
 from tuned.lookup.lookup import Gpu
@@ -166,6 +167,10 @@ class Watch:
             with np.errstate(all="ignore"):
                 launch_public(kernel(part.kernel), dataclasses.replace(part, constants=constants))
             return
+        if spec.appends:
+            with torch.no_grad():
+                append(spec, call)
+            return
         with torch.no_grad():
             results = rotate(spec, call)
         # .data: a kernel's writes are not counted as versions.
@@ -188,6 +193,8 @@ def forget() -> None:
     """All that was decided and compiled."""
     tuned.calls.rope.lengths._CLASSES.clear()
     tuned.calls.rope.call._PLANS.clear()
+    tuned.calls.rope.append._PLANS.clear()
+    tuned.calls.rope.append._NEAR.clear()
     tuned.calls.rope.plan._COMPILED.clear()
 
 
@@ -211,11 +218,14 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     monkeypatch.setattr(
         plan, "why_eager", lambda x, supported: None if supported and type(x) in PLAIN else "no kernel takes it"
     )
-    for module in (plan, tuned.calls.rope.lengths):
+    for module in (plan, tuned.calls.rope.lengths, tuned.calls.rope.append):
         monkeypatch.setattr(module, "gpu_of", lambda _device: GPU)
     monkeypatch.setattr(plan, "capturing", lambda: False)
     # A torch that knows CUDA raises where there is no driver.
-    monkeypatch.setattr(tuned.calls.rope.call, "current_device", lambda: -1)
+    for module in (tuned.calls.rope.call, tuned.calls.rope.append):
+        monkeypatch.setattr(module, "current_device", lambda: -1)
+    # Direct launches of calls with a cache are watched by tests.support.append.
+    monkeypatch.setattr(tuned.calls.rope.append, "direct_launch", lambda *_: None)
     monkeypatch.setattr(tuned.calls.rope.lengths, "kernel", with_parameters)
     monkeypatch.setattr(plan, "run_public", made.run_public)
     monkeypatch.setattr(tuned.launching.plan, "_specialised", specialised)

@@ -18,10 +18,11 @@ import tuned
 import tuned.launching.ahead
 import tuned.launching.launcher
 import tuned.launching.plan
+from generator.families.rope.texts import append_specs
 from generator.measuring.compile import same_code
 from generator.rendering.structures import load
 from generator.workload import WORKLOADS, default_problems
-from tests.support import warming
+from tests.support import append, warming
 from tests.support.compiling import process
 from tests.support.gru_machine import Machine, machine
 from tests.support.rope_calls import Watch, watch
@@ -29,11 +30,13 @@ from tests.support.rope_rows import ROWS, spec_of
 from tests.support.run import INTERPRETED
 from tuned.calls.gru import run
 from tuned.calls.rope import ahead as rope_ahead
+from tuned.calls.rope import append as rope_append
 from tuned.calls.rope import plan as rope_plan
 from tuned.calls.rope.arguments import prepare
-from tuned.dispatch import gru, gru_cell, linear_cat, mla_kv_rope, qk_norm_rope, rope, rope_qk
+from tuned.dispatch import gru, gru_cell, linear_cat, mla_kv_rope, qk_norm_rope, rope, rope_append_, rope_qk
 from tuned.families.gru.variant import GruVariant
 from tuned.families.launch import Launch
+from tuned.families.rope.launches import kernel_name
 from tuned.families.rope.spec import RopeSize
 from tuned.launching.ahead import Compiled
 from tuned.launching.rehearsal import listening
@@ -213,6 +216,31 @@ def test_the_kernels_of_latent_attention_are_noted(noted: list[Noted]) -> None:
         "rope_mla_backward_half_freqs",
         "rope_mla_half_freqs",
     ]
+
+
+def test_a_rotation_that_writes_a_cache_is_noted_and_undone(noted: list[Noted]) -> None:
+    made = append.make(heads=4, key_heads=2, dim=16, rotary=16)
+    before = [t.clone() for t in made.storages]
+    tuned.warm(rope_append_, **made.tensors, **made.named)
+    assert {one.launch.kernel for one in noted} == {"rope_append_half_cos_sin"}
+    assert all(map(torch.equal, made.storages, before))
+
+
+def test_the_call_made_of_a_recorded_cache_has_its_spec_and_size() -> None:
+    size = RopeSize(1, 37)
+    for plain in append_specs():
+        for cache, layout in (("same", "HND"), ("float8", "NHD")):
+            spec = dataclasses.replace(
+                plain, cache=cache, cache_layout=layout, key_inplace=layout == "HND", positions="ids"
+            )
+            given = rope_ahead.given_of(spec, size, torch.int64)
+            asked = rope_append.Asked(rope_ahead.settings_of(spec), layout, spec.key_inplace)
+            prepared = rope_append.prepare(given, rope_ahead.cached_of(spec, size), asked)
+            assert (prepared.spec, prepared.size.tokens) == (spec, 37)
+            choice, steps = rope_ahead.steps(spec, size, GPU)
+            assert [step.kernel for step in steps] == [
+                kernel_name(spec, choice.variant)
+            ] * 2  # of both types of positions
 
 
 @without_a_gpu

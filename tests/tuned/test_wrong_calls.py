@@ -28,6 +28,7 @@ from tuned.dispatch import (
     qk_norm_rope,
     qkv_norm_rope_,
     rope,
+    rope_append_,
     rope_backward,
     rope_qk,
     rope_qkv,
@@ -86,6 +87,30 @@ def query_of_megatron(**named: Any) -> Callable[[], Any]:
 
 def normed_qkv(qkv: Any, **named: Any) -> Callable[[], Any]:
     return lambda: qkv_norm_rope_(qkv, torch.ones(D), torch.ones(D), **{**TABLE, **named})
+
+
+def appended(**named: Any) -> Callable[[], Any]:
+    """A call of rope_append_ of packed tokens."""
+    right = {"q": zeros(S, H, D), "k": zeros(S, K, D), "v": zeros(S, K, D), "slot_mapping": torch.arange(S)}
+    right |= {"key_cache": zeros(3, 4, K, D), "value_cache": zeros(3, 4, K, D), "positions": torch.arange(S)}
+    return lambda: rope_append_(**{**right, **TABLE, **named})
+
+
+def kept(**named: Any) -> Callable[[], Any]:
+    """A call of vLLM's append."""
+    right = {"key": zeros(S, K, D), "value": zeros(S, K, D), "slot_mapping": torch.arange(S), "kv_cache_dtype": "auto"}
+    right |= {"key_cache": zeros(3, 4, K, D), "value_cache": zeros(3, 4, K, D)}
+    return lambda: vllm.reshape_and_cache_flash(
+        **{**right, "k_scale": torch.ones(()), "v_scale": torch.ones(()), **named}
+    )
+
+
+def paged(**named: Any) -> Callable[[], Any]:
+    """A call of FlashInfer's append."""
+    right = {"append_key": zeros(S, K, D), "append_value": zeros(S, K, D), "batch_indices": torch.zeros(S).long()}
+    right |= {"positions": torch.arange(S), "paged_kv_cache": zeros(3, 2, 4, K, D), "kv_indices": torch.arange(3)}
+    right |= {"kv_indptr": ints(0, 3), "kv_last_page_len": ints(2)}
+    return lambda: flashinfer.append_paged_kv_cache(**{**right, **named})
 
 
 def of_vllm(**named: Any) -> Callable[[], Any]:
@@ -345,6 +370,48 @@ OF_LATENT: dict[str, Row] = {
     "megatron buffer shape": (of_megatron(out_key=zeros(S, B, H, 20), out_value=zeros(S, B, H, 5)), ValueError, "out_value must be [6, 2, 4, 4]", "got [6, 2, 4, 5]", "pass out_value=None"),
     "megatron leaf": (query_of_megatron(t=zeros(S, B, H, 20, requires_grad=True)), RuntimeError, "overwriting it would lose", "x is a leaf", "use inplace=False"),
 }
+CACHES8 = {"key_cache": zeros(3, 4, K, D).to(FP8), "value_cache": zeros(3, 4, K, D).to(FP8)}
+ROWS_OF_6, PAGES_OF_4 = zeros(S, 6, D), zeros(4, 4, K, D)
+OF_CACHES: dict[str, Row] = {
+    "cache layout": (appended(cache_layout="NCHW"), ValueError, 'cache_layout must be "NHD"', "got 'NCHW'", "name the axes of a page"),
+    "cache key flag": (appended(key_inplace="yes"), TypeError, "key_inplace must be a bool", "got 'yes'", "pass True or False"),
+    "cache k None": (appended(k=None), TypeError, "k must be a tensor", "got NoneType", "a call without a key is one of rope"),
+    "cache v list": (appended(v=[1.0]), TypeError, "v must be a tensor", "got list", AS_TENSOR),
+    "cache v wide": (appended(v=zeros(S, K, 2 * D)), ValueError, "v must be as k, [6, 2, 8]", "got [6, 2, 16]", "written by PyTorch's index_copy_"),
+    "cache q batch": (appended(q=X), ValueError, "q must be [t, h, d]", "got [2, 6, 4, 8]", "for a batch pass"),
+    "cache slots list": (appended(slot_mapping=[1]), TypeError, "slot_mapping must be a tensor", "got list", AS_TENSOR),
+    "cache slots floats": (appended(slot_mapping=zeros(S)), TypeError, "slot_mapping must be int32 or int64", "got torch.float32", "convert with .to(torch.int64)"),
+    "cache slots many": (appended(slot_mapping=torch.arange(7)), ValueError, "slot_mapping must be a place for each of the first tokens, [6]", "got [7]", "pass as many as tokens are to be kept"),
+    "cache slots of pages": (appended(slot_mapping=torch.zeros(S, 2).long()), ValueError, "slot_mapping must be a place", "got [6, 2]", "page * page_size + slot each"),
+    "cache slots elsewhere": (appended(slot_mapping=torch.arange(S, device=META)), ValueError, "slot_mapping must be a place", "on meta", "page * page_size + slot each"),
+    "cache of both": (appended(key_cache=zeros(3, 2, 4, K, D)), ValueError, "key_cache must have 4 axes", "got [3, 2, 4, 2, 8]", "pass cache[:, 0] and cache[:, 1]"),
+    "cache elsewhere": (appended(value_cache=zeros(3, 4, K, D, device=META)), ValueError, "on the device of q, cpu", "on meta", "pass cache[:, 0]"),
+    "cache HND": (appended(cache_layout="HND"), ValueError, "[pages, heads, page_size, head_dim] for cache_layout 'HND'", "got [3, 4, 2, 8] and [3, 4, 2, 8]", "or the other cache_layout"),
+    "cache heads": (appended(key_cache=zeros(3, 4, H, D)), ValueError, "with the 2 heads and the head_dim of k, 8", "got [3, 4, 4, 8]", "pass views that have these axes"),
+    "cache dtype": (appended(key_cache=zeros(3, 4, K, D).half()), TypeError, "key_cache must be torch.float32, as k is, or torch.float8_e4m3fn", "got torch.float16", "view bytes as"),
+    "cache bytes": (appended(key_cache=zeros(3, 4, K, D).byte()), TypeError, "key_cache must be torch.float32", "got torch.uint8", "cache.view(torch.float8_e4m3fn)"),
+    "caches of two dtypes": (appended(value_cache=CACHES8["value_cache"]), TypeError, "and as key_cache is", "got torch.float8_e4m3fn", "view bytes as"),
+    "cache expanded": (appended(key_cache=zeros(1, 4, K, D).expand(3, 4, K, D)), ValueError, "key_cache cannot be overwritten", "(stride 0)", "pass a contiguous copy of it"),
+    "cache q expanded": (appended(q=zeros(1, H, D).expand(S, H, D)), ValueError, "q cannot be overwritten", "(stride 0)", "pass a contiguous copy of it"),
+    "cache scale alone": (appended(**CACHES8, key_scale=torch.ones(())), ValueError, "key_scale and value_scale must come together", "got key_scale", "give both, or leave both out"),
+    "cache scales without float8": (appended(key_scale=torch.ones(()), value_scale=torch.ones(())), ValueError, "with caches of torch.float8_e4m3fn", "with torch.float32", "leave both out"),
+    "cache scale number": (appended(**CACHES8, key_scale=1.0, value_scale=1.0), TypeError, "key_scale must be a tensor", "got float", AS_TENSOR),
+    "cache scale dtype": (appended(**CACHES8, key_scale=torch.ones(()).half(), value_scale=torch.ones(())), TypeError, "key_scale must be float32", "got torch.float16", "convert with .to(q.device, torch.float32)"),
+    "cache scales of tokens": (appended(**CACHES8, key_scale=torch.ones(()), value_scale=torch.ones(S)), ValueError, "value_scale must be one number, or one for each of the 2 heads", "got [6]", "pass [1] or [2]"),
+    "cache gradient": (appended(k=zeros(S, K, D, requires_grad=True)), RuntimeError, "rope_append_, has no gradient", "got k that requires one", "under torch.no_grad()"),
+    "cache shares": (appended(q=ROWS_OF_6[:, :H], k=ROWS_OF_6[:, 3:5]), ValueError, "q is overwritten, and must not share memory with k", "got tensors that do", "pass a clone of k"),
+    "caches share": (appended(key_cache=PAGES_OF_4[:3], value_cache=PAGES_OF_4[1:]), ValueError, "key_cache is overwritten, and must not share memory with value_cache", "got tensors that do", "pass a clone of value_cache"),
+    "cache weights": (appended(q_weight=torch.ones(D)), ValueError, "k and k_weight must come together", "got k without k_weight", "give both, or leave both out"),
+    "vllm cache kind": (kept(kv_cache_dtype="int8"), ValueError, "kv_cache_dtype must be one of ('auto', 'fp8', 'fp8_e4m3')", "got 'int8'", "convert key and value"),
+    "vllm cache key": (kept(key=zeros(S, K * D)), ValueError, "k must be [tokens, heads, head_dim]", "got [6, 16]", "reshape it, as k.view("),
+    "vllm cache dtype": (kept(kv_cache_dtype="fp8"), ValueError, "with caches of torch.float8_e4m3fn", "with torch.float32", "leave both out"),
+    "vllm cache list": (kept(key_cache=[1.0]), TypeError, "key_cache must be a tensor", "got list", AS_TENSOR),
+    "flashinfer pages": (paged(paged_kv_cache=zeros(3, 4, K, D)), ValueError, "paged_kv_cache must be [pages, 2, ...]", "got [3, 4, 2, 8]", "as a tuple of two"),
+    "flashinfer indices": (paged(batch_indices=zeros(S)), ValueError, "batch_indices must be one row of int32 or int64", "got [6] torch.float32", ".to(torch.int32)"),
+    "flashinfer positions": (paged(positions=torch.arange(5)), ValueError, "one number a token each", "got [6] and [5]", "get_batch_indices_positions"),
+    "flashinfer layout": (paged(kv_layout="HDN"), ValueError, 'cache_layout must be "NHD"', "got 'HDN'", "name the axes of a page"),
+    "cache no positions": (appended(positions=None), ValueError, 'tensor_format "thd" needs cu_seqlens', "got NoneType", "torch.tensor([0, tokens]"),
+}
 OF_GRU: dict[str, Row] = {
     "input list": (lambda: gru([1.0], HX, W), TypeError, "input must be a tensor", "got list", AS_TENSOR),
     "input packed": (lambda: gru(PACK, zeros(1, 2, N), W), TypeError, "input must be a tensor", "got PackedSequence", "with batch_sizes=packed.batch_sizes"),
@@ -548,6 +615,7 @@ GROUPS = {
     "positions": OF_POSITIONS,
     "norms": OF_NORMS,
     "latent": OF_LATENT,
+    "caches": OF_CACHES,
     "gru": OF_GRU,
     "steps": OF_STEPS,
     "explain": OF_EXPLAIN,

@@ -1,14 +1,17 @@
-"""The calls of vllm-project/vllm, ``rotary_embedding`` and ``fused_qk_norm_rope`` of ``vllm._custom_ops``.
+"""The calls of vllm-project/vllm: ``rotary_embedding``, ``fused_qk_norm_rope`` and ``reshape_and_cache_flash`` of ``vllm._custom_ops``.
 
-They differ from theirs in three ways: positions may be int32; tensors may have any strides, as far as they can be seen by heads;
+The first two differ from theirs in three ways: positions may be int32; tensors may have any strides, as far as they can be seen by heads;
 and a position past the cache gives NaN on a GPU (theirs reads past it) and an error on a CPU.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tuned.calls.refusal import no_tensor
+from tuned.calls.rope import append
 from tuned.calls.rope.arguments import whole_number
 from tuned.dispatch import qk_norm_rope, rope_qk
 
@@ -134,6 +137,50 @@ def fused_qk_norm_rope(  # noqa: PLR0913 - the arguments of vLLM
         cos_sin_cache=cos_sin_cache,
         positions=position_ids,
     )
+
+
+def reshape_and_cache_flash(  # noqa: PLR0913 - the arguments of vLLM
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> None:
+    """Write key and value to the pages of a cache; by PyTorch's own operators, since nothing is rotated.
+
+    ``tuned.dispatch.rope_append_`` does this and the rotation before it in one launch.
+
+    Args:
+        key: ``[tokens, heads, head_size]``, any strides.
+        value: like key.
+        key_cache: ``[pages, page_size, heads, head_size]``, any strides.
+        value_cache: like key_cache.
+        slot_mapping: int32 or int64, at most ``[tokens]``: page * page_size + slot of the first tokens. A negative one, and one past
+            the last page, is written nowhere.
+        kv_cache_dtype: "auto": caches have the dtype of key; "fp8" or "fp8_e4m3": torch.float8_e4m3fn, or its bytes as uint8.
+        k_scale: float32, one number or one a head: float8 caches hold key / k_scale.
+        v_scale: the same of value.
+
+    Raises:
+        TypeError, ValueError: an argument is not allowed; nothing has been written.
+        RuntimeError: key, value or a cache requires a gradient while gradients are enabled; nothing has been written.
+    """
+    kinds = ("auto", "fp8", "fp8_e4m3")
+    if kv_cache_dtype not in kinds:
+        raise ValueError(
+            f"kv_cache_dtype must be one of {kinds}, got {kv_cache_dtype!r}: for another, convert key and value, and pass 'auto'"
+        )
+    scales: tuple[Any, Any] = (None, None)
+    if kv_cache_dtype != "auto":
+        scales = k_scale, v_scale
+        key_cache, value_cache = (
+            t.view(torch.float8_e4m3fn) if isinstance(t, torch.Tensor) and t.dtype == torch.uint8 else t
+            for t in (key_cache, value_cache)
+        )
+    append.write(key, append.Cached(value, key_cache, value_cache, slot_mapping, *scales))
 
 
 def _by_head(tensor: torch.Tensor, positions: torch.Tensor, head_size: int, name: str) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 PDL_CAPABILITY = 90  # griddepcontrol: PTX ISA, sm_90 and up
+FLOAT8_CAPABILITY = 89  # cvt to e4m3x2: PTX ISA, sm_89 and up
 # KiB of shared memory that a program may have, which is what a thread block may opt in to: CUDA C++ Programming Guide,
 # table of technical specifications per compute capability. 0 is AMD's CDNA 3: the LDS of a workgroup, by its ISA guide.
 SHARED_KIB = {

@@ -196,6 +196,12 @@ def _reciprocal_norms(
 
 
 @triton.jit
+def _spread(row, i_feature, BLOCK: tl.constexpr):
+    """Pointers to some features of each row: BLOCK."""
+    return tl.broadcast_to(row[None, :, None] + i_feature[None, None, :], BLOCK)
+
+
+@triton.jit
 def _weights(
     weight,
     key_weight,
@@ -216,13 +222,17 @@ def _weights(
     p_row = i_row * 0
     if NORM_ALL:
         p_row = tl.where(i_row < HEADS, i_row, i_row - HEADS) * HEAD_DIM
-    row = weight + p_row
-    if KEY_HEADS > 0:
-        row = tl.where(i_row < HEADS, row, key_weight + p_row)
     block: tl.constexpr = [BLOCK_TOKENS, i_row.shape[0], i_feature.shape[0]]
-    mask = (i_row < HEADS + KEY_HEADS)[None, :, None] & m_feature[None, None, :]
-    pointers = tl.broadcast_to(row[None, :, None] + i_feature[None, None, :], block)
-    own = tl.load(pointers, mask=tl.broadcast_to(mask, block), other=0.0).to(tl.float32)
+    m_query = tl.broadcast_to((i_row < HEADS)[None, :, None] & m_feature[None, None, :], block)
+    m_key = tl.broadcast_to((i_row < HEADS + KEY_HEADS)[None, :, None] & m_feature[None, None, :], block)
+    row, of_key = weight + p_row, key_weight + p_row
+    if KEY_HEADS > 0 and weight.dtype == key_weight.dtype:
+        row = tl.where(i_row < HEADS, row, of_key)
+        m_query = m_key
+    own = tl.load(_spread(row, i_feature, block), mask=m_query, other=0.0).to(tl.float32)
+    if KEY_HEADS > 0 and weight.dtype != key_weight.dtype:
+        m_key = m_key & (i_row >= HEADS)[None, :, None]
+        own += tl.load(_spread(of_key, i_feature, block), mask=m_key, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         own += 1.0
     return own

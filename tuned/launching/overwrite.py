@@ -21,6 +21,16 @@ def bump_versions(x: torch.Tensor, key: torch.Tensor | None = None) -> None:
                 torch.autograd.graph.increment_version(t)
 
 
+def bump_all(tensors: tuple[torch.Tensor, ...]) -> None:
+    """``bump_versions`` of any number of tensors."""
+    try:
+        _increment(tensors)
+    except RuntimeError:
+        for t in tensors:
+            if not t.is_inference():
+                torch.autograd.graph.increment_version(t)
+
+
 def overwrite(t: torch.Tensor, value: torch.Tensor) -> None:
     """``t.copy_(value)``, in the autograd graph.
 

@@ -72,6 +72,7 @@ def problems() -> Iterator[Problem]:
     yield from _normed(problem, bf16)
     yield from _of_axes(problem, bf16)
     yield from _latent(problem, bf16)
+    yield from _cached(problem, bf16)
     # The studies' own calls: float32, sbhd, an entry a feature, small.
     for seq, heads, dim in ((64, 16, 64), (128, 16, 128), (32, 8, 256)):
         small = RopeSpec("sbhd", "float32", heads, dim, dim, angle_entries="feature")
@@ -191,3 +192,15 @@ def _latent(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) -> I
         yield problem(f"deepseek_v3_mla_q_{layout}_inplace", dataclasses.replace(query, layout=layout), 1, 4096)
     backward = dataclasses.replace(query, inplace=False, direction="backward")
     yield problem("deepseek_v3_mla_q_backward", backward, 1, 4096)
+
+
+def _cached(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) -> Iterator[Problem]:
+    """Calls of servers, which keep the rotated key and the value in pages of a cache."""
+    served = {"angles": "cos_sin", "key_heads": 8, "inplace": True, "positions": "ids"}
+    llama = bf16("thd", 32, 128, cache="same", **served)
+    for tokens in (1, 16, 64, 512, 4096, 32768):
+        yield problem("llama3_8b_append", llama, 1, tokens)
+    for tokens in (64, 4096):
+        yield problem("llama3_8b_append_hnd", dataclasses.replace(llama, cache_layout="HND"), 1, tokens)
+        yield problem("llama3_8b_append_float8", dataclasses.replace(llama, cache="float8"), 1, tokens)
+        yield problem("qwen3_8b_norm_append", dataclasses.replace(llama, norm="head"), 1, tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 
 from tuned.calls.rope.arguments import strides_of
 from tuned.families.launch import ceil_div
-from tuned.families.rope.eager import norm_gradient, positions, rotate
-from tuned.families.rope.launches import RopeCall, weight_features
+from tuned.families.rope.eager import LARGEST_FLOAT8, append, norm_gradient, positions, rotate
+from tuned.families.rope.launches import RopeCall, flat_rows, weight_features
 from tuned.families.rope.spec import ITEM_SIZE, ROUNDINGS, RopeSize, RopeSpec
 from tuned.families.rope.variant import (
     MULTIPROCESSORS,
@@ -33,6 +34,9 @@ EPS = 1e-6  # of a norm, as most models have it
 # Roundings of float32 in a norm, at most: half of those of a sum of squares (a thread's 32, then a tree), the root, two products.
 NORM_UNITS = 24
 GRID = 32  # patches of a side of a frame, of positions with axes
+PAGE_SIZE, SPARE_PAGES = 16, 3  # of a cache, and pages of it that no token needs
+SKIPPED = 16  # of so many tokens beside a cache the last has no place in it
+SCALES = 0.05, 0.04  # of a float8 cache's keys and values: they use most of its range, and nothing is saturated
 TABLE_ROWS = 4096  # of ids that are drawn: more than the L1 holds, and small beside what large problems move
 
 
@@ -42,7 +46,7 @@ def _tokens(spec: RopeSpec, size: RopeSize) -> tuple[int, ...]:
 
 def _packs_qkv(spec: RopeSpec) -> bool:
     """Whether the query and the key lie in a packed qkv, token by token, as those of a server do; its v stays unwritten."""
-    return spec.inplace and spec.positions == "ids" and spec.key_heads > 0
+    return spec.appends or (spec.inplace and spec.positions == "ids" and spec.key_heads > 0)
 
 
 def _shape(spec: RopeSpec, size: RopeSize) -> tuple[int, ...]:
@@ -52,6 +56,10 @@ def _shape(spec: RopeSpec, size: RopeSize) -> tuple[int, ...]:
     """
     if spec.splits:
         return (sum(_split_numbers(spec, size.tokens)[0]),)
+    if spec.appends:
+        cached = 2 * math.prod(_pages(spec, size))
+        cached //= ITEM_SIZE[spec.dtype] if spec.cache == "float8" else 1
+        return (size.tokens * spec.all_heads * spec.head_dim + cached,)
     if _packs_qkv(spec):
         return (*_tokens(spec, size), spec.heads + 2 * spec.key_heads, spec.head_dim)
     leading = (size.tokens * spec.all_heads,) if spec.key_heads else (*_tokens(spec, size), spec.heads)
@@ -79,6 +87,11 @@ def _split_parts(spec: RopeSpec, call: RopeCall) -> tuple[list[torch.Tensor], li
 
 def _axes(spec: RopeSpec, call: RopeCall) -> tuple[int, ...]:
     return {"bshd": (call.batch, call.seq), "sbhd": (call.seq, call.batch), "thd": (call.seq,)}[spec.layout]
+
+
+def _pages(spec: RopeSpec, size: RopeSize) -> tuple[int, int, int, int]:
+    """The shape of each cache: pages, slots of a page, heads, features."""
+    return -(-size.tokens // PAGE_SIZE) + SPARE_PAGES, PAGE_SIZE, spec.key_heads, spec.head_dim
 
 
 def _strides(spec: RopeSpec, size: RopeSize, heads: int, head_dim: int = 0) -> tuple[int, int, int, int]:
@@ -153,7 +166,7 @@ def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
     """One set of random inputs: x normal, angles those of a model; out not filled.
 
     A key lies in the tensor of x: behind all of the query, or, in place where positions are given token by token, behind
-    the query of each token, and before its v. On the device "meta" nothing is allocated: enough to compile for.
+    the query of each token, and before its v. Beside a cache x is flat: such a qkv, then both caches. On the device "meta" nothing is allocated: enough to compile for.
     """
     dtype = getattr(torch, spec.dtype)
     generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
@@ -174,6 +187,7 @@ def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
     query_strides, key_strides = (
         _strides(spec, size, whole_heads if _packs_qkv(spec) else heads) for heads in (spec.heads, spec.key_heads)
     )
+    of_cache = _of_cache(spec, size, device, generator) if spec.appends else {}
     thd, parallel = spec.layout == "thd", CP_SIZE if spec.context_parallel else 1
     of_norm = _of_norm(spec, x, generator, query_strides, key_strides) if spec.normed else {}
     cu_seqlens = None
@@ -204,7 +218,35 @@ def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
         cp_rank=parallel - 1,
         scaling=SCALING if spec.scaled else 1.0,
         **of_norm,
+        **of_cache,
     )
+
+
+def _of_cache(spec: RopeSpec, size: RopeSize, device: str, generator: torch.Generator | None) -> dict[str, Any]:
+    """The fields of a call with a cache. Places of many tokens lie in a row within pages, as a prompt's do; of few anywhere."""
+    pages, page_size, heads, dim = _pages(spec, size)
+    slots = torch.zeros(size.tokens, dtype=torch.int64, device=device)
+    if generator is not None:
+        blocks = pages if size.tokens >= TABLE_ROWS else pages * page_size
+        whole = torch.randperm(blocks, generator=generator, device=device)
+        if blocks == pages:
+            whole = (whole[:, None] * page_size + torch.arange(page_size, device=device)).view(-1)
+        slots.copy_(whole[: size.tokens])
+        slots[SKIPPED - 1 :: SKIPPED] = -1
+    slot, head = (heads * dim, dim) if spec.cache_layout == "NHD" else (dim, page_size * dim)
+    strides = (page_size * heads * dim, slot, head, 1)
+    scales = [torch.tensor(scale, dtype=torch.float32, device=device) for scale in SCALES]
+    return {
+        "value_strides": _strides(spec, size, spec.all_heads),
+        "key_cache_strides": strides,
+        "value_cache_strides": strides,
+        "slots": slots,
+        "slot_count": size.tokens,
+        "slot_stride": 1,
+        "pages": pages,
+        "page_size": page_size,
+        **(dict(zip(("key_scale", "value_scale"), scales, strict=True)) if spec.cache == "float8" else {}),
+    }
 
 
 def _of_norm(
@@ -306,6 +348,8 @@ def reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tenso
     products, 2 units in the last place for sine and cosine (CUDA's documented bound), one rounding each for the
     product and the sum: 4 x 2^-24 of |first| + |second|; with a scaling one rounding more, and as large as it is.
     """
+    if spec.appends:
+        return _cached_reference(spec, call)
     if spec.normed:
         return _normed_reference(spec, call)
     if spec.splits:
@@ -405,6 +449,66 @@ def _normed_reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, tor
     return out, bound
 
 
+def _rows_of(spec: RopeSpec, call: RopeCall, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views of a flat tensor like x of a call with a cache: the query, the key and the value, [tokens, heads, head_dim]."""
+    packed = x[: flat_rows(spec, call)].view(call.seq, spec.all_heads, spec.head_dim)
+    return packed.split((spec.heads, spec.key_heads, spec.key_heads), 1)
+
+
+def _caches_of(spec: RopeSpec, call: RopeCall, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The same of the caches, as numbers of a dtype: [pages, page_size, heads, head_dim]."""
+    shape = (call.pages, call.page_size, spec.key_heads, spec.head_dim)
+    if spec.cache_layout == "HND":
+        shape = (shape[0], shape[2], shape[1], shape[3])
+    found = [part.view(dtype).view(shape) for part in x[flat_rows(spec, call) :].chunk(2)]
+    return tuple(part.transpose(1, 2) if spec.cache_layout == "HND" else part for part in found)
+
+
+def _cached_reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """``reference`` of a call with a cache: of the flat tensor that holds the rows of all tokens and both caches.
+
+    What float8 numbers round to is known but where the error allowed before reaches past the middle of two: there, both are
+    allowed. They are looked at as numbers of the dtype of x, since they are in its memory.
+    """
+    plain = dataclasses.replace(spec, cache="", cache_layout="NHD", key_inplace=False, key_heads=0)
+    out, bound = call.x.double(), torch.zeros_like(call.x, dtype=torch.float64)
+    query, key, value = _rows_of(spec, call, call.x)
+    turned = []
+    for part, weight in ((query, call.weight), (key, call.key_weight)):
+        alone = dataclasses.replace(call, x=part, weight=weight, key_weight=None)
+        turned.append(reference(dataclasses.replace(plain, heads=part.shape[1]), alone))
+    for index in range(2 if spec.key_inplace else 1):
+        for whole, part in zip((out, bound), turned[index], strict=True):
+            _rows_of(spec, call, whole)[index].copy_(part)
+    rows = (turned[1], (value.double(), torch.zeros_like(value, dtype=torch.float64)))
+    slots = call.slots[: call.slot_count]
+    kept = (slots >= 0) & (slots < call.pages * call.page_size)
+    places = slots[kept] // call.page_size, slots[kept] % call.page_size
+    if spec.cache == "same":
+        for at, own in enumerate(rows):
+            for whole, part in zip((out, bound), own, strict=True):
+                _caches_of(spec, call, whole, torch.float64)[at][places] = part[: len(slots)][kept]
+        return out, bound
+    ends = call.x.clone(), call.x.clone()  # with the least and the largest numbers that the caches may hold
+    for at, ((number, off), scale) in enumerate(zip(rows, (call.key_scale, call.value_scale), strict=True)):
+        # The bound without the store's rounding to the dtype of x, which the cache does not see.
+        error = (off - number.abs() * UNIT_ROUNDOFF[spec.dtype] - SMALLEST[spec.dtype]).clamp_min(0.0)
+        scaled, error = (t / (1.0 if scale is None else scale.double()) for t in (number, error))
+        error = error + scaled.abs() * 2.0**-23  # of the division
+        for end, sign in zip(ends, (-1, 1), strict=True):
+            stored = (scaled + sign * error).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).float().to(torch.float8_e4m3fn)
+            _caches_of(spec, call, end, torch.uint8)[at][places] = stored.view(torch.uint8)[: len(slots)][kept]
+    first = flat_rows(spec, call)
+    bytes_of = [end[first:].view(torch.uint8).view(-1, ITEM_SIZE[spec.dtype]) for end in ends]
+    seen = []
+    for choice in itertools.product(range(2), repeat=ITEM_SIZE[spec.dtype]):
+        mixed = torch.stack([bytes_of[end][:, at] for at, end in enumerate(choice)], 1)
+        seen.append(mixed.view(call.x.dtype)[:, 0].double())
+    least, most = torch.stack(seen).amin(0), torch.stack(seen).amax(0)
+    out[first:], bound[first:] = (least + most) / 2, (most - least) / 2
+    return out, bound
+
+
 def _tensors(spec: RopeSpec, call: RopeCall, x: torch.Tensor) -> list[torch.Tensor]:
     """The query, and the key where there is one, in a tensor like x of a call, with the axes of the layout."""
     parts = _parts(spec, call, x)
@@ -426,6 +530,12 @@ def _parts(spec: RopeSpec, call: RopeCall, x: torch.Tensor) -> list[torch.Tensor
 
 def eager(spec: RopeSpec, call: RopeCall) -> Any:
     """The eager PyTorch baseline of the same call, as dispatch would run it."""
+    if spec.appends:
+        x, key, value = _rows_of(spec, call, call.x)
+        dtype = torch.float8_e4m3fn if spec.cache == "float8" else call.x.dtype
+        caches = _caches_of(spec, call, call.x, dtype)
+        whole = dataclasses.replace(call, x=x, key=key, value=value, key_cache=caches[0], value_cache=caches[1])
+        return lambda: append(spec, whole)
     if spec.normed:
         query, *keys = _tensors(spec, call, call.given if spec.gradient_of_norm else call.x)
         given = dataclasses.replace(call, x=query, key=keys[0] if keys else None)
@@ -452,9 +562,21 @@ def bytes_moved(spec: RopeSpec, size: RopeSize) -> int:
     if spec.splits:
         read, written = (sum(numbers) for numbers in _split_numbers(spec, size.tokens))
         return (read + written) * ITEM_SIZE[spec.dtype] + angle_rows(spec, size) * angle_row_bytes(spec)
+    if spec.appends:
+        return _bytes_with_cache(spec, size)
     features = spec.head_dim if spec.moves_all else spec.rotary_dim
     token = (3 if spec.gradient_of_norm else 2) * spec.all_heads * features * ITEM_SIZE[spec.dtype]
     return size.tokens * token + angle_rows(spec, size) * angle_row_bytes(spec)
+
+
+def _bytes_with_cache(spec: RopeSpec, size: RopeSize) -> int:
+    """``bytes_moved`` beside a cache: the query read and written, the key and the value read, places and what lies there written."""
+    item, turned = ITEM_SIZE[spec.dtype], spec.head_dim if spec.normed else spec.rotary_dim
+    rows = spec.key_heads * spec.head_dim
+    token = (2 * spec.heads * turned + 2 * rows + (spec.key_heads * turned if spec.key_inplace else 0)) * item
+    kept = (size.tokens - size.tokens // SKIPPED) * 2 * rows * (1 if spec.cache == "float8" else item)
+    places = size.tokens * 8
+    return size.tokens * token + kept + places + angle_rows(spec, size) * angle_row_bytes(spec)
 
 
 def angle_row_bytes(spec: RopeSpec) -> int:

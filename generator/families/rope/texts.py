@@ -50,11 +50,18 @@ def template(spec: RopeSpec) -> str:
     return "rope_norm_backward" if spec.gradient_of_norm else "rope"
 
 
+def append_specs() -> Iterator[RopeSpec]:
+    """The same of rotations whose key and value go to a cache, without and with a norm."""
+    for norm, style, angles in itertools.product(("", "head"), STYLES, ANGLES):
+        call = RopeSpec("thd", "bfloat16", 32, 128, 128, style=style, angles=angles, inplace=True, key_heads=8)
+        yield dataclasses.replace(call, norm=norm, cache="same")
+
+
 def texts() -> Iterator[Text]:
     """The rotations, and the table that a launcher is probed with."""
     for spec in rope_specs():
         yield "rope", kernel_name(spec, RopeVariant()), spec, RopeVariant(), True
-    for spec in itertools.chain(norm_specs(), mla_specs()):
+    for spec in itertools.chain(norm_specs(), mla_specs(), append_specs()):
         yield template(spec), kernel_name(spec, RopeVariant()), spec, RopeVariant(), True
     yield "rope_norm_weights", WEIGHTS, next(norm_specs()), RopeVariant(), True
     yield "rope_table", PROBE_KERNEL, next(rope_specs()), RopeVariant(), True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -172,14 +173,15 @@ def test_a_strided_weight_is_copied_in_each_call() -> None:
 
 
 def test_weights_of_another_dtype_are_another_call() -> None:
-    q, k = torch.randn(B, S, H, D), torch.randn(B, S, K, D)
-    weight = torch.rand(D) + 0.5
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32):
-        given = weight.to(dtype)
+    both = torch.randn(B, S, H, D), torch.randn(B, S, K, D)
+    weight, dtypes = torch.rand(D) + 0.5, (torch.float32, torch.bfloat16, torch.float16, torch.float32)
+    for of_query, of_key in itertools.product(dtypes, dtypes[:2]):
+        given = weight.to(of_query), weight.to(of_key)
         for _ in range(2):
-            found, _ = qk_norm_rope(q, k, given, given, **ANGLES)
-            wanted = rope(torch.nn.functional.rms_norm(q, (D,), given.float(), 1e-6), **ANGLES)
-            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+            found = qk_norm_rope(*both, *given, **ANGLES)
+            for x, w, out in zip(both, given, found, strict=True):
+                wanted = rope(torch.nn.functional.rms_norm(x, (D,), w.float(), 1e-6), **ANGLES)
+                torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("tensor_format", ["bshd", "bhsd"])

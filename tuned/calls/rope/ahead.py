@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tuned.calls.rope import append
 from tuned.calls.rope.arguments import Given, Settings, prepare
 from tuned.calls.rope.norm import gradient_call
 from tuned.families.launch import Step
@@ -18,6 +19,7 @@ CP_SIZE = 2  # ranks, of a call that is context parallel
 SCALING = 1.25  # of a call that scales
 OFFSET = 64  # of a call with one
 EPS = 1e-6  # of one with a norm
+PAGE_SIZE = 16  # of a cache
 # A problem does not tell the type of positions, and a kernel is compiled for each: those of serving libraries.
 INDEX_DTYPES = (torch.int64, torch.int32)
 
@@ -29,8 +31,12 @@ def steps(spec: RopeSpec, size: RopeSize, gpu: Gpu) -> tuple[Choice, tuple[Step,
         return choice, ()
     found: list[Step] = []
     for dtype in INDEX_DTYPES if spec.positions in ("offset", "starts", "ids", "axes") else INDEX_DTYPES[:1]:
-        prepared = prepare(given_of(spec, size, dtype), settings_of(spec), make_out=torch.empty_like)
-        call = prepared.call
+        if spec.appends:
+            asked = append.Asked(settings_of(spec), spec.cache_layout, spec.key_inplace)
+            call = append.prepare(given_of(spec, size, dtype), cached_of(spec, size), asked).call
+            found += ROPE.launches(spec, choice.variant, call)
+            continue
+        call = prepare(given_of(spec, size, dtype), settings_of(spec), make_out=torch.empty_like).call
         if spec.gradient_of_norm:
             grads = (torch.empty_like(t) for t in (call.x, call.key) if t is not None)
             call = gradient_call(spec, choice.variant, call, *grads)
@@ -76,6 +82,18 @@ def given_of(spec: RopeSpec, size: RopeSize, index_dtype: torch.dtype) -> Given:
         **angles,
         **places,
     )
+
+
+def cached_of(spec: RopeSpec, size: RopeSize) -> append.Cached:
+    """What such a call has beside a rotation where it writes a cache."""
+    dtype = getattr(torch, spec.dtype)
+    page = (PAGE_SIZE, spec.key_heads) if spec.cache_layout == "NHD" else (spec.key_heads, PAGE_SIZE)
+    kind, pages = append.FLOAT8 if spec.cache == "float8" else dtype, -(-size.tokens // PAGE_SIZE)
+    caches = [torch.empty(pages, *page, spec.head_dim, dtype=kind, device="meta") for _ in range(2)]
+    scales = [torch.empty((), device="meta") if spec.cache == "float8" else None for _ in range(2)]
+    value = torch.empty(size.tokens, spec.key_heads, spec.head_dim, dtype=dtype, device="meta")
+    slots = torch.empty(size.tokens, dtype=torch.int64, device="meta")
+    return append.Cached(value, caches[0], caches[1], slots, scales[0], scales[1])
 
 
 def settings_of(spec: RopeSpec) -> Settings:

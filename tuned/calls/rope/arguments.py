@@ -576,11 +576,14 @@ def _check_key(x: torch.Tensor, key: Any, layout: str) -> None:
         )
 
 
-def _check_strides(name: str, x: torch.Tensor) -> None:
+def check_strides(name: str, x: torch.Tensor, way_out: str = "use inplace=False") -> None:
+    """Refuse to overwrite a tensor of which elements share memory.
+
+    Raises:
+        ValueError: they do.
+    """
     if any(stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)):
-        raise ValueError(
-            f"{name} cannot be overwritten: some of its elements share memory (stride 0); use inplace=False"
-        )
+        raise ValueError(f"{name} cannot be overwritten: some of its elements share memory (stride 0); {way_out}")
 
 
 def refuse_overlap(x: torch.Tensor, key: torch.Tensor) -> None:
@@ -647,9 +650,9 @@ def _refuse_shared(first: torch.Tensor, second: torch.Tensor, between: int) -> N
 
 def _check_overwritable(x: torch.Tensor, key: torch.Tensor | None) -> None:
     """Refuse tensors of which an element would be written twice."""
-    _check_strides("x" if key is None else "q", x)
+    check_strides("x" if key is None else "q", x)
     if key is not None:
-        _check_strides("k", key)
+        check_strides("k", key)
         refuse_overlap(x, key)
 
 

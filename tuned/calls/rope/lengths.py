@@ -67,7 +67,7 @@ class SizedLaunch(NamedTuple):
     variant: Any
     direct: DirectLaunch
     limits: tuple[int, int]  # the smallest and the largest int offset that the call allows
-    beside: tuple[int, int, int]  # as tuned.calls.rope.plan._beside
+    beside: tuple[int, int, int]  # as tuned.calls.rope.plan.beside
 
 
 _CLASSES: dict[Any, ShapeClass] = {}

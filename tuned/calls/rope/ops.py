@@ -9,12 +9,14 @@ angles need one run as PyTorch's own operators.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tuned.calls.operators import define, save, saved
+from tuned.calls.rope import append as caching
 from tuned.calls.rope import call as eager
 from tuned.calls.rope.arguments import Given, Settings
 from tuned.calls.rope.norm import gradient, needs_gradient
@@ -304,3 +306,44 @@ _LIBRARY.define(f"qk_norm_rope_(Tensor(a!) q, Tensor(b!)? k, {_NORM_TENSORS}) ->
 qk_norm_rope_ = torch.ops.tuned.qk_norm_rope_
 _LIBRARY.impl("qk_norm_rope_", torch._disable_dynamo(_run_norm_inplace), "CompositeExplicitAutograd")  # type: ignore[attr-defined]  # noqa: SLF001
 torch.library.register_fake("tuned::qk_norm_rope_", lambda *_: None, lib=_LIBRARY)
+
+
+# Beside a cache. The first does not overwrite the key, the second does.
+
+
+def append(given: Given, cached: caching.Cached, asked: caching.Asked) -> Any:
+    """Run the call as an operator."""
+    starts = given.offset if isinstance(given.offset, torch.Tensor) else None
+    named = asked.rotation._asdict()
+    named.pop("inplace")
+    others = (*given[2:10], starts, 0 if starts is not None else given.offset, *named.values(), asked.cache_layout)
+    run = rope_append_key_ if asked.key_inplace else rope_append_
+    run(given.x, given.key, *cached, given.weight, given.key_weight, *others)
+    return given.x
+
+
+def _run_append(key_inplace: bool, *arguments: Any) -> None:  # noqa: FBT001
+    x, key, *rest = arguments
+    cached, (weight, key_weight, *others, cache_layout) = caching.Cached(*rest[:6]), rest[6:]
+    with torch.no_grad():
+        given, settings = _arguments(x, key, tuple(others))
+        given = given._replace(weight=weight, key_weight=key_weight)
+        caching.call(
+            *given[:1], given.key, *cached[:4], *given[2:], *cached[4:], tuple(settings), cache_layout, key_inplace
+        )
+
+
+def _appending(name: str, key: str) -> Any:
+    _LIBRARY.define(
+        f"{name}(Tensor(a!) q, {key} k, Tensor v, Tensor(c!) key_cache, Tensor(d!) value_cache, Tensor slot_mapping, "
+        f"Tensor? key_scale, Tensor? value_scale, Tensor? q_weight, Tensor? k_weight, {_TENSORS}, {_SETTINGS}{_OF_NORM}, "
+        "str cache_layout) -> ()"
+    )
+    run = functools.partial(_run_append, key.endswith("!)"))
+    _LIBRARY.impl(name, torch._disable_dynamo(run), "CompositeExplicitAutograd")  # type: ignore[attr-defined]  # noqa: SLF001
+    torch.library.register_fake(f"tuned::{name}", lambda *_: None, lib=_LIBRARY)
+    return getattr(torch.ops.tuned, name)
+
+
+rope_append_ = _appending("rope_append_", "Tensor")
+rope_append_key_ = _appending("rope_append_key_", "Tensor(b!)")

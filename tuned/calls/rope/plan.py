@@ -116,7 +116,7 @@ def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
         compiled = run_public(now)
         # The direct launcher cannot be probed during CUDA graph capture: the next call decides how later ones launch.
         if not capturing():
-            remember(_COMPILED, _code(variant, now), compiled)
+            keep_kernel(variant, now, compiled)
             plan.run = upgrade(now, compiled) if alike and as_given(given, now.call) else public
         return _result(given, settings, now.call)
 
@@ -129,16 +129,26 @@ def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
         sines = 0 if spec.computes_sincos else call.sin.data_ptr() - call.cos.data_ptr()
         learn(class_key, spec, settings, sources, variant, call, part, direct, sines)
         limits = offset_limits(spec, settings, call.angle_rows, call.seq)
-        return _run(spec, direct, call.x.device.index, sines, limits, _beside(call.x, call.key), public)
+        return _run(spec, direct, call.x.device.index, sines, limits, beside(call.x, call.key), public)
 
     plan, now = Plan(run_first), Ready(spec, prepared.call, *launches(spec, variant, prepared.call))
-    compiled = _COMPILED.get(_code(variant, now))
+    compiled = known_kernel(variant, now)
     alike = settings.inplace or made_alike(x, prepared.call, settings)
     if compiled is not None and not sources.copied and alike and not capturing():
         plan.run = upgrade(now, compiled)
     else:
         first.prepared = now
     return plan
+
+
+def known_kernel(variant: Any, now: Ready) -> Any:
+    """The kernel that a checked call needs, if it is compiled already, or None."""
+    return _COMPILED.get(_code(variant, now))
+
+
+def keep_kernel(variant: Any, now: Ready, compiled: Any) -> None:
+    """Remember the kernel of a checked call."""
+    remember(_COMPILED, _code(variant, now), compiled)
 
 
 def _code(variant: Any, now: Ready) -> Any:
@@ -205,7 +215,7 @@ def _run(  # noqa: PLR0913 - what the closure holds
     device: int,
     sines: int,
     limits: tuple[int, int],
-    beside: tuple[int, int, int],
+    apart: tuple[int, int, int],
     public: Callable[..., Any],
 ) -> Callable[..., Any]:
     """The ``run`` of a plan that launches directly.
@@ -215,10 +225,10 @@ def _run(  # noqa: PLR0913 - what the closure holds
     """
     if spec.plain:
         return _plain(spec, direct, device, sines, public)
-    return _complete(spec, direct, device, sines, limits, beside, public)
+    return _complete(spec, direct, device, sines, limits, apart, public)
 
 
-def _beside(x: torch.Tensor, key: torch.Tensor | None) -> tuple[int, int, int]:
+def beside(x: torch.Tensor, key: torch.Tensor | None) -> tuple[int, int, int]:
     """(checked, nearest, furthest), in bytes from x to the key.
 
     At ``checked`` the two were found not to overlap. At other distances strictly between ``nearest`` and ``furthest``
@@ -277,11 +287,11 @@ def _complete(  # noqa: PLR0913 - what the closure holds
     device: int,
     sines: int,
     limits: tuple[int, int],
-    beside: tuple[int, int, int],
+    apart: tuple[int, int, int],
     public: Callable[..., Any],
 ) -> Callable[..., Any]:
     run, function, head, programs, (_, *numbers), stream_of, enter, leave = direct
-    rest, (low, high), (checked, nearest, furthest) = tuple(numbers), limits, beside
+    rest, (low, high), (checked, nearest, furthest) = tuple(numbers), limits, apart
     inplace, splits, computes_sincos = spec.inplace, spec.splits, spec.computes_sincos
     two = spec.key_heads > 0 or splits
     empty_like, sums_heads = torch.empty_like, spec.sums_heads

@@ -119,17 +119,73 @@ def _in_order(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tenso
     return call.cos[begin:end].to(compute), call.sin[begin:end].to(compute)
 
 
-def rotate(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """New tensors with the rotated features of ``call.x`` and of ``call.key``; differentiable in them and in the angles."""
+def rotate(
+    spec: RopeSpec, call: RopeCall, key_dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """New tensors with the rotated features of ``call.x`` and of ``call.key``; differentiable in them and in the angles.
+
+    That of the key is rounded to ``key_dtype``, if given, and not to its own.
+    """
     kind = call.x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         # All dtypes here are explicit, and autocast's promotion for torch.cat does not support float16 on a CPU.
         with torch.autocast(kind, enabled=False):
-            return _rotated(spec, call)
-    return _rotated(spec, call)
+            return _rotated(spec, call, key_dtype)
+    return _rotated(spec, call, key_dtype)
 
 
-def _rotated(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+LARGEST_FLOAT8 = 448.0  # of e4m3
+
+
+def append(spec: RopeSpec, call: RopeCall) -> None:
+    """A call with a cache: overwrite ``call.x``, the key if asked, and the places of the caches, [pages, page_size, heads, head_dim].
+
+    It does not synchronize with the GPU.
+    """
+    alone = dataclasses.replace(spec, cache="", cache_layout="NHD", key_inplace=False)
+    compute = torch.promote_types(call.x.dtype, torch.float32)
+    out, key_out = rotate(alone, call, compute if spec.cache == "float8" else None)
+    inside = positions(alone, call)[1] if spec.packed else None
+    assert key_out is not None
+    slots = call.slots.long()
+    put(call.key_cache, as_cached(key_out, call.key_cache.dtype, call.key_scale), slots, inside)
+    put(call.value_cache, as_cached(call.value, call.value_cache.dtype, call.value_scale), slots, inside)
+    call.x.copy_(out)
+    if spec.key_inplace:
+        call.key.copy_(key_out)
+
+
+def as_cached(rows: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
+    """Rows [tokens, heads, head_dim] as a cache of a dtype holds them: in float8 divided by the scale, and saturated."""
+    if dtype == rows.dtype or dtype.itemsize > 1:
+        return rows
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    rows = rows if scale is None else rows / scale.reshape(-1, 1)
+    return rows.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(dtype)
+
+
+def put(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, inside: torch.Tensor | None = None) -> None:
+    """Write rows to their places in the pages of a cache, as bits; those without a place nowhere."""
+    pages, page_size = cache.shape[:2]
+    count = slots.shape[0]
+    if not count or not cache.numel():
+        return
+    kept = (slots >= 0) & (slots < pages * page_size)
+    kept = kept if inside is None else kept & inside[:count]
+    # Without asking for values: a token without a place writes what the first token with one does; if none has one, what is there.
+    first = kept.to(torch.int32).argmax()
+    token = torch.where(kept, torch.arange(count, device=slots.device), first)
+    some = kept.any()
+    place = torch.where(some, slots[token], 0)
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[cache.element_size()]
+    bits = cache.view(kind)
+    index = torch.div(place, page_size, rounding_mode="floor"), place % page_size
+    bits.index_put_(index, torch.where(some, rows.resolve_neg().view(kind)[token], bits[0, 0]))
+
+
+def _rotated(
+    spec: RopeSpec, call: RopeCall, key_dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     inside = None
     if (taken := _in_order(spec, call)) is not None:
         cos, sin = taken
@@ -159,7 +215,9 @@ def _rotated(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor
         x = torch.cat((x, call.x[..., moved:, :]), -2)
     if call.key is None:
         return x, None
-    return x, _turn(spec, _normed(spec, call.key, call.key_weight, call.eps, inside), cos, sin, inside, call.key)
+    key = _normed(spec, call.key, call.key_weight, call.eps, inside)
+    given = call.key if key_dtype is None else call.key.to(key_dtype)
+    return x, _turn(spec, key, cos, sin, inside, given)
 
 
 def _split(

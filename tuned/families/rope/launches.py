@@ -7,6 +7,8 @@ import itertools
 import math
 from typing import Any
 
+import torch
+
 from tuned.families.launch import Launch, ceil_div, next_power_of_2
 from tuned.families.rope.spec import ITEM_SIZE, SEARCH_FAN, RopeSpec, search_steps
 from tuned.families.rope.variant import CACHE, VECTOR_BYTES, RopeVariant, half_block, programs, rows_at_once, stages
@@ -23,6 +25,12 @@ OF_COMPLETE = frozenset((
 ))  # fmt: skip
 OF_NORM = frozenset((
     "weight", "key_weight", "eps", "HEAD_DIM", "NORM_ALL", "ZERO_CENTERED", "ROUNDING", "STAGES",
+))  # fmt: skip
+OF_CACHE = frozenset((
+    "value", "key_cache", "value_cache", "slots", "key_scale", "value_scale", "slot_count", "cache_slots", "slot_stride",
+    "value_stride_s", "value_stride_h", "key_page_stride", "key_slot_stride", "key_head_stride", "value_page_stride",
+    "value_slot_stride", "value_head_stride", "cache_stride_d", "key_scale_stride", "value_scale_stride",
+    "WRITTEN_HEADS", "TAIL_HEADS", "PAGE_SIZE", "CACHE_MULTIPLE", "FLOAT8", "CACHE_SCALED",
 ))  # fmt: skip
 OF_GRADIENT_OF_NORM = frozenset((
     "given", "key_given", "partials", "given_stride_s", "given_stride_b", "given_stride_h", "given_stride_d",
@@ -80,7 +88,22 @@ class RopeCall:
     weight: Any = None
     key_weight: Any = None
     eps: float = 0.0
-    # Of its gradient: what the forward read; the gradients of the weights; ``parts(spec, ...)`` numbers of float32.
+    # Of a cache. Where value is None, all of it lies in x: see ``_cache_in``.
+    value: Any = None
+    key_cache: Any = None
+    value_cache: Any = None
+    slots: Any = None  # [slot_count], int32 or int64: which place of the pages in a row each token has; negative: none
+    key_scale: Any = None  # float32, or None for none
+    value_scale: Any = None
+    slot_count: int = 0  # tokens past it have no slot
+    pages: int = 0
+    page_size: int = 0
+    slot_stride: int = 0
+    value_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
+    key_cache_strides: tuple[int, int, int, int] = (0, 0, 0, 0)  # page, slot, head, feature
+    value_cache_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
+    scale_strides: tuple[int, int] = (0, 0)  # of key_scale and of value_scale: 0 if all heads share one
+    # Of the gradient of a norm: what the forward read; the gradients of the weights; ``parts(spec, ...)`` numbers of float32.
     given: Any = None
     key_given: Any = None
     given_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -100,6 +123,8 @@ def kernel_name(spec: RopeSpec, _variant: RopeVariant) -> str:
     if spec.deinterleaves:
         return f"rope_{calls}_{'inplace' if spec.inplace else 'copy'}_deinterleave_{spec.angles}"
     calls = "norm" if spec.normed else calls
+    if spec.appends:
+        return f"rope_{'norm_' if spec.normed else ''}append_{spec.style}_{spec.angles}"
     return f"rope_{calls}_{'inplace' if spec.inplace else 'copy'}_{spec.style}_{spec.angles}"
 
 
@@ -119,6 +144,22 @@ def _key_in(tensor: Any, spec: RopeSpec, call: RopeCall) -> Any:
     return tensor[call.batch * call.seq * spec.heads :] if rows else tensor.narrow(-2, spec.heads, spec.key_heads)
 
 
+def flat_rows(spec: RopeSpec, call: RopeCall) -> int:
+    """Elements of a flat x before its caches: the packed rows of all tokens."""
+    return call.seq * spec.all_heads * spec.head_dim
+
+
+def _cache_in(spec: RopeSpec, call: RopeCall) -> RopeCall:
+    """The call with its parts of a flat x: rows of the query, the key and the value of each token, then both caches."""
+    rows, key_at, value_at = flat_rows(spec, call), spec.heads * spec.head_dim, spec.all_heads * spec.head_dim
+    caches = call.x[rows:].chunk(2)
+    if spec.cache == "float8":
+        caches = [cache.view(torch.float8_e4m3fn) for cache in caches]
+    value_at -= spec.key_heads * spec.head_dim
+    key, value = call.x[key_at:], call.x[value_at:]
+    return dataclasses.replace(call, key=key, value=value, key_cache=caches[0], value_cache=caches[1])
+
+
 def _left_out(spec: RopeSpec) -> frozenset[str]:
     """The parameters that a call's kernel does not have."""
     without = [
@@ -127,6 +168,7 @@ def _left_out(spec: RopeSpec) -> frozenset[str]:
         (OF_COMPLETE, spec.plain),
         (OF_BOUNDS, not spec.takes_bounds),
         (OF_NORM, not spec.normed),
+        (OF_CACHE, not spec.appends),
         (OF_GRADIENT_OF_NORM, not spec.gradient_of_norm),
         (OF_SPLIT, not spec.splits),
     ]
@@ -150,7 +192,10 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
     For a tensor that it does not read, it gets another tensor's address.
     """
     key, key_out, key_strides, key_out_strides = call.key, call.key_out, call.key_strides, call.key_out_strides
-    if key is None and (spec.key_heads or spec.splits):
+    if spec.appends and call.value is None:
+        call = _cache_in(spec, call)
+        key, key_out = call.key, call.key
+    elif key is None and (spec.key_heads or spec.splits):
         key, key_out = _key_in(call.x, spec, call), _key_in(call.out, spec, call)
     elif key is None:
         key, key_out, key_strides, key_out_strides = call.x, call.out, call.x_strides, call.out_strides
@@ -163,6 +208,7 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
     left_out = _left_out(spec)
     strides = [call.x_strides, call.out_strides, key_strides, key_out_strides]
     strides += [call.given_strides, key_given_strides] if spec.gradient_of_norm else []
+    strides += [call.value_strides] if spec.appends else []
     arguments = {
         "x": call.x,
         "out": call.out,
@@ -174,6 +220,12 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "positions": call.cos if call.positions is None else call.positions,
         "weight": call.weight,
         "key_weight": call.weight if call.key_weight is None else call.key_weight,
+        "value": call.value,
+        "key_cache": call.key_cache,
+        "value_cache": call.value_cache,
+        "slots": call.slots,
+        "key_scale": call.cos if call.key_scale is None else call.key_scale,
+        "value_scale": call.cos if call.value_scale is None else call.value_scale,
         "given": call.given,
         "key_given": key_given,
         "partials": call.partials,
@@ -198,6 +250,16 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "position_stride_s": call.position_strides[0],
         "position_stride_b": call.position_strides[1],
         **_strides("key_out", key_out_strides),
+        "slot_count": call.slot_count,
+        "cache_slots": call.pages * call.page_size,
+        "slot_stride": call.slot_stride,
+        "value_stride_s": call.value_strides[0],
+        "value_stride_h": call.value_strides[2],
+        **_cache_strides("key", call.key_cache_strides),
+        **_cache_strides("value", call.value_cache_strides),
+        "cache_stride_d": call.key_cache_strides[3],
+        "key_scale_stride": call.scale_strides[0],
+        "value_scale_stride": call.scale_strides[1],
         **_strides("given", call.given_strides),
         "given_stride_d": call.given_strides[3],
         **_strides("key_given", key_given_strides),
@@ -243,6 +305,12 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "VALUE": spec.value_dim,
         "VALUE_BLOCK": next_power_of_2(max(spec.value_dim, 1)),
         "DEINTERLEAVES": spec.deinterleaves,
+        "WRITTEN_HEADS": spec.heads + (spec.key_heads if spec.key_inplace else 0),
+        "TAIL_HEADS": 0 if spec.normed else spec.heads,
+        "PAGE_SIZE": call.page_size,
+        "CACHE_MULTIPLE": _multiple_of_cache(spec, call) if spec.appends else 1,
+        "FLOAT8": spec.cache == "float8",
+        "CACHE_SCALED": call.key_scale is not None,
     }
     count = programs(spec, variant, call.seq, call.batch)
     one = Launch(
@@ -300,6 +368,19 @@ def _multiple_of_rows(spec: RopeSpec, call: RopeCall, *tensors: tuple[int, int, 
     return math.gcd(common, apart, VECTOR_BYTES // ITEM_SIZE[spec.dtype])
 
 
+def _multiple_of_cache(spec: RopeSpec, call: RopeCall) -> int:
+    """The same of the strides of both caches."""
+    longer = call.pages > 1, call.page_size > 1, spec.key_heads > 1
+    tensors = call.key_cache_strides, call.value_cache_strides
+    shared = math.gcd(*(step for steps in tensors for step, counts in zip(steps, longer, strict=False) if counts))
+    shared = shared or spec.head_dim
+    if shared % ALIGNED == 0:
+        return 1
+    apart = 0 if spec.interleaved else spec.pair_distance
+    item = 1 if spec.cache == "float8" else ITEM_SIZE[spec.dtype]
+    return math.gcd(shared, apart, VECTOR_BYTES // item)
+
+
 def _multiple_of_angles(spec: RopeSpec, call: RopeCall) -> int:
     """The same of a table's rows; those of a pair's two entries, if they differ, are half a row apart."""
     strides = [call.angle_strides[0]] if call.angle_rows > 1 else []
@@ -311,3 +392,8 @@ def _multiple_of_angles(spec: RopeSpec, call: RopeCall) -> int:
 def _strides(tensor: str, strides: tuple[int, int, int, int]) -> dict[str, int]:
     """Those of tokens, batch entries and heads; that of features is one for a tensor and its key."""
     return dict(zip((f"{tensor}_stride_s", f"{tensor}_stride_b", f"{tensor}_stride_h"), strides[:3], strict=True))
+
+
+def _cache_strides(tensor: str, strides: tuple[int, int, int, int]) -> dict[str, int]:
+    """Those of the pages, slots and heads of a cache; that of features is one for both caches."""
+    return dict(zip((f"{tensor}_page_stride", f"{tensor}_slot_stride", f"{tensor}_head_stride"), strides, strict=False))

@@ -16,6 +16,8 @@ ROTATED = ("first", "last", "proportional")
 MOST_AXES = 4  # of positions
 NORMS = ("", "head", "all")
 ROUNDINGS = ("once", "product", "each")
+CACHES = ("", "same", "float8")
+CACHE_LAYOUTS = ("NHD", "HND")
 # The fields that tell a complete call from a plain one, and their values in a plain one.
 COMPLETE = (
     "key_heads", "copied_heads", "positions", "context_parallel", "rotated", "conjugate", "scaled", "angles_per_batch", "norm",
@@ -75,6 +77,10 @@ class RopeSpec:
     # MLA: features of each head's value. x is kv, [.., heads, head_dim - rotary_dim + value_dim], and one key head of rotary_dim,
     # rotated, stands behind what kv has of every head's key. The transpose takes the gradients of the key and of the value.
     value_dim: int = 0
+    # The rotated key, and a value as it is, go to pages of a cache: of the "same" dtype, or "float8" (e4m3). In place is the query.
+    cache: str = ""
+    cache_layout: str = "NHD"  # pages of [page_size, heads, head_dim]; or "HND": [heads, page_size, head_dim]
+    key_inplace: bool = False  # beside a cache, the key is overwritten too
 
     def __post_init__(self) -> None:
         if type(self.sections) is not tuple:  # JSON has lists
@@ -91,6 +97,8 @@ class RopeSpec:
             ("rotated", ROTATED),
             ("norm", NORMS),
             ("rounding", ROUNDINGS),
+            ("cache", CACHES),
+            ("cache_layout", CACHE_LAYOUTS),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
@@ -109,6 +117,7 @@ class RopeSpec:
             )
         self._check_sections()
         self._check_latent()
+        self._check_cache()
         if self.norm and self.copied_heads:
             raise ValueError("copied_heads cannot be beside a norm: a packed qkv is normalised in place")
         if not self.norm and (self.zero_centered or self.rounding != "once"):
@@ -116,6 +125,14 @@ class RopeSpec:
         if self.rotated == "proportional" and (self.interleaved or self.head_dim % 2):
             raise ValueError(
                 'rotated="proportional" pairs feature j with j + head_dim / 2: style half, an even head_dim'
+            )
+
+    def _check_cache(self) -> None:
+        if not self.appends and (self.cache_layout != "NHD" or self.key_inplace):
+            raise ValueError("cache_layout and key_inplace say how a cache is written: without one leave them out")
+        if self.appends and not (self.inplace and self.key_heads and self.layout == "thd" and self.norm != "all"):
+            raise ValueError(
+                'a cache is written beside a query in place, from a key of the same packed tokens ("thd"), and a norm is of each head'
             )
 
     def _check_sections(self) -> None:
@@ -168,9 +185,19 @@ class RopeSpec:
         ) == PLAIN  # fmt: skip
 
     @property
+    def appends(self) -> bool:
+        """The rotated key and a value are written to a cache."""
+        return self.cache != ""
+
+    @property
     def all_heads(self) -> int:
-        """Rows of one token: heads of x and of the key."""
-        return self.heads + self.key_heads
+        """Rows of one token: heads of x and of the key; then, beside a cache, as many of the value."""
+        return self.heads + (2 if self.appends else 1) * self.key_heads
+
+    @property
+    def token_rows(self) -> str:
+        """``all_heads`` in the kernel's words."""
+        return "HEADS + 2 * KEY_HEADS" if self.appends else "HEADS + KEY_HEADS"
 
     @property
     def pair_distance(self) -> int:
@@ -184,8 +211,8 @@ class RopeSpec:
 
     @property
     def moves_all(self) -> bool:
-        """Features that do not rotate are written too: copied out of place, or normalised."""
-        return not self.inplace or self.normed
+        """Features that do not rotate are written too: copied out of place or to a cache, or normalised."""
+        return not self.inplace or self.normed or self.appends
 
     @property
     def leaves_outside(self) -> bool:
@@ -206,6 +233,16 @@ class RopeSpec:
     def absent(self) -> float | None:
         """What a tile loads where it has no rows or features: a norm sums over them, others write nothing there."""
         return 0.0 if self.normed else None
+
+    @property
+    def norms_before_cache(self) -> bool:
+        """Of what goes to a cache, the key alone is normalised."""
+        return self.normed and self.appends
+
+    @property
+    def tail_dtype(self) -> str:
+        """Of normalised features that do not rotate, in the kernel's words: before a cache, which rounds once, float32."""
+        return "tl.float32" if self.appends else "first.dtype"
 
     @property
     def gradient_of_norm(self) -> bool:
@@ -304,6 +341,8 @@ class RopeSpec:
             return f"MLA's key and value of kv, any layout, {self.style} pairs; {angle}."
         if self.deinterleaves:
             angle = f"{angle}; of interleaved pairs"
+        if self.appends:
+            angle = f"{angle}; key and value to a cache"
         calls = f"plain calls, {self.layout}" if self.plain else "complete calls, any layout"
         return f"RoPE of {calls}, {self.style} pairs, {place}; {angle}."
 

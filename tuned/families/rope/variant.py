@@ -301,7 +301,7 @@ def distance(a: RopeSpec, b: RopeSpec) -> float:
 
     Octaves of heads (of both tensors), of padded half rows and of bytes per feature count 1 each. So does each difference
     in the kernel's text: layout, style, kind of angles, in place, tail, plain or complete; a norm counts 2, since no row of
-    another says how a tile does that has sums of rows; so does MLA's kv, and its transpose. The layout counts 1 for complete
+    another says how a tile does that has sums of rows; so do MLA's kv, its transpose, and a cache. The layout counts 1 for complete
     calls too, whose text it does not change. Octaves of what one load can take count a half. So do direction, entries of the
     angles and the other fields of complete calls, since they change little of what is moved. The two dtypes count a tenth.
     """
@@ -314,9 +314,11 @@ def distance(a: RopeSpec, b: RopeSpec) -> float:
     )
     halves = sum(getattr(a, n) != getattr(b, n) for n in ("direction", "angle_entries", *COMPLETE[2:-1]))
     tenths = sum(
-        getattr(a, n) != getattr(b, n) for n in ("dtype", "angle_dtype", "zero_centered", "rounding", "sections")
+        getattr(a, n) != getattr(b, n)
+        for n in ("dtype", "angle_dtype", "zero_centered", "rounding", "sections", "cache_layout", "key_inplace")
     )
     octaves += 2 * (a.norm != b.norm) + 2 * ((a.splits, a.sums_heads) != (b.splits, b.sums_heads))
+    octaves += 2 * (a.appends != b.appends) + (a.cache != b.cache)
     if a.splits and b.splits:
         octaves += abs(math.log2(row_block(a) / row_block(b)))
     return octaves + texts + 0.5 * halves + 0.1 * tenths

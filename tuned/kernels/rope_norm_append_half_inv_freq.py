@@ -1,0 +1,838 @@
+"""rope_norm_append_half_inv_freq: RoPE of complete calls, any layout, half pairs, in place; angles, sines and cosines taken here; RMSNorm before it; key and value to a cache.
+
+@generated from templates/rope.py.jinja. Do not edit: change the template, then run
+`python tune.py --render`.
+
+One tensor or two, a query and a key, in one launch: x and key are [seq, batch, heads, head_dim] by
+their strides (in elements), whatever the order in memory. The rows of a token are the heads of x,
+then those of key. A plain call has x alone, and what else it does not use is a constant. Float32
+inside, one rounding at the store. Names: i_ index, m_ mask, p_ offset in elements.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load_pairs(
+    rows, m_row, stride_d, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, DISTANCE: tl.constexpr, EVICT: tl.constexpr,
+    ABSENT: tl.constexpr,
+):  # fmt: skip
+    """Features (j, j + DISTANCE) of each row: [BLOCK_TOKENS, BLOCK_HEADS, PAIR_BLOCK] twice."""
+    i_pair = tl.arange(0, PAIR_BLOCK)
+    mask = m_row[:, :, None] & (i_pair < PAIRS)[None, None, :]
+    pointers = rows[:, :, None] + i_pair[None, None, :] * stride_d
+    first = tl.load(pointers, mask=mask, other=ABSENT, eviction_policy=EVICT)
+    second = tl.load(pointers + DISTANCE * stride_d, mask=mask, other=ABSENT, eviction_policy=EVICT)
+    return first, second
+
+
+@triton.jit
+def _store_pairs(
+    rows,
+    m_row,
+    stride_d,
+    first,
+    second,
+    PAIRS: tl.constexpr,
+    PAIR_BLOCK: tl.constexpr,
+    DISTANCE: tl.constexpr,
+    CACHE: tl.constexpr,
+):
+    """The inverse of _load_pairs."""
+    i_pair = tl.arange(0, PAIR_BLOCK)
+    mask = m_row[:, :, None] & (i_pair < PAIRS)[None, None, :]
+    pointers = rows[:, :, None] + i_pair[None, None, :] * stride_d
+    tl.store(pointers, first, mask=mask, cache_modifier=CACHE)
+    tl.store(pointers + DISTANCE * stride_d, second, mask=mask, cache_modifier=CACHE)
+
+
+@triton.jit
+def _sincos(x):
+    """Sine and cosine of float32 radians, each within 2.1 * 2^-24. No branch, no table, no stack."""
+    # The angle in quarter turns, modulo 4: x is m * 2^e with an integer m of 24 bits, and all that matters of
+    # m * 2 / pi are the 64 bits of m * window, in units of 2^-62. The words are floor(2 / pi * 2^230).
+    size = tl.abs(x)
+    bits = size.to(tl.int32, bitcast=True)
+    m = ((bits & 0x7FFFFF) | 0x800000).to(tl.uint64)
+    place = tl.minimum(tl.maximum((bits >> 23) - 126, 0), 128)
+    shift = (place & 63).to(tl.uint64)
+    word_0 = tl.full((), 0x28BE60DB93, tl.uint64)
+    word_1 = tl.full((), 0x91054A7F09D5F47D, tl.uint64)
+    word_2 = tl.full((), 0x4D377036D8A5664F, tl.uint64)
+    word_3 = tl.full((), 0x10E4107F9458EAF7, tl.uint64)
+    high = tl.where(place < 64, word_0, tl.where(place < 128, word_1, word_2))
+    low = tl.where(place < 64, word_1, tl.where(place < 128, word_2, word_3))
+    window = (high << shift) | ((low >> 1) >> (63 - shift))
+    # Rounded to the nearest quarter turn; the rest, of +- half of one, in units of 2^-32.
+    turns = m * window + 0x2000000000000000
+    quarter = (turns >> 62).to(tl.int32)
+    rest = ((turns >> 30) & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True) ^ -2147483648
+    r = rest.to(tl.float32) * 3.6572951981e-10  # pi / 2 * 2^-32
+    # Below pi / 4 there is nothing to reduce.
+    small = size < 0.78539816
+    r = tl.where(small, size, tl.where(size < float("inf"), r, float("nan")))
+    quarter = tl.where(small, 0, quarter)
+    # Chebyshev fits on +-pi / 4 of (sin r / r - 1) / r^2 and (cos r - 1 + r^2 / 2) / r^4: errors 1.4e-11 and 7.6e-10.
+    z = r * r
+    odd = r + r * z * (-0.16666667 + z * (8.3333319e-3 + z * (-1.9840087e-4 + z * 2.7249957e-6)))
+    even = 1.0 - 0.5 * z + z * z * (0.041666664 + z * (-1.3888304e-3 + z * 2.4547986e-5))
+    swapped = (quarter & 1) != 0
+    sine = tl.where(swapped, even, odd)
+    cosine = tl.where(swapped, odd, even)
+    turned = (quarter & 2) != 0
+    sine = tl.where(turned != (x < 0), -sine, sine)
+    # Bit 1 of quarter + 1, without the sum: LLVM narrows that to 16 bits and adds two at once (add.s16x2), and ptxas 12.8
+    # then loses the constant of some. docs/decisions/0024.
+    cosine = tl.where(turned != swapped, -cosine, cosine)
+    return sine, cosine
+
+
+@triton.jit
+def _cos_sin(inv_freq, i_position, p_entry, m_angle):
+    """Cosine and sine of position * inv_freq, NaN outside the mask: [BLOCK_TOKENS, PAIR_BLOCK] both."""
+    rate = tl.load(inv_freq + p_entry, mask=m_angle, other=float("nan"))
+    place = i_position.to(tl.float32)
+    if len(place.shape) == 1:
+        place = place[:, None]
+    sine, cosine = _sincos(place * rate)
+    return cosine, sine
+
+
+@triton.jit
+def _axis(
+    i_pair,
+    SECTION_1: tl.constexpr,
+    SECTION_2: tl.constexpr,
+    SECTION_3: tl.constexpr,
+    SECTIONS_INTERLEAVED: tl.constexpr,
+):
+    """Which axis of the positions each pair takes its angle from: [PAIR_BLOCK].
+
+    Sections in a row: where those of axes 1, 2 and 3 begin. Interleaved: which third pairs are of axes 1 and 2, up to where.
+    """
+    if SECTIONS_INTERLEAVED:
+        first = (i_pair % 3 == 1) & (i_pair < SECTION_1)
+        second = (i_pair % 3 == 2) & (i_pair < SECTION_2)
+        return first.to(tl.int32) + 2 * second.to(tl.int32)
+    axis = (i_pair >= SECTION_1).to(tl.int32) + (i_pair >= SECTION_2).to(tl.int32)
+    return axis + (i_pair >= SECTION_3).to(tl.int32)
+
+
+@triton.jit
+def _bounds(cu_seqlens, i_bound, sequences, cp_size, CONTEXT_PARALLEL: tl.constexpr):
+    """Where sequences begin among the tokens of this rank; past the last bound, a number larger than any."""
+    bound = tl.load(cu_seqlens + i_bound, mask=i_bound <= sequences, other=2147483647)
+    if CONTEXT_PARALLEL:
+        bound = tl.where(i_bound <= sequences, bound // cp_size, bound)
+    return bound
+
+
+@triton.jit
+def _sequences(
+    i_token, cu_seqlens, sequences, cp_size, CONTEXT_PARALLEL: tl.constexpr, STEPS: tl.constexpr, FAN: tl.constexpr
+):
+    """The sequence of each token, where it begins, and whether there is one: [BLOCK_TOKENS] each."""
+    # The last bound at or before each token, FAN places at a time: each step waits for memory once, and one step is
+    # enough for FAN - 1 sequences. Of the equal bounds of empty sequences the last one counts.
+    end = tl.load(cu_seqlens + sequences)
+    if CONTEXT_PARALLEL:
+        end = end // cp_size
+    i_sequence = i_token * 0
+    start = i_token * 0
+    for step in tl.static_range(STEPS):
+        stride = FAN ** (STEPS - 1 - step)
+        i_tried = i_sequence[:, None] + tl.arange(0, FAN)[None, :] * stride  # [BLOCK_TOKENS, FAN]
+        bound = _bounds(cu_seqlens, i_tried, sequences, cp_size, CONTEXT_PARALLEL)
+        m_before = bound <= i_token[:, None]
+        i_sequence += tl.maximum(tl.sum(m_before.to(tl.int32), 1) - 1, 0) * stride
+        start = tl.max(tl.where(m_before, bound, -1), 1)
+    return i_sequence, start, (start >= 0) & (i_token < end)
+
+
+@triton.jit
+def _dual_chunk(i_place, length, cp_size, cp_rank):
+    """Place in the whole sequence: a rank's tokens are chunks cp_rank and 2 cp_size - 1 - cp_rank of 2 cp_size."""
+    chunk = length // 2
+    later = (2 * cp_size - 2 - cp_rank) * chunk + i_place  # tokens of the second chunk begin at ``chunk``
+    return tl.where(i_place < chunk, cp_rank * chunk + i_place, later)
+
+
+@triton.jit
+def _tail(rows, m_row, stride_d, FEATURE: tl.constexpr, TAIL: tl.constexpr, TAIL_BLOCK: tl.constexpr):
+    """Pointers and mask of the features that do not rotate: [BLOCK_TOKENS, BLOCK_HEADS, TAIL_BLOCK] both."""
+    i_feature = tl.arange(0, TAIL_BLOCK)
+    mask = m_row[:, :, None] & (i_feature < TAIL)[None, None, :]
+    return rows[:, :, None] + (FEATURE + i_feature)[None, None, :] * stride_d, mask
+
+
+@triton.jit
+def _multiple(stride, MULTIPLE: tl.constexpr):
+    """The stride, of which the compiler then sees that MULTIPLE divides it, and so how much one load can take."""
+    if MULTIPLE > 1:
+        if isinstance(stride, tl.tensor):  # 1 is a constant
+            stride = stride // MULTIPLE * MULTIPLE
+    return stride
+
+
+@triton.jit
+def _rows(
+    x, key, i_batch, i_token, i_row,
+    stride_s, stride_b, stride_h, key_stride_s, key_stride_b, key_stride_h,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, MULTIPLE: tl.constexpr,
+):  # fmt: skip
+    """Pointers to the first feature of each row, of x or of key: [BLOCK_TOKENS, BLOCK_HEADS]."""
+    stride_s, stride_b = _multiple(stride_s, MULTIPLE), _multiple(stride_b, MULTIPLE)
+    stride_h = _multiple(stride_h, MULTIPLE)
+    # 64-bit offsets: tokens x heads x head_dim may pass 2^31.
+    i_token = i_token.to(tl.int64)
+    rows = x + ((i_batch * stride_b + i_token * stride_s)[:, None] + (i_row.to(tl.int64) * stride_h)[None, :])
+    if KEY_HEADS > 0:
+        key_stride_s, key_stride_b = _multiple(key_stride_s, MULTIPLE), _multiple(key_stride_b, MULTIPLE)
+        key_stride_h = _multiple(key_stride_h, MULTIPLE)
+        i_head = (i_row - HEADS).to(tl.int64)
+        of_key = key + ((i_batch * key_stride_b + i_token * key_stride_s)[:, None] + (i_head * key_stride_h)[None, :])
+        rows = tl.where((i_row < HEADS)[None, :], rows, of_key)
+    return rows
+
+
+@triton.jit
+def _features(PAIR_BLOCK: tl.constexpr, DISTANCE: tl.constexpr, FEATURE: tl.constexpr):
+    """The first and the second feature of each pair: [PAIR_BLOCK] both."""
+    i_pair = tl.arange(0, PAIR_BLOCK)
+    return FEATURE + i_pair, FEATURE + i_pair + DISTANCE
+
+
+@triton.jit
+def _together(values, i_row, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, NORM_ALL: tl.constexpr):
+    """For each row the sum of a number of each row over those that are normalised with it: [BLOCK_TOKENS, BLOCK_HEADS]."""
+    if NORM_ALL:
+        m_query = (i_row < HEADS)[None, :]
+        of_query = tl.sum(tl.where(m_query, values, 0.0), 1)[:, None]
+        if KEY_HEADS > 0:
+            values = tl.where(m_query, of_query, tl.sum(tl.where(m_query, 0.0, values), 1)[:, None])
+        else:
+            values = of_query + tl.zeros_like(values)
+    return values
+
+
+@triton.jit
+def _parts(i_row, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORM_ALL: tl.constexpr):
+    """1 / the number of features that are normalised with each row: [1, BLOCK_HEADS]."""
+    heads = 1 + i_row * 0
+    if NORM_ALL:
+        heads = tl.where(i_row < HEADS, HEADS, KEY_HEADS)
+    return (1.0 / (tl.maximum(heads, 1) * HEAD_DIM).to(tl.float32))[None, :]
+
+
+@triton.jit
+def _reciprocal_norms(
+    squares,
+    i_row,
+    eps,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NORM_ALL: tl.constexpr,
+):
+    """1 / sqrt(mean of the squares + eps), given the sum of each row: [BLOCK_TOKENS, BLOCK_HEADS, 1]."""
+    part = _parts(i_row, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
+    return tl.rsqrt(_together(squares, i_row, HEADS, KEY_HEADS, NORM_ALL) * part + eps)[:, :, None]
+
+
+@triton.jit
+def _spread(row, i_feature, BLOCK: tl.constexpr):
+    """Pointers to some features of each row: BLOCK."""
+    return tl.broadcast_to(row[None, :, None] + i_feature[None, None, :], BLOCK)
+
+
+@triton.jit
+def _weights(
+    weight,
+    key_weight,
+    i_row,
+    i_feature,
+    m_feature,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NORM_ALL: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+):
+    """The weight of each feature of each row, 0 outside the mask: [BLOCK_TOKENS, BLOCK_HEADS, block], float32.
+
+    Read as rows are, for each token: a smaller tile would be spread over the threads by shared memory and barriers.
+    """
+    p_row = i_row * 0
+    if NORM_ALL:
+        p_row = tl.where(i_row < HEADS, i_row, i_row - HEADS) * HEAD_DIM
+    block: tl.constexpr = [BLOCK_TOKENS, i_row.shape[0], i_feature.shape[0]]
+    m_query = tl.broadcast_to((i_row < HEADS)[None, :, None] & m_feature[None, None, :], block)
+    m_key = tl.broadcast_to((i_row < HEADS + KEY_HEADS)[None, :, None] & m_feature[None, None, :], block)
+    row, of_key = weight + p_row, key_weight + p_row
+    if KEY_HEADS > 0 and weight.dtype == key_weight.dtype:
+        row = tl.where(i_row < HEADS, row, of_key)
+        m_query = m_key
+    own = tl.load(_spread(row, i_feature, block), mask=m_query, other=0.0).to(tl.float32)
+    if KEY_HEADS > 0 and weight.dtype != key_weight.dtype:
+        m_key = m_key & (i_row >= HEADS)[None, :, None]
+        own += tl.load(_spread(of_key, i_feature, block), mask=m_key, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        own += 1.0
+    return own
+
+
+@triton.jit
+def _scaled(values, reciprocal, weights, dtype: tl.constexpr, ROUNDING: tl.constexpr):
+    """Values by their reciprocal norm and their weight, in float32, rounded between as a model's own code does."""
+    values = values * reciprocal
+    if ROUNDING == "each":
+        values = values.to(dtype).to(tl.float32)
+    values = values * weights
+    if ROUNDING != "once":
+        values = values.to(dtype).to(tl.float32)
+    return values
+
+
+@triton.jit
+def _slots(slots, i_token, slot_count, cache_slots, stride, wanted):
+    """The place in the caches of each token, and whether it has one: [BLOCK_TOKENS] both; of no token unless it is ``wanted``."""
+    mask = (i_token < slot_count) & wanted
+    i_slot = tl.load(slots + i_token.to(tl.int64) * stride, mask=mask, other=-1).to(tl.int64)
+    return i_slot, (i_slot >= 0) & (i_slot < cache_slots)
+
+
+@triton.jit
+def _places(
+    cache, i_slot, i_head, page_stride, slot_stride, head_stride, PAGE_SIZE: tl.constexpr, MULTIPLE: tl.constexpr
+):
+    """Pointers to the first feature of each row in a cache: [BLOCK_TOKENS, BLOCK_HEADS]."""
+    page_stride, slot_stride = _multiple(page_stride, MULTIPLE), _multiple(slot_stride, MULTIPLE)
+    head_stride = _multiple(head_stride, MULTIPLE)
+    # 64-bit offsets: the slots are int64.
+    p_slot = i_slot // PAGE_SIZE * page_stride + i_slot % PAGE_SIZE * slot_stride
+    return cache + (p_slot[:, None] + (i_head.to(tl.int64) * head_stride)[None, :])
+
+
+@triton.jit
+def _cached(values, scale, dtype: tl.constexpr, FLOAT8: tl.constexpr, SCALED: tl.constexpr):
+    """Float32 values as a cache holds them, rounded once: [BLOCK_TOKENS, BLOCK_HEADS, block]."""
+    if SCALED:
+        values = tl.div_rn(values, scale + tl.zeros_like(values))
+    if FLOAT8:  # what is larger than its largest number would be NaN; NaN stays NaN
+        values = tl.clamp(values, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return values.to(dtype)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "offset", "seq", "batch", "angle_rows", "sequences", "cp_size", "cp_rank", "scaling",
+        "position_stride_s", "position_stride_b",
+        "slot_count", "cache_slots",
+    ]
+)  # fmt: skip
+def rope_norm_append_half_inv_freq(
+    x,
+    inv_freq,  # float32 [TURNED_PAIRS]
+    cu_seqlens,  # int32 [sequences + 1], PACKED
+    key,
+    positions,  # int32 or int64: ids, starts, or one offset
+    weight,  # of the norm of x: [HEAD_DIM], or [HEADS * HEAD_DIM] if NORM_ALL
+    key_weight,  # of that of the key; without a key any pointer
+    value,  # as many heads as the key
+    key_cache,  # pages: a place in them is page * PAGE_SIZE + slot
+    value_cache,
+    slots,  # int32 or int64 [slot_count]: each token's place, or negative
+    key_scale,  # float32, one or one a head, if CACHE_SCALED
+    value_scale,
+    offset,
+    seq,
+    batch,
+    angle_rows,
+    x_stride_s,
+    x_stride_b,
+    x_stride_h,
+    stride_d,  # of x and of key
+    angle_stride_s,
+    angle_stride_d,
+    sequences,
+    cp_size,  # of positions with axes: elements from one axis to the next
+    cp_rank,
+    scaling,
+    eps,
+    key_stride_s,
+    key_stride_b,
+    key_stride_h,
+    angle_stride_b,
+    position_stride_s,
+    position_stride_b,
+    slot_count,
+    cache_slots,  # that the pages have
+    slot_stride,
+    value_stride_s,
+    value_stride_h,
+    key_page_stride,
+    key_slot_stride,
+    key_head_stride,
+    value_page_stride,
+    value_slot_stride,
+    value_head_stride,
+    cache_stride_d,  # of both caches
+    key_scale_stride,
+    value_scale_stride,
+    HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,  # pairs that are read and written
+    PAIR_BLOCK: tl.constexpr,  # PAIRS padded to a power of two
+    TAIL: tl.constexpr,  # features that are copied beside the pairs
+    TAIL_BLOCK: tl.constexpr,
+    PER_FEATURE: tl.constexpr,  # the two entries of a pair may differ
+    BACKWARD: tl.constexpr,  # apply the transpose of the forward map
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    ORDER: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    STORE_CACHE: tl.constexpr,
+    PDL: tl.constexpr,
+    MULTIPLE: tl.constexpr,  # divides all strides of rows; 1 if 16 does, which the compiler sees itself
+    ANGLE_MULTIPLE: tl.constexpr,  # the same of those of angles
+    SEARCH_STEPS: tl.constexpr,
+    SEARCH_FAN: tl.constexpr,  # SEARCH_FAN ** SEARCH_STEPS > sequences
+    KEY_HEADS: tl.constexpr,
+    COPIED_HEADS: tl.constexpr,  # the last of HEADS are copied: v of a packed qkv
+    TURNED_PAIRS: tl.constexpr,  # the first of PAIRS rotate, the others are copied
+    PAIR_DISTANCE: tl.constexpr,  # features between the two of a pair, style half
+    FIRST_FEATURE: tl.constexpr,  # of those that rotate
+    TAIL_FEATURE: tl.constexpr,  # the first of TAIL
+    CONJUGATE: tl.constexpr,  # by minus the angle
+    SCALED: tl.constexpr,
+    ANGLES_PER_BATCH: tl.constexpr,
+    POSITIONS: tl.constexpr,  # "order", "offset", "starts", "ids" or "axes"
+    SECTION_1: tl.constexpr,  # of "axes": see _axis
+    SECTION_2: tl.constexpr,
+    SECTION_3: tl.constexpr,
+    SECTIONS_INTERLEAVED: tl.constexpr,
+    PACKED: tl.constexpr,
+    CONTEXT_PARALLEL: tl.constexpr,
+    ANGLE_EVICT: tl.constexpr,  # of a table; inv_freq is read again by every program
+    HEAD_DIM: tl.constexpr,
+    NORM_ALL: tl.constexpr,  # the heads of a tensor are normalised together, and not each head
+    ZERO_CENTERED: tl.constexpr,  # features are multiplied by 1 + weight
+    ROUNDING: tl.constexpr,  # "once": at the store; "product": after the weight too; "each": before the weight too
+    STAGES: tl.constexpr,  # tiles that a program has at a time, under way or at work
+    WRITTEN_HEADS: tl.constexpr,  # of the query and the key: those that are overwritten
+    TAIL_HEADS: tl.constexpr,  # rows before it stay as they are in features that do not rotate; 0 with a norm
+    PAGE_SIZE: tl.constexpr,
+    CACHE_MULTIPLE: tl.constexpr,  # as MULTIPLE, of both caches
+    FLOAT8: tl.constexpr,
+    CACHE_SCALED: tl.constexpr,
+):
+    if PDL:
+        # Let the next kernel's programs take places that fall free; read nothing before the kernel before has ended.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    # 64-bit offsets of features and entries too: a few may lie further apart than 2^31. A stride of 1 is a constant.
+    if isinstance(stride_d, tl.tensor):
+        stride_d = stride_d.to(tl.int64)
+    if isinstance(angle_stride_d, tl.tensor):
+        angle_stride_d = angle_stride_d.to(tl.int64)
+    if isinstance(cache_stride_d, tl.tensor):
+        cache_stride_d = cache_stride_d.to(tl.int64)
+    # A program reads both features of a pair before it writes either, and no other program touches them.
+    out, key_out, out_stride_d = x, key, stride_d
+    out_stride_s, out_stride_b, out_stride_h = x_stride_s, x_stride_b, x_stride_h
+    key_out_stride_s, key_out_stride_b, key_out_stride_h = key_stride_s, key_stride_b, key_stride_h
+    if isinstance(out_stride_d, tl.tensor):
+        out_stride_d = out_stride_d.to(tl.int64)
+
+    ABSENT: tl.constexpr = 0.0  # what a tile has in the place of rows and features that there are none of
+
+    # This program's tile of tokens and of rows.
+    i_program = tl.program_id(0)
+    token_tiles = tl.cdiv(seq, BLOCK_TOKENS)
+    # Rows are the heads of one batch entry; a packed call has one entry. A program takes every ``turns``-th tile of tokens, of
+    # all batch entries, for the same rows.
+    rows_of_token: tl.constexpr = HEADS + 2 * KEY_HEADS
+    row_tiles: tl.constexpr = (rows_of_token + BLOCK_HEADS - 1) // BLOCK_HEADS
+    turns = tl.num_programs(0) // row_tiles
+    if ORDER == "tokens":
+        i_tile_0 = i_program % turns
+        i_row_tile = i_program // turns
+    else:
+        i_row_tile = i_program % row_tiles
+        i_tile_0 = i_program // row_tiles
+    # Weights are in flight before what is read of tokens: after the sums of squares they would be waited for once more.
+    i_own = i_row_tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # rows, [BLOCK_HEADS]
+    i_first, i_second = _features(PAIR_BLOCK, PAIR_DISTANCE, FIRST_FEATURE)
+    m_pair = tl.arange(0, PAIR_BLOCK) < PAIRS
+    w_first = _weights(
+        weight, key_weight, i_own, i_first, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS
+    )
+    w_second = _weights(
+        weight, key_weight, i_own, i_second, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS
+    )
+    if TAIL > 0:
+        i_tail = TAIL_FEATURE + tl.arange(0, TAIL_BLOCK)
+        m_kept = tl.arange(0, TAIL_BLOCK) < TAIL
+        w_tail = _weights(
+            weight, key_weight, i_own, i_tail, m_kept, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS
+        )
+    if STAGES > 1:  # tile after tile, the next on their way to shared memory while one is at work
+        for i_tile in tl.range(i_tile_0, token_tiles * batch, turns, num_stages=STAGES):
+            i_batch = (i_tile // token_tiles).to(tl.int64)
+            i_token_tile = i_tile % token_tiles
+            i_token = i_token_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
+            m_token = i_token < seq
+            i_row = i_row_tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
+
+            # In flight while the angles are found and their sines taken.
+            m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
+            rows = _rows(
+                x, key, i_batch, i_token, i_row,
+                x_stride_s, x_stride_b, x_stride_h, key_stride_s, key_stride_b, key_stride_h, HEADS, KEY_HEADS, MULTIPLE,
+            )  # fmt: skip
+            # Rows of the query, of the key, of the value. Where all of a tile's are the query's, its tokens need no slot.
+            i_value = i_row - HEADS - KEY_HEADS
+            of_value = _rows(
+                value, value, i_batch, i_token, i_value,
+                value_stride_s, 0, value_stride_h, 0, 0, 0, HEADS, 0, MULTIPLE,
+            )  # fmt: skip
+            rows = tl.where((i_value >= 0)[None, :], of_value, rows)
+            to_cache = (i_row_tile + 1) * BLOCK_HEADS > HEADS
+            i_slot, m_slot = _slots(slots, i_token, slot_count, cache_slots, slot_stride, to_cache)
+            pairs = rows + FIRST_FEATURE * stride_d
+            first, second = _load_pairs(pairs, m_row, stride_d, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, LOAD_EVICT, ABSENT)
+            if TAIL > 0:
+                tail, m_tail = _tail(rows, m_row, stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
+                m_tail = m_tail & (i_row >= TAIL_HEADS)[None, :, None]
+                b_tail = tl.load(tail, mask=m_tail, other=ABSENT, eviction_policy=LOAD_EVICT)
+
+            # The position of each token, and whether it has one: [BLOCK_TOKENS] both. One an axis: [BLOCK_TOKENS, PAIR_BLOCK].
+            m_inside = m_token
+            i_pair = tl.arange(0, PAIR_BLOCK)
+            if POSITIONS == "axes":
+                i_axis = _axis(i_pair, SECTION_1, SECTION_2, SECTION_3, SECTIONS_INTERLEAVED)
+                p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
+                p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # such calls have no ranks
+                i_position = tl.load(positions + p_id, mask=m_token[:, None], other=0)
+            elif POSITIONS == "ids":
+                p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
+                i_position = tl.load(positions + p_id, mask=m_token, other=0)
+            else:
+                i_sequence = i_batch
+                i_position = i_token
+                length = seq
+                if PACKED:
+                    i_sequence, start, m_inside = _sequences(
+                        i_token, cu_seqlens, sequences, cp_size, CONTEXT_PARALLEL, SEARCH_STEPS, SEARCH_FAN
+                    )
+                    i_position = i_token - start
+                    if CONTEXT_PARALLEL:
+                        length = _bounds(cu_seqlens, i_sequence + 1, sequences, cp_size, CONTEXT_PARALLEL) - start
+                if CONTEXT_PARALLEL:
+                    i_position = _dual_chunk(i_position, length, cp_size, cp_rank)
+                i_position += offset
+                if POSITIONS == "offset":
+                    i_position += tl.load(positions)
+                if POSITIONS == "starts":
+                    if PACKED:
+                        i_position += tl.load(
+                            positions + i_sequence.to(tl.int64) * position_stride_b,
+                            mask=m_inside,
+                            other=0,
+                        )
+                    else:
+                        i_position += tl.load(positions + i_sequence * position_stride_b)
+            if PACKED:  # tokens that no sequence holds stay as they are, unwritten
+                m_token = m_token & m_inside
+
+            # Angles of the tile, [BLOCK_TOKENS, PAIR_BLOCK]; past the rows that there are, NaN.
+            m_known = m_token[:, None] if POSITIONS == "axes" else m_token
+            m_known = m_known & (i_row_tile * BLOCK_HEADS < HEADS + KEY_HEADS)  # rows of the value need none
+            if POSITIONS == "axes":
+                m_angle = m_known & (i_pair < TURNED_PAIRS)[None, :]
+            else:
+                m_angle = m_known[:, None] & (i_pair < TURNED_PAIRS)[None, :]
+            p_first = i_pair[None, :] * angle_stride_d
+            p_second = p_first + TURNED_PAIRS * angle_stride_d
+            cos_first, sin_first = _cos_sin(inv_freq, i_position, p_first, m_angle)
+            cos_second, sin_second = cos_first, sin_first
+            if PER_FEATURE:
+                cos_second, sin_second = _cos_sin(inv_freq, i_position, p_second, m_angle)
+            if SCALED:
+                cos_first, sin_first = cos_first * scaling, sin_first * scaling
+                cos_second, sin_second = cos_second * scaling, sin_second * scaling
+            if CONJUGATE:
+                sin_first, sin_second = -sin_first, -sin_second
+            # [BLOCK_TOKENS, 1, PAIR_BLOCK]: the rows of a token share its angles.
+            cos_first, sin_first = cos_first[:, None, :], sin_first[:, None, :]
+            cos_second, sin_second = cos_second[:, None, :], sin_second[:, None, :]
+
+            m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]
+            b_first, b_second = first.to(tl.float32), second.to(tl.float32)
+            # What is copied of a head is normalised too; what is copied of tokens that no sequence holds is not.
+            raw_first, raw_second = first, second
+            squares = tl.sum(b_first * b_first + b_second * b_second, 2)
+            if TAIL > 0:
+                raw_tail = b_tail
+                tail_32 = b_tail.to(tl.float32)
+                squares += tl.sum(tail_32 * tail_32, 2)
+            reciprocal = _reciprocal_norms(squares, i_row, eps, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
+            b_first = _scaled(b_first, reciprocal, w_first, first.dtype, ROUNDING)
+            b_second = _scaled(b_second, reciprocal, w_second, first.dtype, ROUNDING)
+            first, second = b_first.to(first.dtype), b_second.to(first.dtype)
+            if TAIL > 0:
+                b_tail = _scaled(tail_32, reciprocal, w_tail, first.dtype, ROUNDING).to(tl.float32)
+            # Rows of the value are not normalised.
+            m_value = (i_value >= 0)[None, :, None]
+            b_first = tl.where(m_value, raw_first.to(tl.float32), b_first)
+            b_second = tl.where(m_value, raw_second.to(tl.float32), b_second)
+            if TAIL > 0:
+                b_tail = tl.where(m_value, raw_tail.to(tl.float32), b_tail)
+            if BACKWARD:
+                # The transpose: the sines of the pair change places, and their signs turn.
+                out_first = b_first * cos_first + b_second * sin_second
+                out_second = b_second * cos_second - b_first * sin_first
+            else:
+                out_first = b_first * cos_first - b_second * sin_first
+                out_second = b_second * cos_second + b_first * sin_second
+            # What goes to the cache, float32 up to the store; of the value nothing turned.
+            m_wide = (i_value < 0)[None, :, None] & (i_pair < TURNED_PAIRS)[None, None, :]
+            wide_first, wide_second = tl.where(m_wide, out_first, b_first), tl.where(m_wide, out_second, b_second)
+            # What is copied keeps its bits.
+            out_first, out_second = out_first.to(first.dtype), out_second.to(first.dtype)
+            if TURNED_PAIRS < PAIRS:
+                m_turned = (i_pair < TURNED_PAIRS)[None, None, :]
+                out_first = tl.where(m_turned, out_first, first)
+                out_second = tl.where(m_turned, out_second, second)
+            if COPIED_HEADS > 0:
+                m_turned = (i_row < HEADS - COPIED_HEADS)[None, :, None]
+                out_first = tl.where(m_turned, out_first, first)
+                out_second = tl.where(m_turned, out_second, second)
+            first, second = raw_first, raw_second
+            if PACKED and TAIL > 0:
+                b_tail = tl.where(m_inside[:, None, None], b_tail, raw_tail)
+            out_rows = _rows(
+                out, key_out, i_batch, i_token, i_row,
+                out_stride_s, out_stride_b, out_stride_h, key_out_stride_s, key_out_stride_b, key_out_stride_h,
+                HEADS, KEY_HEADS, MULTIPLE,
+            )  # fmt: skip
+            out_pairs = out_rows + FIRST_FEATURE * out_stride_d
+            if i_row_tile * BLOCK_HEADS < WRITTEN_HEADS:
+                m_written = m_row & (i_row < WRITTEN_HEADS)[None, :]
+                _store_pairs(
+                    out_pairs, m_written, out_stride_d, out_first, out_second,
+                    PAIRS if TAIL_HEADS == 0 else TURNED_PAIRS, PAIR_BLOCK, PAIR_DISTANCE, STORE_CACHE,
+                )  # fmt: skip
+                if TAIL > 0 and TAIL_HEADS == 0:
+                    to_tail, m_written = _tail(out_rows, m_written, out_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
+                    tl.store(to_tail, b_tail.to(first.dtype), mask=m_written, cache_modifier=STORE_CACHE)
+            if to_cache:
+                key_places = _places(
+                    key_cache, i_slot, i_row - HEADS, key_page_stride, key_slot_stride, key_head_stride, PAGE_SIZE,
+                    CACHE_MULTIPLE,
+                )  # fmt: skip
+                value_places = _places(
+                    value_cache, i_slot, i_value, value_page_stride, value_slot_stride, value_head_stride, PAGE_SIZE,
+                    CACHE_MULTIPLE,
+                )  # fmt: skip
+                places = tl.where((i_value >= 0)[None, :], value_places, key_places)
+                m_place = m_row & m_slot[:, None] & (i_row >= HEADS)[None, :]
+                scale = 1.0
+                if CACHE_SCALED:
+                    p_scale = tl.where(
+                        i_value >= 0,
+                        value_scale + i_value * value_scale_stride,
+                        key_scale + (i_row - HEADS) * key_scale_stride,
+                    )
+                    scale = tl.load(p_scale, mask=(i_row >= HEADS) & (i_row < rows_of_token), other=1.0)[None, :, None]
+                dtype = key_cache.dtype.element_ty
+                to_first = _cached(wide_first, scale, dtype, FLOAT8, CACHE_SCALED)
+                to_second = _cached(wide_second, scale, dtype, FLOAT8, CACHE_SCALED)
+                _store_pairs(
+                    places + FIRST_FEATURE * cache_stride_d, m_place, cache_stride_d, to_first, to_second,
+                    PAIRS, PAIR_BLOCK, PAIR_DISTANCE, STORE_CACHE,
+                )  # fmt: skip
+                if TAIL > 0:
+                    place, m_place = _tail(places, m_place, cache_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
+                    tail_rows = _cached(b_tail.to(tl.float32), scale, dtype, FLOAT8, CACHE_SCALED)
+                    tl.store(place, tail_rows, mask=m_place, cache_modifier=STORE_CACHE)
+    else:  # one: a loop would cost registers
+        i_batch = (i_tile_0 // token_tiles).to(tl.int64)
+        i_token_tile = i_tile_0 % token_tiles
+        i_token = i_token_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
+        m_token = i_token < seq
+        i_row = i_row_tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
+
+        # In flight while the angles are found and their sines taken.
+        m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
+        rows = _rows(
+            x, key, i_batch, i_token, i_row,
+            x_stride_s, x_stride_b, x_stride_h, key_stride_s, key_stride_b, key_stride_h, HEADS, KEY_HEADS, MULTIPLE,
+        )  # fmt: skip
+        # Rows of the query, of the key, of the value. Where all of a tile's are the query's, its tokens need no slot.
+        i_value = i_row - HEADS - KEY_HEADS
+        of_value = _rows(
+            value, value, i_batch, i_token, i_value,
+            value_stride_s, 0, value_stride_h, 0, 0, 0, HEADS, 0, MULTIPLE,
+        )  # fmt: skip
+        rows = tl.where((i_value >= 0)[None, :], of_value, rows)
+        to_cache = (i_row_tile + 1) * BLOCK_HEADS > HEADS
+        i_slot, m_slot = _slots(slots, i_token, slot_count, cache_slots, slot_stride, to_cache)
+        pairs = rows + FIRST_FEATURE * stride_d
+        first, second = _load_pairs(pairs, m_row, stride_d, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, LOAD_EVICT, ABSENT)
+        if TAIL > 0:
+            tail, m_tail = _tail(rows, m_row, stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
+            m_tail = m_tail & (i_row >= TAIL_HEADS)[None, :, None]
+            b_tail = tl.load(tail, mask=m_tail, other=ABSENT, eviction_policy=LOAD_EVICT)
+
+        # The position of each token, and whether it has one: [BLOCK_TOKENS] both. One an axis: [BLOCK_TOKENS, PAIR_BLOCK].
+        m_inside = m_token
+        i_pair = tl.arange(0, PAIR_BLOCK)
+        if POSITIONS == "axes":
+            i_axis = _axis(i_pair, SECTION_1, SECTION_2, SECTION_3, SECTIONS_INTERLEAVED)
+            p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
+            p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # such calls have no ranks
+            i_position = tl.load(positions + p_id, mask=m_token[:, None], other=0)
+        elif POSITIONS == "ids":
+            p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
+            i_position = tl.load(positions + p_id, mask=m_token, other=0)
+        else:
+            i_sequence = i_batch
+            i_position = i_token
+            length = seq
+            if PACKED:
+                i_sequence, start, m_inside = _sequences(
+                    i_token, cu_seqlens, sequences, cp_size, CONTEXT_PARALLEL, SEARCH_STEPS, SEARCH_FAN
+                )
+                i_position = i_token - start
+                if CONTEXT_PARALLEL:
+                    length = _bounds(cu_seqlens, i_sequence + 1, sequences, cp_size, CONTEXT_PARALLEL) - start
+            if CONTEXT_PARALLEL:
+                i_position = _dual_chunk(i_position, length, cp_size, cp_rank)
+            i_position += offset
+            if POSITIONS == "offset":
+                i_position += tl.load(positions)
+            if POSITIONS == "starts":
+                if PACKED:
+                    i_position += tl.load(
+                        positions + i_sequence.to(tl.int64) * position_stride_b,
+                        mask=m_inside,
+                        other=0,
+                    )
+                else:
+                    i_position += tl.load(positions + i_sequence * position_stride_b)
+        if PACKED:  # tokens that no sequence holds stay as they are, unwritten
+            m_token = m_token & m_inside
+
+        # Angles of the tile, [BLOCK_TOKENS, PAIR_BLOCK]; past the rows that there are, NaN.
+        m_known = m_token[:, None] if POSITIONS == "axes" else m_token
+        m_known = m_known & (i_row_tile * BLOCK_HEADS < HEADS + KEY_HEADS)  # rows of the value need none
+        if POSITIONS == "axes":
+            m_angle = m_known & (i_pair < TURNED_PAIRS)[None, :]
+        else:
+            m_angle = m_known[:, None] & (i_pair < TURNED_PAIRS)[None, :]
+        p_first = i_pair[None, :] * angle_stride_d
+        p_second = p_first + TURNED_PAIRS * angle_stride_d
+        cos_first, sin_first = _cos_sin(inv_freq, i_position, p_first, m_angle)
+        cos_second, sin_second = cos_first, sin_first
+        if PER_FEATURE:
+            cos_second, sin_second = _cos_sin(inv_freq, i_position, p_second, m_angle)
+        if SCALED:
+            cos_first, sin_first = cos_first * scaling, sin_first * scaling
+            cos_second, sin_second = cos_second * scaling, sin_second * scaling
+        if CONJUGATE:
+            sin_first, sin_second = -sin_first, -sin_second
+        # [BLOCK_TOKENS, 1, PAIR_BLOCK]: the rows of a token share its angles.
+        cos_first, sin_first = cos_first[:, None, :], sin_first[:, None, :]
+        cos_second, sin_second = cos_second[:, None, :], sin_second[:, None, :]
+
+        m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]
+        b_first, b_second = first.to(tl.float32), second.to(tl.float32)
+        # What is copied of a head is normalised too; what is copied of tokens that no sequence holds is not.
+        raw_first, raw_second = first, second
+        squares = tl.sum(b_first * b_first + b_second * b_second, 2)
+        if TAIL > 0:
+            raw_tail = b_tail
+            tail_32 = b_tail.to(tl.float32)
+            squares += tl.sum(tail_32 * tail_32, 2)
+        reciprocal = _reciprocal_norms(squares, i_row, eps, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
+        b_first = _scaled(b_first, reciprocal, w_first, first.dtype, ROUNDING)
+        b_second = _scaled(b_second, reciprocal, w_second, first.dtype, ROUNDING)
+        first, second = b_first.to(first.dtype), b_second.to(first.dtype)
+        if TAIL > 0:
+            b_tail = _scaled(tail_32, reciprocal, w_tail, first.dtype, ROUNDING).to(tl.float32)
+        # Rows of the value are not normalised.
+        m_value = (i_value >= 0)[None, :, None]
+        b_first = tl.where(m_value, raw_first.to(tl.float32), b_first)
+        b_second = tl.where(m_value, raw_second.to(tl.float32), b_second)
+        if TAIL > 0:
+            b_tail = tl.where(m_value, raw_tail.to(tl.float32), b_tail)
+        if BACKWARD:
+            # The transpose: the sines of the pair change places, and their signs turn.
+            out_first = b_first * cos_first + b_second * sin_second
+            out_second = b_second * cos_second - b_first * sin_first
+        else:
+            out_first = b_first * cos_first - b_second * sin_first
+            out_second = b_second * cos_second + b_first * sin_second
+        # What goes to the cache, float32 up to the store; of the value nothing turned.
+        m_wide = (i_value < 0)[None, :, None] & (i_pair < TURNED_PAIRS)[None, None, :]
+        wide_first, wide_second = tl.where(m_wide, out_first, b_first), tl.where(m_wide, out_second, b_second)
+        # What is copied keeps its bits.
+        out_first, out_second = out_first.to(first.dtype), out_second.to(first.dtype)
+        if TURNED_PAIRS < PAIRS:
+            m_turned = (i_pair < TURNED_PAIRS)[None, None, :]
+            out_first = tl.where(m_turned, out_first, first)
+            out_second = tl.where(m_turned, out_second, second)
+        if COPIED_HEADS > 0:
+            m_turned = (i_row < HEADS - COPIED_HEADS)[None, :, None]
+            out_first = tl.where(m_turned, out_first, first)
+            out_second = tl.where(m_turned, out_second, second)
+        first, second = raw_first, raw_second
+        if PACKED and TAIL > 0:
+            b_tail = tl.where(m_inside[:, None, None], b_tail, raw_tail)
+        out_rows = _rows(
+            out, key_out, i_batch, i_token, i_row,
+            out_stride_s, out_stride_b, out_stride_h, key_out_stride_s, key_out_stride_b, key_out_stride_h,
+            HEADS, KEY_HEADS, MULTIPLE,
+        )  # fmt: skip
+        out_pairs = out_rows + FIRST_FEATURE * out_stride_d
+        if i_row_tile * BLOCK_HEADS < WRITTEN_HEADS:
+            m_written = m_row & (i_row < WRITTEN_HEADS)[None, :]
+            _store_pairs(
+                out_pairs, m_written, out_stride_d, out_first, out_second,
+                PAIRS if TAIL_HEADS == 0 else TURNED_PAIRS, PAIR_BLOCK, PAIR_DISTANCE, STORE_CACHE,
+            )  # fmt: skip
+            if TAIL > 0 and TAIL_HEADS == 0:
+                to_tail, m_written = _tail(out_rows, m_written, out_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
+                tl.store(to_tail, b_tail.to(first.dtype), mask=m_written, cache_modifier=STORE_CACHE)
+        if to_cache:
+            key_places = _places(
+                key_cache, i_slot, i_row - HEADS, key_page_stride, key_slot_stride, key_head_stride, PAGE_SIZE,
+                CACHE_MULTIPLE,
+            )  # fmt: skip
+            value_places = _places(
+                value_cache, i_slot, i_value, value_page_stride, value_slot_stride, value_head_stride, PAGE_SIZE,
+                CACHE_MULTIPLE,
+            )  # fmt: skip
+            places = tl.where((i_value >= 0)[None, :], value_places, key_places)
+            m_place = m_row & m_slot[:, None] & (i_row >= HEADS)[None, :]
+            scale = 1.0
+            if CACHE_SCALED:
+                p_scale = tl.where(
+                    i_value >= 0,
+                    value_scale + i_value * value_scale_stride,
+                    key_scale + (i_row - HEADS) * key_scale_stride,
+                )
+                scale = tl.load(p_scale, mask=(i_row >= HEADS) & (i_row < rows_of_token), other=1.0)[None, :, None]
+            dtype = key_cache.dtype.element_ty
+            to_first = _cached(wide_first, scale, dtype, FLOAT8, CACHE_SCALED)
+            to_second = _cached(wide_second, scale, dtype, FLOAT8, CACHE_SCALED)
+            _store_pairs(
+                places + FIRST_FEATURE * cache_stride_d, m_place, cache_stride_d, to_first, to_second,
+                PAIRS, PAIR_BLOCK, PAIR_DISTANCE, STORE_CACHE,
+            )  # fmt: skip
+            if TAIL > 0:
+                place, m_place = _tail(places, m_place, cache_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
+                tail_rows = _cached(b_tail.to(tl.float32), scale, dtype, FLOAT8, CACHE_SCALED)
+                tl.store(place, tail_rows, mask=m_place, cache_modifier=STORE_CACHE)
