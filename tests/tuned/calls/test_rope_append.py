@@ -354,7 +354,7 @@ def test_the_short_way_is_for_calls_like_those_before_alone(scaled: bool) -> Non
             rope_append_(**named)
         assert (len(near), seen.public, seen.direct) == (1, 1, 2)
         for name, other in others.items():
-            for _ in range(4):
+            for _ in range(3):  # publicly, directly, the short way
                 found = {
                     n: t.clone() if isinstance(t, torch.Tensor) and n in (*caches, "q") else t for n, t in named.items()
                 }
