@@ -178,7 +178,7 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
             type(key_cache), key_cache.dtype, key_cache.shape, key_cache.stride(), key_ptr & 15, key_cache.get_device(),
             type(value_cache), value_cache.dtype, value_cache.shape, value_cache.stride(), value_ptr & 15,
             value_cache.get_device(),
-            type(slot_mapping), slot_mapping.dtype, slot_mapping.shape, slot_mapping.is_contiguous(), slots_ptr & 15,
+            type(slot_mapping), slot_mapping.dtype, slot_mapping.shape, slot_mapping.is_contiguous() or slot_mapping.stride(), slots_ptr & 15,
             slot_mapping.get_device(),
             type(angles), angles.dtype, angles.shape, angles.is_contiguous() or angles.stride(), angles_ptr & 15,
             angles.get_device(),
