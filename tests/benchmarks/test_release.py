@@ -84,7 +84,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, times: Any) -> None:
 def test_the_plan_tunes_verifies_and_measures_every_suite() -> None:
     made = stages("test_gpu", COMMIT, Path("kept"))
     suites = [*plan.SUITES, "gru", "gru_cell"]
-    random = ["random_rope", "random_gru", "random_steps", "training", "qk_norm"]
+    random = ["random_rope", "random_gru", "random_steps", "training", "qk_norm", "append"]
     names = ["tune", "render", "verify", *suites, *random, "summary", "plot", "table", "check"]
     assert [one.name for one in made] == names
     assert [one.name for one in made if one.from_empty] == ["tune"]
