@@ -52,7 +52,7 @@ def stages(device: str, commit: str, folder: Path, *, by_row: bool = False) -> l
     winners, results, seed = folder / "record", folder / "results", str(int(commit[:7], 16))
     found = tuple(results / sub / f"{device}.json" for sub in ("", "gru"))
     random = {name: results / "random" / f"{device}-{part}{seed}.json" for name, part in RANDOM.items()}
-    summary, norms = (results / name / f"{device}.json" for name in ("summary", "qk_norm"))
+    summary, norms, caches = (results / name / f"{device}.json" for name in ("summary", "qk_norm", "append"))
     plots = [plan.png_path(found[0], name) for name in plan.SWEEPS]
     whole = ("--whole", *(("--missing",) if by_row else ()))
 
@@ -80,12 +80,13 @@ def stages(device: str, commit: str, folder: Path, *, by_row: bool = False) -> l
             for name, path in random.items()
         ),
         Stage("qk_norm", (("-m", "benchmarks.qk_norm", "--seed", seed, "--out", str(norms)),)),
+        Stage("append", (("-m", "benchmarks.append", "--out", str(caches)),)),
         Stage("summary", (("-m", "benchmarks.summary", "--out", str(summary)),)),
         Stage(
             "plot",
             (("-m", "benchmarks.plot", str(found[0])),),
             copies=(
-                *((path, shipped(path)) for path in (*found, *random.values(), summary, norms)),
+                *((path, shipped(path)) for path in (*found, *random.values(), summary, norms, caches)),
                 *((path, RESULTS / "sweep" / path.name) for path in plots),
             ),
         ),

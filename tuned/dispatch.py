@@ -590,7 +590,7 @@ def rope_append_(  # noqa: PLR0913 - the arguments of rope_qk, and of a cache
     * key_cache, value_cache: ``[pages, page_size, kv_heads, d]`` with cache_layout "NHD" (vLLM's flash layout, FlashInfer),
       ``[pages, kv_heads, page_size, d]`` with "HND"; any strides, so both may be views of one tensor. The dtype of k, or
       torch.float8_e4m3fn: what is larger than its largest number, 448, becomes that. A kernel writes float8 from compute
-      capability 8.9 on; below, PyTorch's own operators do.
+      capability 8.9 on; below, PyTorch's own operators do. They may share no memory with q, k and v, which is not checked.
     * slot_mapping: int32 or int64, at most ``[t]``: where in the caches each of the first tokens goes, page * page_size + slot.
       A token that has a negative slot, or none, or one past the last page, is written to no cache; its query is rotated. No
       two tokens may have the same.

@@ -1760,6 +1760,14 @@ CACHE = (
         "On a CPU a slot past the end is an error of indexing.",
     ),
     Fault(
+        "slots_of_any_stride_alike",
+        "tuned/calls/rope/append.py",
+        "slot_mapping.is_contiguous() or slot_mapping.stride()",
+        "slot_mapping.is_contiguous()",
+        (C_APPEND + "test_the_short_way_is_for_calls_like_those_before_alone",),
+        "Slots that lie three numbers apart are read as those of a call before, two apart.",
+    ),
+    Fault(
         "known_call_asks_for_no_overlap",
         "tuned/calls/rope/append.py",
         "or (to_key != key_at and (key_near < to_key < key_far or key_inplace))",

@@ -14,6 +14,7 @@ from generator.measuring.check import check, inputs_of, probe
 from generator.workload import WORKLOADS
 from tests.support.append import FLOAT8, PAGE_SIZE, PAGES, Made, by_hand, make
 from tests.support.run import run
+from tuned.calls.rope import append
 from tuned.dispatch import rope_append_, rope_qk
 from tuned.families.rope.launches import launches
 from tuned.families.rope.spec import RopeSize
@@ -129,6 +130,33 @@ def test_float8_numbers_are_those_of_pytorch() -> None:
     made.call(**named)
     found = made.tensors["value_cache"]
     assert torch.equal(torch.nan_to_num(found.float(), 999.0), torch.nan_to_num(wanted.float(), 999.0))
+
+
+@pytest.mark.gpu_sample
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("cache", [None, FLOAT8])
+def test_the_short_way_of_known_calls_is_right(cache: Any, mode: Any) -> None:
+    """Calls as servers make them, by a table of cosines and sines: the same as those that were checked."""
+    with mode():
+        made, other = (
+            make(dim=64, rotary=64, dtype=BF16, cache=cache, lies="together", device="cuda") for _ in range(2)
+        )
+        named = dict(made.named)
+        named["cos_sin_cache"] = torch.cat((named.pop("cos"), named.pop("sin")), -1)
+        if cache is not None:
+            named |= {
+                "key_scale": torch.full((), 0.5, device="cuda"),
+                "value_scale": torch.full((), 0.25, device="cuda"),
+            }
+        before = [t.clone() for t in made.storages]
+        rope_append_(**other.tensors, **named)  # publicly
+        for again in range(5):
+            for t, was in zip(made.storages, before, strict=True):
+                t.copy_(was)
+            rope_append_(**made.tensors, **named)
+            for t, want in zip(made.storages, other.storages, strict=True):
+                assert torch.equal(bits(t), bits(want)), again
+    assert append._NEAR, "torch has no guards that compare tensors: known calls go the long way"
 
 
 # In graphs, on streams, compiled ------------------------------------------------------------------------------------------

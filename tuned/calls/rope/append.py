@@ -61,9 +61,8 @@ class Kept:
 
 
 _PLANS: dict[Any, Kept] = {}
-_NEAR: dict[
-    Any, tuple[tuple[Callable[..., bool], Callable[..., bool]], ...]
-] = {}  # what compares tensors, and launches
+# A small key -> pairs of what compares tensors with those of a call before, and what launches such calls.
+_NEAR: dict[Any, tuple[tuple[Callable[..., bool], Callable[..., bool]], ...]] = {}
 MOST_NEAR = 4
 _Guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)  # noqa: SLF001
 _compiling = torch.compiler.is_dynamo_compiling
@@ -142,7 +141,8 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
     places, int_offset = positions, offset
     if positions is None and type(offset) is not int:  # a tensor
         places, int_offset = offset, 0
-    kept = properties = near = None
+    kept = properties = near = fast = None
+    # No launch stands in what is tried: an error of its own must not become a second launch.
     try:
         q_ptr, k_ptr, v_ptr, device = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.get_device()
         key_ptr, value_ptr = key_cache.data_ptr(), value_cache.data_ptr()
@@ -157,29 +157,35 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
                 q.shape, settings, cache_layout, key_inplace, source, positions is None, key_scale is None,
                 int_offset == 0, forward_ad._current_level, device if device < 0 else current_device(),  # noqa: SLF001
             )  # fmt: skip
-            for check, fast in _NEAR.get(near, ()):
-                alike = (
+            for check, launch in _NEAR.get(near, ()):
+                if (
                     check(q, k, v, key_cache, value_cache, slot_mapping, angles, places)
                     if key_scale is None
                     else check(q, k, v, key_cache, value_cache, slot_mapping, angles, places, key_scale, value_scale)
                     and not (key_scale.data_ptr() | value_scale.data_ptr()) & 15
-                )
-                if alike and fast(
-                    q, k, key_cache, value_cache, None, None, places, int_offset, None, None, key_scale, value_scale,
-                    q_ptr, k_ptr, v_ptr, key_ptr, value_ptr, slots_ptr, angles_ptr,
-                ):  # fmt: skip
-                    return q
+                ):
+                    fast = launch
+                    break
+        addressed = True
+    except NO_KEY:
+        addressed = False
+    if fast is not None and fast(
+        q, k, key_cache, value_cache, None, None, places, int_offset, None, None, key_scale, value_scale,
+        q_ptr, k_ptr, v_ptr, key_ptr, value_ptr, slots_ptr, angles_ptr,
+    ):  # fmt: skip
+        return q
+    try:
         # All that a compiled kernel, or the path to it, may depend on. Written out: a function called for each tensor would
         # double its cost.
-        properties = (
+        properties = None if not addressed else (
             type(q), q.dtype, q.shape, q.stride(), q_ptr & 15, device,
             type(k), k.dtype, k.shape, k.stride(), k_ptr & 15, k.get_device(),
             type(v), v.dtype, v.shape, v.stride(), v_ptr & 15, v.get_device(),
             type(key_cache), key_cache.dtype, key_cache.shape, key_cache.stride(), key_ptr & 15, key_cache.get_device(),
             type(value_cache), value_cache.dtype, value_cache.shape, value_cache.stride(), value_ptr & 15,
             value_cache.get_device(),
-            type(slot_mapping), slot_mapping.dtype, slot_mapping.shape, slot_mapping.is_contiguous(), slots_ptr & 15,
-            slot_mapping.get_device(),
+            type(slot_mapping), slot_mapping.dtype, slot_mapping.shape,
+            slot_mapping.is_contiguous() or slot_mapping.stride(), slots_ptr & 15, slot_mapping.get_device(),
             type(angles), angles.dtype, angles.shape, angles.is_contiguous() or angles.stride(), angles_ptr & 15,
             angles.get_device(),
             places if places is None else (
@@ -200,16 +206,16 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
             forward_ad._current_level, device if device < 0 else current_device(),  # noqa: SLF001
         )  # fmt: skip
         kept = _PLANS.get(properties)
-        if kept is not None and kept.fast is not None and kept.fast(
-            q, k, key_cache, value_cache, sin, cu_seqlens, places, int_offset, weight, key_weight, key_scale, value_scale,
-            q_ptr, k_ptr, v_ptr, key_ptr, value_ptr, slots_ptr, angles_ptr,
-        ):  # fmt: skip
-            if near is not None:
-                scales = () if key_scale is None else (key_scale, value_scale)
-                _learn(near, kept.fast, (q, k, v, key_cache, value_cache, slot_mapping, angles, places, *scales))
-            return q
     except NO_KEY:
         properties = kept = None
+    if kept is not None and kept.fast is not None and kept.fast(
+        q, k, key_cache, value_cache, sin, cu_seqlens, places, int_offset, weight, key_weight, key_scale, value_scale,
+        q_ptr, k_ptr, v_ptr, key_ptr, value_ptr, slots_ptr, angles_ptr,
+    ):  # fmt: skip
+        if near is not None and fast is None:
+            scales = () if key_scale is None else (key_scale, value_scale)
+            _learn(near, kept.fast, (q, k, v, key_cache, value_cache, slot_mapping, angles, places, *scales))
+        return q
     given, cached, asked = _gathered(
         q, k, v, key_cache, value_cache, slot_mapping, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, cu_seqlens,
         positions, offset, weight, key_weight, key_scale, value_scale, settings, cache_layout, key_inplace,
