@@ -166,14 +166,25 @@ def at_random(landscape: Landscape, seed: int = 0) -> Replay:
     return _replay(landscape, [first, *(pool[i] for i in order)], None, 0, 0.0)
 
 
+def _knobs(landscape: Landscape) -> dict[str, tuple[Any, ...]]:
+    """The knobs of its variants and their choices, without those that are newer than it, and so are the same in all of them."""
+    kind = _space(landscape).variant_type
+    newer = {f.name for f in dataclasses.fields(kind) if f.metadata.get("older")}
+    recorded = [*landscape.times, *landscape.failed]
+    return {
+        name: values
+        for name, values in choices(kind).items()
+        if name not in newer or len({getattr(variant, name) for variant in recorded}) > 1
+    }
+
+
 def plain(landscape: Landscape, sampler: optuna.samplers.BaseSampler, budget: int | None = None) -> Replay:
     """A sampler of Optuna as it comes: it proposes knob by knob, also what is illegal or was measured.
 
     Those are told to it (twice the worst time, or the time that is known) and cost no evaluation, until it has made
     PROPOSALS times as many proposals as evaluations.
     """
-    kind = _space(landscape).variant_type
-    knobs = choices(kind)
+    kind, knobs = _space(landscape).variant_type, _knobs(landscape)
     space, study = _distributions(knobs), optuna.create_study(sampler=sampler)
     penalty = math.log(2 * max(landscape.times.values()))
     budget, measured, wasted = budget or evaluations(landscape), dict[Any, None](), 0
@@ -197,7 +208,7 @@ def pooled(landscape: Landscape, sampler: optuna.samplers.BaseSampler, seed: int
 
     What was measured is told to it, as a trial of its own where it proposed something else. So no proposal is wasted.
     """
-    knobs, random = choices(_space(landscape).variant_type), np.random.default_rng(seed)
+    knobs, random = _knobs(landscape), np.random.default_rng(seed)
     pool = [*landscape.times, *landscape.failed]
     levels = np.array([[knobs[name].index(getattr(v, name)) for name in knobs] for v in pool])
     ordered = [_ordered(values) for values in knobs.values()]

@@ -44,9 +44,14 @@ class PoolSampler(optuna.samplers.BaseSampler):
         rows = np.array([[knobs[name].index(row[name]) for name in knobs] for row in pool], dtype=np.intp)
         self._index = {tuple(row): i for i, row in enumerate(rows.tolist())}
         extra = np.array([list(f) for f in features], dtype=np.intp).reshape(len(pool), -1)
-        self._levels = np.concatenate((rows, extra - extra.min(0, initial=0)), axis=1).T  # [dimensions, pool]
+        levels = np.concatenate((rows, extra - extra.min(0, initial=0)), axis=1).T  # [dimensions, pool]
         ordered = [all(type(v) in (int, float) for v in values) for values in knobs.values()]
-        self._ordered = [*ordered, *[True] * extra.shape[1]]
+        # A knob that is the same in all of a pool, as one of other calls of a family, would only dilute the kernel's mean.
+        told = [bool(np.ptp(places)) for places in levels] if any(map(np.ptp, levels)) else [True] * len(levels)
+        self._levels = levels[told]
+        self._ordered = [
+            is_so for is_so, tells in zip([*ordered, *[True] * extra.shape[1]], told, strict=True) if tells
+        ]
         self._unseen = np.ones(len(pool), dtype=bool)
         self._next: collections.deque[int] = collections.deque()
         self._asked: dict[int, int] = {}  # trial number -> place in the pool

@@ -1346,7 +1346,7 @@ NORM = (
         "templates/rope.py.jinja",
         "for i_tile in tl.range(i_tile_0, token_tiles * batch, turns, num_stages=STAGES):",
         "for i_tile in tl.range(i_tile_0, token_tiles * batch, 2 * turns, num_stages=STAGES):",
-        (K_NORM + LOOPED + "[head-False]", K_NORM + LOOPED + "[all-True]"),
+        (K_NORM + LOOPED + "[head-False-8]", K_NORM + LOOPED + "[all-True-8]"),
         "Of long sequences every other tile of tokens is left as it was.",
         render=True,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -302,8 +303,10 @@ def test_no_call_waits_for_the_gpu() -> None:
         made, grads = make(case), grads_of(case)
         trained(case, made, grads, None)
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype feature")
+                torch.cuda.set_sync_debug_mode("error")
             for _ in range(2):
                 trained(case, made, grads, None)
                 rope(made.q.clone(), rotated="last", inplace=True, **made.named)

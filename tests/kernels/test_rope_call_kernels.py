@@ -76,6 +76,8 @@ def test_every_choice_of_a_knob_rotates_as_the_oracle_does(knobs: dict[str, Any]
 
 def test_every_declared_choice_is_tested() -> None:
     for name, declared in choices(RopeVariant).items():
+        if name == "resident":  # of norms, which have tests of their own
+            continue
         assert {knobs[name] for knobs in NUMBERS} == set(declared) - ({True} if name == "pdl" else set()), name
 
 

@@ -108,18 +108,24 @@ def test_every_text_and_setting_is_right(index: int) -> None:
     check(call.out, wanted, 2 * bound, {n: (t, before[n]) for n, t in inputs_of(call).items()})
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("norm", ["head", "all"])
+HELD = [("head", False, 8), ("all", True, 8), ("head", True, 12), ("all", False, 16)]
+
+
+def test_every_number_of_resident_warps_is_tested() -> None:
+    assert {warps for _, _, warps in HELD} == set(rope_variant.RESIDENT) - {0}
+
+
+@pytest.mark.parametrize(("norm", "inplace", "resident"), HELD)
 def test_programs_that_take_tile_after_tile_are_right(
-    norm: str, inplace: bool, monkeypatch: pytest.MonkeyPatch
+    norm: str, inplace: bool, resident: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all batch entries, the last tile with fewer tokens than the others."""
     monkeypatch.setattr(rope_variant, "MULTIPROCESSORS", 3)
     spec = RopeSpec("bshd", "float32", 3, 8, 4, angles="cos_sin", key_heads=2, norm=norm, inplace=inplace)
     size, work = RopeSize(2, 19), WORKLOADS["rope"]
-    variant = RopeVariant(2, 8, num_warps=8, resident=8)
+    variant = RopeVariant(2, 8, num_warps=4, resident=resident)
     assert rope_variant.stages(spec, variant) > 1
-    assert rope_variant.programs(spec, variant, size.seq, size.batch) == 3
+    assert rope_variant.programs(spec, variant, size.seq, size.batch) == 3 * resident // 4
     assert rope_variant.programs(spec, dataclasses.replace(variant, resident=0), size.seq, size.batch) == 20
     call = probe(inputs(spec, size, "cpu", 0))
     wanted, bound = work.reference(spec, call)

@@ -254,7 +254,7 @@ def packed_halves(arguments: dict[str, Any], knobs: dict[str, Any], strides: tup
 def widths(
     arguments: dict[str, Any], knobs: dict[str, Any], shift: int = 0, key_shift: int = 0
 ) -> dict[str, dict[int, int]]:
-    """ "Kind, "LDG" or "STG", -> bits -> how many such instructions the kernel of a RoPE call has on sm_90.
+    """ "Kind, "LDG", "STG" or "LDGSTS" (to shared memory), -> bits -> how many such instructions a RoPE kernel has on sm_90.
 
     ``shift`` moves x and the output by so many elements from an aligned address, ``key_shift`` the key and its output.
     """
@@ -276,9 +276,9 @@ def widths(
         arguments = zip(named, launch.arguments, strict=True)
         moved = tuple(_moved(t, key_shift) if name in ("key", "key_out") else t for name, t in arguments)
         launch = dataclasses.replace(launch, arguments=moved)
-    counts: dict[str, Counter[int]] = {"LDG": Counter(), "STG": Counter()}
+    counts: dict[str, Counter[int]] = {"LDG": Counter(), "STG": Counter(), "LDGSTS": Counter()}
     for line in instructions(compile_launch(launch, target_of("sm_90")).asm["cubin"]):
-        if found := re.search(r"\b(LDG|STG)\.E(\.[A-Z0-9.]+)?", line):
+        if found := re.search(r"\b(LDGSTS|LDG|STG)\.E(\.[A-Z0-9.]+)?", line):
             bits = re.search(r"\.(?:U|S)?(8|16|64|128)\b", found[2] or "")
             counts[found[1]][int(bits[1]) if bits else 32] += 1
     return {kind: dict(count) for kind, count in counts.items()}

@@ -218,6 +218,7 @@ def test_the_kernels_of_latent_attention_are_noted(noted: list[Noted]) -> None:
     ]
 
 
+@pytest.mark.usefixtures("ropes")
 def test_a_rotation_that_writes_a_cache_is_noted_and_undone(noted: list[Noted]) -> None:
     made = append.make(heads=4, key_heads=2, dim=16, rotary=16)
     before = [t.clone() for t in made.storages]
