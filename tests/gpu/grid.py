@@ -184,7 +184,9 @@ class _Angles:
     def __init__(self, case: Case, draw: torch.Generator) -> None:
         combination = case.combination
         width = case.rotary_dim if combination.entries == "feature" else case.rotary_dim // 2
-        freqs = torch.randn((case.seq + 5, width), generator=draw, device="cuda")
+        rows = case.seq + 5
+        rows += rows == case.heads  # a table that fits the heads alone would be warned of, as one of [b, h, s, d]
+        freqs = torch.randn((rows, width), generator=draw, device="cuda")
         self.given: dict[str, torch.Tensor]
         if combination.angles == "freqs":
             self.given = {"freqs": freqs[:, None, None] if combination.entries == "feature" else freqs}

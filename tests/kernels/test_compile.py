@@ -216,6 +216,20 @@ def test_a_norm_moves_128_bits_at_a_time(compiler: concurrent.futures.Executor, 
     assert direction == "backward" or set(found["STG"]) == {128}  # parts of the weights' gradients are a row each
 
 
+@pytest.mark.parametrize("norm", ["head", "all"])
+@pytest.mark.parametrize("dims", [(80, 40), (256, 64)])
+def test_the_gradient_of_packed_norms_compiles(
+    compiler: concurrent.futures.Executor, norm: str, dims: tuple[int, int]
+) -> None:
+    """One warp, features that do not rotate and a search for sequences: Triton 3.6 fails if tiles are under way as well."""
+    arguments = {
+        "layout": "thd", "dtype": "float32", "heads": 3, "head_dim": dims[0], "rotary_dim": dims[1], "angles": "cos_sin",
+        "key_heads": 1, "norm": norm, "direction": "backward",
+    }  # fmt: skip
+    found = compiler.submit(compiling.widths, arguments, {"block_tokens": 1, "block_heads": 2, "num_warps": 1}).result()
+    assert found["STG"]
+
+
 @pytest.mark.parametrize("deinterleaves", [False, True])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_key_and_value_of_mla_move_128_bits_at_a_time(

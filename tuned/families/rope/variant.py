@@ -222,6 +222,8 @@ def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant
     batch = MANY if size is None else size.batch
     each = 2 * row_block(spec) * ITEM_SIZE[spec.dtype]
     held = HELD[ITEM_SIZE[spec.dtype]] - (LESS_HELD if vector_bytes(spec) == 2 else 0.0)  # noqa: PLR2004 - bytes
+    if spec.gradient_of_norm and spec.interleaved:  # whose pairs are split in registers: Triton 3.6 spills larger tiles
+        held -= 1.0
     if size is not None:
         held = min(held, max(LEAST_HELD, math.log2(max(1, spec.all_heads * size.tokens * each) / SPREAD)))
     capped = RopeSize(min(batch, MANY) if spec.merges_batch else 1, max(1, min(positions, MANY)))
