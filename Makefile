@@ -11,8 +11,9 @@ STACK_TRITON = 3.6.0
 # The newest Triton, with a torch whose CPU build can be had; torch 2.15 comes with gigabytes for GPUs.
 NEWEST_TORCH = 2.13.0
 NEWEST_TRITON = 3.9.0
-# What says something about such a pair: compiled for the GPU of the rows, rendered, looked up. Other architectures are
-# compiled with the pair that is developed with.
+# What says something about such a pair: compiled for the GPU of the rows, rendered, looked up. What is compiled for others,
+# and that no two kernels are alike, is looked at with the pair that is developed with.
+STACK_HERE = not every_other_architecture and not card_that_is_not_at_hand and not compile_to_the_same_code
 STACK_TESTS = tests/kernels/test_compile.py tests/kernels/test_gru_compile.py \
 	tests/tuned/lookup/test_foreign_gpus.py tests/tuned/families/test_gru_variant.py \
 	tests/generator/rendering/test_generated.py tests/generator/reporting/test_show.py \
@@ -37,7 +38,7 @@ test-fast: $(VENV)/.dev  ## within a minute on two cores: no kernel is interpret
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "$(FAST)"
 
 test-stack: $(STACK)/.dev  ## set up, then the compile, render and lookup tests with the older torch and Triton
-	$(STACK)/bin/python -m pytest -n auto --dist worksteal -k "not every_other_architecture" $(STACK_TESTS)
+	$(STACK)/bin/python -m pytest -n auto --dist worksteal -k "$(STACK_HERE)" $(STACK_TESTS)
 
 test-newest:  ## the same with the newest Triton that was tried
 	$(MAKE) test-stack STACK=.venv-newest STACK_TORCH=$(NEWEST_TORCH) STACK_TRITON=$(NEWEST_TRITON)
