@@ -151,11 +151,10 @@ def flat_rows(spec: RopeSpec, call: RopeCall) -> int:
 
 def _cache_in(spec: RopeSpec, call: RopeCall) -> RopeCall:
     """The call with its parts of a flat x: rows of the query, the key and the value of each token, then both caches."""
-    rows, key_at, value_at = flat_rows(spec, call), spec.heads * spec.head_dim, spec.all_heads * spec.head_dim
-    caches = call.x[rows:].chunk(2)
+    key_at, value_at = spec.heads * spec.head_dim, (spec.heads + spec.key_heads) * spec.head_dim
+    caches = call.x[flat_rows(spec, call) :].chunk(2)
     if spec.cache == "float8":
         caches = [cache.view(torch.float8_e4m3fn) for cache in caches]
-    value_at -= spec.key_heads * spec.head_dim
     key, value = call.x[key_at:], call.x[value_at:]
     return dataclasses.replace(call, key=key, value=value, key_cache=caches[0], value_cache=caches[1])
 

@@ -71,9 +71,8 @@ class RopeSpec:
     rounding: str = "once"
     sections: tuple[int, ...] = ()  # positions "axes": how many pairs take their angle from each
     sections_interleaved: bool = False  # in turn, as Qwen3-VL has them, and not in a row
-    deinterleaves: bool = (
-        False  # style half, of features that come as pairs (2 j, 2 j + 1): the transpose gives them back so
-    )
+    # Style half, of features that come as pairs (2 j, 2 j + 1): the transpose gives them back so.
+    deinterleaves: bool = False
     # MLA: features of each head's value. x is kv, [.., heads, head_dim - rotary_dim + value_dim], and one key head of rotary_dim,
     # rotated, stands behind what kv has of every head's key. The transpose takes the gradients of the key and of the value.
     value_dim: int = 0

@@ -31,10 +31,8 @@ RESIDENT = (0, 8, 12, 16)  # warps
 LEAST_RESIDENT = 8
 FEW_WARPS = 4  # of a program that normalises all heads of a token: of eight, fewer wait for each other
 MULTIPROCESSORS = 132  # of an H100 or H200: others get the same programs, in other waves
-STAGES, STAGED_BYTES = (
-    3,
-    90 * 1024,
-)  # tiles that such a program has at a time; of shared memory, which sm_86 has 99 KB of
+STAGES = 3  # tiles that such a program has at a time
+STAGED_BYTES = 90 * 1024  # of shared memory that they wait in at most: sm_86 has 99 KB
 # What follows is from landscapes of an H200: docs/decisions/0052.
 REACH = 1.5  # octaves: of calls further away than that, a row knows less than the default variant
 # What a thread of a good tile holds of x, in octaves of bytes: by bytes of an element; less where two bytes are all that a load takes,
