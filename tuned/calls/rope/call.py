@@ -191,7 +191,7 @@ def _known_but_for_lengths(  # noqa: PLR0913 - the tensors of a call
     found = sized(class_key, x, key, angles, sin, cu_seqlens, positions)
     if found is None:
         return None
-    return _differentiable(sized_plan(found), found.known.settings, found.known.sources, x, key, weights)
+    return _differentiable(sized_plan(found, x), found.known.settings, found.known.sources, x, key, weights)
 
 
 def _decide(given: Given, settings: Settings, class_key: Any, first: threading.local) -> Plan:

@@ -52,7 +52,6 @@ class ShapeClass:
     settings: Settings
     sources: Sources
     gpu: Gpu
-    device: int
     sines: int  # with a cos_sin_cache: bytes from its first cosine to its first sine
     rows: NearRows  # of the dispatch table, for the spec
     launches: dict[Any, CompiledLaunch] = dataclasses.field(default_factory=dict)  # by variant
@@ -129,7 +128,7 @@ def learn(  # noqa: PLR0913 - a call and how it was served
         rows = near_rows(ROPE, spec, gpu)
         if rows is None:
             return
-        known = ShapeClass(spec, settings, sources, gpu, call.x.get_device(), sines, rows)
+        known = ShapeClass(spec, settings, sources, gpu, sines, rows)
         remember(_CLASSES, class_key, known)
     numbers = {
         parameter.name: value

@@ -85,11 +85,11 @@ def run_public(now: Ready) -> Any:
 _COMPILED: dict[Any, Any] = {}
 
 
-def sized_plan(found: SizedLaunch) -> Plan:
-    """The plan of calls that differ only in their lengths from a call that a kernel served."""
+def sized_plan(found: SizedLaunch, x: torch.Tensor) -> Plan:
+    """The plan of calls like that of x, which differ only in their lengths from a call that a kernel served."""
     known = found.known
     public = functools.partial(_public, known.spec, found.variant, known.settings, known.sources)
-    return Plan(_run(known.spec, found.direct, known.device, known.sines, found.limits, found.beside, public))
+    return Plan(_run(known.spec, found.direct, x, known.sines, found.limits, found.beside, public))
 
 
 def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
@@ -129,7 +129,7 @@ def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
         sines = 0 if spec.computes_sincos else call.sin.data_ptr() - call.cos.data_ptr()
         learn(class_key, spec, settings, sources, variant, call, part, direct, sines)
         limits = offset_limits(spec, settings, call.angle_rows, call.seq)
-        return _run(spec, direct, call.x.device.index, sines, limits, beside(call.x, call.key), public)
+        return _run(spec, direct, call.x, sines, limits, beside(call.x, call.key), public)
 
     plan, now = Plan(run_first), Ready(spec, prepared.call, *launches(spec, variant, prepared.call))
     compiled = known_kernel(variant, now)
@@ -212,20 +212,20 @@ def made_alike(x: torch.Tensor, call: RopeCall, settings: Settings) -> bool:
 def _run(  # noqa: PLR0913 - what the closure holds
     spec: RopeSpec,
     direct: DirectLaunch,
-    device: int,
+    x: torch.Tensor,
     sines: int,
     limits: tuple[int, int],
     apart: tuple[int, int, int],
     public: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """The ``run`` of a plan that launches directly.
+    """The ``run`` of a plan that launches directly; it keeps nothing of x, which is of such a call.
 
     Call it only with tensors that have the dtype, shape, strides, device and 16-byte alignment of the call it was made
     for: the compiled code depends on all of them.
     """
     if spec.plain:
-        return _plain(spec, direct, device, sines, public)
-    return _complete(spec, direct, device, sines, limits, apart, public)
+        return _plain(spec, direct, x.get_device(), sines, public)
+    return _complete(spec, direct, x, sines, limits, apart, public)
 
 
 def beside(x: torch.Tensor, key: torch.Tensor | None) -> tuple[int, int, int]:
@@ -281,10 +281,16 @@ def _plain(
     return plan
 
 
+def _maker(shape: tuple[int, ...], like: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """What makes contiguous tensors of a shape, of the dtype and on the device of ``like``."""
+    strides = torch.empty(shape, device="meta").stride()
+    return functools.partial(torch.empty_strided, shape, strides, dtype=like.dtype, device=like.device)
+
+
 def _complete(  # noqa: PLR0913 - what the closure holds
     spec: RopeSpec,
     direct: DirectLaunch,
-    device: int,
+    like: torch.Tensor,
     sines: int,
     limits: tuple[int, int],
     apart: tuple[int, int, int],
@@ -294,8 +300,10 @@ def _complete(  # noqa: PLR0913 - what the closure holds
     rest, (low, high), (checked, nearest, furthest) = tuple(numbers), limits, apart
     inplace, splits, computes_sincos = spec.inplace, spec.splits, spec.computes_sincos
     two = spec.key_heads > 0 or splits
-    empty_like, sums_heads = torch.empty_like, spec.sums_heads
-    width, second = (made[-1] for made in spec.split_shapes((0, 0)))  # of the results of MLA
+    device, empty_like = like.get_device(), torch.empty_like
+    # Those of MLA have shapes of their own: made from what is known, in half of the time of ``new_empty``.
+    shapes = spec.split_shapes(tuple(like.shape)) if splits else ()
+    made = tuple(_maker(shape, like) for shape in shapes)
 
     def plan(  # noqa: PLR0913 - those of Plan.run
         x: Any,
@@ -316,9 +324,7 @@ def _complete(  # noqa: PLR0913 - what the closure holds
         key_outs: tuple[int, ...] = ()
         if not inplace:
             if splits:
-                *tokens, heads, _ = x.shape
-                out = x.new_empty((*tokens, heads, width))
-                key_out = x.new_empty((*tokens, 1 if sums_heads else heads, second))
+                out, key_out = made[0](), made[1]()
             else:
                 out = empty_like(x)
                 key_out = empty_like(key) if two else out
