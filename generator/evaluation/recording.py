@@ -14,7 +14,7 @@ from ..failures import LOADED, LOST_WORKER, times_to_be_a_fact
 from ..problem import Problem
 from ..processes.compiler import compile_variant, compiled, hopeless
 from ..processes.worker import TrialFailedError, Worker, WorkerLostError
-from ..rendering.structures import digests
+from ..rendering.structures import current
 from ..searching.pool import legal_pool
 from ..storage.landscape import Landscape, save
 
@@ -64,7 +64,7 @@ def record(
     best = sorted(times, key=times.__getitem__)[:AGAIN]
     times |= {v: c.timing.median_us for v, c in zip(best, worker.compare(best), strict=True)}
     names = {name for variant in variants for name in family.kernel_names(problem.spec, variant)}
-    texts = {name: digests()[name] for name in sorted(names)}
+    texts = current(sorted(names))
     return Landscape(problem, environment, texts, baselines.copy_us, baselines.floor_us, times, failed, registers)
 
 

@@ -20,7 +20,7 @@ from ..estimating.targets import target_named
 from ..places import TUNE
 from ..problem import Problem
 from ..publishing.audit import Here, this_machine
-from ..rendering.structures import digests
+from ..rendering.structures import current
 from ..searching.pool import same_problem
 from ..storage.journal import Journal
 from ..storage.record import read_record
@@ -112,7 +112,7 @@ def _measured(winner: Winner, here: Here) -> Iterator[str]:
         f"{facts.get('driver', '?')}, torch {facts.get('torch', '?')}, Triton {facts.get('triton', '?')}, {facts.get('method', '?')}"
     )
     hard = [
-        *changed_sources(winner.digests, digests()),
+        *changed_sources(winner.digests, current(winner.digests)),
         *differences(facts, {"method": METHOD, **here.gpus.get(facts["device"], {})}, HARD),
     ]
     soft = differences(facts, here.versions, SOFT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tuned.families.family import BUILT_IN, Family, brought
@@ -277,30 +277,31 @@ def _here(family: Family, spec: Any, gpu: Gpu, table: Table) -> NearRows:
     return NearRows(measured, _undominated(family, spec, gpu, rows))
 
 
-def _undominated(family: Family, spec: Any, gpu: Gpu, rows: Iterable[Row]) -> tuple[_Near, ...]:
+def _undominated(family: Family, spec: Any, gpu: Gpu, rows: Sequence[Row]) -> tuple[_Near, ...]:
     """The rows that are nearest to some size. A row is left out if another row is nearer at every size.
 
     By the triangle inequality another row is, if its spec is closer by more octaves than lie between the two numbers of
     tokens. Among equally near rows a fresh one comes before a stale one, then an earlier one before a later one.
     """
-    found = [
-        _Near(
-            family.distance(row.spec, spec),
-            _octave(row.size),
-            row.stale is not None,
-            row,
-            brought(family, row.variant, row.spec, spec, gpu.capability),
-        )
-        for row in rows
-    ]
-    ranked = list(enumerate(found))
+    away = [family.distance(row.spec, spec) for row in rows]
+    octave = [_octave(row.size) for row in rows]
+    stale = [row.stale is not None for row in rows]
 
-    def beats(i: int, other: _Near, k: int, one: _Near) -> bool:
-        least = other.away + abs(other.octave - one.octave)
-        first = (other.stale, i) < (one.stale, k)  # who wins a tie
-        return i != k and (least < one.away - TIE or (first and least <= one.away))
+    def beats(i: int, k: int) -> bool:
+        least = away[i] + abs(octave[i] - octave[k])
+        first = (stale[i], i) < (stale[k], k)  # who wins a tie
+        return least < away[k] - TIE or (first and least <= away[k])
 
-    return tuple(one for k, one in ranked if not any(beats(i, other, k, one) for i, other in ranked))
+    kept: list[int] = []
+    # Nearer specs first: whatever leaves a row out stands before it, and is kept or left out by one that leaves out both.
+    for k in sorted(range(len(rows)), key=lambda k: (away[k], stale[k], k)):
+        if not any(beats(i, k) for i in kept):
+            kept.append(k)
+    return tuple(
+        _Near(away[k], octave[k], stale[k], row, brought(family, row.variant, row.spec, spec, gpu.capability))
+        for k, row in enumerate(rows)
+        if k in kept
+    )
 
 
 LEAD = 1.05  # over PyTorch's own that a row must have to stand for a shape that was not measured
