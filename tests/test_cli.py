@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -24,7 +23,6 @@ from generator.storage.record import read_record, save_winner
 from generator.workload import default_problems
 from tests.support.command_line import ONE, call, machine
 from tests.support.ports import free_port
-from tests.support.processes import BACKSTOP_SECONDS
 from tests.support.records import winner
 
 pytestmark = pytest.mark.processes
@@ -410,7 +408,7 @@ def test_one_gpu_or_several_or_a_cluster_not_both(machine: Any, both: tuple[str,
 
 def test_trials_are_kept_in_a_database(machine: Any, tmp_path: Path) -> None:
     problems = "linear_cat_decoder_1,linear_cat_decoder_128,gru_projection_tf32_8192"
-    storage = ("--storage", f"sqlite:///{tmp_path}/trials.db", "--problems", problems)
+    storage = ("--storage", f"sqlite:///{tmp_path}/trials.db", "--problems", problems, "--trials", "6")
     first = call(*storage, "--out", str(tmp_path / "first"))
     assert first.exit_code == 0, first.output
     assert machine[1][0].measured
@@ -428,45 +426,3 @@ def test_a_storage_that_cannot_be_reached_is_said_before_a_gpu_is_woken(machine:
     assert "cannot be used" in done.output
     assert "s3cret" not in done.output
     assert not machine[1]
-
-
-# --- without a GPU --------------------------------------------------------------------------------------------------
-
-
-def test_without_a_gpu_it_compiles_checks_and_estimates(tmp_path: Path) -> None:
-    """The whole of it for one small problem, in a process of its own: the compiler must not be in the interpreter."""
-    save_winner(winner(ONE, environment={**winner().environment, "device": "nvidia_h200"}), tmp_path / "out")
-    before = (tmp_path / "out" / "nvidia_h200.json").read_bytes()
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "TUNED_CACHE": str(tmp_path / "cache")
-    }
-    done = subprocess.run(
-        [
-            sys.executable,
-            "tune.py",
-            "--target",
-            "nvidia_h200",
-            "--problems",
-            ONE,
-            "--trials",
-            "4",
-            "--out",
-            tmp_path / "out",
-        ],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=BACKSTOP_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "declared -> 28 legal -> a ranked sample of 4: 4 compiled -> 4 without spills -> " in done.stdout
-    assert "distinct in machine code" in done.stdout
-    assert "registers a thread" in done.stdout
-    assert "checked in the interpreter against float64: 2 of 2 right" in done.stdout
-    assert "measured     34.50 us  rank" in done.stdout
-    assert "Not done, since it needs the device" in done.stdout
-    estimates = json.loads((tmp_path / "cache" / "estimates" / "nvidia_h200.json").read_text())
-    assert estimates["estimated"] is True
-    assert (tmp_path / "out" / "nvidia_h200.json").read_bytes() == before, "a measured row is never touched"

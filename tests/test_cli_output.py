@@ -421,21 +421,34 @@ def test_what_is_refused_is_an_object_too(machine: Any) -> None:
     assert not machine[1]
 
 
-def test_an_estimate_is_an_object_and_its_ranks_are_explained(tmp_path: Path) -> None:
+def test_without_a_gpu_it_compiles_checks_and_estimates(tmp_path: Path) -> None:
+    """The whole of it for one small problem, in a process of its own: the compiler must not be in the interpreter."""
+    save_winner(winner(ONE, environment={**winner().environment, "device": "nvidia_h200"}), tmp_path / "out")
+    record = tmp_path / "out" / "nvidia_h200.json"
+    before = record.read_bytes()
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "tune.py", "--target", "h200", "--problems", ONE, "--trials", "2", "--json"]
+    command = [sys.executable, "tune.py", "--target", "h200", "--problems", ONE, "--trials", "4", "--json"]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=BACKSTOP_SECONDS, check=False
-    )
+        [*command, "--out", record.parent], cwd=ROOT, env=environment, capture_output=True, text=True,
+        timeout=BACKSTOP_SECONDS, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "declared -> 28 legal -> a ranked sample of 4: 4 compiled -> 4 without spills -> " in done.stderr
+    assert "distinct in machine code" in done.stderr
+    assert "registers a thread" in done.stderr
+    assert "checked in the interpreter against float64: 2 of 2 right" in done.stderr
+    assert "measured     34.50 us  rank" in done.stderr
+    assert "Not done, since it needs the device" in done.stderr
+    assert record.read_bytes() == before, "a measured row is never touched"
     found = json.loads(done.stdout)
     (estimate,) = found["estimates"]
     assert (found["target"], found["estimated"], found["wrong"]) == ("nvidia_h200", True, [])
-    assert estimate["measured_us"] > 0
+    assert estimate["measured_us"] == 34.5
     assert 1 <= estimate["rank_of_measured"] <= estimate["ranked"]
     assert f"rank {estimate['rank_of_measured']} of {estimate['ranked']} here" in done.stderr
     assert RANK in done.stderr
-    assert Path(found["path"]).is_relative_to(tmp_path / "cache")
+    assert Path(found["path"]) == tmp_path / "cache" / "estimates" / "nvidia_h200.json"
+    assert json.loads(Path(found["path"]).read_text())["estimated"] is True
 
 
 def test_lines_of_an_estimate_have_their_styles() -> None:

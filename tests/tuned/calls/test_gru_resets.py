@@ -217,7 +217,8 @@ def test_gradients_of_gradients_pass_a_reset() -> None:
         return eager.gru(dataclasses.replace(call, input=x, hx=hx, weights=(weight, *call.weights[1:])))
 
     assert torch.autograd.gradcheck(function, few)
-    assert torch.autograd.gradgradcheck(function, few)
+    # Along random directions: entry by entry it takes ten seconds.
+    assert torch.autograd.gradgradcheck(function, few, fast_mode=True)
 
 
 # Which kernel ---------------------------------------------------------------------------------------------------------
