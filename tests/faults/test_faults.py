@@ -60,6 +60,7 @@ def test_there_are_enough_each_of_one_name_and_in_every_package() -> None:
         assert any(fault.file.startswith(tuple(package.split(","))) for fault in FAULTS), f"no fault in {package}"
 
 
+@pytest.mark.thinned_on_gpu(every=10)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_applies_and_is_python(fault: Fault) -> None:
     changed = faulty(fault)

@@ -96,6 +96,7 @@ def test_the_cases_reach_every_text() -> None:
     }
 
 
+@pytest.mark.thinned_on_gpu(every=4)
 @pytest.mark.parametrize("index", range(len(CASES)))
 def test_every_text_and_setting_is_right(index: int) -> None:
     spec = CASES[index]

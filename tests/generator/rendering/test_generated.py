@@ -370,6 +370,7 @@ def test_no_two_names_have_the_same_text() -> None:
     assert set(digests.values()) == {1}
 
 
+@pytest.mark.thinned_on_gpu(every=6)
 @pytest.mark.parametrize("name", sorted(structures()))
 def test_a_rendered_module_says_what_it_is_and_leaves_no_mark_of_its_template(name: str) -> None:
     source = structures()[name].source
@@ -394,6 +395,7 @@ def test_the_digest_sees_code_and_nothing_else() -> None:
     assert digest('def f():\n    """Only this."""\n') == digest("def f():\n    pass\n")
 
 
+@pytest.mark.thinned_on_gpu(every=6)
 @pytest.mark.parametrize("name", sorted(structures()))
 def test_a_comment_in_a_kernel_leaves_its_digest_and_a_sign_changes_it(name: str) -> None:
     kernel = structures()[name]

@@ -79,6 +79,7 @@ def operands(given: Given, settings: Settings) -> tuple[Any, tuple[Any, ...]]:
     return operator, arguments
 
 
+@pytest.mark.thinned_on_gpu(every=4)
 @pytest.mark.parametrize("grad", ["none", "leaf"])
 @pytest.mark.parametrize("name", CHECKED)
 def test_the_operators_keep_the_rules_of_operators(name: str, grad: str) -> None:

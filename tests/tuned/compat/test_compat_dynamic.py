@@ -136,6 +136,7 @@ OTHERS: dict[str, tuple[Callable[..., Any], Callable[[int, int], tuple[Any, ...]
 CALLS = FLASH | OTHERS
 
 
+@pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_of_open_sizes_is_compiled_whole(name: str) -> None:
     function, arguments = CALLS[name]

@@ -33,6 +33,7 @@ def drawn(family: str, count: int) -> list[Any]:
     return [work.any_shape(draw) for _ in range(count)]
 
 
+@pytest.mark.thinned_on_gpu(every=6)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_row_keeps_a_variant_that_its_card_can_run(name: str, capability: int) -> None:
@@ -46,6 +47,7 @@ def test_a_row_keeps_a_variant_that_its_card_can_run(name: str, capability: int)
     assert kept
 
 
+@pytest.mark.thinned_on_gpu(every=6)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("name", ANY_SPEC)
 def test_another_spec_keeps_a_variant_that_the_card_can_run(name: str, capability: int) -> None:
