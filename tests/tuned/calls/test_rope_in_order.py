@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.support.rope_calls import forget
 from tests.support.run import DEVICE
@@ -138,7 +137,7 @@ def test_in_place_the_same_tensors_hold_the_same_bits(prepared: list[Settings], 
 
 def operators(function: Any) -> list[str]:
     """The names of the operators that a function runs, of which views and other alias are left out."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen, _disable_current_modes():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         function()
     inner = {"aten::as_strided", "aten::resize_", "aten::empty", "aten::empty_strided"}
     return [event.name for event in seen.events() if event.name.startswith("aten::") and event.name not in inner]
