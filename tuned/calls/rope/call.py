@@ -26,6 +26,7 @@ from tuned.calls.rope.arguments import (
     refuse_overlap,
     tokens_first,
 )
+from tuned.calls.rope.in_order import eager_run
 from tuned.calls.rope.lengths import class_of, sized
 from tuned.calls.rope.plan import Plan, choice_of, kernel_plan, sized_plan
 from tuned.families.launch import Launch
@@ -240,7 +241,10 @@ def _checked(given: Given, settings: Settings, sources: Sources, class_key: Any,
     if choice.variant is None or any(not t.numel() for t in given if isinstance(t, torch.Tensor)):
         note_left("rope", given.x, choice.why if choice.variant is None else "a tensor is empty")
         first.prepared = prepared
-        return Plan(functools.partial(_run_eagerly, settings, sources, first), serves=False)
+        return Plan(
+            eager_run(prepared, given, settings, sources, functools.partial(_run_eagerly, settings, sources, first)),
+            serves=False,
+        )
     misses.note(ROPE, prepared.spec, prepared.size, choice)
     if heads_apart(given.x, settings):  # ``prepared`` is of a contiguous copy
         return Plan(functools.partial(_run_copy, settings, sources))

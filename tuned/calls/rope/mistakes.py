@@ -36,18 +36,24 @@ def readable(tensor: torch.Tensor) -> bool:
     )
 
 
-def warn_if_heads_come_first(x: torch.Tensor, given: Given, settings: Settings, rows: int, mode: str) -> None:
-    """Warn of x that looks like [b, h, s, d] where [b, s, h, d] is meant: its third axis alone is as long as the angles.
+def heads_may_come_first(x: torch.Tensor, given: Given, settings: Settings, rows: int, mode: str) -> bool:
+    """Whether x looks like [b, h, s, d] where [b, s, h, d] is meant: its third axis alone is as long as the angles.
 
     A tracer is asked nothing; torch.compile's operator asks when it runs. Nor is a gradient, whose forward was.
     """
     if given.cos is None or settings.tensor_format != "bshd" or settings.kv_heads is not None:
-        return
+        return False
     if mode != "order" or settings.direction != "forward" or _traced():
-        return
+        return False
     seq, heads = x.shape[1:3]
-    if rows != heads or rows == seq or (given.key is not None and given.key.shape[2] != heads):
+    return rows == heads and rows != seq and (given.key is None or given.key.shape[2] == heads)
+
+
+def warn_if_heads_come_first(x: torch.Tensor, given: Given, settings: Settings, rows: int, mode: str) -> None:
+    """Warn if ``heads_may_come_first``."""
+    if not heads_may_come_first(x, given, settings, rows, mode):
         return
+    seq = x.shape[1]
     warnings.warn(
         f"x of tensor_format 'bshd' must be [b, s, h, d], got {list(x.shape)}, whose third axis alone is as long as cos and sin "
         f'({rows} rows): if it is [b, h, s, d], as in Hugging Face\'s models, pass x.transpose(1, 2), or tensor_format="bhsd" to tuned.dispatch; if not, pass the first {seq} '
@@ -56,13 +62,19 @@ def warn_if_heads_come_first(x: torch.Tensor, given: Given, settings: Settings, 
     )
 
 
-def warn_if_half_of_the_head(given: Given, settings: Settings, rotary: int, head_dim: int) -> None:
-    """Warn of freqs half as wide as the head: an entry a feature rotates half of it; an entry a pair was meant, maybe.
+def half_of_the_head(given: Given, settings: Settings, rotary: int, head_dim: int) -> bool:
+    """Whether freqs are half as wide as the head: an entry a feature rotates half of it; an entry a pair was meant, maybe.
 
     Nobody is asked about the other direction, or under a tracer: the forward, or the operator, is.
     """
     told = settings.rotary_dim is not None or settings.angle_entries is not None
-    if given.freqs is None or told or 2 * rotary != head_dim or settings.direction != "forward" or _traced():
+    forward = settings.direction == "forward"
+    return given.freqs is not None and not told and 2 * rotary == head_dim and forward and not _traced()
+
+
+def warn_if_half_of_the_head(given: Given, settings: Settings, rotary: int, head_dim: int) -> None:
+    """Warn if freqs are ``half_of_the_head``."""
+    if not half_of_the_head(given, settings, rotary, head_dim):
         return
     warnings.warn(
         f"freqs half as wide as head_dim must say what they are for, got {rotary} entries for heads of {head_dim}, taken as one a "
