@@ -125,3 +125,29 @@ def test_every_text_and_setting_is_right(index: int) -> None:
         if theirs.dtype.itemsize == 2:
             rounding["rtol"] = 2.0**-7
         torch.testing.assert_close(ours, theirs, **rounding)
+
+
+def test_tokens_of_no_sequence_add_nothing() -> None:
+    """Whatever stands there: the padding of a batch may be NaN."""
+    spec = RopeSpec("thd", "float32", 3, 8, 8, angles="freqs", key_heads=2, direction="backward", angle_gradient=True)
+    found = []
+    for stands in (0.0, torch.nan):
+        call = WORKLOADS["rope"].inputs(spec, SIZE, "cpu", 0)
+        call.cu_seqlens.copy_(torch.tensor([1, 4, 8]))
+        for t in (call.x, call.given):
+            for part in _tensors(spec, call, t):
+                part[[0, 8, 9]] = stands
+        run(spec, RopeVariant(2, 2, num_warps=1), call)
+        found.append(call.angle_grad.clone())
+    assert torch.equal(*found)
+    assert not found[0][..., [0, 8, 9], :].any()
+
+
+def test_each_run_sums_the_heads_in_one_order() -> None:
+    spec = RopeSpec("bshd", "float32", 37, 8, 8, angles="cos_sin", direction="backward", angle_gradient=True)
+    found = []
+    for _ in range(2):
+        call = WORKLOADS["rope"].inputs(spec, SIZE, "cpu", 1)
+        run(spec, RopeVariant(2, 4, num_warps=1), call)
+        found.append(call.angle_grad.clone())
+    assert torch.equal(*found)
