@@ -1581,7 +1581,7 @@ NORM = (
 
 K_MLA, C_MLA = "tests/kernels/test_rope_mla.py::", "tests/tuned/calls/test_rope_mla.py::"
 SAME = "test_kernels_and_operators_give_the_same"
-K_ANGLES, C_ANGLES = "tests/kernels/test_rope_angles.py::", "tests/tuned/calls/test_rope_angle_gradients.py::"
+K_ANGLES = "tests/kernels/test_rope_angles.py::"
 LEARNED = (
     Fault(
         "angles_sum_the_last_heads_alone",
@@ -1593,12 +1593,12 @@ LEARNED = (
         render=True,
     ),
     Fault(
-        "angles_sum_tokens_of_no_sequence",
+        "angles_sum_copied_heads",
         "templates/rope_angle_gradient.py.jinja",
         "b_first, b_second = tl.where(m_used, b_first, 0.0), tl.where(m_used, b_second, 0.0)",
         "m_used = m_used",
-        (K_ANGLES + "test_tokens_of_no_sequence_add_nothing",),
-        "The padding of a packed batch makes the gradient of a learned table NaN.",
+        (K_ANGLES + "test_copied_heads_add_nothing",),
+        "An infinite gradient of v makes that of learned angles NaN.",
         render=True,
     ),
     Fault(
@@ -1606,7 +1606,7 @@ LEARNED = (
         "tuned/families/rope/eager.py",
         "    if shared and not spec.angles_per_batch:\n        of_tokens",
         "    if shared:\n        of_tokens",
-        (C_ANGLES + "test_the_kernels_gradients_are_autograds[4]",),
+        (K_ANGLES + RIGHT,),
         "A table of each batch entry gets the gradient of all.",
     ),
 )

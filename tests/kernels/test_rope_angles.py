@@ -143,6 +143,21 @@ def test_tokens_of_no_sequence_add_nothing() -> None:
     assert not found[0][..., [0, 8, 9], :].any()
 
 
+def test_copied_heads_add_nothing() -> None:
+    """As the values of a packed qkv, whose gradients may be infinite."""
+    spec = RopeSpec(
+        "bshd", "float32", 5, 8, 8, angles="cos_sin", copied_heads=2, direction="backward", angle_gradient=True
+    )
+    found = []
+    for stands in (0.0, torch.inf):
+        call = WORKLOADS["rope"].inputs(spec, SIZE, "cpu", 0)
+        call.x[..., 3:, :] = stands
+        run(spec, RopeVariant(1, 4, num_warps=1), call)
+        assert torch.equal(call.out[..., 3:, :], call.x[..., 3:, :])
+        found.append(call.angle_grad.clone())
+    assert torch.equal(*found)
+
+
 def test_each_run_sums_the_heads_in_one_order() -> None:
     spec = RopeSpec("bshd", "float32", 37, 8, 8, angles="cos_sin", direction="backward", angle_gradient=True)
     found = []
