@@ -38,13 +38,25 @@ SOURCES = ("freqs", "cos", "sin", "cos_sin_cache", "inv_freq", "freqs_cis")
 
 def need_gradient(given: Given) -> bool:
     """Whether a tensor of angles needs a gradient."""
-    tensors = (getattr(given, name) for name in SOURCES)
-    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+    return torch.is_grad_enabled() and _learned(given)
+
+
+def _learned(given: Given) -> bool:
+    return any(isinstance(t := getattr(given, name), torch.Tensor) and t.requires_grad for name in SOURCES)
+
+
+def _serves(settings: Settings) -> bool:
+    return settings.direction == "forward" and not settings.norm and not settings.k_dim
+
+
+def noted(given: Given, settings: Settings) -> bool:
+    """Whether a call that is rehearsed, without gradients, will have its angles' gradient from the kernel."""
+    return _learned(given) and _serves(settings)
 
 
 def why_eager(given: Given, settings: Settings) -> str | None:
     """Why angles that need a gradient make the whole call PyTorch's own, or None."""
-    if not need_gradient(given) or (settings.direction == "forward" and not settings.norm and not settings.k_dim):
+    if not need_gradient(given) or _serves(settings):
         return None
     what = (
         "with a norm" if settings.norm else "of MLA's key and value" if settings.k_dim else "that is a gradient itself"

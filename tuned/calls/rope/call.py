@@ -389,7 +389,7 @@ def _rehearsed(given: Given, settings: Settings) -> Any:
         if settings.inplace:  # as the node has it, of copies
             _note(heard, given, settings._replace(inplace=False))
         norm.note_gradient(heard, given, settings, _why_no_launch(given, settings))
-    elif heard is not None and heard.gradients and learned.need_gradient(given):
+    elif heard is not None and heard.gradients and learned.noted(given, settings):
         if settings.inplace:
             _note(heard, given, settings._replace(inplace=False))
         learned.note_gradient(heard, given, settings, _why_no_launch(given, settings))
