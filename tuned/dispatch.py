@@ -17,7 +17,8 @@ Which kernel a call gets:
    each step outside of a CUDA graph.
 3. The default variant of the spec and size: for RoPE the best tile by a rule of thumb, within 3 percent of the best of all
    in the median.
-4. Eager PyTorch: tensors on a CPU, dtypes that no kernel takes, no Triton, angles or a GRU that need a gradient.
+4. Eager PyTorch: tensors on a CPU, dtypes that no kernel takes, no Triton, a GRU that needs a gradient; angles that need
+   one beside a norm, of MLA's key and value, or of ``rope_backward``.
 
 torch.compile traces each call as an operator of torch.library (``tuned.calls.rope.ops``, ``tuned.calls.recurrent.ops``), and the
 order above holds inside of it. Other tracers and dispatch modes (make_fx, FakeTensorMode, FlopCounterMode) see the operators
@@ -127,7 +128,9 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
             DeepSeek's queries; entries of angles are as of halves. Pairs of tokens outside every sequence are put apart too.
 
     Returns:
-        A tensor like x, or x itself in place. Differentiable in x by a kernel; in the angles through eager PyTorch.
+        A tensor like x, or x itself in place. Differentiable in x by a kernel, any number of times; in the angles by one that gives
+        both gradients, and sums that of the angles over heads in one order. For that the forward keeps x, in place a copy of it;
+        gradients of such gradients are PyTorch's own.
 
     Raises:
         TypeError, ValueError: an argument is not allowed; nothing has been written. Positions past a table, or below 0,

@@ -1500,8 +1500,8 @@ NORM = (
     Fault(
         "norm_on_a_cpu_in_place_keeps_what_it_overwrites",
         "tuned/calls/rope/call.py",
-        "(_angles_need_gradient(given) or norm.needs_gradient(given))",
-        "_angles_need_gradient(given)",
+        "(learned.need_gradient(given) or norm.needs_gradient(given)):  # by",
+        "learned.need_gradient(given):  # by",
         (C_FORMATS + "test_gradients_of_a_norm_in_place_are_those_of_its_input[eager-head-bshd]",),
         "Training in place on a CPU ends with an error of autograd.",
     ),
@@ -1581,6 +1581,35 @@ NORM = (
 
 K_MLA, C_MLA = "tests/kernels/test_rope_mla.py::", "tests/tuned/calls/test_rope_mla.py::"
 SAME = "test_kernels_and_operators_give_the_same"
+K_ANGLES = "tests/kernels/test_rope_angles.py::"
+LEARNED = (
+    Fault(
+        "angles_sum_the_last_heads_alone",
+        "templates/rope_angle_gradient.py.jinja",
+        "            sum_sin += b_second * given_first - b_first * given_second",
+        "            sum_sin = b_second * given_first - b_first * given_second",
+        (K_ANGLES + RIGHT,),
+        "The gradient of the angles is that of the last heads alone.",
+        render=True,
+    ),
+    Fault(
+        "angles_sum_copied_heads",
+        "templates/rope_angle_gradient.py.jinja",
+        "b_first, b_second = tl.where(m_used, b_first, 0.0), tl.where(m_used, b_second, 0.0)",
+        "m_used = m_used",
+        (K_ANGLES + "test_copied_heads_add_nothing",),
+        "An infinite gradient of v makes that of learned angles NaN.",
+        render=True,
+    ),
+    Fault(
+        "batch_entries_share_a_gradient",
+        "tuned/families/rope/eager.py",
+        "    if shared and not spec.angles_per_batch:\n        of_tokens",
+        "    if shared:\n        of_tokens",
+        (K_ANGLES + RIGHT,),
+        "A table of each batch entry gets the gradient of all.",
+    ),
+)
 LATENT = (
     Fault(
         "shared_gradient_of_the_first_heads",
@@ -1817,5 +1846,6 @@ FAULTS = (
     *RESETS,
     *NORM,
     *LATENT,
+    *LEARNED,
     *CACHE,
 )

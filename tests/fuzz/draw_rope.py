@@ -23,6 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ODDS = (35, 27, 25, 13)
 HEAD_DIMS = (2, 4, 5, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128)
 FIRST = 0.25  # of calls like a row of [b, s, h, d], how many are of its views as [b, h, s, d]
+LEARNED = 0.15  # of calls with gradients, how many have angles that need one
 LIKE = 0.5  # of calls like a row, how many have its positions, and its parts that rotate
 AXES = 0.25  # of calls with a position a token, how many have one an axis
 SOURCES = ("freqs", "cos_sin", "cos_sin_cache", "inv_freq")
@@ -70,7 +71,7 @@ def chosen(rng: random.Random, world: World, spec: Any = None, size: Any = None)
     if spec is not None:
         function = "rope_qk" if spec.key_heads else "rope_qkv" if spec.copied_heads else function
         if spec.plain or (not spec.key_heads and not spec.copied_heads):
-            function = "rope_backward" if spec.direction == "backward" else "rope"
+            function = "rope_backward" if spec.direction == "backward" and not spec.angle_gradient else "rope"
         dtype = getattr(torch, spec.dtype)
         layout, heads, head_dim, rotary = spec.layout, spec.heads, spec.head_dim, spec.rotary_dim
         key_heads, kv_heads = spec.key_heads or None, spec.copied_heads
@@ -110,6 +111,8 @@ def draw(rng: random.Random, world: World, spec: Any = None, size: Any = None) -
     mode = world.mode(rng, ("plain", "no_grad", "inference", "grad", "autocast", "stream", "graph"))
     if world.device == "cuda" and d.dtype == torch.float64 and mode == "graph":
         mode = "no_grad"
+    learns = spec is not None and spec.angle_gradient  # of which inv_freq has tests of its own
+    mode = "grad" if learns and "grad" in world.modes else mode
     views: dict[str, View] = {}
     arguments: dict[str, Any] = {}
     call = {"layout": d.layout, "interleaved": d.interleaved, "rotated": d.rotated}
@@ -200,7 +203,7 @@ def draw(rng: random.Random, world: World, spec: Any = None, size: Any = None) -
     width = d.rotary if d.entries == "feature" else d.rotary // 2
     named = _angles(rng, d, views, rows, width, batch if not packed else 0, plain=plain)
     arguments |= {name: Name(name) for name in named}
-    if mode == "grad" and d.source in ("freqs", "cos_sin", "cos_sin_cache") and rng.random() < 0.1:
+    if mode == "grad" and d.source in ("freqs", "cos_sin", "cos_sin_cache") and (learns or rng.random() < LEARNED):
         views[named[0]] = dataclasses.replace(views[named[0]], grad="leaf")
     if d.entries != ("feature" if d.source == "freqs" else "pair") or rng.random() < 0.2:
         arguments["angle_entries"] = d.entries

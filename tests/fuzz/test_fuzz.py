@@ -22,7 +22,7 @@ import tuned.calls.rope.plan
 import tuned.lookup.lookup
 from generator.rendering.structures import load
 from tests.fuzz import case as cases
-from tests.fuzz import draw, forced, formula
+from tests.fuzz import draw, draw_rope, forced, formula
 from tests.fuzz.__main__ import SWEEPS
 from tests.fuzz.draw import CPU, GPU, World, case, index_of
 from tests.fuzz.given import Given, Part, Wrong
@@ -33,7 +33,7 @@ from tests.support.pythons import python
 from tests.support.rope_calls import Watch, watch
 from tests.support.run import INTERPRETED
 from tuned import dispatch
-from tuned.calls.rope import norm
+from tuned.calls.rope import angles, norm
 from tuned.families.registry import FAMILIES as FAMILIES_OF
 from tuned.families.rope.eager import norm_gradient
 from tuned.families.rope.launches import WEIGHTS, kernel_names
@@ -120,6 +120,24 @@ def test_norms_by_kernels_are_right(watch: Watch, launched: set[str], monkeypatc
     assert assert_right(dataclasses.replace(KERNELS, kinds=("rope",)), range(40), 1) > 60
     assert len(launched) > 10
     assert WEIGHTS in launched
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="python -m tests.fuzz runs kernels on a GPU")
+def test_gradients_of_angles_by_kernels_are_right(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    interpreted = angles.run_steps
+
+    def run(steps: Any, launch: Any) -> None:
+        launched.extend(step.kernel for step in steps)
+        interpreted(steps, launch)
+
+    monkeypatch.setattr(angles, "run_steps", run)
+    monkeypatch.setattr(draw_rope, "LEARNED", 1.0)
+    for name in ("NORMED", "LATENT", "APPENDED"):
+        monkeypatch.setattr(draw, name, 0.0)
+    watch.interpreted = True
+    assert assert_right(dataclasses.replace(KERNELS, kinds=("rope",), modes=("grad",)), range(24), 1) > 36
+    assert len(set(launched)) > 2
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="python -m tests.fuzz runs kernels on a GPU")

@@ -22,7 +22,7 @@ import tests.support.rope_case
 import tuned.nn
 from generator.families.gru.texts import gru_texts
 from generator.families.gru_cell.texts import gru_gates_specs
-from generator.families.rope.texts import append_specs, mla_specs, norm_specs, rope_specs
+from generator.families.rope.texts import angle_gradient_specs, append_specs, mla_specs, norm_specs, rope_specs
 from generator.measuring.check import inputs_of
 from generator.workload import WORKLOADS
 from tests.support.gru_case import GruCase
@@ -73,7 +73,18 @@ class Deed:
 
 def deeds() -> list[Deed]:
     """All of them, always in the same order."""
-    return [*_rope(), *_norms(), *_latent(), *_caches(), *_cells(), *_linear(), *_sequences(), *_gradients(), *_calls()]
+    return [
+        *_rope(),
+        *_norms(),
+        *_latent(),
+        *_learned(),
+        *_caches(),
+        *_cells(),
+        *_linear(),
+        *_sequences(),
+        *_gradients(),
+        *_calls(),
+    ]
 
 
 def share(index: int) -> list[Deed]:
@@ -137,13 +148,35 @@ def _latent() -> Iterator[Deed]:
             yield Deed(rope_names(spec, variant), functools.partial(_normed, spec, variant))
 
 
+def _learned() -> Iterator[Deed]:
+    """Every text of the gradient of angles: odd sizes that no tile divides, and even ones."""
+    for at, plain in enumerate(angle_gradient_specs()):
+        both = dataclasses.replace(
+            plain,
+            layout=("thd", "bshd", "sbhd")[at % 3],
+            dtype=DTYPES[at // 2 % 3],
+            angle_entries=("pair", "feature")[at % 2],
+        )
+        odd = dataclasses.replace(both, heads=5, key_heads=2, head_dim=(20, 12)[at % 2], rotary_dim=12)
+        even = dataclasses.replace(both, heads=17, key_heads=1, rotary_dim=(128, 64)[at % 2])
+        for spec in (odd, even):
+            variant = default_variant(spec, NORM_SIZE)
+            yield Deed(rope_names(spec, variant), functools.partial(_normed, spec, variant))
+
+
 def _normed(spec: RopeSpec, variant: RopeVariant, device: str = "cuda") -> None:
     work = WORKLOADS["rope"]
     size = dataclasses.replace(NORM_SIZE, batch=1) if spec.packed else NORM_SIZE
     call = work.inputs(spec, size, device, 0)
     wanted, bound = work.reference(spec, call)
     before = {name: t.clone() for name, t in inputs_of(call).items()}
-    written = [call.weight_grad, call.key_weight_grad, call.partials, None if spec.inplace else call.out]
+    written = [
+        call.weight_grad,
+        call.key_weight_grad,
+        call.partials,
+        call.angle_grad,
+        None if spec.inplace else call.out,
+    ]
     for t in written:
         if t is not None:
             t.fill_(torch.nan)
@@ -151,7 +184,7 @@ def _normed(spec: RopeSpec, variant: RopeVariant, device: str = "cuda") -> None:
     assert bool(((call.out.double() - wanted).abs() <= bound).all())
     for name, t in inputs_of(call).items():
         assert torch.equal(t, before[name]), f"{name} was changed"
-    for t in (call.weight_grad, call.key_weight_grad):
+    for t in (call.weight_grad, call.key_weight_grad, call.angle_grad):
         assert t is None or bool(t.isfinite().all())
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from generator.families.gru.texts import gru_texts
-from generator.families.rope.texts import append_specs, mla_specs, norm_specs, rope_specs
+from generator.families.rope.texts import angle_gradient_specs, append_specs, mla_specs, norm_specs, rope_specs
 from generator.problem import Problem
 from generator.processes.compiler import compile_variant, hopeless
 from generator.rendering.structures import default_names, structures
@@ -58,6 +58,7 @@ COVERING = [
         for axes in pairwise.covering(NORMS)
     ),
     *(kernel_name(spec, RopeVariant()) for spec in mla_specs() if spec.angles == "cos_sin"),
+    *(kernel_name(spec, RopeVariant()) for spec in angle_gradient_specs() if spec.angles == "freqs"),
     *(
         kernel_name(dataclasses.replace(next(append_specs()), **axes), RopeVariant())
         for axes in pairwise.covering(CACHES)
@@ -214,6 +215,17 @@ def test_a_norm_moves_128_bits_at_a_time(compiler: concurrent.futures.Executor, 
     assert found["LDG"].get(128, 0) + found["LDGSTS"].get(128, 0) >= 2 * tensors  # both halves of rows
     assert found["STG"][128] >= 2
     assert direction == "backward" or set(found["STG"]) == {128}  # parts of the weights' gradients are a row each
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_gradient_of_angles_moves_128_bits_at_a_time(compiler: concurrent.futures.Executor, style: str) -> None:
+    arguments = {
+        "layout": "bshd", "dtype": "bfloat16", "heads": 32, "head_dim": 128, "rotary_dim": 128, "key_heads": 8,
+        "style": style, "direction": "backward", "angle_gradient": True,
+    }  # fmt: skip
+    found = compiler.submit(compiling.widths, arguments, {}).result()
+    assert found["LDG"][128] >= 4  # both halves of rows, of the gradient and of what the forward read
+    assert found["STG"][128] >= 2
 
 
 @pytest.mark.parametrize("norm", ["head", "all"])

@@ -58,7 +58,7 @@ def default_launches(capability: int = 90) -> dict[str, Launch]:
     import torch  # noqa: PLC0415 - what follows imports Triton
 
     from generator.families.rope import reference as rope  # noqa: PLC0415
-    from generator.families.rope.texts import append_specs, mla_specs, norm_specs, rope_specs  # noqa: PLC0415
+    from generator.families.rope.texts import angle_gradient_specs, append_specs, mla_specs, norm_specs, rope_specs  # noqa: PLC0415
     from tuned.families.launch import Launch  # noqa: PLC0415
     from tuned.families.rope.launches import launches as rope_launches  # noqa: PLC0415
     from tuned.families.rope.spec import RopeSize  # noqa: PLC0415
@@ -66,7 +66,7 @@ def default_launches(capability: int = 90) -> dict[str, Launch]:
     from tuned.launching.launcher import PROBE_KERNEL  # noqa: PLC0415
 
     found = {}
-    for spec in (*rope_specs(), *norm_specs(), *mla_specs(), *append_specs()):
+    for spec in (*rope_specs(), *norm_specs(), *mla_specs(), *append_specs(), *angle_gradient_specs()):
         call = rope.inputs(spec, RopeSize(batch=2, seq=4096), "meta", 0)
         for launch in rope_launches(spec, rope_default(spec), call):
             found[launch.kernel] = launch

@@ -20,6 +20,7 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
+import tuned.calls.rope.angles
 import tuned.calls.rope.append
 import tuned.calls.rope.arguments
 import tuned.calls.rope.call
@@ -201,6 +202,13 @@ def forget() -> None:
 _chosen = functools.cache(tuned.calls.rope.plan.choose)
 
 
+def interpret(launched: tuple[Launch, ...], _launch: Any = None) -> None:
+    """Run launches of a gradient in Triton's interpreter."""
+    for one in launched:
+        with np.errstate(all="ignore"):
+            launch_public(kernel(one.kernel), dataclasses.replace(one, constants=one.constants | {"PDL": False}))
+
+
 @pytest.fixture
 def chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tables stay as they are, and what they have for a spec and a size is looked for once."""
@@ -228,6 +236,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     monkeypatch.setattr(tuned.calls.rope.append, "direct_launch", lambda *_: None)
     monkeypatch.setattr(tuned.calls.rope.lengths, "kernel", with_parameters)
     monkeypatch.setattr(plan, "run_public", made.run_public)
+    monkeypatch.setattr(tuned.calls.rope.angles, "run_steps", interpret)
     monkeypatch.setattr(tuned.launching.plan, "_specialised", specialised)
     # A GPU is not waited for, so the values of positions are not seen.
     monkeypatch.setattr(tuned.calls.rope.arguments, "_values_reach", lambda *_: None)

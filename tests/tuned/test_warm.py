@@ -198,6 +198,20 @@ def test_the_kernels_of_a_norms_gradient_are_noted(noted: list[Noted], named: di
 
 
 @without_a_gpu
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.usefixtures("ropes")
+def test_the_kernels_of_a_gradient_of_angles_are_noted(noted: list[Noted], inplace: bool) -> None:
+    q, k, freqs = torch.randn(2, 4, 4, 16), torch.randn(2, 4, 2, 16), torch.randn(4, 8, requires_grad=True)
+
+    def model(freqs: torch.Tensor) -> None:
+        rope_qk(q * 1, k * 1, freqs, angle_entries="pair", inplace=inplace)
+
+    tuned.warm(model, freqs)
+    assert {"rope_complete_copy_half_freqs", "rope_angle_gradient_half_freqs"} <= {one.launch.kernel for one in noted}
+    assert freqs.grad is None
+
+
+@without_a_gpu
 @pytest.mark.usefixtures("ropes")
 def test_the_kernels_of_latent_attention_are_noted(noted: list[Noted]) -> None:
     wide = torch.randn(4, 2, 12 + 16, requires_grad=True)  # of which k_pe is a slice

@@ -73,6 +73,7 @@ def problems() -> Iterator[Problem]:
     yield from _of_axes(problem, bf16)
     yield from _latent(problem, bf16)
     yield from _cached(problem, bf16)
+    yield from _learned(problem, bf16)
     # The studies' own calls: float32, sbhd, an entry a feature, small.
     for seq, heads, dim in ((64, 16, 64), (128, 16, 128), (32, 8, 256)):
         small = RopeSpec("sbhd", "float32", heads, dim, dim, angle_entries="feature")
@@ -204,3 +205,24 @@ def _cached(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) -> I
         yield problem("llama3_8b_append_hnd", dataclasses.replace(llama, cache_layout="HND"), 1, tokens)
         yield problem("llama3_8b_append_float8", dataclasses.replace(llama, cache="float8"), 1, tokens)
         yield problem("qwen3_8b_norm_append", dataclasses.replace(llama, norm="head"), 1, tokens)
+
+
+def _learned(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) -> Iterator[Problem]:
+    """Gradients of angles that are learned: a ViT-L of images of 224 and 512 pixels, whose patches turn by both axes, and a Llama's table."""
+    backward = {"direction": "backward", "angle_gradient": True}
+    vit = bf16(
+        "bshd",
+        16,
+        64,
+        style="interleaved",
+        angles="inv_freq",
+        key_heads=16,
+        positions="axes",
+        sections=(16, 16),
+        **backward,
+    )
+    yield problem("rope_vit_l_learned_backward", vit, 256, 196)
+    yield problem("rope_vit_l_learned_backward", vit, 64, 1024)
+    llama = bf16("bshd", 32, 128, key_heads=8, **backward)
+    yield problem("llama3_8b_learned_backward", llama, 2, 4096)
+    yield problem("llama3_8b_learned_cos_sin_backward", dataclasses.replace(llama, angles="cos_sin"), 2, 4096)

@@ -11,8 +11,8 @@ import torch
 
 from tuned.calls.rope.arguments import strides_of
 from tuned.families.launch import ceil_div
-from tuned.families.rope.eager import LARGEST_FLOAT8, append, norm_gradient, positions, rotate
-from tuned.families.rope.launches import RopeCall, flat_rows, weight_features
+from tuned.families.rope.eager import LARGEST_FLOAT8, angle_gradient, append, norm_gradient, positions, rotate
+from tuned.families.rope.launches import RopeCall, flat_rows, token_angles, weight_features
 from tuned.families.rope.spec import ITEM_SIZE, ROUNDINGS, RopeSize, RopeSpec
 from tuned.families.rope.variant import (
     MULTIPROCESSORS,
@@ -189,7 +189,8 @@ def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
     )
     of_cache = _of_cache(spec, size, device, generator) if spec.appends else {}
     thd, parallel = spec.layout == "thd", CP_SIZE if spec.context_parallel else 1
-    of_norm = _of_norm(spec, x, generator, query_strides, key_strides) if spec.normed else {}
+    of_norm = _of_norm(spec, x, generator) if spec.normed else {}
+    of_given = _of_given(spec, x, generator, query_strides, key_strides) if spec.reads_given else {}
     cu_seqlens = None
     if spec.packed:
         cu_seqlens = torch.arange(size.batch + 1, device=device, dtype=torch.int32) * size.seq * parallel
@@ -218,6 +219,7 @@ def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
         cp_rank=parallel - 1,
         scaling=SCALING if spec.scaled else 1.0,
         **of_norm,
+        **of_given,
         **of_cache,
     )
 
@@ -253,10 +255,8 @@ def _of_norm(
     spec: RopeSpec,
     x: torch.Tensor,
     generator: torch.Generator | None,
-    strides: tuple[int, int, int, int],
-    key_strides: tuple[int, int, int, int],
 ) -> dict[str, Any]:
-    """The fields of a call with a norm: weights around 1, and what its gradient reads and writes besides."""
+    """The fields of a call with a norm: weights around 1, and what its gradient writes besides."""
     weights = [torch.empty(n, dtype=x.dtype, device=x.device) for n in weight_features(spec)]
     if generator is not None:
         for weight in weights:
@@ -264,19 +264,31 @@ def _of_norm(
     fields: dict[str, Any] = {"weight": weights[0], "key_weight": weights[1] if spec.key_heads else None, "eps": EPS}
     if not spec.gradient_of_norm:
         return fields
-    given = torch.empty_like(x)
-    if generator is not None:
-        given.normal_(generator=generator)
     most = max(spec.all_heads, MULTIPROCESSORS * max(RESIDENT)) * sum(weight_features(spec))
     return {
         **fields,
-        "given": given,
-        "given_strides": strides,
-        "key_given_strides": key_strides,
         "weight_grad": torch.empty_like(weights[0]),
         "key_weight_grad": torch.empty_like(weights[1]) if spec.key_heads else None,
         "partials": torch.empty(most, dtype=torch.float32, device=x.device),
     }
+
+
+def _of_given(
+    spec: RopeSpec,
+    x: torch.Tensor,
+    generator: torch.Generator | None,
+    strides: tuple[int, int, int, int],
+    key_strides: tuple[int, int, int, int],
+) -> dict[str, Any]:
+    """The fields of a gradient that reads what the forward read; of that of the angles also what it writes."""
+    given = torch.empty_like(x)
+    if generator is not None:
+        given.normal_(generator=generator)
+    fields: dict[str, Any] = {"given": given, "given_strides": strides, "key_given_strides": key_strides}
+    if spec.angle_gradient:
+        tokens = x.numel() // (spec.all_heads * spec.head_dim)
+        fields["angle_grad"] = torch.empty(token_angles(spec, tokens, 1), dtype=torch.float32, device=x.device)
+    return fields
 
 
 def _features(spec: RopeSpec) -> tuple[list[int], list[int]]:
@@ -543,6 +555,11 @@ def eager(spec: RopeSpec, call: RopeCall) -> Any:
             return lambda: rotate(spec, given)
         grad, *key_grads = _tensors(spec, call, call.x)
         return lambda: norm_gradient(spec, given, grad, key_grads[0] if key_grads else None)
+    if spec.angle_gradient:
+        query, *keys = _tensors(spec, call, call.given)
+        given = dataclasses.replace(call, x=query, key=keys[0] if keys else None)
+        grad, *key_grads = _tensors(spec, call, call.x)
+        return lambda: angle_gradient(spec, given, grad, key_grads[0] if key_grads else None)
     if spec.splits:
         (query, key), _ = _split_parts(spec, call)
         given = dataclasses.replace(call, x=query, key=key)
@@ -557,7 +574,8 @@ def eager(spec: RopeSpec, call: RopeCall) -> Any:
 def bytes_moved(spec: RopeSpec, size: RopeSize) -> int:
     """Bytes that any implementation must move: x read and written once, the angles read once a position.
 
-    A norm's gradient reads the input too. Weights are nothing beside it. Of MLA: kv and k_pe read, key and value written.
+    A norm's gradient reads the input too. Weights are nothing beside it. Of MLA: kv and k_pe read, key and value written. The gradient
+    of angles reads what of the input rotates, and writes the sums of each row of angles.
     """
     if spec.splits:
         read, written = (sum(numbers) for numbers in _split_numbers(spec, size.tokens))
@@ -566,7 +584,11 @@ def bytes_moved(spec: RopeSpec, size: RopeSize) -> int:
         return _bytes_with_cache(spec, size)
     features = spec.head_dim if spec.moves_all else spec.rotary_dim
     token = (3 if spec.gradient_of_norm else 2) * spec.all_heads * features * ITEM_SIZE[spec.dtype]
-    return size.tokens * token + angle_rows(spec, size) * angle_row_bytes(spec)
+    moved = size.tokens * token + angle_rows(spec, size) * angle_row_bytes(spec)
+    if spec.angle_gradient:
+        turned = (spec.all_heads - spec.copied_heads) * spec.rotary_dim * ITEM_SIZE[spec.dtype]
+        moved += size.tokens * turned + 4 * math.prod(token_angles(spec, angle_rows(spec, size), 1))
+    return moved
 
 
 def _bytes_with_cache(spec: RopeSpec, size: RopeSize) -> int:
@@ -598,9 +620,7 @@ def tensor_bytes(spec: RopeSpec, size: RopeSize) -> int:
     if spec.splits:
         return bytes_moved(spec, size) + (_table_rows(spec, size) - angle_rows(spec, size)) * angle_row_bytes(spec)
     x = math.prod(_shape(spec, size)) * ITEM_SIZE[spec.dtype]
-    return (3 if spec.gradient_of_norm else 1 if spec.inplace else 2) * x + _table_rows(spec, size) * angle_row_bytes(
-        spec
-    )
+    return (3 if spec.reads_given else 1 if spec.inplace else 2) * x + _table_rows(spec, size) * angle_row_bytes(spec)
 
 
 def small(size: RopeSize, variant: RopeVariant) -> RopeSize:
@@ -620,7 +640,7 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
     seq, batch = (size.tokens, 1) if spec.layout == "thd" else (size.seq, size.batch)
     count = programs(spec, variant, seq, batch)
     tile_rows = variant.block_tokens * rows_at_once(spec, variant)
-    tiles = count * (ceil_div(spec.heads, variant.block_heads) if spec.sums_heads else 1)
+    tiles = count * (ceil_div(spec.all_heads, variant.block_heads) if spec.takes_all_heads else 1)
     moved = row_block(spec) if spec.splits else half  # pairs, or half of what of a row is moved
     return (
         Work(

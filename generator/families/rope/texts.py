@@ -43,8 +43,17 @@ def mla_specs() -> Iterator[RopeSpec]:
         yield dataclasses.replace(query, inplace=inplace, angles=angles)
 
 
+def angle_gradient_specs() -> Iterator[RopeSpec]:
+    """Those of gradients of the angles."""
+    for style, angles in itertools.product(STYLES, ANGLES):
+        call = RopeSpec("bshd", "bfloat16", 32, 128, 128, style=style, angles=angles, key_heads=8, direction="backward")
+        yield dataclasses.replace(call, angle_gradient=True)
+
+
 def template(spec: RopeSpec) -> str:
     """The template of a rotation's kernel."""
+    if spec.angle_gradient:
+        return "rope_angle_gradient"
     if spec.splits:
         return "rope_mla_backward" if spec.sums_heads else "rope_mla"
     return "rope_norm_backward" if spec.gradient_of_norm else "rope"
@@ -61,7 +70,7 @@ def texts() -> Iterator[Text]:
     """The rotations, and the table that a launcher is probed with."""
     for spec in rope_specs():
         yield "rope", kernel_name(spec, RopeVariant()), spec, RopeVariant(), True
-    for spec in itertools.chain(norm_specs(), mla_specs(), append_specs()):
+    for spec in itertools.chain(norm_specs(), mla_specs(), append_specs(), angle_gradient_specs()):
         yield template(spec), kernel_name(spec, RopeVariant()), spec, RopeVariant(), True
     yield "rope_norm_weights", WEIGHTS, next(norm_specs()), RopeVariant(), True
     yield "rope_table", PROBE_KERNEL, next(rope_specs()), RopeVariant(), True

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from generator.families.gru.texts import gru_texts
 from generator.families.gru.texts import template as sequence_template
 from generator.families.gru_cell.texts import GRU_CELL_FORMS, gru_gates_specs
-from generator.families.rope.texts import append_specs, mla_specs, norm_specs, rope_specs
+from generator.families.rope.texts import angle_gradient_specs, append_specs, mla_specs, norm_specs, rope_specs
 from generator.families.rope.texts import template as rope_template
 from generator.places import TEMPLATES
 from generator.publishing.files import committed_kernels, generated_files
@@ -97,6 +97,7 @@ MAX_BLOCK_LINES = {
     # What a plain call leaves out of the parameters, and the constants instead; and pairs that are put apart, whose loads and stores
     # as constants would have changed the source of every complete call; the parameters of a cache, likewise.
     "rope.py.jinja": 68,
+    "rope_angle_gradient.py.jinja": 14,
     "rope_angles.py.jinja": 14,
     "rope_append.py.jinja": 0,
     "rope_mla.py.jinja": 10,
@@ -353,7 +354,7 @@ def test_rendering_twice_gives_the_same_bytes(spec: RopeSpec, variant: RopeVaria
 
 
 def test_names_are_injective_over_the_text_axes() -> None:
-    specs = itertools.chain(rope_specs(), norm_specs(), mla_specs(), append_specs())
+    specs = itertools.chain(rope_specs(), norm_specs(), mla_specs(), append_specs(), angle_gradient_specs())
     names = [rope_name(spec, RopeVariant()) for spec in specs]
     names += [gru_cell_name(spec, GruCellVariant("library")) for spec in gru_gates_specs()]
     names += [gru_cell_name(next(gru_gates_specs()), GruCellVariant(form)) for form in GRU_CELL_FORMS]

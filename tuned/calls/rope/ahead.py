@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tuned.calls.rope import angles as learned
 from tuned.calls.rope import append
 from tuned.calls.rope.arguments import Given, Settings, prepare
 from tuned.calls.rope.norm import gradient_call
@@ -36,7 +37,11 @@ def steps(spec: RopeSpec, size: RopeSize, gpu: Gpu) -> tuple[Choice, tuple[Step,
             call = append.prepare(given_of(spec, size, dtype), cached_of(spec, size), asked).call
             found += ROPE.launches(spec, choice.variant, call)
             continue
-        call = prepare(given_of(spec, size, dtype), settings_of(spec), make_out=torch.empty_like).call
+        given, settings = given_of(spec, size, dtype), settings_of(spec)
+        call = prepare(given, settings, make_out=torch.empty_like, angle_gradient=spec.angle_gradient).call
+        if spec.angle_gradient:
+            grads = (torch.empty_like(t) for t in (call.x, call.key) if t is not None)
+            call = learned.gradient_call(spec, call, *grads)
         if spec.gradient_of_norm:
             grads = (torch.empty_like(t) for t in (call.x, call.key) if t is not None)
             call = gradient_call(spec, choice.variant, call, *grads)

@@ -817,8 +817,16 @@ def _split_results(spec: RopeSpec, x: torch.Tensor, key: torch.Tensor, make_out:
 _spec = functools.lru_cache(maxsize=4096)(RopeSpec)
 
 
-def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tensor], torch.Tensor]) -> Prepared:
+def prepare(
+    given: Given,
+    settings: Settings,
+    *,
+    make_out: Callable[[torch.Tensor], torch.Tensor],
+    angle_gradient: bool = False,
+) -> Prepared:
     """Check a call. Out of place its outputs are ``make_out(x)`` and ``make_out(key)``.
+
+    ``angle_gradient``: the kernel is to be the backward that gives the gradient of the angles too.
 
     Raises:
         TypeError: an argument has the wrong type, or a tensor the wrong dtype.
@@ -863,7 +871,7 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
     scaled = _scales(settings.attention_scaling, angles)
     direction, conjugate = settings.direction, settings.conjugate
     # The conjugate is the transpose: one spec for both.
-    more = settings.norm or settings.deinterleave or settings.k_dim  # than a rotation
+    more = settings.norm or settings.deinterleave or settings.k_dim or angle_gradient  # than a rotation
     if conjugate and entries == "pair" and not inplace and not more:
         direction, conjugate = ("forward" if direction == "backward" else "backward"), False
     make_spec = RopeSpec if torch.compiler.is_dynamo_compiling() else _spec  # Dynamo does not trace lru_cache
@@ -895,6 +903,7 @@ def prepare(given: Given, settings: Settings, *, make_out: Callable[[torch.Tenso
         bool(settings.interleaved_sections),
         bool(settings.deinterleave),
         value_dim,
+        angle_gradient=angle_gradient,
     )
     out, key_out, key_strides, key_out_strides = _made(eager_spec, x, key, make_out)
     # The kernels have one head_dim stride for x and key, and one for both results. That of MLA has one for each.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from tuned.calls.rope import angles as learned
 from tuned.calls.rope import norm
 from tuned.calls.rope.arguments import (
     Given,
@@ -192,7 +193,9 @@ def _known_but_for_lengths(  # noqa: PLR0913 - the tensors of a call
     found = sized(class_key, x, key, angles, sin, cu_seqlens, positions)
     if found is None:
         return None
-    return _differentiable(sized_plan(found, x), found.known.settings, found.known.sources, x, key, weights)
+    learns = _grad_enabled() and (angles.requires_grad or (sin is not None and sin.requires_grad))
+    plan, known = sized_plan(found, x), found.known
+    return _differentiable(plan, known.settings, known.sources, x, key, weights, learns=learns)
 
 
 def _decide(given: Given, settings: Settings, class_key: Any, first: threading.local) -> Plan:
@@ -210,15 +213,18 @@ def _decide(given: Given, settings: Settings, class_key: Any, first: threading.l
     if any(t.is_floating_point() and may_be_negative(t) for t in read):
         plan = Plan(functools.partial(_run_unless_negative, plan, settings, sources))
     weights = (given.weight, given.key_weight) if settings.norm else None
-    return _differentiable(plan, settings, sources, given.x, given.key, weights)
+    learns = learned.need_gradient(given)
+    return _differentiable(plan, settings, sources, given.x, given.key, weights, learns=learns)
 
 
 def _differentiable(  # noqa: PLR0913 - the tensors that may need a gradient
-    plan: Plan, settings: Settings, sources: Sources, x: Any, key: Any, weights: Any
+    plan: Plan, settings: Settings, sources: Sources, x: Any, key: Any, weights: Any, *, learns: bool
 ) -> Plan:
-    """The plan; as an autograd node if a gradient is needed."""
+    """The plan; as an autograd node if a gradient is needed. ``learns``: the angles need one."""
     if not _grad_enabled():
         return plan
+    if learns:
+        return learned.differentiable(plan, settings, sources, call_given)
     if weights is not None:
         return norm.differentiable(plan, settings, sources, (x, key, *weights), call_given)
     needs = [x.requires_grad] if key is None else [x.requires_grad, key.requires_grad]
@@ -231,7 +237,7 @@ def _differentiable(  # noqa: PLR0913 - the tensors that may need a gradient
 
 def _checked(given: Given, settings: Settings, sources: Sources, class_key: Any, first: threading.local) -> Plan:
     """The plan of a call whose properties are new."""
-    bypassed = _why_no_launch(given)
+    bypassed = _why_no_launch(given, settings)
     prepared = prepare(given, settings, make_out=(lambda t: t) if bypassed else torch.empty_like)
     choice = choice_of(prepared, bypassed)
     one = given.key is not None and not settings.k_dim and bool(given.x.numel()) != bool(given.key.numel())
@@ -251,26 +257,21 @@ def _checked(given: Given, settings: Settings, sources: Sources, class_key: Any,
     return kernel_plan(given.x, prepared, choice.variant, settings, sources, class_key, first)
 
 
-def _bypassed(given: Given) -> str | None:
+def _bypassed(given: Given, settings: Settings) -> str | None:
     """Why a launch would bypass torch.func or forward-mode AD, or lose a gradient of the angles; or None."""
     if transforms_active() or forward_ad._current_level >= 0:  # noqa: SLF001
         return "a kernel would bypass torch.func or forward-mode differentiation"
-    return "the angles need a gradient, which the kernels do not compute" if _angles_need_gradient(given) else None
+    return learned.why_eager(given, settings)
 
 
-def _why_no_launch(given: Given) -> str | None:
+def _why_no_launch(given: Given, settings: Settings) -> str | None:
     """Why a launch would bypass torch.func or tracing, lose a gradient, or find no plain tensor in memory; or None."""
     if tracing() is not None:
         return "a kernel would bypass torch.jit tracing"
     for t in given:
         if isinstance(t, torch.Tensor) and (reason := why_not_plain(t)) is not None:
             return reason
-    return _bypassed(given)
-
-
-def _angles_need_gradient(given: Given) -> bool:
-    angles = (given.freqs, given.cos, given.sin, given.cos_sin_cache, given.inv_freq, given.freqs_cis)
-    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in angles)
+    return _bypassed(given, settings)
 
 
 # Plan.run where no kernel is launched right away: each after the arguments that its plan gives it.
@@ -300,7 +301,7 @@ def _run_eagerly(settings: Settings, sources: Sources, first: threading.local | 
     if settings.inplace:
         for t in (given.x, given.key):
             if t is not None:
-                refuse_overwrite(t, by_gradient=norm.needs_gradient(given))
+                refuse_overwrite(t, by_gradient=norm.needs_gradient(given) or learned.need_gradient(given))
     return run_eager(given, settings, getattr(first, "prepared", None))
 
 
@@ -329,7 +330,7 @@ def run_eager(given: Given, settings: Settings, prepared: Prepared | None = None
     """
     prepared = prepared or prepare(given, settings, make_out=lambda t: t)
     call = prepared.call
-    if settings.inplace and (_angles_need_gradient(given) or norm.needs_gradient(given)):  # by formulas of old values
+    if settings.inplace and (learned.need_gradient(given) or norm.needs_gradient(given)):  # by formulas of old values
         call = dataclasses.replace(call, x=call.x.clone(), key=None if call.key is None else call.key.clone())
     out, key_out = rotate(prepared.eager_spec, call)
     if settings.inplace:
@@ -347,11 +348,11 @@ def run_eager(given: Given, settings: Settings, prepared: Prepared | None = None
 def _operator(given: Given, settings: Settings) -> Any:
     """The call under torch.compile or a dispatch mode: as an operator of torch.library.
 
-    Under torch.func and forward-mode AD, and if the angles need a gradient, it is eager PyTorch.
+    Under torch.func and forward-mode AD, and if the angles need a gradient that no kernel gives, it is eager PyTorch.
     """
     from tuned.calls.rope import ops  # noqa: PLC0415 - registering operators takes 10 ms, and only this path needs them
 
-    return ops.call(given, settings) if _bypassed(given) is None else run_eager(given, settings)
+    return ops.call(given, settings) if _bypassed(given, settings) is None else run_eager(given, settings)
 
 
 class _Node:
@@ -392,7 +393,11 @@ def _rehearsed(given: Given, settings: Settings) -> Any:
     if heard is not None and heard.gradients and settings.norm:
         if settings.inplace:  # as the node has it, of copies
             _note(heard, given, settings._replace(inplace=False))
-        norm.note_gradient(heard, given, settings, _why_no_launch(given))
+        norm.note_gradient(heard, given, settings, _why_no_launch(given, settings))
+    elif heard is not None and heard.gradients and learned.noted(given, settings):
+        if settings.inplace:
+            _note(heard, given, settings._replace(inplace=False))
+        learned.note_gradient(heard, given, settings, _why_no_launch(given, settings))
     elif heard is not None and heard.gradients and settings.direction == "forward":
         if settings.inplace and given.key is not None:  # as _Node rotates two tensors
             _note(heard, given, settings._replace(inplace=False))
@@ -408,7 +413,7 @@ def _rehearsed(given: Given, settings: Settings) -> Any:
 
 def _note(heard: Heard, given: Given, settings: Settings) -> None:
     prepared = prepare(given, settings, make_out=torch.empty_like)
-    choice = choice_of(prepared, _why_no_launch(given))
+    choice = choice_of(prepared, _why_no_launch(given, settings))
     if choice.variant is None:
         return
     misses.note(ROPE, prepared.spec, prepared.size, choice)
@@ -461,4 +466,4 @@ _apply: Any = super(torch.autograd.Function, _Rope).apply
 def explain(given: Given, settings: Settings) -> tuple[Choice, Any]:
     """The choice for a call, and its spec; nothing is launched."""
     prepared = prepare(given, settings, make_out=lambda t: t)
-    return choice_of(prepared, _why_no_launch(given)), prepared.spec
+    return choice_of(prepared, _why_no_launch(given, settings)), prepared.spec

@@ -3,8 +3,8 @@
 torch.compile, tracers and dispatch modes see these operators; other calls do not use them. The backward of each is the
 functional operator with the transposed map, and so differentiable again. ``tuned::rope_`` and ``tuned::rope_qk_``
 overwrite their arguments: torch.compile makes one launch of them, and no copy. They are defined without
-torch.library.custom_op, which gives no gradient to an operator that overwrites. Angles get no gradient here: calls whose
-angles need one run as PyTorch's own operators.
+torch.library.custom_op, which gives no gradient to an operator that overwrites. Of all these angles get no gradient: that is
+an operator of its own, ``tuned::rope_learned``, and so is its backward. Where no kernel gives it, calls run as PyTorch's own operators.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tuned.calls.operators import define, save, saved
+from tuned.calls.rope import angles as learned
 from tuned.calls.rope import append as caching
 from tuned.calls.rope import call as eager
 from tuned.calls.rope.arguments import Given, Settings
@@ -45,6 +46,8 @@ def call(given: Given, settings: Settings) -> Any:
     if settings.norm:
         return _norm_call(given, others, inplace=inplace)
     others = others[:-_NORM_COUNT]
+    if learned.need_gradient(given):
+        return _learned_call(given, others, inplace=inplace)
     if settings.k_dim:
         return mla_kv_rope(given.x, given.key, *others)
     if not inplace:
@@ -171,6 +174,83 @@ rope_ = _overwriting("rope_", f"(Tensor(a!) x, {_TENSORS}, {_SETTINGS}) -> ()", 
 rope_qk_ = _overwriting("rope_qk_", f"(Tensor(a!) q, Tensor(b!) k, {_TENSORS}, {_SETTINGS}) -> ()", 2)
 
 
+# With angles that need a gradient. An operator without a key, and a backward without sin, return empty tensors for them.
+
+
+def _learned_call(given: Given, others: tuple[Any, ...], *, inplace: bool) -> Any:
+    x, key = given.x, given.key
+    if not inplace:
+        out, key_out = rope_learned(x, key, *others)
+        return out if key is None else (out, key_out)
+    tensors = [x] if key is None else [x, key]
+    made = rope_learned(x.clone(), None if key is None else key.clone(), *others)  # its gradient needs the input
+    for t, new in zip(tensors, made, strict=False):
+        t.view_as(t).copy_(new)  # a view made now has t's history: tuned.launching.overwrite
+    return x if key is None else (x, key)
+
+
+def _run_learned(x: Any, key: Any, *others: Any) -> Any:
+    with torch.no_grad():
+        out = eager.call_given(*_arguments(x, key, others))
+        if key is None:
+            return _like(out, x), x.new_empty(0)
+        return _like(out[0], x), _like(out[1], key)
+
+
+def _run_learned_backward(grad: Any, key_grad: Any, x: Any, key: Any, *others: Any) -> Any:
+    with torch.no_grad():
+        given, settings = _arguments(x, key, others)
+        made = learned.gradient(given, settings, grad, key_grad)
+        return tuple(map(_as_fake, made, (x, key, *_angles_of(others)), (x,) * 4))
+
+
+def _angles_of(others: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The tensor of angles, and sin."""
+    freqs, cos, sin, *rest = others[:6]
+    return next(t for t in (freqs, cos, *rest) if t is not None), sin
+
+
+def _fake_learned_backward(_grad: Any, _key_grad: Any, x: Any, key: Any, *others: Any) -> Any:
+    return tuple(
+        x.new_empty(0) if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
+        for t in (x, key, *_angles_of(others))
+    )
+
+
+def _setup_whole(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Save what was rotated too."""
+    del output
+    save(ctx, inputs)
+    ctx.set_materialize_grads(False)
+
+
+def _learned_backward(ctx: Any, grad: Any, key_grad: Any) -> tuple[Any, ...]:
+    x, key, *others = saved(ctx)
+    if grad is None and key_grad is None:
+        return (None,) * (2 + len(others))
+    grad = torch.zeros_like(x) if grad is None else grad
+    made = rope_learned_backward(grad, None if key is None else key_grad, x, key, *others)
+    of_angles = [None if t is None else made[3 if at == _SIN else 2] for at, t in enumerate(others[:_SOURCES])]
+    return made[0], None if key is None else made[1], *of_angles, *(None,) * (len(others) - _SOURCES)
+
+
+_SIN, _SOURCES = 2, 6  # of the tensors of angles in _TENSORS
+rope_learned = define(
+    "rope_learned",
+    f"(Tensor q, Tensor? k, {_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor)",
+    _run_learned,
+    lambda q, k, *_: (torch.empty_like(q), q.new_empty(0) if k is None else torch.empty_like(k)),
+    _learned_backward,
+    _setup_whole,
+)
+rope_learned_backward = define(
+    "rope_learned_backward",
+    f"(Tensor grad, Tensor? key_grad, Tensor q, Tensor? k, {_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _run_learned_backward,
+    _fake_learned_backward,
+)
+
+
 # MLA's key and value, or the gradients of kv and k_pe.
 
 
@@ -269,12 +349,6 @@ def _fake_norm_backward(_grad: Any, _key_grad: Any, q: Any, k: Any, weight: Any,
     )
 
 
-def _setup_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    del output
-    save(ctx, inputs)
-    ctx.set_materialize_grads(False)
-
-
 def _norm_backward(ctx: Any, grad: Any, key_grad: Any) -> tuple[Any, ...]:
     arguments = saved(ctx)
     present = [t is not None for t in arguments[:4]]
@@ -294,7 +368,7 @@ qk_norm_rope = define(
     _run_norm,
     _fake_norm,
     _norm_backward,
-    _setup_norm,
+    _setup_whole,
 )
 qk_norm_rope_backward = define(
     "qk_norm_rope_backward",

@@ -1,4 +1,4 @@
-"""RoPE in eager PyTorch: it serves calls on a CPU, in float64, or whose angles need a gradient."""
+"""RoPE in eager PyTorch: it serves calls on a CPU, in float64, and gradients that no kernel takes."""
 
 from __future__ import annotations
 
@@ -306,6 +306,106 @@ def _turn(  # noqa: PLR0913
     pieces = [piece.to(given.dtype) for piece in (kept[0], *middle, kept[2]) if piece is not None]
     out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
     return out if inside is None else torch.where(inside[:, None, None], out, given)
+
+
+def angle_gradient(
+    spec: RopeSpec, call: RopeCall, grad: torch.Tensor, key_grad: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of x, the key, and ``call.cos`` and ``call.sin``, given those of the results.
+
+    ``call`` is the forward's, ``spec`` that of the gradient. None of its operators needs autograd.
+    """
+    turned = dataclasses.replace(spec, angle_gradient=False)
+    out, key_out = rotate(turned, dataclasses.replace(call, x=grad, key=key_grad))
+    compute = torch.promote_types(call.x.dtype, torch.float32)
+    moved = call.x.shape[-2] - spec.copied_heads
+    parts = [(call.x[..., :moved, :], grad[..., :moved, :])]
+    parts += [] if call.key is None or key_grad is None else [(call.key, key_grad)]
+    sums: list[torch.Tensor] = []  # of the cosines and sines of the first of each pair, then of the second
+    for x, over in parts:
+        # Where pairs are put apart, they are neighbours in x alone.
+        first, second = (t.to(compute) for t in _pairs(spec, x, neighbours=spec.interleaved or spec.deinterleaves))
+        of_first, of_second = (t.to(compute) for t in _pairs(spec, over, neighbours=spec.interleaved))
+        own = of_first * first, -of_first * second, of_second * second, of_second * first
+        added = [t.sum(-2) for t in own]
+        sums = added if not sums else [a + b for a, b in zip(sums, added, strict=True)]
+    if spec.angle_entries == "pair":
+        cos, sin = sums[0] + sums[2], sums[1] + sums[3]
+    elif spec.interleaved:
+        cos, sin = (torch.stack((a, b), -1).flatten(-2) for a, b in (sums[::2], sums[1::2]))
+    else:
+        cos, sin = (torch.cat((a, b), -1) for a, b in (sums[::2], sums[1::2]))
+    if spec.scaled:
+        cos, sin = cos * call.scaling, sin * call.scaling
+    if spec.conjugate:
+        sin = -sin
+    cos, sin = (  # batch entries first
+        t[None] if spec.layout == "thd" else t.transpose(0, 1) if spec.layout == "sbhd" else t for t in (cos, sin)
+    )
+    rows, inside = positions(spec, call)
+    made = [cos, sin]
+    if spec.computes_sincos:
+        b_cos, b_sin = angles(spec, call, rows)
+        made = [b_cos * sin - b_sin * cos]
+    if inside is not None:
+        made = [torch.where(inside[:, None], t, 0.0) for t in made]
+    table, second_table = spread(spec, call, made)
+    return out, key_out, table, second_table
+
+
+def spread(spec: RopeSpec, call: RopeCall, of_tokens: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients of ``call.cos`` and ``call.sin`` from those of each token's angles, [batch, seq, entries] each.
+
+    In one order: on a GPU too ``index_put_`` sorts what it adds. It does not synchronize with the GPU.
+    """
+    rows, _ = positions(spec, call)
+    of_axes = spec.positions == "axes"
+    if of_axes and spec.angle_entries == "feature":
+        rows = rows.repeat_interleave(2, -1) if spec.interleaved else torch.cat((rows, rows), -1)
+    shared = rows.ndim == (2 if of_axes else 1)  # all batch entries have the positions of one
+    if shared and not spec.angles_per_batch:
+        of_tokens = [t.sum(0, keepdim=True) for t in of_tokens]
+    elif shared:
+        rows = rows.expand(call.batch, *rows.shape)
+    made = [_spread(spec, call, rows, t) for t in of_tokens]
+    return made[0], made[1] if len(made) > 1 else None
+
+
+def _spread(spec: RopeSpec, call: RopeCall, rows: torch.Tensor, of_tokens: torch.Tensor) -> torch.Tensor:
+    """``spread`` of one tensor, whose batch entries share their positions if it has one entry."""
+    if spec.takes_rates:
+        places = rows.to(of_tokens.dtype) if spec.positions == "axes" else rows.to(of_tokens.dtype)[..., None]
+        return (places * of_tokens).sum((0, 1)).view(call.cos.shape).to(call.cos.dtype)
+    table = torch.zeros(call.cos.shape, dtype=of_tokens.dtype, device=of_tokens.device)
+    if not table.numel():
+        return table.to(call.cos.dtype)
+    begin, end = call.offset, call.offset + call.seq
+    in_order = spec.positions == "order" and not (spec.packed or spec.context_parallel)
+    if in_order and begin >= 0 and end <= call.angle_rows:
+        table[..., begin:end, :] = of_tokens if spec.angles_per_batch else of_tokens[0]
+        return table.to(call.cos.dtype)
+    known = (rows >= 0) & (rows < call.angle_rows)
+    index: tuple[torch.Tensor, ...] = (rows.clamp(0, call.angle_rows - 1),)
+    values = (
+        of_tokens.view(*rows.shape, *of_tokens.shape[2:]) if spec.positions != "axes" else of_tokens.view(rows.shape)
+    )
+    if spec.positions == "axes":
+        index = (*index, torch.arange(rows.shape[-1], device=rows.device))
+    if spec.angles_per_batch:
+        entry = torch.arange(call.batch, device=rows.device)[:, None]
+        index = (entry[..., None] if spec.positions == "axes" else entry, *index)
+    values = torch.where(known if spec.positions == "axes" else known[..., None], values, 0.0)
+    return table.index_put_(index, values, accumulate=True).to(call.cos.dtype)
+
+
+def _pairs(spec: RopeSpec, x: torch.Tensor, *, neighbours: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first and the second feature of each pair that rotates."""
+    begin = spec.head_dim - spec.rotary_dim if spec.rotated == "last" else 0
+    if neighbours:
+        head = x[..., begin : begin + spec.rotary_dim]
+        return head[..., 0::2], head[..., 1::2]
+    half, second = spec.rotary_dim // 2, begin + spec.pair_distance
+    return x[..., begin : begin + half], x[..., second : second + half]
 
 
 def norm_gradient(

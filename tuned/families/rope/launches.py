@@ -32,11 +32,12 @@ OF_CACHE = frozenset((
     "value_slot_stride", "value_head_stride", "cache_stride_d", "key_scale_stride", "value_scale_stride",
     "WRITTEN_HEADS", "TAIL_HEADS", "PAGE_SIZE", "CACHE_MULTIPLE", "FLOAT8", "CACHE_SCALED",
 ))  # fmt: skip
-OF_GRADIENT_OF_NORM = frozenset((
-    "given", "key_given", "partials", "given_stride_s", "given_stride_b", "given_stride_h", "given_stride_d",
+OF_GIVEN = frozenset((
+    "given", "key_given", "given_stride_s", "given_stride_b", "given_stride_h", "given_stride_d",
     "key_given_stride_s", "key_given_stride_b", "key_given_stride_h",
 ))  # fmt: skip
-OF_SPLIT = frozenset(("key_stride_d", "VALUE", "VALUE_BLOCK", "DEINTERLEAVES"))
+OF_GRADIENT_OF_ANGLES = frozenset(("angle_grad",))
+OF_SPLIT = frozenset(("key_stride_d", "VALUE", "VALUE_BLOCK"))
 WEIGHTS = "rope_norm_weights"  # the kernel that adds the parts of the weights' gradients
 PARTS_AT_ONCE, COLUMNS_AT_ONCE = 512, 8  # of the parts, by a program of WEIGHTS: a sector of 32 bytes wide
 OF_BOUNDS = frozenset(("cu_seqlens", "sequences", "SEARCH_STEPS", "SEARCH_FAN"))
@@ -58,6 +59,7 @@ class RopeCall:
         "weight_grad",
         "key_weight_grad",
         "partials",
+        "angle_grad",
     )  # written besides ``out``: what checks the inputs leaves them out
 
     x: Any
@@ -103,7 +105,8 @@ class RopeCall:
     key_cache_strides: tuple[int, int, int, int] = (0, 0, 0, 0)  # page, slot, head, feature
     value_cache_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
     scale_strides: tuple[int, int] = (0, 0)  # of key_scale and of value_scale: 0 if all heads share one
-    # Of the gradient of a norm: what the forward read; the gradients of the weights; ``parts(spec, ...)`` numbers of float32.
+    # Of the gradient of a norm or of angles: what the forward read. Of that of a norm: the gradients of the weights;
+    # ``parts(spec, ...)`` numbers of float32.
     given: Any = None
     key_given: Any = None
     given_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -111,6 +114,7 @@ class RopeCall:
     weight_grad: Any = None
     key_weight_grad: Any = None
     partials: Any = None
+    angle_grad: Any = None  # those of each token's angles, float32: ``token_angles(spec, ...)`` is its shape
 
 
 def kernel_name(spec: RopeSpec, _variant: RopeVariant) -> str:
@@ -118,6 +122,8 @@ def kernel_name(spec: RopeSpec, _variant: RopeVariant) -> str:
     calls = spec.layout if spec.plain else "complete"
     if spec.gradient_of_norm:
         return f"rope_norm_backward_{spec.style}_{spec.angles}"
+    if spec.angle_gradient:
+        return f"rope_angle_gradient_{spec.style}_{spec.angles}"
     if spec.splits:
         return f"rope_mla_{'backward_' if spec.sums_heads else ''}{spec.style}_{spec.angles}"
     if spec.deinterleaves:
@@ -168,8 +174,11 @@ def _left_out(spec: RopeSpec) -> frozenset[str]:
         (OF_BOUNDS, not spec.takes_bounds),
         (OF_NORM, not spec.normed),
         (OF_CACHE, not spec.appends),
-        (OF_GRADIENT_OF_NORM, not spec.gradient_of_norm),
+        (OF_GIVEN, not spec.reads_given),
+        (frozenset({"partials"}), not spec.gradient_of_norm),
+        (OF_GRADIENT_OF_ANGLES, not spec.angle_gradient),
         (OF_SPLIT, not spec.splits),
+        (frozenset({"DEINTERLEAVES"}), not (spec.splits or spec.angle_gradient)),
     ]
     return frozenset().union(*(names for names, are_left_out in without if are_left_out))
 
@@ -183,6 +192,12 @@ def weight_features(spec: RopeSpec) -> tuple[int, int]:
 def parts(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
     """Numbers of ``RopeCall.partials``: a row for each program of the gradient of a norm."""
     return programs(spec, variant, seq, batch) * sum(weight_features(spec))
+
+
+def token_angles(spec: RopeSpec, seq: int, batch: int) -> tuple[int, int, int, int]:
+    """The shape of ``RopeCall.angle_grad``: one tensor of radians, or cosines and sines; then tokens, entries."""
+    entries = spec.rotary_dim // 2 * (2 if spec.angle_entries == "feature" else 1)
+    return 1 if spec.computes_sincos else 2, batch, seq, entries
 
 
 def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Launch, ...]:
@@ -200,13 +215,13 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         key, key_out, key_strides, key_out_strides = call.x, call.out, call.x_strides, call.out_strides
     key_given, key_given_strides = call.key_given, call.key_given_strides
     if key_given is None:
-        key_given = _key_in(call.given, spec, call) if spec.gradient_of_norm and spec.key_heads else call.given
+        key_given = _key_in(call.given, spec, call) if spec.reads_given and spec.key_heads else call.given
         key_given_strides = key_given_strides if spec.key_heads else call.given_strides
     tail = spec.head_dim - spec.rotary_dim if spec.copies_tail else 0
     load_evict, store_cache, angle_evict = CACHE[variant.cache]
     left_out = _left_out(spec)
     strides = [call.x_strides, call.out_strides, key_strides, key_out_strides]
-    strides += [call.given_strides, key_given_strides] if spec.gradient_of_norm else []
+    strides += [call.given_strides, key_given_strides] if spec.reads_given else []
     strides += [call.value_strides] if spec.appends else []
     arguments = {
         "x": call.x,
@@ -228,6 +243,7 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "given": call.given,
         "key_given": key_given,
         "partials": call.partials,
+        "angle_grad": call.angle_grad,
         "offset": call.offset,
         "seq": call.seq,
         "batch": call.batch,

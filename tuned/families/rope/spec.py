@@ -80,6 +80,7 @@ class RopeSpec:
     cache: str = ""
     cache_layout: str = "NHD"  # pages of [page_size, heads, head_dim]; or "HND": [heads, page_size, head_dim]
     key_inplace: bool = False  # beside a cache, the key is overwritten too
+    angle_gradient: bool = False  # backward: the gradient of the angles too, for which the forward's input is read
 
     def __post_init__(self) -> None:
         if type(self.sections) is not tuple:  # JSON has lists
@@ -152,6 +153,8 @@ class RopeSpec:
             )
 
     def _check_latent(self) -> None:
+        if self.angle_gradient and (self.direction == "forward" or self.norm or self.splits):
+            raise ValueError("angle_gradient is of the backward of a rotation, without a norm and without value_dim")
         if self.deinterleaves and (
             self.interleaved or self.rotated == "proportional" or self.norm or self.copied_heads
         ):
@@ -178,7 +181,7 @@ class RopeSpec:
     @property
     def plain(self) -> bool:
         """One tensor, positions in order, a table, the first features: its kernel has no parameters for more."""
-        return self.angles != "inv_freq" and not self.deinterleaves and (
+        return self.angles != "inv_freq" and not self.deinterleaves and not self.angle_gradient and (
             self.key_heads, self.copied_heads, self.positions, self.context_parallel, self.rotated, self.conjugate,
             self.scaled, self.angles_per_batch, self.norm,
         ) == PLAIN  # fmt: skip
@@ -249,6 +252,11 @@ class RopeSpec:
         return self.normed and self.direction == "backward"
 
     @property
+    def reads_given(self) -> bool:
+        """The gradient of a norm, or one of the angles: both read what the forward read."""
+        return self.gradient_of_norm or self.angle_gradient
+
+    @property
     def splits(self) -> bool:
         """MLA's kv becomes a key and a value."""
         return self.value_dim > 0
@@ -257,6 +265,11 @@ class RopeSpec:
     def sums_heads(self) -> bool:
         """The transpose of that: the gradient of the key head that all heads share is a sum over them."""
         return self.splits and self.direction == "backward"
+
+    @property
+    def takes_all_heads(self) -> bool:
+        """A program has all heads of its tokens, and sums over them: of the gradient of such a key head, or of the angles."""
+        return self.sums_heads or self.angle_gradient
 
     @property
     def kept_dim(self) -> int:
@@ -338,6 +351,8 @@ class RopeSpec:
             angle = f"{angle}; RMSNorm before it"
         if self.splits:
             return f"MLA's key and value of kv, any layout, {self.style} pairs; {angle}."
+        if self.angle_gradient:
+            return f"The gradient of RoPE and of its angles, any layout, {self.style} pairs; {angle}."
         if self.deinterleaves:
             angle = f"{angle}; of interleaved pairs"
         if self.appends:

@@ -137,7 +137,7 @@ def rejection(
         return f"block_tokens={variant.block_tokens} would leave more than half of its rows empty with {positions} positions"
     if variant.order == "tokens" and (
         spec.gradient_of_norm
-        or spec.sums_heads
+        or spec.takes_all_heads
         or (rows is not None and rows <= at_once)
         or (positions is not None and positions <= variant.block_tokens)
     ):
@@ -183,7 +183,9 @@ def _tile_rejection(spec: RopeSpec, variant: RopeVariant, rows: int) -> str | No
     # Of MLA all features count: the pairs are the fewest.
     pairs, threads = rows * (row_block(spec) if spec.splits else half_block(spec)), 32 * variant.num_warps
     # A gradient holds two inputs and a sum. Of heads that are normalised together, one token is tried whatever its size.
-    most = MAX_PAIRS_PER_THREAD // (2 if spec.gradient_of_norm else 1)
+    most = MAX_PAIRS_PER_THREAD // (2 if spec.reads_given else 1)
+    if spec.angle_gradient and spec.angle_entries == "feature":  # four sums: with 16 pairs a thread most tiles spill
+        most //= 2
     if spec.norm == "all" and variant.block_tokens == 1 and variant.num_warps == max(NUM_WARPS):
         return None
     if pairs > most * threads:
@@ -222,13 +224,15 @@ def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant
     held = HELD[ITEM_SIZE[spec.dtype]] - (LESS_HELD if vector_bytes(spec) == 2 else 0.0)  # noqa: PLR2004 - bytes
     if spec.gradient_of_norm and spec.interleaved:  # whose pairs are split in registers: Triton 3.6 spills larger tiles
         held -= 1.0
+    if spec.angle_gradient:  # two inputs and two sums
+        held -= 1.0
     if size is not None:
         held = min(held, max(LEAST_HELD, math.log2(max(1, spec.all_heads * size.tokens * each) / SPREAD)))
     capped = RopeSize(min(batch, MANY) if spec.merges_batch else 1, max(1, min(positions, MANY)))
     variant = _default(spec, capped, round(4 * held) / 4)  # in quarters, so that few are told apart
     tile = 2 * variant.block_tokens * rows_at_once(spec, variant) * each  # read and written
     entries = 1 if spec.layout == "thd" else batch
-    if size is None or spec.gradient_of_norm:  # without a size: what compiles for every card
+    if size is None or spec.reads_given:  # without a size: what compiles for every card
         return variant
     if spec.norm == "all":
         return _of_all_heads(spec, variant, positions)
@@ -247,7 +251,7 @@ def _of_all_heads(spec: RopeSpec, variant: RopeVariant, positions: int) -> RopeV
 
 def programs(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
     """Size of the grid; a packed call has one batch entry. Of tile after tile, those of the same rows are so many each."""
-    if spec.sums_heads:  # a program has all heads of its tokens
+    if spec.takes_all_heads:
         return ceil_div(seq, variant.block_tokens) * batch
     rows = spec.all_heads * (batch if spec.merges_batch else 1)
     row_tiles, token_tiles = ceil_div(rows, rows_at_once(spec, variant)), ceil_div(seq, variant.block_tokens)
@@ -294,7 +298,9 @@ def _cost(spec: RopeSpec, size: RopeSize, variant: RopeVariant, held: float) -> 
         + (0.7 if whole and 4 * padded * row_block(spec) * item < DEPENDENT_BYTES else 0.0)
         + 0.4 * math.log2(tokens)
         + 0.05 * math.log2(max(BLOCK_HEADS) / heads)
-        + 0.2 * math.log2(warps)
+        + (
+            0.0 if spec.angle_gradient else 0.2 * math.log2(warps)
+        )  # which takes the fewer turns the more heads it has at a time
     )
 
 
@@ -303,7 +309,7 @@ def distance(a: RopeSpec, b: RopeSpec) -> float:
 
     Octaves of heads (of both tensors), of padded half rows and of bytes per feature count 1 each. So does each difference
     in the kernel's text: layout, style, kind of angles, in place, tail, plain or complete; a norm counts 2, since no row of
-    another says how a tile does that has sums of rows; so do MLA's kv, its transpose, and a cache. The layout counts 1 for complete
+    another says how a tile does that has sums of rows; so do MLA's kv, its transpose, a cache, and gradients of the angles. The layout counts 1 for complete
     calls too, whose text it does not change. Octaves of what one load can take count a half. So do direction, entries of the
     angles and the other fields of complete calls, since they change little of what is moved. The two dtypes count a tenth.
     """
@@ -320,7 +326,7 @@ def distance(a: RopeSpec, b: RopeSpec) -> float:
         for n in ("dtype", "angle_dtype", "zero_centered", "rounding", "sections", "cache_layout", "key_inplace")
     )
     octaves += 2 * (a.norm != b.norm) + 2 * ((a.splits, a.sums_heads) != (b.splits, b.sums_heads))
-    octaves += 2 * (a.appends != b.appends) + (a.cache != b.cache)
+    octaves += 2 * (a.appends != b.appends) + (a.cache != b.cache) + 2 * (a.angle_gradient != b.angle_gradient)
     if a.splits and b.splits:
         octaves += abs(math.log2(row_block(a) / row_block(b)))
     return octaves + texts + 0.5 * halves + 0.1 * tenths
