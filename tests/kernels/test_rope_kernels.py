@@ -57,8 +57,8 @@ def test_every_kernel_rotates_as_the_oracle_does(name: str) -> None:
 
 def test_every_emitted_rope_kernel_of_plain_calls_is_among_those_tested() -> None:
     emitted = {name for name in structures() if name.startswith("rope_")}
-    # Those of complete calls, of norms, of MLA and of caches have tests of their own.
-    others = ("rope_complete_", "rope_norm_", "rope_mla_", "rope_append_")
+    # Those of complete calls, norms, MLA, caches and gradients of angles have tests of their own.
+    others = ("rope_complete_", "rope_norm_", "rope_mla_", "rope_append_", "rope_angle_gradient_")
     assert {*TEXTS, PROBE_KERNEL} == {n for n in emitted if not n.startswith(others)}
 
 

@@ -177,6 +177,12 @@ rope_qk_ = _overwriting("rope_qk_", f"(Tensor(a!) q, Tensor(b!) k, {_TENSORS}, {
 # With angles that need a gradient. An operator without a key, and a backward without sin, return empty tensors for them.
 
 
+def _overwrite(tensors: list[Any], made: tuple[Any, ...]) -> None:
+    """Overwrite what is rotated in place by results, of which one that is empty stands for no tensor."""
+    for t, new in zip(tensors, made, strict=False):
+        t.view_as(t).copy_(new)  # a view made now has t's history: tuned.launching.overwrite
+
+
 def _learned_call(given: Given, others: tuple[Any, ...], *, inplace: bool) -> Any:
     x, key = given.x, given.key
     if not inplace:
@@ -184,8 +190,7 @@ def _learned_call(given: Given, others: tuple[Any, ...], *, inplace: bool) -> An
         return out if key is None else (out, key_out)
     tensors = [x] if key is None else [x, key]
     made = rope_learned(x.clone(), None if key is None else key.clone(), *others)  # its gradient needs the input
-    for t, new in zip(tensors, made, strict=False):
-        t.view_as(t).copy_(new)  # a view made now has t's history: tuned.launching.overwrite
+    _overwrite(tensors, made)
     return x if key is None else (x, key)
 
 
@@ -299,8 +304,7 @@ def _norm_call(given: Given, others: tuple[Any, ...], *, inplace: bool) -> Any:
     if needs_gradient(given):  # which needs the input
         copied = [t.clone() for t in tensors]
         made = qk_norm_rope(copied[0], None if key is None else copied[1], given.weight, given.key_weight, *others)
-        for t, new in zip(tensors, made, strict=False):
-            t.view_as(t).copy_(new)  # a view made now has t's history: tuned.launching.overwrite
+        _overwrite(tensors, made)
     else:
         qk_norm_rope_(x, key, given.weight, given.key_weight, *others)
     return x if key is None else (x, key)
