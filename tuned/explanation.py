@@ -80,9 +80,9 @@ def explain(function: Any, *args: Any, gpu: str | None = None, **kwargs: Any) ->
 
 
 def _there_is_a_gpu() -> bool:
-    """Whether torch can use a GPU here; asked of torch only where there is a driver, since to ask may initialise CUDA."""
+    """Whether torch is built for a GPU and a driver of one is here: to ask torch for more would initialise CUDA."""
     drivers = ("/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, and that of Windows' Linux
-    return any(map(os.path.exists, drivers)) and torch.cuda.is_available()
+    return any(map(os.path.exists, drivers)) and (torch.version.cuda or torch.version.hip) is not None
 
 
 def _known_gpus(function: Any) -> dict[str, Table]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks import mla
+from tests.support.run import DEVICE
 
 
 def test_a_dry_run_measures_every_kind_of_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +71,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 @pytest.mark.interpreter
 def test_the_kernel_that_turns_signs_touches_all_rows_and_no_other() -> None:
-    q = torch.randn(37, 192)
+    q = torch.randn(37, 192, device=DEVICE)
     before, view = q.clone(), q[:, 128:]
     mla._touch[(5,)](view, 37, view.stride(0), 64, 8)
     assert torch.equal(q[:, :128], before[:, :128])

@@ -1199,8 +1199,8 @@ ROPE = (
     Fault(
         "heads_taken_for_tokens",
         "tuned/calls/rope/mistakes.py",
-        "    if rows != heads or rows == seq or",
-        "    if rows != seq or rows == heads or",
+        "    return rows == heads and rows != seq and",
+        "    return rows == seq and rows != heads and",
         (T + "test_wrong_calls.py::test_a_call_that_is_hardly_meant_warns",),
         "A query of [b, h, s, d] is rotated by the index of its heads, and nothing is said.",
     ),

@@ -17,12 +17,16 @@ from generator.measuring.check import check, inputs_of, probe
 from generator.rendering.structures import load
 from generator.workload import WORKLOADS
 from tests.support import pairwise
+from tests.support.run import INTERPRETED
 from tuned.families.rope.eager import rotate, spread
 from tuned.families.rope.launches import RopeCall, kernel_name, launches, token_angles
 from tuned.families.rope.spec import ANGLE_ENTRIES, ANGLES, LAYOUTS, POSITIONS, ROTATED, STYLES, RopeSize, RopeSpec
 from tuned.families.rope.variant import RopeVariant, default_variant, rejection
 
-pytestmark = pytest.mark.interpreter
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(not INTERPRETED, reason="tests/gpu/test_gpu_rope_angles.py has these on a GPU"),
+]
 SIZE = RopeSize(2, 5)
 TEXTS = [{"style": style, "angles": angles} for style, angles in itertools.product(STYLES, ANGLES)]
 OTHERS: dict[str, Any] = {

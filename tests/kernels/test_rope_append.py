@@ -16,11 +16,15 @@ from generator.measuring.mended import mended_interpreter
 from generator.rendering.structures import load
 from generator.workload import WORKLOADS
 from tests.support import pairwise
+from tests.support.run import INTERPRETED
 from tuned.families.rope.launches import RopeCall, kernel_name, launches
 from tuned.families.rope.spec import ANGLE_ENTRIES, ANGLES, ROTATED, ROUNDINGS, STYLES, RopeSize, RopeSpec
 from tuned.families.rope.variant import RopeVariant, default_variant, rejection
 
-pytestmark = pytest.mark.interpreter
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(not INTERPRETED, reason="tests/gpu/test_gpu_rope_append.py has these on a GPU"),
+]
 SIZE = RopeSize(1, 21)  # the 16th token has no place
 TEXTS = [
     {"norm": norm, "style": style, "angles": angles}
@@ -79,7 +83,6 @@ def test_the_cases_reach_every_text() -> None:
     }
 
 
-@pytest.mark.thinned_on_gpu(every=4)
 @pytest.mark.parametrize("index", range(len(CASES)))
 def test_every_text_and_setting_is_right(index: int) -> None:
     spec = CASES[index]

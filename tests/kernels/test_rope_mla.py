@@ -25,7 +25,10 @@ from tuned.families.rope.launches import RopeCall, kernel_name, launches
 from tuned.families.rope.spec import ANGLE_ENTRIES, ANGLES, LAYOUTS, POSITIONS, RopeSize, RopeSpec
 from tuned.families.rope.variant import RopeVariant, default_variant, rejection
 
-pytestmark = pytest.mark.interpreter
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(not INTERPRETED, reason="tests/gpu/test_gpu_rope_mla.py has these on a GPU"),
+]
 SIZE = RopeSize(2, 5)
 # What a call does: make a key and a value, or take their gradients; or rotate a query, whose pairs are put apart.
 WAYS = [

@@ -17,6 +17,7 @@ from generator.measuring.check import WrongResultError, check, inputs_of, probe
 from generator.rendering.structures import load
 from generator.workload import WORKLOADS
 from tests.support import pairwise
+from tests.support.run import INTERPRETED
 from tuned.families.rope import launches as rope_launches
 from tuned.families.rope import variant as rope_variant
 from tuned.families.rope.eager import rotate
@@ -34,7 +35,10 @@ from tuned.families.rope.spec import (
 )
 from tuned.families.rope.variant import RopeVariant, default_variant, rejection
 
-pytestmark = pytest.mark.interpreter
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(not INTERPRETED, reason="tests/gpu/test_gpu_rope_norm.py has these on a GPU"),
+]
 SIZE = RopeSize(2, 5)
 TEXTS = [
     {"direction": direction, "inplace": inplace, "style": style, "angles": angles}
@@ -96,7 +100,6 @@ def test_the_cases_reach_every_text() -> None:
     }
 
 
-@pytest.mark.thinned_on_gpu(every=4)
 @pytest.mark.parametrize("index", range(len(CASES)))
 def test_every_text_and_setting_is_right(index: int) -> None:
     spec = CASES[index]

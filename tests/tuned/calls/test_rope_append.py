@@ -15,6 +15,7 @@ import tuned.calls.rope.append
 import tuned.dispatch
 from tests.fuzz.interpreted import SILENT
 from tests.support.append import FLOAT8, GPU, SAVED, Made, by_hand, interpreted, make
+from tests.support.run import INTERPRETED
 from tuned.calls.rope import append
 from tuned.calls.rope import ops as rope_ops
 from tuned.calls.rope.arguments import Given, Settings
@@ -22,7 +23,11 @@ from tuned.dispatch import rope_append_
 from tuned.launching.plan import DirectLaunch
 
 WAYS = ("eager", "kernel")
-pytestmark = pytest.mark.interpreter
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(not INTERPRETED, reason="tests/gpu/test_gpu_rope_append.py has these on a GPU"),
+]
 
 
 def assert_right(made: Made, way: str, times: int = 1, **changes: Any) -> None:

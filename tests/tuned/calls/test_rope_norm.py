@@ -232,6 +232,8 @@ def test_a_leaf_cannot_be_overwritten() -> None:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """Gradients run by the interpreter's kernels, with the default variant; yields what was launched."""
+    if not INTERPRETED:
+        pytest.skip("tests/gpu/test_gpu_rope_norm.py has these on a GPU")
     made: list[Launch] = []
 
     def chosen(prepared: Any, bypassed: str | None) -> Choice:
