@@ -111,7 +111,7 @@ def draw(rng: random.Random, world: World, spec: Any = None, size: Any = None) -
     mode = world.mode(rng, ("plain", "no_grad", "inference", "grad", "autocast", "stream", "graph"))
     if world.device == "cuda" and d.dtype == torch.float64 and mode == "graph":
         mode = "no_grad"
-    learns = spec is not None and spec.angle_gradient  # of which inv_freq has tests of its own
+    learns = spec is not None and spec.angle_gradient
     mode = "grad" if learns and "grad" in world.modes else mode
     views: dict[str, View] = {}
     arguments: dict[str, Any] = {}
@@ -203,7 +203,7 @@ def draw(rng: random.Random, world: World, spec: Any = None, size: Any = None) -
     width = d.rotary if d.entries == "feature" else d.rotary // 2
     named = _angles(rng, d, views, rows, width, batch if not packed else 0, plain=plain)
     arguments |= {name: Name(name) for name in named}
-    if mode == "grad" and d.source in ("freqs", "cos_sin", "cos_sin_cache") and (learns or rng.random() < LEARNED):
+    if mode == "grad" and (learns or rng.random() < LEARNED):
         views[named[0]] = dataclasses.replace(views[named[0]], grad="leaf")
     if d.entries != ("feature" if d.source == "freqs" else "pair") or rng.random() < 0.2:
         arguments["angle_entries"] = d.entries

@@ -80,7 +80,8 @@ def positions(
 def angles(tensors: dict[str, torch.Tensor], where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine, [batch, seq, entries] in float64; NaN at positions that a table has no row for."""
     if "inv_freq" in tensors:
-        radians = (where.float()[..., None] * tensors["inv_freq"]).double()  # rounded to float32 once
+        # Rounded to float32 once, in the reference too, whose other tensors are float64.
+        radians = (where.float()[..., None] * tensors["inv_freq"].float()).double()
         return radians.cos(), radians.sin()
     if "freqs" in tensors:
         table = tensors["freqs"].double()

@@ -322,7 +322,9 @@ class Given:
 
     def _gradients_rope(self, parts: tuple[Part, ...], values: dict[str, Any], results: tuple[str, ...]) -> None:
         tables = [
-            n for n in ("freqs", "cos", "sin", "cos_sin_cache") if n in self.built and self.built[n].leaf is not None
+            n
+            for n in ("freqs", "cos", "sin", "cos_sin_cache", "inv_freq")
+            if n in self.built and self.built[n].leaf is not None
         ]
         required = [name for name in results if tables or self.built[name].leaf is not None]
         if len(self.grad_outputs) != len(required):
@@ -353,6 +355,8 @@ class Given:
         turned = [_evaluated(part.see, values).double() for part in parts]
         largest = [max((t.abs().amax() for t in ts if t.numel()), default=torch.zeros(())) for ts in (turned, grads)]
         slack = 8 * U32 * (count + 16) * largest[0] * largest[1] * max(abs(p.rope.scaling) for p in parts)
+        if name == "inv_freq":  # each term is multiplied by its position
+            slack = slack * max(_furthest(p, out, values) for p, out in zip(parts, outs, strict=True))
         grad = self.grads[name]
         if grad is None:
             raise Wrong(f"{name} has no gradient")
@@ -527,6 +531,13 @@ class Given:
         self._flag(f"{name} is wrong", wrong, numbers)
         if allowed is not None:
             self._flag(f"{name} errs more than PyTorch's", ~(error <= WORSE * allowed + FLOOR * unit), numbers)
+
+
+def _furthest(part: Part, out: torch.Tensor, values: dict[str, Any]) -> int:
+    """No position of a token is further from 0."""
+    given = [_evaluated(part.angles[n], values) for n in ("positions", "starts") if n in part.angles]
+    largest = max((int(t.abs().max()) for t in given if t.numel()), default=0)
+    return largest + abs(part.rope.offset) + max(out.shape[:-2]) * part.rope.cp_size
 
 
 OFF_GPU = {"stream": "no_grad", "graph": "no_grad"}

@@ -318,8 +318,6 @@ def rope_apart(
     if "cu_seqlens" in tensors:  # those outside have no angle, whose NaN would spread to gradients
         first, last = int(tensors["cu_seqlens"][0]), int(tensors["cu_seqlens"][-1])
         held, tensors["cu_seqlens"] = slice(first, last), tensors["cu_seqlens"] - first
-    if "inv_freq" in tensors:  # angles are rounded to float32 in the reference too
-        tensors["inv_freq"] = tensors["inv_freq"].float()
     out = formula.rope(call, own[held].double(), tensors)[0].to(x.dtype)
     if "cu_seqlens" in tensors:
         out = torch.cat((own[: held.start], out, own[held.stop :]))
