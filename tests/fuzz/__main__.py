@@ -132,15 +132,18 @@ class Found:
         self.seconds = time.monotonic() - begin
 
     def sweep(self, asked: argparse.Namespace, processes: int) -> None:
-        """Cases that force the rows which did not come up, a few for each: what was drawn may have been no call for them."""
+        """Cases that force the rows which did not come up, or whose kernels did not, a few for each.
+
+        What was drawn may have been no call for them.
+        """
         if not self.kernels:
             return
         from tests.fuzz.draw import index_of  # noqa: PLC0415
-        from tests.fuzz.forced import every_row  # noqa: PLC0415
+        from tests.fuzz.forced import every_row, kernels_of  # noqa: PLC0415
         from tests.fuzz.worker import world  # noqa: PLC0415
 
         for turn in range(1000, 1000 + 2 * SWEEPS, 2):
-            left = [row for row in every_row() if row not in self.rows]
+            left = [row for row in every_row() if row not in self.rows or not kernels_of(*row) <= self.kernels]
             indices = [index_of(world(), *row, turn) for row in left]
             parts = [indices[k::processes] for k in range(processes) if indices[k::processes]]
             told = queue.Queue[tuple[int, Any]]()

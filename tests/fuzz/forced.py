@@ -75,6 +75,12 @@ def every_row(capability: int = 90) -> list[tuple[str, int]]:
     return [(family, index) for family in FAMILIES for index in range(len(rows(family, capability)))]
 
 
+def kernels_of(family: str, index: int) -> set[str]:
+    """Those that the variant of a row launches."""
+    row = rows(family)[index]
+    return set(FAMILIES[family].kernel_names(row.spec, row.variant))
+
+
 def _modules() -> list[Any]:
     return [m for name, m in list(sys.modules.items()) if name.startswith("tuned.") and m is not None]
 

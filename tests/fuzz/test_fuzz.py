@@ -325,10 +325,7 @@ def test_every_row_is_what_lookups_give_while_it_is_forced() -> None:
         assert tuned.calls.rope.plan.choose is tuned.lookup.lookup.choose
         assert tuned.lookup.lookup.choose(family, row.spec, row.size, gpu) == before
     assert set(walk) <= forced.SERVED
-    kernels = {
-        n for f, i in walk for n in FAMILIES_OF[f].kernel_names(forced.rows(f)[i].spec, forced.rows(f)[i].variant)
-    }
-    assert kernels <= forced.all_kernels()
+    assert set().union(*(forced.kernels_of(*row) for row in walk)) <= forced.all_kernels()
 
 
 def test_a_forced_row_serves_calls_that_are_far_from_it() -> None:
