@@ -28,6 +28,7 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", "meta"])
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(tuned.explanation, "_there_is_a_gpu", lambda: False)
 
 
 def rotations(device: str) -> dict[str, tuple[Any, ...]]:

@@ -12,6 +12,7 @@ import torch
 
 import tuned.dispatch
 from generator.rendering.structures import load
+from tests.support.run import INTERPRETED
 from tuned.calls.rope import call as rope_call
 from tuned.calls.rope import norm
 from tuned.calls.rope import ops as rope_ops
