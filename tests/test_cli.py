@@ -63,13 +63,13 @@ def test_list_takes_a_family_and_patterns() -> None:
         (("show", "llama3_8b_2x4095"), "Did you mean llama3_8b_2x4096"),
         (("--target", "h300", "--problems", ONE), "Did you mean nvidia_h"),
         (("--budget", "10 parsecs", "--list"), "90s, 10m or 1h"),
-        (("--trials", "0", "--list"), "Invalid value for '--trials'"),  # in typer's words, or in click's
+        (("--trials", "0", "--list"), "greater than or equal to 1|0 is not in the range x>=1"),  # of typer, or of click
     ],
 )
 def test_a_name_that_is_not_there_is_an_error_that_helps(arguments: tuple[str, ...], said: str) -> None:
     done = call(*arguments)
     assert done.exit_code == 2
-    assert said in " ".join(done.output.split())
+    assert any(words in " ".join(done.output.split()) for words in said.split("|"))
 
 
 def test_the_representative_problems_exist() -> None:
