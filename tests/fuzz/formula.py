@@ -6,6 +6,7 @@ Shares no code with tuned, nor with the oracle in NumPy, against which it is tes
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -128,8 +129,18 @@ def angles_of_axes(
     pair_of = list(range(entries))
     if call.entries == "feature":
         pair_of = [e // 2 if call.interleaved else e % pairs for e in range(entries)]
-    found = [[part[axis_of[pair_of[e]]][..., e] for e in range(entries)] for part in zip(*each, strict=True)]
-    return torch.stack(found[0], -1), torch.stack(found[1], -1)
+    axis_of_entry = indices(tuple(axis_of[pair_of[e]] for e in range(entries)), device)
+    found = [torch.stack(part) for part in zip(*each, strict=True)]  # [axes, batch, seq, entries]
+    cos, sin = (part.gather(0, axis_of_entry.expand(1, *part.shape[1:]))[0] for part in found)
+    return cos, sin
+
+
+def held(tensors: dict[str, torch.Tensor]) -> slice:
+    """The tokens that are of a sequence."""
+    if "cu_seqlens" not in tensors:
+        return slice(None)
+    first, *_, last = tensors["cu_seqlens"].tolist()  # asked of a GPU once
+    return slice(first, last)
 
 
 def canonical(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -139,8 +150,22 @@ def canonical(x: torch.Tensor, layout: str) -> torch.Tensor:
     return x if layout == "bshd" else x.transpose(*SWAPPED[layout])
 
 
-def pairs(call: Rope, head_dim: int, rotary: int) -> tuple[list[int], list[int], list[int], list[int]]:
+@functools.lru_cache(maxsize=1024)
+def indices(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Numbers to index a tensor with. A list would be copied to a GPU at each use, which waits for the GPU."""
+    with torch.inference_mode(mode=False):  # a later call's gradient may keep it
+        return torch.tensor(numbers, device=device)
+
+
+def pairs(
+    call: Rope, head_dim: int, rotary: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of each pair: its two features, and their two entries where there is one a feature."""
+    first, second, one, two = _pairs(call, head_dim, rotary)
+    return tuple(indices(tuple(each), device) for each in (first, second, one, two))  # type: ignore[return-value]
+
+
+def _pairs(call: Rope, head_dim: int, rotary: int) -> tuple[list[int], list[int], list[int], list[int]]:
     half = rotary // 2
     if call.interleaved:
         one, two = list(range(0, rotary, 2)), list(range(1, rotary, 2))
@@ -178,7 +203,7 @@ def rope(
         sin = -sin
     out, bound = whole.clone(), torch.zeros_like(whole)
     rotary = cos.shape[-1] * (1 if call.entries == "feature" else 2)
-    a, b, one, two = pairs(call, whole.shape[-1], rotary)
+    a, b, one, two = pairs(call, whole.shape[-1], rotary, x.device)
     if call.entries == "feature":
         cos_a, cos_b, sin_a, sin_b = (
             t[:, :, None] for t in (cos[..., one], cos[..., two], sin[..., one], sin[..., two])

@@ -252,10 +252,9 @@ def qk_norm_rope(
         "bshd" if first else tensor_format, interleaved, angle_entries, rotated, conjugate, offset=offset,
         sections=sections, in_turn=interleaved_sections,
     )  # fmt: skip
-    held = slice(None)
-    if "cu_seqlens" in tensors:  # those outside have no angle, whose NaN would spread to gradients
-        begin, end = int(tensors["cu_seqlens"][0]), int(tensors["cu_seqlens"][-1])
-        held, tensors["cu_seqlens"] = slice(begin, end), tensors["cu_seqlens"] - begin
+    held = formula.held(tensors)  # those outside have no angle, whose NaN would spread to gradients
+    if "cu_seqlens" in tensors:
+        tensors["cu_seqlens"] = tensors["cu_seqlens"] - held.start
     found: list[torch.Tensor | None] = []
     for x, weight in ((q, q_weight), (k, k_weight)):
         if x is None or weight is None:
@@ -314,10 +313,9 @@ def rope_apart(
     if deinterleave:
         turned = x[..., begin : begin + rotary]
         own = torch.cat((x[..., :begin], turned[..., ::2], turned[..., 1::2], x[..., begin + rotary :]), -1)
-    held = slice(None)
-    if "cu_seqlens" in tensors:  # those outside have no angle, whose NaN would spread to gradients
-        first, last = int(tensors["cu_seqlens"][0]), int(tensors["cu_seqlens"][-1])
-        held, tensors["cu_seqlens"] = slice(first, last), tensors["cu_seqlens"] - first
+    held = formula.held(tensors)  # those outside have no angle, whose NaN would spread to gradients
+    if "cu_seqlens" in tensors:
+        tensors["cu_seqlens"] = tensors["cu_seqlens"] - held.start
     out = formula.rope(call, own[held].double(), tensors)[0].to(x.dtype)
     if "cu_seqlens" in tensors:
         out = torch.cat((own[: held.start], out, own[held.stop :]))
@@ -360,8 +358,7 @@ def _append(
     k_weight: torch.Tensor | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    bounds = others.get("cu_seqlens")
-    begin, end = (0, len(q)) if bounds is None else (int(bounds[0]), int(bounds[-1]))
+    begin, end, _ = formula.held({n: others[n] for n in ("cu_seqlens",) if others.get(n) is not None}).indices(len(q))
     if q_weight is None:
         turned = _turned(q, **others), _turned(k, **others)
     else:
@@ -382,9 +379,8 @@ def _turned(x: torch.Tensor, **others: Any) -> torch.Tensor:
     names = ("freqs", "cos", "sin", "inv_freq", "cu_seqlens", "positions")
     tensors = {n: others.pop(n) for n in names if others.get(n) is not None}
     call = formula.Rope("thd", others.pop("interleaved", False), others.pop("angle_entries", "pair"), **others)
-    held = slice(None)
+    held = formula.held(tensors)
     if "cu_seqlens" in tensors:
-        held = slice(int(tensors["cu_seqlens"][0]), int(tensors["cu_seqlens"][-1]))
         tensors["cu_seqlens"] = tensors["cu_seqlens"] - held.start
     out = x.clone()
     out[held] = formula.rope(call, x[held].double(), tensors)[0].to(x.dtype)

@@ -98,13 +98,19 @@ def numbers(view: View, seed: int, device: str) -> torch.Tensor:
     return drawn.to(view.dtype)
 
 
+@functools.lru_cache(maxsize=256)
+def _listed(view: View, device: str) -> torch.Tensor:
+    """The storage of a view whose values are given; kept, since a copy to a GPU waits for it."""
+    storage = torch.full((view.size,), POISON[view.dtype.is_floating_point], dtype=view.dtype)
+    if view.numel:
+        storage[places(view, "cpu").flatten()] = torch.tensor(view.values, dtype=view.dtype).flatten()
+    return storage.to(device)
+
+
 def filled(view: View, seed: int, device: str) -> torch.Tensor:
     """A storage with the values of the view, and poison everywhere else."""
     if view.values is not None:
-        storage = torch.full((view.size,), POISON[view.dtype.is_floating_point], dtype=view.dtype)
-        if view.numel:
-            storage[places(view, "cpu").flatten()] = torch.tensor(view.values, dtype=view.dtype).flatten()
-        return storage.to(device)
+        return _listed(view, device).clone()
     if not view.dtype.is_floating_point:
         return torch.full((view.size,), 1, dtype=view.dtype, device=device)
     return numbers(view, seed, device).masked_fill_(outside(view, device), POISON[True])
