@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -42,6 +42,9 @@ from generator.publishing.verified import (
 PROCESSES = 14
 SANITIZED_PROCESSES = 12  # one a share
 SPARE_CORES = 2  # for the driver's threads and this process
+# Suites that share the machine, by a command of its own for the first: it waits for the GPU, the other computes on the CPU.
+BESIDE = {"sanitizers": "plain"}
+COMMAND = (sys.executable, "-m", "benchmarks.verify")
 CALLS, CLASSES = 100_000, 2_000  # of the fuzz
 LIMIT_MINUTES = 20.0  # of one suite: something hangs. All take 12 on an H200 with 16 cores
 STOP_SECONDS = 15.0  # for a suite that is interrupted to end its own processes
@@ -232,8 +235,23 @@ def verify(  # noqa: PLR0913 - what is run, and where things are
             done = known(device, environment, kernels, (out, shipped)) | {name: suite}
             record = Verified(dict(environment), kernels, tuple(done.values()))
             write_if_different(verified_path(device, out), verified_text(record))
-    print(not_verified(device, out) or f"{device}: verified, {kernels}")
     return 1 if any(done[name].failed or not done[name].passed for name in chosen) else 0
+
+
+@contextlib.contextmanager
+def beside(names: Sequence[str], arguments: Sequence[str]) -> Iterator[tuple[list[str], list[subprocess.Popen[bytes]]]]:
+    """The suites left to run here, and the commands for those that run beside one of them, which end with this."""
+    apart = [name for name in names if BESIDE.get(name) in names]
+    commands = [(*COMMAND, *arguments, f"--suite={name}", "--part") for name in apart]
+    started = [
+        subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603 - our own words
+        for command in commands
+    ]
+    try:
+        yield [name for name in names if name not in apart], started
+    finally:
+        for process in started:
+            stop(process)
 
 
 def here() -> dict[str, Any]:
@@ -254,6 +272,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, help="folder of the logs; .cache/verified")
     parser.add_argument("--minutes", type=float, default=LIMIT_MINUTES, help="end a suite after this many, as hung")
     parser.add_argument("--seed", type=int, help="of the fuzz; a new one each time")
+    parser.add_argument(
+        "--part", action="store_true", help=argparse.SUPPRESS
+    )  # of another command, which tells the end
     options = parser.parse_args(arguments)
     names = [name for name in SUITES if name in (options.suite or SUITES)]
 
@@ -267,18 +288,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
     every = suites(cache, len(os.sched_getaffinity(0)), seed)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # suites are in sessions of their own, and end with this
+    rest = [f"--out={options.out.resolve()}", f"--cache={cache}", f"--minutes={options.minutes}", f"--seed={seed}"]
+    rest += ["--again"] if options.again else []
+    environment, out = here(), options.out.resolve()
     try:
-        return verify(
-            here(),
-            {name: every[name] for name in names},
-            out=options.out.resolve(),
-            cache=cache,
-            again=options.again,
-            limit_s=60 * options.minutes,
-        )
+        with beside(names, rest) as (own, others):
+            code = verify(
+                environment,
+                {name: every[name] for name in own},
+                out=out,
+                cache=cache,
+                again=options.again,
+                limit_s=60 * options.minutes,
+            )
+            code = max(code, *(min(1, abs(process.wait())) for process in others), 0)
     except KeyboardInterrupt:
         print("interrupted: what had ended is kept, and the same command goes on with the rest")
         return INTERRUPTED
+    if not options.part:
+        print(not_verified(environment["device"], out) or f"{environment['device']}: verified, {digest()}")
+    return code
 
 
 if __name__ == "__main__":

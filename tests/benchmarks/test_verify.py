@@ -222,6 +222,46 @@ def test_an_interrupted_suite_is_ended_and_what_ended_before_it_is_kept(
     assert stopped[1], "it goes on, or ended by itself"  # -2, or 1 where Ctrl-C met Python while it started
 
 
+def left_behind(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """What runs a suite beside another is this program."""
+    monkeypatch.setattr(verify, "COMMAND", (sys.executable, "-c", program))
+
+
+def test_a_suite_beside_another_is_a_command_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left_behind(
+        monkeypatch, f"import pathlib, sys; pathlib.Path({str(tmp_path / 'told')!r}).write_text(str(sys.argv[1:]))"
+    )
+    with verify.beside(SUITES, ["--seed=7"]) as (own, others):
+        assert own == ["plain", "gpu", "fuzz"]
+        assert [process.wait() for process in others] == [0]
+    assert (tmp_path / "told").read_text() == "['--seed=7', '--suite=sanitizers', '--part']"
+    for alone in (["sanitizers"], ["gpu", "fuzz", "sanitizers"]):
+        with verify.beside(alone, []) as (own, others):
+            assert (own, others) == (alone, []), "nothing that it could run beside is run"
+
+
+def test_a_suite_beside_another_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    left_behind(monkeypatch, "import time; time.sleep(600)")
+    with pytest.raises(KeyboardInterrupt), verify.beside(SUITES, []) as (_, others):
+        raise KeyboardInterrupt
+    assert others[0].poll() is not None
+
+
+@pytest.mark.parametrize(("code", "wanted"), [(0, 0), (1, 1), (130, 1)])
+def test_a_suite_that_fails_beside_another_fails_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, code: int, wanted: int
+) -> None:
+    left_behind(monkeypatch, f"raise SystemExit({code})")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(verify, "here", lambda: ENVIRONMENT)
+    monkeypatch.setattr(verify.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(verify, "suites", lambda *_: {name: [passing(tmp_path, name)] for name in SUITES})
+    folders = [f"--out={tmp_path / 'out'}", f"--cache={tmp_path / 'cache'}"]
+    assert verify.main(folders) == wanted
+    assert runs(tmp_path) == {"plain": 1, "gpu": 1, "fuzz": 1}
+    assert "suite sanitizers was not run" in capsys.readouterr().out.splitlines()[-1]
+
+
 # What the suites leave ------------------------------------------------------------------------------------------------
 
 TESTS = """
