@@ -1491,9 +1491,9 @@ NORM = (
     ),
     Fault(
         "norm_in_place_keeps_what_it_overwrites",
-        "tuned/calls/rope/norm.py",
-        "given = self.sources.given(x.clone(), None if key is None else key.clone(), *others)",
-        "given = self.sources.given(x.detach(), None if key is None else key, *others)",
+        "tuned/calls/rope/saved.py",
+        "given = self.sources.given(x.clone(), None if key is None else key.clone(), angles, sin, *others)",
+        "given = self.sources.given(x.detach(), None if key is None else key, angles, sin, *others)",
         (C_FORMATS + "test_gradients_of_a_norm_in_place_are_those_of_its_input[kernels-head-bshd]",),
         "A norm in place has no gradient for its query, or one of what it overwrote.",
     ),
@@ -1531,7 +1531,7 @@ NORM = (
     ),
     Fault(
         "gradient_of_an_unused_query",
-        "tuned/calls/rope/norm.py",
+        "tuned/calls/rope/saved.py",
         "grad = torch.zeros_like(given.x) if grad is None else grad",
         "grad = torch.ones_like(given.x) if grad is None else grad",
         (C_NORM + "test_a_result_that_nothing_depends_on_has_no_part_in_the_gradients[0-head]",),
@@ -1539,7 +1539,7 @@ NORM = (
     ),
     Fault(
         "gradient_of_an_unused_key",
-        "tuned/calls/rope/norm.py",
+        "tuned/calls/rope/saved.py",
         "key_grad = torch.zeros_like(given.key)",
         "key_grad = torch.ones_like(given.key)",
         (C_NORM + "test_a_result_that_nothing_depends_on_has_no_part_in_the_gradients[1-head]",),

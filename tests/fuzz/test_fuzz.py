@@ -33,7 +33,7 @@ from tests.support.pythons import python
 from tests.support.rope_calls import Watch, watch
 from tests.support.run import INTERPRETED
 from tuned import dispatch
-from tuned.calls.rope import angles, norm
+from tuned.calls.rope import norm, saved
 from tuned.families.registry import FAMILIES as FAMILIES_OF
 from tuned.families.rope.eager import norm_gradient
 from tuned.families.rope.launches import WEIGHTS, kernel_names
@@ -109,7 +109,7 @@ def launched(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     monkeypatch.setattr(watch, "_execute", forward)
     monkeypatch.setattr(norm, "_by_kernels", backward)
-    monkeypatch.setattr(norm, "run_steps", interpreted)
+    monkeypatch.setattr(saved, "run_steps", interpreted)
     return names
 
 
@@ -125,13 +125,13 @@ def test_norms_by_kernels_are_right(watch: Watch, launched: set[str], monkeypatc
 @pytest.mark.skipif(not INTERPRETED, reason="python -m tests.fuzz runs kernels on a GPU")
 def test_gradients_of_angles_by_kernels_are_right(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
-    interpreted = angles.run_steps
+    interpreted = saved.run_steps
 
     def run(steps: Any, launch: Any) -> None:
         launched.extend(step.kernel for step in steps)
         interpreted(steps, launch)
 
-    monkeypatch.setattr(angles, "run_steps", run)
+    monkeypatch.setattr(saved, "run_steps", run)
     monkeypatch.setattr(draw_rope, "LEARNED", 1.0)
     for name in ("NORMED", "LATENT", "APPENDED"):
         monkeypatch.setattr(draw, name, 0.0)

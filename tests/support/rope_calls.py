@@ -20,7 +20,6 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
-import tuned.calls.rope.angles
 import tuned.calls.rope.append
 import tuned.calls.rope.arguments
 import tuned.calls.rope.call
@@ -236,7 +235,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     monkeypatch.setattr(tuned.calls.rope.append, "direct_launch", lambda *_: None)
     monkeypatch.setattr(tuned.calls.rope.lengths, "kernel", with_parameters)
     monkeypatch.setattr(plan, "run_public", made.run_public)
-    monkeypatch.setattr(tuned.calls.rope.angles, "run_steps", interpret)
+    monkeypatch.setattr(tuned.calls.rope.saved, "run_steps", interpret)
     monkeypatch.setattr(tuned.launching.plan, "_specialised", specialised)
     # A GPU is not waited for, so the values of positions are not seen.
     monkeypatch.setattr(tuned.calls.rope.arguments, "_values_reach", lambda *_: None)

@@ -12,6 +12,7 @@ from tests.support.rope_calls import Watch, watch
 from tuned.calls.rope import angles as learned
 from tuned.calls.rope import call as rope_call
 from tuned.calls.rope import ops as rope_ops
+from tuned.calls.rope import saved
 from tuned.calls.rope.arguments import Given, Settings
 from tuned.dispatch import mla_kv_rope, qk_norm_rope, rope, rope_backward, rope_qk
 
@@ -94,13 +95,13 @@ def gradients(
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_the_kernels_gradients_are_autograds(case: int, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
-    run = learned.run_steps
+    run = saved.run_steps
 
     def listed(steps: Any, launch: Any) -> None:
         launched.extend(step.kernel for step in steps)
         run(steps, launch)
 
-    monkeypatch.setattr(learned, "run_steps", listed)
+    monkeypatch.setattr(saved, "run_steps", listed)
     watch.interpreted = True
     given, settings, leaves = drawn(case)
     wanted = gradients(given, settings, leaves, rope_call.run_eager)

@@ -11,7 +11,7 @@ import torch
 import tuned
 from generator.rendering.structures import load
 from tests.support.rope_calls import Watch, watch
-from tuned.calls.rope import norm
+from tuned.calls.rope import saved
 from tuned.dispatch import qk_norm_rope, rope, rope_backward, rope_qk, rope_qkv
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "kernels":
         watching: Watch = request.getfixturevalue("watch")
         watching.interpreted = True
-        monkeypatch.setattr(norm, "run_steps", _interpreted)
+        monkeypatch.setattr(saved, "run_steps", _interpreted)
     return str(request.param)
 
 

@@ -14,7 +14,7 @@ import tuned
 import tuned.calls.rope.call
 from generator.rendering.structures import load
 from tests.support.rope_calls import Watch, watch
-from tuned.calls.rope import norm
+from tuned.calls.rope import saved
 from tuned.compat.transformer_engine import apply_rotary_pos_emb
 from tuned.dispatch import qk_norm_rope, qkv_norm_rope_, rope, rope_backward, rope_qk, rope_qkv
 
@@ -35,7 +35,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "kernels":
         watching: Watch = request.getfixturevalue("watch")
         watching.interpreted = True
-        monkeypatch.setattr(norm, "run_steps", _interpreted)
+        monkeypatch.setattr(saved, "run_steps", _interpreted)
     return str(request.param)
 
 

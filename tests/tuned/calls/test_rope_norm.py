@@ -14,7 +14,7 @@ import tuned.dispatch
 from generator.rendering.structures import load
 from tests.support.run import INTERPRETED
 from tuned.calls.rope import call as rope_call
-from tuned.calls.rope import norm
+from tuned.calls.rope import norm, saved
 from tuned.calls.rope import ops as rope_ops
 from tuned.calls.rope.arguments import Given, Settings, Sources
 from tuned.calls.rope.plan import Plan
@@ -250,7 +250,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
                 load(step.kernel)[(step.programs,)](*step.arguments, **step.constants)
 
     monkeypatch.setattr(norm, "choice_of", chosen)
-    monkeypatch.setattr(norm, "run_steps", launched)
+    monkeypatch.setattr(saved, "run_steps", launched)
     monkeypatch.setattr(torch.cuda, "device", lambda _device: torch.no_grad())
     return made
 
