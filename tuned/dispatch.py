@@ -41,6 +41,7 @@ from typing import Any
 import torch
 
 from tuned.calls.gru import plan as gru_plan
+from tuned.calls.gru import training as gru_training
 from tuned.calls.gru.arguments import gru_call
 from tuned.calls.gru_cell import run as gru_cell_run
 from tuned.calls.gru_cell.arguments import checked_cell, reset_rows
@@ -740,7 +741,9 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
         and not (dropout and training)
         and not torch.compiler.is_dynamo_compiling()
     ):
-        known = gru_plan.known(input, hx, weights, (bias, num_layers, bidirectional, batch_first))
+        settings = (bias, num_layers, bidirectional, batch_first)
+        known = gru_plan.known(input, hx, weights, settings)
+        known = gru_training.known(input, hx, weights, settings, recompute=recompute) if known is None else known
         if known is not None:
             return known
     call = gru_call(

@@ -27,6 +27,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from tuned import dispatch
 from tuned.calls.gru import plan as gru_plan
+from tuned.calls.gru import training as gru_training
 from tuned.calls.gru_cell import run as gru_cell_run
 from tuned.calls.refusal import refuses, was_refused
 from tuned.launching.plan import modes
@@ -212,7 +213,9 @@ def _gru_at_once(module: GRU, x: Any, hx: Any) -> tuple[torch.Tensor, torch.Tens
     else:
         left = not dropout and gru_plan.is_left(x, hx, weights, settings)
     if not left:
-        return None if needed or dropout else gru_plan.known(x, hx, weights, settings)
+        if needed and not dropout:
+            return gru_training.known(x, hx, weights, settings, recompute=getattr(module, "recompute", False))
+        return None if dropout else gru_plan.known(x, hx, weights, settings)
     if not all(t.is_contiguous() for t in (hx, *weights)):  # tuned.calls.gru.eager says why
         return None
     train = dropout > 0 or needed

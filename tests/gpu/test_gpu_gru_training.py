@@ -19,7 +19,7 @@ from generator.families.gru_backward.reference import inputs
 from tests.support import pairwise
 from tests.support.ports import free_port
 from tests.support.processes import BACKSTOP_SECONDS
-from tuned.calls.gru import training
+from tuned.calls.gru import plan, training
 from tuned.calls.gru.arguments import GruCall
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru_backward.launches import launches
@@ -62,6 +62,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GruCall]]:
         gpu = training.gpu_of(call.input.device)
         return Choice("winner", "a test asked for it", fit(default_variant(spec, size), spec, gpu.capability))
 
+    monkeypatch.setattr(plan, "_TRAINED", {})  # of variants that only these tests choose
     monkeypatch.setattr(training, "_by_kernels", spied)
     monkeypatch.setattr(training, "_choice", choice)
     monkeypatch.setattr(training, "CALLED_STEPS", 0)
@@ -381,3 +382,23 @@ def test_ranks_of_distributed_data_parallel_have_the_gradients_of_the_whole_batc
     ]  # fmt: skip
     told = [one.communicate(timeout=BACKSTOP_SECONDS)[0] for one in started]
     assert [one.returncode for one in started] == [0] * ranks, told
+
+
+@pytest.mark.parametrize(("layers", "both"), [(1, False), (1, True), (2, False), (2, True)])
+def test_a_known_call_trains_as_a_new_one_does(served: list[GruCall], layers: int, both: bool) -> None:
+    torch.manual_seed(3)
+    model = tuned.nn.GRU(48, 64, layers, bidirectional=both, device="cuda")
+    x, weights = torch.randn(19, 5, 48, device="cuda"), list(model.parameters())
+    found = []
+    for _ in range(3):  # as a new call, and as a known one
+        out, h_n = model(x)
+        found.append([out, h_n, *torch.autograd.grad(out.square().mean() + h_n.sum(), weights)])
+    assert plan._TRAINED
+    assert len(served) == 3 * layers
+    for again in found[1:]:
+        assert all(map(torch.equal, found[0], again))
+    with torch.no_grad():
+        weights[0].mul_(0.5)  # what is known is no value
+    changed = model(x)[0]
+    assert torch.equal(changed, model(x)[0])
+    assert not torch.equal(changed, found[0][0])

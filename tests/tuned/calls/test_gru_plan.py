@@ -61,6 +61,7 @@ def tap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wiretap]:
     made = Wiretap()
     monkeypatch.setattr(plan, "direct_launch", made.direct)
     monkeypatch.setattr(plan, "_PLANS", {})
+    monkeypatch.setattr(plan, "_TRAINED", {})
     monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
     with torch.no_grad():
         yield made
@@ -81,7 +82,7 @@ def weights_of(layers: int, directions: int, *, bias: bool = True, flat: bool = 
 
 
 def learned(
-    variant: GruVariant, weights: list[torch.Tensor], *, captured: bool = True, **settings: Any
+    variant: GruVariant, weights: list[torch.Tensor], *, captured: bool = True, gradient: bool = False, **settings: Any
 ) -> tuple[GruCall, GruSpec]:
     """A call on the CPU, served the long way and remembered."""
     call = gru_call(torch.randn(T, B, FEATURES), torch.randn(hidden_rows(settings), B, H), weights, **settings)
@@ -107,7 +108,7 @@ def learned(
         states=torch.empty(directions, B, H) if variant.in_turn else None,
         counters=torch.empty(counters_needed(spec, B), dtype=torch.int32),
     )
-    plan.learn(call, spec, variant, recurrence, None, captured)
+    plan.learn(call, spec, variant, recurrence, None, captured=captured, gradient=gradient)
     return call, spec
 
 
@@ -168,6 +169,28 @@ def test_a_call_seen_before_is_the_same_launch_on_its_own_tensors(
     filled = out.view(torch.int32)
     assert bool((filled == -1).all()) is (variant.exchange != "counter"), "what readers wait to see go away"
     assert out.shape == (T, B, spec.directions * H)
+
+
+@pytest.mark.parametrize("case", ["layer", "both ways, apart", "stack, together"])
+def test_the_forward_of_a_call_with_a_gradient_has_a_plan_of_its_own(tap: Wiretap, case: str) -> None:
+    variant, settings, flat = CASES[case]
+    layers, directions = settings.get("num_layers", 1), 2 if settings.get("bidirectional") else 1
+    call, _ = learned(variant, weights_of(layers, directions, flat=flat), gradient=True, **settings)
+    given = call.input, call.hx, call.weights
+    assert again(call) is None, "it keeps what no other needs"
+    with torch.enable_grad():
+        assert plan.trained(*given, plan.settings_of(call)) is None, "nothing needs a gradient"
+        call.weights[0].requires_grad_()
+        found = plan.trained(*given, plan.settings_of(call))
+        assert again(call) is None, "no plan of a call without a gradient takes it"
+    out, h_n, gates, between = found(*given)
+    pointers = tap.fired[0][9:]
+    assert {t.data_ptr() for t in (out, h_n, gates)} <= set(pointers)
+    assert (between is None) is (layers == 1)
+    assert between is None or (between.shape == (layers - 1, T, B, H) and between.data_ptr() in pointers)
+    products = torch.stack([call.input @ w.detach().t() for w in call.weights[: 4 * directions : 4]])
+    torch.testing.assert_close(gates.detach().view(products.shape), products)
+    assert plan.trained(*given, plan.settings_of(call)) is None, "no gradient is asked for"
 
 
 @pytest.mark.usefixtures("tap")
@@ -300,6 +323,7 @@ def test_a_kernel_for_calls_alone_is_not_captured(
 def test_what_pytorch_serves_is_remembered_too(monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
     """Its own operator at once, with the tensors of the call; but not where a graph has a better one."""
     monkeypatch.setattr(plan, "_PLANS", {})
+    monkeypatch.setattr(plan, "_TRAINED", {})
     monkeypatch.setattr(left, "LEFT", {})
     graph = types.SimpleNamespace(captures=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: graph.captures)

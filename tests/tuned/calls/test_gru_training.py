@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+import tuned.launching.plan
 from tests.support.gru_running import VARIANTS, B, H, call_of, interpreted
 from tests.support.gru_training import ONE, TURNS, assert_alike, backward, choose
 from tests.support.run import INTERPRETED
-from tuned.calls.gru import eager, run, training
+from tuned.calls.gru import eager, plan, run, training
 from tuned.calls.recurrent import ops, serve
 from tuned.dispatch import gru
 from tuned.families.gru.spec import GruSize, GruSpec
@@ -330,3 +332,72 @@ def test_below_the_lowest_layer_that_trains_nothing_runs(
     found = torch.autograd.grad(outputs, leaves[10:], given)
     assert len(backward) == 1
     assert_alike(found, wanted_of(call, given)[10:])
+
+
+# Known calls -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every call has a plan, which computes with PyTorch's operators what a launch would; yields a word for each that ran."""
+    ran: list[str] = []
+
+    def made(x: Any, hx: Any, weights: Any) -> Any:
+        ran.append("planned")
+        out, h_n = torch.gru(x, hx, weights, True, 1, 0.0, False, False, False)
+        return out, h_n, (x @ weights[0].t())[None], None
+
+    monkeypatch.setattr(plan, "_TRAINED", types.SimpleNamespace(get=lambda key: None if key is None else made))
+    return ran
+
+
+def small(*, grad: bool = True) -> tuple[Any, Any, list[Any]]:
+    shapes = [(48, 8), (48, 16), (48,), (48,)]
+    weights = [torch.randn(shape).requires_grad_(grad) for shape in shapes]
+    return torch.randn(5, 2, 8), torch.randn(1, 2, 16), weights
+
+
+@pytest.mark.usefixtures("backward")
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_known_call_has_the_gradients_of_a_new_one(
+    monkeypatch: pytest.MonkeyPatch, planned: list[str], recompute: bool
+) -> None:
+    choose(monkeypatch, ONE)
+    x, hx, weights = small()
+    out, h_n = gru(x, hx, weights, recompute=recompute)
+    found = torch.autograd.grad(out.square().sum() + h_n.sum(), weights)
+    assert planned == ["planned"]
+    out, h_n = torch.gru(x, hx, weights, True, 1, 0.0, True, False, False)
+    assert_alike(found, [g.double() for g in torch.autograd.grad(out.square().sum() + h_n.sum(), weights)])
+
+
+def test_what_needs_no_gradient_or_is_captured_or_listened_to_takes_no_plan_of_training(
+    monkeypatch: pytest.MonkeyPatch, planned: list[str]
+) -> None:
+    settings = (True, 1, False, False)
+    x, hx, weights = small(grad=False)
+    assert training.known(x, hx, weights, settings) is None
+    x, hx, weights = small()
+    with torch.no_grad():
+        assert training.known(x, hx, weights, settings) is None
+    with listen(Heard()):
+        assert training.known(x, hx, weights, settings) is None
+    with monkeypatch.context() as under_autocast:
+        under_autocast.setattr(tuned.launching.plan, "_autocast", lambda _device: True)
+        assert training.known(x, hx, weights, settings) is None
+    monkeypatch.setattr(run, "capturing", lambda _device: True)
+    assert training.known(x, hx, weights, settings) is None
+    assert not planned
+    monkeypatch.setattr(run, "capturing", lambda _device: False)
+    assert training.known(x, hx, weights, settings) is not None
+
+
+def test_a_plan_that_cannot_serve_leaves_the_call_to_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_TRAINED", types.SimpleNamespace(get=lambda _key: lambda *_: None))
+    served = []
+    monkeypatch.setattr(run, "forward", lambda call, kept: served.append((call, kept)) or eager.gru(call))
+    x, hx, weights = small()
+    found = training.known(x, hx, weights, (True, 1, False, False))
+    assert found is not None
+    torch.testing.assert_close(found, torch.gru(x, hx, weights, True, 1, 0.0, True, False, False))
+    assert len(served) == 1

@@ -22,9 +22,10 @@ from tuned.launching.plan import ALIGNED_BYTES, NO_KEY, direct_launch, keep, mod
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
-_PLANS: dict[
-    Any, Any
-] = {}  # key of a call -> function (input, hx, weights) -> (output, h_n), or None if it cannot serve
+# Key of a call -> function (input, hx, weights) -> (output, h_n, gates, outputs of the lower layers of a stack or None), or None if
+# it cannot serve. Of calls that need no gradient, and of the forwards of those that do.
+_PLANS: dict[Any, Any] = {}
+_TRAINED: dict[Any, Any] = {}
 _grad_enabled = torch.is_grad_enabled
 _FLOAT32 = torch.float32
 SMALL_PRODUCT = 2**29  # multiplications: 20 us at the 50 TFLOP/s that an H200 has for float32
@@ -35,9 +36,7 @@ def _needs_gradient(x: Any, hx: Any, weights: Sequence[Any]) -> bool:
 
 
 def _key(x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...]) -> Any:
-    """All that a compiled kernel, or the path to it, may depend on; None if a plan may not serve the call."""
-    if _grad_enabled() and _needs_gradient(x, hx, weights):
-        return None
+    """All that a compiled kernel, or the path to it, may depend on besides gradients; None if a plan may not serve the call."""
     mode = modes(x.get_device())
     if mode is None or mode[0]:  # under autocast the kernels get other tensors: casts of these
         return None
@@ -100,16 +99,27 @@ def known(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...]) -> Result | 
     ``settings``: has_biases, num_layers, bidirectional, batch_first, of a call without packing or dropout.
     """
     try:
+        gradient = _grad_enabled() and _needs_gradient(x, hx, weights)
         if (
             id(weights[0]) in left.LEFT
-            and is_left(x, hx, weights, settings, gradient=_grad_enabled() and _needs_gradient(x, hx, weights))
+            and is_left(x, hx, weights, settings, gradient=gradient)
             and all(t.is_contiguous() for t in (hx, *weights))
         ):
             return _by_torch(x, hx, weights, settings)
-        plan = _PLANS.get(_key(x, hx, weights, settings))
+        plan = None if gradient else _PLANS.get(_key(x, hx, weights, settings))
     except (*NO_KEY, LookupError):  # no weights, or weights by name
         return None
-    return None if plan is None else plan(x, hx, weights)
+    made = None if plan is None else plan(x, hx, weights)
+    return None if made is None else made[:2]
+
+
+def trained(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...]) -> Any:
+    """The plan for the forward of a call that needs a gradient; None for one without a gradient, or not known."""
+    try:
+        gradient = _grad_enabled() and _needs_gradient(x, hx, weights)
+        return _TRAINED.get(_key(x, hx, weights, settings)) if gradient else None
+    except (*NO_KEY, LookupError):
+        return None
 
 
 def _by_torch(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...]) -> Result:
@@ -124,13 +134,15 @@ def learn(  # noqa: PLR0913
     variant: GruVariant,
     recurrence: Recurrence,
     compiled: Any,
-    captured: bool,  # noqa: FBT001
+    *,
+    captured: bool,
+    gradient: bool,
 ) -> None:
     """Remember how a call was served, if equal calls need only library GEMMs of the input and one launch.
 
-    ``captured``: in a CUDA graph too.
+    ``captured``: in a CUDA graph too; ``gradient``: it was the forward of a call that needs one.
     """
-    settings = (call.has_biases, call.num_layers, call.bidirectional, call.batch_first)
+    settings = settings_of(call)
     key = None if call.resets is not None else _key(call.input, call.hx, call.weights, settings)
     one_launch = spec.dense and variant.strategy == "persistent"
     copied = recurrence.h_0.data_ptr() != call.hx.data_ptr()  # hx was, and every call must copy it again
@@ -145,12 +157,25 @@ def learn(  # noqa: PLR0913
         plan = None if direct is None else _plan(call, spec, variant, recurrence, direct)
         return plan if plan is None or captured else outside_of_graphs(plan)
 
-    keep(_PLANS, key, make, lambda x, hx, weights: (x, hx, *weights), call.input, call.hx, call.weights)
+    keep(
+        _TRAINED if gradient else _PLANS,
+        key,
+        make,
+        lambda x, hx, weights: (x, hx, *weights),
+        call.input,
+        call.hx,
+        call.weights,
+    )
+
+
+def settings_of(call: GruCall) -> tuple[Any, ...]:
+    """Those of ``known``."""
+    return call.has_biases, call.num_layers, call.bidirectional, call.batch_first
 
 
 def leave(call: GruCall, *, captured: bool, gradient: bool = False) -> None:
     """Remember that PyTorch's own serves calls of these sizes; ``captured``: in a CUDA graph too; ``gradient``: with one."""
-    settings = (call.has_biases, call.num_layers, call.bidirectional, call.batch_first)
+    settings = settings_of(call)
     if call.cu_seqlens is None and call.resets is None and (gradient or not call.dropout):
         steps = 0 if call.batch_sizes is None else call.batch_sizes.numel()
         left.leave(call.weights[0], _sizes(call.input, steps, call.hx, settings, gradient), captured=captured)
@@ -158,7 +183,7 @@ def leave(call: GruCall, *, captured: bool, gradient: bool = False) -> None:
 
 def _plan(
     call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurrence, direct: Any
-) -> Callable[[Any, Any, Any], Result | None]:
+) -> Callable[[Any, Any, Any], Any]:
     run, function, head, programs, rest, stream_of, enter, leave = direct
     device, dtype = call.input.device, call.input.dtype
     tokens, hidden, each = call.input.shape[:-1], spec.hidden, 4 if spec.bias else 2
@@ -205,7 +230,7 @@ def _plan(
             return torch.full(shape, -1, dtype=integer, device=device).view(dtype)
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def plan(x: Any, hx: Any, weights: Any) -> Result | None:
+    def plan(x: Any, hx: Any, weights: Any) -> Any:
         if enter.calls or leave.calls:  # a profiler has hooks: only the public launcher calls them
             return None
         stacks = [stack(weights, kind, 0, apart[kind - 1]) for kind in range(1, each)]
@@ -237,6 +262,6 @@ def _plan(
             if not residents.too_large(error):
                 raise
             return None
-        return out, h_n
+        return out, h_n, gates, between
 
     return plan

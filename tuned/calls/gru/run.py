@@ -117,7 +117,9 @@ def _forward(call: GruCall, kept: list[Kept] | None) -> tuple[torch.Tensor, torc
         if layer and call.dropout:
             x = torch.nn.functional.dropout(x, call.dropout)
         cells = slice(layer * directions, (layer + spec.layers) * directions)
-        x, gates, between = _recur(call, spec, size, choice.variant, x, cells, h_n[cells], lengths, plans=kept is None)
+        x, gates, between = _recur(
+            call, spec, size, choice.variant, x, cells, h_n[cells], lengths, gradient=kept is not None
+        )
         if kept is not None:
             kept.append(Kept(gates, between))
         layer += spec.layers
@@ -285,11 +287,12 @@ def _recur(  # noqa: PLR0913 - a part of a call
     h_n: torch.Tensor,
     lengths: Lengths,
     *,
-    plans: bool,
+    gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The output of one part of a call, ``[*tokens, directions * hidden]``, its gates, and the outputs of its lower layers.
 
-    Its last states are written to ``h_n``. ``plans``: later calls like it may take the plan that is learnt from it.
+    Its last states are written to ``h_n``. ``gradient``: the call needs one. Later calls like it may take the plan that is learnt
+    from it.
     """
     each = 4 if call.has_biases else 2
     weights = [call.weights[cell * each : (cell + 1) * each] for cell in range(cells.start, cells.stop)]
@@ -301,9 +304,9 @@ def _recur(  # noqa: PLR0913 - a part of a call
     recurrence = recurrence_of(call, spec, size, variant, gates, out, cells, h_n, lengths)
     launch = functools.partial(launch_known, x.device.index)
     compiled = run_steps(GRU.launches(spec, variant, recurrence), launch)
-    if plans and compiled is not None and spec.layers == call.num_layers and may_learn(x.device):
-        captured = _parts(call, captured=True)[0][2].variant == variant
-        learn(call, spec, variant, recurrence, compiled, captured)
+    if compiled is not None and spec.layers == call.num_layers and may_learn(x.device):
+        captured = not gradient and _parts(call, captured=True)[0][2].variant == variant
+        learn(call, spec, variant, recurrence, compiled, captured=captured, gradient=gradient)
     between = recurrence.between
     if between is not None and recurrence.out is not out:  # of a batch first
         between = between.transpose(1, 2)

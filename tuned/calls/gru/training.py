@@ -18,7 +18,7 @@ import torch
 
 from tuned.calls.gru import eager, run
 from tuned.calls.gru.arguments import GruCall
-from tuned.calls.gru.plan import leave
+from tuned.calls.gru.plan import leave, settings_of, trained
 from tuned.families.gru.model import LAYER_OVER_FIRST
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru_backward import FAMILY as BACKWARD
@@ -81,18 +81,41 @@ def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
 def forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, h_n) of a call that ``why_not`` accepts, with its gradient."""
     parts = [call] if run.in_one_launch(call) else [_layer(call, layer) for layer in range(call.num_layers)]
+    plain = call.batch_sizes is None and call.cu_seqlens is None and call.resets is None
     x, states = call.input, []
     for index, part in enumerate(parts):
         if index and call.dropout:
             x = torch.nn.functional.dropout(x, call.dropout)
-        settings = dataclasses.replace(part, input=None, hx=None, weights=(), resets=None)  # type: ignore[arg-type]
-        x, h_n = _Part.apply(settings, part.resets, x, part.hx, *part.weights)  # type: ignore[no-untyped-call]
+        found = known(x, part.hx, part.weights, settings_of(part), recompute=part.recompute) if plain else None
+        if found is None:
+            settings = dataclasses.replace(part, input=None, hx=None, weights=(), resets=None)  # type: ignore[arg-type]
+            found = _Part.apply(settings, None, part.resets, x, part.hx, *part.weights)  # type: ignore[no-untyped-call]
+        x, h_n = found
         states.append(h_n)
     return x, states[0] if len(states) == 1 else torch.cat(states)
 
 
+def known(
+    x: Any, hx: Any, weights: Any, settings: tuple[Any, ...], *, recompute: bool = False
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """``plan.known`` of a call that needs a gradient; None for any other. A CUDA graph's is decided each time."""
+    plan = trained(x, hx, weights, settings)
+    if plan is None or listening() is not None or run.capturing(x.device):
+        return None
+    return _Part.apply(_bare(settings, recompute=recompute), plan, None, x, hx, *weights)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@functools.lru_cache(maxsize=256)
+def _bare(settings: tuple[Any, ...], *, recompute: bool) -> GruCall:
+    """A call without its tensors."""
+    biases, layers, bidirectional, batch_first = settings
+    return GruCall(None, None, (), biases, layers, bidirectional, batch_first, recompute=recompute)  # type: ignore[arg-type]
+
+
 def _layer(call: GruCall, layer: int) -> GruCall:
     """One layer of a call; its input is that of the lowest."""
+    if call.num_layers == 1:
+        return call
     directions = 2 if call.bidirectional else 1
     each = len(call.weights) // call.num_layers
     return dataclasses.replace(
@@ -108,13 +131,17 @@ class _Part(torch.autograd.Function):
     """Layers that one launch computes."""
 
     @staticmethod
-    def forward(
-        ctx: Any, settings: GruCall, resets: Any, x: Any, hx: Any, *weights: Any
+    def forward(  # noqa: PLR0913
+        ctx: Any, settings: GruCall, plan: Any, resets: Any, x: Any, hx: Any, *weights: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        kept: list[run.Kept] = []
-        call = dataclasses.replace(settings, input=x, hx=hx, weights=weights, resets=resets)
-        output, h_n = run.forward(call, kept)
-        gates, between = kept[0] if kept else (None, None)  # none if PyTorch's own served after all
+        made = None if plan is None else plan(x, hx, weights)
+        if made is None:
+            kept: list[run.Kept] = []
+            call = dataclasses.replace(settings, input=x, hx=hx, weights=weights, resets=resets)
+            output, h_n = run.forward(call, kept)
+            gates, between = kept[0] if kept else (None, None)  # none if PyTorch's own served after all
+        else:
+            output, h_n, gates, between = made
         ctx.save_for_backward(output, None if settings.recompute else gates, between, resets, x, hx, *weights)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
@@ -123,16 +150,17 @@ class _Part(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Any, grad_h_n: Any) -> tuple[Any, ...]:  # type: ignore[override]
         output, gates, between, resets, x, hx, *weights = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[2:]
+        wanted = ctx.needs_input_grad[3:]
+        nothing = None, None, None
         if grad_output is None and grad_h_n is None:
-            return (None,) * (2 + len(wanted))
+            return *nothing, *(None,) * len(wanted)
         call = dataclasses.replace(ctx.settings, input=x, hx=hx, weights=tuple(weights), resets=resets)
         given = grad_output, grad_h_n
         if torch.is_grad_enabled():
-            return None, None, *_twice(call, wanted, given)
+            return *nothing, *_twice(call, wanted, given)
         if call.num_layers > 1 and between is None:
-            return None, None, *_by_torch(call, wanted, given)
-        return None, None, *_stack(call, [*(() if between is None else between), output], gates, wanted, given)
+            return *nothing, *_by_torch(call, wanted, given)
+        return *nothing, *_stack(call, [*(() if between is None else between), output], gates, wanted, given)
 
 
 def _stack(
@@ -144,7 +172,7 @@ def _stack(
     grad_hx: Grads = [None] * call.num_layers
     grad_weights: Grads = [None] * len(call.weights)
     for layer in reversed(range(call.num_layers)):
-        one = dataclasses.replace(_layer(call, layer), input=outputs[layer - 1] if layer else call.input)
+        one = dataclasses.replace(_layer(call, layer), input=outputs[layer - 1]) if layer else _layer(call, 0)
         weights = slice(layer * each, (layer + 1) * each)
         below = wanted[0] or bool(layer and (wanted[1] or any(wanted[2 : 2 + weights.start])))
         own = [below, wanted[1], *wanted[2 + weights.start : 2 + weights.stop]]
@@ -189,12 +217,13 @@ def gradients(
         gates: ``[D, *tokens, 3 * H]``, the input times its weights; None: not kept.
     """
     device = call.input.device
+    spec, size = run.spec_of(call, 1)
     choice = _choice(call)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         if choice.variant is not None:
             try:
                 with torch.no_grad(), torch.autocast(device.type, enabled=False):
-                    return _by_kernels(call, choice.variant, output, wanted, given, gates)
+                    return _by_kernels(call, spec, size, choice.variant, output, wanted, given, gates)
             except NotedError:  # this thread listens
                 pass
             except RuntimeError as error:
@@ -205,9 +234,9 @@ def gradients(
 
 
 def _by_kernels(  # noqa: PLR0913 - a layer, its variant, what it kept and its gradients
-    call: GruCall, variant: Any, output: torch.Tensor, wanted: Sequence[bool], given: tuple[Any, Any], gates: Any
-) -> Grads:
-    spec, size = run.spec_of(call, 1)
+    call: GruCall, spec: GruSpec, size: GruSize, variant: Any, output: torch.Tensor, wanted: Sequence[bool],
+    given: tuple[Any, Any], gates: Any,
+) -> Grads:  # fmt: skip
     hidden, each = spec.hidden, 4 if spec.bias else 2
     weights = [call.weights[cell * each : (cell + 1) * each] for cell in range(spec.directions)]
     lengths = run.lengths_of(call)
