@@ -22,6 +22,7 @@ from tests.support.processes import BACKSTOP_SECONDS
 from tuned.calls.gru import plan, training
 from tuned.calls.gru.arguments import GruCall
 from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant
 from tuned.families.gru_backward.launches import launches
 from tuned.families.gru_backward.variant import default_variant, fit
 from tuned.launching.launcher import run_steps
@@ -385,7 +386,15 @@ def test_ranks_of_distributed_data_parallel_have_the_gradients_of_the_whole_batc
 
 
 @pytest.mark.parametrize(("layers", "both"), [(1, False), (1, True), (2, False), (2, True)])
-def test_a_known_call_trains_as_a_new_one_does(served: list[GruCall], layers: int, both: bool) -> None:
+def test_a_known_call_trains_as_a_new_one_does(
+    monkeypatch: pytest.MonkeyPatch, served: list[GruCall], layers: int, both: bool
+) -> None:
+    def in_one_launch(call: GruCall, **_: Any) -> Any:  # a layer; forms with a launch a step have no plan
+        spec, size = training.run.spec_of(call, 1)
+        variant = GruVariant("persistent", "split", 16, 8, "counter", num_warps=4)
+        return [(spec, size, Choice("winner", "a test asked for it", variant))] * call.num_layers
+
+    monkeypatch.setattr(training.run, "_parts", in_one_launch)
     torch.manual_seed(3)
     model = tuned.nn.GRU(48, 64, layers, bidirectional=both, device="cuda")
     x, weights = torch.randn(19, 5, 48, device="cuda"), list(model.parameters())
