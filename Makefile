@@ -3,6 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 GPU_PROCESSES ?= 14
 BIN = $(VENV)/bin
+INSTALL ?= -m pip install -q --no-compile
 
 # The older pair of torch and Triton, which the committed rows were measured with, in an environment of its own.
 STACK ?= .venv-triton36
@@ -103,13 +104,13 @@ $(VENV)/.tune: pyproject.toml constraints.txt
 
 $(VENV)/.dev: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[tune,hosts,bench,docs,dev]'
+	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[tune,hosts,bench,docs,dev]'
 	touch $@
 
 $(STACK)/.dev: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(STACK)
 	sed 's/^torch==.*/torch==$(STACK_TORCH)/; s/^triton==.*/triton==$(STACK_TRITON)/' constraints.txt > $(STACK)/constraints.txt
-	$(STACK)/bin/pip install -q --no-compile -c $(STACK)/constraints.txt -e '.[tune]' hypothesis pytest pytest-xdist ruff
+	$(STACK)/bin/python $(INSTALL) -c $(STACK)/constraints.txt -e '.[tune]' hypothesis pytest pytest-xdist ruff
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.tune
