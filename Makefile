@@ -3,14 +3,20 @@ VENV ?= .venv
 PYTHON ?= python3
 GPU_PROCESSES ?= 14
 BIN = $(VENV)/bin
+INSTALL ?= -m pip install -q --no-compile
 
 # The older pair of torch and Triton, which the committed rows were measured with, in an environment of its own.
 STACK ?= .venv-triton36
 STACK_TORCH = 2.11.0
 STACK_TRITON = 3.6.0
-# The newest Triton, with a torch whose CPU build can be had; torch 2.15 comes with gigabytes for GPUs.
-NEWEST_TORCH = 2.13.0
+# The newest Triton, in a folder of its own, beside the torch that is developed with: of torch 2.15, which it pairs with, there
+# is no CPU build, and the other comes with gigabytes for GPUs.
 NEWEST_TRITON = 3.9.0
+NEWEST = .cache/triton-$(NEWEST_TRITON)
+# The launcher, lookups, and a few kernels of each kind.
+NEWEST_KERNELS = gru_cell_split or linear_cat_vector or dense_layer_split or bshd_copy_half or append_half_cos_sin
+NEWEST_HERE = test_launcher.py or test_lookup.py or test_64_rows or (without_a_spill and ($(NEWEST_KERNELS)) and not rope_norm)
+NEWEST_TESTS = tests/kernels/test_compile.py tests/tuned/lookup/test_lookup.py tests/tuned/launching/test_launcher.py
 # What says something about such a pair: compiled for the GPU of the rows, rendered, looked up. What is compiled for others,
 # and that no two kernels are alike, is looked at with the pair that is developed with.
 STACK_HERE = not every_other_architecture and not card_that_is_not_at_hand and not compile_to_the_same_code
@@ -40,8 +46,8 @@ test-fast: $(VENV)/.dev  ## within a minute on two cores: no kernel is interpret
 test-stack: $(STACK)/.dev  ## set up, then the compile, render and lookup tests with the older torch and Triton
 	$(STACK)/bin/python -m pytest -n auto --dist worksteal -k "$(STACK_HERE)" $(STACK_TESTS)
 
-test-newest:  ## the same with the newest Triton that was tried
-	$(MAKE) test-stack STACK=.venv-newest STACK_TORCH=$(NEWEST_TORCH) STACK_TRITON=$(NEWEST_TRITON)
+test-newest: $(VENV)/.dev $(NEWEST)/.here  ## set up, then launches, lookups and a few kernels with the newest Triton
+	PYTHONPATH=$(abspath $(NEWEST)) $(BIN)/python -m pytest -n auto --dist worksteal -k "$(NEWEST_HERE)" $(NEWEST_TESTS)
 
 test-gpu: $(VENV)/.dev  ## the full grid on a GPU, then what nothing else there may disturb
 	$(BIN)/python -m pytest tests/gpu -m "gpu and not alone" -n $(GPU_PROCESSES) --dist worksteal
@@ -94,7 +100,7 @@ release: $(VENV)/.dev  ## tune from empty, verify, measure all, draw: of one com
 		$(if $(WITHOUT_PEERS),--without-peers $(WITHOUT_PEERS))
 
 clean:
-	rm -rf $(VENV) $(STACK) .venv-newest .cache build *.egg-info
+	rm -rf $(VENV) $(STACK) .cache build *.egg-info
 
 $(VENV)/.tune: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -103,13 +109,18 @@ $(VENV)/.tune: pyproject.toml constraints.txt
 
 $(VENV)/.dev: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[tune,hosts,bench,docs,dev]'
+	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[tune,hosts,bench,docs,dev]'
 	touch $@
 
 $(STACK)/.dev: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(STACK)
 	sed 's/^torch==.*/torch==$(STACK_TORCH)/; s/^triton==.*/triton==$(STACK_TRITON)/' constraints.txt > $(STACK)/constraints.txt
-	$(STACK)/bin/pip install -q --no-compile -c $(STACK)/constraints.txt -e '.[tune]' hypothesis pytest pytest-xdist ruff
+	$(STACK)/bin/python $(INSTALL) -c $(STACK)/constraints.txt -e '.[tune]' hypothesis pytest pytest-xdist ruff
+	touch $@
+
+$(NEWEST)/.here: $(VENV)/.dev
+	rm -rf $(NEWEST)
+	$(BIN)/python $(INSTALL) --no-deps --target $(NEWEST) triton==$(NEWEST_TRITON)
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.tune

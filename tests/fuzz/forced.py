@@ -82,7 +82,9 @@ def kernels_of(family: str, index: int) -> set[str]:
 
 
 def _modules() -> list[Any]:
-    return [m for name, m in list(sys.modules.items()) if name.startswith("tuned.") and m is not None]
+    """Those of tuned but generated ones, which are hundreds and have only kernels and rows."""
+    named = [(name, m) for name, m in list(sys.modules.items()) if name.startswith("tuned.") and m is not None]
+    return [m for name, m in named if not name.startswith(("tuned.kernels.", "tuned.tables."))]
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -196,15 +197,22 @@ def test_every_kernel_of_latent_attention_is_launched_by_calls_of_the_fuzz(launc
     assert not ships
 
 
+@functools.cache
+def drawn_layouts() -> frozenset[tuple[str, str, bool]]:
+    """(function, format, whether in place) of the calls of many cases."""
+    calls = [call for index in range(3000) for call in case(CPU, SEED, index).calls if call.check != "check_refused"]
+    told = ((c.function, c.arguments.get("tensor_format", "bshd"), c.arguments.get("inplace", False)) for c in calls)
+    return frozenset(told)
+
+
 @pytest.mark.parametrize(
     "kind", ["rope", "rope_qk", "rope_backward", "qk_norm_rope", "of_views", "qkv_norm_rope_", "mla_kv_rope"]
 )
 def test_every_way_to_lay_queries_and_keys_is_drawn(kind: str) -> None:
-    calls = [call for index in range(3000) for call in case(CPU, SEED, index).calls if call.check != "check_refused"]
-    drawn = [call.arguments for call in calls if call.function.endswith(f".{kind}")]
-    formats = {given.get("tensor_format", "bshd") for given in drawn}
+    drawn = [laid for function, *laid in drawn_layouts() if function.endswith(f".{kind}")]
+    formats = {layout for layout, _ in drawn}
     assert formats == {"bshd", "sbhd", "thd", *(("bhsd",) if kind not in ("qkv_norm_rope_", "mla_kv_rope") else ())}
-    places = {given.get("inplace", False) for given in drawn}
+    places = {place for _, place in drawn}
     assert kind == "rope_backward" or len(places) == 1 + (kind not in ("qkv_norm_rope_", "mla_kv_rope"))
 
 

@@ -18,7 +18,7 @@ SEEDS = 3  # calls of one row: the second and later ones go by the plan of the f
 # Sizes of models, and some that no tile divides.
 DIMS = ((128, 128), (128, 64), (256, 64), (96, 24), (80, 20), (64, 64), (5, 4))
 HEADS = ((32, 8, 0), (8, 1, 0), (28, 4, 0), (5, 0, 2), (3, 0, 0), (1, 3, 0))
-ROWS = pairwise.covering(pairwise.sample({**AXES, "dims": DIMS, "heads": HEADS}, possible, 6000))
+ROWS = pairwise.covering(pairwise.sample({**AXES, "dims": DIMS, "heads": HEADS}, possible, pairwise.on_a_gpu(6000)))
 
 
 def too_few(row: dict[str, Any]) -> bool:

@@ -107,7 +107,7 @@ def possible(knobs: dict[str, Any]) -> bool:
     return not waits or programs(spec, GruSize(len(lengths), 1), variant) <= 132
 
 
-COMBINATIONS = pairwise.covering(pairwise.sample(AXES, possible, 1500))
+COMBINATIONS = pairwise.covering(pairwise.sample(AXES, possible, pairwise.on_a_gpu(1500)))
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> list[float]:
     ]
 
 
-COMBINATIONS = pairwise.covering(pairwise.sample(AXES, lambda _: True, 1500))
+COMBINATIONS = pairwise.covering(pairwise.sample(AXES, lambda _: True, pairwise.on_a_gpu(1500)))
 
 
 @pytest.mark.parametrize("knobs", COMBINATIONS, ids=lambda k: "-".join(str(v) for v in k.values()))

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from generator.storage.record import read_record
-from tests.support import compiling
 from tests.support.shown import shown_launches
+
+if TYPE_CHECKING:
+    import concurrent.futures
 
 WINNERS = {w.name: w for w in read_record("nvidia_h200")}
 DEPENDENT = ("llama3_8b_2x4096", "llama3_8b_decode_thd_64x1", "gru_cell_1024_64", "linear_cat_decoder_128")
 WAITING = {"gru_512x32x512": "spin", "gru_128x1024x256": "probe", "gru_backward_16x512": "spin"}
 
 
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[concurrent.futures.ProcessPoolExecutor]:
-    with compiling.process() as found:
-        yield found
-
-
 @pytest.mark.parametrize("name", DEPENDENT)
-def test_dependent_launch_is_for_gpus_that_have_it(name: str, compiler: concurrent.futures.ProcessPoolExecutor) -> None:
+def test_dependent_launch_is_for_gpus_that_have_it(name: str, compiler: concurrent.futures.Executor) -> None:
     assert WINNERS[name].variant.pdl, "another winner is to be shown here"
     for architecture, has in (("sm_80", False), ("sm_86", False), ("sm_90", True)):
         (found,) = compiler.submit(shown_launches, name, architecture).result()
@@ -32,7 +27,7 @@ def test_dependent_launch_is_for_gpus_that_have_it(name: str, compiler: concurre
 
 
 @pytest.mark.parametrize("name", WAITING)
-def test_programs_wait_by_what_a_gpu_has(name: str, compiler: concurrent.futures.ProcessPoolExecutor) -> None:
+def test_programs_wait_by_what_a_gpu_has(name: str, compiler: concurrent.futures.Executor) -> None:
     assert WINNERS[name].variant.exchange == WAITING[name], "another winner is to be shown here"
     for architecture, exchange in (("sm_80", "poll"), ("sm_90", WAITING[name])):
         (found,) = compiler.submit(shown_launches, name, architecture).result()

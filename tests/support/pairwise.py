@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import heapq
 import itertools
+import operator
 import random
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -12,20 +18,39 @@ if TYPE_CHECKING:
 
 def covering(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """A small subset of ``rows`` with every pair of values of two fields that any row has, chosen greedily."""
-    bit_of: dict[Any, int] = {}
-    masks: list[tuple[int, dict[str, Any]]] = []
-    for row in rows:
-        mask = 0
-        for pair in itertools.combinations(row.items(), 2):
-            mask |= 1 << bit_of.setdefault(pair, len(bit_of))
-        masks.append((mask, row))
-    left, chosen = (1 << len(bit_of)) - 1, []
+    rows = list(rows)
+    masks = _masks(rows)
+    # A row brings at most what it brought when it was looked at last: only what may be the best is counted again.
+    heap = [(-mask.bit_count(), at) for at, mask in enumerate(masks)]
+    heapq.heapify(heap)
+    left, chosen = functools.reduce(operator.or_, masks, 0), []
     while left:
-        best, row = max(masks, key=lambda entry: (entry[0] & left).bit_count())
-        chosen.append(row)
-        left &= ~best
-        masks = [entry for entry in masks if entry[0] & left]
+        _, at = heapq.heappop(heap)
+        again = (-(masks[at] & left).bit_count(), at)
+        if heap and heap[0] < again:
+            heapq.heappush(heap, again)
+            continue
+        chosen.append(rows[at])
+        left &= ~masks[at]
     return chosen
+
+
+def _masks(rows: list[dict[str, Any]]) -> list[int]:
+    """For each row a number with a bit for each pair of values of two fields: wherever tests are collected, so with NumPy."""
+    if not rows:
+        return []
+    numbers: list[np.ndarray] = []
+    for field in rows[0]:
+        ids: dict[Any, int] = {}
+        numbers.append(np.array([ids.setdefault(row[field], len(ids)) for row in rows]))
+    bits = []
+    for first, second in itertools.combinations(numbers, 2):
+        codes = first * (int(second.max()) + 1) + second
+        bits.append(codes[:, None] == np.unique(codes))
+    if not bits:
+        return [0] * len(rows)
+    packed = np.packbits(np.concatenate(bits, axis=1), axis=1)
+    return [int.from_bytes(line.tobytes(), "big") for line in packed]
 
 
 def product(axes: dict[str, tuple[Any, ...]], legal: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
@@ -52,3 +77,8 @@ def sample(
         if legal(row):
             rows.append(row)
     return rows
+
+
+def on_a_gpu(count: int) -> int:
+    """So many rows where there is a GPU: elsewhere their tests are collected and not run, which a few show as well."""
+    return count if torch.cuda.is_available() else count // 50
