@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE = 180  # seconds that one case may take: a few kernels are compiled in it
-SWEEPS = 5  # cases for each row that did not come up
+SWEEPS = 6  # through the rows that did not come up, with a case for each; more where they are few
+FIRST_TURN = 1000  # of these; even, as those with calls like the row
 TRIED = 5  # scripts that are run once more before they are printed
 LEAST = 3  # calls of each class
 CAP = 600  # seconds, where only a number of calls is asked for
@@ -142,9 +143,12 @@ class Found:
         from tests.fuzz.forced import every_row, kernels_of  # noqa: PLC0415
         from tests.fuzz.worker import world  # noqa: PLC0415
 
-        for turn in range(1000, 1000 + 2 * SWEEPS, 2):
+        turn = FIRST_TURN
+        for _ in range(SWEEPS):
             left = [row for row in every_row() if row not in self.rows or not kernels_of(*row) <= self.kernels]
-            indices = [index_of(world(), *row, turn) for row in left]
+            turns = range(turn, turn + 2 * max(1, processes // max(1, len(left))), 2)  # no process without a case
+            turn = turns.stop
+            indices = [index_of(world(), *row, each) for row in left for each in turns]
             parts = [indices[k::processes] for k in range(processes) if indices[k::processes]]
             told = queue.Queue[tuple[int, Any]]()
             workers = {k: _Worker(asked, k, 0, 1, LEAST, PATIENCE, told, part) for k, part in enumerate(parts)}

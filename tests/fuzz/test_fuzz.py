@@ -24,7 +24,7 @@ import tuned.lookup.lookup
 from generator.rendering.structures import load
 from tests.fuzz import case as cases
 from tests.fuzz import draw, draw_rope, forced, formula
-from tests.fuzz.__main__ import SWEEPS
+from tests.fuzz.__main__ import FIRST_TURN, SWEEPS
 from tests.fuzz.draw import CPU, GPU, World, case, index_of
 from tests.fuzz.given import Given, Part, Wrong
 from tests.fuzz.interpreted import interpreted_families
@@ -158,7 +158,9 @@ def test_every_kernel_of_a_norm_or_a_cache_is_launched_by_calls_of_the_fuzz(laun
             continue
         launched.clear()
         wanted = set(kernel_names(row.spec, row.variant))
-        for turn in range(1000, 1000 + 2 * SWEEPS, 2):  # a key that lies otherwise than the query is no kernel's
+        for turn in range(
+            FIRST_TURN, FIRST_TURN + 2 * SWEEPS, 2
+        ):  # a key that lies otherwise than the query is no kernel's
             for call in case(GPU, SEED, index_of(GPU, "rope", index, turn)).calls:
                 if not wanted <= launched:
                     with forced.forced("rope", index):
@@ -187,7 +189,7 @@ def test_every_kernel_of_latent_attention_is_launched_by_calls_of_the_fuzz(launc
             continue
         launched.clear()
         wanted = set(kernel_names(row.spec, row.variant))
-        for turn in range(1000, 1000 + 2 * SWEEPS, 2):
+        for turn in range(FIRST_TURN, FIRST_TURN + 2 * SWEEPS, 2):
             for call in case(GPU, SEED, index_of(GPU, "rope", index, turn)).calls:
                 if not wanted <= launched:
                     with forced.forced("rope", index):

@@ -325,6 +325,38 @@ def test_safe_launches_publicly_alone() -> None:
     assert done.stdout.split()[-1] == "safe"
 
 
+WARMED_BY_A_KERNEL = """
+import torch, tuned.dispatch
+
+def drawn(*shape):
+    return torch.randn(shape, device="cuda", dtype=torch.float16)
+
+with torch.no_grad():
+    given = drawn(2, 16), drawn(2, 128), drawn(384, 16), drawn(384, 128)
+    tuned.dispatch.gru_cell(*given)
+    segments = drawn(3, 8), drawn(3, 24)
+    weight = drawn(40, 32)
+    tuned.dispatch.linear_cat(segments, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = tuned.dispatch.gru_cell(*given), tuned.dispatch.linear_cat(segments, weight)
+    graph.replay()
+    wanted = torch.gru_cell(*given), torch.cat(segments, -1) @ weight.t()
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+print("captured")
+"""
+
+
+@pytest.mark.gpu_sample
+def test_what_a_kernel_warmed_up_is_captured_in_a_process_that_has_multiplied_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WARMED_BY_A_KERNEL], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split()[-1] == "captured"
+
+
 # What is large ------------------------------------------------------------------------------------------------------------
 
 HEADS, DIM = 64, 128

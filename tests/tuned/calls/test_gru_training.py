@@ -401,3 +401,25 @@ def test_a_plan_that_cannot_serve_leaves_the_call_to_the_long_way(monkeypatch: p
     assert found is not None
     torch.testing.assert_close(found, torch.gru(x, hx, weights, True, 1, 0.0, True, False, False))
     assert len(served) == 1
+
+
+def test_gradients_are_left_whose_products_would_be_coarser_than_those_of_a_gru(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choose(monkeypatch, ONE)
+    monkeypatch.setattr(run, "why_not", lambda _call: None)
+    monkeypatch.setattr(training, "CALLED_STEPS", 0)
+    left: list[GruCall] = []
+    monkeypatch.setattr(training, "leave", lambda call, **_: left.append(call))
+    monkeypatch.setattr(run, "may_learn", lambda _device: True)
+    call = call_of()
+    half = dataclasses.replace(call, input=call.input.bfloat16())
+    for gru_precision, gemm_precision in (("ieee", "tf32"), ("ieee", "ieee"), ("tf32", "tf32"), ("tf32", "ieee")):
+        monkeypatch.setattr(training, "gru_precision", lambda said=gru_precision: said)
+        monkeypatch.setattr(training, "precision_of", lambda _dtype, said=gemm_precision: said)
+        coarse = (gru_precision, gemm_precision) == ("ieee", "tf32")
+        assert ("TensorFloat-32" in (training.why_not(call) or "")) is coarse
+        assert training.why_not(half) is None
+        left.clear()
+        training.remember_eager(call)
+        assert bool(left) is not coarse, "with another setting it is decided anew"

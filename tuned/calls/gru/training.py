@@ -18,7 +18,8 @@ import torch
 
 from tuned.calls.gru import eager, run
 from tuned.calls.gru.arguments import GruCall
-from tuned.calls.gru.plan import leave, settings_of, trained
+from tuned.calls.gru.plan import gru_precision, leave, settings_of, trained
+from tuned.calls.products import precision_of
 from tuned.families.gru.model import LAYER_OVER_FIRST
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru_backward import FAMILY as BACKWARD
@@ -44,6 +45,11 @@ def why_not(call: GruCall) -> str | None:
         return f"a gradient is needed, and of the forward: {reason}"
     if run.is_empty(call):
         return "a gradient is needed, and there is no step to compute"
+    if _coarse(call):
+        return (
+            "a gradient is needed, whose products would be TensorFloat-32, as torch.backends.cuda.matmul allows; those of a GRU "
+            "are not to be: torch.backends.cudnn.allow_tf32 is False"
+        )
     choice, (spec, size) = _choice(call), run.spec_of(call, 1)
     reason = choice.why if choice.variant is None else _slower(call, spec, size, choice)
     return None if reason is None else f"a gradient is needed: {reason}"
@@ -66,9 +72,14 @@ def _slower(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice) -> str 
     return None
 
 
+def _coarse(call: GruCall) -> bool:
+    """Whether the library's products are less precise now than those of a GRU are to be."""
+    return call.input.dtype == torch.float32 and gru_precision() == "ieee" and precision_of(torch.float32) == "tf32"
+
+
 def remember_eager(call: GruCall) -> None:
-    """Have later calls like one that ``why_not`` refused take PyTorch's own at once."""
-    if not run.is_empty(call) and run.may_learn(call.input.device):
+    """Have later calls like one that ``why_not`` refused take PyTorch's own at once, unless a setting was the reason."""
+    if not run.is_empty(call) and not _coarse(call) and run.may_learn(call.input.device):
         leave(call, captured=False, gradient=True)
 
 

@@ -118,7 +118,7 @@ def run_linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: t
     public = functools.partial(_public, spec, variant)
     make: Any = functools.partial(_direct_plan, inputs[0].shape[:-1], spec, weight.device.index, public)
     if not always:
-        make, public = of_calls_alone(make, public)
+        make, public = of_calls_alone(make, public, weight.device)
     taken = (*call.segments, call.weight, call.bias)
     steps, key = launches(spec, variant, call), _key(inputs, weight, bias)
     try:
