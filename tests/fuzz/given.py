@@ -362,7 +362,9 @@ class Given:
             raise Wrong(f"{name} has no gradient")
         if (grad.shape, grad.dtype) != (want.shape, self.built[name].view.dtype):
             raise Wrong(f"the gradient of {name} is {describe(grad)}")
-        self._beyond(f"the gradient of {name}", grad, want, slack + UNIT[grad.dtype] * want.abs() + 1e-30)
+        # The last rounding, which of numbers too small to be normal is not a part of their size.
+        stored = torch.maximum(UNIT[grad.dtype] * want.abs(), formula.ulp(want, grad.dtype) / 2)
+        self._beyond(f"the gradient of {name}", grad, want, slack + stored + 1e-30)
 
     def _gradient(self, name: str, want: torch.Tensor, bound: torch.Tensor) -> None:
         """The gradient of a tensor, or, made of a leaf, that of the storage that it is a view of."""
