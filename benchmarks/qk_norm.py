@@ -427,7 +427,13 @@ def _by_ids(run: Callable[..., Any], model: Model, t: Layer) -> Any:
 def host_row(bench: Bench, model: Model) -> dict[str, Any]:
     """The host's time of a call of known shape, with the norm and without."""
     t = make(model, 1, bench.device, packed=True)
-    calls = {"ours": lambda: ours(model, t, inplace=True), "our rotation": lambda: rotation(t, inplace=True)}
+    named: dict[str, Any] = {
+        "cos_sin_cache": t.cache, "positions": t.ids, "tensor_format": "thd", "inplace": True,
+    }  # fmt: skip
+    calls = {  # nothing but the calls
+        "ours": functools.partial(qk_norm_rope, *t.both, *t.weights, eps=EPS, **named),
+        "our rotation": functools.partial(rope_qk, *t.both, **named),
+    }
     with torch.no_grad():
         rounds = [{name: bench.host_us(call) for name, call in calls.items()} for _ in range(1 if bench.dry else 7)]
     times = {name: statistics.median(one[name] for one in rounds) for name in calls}

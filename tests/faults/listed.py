@@ -35,6 +35,7 @@ def faulty(fault: Fault, root: Path = ROOT) -> str:
 
 
 T, G = "tests/tuned/", "tests/generator/"
+C_TRAINING = T + "calls/test_gru_training.py::"
 
 KERNELS = (
     Fault(
@@ -393,6 +394,41 @@ LAUNCHING = (
         "return type(t), t.dtype, t.shape, t.stride(), t.get_device()",
         (T + "calls/test_gru_plan.py::test_what_is_not_like_the_call_is_not_taken_for_it",),
         "A tensor that starts at an odd address is loaded 16 bytes at a time: a CUDA error.",
+    ),
+    Fault(
+        "captured_with_a_library_that_nothing_set_up",
+        "tuned/launching/plan.py",
+        'if device.type == "cuda" and not _capturing():',
+        'if device.type == "never" and not _capturing():',
+        (
+            T
+            + "launching/test_product_plans.py::test_a_kernel_that_a_graph_may_not_have_sets_up_the_library_that_it_will",
+        ),
+        "A step that a kernel warmed up cannot be captured: CUDA error, and the graph is lost.",
+    ),
+    Fault(
+        "coarse_products_of_gradients",
+        "tuned/calls/gru/training.py",
+        """gru_precision() == "ieee" and precision_of(torch.float32) == "tf32\"""",
+        """gru_precision() == "ieee" and precision_of(torch.float32) == "ieee\"""",
+        (C_TRAINING + "test_gradients_are_left_whose_products_would_be_coarser_than_those_of_a_gru",),
+        "A float32 GRU that is not to use TensorFloat-32 trains with gradients of three digits.",
+    ),
+    Fault(
+        "plan_of_training_in_a_graph",
+        "tuned/calls/gru/training.py",
+        "if plan is None or listening() is not None or run.capturing(x.device):",
+        "if plan is None or listening() is not None:",
+        (C_TRAINING + "test_what_needs_no_gradient_or_is_captured_or_listened_to_takes_no_plan_of_training",),
+        "A captured step of training is what was decided for a call, which may take longer than PyTorch's own there.",
+    ),
+    Fault(
+        "plan_of_training_keeps_no_gates",
+        "tuned/calls/gru/plan.py",
+        "_TRAINED if gradient else _PLANS,",
+        "_PLANS,",
+        (T + "calls/test_gru_plan.py::test_the_forward_of_a_call_with_a_gradient_has_a_plan_of_its_own",),
+        "Every forward of a GRU that trains is decided anew.",
     ),
     Fault(
         "launcher_with_scratch_left_out",
