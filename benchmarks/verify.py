@@ -42,7 +42,7 @@ from generator.publishing.verified import (
 PROCESSES = 14
 SANITIZED_PROCESSES = 12  # one a share
 SPARE_CORES = 2  # for the driver's threads and this process
-# Suites that share the machine, by a command of its own for the first: it waits for the GPU, the other computes on the CPU.
+# Suites that share the machine, by a command of its own for the first: the second leaves the GPU to it, but for samples.
 BESIDE = {"sanitizers": "plain"}
 COMMAND = (sys.executable, "-m", "benchmarks.verify")
 CALLS, CLASSES = 100_000, 2_000  # of the fuzz
@@ -238,17 +238,22 @@ def verify(  # noqa: PLR0913 - what is run, and where things are
     return 1 if any(done[name].failed or not done[name].passed for name in chosen) else 0
 
 
+def in_turns(names: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """What runs one after another: a suite, and those that run beside it. What comes next disturbs neither."""
+    apart = {name: BESIDE[name] for name in names if BESIDE.get(name) in names}
+    return [(name, [other for other in apart if apart[other] == name]) for name in names if name not in apart]
+
+
 @contextlib.contextmanager
-def beside(names: Sequence[str], arguments: Sequence[str]) -> Iterator[tuple[list[str], list[subprocess.Popen[bytes]]]]:
-    """The suites left to run here, and the commands for those that run beside one of them, which end with this."""
-    apart = [name for name in names if BESIDE.get(name) in names]
-    commands = [(*COMMAND, *arguments, f"--suite={name}", "--part") for name in apart]
+def beside(names: Sequence[str], arguments: Sequence[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Commands that run these suites meanwhile; they end with this."""
+    commands = [(*COMMAND, *arguments, f"--suite={name}", "--part") for name in names]
     started = [
         subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603 - our own words
         for command in commands
     ]
     try:
-        yield [name for name in names if name not in apart], started
+        yield started
     finally:
         for process in started:
             stop(process)
@@ -272,9 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, help="folder of the logs; .cache/verified")
     parser.add_argument("--minutes", type=float, default=LIMIT_MINUTES, help="end a suite after this many, as hung")
     parser.add_argument("--seed", type=int, help="of the fuzz; a new one each time")
-    parser.add_argument(
-        "--part", action="store_true", help=argparse.SUPPRESS
-    )  # of another command, which tells the end
+    parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)  # another command tells the end
     options = parser.parse_args(arguments)
     names = [name for name in SUITES if name in (options.suite or SUITES)]
 
@@ -290,24 +293,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # suites are in sessions of their own, and end with this
     rest = [f"--out={options.out.resolve()}", f"--cache={cache}", f"--minutes={options.minutes}", f"--seed={seed}"]
     rest += ["--again"] if options.again else []
-    environment, out = here(), options.out.resolve()
+    environment, out, failed = here(), options.out.resolve(), False
+    settings: dict[str, Any] = {
+        "out": out, "cache": cache, "again": options.again, "limit_s": 60 * options.minutes,
+    }  # fmt: skip
     try:
-        with beside(names, rest) as (own, others):
-            code = verify(
-                environment,
-                {name: every[name] for name in own},
-                out=out,
-                cache=cache,
-                again=options.again,
-                limit_s=60 * options.minutes,
-            )
-            code = max(code, *(min(1, abs(process.wait())) for process in others), 0)
+        for name, others in in_turns(names):
+            with beside(others, rest) as started:
+                failed |= bool(verify(environment, {name: every[name]}, **settings))
+                codes = [process.wait() for process in started]
+                failed |= any(codes)
     except KeyboardInterrupt:
         print("interrupted: what had ended is kept, and the same command goes on with the rest")
         return INTERRUPTED
     if not options.part:
         print(not_verified(environment["device"], out) or f"{environment['device']}: verified, {digest()}")
-    return code
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -231,20 +231,42 @@ def test_a_suite_beside_another_is_a_command_of_its_own(tmp_path: Path, monkeypa
     left_behind(
         monkeypatch, f"import pathlib, sys; pathlib.Path({str(tmp_path / 'told')!r}).write_text(str(sys.argv[1:]))"
     )
-    with verify.beside(SUITES, ["--seed=7"]) as (own, others):
-        assert own == ["plain", "gpu", "fuzz"]
-        assert [process.wait() for process in others] == [0]
+    with verify.beside(["sanitizers"], ["--seed=7"]) as started:
+        assert [process.wait() for process in started] == [0]
     assert (tmp_path / "told").read_text() == "['--seed=7', '--suite=sanitizers', '--part']"
-    for alone in (["sanitizers"], ["gpu", "fuzz", "sanitizers"]):
-        with verify.beside(alone, []) as (own, others):
-            assert (own, others) == (alone, []), "nothing that it could run beside is run"
+
+
+def test_what_comes_next_waits_for_all_that_runs() -> None:
+    assert verify.in_turns(SUITES) == [("plain", ["sanitizers"]), ("gpu", []), ("fuzz", [])]
+    assert verify.in_turns(["gpu", "sanitizers"]) == [("gpu", []), ("sanitizers", [])]
 
 
 def test_a_suite_beside_another_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     left_behind(monkeypatch, "import time; time.sleep(600)")
-    with pytest.raises(KeyboardInterrupt), verify.beside(SUITES, []) as (_, others):
+    with pytest.raises(KeyboardInterrupt), verify.beside(["sanitizers"], []) as started:
         raise KeyboardInterrupt
-    assert others[0].poll() is not None
+    assert started[0].poll() is not None
+
+
+def test_the_next_suite_begins_when_what_ran_beside_the_last_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    left_behind(monkeypatch, "pass")
+    wait = subprocess.Popen.wait
+
+    def ended(self: Any, timeout: float | None = None) -> int:
+        if "--part" in self.args:
+            order.append("sanitizers")
+        return wait(self, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", ended)
+    monkeypatch.setattr(verify, "verify", lambda _environment, chosen, **_: order.extend(chosen) or 0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(verify, "here", lambda: ENVIRONMENT)
+    monkeypatch.setattr(verify.signal, "signal", lambda *_: None)
+    verify.main([f"--out={tmp_path / 'out'}", f"--cache={tmp_path / 'cache'}"])
+    assert order.index("sanitizers") < order.index("gpu")
 
 
 @pytest.mark.parametrize(("code", "wanted"), [(0, 0), (1, 1), (130, 1)])
