@@ -406,7 +406,8 @@ def test_a_plan_that_cannot_serve_leaves_the_call_to_the_long_way(monkeypatch: p
 def test_gradients_are_left_whose_products_would_be_coarser_than_those_of_a_gru(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    choose(monkeypatch, ONE)
+    monkeypatch.setattr(training, "_choose", lambda *_: Choice("winner", "a test asked for it", ONE))
+    monkeypatch.setattr(training, "gpu_of", lambda _device: None)
     monkeypatch.setattr(run, "why_not", lambda _call: None)
     monkeypatch.setattr(training, "CALLED_STEPS", 0)
     left: list[GruCall] = []
@@ -423,3 +424,8 @@ def test_gradients_are_left_whose_products_would_be_coarser_than_those_of_a_gru(
         left.clear()
         training.remember_eager(call)
         assert bool(left) is not coarse, "with another setting it is decided anew"
+        ran: list[str] = []
+        monkeypatch.setattr(training, "_by_kernels", lambda *_, ran=ran: ran.append("kernels"))
+        output, h_n = eager.gru(call)
+        training.gradients(call, output, [True] * len(call.tensors), (output, h_n))
+        assert bool(ran) is not coarse, "of a compiled model too, which asks for gradients alone"

@@ -45,11 +45,6 @@ def why_not(call: GruCall) -> str | None:
         return f"a gradient is needed, and of the forward: {reason}"
     if run.is_empty(call):
         return "a gradient is needed, and there is no step to compute"
-    if _coarse(call):
-        return (
-            "a gradient is needed, whose products would be TensorFloat-32, as torch.backends.cuda.matmul allows; those of a GRU "
-            "are not to be: torch.backends.cudnn.allow_tf32 is False"
-        )
     choice, (spec, size) = _choice(call), run.spec_of(call, 1)
     reason = choice.why if choice.variant is None else _slower(call, spec, size, choice)
     return None if reason is None else f"a gradient is needed: {reason}"
@@ -402,6 +397,12 @@ def _grad_weights(
 
 
 def _choice(call: GruCall) -> Choice:
+    if _coarse(call):
+        why = (
+            "its products would be TensorFloat-32, as torch.backends.cuda.matmul allows; those of a GRU are not to be: "
+            "torch.backends.cudnn.allow_tf32 is False"
+        )
+        return Choice("eager", why, None)
     return _choose(*run.spec_of(call, 1), gpu_of(call.input.device), *run.limit_of(call.input.device))
 
 
