@@ -27,7 +27,15 @@ if TYPE_CHECKING:
 
 PROBE = "rope_table"  # launched to try a launcher, chosen by nothing
 SERVED: set[tuple[str, int]] = set()  # rows whose variant was given to a call
-PLANS = ("_PLANS", "_NEAR", "_COMPILED", "_CLASSES", "_KNOWN", "LEFT")  # what modules of tuned remember of calls
+PLANS = (
+    "_PLANS",
+    "_TRAINED",
+    "_NEAR",
+    "_COMPILED",
+    "_CLASSES",
+    "_KNOWN",
+    "LEFT",
+)  # what modules of tuned remember of calls
 
 
 @functools.cache

@@ -135,11 +135,12 @@ def angles_of_axes(
     return cos, sin
 
 
-def held(tensors: dict[str, torch.Tensor]) -> slice:
+def held(tensors: dict[str, Any]) -> slice:
     """The tokens that are of a sequence."""
-    if "cu_seqlens" not in tensors:
+    bounds = tensors.get("cu_seqlens")
+    if bounds is None:
         return slice(None)
-    first, *_, last = tensors["cu_seqlens"].tolist()  # asked of a GPU once
+    first, *_, last = bounds.tolist()  # asked of a GPU once
     return slice(first, last)
 
 

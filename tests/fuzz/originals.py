@@ -358,7 +358,7 @@ def _append(
     k_weight: torch.Tensor | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    begin, end, _ = formula.held({n: others[n] for n in ("cu_seqlens",) if others.get(n) is not None}).indices(len(q))
+    begin, end, _ = formula.held(others).indices(len(q))
     if q_weight is None:
         turned = _turned(q, **others), _turned(k, **others)
     else:

@@ -47,6 +47,7 @@ pytestmark = pytest.mark.interpreter
 
 __all__ = ["watch"]
 SEED = 11
+TURNS = range(FIRST_TURN, FIRST_TURN + 2 * SWEEPS, 2)  # as the sweep has them with one case a row
 KERNELS = World(
     truncates=True, sees_values=False, most=1000, hidden=16, long=0, modes=("plain", "no_grad", "inference", "grad")
 )
@@ -158,9 +159,7 @@ def test_every_kernel_of_a_norm_or_a_cache_is_launched_by_calls_of_the_fuzz(laun
             continue
         launched.clear()
         wanted = set(kernel_names(row.spec, row.variant))
-        for turn in range(
-            FIRST_TURN, FIRST_TURN + 2 * SWEEPS, 2
-        ):  # a key that lies otherwise than the query is no kernel's
+        for turn in TURNS:  # a key that lies otherwise than the query is no kernel's
             for call in case(GPU, SEED, index_of(GPU, "rope", index, turn)).calls:
                 if not wanted <= launched:
                     with forced.forced("rope", index):
@@ -189,7 +188,7 @@ def test_every_kernel_of_latent_attention_is_launched_by_calls_of_the_fuzz(launc
             continue
         launched.clear()
         wanted = set(kernel_names(row.spec, row.variant))
-        for turn in range(FIRST_TURN, FIRST_TURN + 2 * SWEEPS, 2):
+        for turn in TURNS:
             for call in case(GPU, SEED, index_of(GPU, "rope", index, turn)).calls:
                 if not wanted <= launched:
                     with forced.forced("rope", index):
@@ -336,6 +335,17 @@ def test_every_row_is_what_lookups_give_while_it_is_forced() -> None:
         assert tuned.lookup.lookup.choose(family, row.spec, row.size, gpu) == before
     assert set(walk) <= forced.SERVED
     assert set().union(*(forced.kernels_of(*row) for row in walk)) <= forced.all_kernels()
+
+
+def test_all_that_is_known_of_calls_is_forgotten_for_a_case_that_is_forced() -> None:
+    """Whatever tables of plans modules of calls have, by whatever names."""
+    kept = {"_CAPTURED", "_FORMULAS"}  # what captured graphs read, and what compiled operators are made of
+    modules = [m for name, m in sys.modules.items() if name.startswith(("tuned.calls.", "tuned.launching.plan"))]
+    tables = {
+        n for m in modules for n, kind in vars(m).get("__annotations__", {}).items() if kind.startswith("dict[Any")
+    }
+    assert "_TRAINED" in tables
+    assert tables - kept <= set(forced.PLANS)
 
 
 def test_a_forced_row_serves_calls_that_are_far_from_it() -> None:

@@ -105,6 +105,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         monkeypatch.setattr(module, "gpu_of", lambda _device: GPU)
     for module in (plan, tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
         monkeypatch.setattr(module, "_PLANS", {})
+    monkeypatch.setattr(plan, "_TRAINED", {})
     monkeypatch.setattr(left, "LEFT", {})
     for module in (plan, tuned.launching.plan):
         monkeypatch.setattr(module, "direct_launch", made.direct_launch)
