@@ -381,8 +381,7 @@ def whole_row(bench: Bench, model: Model, tokens: int, *, training: bool) -> dic
             row["our rotation"] = measured(rotation, judged=False)
         attempt(row, "eager", lambda: measured(functools.partial(own_of, own, model)))
         if tokens == bench.lengths[0] and (not training or model.name in COMPILED_TRAINING):
-            run = bench.compiled(own)
-            attempt(row, "torch.compile", lambda: measured(functools.partial(own_of, run, model)))
+            attempt(row, "torch.compile", lambda: measured(functools.partial(own_of, bench.compiled(own), model)))
     return row
 
 
@@ -403,8 +402,12 @@ def decode_row(bench: Bench, model: Model, tokens: int) -> dict[str, Any]:
         row["our rotation"] = bench.behind_us([functools.partial(rotation, t, inplace=True) for t in sets], touched)
         row["floor"] = copy_us(bench, sets, bench.behind_us)
         attempt(row, "eager", lambda: measured(lambda t: lambda: own_of(own, model, t, inplace=True)))
-        run = bench.compiled(_decoded)
-        attempt(row, "torch.compile", lambda: measured(lambda t: lambda: _by_ids(run, model, t)))
+
+        def compiled_us() -> float:
+            run = bench.compiled(_decoded)
+            return measured(lambda t: lambda: _by_ids(run, model, t))
+
+        attempt(row, "torch.compile", compiled_us)
         for name, peer in PEERS.items():
             attempt(row, name, functools.partial(measured, functools.partial(peer, model)))
     return row

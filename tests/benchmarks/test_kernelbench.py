@@ -107,12 +107,3 @@ def test_a_candidate_is_the_problem_with_our_gru() -> None:
     assert type(model.gru) is tuned.nn.GRU
     with pytest.raises(kernelbench.CheckoutError, match="this one 0"):
         kernelbench.candidate(PROBLEM.replace("nn.GRU(", "nn.LSTM("))
-
-
-def test_what_is_no_checkout_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert kernelbench.main([str(tmp_path)]) == 1
-    assert "PyTorch sees none here" in capsys.readouterr().out
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert kernelbench.main([str(tmp_path)]) == 1
-    assert "give a clone of github.com/ScalingIntelligence/KernelBench" in capsys.readouterr().out

@@ -87,12 +87,3 @@ def test_ours_is_a_candidate_of_its_operator(checkout: Path, tmp_path: Path, cap
     assert (found["direction"], found["rows"]) == (direction, [row])
     assert "a table" in capsys.readouterr().out
     assert sys.path == path
-
-
-def test_what_is_no_checkout_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert tritonbench.main([str(tmp_path)]) == 1
-    assert "PyTorch sees none here" in capsys.readouterr().out
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert tritonbench.main([str(tmp_path)]) == 1
-    assert "give a clone of github.com/pytorch-labs/tritonbench" in capsys.readouterr().out
