@@ -30,7 +30,6 @@ SERVED: set[tuple[str, int]] = set()  # rows whose variant was given to a call
 PLANS = (
     "_PLANS",
     "_TRAINED",
-    "_NEAR",
     "_COMPILED",
     "_CLASSES",
     "_KNOWN",

@@ -155,7 +155,6 @@ def interpreted(gpu: Gpu = GPU) -> Iterator[Launches]:
         patch.setattr(append, "current_device", lambda: -1)
         patch.setattr(tuned.calls.rope.arguments, "_values_reach", lambda *_: None)
         patch.setattr(append, "_PLANS", {})
-        patch.setattr(append, "_NEAR", {})
         patch.setattr(plan, "_COMPILED", {})
         patch.setattr(tuned.launching.plan, "_specialised", lambda _name: (True,) * 99)
         yield seen

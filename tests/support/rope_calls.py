@@ -194,7 +194,6 @@ def forget() -> None:
     tuned.calls.rope.lengths._CLASSES.clear()
     tuned.calls.rope.call._PLANS.clear()
     tuned.calls.rope.append._PLANS.clear()
-    tuned.calls.rope.append._NEAR.clear()
     tuned.calls.rope.plan._COMPILED.clear()
 
 

@@ -16,12 +16,26 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+_precision = getattr(torch._C, "_get_fp32_precision_getter", None)  # noqa: SLF001
+
+
 def precision_of(dtype: torch.dtype) -> str:
     """The precision of float32 products now, "tf32" or "ieee": torch's setting for GEMMs on a GPU. "" for other dtypes."""
-    if dtype != torch.float32:
-        return ""
-    # allow_tf32 raises after a program has used the newer setting; fp32_precision follows both.
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    return "" if dtype != torch.float32 else _in_words("matmul")
+
+
+def recurrent_precision() -> str:
+    """The precision of a GRU's float32 products, "tf32" or "ieee": torch's setting for cuDNN's recurrent networks."""
+    return _in_words("rnn")
+
+
+def _in_words(products: str) -> str:
+    # allow_tf32 raises after a program has used the newer setting; fp32_precision follows both. It is asked for at each call, and
+    # torch.backends takes 5 to 20 times as long for the same.
+    if _precision is not None:
+        return "tf32" if _precision("cuda", products) == "tf32" else "ieee"
+    of = torch.backends.cuda.matmul if products == "matmul" else torch.backends.cudnn.rnn
+    return "tf32" if of.fp32_precision == "tf32" else "ieee"
 
 
 def rows_of(t: torch.Tensor) -> torch.Tensor:

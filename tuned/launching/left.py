@@ -25,7 +25,7 @@ def leave(weight: torch.Tensor, sizes: Any, *, captured: bool = True) -> None:
     if id(weight) not in LEFT:
         remember(LEFT, id(weight), {})
     # ``module.to`` gives a weight another dtype and device, and keeps its id.
-    remember(LEFT[id(weight)], (sizes, weight.dtype, weight.get_device(), _autocast("cuda")), captured)
+    remember(LEFT[id(weight)], (sizes, weight.dtype, weight.get_device(), _autocast()), captured)
 
 
 def is_left(weight: torch.Tensor, sizes: Any) -> bool:
@@ -33,7 +33,7 @@ def is_left(weight: torch.Tensor, sizes: Any) -> bool:
     known = LEFT.get(id(weight))
     if known is None:
         return False
-    captured = known.get((sizes, weight.dtype, weight.get_device(), _autocast("cuda")))
+    captured = known.get((sizes, weight.dtype, weight.get_device(), _autocast()))
     if (
         captured is None or listening() is not None or listeners()
     ):  # what counts operations counts those of our operators

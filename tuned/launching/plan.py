@@ -45,7 +45,7 @@ def modes(device: int) -> tuple[Any, ...] | None:
     """
     if forward_ad._current_level >= 0 or transforms_active() or tracing() is not None or listeners():  # noqa: SLF001
         return None
-    return _autocast("cuda"), device if device < 0 else current_device()
+    return _autocast(), device if device < 0 else current_device()
 
 
 def bypassed() -> str | None:
@@ -143,6 +143,12 @@ def _specialised(name: str) -> tuple[bool, ...]:
 
 
 _KNOWN: dict[Any, Any] = {}  # properties of a launch -> (compiled kernel, its direct launcher); no tensors
+
+
+def maker(shape: tuple[int, ...], like: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """What makes contiguous tensors of a shape, of the dtype and on the device of ``like``; in half the time of ``new_empty``."""
+    strides = torch.empty(shape, device="meta").stride()
+    return functools.partial(torch.empty_strided, shape, strides, dtype=like.dtype, device=like.device)
 
 
 def launch_known(device: int, launch: Launch) -> Any:

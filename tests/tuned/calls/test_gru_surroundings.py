@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 import warnings
 from typing import Any
 
@@ -18,9 +17,10 @@ import tuned.calls.linear_cat.run
 import tuned.nn
 from tests.support.gru_calls import FEATURES, B, H, T, weights_of
 from tests.support.gru_calls_of_users import CALLS, Model, tensors
+from tests.support.plans import Always
 from tests.support.pythons import python
 from tuned.calls.gru import plan
-from tuned.dispatch import gru, gru_cell
+from tuned.dispatch import gru, gru_cell, linear_cat
 
 pytestmark = pytest.mark.processes
 
@@ -118,15 +118,18 @@ class Listening(TorchDispatchMode):
 def test_a_known_call_is_not_launched_where_a_mode_would_miss_it(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     module = {"gru": plan, "cell": tuned.calls.gru_cell.run, "linear_cat": tuned.calls.linear_cat.run}[family]
     launched = "output", "state"
-    plans = types.SimpleNamespace(get=lambda key: None if key is None else (lambda *_: launched))
+    plans = Always(lambda *_: launched)
     monkeypatch.setattr(module, "_PLANS", plans)
     given = tensors()
+    other = given["x"].clone()  # tensors that are one are not known by the short way
+    call = CALLS[family] if family != "linear_cat" else lambda t: linear_cat((t["x"], other), t["weight"])
     with torch.no_grad():
-        assert CALLS[family](given) == launched
+        assert [call(given) for _ in range(3)] == [launched] * 3
+        assert plans.short == 1
         with Listening():
-            found = CALLS[family](given)
+            found = call(given)
         monkeypatch.setattr(module, "_PLANS", {})
-        assert_same(found, CALLS[family](given))
+        assert_same(found, call(given))
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -231,9 +234,8 @@ def test_models_are_scripted_and_nothing_is_broken_after_it() -> None:
 def test_one_bias_of_two_is_refused_whatever_was_called_before(monkeypatch: pytest.MonkeyPatch) -> None:
     given = tensors()
     x, h, (w_ih, w_hh, b_ih, b_hh) = given["row"], given["h"], given["weights"]
-    plans = types.SimpleNamespace(get=lambda key: None if key is None else (lambda *_: "launched"))
-    monkeypatch.setattr(tuned.calls.gru_cell.run, "_PLANS", plans)
-    assert gru_cell(x, h, w_ih, w_hh) == "launched"
+    monkeypatch.setattr(tuned.calls.gru_cell.run, "_PLANS", Always(lambda *_: "launched"))
+    assert [gru_cell(x, h, w_ih, w_hh) for _ in range(3)] == ["launched"] * 3
     for biases in ((b_ih, None), (None, b_hh)):
         with pytest.raises(ValueError, match="both bias_ih and bias_hh"):
             gru_cell(x, h, w_ih, w_hh, *biases)

@@ -355,10 +355,11 @@ def test_the_short_way_is_for_calls_like_those_before_alone(scaled: bool) -> Non
         others["scales of heads"] = {n: torch.rand(4) + 0.5 for n in ("key_scale", "value_scale")}
         others["a negated scale"] = {"key_scale": torch._neg_view(torch.tensor(-2.0))}
     with torch.no_grad(), interpreted() as seen:
-        near = tuned.calls.rope.append._NEAR
+        plans = tuned.calls.rope.append._PLANS
         for _ in range(3):
             rope_append_(**named)
-        assert (len(near), seen.public, seen.direct) == (1, 1, 2)
+        assert [type(kept) is tuple for kept in plans.values()] == [False, True]
+        assert (seen.public, seen.direct) == (1, 2)
         for name, other in others.items():
             for _ in range(3):  # publicly, directly, the short way
                 found = {
@@ -403,7 +404,7 @@ def test_the_short_way_keeps_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
         named["cos_sin_cache"] = torch.cat((named.pop("cos"), named.pop("sin")), -1)
         for _ in range(3):
             rope_append_(**named)
-        assert tuned.calls.rope.append._NEAR
+        assert any(type(kept) is tuple for kept in tuned.calls.rope.append._PLANS.values())
         kept = [weakref.ref(t) for t in named.values() if isinstance(t, torch.Tensor)]
         named.clear()
         gc.collect()

@@ -10,15 +10,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from tuned.calls.gru.arguments import GruCall
-from tuned.calls.products import precision_of
+from tuned.calls.products import precision_of, recurrent_precision
 from tuned.families.gru.launches import Recurrence, counters_needed, sequence
 from tuned.families.gru.spec import GruSpec
 from tuned.families.gru.variant import GruVariant, alone
-from tuned.launching import left, residents
+from tuned.launching import alike, left, residents
 from tuned.launching.launcher import INTEGERS
-from tuned.launching.plan import ALIGNED_BYTES, NO_KEY, direct_launch, keep, modes, outside_of_graphs, traits
+from tuned.launching.plan import (
+    ALIGNED_BYTES,
+    NO_KEY,
+    current_device,
+    direct_launch,
+    keep,
+    listeners,
+    modes,
+    outside_of_graphs,
+    traits,
+)
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
@@ -27,6 +38,7 @@ Result = tuple[torch.Tensor, torch.Tensor]
 _PLANS: dict[Any, Any] = {}
 _TRAINED: dict[Any, Any] = {}
 _grad_enabled = torch.is_grad_enabled
+_autocast = torch.is_autocast_enabled
 _FLOAT32 = torch.float32
 SMALL_PRODUCT = 2**29  # multiplications: 20 us at the 50 TFLOP/s that an H200 has for float32
 
@@ -40,7 +52,7 @@ def _key(x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...]) -> 
     mode = modes(x.get_device())
     if mode is None or mode[0]:  # under autocast the kernels get other tensors: casts of these
         return None
-    precision = x.dtype is _FLOAT32 and (precision_of(_FLOAT32), gru_precision())
+    precision = x.dtype is _FLOAT32 and (precision_of(_FLOAT32), recurrent_precision())
     return (
         settings,
         mode,
@@ -75,13 +87,6 @@ def is_left(  # noqa: PLR0913 - what a call is known by
     return id(weights[0]) in left.LEFT and left.is_left(weights[0], _sizes(x, steps, hx, settings, gradient))
 
 
-def gru_precision() -> str:
-    """The precision of a GRU's float32 products, "tf32" or "ieee": torch's setting for cuDNN's recurrent networks."""
-    # torch.backends.cudnn.allow_tf32 raises after a program has used the newer setting, fp32_precision.
-    now = getattr(torch.backends.cudnn.rnn, "fp32_precision", None)
-    return "tf32" if (torch.backends.cudnn.allow_tf32 if now is None else now == "tf32") else "ieee"
-
-
 def by_library(rows: int, weight: torch.Tensor, precision: str) -> bool:
     """Whether the library multiplies the input of a layer.
 
@@ -106,7 +111,7 @@ def known(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...]) -> Result | 
             and all(t.is_contiguous() for t in (hx, *weights))
         ):
             return _by_torch(x, hx, weights, settings)
-        plan = None if gradient else _PLANS.get(_key(x, hx, weights, settings))
+        plan = None if gradient else _found(_PLANS, x, hx, weights, settings)
     except (*NO_KEY, LookupError):  # no weights, or weights by name
         return None
     made = None if plan is None else plan(x, hx, weights)
@@ -117,9 +122,26 @@ def trained(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...]) -> Any:
     """The plan for the forward of a call that needs a gradient; None for one without a gradient, or not known."""
     try:
         gradient = _grad_enabled() and _needs_gradient(x, hx, weights)
-        return _TRAINED.get(_key(x, hx, weights, settings)) if gradient else None
+        return _found(_TRAINED, x, hx, weights, settings) if gradient else None
     except (*NO_KEY, LookupError):
         return None
+
+
+def _found(plans: dict[Any, Any], x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...]) -> Any:
+    """The plan of a call among ``plans``, or None."""
+    device = x.get_device()
+    near = (
+        x.shape, len(weights), settings, residents.place(device), _grad_enabled(), _autocast(), listeners(),
+        x.dtype is _FLOAT32 and (precision_of(_FLOAT32), recurrent_precision()), forward_ad._current_level,  # noqa: SLF001
+        device if device < 0 else current_device(),
+    )  # fmt: skip
+    for are_alike, plan in plans.get(near, ()):
+        if are_alike(x, hx, *weights):
+            return plan
+    plan = plans.get(_key(x, hx, weights, settings))
+    if plan is not None:
+        alike.learn(plans, near, (x, hx, *weights), plan)
+    return plan
 
 
 def _by_torch(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...]) -> Result:

@@ -16,8 +16,8 @@ import torch
 
 from tuned.calls.gru import eager
 from tuned.calls.gru.arguments import GruCall
-from tuned.calls.gru.plan import by_library, gru_precision, learn, leave
-from tuned.calls.products import name_of, rows_of, weight_of
+from tuned.calls.gru.plan import by_library, learn, leave
+from tuned.calls.products import name_of, recurrent_precision, rows_of, weight_of
 from tuned.families.gru import FAMILY as GRU
 from tuned.families.gru.launches import Recurrence, counters_needed
 from tuned.families.gru.model import margin_of_device
@@ -142,7 +142,7 @@ def spec_of(call: GruCall, layers: int) -> tuple[GruSpec, GruSize]:
     """The spec of so many layers of a call in one launch, and the size."""
     layout = "packed" if call.batch_sizes is not None else "thd" if call.cu_seqlens is not None else "dense"
     directions = 2 if call.bidirectional else 1
-    precision = gru_precision() if call.input.dtype == torch.float32 else "tf32"
+    precision = recurrent_precision() if call.input.dtype == torch.float32 else "tf32"
     spec = _spec(
         name_of(call.input.dtype),
         call.hx.shape[2],

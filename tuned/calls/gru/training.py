@@ -18,8 +18,8 @@ import torch
 
 from tuned.calls.gru import eager, run
 from tuned.calls.gru.arguments import GruCall
-from tuned.calls.gru.plan import gru_precision, leave, settings_of, trained
-from tuned.calls.products import precision_of
+from tuned.calls.gru.plan import leave, settings_of, trained
+from tuned.calls.products import precision_of, recurrent_precision
 from tuned.families.gru.model import LAYER_OVER_FIRST
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru_backward import FAMILY as BACKWARD
@@ -69,7 +69,9 @@ def _slower(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice) -> str 
 
 def _coarse(call: GruCall) -> bool:
     """Whether the library's products are less precise now than those of a GRU are to be."""
-    return call.input.dtype == torch.float32 and gru_precision() == "ieee" and precision_of(torch.float32) == "tf32"
+    return (
+        call.input.dtype == torch.float32 and recurrent_precision() == "ieee" and precision_of(torch.float32) == "tf32"
+    )
 
 
 def remember_eager(call: GruCall) -> None:

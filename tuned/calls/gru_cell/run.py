@@ -19,7 +19,7 @@ from tuned.families.gru_cell import FAMILY as GRU_CELL
 from tuned.families.gru_cell.launches import GruCellCall
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.products import DTYPES, MAX_SEGMENTS, as_called, joined
-from tuned.launching import left
+from tuned.launching import alike, left
 from tuned.launching.launcher import run_publicly
 from tuned.launching.overwrite import bump_versions
 from tuned.launching.plan import (
@@ -31,6 +31,7 @@ from tuned.launching.plan import (
     of_calls_alone,
     run_and_keep,
     tracing,
+    traits,
     transforms_active,
 )
 from tuned.launching.rehearsal import NotedError, note_left
@@ -105,44 +106,24 @@ def _key(  # noqa: PLR0913
     """
     if forward_ad._current_level >= 0 or transforms_active() or tracing() is not None or listeners():  # noqa: SLF001
         return None
-    single, biased = type(x) is not tuple, bias_ih is not None
+    biased = bias_ih is not None
     if not biased and bias_hh is not None:
         return None
-    if _grad_enabled() and (
-        weight_ih.requires_grad
-        or h.requires_grad
-        or weight_hh.requires_grad
-        or any(t.requires_grad for t in ((x,) if single else x))
-        or (biased and (bias_ih.requires_grad or bias_hh.requires_grad))
-    ):
+    segments = x if type(x) is tuple else (x,)
+    tensors = (*segments, h, weight_ih, weight_hh, *((bias_ih, bias_hh) if biased else ()))
+    if _grad_enabled() and any(t.requires_grad for t in tensors):
         return None
-    # Written out: a function called for each tensor would double its cost.
-    p_h, p_ih, p_hh = h.data_ptr(), weight_ih.data_ptr(), weight_hh.data_ptr()
-    p_b_ih, p_b_hh = (bias_ih.data_ptr(), bias_hh.data_ptr()) if biased else (p_ih, p_hh)
-    if single:
-        p_x = x.data_ptr()
-        pointers: tuple[int, ...] = (p_x, p_h, p_h, p_h, p_h, p_ih, p_hh, p_b_ih, p_b_hh)
-        low_bits = p_x | p_h | p_ih | p_hh | p_b_ih | p_b_hh
-        of_x: Any = (type(x), x.dtype, x.shape, x.stride(), x.get_device())
-    else:
-        of_x = tuple([(type(t), t.dtype, t.shape, t.stride(), t.get_device()) for t in x])
-        pointers = (*[t.data_ptr() for t in x], *(p_h,) * (MAX_SEGMENTS - len(x)), p_h, p_ih, p_hh, p_b_ih, p_b_hh)
-        low_bits = 15
-    device = h.get_device()
-    return (
-        inplace, _autocast(), device if device < 0 else current_device(), h.dtype is _FLOAT32 and precision_of(_FLOAT32), of_x,
-        type(h), h.dtype, h.shape, h.stride(), device,
-        # The shape of a contiguous tensor follows from its strides and number of elements, which hash faster.
-        type(weight_ih), weight_ih.dtype, weight_ih.stride(), weight_ih.numel(),
-        weight_ih.is_contiguous() or weight_ih.shape, weight_ih.get_device(),
-        type(weight_hh), weight_hh.dtype, weight_hh.stride(), weight_hh.numel(),
-        weight_hh.is_contiguous() or weight_hh.shape, weight_hh.get_device(),
-        biased and (
-            type(bias_ih), bias_ih.dtype, bias_ih.stride(), bias_ih.numel(), bias_ih.get_device(),
-            type(bias_hh), bias_hh.dtype, bias_hh.stride(), bias_hh.numel(), bias_hh.get_device(),
-        ),
-        low_bits & 15 and tuple([p & 15 for p in pointers]),
-    ), pointers  # fmt: skip
+    device, precise = h.get_device(), h.dtype is _FLOAT32 and precision_of(_FLOAT32)
+    place = device if device < 0 else current_device()
+    addresses = tuple([t.data_ptr() for t in tensors])
+    key = inplace, _autocast(), place, precise, len(segments), *map(traits, tensors)
+    return key, _pointers(len(segments), addresses)
+
+
+def _pointers(segments: int, addresses: tuple[int, ...]) -> tuple[int, ...]:
+    """The addresses of a step's tensors in the order of a kernel's signature, which has all segments and both biases."""
+    x, (h, weight_ih, weight_hh, *biases) = addresses[:segments], addresses[segments:]
+    return *x, *(h,) * (MAX_SEGMENTS - segments), h, weight_ih, weight_hh, *(biases or (weight_ih, weight_hh))
 
 
 def sizes(x: Any, inplace: Any, h: Any, *weights: Any) -> tuple[Any, ...]:
@@ -184,11 +165,25 @@ def known(  # noqa: PLR0913 - the arguments of the public call
                 _needs_gradient(x, given) and left.is_left(weight_ih, (left.GRADIENT, of_call))
             ):
                 return _by_torch(x if type(x) is tuple else (x,), given, inplace)
-        found = _key(x, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace)
-        plan = None if found is None else _PLANS.get(found[0])
-    except NO_KEY:
+        device, segments = h.get_device(), x if type(x) is tuple else (x,)
+        near = (
+            h.shape, len(segments), inplace, _autocast(), h.dtype is _FLOAT32 and precision_of(_FLOAT32), _grad_enabled(),
+            device if device < 0 else current_device(), forward_ad._current_level, listeners(),  # noqa: SLF001
+        )  # fmt: skip
+        for are_alike, plan in _PLANS.get(near, ()):  # noqa: B007 - the plan is what is looked for
+            if addresses := are_alike(*segments, h, weight_ih, weight_hh, bias_ih, bias_hh):
+                pointers = _pointers(len(segments), addresses)
+                break
+        else:
+            found = _key(x, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace)
+            plan = None if found is None else _PLANS.get(found[0])
+            if plan is None or found is None:
+                return None
+            alike.learn(_PLANS, near, (*segments, *given), plan)
+            pointers = found[1]
+    except (*NO_KEY, LookupError):  # no segments
         return None
-    return None if plan is None or found is None else plan(found[1], x, h, weight_ih, weight_hh, bias_ih, bias_hh)
+    return plan(pointers, x, h, weight_ih, weight_hh, bias_ih, bias_hh)
 
 
 def eager(segments: Sequence[torch.Tensor], *others: Any) -> torch.Tensor:

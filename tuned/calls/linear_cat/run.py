@@ -8,27 +8,40 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from tuned.calls.products import MAX_ELEMENTS, name_of, precision_of, rows_of, used, weight_of
 from tuned.families.linear_cat import FAMILY as LINEAR_CAT
 from tuned.families.linear_cat.launches import LinearCatCall, launches
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.families.products import DTYPES, MAX_SEGMENTS, as_called, joined
-from tuned.launching import left
+from tuned.launching import alike, left
 from tuned.launching.launcher import run_publicly
-from tuned.launching.plan import NO_KEY, DirectLaunch, capturing, modes, of_calls_alone, run_and_keep, traits
+from tuned.launching.plan import (
+    NO_KEY,
+    DirectLaunch,
+    capturing,
+    current_device,
+    listeners,
+    maker,
+    modes,
+    of_calls_alone,
+    run_and_keep,
+    traits,
+)
 from tuned.launching.rehearsal import NotedError, note_left
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice
 
-_PLANS: dict[Any, Any] = {}  # key of a call -> (inputs, weight, bias) -> y
+_PLANS: dict[Any, Any] = {}  # key of a call -> (addresses, inputs, weight, bias) -> y
 MOMENTS = misses.Moments(LINEAR_CAT, dataclasses.replace(LINEAR_CAT, doubt=as_called(LINEAR_CAT.doubt)))
 _grad_enabled = torch.is_grad_enabled
+_autocast = torch.is_autocast_enabled
 
 
 def why_not(inputs: Sequence[torch.Tensor], weight: torch.Tensor) -> str | None:
@@ -92,10 +105,27 @@ def known(inputs: Any, weight: Any, bias: Any) -> Any:
             ):
                 joint = inputs[0] if len(inputs) == 1 else torch.cat(tuple(inputs), -1)
                 return torch.nn.functional.linear(joint, weight, bias)
-        plan = _PLANS.get(_key(inputs, weight, bias))
-    except NO_KEY:
+        device = weight.get_device()
+        near = (
+            len(inputs), inputs[0].shape, _autocast(), precision_of(weight.dtype), _grad_enabled(),
+            device if device < 0 else current_device(), forward_ad._current_level, listeners(),  # noqa: SLF001
+        )  # fmt: skip
+        for are_alike, plan in _PLANS.get(near, ()):  # noqa: B007 - the plan is what is looked for
+            if addresses := are_alike(*inputs, weight, bias):
+                break
+        else:
+            plan = _PLANS.get(_key(inputs, weight, bias))
+            if plan is None:
+                return None
+            alike.learn(_PLANS, near, (*inputs, weight, bias), plan)
+            addresses = _addresses(inputs, weight, bias)
+    except (*NO_KEY, LookupError):  # no segments
         return None
-    return None if plan is None else plan(inputs, weight, bias)
+    return plan(addresses, inputs, weight, bias)
+
+
+def _addresses(inputs: Any, weight: Any, bias: Any) -> tuple[int, ...]:
+    return tuple([t.data_ptr() for t in (*inputs, weight, *(() if bias is None else (bias,)))])
 
 
 def eager(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -116,19 +146,21 @@ def run_linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: t
         return eager(inputs, weight, bias)
     call = prepared(inputs, weight, bias)
     public = functools.partial(_public, spec, variant)
-    make: Any = functools.partial(_direct_plan, inputs[0].shape[:-1], spec, weight.device.index, public)
+    make: Any = functools.partial(
+        _direct_plan, maker((*inputs[0].shape[:-1], spec.outputs), weight), spec, weight.device.index, public
+    )
     if not always:
         make, public = of_calls_alone(make, public, weight.device)
     taken = (*call.segments, call.weight, call.bias)
     steps, key = launches(spec, variant, call), _key(inputs, weight, bias)
     try:
-        run_and_keep(steps, _PLANS, key, make, public, taken, _tensors, inputs, weight, bias)
+        run_and_keep(steps, _PLANS, key, make, public, taken, _tensors, (), inputs, weight, bias)
     except NotedError:
         return eager(inputs, weight, bias)
     return call.out.view(*inputs[0].shape[:-1], spec.outputs)  # type: ignore[no-any-return]
 
 
-def _tensors(inputs: Any, weight: Any, bias: Any) -> tuple[Any, ...]:
+def _tensors(_addresses: Any, inputs: Any, weight: Any, bias: Any) -> tuple[Any, ...]:
     """The tensors among the arguments of a plan."""
     return (*inputs, weight, bias)
 
@@ -140,7 +172,7 @@ def prepared(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.T
     return LinearCatCall.of(segments, weight_of(weight), out, *(() if bias is None else (bias.contiguous(),)))
 
 
-def _public(spec: LinearCatSpec, variant: Any, inputs: Any, weight: Any, bias: Any) -> Any:
+def _public(spec: LinearCatSpec, variant: Any, _addresses: Any, inputs: Any, weight: Any, bias: Any) -> Any:
     """The plan of a call that must use Triton's public launcher."""
     call = prepared(inputs, weight, bias)
     try:
@@ -150,20 +182,21 @@ def _public(spec: LinearCatSpec, variant: Any, inputs: Any, weight: Any, bias: A
     return call.out.view(*inputs[0].shape[:-1], spec.outputs)
 
 
-def _direct_plan(rows: torch.Size, spec: LinearCatSpec, device: int, public: Any, direct: DirectLaunch) -> Any:
-    """A plan like ``public`` that launches directly."""
+def _direct_plan(
+    made: Callable[[], torch.Tensor], spec: LinearCatSpec, device: int, public: Any, direct: DirectLaunch
+) -> Any:
+    """A plan like ``public`` that launches directly; ``made()`` is a result that is not filled."""
     run, function, head, programs, rest, stream_of, enter, leave = direct
-    shape, missing = (*rows, spec.outputs), MAX_SEGMENTS - len(spec.inputs)
+    segments, missing = len(spec.inputs), MAX_SEGMENTS - len(spec.inputs)
 
-    def plan(inputs: Any, weight: Any, bias: Any) -> Any:
+    def plan(addresses: Any, inputs: Any, weight: Any, bias: Any) -> Any:
         if enter.calls or leave.calls:  # a profiler has hooks: only the public launcher calls them
-            return public(inputs, weight, bias)
-        out = weight.new_empty(shape)
-        p_weight = weight.data_ptr()
-        p_bias = p_weight if bias is None else bias.data_ptr()
+            return public(addresses, inputs, weight, bias)
+        out = made()
+        p_weight = addresses[segments]
         run(
             programs, 1, 1, stream_of(device), function, *head,
-            *[t.data_ptr() for t in inputs], *(p_weight,) * missing, p_weight, p_bias, out.data_ptr(), *rest,
+            *addresses[:segments], *(p_weight,) * missing, p_weight, addresses[-1], out.data_ptr(), *rest,
         )  # fmt: skip
         return out
 

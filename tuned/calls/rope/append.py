@@ -33,6 +33,7 @@ from tuned.families.rope import FAMILY as ROPE
 from tuned.families.rope.eager import append, as_cached, put
 from tuned.families.rope.launches import RopeCall, launches
 from tuned.families.rope.spec import CACHE_LAYOUTS, RopeSpec
+from tuned.launching import alike
 from tuned.launching.overwrite import bump_all
 from tuned.launching.plan import (
     NO_KEY,
@@ -42,6 +43,7 @@ from tuned.launching.plan import (
     may_be_negative,
     remember,
     tracing,
+    traits,
     transforms_active,
 )
 from tuned.launching.rehearsal import NotedError, note_left
@@ -60,11 +62,7 @@ class Kept:
     fast: Callable[..., bool] | None = None  # launches directly; False if it did nothing, and ``slow`` must
 
 
-_PLANS: dict[Any, Kept] = {}
-# A small key -> pairs of what compares tensors with those of a call before, and what launches such calls.
-_NEAR: dict[Any, tuple[tuple[Callable[..., bool], Callable[..., bool]], ...]] = {}
-MOST_NEAR = 4
-_Guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)  # noqa: SLF001
+_PLANS: dict[Any, Any] = {}  # a call's properties -> Kept; with what ``alike.learn`` keeps of them
 _compiling = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
 
@@ -141,80 +139,42 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
     places, int_offset = positions, offset
     if positions is None and type(offset) is not int:  # a tensor
         places, int_offset = offset, 0
-    kept = properties = near = fast = None
+    near = launch = None
     # No launch stands in what is tried: an error of its own must not become a second launch.
     try:
         q_ptr, k_ptr, v_ptr, device = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.get_device()
         key_ptr, value_ptr = key_cache.data_ptr(), value_cache.data_ptr()
         slots_ptr, angles_ptr = slot_mapping.data_ptr(), angles.data_ptr()
-        # The short way, of what servers call: one C function compares all tensors with those of a call before.
-        if (
-            sin is None and cu_seqlens is None and weight is None and key_weight is None and places is not None
-            and (key_scale is None) is (value_scale is None)
-            and not (q_ptr | k_ptr | v_ptr | key_ptr | value_ptr | slots_ptr | angles_ptr | places.data_ptr()) & 15
-        ):  # fmt: skip
-            near = (
-                q.shape, settings, cache_layout, key_inplace, source, positions is None, key_scale is None,
-                int_offset == 0, forward_ad._current_level, device if device < 0 else current_device(),  # noqa: SLF001
-            )  # fmt: skip
-            for check, launch in _NEAR.get(near, ()):
-                if (
-                    check(q, k, v, key_cache, value_cache, slot_mapping, angles, places)
-                    if key_scale is None
-                    else check(q, k, v, key_cache, value_cache, slot_mapping, angles, places, key_scale, value_scale)
-                    and not (key_scale.data_ptr() | value_scale.data_ptr()) & 15
-                ):
-                    fast = launch
-                    break
-        addressed = True
-    except NO_KEY:
-        addressed = False
-    if fast is not None and fast(
-        q, k, key_cache, value_cache, None, None, places, int_offset, None, None, key_scale, value_scale,
-        q_ptr, k_ptr, v_ptr, key_ptr, value_ptr, slots_ptr, angles_ptr,
-    ):  # fmt: skip
-        return q
-    try:
-        # All that a compiled kernel, or the path to it, may depend on. Written out: a function called for each tensor would
-        # double its cost.
-        properties = None if not addressed else (
-            type(q), q.dtype, q.shape, q.stride(), q_ptr & 15, device,
-            type(k), k.dtype, k.shape, k.stride(), k_ptr & 15, k.get_device(),
-            type(v), v.dtype, v.shape, v.stride(), v_ptr & 15, v.get_device(),
-            type(key_cache), key_cache.dtype, key_cache.shape, key_cache.stride(), key_ptr & 15, key_cache.get_device(),
-            type(value_cache), value_cache.dtype, value_cache.shape, value_cache.stride(), value_ptr & 15,
-            value_cache.get_device(),
-            type(slot_mapping), slot_mapping.dtype, slot_mapping.shape,
-            slot_mapping.is_contiguous() or slot_mapping.stride(), slots_ptr & 15, slot_mapping.get_device(),
-            type(angles), angles.dtype, angles.shape, angles.is_contiguous() or angles.stride(), angles_ptr & 15,
-            angles.get_device(),
-            places if places is None else (
-                type(places), places.dtype, places.shape, places.is_contiguous() or places.stride(),
-                places.data_ptr() & 15, places.get_device(),
-            ),
-            # Those that most calls do not have.
-            None if sin is cu_seqlens is weight is key_weight is key_scale is value_scale is None else tuple(
-                t if t is None else _traits(t) for t in (sin, cu_seqlens, weight, key_weight, key_scale, value_scale)
-            ),
-            settings, cache_layout, key_inplace, source, positions is None, int_offset == 0,
-            # With gradients the checks ask who needs one.
-            _grad_enabled() and _needs_gradient(
-                q, k, v, key_cache, value_cache, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, weight, key_weight,
-                key_scale, value_scale,
-            ),
+        near = (
+            q.shape, settings, cache_layout, key_inplace, source, positions is None, int_offset == 0, _grad_enabled(),
             # The current device only if q is on a GPU: asking for it initialises CUDA.
             forward_ad._current_level, device if device < 0 else current_device(),  # noqa: SLF001
         )  # fmt: skip
-        kept = _PLANS.get(properties)
+        for are_alike, launch in _PLANS.get(near, ()):  # noqa: B007 - the launch is what is looked for
+            if are_alike(
+                q, k, v, key_cache, value_cache, slot_mapping, angles, places, sin, cu_seqlens, weight, key_weight,
+                key_scale, value_scale,
+            ):  # fmt: skip
+                break
+        else:
+            launch = None
     except NO_KEY:
-        properties = kept = None
-    if kept is not None and kept.fast is not None and kept.fast(
+        near = launch = None
+    if launch is not None and launch(
         q, k, key_cache, value_cache, sin, cu_seqlens, places, int_offset, weight, key_weight, key_scale, value_scale,
         q_ptr, k_ptr, v_ptr, key_ptr, value_ptr, slots_ptr, angles_ptr,
     ):  # fmt: skip
-        if near is not None and fast is None:
-            scales = () if key_scale is None else (key_scale, value_scale)
-            _learn(near, kept.fast, (q, k, v, key_cache, value_cache, slot_mapping, angles, places, *scales))
+        return q
+    tensors = (
+        q, k, v, key_cache, value_cache, slot_mapping, angles, places, sin, cu_seqlens, weight, key_weight, key_scale,
+        value_scale,
+    )  # fmt: skip
+    kept, properties = _kept(near, tensors)
+    if launch is None and kept is not None and kept.fast is not None and kept.fast(
+        q, k, key_cache, value_cache, sin, cu_seqlens, places, int_offset, weight, key_weight, key_scale, value_scale,
+        q_ptr, k_ptr, v_ptr, key_ptr, value_ptr, slots_ptr, angles_ptr,
+    ):  # fmt: skip
+        alike.learn(_PLANS, near, tensors, kept.fast)
         return q
     given, cached, asked = _gathered(
         q, k, v, key_cache, value_cache, slot_mapping, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, cu_seqlens,
@@ -239,28 +199,20 @@ def _gathered(*arguments: Any) -> tuple[Given, Cached, Asked]:
     return given, Cached(*cache[:4], *cache[-2:]), Asked(Settings(*settings), cache_layout, key_inplace)
 
 
-def _learn(near: Any, fast: Callable[..., bool], tensors: tuple[torch.Tensor, ...]) -> None:
-    """Let calls with tensors like these take the short way; at most MOST_NEAR kinds of tensors that one key does not tell apart.
-
-    What compares them knows types, dispatch keys (so modes, and what is negated or conjugated lazily), dtypes, devices, shapes,
-    strides and gradients, and keeps no tensor. It is torch's own, of its guards of compiled code, and not public: where there is
-    none, calls go the long way.
-    """
-    found = _NEAR.get(near, ())
-    if _Guards is None or len(found) >= MOST_NEAR or any(t.data_ptr() & 15 for t in tensors):
-        return
+def _kept(near: Any, tensors: tuple[Any, ...]) -> tuple[Kept | None, Any]:
+    """What calls of these properties do, and the properties; None where they are not known, or the call has none."""
+    if near is None:
+        return None, None
     try:
-        shapes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-        guards = _Guards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
-        if guards.check(*tensors) is not True:
-            return
-    except (TypeError, ValueError, RuntimeError, SystemError):  # of another torch
-        return
-    remember(_NEAR, near, (*found, (guards.check, fast)))
-
-
-def _traits(t: Any) -> Any:
-    return type(t), t.dtype, t.shape, t.stride(), t.data_ptr() & 15, t.get_device()
+        # All that a compiled kernel, or the path to it, may depend on.
+        properties = (
+            *(t if t is None else traits(t) for t in tensors),
+            *near,
+            _grad_enabled() and _needs_gradient(*tensors),
+        )
+        return _PLANS.get(properties), properties
+    except NO_KEY:
+        return None, None
 
 
 def _needs_gradient(*tensors: Any) -> bool:

@@ -33,6 +33,7 @@ from tuned.calls.rope.plan import Plan, choice_of, kernel_plan, sized_plan
 from tuned.families.launch import Launch
 from tuned.families.rope import FAMILY as ROPE
 from tuned.families.rope.eager import rotate
+from tuned.launching import alike
 from tuned.launching.launcher import kernel
 from tuned.launching.overwrite import overwrite, refuse_overwrite
 from tuned.launching.plan import (
@@ -49,12 +50,12 @@ from tuned.lookup import misses
 from tuned.lookup.gpu import why_not_plain
 from tuned.lookup.lookup import Choice
 
-_PLANS: dict[Any, Plan] = {}
+_PLANS: dict[Any, Any] = {}  # a call's properties -> its plan; with what ``alike.learn`` keeps of them
 _compiling = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
 
 
-def call(  # noqa: PLR0912, PLR0913, PLR0915 - function calls would cost time; the tensors of the public call
+def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensors of the public call
     x: Any,
     key: Any,
     freqs: Any,
@@ -100,67 +101,32 @@ def call(  # noqa: PLR0912, PLR0913, PLR0915 - function calls would cost time; t
     position_tensor, int_offset = positions, offset
     if positions is None and type(offset) is not int:  # a tensor
         position_tensor, int_offset = offset, 0
-    properties: Any
-    try:
-        x_ptr, device, angles_ptr, grad = x.data_ptr(), x.get_device(), angles.data_ptr(), _grad_enabled()
-        # All that a compiled kernel, or the path to it, may depend on: a tuple for each of lengths.TENSORS, then the rest.
-        # Written out: a function called for each tensor would double its cost. The shape of a contiguous tensor implies
-        # its strides.
-        properties = (
-            (type(x), x.dtype, x.shape, x.is_contiguous() or x.stride(), x_ptr & 15, device, grad and x.requires_grad),
-            (
-                type(angles), angles.dtype, angles.shape, angles.is_contiguous() or angles.stride(), angles_ptr & 15,
-                angles.get_device(), grad and angles.requires_grad,
-            ),
-            key if key is None else (
-                type(key), key.dtype, key.shape, key.is_contiguous() or key.stride(), key.data_ptr() & 15,
-                key.get_device(), grad and key.requires_grad,
-            ),
-            sin if sin is None else (
-                type(sin), sin.dtype, sin.shape, sin.is_contiguous() or sin.stride(), sin.data_ptr() & 15,
-                sin.get_device(), grad and sin.requires_grad,
-            ),
-            position_tensor if position_tensor is None else (
-                type(position_tensor), position_tensor.dtype, position_tensor.shape,
-                position_tensor.is_contiguous() or position_tensor.stride(), position_tensor.data_ptr() & 15,
-                position_tensor.get_device(),
-            ),
-            cu_seqlens if cu_seqlens is None else (
-                type(cu_seqlens), cu_seqlens.dtype, cu_seqlens.shape, cu_seqlens.is_contiguous() or cu_seqlens.stride(),
-                cu_seqlens.data_ptr() & 15, cu_seqlens.get_device(),
-            ),
-            settings, source, positions is None, int_offset == 0,
-            weight if weight is None else (
-                type(weight), weight.dtype, weight.shape, weight.is_contiguous(), weight.data_ptr() & 15,
-                weight.get_device(), grad and weight.requires_grad,
-            ),
-            key_weight if key_weight is None else (
-                type(key_weight), key_weight.dtype, key_weight.shape, key_weight.is_contiguous(),
-                key_weight.data_ptr() & 15, key_weight.get_device(), grad and key_weight.requires_grad,
-            ),
-            # Asked only if x is on a GPU: asking for the current device initialises CUDA.
-            grad, forward_ad._current_level, device if device < 0 else current_device(),  # noqa: SLF001
-        )  # fmt: skip
-        plan = _PLANS.get(properties)
-    except NO_KEY:
-        properties = plan = None
-        x_ptr = angles_ptr = 0
+    near: Any = None
+    plan: Any = None
     first = None
+    try:
+        x_ptr, device, angles_ptr = x.data_ptr(), x.get_device(), angles.data_ptr()
+        near = (
+            x.shape, settings, source, positions is None, int_offset == 0, _grad_enabled(),
+            # Asked only if x is on a GPU: asking for the current device initialises CUDA.
+            forward_ad._current_level, device if device < 0 else current_device(),  # noqa: SLF001
+        )  # fmt: skip
+        for are_alike, plan in _PLANS.get(near, ()):  # noqa: B007 - the plan is what is looked for
+            if are_alike(x, angles, key, sin, position_tensor, cu_seqlens, weight, key_weight):
+                break
+        else:
+            plan = None
+    except NO_KEY:
+        near = plan = None
+        x_ptr = angles_ptr = 0
     if plan is None:
-        # What is prepared to decide what the call does, for its run. Once the plan is known, another thread may run it
-        # first, for a call of its own, which must not take that.
-        first = threading.local()
-        class_key = None if properties is None else class_of(properties)
-        plan = _known_but_for_lengths(class_key, x, key, angles, sin, cu_seqlens, position_tensor, weights)
-        if plan is None:
-            given = Given(
-                x, key, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, cu_seqlens, positions, offset,
-                weight, key_weight,
-            )  # fmt: skip
-            plan = _decide(given, Settings(*settings), class_key, first)
-        # The properties do not tell whether torch.func or torch.jit is active, and that may have decided the plan.
-        if properties is not None and not transforms_active() and tracing() is None:
-            remember(_PLANS, properties, plan)
+        given = Given(
+            x, key, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, cu_seqlens, positions, offset,
+            weight, key_weight,
+        )  # fmt: skip
+        plan, first = _plan_of(
+            given, settings, near, (x, angles, key, sin, position_tensor, cu_seqlens, weight, key_weight)
+        )
     try:
         return plan.run(x, key, angles, sin, cu_seqlens, position_tensor, int_offset, x_ptr, angles_ptr, weights)
     except NotedError:  # the launch was noted instead of made
@@ -182,6 +148,50 @@ def call(  # noqa: PLR0912, PLR0913, PLR0915 - function calls would cost time; t
     finally:
         if first is not None:  # so that no tensor of a caller is kept
             first.prepared = None
+
+
+def _plan_of(
+    given: Given, settings: tuple[Any, ...], near: Any, tensors: tuple[Any, ...]
+) -> tuple[Plan, threading.local | None]:
+    """The plan of a call that ``_PLANS`` does not know by ``near``, and what was prepared to decide it, for its first run.
+
+    ``near`` is None where what was given is no plain tensor. ``tensors`` are those of the call in the order of
+    ``lengths.TENSORS``, then the weights.
+    """
+    x, angles, key, sin, positions, cu_seqlens, weight, key_weight = tensors
+    properties = plan = None
+    if near is not None:
+        _, *others = near
+        try:
+            properties = (*map(_traits, tensors), *others)
+            plan = _PLANS.get(properties)
+        except NO_KEY:
+            properties = None
+    if plan is not None:
+        alike.learn(_PLANS, near, tensors, plan)
+        return plan, None
+    # Once the plan is known, another thread may run it first, for a call of its own, which must not take what is prepared.
+    first = threading.local()
+    class_key = None if properties is None else class_of(properties)
+    weights = None if weight is None else (weight, key_weight)
+    plan = _known_but_for_lengths(class_key, x, key, angles, sin, cu_seqlens, positions, weights)
+    if plan is None:
+        plan = _decide(given, Settings(*settings), class_key, first)
+    # The properties do not tell whether torch.func or torch.jit is active, and that may have decided the plan.
+    if properties is not None and not transforms_active() and tracing() is None:
+        remember(_PLANS, properties, plan)
+    return plan, first
+
+
+def _traits(t: torch.Tensor | None) -> Any:
+    """All of a tensor that a compiled kernel, or the path to it, may depend on, as ``lengths.class_of`` takes it.
+
+    The shape of a contiguous tensor implies its strides.
+    """
+    if t is None:
+        return None
+    needs = _grad_enabled() and t.requires_grad
+    return type(t), t.dtype, t.shape, t.is_contiguous() or t.stride(), t.data_ptr() & 15, t.get_device(), needs
 
 
 def _known_but_for_lengths(  # noqa: PLR0913 - the tensors of a call

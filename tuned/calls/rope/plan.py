@@ -27,7 +27,7 @@ from tuned.families.rope.launches import RopeCall, launches
 from tuned.families.rope.spec import RopeSpec
 from tuned.launching.launcher import kernel, launch_public
 from tuned.launching.overwrite import bump_versions
-from tuned.launching.plan import DirectLaunch, direct_launch, remember, specialisation
+from tuned.launching.plan import DirectLaunch, direct_launch, maker, remember, specialisation
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, choose
 
@@ -281,12 +281,6 @@ def _plain(
     return plan
 
 
-def _maker(shape: tuple[int, ...], like: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """What makes contiguous tensors of a shape, of the dtype and on the device of ``like``."""
-    strides = torch.empty(shape, device="meta").stride()
-    return functools.partial(torch.empty_strided, shape, strides, dtype=like.dtype, device=like.device)
-
-
 def _complete(  # noqa: PLR0913 - what the closure holds
     spec: RopeSpec,
     direct: DirectLaunch,
@@ -303,7 +297,7 @@ def _complete(  # noqa: PLR0913 - what the closure holds
     device, empty_like = like.get_device(), torch.empty_like
     # Those of MLA have shapes of their own: made from what is known, in half of the time of ``new_empty``.
     shapes = spec.split_shapes(tuple(like.shape)) if splits else ()
-    made = tuple(_maker(shape, like) for shape in shapes)
+    made = tuple(maker(shape, like) for shape in shapes)
 
     def plan(  # noqa: PLR0913 - those of Plan.run
         x: Any,
