@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,26 +16,26 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_precision = getattr(torch._C, "_get_fp32_precision_getter", None)  # noqa: SLF001
+def _slowly(_backend: str, products: str) -> str:
+    of = torch.backends.cuda.matmul if products == "matmul" else torch.backends.cudnn.rnn
+    return of.fp32_precision
+
+
+# Asked for at each call, and torch.backends takes 5 to 20 times as long for the same. (allow_tf32 raises after a program has used
+# the newer setting; fp32_precision follows both.)
+_precision: Callable[[str, str], str] = getattr(torch._C, "_get_fp32_precision_getter", _slowly)  # noqa: SLF001
 
 
 def precision_of(dtype: torch.dtype) -> str:
     """The precision of float32 products now, "tf32" or "ieee": torch's setting for GEMMs on a GPU. "" for other dtypes."""
-    return "" if dtype != torch.float32 else _in_words("matmul")
+    if dtype != torch.float32:
+        return ""
+    return "tf32" if _precision("cuda", "matmul") == "tf32" else "ieee"
 
 
 def recurrent_precision() -> str:
     """The precision of a GRU's float32 products, "tf32" or "ieee": torch's setting for cuDNN's recurrent networks."""
-    return _in_words("rnn")
-
-
-def _in_words(products: str) -> str:
-    # allow_tf32 raises after a program has used the newer setting; fp32_precision follows both. It is asked for at each call, and
-    # torch.backends takes 5 to 20 times as long for the same.
-    if _precision is not None:
-        return "tf32" if _precision("cuda", products) == "tf32" else "ieee"
-    of = torch.backends.cuda.matmul if products == "matmul" else torch.backends.cudnn.rnn
-    return "tf32" if of.fp32_precision == "tf32" else "ieee"
+    return "tf32" if _precision("cuda", "rnn") == "tf32" else "ieee"
 
 
 def rows_of(t: torch.Tensor) -> torch.Tensor:

@@ -418,7 +418,7 @@ def test_gradients_are_left_whose_products_would_be_coarser_than_those_of_a_gru(
     call = call_of()
     half = dataclasses.replace(call, input=call.input.bfloat16())
     for gru_precision, gemm_precision in (("ieee", "tf32"), ("ieee", "ieee"), ("tf32", "tf32"), ("tf32", "ieee")):
-        monkeypatch.setattr(training, "gru_precision", lambda said=gru_precision: said)
+        monkeypatch.setattr(training, "recurrent_precision", lambda said=gru_precision: said)
         monkeypatch.setattr(training, "precision_of", lambda _dtype, said=gemm_precision: said)
         coarse = (gru_precision, gemm_precision) == ("ieee", "tf32")
         assert ("TensorFloat-32" in (training.why_not(call) or "")) is coarse

@@ -117,6 +117,23 @@ def test_what_pytorch_serves_is_known_from_the_second_call_on(
     assert not fired
 
 
+@pytest.mark.usefixtures("fired")
+def test_what_is_known_without_a_gradient_is_not_known_with_one() -> None:
+    x, h, *weights = step()
+    inputs, weight = (
+        (torch.randn(BATCH, WIDTH), torch.randn(BATCH, 4)),
+        torch.nn.Parameter(torch.randn(HIDDEN, WIDTH + 4)),
+    )
+    serve([x, h, *weights])
+    linear.run_linear_cat(inputs, weight, None)
+    for _ in range(3):
+        assert cell.known(x, h, *weights, False) is not None
+        assert linear.known(inputs, weight, None) is not None
+    with torch.enable_grad():
+        assert cell.known(x, h, *weights, False) is None
+        assert linear.known(inputs, weight, None) is None
+
+
 def test_a_kernel_for_calls_alone_is_not_captured(fired: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """As a call the host takes longer than it; in a CUDA graph nothing says that it wins."""
     now = types.SimpleNamespace(captures=False)

@@ -131,7 +131,7 @@ def _found(plans: dict[Any, Any], x: Any, hx: Any, weights: Sequence[Any], setti
     """The plan of a call among ``plans``, or None."""
     device = x.get_device()
     near = (
-        x.shape, len(weights), settings, residents.place(device), _grad_enabled(), _autocast(), listeners(),
+        x.shape, len(weights), settings, residents.place(device), _autocast(), listeners(),
         x.dtype is _FLOAT32 and (precision_of(_FLOAT32), recurrent_precision()), forward_ad._current_level,  # noqa: SLF001
         device if device < 0 else current_device(),
     )  # fmt: skip

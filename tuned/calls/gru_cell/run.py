@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice
 
-_PLANS: dict[Any, Any] = {}  # key of a call -> (pointers, x, h, weight_ih, weight_hh, bias_ih, bias_hh) -> h'
+_PLANS: dict[Any, Any] = {}  # key of a call -> (addresses, x, h, weight_ih, weight_hh, bias_ih, bias_hh) -> h'
 _FLOAT32 = torch.float32
 _grad_enabled = torch.is_grad_enabled
 _autocast = torch.is_autocast_enabled
@@ -99,7 +100,7 @@ def prepared(  # noqa: PLR0913 - the tensors of the public call
 def _key(  # noqa: PLR0913
     x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_hh: Any, inplace: Any
 ) -> tuple[Any, tuple[int, ...]] | None:
-    """(all that a compiled kernel, or the path to it, may depend on; the pointers in the order of its signature).
+    """(all that a compiled kernel, or the path to it, may depend on; the addresses of the tensors given).
 
     None if a gradient may be needed, or if a launch would bypass torch.func, tracing or dispatch modes. x is a tensor, or
     a tuple of several.
@@ -117,13 +118,7 @@ def _key(  # noqa: PLR0913
     place = device if device < 0 else current_device()
     addresses = tuple([t.data_ptr() for t in tensors])
     key = inplace, _autocast(), place, precise, len(segments), *map(traits, tensors)
-    return key, _pointers(len(segments), addresses)
-
-
-def _pointers(segments: int, addresses: tuple[int, ...]) -> tuple[int, ...]:
-    """The addresses of a step's tensors in the order of a kernel's signature, which has all segments and both biases."""
-    x, (h, weight_ih, weight_hh, *biases) = addresses[:segments], addresses[segments:]
-    return *x, *(h,) * (MAX_SEGMENTS - segments), h, weight_ih, weight_hh, *(biases or (weight_ih, weight_hh))
+    return key, addresses
 
 
 def sizes(x: Any, inplace: Any, h: Any, *weights: Any) -> tuple[Any, ...]:
@@ -172,7 +167,6 @@ def known(  # noqa: PLR0913 - the arguments of the public call
         )  # fmt: skip
         for are_alike, plan in _PLANS.get(near, ()):  # noqa: B007 - the plan is what is looked for
             if addresses := are_alike(*segments, h, weight_ih, weight_hh, bias_ih, bias_hh):
-                pointers = _pointers(len(segments), addresses)
                 break
         else:
             found = _key(x, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace)
@@ -180,10 +174,10 @@ def known(  # noqa: PLR0913 - the arguments of the public call
             if plan is None or found is None:
                 return None
             alike.learn(_PLANS, near, (*segments, *given), plan)
-            pointers = found[1]
+            addresses = found[1]
     except (*NO_KEY, LookupError):  # no segments
         return None
-    return plan(pointers, x, h, weight_ih, weight_hh, bias_ih, bias_hh)
+    return plan(addresses, x, h, weight_ih, weight_hh, bias_ih, bias_hh)
 
 
 def eager(segments: Sequence[torch.Tensor], *others: Any) -> torch.Tensor:
@@ -205,7 +199,7 @@ def run_cell(  # noqa: PLR0913 - the tensors of the public call
     """One checked step that needs no gradient: the next state, or h itself in place. ``known`` serves the next ones."""
     given = (h, weight_ih, weight_hh, bias_ih, bias_hh)
     x = segments[0] if len(segments) == 1 else tuple(segments)
-    key, pointers = _key(x, *given, inplace) or (None, None)
+    key, addresses = _key(x, *given, inplace) or (None, None)
     variant, always, reason = None, True, why_not(segments, h)
     if reason is None:
         spec, size = _spec_of(segments, h, bias_ih, inplace)
@@ -223,7 +217,7 @@ def run_cell(  # noqa: PLR0913 - the tensors of the public call
     taken = (*call.segments, call.h, call.weight_ih, call.weight_hh, call.bias_ih, call.bias_hh)
     steps = GRU_CELL.launches(spec, variant, call)
     try:
-        run_and_keep(steps, _PLANS, key, make, public, taken, _tensors, pointers, x, *given)
+        run_and_keep(steps, _PLANS, key, make, public, taken, _tensors, addresses, x, *given)
     except NotedError:
         return _by_torch(segments, given, inplace)
     return call.out  # type: ignore[no-any-return]
@@ -235,7 +229,7 @@ def _by_torch(segments: Sequence[torch.Tensor], given: tuple[Any, ...], inplace:
     return given[0].copy_(out) if inplace else out  # type: ignore[no-any-return]
 
 
-def _tensors(_pointers: Any, x: Any, *others: Any) -> tuple[Any, ...]:
+def _tensors(_addresses: Any, x: Any, *others: Any) -> tuple[Any, ...]:
     """The tensors among the arguments of a plan."""
     return (*(x if isinstance(x, tuple) else (x,)), *others)
 
@@ -243,7 +237,7 @@ def _tensors(_pointers: Any, x: Any, *others: Any) -> tuple[Any, ...]:
 def _public(  # noqa: PLR0913
     spec: GruCellSpec,
     variant: Any,
-    _pointers: Any,
+    _addresses: Any,
     x: Any,
     h: Any,
     weight_ih: Any,
@@ -273,14 +267,25 @@ def _fused_plan(call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
     device = call.h.device.index
     run, function, head, programs, rest, stream_of, enter, leave = direct
     fresh = _fresh(call.h)
+    # The kernel's signature has all segments and both biases, given or not.
+    at, biased = len(call.segments), call.bias_ih is not None
+    order = (
+        *range(at),
+        *(at,) * (MAX_SEGMENTS - at),
+        at,
+        at + 1,
+        at + 2,
+        *((at + 3, at + 4) if biased else (at + 1, at + 2)),
+    )
+    ordered = operator.itemgetter(*order)
 
     def plan(  # noqa: PLR0913
-        pointers: Any, x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_hh: Any
+        addresses: Any, x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_hh: Any
     ) -> Any:
         if enter.calls or leave.calls:  # a profiler has hooks: only the public launcher calls them
-            return public(pointers, x, h, weight_ih, weight_hh, bias_ih, bias_hh)
+            return public(addresses, x, h, weight_ih, weight_hh, bias_ih, bias_hh)
         out = fresh(h)
-        run(programs, 1, 1, stream_of(device), function, *head, *pointers, out.data_ptr(), *rest)
+        run(programs, 1, 1, stream_of(device), function, *head, *ordered(addresses), out.data_ptr(), *rest)
         return out
 
     return plan
@@ -292,13 +297,13 @@ def _library_plan(call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
     single, biased, cat, fresh = call.x1 is None, call.bias_ih is not None, torch.cat, _fresh(call.h)
 
     def plan(  # noqa: PLR0913
-        pointers: Any, x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_hh: Any
+        addresses: Any, x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_hh: Any
     ) -> Any:
         if enter.calls or leave.calls:
-            return public(pointers, x, h, weight_ih, weight_hh, bias_ih, bias_hh)
+            return public(addresses, x, h, weight_ih, weight_hh, bias_ih, bias_hh)
         out = h if inplace else fresh(h)
         of_x, of_h = _linear(x if single else cat(x, -1), weight_ih), _linear(h, weight_hh)
-        biases = pointers[-2:] if biased else ()
+        biases = addresses[-2:] if biased else ()
         states = (h.data_ptr(),) if inplace else (h.data_ptr(), out.data_ptr())
         addresses = (of_x.data_ptr(), of_h.data_ptr(), *biases, *states)
         run(programs, 1, 1, stream_of(device), function, *head, *addresses, *rest)
