@@ -27,8 +27,8 @@ from benchmarks import qk_norm, session
 LEVEL, PROBLEMS = 3, (39, 40, 41, 42)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TRIALS, TIMED = 5, 100  # inputs that results are compared on; calls that are timed
-# What the harness's module imports to ask language models for candidates, which measuring one does not need.
-CLIENTS = {"openai": ("OpenAI",), "litellm": ("completion",)}
+# What the harness's module imports to ask language models for candidates, and for keys to them, which measuring one does not need.
+CLIENTS = {"openai": ("OpenAI",), "litellm": ("completion",), "dotenv": ("load_dotenv",)}
 _GRU = re.compile(r"(?<![\w.])nn\.GRU\(")
 
 
@@ -73,7 +73,7 @@ def harness(checkout: Path) -> Iterator[Any]:
         for name, names in absent.items():
             sys.modules[name] = types.ModuleType(name)
             for one in names:
-                setattr(sys.modules[name], one, None)
+                setattr(sys.modules[name], one, lambda *_, **__: None)
         yield importlib.import_module("kernelbench.eval")
     finally:
         sys.path.remove(source)

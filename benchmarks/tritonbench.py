@@ -39,7 +39,7 @@ def figures(output: Any) -> list[dict[str, Any]]:
             "hidden": x[0],
             "tokens": x[1],
             "name": name,
-            "ms": float(m.latency),
+            "ms": float(m.latency.p50),
             "speedup": m.speedup,
             "close": m.accuracy,
         }

@@ -38,7 +38,10 @@ def get_init_inputs():
 HARNESS = """
 import types
 import torch
+from dotenv import load_dotenv
 from openai import OpenAI
+
+load_dotenv()
 from litellm import completion
 
 def made(text, name):
@@ -83,7 +86,7 @@ def test_the_harness_judges_each_problem_with_our_gru(checkout: Path, tmp_path: 
     assert all(row["correct"] and row["theirs_ms"] / row["ours_ms"] == 1.5 for row in found["rows"])
     assert "39_GRU, float32: correct; PyTorch 3 ms, tuned 2 ms, 1.50 times as fast" in capsys.readouterr().out
     assert sys.path == path
-    assert not {"openai", "litellm"} & set(sys.modules)
+    assert not {"openai", "litellm", "dotenv"} & set(sys.modules)
 
 
 def test_what_it_calls_wrong_is_told_and_fails(checkout: Path, tmp_path: Path, capsys: Any) -> None:

@@ -1616,8 +1616,8 @@ NORM = (
     Fault(
         "weights_address_kept",
         "tuned/calls/rope/plan.py",
-        "of_norm = weights[0].data_ptr(), (weights[1] if two else weights[0]).data_ptr()",
-        'of_norm = vars(plan).setdefault("kept", (weights[0].data_ptr(), weights[1 if two else 0].data_ptr()))',
+        "of_norm = others[-2 if two else -1], others[-1]",
+        'of_norm = vars(plan).setdefault("kept", (others[-2 if two else -1], others[-1]))',
         (C_FORMATS + "test_another_weight_is_used_at_the_next_call[kernels]",),
         "Every layer of a model is normalised by the weights of its first.",
     ),

@@ -268,9 +268,7 @@ def node(given: Given, settings: Settings) -> Any:
     )
     angles = getattr(given, sources.angles)
     weights = (given.weight, given.key_weight)
-    return made.run(
-        given.x, given.key, angles, given.sin, given.cu_seqlens, given.positions, given.offset, 0, 0, weights
-    )
+    return made.run(given.x, given.key, angles, given.sin, given.cu_seqlens, given.positions, given.offset, (), weights)
 
 
 def assert_same_gradients(given: Given, settings: Settings, weights: list[Any]) -> None:

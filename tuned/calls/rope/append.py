@@ -7,6 +7,8 @@ No gradient is computed, and lengths are part of the properties: a new one is ch
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -59,12 +61,20 @@ class Kept:
     """What calls of one set of properties do."""
 
     slow: Callable[..., Any]  # (given, cached, asked, prepared or None): serves any of them
-    fast: Callable[..., bool] | None = None  # launches directly; False if it did nothing, and ``slow`` must
+    # (tensors as TENSORS, addresses of those given, offset): launches directly; False if it did nothing, and ``slow`` must.
+    fast: Callable[[tuple[Any, ...], tuple[int, ...], int], bool] | None = None
 
 
 _PLANS: dict[Any, Any] = {}  # a call's properties -> Kept; with what ``alike.learn`` keeps of them
 _compiling = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
+
+
+# The tensors of a call, those first that every call has; ``places`` are positions, or an offset that is a tensor.
+TENSORS = (
+    "q", "k", "v", "key_cache", "value_cache", "slot_mapping", "angles", "places", "sin", "cu_seqlens", "weight", "key_weight",
+    "key_scale", "value_scale",
+)  # fmt: skip
 
 
 class Cached(NamedTuple):
@@ -139,43 +149,33 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
     places, int_offset = positions, offset
     if positions is None and type(offset) is not int:  # a tensor
         places, int_offset = offset, 0
-    near = launch = None
+    tensors = (
+        q, k, v, key_cache, value_cache, slot_mapping, angles, places, sin, cu_seqlens, weight, key_weight, key_scale,
+        value_scale,
+    )  # fmt: skip
+    near = found = None
     # No launch stands in what is tried: an error of its own must not become a second launch.
     try:
-        q_ptr, k_ptr, v_ptr, device = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.get_device()
-        key_ptr, value_ptr = key_cache.data_ptr(), value_cache.data_ptr()
-        slots_ptr, angles_ptr = slot_mapping.data_ptr(), angles.data_ptr()
+        device = q.get_device()
         near = (
             q.shape, settings, cache_layout, key_inplace, source, positions is None, int_offset == 0, _grad_enabled(),
             # The current device only if q is on a GPU: asking for it initialises CUDA.
             forward_ad._current_level, device if device < 0 else current_device(),  # noqa: SLF001
         )  # fmt: skip
-        for are_alike, launch in _PLANS.get(near, ()):  # noqa: B007 - the launch is what is looked for
-            if are_alike(
-                q, k, v, key_cache, value_cache, slot_mapping, angles, places, sin, cu_seqlens, weight, key_weight,
-                key_scale, value_scale,
-            ):  # fmt: skip
+        for are_alike, launch in _PLANS.get(near, ()):
+            if addresses := are_alike(*tensors):
+                found = launch
                 break
-        else:
-            launch = None
     except NO_KEY:
-        near = launch = None
-    if launch is not None and launch(
-        q, k, key_cache, value_cache, sin, cu_seqlens, places, int_offset, weight, key_weight, key_scale, value_scale,
-        q_ptr, k_ptr, v_ptr, key_ptr, value_ptr, slots_ptr, angles_ptr,
-    ):  # fmt: skip
+        near = None
+    if found is not None and found(tensors, addresses, int_offset):
         return q
-    tensors = (
-        q, k, v, key_cache, value_cache, slot_mapping, angles, places, sin, cu_seqlens, weight, key_weight, key_scale,
-        value_scale,
-    )  # fmt: skip
     kept, properties = _kept(near, tensors)
-    if launch is None and kept is not None and kept.fast is not None and kept.fast(
-        q, k, key_cache, value_cache, sin, cu_seqlens, places, int_offset, weight, key_weight, key_scale, value_scale,
-        q_ptr, k_ptr, v_ptr, key_ptr, value_ptr, slots_ptr, angles_ptr,
-    ):  # fmt: skip
-        alike.learn(_PLANS, near, tensors, kept.fast)
-        return q
+    if found is None and kept is not None and kept.fast is not None:
+        addresses = tuple([t.data_ptr() for t in tensors if t is not None])
+        if kept.fast(tensors, addresses, int_offset):
+            alike.learn(_PLANS, near, tensors, kept.fast)
+            return q
     given, cached, asked = _gathered(
         q, k, v, key_cache, value_cache, slot_mapping, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, cu_seqlens,
         positions, offset, weight, key_weight, key_scale, value_scale, settings, cache_layout, key_inplace,
@@ -462,6 +462,15 @@ def _is_lazy(given: Given, cached: Cached) -> bool:
     return any(isinstance(t, torch.Tensor) and (t.is_neg() or t.is_conj()) for t in (*given, *cached))
 
 
+def _tensors(given: Given, cached: Cached) -> tuple[Any, ...]:
+    """Those of a call, as TENSORS names them."""
+    places = given.positions if given.positions is not None or type(given.offset) is int else given.offset
+    return (
+        given.x, given.key, *cached[:4], getattr(given, Sources.of(given).angles), places, given.sin, given.cu_seqlens,
+        given.weight, given.key_weight, cached.key_scale, cached.value_scale,
+    )  # fmt: skip
+
+
 def _ready(spec: RopeSpec, variant: Any, call: RopeCall) -> plans.Ready:
     return plans.Ready(spec, call, *launches(spec, variant, call))
 
@@ -491,18 +500,20 @@ def _kernel(prepared: Prepared, variant: Any, first: Given, first_cached: Cached
         if not plans.capturing():
             plans.keep_kernel(variant, now, compiled)
             if direct and kept.fast is None and plans.as_given(given, now.call):
-                kept.fast = _fast(now, compiled, asked, scalars=scalars)
+                kept.fast = _fast(now, compiled, asked, _tensors(given, cached), scalars=scalars)
         return given.x
 
     kept, now = Kept(slow), _ready(spec, variant, prepared.call)
     compiled = plans.known_kernel(variant, now)
     if compiled is not None and direct and plans.as_given(first, now.call) and not plans.capturing():
-        kept.fast = _fast(now, compiled, asked, scalars=scalars)
+        kept.fast = _fast(now, compiled, asked, _tensors(first, first_cached), scalars=scalars)
     return kept
 
 
-def _fast(now: plans.Ready, compiled: Any, asked: Asked, *, scalars: bool) -> Callable[..., bool] | None:
-    """What launches the compiled kernel directly; None if it must use Triton's public launcher."""
+def _fast(
+    now: plans.Ready, compiled: Any, asked: Asked, tensors: tuple[Any, ...], *, scalars: bool
+) -> Callable[..., bool] | None:
+    """What launches the compiled kernel directly; None if it must use Triton's public launcher. ``tensors``: as TENSORS."""
     spec, call, part = now
     device = call.x.device.index
     found = direct_launch(part, compiled, device)
@@ -510,33 +521,26 @@ def _fast(now: plans.Ready, compiled: Any, asked: Asked, *, scalars: bool) -> Ca
         return None
     run, function, head, programs, (_, *numbers), stream_of, enter, leave = found
     rest, (low, high) = tuple(numbers), offset_limits(spec, asked.rotation, call.angle_rows, call.seq)
-    computes_sincos, normed, key_inplace = spec.computes_sincos, spec.normed, asked.key_inplace
-    sines = 0 if computes_sincos else call.sin.data_ptr() - call.cos.data_ptr()
+    key_inplace, sines = asked.key_inplace, 0 if spec.computes_sincos else call.sin.data_ptr() - call.cos.data_ptr()
     key_at, key_near, key_far = plans.beside(call.x, call.key)
     value_at, value_near, value_far = plans.beside(call.x, call.value)
     cache_at, cache_near, cache_far = plans.beside(call.key_cache, call.value_cache)
 
-    def fast(  # noqa: PLR0913
-        q: Any,
-        k: Any,
-        key_cache: Any,
-        value_cache: Any,
-        sin: Any,
-        cu_seqlens: Any,
-        positions: Any,
-        offset: int,
-        weight: Any,
-        key_weight: Any,
-        key_scale: Any,
-        value_scale: Any,
-        q_ptr: int,
-        k_ptr: int,
-        v_ptr: int,
-        key_ptr: int,
-        value_ptr: int,
-        slots_ptr: int,
-        angles_ptr: int,
-    ) -> bool:
+    # Where each stands in the kernel's signature, among those given; the addresses of the angles stand for what is not given.
+    named = dict(zip(TENSORS, itertools.accumulate(t is not None for t in tensors), strict=True))
+    at = {name: named[name] - 1 for name, t in zip(TENSORS, tensors, strict=True) if t is not None}
+    angles = at["angles"]
+    cosines = (at["q"], angles, at["sin"]) if "sin" in at else (at["q"], angles)
+    weights = (at["weight"], at["key_weight"]) if spec.normed else ()
+    written = (at["v"], at["key_cache"], at["value_cache"], at["slot_mapping"])
+    others = (at.get("cu_seqlens", angles), at["k"], at.get("places", angles), *weights, *written)
+    before = operator.itemgetter(*cosines)
+    after = operator.itemgetter(*others, at.get("key_scale", angles), at.get("value_scale", angles))
+    joint = not spec.computes_sincos and "sin" not in at  # sines behind the cosines
+    scaled = scalars and "key_scale" in at
+
+    def fast(tensors: tuple[Any, ...], addresses: tuple[int, ...], offset: int) -> bool:
+        q_ptr, k_ptr, v_ptr, key_ptr, value_ptr, *_ = addresses
         to_key, to_value, to_cache = k_ptr - q_ptr, v_ptr - q_ptr, value_ptr - key_ptr
         if (
             enter.calls  # a profiler has hooks: only the public launcher calls them
@@ -546,21 +550,14 @@ def _fast(now: plans.Ready, compiled: Any, asked: Asked, *, scalars: bool) -> Ca
             or (to_key != key_at and (key_near < to_key < key_far or key_inplace))
             or (to_value != value_at and (value_near < to_value < value_far or key_inplace))
             or (to_cache != cache_at and cache_near < to_cache < cache_far)
+            or (scaled and (tensors[-2].is_neg() or tensors[-1].is_neg()))
         ):
             return False
-        scales: tuple[int, int] = (angles_ptr, angles_ptr)
-        if key_scale is not None:
-            if scalars and (key_scale.is_neg() or value_scale.is_neg()):
-                return False
-            scales = key_scale.data_ptr(), value_scale.data_ptr()
+        sine = (addresses[angles] + sines,) if joint else ()
         run(
-            programs, 1, 1, stream_of(device), function, *head, q_ptr, angles_ptr,
-            *(() if computes_sincos else (angles_ptr + sines if sin is None else sin.data_ptr(),)),
-            angles_ptr if cu_seqlens is None else cu_seqlens.data_ptr(), k_ptr,
-            angles_ptr if positions is None else positions.data_ptr(),
-            *((weight.data_ptr(), key_weight.data_ptr()) if normed else ()),
-            v_ptr, key_ptr, value_ptr, slots_ptr, *scales, offset, *rest,
+            programs, 1, 1, stream_of(device), function, *head, *before(addresses), *sine, *after(addresses), offset, *rest,
         )  # fmt: skip
+        q, k, _, key_cache, value_cache, *_ = tensors
         bump_all((q, key_cache, value_cache, k) if key_inplace else (q, key_cache, value_cache))
         return True
 

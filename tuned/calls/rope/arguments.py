@@ -78,8 +78,7 @@ class Sources(NamedTuple):
         cu_seqlens: Any,
         positions: Any,
         offset: Any,
-        _x_ptr: int = 0,
-        _angles_ptr: int = 0,
+        _addresses: tuple[int, ...] = (),
         weights: Any = None,
     ) -> Given:
         """The arguments of the public call, from those of ``Plan.run``."""

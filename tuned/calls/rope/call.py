@@ -105,30 +105,29 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
     plan: Any = None
     first = None
     try:
-        x_ptr, device, angles_ptr = x.data_ptr(), x.get_device(), angles.data_ptr()
+        device = x.get_device()
         near = (
             x.shape, settings, source, positions is None, int_offset == 0, _grad_enabled(),
             # Asked only if x is on a GPU: asking for the current device initialises CUDA.
             forward_ad._current_level, device if device < 0 else current_device(),  # noqa: SLF001
         )  # fmt: skip
         for are_alike, plan in _PLANS.get(near, ()):  # noqa: B007 - the plan is what is looked for
-            if are_alike(x, angles, key, sin, position_tensor, cu_seqlens, weight, key_weight):
+            if addresses := are_alike(x, angles, key, sin, position_tensor, cu_seqlens, weight, key_weight):
                 break
         else:
             plan = None
     except NO_KEY:
         near = plan = None
-        x_ptr = angles_ptr = 0
     if plan is None:
         given = Given(
             x, key, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, cu_seqlens, positions, offset,
             weight, key_weight,
         )  # fmt: skip
-        plan, first = _plan_of(
+        plan, addresses, first = _plan_of(
             given, settings, near, (x, angles, key, sin, position_tensor, cu_seqlens, weight, key_weight)
         )
     try:
-        return plan.run(x, key, angles, sin, cu_seqlens, position_tensor, int_offset, x_ptr, angles_ptr, weights)
+        return plan.run(x, key, angles, sin, cu_seqlens, position_tensor, int_offset, addresses, weights)
     except NotedError:  # the launch was noted instead of made
         given = Given(
             x, key, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, cu_seqlens, positions, offset,
@@ -152,24 +151,26 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
 
 def _plan_of(
     given: Given, settings: tuple[Any, ...], near: Any, tensors: tuple[Any, ...]
-) -> tuple[Plan, threading.local | None]:
-    """The plan of a call that ``_PLANS`` does not know by ``near``, and what was prepared to decide it, for its first run.
+) -> tuple[Plan, tuple[int, ...], threading.local | None]:
+    """(the plan of a call that ``_PLANS`` does not know by ``near``, the addresses that it runs with, what its first run takes).
 
     ``near`` is None where what was given is no plain tensor. ``tensors`` are those of the call in the order of
     ``lengths.TENSORS``, then the weights.
     """
     x, angles, key, sin, positions, cu_seqlens, weight, key_weight = tensors
     properties = plan = None
-    if near is not None:
+    addresses: tuple[int, ...] = ()
+    if near is not None and angles is not None:
         _, *others = near
         try:
             properties = (*map(_traits, tensors), *others)
+            addresses = tuple([t.data_ptr() for t in tensors if t is not None])
             plan = _PLANS.get(properties)
         except NO_KEY:
             properties = None
     if plan is not None:
         alike.learn(_PLANS, near, tensors, plan)
-        return plan, None
+        return plan, addresses, None
     # Once the plan is known, another thread may run it first, for a call of its own, which must not take what is prepared.
     first = threading.local()
     class_key = None if properties is None else class_of(properties)
@@ -180,7 +181,7 @@ def _plan_of(
     # The properties do not tell whether torch.func or torch.jit is active, and that may have decided the plan.
     if properties is not None and not transforms_active() and tracing() is None:
         remember(_PLANS, properties, plan)
-    return plan, first
+    return plan, addresses, first
 
 
 def _traits(t: torch.Tensor | None) -> Any:
@@ -465,8 +466,8 @@ class _Rope(torch.autograd.Function):
         """Apply the transpose to the gradients, out of place, since autograd may share them."""
         grad, key_grad = grads if len(grads) > 1 else (*grads, None)
         if grad is None and key_grad is None:
-            return (None,) * 11
-        return *ctx.node.backward(grad, key_grad, *ctx.saved_tensors, *ctx.others), *(None,) * 9
+            return (None,) * 10
+        return *ctx.node.backward(grad, key_grad, *ctx.saved_tensors, *ctx.others), *(None,) * 8
 
 
 # What Function.apply calls in the end if no torch.func transform is active; its checks before cost 1.5 us per call.

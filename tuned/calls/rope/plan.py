@@ -38,13 +38,13 @@ capturing = torch.cuda.is_current_stream_capturing
 class Plan:
     """What calls of one set of properties do.
 
-    ``run(x, key, angles, sin, cu_seqlens, positions, offset, x_ptr, angles_ptr, weights)`` serves a call; a faster function may
+    ``run(x, key, angles, sin, cu_seqlens, positions, offset, addresses, weights)`` serves a call; a faster function may
     replace it later. Its arguments:
 
     * angles: the tensor of the call's only source of angles (cos, if cos and sin are given).
     * positions: the tensor of positions, or the offset if that is a tensor, else None.
     * offset: the offset as an int; 0 if it is a tensor.
-    * x_ptr, angles_ptr: the addresses of x and of angles.
+    * addresses: of x, angles, key, sin, positions, cu_seqlens and both weights, of those that are given.
     * weights: of the norms of x and of the key, or None.
     """
 
@@ -256,12 +256,12 @@ def _plain(
         cu_seqlens: Any,
         positions: Any,
         offset: Any,
-        x_ptr: int,
-        angles_ptr: int,
+        addresses: tuple[int, ...],
         weights: Any = None,
     ) -> Any:
         if enter.calls or leave.calls:  # a profiler has hooks: only the public launcher calls them
-            return public(x, key, angles, sin, cu_seqlens, positions, offset, x_ptr, angles_ptr, weights)
+            return public(x, key, angles, sin, cu_seqlens, positions, offset, addresses, weights)
+        x_ptr, angles_ptr, *_ = addresses
         pointers: tuple[int, ...]
         if inplace:
             out = x
@@ -307,13 +307,13 @@ def _complete(  # noqa: PLR0913 - what the closure holds
         cu_seqlens: Any,
         positions: Any,
         offset: Any,
-        x_ptr: int,
-        angles_ptr: int,
+        addresses: tuple[int, ...],
         weights: Any = None,
     ) -> Any:
         if enter.calls or leave.calls or not low <= offset <= high:
-            return public(x, key, angles, sin, cu_seqlens, positions, offset, x_ptr, angles_ptr, weights)
-        key_ptr = key.data_ptr() if two else x_ptr
+            return public(x, key, angles, sin, cu_seqlens, positions, offset, addresses, weights)
+        x_ptr, angles_ptr, *others = addresses
+        key_ptr = others[0] if two else x_ptr
         outs: tuple[int, ...] = ()
         key_outs: tuple[int, ...] = ()
         if not inplace:
@@ -325,10 +325,10 @@ def _complete(  # noqa: PLR0913 - what the closure holds
             outs, key_outs = (out.data_ptr(),), (key_out.data_ptr(),)
         elif two and nearest < key_ptr - x_ptr < furthest and key_ptr - x_ptr != checked:
             # They may overlap: ``public`` checks.
-            return public(x, key, angles, sin, cu_seqlens, positions, offset, x_ptr, angles_ptr, weights)
+            return public(x, key, angles, sin, cu_seqlens, positions, offset, addresses, weights)
         of_norm: tuple[int, ...] = ()
         if weights is not None:
-            of_norm = weights[0].data_ptr(), (weights[1] if two else weights[0]).data_ptr()
+            of_norm = others[-2 if two else -1], others[-1]
         sines_ptr = () if computes_sincos else (angles_ptr + sines if sin is None else sin.data_ptr(),)
         run(
             programs, 1, 1, stream_of(device), function, *head, x_ptr, *outs, angles_ptr, *sines_ptr,

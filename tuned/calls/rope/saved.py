@@ -24,7 +24,7 @@ from tuned.launching.rehearsal import Heard, listening
 Gradients = tuple[
     Any, Any, Any, Any, Any, Any
 ]  # of x, the key, the angles, sin, and the weights of the norms of x and key
-_NUMBERS = 3  # of Plan.run: the offset and two addresses
+_NUMBERS = 2  # of Plan.run: the offset and the addresses
 
 
 class Node:
