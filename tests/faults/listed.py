@@ -431,6 +431,22 @@ LAUNCHING = (
         "Every forward of a GRU that trains is decided anew.",
     ),
     Fault(
+        "layers_of_a_plan_share_a_state",
+        "tuned/calls/gru/plan.py",
+        "made = one(x, hx[states], weights[of_states], h_n[states])",
+        "made = one(x, hx[states], weights[of_states], h_n[: states.stop - states.start])",
+        (T + "calls/test_gru_plan.py::test_layers_that_are_launched_one_after_another_have_one_plan",),
+        "From the second call on the last state of the lowest layer is that of the highest.",
+    ),
+    Fault(
+        "plan_of_layers_without_one",
+        "tuned/calls/gru/plan.py",
+        "            if made is None:\n                return None\n            x = made[0]\n",
+        "            if made is not None:\n                x = made[0]\n",
+        (T + "calls/test_gru_plan.py::test_a_layer_that_cannot_be_launched_leaves_the_call_to_the_long_way",),
+        "A layer that could not be launched is left out.",
+    ),
+    Fault(
         "launcher_with_scratch_left_out",
         "tuned/launching/launcher.py",
         "if not inspect.isfunction(wrapper) or any(scratch):",

@@ -14,24 +14,30 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tuned.launching.plan
+from tests.support.gru_machine import Machine, machine
 from tests.support.precisions import other_gemms
 from tuned import dispatch
 from tuned.calls.gru import plan, run
 from tuned.calls.gru.arguments import GruCall, gru_call
+from tuned.dispatch import gru
 from tuned.families.gru.launches import Recurrence, counters_needed
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant
 from tuned.families.launch import Launch
 from tuned.launching import left, rehearsal
 from tuned.launching.plan import DirectLaunch
+from tuned.lookup.lookup import Choice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+__all__ = ["machine"]
 
 pytestmark = pytest.mark.interpreter
 
 T, B, FEATURES, H = 3, 2, 5, 16
 SPIN = GruVariant("persistent", block_hidden=8, block_batch=8, exchange="spin")
+POLL = dataclasses.replace(SPIN, exchange="poll")  # as the interpreter can run it
 HEAD = (0, None, None, None)  # what the launcher adds
 COUNTER = GruVariant("persistent", block_hidden=8, block_batch=8, exchange="counter")
 ALONE = GruVariant("persistent", block_hidden=64, num_warps=4)
@@ -108,7 +114,8 @@ def learned(
         states=torch.empty(directions, B, H) if variant.in_turn else None,
         counters=torch.empty(counters_needed(spec, B), dtype=torch.int32),
     )
-    plan.learn(call, spec, variant, recurrence, None, captured=captured, gradient=gradient)
+    launched = plan.Launched(call, spec, variant, recurrence, "compiled")
+    plan.learn(call, [launched], captured=captured, gradient=gradient)
     return call, spec
 
 
@@ -169,6 +176,63 @@ def test_a_call_seen_before_is_the_same_launch_on_its_own_tensors(
     filled = out.view(torch.int32)
     assert bool((filled == -1).all()) is (variant.exchange != "counter"), "what readers wait to see go away"
     assert out.shape == (T, B, spec.directions * H)
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "both ways": {"num_layers": 2, "bidirectional": True},
+    "both ways, batch first, no bias": {"num_layers": 2, "bidirectional": True, "batch_first": True, "bias": False},
+    "three one way": {"num_layers": 3},
+}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_layers_that_are_launched_one_after_another_have_one_plan(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    def choose(spec: GruSpec, *_: Any) -> Choice:
+        return Choice("eager", "one by one", None) if spec.stacked else Choice("default", "", POLL)
+
+    monkeypatch.setattr(run, "_choose", choose)
+    settings = LAYERS[case]
+    made = torch.nn.GRU(FEATURES, H, **settings)
+    weights = made._flat_weights
+    first = [torch.randn(T, B, FEATURES), torch.randn(hidden_rows(settings), B, H)]
+    strides: set[Any] = set()
+    # TensorFloat-32 rounds.
+    for time in range(4):  # decided, known by its properties, known at once
+        x, hx = (torch.randn_like(t) for t in first)
+        x = x.transpose(0, 1).contiguous() if settings.get("batch_first") else x
+        launches = machine.public, machine.direct
+        out, h_n = gru(x, hx, weights, **settings)
+        want, want_h = made(x, hx)
+        torch.testing.assert_close(out, want, rtol=0, atol=2e-3)
+        torch.testing.assert_close(h_n, want_h, rtol=0, atol=2e-3)
+        strides.add((out.stride(), h_n.stride()))
+        layers = settings["num_layers"]
+        assert (machine.public - launches[0], machine.direct - launches[1]) == (
+            (layers, 0) if not time else (0, layers)
+        )
+    assert len(strides) == 1
+
+
+def test_a_layer_that_cannot_be_launched_leaves_the_call_to_the_long_way(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_choose", lambda *_: Choice("default", "", POLL))
+    settings = LAYERS["both ways"]
+    made = torch.nn.GRU(FEATURES, H, **settings)
+    weights, x, hx = made._flat_weights, torch.randn(T, B, FEATURES), torch.randn(4, B, H)
+    genuine = plan._plan
+
+    def second_fails(call: GruCall, *others: Any) -> Any:
+        return (lambda *_: None) if call.input.shape[-1] != FEATURES else genuine(call, *others)
+
+    monkeypatch.setattr(plan, "_plan", second_fails)
+    for _ in range(3):
+        out, h_n = gru(x, hx, weights, **settings)
+        torch.testing.assert_close(out, made(x, hx)[0], rtol=0, atol=2e-3)
+        torch.testing.assert_close(h_n, made(x, hx)[1], rtol=0, atol=2e-3)
+    assert machine.public == 3 * 2
 
 
 @pytest.mark.parametrize("case", ["layer", "both ways, apart", "stack, together"])
@@ -271,14 +335,14 @@ def test_a_plan_keeps_nothing_of_the_callers(tap: Wiretap) -> None:
 
 def test_small_float32_products_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.empty(3 * H, FEATURES)
-    for library, gru, rows, wanted in (
+    for library, recurrent, rows, wanted in (
         ("ieee", "tf32", 10, True),
         ("ieee", "tf32", 10**9, False),
         ("tf32", "ieee", 10, False),
         ("tf32", "tf32", 10**9, True),
     ):
         monkeypatch.setattr(plan, "precision_of", lambda _, now=library: now)
-        assert plan.by_library(rows, weight, gru) is wanted
+        assert plan.by_library(rows, weight, recurrent) is wanted
     assert plan.by_library(10**9, weight.half(), "tf32")
 
 

@@ -279,7 +279,8 @@ def test_calls_with_resets_leave_no_trace_for_calls_without(monkeypatch: pytest.
     call = marked(call_of())
     plan.leave(call, captured=False)
     spec, tensors = GruSpec("float32", H, resets=True), SimpleNamespace(h_0=call.hx, seq=4)
-    plan.learn(call, spec, VARIANTS["persistent"], tensors, None, captured=False, gradient=False)  # type: ignore[arg-type]
+    launched = plan.Launched(call, spec, VARIANTS["persistent"], tensors, "compiled")  # type: ignore[arg-type]
+    plan.learn(call, [launched], captured=False, gradient=False)
 
 
 # Operators, modules and steps -----------------------------------------------------------------------------------------

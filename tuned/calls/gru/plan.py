@@ -1,13 +1,14 @@
 """The path of a GRU call that was seen before: one key, one dictionary lookup, and one launch after the library's GEMM.
 
-It serves sequences of one length whose layers all run in one persistent launch. Every other call takes the long path.
+It serves sequences of one length whose layers run in one persistent launch, or in one each. Every other call takes the long path.
 Plans keep none of the caller's tensors alive: they hold numbers, kernels and settings.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -150,34 +151,47 @@ def _by_torch(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...]) -> Resul
     return torch.gru(x, hx, weights, has_biases, layers, 0.0, train, bidirectional, batch_first)
 
 
-def learn(  # noqa: PLR0913
-    call: GruCall,
-    spec: GruSpec,
-    variant: GruVariant,
-    recurrence: Recurrence,
-    compiled: Any,
-    *,
-    captured: bool,
-    gradient: bool,
-) -> None:
-    """Remember how a call was served, if equal calls need only library GEMMs of the input and one launch.
+class Launched(NamedTuple):
+    """One launch of a call: the part of it that it computed, and how; ``compiled`` is its kernel, or None."""
+
+    call: GruCall
+    spec: GruSpec
+    variant: GruVariant
+    recurrence: Recurrence
+    compiled: Any
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether equal ones need only library GEMMs of the input and this launch."""
+        copied = self.recurrence.h_0.data_ptr() != self.call.hx.data_ptr()  # hx was, and every call must copy it again
+        rows = self.call.input.shape[:-1].numel()
+        one = self.compiled is not None and self.spec.dense and self.variant.strategy == "persistent"
+        return one and not copied and by_library(rows, self.call.weights[0], self.spec.precision)
+
+    def plan(self) -> Any:
+        """The plan of equal ones; None if they must be launched publicly."""
+        launch = sequence(self.spec, self.variant, self.recurrence, 0, self.recurrence.seq)
+        direct = direct_launch(launch, self.compiled, self.call.input.device.index)
+        return None if direct is None else _plan(self.call, self.spec, self.variant, self.recurrence, direct)
+
+
+def learn(call: GruCall, launched: Sequence[Launched], *, captured: bool, gradient: bool) -> None:
+    """Remember how a call was served, if equal calls need only library GEMMs of the input and these launches.
 
     ``captured``: in a CUDA graph too; ``gradient``: it was the forward of a call that needs one.
     """
-    settings = settings_of(call)
-    key = None if call.resets is not None else _key(call.input, call.hx, call.weights, settings)
-    one_launch = spec.dense and variant.strategy == "persistent"
-    copied = recurrence.h_0.data_ptr() != call.hx.data_ptr()  # hx was, and every call must copy it again
-    rows = call.input.shape[:-1].numel()
-    if key is None or not one_launch or copied or not by_library(rows, call.weights[0], spec.precision):
+    key = None if call.resets is not None else _key(call.input, call.hx, call.weights, settings_of(call))
+    if key is None or not all(part.has_plan for part in launched) or (gradient and len(launched) > 1):
         return
 
     def make() -> Any:
-        direct = direct_launch(
-            sequence(spec, variant, recurrence, 0, recurrence.seq), compiled, call.input.device.index
+        plans = [part.plan() for part in launched]
+        if None in plans:
+            return None
+        plan = (
+            plans[0] if len(plans) == 1 else _in_turn(plans, [len(part.call.hx) for part in launched], call.has_biases)
         )
-        plan = None if direct is None else _plan(call, spec, variant, recurrence, direct)
-        return plan if plan is None or captured else outside_of_graphs(plan)
+        return plan if captured else outside_of_graphs(plan)
 
     keep(
         _TRAINED if gradient else _PLANS,
@@ -188,6 +202,27 @@ def learn(  # noqa: PLR0913
         call.hx,
         call.weights,
     )
+
+
+def _in_turn(plans: Sequence[Any], cells: Sequence[int], biased: bool) -> Any:  # noqa: FBT001
+    """The plan of layers that are launched one after another, each of so many cells."""
+    ends = list(itertools.accumulate(cells))
+    each = 4 if biased else 2
+    parts = [
+        (plan, slice(end - count, end), slice((end - count) * each, end * each))
+        for plan, count, end in zip(plans, cells, ends, strict=True)
+    ]
+
+    def plan(x: Any, hx: Any, weights: Any) -> Any:
+        h_n = torch.empty_like(hx, memory_format=torch.contiguous_format)
+        for one, states, of_states in parts:
+            made = one(x, hx[states], weights[of_states], h_n[states])
+            if made is None:
+                return None
+            x = made[0]
+        return x, h_n, None, None
+
+    return plan
 
 
 def settings_of(call: GruCall) -> tuple[Any, ...]:
@@ -203,9 +238,7 @@ def leave(call: GruCall, *, captured: bool, gradient: bool = False) -> None:
         left.leave(call.weights[0], _sizes(call.input, steps, call.hx, settings, gradient), captured=captured)
 
 
-def _plan(
-    call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurrence, direct: Any
-) -> Callable[[Any, Any, Any], Any]:
+def _plan(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurrence, direct: Any) -> Callable[..., Any]:
     run, function, head, programs, rest, stream_of, enter, leave = direct
     device, dtype = call.input.device, call.input.dtype
     tokens, hidden, each = call.input.shape[:-1], spec.hidden, 4 if spec.bias else 2
@@ -252,7 +285,7 @@ def _plan(
             return torch.full(shape, -1, dtype=integer, device=device).view(dtype)
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def plan(x: Any, hx: Any, weights: Any) -> Any:
+    def plan(x: Any, hx: Any, weights: Any, h_n: Any = None) -> Any:
         if enter.calls or leave.calls:  # a profiler has hooks: only the public launcher calls them
             return None
         stacks = [stack(weights, kind, 0, apart[kind - 1]) for kind in range(1, each)]
@@ -268,7 +301,8 @@ def _plan(
             gates = x.new_empty((spec.directions, rows, 3 * hidden))
             for direction in range(spec.directions):
                 torch.mm(flat, weights[direction * each].t(), out=gates[direction])
-        out, h_n, p_h = made(out_shape), torch.empty_like(hx), hx.data_ptr()
+        out, p_h = made(out_shape), hx.data_ptr()
+        h_n = torch.empty_like(hx) if h_n is None else h_n
         between = made(between_shape) if spec.stacked else None
         states = torch.empty(states_shape, dtype=_FLOAT32, device=device) if in_turn else None
         counters = torch.zeros(counted, dtype=torch.int32, device=device) if counts else None

@@ -16,7 +16,7 @@ import torch
 
 from tuned.calls.gru import eager
 from tuned.calls.gru.arguments import GruCall
-from tuned.calls.gru.plan import by_library, learn, leave
+from tuned.calls.gru.plan import Launched, by_library, learn, leave
 from tuned.calls.products import name_of, recurrent_precision, rows_of, weight_of
 from tuned.families.gru import FAMILY as GRU
 from tuned.families.gru.launches import Recurrence, counters_needed
@@ -112,20 +112,37 @@ def _forward(call: GruCall, kept: list[Kept] | None) -> tuple[torch.Tensor, torc
         return eager.gru(call)
     lengths = lengths_of(call)
     x, h_n = call.input, torch.empty_like(call.hx, memory_format=torch.contiguous_format)
-    layer = 0
+    layer, learnt = 0, []
     for spec, size, choice in parts:
         if layer and call.dropout:
             x = torch.nn.functional.dropout(x, call.dropout)
         cells = slice(layer * directions, (layer + spec.layers) * directions)
-        x, gates, between = _recur(
-            call, spec, size, choice.variant, x, cells, h_n[cells], lengths, gradient=kept is not None
-        )
+        x, what, part = _recur(cells_of(call, x, cells), spec, size, choice.variant, h_n[cells], lengths)
+        learnt.append(part)
         if kept is not None:
-            kept.append(Kept(gates, between))
+            kept.append(what)
         layer += spec.layers
     if listening() is not None:  # all launches of the call are noted, and none was made
         raise NotedError
+    if may_learn(call.input.device) and not (call.dropout and len(parts) > 1):
+        captured = kept is None and [(s, c.variant) for s, _, c in _parts(call, captured=True)] == [
+            (s, c.variant) for s, _, c in parts
+        ]
+        learn(call, learnt, captured=captured, gradient=kept is not None)
     return x, h_n
+
+
+def cells_of(call: GruCall, x: torch.Tensor, cells: slice) -> GruCall:
+    """The part of a call that some of its cells, of whole layers, compute of an input x; without dropout."""
+    directions, each = 2 if call.bidirectional else 1, 4 if call.has_biases else 2
+    return dataclasses.replace(
+        call,
+        input=x,
+        hx=call.hx[cells],
+        weights=call.weights[cells.start * each : cells.stop * each],
+        num_layers=(cells.stop - cells.start) // directions,
+        dropout=0.0,
+    )
 
 
 def in_one_launch(call: GruCall) -> bool:
@@ -278,39 +295,21 @@ def _with_resets(choice: Choice, spec: GruSpec, size: GruSize, gpu: Gpu) -> Choi
 
 
 def _recur(  # noqa: PLR0913 - a part of a call
-    call: GruCall,
-    spec: GruSpec,
-    size: GruSize,
-    variant: Any,
-    x: torch.Tensor,
-    cells: slice,
-    h_n: torch.Tensor,
-    lengths: Lengths,
-    *,
-    gradient: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The output of one part of a call, ``[*tokens, directions * hidden]``, its gates, and the outputs of its lower layers.
-
-    Its last states are written to ``h_n``. ``gradient``: the call needs one. Later calls like it may take the plan that is learnt
-    from it.
-    """
-    each = 4 if call.has_biases else 2
-    weights = [call.weights[cell * each : (cell + 1) * each] for cell in range(cells.start, cells.stop)]
+    call: GruCall, spec: GruSpec, size: GruSize, variant: Any, h_n: torch.Tensor, lengths: Lengths
+) -> tuple[torch.Tensor, Kept, Launched]:
+    """The output of one part of a call, ``[*tokens, directions * hidden]``. Its last states are written to ``h_n``."""
+    x, each = call.input, 4 if call.has_biases else 2
     gates = x.new_empty((spec.directions, *x.shape[:-1], 3 * spec.hidden))
     rows = x.reshape(-1, x.shape[-1])
     for direction in range(spec.directions):
-        project(rows, weights[direction][0], gates[direction].view(-1, 3 * spec.hidden), spec.precision)
+        project(rows, call.weights[direction * each], gates[direction].view(-1, 3 * spec.hidden), spec.precision)
     out = x.new_empty((*x.shape[:-1], spec.directions * spec.hidden))
-    recurrence = recurrence_of(call, spec, size, variant, gates, out, cells, h_n, lengths)
-    launch = functools.partial(launch_known, x.device.index)
-    compiled = run_steps(GRU.launches(spec, variant, recurrence), launch)
-    if compiled is not None and spec.layers == call.num_layers and may_learn(x.device):
-        captured = not gradient and _parts(call, captured=True)[0][2].variant == variant
-        learn(call, spec, variant, recurrence, compiled, captured=captured, gradient=gradient)
+    recurrence = recurrence_of(call, spec, size, variant, gates, out, slice(None), h_n, lengths)
+    compiled = run_steps(GRU.launches(spec, variant, recurrence), functools.partial(launch_known, x.device.index))
     between = recurrence.between
     if between is not None and recurrence.out is not out:  # of a batch first
         between = between.transpose(1, 2)
-    return out, gates, between
+    return out, Kept(gates, between), Launched(call, spec, variant, recurrence, compiled)
 
 
 def recurrence_of(  # noqa: PLR0913 - a part of a call, after the projection of its input
@@ -326,7 +325,7 @@ def recurrence_of(  # noqa: PLR0913 - a part of a call, after the projection of 
 ) -> Recurrence:
     """The tensors of one part of a call as its kernels take them."""
     each = 4 if call.has_biases else 2
-    weights = [call.weights[cell * each : (cell + 1) * each] for cell in range(cells.start, cells.stop)]
+    weights = [call.weights[cell * each : (cell + 1) * each] for cell in range(len(call.hx))[cells]]
     turned = call.batch_first and lengths.layout == "dense"
     between = out.new_empty((spec.layers - 1, *out.shape)) if spec.stacked else None
     return Recurrence(
