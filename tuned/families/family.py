@@ -51,6 +51,8 @@ class Family:
     launches: Callable[..., tuple[Step, ...]]  # (spec, variant, call) -> all steps, in order
     # (spec of a row, spec, size, octaves between) -> why the row does not say that a kernel beats PyTorch's own there, or None
     doubt: Callable[[Any, Any, Any, float], str | None] | None = None
+    # (spec, size) -> what PyTorch's own takes at least, us, whatever a row says that its kernels take
+    least_us: Callable[[Any, Any], float] | None = None
     # (variant of a row, spec, size, multiprocessors) -> the variant as a call of that size needs it
     sized: Callable[[Any, Any, Any, int], Any] | None = None
     reach: float = math.inf  # octaves: a call further than that from every row gets the default variant

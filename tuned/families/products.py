@@ -54,15 +54,22 @@ def _slim(spec: Any, size: Rows) -> bool:
     return size.batch <= SLIM_ROWS or max(spec.widths) <= SLIM_WIDTH
 
 
-def as_called(doubts: Any) -> Any:
-    """``doubt``, or a family's own, for a call outside of CUDA graphs: the host takes longer for PyTorch's own."""
+def as_called(family: Any, host_us: float) -> Any:
+    """The family of calls outside of CUDA graphs, of which the host takes longer for PyTorch's own: ``host_us`` at least."""
+    doubts = family.doubt
+
+    def small(spec: Any, size: Rows) -> bool:
+        return size.batch * spec.weights <= CALLED_PRODUCTS
 
     def doubt_as_called(row: Any, spec: Any, size: Rows, octaves: float) -> str | None:
-        if _precision(row) == _precision(spec) and size.batch * spec.weights <= CALLED_PRODUCTS:
+        if _precision(row) == _precision(spec) and small(spec, size):
             return None
         return doubts(row, spec, size, octaves)  # type: ignore[no-any-return]
 
-    return doubt_as_called
+    def least(spec: Any, size: Rows) -> float:
+        return host_us if small(spec, size) else 0.0
+
+    return dataclasses.replace(family, doubt=doubt_as_called, least_us=least)
 
 
 def _precision(spec: Any) -> tuple[int, str]:

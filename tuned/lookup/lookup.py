@@ -182,7 +182,7 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
     if row is not None:
         variant = family.fit(row.variant, spec, gpu.capability)
         if usable(family, spec, size, variant, gpu.capability, gpu.multiprocessors):
-            if 0 < row.eager_us < row.median_us:
+            if 0 < _theirs_us(family, row, spec, size) < row.median_us:
                 return _left_to_pytorch(row, gpu, "")
             return Choice("winner", f"measured for this spec and size in {row.source}", variant, row)
     rows = table.rows[family.name]
@@ -198,7 +198,7 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
     if found is None:
         return None
     away, row, variant = found
-    if 0 < row.eager_us < LEAD * row.median_us:
+    if 0 < _theirs_us(family, row, spec, size) < LEAD * row.median_us:
         return _left_to_pytorch(row, gpu, f", {away:.2g} octaves away,")
     return _neighbour(spec, size, gpu, found)
 
@@ -227,6 +227,11 @@ def _unsaid(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) -> Cho
     row = min(table.rows[family.name], key=lambda r: _octaves(family, r, spec, size))
     why = family.doubt(row.spec, spec, size, _octaves(family, row, spec, size))
     return Choice("eager", f"no row of {row.source} says that a kernel is faster: {why}", None, None, gpu)
+
+
+def _theirs_us(family: Family, row: Row, spec: Any, size: Any) -> float:
+    """What PyTorch's own takes by a row; 0 if it does not say."""
+    return max(row.eager_us, family.least_us(spec, size)) if row.eager_us and family.least_us else row.eager_us
 
 
 def _left_to_pytorch(row: Row, gpu: Gpu, away: str) -> Choice:

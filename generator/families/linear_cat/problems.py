@@ -6,14 +6,16 @@ import itertools
 from collections.abc import Iterator
 
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.products import PRECISIONS
 
 from ...problem import Problem
 
 # Between these widths of two segments, outputs and rows the nearest row serves. In float32 PyTorch's own is faster nearly
-# everywhere (docs/decisions/0050), and has no grid.
+# everywhere, but for calls that end before its host is done (docs/decisions/0050): these have a grid.
 GRID_INPUTS = ((256, 128), (1024, 512))
 GRID_OUTPUTS = (96, 768, 6144)
 GRID_ROWS = (1, 24, 400)
+SMALL_OUTPUTS, SMALL_ROWS = (96, 768), (1, 24)
 
 
 def problems() -> Iterator[Problem]:
@@ -31,3 +33,7 @@ def problems() -> Iterator[Problem]:
     for inputs, outputs, rows in itertools.product(GRID_INPUTS, GRID_OUTPUTS, GRID_ROWS):
         name = f"linear_cat_grid_bf16_{rows}x{sum(inputs)}x{outputs}"
         yield Problem(name, "linear_cat", LinearCatSpec("bfloat16", inputs, outputs), LinearCatSize(rows))
+    for inputs, outputs, rows, precision in itertools.product(GRID_INPUTS, SMALL_OUTPUTS, SMALL_ROWS, PRECISIONS):
+        name = f"linear_cat_grid_{precision}_{rows}x{sum(inputs)}x{outputs}"
+        small = LinearCatSpec("float32", inputs, outputs, precision=precision)
+        yield Problem(name, "linear_cat", small, LinearCatSize(rows))
