@@ -447,6 +447,22 @@ LAUNCHING = (
         "A layer that could not be launched is left out.",
     ),
     Fault(
+        "deep_float32_products_as_called",
+        "tuned/families/products.py",
+        "(ITEM_SIZE[spec.dtype] == 2 or size.batch <= rows)",
+        "(ITEM_SIZE[spec.dtype] <= 4 or size.batch <= rows)",
+        (T + "families/test_doubt.py::test_in_float32_few_rows_are_the_hosts_time",),
+        "A linear of 106 rows and 1,741 inputs in float32 takes 220 us where PyTorch's own takes 51.",
+    ),
+    Fault(
+        "host_of_pytorchs_own_not_counted",
+        "tuned/lookup/lookup.py",
+        "return max(row.eager_us, family.least_us(spec, size)) if",
+        "return min(row.eager_us, family.least_us(spec, size)) if",
+        (T + "families/test_doubt.py::test_what_pytorchs_own_takes_of_a_small_call_is_the_hosts_time_at_least",),
+        "A small step is left to PyTorch's own, whose host takes four times as long as a kernel.",
+    ),
+    Fault(
         "launcher_with_scratch_left_out",
         "tuned/launching/launcher.py",
         "if not inspect.isfunction(wrapper) or any(scratch):",

@@ -29,6 +29,7 @@ SLIM_ROWS, SLIM_WIDTH = 2, 128  # up to either, loads one by one cost little
 CALLED_PRODUCTS = (
     2**23
 )  # rows by weights, up to which a kernel ends before the host of a call is done with PyTorch's own
+CALLED_ROWS = 4  # in float32, whose products are no matter of tensor cores: of more, deep ones take up to 220 us
 
 
 def doubt(row: Any, spec: Any, size: Rows, octaves: float) -> str | None:
@@ -54,20 +55,23 @@ def _slim(spec: Any, size: Rows) -> bool:
     return size.batch <= SLIM_ROWS or max(spec.widths) <= SLIM_WIDTH
 
 
-def as_called(family: Any, host_us: float) -> Any:
-    """The family of calls outside of CUDA graphs, of which the host takes longer for PyTorch's own: ``host_us`` at least."""
+def as_called(family: Any, host_us: float, float32_rows: float = math.inf) -> Any:
+    """The family of calls outside of CUDA graphs, of which the host takes longer for PyTorch's own: ``host_us`` at least.
+
+    ``float32_rows``: of calls of more in float32, any row does not speak.
+    """
     doubts = family.doubt
 
-    def small(spec: Any, size: Rows) -> bool:
-        return size.batch * spec.weights <= CALLED_PRODUCTS
+    def small(spec: Any, size: Rows, rows: float) -> bool:
+        return size.batch * spec.weights <= CALLED_PRODUCTS and (ITEM_SIZE[spec.dtype] == 2 or size.batch <= rows)  # noqa: PLR2004
 
     def doubt_as_called(row: Any, spec: Any, size: Rows, octaves: float) -> str | None:
-        if _precision(row) == _precision(spec) and small(spec, size):
+        if _precision(row) == _precision(spec) and small(spec, size, float32_rows):
             return None
         return doubts(row, spec, size, octaves)  # type: ignore[no-any-return]
 
     def least(spec: Any, size: Rows) -> float:
-        return host_us if small(spec, size) else 0.0
+        return host_us if small(spec, size, CALLED_ROWS) else 0.0
 
     return dataclasses.replace(family, doubt=doubt_as_called, least_us=least)
 

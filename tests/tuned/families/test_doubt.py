@@ -11,7 +11,8 @@ from tuned.calls.gru_cell import run as cell
 from tuned.calls.linear_cat import run as linear
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
-from tuned.families.products import CALLED_PRODUCTS, FAR
+from tuned.families.products import CALLED_PRODUCTS, CALLED_ROWS, FAR
+from tuned.lookup import lookup
 from tuned.lookup.lookup import Gpu
 from tuned.lookup.misses import Moments
 from tuned.lookup.table import tables
@@ -53,6 +54,42 @@ def test_a_small_call_is_the_hosts_time() -> None:
     assert None not in doubts(spec, most + 1, 9.0)
 
 
+def test_in_float32_few_rows_are_the_hosts_time() -> None:
+    """Products of more are no matter of tensor cores, and deep ones took up to 220 us for PyTorch's 51."""
+    row = LinearCatSpec("float32", (256, 128), 96, precision="ieee")
+    spec = dataclasses.replace(row, inputs=(447, 688, 34), outputs=16)
+    called, captured = (family for family in linear.MOMENTS._families)
+    assert called.doubt is not None
+    assert captured.doubt is not None
+    assert called.doubt(row, spec, LinearCatSize(CALLED_ROWS), 9.0) is None
+    assert called.doubt(row, spec, LinearCatSize(CALLED_ROWS + 1), 9.0) == captured.doubt(
+        row, spec, LinearCatSize(5), 9.0
+    )
+    half = LinearCatSpec("bfloat16", (512, 512), 96)
+    assert called.doubt(half, dataclasses.replace(half, inputs=(447, 688, 34)), LinearCatSize(64), 9.0) is None
+
+
+def test_what_pytorchs_own_takes_of_a_small_call_is_the_hosts_time_at_least() -> None:
+    """A row says what its kernels take on the device; a call that ends sooner than the host is done is the host's."""
+    spec = LinearCatSpec("bfloat16", (256, 128), 768)
+    slower = {
+        moment: [f.least_us for f in MOMENTS._families] for moment, MOMENTS in (("l", linear.MOMENTS), ("c", CELL))
+    }
+    for called, captured in slower.values():
+        assert captured is None
+        assert called is not None
+    called = slower["l"][0]
+    assert called(spec, LinearCatSize(24)) == linear.HOST_US
+    assert called(spec, LinearCatSize(CALLED_PRODUCTS // spec.weights + 1)) == 0
+    single = dataclasses.replace(spec, dtype="float32", precision="ieee")
+    assert [called(single, LinearCatSize(rows)) for rows in (CALLED_ROWS, CALLED_ROWS + 1)] == [linear.HOST_US, 0]
+    row = next(r for r in tables()["nvidia_h200"].rows["linear_cat"] if r.spec == spec and r.size == LinearCatSize(24))
+    quick, unknown = (dataclasses.replace(row, median_us=9.0, eager_us=us) for us in (8.0, 0.0))
+    for family, theirs in zip(linear.MOMENTS._families, (linear.HOST_US, 8.0), strict=True):
+        assert lookup._theirs_us(family, quick, spec, row.size) == theirs
+        assert lookup._theirs_us(family, unknown, spec, row.size) == 0, "what is not known is not less than a kernel's"
+
+
 def test_in_place_and_of_one_segment_a_kernel_does_what_pytorchs_own_cannot() -> None:
     assert doubts(dataclasses.replace(ROW, hidden=501, inplace=True), 4000, 9.0) == [None, None]
     spec, row = LinearCatSpec("float32", (501,), 7, precision="tf32"), LinearCatSpec("bfloat16", (512,), 512)
@@ -64,11 +101,12 @@ def test_in_place_and_of_one_segment_a_kernel_does_what_pytorchs_own_cannot() ->
 def test_measured_problems_get_the_same_kernel_at_both_moments(moments: Moments) -> None:
     name = moments._families[0].name
     for row in tables()["nvidia_h200"].rows[name]:
-        found = [moments.variant_of(row.spec, row.size, H200, captured) for captured in (False, True)]
-        assert found[0] == found[1]
-        assert found[0][1]
-        kept = row.variant if not 0 < row.eager_us < row.median_us else None
-        assert found[0][0] == kept
+        (called, always), (captured, _) = (
+            moments.variant_of(row.spec, row.size, H200, moment) for moment in (False, True)
+        )
+        assert captured == (row.variant if not 0 < row.eager_us < row.median_us else None)
+        assert always is (called == captured)
+        assert called in (captured, row.variant), "of what the host takes longer for, the kernel"
 
 
 def test_what_only_calls_win_by_is_left_to_pytorch_in_a_graph() -> None:

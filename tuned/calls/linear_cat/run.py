@@ -17,7 +17,7 @@ from tuned.calls.products import MAX_ELEMENTS, name_of, precision_of, rows_of, u
 from tuned.families.linear_cat import FAMILY as LINEAR_CAT
 from tuned.families.linear_cat.launches import LinearCatCall, launches
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
-from tuned.families.products import DTYPES, MAX_SEGMENTS, as_called, joined
+from tuned.families.products import CALLED_ROWS, DTYPES, MAX_SEGMENTS, as_called, joined
 from tuned.launching import alike, left
 from tuned.launching.launcher import run_publicly
 from tuned.launching.plan import (
@@ -39,7 +39,7 @@ from tuned.lookup.lookup import Choice
 
 _PLANS: dict[Any, Any] = {}  # key of a call -> (addresses, inputs, weight, bias) -> y
 HOST_US = 15.0  # of a cat and a linear by PyTorch; 19 to 34 on the hosts of H200s that were measured
-MOMENTS = misses.Moments(LINEAR_CAT, as_called(LINEAR_CAT, HOST_US))
+MOMENTS = misses.Moments(LINEAR_CAT, as_called(LINEAR_CAT, HOST_US, CALLED_ROWS))
 _grad_enabled = torch.is_grad_enabled
 _autocast = torch.is_autocast_enabled
 
