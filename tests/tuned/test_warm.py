@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import importlib
 import json
 import random
@@ -138,17 +138,20 @@ def test_each_launch_of_a_model_is_noted_before_any_is_made(grus: Machine, noted
 
 
 @without_a_gpu
-def test_all_layers_of_a_module_are_noted_patched_or_replaced(grus: Machine, noted: list[Noted]) -> None:
+@pytest.mark.parametrize("how", ["patched", "replaced"])
+def test_all_layers_of_a_module_are_noted(grus: Machine, noted: list[Noted], how: str) -> None:
     module = torch.nn.GRU(HIDDEN, HIDDEN, num_layers=2, bidirectional=True)
     x = torch.randn(3, 2, HIDDEN)
-    with tuned.nn.patched():
-        tuned.warm(module, x)
-    assert len(noted) == 2
-    patched = [one.launch.kernel for one in noted]
-    noted.clear()
-    tuned.warm(functools.partial(tuned.nn.replace(module), x))
-    assert [one.launch.kernel for one in noted] == patched
-    assert grus.public == 4
+    with tuned.nn.patched() if how == "patched" else contextlib.nullcontext():
+        model = module if how == "patched" else tuned.nn.replace(module)
+        tuned.warm(model, x)
+        assert [one.launch.kernel.partition("_")[0] for one in noted] == ["gru", "gru"]
+        assert (grus.public, grus.direct) == (2, 0)
+        tuned.warm(model, x)
+        assert len(noted) == 2, "nothing is left to compile where the plan of both layers is known"
+        before = grus.direct
+        model(x)
+        assert (grus.public, grus.direct) == (2, before + 2), "the plan launches both"
 
 
 @without_a_gpu
