@@ -156,7 +156,8 @@ def test_the_short_way_of_known_calls_is_right(cache: Any, mode: Any) -> None:
             rope_append_(**made.tensors, **named)
             for t, want in zip(made.storages, other.storages, strict=True):
                 assert torch.equal(bits(t), bits(want)), again
-    assert append._NEAR, "torch has no guards that compare tensors: known calls go the long way"
+    known = [kept for kept in append._PLANS.values() if isinstance(kept, list | tuple)]
+    assert any(known), "torch has no guards that compare tensors: known calls go the long way"
 
 
 # In graphs, on streams, compiled ------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tuned.launching.plan
 from tests.support.gru_machine import Machine, machine
 from tests.support.precisions import other_gemms
+from tests.support.run import INTERPRETED
 from tuned import dispatch
 from tuned.calls.gru import plan, run
 from tuned.calls.gru.arguments import GruCall, gru_call
@@ -39,6 +40,7 @@ T, B, FEATURES, H = 3, 2, 5, 16
 SPIN = GruVariant("persistent", block_hidden=8, block_batch=8, exchange="spin")
 POLL = dataclasses.replace(SPIN, exchange="poll")  # as the interpreter can run it
 HEAD = (0, None, None, None)  # what the launcher adds
+without_a_gpu = pytest.mark.skipif(not INTERPRETED, reason="this stands in for a GPU where there is none")
 COUNTER = GruVariant("persistent", block_hidden=8, block_batch=8, exchange="counter")
 ALONE = GruVariant("persistent", block_hidden=64, num_warps=4)
 
@@ -185,6 +187,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
+@without_a_gpu
 @pytest.mark.parametrize("case", LAYERS)
 def test_layers_that_are_launched_one_after_another_have_one_plan(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, case: str
@@ -215,6 +218,7 @@ def test_layers_that_are_launched_one_after_another_have_one_plan(
     assert len(strides) == 1
 
 
+@without_a_gpu
 def test_a_layer_that_cannot_be_launched_leaves_the_call_to_the_long_way(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
