@@ -213,8 +213,10 @@ class Given:
     def _flag(self, text: str, bad: torch.Tensor | bool, numbers: Callable[[], str] | None = None) -> None:
         """Note something that is wrong where ``bad`` has a true element; asked of the device once, at the end.
 
-        ``numbers`` tells how much, of something that is.
+        ``numbers`` tells how much, of something that is. What is on "meta" has no elements to ask.
         """
+        if isinstance(bad, torch.Tensor) and bad.device.type == "meta":
+            return
         self.flags.append((text, bad if isinstance(bad, bool) else bad.any(), numbers))
 
     def _settle(self) -> None:

@@ -431,3 +431,14 @@ def test_a_reference_on_another_device_gets_the_gradients_that_the_call_got() ->
     given.grad_outputs = [drawn + 1]  # as another generator would have it
     reference = given._original("linear_cat", doubled=True, device="cpu")
     torch.testing.assert_close(reference.grads["x"], (drawn + 1).double() @ w.detach().double())
+
+
+def test_what_lies_on_meta_has_nothing_to_ask_and_leaves_the_rest_asked() -> None:
+    given = object.__new__(Given)
+    given.flags = []
+    given._flag("a result of no elements", torch.ones(2, dtype=torch.bool, device="meta"))
+    given._flag("nothing", torch.zeros(2, dtype=torch.bool))
+    given._settle()
+    given._flag("this", torch.tensor([False, True]))
+    with pytest.raises(Wrong, match=r"^this$"):
+        given._settle()
