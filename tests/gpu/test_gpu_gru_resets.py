@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tuned.nn
+from tests.fuzz import forced
 from tests.support import pairwise
 from tuned.calls.gru import eager, training
 from tuned.calls.gru.arguments import GruCall, gru_call
@@ -180,3 +181,20 @@ def test_the_same_bits_every_time(dtype: torch.dtype) -> None:
     first = with_gradients(call, public)
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(first, with_gradients(call, public), strict=True))
+
+
+def test_packed_rows_that_end_beside_longer_ones_are_waited_for() -> None:
+    """By every variant that spins: the last of the longer rows lies beside a shorter one, in one thread."""
+    spinning = [i for i, row in enumerate(forced.rows("gru_backward")) if row.variant.exchange == "spin"]
+    assert spinning
+    module = torch.nn.GRU(48, 600, device="cuda")
+    sizes, marks = torch.tensor([17, 10]), torch.zeros(27, device="cuda").bool()
+    marks[8] = marks[22] = True
+    for index in spinning:
+        for _ in range(20):
+            x = torch.randn(27, 48, device="cuda")
+            hx = torch.randn(1, 17, 600, device="cuda", requires_grad=True)
+            with forced.forced("gru_backward", index):
+                output, h_n = gru(x, hx, list(module.parameters()), batch_sizes=sizes, resets=marks)
+                (grad,) = torch.autograd.grad(output.sum() + h_n.sum(), hx)
+            assert grad.isfinite().all(), index

@@ -11,6 +11,7 @@ from tests.support import gru_compiling
 from tests.support.gru_gradient_cases import GRADIENTS, ONE
 from tests.support.gru_order import Case
 from tuned.families.gru.spec import GruSpec
+from tuned.families.gru_backward.launches import exchange
 from tuned.families.gru_backward.variant import default_variant, pieces, rejection, shared_bytes
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ DEFAULTS = [
     )
 ]
 CASES = [*GRADIENTS, *DEFAULTS]
-SPINNING = [case for case in GRADIENTS if case.variant.exchange in ("spin", "probe")]
+SPINNING = [case for case in GRADIENTS if exchange(case.spec, case.variant) in ("spin", "probe")]
 
 
 @functools.cache
@@ -71,7 +72,7 @@ def test_a_step_loads_its_terms_and_a_message_and_no_weight(compiler: concurrent
     """And stores its results, once. In turn what a tile keeps, and the gradient of h_n, are loaded at each step too."""
     found, variant = compiled(compiler, case), case.variant
     terms = [f"{variant.block_hidden}x{variant.block_batch}"] * (TERMS + (2 if variant.in_turn else 0))
-    looks = 2 if variant.exchange == "poll" else 1  # once, and again until it is there
+    looks = 2 if exchange(case.spec, variant) == "poll" else 1  # once, and again until it is there
     message = [f"{variant.block_batch}x{width}" for width in widths(case)] * looks
     assert [shape for shape in found.loads if "x" in shape] == sorted(terms + message)
     assert found.stores == RESULTS + variant.in_turn

@@ -289,6 +289,16 @@ def test_operands_of_tf32_are_rounded_to_nearest(precision: str) -> None:
 # Before a launch ----------------------------------------------------------------------------------------------------
 
 
+def test_packed_rows_which_end_at_different_steps_are_polled_for_where_others_spin() -> None:
+    """A thread that spins waits for all rows that it looks at or for none."""
+    found = {}
+    for layout in ("dense", "packed"):
+        built = build(Sequences(spec_of("half", 128, layout=layout), (3, 2)))
+        _, launch = launches(built.case.spec, dataclasses.replace(SMALL, exchange="spin"), built.call)
+        found[layout] = launch.constants["EXCHANGE"]
+    assert found == {"dense": "spin", "packed": "poll"}
+
+
 @pytest.mark.parametrize("turns", [1, 2])
 @pytest.mark.parametrize("exchange", ["counter", "poll", "spin"])
 def test_what_programs_wait_to_see_go_away_is_put_there_before_one_launch_of_all_steps(

@@ -105,6 +105,15 @@ def _check(spec: GruSpec, call: RecurrenceGradient) -> None:
             )
 
 
+def exchange(spec: GruSpec, variant: GruVariant) -> str:
+    """How programs wait. Packed rows are polled for where others spin.
+
+    A thread that spins looks at elements of several rows, and waits for all of them or for none. Packed rows end at different
+    steps, and one that has ended has nothing to wait for: a thread that saw it last took what was not there yet from the others.
+    """
+    return "poll" if spec.layout == "packed" and variant.exchange == "spin" else variant.exchange
+
+
 def sequence(spec: GruSpec, variant: GruVariant, call: RecurrenceGradient, begin: int, end: int) -> Launch:
     """The launch of the steps in [begin, end) of seq + 1. If that is one step, its programs do not wait."""
     waits = end - begin > 1
@@ -156,7 +165,7 @@ def sequence(spec: GruSpec, variant: GruVariant, call: RecurrenceGradient, begin
             "WIDTH_0": first,
             "WIDTH_1": second,
             "WIDTH_2": third,
-            "EXCHANGE": variant.exchange if waits else "none",
+            "EXCHANGE": exchange(spec, variant) if waits else "none",
             "EARLY": variant.prefetch == "early",
             "IN_TURN": variant.in_turn,
             "THREADS": 32 * variant.num_warps,
