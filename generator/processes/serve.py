@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import os
 import signal
 import traceback
 from typing import Any
@@ -16,9 +15,6 @@ from ..problem import Problem
 from .channel import Channel, ClosedError
 
 TEXT_CHARACTERS = 1000  # of an error: a compiler's may hold a whole program
-COMPILER_NICENESS = (
-    5  # compilers outnumber cores where several GPUs are tuned on, and what measures must not wait for them
-)
 
 
 def serve_with(channel: Channel, name: str, arguments: tuple[Any, ...]) -> None:
@@ -52,10 +48,7 @@ def _text(error: Exception) -> str:
 
 
 class Caller:
-    """Calls functions: a compiler's process, which gives way to all others."""
-
-    def __init__(self) -> None:
-        os.nice(COMPILER_NICENESS)
+    """Calls functions: a compiler's process."""
 
     def call(self, request: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> Any:
         """The result of function(*arguments, **keywords)."""

@@ -177,15 +177,6 @@ def test_a_killed_fork_server_takes_its_children_with_it_and_is_replaced() -> No
     worker.stop()
 
 
-def test_compilers_give_way_to_what_measures() -> None:
-    worker = Worker(0, SERVER + "CpuServer", pause_seconds=0.0)
-    worker.start()
-    assert worker._child is not None
-    with CompilerPool(1) as pool:
-        assert pool.submit(os.nice, 0).result() > os.getpriority(os.PRIO_PROCESS, worker._child.pid) == os.nice(0)
-    worker.stop()
-
-
 def test_a_stopped_worker_takes_what_it_started_with_it(cache: Path) -> None:
     worker = Worker(0, SERVER + "HasChildren")
     worker.start()
