@@ -67,7 +67,7 @@ SPINNING = [
 SPLIT = [case for case in SPINNING if case.variant.form == "split"]
 HOPPER = [case for case in SPINNING if case.architecture == "sm_90"]
 OTHERS = [
-    Case(bf16(512), waiting(exchange="counter")),
+    Case(bf16(128), waiting(rows=8, exchange="counter")),
     Case(bf16(512), waiting(exchange="poll"), architecture="sm_80"),
     Case(bf16(256, "thd", layers=2), waiting(exchange="counter"), architecture="sm_80"),
     Case(bf16(256), waiting(exchange="poll"), architecture="gfx942"),

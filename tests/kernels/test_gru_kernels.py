@@ -161,15 +161,22 @@ def test_one_program_waits_for_its_own_results_and_the_layer_below(shape: str, e
         assert_right(Sequences(spec_of("half", 20, shape, layout), lengths_of(layout, 17, 3)), variant, [(0, 3)])
 
 
-@pytest.mark.thinned_on_gpu(every=3)
-@pytest.mark.parametrize("exchange", ["poll", "counter"])
-@pytest.mark.parametrize("shape", ["layer", "both"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("numbers", ["half", "tf32"])
-def test_a_program_takes_tiles_in_turn_over_all_steps(numbers: str, layout: str, shape: str, exchange: str) -> None:
+TURNS = pairwise.covering(
+    pairwise.product(
+        {
+            "numbers": ("half", "tf32"), "layout": LAYOUTS, "shape": ("layer", "both"), "exchange": ("poll", "counter"),
+            "turns": (2, 3),
+        },
+        lambda _: True,
+    )
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("numbers", "layout", "shape", "exchange", "turns"), [tuple(row.values()) for row in TURNS])
+def test_a_program_takes_tiles_in_turn_over_all_steps(
+    numbers: str, layout: str, shape: str, exchange: str, turns: int
+) -> None:
     """Five tiles of rows in two or in three turns, in windows of steps: states are kept between turns and launches."""
-    # Any two of the four with either number.
-    turns = 2 + ((numbers == "tf32") ^ (layout == "packed") ^ (shape == "both") ^ (exchange == "counter"))
     variant = GruVariant("persistent", "split", 32, 8, exchange, turns=turns)
     spec, lengths = spec_of(numbers, 20, shape, layout), lengths_of(layout, 33, 5)
     assert programs(spec, GruSize(33, 5), variant) == spec.directions * ceil_div(5, turns)
@@ -210,10 +217,13 @@ def test_a_program_waits_for_another_that_never_writes(exchange: str, monkeypatc
     assert int(written.sum()) == written[0, :, :16].numel(), "and nothing else"
 
 
-@pytest.mark.thinned_on_gpu(every=5)
-@pytest.mark.parametrize("form", ["split", "tile"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("numbers", NUMBERS)
+ALONE = pairwise.covering(
+    pairwise.product({"numbers": tuple(NUMBERS), "layout": LAYOUTS, "form": ("split", "tile")}, lambda _: True)
+)
+
+
+@pytest.mark.thinned_on_gpu(every=2)
+@pytest.mark.parametrize(("numbers", "layout", "form"), [tuple(row.values()) for row in ALONE])
 def test_a_program_with_all_units_keeps_its_state_to_itself(numbers: str, layout: str, form: str) -> None:
     spec = spec_of(numbers, 60, "both", layout)
     variant = GruVariant("persistent", form, block_hidden=64, block_batch=16)

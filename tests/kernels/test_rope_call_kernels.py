@@ -14,7 +14,7 @@ from generator.families.rope.reference import inputs, reference
 from generator.families.rope.texts import rope_specs
 from generator.measuring.check import intact, probe
 from generator.rendering.structures import structures
-from tests.support import oracle
+from tests.support import oracle, pairwise
 from tests.support.rope_case import RopeCase, assert_close, assert_right, build, canonical, wanted
 from tests.support.rope_rows import AXES, PACKED, PACKED_SEQ, ROWS, case_of, row_id, spec_of
 from tests.support.rope_variants import many_bounds, numbers
@@ -173,14 +173,19 @@ PACKINGS = {
 }
 
 
-@pytest.mark.thinned_on_gpu(every=3)
-@pytest.mark.parametrize("bounds", PACKINGS.values(), ids=PACKINGS)
-@pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
-@pytest.mark.parametrize("cp_size", [1, 2])
-@pytest.mark.parametrize("starts", [False, True], ids=["from-0", "starts"])
+PACKED_CALLS = pairwise.covering(
+    pairwise.product(
+        {"packing": tuple(PACKINGS), "inplace": (False, True), "cp_size": (1, 2), "starts": (False, True)},
+        lambda _: True,
+    )
+)
+
+
+@pytest.mark.parametrize(("packing", "inplace", "cp_size", "starts"), [tuple(row.values()) for row in PACKED_CALLS])
 def test_packed_tokens_find_their_positions_and_padding_stays(
-    bounds: tuple[int, ...], cp_size: int, *, inplace: bool, starts: bool
+    packing: str, cp_size: int, *, inplace: bool, starts: bool
 ) -> None:
+    bounds = PACKINGS[packing]
     spec = dataclasses.replace(
         SMALL, inplace=inplace, positions="starts" if starts else "order", context_parallel=cp_size > 1
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import numpy as np
@@ -194,26 +193,33 @@ PACKINGS = {
     "tokens-on-both-sides": (2, 2, 6, 9, 9),
     "bounds-past-the-tensor": (0, 5, 30),
 }
-THD_SPECS = [
-    RopeSpec("thd", "float16", 3, 12, 8, style=style, inplace=inplace)
-    for style, inplace in itertools.product(STYLES, (False, True))
-]
+THD_SPECS = [RopeSpec("thd", "float16", 3, 12, 8, inplace=inplace) for inplace in (False, True)]
 
 
-@pytest.mark.parametrize("bounds", PACKINGS.values(), ids=PACKINGS)
-@pytest.mark.parametrize("spec", THD_SPECS, ids=lambda s: kernel_name(s, RopeVariant()))
-@pytest.mark.parametrize("padding", [float("inf"), float("nan")], ids=str)
+PACKED_CALLS = pairwise.covering(
+    pairwise.product(
+        {"packing": tuple(PACKINGS), "style": STYLES, "inplace": (False, True), "padding": ("inf", "nan")},
+        lambda _: True,
+    )
+)
+
+
+@pytest.mark.parametrize(("packing", "style", "inplace", "padding"), [tuple(row.values()) for row in PACKED_CALLS])
 def test_packed_tokens_take_positions_from_cu_seqlens_and_padding_stays(
-    spec: RopeSpec, bounds: tuple[int, ...], padding: float
+    packing: str, style: str, padding: str, *, inplace: bool
 ) -> None:
-    case = RopeCase(spec, seq=11, cu_seqlens=bounds, padding=padding, angle_rows=11)
+    spec = RopeSpec("thd", "float16", 3, 12, 8, style=style, inplace=inplace)
+    case = RopeCase(spec, seq=11, cu_seqlens=PACKINGS[packing], padding=float(padding), angle_rows=11)
     assert_right(case, RopeVariant(block_tokens=4, block_heads=4))
 
 
-# Around the powers of any fan that a search may take at a time, and of two.
-@pytest.mark.parametrize("sequences", [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 257, 1023, 1024, 1025, 4095, 4097])
-@pytest.mark.parametrize("spec", THD_SPECS[:2], ids=lambda s: kernel_name(s, RopeVariant()))
-def test_a_token_finds_its_sequence_among_any_number(spec: RopeSpec, sequences: int) -> None:
+# Around the powers of any fan that a search may take at a time, and of two; copied and in place in turn.
+FANS = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 257, 1023, 1024, 1025, 4095, 4097)
+
+
+@pytest.mark.parametrize(("sequences", "inplace"), [(count, at % 2 == 1) for at, count in enumerate(FANS)])
+def test_a_token_finds_its_sequence_among_any_number(sequences: int, *, inplace: bool) -> None:
+    spec = RopeSpec("thd", "float16", 3, 12, 8, inplace=inplace)
     bounds = many_bounds(sequences, 40)
     assert_right(RopeCase(spec, seq=40, cu_seqlens=bounds), RopeVariant(block_tokens=8, block_heads=4))
     # The same, with each of the last tokens in a sequence of its own: the end of the search.
@@ -222,7 +228,7 @@ def test_a_token_finds_its_sequence_among_any_number(spec: RopeSpec, sequences: 
 
 
 @pytest.mark.parametrize("rows", [0, 1, 4])
-@pytest.mark.parametrize("spec", THD_SPECS[:2], ids=lambda s: kernel_name(s, RopeVariant()))
+@pytest.mark.parametrize("spec", THD_SPECS, ids=lambda s: kernel_name(s, RopeVariant()))
 def test_positions_past_the_angles_give_nan_and_read_nothing(spec: RopeSpec, rows: int) -> None:
     # assert_right checks every address that is loaded: nothing beside the rows that there are.
     case = RopeCase(spec, seq=11, cu_seqlens=(0, 6, 9), angle_rows=rows)

@@ -74,7 +74,7 @@ def default_launches(capability: int = 90) -> dict[str, Launch]:
     constants = {"WIDTH": 16, "BLOCK": 1024, "PDL": False}
     found[PROBE_KERNEL] = Launch(PROBE_KERNEL, 1, (freqs, cos, sin, 4, 16, 1), constants, {"num_warps": 4})
     found |= product_launches(capability)
-    found |= recurrences("poll")
+    found |= recurrences("spin")
     found |= gradients()
     return found
 
@@ -192,6 +192,8 @@ def needs(name: str, architecture: str) -> Needs:
     from generator.measuring.compile import resources, target_of  # noqa: PLC0415
 
     launches = default_launches() if architecture.startswith("sm_") else default_launches(0)
+    if architecture != "sm_90":
+        launches = launches | recurrences("poll")  # what spins is PTX of sm_90
     found = resources(launches[name], target_of(architecture))
     return Needs(found.registers, found.spill_bytes)
 

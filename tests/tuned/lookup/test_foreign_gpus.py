@@ -28,12 +28,12 @@ RECORDS = sorted(WINNERS.glob("*.json"))
 TARGETS_BY_CAPABILITY = {t.capability: t for t in TARGETS.values() if t.capability}
 FOREIGN = (86, 89, 120, 80, 100)
 MAX_REGISTERS = 255  # a thread, all of these architectures (CUDA C++ Programming Guide)
-SAMPLE = 9  # winners a GPU: 0.4 s each where the compiler's cache has none of them
-LARGEST = 6  # of them
+LARGEST = 6  # winners, of which a GPU has half: each meets one with 100 KiB of shared memory, and one with more
+OTHERS = 3  # winners a GPU beside them: 0.4 s each where the compiler's cache has none of them
 
 
 def sample(winners: list[Winner], capability: int) -> list[Winner]:
-    """Those with the largest tiles for their warps, no text twice, and others evenly spaced over the rest, of each GPU others."""
+    """Of those with the largest tiles for their warps, no text twice, every other; and some evenly spaced over the rest."""
 
     def tile(winner: Winner) -> float:
         knobs = (n for n in FAMILIES[winner.family].core_knobs if n.startswith("block_"))
@@ -44,8 +44,8 @@ def sample(winners: list[Winner], capability: int) -> list[Winner]:
     texts = {FAMILIES[w.family].kernel_names(w.spec, w.variant): w for w in reversed(ordered)}
     largest = sorted(texts.values(), key=ordered.index)[:LARGEST]
     rest = [w for w in ordered if w not in largest]
-    step = max(1, -(-len(rest) // (SAMPLE - LARGEST)))
-    return largest + rest[step * FOREIGN.index(capability) // len(FOREIGN) :: step]
+    step, at = max(1, -(-len(rest) // OTHERS)), FOREIGN.index(capability)
+    return largest[at % 2 :: 2] + rest[step * at // len(FOREIGN) :: step]
 
 
 @pytest.mark.thinned_on_gpu(every=3)
