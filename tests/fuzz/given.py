@@ -24,6 +24,7 @@ __all__ = ["Given", "Integer", "Part", "Rope", "View", "Wrong"]
 MODES = ("plain", "no_grad", "inference", "grad", "autocast", "stream", "graph")
 WORSE = 1.5  # how many times the error of PyTorch's own operators is still right, but for a floor
 FLOOR, HARD = 2.0, 8.0  # roundings of the result that are always right; and, for each step and layer, ever
+STORED = 4.0  # roundings to the dtype that a gradient takes, of its largest element
 MOST_STEPS = 16  # of a recurrence whose errors still add up: its gates forget
 UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 TF32_UNIT = 2.0**-11
@@ -95,7 +96,7 @@ class Given:
         self.error: Exception | None = None
         self.refusal: Exception | None = None  # PyTorch's, of what was served here
         self.grads: dict[str, torch.Tensor | None] = {}
-        self.grad_outputs: list[torch.Tensor] = []  # drawn, where they are not given
+        self.grad_outputs: dict[int, torch.Tensor] = {}  # by the place of the result; drawn, where they are not given
         self.flags: list[tuple[str, torch.Tensor | bool, Callable[[], str] | None]] = []
 
     def tensor(
@@ -192,20 +193,21 @@ class Given:
             refill(built, name, seed, self.device)
 
     def _backward(self) -> None:
-        outs = [t for t in flat(self.out) if t.requires_grad]
+        outs = {place: t for place, t in enumerate(flat(self.out)) if t.requires_grad}
         leaves = {name: b.leaf for name, b in self.built.items() if b.leaf is not None}
         if not leaves:
             return
         if not outs:
             self.grads = dict.fromkeys(leaves)
             return
-        self.grad_outputs = self.grad_outputs or [
-            drawn_gradient(t, seed_of(self.seed, f"grad {i}"), self.seed + i) for i, t in enumerate(outs)
-        ]
-        kept = [g.clone() for g in self.grad_outputs]
-        found = torch.autograd.grad(outs, list(leaves.values()), self.grad_outputs, allow_unused=True)
+        for place, t in outs.items():
+            if place not in self.grad_outputs:
+                self.grad_outputs[place] = drawn_gradient(t, seed_of(self.seed, f"grad {place}"), self.seed + place)
+        over = [self.grad_outputs[place].to(t.device, t.dtype) for place, t in outs.items()]
+        kept = [grad.clone() for grad in over]
+        found = torch.autograd.grad(list(outs.values()), list(leaves.values()), over, allow_unused=True)
         self.grads = dict(zip(leaves, found, strict=True))
-        for given, before in zip(self.grad_outputs, kept, strict=True):
+        for given, before in zip(over, kept, strict=True):
             self._flag("a gradient that it was given was overwritten", ~same(given, before))
 
     # What is right ---------------------------------------------------------------------------------------------------
@@ -331,7 +333,7 @@ class Given:
         required = [name for name in results if tables or self.built[name].leaf is not None]
         if len(self.grad_outputs) != len(required):
             raise Wrong(f"{len(self.grad_outputs)} results require a gradient, {len(required)} should")
-        given = dict(zip(required, self.grad_outputs, strict=True))
+        given = dict(zip(required, self.grad_outputs.values(), strict=True))
         found = self._rotated(tuple(p for p in parts if p.tensor in given), values, given, transposed=True)
         for name, (want, bound) in found.items():
             if self.built[name].leaf is not None:
@@ -465,8 +467,7 @@ class Given:
                 )
                 new = value
             made[id(built.tensor)] = new
-        if device:  # which draws other numbers of the same seed
-            again.grad_outputs = [grad.double().to(device) for grad in self.grad_outputs]
+        again.grad_outputs = dict(self.grad_outputs)  # rounded as ours were
         again.run(getattr(originals, original), **originals.swapped(self.arguments, made, doubled=doubled))
         return again
 
@@ -483,11 +484,13 @@ class Given:
         unit = UNIT[dtype] * (2 if self.truncates and dtype == torch.bfloat16 else 1)
         if dtype == torch.float32 and self.device == "cuda" and self.tf32[sequences]:
             unit = TF32_UNIT
-        unit += U32 * terms**0.5 / 2  # a sum in float32 errs by a unit a term, in any direction
+        summed = U32 * terms**0.5 / 2  # a sum in float32 errs by a unit a term, in any direction
         for index, (a, b, c) in enumerate(zip(ours, reference, exact, strict=True)):
+            if b is not None and a.requires_grad != b.requires_grad:
+                raise Wrong(f"result {index} requires {'a' if a.requires_grad else 'no'} gradient, unlike PyTorch's")
             if index < len(self.written) and b is not None:
                 b = b.to(a.dtype)  # noqa: PLW2901 - in place the dtype is that of what is overwritten
-            self._as_good(f"result {index}", a, b, c.to(a.device), size * unit, steps)
+            self._as_good(f"result {index}", a, b, c.to(a.device), size * (unit + summed), steps)
             if index < len(self.written):
                 overwritten = self.built[self.written[index]].tensor
                 self._flag("another tensor than the one overwritten is returned", a is not overwritten)
@@ -504,7 +507,9 @@ class Given:
                     want = whole.index_add_(0, where, want.flatten())
                     want = -want if self.built[name].view.negative else want
                 many = overlaps(self.built[name].view) if self.built[name].view.grad == "made" else 1
-                slack = size * unit * many * 32 * (1 + want.abs().amax() if want.numel() else 1.0)
+                largest = want.abs().amax() if want.numel() else 0.0
+                # What is stored between is rounded to the dtype; sums are not, of terms that may be larger than they are.
+                slack = many * (STORED * unit * largest + 32 * size * (U32 + summed) * (1 + largest))
                 self._as_good(f"the gradient of {name}", grad, theirs_grad, want, slack, steps)
 
     def _dtype(self) -> torch.dtype:

@@ -125,6 +125,30 @@ def half_state(gru: Any) -> Any:
     return planted
 
 
+class _Larger(torch.autograd.Function):
+    """What it is given; a gradient that is larger by a fifth."""
+
+    @staticmethod
+    def forward(_ctx: Any, t: torch.Tensor) -> torch.Tensor:
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * 1.2
+
+
+def larger_gradient(operator: Any) -> Any:
+    """Gradients of 16 bits are larger by a fifth."""
+
+    def planted(*call: Any) -> Any:
+        return tuple(
+            _Larger.apply(t) if t is not None and t.requires_grad and t.element_size() == 2 else t
+            for t in operator(*call)
+        )
+
+    return planted
+
+
 ROTATE, PREPARE, GRU = (
     (tuned.calls.rope.call, "rotate"),
     (tuned.calls.rope.call, "prepare"),
@@ -134,6 +158,8 @@ PLANTS: dict[str, tuple[tuple[Any, str], Callable[[Any], Any]]] = {
     **{f.__name__: (ROTATE, f) for f in (a_sign, unwritten, overwritten, beyond, stale, coarse, no_error)},
     "other_error": (PREPARE, other_error),
     "half_state": (GRU, half_state),
+    "larger_gradient": (GRU, larger_gradient),
+    "larger_gradient_of_norm": (ROTATE, larger_gradient),
 }
 
 

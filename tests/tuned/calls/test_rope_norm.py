@@ -322,6 +322,22 @@ def test_a_result_that_nothing_depends_on_has_no_part_in_the_gradients(norm_of: 
     assert_same_gradients(call, Settings(norm=norm_of, eps=1e-6), grads)
 
 
+@pytest.mark.parametrize("asked", ["q", "k", "q_weight", "k_weight"])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("run", [node, rope_call.run_eager])
+def test_a_result_of_what_needs_no_gradient_needs_none(asked: str, inplace: bool, run: Any) -> None:
+    given = tensors()
+    given[asked].requires_grad_()
+    x, key = (given[n] * 1.0 for n in ("q", "k"))
+    call = Given(
+        x, key, cos=given["cos"], sin=given["sin"], weight=given["q_weight"], key_weight=given["k_weight"]
+    )  # fmt: skip
+    out = run(call, Settings(norm="head", eps=1e-6, inplace=inplace))
+    assert [t.requires_grad for t in out] == [asked in ("q", "q_weight"), asked in ("k", "k_weight")]
+    (grad,) = torch.autograd.grad([t.sum() for t in out if t.requires_grad], given[asked])
+    assert grad.abs().sum() > 0
+
+
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("lies", ["transposed", "sliced", "expanded", "negative", "key apart"])

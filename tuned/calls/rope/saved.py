@@ -69,7 +69,13 @@ class _Saved(torch.autograd.Function):
         ctx.node, ctx.numbers = node, numbers
         ctx.set_materialize_grads(False)
         weights = None if weight is None else (weight, key_weight)
-        return node.forward.run(x, key, angles, sin, cu_seqlens, positions, *numbers, weights)
+        out = node.forward.run(x, key, angles, sin, cu_seqlens, positions, *numbers, weights)
+        if key is not None:  # a result of nothing that needs a gradient needs none itself
+            of_x, of_key, *of_angles, of_weight, of_key_weight = ctx.needs_input_grad[:6]
+            needs = of_x or of_weight, of_key or of_key_weight
+            if not any(of_angles):
+                ctx.mark_non_differentiable(*(t for t, need in zip(out, needs, strict=True) if not need))
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
