@@ -315,10 +315,18 @@ LOOKUP = (
     Fault(
         "a_result_with_other_strides_is_written_directly",
         "tuned/calls/rope/plan.py",
-        "alike = settings.inplace or made_alike(x, prepared.call, settings)",
+        "alike = settings.inplace or made_alike(x, key, prepared.call, settings)",
         "alike = True",
         (T + "calls/test_rope_plan.py::test_a_packed_qkv_of_any_strides_has_the_same_result_again",),
         "A packed qkv that is expanded over the batch is written elsewhere from its second call on.",
+    ),
+    Fault(
+        "a_key_with_other_strides_is_written_directly",
+        "tuned/calls/rope/plan.py",
+        "made_alike(x, key, prepared.call, settings)",
+        "made_alike(x, None, prepared.call, settings)",
+        (T + "calls/test_rope_plan.py::test_what_shares_memory_has_the_same_result_again",),
+        "A key whose heads are expanded is written elsewhere from its second call on.",
     ),
     Fault(
         "homes_of_one_name_meet",

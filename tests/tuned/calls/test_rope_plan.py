@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import sys
 import threading
 from typing import Any
@@ -20,7 +21,7 @@ import tuned.lookup.misses
 from tests.support.rope_calls import CHOICES, Case, Watch, build, chosen_once, forget, watch
 from tests.support.rope_plans import CASES, check, wanted_of
 from tuned.calls.rope import call as rope_call
-from tuned.dispatch import rope, rope_qk, rope_qkv
+from tuned.dispatch import qk_norm_rope, rope, rope_qk, rope_qkv
 from tuned.launching import launcher
 from tuned.lookup.lookup import Gpu
 
@@ -347,6 +348,34 @@ def test_a_packed_qkv_of_any_strides_has_the_same_result_again(watch: Watch, cas
     for _ in range(3):
         found = rotated(qkv)
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd", "bhsd"])
+@pytest.mark.parametrize("normed", [False, True])
+def test_what_shares_memory_has_the_same_result_again(watch: Watch, layout: str, normed: bool) -> None:
+    """Each axis of the query or of the key expanded, and all others where they are."""
+    watch.interpreted = True
+    seq, batch = 3, 1 if layout == "thd" else 2
+    shapes = {"bshd": (batch, seq, 2, 4), "sbhd": (seq, batch, 2, 4), "thd": (seq, 2, 4), "bhsd": (batch, 2, seq, 4)}
+    shape, cos, sin = shapes[layout], torch.rand(seq, 2), torch.rand(seq, 2)
+    extra = {"cu_seqlens": torch.tensor([0, seq], dtype=torch.int32)} if layout == "thd" else {}
+    of_norm = {"q_weight": torch.rand(4), "k_weight": torch.rand(4)} if normed else {}
+    operator = qk_norm_rope if normed else rope_qk
+
+    def turned(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return operator(q, k, cos=cos, sin=sin, tensor_format=layout, **of_norm, **extra)
+
+    for axis, of_key in itertools.product(range(len(shape) - 1), (False, True)):
+        dense = torch.randn(shape)
+        shared = dense.narrow(axis, 0, 1).expand(shape)
+        q, k = (dense, shared) if of_key else (shared, dense)
+        forget()
+        wanted = turned(q.contiguous(), k.contiguous())
+        forget()
+        for _ in range(3):
+            for ours, right in zip(turned(q, k), wanted, strict=True):
+                torch.testing.assert_close(ours, right)
 
 
 @pytest.mark.usefixtures("watch")

@@ -265,7 +265,7 @@ def _checked(given: Given, settings: Settings, sources: Sources, class_key: Any,
     misses.note(ROPE, prepared.spec, prepared.size, choice)
     if heads_apart(given.x, settings):  # ``prepared`` is of a contiguous copy
         return Plan(functools.partial(_run_copy, settings, sources))
-    return kernel_plan(given.x, prepared, choice.variant, settings, sources, class_key, first)
+    return kernel_plan(given.x, given.key, prepared, choice.variant, settings, sources, class_key, first)
 
 
 def _bypassed(given: Given, settings: Settings) -> str | None:

@@ -94,6 +94,7 @@ def sized_plan(found: SizedLaunch, x: torch.Tensor) -> Plan:
 
 def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
     x: Any,
+    key: Any,
     prepared: Prepared,
     variant: Any,
     settings: Settings,
@@ -101,7 +102,7 @@ def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
     class_key: Any,
     first: threading.local,
 ) -> Plan:
-    """The plan of calls with the properties of this one, of the caller's x; ``class_key`` is that of its shape class, or None.
+    """The plan of calls with the properties of this one, of the caller's x and key; ``class_key`` is that of its shape class, or None.
 
     If the kernel is already compiled, for calls that differ only in their sizes, the plan launches directly from the
     start. Otherwise its first run uses Triton's public launcher, which compiles; this thread's takes the call from ``first``.
@@ -133,7 +134,7 @@ def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
 
     plan, now = Plan(run_first), Ready(spec, prepared.call, *launches(spec, variant, prepared.call))
     compiled = known_kernel(variant, now)
-    alike = settings.inplace or made_alike(x, prepared.call, settings)
+    alike = settings.inplace or made_alike(x, key, prepared.call, settings)
     if compiled is not None and not sources.copied and alike and not capturing():
         plan.run = upgrade(now, compiled)
     else:
@@ -197,16 +198,22 @@ def as_asked(out: torch.Tensor, x: torch.Tensor, settings: Settings) -> torch.Te
     return out.transpose(1, 2) if settings.tensor_format == "bhsd" else out.view(x.shape)
 
 
-def made_alike(x: torch.Tensor, call: RopeCall, settings: Settings) -> bool:
-    """Whether the call's result has the strides of ``empty_like(x)``, which a direct launch writes to.
+def made_alike(x: torch.Tensor, key: torch.Tensor | None, call: RopeCall, settings: Settings) -> bool:
+    """Whether the call's results have the strides of ``empty_like`` of x and of the key, which a direct launch writes to.
 
-    That of a packed qkv is made like the view of it that has one axis of heads: where batch entries share memory, one that is
-    made like qkv itself can have other strides.
+    They are made like views: of a packed qkv with one axis of heads, of "bhsd" with tokens before heads. Where elements
+    share memory, what is made like the tensor itself can have other strides.
     """
     if settings.k_dim:
         return True  # contiguous always
-    strides = as_asked(call.out, x, settings).stride(), torch.empty_like(x, device="meta").stride()
-    return all(n < 2 or a == b for n, a, b in zip(x.shape, *strides, strict=True))  # noqa: PLR2004
+    pairs = [(x, as_asked(call.out, x, settings))]
+    if key is not None and call.key_out is not None:
+        pairs.append((key, as_asked(call.key_out, key, settings)))
+    return all(
+        n < 2 or a == b  # noqa: PLR2004
+        for given, out in pairs
+        for n, a, b in zip(given.shape, out.stride(), torch.empty_like(given, device="meta").stride(), strict=True)
+    )
 
 
 def _run(  # noqa: PLR0913 - what the closure holds
