@@ -460,6 +460,8 @@ class Given:
                     leaf = value
                 again.built[name] = dataclasses.replace(again.built[name], tensor=value, leaf=leaf)
                 new = value
+            elif doubled and new.is_floating_point():  # on "meta": of the dtype of the others
+                new = new.double()
             if device:
                 value = new.detach().to(device)
                 again.built[name] = dataclasses.replace(

@@ -445,3 +445,13 @@ def test_what_lies_on_meta_has_nothing_to_ask_and_leaves_the_rest_asked() -> Non
     given._flag("this", torch.tensor([False, True]))
     with pytest.raises(Wrong, match=r"^this$"):
         given._settle()
+
+
+def test_a_reference_has_what_lies_on_meta_in_its_own_dtype_too() -> None:
+    """torch.nn.GRU compares the dtypes of its input and its weights, wherever they lie."""
+    given = Given(7, mode="no_grad")
+    x = given.tensor("x", (3, 8), torch.float16, (8, 1), 0, 24, device="meta")
+    given.tensor("w", (5, 8), torch.float16, (8, 1), 0, 40)
+    given.run(dispatch.linear_cat, inputs=(x,), weight=given.built["w"].tensor)
+    reference = given._original("linear_cat", doubled=True)
+    assert reference.arguments["inputs"][0].dtype == reference.arguments["weight"].dtype == torch.float64
