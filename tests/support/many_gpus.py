@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,15 +127,16 @@ def tools(place: Place, index: int, compilers: int, waiting: Callable[[str], Non
     yield worker, FakeCompiler(), ENVIRONMENT | told.get("environment", {})
 
 
-def one_machine(folder: Path) -> list[Any]:
+@functools.cache
+def one_machine() -> list[Any]:
     """The record that one GPU writes of the same problems."""
-    place = Place(folder)
-    folder.mkdir()
-    worker = FakeWorker(cost)
-    worker.start()
-    journal = Journal(open_storage(None, "test_gpu", folder / "trials.log"))
-    tune_all(Run(PROBLEMS), Tools(worker, FakeCompiler(), journal, ENVIRONMENT), place.orders())  # type: ignore[arg-type]
-    return place.record()
+    with tempfile.TemporaryDirectory() as folder:
+        place = Place(Path(folder))
+        worker = FakeWorker(cost)
+        worker.start()
+        journal = Journal(open_storage(None, "test_gpu", place.folder / "trials.log"))
+        tune_all(Run(PROBLEMS), Tools(worker, FakeCompiler(), journal, ENVIRONMENT), place.orders())  # type: ignore[arg-type]
+        return place.record()
 
 
 def main(folder: str, nodes: str, *options: str) -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +47,14 @@ LAST = 12  # measurement of the node that is killed
 
 
 class Nodes:
-    """A Ray cluster on this machine: its head has no GPU, each other node one, and a name in its environment."""
+    """A Ray cluster on this machine: its head has no GPU, each other node one, and a name in its environment.
 
-    def __init__(self) -> None:
+    Each has a folder of its own in ``root``, as hosts have: in one of all, nodes unpack what they are sent over each other,
+    and a tuner that finds a half of it dies, or waits for a minute.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
         self.cluster = Cluster(
             initialize_head=True, head_node_args={**SMALL, **ALONE, "num_gpus": 0, "_system_config": HEALTH}
         )
@@ -56,7 +62,8 @@ class Nodes:
 
     def add(self, *names: str) -> None:
         for name in names:
-            self.nodes[name] = self.cluster.add_node(**SMALL, num_gpus=1, env_vars={"NODE": name}, wait=False)
+            own = {"env_vars": {"NODE": name}, "temp_dir": tempfile.mkdtemp(dir=self.root)}
+            self.nodes[name] = self.cluster.add_node(**SMALL, **own, num_gpus=1, wait=False)
         self.cluster.wait_for_nodes(BACKSTOP_SECONDS)
 
     def only(self, *names: str) -> None:
@@ -76,11 +83,12 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    with pytest.MonkeyPatch.context() as patch:
+    # Under /tmp: names of sockets are at most 107 characters long.
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as root:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_worker_niceness", "0")  # on a busy machine the tuners would wait for all others
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # Ray would count those
-        made = Nodes()
+        made = Nodes(Path(root))
         yield made
         made.cluster.shutdown()
 
@@ -91,19 +99,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plac
     return lambda **nodes: Place(tmp_path, nodes)
 
 
-def all_is_done(run: Run, place: Place, tmp_path: Path) -> None:
+def all_is_done(run: Run, place: Place) -> None:
     assert not run.skipped
     assert not run.interrupted
     assert [w.name for w in run.winners] == [p.name for p in PROBLEMS]
     assert run.record == place.folder / "out" / "test_gpu.json"
     assert set(place.measured()) == everything()
     assert place.kept() == len(everything()), "each trial is kept once"
-    assert place.record() == one_machine(tmp_path / "one")
+    assert place.record() == one_machine()
 
 
-def test_a_node_that_is_killed_costs_its_trial_and_one_that_comes_takes_over(
-    nodes: Nodes, place: Any, tmp_path: Path
-) -> None:
+def test_a_node_that_is_killed_costs_its_trial_and_one_that_comes_takes_over(nodes: Nodes, place: Any) -> None:
     """Node a waits, b is killed, c has another Triton, d comes later; only then a goes on."""
     c = {"late": True, "environment": {"triton": "9.9.9"}}
     four = place(a={"waits_at": 2}, b={"waits_at": LAST, "said": "waits for its GPU"}, c=c)
@@ -130,7 +136,7 @@ def test_a_node_that_is_killed_costs_its_trial_and_one_that_comes_takes_over(
         wait(lambda: four.by()["d"] > LAST)
         four.go()
         tuning.result()
-    all_is_done(run, four, tmp_path)
+    all_is_done(run, four)
     assert sum(four.measured().values()) == len(everything()) + 1, (
         "the trial under way was measured again, nothing else"
     )
@@ -173,7 +179,7 @@ def test_a_driver_that_is_killed_goes_on_where_it_was(nodes: Nodes, place: Any, 
     run = Run(PROBLEMS)
     with connected(nodes.cluster.address, []):
         Driver(run, two.orders(), functools.partial(tools, two), None, Display()).tune()
-    all_is_done(run, two, tmp_path)
+    all_is_done(run, two)
     assert sum(two.measured().values()) == len(everything()) + 2, "but for the two trials under way"
 
 

@@ -186,7 +186,7 @@ def test_gpus_share_the_problems_and_the_record_is_one_machines(tune: Any, tmp_p
     assert [w.name for w in run.winners] == NAMES
     assert not said
     assert run.gpus == 2
-    assert run_record(tmp_path) == one_machine(tmp_path / "one")
+    assert run_record(tmp_path) == one_machine()
     assert all(set(gpu.worker.staged) for gpu in two)
     assert measured(*two) == len(everything())
     assert sorted(two[0].worker.staged + two[1].worker.staged) == sorted(NAMES), "all variants of a problem on one GPU"
@@ -319,7 +319,7 @@ def test_ctrl_c_keeps_what_was_measured_and_the_next_run_goes_on(tune: Any, tmp_
     run, _, _ = tune(*again)
     assert [w.name for w in run.winners] == NAMES
     assert measured(*again) == len(everything()) - before
-    assert run_record(tmp_path) == one_machine(tmp_path / "one")
+    assert run_record(tmp_path) == one_machine()
 
 
 def test_hosts_are_sent_the_checkout_or_the_package_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,4 +65,4 @@ def test_a_run_goes_on_from_the_trials_of_the_database(url: str, tmp_path: Path)
     tuned(url, third, tmp_path / "another")  # of another host
     assert not third.measured
     records: list[Any] = [read_record("test_gpu", tmp_path / name) for name in ("out", "another")]
-    assert records[0] == records[1] == [w for w in one_machine(tmp_path / "one") if w.name in names]
+    assert records[0] == records[1] == [w for w in one_machine() if w.name in names]
