@@ -660,7 +660,8 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
         RuntimeError: h cannot be overwritten without losing a gradient; nothing has been written.
     """
     if resets is not None and not inplace:
-        h = h.masked_fill(reset_rows(h, resets), 0)
+        marks = reset_rows(h, resets)
+        h = h.masked_fill(marks, 0)
     if (resets is None or not inplace) and not torch.compiler.is_dynamo_compiling():
         known = gru_cell_run.known(x, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace)
         if known is not None:

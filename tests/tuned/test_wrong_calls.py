@@ -474,6 +474,7 @@ OF_STEPS: dict[str, Row] = {
     "x device": (lambda: gru_cell(IN[0].to(META), HX[0], *W), ValueError, "all tensors must be on the device of h, cpu", "x is on meta", MOVE),
     "all fp8": (lambda: gru_cell(IN[0].to(FP8), HX[0].to(FP8), *[w.to(FP8) for w in W]), TypeError, "at least 16 bits", "got torch.float8_e4m3fn", "convert all with .to(torch.bfloat16)"),
     "h none": (lambda: gru_cell(IN[0], None, *W), TypeError, "h must be a tensor", "got NoneType", "pass torch.zeros(batch, hidden)"),
+    "h none, resets": (lambda: gru_cell(IN[0], None, *W, resets=MARKS[0]), TypeError, "h must be a tensor", "got NoneType", "pass torch.zeros(batch, hidden)"),
     "h hidden": (lambda: gru_cell(IN[0], zeros(B, 5), *W), ValueError, "h must be [batch, 4] for weight_hh of [12, 4]", "got [2, 5]", "give the state of these weights"),
     "h of a layer": (lambda: gru_cell(IN[0], HX, *W), ValueError, "h [batch, hidden]", "and [1, 2, 4]", "for whole sequences call gru"),
     "h leaf in place": (lambda: gru_cell(IN[0], zeros(B, N, requires_grad=True), *W, inplace=True), RuntimeError, "overwriting it would lose", "is a leaf that requires grad", "use inplace=False"),
@@ -687,6 +688,60 @@ def test_the_table_has_enough_rows_and_each_has_three_parts() -> None:
     assert len(WRONG) + len(WARNED) >= 250
     rows = [row[-3:] for row in (*WRONG.values(), *WARNED.values())]
     assert all(len(part) > 1 for parts in rows for part in parts), "a part that is empty is in every message"
+
+
+KEPT = zeros(4, 2, K, D)
+CALLS: dict[Any, dict[str, Any]] = {  # right ones, of every argument that is a tensor
+    rope: {"x": X, "positions": torch.arange(S), **TABLE},
+    rope_qk: {"q": Q, "k": KEY, "positions": torch.arange(S), "cos_sin_cache": CACHE},
+    rope_qkv: {"qkv": torch.ones(B, S, H + 2 * K, D), "kv_heads": K, "inv_freq": RATES},
+    rope_backward: {"grad_output": X, **TABLE},
+    qk_norm_rope: {"q": Q, "k": KEY, "q_weight": torch.ones(D), "k_weight": torch.ones(D), **TABLE},
+    qkv_norm_rope_: {
+        "qkv": torch.ones(B, S, H + 2 * K, D), "kv_heads": K, "q_weight": torch.ones(D), "k_weight": torch.ones(D), **TABLE,
+    },
+    rope_append_: {
+        "q": Q[0], "k": KEY[0], "v": KEY[1], "key_cache": KEPT, "value_cache": KEPT.clone(),
+        "slot_mapping": torch.arange(S), "positions": torch.arange(S), **TABLE,
+    },
+    gru: {"input": IN, "hx": HX, "weights": W, "resets": MARKS},
+    gru_cell: {"x": IN[0], "h": HX[0], **dict(zip(("weight_ih", "weight_hh", "bias_ih", "bias_hh"), W, strict=True)), "resets": MARKS[0]},
+    linear_cat: {"inputs": (IN[0], IN[1]), "weight": zeros(3, 2 * I), "bias": zeros(3)},
+}  # fmt: skip
+STRANGE = (
+    None,
+    3,
+    2.5,
+    "x",
+    {},
+    [1.0],
+    (None,),
+    object(),
+    zeros(0),
+    zeros(2, 2, 2, 2, 2),
+    zeros(3, 7),
+    zeros(3, 7).int(),
+)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("function", CALLS, ids=lambda f: f.__name__)
+def test_anything_in_the_place_of_a_tensor_is_served_or_refused_in_words_of_ours(function: Any) -> None:
+    """No AttributeError of a line within, and no RuntimeError of an operator that got it."""
+    call, served = CALLS[function], 0
+    copied = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in call.items()}
+    function(**copied)
+    for name, strange in itertools.product(call, STRANGE):
+        if name == "kv_heads":
+            continue
+        copied = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in call.items()}
+        try:
+            function(**copied | {name: strange})
+        except (TypeError, ValueError):
+            continue
+        served += 1
+        assert strange is None, f"{name} may be {strange!r}"
+    assert served <= sum(name in {"positions", "bias", "resets", "k", "k_weight"} for name in call)
 
 
 # What stands in for PyTorch's modules says what PyTorch's say, in their words: rule and value are theirs. test_nn_errors has more.

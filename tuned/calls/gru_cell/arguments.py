@@ -9,6 +9,8 @@ import torch
 from tuned.calls.products import autocast_dtype
 from tuned.calls.refusal import refuses
 
+NO_STATE = "pass torch.zeros(batch, hidden) for a state that is none"
+
 
 def _check_cell(  # noqa: PLR0913 - the arguments of the public call
     x: Any,
@@ -33,10 +35,9 @@ def _check_cell(  # noqa: PLR0913 - the arguments of the public call
         named |= {"bias_ih": bias_ih, "bias_hh": bias_hh}
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
-            hint = {
-                "x": "segments are a tuple of tensors",
-                "h": "pass torch.zeros(batch, hidden) for a state that is none",
-            }.get(name, "the order is x, h, weight_ih, weight_hh, bias_ih, bias_hh, as in cell.parameters()")
+            hint = {"x": "segments are a tuple of tensors", "h": NO_STATE}.get(
+                name, "the order is x, h, weight_ih, weight_hh, bias_ih, bias_hh, as in cell.parameters()"
+            )
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}: {hint}")
     if x.ndim != 2 or h.ndim != 2:  # noqa: PLR2004
         raise ValueError(
@@ -105,9 +106,8 @@ def reset_rows(h: Any, resets: Any) -> torch.Tensor:
     """
     for name, tensor, axes in (("h", h, 2), ("resets", resets, 1)):
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"{name} must be a tensor, got {type(tensor).__name__}: convert it with torch.as_tensor(...)"
-            )
+            hint = NO_STATE if name == "h" else "convert it with torch.as_tensor(...)"
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}: {hint}")
         if tensor.ndim != axes:
             of = "[batch, hidden]" if name == "h" else "[batch], one mark for each row of h"
             raise ValueError(f"{name} must have {axes} axes, got {list(tensor.shape)}: give {of}")
