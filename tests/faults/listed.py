@@ -321,6 +321,22 @@ LOOKUP = (
         "A packed qkv that is expanded over the batch is written elsewhere from its second call on.",
     ),
     Fault(
+        "a_compilers_error_reaches_the_caller",
+        "tuned/launching/launcher.py",
+        "            remember_failure(launch, error)\n",
+        "            pass\n",
+        (T + "launching/test_uncompiled.py::test_it_is_said_once_and_not_tried_again",),
+        "A model dies of a shape that one version of Triton cannot compile.",
+    ),
+    Fault(
+        "what_does_not_compile_is_tried_again",
+        "tuned/launching/launcher.py",
+        "    refuse_known(launch)\n",
+        "",
+        (T + "launching/test_uncompiled.py::test_it_is_said_once_and_not_tried_again",),
+        "Each such call waits for the compiler.",
+    ),
+    Fault(
         "a_key_with_other_strides_is_written_directly",
         "tuned/calls/rope/plan.py",
         "made_alike(x, key, prepared.call, settings)",

@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 
+import tuned.kernels
 from tuned.families.launch import Copy, Fill, Launch, Product, Step
 from tuned.launching.rehearsal import NotedError, listen, listening
+from tuned.launching.uncompiled import refuse_known, remember_failure
 
 INTEGERS = {
     1: torch.uint8,
@@ -42,12 +44,18 @@ def launch_public(function: Any, launch: Launch) -> Any:
     """Launch through Triton's public launcher; returns the compiled kernel.
 
     Raises:
-        NotedError: this thread listens, and the launch was noted instead.
+        NotedError: this thread listens, and the launch was noted instead; or its kernel, one of ours, does not compile.
     """
     if (heard := listening()) is not None:
         heard.note(function, launch)
         raise NotedError
-    return function[(launch.programs,)](*launch.arguments, **launch.constants, **launch.options)
+    refuse_known(launch)
+    try:
+        return function[(launch.programs,)](*launch.arguments, **launch.constants, **launch.options)
+    except Exception as error:
+        if launch.kernel in tuned.kernels.DIGESTS:
+            remember_failure(launch, error)
+        raise
 
 
 def _launch_committed(launch: Launch) -> Any:

@@ -29,7 +29,7 @@ _RECORDED: set[tuple[str, str]] = set()  # (file, line)
 
 
 class TunedWarning(RuntimeWarning):
-    """No row was measured on this model of GPU: calls work, and tuning would make them faster.
+    """Calls work, and could be faster: no row was measured on this model of GPU, or Triton cannot compile a kernel.
 
     Python's filters silence it: ``warnings.filterwarnings("ignore", category=tuned.TunedWarning)``, or in the
     environment ``PYTHONWARNINGS="ignore:nothing was tuned on"``.

@@ -6,6 +6,7 @@ are operators of PyTorch, on tensors that have no heads: tuned.families.rope.eag
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from tuned.calls.rope.arguments import Given, Prepared, Settings, Sources, packe
 from tuned.calls.rope.plan import Plan, choice_of
 from tuned.families.rope.eager import angle_gradient, spread
 from tuned.families.rope.launches import RopeCall, token_angles
-from tuned.launching.rehearsal import Heard
+from tuned.launching.rehearsal import Heard, NotedError
 
 Gradients = tuple[Any, Any, Any, Any]  # of x, the key, the tensor of angles, and sin
 SOURCES = ("freqs", "cos", "sin", "cos_sin_cache", "inv_freq", "freqs_cis")
@@ -73,10 +74,11 @@ def gradient(
         return _by_formula(given, prepared, grads)
     empty = not given.x.numel() or (given.key is not None and not given.key.numel())
     choice = choice_of(prepared, "a tensor is empty" if empty else None)
-    if choice.variant is None:
-        out, key_out, *tables = angle_gradient(prepared.eager_spec, prepared.call, *grads)
-    else:
-        out, key_out, *tables = _by_kernel(prepared, choice.variant, *grads)
+    made = None
+    if choice.variant is not None:
+        with contextlib.suppress(NotedError):  # a kernel does not compile
+            made = _by_kernel(prepared, choice.variant, *grads)
+    out, key_out, *tables = made or angle_gradient(prepared.eager_spec, prepared.call, *grads)
     x_grad = tokens_first(out, settings).reshape(given.x.shape)
     return x_grad, tokens_first(key_out, settings), *_as_given(given, *tables)
 

@@ -5,6 +5,7 @@ The forward saves its input, not the reciprocal norms: the gradient reads the in
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from tuned.calls.rope.arguments import Given, Prepared, Settings, Sources, prepa
 from tuned.calls.rope.plan import Plan, choice_of
 from tuned.families.rope.eager import norm_gradient
 from tuned.families.rope.launches import RopeCall, parts
-from tuned.launching.rehearsal import Heard
+from tuned.launching.rehearsal import Heard, NotedError
 
 Gradients = tuple[torch.Tensor | None, ...]  # of x, the key, and the weights of their norms
 
@@ -61,9 +62,10 @@ def gradient(
         return tuple(saved.by_formula(prepared, tensors, (grad, key_grad)))
     empty = not given.x.numel() or (given.key is not None and not given.key.numel())
     choice = choice_of(prepared, "a tensor is empty" if empty else None)
-    if choice.variant is None:
-        return norm_gradient(prepared.eager_spec, prepared.call, grad, key_grad)
-    return _by_kernels(prepared.spec, choice.variant, prepared, grad, key_grad)
+    if choice.variant is not None:
+        with contextlib.suppress(NotedError):  # a kernel does not compile
+            return _by_kernels(prepared.spec, choice.variant, prepared, grad, key_grad)
+    return norm_gradient(prepared.eager_spec, prepared.call, grad, key_grad)
 
 
 def note_gradient(heard: Heard, given: Given, settings: Settings, bypassed: str | None) -> None:

@@ -1,0 +1,73 @@
+"""Kernels that Triton cannot compile, or a GPU cannot hold: PyTorch's own operators serve their calls.
+
+Another version of Triton may break on a text that ours compiles: 3.6 did, on rows of 6 features in float32. Nothing has been
+launched or written by then, and whoever makes a call has PyTorch's operators at hand, as for launches that are only noted.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from tuned.families.launch import Launch
+from tuned.launching.rehearsal import NotedError
+
+_SAID = "PassManager::run failed"  # all that Triton raises where a pass of its compiler breaks
+_CHARACTERS = 200  # of what Triton says, which may be its whole intermediate code
+_UNCOMPILED: dict[Any, str] = {}  # properties of a launch -> what Triton said of it
+
+
+class UncompiledError(NotedError):
+    """A kernel does not compile: PyTorch's own must serve the call. No caller of ours sees it."""
+
+
+def refuse_known(launch: Launch) -> None:
+    """Try no launch again that did not compile, which takes seconds.
+
+    Raises:
+        UncompiledError: such a one has been tried.
+    """
+    if _UNCOMPILED and (said := _UNCOMPILED.get(_properties(launch))) is not None:
+        raise UncompiledError(said)
+
+
+def remember_failure(launch: Launch, error: Exception) -> None:
+    """If the error is the compiler's, keep that the launch does not compile, and warn once for each kernel.
+
+    Raises:
+        UncompiledError: it is.
+    """
+    if (why := _why(error)) is None:
+        return
+    from tuned.launching.plan import remember  # noqa: PLC0415 - which imports the launcher, whose errors these are
+    from tuned.lookup.misses import TunedWarning, outside  # noqa: PLC0415 - as above
+
+    said = f"Triton cannot compile {launch.kernel} for this call ({why})"
+    told = any(key[0] == launch.kernel for key in _UNCOMPILED)
+    remember(_UNCOMPILED, _properties(launch), said)
+    if not told:
+        warnings.warn(
+            f"{said}: PyTorch's own operators serve it and calls like it, with the same result in more time. Another version of "
+            "Triton may compile it; docs/support.md lists those that were tried. This is said once for each kernel.",
+            TunedWarning,
+            stacklevel=outside(),
+        )
+    raise UncompiledError(said) from error
+
+
+def _why(error: Exception) -> str | None:
+    """What the compiler said, or None if the error is not the compiler's."""
+    from triton.compiler.errors import CompilationError  # noqa: PLC0415 - Triton is there by now
+    from triton.runtime.errors import OutOfResources, PTXASError  # noqa: PLC0415 - as above
+
+    if not isinstance(error, (CompilationError, OutOfResources, PTXASError)) and _SAID not in str(error):
+        return None
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_CHARACTERS]
+
+
+def _properties(launch: Launch) -> tuple[Any, ...]:
+    """All that the compiled code depends on, the kernel first."""
+    from tuned.launching.plan import specialisation  # noqa: PLC0415 - as above
+
+    device = next((t.device for t in launch.arguments if hasattr(t, "device")), None)
+    return (launch.kernel, device, *launch.constants.values(), *launch.options.items(), *specialisation(launch))
