@@ -19,7 +19,8 @@ from generator.storage.backends import StorageError, lost_storage, open_storage,
 from tests.support.ports import free_port
 from tests.support.processes import BACKSTOP_SECONDS
 
-FORK = multiprocessing.get_context("fork")
+# Not "fork": a worker of these tests has threads of many libraries by now, and its children may die of them.
+CLEAN = multiprocessing.get_context("forkserver")
 
 
 def names(storage: Any) -> list[str]:
@@ -47,7 +48,7 @@ def _write(path: Path, index: int) -> None:
 
 def test_many_processes_append_to_one_file(tmp_path: Path) -> None:
     path = tmp_path / "trials.log"
-    processes = [FORK.Process(target=_write, args=(path, i)) for i in range(3)]
+    processes = [CLEAN.Process(target=_write, args=(path, i)) for i in range(3)]
     for process in processes:
         process.start()
     for process in processes:
@@ -81,8 +82,8 @@ def _hold_lock(path: Path, ready: Any) -> None:
 
 
 def test_a_killed_process_takes_its_lock_with_it(tmp_path: Path) -> None:
-    path, ready = tmp_path / "trials.log", FORK.Event()
-    process = FORK.Process(target=_hold_lock, args=(path, ready))
+    path, ready = tmp_path / "trials.log", CLEAN.Event()
+    process = CLEAN.Process(target=_hold_lock, args=(path, ready))
     process.start()
     assert ready.wait(BACKSTOP_SECONDS)
     os.kill(process.pid or 0, signal.SIGKILL)
