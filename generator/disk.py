@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -37,6 +38,12 @@ TROUBLES = (  # errors, and what is said of the file
     ),
     (OTHER, "{what} cannot be used: {why}. Name another place with TUNED_CACHE or --out, or make this one usable"),
 )
+
+
+def gzipped(data: bytes) -> bytes:
+    """What gzip reads; of the same data the same bytes, without a time and with the header of Python 3.11, which others change."""
+    compressor = zlib.compressobj(9, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
+    return compressor.compress(data) + compressor.flush()
 
 
 def write_whole(path: Path, data: bytes) -> None:

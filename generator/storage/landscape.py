@@ -14,7 +14,7 @@ import numpy as np
 from tuned.families.choices import choices, undeclared
 from tuned.families.registry import FAMILIES
 
-from ..disk import write_whole
+from ..disk import gzipped, write_whole
 from ..places import LANDSCAPES, PROGRAM
 from ..problem import Problem
 from ..rendering.structures import fresh
@@ -77,7 +77,7 @@ def save(landscape: Landscape, folder: Path) -> Path:
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{problem.name}.json.gz"
-    write_whole(path, gzip.compress(json.dumps(content, separators=(",", ":"), sort_keys=True).encode(), mtime=0))
+    write_whole(path, gzipped(json.dumps(content, separators=(",", ":"), sort_keys=True).encode()))
     return path
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tuned.families.registry import FAMILIES
 
-from ..disk import write_whole
+from ..disk import gzipped, write_whole
 from ..places import PROGRAM, SAMPLES
 from ..problem import Problem
 
@@ -66,7 +66,7 @@ def save(samples: Samples, folder: Path = SAMPLES) -> Path:
     path = path_of(samples.environment["device"], samples.family, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, separators=(",", ":"), sort_keys=True)
-    write_whole(path, gzip.compress(text.encode(), mtime=0))
+    write_whole(path, gzipped(text.encode()))
     return path
 
 

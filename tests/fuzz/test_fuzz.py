@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-import triton
-from torch.torch_version import TorchVersion as Version
 
 import tuned.calls.gru.run
 import tuned.calls.rope.plan
@@ -25,11 +23,12 @@ from generator.rendering.structures import load
 from tests.fuzz import case as cases
 from tests.fuzz import draw, draw_rope, forced, formula
 from tests.fuzz.__main__ import FIRST_TURN, SWEEPS
-from tests.fuzz.draw import CPU, GPU, World, case, index_of
+from tests.fuzz.draw import CPU, GPU, case, index_of
 from tests.fuzz.given import Given, Part, Wrong
 from tests.fuzz.interpreted import interpreted_families
 from tests.fuzz.planted import GRU as PLANTED_IN_GRU
 from tests.fuzz.planted import PLANTS, planted
+from tests.fuzz.worlds import FAMILIES, KERNELS, ROPE, SEED, assert_right
 from tests.support import oracle
 from tests.support.pythons import python
 from tests.support.rope_calls import Watch, watch
@@ -47,15 +46,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.interpreter
 
 __all__ = ["watch"]
-SEED = 11
 TURNS = range(FIRST_TURN, FIRST_TURN + 2 * SWEEPS, 2)  # as the sweep has them with one case a row
-KERNELS = World(
-    truncates=True, sees_values=False, most=1000, hidden=16, long=0, modes=("plain", "no_grad", "inference", "grad")
-)
-ROPE = dataclasses.replace(KERNELS, kinds=("rope", "dropin"))
-# The interpreter of older Tritons cannot count from a number of the call, as sequences do.
-SEQUENCES = ("gru",) if Version(triton.__version__) >= Version("3.7") else ()
-FAMILIES = dataclasses.replace(KERNELS, kinds=(*SEQUENCES, "gru_cell", "linear_cat"), modes=("no_grad", "inference"))
 
 
 @pytest.fixture(autouse=True)
@@ -65,17 +56,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def assert_right(world: World, indices: range, repeats: int = 2) -> int:
-    """Run cases; every failure is told with its script."""
-    wrong, calls = [], 0
-    for index in indices:
-        made, failure = cases.run(case(world, SEED, index, repeats), "cpu")
-        calls += made
-        wrong += [] if failure is None else [f"{failure.message}\n{failure.script}"]
-    assert not wrong, "\n".join([f"{len(wrong)} wrong", *wrong])
-    return calls
 
 
 def test_calls_by_pytorchs_operators_are_right() -> None:

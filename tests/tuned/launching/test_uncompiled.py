@@ -19,7 +19,7 @@ import tuned.launching.launcher
 import tuned.launching.uncompiled
 from tests.fuzz import draw
 from tests.fuzz.interpreted import interpreted_families
-from tests.fuzz.test_fuzz import FAMILIES, KERNELS, ROPE, assert_right
+from tests.fuzz.worlds import FAMILIES, KERNELS, ROPE, assert_right
 from tests.support.rope_calls import Watch, watch
 from tuned.families.launch import Launch
 from tuned.launching.launcher import launch_public
