@@ -331,8 +331,8 @@ LOOKUP = (
     Fault(
         "what_does_not_compile_is_tried_again",
         "tuned/launching/launcher.py",
-        "    refuse_known(launch)\n",
-        "",
+        "        refuse_known(launch)\n",
+        "        pass\n",
         (T + "launching/test_uncompiled.py::test_it_is_said_once_and_not_tried_again",),
         "Each such call waits for the compiler.",
     ),

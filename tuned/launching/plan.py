@@ -142,6 +142,11 @@ def _specialised(name: str) -> tuple[bool, ...]:
     return tuple(not parameter.do_not_specialize for parameter in kernel(name).params)
 
 
+def properties(device: int, launch: Launch) -> tuple[Any, ...]:
+    """All that the compiled code of a launch depends on."""
+    return (device, launch.kernel, *launch.constants.values(), *launch.options.items(), *specialisation(launch))
+
+
 _KNOWN: dict[Any, Any] = {}  # properties of a launch -> (compiled kernel, its direct launcher); no tensors
 
 
@@ -161,7 +166,7 @@ def launch_known(device: int, launch: Launch) -> Any:
         heard.note(function, launch)
         return None
     chains = hooks()
-    key = (device, launch.kernel, *launch.constants.values(), *launch.options.items(), *specialisation(launch))
+    key = properties(device, launch)
     known = _KNOWN.get(key)
     if known is not None and chains is not None and not chains[0].calls and not chains[1].calls:
         compiled, run = known

@@ -19,7 +19,7 @@ from tuned.families.launch import Launch
 
 
 class NotedError(RuntimeError):
-    """A launch was noted instead of made: PyTorch's own must serve the call. No caller of ours sees it."""
+    """A launch was noted, or could not be compiled, instead of made: PyTorch's own must serve the call. No caller of ours sees it."""
 
 
 class Pointer:

@@ -1,7 +1,8 @@
 """Kernels that Triton cannot compile, or a GPU cannot hold: PyTorch's own operators serve their calls.
 
-Another version of Triton may break on a text that ours compiles: 3.6 did, on rows of 6 features in float32. Nothing has been
-launched or written by then, and whoever makes a call has PyTorch's operators at hand, as for launches that are only noted.
+Another version of Triton may break on a text that ours compiles: 3.6 did, on rows of 6 features in float32. Nothing that the
+caller sees has been written by then, and whoever makes a call has PyTorch's operators at hand, as for launches that are only
+noted. Kernels from outside of this package have no such way back: what the compiler says of them is raised.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
+
 from tuned.families.launch import Launch
 from tuned.launching.rehearsal import NotedError
 
+_KINDS = {"CompilationError", "OutOfResources", "PTXASError"}
 _SAID = "PassManager::run failed"  # all that Triton raises where a pass of its compiler breaks
 _CHARACTERS = 200  # of what Triton says, which may be its whole intermediate code
 _UNCOMPILED: dict[Any, str] = {}  # properties of a launch -> what Triton said of it
@@ -43,7 +47,7 @@ def remember_failure(launch: Launch, error: Exception) -> None:
     from tuned.lookup.misses import TunedWarning, outside  # noqa: PLC0415 - as above
 
     said = f"Triton cannot compile {launch.kernel} for this call ({why})"
-    told = any(key[0] == launch.kernel for key in _UNCOMPILED)
+    told = any(launch.kernel == kernel for _, kernel, *_ in _UNCOMPILED)
     remember(_UNCOMPILED, _properties(launch), said)
     if not told:
         warnings.warn(
@@ -56,18 +60,16 @@ def remember_failure(launch: Launch, error: Exception) -> None:
 
 
 def _why(error: Exception) -> str | None:
-    """What the compiler said, or None if the error is not the compiler's."""
-    from triton.compiler.errors import CompilationError  # noqa: PLC0415 - Triton is there by now
-    from triton.runtime.errors import OutOfResources, PTXASError  # noqa: PLC0415 - as above
-
-    if not isinstance(error, (CompilationError, OutOfResources, PTXASError)) and _SAID not in str(error):
+    """What the compiler said, or None if the error is not the compiler's. By names: a newer Triton may have them elsewhere."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if not kinds & _KINDS and _SAID not in str(error):
         return None
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_CHARACTERS]
 
 
 def _properties(launch: Launch) -> tuple[Any, ...]:
-    """All that the compiled code depends on, the kernel first."""
-    from tuned.launching.plan import specialisation  # noqa: PLC0415 - as above
+    """All that the compiled code depends on, the kernel second."""
+    from tuned.launching.plan import properties  # noqa: PLC0415 - as above
 
-    device = next((t.device for t in launch.arguments if hasattr(t, "device")), None)
-    return (launch.kernel, device, *launch.constants.values(), *launch.options.items(), *specialisation(launch))
+    device = next((t.get_device() for t in launch.arguments if isinstance(t, torch.Tensor)), -1)
+    return properties(device, launch)

@@ -233,7 +233,7 @@ def gradients(
                 casts = torch.is_autocast_enabled(device.type)  # entering a context that changes nothing takes 10 us
                 with torch.no_grad(), torch.autocast(device.type, enabled=False) if casts else contextlib.nullcontext():
                     return _by_kernels(call, spec, size, choice.variant, output, wanted, given, gates)
-            except NotedError:  # this thread listens
+            except NotedError:  # this thread listens, or a kernel does not compile
                 pass
             except RuntimeError as error:
                 if not residents.too_large(error):

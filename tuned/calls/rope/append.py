@@ -188,7 +188,7 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
             remember(_PLANS, properties, kept)
     try:
         return kept.slow(given, cached, asked, prepared)
-    except NotedError:  # the launch was noted instead of made
+    except NotedError:  # the launch was noted instead of made, or its kernel does not compile
         return run_eager(given, cached, asked)
 
 

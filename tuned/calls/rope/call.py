@@ -128,7 +128,7 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
         )
     try:
         return plan.run(x, key, angles, sin, cu_seqlens, position_tensor, int_offset, addresses, weights)
-    except NotedError:  # the launch was noted instead of made
+    except NotedError:  # the launch was noted instead of made, or its kernel does not compile
         given = Given(
             x, key, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, cu_seqlens, positions, offset,
             weight, key_weight,
