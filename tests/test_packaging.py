@@ -1,12 +1,15 @@
-"""What is installed: a distribution whose name is free, which tests/test_installed.py unpacks."""
+"""What is installed: a distribution whose name is free, which tests/test_installed.py unpacks, and pins that each Python can have."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 pytestmark = pytest.mark.processes
 
@@ -26,3 +29,31 @@ def test_the_distribution_is_named_after_no_other_project() -> None:
         if Path(name).suffix in {".md", ".py", ".toml", ".txt", ".html", ".jinja"} or name == "Makefile":
             for line in (ROOT / name).read_text().splitlines():
                 assert name == Path(__file__).name or not wanted.search(line), f"{name}: {line}"
+
+
+def test_every_pin_holds_on_each_python_where_it_applies() -> None:
+    """A pin that a declared Python has no version of leaves pip no answer, and it tries all others for minutes."""
+    declared = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert len(declared) > 1
+    wrong, known = [], 0
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        pin = Requirement(line)
+        try:
+            installed = importlib.metadata.metadata(pin.name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if not pin.specifier.contains(installed["Version"], prereleases=True):
+            continue
+        known += 1
+        takes = SpecifierSet(installed["Requires-Python"] or "")
+        wrong += [
+            f"{line} on {python}: it needs {takes}"
+            for python in declared
+            # Some ask for a patch of the oldest Python that they take.
+            if (pin.marker is None or pin.marker.evaluate({"python_version": python}))
+            and not takes.contains(f"{python}.99")
+        ]
+    assert known > 1
+    assert not wrong
