@@ -48,7 +48,7 @@ def legal_pool(problem: Problem, capability: int, multiprocessors: int | None = 
     for tile in itertools.product(*core.values()):
         # To be looked at only, and never kept: a frozen variant's constructor takes longer than the rules. The class has
         # each field's default.
-        looked_at = object.__new__(family.variant_type)
+        looked_at: Any = object.__new__(family.variant_type)
         vars(looked_at).update(zip(core, tile, strict=True))
         reason = family.rejection(problem.spec, problem.size, looked_at, *here)
         if reason is not None:
