@@ -31,7 +31,7 @@ def told(name: str) -> dict[str, Any]:
     listed = importlib.import_module("rich.console").Console(file=io.StringIO(), width=200)
     assert part[".commands"].list_problems(part[".commands"].Options(), listed) == 0
     problems = part[".workload"].default_problems()
-    with mock.patch.object(part[".publishing.audit"], "not_verified", lambda _: None):  # which needs a checkout
+    with mock.patch.object(part[".publishing.audit"], "not_verified", return_value=None):  # which needs a checkout
         findings = list(part[".publishing.audit"].findings(problems, None, None))
     return {
         "modules": sorted(part),
