@@ -137,7 +137,7 @@ def test_a_template_may_read_only_what_its_name_says(tmp_path: Path) -> None:
     assert not list(home_folder(file).rglob("*.py"))
 
 
-SEEN = 5  # problems of a family
+SEEN = 3  # problems of a family
 
 
 @pytest.mark.thinned_on_gpu(every=4)
