@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import tuned.dispatch
 import tuned.nn
-from tests.support.processes import BACKSTOP_SECONDS
+from tests.support.pythons import python
 
 pytestmark = pytest.mark.processes
 
@@ -82,11 +80,8 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("sphinx")
     pytest.importorskip("furo")
     pytest.importorskip("myst_parser")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees")]
-    done = subprocess.run(
-        [*command, str(DOCS), str(tmp_path / "site")],
-        cwd=ROOT, capture_output=True, text=True, timeout=BACKSTOP_SECONDS, check=False,
-    )  # fmt: skip
+    command = ("-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees"))
+    done = python(*command, str(DOCS), str(tmp_path / "site"))
     assert done.returncode == 0, done.stderr
     reference = (tmp_path / "site" / "api.html").read_text()
     assert "tuned.dispatch.rope_qk" in reference

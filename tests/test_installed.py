@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import importlib
 import json
 import os
@@ -20,6 +21,7 @@ import tuned.kernels
 from generator.places import INSIDE, ROOT
 from tests.support import installed
 from tests.support.processes import BACKSTOP_SECONDS
+from tests.support.pythons import python
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,11 +53,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     (path,) = built.glob("*.whl")
     zipfile.ZipFile(path).extractall(unpacked)
+    compileall.compile_dir(unpacked, quiet=1)  # as pip does, and none of the processes has to
     return unpacked
 
 
 def test_the_wheel_has_every_file_of_the_package_and_within_it_those_of_the_generator(wheel: Path) -> None:
-    found = {name for name in files(wheel) if ".dist-info/" not in name}
+    found = {name for name in files(wheel) if ".dist-info/" not in name and "__pycache__" not in name}
     folders = {"tuned": "tuned", "generator": f"tuned/{INSIDE}", "templates": f"tuned/{INSIDE}/templates"}
     assert found == {
         f"{there}/{name}" for here, there in folders.items() for name in files(ROOT / here) if "__pycache__" not in name
@@ -139,21 +142,16 @@ COMMAND = START + f"from tuned.{INSIDE}.command_line import program; program()"
 
 @pytest.fixture
 def command(wheel: Path, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the program ``tuned`` of the wheel, without a GPU, for a user whose home is tmp_path."""
+    """Runs the program ``tuned`` of the wheel, without a GPU, for a user whose home is tmp_path.
+
+    ``new``: as tests.support.pythons says; and then with -I and -S, as above.
+    """
     before = files(wheel)
 
-    def run(*arguments: str, code: str = COMMAND) -> subprocess.CompletedProcess[str]:
-        program = [sys.executable, "-I", "-S", "-B", "-c", code, str(wheel), os.pathsep.join(libraries()), *arguments]
-        environment = at_home(tmp_path) | {"CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(
-            program,
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=BACKSTOP_SECONDS,
-            check=False,
-        )
+    def run(*arguments: str, code: str = COMMAND, new: bool = False) -> subprocess.CompletedProcess[str]:
+        alone = ("-I", "-S", "-B") if new else ()
+        program = [*alone, "-c", code, str(wheel), os.pathsep.join(libraries()), *arguments]
+        done = python(*program, cwd=tmp_path, environment=at_home(tmp_path) | {"CUDA_VISIBLE_DEVICES": ""}, new=new)
         assert files(wheel) == before, "what is installed was written to"
         return done
 
@@ -165,7 +163,7 @@ ONE = "llama3_8b_2x4096"
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is done without a GPU")
 def test_a_user_of_the_wheel_tunes(command: Any, tmp_path: Path) -> None:
-    done = command("tune", "--gpu", "auto", "--problems", ONE, "--trials", "2")
+    done = command("tune", "--gpu", "auto", "--problems", ONE, "--trials", "2", new=True)
     assert done.returncode == 0, done.stderr
     assert "no GPU was found on this machine" in done.stdout
     assert "2 of 2 right" in done.stdout
@@ -184,7 +182,7 @@ def test_a_user_of_the_wheel_tunes(command: Any, tmp_path: Path) -> None:
     ],
 )
 def test_every_command_is_there(command: Any, arguments: tuple[str, ...], said: str) -> None:
-    done = command(*arguments)
+    done = command(*arguments, new="--help" in arguments)
     assert done.returncode == 0, done.stderr
     assert said in done.stdout
 

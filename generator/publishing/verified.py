@@ -72,32 +72,41 @@ def shipped(package: Path = PACKAGE) -> list[tuple[str, Path]]:
 @functools.lru_cache(maxsize=1024)
 def _meaning(source: str) -> str:
     """Kept, since a process may take the digest more than once, of files of which most stay as they are."""
-    return "".join(_tree(ast.parse(source)))
+    parts: list[str] = []
+    _tree(ast.parse(source), parts)
+    return "".join(parts)
 
 
-def _tree(node: Any) -> list[str]:
-    """A syntax tree as text that is the same for every Python from 3.10 on.
+def _tree(node: Any, parts: list[str]) -> None:
+    """Append a syntax tree as text that is the same for every Python from 3.10 on.
 
     Neither ast.dump nor ast.unparse is: 3.12 has a field for type parameters and other quotes in f-strings, 3.13 leaves
     out what is empty. A field that is empty is left out here, so that one which a later Python adds changes nothing.
     """
     if isinstance(node, ast.Constant):
-        return [f"{type(node.value).__name__} {node.value!a}"]
-    if isinstance(node, list):
-        return ["[", *(part for item in node for part in (*_tree(item), ",")), "]"]
-    if not isinstance(node, ast.AST):
-        return [ascii(node)]
-    parts = [type(node).__name__, "("]
-    for name in sorted(node._fields):
-        value = getattr(node, name, None)
-        if name == "body" and isinstance(value, list):
-            value = _without_docstring(node, value)
-        if name == "values" and isinstance(node, ast.JoinedStr):
-            value = _joined(node.values)
-        if value is None or value == []:
-            continue
-        parts += [f"{name}=", *_tree(value), ";"]
-    return [*parts, ")"]
+        parts.append(f"{type(node.value).__name__} {node.value!a}")
+    elif isinstance(node, list):
+        parts.append("[")
+        for item in node:
+            _tree(item, parts)
+            parts.append(",")
+        parts.append("]")
+    elif isinstance(node, ast.AST):
+        parts.append(f"{type(node).__name__}(")
+        for name in sorted(node._fields):
+            value = getattr(node, name, None)
+            if name == "body" and isinstance(value, list):
+                value = _without_docstring(node, value)
+            if name == "values" and isinstance(node, ast.JoinedStr):
+                value = _joined(node.values)
+            if value is None or value == []:
+                continue
+            parts.append(f"{name}=")
+            _tree(value, parts)
+            parts.append(";")
+        parts.append(")")
+    else:
+        parts.append(ascii(node))
 
 
 def _without_docstring(node: ast.AST, body: list[Any]) -> list[Any]:

@@ -42,20 +42,26 @@ def legal_pool(problem: Problem, capability: int, multiprocessors: int | None = 
     declared = choices(family.variant_type)
     core = {name: declared[name] for name in family.core_knobs}
     rest = {name: values for name, values in declared.items() if name not in core}
-    rejected: collections.Counter[str] = collections.Counter()
+    reasons: collections.Counter[str] = collections.Counter()
     here = capability, multiprocessors
     variants = []
     for tile in itertools.product(*core.values()):
-        chosen = dict(zip(core, tile, strict=True))
-        reason = family.rejection(problem.spec, problem.size, family.variant_type(**chosen), *here)
+        # To be looked at only, and never kept: a frozen variant's constructor takes longer than the rules. The class has
+        # each field's default.
+        looked_at: Any = object.__new__(family.variant_type)
+        vars(looked_at).update(zip(core, tile, strict=True))
+        reason = family.rejection(problem.spec, problem.size, looked_at, *here)
         if reason is not None:
-            rejected[reason.split(":")[0].split(" with ")[0]] += 1
+            reasons[reason] += 1
             continue
         others = (dict(zip(rest, values, strict=True)) for values in itertools.product(*rest.values()))
-        made = (family.variant_type(**chosen, **other) for other in others)
+        made = (family.variant_type(**vars(looked_at), **other) for other in others)
         variants += [v for v in made if family.rejection(problem.spec, problem.size, v, *here) is None]
     if OWN:  # no kernel can be added to what is installed
         variants = [v for v in variants if ships(family, problem.spec, v)]
+    rejected: collections.Counter[str] = collections.Counter()
+    for reason, tiles in reasons.items():
+        rejected[reason.split(":")[0].split(" with ")[0]] += tiles
     return Pool(math.prod(map(len, declared.values())), tuple(variants), dict(rejected.most_common()))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import itertools
 import json
 import math
 from pathlib import Path
@@ -102,19 +103,11 @@ def load(path: Path) -> Landscape:
     if set(knobs) <= set(declared):
         knobs = {name: knobs[name] for name in declared if name in knobs}
 
-    def named(numbers: dict[str, Any]) -> dict[Any, Any]:
-        rows = ((_variant(int(n), knobs, family.variant_type), value) for n, value in numbers.items())
-        return {variant: value for variant, value in rows if variant is not None}
-
+    parts = [content[name] for name in ("times", "failed", "registers")]
+    variants = _variants(list(dict.fromkeys(itertools.chain(*parts))), knobs, family.variant_type)
+    named = ({variants[n]: value for n, value in part.items() if n in variants} for part in parts)
     return Landscape(
-        problem,
-        content["environment"],
-        content["digests"],
-        content["copy_us"],
-        content["floor_us"],
-        named(content["times"]),
-        named(content["failed"]),
-        named(content["registers"]),
+        problem, content["environment"], content["digests"], content["copy_us"], content["floor_us"], *named
     )
 
 
@@ -128,10 +121,18 @@ def _number(variant: Any, declared: dict[str, Any]) -> int:
     return int(np.ravel_multi_index(places, [len(values) for values in declared.values()]))
 
 
-def _variant(number: int, declared: dict[str, Any], kind: Any) -> Any:
+def _variants(numbers: list[str], declared: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """Number -> variant, of those that the space still has."""
     newer = {f.name for f in dataclasses.fields(kind) if f.metadata["older"]}  # which had their defaults
     if not set(choices(kind)) - newer <= set(declared) <= set(choices(kind)):
-        return None
-    places = np.unravel_index(number, [len(values) for values in declared.values()])
-    variant = kind(**{name: values[place] for (name, values), place in zip(declared.items(), places, strict=True)})
-    return None if undeclared(variant) else variant
+        return {}
+    # Whether any value is no choice any more: it takes long to ask each of thousands of variants.
+    gone = any(undeclared(kind(**{name: value})) for name, values in declared.items() for value in values)
+    places = np.unravel_index(np.array(numbers, dtype=np.int64), [len(values) for values in declared.values()])
+    found = {}
+    for number, row in zip(numbers, np.transpose(places).tolist(), strict=True):
+        chosen = zip(declared.items(), row, strict=True)
+        variant = kind(**{name: values[place] for (name, values), place in chosen})
+        if not (gone and undeclared(variant)):
+            found[number] = variant
+    return found

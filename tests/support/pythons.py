@@ -26,7 +26,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 PRELOAD = ("numpy", "torch", "triton.language", "triton.compiler", "jinja2", "optuna", "rich.console", "typer.testing")
 # Variables that nothing of PRELOAD reads while it is imported. There is a process for all that the others are.
-LATE = ("CUDA_VISIBLE_DEVICES", "PYTEST_", "PYTHONPATH", "TRITON_CACHE_DIR", "TUNED_")
+LATE = ("CUDA_VISIBLE_DEVICES", "PYTEST_", "PYTHONPATH", "TRITON_CACHE_DIR", "TUNED_", "XDG_")
 _SERVERS: dict[tuple[tuple[str, str], ...], _Server] = {}
 
 

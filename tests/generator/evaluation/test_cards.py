@@ -14,7 +14,6 @@ from generator.evaluation import cards
 from generator.evaluation.cards import LIBRARY, ONE_LAUNCH, Room, cards_named, drawn, held, look, no_room
 from generator.measuring.compile import Resources
 from generator.workload import WORKLOADS
-from tests.support import compiling
 from tests.support.command_line import call
 from tests.support.fakes import FakeCompiler
 from tuned.families.gru.spec import GruSize, GruSpec
@@ -23,6 +22,8 @@ from tuned.lookup.lookup import Choice
 from tuned.lookup.record import load_record
 
 if TYPE_CHECKING:
+    import concurrent.futures
+
     from generator.problem import Problem
 
 A100, RTX_4090, MI300X = (
@@ -220,9 +221,8 @@ def test_the_command_fails_where_a_choice_does_not_hold(monkeypatch: pytest.Monk
 
 
 @pytest.mark.compiler
-def test_a_sample_of_a_card_compiles() -> None:
-    with compiling.process() as compiler:
-        card = look(RTX_4090, 4, 0, compiler)
+def test_a_sample_of_a_card_compiles(compiler: concurrent.futures.Executor) -> None:
+    card = look(RTX_4090, 4, 0, compiler)
     assert card.wrong == []
     assert [len(k.rooms) for k in card.kernels] == [1] * card.distinct
     assert card.distinct > 1

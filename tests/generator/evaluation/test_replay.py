@@ -94,7 +94,7 @@ def test_the_search_is_better_than_random_search_and_seeds_make_it_better_still(
     assert statistics.median(r.after(15) for r in warm) <= 0.005 < statistics.median(r.after(15) for r in cold) <= 0.01
 
 
-@pytest.mark.parametrize(("kind", "evaluations"), [("TPESampler", 40), ("GPSampler", 20)])
+@pytest.mark.parametrize(("kind", "evaluations"), [("TPESampler", 40), ("GPSampler", 10)])
 def test_samplers_as_they_come_waste_proposals(kind: str, evaluations: int) -> None:
     if kind == "GPSampler":
         pytest.importorskip("scipy")

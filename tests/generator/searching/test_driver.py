@@ -281,12 +281,10 @@ def test_a_gpu_unlike_the_first_is_left_out(tune: Any, different: str) -> None:
 def test_the_budget_is_divided_among_the_gpus(tune: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     _, _, ray = tune(Gpu(), Gpu(), end=1000.0 + 90.0)
-    assert [work.seconds for work in ray.works[:2]] == [30.0, 30.0], (
-        "two GPUs for six problems: a third of the time each"
-    )
+    assert [work.seconds for work in ray.works[:2]] == [45.0, 45.0], "two GPUs for four problems: half of the time each"
     assert [work.following for work in ray.works[:1]] == [PROBLEMS[2]], "the other GPU takes the second"
     _, _, ray = tune(Gpu(), end=1000.0 + 30.0)
-    assert ray.works[0].seconds == LEAST_SHARE_S, "a sixth would not see the compilers started"
+    assert ray.works[0].seconds == LEAST_SHARE_S, "a quarter would not see the compilers started"
 
 
 def test_what_the_budget_does_not_reach_is_said(tune: Any) -> None:
