@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tuned.families.choices import choices
@@ -44,18 +44,16 @@ def legal_pool(problem: Problem, capability: int, multiprocessors: int | None = 
     rest = {name: values for name, values in declared.items() if name not in core}
     reasons: collections.Counter[str] = collections.Counter()
     here = capability, multiprocessors
+    looked_at = _made_to_be_looked_at(family.variant_type)
     variants = []
     for tile in itertools.product(*core.values()):
-        # To be looked at only, and never kept: a frozen variant's constructor takes longer than the rules. The class has
-        # each field's default.
-        looked_at: Any = object.__new__(family.variant_type)
-        vars(looked_at).update(zip(core, tile, strict=True))
-        reason = family.rejection(problem.spec, problem.size, looked_at, *here)
+        chosen = dict(zip(core, tile, strict=True))
+        reason = family.rejection(problem.spec, problem.size, looked_at(chosen), *here)
         if reason is not None:
             reasons[reason] += 1
             continue
         others = (dict(zip(rest, values, strict=True)) for values in itertools.product(*rest.values()))
-        made = (family.variant_type(**vars(looked_at), **other) for other in others)
+        made = (family.variant_type(**chosen, **other) for other in others)
         variants += [v for v in made if family.rejection(problem.spec, problem.size, v, *here) is None]
     if OWN:  # no kernel can be added to what is installed
         variants = [v for v in variants if ships(family, problem.spec, v)]
@@ -63,6 +61,22 @@ def legal_pool(problem: Problem, capability: int, multiprocessors: int | None = 
     for reason, tiles in reasons.items():
         rejected[reason.split(":")[0].split(" with ")[0]] += tiles
     return Pool(math.prod(map(len, declared.values())), tuple(variants), dict(rejected.most_common()))
+
+
+def _made_to_be_looked_at(variant_type: Any) -> Callable[[dict[str, Any]], Any]:
+    """Makes a variant of some knobs, with the others at their defaults, for a rule to look at and nobody to keep.
+
+    A frozen dataclass's constructor takes longer than most rules. The class has each field's default, unless it has slots.
+    """
+    if hasattr(variant_type, "__slots__") or hasattr(variant_type, "__post_init__"):
+        return lambda chosen: variant_type(**chosen)
+
+    def made(chosen: dict[str, Any]) -> Any:
+        variant = object.__new__(variant_type)
+        vars(variant).update(chosen)
+        return variant
+
+    return made
 
 
 MAX_SEEDS = 8

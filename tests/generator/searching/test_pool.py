@@ -1,0 +1,56 @@
+"""The legal pool is the same however a family's variant is made: its tiles are looked at without the constructor where they can be."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from typing import Any
+
+import pytest
+
+from generator.searching import pool
+from tuned.families.choices import one_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    block: int = one_of(16, 32, 64, default=32)
+    warps: int = one_of(2, 4, default=4)
+    order: str = one_of("rows", "columns", default="rows")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slots:
+    block: int = one_of(16, 32, 64, default=32)
+    warps: int = one_of(2, 4, default=4)
+    order: str = one_of("rows", "columns", default="rows")
+
+
+@dataclasses.dataclass(frozen=True)
+class Derived(Plain):
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "elements", self.block * self.warps)
+
+
+def rejection(_: Any, __: Any, variant: Any, *___: Any) -> str | None:
+    elements = variant.elements if isinstance(variant, Derived) else variant.block * variant.warps
+    if elements > 128:
+        return f"too many: {elements}"
+    return "columns of few" if variant.order == "columns" and elements == 32 else None
+
+
+@pytest.mark.parametrize("variant_type", [Plain, Slots, Derived])
+def test_the_pool_is_the_product_without_what_a_rule_rejects(
+    variant_type: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = types.SimpleNamespace(variant_type=variant_type, core_knobs=("block", "warps"), rejection=rejection)
+    monkeypatch.setattr(pool, "WORKLOADS", {"made up": types.SimpleNamespace(family=family)})
+    found = pool.legal_pool.__wrapped__(types.SimpleNamespace(family="made up", spec=None, size=None), 90)
+    legal = [(16, 2), (16, 4), (32, 2), (32, 4), (64, 2)]
+    assert [dataclasses.astuple(v) for v in found.variants] == [
+        (block, warps, order)
+        for block, warps in legal
+        for order in ("rows", "columns")
+        if (block * warps, order) != (32, "columns")
+    ]
+    assert (found.declared, found.rejected) == (12, {"too many": 1})
