@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from examples import decode, llama_block
-from tests.support.processes import BACKSTOP_SECONDS
+from tests.support.processes import BACKSTOP_SECONDS, complaints
 from tuned.dispatch import rope_qk
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def run(script: str, *options: str) -> str:
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=BACKSTOP_SECONDS, check=False
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, complaints(done.stderr)) == (0, "")
     return done.stdout
 
 

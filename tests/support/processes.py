@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import signal
 import time
 import traceback
@@ -52,6 +53,15 @@ def alive(pid: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+# What PyTorch for CUDA logs where there is a compiler and no GPU.
+NO_RUNTIME = re.compile(r"^.*No CUDA runtime is found, using CUDA_HOME=.*\n", re.MULTILINE)
+
+
+def complaints(stderr: str) -> str:
+    """What a program said on stderr, without what it says of this machine."""
+    return NO_RUNTIME.sub("", stderr)
 
 
 BACKSTOP_SECONDS = 600.0  # what waits so long waits for ever: no load makes it right or wrong
