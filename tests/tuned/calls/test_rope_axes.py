@@ -85,7 +85,13 @@ TURNED = pairwise.covering(
 )
 
 
-@pytest.mark.parametrize(("lying", "interleaved", "source"), [tuple(row.values()) for row in TURNED])
+@pytest.mark.parametrize(
+    ("lying", "interleaved", "source"),
+    [tuple(row.values()) for row in TURNED],
+    ids=lambda value: (
+        "-".join(map(str, value[0])) + f"-{value[1].__name__}" if isinstance(value, tuple) else str(value)
+    ),
+)
 def test_each_pair_takes_the_angle_of_its_own_axis(
     lying: tuple[tuple[int, ...], Callable[..., torch.Tensor]], interleaved: bool, source: str
 ) -> None:
