@@ -88,10 +88,24 @@ def kernels_of(family: str, index: int) -> set[str]:
     return set(FAMILIES[family].kernel_names(row.spec, row.variant))
 
 
+_SEEN: list[str] = []  # of all modules in the order of their imports, so far
+_OURS: list[str] = []
+
+
 def _modules() -> list[Any]:
-    """Those of tuned but generated ones, which are hundreds and have only kernels and rows."""
-    named = [(name, m) for name, m in list(sys.modules.items()) if name.startswith("tuned.") and m is not None]
-    return [m for name, m in named if not name.startswith(("tuned.kernels.", "tuned.tables."))]
+    """Those of tuned but generated ones, which are hundreds and have only kernels and rows.
+
+    Of thousands that are imported only those are looked at that came since the last time, which are at the end.
+    """
+    names = list(sys.modules)
+    if names[: len(_SEEN)] != _SEEN:  # one has gone
+        _SEEN.clear()
+        _OURS.clear()
+    new = names[len(_SEEN) :]
+    _SEEN.extend(new)
+    generated = ("tuned.kernels.", "tuned.tables.")
+    _OURS.extend(name for name in new if name.startswith("tuned.") and not name.startswith(generated))
+    return [module for name in _OURS if (module := sys.modules.get(name)) is not None]
 
 
 @contextlib.contextmanager

@@ -46,12 +46,22 @@ def test_every_form_takes_segments_of_any_width(form: str, inputs: tuple[int, ..
 
 
 @pytest.mark.thinned_on_gpu(every=2)
-@pytest.mark.parametrize("view", ["contiguous", "wide", "transposed"])
-@pytest.mark.parametrize("spec", list(gru_gates_specs()), ids=lambda s: kernel_name(s, LIBRARY))
-def test_every_kernel_of_the_gates_follows_the_librarys_products(spec: GruCellSpec, view: str) -> None:
-    for dtype in DTYPES:
-        small = spec_of(dtype, 70, (20, 3), bias=spec.bias, inplace=spec.inplace)
-        assert_right(GruCase(small, batch=3, view=view), LIBRARY)
+@pytest.mark.parametrize(
+    ("spec", "view", "dtype"),
+    [
+        tuple(row.values())
+        for row in pairwise.covering(
+            pairwise.product(
+                {"spec": tuple(gru_gates_specs()), "view": ("contiguous", "wide", "transposed"), "dtype": DTYPES},
+                lambda _: True,
+            )
+        )
+    ],
+    ids=lambda value: kernel_name(value, LIBRARY) if isinstance(value, GruCellSpec) else value,
+)
+def test_every_kernel_of_the_gates_follows_the_librarys_products(spec: GruCellSpec, view: str, dtype: str) -> None:
+    small = spec_of(dtype, 70, (20, 3), bias=spec.bias, inplace=spec.inplace)
+    assert_right(GruCase(small, batch=3, view=view), LIBRARY)
 
 
 def test_every_emitted_kernel_is_among_those_tested() -> None:

@@ -202,12 +202,21 @@ def instructions(cubin: bytes) -> list[str]:
     """The machine code of a cubin, one instruction a line, without addresses and names."""
     from triton.backends.nvidia import compiler  # noqa: PLC0415
 
-    tool = Path(compiler.__file__).parent / "bin" / "nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "-ndf", "-c", file.name], check=True, capture_output=True, text=True).stdout
-    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?;)", text)
+    from generator.disk import write_if_different  # noqa: PLC0415
+    from generator.places import cache_folder  # noqa: PLC0415
+
+    # Kept beside what the compiler reports of kernels: disassembling takes a quarter of a second.
+    digest = hashlib.sha256(cubin + importlib.metadata.version("triton").encode()).hexdigest()
+    kept = cache_folder("disassembled") / f"{digest}.txt"
+    if not kept.exists():
+        tool = Path(compiler.__file__).parent / "bin" / "nvdisasm"
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(cubin)
+            file.flush()
+            command = [tool, "-ndf", "-c", file.name]
+            text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        write_if_different(kept, text)
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?;)", kept.read_text())
 
 
 def machine_code(cubin: bytes) -> bytes:

@@ -12,7 +12,7 @@ from generator.measuring.check import guarded, intact
 from generator.measuring.mended import mended_interpreter
 from tests.support import oracle
 from tests.support.rope_case import assert_close
-from tests.support.run import DEVICE, INTERPRETED, addresses, run, to_numpy, truncates, watched
+from tests.support.run import DEVICE, INTERPRETED, addresses, among, run, to_numpy, truncates, watched
 from tuned.families.gru_cell.launches import GruCellCall, launches
 from tuned.families.launch import Launch
 from tuned.launching.launcher import run_step
@@ -139,11 +139,11 @@ def assert_traffic_right(case: GruCase, call: GruCellCall, gates: tuple[Any, ...
     weights = gates or (*call.segments, call.weight_ih, call.weight_hh)
     tensors = (*weights, call.h, call.bias_ih, call.bias_hh)
     allowed = np.concatenate([addresses(t).ravel() for t in tensors if t is not None])
-    assert np.isin(loaded[:, 0], allowed).all(), "a load outside every tensor of the call"
+    assert among(loaded[:, 0], allowed).all(), "a load outside every tensor of the call"
     for tensor in weights:
-        assert np.isin(addresses(tensor).ravel(), loaded[:, 0]).all(), "an element of an operand is never read"
+        assert among(addresses(tensor).ravel(), loaded[:, 0]).all(), "an element of an operand is never read"
     if case.spec.inplace:
-        from_h = loaded[np.isin(loaded[:, 0], h)]
+        from_h = loaded[among(loaded[:, 0], h)]
         reader = {address: (program, order) for address, program, order in from_h.tolist()}
         assert len(reader) == len(from_h), "an element of h is read twice"
         for address, program, order in stored.tolist():

@@ -14,7 +14,7 @@ from generator.measuring.check import guarded, intact
 from generator.measuring.mended import mended_interpreter
 from tests.support import oracle
 from tests.support.rope_case import assert_close
-from tests.support.run import DEVICE, INTERPRETED, addresses, run, to_numpy, truncates, watched
+from tests.support.run import DEVICE, INTERPRETED, addresses, among, run, to_numpy, truncates, watched
 from tuned.families.gru.launches import Recurrence, counters_needed, sequence
 from tuned.families.gru.variant import alone
 from tuned.families.launch import Fill
@@ -279,13 +279,13 @@ def assert_traffic_right(built: Built, traffic: Traffic) -> None:
     read = [t for t in vars(call).values() if isinstance(t, torch.Tensor) and t is not call.counters]
     allowed = np.concatenate([addresses(t).ravel() for t in read])
     loaded, stored = traffic.loaded()[:, 0], traffic.stored()[:, 0]
-    strays = loaded[~np.isin(loaded, allowed)]
+    strays = loaded[~among(loaded, allowed)]
     assert not len(strays), f"{len(strays)} loads outside every tensor of the call"
     kept = addresses(call.states).ravel()
     results = np.concatenate([addresses(t).ravel() for t in built.written().values()])
-    stored = stored[~np.isin(stored, kept)]
+    stored = stored[~among(stored, kept)]
     assert np.array_equal(np.sort(stored), np.sort(results)), "not every result is written, or one is written twice"
-    own, loads = (np.unique(t[np.isin(t[:, 0], kept), :2], axis=0) for t in (traffic.stored(), traffic.loaded()))
+    own, loads = (np.unique(t[among(t[:, 0], kept), :2], axis=0) for t in (traffic.stored(), traffic.loaded()))
     assert len(own) == len(np.unique(own[:, 0])), "a state that turns keep is written by two programs"
     others = {tuple(row) for row in loads} - {tuple(row) for row in own}
     assert not others, "a program reads a state that another keeps"

@@ -11,7 +11,7 @@ from generator.measuring.check import guarded, intact
 from generator.measuring.mended import mended_interpreter
 from tests.support import oracle
 from tests.support.rope_case import assert_close
-from tests.support.run import DEVICE, INTERPRETED, addresses, run, to_numpy, truncates, watched
+from tests.support.run import DEVICE, INTERPRETED, addresses, among, run, to_numpy, truncates, watched
 from tuned.families.linear_cat.launches import LinearCatCall, launches
 from tuned.families.linear_cat.spec import LinearCatSpec
 from tuned.families.linear_cat.variant import LinearCatVariant
@@ -56,8 +56,8 @@ def assert_right(spec: LinearCatSpec, rows: int, variant: LinearCatVariant, view
         loaded, stored = traffic.loaded()[:, 0], traffic.stored()[:, 0]
         assert np.array_equal(np.sort(stored), np.sort(addresses(call.out).ravel())), "not each element written once"
         operands = [addresses(t).ravel() for t in (*call.segments, call.weight, call.bias) if t is not None]
-        assert np.isin(loaded, np.concatenate(operands)).all(), "a load outside every tensor of the call"
-        assert all(np.isin(operand, loaded).all() for operand in operands), "an element of an operand is never read"
+        assert among(loaded, np.concatenate(operands)).all(), "a load outside every tensor of the call"
+        assert all(among(operand, loaded).all() for operand in operands), "an element of an operand is never read"
     else:
         run(launches(spec, variant, call))
     assert_close(to_numpy(call.out), want, bound)

@@ -10,7 +10,7 @@ import torch
 
 from generator.measuring.check import guarded, intact
 from tests.support import oracle
-from tests.support.run import DEVICE, INTERPRETED, addresses, run, to_numpy, truncates, watched
+from tests.support.run import DEVICE, INTERPRETED, addresses, among, run, to_numpy, truncates, watched
 from tuned.families.rope.launches import RopeCall, launches
 
 if TYPE_CHECKING:
@@ -375,17 +375,17 @@ def assert_traffic_right(built: Built, traffic: Traffic) -> None:
     case, spec, call = built.case, built.case.spec, built.call
     loaded, stored = traffic.loaded(), traffic.stored()
     x, needed, out = _moved(built)
-    outside = int((~np.isin(stored[:, 0], out)).sum())
+    outside = int((~among(stored[:, 0], out)).sum())
     assert not outside, f"{outside} stores outside the output"
     assert np.array_equal(np.sort(stored[:, 0]), np.sort(out)), "not every element of the output is written once"
     others = (call.cos, call.sin, call.cu_seqlens, call.positions)
     allowed = [x, *(addresses(a).ravel() for a in others if a is not None)]
-    wild = ~np.isin(loaded[:, 0], np.concatenate(allowed))
+    wild = ~among(loaded[:, 0], np.concatenate(allowed))
     assert not wild.any(), f"{int(wild.sum())} loads outside what the call may read"
-    from_x = loaded[np.isin(loaded[:, 0], x)]
+    from_x = loaded[among(loaded[:, 0], x)]
     if case.x_view != "expanded":
         assert len(np.unique(from_x[:, 0])) == len(from_x), "an element of x is read twice"
-        assert np.isin(needed, from_x[:, 0]).all(), "an element of x is not read"
+        assert among(needed, from_x[:, 0]).all(), "an element of x is not read"
     if spec.inplace:
         reader = {address: (program, order) for address, program, order in from_x.tolist()}
         for address, program, order in stored.tolist():

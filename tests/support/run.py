@@ -47,6 +47,14 @@ def addresses(tensor: Any) -> np.ndarray:
     return offsets * size + tensor.data_ptr()
 
 
+def among(values: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Which of so many addresses are known: as numpy.isin says, which takes ten times as long to find each value once."""
+    if not len(known):
+        return np.zeros(values.shape, dtype=bool)
+    known = np.sort(known)
+    return known[np.minimum(np.searchsorted(known, values), len(known) - 1)] == values
+
+
 @dataclasses.dataclass
 class Traffic:
     """Every element that programs loaded and stored: address, program and order, one row each."""

@@ -101,9 +101,9 @@ def logits_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tens
     return logits.detach(), dict(zip(named, gradients, strict=True))
 
 
-def generated(model: Any) -> torch.Tensor:
-    """Eight more tokens a prompt, the likeliest each time."""
-    return model.generate(**padded_batch(str(model.device)), max_new_tokens=8, do_sample=False)  # type: ignore[no-any-return]
+def generated(model: Any, tokens: int = 8) -> torch.Tensor:
+    """So many more tokens a prompt, the likeliest each time."""
+    return model.generate(**padded_batch(str(model.device)), max_new_tokens=tokens, do_sample=False)  # type: ignore[no-any-return]
 
 
 ROUNDED_ONCE = (

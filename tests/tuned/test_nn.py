@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
-import itertools
 import pickle
 import threading
 import warnings
@@ -17,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import tuned
 import tuned.nn
+from tests.support import pairwise
 from tests.support.gru_calls import FEATURES, B, H, T, kernels
 from tuned.calls.gru import eager, training
 from tuned.dispatch import gru, gru_cell
@@ -27,16 +27,19 @@ if TYPE_CHECKING:
 
 __all__ = ["kernels"]
 
-GRID = list(
-    itertools.product(
-        (1, 2, 3),
-        (False, True),
-        (False, True),
-        (False, True),
-        (True, False),
-        (torch.float32, torch.float64, torch.bfloat16),
+# Every two of them together.
+GRID = [
+    tuple(row.values())
+    for row in pairwise.covering(
+        pairwise.product(
+            {
+                "layers": (1, 2, 3), "both": (False, True), "first": (False, True), "packs": (False, True),
+                "bias": (True, False), "dtype": (torch.float32, torch.float64, torch.bfloat16),
+            },
+            lambda _: True,
+        )
     )
-)
+]  # fmt: skip
 
 
 def pair(*args: Any, **kwargs: Any) -> tuple[torch.nn.GRU, tuned.nn.GRU]:

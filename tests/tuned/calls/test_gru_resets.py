@@ -137,11 +137,19 @@ def test_no_mark_is_no_reset_and_all_marks_are_sequences_of_one_step() -> None:
     torch.testing.assert_close(output[1:2, :, :H], eager.gru(one)[0][..., :H])
 
 
+# The kernels are the same, whether launched for all steps or for each: of the latter every other one.
+RESET = [
+    (how, *form, layout)
+    for how in ("persistent", "steps")
+    for i, form in enumerate([(1, 1, True), (1, 2, False), (2, 1, False), (2, 2, True)])
+    for j, layout in enumerate(LAYOUTS)
+    if how == "persistent" or (i + j) % 2
+]
+
+
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("layers", "directions", "first"), [(1, 1, True), (1, 2, False), (2, 1, False), (2, 2, True)])
-@pytest.mark.parametrize("how", ["persistent", "steps"])
+@pytest.mark.parametrize(("how", "layers", "directions", "first", "layout"), RESET)
 def test_kernels_reset_as_pieces_do(
     monkeypatch: pytest.MonkeyPatch, how: str, layout: str, layers: int, directions: int, *, first: bool
 ) -> None:
@@ -216,8 +224,9 @@ def test_gradients_of_gradients_pass_a_reset() -> None:
     def function(x: Any, hx: Any, weight: Any) -> Any:
         return eager.gru(dataclasses.replace(call, input=x, hx=hx, weights=(weight, *call.weights[1:])))
 
-    assert torch.autograd.gradcheck(function, few)
-    assert torch.autograd.gradgradcheck(function, few)
+    # Along directions drawn at random, not along each axis: a wrong element is in all of them.
+    assert torch.autograd.gradcheck(function, few, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, few, fast_mode=True)
 
 
 # Which kernel ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 
 import tuned
 from generator.rendering.structures import load
+from tests.support import pairwise
 from tests.support.rope_calls import Watch, watch
 from tuned.calls.rope import saved
 from tuned.dispatch import qk_norm_rope, rope, rope_backward, rope_qk, rope_qkv
@@ -75,16 +76,26 @@ def drawn(axes: int = 3, tokens: tuple[int, ...] = (B, S)) -> torch.Tensor:
     return torch.randint(0, ROWS, (axes, *tokens))
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("interleaved", [False, True])
+LYING = (
+    *((sections, in_a_row) for sections in ((2, 3, 3), (5, 3), (1, 2, 2, 3), (8, 0, 0))),
+    *((sections, in_turn) for sections in ((4, 2, 2), (3, 3, 2), (6, 1, 1))),
+)
+TURNED = pairwise.covering(
+    pairwise.product({"lying": LYING, "interleaved": (False, True), "source": tuple(SOURCES)}, lambda _: True)
+)
+
+
 @pytest.mark.parametrize(
-    ("sections", "lie"),
-    [((2, 3, 3), in_a_row), ((5, 3), in_a_row), ((1, 2, 2, 3), in_a_row), ((8, 0, 0), in_a_row), ((4, 2, 2), in_turn), ((3, 3, 2), in_turn), ((6, 1, 1), in_turn)],
-    ids=lambda value: value.__name__ if callable(value) else "-".join(map(str, value)),
-)  # fmt: skip
+    ("lying", "interleaved", "source"),
+    [tuple(row.values()) for row in TURNED],
+    ids=lambda value: (
+        "-".join(map(str, value[0])) + f"-{value[1].__name__}" if isinstance(value, tuple) else str(value)
+    ),
+)
 def test_each_pair_takes_the_angle_of_its_own_axis(
-    sections: tuple[int, ...], lie: Callable[..., torch.Tensor], interleaved: bool, source: str
+    lying: tuple[tuple[int, ...], Callable[..., torch.Tensor]], interleaved: bool, source: str
 ) -> None:
+    sections, lie = lying
     given = drawn(len(sections))
     named = SOURCES[source] | {"sections": sections, "interleaved_sections": lie is in_turn, "interleaved": interleaved}
     for _ in range(2):

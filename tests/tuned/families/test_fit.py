@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
 from typing import Any
@@ -23,10 +24,12 @@ AS_IT_IS = ("gru", "linear_cat", "rope")  # a step's tiles shrink before Hopper,
 ANY_SPEC = ("gru", "gru_cell", "linear_cat")  # those of RoPE are made as large as they were for the other spec
 
 
+@functools.cache  # reading a record takes a quarter of a second
 def rows(family: str) -> list[Any]:
     return [w for w in load_record(WINNERS / "nvidia_h200.json") if w.family == family]
 
 
+@functools.cache
 def drawn(family: str, count: int) -> list[Any]:
     work, draw = WORKLOADS[family], random.Random(5)
     assert work.any_shape is not None

@@ -75,14 +75,14 @@ def test_where_the_devices_time_counts_a_model_must_see_a_greater_lead(
 def test_most_shapes_are_served_by_kernels_and_no_choice_is_illegal() -> None:
     draw = random.Random(5)
     served = 0
-    for _ in range(200):
+    for _ in range(100):
         hidden, batch = round(32 * 64 ** draw.random()), round(512 ** draw.random())
         spec = GruSpec(draw.choice(("bfloat16", "float32")), hidden, directions=draw.choice((1, 2)))
         choice = choose(GRU, spec, GruSize(batch, 99), H200)
         if choice.variant is not None:
             assert rejection(spec, GruSize(batch, 99), choice.variant, 90, 132) is None
             served += choice.variant.strategy == "persistent"
-    assert served > 120, "PyTorch everywhere is no answer"
+    assert served > 60, "PyTorch everywhere is no answer"
 
 
 def test_what_fits_on_no_chip_is_left_to_pytorch() -> None:
