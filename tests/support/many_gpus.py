@@ -52,7 +52,7 @@ class Place:
     """Where the nodes of a test leave what a test looks at, and what each is told to do."""
 
     folder: Path
-    # node -> "waits_at": a measurement that waits until the file "go" is there; "environment": what it measures with
+    # node -> "waits_at": a measurement that waits until the file "go" is there; "said": what its tuner says at first
     nodes: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -117,14 +117,12 @@ def tools(place: Place, index: int, compilers: int, waiting: Callable[[str], Non
     told = place.nodes.get(name, {})
     (place.folder / "tuners").mkdir(exist_ok=True)
     (place.folder / "tuners" / str(os.getpid())).touch()
-    if told.get("late"):  # so that another GPU is the first
-        wait_for(place.log.exists)
     if "said" in told:
         waiting(told["said"])
     go = (place.folder / "go").exists
     worker = LoggingWorker(cost, log=place.log, name=name, waits_at=told.get("waits_at", 0), waits_for=go)
     worker.start()
-    yield worker, FakeCompiler(), ENVIRONMENT | told.get("environment", {})
+    yield worker, FakeCompiler(), ENVIRONMENT
 
 
 @functools.cache

@@ -109,41 +109,33 @@ def all_is_done(run: Run, place: Place) -> None:
 
 
 def test_a_node_that_is_killed_costs_its_trial_and_one_that_comes_takes_over(nodes: Nodes, place: Any) -> None:
-    """Node a waits, b is killed, c has another Triton, d comes later; only then a goes on."""
-    c = {"late": True, "environment": {"triton": "9.9.9"}}
-    four = place(a={"waits_at": 2}, b={"waits_at": LAST, "said": "waits for its GPU"}, c=c)
-    nodes.only("a", "b", "c")
+    """Node a waits, b is killed, c comes later; only then a goes on."""
+    three = place(a={"waits_at": 2}, b={"waits_at": LAST, "said": "waits for its GPU"})
+    nodes.only("a", "b")
     said: list[str] = []
     started: list[str] = []
 
     display = Display(say=said.append, started=lambda name, *_: started.append(name))
     run = Run(PROBLEMS)
     with connected(nodes.cluster.address, []), concurrent.futures.ThreadPoolExecutor(1) as pool:
-        driver = Driver(run, four.orders(), functools.partial(tools, four), None, display)
+        driver = Driver(run, three.orders(), functools.partial(tools, three), None, display)
         tuning = pool.submit(driver.tune)
 
         def wait(condition: Callable[[], bool]) -> None:
             wait_for(lambda: condition() or tuning.done())
 
-        wait(
-            lambda: (
-                four.by() == {"a": 2, "b": LAST} and four.kept() == 1 + LAST - 1 and any("left out" in s for s in said)
-            )
-        )
+        wait(lambda: three.by() == {"a": 2, "b": LAST} and three.kept() == 1 + LAST - 1)
         nodes.kill("b")
-        nodes.add("d")
-        wait(lambda: four.by()["d"] > LAST)
-        four.go()
+        nodes.add("c")
+        wait(lambda: three.by()["c"] > LAST)
+        three.go()
         tuning.result()
-    all_is_done(run, four)
-    assert sum(four.measured().values()) == len(everything()) + 1, (
+    all_is_done(run, three)
+    assert sum(three.measured().values()) == len(everything()) + 1, (
         "the trial under way was measured again, nothing else"
     )
-    assert set(four.by()) == {"a", "b", "d"}
+    assert set(three.by()) == {"a", "b", "c"}
     assert "waits for its GPU" in said
-    (refused,) = (s for s in said if "left out" in s)
-    assert "of one model, with one driver, torch and Triton" in refused
-    assert "Triton 9.9.9" in refused
     (died,) = (s for s in said if "which is tried again" in s)
     assert "node" in died.partition("tried again: ")[2]
     assert len(started) == 3
@@ -163,14 +155,14 @@ with connected(sys.argv[3], []):
 
 
 def test_a_driver_that_is_killed_goes_on_where_it_was(nodes: Nodes, place: Any, tmp_path: Path) -> None:
-    told = {"a": {"waits_at": 33}, "d": {"waits_at": 7}}
+    told = {"a": {"waits_at": 33}, "c": {"waits_at": 7}}
     two = place(**told)
-    nodes.only("a", "d")  # which the test before leaves, if one process does both
+    nodes.only("a", "c")  # which the test before leaves, if one process does both
     command = [sys.executable, "-c", DRIVER, str(tmp_path), json.dumps(told), nodes.cluster.address]
     with subprocess.Popen(command, cwd=ROOT) as driver:
         wait_for(lambda: two.kept() == 32 + 6 or driver.poll() is not None)
         driver.kill()
-    assert two.by() == {"a": 33, "d": 7}
+    assert two.by() == {"a": 33, "c": 7}
     tuners = two.tuners()
     assert len(tuners) == 2
     wait_for(lambda: not any(map(alive, tuners)))
