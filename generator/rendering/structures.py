@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
-import hashlib
 import importlib.util
 import itertools
 import re
@@ -20,6 +18,7 @@ from ..families.text import Text
 from ..places import FAMILY, TEMPLATES, cache_folder
 from ..problem import Problem
 from ..workload import WORKLOADS
+from .syntax import digest
 
 NAME = "KERNEL"  # stands for the kernel's name in a template: {{ name }} could not be the name of a function in valid Python
 
@@ -62,16 +61,6 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,  # noqa: S701 - the output is Python, not HTML
     )
-
-
-def digest(source: str) -> str:
-    """Twelve hexadecimal digits of the SHA-256 of the syntax tree, without docstrings, comments or layout."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
-    # Not ast.dump: its text changes between Python versions (3.13 leaves empty fields out).
-    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:12]
 
 
 def render(template: str, name: str, spec: Any, variant: Any) -> Kernel:

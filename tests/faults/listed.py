@@ -753,7 +753,7 @@ MEASURING = (
     ),
     Fault(
         "digest_sees_docstrings",
-        "generator/rendering/structures.py",
+        "generator/rendering/syntax.py",
         "if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node) is not None:",
         "if isinstance(node, ast.Module) and ast.get_docstring(node) is not None:",
         (G + "rendering/test_generated.py::test_the_digest_sees_code_and_nothing_else",),

@@ -24,7 +24,8 @@ from generator.families.rope.texts import angle_gradient_specs, append_specs, ml
 from generator.families.rope.texts import template as rope_template
 from generator.places import TEMPLATES
 from generator.publishing.files import committed_kernels, generated_files
-from generator.rendering.structures import NAME, default_names, digest, render, structures, texts
+from generator.rendering.structures import NAME, default_names, render, structures, texts
+from generator.rendering.syntax import digest
 from tuned.families.choices import choices
 from tuned.families.gru.launches import kernel_name as sequence_name
 from tuned.families.gru.launches import kernel_names as sequence_kernel_names
