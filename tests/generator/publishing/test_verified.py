@@ -6,10 +6,10 @@ import json
 import os
 import shutil
 import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from pathlib import Path
 from typer.testing import CliRunner
 
 from generator import command_line
