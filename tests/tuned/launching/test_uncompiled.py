@@ -131,9 +131,10 @@ def test_rotations_are_right_where_nothing_compiles(watch: Watch, monkeypatch: p
     assert not watch.direct
 
 
-def test_recurrent_calls_are_right_where_nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    with interpreted_families():
-        monkeypatch.setattr(tuned.launching.launcher, "launch_public", refuse)
-        monkeypatch.setattr(tuned.calls.gru.run, "launch_known", refuse)
+def test_recurrent_calls_are_right_where_nothing_compiles() -> None:
+    # The fixture monkeypatch would end after the block, and leave the block's stand-ins for a launch to later tests.
+    with interpreted_families(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuned.launching.launcher, "launch_public", refuse)
+        patch.setattr(tuned.calls.gru.run, "launch_known", refuse)
         assert assert_right(dataclasses.replace(FAMILIES, truncates=False), range(30), 2) > 50
     assert refuse.count > 10  # type: ignore[attr-defined]
