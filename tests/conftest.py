@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib.util
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,17 @@ from tests.support import compiling
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
+
+# What tests put something in place of, to launch without a GPU or to watch what is launched: module, function.
+REPLACED = (
+    ("tuned.calls.gru.run", "launch_known"),
+    ("tuned.calls.rope.plan", "run_public"),
+    ("tuned.calls.rope.saved", "run_steps"),
+    ("tuned.launching.launcher", "launch_public"),
+    ("tuned.launching.plan", "direct_launch"),
+    ("tuned.lookup.lookup", "choose"),
+)
 
 # @triton.jit reads this when a kernel is defined, so it must be set before any test module imports one.
 if not torch.cuda.is_available():
@@ -74,6 +85,17 @@ def pytest_collection_finish() -> None:
     """What collecting made stays as long as the process: no collection of garbage looks at it again, 0.4 s each."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """A test takes back what it put in place of a launch: others of its process would meet it, in some orders."""
+    result = yield
+    for module, name in REPLACED:
+        if (found := sys.modules.get(module)) is not None:
+            home = getattr(found, name).__module__
+            assert not home.startswith("tests."), f"{item.nodeid} leaves something of {home} as {module}.{name}"
+    return result
 
 
 def _thinned(items: list[pytest.Item]) -> list[pytest.Item]:
