@@ -76,7 +76,7 @@ CASES = [spec_of(index) for index in range(len(ROWS))]
 
 def variant_of(spec: RopeSpec, seed: int) -> RopeVariant:
     """A legal variant, drawn; that of small tiles if none is."""
-    tiles = [RopeVariant(t, h, num_warps=w) for t in (1, 2, 4) for h in (1, 2, 4) for w in (1, 2) if t * h > 2]
+    tiles = [RopeVariant(t, h, num_warps=w) for t in (1, 2, 4) for h in (1, 2, 4) for w in (1, 2)]
     legal = [one for one in tiles if rejection(spec, SIZE, one) is None]
     return random.Random(seed).choice(legal) if legal else dataclasses.replace(default_variant(spec, SIZE), pdl=False)
 
