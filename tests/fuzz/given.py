@@ -416,7 +416,10 @@ class Given:
         ``parts``: of what is overwritten, the part that is, where it is not all, as an expression.
         """
         theirs, wanted = self._original(original, doubled=False), self._original(original, doubled=True)
-        must = must and not any(text in str(theirs.error) for text in refusals.TAKEN)
+        taken = any(text in str(theirs.error) for text in refusals.TAKEN)
+        must = must and not taken
+        if taken and self.error is not None:  # what else it refuses it does not tell
+            theirs = self._original(original, doubled=False, contiguous=True)
         if wanted.error is not None and self.device != "cpu":  # cuDNN does not take what a CPU does
             wanted = self._original(original, doubled=True, device="cpu")
         if theirs.error is not None and (must or self.error is not None):
@@ -443,7 +446,7 @@ class Given:
             self.untouched(allowed)
         self._settle()
 
-    def _original(self, original: str, *, doubled: bool, device: str = "") -> Given:
+    def _original(self, original: str, *, doubled: bool, device: str = "", contiguous: bool = False) -> Given:
         """PyTorch's own operators with the tensors of this call as they were."""
         mode = {"graph": "no_grad", "stream": "no_grad"}.get(self.mode, self.mode)
         if doubled and mode == "autocast":
@@ -468,7 +471,7 @@ class Given:
                     again.built[name], tensor=value, leaf=value.requires_grad_() if built.view.grad else None
                 )
                 new = value
-            made[id(built.tensor)] = new
+            made[id(built.tensor)] = new.contiguous() if contiguous else new
         again.grad_outputs = dict(self.grad_outputs)  # rounded as ours were
         again.run(getattr(originals, original), **originals.swapped(self.arguments, made, doubled=doubled))
         return again

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ import tuned.calls.rope.plan
 import tuned.lookup.lookup
 from generator.rendering.structures import load
 from tests.fuzz import case as cases
-from tests.fuzz import draw, draw_rope, forced, formula
+from tests.fuzz import draw, draw_rope, forced, formula, originals
 from tests.fuzz.__main__ import FIRST_TURN, SWEEPS
 from tests.fuzz.draw import CPU, GPU, case, index_of
 from tests.fuzz.given import Given, Part, Wrong
@@ -435,3 +436,32 @@ def test_a_reference_has_what_lies_on_meta_in_its_own_dtype_too() -> None:
     given.run(dispatch.linear_cat, inputs=(x,), weight=given.built["w"].tensor)
     reference = given._original("linear_cat", doubled=True)
     assert reference.arguments["inputs"][0].dtype == reference.arguments["weight"].dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("besides", "right"),
+    [("of two dtypes", True), ("of two shapes", False), (None, False)],
+    ids=["same", "other", "none"],
+)
+def test_what_pytorch_would_refuse_besides_what_is_taken_is_to_be_refused_in_its_words(
+    besides: str | None, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tells one reason of two; where the one is strides that kernels take, the call must be refused for the other."""
+
+    def theirs(inputs: Any, weight: torch.Tensor) -> torch.Tensor:
+        if not weight.is_contiguous():
+            raise RuntimeError("view size is not compatible with input tensor's size and stride (of a dimension)")
+        if besides is not None:
+            raise RuntimeError(besides)
+        return torch.nn.functional.linear(torch.cat(inputs, -1), weight)
+
+    def ours(**_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("of two dtypes")
+
+    monkeypatch.setattr(originals, "linear_cat", theirs)
+    given = Given(7, mode="no_grad")
+    x = given.tensor("x", (3, 8), torch.float32, (8, 1), 0, 24)
+    given.tensor("w", (5, 8), torch.float32, (1, 5), 0, 40)
+    given.run(ours, inputs=(x,), weight=given.built["w"].tensor)
+    with nullcontext() if right else pytest.raises(Wrong, match="of two dtypes"):
+        given.check_pytorch("linear_cat", must=True, text=True)
