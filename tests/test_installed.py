@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import compileall
+import contextlib
+import fcntl
 import importlib
 import json
 import os
@@ -24,7 +26,7 @@ from tests.support.processes import BACKSTOP_SECONDS
 from tests.support.pythons import python
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.processes
 
@@ -37,13 +39,38 @@ def files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """What one process does while the others of a run wait."""
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of all processes of a run: what one of them has made there the others find."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "installed"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the wheel that is built today unpacks to; nothing is written into the checkout."""
     setuptools = pytest.importorskip("setuptools")
     if int(setuptools.__version__.partition(".")[0]) < 77:
         pytest.skip("this setuptools is older than pyproject.toml asks for")
-    source, built, unpacked = (tmp_path_factory.mktemp(name) for name in ("source", "built", "site"))
+    unpacked = shared / "wheel"
+    with alone(shared / "wheel.lock"):
+        if not unpacked.exists():
+            unpack(*(tmp_path_factory.mktemp(name) for name in ("source", "built", "site")), unpacked)
+    return unpacked
+
+
+def unpack(source: Path, built: Path, site: Path, unpacked: Path) -> None:
+    """Build a wheel of the checkout and unpack it, whole or not at all."""
     for name in ("tuned", "generator", "templates"):
         shutil.copytree(ROOT / name, source / name, ignore=NO_CACHES)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
@@ -52,9 +79,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=BACKSTOP_SECONDS, check=False)
     assert done.returncode == 0, done.stderr
     (path,) = built.glob("*.whl")
-    zipfile.ZipFile(path).extractall(unpacked)
+    zipfile.ZipFile(path).extractall(site)
+    site.rename(unpacked)
     compileall.compile_dir(unpacked, quiet=1)  # as pip does, and none of the processes has to
-    return unpacked
 
 
 def test_the_wheel_has_every_file_of_the_package_and_within_it_those_of_the_generator(wheel: Path) -> None:
@@ -87,14 +114,23 @@ def at_home(home: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def both(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+def both(wheel: Path, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the generator tells here, and where it is installed."""
-    home = tmp_path_factory.mktemp("home")
+    found = shared / "told.json"
+    with alone(shared / "told.lock"):
+        if not found.exists():
+            told = ask(wheel, tmp_path_factory.mktemp("home"))
+            found.write_text(json.dumps(told))
+    here, there = json.loads(found.read_text())
+    return here, there
+
+
+def ask(wheel: Path, home: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     before = files(wheel)
     # -I and -S: no PYTHONPATH, no folder of the script, and no editable installation of the checkout.
     program = [sys.executable, "-I", "-S", "-B", installed.__file__, str(wheel), f"tuned.{INSIDE}", *libraries()]
     with subprocess.Popen(program, cwd=home, env=at_home(home), stdout=PIPE, stderr=PIPE, text=True) as child:
-        here = json.loads(json.dumps(installed.told("generator")))  # beside it
+        here = installed.told("generator")  # beside it
         told, said = child.communicate(timeout=BACKSTOP_SECONDS)
     assert child.returncode == 0, said
     return here, json.loads(told) | {"written": sorted(files(wheel) - before), "cached": sorted(files(home))}

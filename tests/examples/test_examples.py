@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +12,8 @@ import torch
 
 import tuned.nn
 from examples import seq2seq
-from tests.support.processes import BACKSTOP_SECONDS, complaints
+from tests.support.processes import complaints
+from tests.support.pythons import python
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,11 +31,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_user_sees_that_it_learns_and_that_the_swap_changes_nothing() -> None:
-    command = [sys.executable, "examples/seq2seq.py", *SMALL, "--steps", "60"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=BACKSTOP_SECONDS, check=False
-    )
+    done = python("examples/seq2seq.py", *SMALL, "--steps", "60", cwd=ROOT, environment=environment)
     assert (done.returncode, complaints(done.stderr)) == (0, "")
     before, after = (float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout))
     assert after < 0.75 * before

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +13,8 @@ import pytest
 import torch
 
 from examples import decode, llama_block
-from tests.support.processes import BACKSTOP_SECONDS, complaints
+from tests.support.processes import complaints
+from tests.support.pythons import python
 from tuned.dispatch import rope_qk
 
 if TYPE_CHECKING:
@@ -31,11 +30,9 @@ DECODE = ["--hidden", "32", "--heads", "4", "--layers", "2", "--tokens", "24", "
 
 def run(script: str, *options: str) -> str:
     """What the example prints; it must succeed, and warn of nothing."""
-    command = [sys.executable, f"examples/{script}.py", "--device", "cpu", *options]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=BACKSTOP_SECONDS, check=False
-    )
+    command = (f"examples/{script}.py", "--device", "cpu", *options)
+    done = python(*command, cwd=ROOT, environment=environment, new=script == "decode")
     assert (done.returncode, complaints(done.stderr)) == (0, "")
     return done.stdout
 

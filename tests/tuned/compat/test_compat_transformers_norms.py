@@ -448,16 +448,15 @@ def test_other_models_with_norms_are_rotated_as_before(
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("family", [QWEN, SOME_LAYERS], ids=lambda family: family.name)
-def test_a_compiled_model_is_fused_and_recompiles_once_undone(family: Family, calls: list[dict[str, Any]]) -> None:
-    model = model_of(family)
-    wanted, gradients = own_results(family)
+def test_a_compiled_model_is_fused_and_recompiles_once_undone(calls: list[dict[str, Any]]) -> None:
+    model = model_of(SOME_LAYERS)
+    wanted, gradients = own_results(SOME_LAYERS)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(logits_and_gradients(compiled)[0], wanted, rtol=1e-4, atol=1e-4)
     with use_tuned_rope(model):
         found, found_gradients = logits_and_gradients(compiled)
         fused = len(calls)
-        assert fused == (LAYERS if family is QWEN else LAYERS - 1)
+        assert fused == LAYERS - 1
     undone = logits_and_gradients(compiled)[0]
     assert len(calls) == fused
     torch.testing.assert_close([found, undone], [wanted, wanted], rtol=1e-4, atol=1e-4)
