@@ -31,7 +31,7 @@ pytestmark = pytest.mark.processes
 # Two whose pools are measured whole, and one that is searched between them.
 NAMES = ("gru_cell_dreamer_200_16", "llama3_8b_2x4096", "gru_cell_1024_inplace_64")
 PROBLEMS = [problem_named(name) for name in NAMES]
-TRIALS = 24
+TRIALS = 12
 KILLS = 50
 
 
