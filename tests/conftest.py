@@ -82,9 +82,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What collecting made stays as long as the process: no collection of garbage looks at it again, 0.4 s each."""
+    """What collecting made stays as long as the process: no collection of garbage looks at it again, 0.4 s each.
+
+    Garbage is looked for after so many objects that a twelfth of the time of all tests is saved, and 4 percent more memory used.
+    Where there is a GPU its memory may hang on garbage, and processes share it.
+    """
     gc.collect()
     gc.freeze()
+    if not torch.cuda.is_available():
+        gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.hookimpl(wrapper=True)

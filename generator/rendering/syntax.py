@@ -6,16 +6,26 @@ import ast
 import hashlib
 import re
 import sys
+from collections.abc import Iterator
 
 # What is assigned to, if it is more than one: Python 3.10 writes it in parentheses, later ones do not.
 TARGETS = re.compile(r"^( *(?:for )?)\((.*?)\)( = | in )", re.MULTILINE)
 
 
+def _documented(node: ast.AST) -> Iterator[ast.Module | ast.FunctionDef]:
+    """The module and its functions: expressions, which are most of a tree, hold none."""
+    if isinstance(node, ast.Module | ast.FunctionDef):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):
+            yield from _documented(child)
+
+
 def digest(source: str) -> str:
     """Twelve hexadecimal digits of the SHA-256 of the syntax tree, without docstrings, comments or layout."""
     tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node) is not None:
+    for node in _documented(tree):
+        if ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
     # Not ast.dump: its text changes between Python versions (3.13 leaves empty fields out).
     text = ast.unparse(tree)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
-import dataclasses
 import importlib
 import importlib.util
 import io
@@ -12,11 +9,8 @@ import json
 import pkgutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 def told(name: str) -> dict[str, Any]:
@@ -45,31 +39,11 @@ def told(name: str) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def processes(name: str) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Start the processes that the generator starts as modules of its own; what is yielded waits for their answers."""
-    compiler, interpret, workload = (
-        importlib.import_module(f"{name}.{part}") for part in ("processes.compiler", "measuring.interpret", "workload")
-    )
-    problem = workload.default_problems()[0]
-    variant = workload.WORKLOADS[problem.family].family.default_variant(problem.spec, problem.size)
-    with compiler.CompilerPool(1) as pool, concurrent.futures.ThreadPoolExecutor(1) as thread:
-        needs = pool.submit(compiler.compile_variant, problem, variant, "sm_90")
-        errors = thread.submit(interpret.interpreted, [(problem, variant)])
-        yield lambda: {"interpreted": errors.result(), "compiled": plain(compiler.compiled(needs))}
-
-
-def plain(needs: Any) -> Any:
-    """What a compiler tells, as JSON has it."""
-    return needs if isinstance(needs, str) else [dataclasses.asdict(need) for need in needs]
-
-
 if __name__ == "__main__":
     site, name, *libraries = sys.argv[1:]
     sys.path[:] = [site, *sys.path, *libraries]
     assert importlib.util.find_spec("generator") is None, "the checkout is importable"
-    with processes(name) as answers:
-        answer = told(name) | answers()
+    answer = told(name)
     folder = Path(site)
     answer["elsewhere"] = sorted(
         module
