@@ -43,7 +43,7 @@ os.environ["XDG_DATA_HOME"] = str(Path(tempfile.gettempdir()) / "tuned-tests" / 
 
 @pytest.fixture(scope="session", autouse=True)
 def quick() -> Iterator[None]:
-    """Triton's interpreter computes the same in less than half the time: tests/generator/measuring/test_quick.py."""
+    """Triton's interpreter computes the same in less than half the time: tests/kernels/test_quick.py."""
     with contextlib.ExitStack() as stack:
         if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
             stack.enter_context(patched_once())
