@@ -15,12 +15,12 @@ NEWEST_TRITON = 3.9.0
 NEWEST = .cache/triton-$(NEWEST_TRITON)
 # The launcher, lookups, and a few kernels of each kind.
 NEWEST_KERNELS = gru_cell_split or linear_cat_vector or dense_layer_split or bshd_copy_half or append_half_cos_sin
-NEWEST_HERE = test_launcher.py or test_lookup.py or test_64_rows or (without_a_spill and ($(NEWEST_KERNELS)) and not rope_norm)
-NEWEST_TESTS = tests/kernels/test_compile.py tests/tuned/lookup/test_lookup.py tests/tuned/launching/test_launcher.py
+NEWEST_HERE = test_launcher.py or test_lookup.py or test_quick.py or test_64_rows or (without_a_spill and ($(NEWEST_KERNELS)) and not rope_norm)
+NEWEST_TESTS = tests/kernels/test_compile.py tests/kernels/test_quick.py tests/tuned/lookup/test_lookup.py tests/tuned/launching/test_launcher.py
 # What says something about such a pair: compiled for the GPU of the rows, rendered, looked up. What is compiled for others,
 # and that no two kernels are alike, is looked at with the pair that is developed with.
 STACK_HERE = not every_other_architecture and not card_that_is_not_at_hand and not compile_to_the_same_code
-STACK_TESTS = tests/kernels/test_compile.py tests/kernels/test_gru_compile.py \
+STACK_TESTS = tests/kernels/test_compile.py tests/kernels/test_gru_compile.py tests/kernels/test_quick.py \
 	tests/tuned/lookup/test_foreign_gpus.py tests/tuned/families/test_gru_variant.py \
 	tests/generator/rendering/test_generated.py tests/generator/reporting/test_show.py \
 	tests/generator/reporting/test_show_gru.py tests/kernels/test_sincos.py \

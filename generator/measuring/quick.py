@@ -17,7 +17,7 @@ KEPT = "_kept"  # attribute of what is quick already, and of a type of Triton's:
 
 @contextlib.contextmanager
 def quick_interpreter() -> Iterator[None]:
-    """Inside, kernels are interpreted as outside, in less time (Triton 3.5 to 3.7)."""
+    """Inside, kernels are interpreted as outside, in less time (Triton 3.5 to 3.9)."""
     import triton.language as tl  # noqa: PLC0415 - Triton decides at its import whether it interprets
     from triton.language.semantic import TritonSemantic  # noqa: PLC0415
     from triton.runtime import interpreter  # noqa: PLC0415

@@ -122,8 +122,11 @@ def binary(as_is: Any, triton: Triton, what: str, *, reflected: bool = False) ->
         if function is None or operand is None:
             return _ELSE
         both = (operand, self.handle.data) if reflected else (self.handle.data, operand)
-        with np.errstate(all="ignore"):
-            tried, found = function(*both), result.handle.data
+        try:
+            with np.errstate(all="ignore"):
+                tried, found = function(*both), result.handle.data
+        except TypeError:  # NumPy subtracts no truth values
+            return _ELSE
         same = tried.dtype == found.dtype and tried.shape == found.shape and tried.tobytes() == found.tobytes()
         return (function, constant, result.type, result.handle.dtype) if same else _ELSE
 
