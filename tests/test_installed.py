@@ -154,7 +154,7 @@ def test_the_generator_is_the_same_where_it_is_installed(both: tuple[dict[str, A
 def test_it_imports_nothing_from_elsewhere_and_writes_only_into_the_cache_of_the_user(answer: dict[str, Any]) -> None:
     assert answer["elsewhere"] == []
     assert answer["written"] == []
-    assert {name.split("/")[:2] == ["cache", "tuned-kernels"] for name in answer["cached"]} <= {True}
+    assert all(name.startswith("cache/tuned-kernels/") for name in answer["cached"])
 
 
 def test_nothing_in_the_checkout_is_taken_for_the_installed_layout() -> None:

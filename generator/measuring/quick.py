@@ -1,4 +1,4 @@
-"""Triton's interpreter in a third of the time: it computes the same, and remembers what it would find again.
+"""Triton's interpreter in less than half the time: it computes the same, and remembers what it would find again.
 
 Most of its time goes into the types of tensors, which it makes anew for each operation, and into whether an integer
 overflows, which it finds by a dozen operations more and tells nobody.

@@ -164,12 +164,15 @@ def binary(as_is: Any, triton: Triton, what: str, *, reflected: bool = False) ->
 def index(as_is: Any, triton: Triton) -> Any:
     """``x[:, None]``: axes of size 1, of a block."""
     plans: dict[Any, Any] = {}
-    semantic, whole = triton.semantic, slice(None)
+    semantic = triton.semantic
+
+    def is_whole(one: Any) -> bool:
+        return type(one) is slice and one.start is None and one.stop is None and one.step is None
 
     def quick(self: Any, slices: Any, _semantic: Any = None) -> Any:
         if _semantic is not None:
             return as_is(self, slices, _semantic=_semantic)
-        if type(slices) is not tuple or not all(one is None or one == whole for one in slices):
+        if type(slices) is not tuple or not all(one is None or is_whole(one) for one in slices):
             return as_is(self, slices, _semantic=semantic)
         key = number_of(self.type), tuple([one is None for one in slices])
         plan = plans.get(key)

@@ -18,48 +18,6 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def numbers(x, y, out, SIZE: tl.constexpr, OPERATION: tl.constexpr):
-    i = tl.arange(0, SIZE)
-    a, b = tl.load(x + i), tl.load(y + i)
-    if OPERATION == "add":
-        c = a + b
-    elif OPERATION == "sub":
-        c = a - b
-    elif OPERATION == "mul":
-        c = a * b
-    elif OPERATION == "scalar":
-        c = a + 1
-    else:
-        c = tl.where((a < b) & (i > 1), a, b).to(tl.float32) * 0.5
-    tl.store(out + i, c)
-
-
-@triton.jit
-def shapes(x, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SECOND: tl.constexpr):
-    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
-    a = tl.load(x + rows * COLUMNS + columns, mask=(rows > 0) & (columns < 3), other=2.0)
-    b = tl.arange(0, SECOND)
-    c = a + b[None, :] + tl.sum(a.to(tl.float32), 1)[:, None]
-    product = tl.dot(c.to(tl.float32), tl.trans(c.to(tl.float32)))
-    tl.store(out + rows * ROWS + tl.arange(0, ROWS)[None, :], product)
-
-
-@triton.jit
-def operators(x, y, out, number, SIZE: tl.constexpr, OPERATION: tl.constexpr, CONSTANT: tl.constexpr):
-    """An operator between two blocks, of a block with a number on either side, and of two scalars."""
-    i = tl.arange(0, SIZE)
-    a, b = tl.load(x + i)[:, None], tl.load(y + i)[None, :]
-    first, second = tl.load(x), tl.load(y + 1)
-    at = out + SIZE * i[:, None] + i[None, :]
-    tl.store(at, operated(a, b, OPERATION).to(tl.float32))
-    tl.store(at + SIZE * SIZE, operated(a, CONSTANT, OPERATION).to(tl.float32))
-    tl.store(at + 2 * SIZE * SIZE, operated(CONSTANT, b, OPERATION).to(tl.float32))
-    tl.store(at + 3 * SIZE * SIZE, operated(a, first, OPERATION).to(tl.float32), mask=(a < second) & (i[None, :] > 0))
-    tl.store(at + 4 * SIZE * SIZE, operated(number, b, OPERATION).to(tl.int32).to(tl.float32))
-    tl.store(out + 5 * SIZE * SIZE, operated(first, second, OPERATION).to(tl.float32))
-
-
-@triton.jit
 def operated(a, b, OPERATION: tl.constexpr):  # noqa: PLR0912 - a kernel cannot look an operator up
     if OPERATION == "add":
         c = a + b
@@ -92,6 +50,44 @@ def operated(a, b, OPERATION: tl.constexpr):  # noqa: PLR0912 - a kernel cannot 
     else:
         c = a != b
     return c
+
+
+@triton.jit
+def numbers(x, y, out, SIZE: tl.constexpr, OPERATION: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    a, b = tl.load(x + i), tl.load(y + i)
+    if OPERATION == "scalar":
+        c = a + 1
+    elif OPERATION == "where":
+        c = tl.where((a < b) & (i > 1), a, b).to(tl.float32) * 0.5
+    else:
+        c = operated(a, b, OPERATION)
+    tl.store(out + i, c)
+
+
+@triton.jit
+def shapes(x, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SECOND: tl.constexpr):
+    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    a = tl.load(x + rows * COLUMNS + columns, mask=(rows > 0) & (columns < 3), other=2.0)
+    b = tl.arange(0, SECOND)
+    c = a + b[None, :] + tl.sum(a.to(tl.float32), 1)[:, None]
+    product = tl.dot(c.to(tl.float32), tl.trans(c.to(tl.float32)))
+    tl.store(out + rows * ROWS + tl.arange(0, ROWS)[None, :], product)
+
+
+@triton.jit
+def operators(x, y, out, number, SIZE: tl.constexpr, OPERATION: tl.constexpr, CONSTANT: tl.constexpr):
+    """An operator between two blocks, of a block with a number on either side, and of two scalars."""
+    i = tl.arange(0, SIZE)
+    a, b = tl.load(x + i)[:, None], tl.load(y + i)[None, :]
+    first, second = tl.load(x), tl.load(y + 1)
+    at = out + SIZE * i[:, None] + i[None, :]
+    tl.store(at, operated(a, b, OPERATION).to(tl.float32))
+    tl.store(at + SIZE * SIZE, operated(a, CONSTANT, OPERATION).to(tl.float32))
+    tl.store(at + 2 * SIZE * SIZE, operated(CONSTANT, b, OPERATION).to(tl.float32))
+    tl.store(at + 3 * SIZE * SIZE, operated(a, first, OPERATION).to(tl.float32), mask=(a < second) & (i[None, :] > 0))
+    tl.store(at + 4 * SIZE * SIZE, operated(number, b, OPERATION).to(tl.int32).to(tl.float32))
+    tl.store(out + 5 * SIZE * SIZE, operated(first, second, OPERATION).to(tl.float32))
 
 
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
