@@ -50,11 +50,10 @@ def gru(
             out, state = torch.gru(input[start:end, None], state, *rest, False) if end > start else (None, state)
             outs += [] if out is None else [out[:, 0]]
             states.append(state)
+        if not outs:
+            return _no_token(input, hx, list(weights), bias, training, bidirectional)
         # The state of an empty sequence is as it was; under autocast the others are of another type.
-        states = [state.to(outs[0].dtype) for state in states] if outs else states
-        width = hx.shape[2] * (2 if bidirectional else 1)
-        whole = torch.cat(outs) if outs else input.new_empty((0, width))
-        return whole, torch.cat(states, 1) if states else hx.clone()
+        return torch.cat(outs), torch.cat([state.to(outs[0].dtype) for state in states], 1)
     if batch_sizes is not None:
         return torch.gru(input, batch_sizes, hx, *rest)
     return torch.gru(input, hx, *rest, batch_first)
@@ -81,12 +80,27 @@ def _reset_each(
     done = iter(found)
     states = [next(done)[1] if p else hx[:, b : b + 1] for b, p in enumerate(places)]
     if not found:
-        return input.new_empty((0, hx.shape[2] * (2 if rest[-1] else 1))), torch.cat(
-            states, 1
-        ) if states else hx.clone()
+        return _no_token(input, hx, *rest)
     outs = torch.cat([out[:, 0] for out, _ in found])
     order = torch.tensor([row for p in places for row in p], device=outs.device).argsort()
     return outs[order], torch.cat([state.to(outs.dtype) for state in states], 1)
+
+
+def _no_token(
+    input: torch.Tensor,  # noqa: A002
+    hx: torch.Tensor,
+    weights: list[torch.Tensor],
+    bias: bool,
+    training: bool,
+    bidirectional: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An output without rows and the states as they were, of the dtypes that one token would give."""
+    cells = 2 if bidirectional else 1
+    own, zeros = weights[: cells * (4 if bias else 2)], hx.new_zeros((cells, 1, hx.shape[2]))
+    out, state = torch.gru(
+        input.new_zeros((1, 1, input.shape[1])), zeros, own, bias, 1, 0.0, training, bidirectional, False
+    )
+    return out[0, :0], hx.to(state.dtype, copy=True)
 
 
 def _reset(

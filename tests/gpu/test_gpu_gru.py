@@ -20,6 +20,7 @@ from tests.support import pairwise
 from tests.support.as_good import assert_as_good
 from tests.support.gru_sequences import Sequences, assert_memory_right, assert_steps_right, build
 from tests.support.run import run as run_launches
+from tuned import dispatch
 from tuned.calls.gru import eager, run
 from tuned.calls.gru.arguments import GruCall, gru_call
 from tuned.families.choices import choices
@@ -263,6 +264,19 @@ def test_no_sequence_at_all() -> None:
     call = model_of(64).call
     output, h_n = run.forward(dataclasses.replace(call, input=call.input[:, :0], hx=call.hx[:, :0]))
     assert (output.shape, h_n.shape) == ((7, 0, 64), (1, 0, 64))
+
+
+@pytest.mark.gpu_sample
+@pytest.mark.parametrize("rows", [0, 3])
+def test_without_a_token_kernels_and_pytorch_give_the_same_dtypes(rows: int) -> None:
+    module = torch.nn.GRU(8, 16, bias=False).cuda()
+    x, hx = torch.randn(rows, 8, device="cuda"), torch.randn(1, 1, 16, device="cuda")
+    weights = [w.detach() for w in module._flat_weights if w is not None]
+    bounds = torch.tensor([0, rows], dtype=torch.int32, device="cuda")
+    with torch.autocast("cuda", torch.float16):
+        ours = dispatch.gru(x, hx, weights, bias=False, cu_seqlens=bounds, max_seqlen=rows)
+        theirs = eager.gru(gru_call(x, hx, weights, bias=False, cu_seqlens=bounds, max_seqlen=rows))
+    assert [t.dtype for t in ours] == [t.dtype for t in theirs] == [torch.float16] * 2
 
 
 @pytest.mark.gpu_sample

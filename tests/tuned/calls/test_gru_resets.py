@@ -126,6 +126,43 @@ def test_pieces_under_autocast_may_be_of_several_dtypes() -> None:
         torch.testing.assert_close(ours.float(), theirs, rtol=0, atol=0.1)
 
 
+@pytest.mark.parametrize("cast", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("of_input", "of_state"), [(torch.bfloat16, torch.float32), (torch.float16, torch.float16)])
+@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize("resets", [False, True], ids=["no resets", "resets"])
+def test_no_token_has_the_dtypes_and_the_gradients_of_a_call_with_tokens(
+    cast: torch.dtype | None, of_input: torch.dtype, of_state: torch.dtype, directions: int, *, resets: bool
+) -> None:
+    if cast is None:
+        of_state = of_input
+    found = {}
+    for rows in (0, 3):
+        state = torch.randn(directions, 1, H, dtype=of_state, device=DEVICE).requires_grad_()
+        weights = [
+            torch.randn(shape, dtype=of_input, device=DEVICE).requires_grad_()
+            for shape in directions * ((3 * H, 5), (3 * H, H))
+        ]
+        with torch.autocast(DEVICE, dtype=cast, enabled=cast is not None):
+            output, h_n = gru(
+                torch.randn(rows, 5, dtype=of_input, device=DEVICE),
+                state,
+                weights,
+                bias=False,
+                bidirectional=directions == 2,
+                cu_seqlens=torch.tensor([0, rows], dtype=torch.int32, device=DEVICE),
+                max_seqlen=rows,
+                resets=torch.zeros(rows, dtype=torch.bool, device=DEVICE) if resets else None,
+            )
+        (output.sum() + h_n.sum()).backward()
+        assert output.shape == (rows, directions * H)
+        if not rows:
+            assert torch.equal(h_n, state.to(h_n.dtype))
+            assert h_n.data_ptr() != state.data_ptr()
+            assert torch.equal(state.grad, torch.ones_like(state))
+        found[rows] = [t.dtype for t in (output, h_n)], [t.grad is None for t in (state, *weights)]
+    assert found[0] == found[3]
+
+
 def test_no_mark_is_no_reset_and_all_marks_are_sequences_of_one_step() -> None:
     call = call_of(directions=2)
     none = dataclasses.replace(call, resets=torch.zeros(call.input.shape[:-1], dtype=torch.bool, device=DEVICE))

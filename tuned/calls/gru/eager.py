@@ -153,14 +153,28 @@ def _shapes(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     return output.squeeze(1), call.hx.to(h_n.dtype) + h_n
 
 
+def _by_no_step(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """No token, and states as they were: both in the dtypes that torch.autocast gives where there are tokens."""
+    one = dataclasses.replace(
+        call,
+        input=call.input.new_zeros((1, 1, call.input.shape[-1])),
+        hx=call.hx.new_zeros((len(call.hx), 1, call.hx.shape[2])),
+        dropout=0.0,  # draws no random number
+        batch_first=False,
+        cu_seqlens=None,
+        max_seqlen=None,
+    )
+    output, h_n = gru(one)
+    return output[0, :0], call.hx.to(h_n.dtype, copy=True)
+
+
 def _by_bounds(call: GruCall, bounds: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Sequences given by their bounds in rows: reordered to torch's packed order, and the output back again."""
     check_lengths(bounds, call.input.shape[0], call.max_seqlen or 0)
     lengths = [after - before for before, after in itertools.pairwise(bounds)]
     order = sorted((b for b, length in enumerate(lengths) if length), key=lambda b: -lengths[b])  # longest first
     if not order:
-        features = call.hx.shape[2] * (2 if call.bidirectional else 1)
-        return call.input.new_empty((0, features)), call.hx.clone()
+        return _by_no_step(call)
     steps = [[b for b in order if lengths[b] > step] for step in range(lengths[order[0]])]
     device = call.input.device
     rows = torch.tensor([bounds[b] + step for step, alive in enumerate(steps) for b in alive], device=device)
