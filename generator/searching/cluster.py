@@ -28,9 +28,10 @@ from ..problem import Problem
 from ..rendering.structures import digests_of
 from ..storage.backends import opened_storage
 from ..storage.journal import Journal
+from .remote import RemoteTuner
 from .run import NO_TIME, Display, Keeper, Orders, Run, TuningError
 from .search import Outcome, Progress
-from .tuner import MakeTools, Tuner
+from .tuner import MakeTools
 
 MOST_DEATHS = 3  # of tuners, at one problem: it is skipped; or in a row before one was ready: Ray cannot start them
 WHY_CHARACTERS = 160  # of why a tuner died: Ray says much of it
@@ -62,6 +63,7 @@ def connected(address: str | None, gpus: list[int]) -> Iterator[None]:
     # Else it starts a process for each core ahead, which a tuner on each GPU does not need: 2 s of 12.
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else what measures gives way to whatever runs beside it
     ray._private.worker.print_to_stdstream = lambda *_, **__: None  # noqa: SLF001 - a raylet's log, which Ray prints when a node dies
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
@@ -180,7 +182,7 @@ class Driver:
         over = [seat for seat in self._seats if seat.over]  # they keep their GPUs, which Ray would offer again
         wanted = len(over) + len(self._waiting) + self._busy()
         while len(self._seats) < min(gpus, wanted):
-            actor = ray.remote(Tuner).options(num_gpus=1).remote()
+            actor = ray.remote(RemoteTuner).options(num_gpus=1).remote()
             self._seats.append(_Seat(actor, actor.start.options(**STREAM).remote(self._make_tools)))
         if not gpus or len(self._seats) == len(over):
             why = "; ".join(dict.fromkeys(seat.over for seat in over)) or "the Ray cluster has no GPU: see ray status"
@@ -246,7 +248,7 @@ class Driver:
         if not self._environment:
             self._environment = environment
             self._keeper = Keeper(self.run, self.orders, environment["device"])
-            self._stack.callback(self._keeper.render)
+            self._stack.callback(self._keeper.end)
             self._journal = Journal(self._stack.enter_context(opened_storage(self._storage, environment["device"])))
         first, this = (
             ", ".join(f"{word}{e[k]}" for k, word in ALIKE.items()) for e in (self._environment, environment)
@@ -263,9 +265,12 @@ class Driver:
         self.display.started(seat.name, environment, compilers)
 
     def _end(self, seat: _Seat, outcome: Outcome | str) -> None:
-        problem, seat.problem = seat.problem, None
+        """Note how a seat's problem ended, and give it the next one before this one is kept, which takes a tenth of a second."""
+        problem, seat.problem, seat.stream = seat.problem, None, None
         assert problem is not None, "only a problem has an end"
-        self._keeper.keep(problem, outcome)
+        self._keeper.note(problem, outcome)
+        self._give()
+        self._keeper.keep()
         self.display.done(problem, outcome)
 
     def _leave_out(self, seat: _Seat, why: str) -> None:

@@ -130,6 +130,7 @@ class Keeper:
     def __init__(self, run: Run, orders: Orders, device: str) -> None:
         self._run, self._orders = run, orders
         self._known = read_record(device, orders.folder)
+        self._noted: list[Winner] = []  # and not kept yet
         self._rendered = -math.inf
         self._changed = False
 
@@ -139,23 +140,33 @@ class Keeper:
         seconds = max(left_s * share, min(left_s, LEAST_SHARE_S))
         return Work(problem, following, orders.trials, orders.candidates, seconds, self._known)
 
-    def keep(self, problem: Problem, outcome: Outcome | str) -> None:
-        """Keep how a problem ended: its outcome, or why there is none."""
+    def note(self, problem: Problem, outcome: Outcome | str) -> None:
+        """Note how a problem ended: its outcome, whose winner the next problems begin with, or why there is none."""
         if isinstance(outcome, str):
             self._run.skipped[problem.name] = outcome
             return
-        winner = outcome.winner
         self._run.outcomes[problem.name] = outcome
-        self._known = [w for w in self._known if not same_problem(w, winner)] + [winner]
-        with self._run.stopwatch.time("record"):
-            self._run.record = save_winner(winner, self._orders.folder)
-            self._orders.write_table(winner.environment["device"])
-        self._changed = True
-        if time.monotonic() - self._rendered >= RENDER_SECONDS:
-            self.render()
+        self._known = [w for w in self._known if not same_problem(w, outcome.winner)] + [outcome.winner]
+        self._noted.append(outcome.winner)
 
-    def render(self) -> None:
-        """Render if something changed since the last time."""
+    def keep(self) -> None:
+        """Keep the winners that were noted."""
+        while self._noted:
+            winner = self._noted[0]
+            with self._run.stopwatch.time("record"):
+                self._run.record = save_winner(winner, self._orders.folder)
+                self._orders.write_table(winner.environment["device"])
+            del self._noted[0]
+            self._changed = True
+        if time.monotonic() - self._rendered >= RENDER_SECONDS:
+            self._render()
+
+    def end(self) -> None:
+        """Keep what is not kept yet, and render if something changed since the last time."""
+        self.keep()
+        self._render()
+
+    def _render(self) -> None:
         if self._changed:
             self._changed = False
             with self._run.stopwatch.time("render"):
@@ -184,12 +195,13 @@ def tune_all(run: Run, tools: Tools, orders: Orders, display: Display = SILENT) 
                 outcome = tuned(work, tools, run.stopwatch, functools.partial(display.report, run.done))
             except WorkerGoneError as error:  # what is left is for another day
                 outcome = over = f"the GPU is lost: {error}"
-            keeper.keep(problem, outcome)
+            keeper.note(problem, outcome)
+            keeper.keep()
             display.done(problem, outcome)
     except KeyboardInterrupt:
         run.interrupted = True
     finally:
-        keeper.render()
+        keeper.end()
 
 
 def tuned(work: Work, tools: Tools, stopwatch: Stopwatch, report: Callable[[Progress], None]) -> Outcome | str:

@@ -69,7 +69,7 @@ class Told(Journal):
 
 
 class Tuner:
-    """A Ray actor with one GPU. Its methods yield letters: the driver hears of a trial while the next one is measured."""
+    """What a Ray actor with one GPU does. Its methods yield letters: the driver hears of a trial while the next one is measured."""
 
     def start(self, make_tools: MakeTools) -> Iterator[Letter]:
         """Start the worker and the compilers, once. ("said", text)*, then ("ready", ...) or ("failed", why)."""

@@ -7,6 +7,8 @@ import dataclasses
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from generator import commands
 from generator.evaluation.portfolio import candidates
 from generator.places import ROOT
 from generator.processes.worker import WorkerGoneError
-from generator.searching.run import LEAST_SHARE_S, NO_TIME, Display, Run, TuningError, Work
+from generator.searching.run import LEAST_SHARE_S, NO_TIME, Display, Keeper, Run, TuningError, Work
 from generator.storage.journal import Held
 from tests.support.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tests.support.many_gpus import PROBLEMS, Place, cost, everything, one_machine
@@ -31,6 +33,7 @@ from ray.exceptions import RayError
 
 from generator.searching import cluster as cluster_module
 from generator.searching.cluster import MOST_DEATHS, Driver
+from generator.searching.remote import RemoteTuner
 from generator.searching.tuner import Tuner
 
 NAMES = [p.name for p in PROBLEMS]
@@ -101,7 +104,10 @@ class Actor:
             yield "ready", "another host", str(self.index), self.gpu.environment, 3
 
     def _tune(self, work: Any, held: Any) -> Iterator[Any]:
-        self.works.append(work)
+        self.works.append(work)  # at once, whenever it is begun
+        return self._letters(work, held)
+
+    def _letters(self, work: Any, held: Any) -> Iterator[Any]:
         tuner = Tuner()
         tuner.worker, tuner.compiler, tuner.environment = self.gpu.worker, FakeCompiler(), self.gpu.environment  # type: ignore[assignment]
         told = tuner.tune(work, held)
@@ -130,7 +136,7 @@ class FakeRay:
         return {"CPU": 2.0} | ({"GPU": float(self.count)} if self.count else {})
 
     def remote(self, cls: type) -> Any:
-        assert cls is Tuner
+        assert cls is RemoteTuner
         return self
 
     def options(self, *, num_gpus: int) -> Any:
@@ -298,6 +304,53 @@ def test_what_a_tuner_is_told_can_be_sent_to_another_process() -> None:
     held = Held({"variant": 4.0}, collections.Counter(["another"]), {"finished": {}})  # type: ignore[dict-item]
     told = (work, held, commands.on_gpu, Tuner)
     assert pickle.loads(pickle.dumps(told)) == told
+
+
+def test_a_gpu_has_its_next_problem_before_the_last_one_is_kept(tune: Any) -> None:
+    given: list[int] = []
+    _, _, ray = tune(Gpu(), write_table=lambda _: given.append(len(cluster_module.ray.works)))
+    assert [work.problem.name for work in ray.works] == NAMES
+    assert given == [2, 3, 4, 4]
+
+
+@pytest.mark.parametrize("when", ["given", "kept"])
+def test_ctrl_c_between_two_problems_keeps_the_one_that_ended(
+    tune: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    owner, name = (Driver, "_give") if when == "given" else (Keeper, "keep")
+    noted, done = Keeper.note, getattr(owner, name)
+    ended: list[Any] = []
+
+    def note(self: Keeper, *given: Any) -> None:
+        noted(self, *given)
+        ended.append(given)
+
+    def once(*given: Any) -> None:
+        if len(ended) == 1:
+            ended.append("interrupted")
+            raise KeyboardInterrupt
+        done(*given)
+
+    monkeypatch.setattr(Keeper, "note", note)
+    monkeypatch.setattr(owner, name, once)
+    run, _, _ = tune(Gpu())
+    assert run.interrupted
+    assert [w.name for w in run.winners] == NAMES[:1]
+    assert [w.name for w in run_record(tmp_path)] == NAMES[:1]
+
+
+def test_what_forks_is_started_before_the_search_is_imported() -> None:
+    script = """
+import sys
+from generator.searching import remote
+before = [name for name in ("torch", "triton", "optuna") if name in sys.modules]
+started = []
+remote.fork_server = lambda: started.append("torch" in sys.modules)
+remote.RemoteTuner()
+print(before, started)
+"""
+    said = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["[]", "[False]"]
 
 
 def test_ctrl_c_keeps_what_was_measured_and_the_next_run_goes_on(tune: Any, tmp_path: Path) -> None:

@@ -1,0 +1,35 @@
+"""The Ray actor with one GPU, in a process that starts two imports of torch and Triton at one time.
+
+What forks its worker and its compilers imports them, and so does the search: seconds each. Nothing here imports either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..processes.forkserver import fork_server
+
+if TYPE_CHECKING:
+    from .tuner import Letter, Tuner
+
+
+class RemoteTuner:
+    """A Tuner that is not imported before the process that forks is on its way."""
+
+    tuner: Tuner
+
+    def __init__(self) -> None:
+        """Before Ray unpickles what the first method is called with, and imports the search by that."""
+        fork_server()
+
+    def start(self, *given: Any) -> Iterator[Letter]:
+        """As Tuner.start."""
+        from .tuner import Tuner  # noqa: PLC0415 - takes seconds, see above
+
+        self.tuner = Tuner()
+        yield from self.tuner.start(*given)
+
+    def tune(self, *given: Any) -> Iterator[Letter]:
+        """As Tuner.tune."""
+        yield from self.tuner.tune(*given)
