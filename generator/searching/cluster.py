@@ -202,12 +202,20 @@ class Driver:
         self.run.gpus = max(self.run.gpus, tuners)
         free = [seat for seat in self._seats if seat.ready and seat.stream is None]
         for seat in free[: len(self._waiting)]:
-            seat.problem = problem = self._waiting.pop(0)
+            seat.problem = problem = self._waiting.pop(self._next())
             ahead = self._waiting[:tuners]  # the other tuners take what is before the last of these
             share = min(1.0, tuners / (len(self._waiting) + self._busy()))
             work = self._keeper.work(problem, ahead[-1] if ahead else None, share)
             held = self._journal.held(problem, self._environment, functools.partial(digests_of, problem))
             seat.stream = seat.actor.tune.options(**STREAM).remote(work, held)
+
+    def _next(self) -> int:
+        """Which waiting problem is next: the first of a spec that no GPU has at the moment, else the first.
+
+        Problems of one spec run the same kernels. At one time both GPUs would compile them; later they are in Triton's cache.
+        """
+        busy = [(seat.problem.family, seat.problem.spec) for seat in self._seats if seat.problem]
+        return next((i for i, p in enumerate(self._waiting) if (p.family, p.spec) not in busy), 0)
 
     def _listen(self) -> None:
         """Hear what came, or wait for it a moment."""

@@ -85,7 +85,7 @@ class Place:
         (self.folder / "go").touch()
 
     def orders(self, **changes: Any) -> Orders:
-        return Orders(PROBLEMS, trials=200, folder=self.folder / "out", **changes)
+        return Orders(**{"problems": PROBLEMS, "trials": 200, "folder": self.folder / "out", **changes})
 
     def record(self) -> list[Any]:
         return read_record("test_gpu", self.folder / "out")

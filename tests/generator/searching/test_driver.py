@@ -313,6 +313,14 @@ def test_a_gpu_has_its_next_problem_before_the_last_one_is_kept(tune: Any) -> No
     assert given == [2, 3, 4, 4]
 
 
+def test_gpus_get_problems_of_different_kernels_at_one_time(tune: Any) -> None:
+    a, b, c, _ = PROBLEMS
+    d = dataclasses.replace(c, name="another", spec=dataclasses.replace(c.spec, hidden=128))
+    run, _, ray = tune(Gpu(), Gpu(), problems=[a, b, c, d])
+    assert [work.problem for work in ray.works[:2]] == [a, d], "b and c run the kernels of a"
+    assert set(run.outcomes) == {a.name, b.name, c.name, "another"}
+
+
 @pytest.mark.parametrize("when", ["given", "kept"])
 def test_ctrl_c_between_two_problems_keeps_the_one_that_ended(
     tune: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
