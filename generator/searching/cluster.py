@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
@@ -25,6 +25,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from ..places import INSTALLED, PACKAGE, ROOT
 from ..problem import Problem
+from ..processes.forkserver import fork_server
 from ..rendering.structures import digests_of
 from ..storage.backends import opened_storage
 from ..storage.journal import Journal
@@ -141,9 +142,17 @@ class _Seat:
 class Driver:
     """Gives problems to the GPUs of a Ray that this process is connected to; alone writes journal, record and table."""
 
-    def __init__(self, run: Run, orders: Orders, make_tools: MakeTools, storage: str | None, display: Display) -> None:
+    def __init__(  # noqa: PLR0913 - as ``tune_all``, and what the tuners' processes begin with
+        self,
+        run: Run,
+        orders: Orders,
+        make_tools: MakeTools,
+        storage: str | None,
+        display: Display,
+        begin: Callable[[], object] = fork_server,
+    ) -> None:
         self.run, self.orders, self.display = run, orders, display
-        self._make_tools, self._storage = make_tools, storage
+        self._make_tools, self._storage, self._begin = make_tools, storage, begin
         self._waiting = list(orders.problems)
         self._seats: list[_Seat] = []
         self._deaths = collections.Counter[str]()  # of tuners, by problem; "" is before one was ready
@@ -182,7 +191,7 @@ class Driver:
         over = [seat for seat in self._seats if seat.over]  # they keep their GPUs, which Ray would offer again
         wanted = len(over) + len(self._waiting) + self._busy()
         while len(self._seats) < min(gpus, wanted):
-            actor = ray.remote(RemoteTuner).options(num_gpus=1).remote()
+            actor = ray.remote(RemoteTuner).options(num_gpus=1).remote(self._begin)
             self._seats.append(_Seat(actor, actor.start.options(**STREAM).remote(self._make_tools)))
         if not gpus or len(self._seats) == len(over):
             why = "; ".join(dict.fromkeys(seat.over for seat in over)) or "the Ray cluster has no GPU: see ray status"

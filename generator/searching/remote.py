@@ -5,10 +5,8 @@ What forks its worker and its compilers imports them, and so does the search: se
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
-
-from ..processes.forkserver import fork_server
 
 if TYPE_CHECKING:
     from .tuner import Letter, Tuner
@@ -19,9 +17,9 @@ class RemoteTuner:
 
     tuner: Tuner
 
-    def __init__(self) -> None:
-        """Before Ray unpickles what the first method is called with, and imports the search by that."""
-        fork_server()
+    def __init__(self, begin: Callable[[], object]) -> None:
+        """``begin`` starts what forks, before Ray unpickles what the first method is called with, and imports the search by that."""
+        begin()
 
     def start(self, *given: Any) -> Iterator[Letter]:
         """As Tuner.start."""

@@ -1052,6 +1052,30 @@ SEARCHING = (
         "The problem that a node was at when it died gets no winner.",
     ),
     Fault(
+        "winner_kept_before_the_next_problem_is_given",
+        "generator/searching/cluster.py",
+        "        self._give()\n        self._keeper.keep()\n",
+        "        self._keeper.keep()\n        self._give()\n",
+        (G + "searching/test_driver.py::test_a_gpu_has_its_next_problem_before_the_last_one_is_kept",),
+        "A GPU waits for each row that is written.",
+    ),
+    Fault(
+        "winner_lost_between_two_problems",
+        "generator/searching/run.py",
+        '        """Keep what is not kept yet, and render if something changed since the last time."""\n        self.keep()\n',
+        '        """Keep what is not kept yet, and render if something changed since the last time."""\n',
+        (G + "searching/test_driver.py::test_ctrl_c_between_two_problems_keeps_the_one_that_ended[given]",),
+        "Ctrl-C in a bad moment: a run tells of a winner that no table has.",
+    ),
+    Fault(
+        "gpus_compile_the_same_kernels",
+        "generator/searching/cluster.py",
+        "not in busy), 0)",
+        "in busy), 0)",
+        (G + "searching/test_driver.py::test_gpus_get_problems_of_different_kernels_at_one_time",),
+        "Two GPUs compile each kernel twice.",
+    ),
+    Fault(
         "gpus_of_two_kinds_in_one_table",
         "generator/searching/cluster.py",
         "        if first != this:\n",
@@ -1422,6 +1446,17 @@ RESETS = (
         "call.cu_seqlens is None and",
         (R + "test_calls_with_resets_leave_no_trace_for_calls_without",),
         "After one call with resets, calls without them are PyTorch's own.",
+    ),
+    Fault(
+        "no_token_keeps_its_dtype_under_autocast",
+        "tuned/calls/gru/eager.py",
+        "    return output[0, :0], call.hx.to(h_n.dtype, copy=True)\n",
+        "    return output[0, :0].to(call.input.dtype), call.hx.clone()\n",
+        (
+            R
+            + "test_no_token_has_the_dtypes_and_the_gradients_of_a_call_with_tokens[no resets-1-of_input0-of_state0-torch.bfloat16]",
+        ),
+        "Under autocast a batch without a token has other dtypes than all others.",
     ),
     Fault(
         "reset_pieces_start_with_the_wrong_state",

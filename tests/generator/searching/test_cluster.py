@@ -42,6 +42,7 @@ HEALTH = {
     "prestart_worker_first_driver": False,
 }
 SMALL = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False, "include_log_monitor": False}
+NOTHING = list  # what a tuner's process begins with: these fork nothing
 LAST = 12  # measurement of the node that is killed
 
 
@@ -118,7 +119,7 @@ def test_a_node_that_is_killed_costs_its_trial_and_one_that_comes_takes_over(nod
     display = Display(say=said.append, started=lambda name, *_: started.append(name))
     run = Run(PROBLEMS)
     with connected(nodes.cluster.address, []), concurrent.futures.ThreadPoolExecutor(1) as pool:
-        driver = Driver(run, three.orders(), functools.partial(tools, three), None, display)
+        driver = Driver(run, three.orders(), functools.partial(tools, three), None, display, NOTHING)
         tuning = pool.submit(driver.tune)
 
         def wait(condition: Callable[[], bool]) -> None:
@@ -150,7 +151,7 @@ from generator.searching.run import Run, SILENT
 from tests.support.many_gpus import PROBLEMS, Place, tools
 place = Place(Path(sys.argv[1]), json.loads(sys.argv[2]))
 with connected(sys.argv[3], []):
-    Driver(Run(PROBLEMS), place.orders(), functools.partial(tools, place), None, SILENT).tune()
+    Driver(Run(PROBLEMS), place.orders(), functools.partial(tools, place), None, SILENT, list).tune()
 """
 
 
@@ -170,7 +171,7 @@ def test_a_driver_that_is_killed_goes_on_where_it_was(nodes: Nodes, place: Any, 
     two.go()
     run = Run(PROBLEMS)
     with connected(nodes.cluster.address, []):
-        Driver(run, two.orders(), functools.partial(tools, two), None, Display()).tune()
+        Driver(run, two.orders(), functools.partial(tools, two), None, Display(), NOTHING).tune()
     all_is_done(run, two)
     assert sum(two.measured().values()) == len(everything()) + 2, "but for the two trials under way"
 

@@ -17,6 +17,7 @@ import pytest
 from generator import commands
 from generator.evaluation.portfolio import candidates
 from generator.places import ROOT
+from generator.processes.forkserver import fork_server
 from generator.processes.worker import WorkerGoneError
 from generator.searching.run import LEAST_SHARE_S, NO_TIME, Display, Keeper, Run, TuningError, Work
 from generator.storage.journal import Held
@@ -143,7 +144,8 @@ class FakeRay:
         assert num_gpus == 1
         return type("Class", (), {"remote": self.actor})
 
-    def actor(self) -> Actor:
+    def actor(self, begin: Any) -> Actor:
+        assert begin is fork_server
         index, gpu = self.free.pop(0)
         if gpu.dies_before_it_starts or gpu.dies_at:  # its GPU is there again at once
             self.free.append((index, gpu))
@@ -350,11 +352,11 @@ def test_ctrl_c_between_two_problems_keeps_the_one_that_ended(
 def test_what_forks_is_started_before_the_search_is_imported() -> None:
     script = """
 import sys
+from generator.processes.forkserver import fork_server
 from generator.searching import remote
 before = [name for name in ("torch", "triton", "optuna") if name in sys.modules]
 started = []
-remote.fork_server = lambda: started.append("torch" in sys.modules)
-remote.RemoteTuner()
+remote.RemoteTuner(lambda: started.append("torch" in sys.modules))
 print(before, started)
 """
     said = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
