@@ -212,7 +212,7 @@ class Driver:
         free = [seat for seat in self._seats if seat.ready and seat.stream is None]
         for seat in free[: len(self._waiting)]:
             seat.problem = problem = self._waiting.pop(self._next())
-            ahead = self._waiting[:tuners]  # the other tuners take what is before the last of these
+            ahead = self._waiting[:tuners]  # the other tuners mostly take what is before the last of these
             share = min(1.0, tuners / (len(self._waiting) + self._busy()))
             work = self._keeper.work(problem, ahead[-1] if ahead else None, share)
             held = self._journal.held(problem, self._environment, functools.partial(digests_of, problem))
@@ -221,7 +221,7 @@ class Driver:
     def _next(self) -> int:
         """Which waiting problem is next: the first of a spec that no GPU has at the moment, else the first.
 
-        Problems of one spec run the same kernels. At one time both GPUs would compile them; later they are in Triton's cache.
+        Problems of one spec run the same kernels. Two GPUs at once would both compile them; the later one finds them in Triton's cache.
         """
         busy = [(seat.problem.family, seat.problem.spec) for seat in self._seats if seat.problem]
         return next((i for i, p in enumerate(self._waiting) if (p.family, p.spec) not in busy), 0)

@@ -63,6 +63,18 @@ def test_a_cluster_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) ->
         pass
 
 
+def test_what_measures_does_not_give_way_to_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_enable_worker_prestart", "RAY_prestart_worker_first_driver", "RAY_worker_niceness"):
+        monkeypatch.setenv(name, "1")  # so that it is as it was afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    seen: list[str] = []
+    monkeypatch.setattr(cluster_module.ray, "init", lambda *_, **__: seen.append(os.environ[name]))
+    monkeypatch.setattr(cluster_module.ray, "shutdown", lambda: None)
+    with cluster_module.connected(None, [0, 1]):
+        assert seen == ["0"], "Ray's own choice is 15"
+
+
 @dataclasses.dataclass
 class Gpu:
     """What a GPU does with what it is given."""
