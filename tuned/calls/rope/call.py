@@ -134,16 +134,6 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
             weight, key_weight,
         )  # fmt: skip
         return _rehearsed(given, Settings(*settings))
-    except RuntimeError:
-        # torch.func.grad wraps every tensor made inside it, even a result that depends on no tensor it differentiates,
-        # and a wrapped tensor has no address. The error came before any launch. In place no tensor is made.
-        if settings[2] or not transforms_active():
-            raise
-        given = Given(
-            x, key, freqs, cos, sin, cos_sin_cache, inv_freq, freqs_cis, cu_seqlens, positions, offset,
-            weight, key_weight,
-        )  # fmt: skip
-        return run_eager(given, Settings(*settings))
     finally:
         if first is not None:  # so that no tensor of a caller is kept
             first.prepared = None
@@ -165,7 +155,10 @@ def _plan_of(
         try:
             properties = (*map(_traits, tensors), *others)
             addresses = tuple([t.data_ptr() for t in tensors if t is not None])
-            plan = _PLANS.get(properties)
+            # What is made under torch.func belongs to its transform, even what depends on no tensor that it follows, and plans
+            # make plain tensors. In place none is made.
+            if settings[2] or not transforms_active():
+                plan = _PLANS.get(properties)
         except NO_KEY:
             properties = None
     if plan is not None:
