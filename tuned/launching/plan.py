@@ -151,9 +151,33 @@ _KNOWN: dict[Any, Any] = {}  # properties of a launch -> (compiled kernel, its d
 
 
 def maker(shape: tuple[int, ...], like: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """What makes contiguous tensors of a shape, of the dtype and on the device of ``like``; in half the time of ``new_empty``."""
-    strides = torch.empty(shape, device="meta").stride()
+    """What makes contiguous tensors of a shape, of the dtype and on the device of ``like``; in a quarter of the time of ``new_empty``.
+
+    Call it only where that device is the current one, and no mode or transform is active: it asks none of them.
+    """
+    shape, strides = tuple(shape), torch.empty(shape, device="meta").stride()
+    quick = _quick_empty(like.device.type)
+    if quick is not None:
+        return functools.partial(quick, shape, strides, like.dtype)
     return functools.partial(torch.empty_strided, shape, strides, dtype=like.dtype, device=like.device)
+
+
+@functools.cache
+def _quick_empty(kind: str) -> Callable[..., torch.Tensor] | None:
+    """What the code of torch.compile makes tensors by: not public, and in half the time of ``torch.empty_strided``.
+
+    None if this torch has none, or another one.
+    """
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)  # noqa: SLF001
+    quick: Callable[..., torch.Tensor] | None = getattr(guards, f"_empty_strided_{kind}", None)
+    if quick is None:
+        return None
+    try:
+        made = quick((2, 3), (3, 1), torch.float16)
+    except (TypeError, ValueError, RuntimeError, SystemError):
+        return None
+    right = (type(made), made.dtype, made.shape, made.stride(), made.device.type)
+    return quick if right == (torch.Tensor, torch.float16, (2, 3), (3, 1), kind) else None
 
 
 def launch_known(device: int, launch: Launch) -> Any:
