@@ -1816,6 +1816,22 @@ LATENT = (
         "Where k_pe is frozen, values get no gradient.",
     ),
     Fault(
+        "known_latent_calls_under_torch_func",
+        "tuned/calls/rope/call.py",
+        "if settings[2] or not transforms_active():\n                plan",
+        "if True:\n                plan",
+        (C_MLA + "test_a_known_call_is_left_to_operators_under_torch_func",),
+        "A kernel bypasses a transform of torch.func, since the results of a known call are plain tensors.",
+    ),
+    Fault(
+        "sines_behind_the_cosines_in_known_latent_calls",
+        "tuned/calls/rope/plan.py",
+        "(angles_ptr + sines if sin is None else others[0],)",
+        "(angles_ptr + sines,)",
+        (C_MLA + SAME + "[sbhd]",),
+        "Known calls with cos and sin take the sines that the first call's memory had.",
+    ),
+    Fault(
         "conjugate_of_pairs_put_apart_is_the_transpose",
         "tuned/calls/rope/arguments.py",
         "more = settings.norm or settings.deinterleave or settings.k_dim",

@@ -377,6 +377,44 @@ def test_under_torch_func_it_is_the_same() -> None:
     torch.testing.assert_close(found, torch.autograd.grad(loss(*leaves), leaves))
 
 
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("chosen_once")
+def test_a_known_call_is_left_to_operators_under_torch_func(watch: Watch) -> None:
+    """Of tensors that the transform does not follow, beside one that it does."""
+    kv, k_pe = (t.float() for t in tensors())
+    angles = table(dtype=torch.float32)
+    run = lambda kv, k_pe: mla_kv_rope(kv, k_pe, **angles, k_dim=KEPT)  # noqa: E731
+    for needs in (False, True):
+        leaves = [t.detach().clone().requires_grad_(needs) for t in (kv, k_pe)]
+        for _ in range(3):
+            key, value = run(*leaves)
+        launched = watch.public + watch.direct
+        assert watch.direct
+        for index, t in enumerate((key, value)):
+            beside = lambda s, leaves=leaves, index=index: run(*leaves)[index] * s  # noqa: E731
+            total = lambda s, beside=beside: beside(s).sum()  # noqa: E731
+            torch.testing.assert_close(torch.func.grad(total)(torch.ones_like(t)), t.detach())
+            torch.testing.assert_close(torch.func.vmap(beside)(torch.ones(1, *t.shape))[0], t)
+        assert watch.public + watch.direct == launched
+        run(*leaves)
+        assert watch.public + watch.direct == launched + 1
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("chosen_once", "watch")
+def test_results_of_known_calls_share_nothing() -> None:
+    kv, k_pe = (t.float() for t in tensors())
+    angles = table(dtype=torch.float32)
+    made: list[torch.Tensor] = [kv, k_pe]
+    for _ in range(4):
+        made += mla_kv_rope(kv, k_pe, **angles, k_dim=KEPT)
+        assert [t._is_view() for t in made[2:]] == [False] * (len(made) - 2)
+    assert len({t.untyped_storage().data_ptr() for t in made}) == len(made)
+    with torch.inference_mode():
+        assert all(t.is_inference() for _ in range(3) for t in mla_kv_rope(kv, k_pe, **angles, k_dim=KEPT))
+    assert not any(t.is_inference() for t in mla_kv_rope(kv, k_pe, **angles, k_dim=KEPT))
+
+
 def test_angles_get_their_gradients() -> None:
     kv, k_pe = tensors()
     freqs = torch.rand(SEQ, TURNED, requires_grad=True)

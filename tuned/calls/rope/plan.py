@@ -232,6 +232,8 @@ def _run(  # noqa: PLR0913 - what the closure holds
     """
     if spec.plain:
         return _plain(spec, direct, x.get_device(), sines, public)
+    if spec.splits:
+        return _split(spec, direct, x, sines, limits, public)
     return _complete(spec, direct, x, sines, limits, apart, public)
 
 
@@ -299,12 +301,8 @@ def _complete(  # noqa: PLR0913 - what the closure holds
 ) -> Callable[..., Any]:
     run, function, head, programs, (_, *numbers), stream_of, enter, leave = direct
     rest, (low, high), (checked, nearest, furthest) = tuple(numbers), limits, apart
-    inplace, splits, computes_sincos = spec.inplace, spec.splits, spec.computes_sincos
-    two = spec.key_heads > 0 or splits
+    inplace, two, computes_sincos = spec.inplace, spec.key_heads > 0, spec.computes_sincos
     device, empty_like = like.get_device(), torch.empty_like
-    # Those of MLA have shapes of their own: made from what is known, in half of the time of ``new_empty``.
-    shapes = spec.split_shapes(tuple(like.shape)) if splits else ()
-    made = tuple(maker(shape, like) for shape in shapes)
 
     def plan(  # noqa: PLR0913 - those of Plan.run
         x: Any,
@@ -324,11 +322,8 @@ def _complete(  # noqa: PLR0913 - what the closure holds
         outs: tuple[int, ...] = ()
         key_outs: tuple[int, ...] = ()
         if not inplace:
-            if splits:
-                out, key_out = made[0](), made[1]()
-            else:
-                out = empty_like(x)
-                key_out = empty_like(key) if two else out
+            out = empty_like(x)
+            key_out = empty_like(key) if two else out
             outs, key_outs = (out.data_ptr(),), (key_out.data_ptr(),)
         elif two and nearest < key_ptr - x_ptr < furthest and key_ptr - x_ptr != checked:
             # They may overlap: ``public`` checks.
@@ -346,5 +341,45 @@ def _complete(  # noqa: PLR0913 - what the closure holds
             bump_versions(x, key)
             return (x, key) if two else x
         return (out, key_out) if two else out
+
+    return plan
+
+
+def _split(  # noqa: PLR0913 - what the closure holds
+    spec: RopeSpec,
+    direct: DirectLaunch,
+    like: torch.Tensor,
+    sines: int,
+    limits: tuple[int, int],
+    public: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Of MLA: out of place always, with results of shapes of their own, whose makers the plan keeps."""
+    run, function, head, programs, (_, *numbers), stream_of, enter, leave = direct
+    rest, (low, high), device = tuple(numbers), limits, like.get_device()
+    make, make_key = (maker(shape, like) for shape in spec.split_shapes(tuple(like.shape)))
+    computes_sincos = spec.computes_sincos
+
+    def plan(  # noqa: PLR0913 - those of Plan.run
+        x: Any,
+        key: Any,
+        angles: Any,
+        sin: Any,
+        cu_seqlens: Any,
+        positions: Any,
+        offset: Any,
+        addresses: tuple[int, ...],
+        weights: Any = None,
+    ) -> Any:
+        if enter.calls or leave.calls or not low <= offset <= high:
+            return public(x, key, angles, sin, cu_seqlens, positions, offset, addresses, weights)
+        x_ptr, angles_ptr, key_ptr, *others = addresses
+        out, key_out = make(), make_key()
+        sines_ptr = () if computes_sincos else (angles_ptr + sines if sin is None else others[0],)
+        run(
+            programs, 1, 1, stream_of(device), function, *head, x_ptr, out.data_ptr(), angles_ptr, *sines_ptr,
+            angles_ptr if cu_seqlens is None else cu_seqlens.data_ptr(), key_ptr, key_out.data_ptr(),
+            angles_ptr if positions is None else positions.data_ptr(), offset, *rest,
+        )  # fmt: skip
+        return out, key_out
 
     return plan
