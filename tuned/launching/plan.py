@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -150,16 +150,24 @@ def properties(device: int, launch: Launch) -> tuple[Any, ...]:
 _KNOWN: dict[Any, Any] = {}  # properties of a launch -> (compiled kernel, its direct launcher); no tensors
 
 
-def maker(shape: tuple[int, ...], like: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """What makes contiguous tensors of a shape, of the dtype and on the device of ``like``; in a quarter of the time of ``new_empty``.
+def maker(shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = None) -> Callable[[], torch.Tensor]:
+    """What makes contiguous tensors of a shape, on the device of ``like`` and of its dtype or another; in a third of the time of ``new_empty``.
 
     Call it only where that device is the current one, and no mode or transform is active: it asks none of them.
     """
-    shape, strides = tuple(shape), torch.empty(shape, device="meta").stride()
-    quick = _quick_empty(like.device.type)
+    return _maker(torch.empty(tuple(shape), device="meta"), like.device, dtype or like.dtype)
+
+
+def maker_like(t: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """What makes the tensors that ``empty_like`` of t makes, in half of its time. Call it only where ``maker`` may be."""
+    return _maker(torch.empty_like(t, device="meta"), t.device, t.dtype)
+
+
+def _maker(like: torch.Tensor, device: torch.device, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    shape, strides, quick = tuple(like.shape), like.stride(), _quick_empty(device.type)
     if quick is not None:
-        return functools.partial(quick, shape, strides, like.dtype)
-    return functools.partial(torch.empty_strided, shape, strides, dtype=like.dtype, device=like.device)
+        return functools.partial(quick, shape, strides, dtype)
+    return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tuned.launching import plan
-from tuned.launching.plan import maker
+from tuned.launching.plan import maker, maker_like
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,3 +59,12 @@ def test_of_another_torch_pytorchs_own_is_taken(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(torch._C._dynamo, "guards", guards)
     check((2, 3, 4), torch.randn(3))
     assert len(asked) == (found != "nothing")
+
+
+def test_like_a_tensor_is_as_empty_like_makes_it() -> None:
+    t = torch.randn(2, 3, 4, 6)
+    for one in (t, t.transpose(1, 2), t[..., ::2], t[:, :1].expand(2, 3, 4, 6), t[0, 0], t[:0], t.to(torch.bfloat16)):
+        made, wanted = maker_like(one)(), torch.empty_like(one)
+        assert (made.dtype, made.shape, made.stride()) == (wanted.dtype, wanted.shape, wanted.stride())
+        assert made.untyped_storage().nbytes() == wanted.untyped_storage().nbytes()
+    assert maker((2, 3), t, torch.int32)().dtype == torch.int32

@@ -6,6 +6,7 @@ Plans keep none of the caller's tensors alive: they hold numbers, kernels and se
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ from tuned.launching.plan import (
     direct_launch,
     keep,
     listeners,
+    maker,
+    maker_like,
     modes,
     outside_of_graphs,
     traits,
@@ -245,9 +248,7 @@ def _plan(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurre
     width, item, index = spec.directions * hidden, spec.item, device.index
     counted = counters_needed(spec, recurrence.batch)
     fills, counts = not alone(spec, variant) and variant.exchange != "counter", variant.exchange == "counter"
-    states_shape, in_turn = (spec.directions, recurrence.batch, hidden), variant.in_turn
-    integer = INTEGERS[item]
-    out_shape, between_shape = (*tokens, width), (spec.layers - 1, *tokens, width)
+    in_turn = variant.in_turn
     # Bytes between the tensors of neighbouring cells, for each kind of weight; the kernel was compiled for these strides.
     stacks = (recurrence.weight_hh, *((recurrence.bias_ih, recurrence.bias_hh) if spec.bias else ()))
     apart = [stack.stride(0) * item for stack in stacks]
@@ -280,10 +281,15 @@ def _plan(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurre
         copy = torch.stack(given)
         return copy.data_ptr(), copy
 
-    def made(shape: Any) -> torch.Tensor:
-        if fills:  # all bits set: readers poll until a value differs
-            return torch.full(shape, -1, dtype=integer, device=device).view(dtype)
-        return torch.empty(shape, dtype=dtype, device=device)
+    def of_states(shape: tuple[int, ...]) -> Callable[[], torch.Tensor]:
+        if not fills:
+            return maker(shape, call.input)
+        full = functools.partial(torch.full, shape, -1, dtype=INTEGERS[item], device=device)
+        return lambda: full().view(dtype)  # all bits set: readers poll until a value differs
+
+    make_out, make_between = of_states((*tokens, width)), of_states((spec.layers - 1, *tokens, width))
+    make_gates, make_h_n = maker((spec.directions, rows, 3 * hidden), call.input), maker_like(call.hx)
+    make_states = maker((spec.directions, recurrence.batch, hidden), call.input, _FLOAT32)
 
     def plan(x: Any, hx: Any, weights: Any, h_n: Any = None) -> Any:
         if enter.calls or leave.calls:  # a profiler has hooks: only the public launcher calls them
@@ -298,13 +304,13 @@ def _plan(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurre
         if spec.directions == 1:
             gates = torch.mm(flat, weights[0].t())
         else:
-            gates = x.new_empty((spec.directions, rows, 3 * hidden))
+            gates = make_gates()
             for direction in range(spec.directions):
                 torch.mm(flat, weights[direction * each].t(), out=gates[direction])
-        out, p_h = made(out_shape), hx.data_ptr()
-        h_n = torch.empty_like(hx) if h_n is None else h_n
-        between = made(between_shape) if spec.stacked else None
-        states = torch.empty(states_shape, dtype=_FLOAT32, device=device) if in_turn else None
+        out, p_h = make_out(), hx.data_ptr()
+        h_n = make_h_n() if h_n is None else h_n
+        between = make_between() if spec.stacked else None
+        states = make_states() if in_turn else None
         counters = torch.zeros(counted, dtype=torch.int32, device=device) if counts else None
         try:
             run(

@@ -28,6 +28,7 @@ from tuned.launching.plan import (
     capturing,
     current_device,
     listeners,
+    maker,
     of_calls_alone,
     run_and_keep,
     tracing,
@@ -257,16 +258,10 @@ def _public(  # noqa: PLR0913
     return call.out
 
 
-def _fresh(h: torch.Tensor) -> Any:
-    """A function that allocates a contiguous output like such an h."""
-    contiguous = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
-    return torch.empty_like if h.is_contiguous() else contiguous  # the first takes half the time
-
-
 def _fused_plan(call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
     device = call.h.device.index
     run, function, head, programs, rest, stream_of, enter, leave = direct
-    fresh = _fresh(call.h)
+    fresh = maker(call.h.shape, call.h)
     # The kernel's signature has all segments and both biases, given or not.
     at, biased = len(call.segments), call.bias_ih is not None
     order = (
@@ -284,7 +279,7 @@ def _fused_plan(call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
     ) -> Any:
         if enter.calls or leave.calls:  # a profiler has hooks: only the public launcher calls them
             return public(addresses, x, h, weight_ih, weight_hh, bias_ih, bias_hh)
-        out = fresh(h)
+        out = fresh()
         run(programs, 1, 1, stream_of(device), function, *head, *ordered(addresses), out.data_ptr(), *rest)
         return out
 
@@ -294,14 +289,14 @@ def _fused_plan(call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
 def _library_plan(call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
     device, inplace = call.h.device.index, call.out is call.h
     run, function, head, programs, rest, stream_of, enter, leave = direct
-    single, biased, cat, fresh = call.x1 is None, call.bias_ih is not None, torch.cat, _fresh(call.h)
+    single, biased, cat, fresh = call.x1 is None, call.bias_ih is not None, torch.cat, maker(call.h.shape, call.h)
 
     def plan(  # noqa: PLR0913
         addresses: Any, x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_hh: Any
     ) -> Any:
         if enter.calls or leave.calls:
             return public(addresses, x, h, weight_ih, weight_hh, bias_ih, bias_hh)
-        out = h if inplace else fresh(h)
+        out = h if inplace else fresh()
         of_x, of_h = _linear(x if single else cat(x, -1), weight_ih), _linear(h, weight_hh)
         biases = addresses[-2:] if biased else ()
         states = (h.data_ptr(),) if inplace else (h.data_ptr(), out.data_ptr())

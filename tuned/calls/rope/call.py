@@ -198,7 +198,7 @@ def _known_but_for_lengths(  # noqa: PLR0913 - the tensors of a call
     if found is None:
         return None
     learns = _grad_enabled() and (angles.requires_grad or (sin is not None and sin.requires_grad))
-    plan, known = sized_plan(found, x), found.known
+    plan, known = sized_plan(found, x, key), found.known
     return _differentiable(plan, known.settings, known.sources, x, key, weights, learns=learns)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from tuned.families.rope.launches import RopeCall, launches
 from tuned.families.rope.spec import RopeSpec
 from tuned.launching.launcher import kernel, launch_public
 from tuned.launching.overwrite import bump_versions
-from tuned.launching.plan import DirectLaunch, direct_launch, maker, remember, specialisation
+from tuned.launching.plan import DirectLaunch, direct_launch, maker, maker_like, remember, specialisation
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, choose
 
@@ -85,11 +85,12 @@ def run_public(now: Ready) -> Any:
 _COMPILED: dict[Any, Any] = {}
 
 
-def sized_plan(found: SizedLaunch, x: torch.Tensor) -> Plan:
-    """The plan of calls like that of x, which differ only in their lengths from a call that a kernel served."""
+def sized_plan(found: SizedLaunch, x: torch.Tensor, key: torch.Tensor | None) -> Plan:
+    """The plan of calls like that of x and key, which differ only in their lengths from a call that a kernel served."""
     known = found.known
     public = functools.partial(_public, known.spec, found.variant, known.settings, known.sources)
-    return Plan(_run(known.spec, found.direct, x, known.sines, found.limits, found.beside, public))
+    makers = _makers(known.spec, x, key)
+    return Plan(_run(known.spec, found.direct, x.get_device(), makers, known.sines, found.limits, found.beside, public))
 
 
 def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
@@ -109,7 +110,7 @@ def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
     """
     spec = prepared.spec
     assert spec is not None
-    public = functools.partial(_public, spec, variant, settings, sources)
+    public, makers = functools.partial(_public, spec, variant, settings, sources), _makers(spec, x, key)
 
     def run_first(*tensors: Any) -> Any:
         given = sources.given(*tensors)
@@ -130,7 +131,7 @@ def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
         sines = 0 if spec.computes_sincos else call.sin.data_ptr() - call.cos.data_ptr()
         learn(class_key, spec, settings, sources, variant, call, part, direct, sines)
         limits = offset_limits(spec, settings, call.angle_rows, call.seq)
-        return _run(spec, direct, call.x, sines, limits, beside(call.x, call.key), public)
+        return _run(spec, direct, call.x.get_device(), makers, sines, limits, beside(call.x, call.key), public)
 
     plan, now = Plan(run_first), Ready(spec, prepared.call, *launches(spec, variant, prepared.call))
     compiled = known_kernel(variant, now)
@@ -219,22 +220,32 @@ def made_alike(x: torch.Tensor, key: torch.Tensor | None, call: RopeCall, settin
 def _run(  # noqa: PLR0913 - what the closure holds
     spec: RopeSpec,
     direct: DirectLaunch,
-    x: torch.Tensor,
+    device: int,
+    makers: Sequence[Callable[[], torch.Tensor]],
     sines: int,
     limits: tuple[int, int],
     apart: tuple[int, int, int],
     public: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """The ``run`` of a plan that launches directly; it keeps nothing of x, which is of such a call.
+    """The ``run`` of a plan that launches directly, to results of ``makers``.
 
     Call it only with tensors that have the dtype, shape, strides, device and 16-byte alignment of the call it was made
     for: the compiled code depends on all of them.
     """
     if spec.plain:
-        return _plain(spec, direct, x.get_device(), sines, public)
+        return _plain(spec, direct, device, makers, sines, public)
     if spec.splits:
-        return _split(spec, direct, x, sines, limits, public)
-    return _complete(spec, direct, x, sines, limits, apart, public)
+        return _split(spec, direct, device, makers, sines, limits, public)
+    return _complete(spec, direct, device, makers, sines, limits, apart, public)
+
+
+def _makers(spec: RopeSpec, x: torch.Tensor, key: torch.Tensor | None) -> tuple[Callable[[], torch.Tensor], ...]:
+    """What makes the results of calls like that of the caller's x and key, which are not kept; none in place."""
+    if spec.inplace:
+        return ()
+    if spec.splits:
+        return tuple(maker(shape, x) for shape in spec.split_shapes(tuple(x.shape)))
+    return tuple(maker_like(t) for t in (x, key) if t is not None)
 
 
 def beside(x: torch.Tensor, key: torch.Tensor | None) -> tuple[int, int, int]:
@@ -251,11 +262,17 @@ def beside(x: torch.Tensor, key: torch.Tensor | None) -> tuple[int, int, int]:
     return key.data_ptr() - x.data_ptr(), -spans[1], spans[0]
 
 
-def _plain(
-    spec: RopeSpec, direct: DirectLaunch, device: int, sines: int, public: Callable[..., Any]
+def _plain(  # noqa: PLR0913 - what the closure holds
+    spec: RopeSpec,
+    direct: DirectLaunch,
+    device: int,
+    makers: Sequence[Callable[[], torch.Tensor]],
+    sines: int,
+    public: Callable[..., Any],
 ) -> Callable[..., Any]:
     run, function, head, programs, rest, stream_of, enter, leave = direct
-    inplace, computes_sincos, packed, empty_like = spec.inplace, spec.computes_sincos, spec.packed, torch.empty_like
+    inplace, computes_sincos, packed = spec.inplace, spec.computes_sincos, spec.packed
+    make: Any = makers[0] if makers else None
 
     def plan(  # noqa: PLR0913 - those of Plan.run
         x: Any,
@@ -276,7 +293,7 @@ def _plain(
             out = x
             pointers = (x_ptr, angles_ptr)
         else:
-            out = empty_like(x)
+            out = make()
             pointers = (x_ptr, out.data_ptr(), angles_ptr)
         if not computes_sincos:
             pointers = (*pointers, angles_ptr + sines if sin is None else sin.data_ptr())
@@ -293,7 +310,8 @@ def _plain(
 def _complete(  # noqa: PLR0913 - what the closure holds
     spec: RopeSpec,
     direct: DirectLaunch,
-    like: torch.Tensor,
+    device: int,
+    makers: Sequence[Callable[[], torch.Tensor]],
     sines: int,
     limits: tuple[int, int],
     apart: tuple[int, int, int],
@@ -302,7 +320,8 @@ def _complete(  # noqa: PLR0913 - what the closure holds
     run, function, head, programs, (_, *numbers), stream_of, enter, leave = direct
     rest, (low, high), (checked, nearest, furthest) = tuple(numbers), limits, apart
     inplace, two, computes_sincos = spec.inplace, spec.key_heads > 0, spec.computes_sincos
-    device, empty_like = like.get_device(), torch.empty_like
+    make: Any = makers[0] if makers else None
+    make_key: Any = makers[-1] if makers else None
 
     def plan(  # noqa: PLR0913 - those of Plan.run
         x: Any,
@@ -322,8 +341,8 @@ def _complete(  # noqa: PLR0913 - what the closure holds
         outs: tuple[int, ...] = ()
         key_outs: tuple[int, ...] = ()
         if not inplace:
-            out = empty_like(x)
-            key_out = empty_like(key) if two else out
+            out = make()
+            key_out = make_key() if two else out
             outs, key_outs = (out.data_ptr(),), (key_out.data_ptr(),)
         elif two and nearest < key_ptr - x_ptr < furthest and key_ptr - x_ptr != checked:
             # They may overlap: ``public`` checks.
@@ -348,16 +367,15 @@ def _complete(  # noqa: PLR0913 - what the closure holds
 def _split(  # noqa: PLR0913 - what the closure holds
     spec: RopeSpec,
     direct: DirectLaunch,
-    like: torch.Tensor,
+    device: int,
+    makers: Sequence[Callable[[], torch.Tensor]],
     sines: int,
     limits: tuple[int, int],
     public: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Of MLA: out of place always, with results of shapes of their own, whose makers the plan keeps."""
+    """Of MLA: out of place always, with results of shapes of their own."""
     run, function, head, programs, (_, *numbers), stream_of, enter, leave = direct
-    rest, (low, high), device = tuple(numbers), limits, like.get_device()
-    make, make_key = (maker(shape, like) for shape in spec.split_shapes(tuple(like.shape)))
-    computes_sincos = spec.computes_sincos
+    rest, (low, high), (make, make_key), computes_sincos = tuple(numbers), limits, makers, spec.computes_sincos
 
     def plan(  # noqa: PLR0913 - those of Plan.run
         x: Any,
