@@ -155,16 +155,19 @@ def maker(shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = 
 
     Call it only where that device is the current one, and no mode or transform is active: it asks none of them.
     """
-    return _maker(torch.empty(tuple(shape), device="meta"), like.device, dtype or like.dtype)
+    return _maker(tuple(shape), torch.empty(tuple(shape), device="meta").stride(), like.device, dtype or like.dtype)
 
 
 def maker_like(t: torch.Tensor) -> Callable[[], torch.Tensor]:
     """What makes the tensors that ``empty_like`` of t makes, in half of its time. Call it only where ``maker`` may be."""
-    return _maker(torch.empty_like(t, device="meta"), t.device, t.dtype)
+    strides = t.stride() if t.is_contiguous() else torch.empty_like(t, device="meta").stride()
+    return _maker(tuple(t.shape), strides, t.device, t.dtype)
 
 
-def _maker(like: torch.Tensor, device: torch.device, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-    shape, strides, quick = tuple(like.shape), like.stride(), _quick_empty(device.type)
+def _maker(
+    shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device, dtype: torch.dtype
+) -> Callable[[], torch.Tensor]:
+    quick = _quick_empty(device.type)
     if quick is not None:
         return functools.partial(quick, shape, strides, dtype)
     return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)

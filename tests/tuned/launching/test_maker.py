@@ -63,7 +63,17 @@ def test_of_another_torch_pytorchs_own_is_taken(monkeypatch: pytest.MonkeyPatch,
 
 def test_like_a_tensor_is_as_empty_like_makes_it() -> None:
     t = torch.randn(2, 3, 4, 6)
-    for one in (t, t.transpose(1, 2), t[..., ::2], t[:, :1].expand(2, 3, 4, 6), t[0, 0], t[:0], t.to(torch.bfloat16)):
+    odd = torch.empty_strided((1, 3, 1, 4), (77, 4, 5, 1))
+    for one in (
+        t,
+        odd,
+        t.transpose(1, 2),
+        t[..., ::2],
+        t[:, :1].expand(2, 3, 4, 6),
+        t[0, 0],
+        t[:0],
+        t.to(torch.bfloat16),
+    ):
         made, wanted = maker_like(one)(), torch.empty_like(one)
         assert (made.dtype, made.shape, made.stride()) == (wanted.dtype, wanted.shape, wanted.stride())
         assert made.untyped_storage().nbytes() == wanted.untyped_storage().nbytes()
