@@ -416,10 +416,11 @@ def document(fake_clock):  # noqa: ARG001 (pytest marks cannot be put on fixture
 
 def test_the_gru_table_tells_the_worst_and_the_best(document):
     text = table.gru_markdown(document)
-    assert "| 5, 3, 4, 8, slow | 1 | float32 | 2.00 | 1.60 | 10.0 | 5.00 | 5.00 | 2.50 |" in text
+    assert "| 5, 3, 4, 8, slow | 1 | float32 | 2.00 | 1.60 | 10.0 | 5.00 | 5.00 | 3.12 |" in text
     assert re.search(
         r"as users call it, times as fast: geometric mean 6.71 of 2; worst 5.00 at .*; best 9.00 at ", text
     )
+    assert "* Against nn.GRU, both in a CUDA graph, times as fast: geometric mean 3.12 of 2; worst 3.12 at " in text
     assert "| step: batch 3, 2 + 4 to 4 | 6.00 |" in text
     assert text.count("No kernel served") == 3
 
