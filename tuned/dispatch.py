@@ -659,20 +659,19 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
         TypeError, ValueError: an argument is not allowed; nothing has been written.
         RuntimeError: h cannot be overwritten without losing a gradient; nothing has been written.
     """
-    if resets is not None and not inplace:
+    if resets is not None:
         marks = reset_rows(h, resets)
-        h = h.masked_fill(marks, 0)
-    if (resets is None or not inplace) and not torch.compiler.is_dynamo_compiling():
+        state = h.masked_fill(marks, 0)
+        if inplace:  # x may be h itself, and a step that fails leaves h as it was
+            _checked_overwrite(x, h, weight_ih, weight_hh, bias_ih, bias_hh)
+            return h.copy_(gru_cell(x, state, weight_ih, weight_hh, bias_ih, bias_hh))
+        h = state
+    if not torch.compiler.is_dynamo_compiling():
         known = gru_cell_run.known(x, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace)
         if known is not None:
             return known  # type: ignore[no-any-return]
-    segments, given = checked_cell(x, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace)
-    if inplace:
-        refuse_overwrite(h)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in serve.present(*segments, *given)):
-            raise RuntimeError("h is overwritten, and its old value is needed for a gradient; use inplace=False")
-        if resets is not None:
-            h.masked_fill_(reset_rows(h, resets), 0)
+    tensors = (x, h, weight_ih, weight_hh, bias_ih, bias_hh)
+    segments, given = _checked_overwrite(*tensors) if inplace else checked_cell(*tensors, False)  # noqa: FBT003
     if serve.by_operator((*segments, *given)):
         from tuned.calls.recurrent import traced  # noqa: PLC0415 - registering operators takes 10 ms, and only this path needs them
 
@@ -682,6 +681,19 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
     if inplace:
         bump_versions(h)
     return out
+
+
+def _checked_overwrite(x: Any, h: Any, *weights: Any) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
+    """As ``checked_cell``, of a step that overwrites h.
+
+    Raises:
+        RuntimeError: h cannot be overwritten without losing a gradient.
+    """
+    segments, given = checked_cell(x, h, *weights, True)  # noqa: FBT003
+    refuse_overwrite(h)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in serve.present(*segments, *given)):
+        raise RuntimeError("h is overwritten, and its old value is needed for a gradient; use inplace=False")
+    return segments, given
 
 
 def gru(  # noqa: PLR0913 - the arguments of torch.gru

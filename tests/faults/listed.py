@@ -1448,6 +1448,14 @@ RESETS = (
         "After one call with resets, calls without them are PyTorch's own.",
     ),
     Fault(
+        "reset_in_place_before_the_step",
+        "tuned/dispatch.py",
+        "        state = h.masked_fill(marks, 0)\n",
+        "        state = (h.masked_fill_ if inplace else h.masked_fill)(marks, 0)\n",
+        (T + "test_dispatch.py::test_a_step_in_place_may_read_what_it_overwrites[h-True-dtype0]",),
+        "A step in place with resets whose input is its state reads zeros for it.",
+    ),
+    Fault(
         "no_token_keeps_its_dtype_under_autocast",
         "tuned/calls/gru/eager.py",
         "    return output[0, :0], call.hx.to(h_n.dtype, copy=True)\n",

@@ -443,7 +443,7 @@ def spoiled(rng: random.Random, world: World, call: Call) -> Call:
     if "positions" in arguments:
         ways["float ids"] = lambda: swap("positions", dtype=torch.float32)
         ways["ids of another shape"] = lambda: other(
-            "positions", (*views["positions"].shape, 2), torch.int64, values=(0,) * (2 * views["positions"].numel)
+            "positions", (*views["positions"].shape, 2, 1), torch.int64, values=(0,) * (2 * views["positions"].numel)
         )
         ways["ids and offset"] = lambda: arguments.update(offset=1)
     else:

@@ -95,10 +95,9 @@ def _no_token(
     bidirectional: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """An output without rows and the states as they were, of the dtypes that one token would give."""
-    cells = 2 if bidirectional else 1
-    own, zeros = weights[: cells * (4 if bias else 2)], hx.new_zeros((cells, 1, hx.shape[2]))
+    layers, zeros = len(hx) // (2 if bidirectional else 1), hx.new_zeros((len(hx), 1, hx.shape[2]))
     out, state = torch.gru(
-        input.new_zeros((1, 1, input.shape[1])), zeros, own, bias, 1, 0.0, training, bidirectional, False
+        input.new_zeros((1, 1, input.shape[1])), zeros, weights, bias, layers, 0.0, training, bidirectional, False
     )
     return out[0, :0], hx.to(state.dtype, copy=True)
 

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.processes
 
 __all__ = ["watch"]
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, S, H, D = 2, 5, 3, 16
 
 
@@ -175,6 +176,37 @@ def test_a_gru_step_is_that_of_pytorch(inplace: bool) -> None:
     torch.testing.assert_close(found, wanted.detach())
     assert (found is h) == inplace
     assert gru_cell(x, torch.randn(4, 9), *cell.parameters()).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("read", ["h", "h and more", "part of h"])
+def test_a_step_in_place_may_read_what_it_overwrites(read: str, resets: bool, dtype: torch.dtype) -> None:
+    wide = {"h": 8, "h and more": 8 + 5, "part of h": 6}[read]
+    cell = torch.nn.GRUCell(wide, 8).to(DEVICE, dtype).requires_grad_(False)
+    marks = torch.tensor([True, False, True, False], device=DEVICE) if resets else None
+    for _ in range(3):  # known from the second on
+        h, more = torch.randn(4, 8).to(DEVICE, dtype), torch.randn(4, 5).to(DEVICE, dtype)
+        x = {"h": (h,), "h and more": (h, more), "part of h": (h[:, 2:],)}[read]
+        state = h if marks is None else h.masked_fill(marks[:, None], 0)
+        wanted = cell(torch.cat(x, -1), state)
+        found = gru_cell(x, h, *cell.parameters(), inplace=True, resets=marks)
+        assert found is h
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_step_in_place_that_fails_leaves_its_state() -> None:
+    cell = torch.nn.GRUCell(6, 8).requires_grad_(False)
+    h = torch.randn(4, 8, dtype=torch.float64)  # which autocast leaves as it is
+    before, marks = h.clone(), torch.ones(4, dtype=torch.bool)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError):
+        gru_cell(torch.randn(4, 6), h, *cell.parameters(), inplace=True, resets=marks)
+    assert torch.equal(h, before)
+    cell.requires_grad_()
+    state = before.float()
+    with pytest.raises(RuntimeError, match="its old value is needed for a gradient"):
+        gru_cell(torch.randn(4, 6), state, *cell.parameters(), inplace=True, resets=marks)
+    assert torch.equal(state, before.float())
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------
