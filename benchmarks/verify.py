@@ -81,14 +81,24 @@ class Step:
 def suites(cache: Path, cores: int, seed: int) -> dict[str, tuple[Step, ...]]:
     """Suite -> its commands, on a machine with so many cores. ``seed`` is that of the fuzz."""
 
+    def fitting(processes: int) -> int:
+        return max(1, min(processes, cores - SPARE_CORES))
+
     def tests(name: str, processes: int, *arguments: str) -> Step:
-        processes = max(1, min(processes, cores - SPARE_CORES))
+        processes = fitting(processes)
         result = cache / f"{name}.xml"
         spread = (f"-n{processes}", "--dist=worksteal") if processes > 1 else ("-n0",)
         return Step((sys.executable, "-m", "pytest", "-q", *spread, f"--junit-xml={result}", *arguments), result, junit)
 
     fuzz = cache / "fuzz.json"
-    drawn = (f"--calls={CALLS}", f"--classes={CLASSES}", f"--seed={seed}", f"--out={fuzz}")
+    # More processes do not fit on every GPU: each has a context, kernels, and workspaces of the libraries for each stream.
+    drawn = (
+        f"--calls={CALLS}",
+        f"--classes={CLASSES}",
+        f"--seed={seed}",
+        f"--processes={fitting(PROCESSES)}",
+        f"--out={fuzz}",
+    )
     return {
         "plain": (tests("plain", PROCESSES),),
         "gpu": (
@@ -118,7 +128,8 @@ def fuzzed(path: Path) -> Outcome:
     """The outcome that the fuzz left: its calls are what passed, unless they were too few or too much alike."""
     content = json.loads(path.read_text(encoding="utf-8"))
     calls, classes, wrong, seed = (int(content[name]) for name in ("calls", "classes", "wrong", "seed"))
-    found = Outcome(calls - wrong, wrong, 0, (f"{wrong} calls are wrong, seed {seed}",) if wrong else ())
+    cases = tuple(f"case {one['index']}: {one['message'].splitlines()[0]}" for one in content.get("failures", ()))
+    found = Outcome(calls - wrong, wrong, 0, (f"{wrong} calls are wrong, seed {seed}", *cases) if wrong else ())
     if calls < CALLS or classes < CLASSES:
         found += Outcome(failed=1, names=(f"{calls} calls of {classes} classes, not {CALLS} of {CLASSES}",))
     return found

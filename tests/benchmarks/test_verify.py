@@ -319,12 +319,17 @@ def test_pytests_own_result_is_read(tmp_path: Path) -> None:
     [
         ({}, (CALLS, 0), []),
         ({"wrong": 3}, (CALLS - 3, 3), ["3 calls are wrong, seed 7"]),
+        (
+            {"wrong": 1, "failures": [{"index": 12, "message": "k is wrong\nsee"}]},
+            (CALLS - 1, 1),
+            ["1 calls are wrong, seed 7", "case 12: k is wrong"],
+        ),
         ({"calls": 10}, (10, 1), [f"10 calls of {CLASSES} classes"]),
         ({"classes": 10}, (CALLS, 1), [f"{CALLS} calls of 10 classes"]),
     ],
 )
 def test_the_result_of_the_fuzz_is_read(
-    tmp_path: Path, changes: dict[str, int], wanted: tuple[int, int], said: list[str]
+    tmp_path: Path, changes: dict[str, Any], wanted: tuple[int, int], said: list[str]
 ) -> None:
     content = {"calls": CALLS, "classes": CLASSES, "wrong": 0, "seed": 7, "seconds": 1.5, **changes}
     (tmp_path / "fuzz.json").write_text(json.dumps(content))
@@ -338,7 +343,8 @@ def test_the_suites_are_those_of_the_record_and_no_test_is_in_none(tmp_path: Pat
     every = verify.suites(tmp_path, 16, 7)
     assert tuple(every) == SUITES
     assert "-n14" in every["plain"][0].command
-    assert "--seed=7" in every["fuzz"][0].command
+    assert {"--seed=7", "--processes=14"} <= set(every["fuzz"][0].command)
+    assert "--processes=14" in verify.suites(tmp_path, 64, 7)["fuzz"][0].command, "all have to fit on one GPU"
     chosen = [one.command[-3:] for name in ("gpu", "sanitizers") for one in every[name]]
     marks = ("gpu and not alone", "gpu and alone", "sanitizer")
     assert chosen == [("tests/gpu", "-m", mark) for mark in marks]
