@@ -19,10 +19,9 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ODDS = (45, 25, 20, 10)
-RESET, LONG = (
-    0.15,
-    100,
-)  # calls whose states are reset; a sequence that is too long for the reference to go step by step
+RESET = 0.15  # of calls, those whose states are reset
+LONG = 100  # steps that are too many for the reference to go one by one
+FED = 0.25  # of steps in place, the share of which one segment is the state that is overwritten
 REFUSED = (TypeError, ValueError)
 MODES = ("plain", "no_grad", "inference", "grad", "autocast", "stream", "graph")
 
@@ -161,8 +160,14 @@ def gru_cell(rng: random.Random, world: World, spec: Any = None, size: Any = Non
     batch = rng.choices((1, 2, 3, 5, 9, 17, 40, 0), (30, 20, 12, 10, 8, 8, 5, 3))[0] if size is None else size.batch
     grad = "" if inplace else None
     state = tensor("h", (batch, hidden), shared=not inplace, grad=grad)
+    fed = None  # the segment that is the state itself
+    if inplace and spec is None and mode != "autocast" and rng.random() < FED:
+        fed = rng.randrange(len(widths))
+        widths[fed] = hidden
     x = [
-        tensor(f"x{i}", (batch, n), **({"dtype": dtype} if mode != "autocast" else {}), grad=grad)
+        state
+        if i == fed
+        else tensor(f"x{i}", (batch, n), **({"dtype": dtype} if mode != "autocast" else {}), grad=grad)
         for i, n in enumerate(widths)
     ]
     scale = hidden**-0.5 * 0.6
