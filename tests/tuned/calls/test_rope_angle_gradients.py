@@ -144,6 +144,33 @@ def test_a_result_that_nothing_depends_on_has_no_part(left: int, watch: Watch) -
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+EMPTY = torch.zeros(0, dtype=torch.int64)
+NONE = torch.zeros(2, dtype=torch.int32)  # bounds of one sequence without a token
+WITHOUT_A_ROW: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "bounds": ((0, 3, D), {"cu_seqlens": NONE, "tensor_format": "thd"}),
+    "positions of packed": ((0, 3, D), {"positions": EMPTY, "tensor_format": "thd"}),
+    "positions": ((2, 0, 3, D), {"positions": EMPTY}),
+    "positions of entries": ((2, 0, 3, D), {"positions": EMPTY.view(2, 0)}),
+    "in order": ((2, 0, 3, D), {}),
+    "axes": ((2, 0, 3, D), {"positions": EMPTY.view(2, 0), "sections": (1, D // 2 - 1)}),
+}
+
+
+@pytest.mark.parametrize("source", ["freqs", "cos", "cos_sin_cache"])
+@pytest.mark.parametrize("kind", WITHOUT_A_ROW)
+def test_a_table_without_a_row_has_a_gradient_without_a_row(kind: str, source: str) -> None:
+    """A rank may have no token: what trains there goes on."""
+    shape, named = WITHOUT_A_ROW[kind]
+    entries = D if source == "cos_sin_cache" else D // 2
+    table = torch.zeros(0, entries, requires_grad=True)
+    given = {"cos": table, "sin": torch.zeros(0, entries)} if source == "cos" else {source: table}
+    if source == "freqs":
+        named = {**named, "angle_entries": "pair"}
+    for out in (rope(torch.zeros(shape), **given, **named), *rope_qk(*torch.zeros(2, *shape), **given, **named)):
+        (grad,) = torch.autograd.grad(out.sum(), table, retain_graph=True)
+        assert (grad.shape, grad.dtype) == (table.shape, table.dtype)
+
+
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_the_formula_of_operators_is_that_of_finite_differences(case: int) -> None:
     """Which inside of an operator, where there is no autograd, stands in for the kernel on a CPU."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -71,12 +72,22 @@ def angles(spec: RopeSpec, call: RopeCall, rows: torch.Tensor) -> tuple[torch.Te
     if spec.angles_per_batch:
         rows, known = (t.expand(call.batch, call.seq) for t in (rows, known))
     if not call.angle_rows:
-        nothing = torch.full((*rows.shape, call.cos.shape[-1]), torch.nan, dtype=compute, device=rows.device)
-        return nothing, nothing
+        return _unknown(taken, (*rows.shape, call.cos.shape[-1]), compute)
     index: tuple[torch.Tensor, ...] = (rows.clamp(0, call.angle_rows - 1),)
     if spec.angles_per_batch:
         index = (torch.arange(call.batch, device=rows.device)[:, None], *index)
     cos, sin = (torch.where(known[..., None], table.to(compute)[index], torch.nan) for table in taken)
+    return cos, sin
+
+
+def _unknown(
+    taken: Sequence[torch.Tensor], shape: Sequence[int], compute: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """NaN at all positions, of tables without a row; whoever needs their gradient gets one without a row."""
+    cos, sin = (
+        table.to(compute).sum() + torch.full(tuple(shape), torch.nan, dtype=compute, device=table.device)
+        for table in taken
+    )
     return cos, sin
 
 
@@ -89,11 +100,10 @@ def _angles_of_axes(
     if spec.angles == "inv_freq":
         radians = (rows.float() * call.cos).to(compute)
         return torch.cos(radians), torch.sin(radians)
-    if not call.angle_rows:
-        nothing = torch.full(rows.shape, torch.nan, dtype=compute, device=rows.device)
-        return nothing, nothing
     radians = call.cos.to(compute)
     taken = (torch.cos(radians), torch.sin(radians)) if spec.computes_sincos else (call.cos, call.sin)
+    if not call.angle_rows:
+        return _unknown(taken, rows.shape, compute)
     known = (rows >= 0) & (rows < call.angle_rows)
     index: tuple[torch.Tensor, ...] = (
         rows.clamp(0, call.angle_rows - 1),
