@@ -23,7 +23,13 @@ def worst_error(out: torch.Tensor, wanted: torch.Tensor, bound: torch.Tensor) ->
     return float(ratio.nan_to_num(nan=torch.inf, posinf=torch.inf).max()) if ratio.numel() else 0.0
 
 
-def check(out: Any, wanted: torch.Tensor, bound: torch.Tensor, inputs: dict[str, tuple[Any, Any]]) -> float:
+def check(
+    out: Any,
+    wanted: torch.Tensor,
+    bound: torch.Tensor,
+    inputs: dict[str, tuple[Any, Any]],
+    known: float | None = None,
+) -> float:
     """The worst error over its bound, once everything else about the result is right too.
 
     Args:
@@ -31,11 +37,12 @@ def check(out: Any, wanted: torch.Tensor, bound: torch.Tensor, inputs: dict[str,
         wanted: the float64 reference.
         bound: the largest error allowed, per element.
         inputs: name -> (tensor after the run, clone from before it), for what must not change.
+        known: the worst error, if these very bits were held against the reference before.
 
     Raises:
         WrongResultError: an error past its bound, a write past an end of the output, a changed input.
     """
-    worst = worst_error(out, wanted, bound)
+    worst = worst_error(out, wanted, bound) if known is None else known
     if not worst <= 1:
         raise WrongResultError(f"the worst error is {worst:.3g} times what rounding allows")
     if not bool(intact(out)):

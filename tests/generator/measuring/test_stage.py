@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from generator.measuring import check
 from generator.measuring import stage as module
 from generator.measuring.bench import Emptied, Timing
 from generator.measuring.stage import (
@@ -17,8 +18,10 @@ from generator.measuring.stage import (
     FINAL_ROUNDS,
     IDLE_S,
     MAX_SETS,
+    REFERENCE,
     WARM_US,
     Compared,
+    DamagedError,
     WrongResultError,
     dependent,
     middle,
@@ -100,8 +103,8 @@ def test_of_a_table_that_is_read_in_part_only_that_part_counts(name: str, wanted
 def test_where_memory_does_not_allow_the_l2_is_emptied() -> None:
     decode = problem_named("llama3_8b_decode_64x1")
     held = WORKLOADS["rope"].tensor_bytes(decode.spec, decode.size)
-    assert rotation(decode, L2, 14 * held) == (2, True)
-    assert rotation(decode, L2, (12 + 4 * 40) * held) == (40, True)
+    assert rotation(decode, L2, (REFERENCE + 2) * held) == (2, True)
+    assert rotation(decode, L2, (REFERENCE + 4 * 40) * held) == (40, True)
     large = problem_named("llama3_8b_2x4096")
     assert rotation(large, L2, 0) == (2, False), "two fill it, and there must be two"
 
@@ -199,6 +202,45 @@ def test_what_is_not_the_same_bit_by_bit_is_held_against_the_reference(monkeypat
     stage.spoil = spoil
     assert stage.measure(PLAIN).error <= 1
     assert held == [0.9]
+
+
+@pytest.mark.parametrize("problem", [COPY, INPLACE], ids=lambda p: p.name)
+def test_the_same_bits_are_held_against_the_reference_once(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[float] = []  # what the reference will say of bits that it has not seen
+    monkeypatch.setattr(check, "worst_error", lambda *_: errors.pop(0))
+    stage = Staged(problem)
+    one, other, *_ = ranked(problem)
+    errors[:] = [0.5]
+    assert [stage.measure(variant).error for variant in (one, other, one)] == [0.5] * 3
+
+    def spoil(by: float) -> None:
+        def spoiled(_: Any, call: Any) -> None:
+            call.out.view(-1)[0] += by * (call is stage.probe)
+
+        stage.spoil = spoiled
+
+    spoil(1.0)
+    errors[:] = [0.9]
+    assert [stage.check(variant)[0] for variant in (one, other)] == [0.9] * 2, "others may be right too"
+    spoil(2.0)
+    errors[:] = [3.0]
+    with pytest.raises(WrongResultError, match="the worst error is 3 times"):
+        stage.check(one)
+    spoil(1.0)
+    assert stage.check(one)[0] == 0.9, "what is wrong is nothing that others are compared with"
+    spoil(0.0)
+    errors[:] = [0.5]
+    assert stage.measure(one).error == 0.5
+    assert not errors
+
+
+def test_what_was_right_is_judged_by_and_must_stay_as_it_is() -> None:
+    stage = Staged(COPY)
+    stage.measure(PLAIN)
+    assert stage.right is not None
+    stage.right[0].view(-1)[3] += 1
+    with pytest.raises(DamagedError, match="over a result that is right"):
+        stage.verify()
 
 
 @pytest.mark.parametrize("problem", [COPY, INPLACE], ids=lambda p: p.name)
