@@ -6,12 +6,15 @@ Where winners of before would be wrong by it, it changes tuned.lookup.record.MET
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -72,6 +75,27 @@ def half_spread(values: Sequence[float]) -> float:
     return (high - low) / 2
 
 
+@contextlib.contextmanager
+def capturing(graph: Any) -> Iterator[None]:
+    """What is launched on the current stream, which is none of the default ones, is captured by a CUDA graph.
+
+    ``torch.cuda.graph`` empties the allocator's cache each time. What it gives back, gigabytes where results are held against
+    float64, the next check would allocate again, and the driver has one lock for that, for all GPUs of a host.
+    """
+    torch.cuda.synchronize()
+    collects = gc.isenabled()
+    gc.disable()  # what is freed while a graph is captured may end the capture
+    try:
+        graph.capture_begin()
+        try:
+            yield
+        finally:
+            graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
+
+
 def device_time(  # noqa: PLR0913 - each is one choice of how to time
     launches: Sequence[Callable[[], object]],
     replays: int = REPLAYS,
@@ -110,7 +134,7 @@ def device_time(  # noqa: PLR0913 - each is one choice of how to time
         rounds = max(1, round(GRAPH_US / round_us + 0.5))
         warming = int(warm_us / (rounds * round_us))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with capturing(graph):
             for _ in range(rounds):
                 emptied.run()
                 for launch in launches:
@@ -129,7 +153,7 @@ def device_time(  # noqa: PLR0913 - each is one choice of how to time
             marks[-1].record()
         else:
             renew = torch.cuda.CUDAGraph()  # one launch, however many buffers: the queue stays ahead of the device
-            with torch.cuda.graph(renew, stream=stream):
+            with capturing(renew):
                 restore()
             spans = [(torch.cuda.Event(enable_timing=True), mark) for mark in marks]
             for _ in range(warming):

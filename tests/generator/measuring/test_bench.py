@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import types
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from generator.measuring import bench
 from generator.measuring.bench import GRAPH_US, REPLAYS, Emptied, device_time, half_spread, sets_filling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 EMPTYING_US, LAUNCH_US = 30.0, 10.0
 WARM_US = 5_000.0
@@ -47,13 +48,9 @@ class Device:
     def graph(self) -> Any:
         graph = types.SimpleNamespace(held=[])
         graph.replay = lambda: (self.done.append("replay"), [self.do(*one) for one in graph.held])
+        graph.capture_begin = lambda: setattr(self, "captured", graph.held)
+        graph.capture_end = lambda: setattr(self, "captured", None)
         return graph
-
-    @contextlib.contextmanager
-    def capturing(self, graph: Any, **_: Any) -> Iterator[None]:
-        self.captured = graph.held
-        yield
-        self.captured = None
 
 
 @pytest.fixture
@@ -66,7 +63,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         stream=lambda _: contextlib.nullcontext(),
         Event=made.event,
         CUDAGraph=made.graph,
-        graph=made.capturing,
+        synchronize=lambda: None,
     )
     monkeypatch.setattr(bench, "torch", types.SimpleNamespace(cuda=cuda))
     return made
@@ -99,6 +96,28 @@ def test_a_gpu_that_waited_does_real_work_before_what_counts(device: Device, res
         assert device_time(launches(device), restore=restore, warm_us=WARM_US * warm).median_us == LAUNCH_US
         runs[warm] = device.done.count("a")
     assert (runs[True] - runs[False]) * 2 * LAUNCH_US == pytest.approx(WARM_US, rel=2 * GRAPH_US / WARM_US)
+
+
+def test_garbage_is_collected_before_and_after_a_capture_and_not_in_it(device: Device) -> None:
+    seen = list[bool]()
+    one, other = (device.thing(name, LAUNCH_US) for name in "ab")
+
+    def launch() -> None:
+        seen.append((device.captured is not None) == gc.isenabled())
+        one()
+
+    def fail() -> None:
+        other()
+        if device.captured is not None:
+            raise RuntimeError("cannot be captured")
+
+    device_time([launch, other])
+    with pytest.raises(RuntimeError, match="cannot be captured"):
+        device_time([launch, fail])
+    assert len(seen) > 4
+    assert not any(seen)
+    assert gc.isenabled()
+    assert device.captured is None
 
 
 def test_what_is_found_afterwards_the_replays_have_written(device: Device) -> None:
