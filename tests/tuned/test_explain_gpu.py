@@ -62,12 +62,15 @@ def recurrences(device: str) -> dict[str, tuple[Any, ...]]:
     module = tuned.nn.GRU(512, 512, dtype=BF16, device=device).requires_grad_(False)
     cell = tuned.nn.GRUCell(1024, 1024, dtype=BF16, device=device).requires_grad_(False)
     step = (empty(64, 1024), empty(64, 1024), empty(3072, 1024), empty(3072, 1024), empty(3072), empty(3072))
+    marks = torch.empty(64, dtype=torch.bool, device=device)
     sequence = empty(512, 32, 512), empty(1, 32, 512), [empty(1536, 512), empty(1536, 512), *biases]
     linear = (empty(512, 1024), empty(512, 512)), empty(96, 1536), empty(96)
     return {
         "gru": (dispatch.gru, sequence, {}, "gru_dense_layer_split"),
         "GRU": (module, (empty(512, 32, 512),), {}, "gru_dense_layer_split"),
         "gru_cell": (dispatch.gru_cell, step, {}, "gru_cell_tile"),
+        "gru_cell in place": (dispatch.gru_cell, step, {"inplace": True}, "gru_gates_bias_inplace"),
+        "gru_cell in place with resets": (dispatch.gru_cell, step, {"inplace": True, "resets": marks}, "gru_cell_tile"),
         "GRUCell": (cell, (empty(64, 1024),), {}, "gru_cell_tile"),
         "linear_cat": (dispatch.linear_cat, linear, {}, "linear_cat_tile"),
     }

@@ -187,7 +187,8 @@ def explain_gru_cell(*args: Any, **kwargs: Any) -> tuple[Choice, Any]:
     state = h if dtype is None else h.to(dtype)
     if reason := why_torch(present(*segments, h, *weights)) or cell_run.why_not(segments, state):
         return Choice("eager", reason, None), None
-    return cell_run.choice_of(segments, state, given["bias_ih"], given["inplace"] and dtype is None)
+    over = given["inplace"] and dtype is None and resets is None  # else the result is copied over h
+    return cell_run.choice_of(segments, state, given["bias_ih"], over)
 
 
 def explain_linear_cat(inputs: Any, weight: Any, bias: Any = None) -> tuple[Choice, Any]:
