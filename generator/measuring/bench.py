@@ -80,7 +80,7 @@ def capturing(graph: Any) -> Iterator[None]:
     """What is launched on the current stream, which is none of the default ones, is captured by a CUDA graph.
 
     ``torch.cuda.graph`` empties the allocator's cache each time. What it gives back, gigabytes where results are held against
-    float64, the next check would allocate again, and the driver has one lock for that, for all GPUs of a host.
+    float64, the next check would have the driver allocate again.
     """
     torch.cuda.synchronize()
     collects = gc.isenabled()
