@@ -840,6 +840,33 @@ MEASURING = (
         "Rows of small calls are too slow, and variants look alike.",
     ),
     Fault(
+        "any_result_taken_for_the_one_that_was_right",
+        "generator/measuring/stage.py",
+        "if self.right is not None and torch.equal(out, self.right[0]):",
+        "if self.right is not None:",
+        (
+            G
+            + "measuring/test_stage.py::test_the_same_bits_are_held_against_the_reference_once[gru_cell_dreamer_200_16]",
+        ),
+        "After the first right variant of a problem every other one is right.",
+    ),
+    Fault(
+        "result_that_was_right_not_sealed",
+        "generator/measuring/stage.py",
+        'self.judges["a result that is right"] = self.right[0]',
+        'self.judges["a result that is right"] = self.right[0].clone()',
+        (G + "measuring/test_stage.py::test_what_was_right_is_judged_by_and_must_stay_as_it_is",),
+        "A variant that writes outside its output makes wrong ones after it right.",
+    ),
+    Fault(
+        "garbage_collected_in_a_capture",
+        "generator/measuring/bench.py",
+        "    gc.disable()  # what",
+        "    # what",
+        (G + "measuring/test_bench.py::test_garbage_is_collected_before_and_after_a_capture_and_not_in_it",),
+        "Now and then a capture ends with an error, and a good variant is a failure.",
+    ),
+    Fault(
         "eager_timed_in_the_l2",
         "generator/measuring/stage.py",
         "empties=self.empties or few, replays=3",
@@ -1822,6 +1849,14 @@ LATENT = (
         "None if all(needs) else 1).run)",
         (C_MLA + "test_what_needs_no_gradient_has_none",),
         "Where k_pe is frozen, values get no gradient.",
+    ),
+    Fault(
+        "results_with_the_strides_of_the_input",
+        "tuned/launching/plan.py",
+        'strides = t.stride() if t.is_contiguous() else torch.empty_like(t, device="meta").stride()',
+        "strides = t.stride()",
+        (T + "launching/test_maker.py::test_like_a_tensor_is_as_empty_like_makes_it",),
+        "From the second call on, the result of an expanded tensor has elements that share memory.",
     ),
     Fault(
         "known_latent_calls_under_torch_func",
