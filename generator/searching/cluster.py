@@ -136,7 +136,13 @@ class _Seat:
     name: str = "a GPU"
     ready: bool = False
     problem: Problem | None = None
+    following: Problem | None = None  # what it is to get next, and compiles ahead
     over: str = ""  # why it gets no problem any more
+
+
+def _kernels(problem: Problem | None) -> tuple[str, Any] | None:
+    """What the problems that run the same kernels have in common."""
+    return None if problem is None else (problem.family, problem.spec)
 
 
 class Driver:
@@ -211,20 +217,27 @@ class Driver:
         self.run.gpus = max(self.run.gpus, tuners)
         free = [seat for seat in self._seats if seat.ready and seat.stream is None]
         for seat in free[: len(self._waiting)]:
-            seat.problem = problem = self._waiting.pop(self._next())
-            ahead = self._waiting[:tuners]  # the other tuners mostly take what is before the last of these
+            seat.problem = problem = self._next(seat) or self._waiting[0]  # rather another's next than nothing
+            self._waiting.remove(problem)
+            seat.following = None
+            seat.following = self._next(seat)
             share = min(1.0, tuners / (len(self._waiting) + self._busy()))
-            work = self._keeper.work(problem, ahead[-1] if ahead else None, share)
+            work = self._keeper.work(problem, seat.following, share)
             held = self._journal.held(problem, self._environment, functools.partial(digests_of, problem))
             seat.stream = seat.actor.tune.options(**STREAM).remote(work, held)
 
-    def _next(self) -> int:
-        """Which waiting problem is next: the first of a spec that no GPU has at the moment, else the first.
+    def _next(self, seat: _Seat) -> Problem | None:
+        """Which waiting problem a seat is to get: what it compiles ahead, or the first of those that no other seat is to get.
 
-        Problems of one spec run the same kernels. Two GPUs at once would both compile them; the later one finds them in Triton's cache.
+        Problems of one spec run the same kernels, and two GPUs at once would both compile them. So a seat rather goes on with
+        its own spec, and takes one of another seat's spec last.
         """
-        busy = [(seat.problem.family, seat.problem.spec) for seat in self._seats if seat.problem]
-        return next((i for i, p in enumerate(self._waiting) if (p.family, p.spec) not in busy), 0)
+        if seat.following in self._waiting:
+            return seat.following
+        others = [other for other in self._seats if other is not seat and not other.over]
+        theirs = {_kernels(p) for other in others for p in (other.problem, other.following)}
+        free = [p for p in self._waiting if not any(p is other.following for other in others)]
+        return min(free, key=lambda p: (_kernels(p) in theirs, _kernels(p) != _kernels(seat.problem)), default=None)
 
     def _listen(self) -> None:
         """Hear what came, or wait for it a moment."""

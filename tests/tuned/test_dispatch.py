@@ -189,10 +189,11 @@ def test_a_step_in_place_may_read_what_it_overwrites(read: str, resets: bool, dt
         h, more = torch.randn(4, 8).to(DEVICE, dtype), torch.randn(4, 5).to(DEVICE, dtype)
         x = {"h": (h,), "h and more": (h, more), "part of h": (h[:, 2:],)}[read]
         state = h if marks is None else h.masked_fill(marks[:, None], 0)
-        wanted = cell(torch.cat(x, -1), state)
+        wanted = torch.gru_cell(torch.cat(x, -1).double(), state.double(), *(w.double() for w in cell.parameters()))
         found = gru_cell(x, h, *cell.parameters(), inplace=True, resets=marks)
         assert found is h
-        torch.testing.assert_close(found, wanted)
+        near = 2e-2 if dtype is torch.bfloat16 else 1e-5  # kernels and PyTorch round at other places
+        torch.testing.assert_close(found.double(), wanted, rtol=near, atol=near)
 
 
 def test_a_step_in_place_that_fails_leaves_its_state() -> None:

@@ -33,25 +33,32 @@ def table(dim: int) -> dict[str, torch.Tensor]:
     return {"cos": angles.cos(), "sin": angles.sin()}
 
 
+def layers(**shape: Any) -> list[torch.Tensor]:
+    """A GRU's weights in one piece of memory, as nn.GRU has them: of others cuDNN warns."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return [w.detach() for w in torch.nn.GRU(N, N, **shape).to(DEVICE).parameters()]
+
+
 def made() -> dict[str, Call]:
     """Calls whose results are new tensors, none of which needs a gradient."""
-    x, key, angles = normal(B, S, H, D), normal(B, S, K, D), table(D)
-    weights = [normal(*shape) for _ in range(2) for shape in ((3 * N, N), (3 * N, N), (3 * N,), (3 * N,))]
+    x, key, angles, few, shared = normal(B, S, H, D), normal(B, S, K, D), table(D), table(D // 2), table(32)
+    single, two, both = layers(), layers(num_layers=2), layers(bidirectional=True)
     sequence, state, step, h = normal(STEPS, B, N), normal(2, B, N), normal(B, N), normal(B, N)
-    one, w = functools.partial(gru_cell, step, h, *weights[:4]), normal(D, 2 * D)
+    one, w = functools.partial(gru_cell, step, h, *single), normal(D, 2 * D)
     return {
         "rope": lambda: rope(x, **angles),
         "rope of other strides": lambda: rope(x.transpose(0, 1), tensor_format="sbhd", **angles),
-        "rope of few angles": lambda: rope(x, **table(D // 2)),
+        "rope of few angles": lambda: rope(x, **few),
         "rope_qk": lambda: rope_qk(x, key, **angles),
         "rope_qk of other strides": lambda: rope_qk(x.transpose(1, 2), key.transpose(1, 2), tensor_format="bhsd", **angles),
         "qk_norm_rope": lambda: qk_norm_rope(x, key, x[0, 0, 0], key[0, 0, 0], **angles),
-        "mla_kv_rope": lambda: mla_kv_rope(x, key[:, :, :1, :32], k_dim=32, **table(32)),
+        "mla_kv_rope": lambda: mla_kv_rope(x, key[:, :, :1, :32], k_dim=32, **shared),
         "gru_cell": one,
         "linear_cat": lambda: linear_cat((x, x), w),
-        "gru": lambda: gru(sequence, state[:1], weights[:4]),
-        "gru of two layers": lambda: gru(sequence, state, weights, num_layers=2),
-        "gru both ways": lambda: gru(sequence, state, weights, bidirectional=True),
+        "gru": lambda: gru(sequence, state[:1], single),
+        "gru of two layers": lambda: gru(sequence, state, two, num_layers=2),
+        "gru both ways": lambda: gru(sequence, state, both, bidirectional=True),
     }  # fmt: skip
 
 

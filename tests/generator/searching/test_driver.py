@@ -302,7 +302,7 @@ def test_the_budget_is_divided_among_the_gpus(tune: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     _, _, ray = tune(Gpu(), Gpu(), end=1000.0 + 90.0)
     assert [work.seconds for work in ray.works[:2]] == [45.0, 45.0], "two GPUs for four problems: half of the time each"
-    assert [work.following for work in ray.works[:1]] == [PROBLEMS[2]], "the other GPU takes the second"
+    assert [work.following for work in ray.works[:2]] == [PROBLEMS[1], PROBLEMS[3]]
     _, _, ray = tune(Gpu(), end=1000.0 + 30.0)
     assert ray.works[0].seconds == LEAST_SHARE_S, "a quarter would not see the compilers started"
 
@@ -333,6 +333,29 @@ def test_gpus_get_problems_of_different_kernels_at_one_time(tune: Any) -> None:
     run, _, ray = tune(Gpu(), Gpu(), problems=[a, b, c, d])
     assert [work.problem for work in ray.works[:2]] == [a, d], "b and c run the kernels of a"
     assert set(run.outcomes) == {a.name, b.name, c.name, "another"}
+
+
+def test_a_gpu_gets_what_it_compiled_ahead_and_stays_with_its_kernels(tune: Any) -> None:
+    _, b, c, d = PROBLEMS
+    other = [
+        dataclasses.replace(p, name=f"other_{p.name}", spec=dataclasses.replace(p.spec, hidden=128)) for p in (b, c, d)
+    ]
+    two = Gpu(), Gpu()
+    _, _, ray = tune(*two, problems=[b, other[0], c, other[1], d, other[2]])
+    assert [gpu.worker.staged for gpu in two] == [[p.name for p in (b, c, d)], [p.name for p in other]]
+    following = {work.problem.name: work.following and work.following.name for work in ray.works}
+    for gpu in two:
+        names = gpu.worker.staged
+        assert [following[name] for name in names] == [*names[1:], None]
+
+
+def test_a_gpu_with_nothing_to_do_takes_what_another_was_to_get(tune: Any) -> None:
+    a, b, c, _ = PROBLEMS
+    _, _, ray = tune(Gpu(), Gpu(), problems=[a, b, c])
+    assert [(work.problem, work.following) for work in ray.works] == [(a, b), (c, None), (b, None)]
+    two = Gpu(dies_at=(a.name,)), Gpu()
+    run, _, _ = tune(*two, problems=[a, b, c])
+    assert set(run.outcomes) >= {b.name, c.name}, "what was kept for the dead is not lost"
 
 
 @pytest.mark.parametrize("when", ["given", "kept"])
