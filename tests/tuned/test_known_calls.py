@@ -116,10 +116,25 @@ def test_in_inference_mode_they_are_inference_tensors(name: str) -> None:
     assert not any(t.is_inference() for t in results(call))
 
 
+def serves_no_transform(call: Call) -> bool:
+    """Whether a call is refused inside a transform because PyTorch serves it, whose own GRU is refused there on a GPU."""
+    one = torch.ones((), device=DEVICE)
+    try:
+        torch.func.grad(lambda s: results(call)[0].sum() * s)(one)
+    except NotImplementedError:
+        own = torch.nn.GRU(N, N).to(DEVICE).requires_grad_(False)
+        with pytest.raises(NotImplementedError, match="TensorWrapper"):
+            torch.func.grad(lambda s: own(normal(STEPS, B, N))[0].sum() * s)(one)
+        return True
+    return False
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_transforms_of_torch_func_may_use_and_change_them(name: str) -> None:
     """Of tensors that the transform does not follow: the results are made inside it all the same."""
     call, first = known(name)
+    if serves_no_transform(call):
+        pytest.skip("cuDNN serves it, which no transform can hold")
     for index, wanted in enumerate(first):
         ones = torch.ones_like(wanted)
         for change in (torch.mul, torch.Tensor.mul_):
