@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
+import importlib
 import os
 import tempfile
 import threading
@@ -16,7 +18,7 @@ from ..failures import LOST_COMPILER
 from ..measuring.compile import Resources, distinct, resources, target_of
 from ..places import GENERATOR, cache_folder
 from ..problem import Problem
-from ..workload import WORKLOADS
+from ..workload import WORKLOADS, default_variant
 from .forkserver import Child, LostError, fork_server
 
 COMPILE_SECONDS = 20.0  # a variant takes 0.3 s, one that spills thousands of bytes 30: it is not wanted
@@ -38,6 +40,19 @@ def compile_variant(problem: Problem, variant: Any, architecture: str) -> tuple[
 @functools.lru_cache(maxsize=8)
 def _meta_call(problem: Problem) -> Any:
     return WORKLOADS[problem.family].inputs(problem.spec, problem.size, "meta", 0)
+
+
+def prepare() -> None:
+    """What each compiler would do again before its first kernel, in 2.6 s.
+
+    That is to import what torch's operators need without memory, to read the templates, and to take the digest of Triton itself.
+    """
+    with contextlib.suppress(ImportError, AttributeError):  # a Triton that has it elsewhere
+        importlib.import_module("triton.runtime.cache").triton_key()
+    for workload in WORKLOADS.values():
+        with contextlib.suppress(Exception):  # of a family from outside: compiling says it
+            problem = next(iter(workload.problems()))
+            distinct(workload.family.launches(problem.spec, default_variant(problem), _meta_call(problem)))
 
 
 def hopeless(needs: tuple[Resources, ...] | str, capability: int) -> str | None:

@@ -30,6 +30,7 @@ from ..places import GENERATOR, cache_folder
 from .channel import Channel, ChannelError, ClosedError
 
 PRELOAD = (f"{GENERATOR}.processes.compiler", f"{GENERATOR}.processes.serve", f"{GENERATOR}.measuring.stage")
+LATER = (f"{GENERATOR}.processes.compiler:prepare",)  # called after the first fork, while that child wakes its GPU
 FORK_SECONDS = 120.0  # the first fork waits for the imports of torch and Triton: 2 s, from a cold disk more
 REAP_SECONDS = 10.0  # a killed process that holds a GPU takes a moment to go
 GRACE_SECONDS = (
@@ -121,15 +122,18 @@ def _ending(status: int | None) -> str:
 class ForkServer:
     """The tuner's end of a fork server."""
 
-    def __init__(self, preload: tuple[str, ...]) -> None:
-        """Start it; its imports go on while the tuner does other things."""
+    def __init__(self, preload: tuple[str, ...], later: tuple[str, ...] = ()) -> None:
+        """Start it; it imports the modules ``preload`` while the tuner does other things.
+
+        After its first fork it calls the functions ``later``, each "module:name".
+        """
         ours, theirs = socket.socketpair()
         self._lock = threading.Lock()
         self._log = tempfile.TemporaryFile(dir=cache_folder("logs"))  # noqa: SIM115 - open as long as the server
         paths = [path or os.getcwd() for path in sys.path]  # noqa: PTH109 - as Python means it
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - this very interpreter
-                [sys.executable, "-m", f"{GENERATOR}.processes.forkserver", str(theirs.fileno()), *preload],
+                [sys.executable, "-m", f"{GENERATOR}.processes.forkserver", str(theirs.fileno()), *preload, *later],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -212,7 +216,7 @@ def fork_server() -> ForkServer:
         if server is None or not server.alive:
             if server is not None:
                 server.close()
-            server = _SERVERS[os.getpid()] = ForkServer(PRELOAD)
+            server = _SERVERS[os.getpid()] = ForkServer(PRELOAD, LATER)
         return server
 
 
@@ -220,13 +224,15 @@ _STARTING = threading.Lock()
 _SERVERS: dict[int, ForkServer] = {}  # by the tuner's process: one that is forked has a server of its own
 
 
-def _main(end: int, preload: list[str]) -> None:
-    """Fork when asked, until the tuner is gone."""
+def _main(end: int, names: list[str]) -> None:
+    """Fork when asked, until the tuner is gone. ``names`` are modules to import, and functions to call after the first fork."""
     os.environ.pop("PYTHONPATH", None)  # each child is given the tuner's environment
     control = socket.socket(fileno=end)
     channel = Channel(control, trusted=True)
-    for name in preload:
-        importlib.import_module(name)
+    later = [name for name in names if ":" in name]
+    for name in names:
+        if name not in later:
+            importlib.import_module(name)
     gc.freeze()  # what is imported stays shared
     children: set[int] = set()
     try:
@@ -236,6 +242,10 @@ def _main(end: int, preload: list[str]) -> None:
                 pid = _fork(request[1:], control, socket.recv_fds(control, 1, count)[1])
                 children.add(pid)
                 channel.send((number, pid))
+                while later:
+                    module, _, function = later.pop(0).partition(":")
+                    getattr(importlib.import_module(module), function)()
+                    gc.freeze()
             else:
                 status = _reap(*request[1:])
                 if status is not None:

@@ -25,7 +25,7 @@ from generator.measuring.stage import Compared
 from generator.places import cache_folder
 from generator.processes import forkserver
 from generator.processes.channel import HEAD, MARK, Channel, ClosedError, GarbledError
-from generator.processes.compiler import CompilerPool, compiled
+from generator.processes.compiler import CompilerPool, compile_variant, compiled
 from generator.processes.forkserver import Child, ForkServer, LostError, fork_server
 from generator.processes.worker import TrialFailedError, Worker, WorkerGoneError, WorkerLostError
 from tests.broken.server import COPY, DEEDS, INPLACE, WARM, cost, ranked
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.processes
 
 SERVER = "tests.broken.server:"
+LATER = forkserver.LATER
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +56,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(Child, "now", only_the_hung_are_out_of_time)
     monkeypatch.setattr(forkserver, "TICK_SECONDS", 0.02)
     monkeypatch.setattr(forkserver, "PRELOAD", WARM)
+    monkeypatch.setattr(forkserver, "LATER", ())  # a second of each server
     yield tmp_path / "cache"
     end_all()
 
@@ -263,6 +265,30 @@ def test_a_compiler_that_hangs_or_crashes_is_replaced_and_the_others_answer() ->
         assert "the process died (killed by SIGABRT)" in compiled(tasks[1])
         assert "the process died (exit code 1)" in compiled(tasks[2])
         assert compiled(tasks[3]).startswith("ValueError: invalid literal")
+
+
+def imported_by_compiling(variant: Any) -> tuple[Any, set[str]]:
+    before = set(sys.modules)
+    needs = compile_variant(COPY, variant, "sm_90")
+    return needs, {name.partition(".")[0] for name in set(sys.modules) - before}
+
+
+def test_compilers_are_forked_with_what_compiling_would_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the first child of a server, which is a worker that wakes its GPU meanwhile."""
+    monkeypatch.setattr(forkserver, "LATER", LATER)
+    monkeypatch.setattr(forkserver, "_SERVERS", {})
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    variant = ranked(COPY)[0]
+    found = []
+    for _ in range(2):
+        with CompilerPool(1) as pool:
+            found.append(pool.submit(imported_by_compiling, variant).result())
+    fork_server().close()
+    (first, all_of_it), (second, little) = found
+    assert first == second
+    assert not isinstance(first, str), first
+    assert {"torch", "sympy"} <= all_of_it, "torch's operators without memory import it: else prepare may go"
+    assert not {"torch", "sympy", "jinja2"} & little
 
 
 def test_a_pool_that_is_shut_down_waits_for_nothing() -> None:

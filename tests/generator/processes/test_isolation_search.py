@@ -47,6 +47,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Child, "now", only_the_hung_are_out_of_time)
     monkeypatch.setattr(forkserver, "TICK_SECONDS", 0.02)
     monkeypatch.setattr(forkserver, "PRELOAD", WARM)
+    monkeypatch.setattr(forkserver, "LATER", ())  # a second of each server
 
 
 @pytest.fixture
