@@ -29,7 +29,7 @@ from .stopwatch import Stopwatch
 # What to measure of a problem on a compute capability with so many multiprocessors, in place of a search.
 Candidates = Callable[[Problem, int, int], list[Any]]
 LEAST_SHARE_S = 10.0  # of a budget, for one problem: less, and starting the compilers leaves the first with one trial
-RENDER_SECONDS = 30.0  # at least, between two renderings of the committed files, which take about a second
+RENDER_SECONDS = 120.0  # at least, between two renderings of the committed files: 1 to 2 s, in which every GPU waits
 RESERVE = 0.9  # share of the free memory that a problem may take: the allocator's blocks are not exact
 NO_TIME = "the time budget was used up before it"
 
@@ -131,7 +131,7 @@ class Keeper:
         self._run, self._orders = run, orders
         self._known = read_record(device, orders.folder)
         self._noted: list[Winner] = []  # and not kept yet
-        self._rendered = -math.inf
+        self._rendered = time.monotonic()
         self._changed = False
 
     def work(self, problem: Problem, following: Problem | None, share: float) -> Work:

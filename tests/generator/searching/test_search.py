@@ -631,7 +631,10 @@ def test_what_is_compiled_ahead_is_what_the_search_begins_with(tmp_path: Path) -
     assert opening(LARGE, 90, seeds) == worker.measured[:STARTUP]
 
 
-def test_what_is_generated_follows_each_winner(tmp_path: Path) -> None:
+@pytest.mark.parametrize("often", [False, True])
+def test_what_is_generated_follows_the_winners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, often: bool) -> None:
+    if often:
+        monkeypatch.setattr(run_module, "RENDER_SECONDS", 0.0)
     said: list[str] = []
 
     def write_table(device: str) -> None:
@@ -641,7 +644,7 @@ def test_what_is_generated_follows_each_winner(tmp_path: Path) -> None:
         GRU[:2], 72, folder=tmp_path / "out", write_table=write_table, render=lambda: said.append("rendered")
     )
     tune_all(Run(GRU[:2]), tools(FakeWorker(gru_cost), tmp_path), orders)
-    assert said == ["test_gpu: 1 rows", "rendered", "test_gpu: 2 rows", "rendered"]
+    assert said == ["test_gpu: 1 rows", *["rendered"] * often, "test_gpu: 2 rows", "rendered"]
 
 
 def test_seeds_are_legal_near_and_few(tmp_path: Path) -> None:
