@@ -1097,10 +1097,26 @@ SEARCHING = (
     Fault(
         "gpus_compile_the_same_kernels",
         "generator/searching/cluster.py",
-        "not in busy), 0)",
-        "in busy), 0)",
+        "(_kernels(p) in theirs, ",
+        "(",
         (G + "searching/test_driver.py::test_gpus_get_problems_of_different_kernels_at_one_time",),
         "Two GPUs compile each kernel twice.",
+    ),
+    Fault(
+        "gpus_get_what_another_compiled_ahead",
+        "generator/searching/cluster.py",
+        "if not any(p is other.following for other in others)]",
+        "]",
+        (G + "searching/test_driver.py::test_a_gpu_gets_what_it_compiled_ahead_and_stays_with_its_kernels",),
+        "GPUs wait for compilers at the start of each problem.",
+    ),
+    Fault(
+        "compilers_import_all_again",
+        "generator/processes/forkserver.py",
+        "                while later:",
+        "                while later and request is None:",
+        (G + "processes/test_isolation.py::test_compilers_are_forked_with_what_compiling_would_import",),
+        "Each compiler takes 2 to 3 s for its first kernel, and the first problem of a run 10.",
     ),
     Fault(
         "gpus_of_two_kinds_in_one_table",
