@@ -598,7 +598,8 @@ def carry(revision: str, device: str, folder: Path | None, console: Console) -> 
         if folder is None:
             render_all()
     put(device=device, kept=found.kept, changed=found.changed)
-    say(console, f"{device}: {len(found.kept)} rows kept, whose machine code is what it was at {revision}")
+    nothing = "" if found.kept or found.changed else ": the kernels of all rows are as they were measured"
+    say(console, f"{device}: {len(found.kept)} rows kept, whose machine code is what it was at {revision}{nothing}")
     for name, why in found.changed.items():
         say(console, f"    {name}: {why}")
     return int(bool(found.changed))

@@ -37,6 +37,8 @@ def select(
     few = [name for work in WORKLOADS.values() for name in work.representative]
     wanted = few if names is None else [n.strip() for n in names.split(",") if n.strip()]
     known = [p.name for p in problems]
+    if not wanted and names is not None:
+        raise SelectionError(f"--problems names none, got {names!r}: leave it out for all, or see {TUNE} --list")
     chosen: set[str] = set()
     others: dict[str, Problem] = {}
     for pattern in wanted:

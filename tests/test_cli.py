@@ -60,6 +60,7 @@ def test_list_takes_a_family_and_patterns() -> None:
             "no family 'roppe'. Did you mean rope? There are: rope, gru_cell, linear_cat, gru",
         ),
         (("--list", "--family", "rope", "--problems", ONE), f"no problem '{ONE}'"),
+        (("--list", "--problems", ""), "--problems names none, got '': leave it out for all"),
         (("show", "llama3_8b_2x4095"), "Did you mean llama3_8b_2x4096"),
         (("--target", "h300", "--problems", ONE), "Did you mean nvidia_h"),
         (("--budget", "10 parsecs", "--list"), "90s, 10m or 1h"),

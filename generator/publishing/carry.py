@@ -86,24 +86,29 @@ def _knobs_of(variant: Any) -> dict[str, Any]:
     }
 
 
-def checked_out(revision: str, folder: Path) -> str:
-    """Put a revision of this repository into a folder; returns its commit.
+GIT = ("git", "-C", str(ROOT))
+
+
+def commit_of(revision: str) -> str:
+    """The commit that a revision of this repository names.
 
     Raises:
         CarryError: git does not know it.
     """
-    git = ["git", "-C", str(ROOT)]
-    named = subprocess.run([*git, "rev-parse", "--verify", f"{revision}^{{commit}}"], capture_output=True, check=False)  # noqa: S603
+    named = subprocess.run([*GIT, "rev-parse", "--verify", f"{revision}^{{commit}}"], capture_output=True, check=False)  # noqa: S603
     if named.returncode:
         why = named.stderr.decode().strip().splitlines()
         raise CarryError(
             f"git has no revision {revision!r} here ({why[-1] if why else 'it said nothing'}): name a commit or a tag"
         )
-    commit = named.stdout.decode().strip()
-    data = subprocess.run([*git, "archive", commit], capture_output=True, check=True).stdout  # noqa: S603
+    return named.stdout.decode().strip()
+
+
+def checked_out(commit: str, folder: Path) -> None:
+    """Put a commit of this repository into a folder."""
+    data = subprocess.run([*GIT, "archive", commit], capture_output=True, check=True).stdout  # noqa: S603
     with tarfile.open(fileobj=io.BytesIO(data)) as tree:
         tree.extractall(folder, filter="data")
-    return commit
 
 
 def carry(winners: list[Winner], revision: str, ask: Callable[[Path, list[Winner]], Codes] = codes_of) -> Carried:
@@ -112,6 +117,7 @@ def carry(winners: list[Winner], revision: str, ask: Callable[[Path, list[Winner
     Raises:
         CarryError: the revision is unknown, or a tree cannot be asked.
     """
+    commit = commit_of(revision)
     changed = {w.name: "" for w in winners if not fresh(w.digests)}
     here = triton.__version__
     for winner in winners:
@@ -124,7 +130,7 @@ def carry(winners: list[Winner], revision: str, ask: Callable[[Path, list[Winner
     if not asked:
         return Carried(winners, [], changed)
     with tempfile.TemporaryDirectory() as folder:
-        commit = checked_out(revision, Path(folder))
+        checked_out(commit, Path(folder))
         before = ask(Path(folder), asked)
     now = ask(ROOT, asked)
     kept = {}

@@ -90,6 +90,8 @@ def test_rows_that_count_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(carrying, "checked_out", never)
     rows = [w for w in read_record("nvidia_h200") if fresh(w.digests)][:3]
     assert carry(rows, "HEAD", never) == carrying.Carried(rows, [], {})
+    with pytest.raises(CarryError, match="git has no revision 'no-such-revision' here"):
+        carry(rows, "no-such-revision", never)
 
 
 @pytest.mark.compiler
