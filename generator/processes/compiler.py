@@ -12,13 +12,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from tuned.families.architecture import shared_limit
 
 from ..failures import LOST_COMPILER
 from ..measuring.compile import Resources, distinct, resources, target_of
-from ..places import GENERATOR, cache_folder
+from ..places import GENERATOR, OUTSIDE, cache_folder
 from ..problem import Problem
-from ..workload import WORKLOADS, default_variant
+from ..rendering.structures import structures
+from ..workload import WORKLOADS
 from .forkserver import Child, LostError, fork_server
 
 COMPILE_SECONDS = 20.0  # a variant takes 0.3 s, one that spills thousands of bytes 30: it is not wanted
@@ -46,13 +49,13 @@ def prepare() -> None:
     """What each compiler would do again before its first kernel, in 2.6 s.
 
     That is to import what torch's operators need without memory, to read the templates, and to take the digest of Triton itself.
+    A family from outside is asked nothing: it may hang or crash, and what forks compilers would with it.
     """
     with contextlib.suppress(ImportError, AttributeError):  # a Triton that has it elsewhere
         importlib.import_module("triton.runtime.cache").triton_key()
-    for workload in WORKLOADS.values():
-        with contextlib.suppress(Exception):  # of a family from outside: compiling says it
-            problem = next(iter(workload.problems()))
-            distinct(workload.family.launches(problem.spec, default_variant(problem), _meta_call(problem)))
+    torch.arange(1.0, device="meta")
+    if not OUTSIDE:
+        structures()
 
 
 def hopeless(needs: tuple[Resources, ...] | str, capability: int) -> str | None:

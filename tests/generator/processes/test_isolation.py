@@ -23,7 +23,7 @@ from generator.measuring.bench import Timing
 from generator.measuring.check import fingerprint, guard, guarded, intact
 from generator.measuring.stage import Compared
 from generator.places import cache_folder
-from generator.processes import forkserver
+from generator.processes import compiler, forkserver
 from generator.processes.channel import HEAD, MARK, Channel, ClosedError, GarbledError
 from generator.processes.compiler import CompilerPool, compile_variant, compiled
 from generator.processes.forkserver import Child, ForkServer, LostError, fork_server
@@ -289,6 +289,16 @@ def test_compilers_are_forked_with_what_compiling_would_import(monkeypatch: pyte
     assert not isinstance(first, str), first
     assert {"torch", "sympy"} <= all_of_it, "torch's operators without memory import it: else prepare may go"
     assert not {"torch", "sympy", "jinja2"} & little
+
+
+def test_what_forks_compilers_asks_a_family_from_outside_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(compiler, "WORKLOADS", collections.defaultdict(lambda: asked.append("a family")))
+    monkeypatch.setattr(compiler, "structures", lambda: asked.append("its texts"))
+    for outside, wanted in (("family.py", []), (None, ["its texts"])):
+        monkeypatch.setattr(compiler, "OUTSIDE", outside)
+        compiler.prepare()
+        assert asked == wanted
 
 
 def test_a_pool_that_is_shut_down_waits_for_nothing() -> None:
