@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.metadata
+import importlib.util
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -262,12 +265,6 @@ def main(  # noqa: PLR0913 - one parameter an option
     context.obj = Before(gpu, out, storage, as_json)
     if context.invoked_subcommand is not None:
         return
-    if _started and not (render or check or list_ or dry_run or gpus or ray):
-        # What compilers and workers are forked from: its imports take as long as this process's own, beside them.
-        from .processes.forkserver import fork_server  # noqa: PLC0415
-
-        with contextlib.suppress(OSError):  # the command meets it again, and says what cannot be written
-            fork_server()
     limit_s = seconds(budget)
     named = {"--gpu": None if gpu == "auto" else gpu, "--gpus": gpus, "--ray": ray}
     given = " and ".join(f"{option} {value}" for option, value in named.items() if value is not None)
@@ -275,6 +272,8 @@ def main(  # noqa: PLR0913 - one parameter an option
         raise typer.BadParameter(f"{given} exclude each other: one GPU, several of this host, or those of a cluster")
     if release and (not check or out is not None):
         raise typer.BadParameter("--release makes --check strict about what ships: give both, and no --out")
+    if _started and not (render or check or list_ or dry_run or ray):
+        _begin(on_all_gpus=gpus == "all" and target is None)
 
     def command(commands: Any) -> int:
         options = commands.Options(
@@ -512,6 +511,24 @@ def tune(context: typer.Context) -> None:
             f"--{given[0].strip('_').replace('_', '-')} must stand behind tune: {NAME} tune --help"
         )
     app(context.args, prog_name=f"{NAME} tune")
+
+
+def _begin(*, on_all_gpus: bool) -> None:
+    """Begin what takes seconds beside the imports of this process, which take as long."""
+    from .processes.forkserver import fork_server  # noqa: PLC0415
+
+    with contextlib.suppress(OSError):  # the command meets it again, and says what cannot be written
+        fork_server()  # what compilers and workers are forked from
+    if on_all_gpus and importlib.util.find_spec("ray") is not None:
+        threading.Thread(target=_import_commands).start()
+        from .searching.connection import start_ahead  # noqa: PLC0415
+
+        start_ahead()
+
+
+def _import_commands() -> None:
+    with contextlib.suppress(Exception):  # the command meets it again
+        importlib.import_module(".commands", __package__)
 
 
 _started = False  # this process is the program, and tunes once

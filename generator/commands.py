@@ -28,6 +28,7 @@ from .answer import plain, put
 from .disk import gpu_identity, gpu_lock, naming, put_between, write_whole
 from .estimating.targets import UnknownTargetError, target_named
 from .evaluation.portfolio import candidates
+from .failures import TuningError
 from .figures import steps
 from .places import CONTRIBUTIONS, HOME, LANDSCAPES, OUTSIDE, OWN, PROGRAM, ROOT, TUNE
 from .problem import Problem, SelectionError
@@ -39,7 +40,7 @@ from .rendering.structures import digests_of
 from .reporting.progress import bar
 from .reporting.report import Funnel, funnel_of, knobs, percent_of_floor, problem_lines, stages_table, winners_table
 from .searching.pool import legal_pool, same_problem
-from .searching.run import Display, Orders, Run, Tools, TuningError, trouble, tune_all
+from .searching.run import Display, Orders, Run, Tools, trouble, tune_all
 from .searching.search import TRIALS, Outcome
 from .selection import select
 from .storage.backends import EXTRA, journal_path, opened_storage
@@ -179,10 +180,11 @@ def _measure_on_many(run: Run, orders: Orders, indices: list[int], options: Opti
     """On several GPUs of this host, or on those of a cluster, through Ray."""
     if importlib.util.find_spec("ray") is None:
         raise TuningError(f"several GPUs (--gpus) and clusters (--ray) need Ray: {EXTRA}")
-    from .searching.cluster import Driver, connected  # noqa: PLC0415 - one GPU needs no Ray
+    from .searching.cluster import Driver  # noqa: PLC0415 - one GPU needs no Ray
+    from .searching.connection import connected  # noqa: PLC0415
 
-    with connected(options.ray, indices):
-        Driver(run, orders, on_gpu, options.storage, display).tune()
+    with connected(options.ray, indices) as tuners:
+        Driver(run, orders, on_gpu, options.storage, display, tuners).tune()
 
 
 def _display(orders: Orders, report: Callable[..., None], console: Console) -> Display:

@@ -1,4 +1,4 @@
-"""Which failures of a variant are facts about it, and which may pass: a busy machine, a neighbour's memory, a full disk.
+"""What ends a run; and which failures of a variant are facts about it, and which may pass: a busy machine, a full disk.
 
 A failure that may pass is tried again, at the end of the same search and in the next run, and is a fact once it came so
 often in processes that tried nothing else: a variant that really hangs is tried three times in all.
@@ -17,6 +17,10 @@ BY_LOAD = (
     *("No space left on device", "Disk quota exceeded", "Read-only file system", "Permission denied"),
     *("Too many open files", "Resource temporarily unavailable", "Input/output error", "Interrupted system call"),
 )
+
+
+class TuningError(Exception):
+    """Nothing could be tuned; the message says why, and the way out."""
 
 
 def times_to_be_a_fact(reason: str) -> int:

@@ -91,10 +91,9 @@ class Channel:
     @contextlib.contextmanager
     def _within(self, until: float | None) -> Iterator[None]:
         """What uses the socket, which waits until then; an error of it says that the other side is gone."""
-        self.socket.settimeout(
-            None if until is None else max(1e-6, until - time.monotonic())
-        )  # 0 would not wait at all
         try:
+            # 0 would not wait at all
+            self.socket.settimeout(None if until is None else max(1e-6, until - time.monotonic()))
             yield
         except TimeoutError:
             raise

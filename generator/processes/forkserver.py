@@ -4,6 +4,9 @@ It imports what measuring and compiling need, touches no GPU, and forks when ask
 own, a log for whatever it prints, and dies with this process; this one ends when the tuner does, however that ends, and
 takes the groups of its children with it, the assemblers that they started among them.
 
+Tuners of one host may share one: that of the process which started them, by its address. What one of them had forked ends
+with that one.
+
 ``multiprocessing`` has a fork server too; there a child that hangs keeps the server, and so itself, alive.
 """
 
@@ -15,9 +18,13 @@ import ctypes
 import dataclasses
 import gc
 import importlib
+import io
 import os
+import secrets
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -30,8 +37,11 @@ from ..places import GENERATOR, cache_folder
 from .channel import Channel, ChannelError, ClosedError
 
 PRELOAD = (f"{GENERATOR}.processes.compiler", f"{GENERATOR}.processes.serve", f"{GENERATOR}.measuring.stage")
-LATER = (f"{GENERATOR}.processes.compiler:prepare",)  # called after the first fork, while that child wakes its GPU
+LATER = (
+    f"{GENERATOR}.processes.compiler:prepare",
+)  # called after the first fork, while that child wakes its GPU, or when told
 FORK_SECONDS = 120.0  # the first fork waits for the imports of torch and Triton: 2 s, from a cold disk more
+REQUEST_SECONDS = 10.0  # for the rest of a request of which a part came
 REAP_SECONDS = 10.0  # a killed process that holds a GPU takes a moment to go
 GRACE_SECONDS = (
     10.0  # for a process that closed its end to be gone, so that how it ended is known; it takes milliseconds
@@ -40,6 +50,7 @@ TICK_SECONDS = 0.5  # how often the log of a child that is waited for is looked 
 LOG_BYTES = 64 * 2**20  # only a loop prints more
 TAIL_CHARACTERS = 300
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+WAITING = 64  # tuners of a host that ask for the server at one time
 
 
 class LostError(Exception):
@@ -120,36 +131,76 @@ def _ending(status: int | None) -> str:
 
 
 class ForkServer:
-    """The tuner's end of a fork server."""
+    """A tuner's end of a fork server."""
 
-    def __init__(self, preload: tuple[str, ...], later: tuple[str, ...] = ()) -> None:
-        """Start it; it imports the modules ``preload`` while the tuner does other things.
-
-        After its first fork it calls the functions ``later``, each "module:name".
-        """
-        ours, theirs = socket.socketpair()
+    def __init__(
+        self, channel: Channel, address: str | None, process: subprocess.Popen[bytes] | None, log: IO[bytes]
+    ) -> None:
+        """``process`` and ``log`` are those of a server that this process started; the log of another's is empty."""
+        self.address = address  # for other tuners of this host; None where it cannot be shared
+        self._channel, self._process, self._log = channel, process, log
         self._lock = threading.Lock()
-        self._log = tempfile.TemporaryFile(dir=cache_folder("logs"))  # noqa: SIM115 - open as long as the server
-        paths = [path or os.getcwd() for path in sys.path]  # noqa: PTH109 - as Python means it
-        with theirs:
-            self._process = subprocess.Popen(  # noqa: S603 - this very interpreter
-                [sys.executable, "-m", f"{GENERATOR}.processes.forkserver", str(theirs.fileno()), *preload, *later],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                start_new_session=True,  # Ctrl-C is the tuner's to handle
-            )
-        self._channel = Channel(ours)
         self._asked = 0
+        self._lost = False
         self._tuner = os.getpid()
         atexit.register(self.close)
+
+    @classmethod
+    def started(cls, preload: tuple[str, ...], later: tuple[str, ...] = ()) -> ForkServer:
+        """A new server, which imports the modules ``preload`` while the tuner does other things.
+
+        After its first fork, or when it is told to prepare, it calls the functions ``later``, each "module:name".
+        """
+        ours, theirs = socket.socketpair()
+        log = tempfile.TemporaryFile(dir=cache_folder("logs"))  # noqa: SIM115 - open as long as the server
+        paths = [path or os.getcwd() for path in sys.path]  # noqa: PTH109 - as Python means it
+        listener, address = _listener()
+        ends = [theirs, *([listener] if listener else [])]
+        with contextlib.ExitStack() as stack:
+            for end in ends:
+                stack.enter_context(end)
+            process = subprocess.Popen(  # noqa: S603 - this very interpreter
+                [
+                    sys.executable,
+                    "-m",
+                    f"{GENERATOR}.processes.forkserver",
+                    ",".join(str(e.fileno()) for e in ends),
+                    *preload,
+                    *later,
+                ],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                pass_fds=[end.fileno() for end in ends],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is the tuner's to handle
+            )
+        return cls(Channel(ours), address, process, log)
+
+    @classmethod
+    def joined(cls, address: str) -> ForkServer | None:
+        """The server of another tuner of this host and this user, or None if there is none of that address."""
+        ours = socket.socket(socket.AF_UNIX)
+        try:
+            ours.connect(address)
+        except OSError:
+            ours.close()
+            return None
+        if not _of_this_user(ours):
+            ours.close()
+            return None
+        return cls(Channel(ours), address, None, io.BytesIO())
 
     @property
     def alive(self) -> bool:
         """Whether it can still fork."""
-        return self._process.poll() is None
+        return not self._lost and (self._process is None or self._process.poll() is None)
+
+    def prepare(self) -> None:
+        """Tell it to call what it would call after its first fork, and wait for nothing."""
+        with self._lock, contextlib.suppress(ChannelError):  # who asks next learns that it died
+            self._asked += 1
+            self._channel.send((self._asked, ("prepare",), 0))
 
     def fork(self, serve: str, arguments: tuple[Any, ...], log: IO[bytes]) -> Child:
         """A new process that answers with ``serve``, the "module:name" of a class, made with ``arguments``.
@@ -166,6 +217,7 @@ class ForkServer:
             try:
                 pid = self._ask(request, FORK_SECONDS, [theirs.fileno(), log.fileno()])
             except LostError:
+                ours.close()
                 log.close()
                 raise
         return Child(self, pid, Channel(ours), log, start)
@@ -178,17 +230,24 @@ class ForkServer:
             return signal.SIGKILL  # its children died with it
 
     def close(self) -> None:
-        """End the server and all its children."""
+        """End the server, if it is this process's own, and all that was forked for it."""
         atexit.unregister(self.close)
+        self._lost = True
         self._channel.close()
-        if os.getpid() != self._tuner:  # a fork of the tuner: the server is not its own
-            return
-        try:
-            self._process.wait(REAP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
+        if self._process is not None and os.getpid() == self._tuner:  # in a fork of the tuner it is not its own
+            try:
+                self._process.wait(REAP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._log.close()
+
+    def _said(self) -> str:
+        """The last that the server printed."""
+        if self._log.closed:  # with the server
+            return ""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace").strip()[-2000:]
 
     def _ask(self, request: Any, seconds: float, files: list[int] | None = None) -> Any:
         with self._lock:
@@ -202,21 +261,24 @@ class ForkServer:
                     if number == self._asked:  # an earlier one was asked when Ctrl-C came
                         return answer
             except (ChannelError, TimeoutError, ValueError) as error:
-                self._process.kill()
-                self._process.wait()
-                self._log.seek(0)
-                said = self._log.read().decode(errors="replace").strip()[-2000:]
+                self._lost = True
+                self._channel.close()
+                if self._process is not None:
+                    self._process.kill()
+                    self._process.wait()
+                said = self._said()
                 raise LostError(f"the process that starts others died ({error}){': ' if said else ''}{said}") from error
 
 
-def fork_server() -> ForkServer:
-    """The fork server of this process, a new one if it died."""
+def fork_server(address: str | None = None) -> ForkServer:
+    """The fork server of this process: a new one if there is none that lives, or another tuner's, by its address."""
     with _STARTING:
         server = _SERVERS.get(os.getpid())
         if server is None or not server.alive:
             if server is not None:
                 server.close()
-            server = _SERVERS[os.getpid()] = ForkServer(PRELOAD, LATER)
+            joined = None if address is None else ForkServer.joined(address)
+            server = _SERVERS[os.getpid()] = joined or ForkServer.started(PRELOAD, LATER)
         return server
 
 
@@ -224,41 +286,110 @@ _STARTING = threading.Lock()
 _SERVERS: dict[int, ForkServer] = {}  # by the tuner's process: one that is forked has a server of its own
 
 
-def _main(end: int, names: list[str]) -> None:
-    """Fork when asked, until the tuner is gone. ``names`` are modules to import, and functions to call after the first fork."""
-    os.environ.pop("PYTHONPATH", None)  # each child is given the tuner's environment
-    control = socket.socket(fileno=end)
-    channel = Channel(control, trusted=True)
-    later = [name for name in names if ":" in name]
+def _listener() -> tuple[socket.socket | None, str | None]:
+    """Where other tuners of this host can ask for a server, and its address: a name that is in no folder, which only Linux has."""
+    if sys.platform != "linux":
+        return None, None
+    address = f"\0tuned-{os.getpid()}-{secrets.token_hex(8)}"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(WAITING)
+    return listener, address
+
+
+def _of_this_user(end: socket.socket) -> bool:
+    """Whether the process at the other end is this user's: names without a folder have no owner, and who asks has code run."""
+    _, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return bool(user == os.getuid())
+
+
+@dataclasses.dataclass
+class _Tuner:
+    """A tuner, as the server holds it."""
+
+    end: socket.socket
+    channel: Channel
+    children: set[int] = dataclasses.field(default_factory=set)
+
+
+class _Server:
+    """What a fork server is, in its own process."""
+
+    def __init__(self, ends: list[socket.socket], later: list[str]) -> None:
+        self._own, *self._listeners = ends
+        self._later = later
+        self._tuners: dict[int, _Tuner] = {}  # by the number of their ends
+        self._admit(self._own)
+
+    def serve(self) -> None:
+        """Do what tuners ask, until the one that started this is gone."""
+        try:
+            while self._own.fileno() in self._tuners:
+                listening = {end.fileno(): end for end in self._listeners}
+                for number in select.select([*listening, *self._tuners], [], [])[0]:
+                    if number in listening:
+                        end, _ = listening[number].accept()
+                        if _of_this_user(end):
+                            self._admit(end)
+                        else:
+                            end.close()
+                        continue
+                    try:
+                        self._answer(self._tuners[number])
+                    except (ChannelError, TimeoutError):
+                        self._dismiss(number)
+        finally:
+            for number in list(self._tuners):
+                self._dismiss(number)
+
+    def _admit(self, end: socket.socket) -> None:
+        self._tuners[end.fileno()] = _Tuner(end, Channel(end, trusted=True))
+
+    def _dismiss(self, number: int) -> None:
+        """Let a tuner go that is gone, and end its children."""
+        tuner = self._tuners.pop(number)
+        for pid in tuner.children:
+            _kill_group(pid)
+        if tuner.end is not self._own:
+            for pid in tuner.children:
+                _wait(pid, REAP_SECONDS)
+            tuner.end.close()
+
+    def _answer(self, tuner: _Tuner) -> None:
+        number, request, count = tuner.channel.receive(REQUEST_SECONDS)
+        tuner.end.settimeout(REQUEST_SECONDS)
+        answer: Any = None
+        if request[0] == "fork":
+            ends = [*self._listeners, *(t.end for t in self._tuners.values())]
+            answer = _fork(request[1:], ends, socket.recv_fds(tuner.end, 1, count)[1])
+            tuner.children.add(answer)
+        elif request[0] == "reap":
+            answer = _reap(*request[1:])
+            if answer is not None:
+                tuner.children.discard(request[1])
+        tuner.channel.send((number, answer))
+        if request[0] != "reap":
+            self._prepare()
+
+    def _prepare(self) -> None:
+        while self._later:
+            module, _, function = self._later.pop(0).partition(":")
+            getattr(importlib.import_module(module), function)()
+            gc.freeze()
+
+
+def _main(ends: list[int], names: list[str]) -> None:
+    """Fork when asked. ``ends``: that of the tuner, and where others ask. ``names``: modules to import, and functions to call later."""
+    os.environ.pop("PYTHONPATH", None)  # each child is given the environment of who asks
     for name in names:
-        if name not in later:
+        if ":" not in name:
             importlib.import_module(name)
     gc.freeze()  # what is imported stays shared
-    children: set[int] = set()
-    try:
-        while True:
-            number, request, count = channel.receive()
-            if request[0] == "fork":
-                pid = _fork(request[1:], control, socket.recv_fds(control, 1, count)[1])
-                children.add(pid)
-                channel.send((number, pid))
-                while later:
-                    module, _, function = later.pop(0).partition(":")
-                    getattr(importlib.import_module(module), function)()
-                    gc.freeze()
-            else:
-                status = _reap(*request[1:])
-                if status is not None:
-                    children.discard(request[1])
-                channel.send((number, status))
-    except ClosedError:
-        pass
-    finally:
-        for pid in children:
-            _kill_group(pid)
+    _Server([socket.socket(fileno=end) for end in ends], [name for name in names if ":" in name]).serve()
 
 
-def _fork(request: Any, control: socket.socket, files: list[int]) -> int:
+def _fork(request: Any, ends: list[socket.socket], files: list[int]) -> int:
+    """The process that was asked for; it keeps none of the server's ``ends``."""
     server = os.getpid()
     pid = os.fork()
     if pid:
@@ -272,7 +403,8 @@ def _fork(request: Any, control: socket.socket, files: list[int]) -> int:
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         die_with_parent(server)
-        control.close()
+        for held in ends:
+            held.close()
         end, log = files
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -326,4 +458,4 @@ def _kill_group(pid: int) -> None:
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), sys.argv[2:])
+    _main([int(end) for end in sys.argv[1].split(",")], sys.argv[2:])

@@ -10,100 +10,32 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import logging
 import math
-import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from ..places import INSTALLED, PACKAGE, ROOT
+from ..failures import TuningError
 from ..problem import Problem
-from ..processes.forkserver import fork_server
 from ..rendering.structures import digests_of
 from ..storage.backends import opened_storage
 from ..storage.journal import Journal
-from .remote import RemoteTuner
-from .run import NO_TIME, Display, Keeper, Orders, Run, TuningError
+from .connection import Tuners
+from .run import NO_TIME, Display, Keeper, Orders, Run
 from .search import Outcome, Progress
 from .tuner import MakeTools
 
 MOST_DEATHS = 3  # of tuners, at one problem: it is skipped; or in a row before one was ready: Ray cannot start them
 WHY_CHARACTERS = 160  # of why a tuner died: Ray says much of it
-REACH_SECONDS = 10.0  # for the head of a cluster to answer
 TICK_SECONDS = 1.0  # between looks at which GPUs the cluster has
-STORE_BYTES = 80 * 2**20  # Ray's least: nothing large is sent
 ALIKE = {"device_name": "", "driver": "driver ", "torch": "torch ", "triton": "Triton "}
-LEFT_OUT = (".git", "benchmarks/results", "docs")  # of the checkout that a cluster's hosts are sent
 STREAM = {"num_returns": "streaming", "_generator_backpressure_num_objects": 1}  # each letter waits for the one before
-
-
-def sent() -> dict[str, Any]:
-    """What the hosts of a cluster are sent, since each runs the texts of this one: the checkout, or the package that is installed."""
-    if INSTALLED:
-        return {"py_modules": [str(PACKAGE)]}
-    return {"working_dir": str(ROOT), "excludes": list(LEFT_OUT)}
-
-
-@contextlib.contextmanager
-def connected(address: str | None, gpus: list[int]) -> Iterator[None]:
-    """Ray for the length of a block: the cluster at an address, or one of this host's own with these of its GPUs.
-
-    Raises:
-        TuningError: there is no such cluster, or it is of another version.
-    """
-    if address is not None:
-        _reach(address)
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Else it starts a process for each core ahead, which a tuner on each GPU does not need: 2 s of 12.
-    os.environ.setdefault("RAY_enable_worker_prestart", "0")
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # else what measures gives way to whatever runs beside it
-    ray._private.worker.print_to_stdstream = lambda *_, **__: None  # noqa: SLF001 - a raylet's log, which Ray prints when a node dies
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    try:
-        if address is None:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            names = visible.split(",") if visible else [str(i) for i in range(max(gpus) + 1)]
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in gpus)  # Ray gives these to its tuners
-            ray.init("local", num_gpus=len(gpus), include_dashboard=False, object_store_memory=STORE_BYTES, **options)
-        else:
-            ray.init(address, runtime_env=sent(), **options)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        where = "on this host" if address is None else f"at {address}"
-        raise TuningError(
-            f"no Ray {where} can be used: {' '.join(str(error).split())}. Start one with ray start --head, and see with ray "
-            "status that it has GPUs; --ray takes auto or the HOST:PORT that ray start printed"
-        ) from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _reach(address: str) -> None:
-    """See that an address is one, and that something answers there: Ray itself would try for minutes, and say nothing.
-
-    Raises:
-        TuningError: it is not, or nothing does.
-    """
-    if address == "auto":
-        return
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or "/" in host:
-        raise TuningError(f"--ray takes auto or the HOST:PORT that ray start --head printed, got {address!r}")
-    try:
-        socket.create_connection((host, int(port)), REACH_SECONDS).close()
-    except OSError as error:
-        raise TuningError(
-            f"nothing answers at {address} ({error}): start a cluster with ray start --head, and let this host reach that port"
-        ) from error
 
 
 @contextlib.contextmanager
@@ -148,17 +80,17 @@ def _kernels(problem: Problem | None) -> tuple[str, Any] | None:
 class Driver:
     """Gives problems to the GPUs of a Ray that this process is connected to; alone writes journal, record and table."""
 
-    def __init__(  # noqa: PLR0913 - as ``tune_all``, and what the tuners' processes begin with
+    def __init__(  # noqa: PLR0913 - as ``tune_all``, and where tuners come from
         self,
         run: Run,
         orders: Orders,
         make_tools: MakeTools,
         storage: str | None,
         display: Display,
-        begin: Callable[[], object] = fork_server,
+        tuners: Tuners,
     ) -> None:
         self.run, self.orders, self.display = run, orders, display
-        self._make_tools, self._storage, self._begin = make_tools, storage, begin
+        self._make_tools, self._storage, self._tuners = make_tools, storage, tuners
         self._waiting = list(orders.problems)
         self._seats: list[_Seat] = []
         self._deaths = collections.Counter[str]()  # of tuners, by problem; "" is before one was ready
@@ -197,7 +129,7 @@ class Driver:
         over = [seat for seat in self._seats if seat.over]  # they keep their GPUs, which Ray would offer again
         wanted = len(over) + len(self._waiting) + self._busy()
         while len(self._seats) < min(gpus, wanted):
-            actor = ray.remote(RemoteTuner).options(num_gpus=1).remote(self._begin)
+            actor = self._tuners.one()
             self._seats.append(_Seat(actor, actor.start.options(**STREAM).remote(self._make_tools)))
         if not gpus or len(self._seats) == len(over):
             why = "; ".join(dict.fromkeys(seat.over for seat in over)) or "the Ray cluster has no GPU: see ray status"

@@ -9,23 +9,21 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .tuner import Letter, Tuner
+    from .tuner import Letter
 
 
 class RemoteTuner:
     """A Tuner that is not imported before the process that forks is on its way."""
 
-    tuner: Tuner
-
     def __init__(self, begin: Callable[[], object]) -> None:
-        """``begin`` starts what forks, before Ray unpickles what the first method is called with, and imports the search by that."""
+        """``begin`` finds or starts what forks, before this process imports the search."""
         begin()
-
-    def start(self, *given: Any) -> Iterator[Letter]:
-        """As Tuner.start."""
         from .tuner import Tuner  # noqa: PLC0415 - takes seconds, see above
 
         self.tuner = Tuner()
+
+    def start(self, *given: Any) -> Iterator[Letter]:
+        """As Tuner.start."""
         yield from self.tuner.start(*given)
 
     def tune(self, *given: Any) -> Iterator[Letter]:

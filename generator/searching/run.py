@@ -14,6 +14,7 @@ from typing import Any
 from tuned.lookup.record import Winner
 
 from ..disk import disk_trouble
+from ..failures import TuningError
 from ..measuring.stage import bytes_needed
 from ..problem import Problem
 from ..processes.compiler import compile_variant
@@ -32,10 +33,6 @@ LEAST_SHARE_S = 10.0  # of a budget, for one problem: less, and starting the com
 RENDER_SECONDS = 120.0  # at least, between two renderings of the committed files: 1 to 2 s, in which every GPU waits
 RESERVE = 0.9  # share of the free memory that a problem may take: the allocator's blocks are not exact
 NO_TIME = "the time budget was used up before it"
-
-
-class TuningError(Exception):
-    """Nothing could be tuned; the message says why, and the way out."""
 
 
 def trouble(error: BaseException) -> str | None:

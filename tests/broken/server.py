@@ -18,6 +18,7 @@ import torch
 
 from generator.measuring.bench import Timing
 from generator.measuring.stage import Baselines, Compared, Measured, Stage
+from generator.places import cache_folder
 from generator.processes import channel
 from generator.processes.forkserver import PRELOAD
 from generator.searching.pool import legal_pool
@@ -268,6 +269,11 @@ class CpuStage(Stage):
 def around(out: Any) -> Any:
     """A guarded tensor with one element before its start and one past its end."""
     return out.as_strided((out.numel() + 2,), (1,), out.storage_offset() - 1)
+
+
+def leave_a_mark() -> None:
+    """What a fork server is to call before it is asked to fork."""
+    (cache_folder("marks") / "mark").touch()
 
 
 def pipes() -> list[int]:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from generator.problem import Problem
+from generator.processes import forkserver
+from generator.processes.forkserver import fork_server
 from generator.searching.pool import legal_pool
 from generator.searching.run import Orders, Run, Tools, tune_all
 from generator.selection import problem_named
@@ -80,6 +82,10 @@ class Place:
         """The processes of all tuners that ever started."""
         return [int(path.name) for path in (self.folder / "tuners").glob("*")]
 
+    def forked_by(self) -> set[str]:
+        """The addresses of what forks for the tuners that ever started."""
+        return {path.read_text() for path in (self.folder / "tuners").glob("*")}
+
     def go(self) -> None:
         """Let everyone measure on."""
         (self.folder / "go").touch()
@@ -116,7 +122,7 @@ def tools(place: Place, index: int, compilers: int, waiting: Callable[[str], Non
     name = os.environ.get("NODE") or f"gpu{os.environ['CUDA_VISIBLE_DEVICES']}"
     told = place.nodes.get(name, {})
     (place.folder / "tuners").mkdir(exist_ok=True)
-    (place.folder / "tuners" / str(os.getpid())).touch()
+    (place.folder / "tuners" / str(os.getpid())).write_text(str(fork_server().address))
     if "said" in told:
         waiting(told["said"])
     go = (place.folder / "go").exists
@@ -148,6 +154,8 @@ def main(folder: str, nodes: str, *options: str) -> None:
     gpu.gather = lambda: gpu.Facts("2.11.0", "12.8", names=names)  # type: ignore[assignment]
     commands.select = lambda *_, **__: PROBLEMS  # type: ignore[attr-defined]
     commands.on_gpu = functools.partial(tools, Place(Path(folder), json.loads(nodes)))  # type: ignore[assignment]
+    forkserver.PRELOAD = forkserver.LATER = ()  # nothing is compiled
+    command_line._started = True
     command_line.app([*options, "--out", str(Path(folder) / "out"), "--trials", "200"])
 
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 from pathlib import Path
@@ -177,6 +178,64 @@ def test_a_killed_fork_server_takes_its_children_with_it_and_is_replaced() -> No
     worker.start()
     assert worker.stage(COPY).copy_us == 9.0
     worker.stop()
+
+
+def sleeping(server: ForkServer) -> Child:
+    log = tempfile.TemporaryFile(dir=cache_folder("logs"))  # noqa: SIM115 - its child closes it
+    child = server.fork("generator.processes.serve:Caller", (), log)
+    assert child.ask((0, "call", (pow, (2, 5), {})), BACKSTOP_SECONDS) == (0, "done", 32)
+    return child
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has addresses that are in no folder")
+def test_tuners_of_a_host_share_what_forks_and_each_ends_with_its_own() -> None:
+    own = ForkServer.started(WARM)
+    assert own.address is not None
+    first, second = ForkServer.joined(own.address), ForkServer.joined(own.address)
+    assert first is not None
+    assert second is not None
+    children = [sleeping(server) for server in (own, first, second)]
+    parents = {Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[1] for child in children}
+    assert parents == {str(own._process.pid)} if own._process else False
+    first.close()
+    for _ in range(2):  # by the second one the server has seen that it is gone
+        sleeping(own).stop()
+    assert not alive(children[1].pid)
+    assert not first.alive
+    assert all(child.ask((1, "call", (pow, (3, 2), {})), BACKSTOP_SECONDS) == (1, "done", 9) for child in children[::2])
+    children[2].stop()
+    third = sleeping(second)
+    own.close()
+    wait_for(lambda: not any(alive(child.pid) for child in (children[0], third)))
+    with pytest.raises(LostError, match="the process that starts others died"):
+        sleeping(second)
+    assert not second.alive
+    assert ForkServer.joined(own.address) is None, "it is gone: a tuner then starts one of its own"
+    for child in (children[0], children[1], third):
+        child.stop()
+    second.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has addresses that are in no folder")
+def test_nothing_is_forked_for_another_user_nor_asked_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ForkServer.started(())
+    assert server.address is not None
+    ends = socket.socketpair()
+    assert all(map(forkserver._of_this_user, ends))
+    another = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: another)
+    assert not any(map(forkserver._of_this_user, ends))
+    assert ForkServer.joined(server.address) is None
+    for end in ends:
+        end.close()
+    server.close()
+
+
+def test_what_forks_prepares_when_it_is_told_to(cache: Path) -> None:
+    server = ForkServer.started((), ("tests.broken.server:leave_a_mark",))
+    server.prepare()
+    wait_for((cache / "marks" / "mark").exists)
+    server.close()
 
 
 def test_a_stopped_worker_takes_what_it_started_with_it(cache: Path) -> None:

@@ -28,7 +28,8 @@ pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster
 
-from generator.searching.cluster import Driver, connected
+from generator.searching.cluster import Driver
+from generator.searching.connection import Tuners, connected
 
 pytestmark = pytest.mark.processes
 
@@ -42,7 +43,7 @@ HEALTH = {
     "prestart_worker_first_driver": False,
 }
 SMALL = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False, "include_log_monitor": False}
-NOTHING = list  # what a tuner's process begins with: these fork nothing
+NOTHING = Tuners(list)  # what a tuner's process begins with: these fork nothing
 LAST = 12  # measurement of the node that is killed
 
 
@@ -146,12 +147,13 @@ def test_a_node_that_is_killed_costs_its_trial_and_one_that_comes_takes_over(nod
 DRIVER = """
 import functools, json, sys
 from pathlib import Path
-from generator.searching.cluster import Driver, connected
+from generator.searching.cluster import Driver
+from generator.searching.connection import Tuners, connected
 from generator.searching.run import Run, SILENT
 from tests.support.many_gpus import PROBLEMS, Place, tools
 place = Place(Path(sys.argv[1]), json.loads(sys.argv[2]))
 with connected(sys.argv[3], []):
-    Driver(Run(PROBLEMS), place.orders(), functools.partial(tools, place), None, SILENT, list).tune()
+    Driver(Run(PROBLEMS), place.orders(), functools.partial(tools, place), None, SILENT, Tuners(list)).tune()
 """
 
 
@@ -180,7 +182,7 @@ def test_ctrl_c_ends_all_gpus_of_a_host_and_keeps_their_trials(place: Any, tmp_p
     told = {"gpu0": {"waits_at": 4}, "gpu1": {"waits_at": 6}}
     two = place(**told)
     command = [sys.executable, "-m", "tests.support.many_gpus", str(tmp_path), json.dumps(told), "--gpus", "all"]
-    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0,1", "RAY_OVERRIDE_RESOURCES": '{"GPU": 2}'}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as tuner:
@@ -195,6 +197,8 @@ def test_ctrl_c_ends_all_gpus_of_a_host_and_keeps_their_trials(place: Any, tmp_p
     assert "raylet" not in output
     assert two.by() == {"gpu0": 4, "gpu1": 6}
     assert len(two.tuners()) == 2
+    (address,) = two.forked_by()
+    assert address.startswith(f"\0tuned-{tuner.pid}-"), "what forks for both is what this process began with"
     wait_for(lambda: not left_behind(tmp_path))
 
 

@@ -16,10 +16,11 @@ import pytest
 
 from generator import commands
 from generator.evaluation.portfolio import candidates
+from generator.failures import TuningError
 from generator.places import ROOT
 from generator.processes.forkserver import fork_server
 from generator.processes.worker import WorkerGoneError
-from generator.searching.run import LEAST_SHARE_S, NO_TIME, Display, Keeper, Run, TuningError, Work
+from generator.searching.run import LEAST_SHARE_S, NO_TIME, Display, Keeper, Run, Work
 from generator.storage.journal import Held
 from tests.support.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
 from tests.support.many_gpus import PROBLEMS, Place, cost, everything, one_machine
@@ -33,6 +34,7 @@ pytest.importorskip("ray")
 from ray.exceptions import RayError
 
 from generator.searching import cluster as cluster_module
+from generator.searching import connection
 from generator.searching.cluster import MOST_DEATHS, Driver
 from generator.searching.remote import RemoteTuner
 from generator.searching.tuner import Tuner
@@ -49,7 +51,7 @@ NAMES = [p.name for p in PROBLEMS]
     ],
 )
 def test_an_address_that_is_none_is_said_at_once(address: str, said: str) -> None:
-    with pytest.raises(TuningError, match=said), cluster_module.connected(address, []):
+    with pytest.raises(TuningError, match=said), connection.connected(address, []):
         pass
 
 
@@ -57,9 +59,9 @@ def test_a_cluster_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) ->
     def init(*_: Any, **__: Any) -> None:
         raise ConnectionError("Could not find any running Ray instance.")
 
-    monkeypatch.setattr(cluster_module.ray, "init", init)
+    monkeypatch.setattr(connection.ray, "init", init)
     said = "no Ray at auto can be used: Could not find any running Ray instance.. Start one with ray start --head"
-    with pytest.raises(TuningError, match=said), cluster_module.connected("auto", []):
+    with pytest.raises(TuningError, match=said), connection.connected("auto", []):
         pass
 
 
@@ -69,9 +71,9 @@ def test_what_measures_does_not_give_way_to_its_neighbours(monkeypatch: pytest.M
         monkeypatch.delenv(name)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     seen: list[str] = []
-    monkeypatch.setattr(cluster_module.ray, "init", lambda *_, **__: seen.append(os.environ[name]))
-    monkeypatch.setattr(cluster_module.ray, "shutdown", lambda: None)
-    with cluster_module.connected(None, [0, 1]):
+    monkeypatch.setattr(connection.ray, "init", lambda *_, **__: seen.append(os.environ[name]))
+    monkeypatch.setattr(connection.ray, "shutdown", lambda: None)
+    with connection.connected(None, [0, 1]):
         assert seen == ["0"], "Ray's own choice is 15"
 
 
@@ -182,8 +184,16 @@ def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def tune(*gpus: Gpu, report: Callable[..., None] = lambda *_: None, **changes: Any) -> Any:
         ray, said = FakeRay(*gpus), []
         monkeypatch.setattr(cluster_module, "ray", ray)
+        monkeypatch.setattr(connection, "ray", ray)
         run = Run(PROBLEMS)
-        Driver(run, Place(tmp_path).orders(**changes), None, None, Display(report=report, say=said.append)).tune()  # type: ignore[arg-type]
+        Driver(
+            run,
+            Place(tmp_path).orders(**changes),
+            None,
+            None,
+            Display(report=report, say=said.append),
+            connection.Tuners(),
+        ).tune()  # type: ignore[arg-type]
         return run, said, ray
 
     return tune
@@ -419,6 +429,6 @@ def test_ctrl_c_keeps_what_was_measured_and_the_next_run_goes_on(tune: Any, tmp_
 
 
 def test_hosts_are_sent_the_checkout_or_the_package_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cluster_module.sent() == {"working_dir": str(ROOT), "excludes": list(cluster_module.LEFT_OUT)}
-    monkeypatch.setattr(cluster_module, "INSTALLED", True)
-    assert cluster_module.sent() == {"py_modules": [str(ROOT / "tuned")]}, "not all that lies beside it"
+    assert connection.sent() == {"working_dir": str(ROOT), "excludes": list(connection.LEFT_OUT)}
+    monkeypatch.setattr(connection, "INSTALLED", True)
+    assert connection.sent() == {"py_modules": [str(ROOT / "tuned")]}, "not all that lies beside it"
