@@ -41,7 +41,7 @@ LATER = (
     f"{GENERATOR}.processes.compiler:prepare",
 )  # called after the first fork, while that child wakes its GPU, or when told
 FORK_SECONDS = 120.0  # the first fork waits for the imports of torch and Triton: 2 s, from a cold disk more
-REQUEST_SECONDS = 10.0  # for the rest of a request of which a part came
+REQUEST_SECONDS = 60.0  # for the rest of another tuner's request, of which a part came
 REAP_SECONDS = 10.0  # a killed process that holds a GPU takes a moment to go
 GRACE_SECONDS = (
     10.0  # for a process that closed its end to be gone, so that how it ended is known; it takes milliseconds
@@ -356,8 +356,9 @@ class _Server:
             tuner.end.close()
 
     def _answer(self, tuner: _Tuner) -> None:
-        number, request, count = tuner.channel.receive(REQUEST_SECONDS)
-        tuner.end.settimeout(REQUEST_SECONDS)
+        seconds = None if tuner.end is self._own else REQUEST_SECONDS  # without its own tuner it ends
+        number, request, count = tuner.channel.receive(seconds)
+        tuner.end.settimeout(seconds)
         answer: Any = None
         if request[0] == "fork":
             ends = [*self._listeners, *(t.end for t in self._tuners.values())]
