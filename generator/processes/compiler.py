@@ -12,8 +12,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from tuned.families.architecture import shared_limit
 
 from ..failures import LOST_COMPILER
@@ -46,14 +44,12 @@ def _meta_call(problem: Problem) -> Any:
 
 
 def prepare() -> None:
-    """What each compiler would do again before its first kernel, in 2.6 s.
+    """What each compiler would do again before its first kernel, in 0.4 s: read the templates, take the digest of Triton itself.
 
-    That is to import what torch's operators need without memory, to read the templates, and to take the digest of Triton itself.
     A family from outside is asked nothing: it may hang or crash, and what forks compilers would with it.
     """
     with contextlib.suppress(ImportError, AttributeError):  # a Triton that has it elsewhere
         importlib.import_module("triton.runtime.cache").triton_key()
-    torch.arange(1.0, device="meta")
     if not OUTSIDE:
         structures()
 

@@ -30,7 +30,7 @@ def inputs(spec: GruCellSpec, size: GruCellSize, device: str, seed: int) -> GruC
     h = drawn(size.batch, spec.hidden)
     weights = drawn(wide, spec.input_size, scale=scale), drawn(wide, spec.hidden, scale=scale)
     biases = (drawn(wide, scale=scale), drawn(wide, scale=scale)) if spec.bias else ()
-    return GruCellCall.of(segments, h, *weights, h if spec.inplace else torch.empty_like(h), *biases)
+    return GruCellCall.of(segments, h, *weights, h if spec.inplace else h.new_empty(h.shape), *biases)
 
 
 def reference(spec: GruCellSpec, call: GruCellCall) -> tuple[torch.Tensor, torch.Tensor]:

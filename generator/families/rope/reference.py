@@ -122,6 +122,14 @@ def _table_rows(spec: RopeSpec, size: RopeSize) -> int:
 def _table(spec: RopeSpec, size: RopeSize, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Angles as a model has them: of the spec's kind and width."""
     pairs = spec.rotary_dim // 2
+    dtype = getattr(torch, spec.angle_dtype)
+    if device == "meta":  # where arithmetic imports 900 modules, for 2 s of each compiler
+        rows = 1 if spec.angles == "inv_freq" else _table_rows(spec, size)
+        batch = (size.batch,) if spec.angles_per_batch else ()
+        table = torch.empty(
+            (*batch, rows, pairs * (2 if spec.angle_entries == "feature" else 1)), dtype=dtype, device=device
+        )
+        return table, None if spec.computes_sincos else table.new_empty(table.shape)
     rates = THETA ** -(torch.arange(pairs, device=device, dtype=torch.float64) / pairs)
     angles = torch.arange(_table_rows(spec, size), device=device, dtype=torch.float64)[:, None] * rates
     if spec.angles == "inv_freq":
@@ -130,7 +138,6 @@ def _table(spec: RopeSpec, size: RopeSize, device: str) -> tuple[torch.Tensor, t
         angles = torch.cat((angles, angles), -1) if not spec.interleaved else angles.repeat_interleave(2, -1)
     if spec.angles_per_batch:
         angles = angles.expand(size.batch, *angles.shape).contiguous()
-    dtype = getattr(torch, spec.angle_dtype)
     return (angles.to(dtype), None) if spec.computes_sincos else (angles.cos().to(dtype), angles.sin().to(dtype))
 
 
@@ -141,7 +148,7 @@ def _places(spec: RopeSpec, size: RopeSize, device: str, generator: torch.Genera
     if spec.positions == "axes":
         return _grid(spec, size, device, generator)
     count = {"ids": size.tokens, "starts": size.batch, "offset": 1}[spec.positions]
-    if spec.positions == "ids" and size.tokens >= TABLE_ROWS:
+    if spec.positions == "ids" and size.tokens >= TABLE_ROWS and device != "meta":
         places = torch.arange(count, device=device)
     else:
         places = torch.zeros(count, dtype=torch.int64, device=device)
@@ -155,8 +162,8 @@ def _places(spec: RopeSpec, size: RopeSize, device: str, generator: torch.Genera
 def _grid(spec: RopeSpec, size: RopeSize, device: str, generator: torch.Generator | None) -> torch.Tensor:
     """Positions with axes, int64 [axes, tokens]: of frames and patches in order where there are many, drawn where few."""
     axes, shape = len(spec.sections), _tokens(spec, size)
-    token = torch.arange(size.tokens, device=device).view(shape)
-    if size.tokens >= TABLE_ROWS:
+    if size.tokens >= TABLE_ROWS and device != "meta":
+        token = torch.arange(size.tokens, device=device).view(shape)
         return torch.stack([token // GRID**2, token // GRID % GRID, token % GRID, token % GRID][:axes])
     places = torch.zeros((axes, *shape), dtype=torch.int64, device=device)
     return places if generator is None else places.random_(0, TABLE_ROWS, generator=generator)
@@ -173,7 +180,7 @@ def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
     x = torch.empty(_shape(spec, size), dtype=dtype, device=device)
     if generator is not None:
         x.normal_(generator=generator)
-    out = x if spec.inplace else torch.empty_like(x)
+    out = x if spec.inplace else x.new_empty(x.shape)
     if spec.splits:
         out = x.new_empty(sum(_split_numbers(spec, size.tokens)[1]))
     first, second = _table(spec, size, device)
@@ -193,7 +200,9 @@ def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
     of_given = _of_given(spec, x, generator, query_strides, key_strides) if spec.reads_given else {}
     cu_seqlens = None
     if spec.packed:
-        cu_seqlens = torch.arange(size.batch + 1, device=device, dtype=torch.int32) * size.seq * parallel
+        cu_seqlens = torch.zeros(size.batch + 1, device=device, dtype=torch.int32)
+        if device != "meta":
+            cu_seqlens += torch.arange(size.batch + 1, device=device, dtype=torch.int32) * size.seq * parallel
     strides = {"x": query_strides, "out": query_strides, "key": key_strides, "key_out": key_strides}
     named: dict[str, Any] = (
         _split_strides(spec, size) if spec.splits else {f"{n}_strides": steps for n, steps in strides.items()}
@@ -267,8 +276,8 @@ def _of_norm(
     most = max(spec.all_heads, MULTIPROCESSORS * max(RESIDENT)) * sum(weight_features(spec))
     return {
         **fields,
-        "weight_grad": torch.empty_like(weights[0]),
-        "key_weight_grad": torch.empty_like(weights[1]) if spec.key_heads else None,
+        "weight_grad": weights[0].new_empty(weights[0].shape),
+        "key_weight_grad": weights[1].new_empty(weights[1].shape) if spec.key_heads else None,
         "partials": torch.empty(most, dtype=torch.float32, device=x.device),
     }
 
@@ -281,7 +290,7 @@ def _of_given(
     key_strides: tuple[int, int, int, int],
 ) -> dict[str, Any]:
     """The fields of a gradient that reads what the forward read; of that of the angles also what it writes."""
-    given = torch.empty_like(x)
+    given = x.new_empty(x.shape)
     if generator is not None:
         given.normal_(generator=generator)
     fields: dict[str, Any] = {"given": given, "given_strides": strides, "key_given_strides": key_strides}
