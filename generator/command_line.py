@@ -13,9 +13,10 @@ import importlib.metadata
 import importlib.util
 import math
 import os
+import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -23,6 +24,8 @@ import typer
 from rich.console import Console
 
 from tuned.lookup.place import CHECKOUT
+
+from .failures import INTERRUPTED
 
 # Before numpy is imported: matrices of a hundred rows are slower on 32 threads, which the compilers need.
 for library in ("OMP", "OPENBLAS", "MKL"):
@@ -76,6 +79,8 @@ def outside(family: str | None) -> bool:
     """
     if family is None:
         return False
+    if not family:
+        raise typer.BadParameter("--family must name a family, got '': leave it out for all that are built in")
     found = importlib.metadata.entry_points(group="tuned.families", name=family)
     name = next((point.module for point in found), family)
     path = Path(name)
@@ -84,6 +89,12 @@ def outside(family: str | None) -> bool:
     if not found and not path.exists():
         raise typer.BadParameter(
             f"--family {family}: there is no such file. Name one, an entry point, or a built-in family"
+        )
+    if not found and path.is_dir() and not (path / "__init__.py").is_file():
+        files = ", ".join(str(file) for file in sorted(path.glob("*.py")) if not file.name.startswith("test_"))
+        raise typer.BadParameter(
+            f"--family {family}: a folder must be a package, and this one has no __init__.py: name the file"
+            + (f", {files}" if files else "")
         )
     os.environ["TUNED_FAMILY"] = name if found else str(path.resolve())
     return True
@@ -118,14 +129,42 @@ def run(name: str, command: Callable[[Any], int], as_json: bool = False) -> NoRe
     finally:
         console.stderr = before
     failed = {} if error is None else {"error": error}
-    sys.stdout.write(text_of({"command": name, "exit_code": code, **failed, **facts}) + "\n")
+    try:
+        sys.stdout.write(text_of({"command": name, "exit_code": code, **failed, **facts}) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as full:
+        errors.print(f"{NAME}: stdout cannot be written: {full.strerror}", style="red", markup=False, highlight=False)
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - else Python writes the rest when it ends
+        raise typer.Exit(1) from None
     raise typer.Exit(code)
+
+
+@contextlib.contextmanager
+def _ctrl_c_afterwards() -> Iterator[None]:
+    """Have Ctrl-C wait for the end of a block that imports: Python drops what is raised in a callback of its import system."""
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def _code(command: Callable[[Any], int]) -> tuple[int, str | None]:
     """(exit code, what could not be answered) of a command."""
     try:
-        from . import commands  # noqa: PLC0415
+        with _ctrl_c_afterwards():
+            from . import commands  # noqa: PLC0415
+    except KeyboardInterrupt:
+        errors.print(f"{NAME}: interrupted", style="red", markup=False, highlight=False)
+        return INTERRUPTED, "interrupted"
     except TypeError as error:
         from tuned.families.outside import FamilyError  # noqa: PLC0415
 
@@ -270,6 +309,13 @@ def main(  # noqa: PLR0913 - one parameter an option
     given = " and ".join(f"{option} {value}" for option, value in named.items() if value is not None)
     if " and " in given:
         raise typer.BadParameter(f"{given} exclude each other: one GPU, several of this host, or those of a cluster")
+    instead = [
+        f"--{name}"
+        for name, given in (("render", render), ("check", check), ("dry-run", dry_run), ("list", list_))
+        if given
+    ]
+    if len(instead) > 1:
+        raise typer.BadParameter(f"{' and '.join(instead)} exclude each other: each is done instead of tuning")
     if release and (not check or out is not None):
         raise typer.BadParameter("--release makes --check strict about what ships: give both, and no --out")
     if _started and not (render or check or list_ or dry_run or ray):
@@ -507,9 +553,8 @@ def tune(context: typer.Context) -> None:
     sources = {} if above is None else {name: above.get_parameter_source(name) for name in above.params}
     given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     if given:
-        raise typer.BadParameter(
-            f"--{given[0].strip('_').replace('_', '-')} must stand behind tune: {NAME} tune --help"
-        )
+        option = {"as_json": "json"}.get(given[0], given[0].strip("_").replace("_", "-"))
+        raise typer.BadParameter(f"--{option} must stand behind tune: {NAME} tune --help")
     app(context.args, prog_name=f"{NAME} tune")
 
 

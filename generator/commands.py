@@ -28,7 +28,7 @@ from .answer import plain, put
 from .disk import gpu_identity, gpu_lock, naming, put_between, write_whole
 from .estimating.targets import UnknownTargetError, target_named
 from .evaluation.portfolio import candidates
-from .failures import TuningError
+from .failures import INTERRUPTED, TuningError
 from .figures import steps
 from .places import CONTRIBUTIONS, HOME, LANDSCAPES, OUTSIDE, OWN, PROGRAM, ROOT, TUNE
 from .problem import Problem, SelectionError
@@ -50,7 +50,6 @@ from .storage.record import WINNERS, read_record, record_path, recorded_devices,
 from .workload import WORKLOADS, default_problems, default_variant
 
 DEFAULT_TARGET = "nvidia_h200"
-INTERRUPTED = 130  # what a shell gives for Ctrl-C
 STYLES = {"hard": "red", "unverified": "yellow", "soft": "yellow", "note": "dim"}  # of what --check finds
 
 
@@ -285,7 +284,7 @@ def new_family(name: str, folder: Path, console: Console) -> int:
 
 def list_problems(options: Options, console: Console) -> int:
     """List the problems, with what the record of the target has."""
-    device = options.target or DEFAULT_TARGET
+    device = _meant(options.target, options.out) or DEFAULT_TARGET
     winners = read_record(device, options.out)
     problems = select(options.family, options.problems, folder=options.out)
     times = {(w.family, w.spec, w.size): w.median_us for w in winners}
@@ -299,6 +298,20 @@ def list_problems(options: Options, console: Console) -> int:
             shown.truncate(console.width, overflow="ellipsis")
         console.print(shown, soft_wrap=True)
     return 0
+
+
+def _meant(target: str | None, folder: Path | None) -> str | None:
+    """The device that --target means: of a record, by a part of its name, or of a card that is known; None without one.
+
+    Raises:
+        UnknownTargetError: it is neither.
+    """
+    if target is None:
+        return None
+    there = recorded_devices(folder)
+    part = re.sub(r"[^a-z0-9]+", "_", target.lower())
+    found = [part] if part in there else [device for device in there if part and part in device]
+    return found[0] if len(found) == 1 else target_named(target).device
 
 
 def dry_run(options: Options, console: Console, *, details: bool = False) -> int:
@@ -334,7 +347,8 @@ def check(options: Options, console: Console, *, release: bool = False) -> int:
     from .publishing.audit import KINDS, findings  # noqa: PLC0415
 
     problems = select(options.family, options.problems, folder=options.out)
-    found = sorted(findings(problems, options.target, options.out), key=lambda f: KINDS.index(f.kind))
+    device = _meant(options.target, options.out)
+    found = sorted(findings(problems, device, options.out), key=lambda f: KINDS.index(f.kind))
     to_do = ("hard", "unverified") if release else ("hard",)
     hard = sum(f.kind in to_do for f in found)
     soft = sum(f.kind != "note" for f in found) - hard
@@ -544,11 +558,12 @@ def model(family: str | None, gpu_option: str, seconds: float, seed: int, consol
     from .measuring.replaced import replaced  # noqa: PLC0415
     from .storage import samples  # noqa: PLC0415
 
-    family = family or next(name for name, work in WORKLOADS.items() if work.family.model is not None)
-    work = WORKLOADS.get(family)
-    if work is None or work.family.model is None:
+    modelled = [name for name, work in WORKLOADS.items() if work.family.model is not None]
+    family = family or next(iter(modelled), None)
+    if family not in modelled:
+        there = ", ".join(modelled) or f"none of {', '.join(WORKLOADS)} has one"
         raise SelectionError(
-            f"--family must be one that has a model, got {family!r}: tuned/families/gru/model.py is one"
+            f"--family must be one that has a model ({there}), got {family!r}: tuned/families/gru/model.py is one"
         )
     facts = gpu.gather()
     answer = gpu.diagnose(facts)
@@ -677,7 +692,7 @@ def check_submission(path: Path, to: Path | None, kernels: int, console: Console
         console,
         f"{path.name} is accepted: {len(one.winners)} rows of {one.environment['device_name']}; digests, sizes, rules of "
         f"{one.card.architecture} with {one.card.processors} multiprocessors and times hold, and {len(found.compiled)} of "
-        f"{found.kernels} kernels compile for it",
+        f"its {found.kernels} kernels were compiled for it, all without an error (--kernels says how many)",
         f"digest {one.digest}",
     )
     if to is not None:

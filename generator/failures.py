@@ -6,6 +6,7 @@ often in processes that tried nothing else: a variant that really hangs is tried
 
 from __future__ import annotations
 
+INTERRUPTED = 130  # the exit code of Ctrl-C, as a shell gives it
 LOST_WORKER = "lost the worker: "  # how the search begins the reason of what ended its worker
 LOST_COMPILER = "the compiler was lost: "  # how generator.processes.compiler says that a compiler's process was lost
 AGAIN = 2  # of a crash: it came again in a process that tried nothing else

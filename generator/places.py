@@ -11,11 +11,12 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import shlex
 from pathlib import Path
 
-from tuned.lookup.place import PROGRAM, TUNE, own_records
+from tuned.lookup import place
+from tuned.lookup.place import own_records
 
-__all__ = ["PROGRAM", "TUNE"]  # of what is imported here
 GENERATOR = __package__  # what this package is imported as
 INSIDE = "_generator"  # its folder in ``tuned`` in a wheel
 _HERE = Path(__file__).parent
@@ -24,6 +25,8 @@ INSTALLED = (_HERE / "templates").is_dir()
 PACKAGE = _HERE.parent if INSTALLED else _HERE.parent / "tuned"  # what models import
 ROOT = PACKAGE.parent  # the checkout, or the folder that was installed into
 OUTSIDE = os.environ.get("TUNED_FAMILY")  # a file, a package's folder or a dotted name; tune.py --family sets it
+_OF_IT = f" --family {shlex.quote(OUTSIDE)}" if OUTSIDE else ""
+PROGRAM, TUNE = place.PROGRAM + _OF_IT, place.TUNE + _OF_IT  # what a user is told to call
 
 
 def _file_of(name: str) -> Path:

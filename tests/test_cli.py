@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.abc
 import json
+import os
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,7 @@ from generator.storage.record import read_record, save_winner
 from generator.workload import default_problems
 from tests.support.command_line import ONE, call, machine
 from tests.support.ports import free_port
+from tests.support.processes import complaints
 from tests.support.pythons import python
 from tests.support.records import winner
 
@@ -44,6 +49,66 @@ def test_list_names_every_problem_and_what_was_measured(tmp_path: Path) -> None:
     assert [line.split()[1] for line in lines[1:3]] == ["34.50", "-"]
 
 
+def test_a_part_of_a_name_is_a_target_wherever_one_is_asked_for() -> None:
+    whole, part = (
+        call("--list", "--target", name, "--problems", "llama3_8b_2x4096") for name in ("nvidia_h200", "H200")
+    )
+    assert whole.output == part.output
+    assert " - " not in whole.output
+    whole, part = (
+        call("--check", "--target", name, "--problems", "llama3_8b_2x4096") for name in ("nvidia_h200", "H200")
+    )
+    assert (part.exit_code, part.output) == (whole.exit_code, whole.output)
+
+
+def test_a_folder_that_is_no_package_is_no_family_and_its_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "softmax.py").touch()
+    (tmp_path / "test_softmax.py").touch()
+    said = "".join(call("--family", str(tmp_path), "--list").output.replace("│", " ").split())
+    assert f"hasno__init__.py:namethefile,{tmp_path}/softmax.py".replace(" ", "") in said
+    assert "test_softmax.py" not in said
+
+
+def test_what_is_to_be_called_next_names_the_family_from_outside() -> None:
+    family = ROOT / "examples" / "own_kernel" / "softmax.py"
+    done = python(str(ROOT / "tune.py"), "--family", str(family), "--target", "h200", "--check")
+    assert f"every row: python tune.py --family {family} --gpu auto" in " ".join(done.stdout.split())
+
+
+def test_ctrl_c_while_imports_go_on_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python drops what is raised in a callback of its import system, and the run would go on."""
+
+    class Released:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    class Slow(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "generator.commands":
+                released = Released()
+                del released
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.delitem(sys.modules, "generator.commands")
+    monkeypatch.delattr(sys.modules["generator"], "commands")
+    monkeypatch.setattr(sys, "meta_path", [Slow(), *sys.meta_path])
+    done = call("--list", "--problems", ONE)
+    assert done.exit_code == 130
+    assert "interrupted" in done.output
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no file that is always full")
+def test_an_answer_that_cannot_be_written_is_a_sentence() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "tune.py"), "--list", "--problems", ONE, "--json"],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert complaints(done.stderr).splitlines()[-1] == "tune.py: stdout cannot be written: No space left on device"
+
+
 def test_list_takes_a_family_and_patterns() -> None:
     assert len(call("--list", "--family", "gru_cell").output.splitlines()) == 1 + len(default_problems("gru_cell"))
     names = [line.split()[0] for line in call("--list", "--problems", f"study_*,{ONE}").output.splitlines()[1:]]
@@ -63,6 +128,12 @@ def test_list_takes_a_family_and_patterns() -> None:
         (("--list", "--problems", ""), "--problems names none, got '': leave it out for all"),
         (("show", "llama3_8b_2x4095"), "Did you mean llama3_8b_2x4096"),
         (("--target", "h300", "--problems", ONE), "Did you mean nvidia_h"),
+        (("--list", "--target", "h300"), "Did you mean nvidia_h"),
+        (("--check", "--target", "h300"), "Did you mean nvidia_h"),
+        (("--list", "--family", ""), "--family must name a family, got ''"),
+        (("--list", "--dry-run"), "--dry-run and --list exclude each other"),
+        (("--json", "tune", "--list"), "--json must stand behind tune"),
+        (("model", "--family", "rope"), "--family must be one that has a model (gru, gru_backward), got 'rope'|gru"),
         (("--budget", "10 parsecs", "--list"), "90s, 10m or 1h"),
         (("--trials", "0", "--list"), "greater than or equal to 1|0 is not in the range x>=1"),  # of typer, or of click
     ],

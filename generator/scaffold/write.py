@@ -32,7 +32,9 @@ def write_family(name: str, folder: Path) -> list[Path]:
     written = {folder / file.replace("NAME", name): TEXTS / f"{text}.txt" for file, text in FILES.items()}
     there = [str(path) for path in written if path.exists()]
     if there:
-        raise SelectionError(f"{', '.join(there)} is there already, and is kept: give another name, or another --out")
+        raise SelectionError(
+            f"{', '.join(there)} {'are' if len(there) > 1 else 'is'} there already, and kept: give another name, or another --out"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in written.items():
         filled = text.read_text(encoding="utf-8").replace("NAME", name).replace("TUNE_PATH", str(ROOT / "tune.py"))
