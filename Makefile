@@ -31,7 +31,10 @@ STACK_TESTS = tests/kernels/test_compile.py tests/kernels/test_gru_compile.py te
 # Tests start many processes, each of which would compile again what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: tune test test-fast test-stack test-newest test-gpu fuzz faults verify lint types docs render check release-check bench release clean
+help:  ## every command, and what it does
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1: \2/p' $(MAKEFILE_LIST)
+
+.PHONY: help tune test test-fast test-stack test-newest test-gpu fuzz faults verify lint types docs render check release-check bench release clean
 
 tune: $(VENV)/.tune  ## set up, then tune for the GPU at hand (without one: compile and estimate)
 	$(BIN)/python tune.py --gpu auto
@@ -64,12 +67,12 @@ fuzz: $(VENV)/.dev  ## random calls for SECONDS=60, of one SEED= or a new one, o
 faults: $(VENV)/.dev  ## put each seeded fault into a copy of the tree: its tests must fail there
 	$(BIN)/python -m tests.faults
 
-lint: $(VENV)/.dev
+lint: $(VENV)/.dev  ## ruff, its format, and which module may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
-types: $(VENV)/.dev
+types: $(VENV)/.dev  ## mypy, strict
 	$(BIN)/mypy
 
 docs: $(VENV)/.dev  ## the pages of docs as a site in build/docs, warnings as errors
@@ -99,7 +102,7 @@ release: $(VENV)/.dev  ## tune from empty, verify, measure all, draw: of one com
 	$(BIN)/python -m benchmarks.release $(if $(BUDGET),--budget $(BUDGET)) $(if $(BY_ROW),--by-row) \
 		$(if $(WITHOUT_PEERS),--without-peers $(WITHOUT_PEERS))
 
-clean:
+clean:  ## remove environments, caches and what was built
 	rm -rf $(VENV) $(STACK) .cache build *.egg-info
 
 $(VENV)/.tune: pyproject.toml constraints.txt

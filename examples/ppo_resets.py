@@ -1,6 +1,6 @@
 """A recurrent policy learns to remember, with PPO: episodes end in mid-rollout, and the GRU's state is reset there.
 
-    python examples/ppo_resets.py                                  # learns in under a minute on a CPU
+    python examples/ppo_resets.py                                  # learns in a minute or two on a CPU
     python examples/ppo_resets.py --hidden 512 --dtype bfloat16    # times of a larger learner, on a GPU
 
 The environment is made here. In the first room of a corridor hangs a sign, 0 or 1; the rooms behind it are bare; in the

@@ -1,6 +1,6 @@
 """A seq2seq model with attention, trained, then run on PyTorch's operators and on tuned's kernels: same words? how fast?
 
-    python examples/seq2seq.py                                 # learns to reverse digits in under a minute on a CPU
+    python examples/seq2seq.py                                 # learns to reverse digits in a minute or two on a CPU
     python examples/seq2seq.py --hidden 512 --dtype bfloat16   # on a GPU
 
 The task is made here: a source is a random string of symbols, the target is the same string backwards, then an end

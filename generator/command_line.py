@@ -341,7 +341,7 @@ def main(  # noqa: PLR0913 - one parameter an option
 def show(
     context: typer.Context,
     problem: Annotated[str, typer.Argument(help="A name from --list.")],
-    device: Annotated[str | None, typer.Option(help="Whose winner; nvidia_h200 or the only record.")] = None,
+    device: Annotated[str | None, typer.Option(help="Whose winner. [default: nvidia_h200, or the only record]")] = None,
     out: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -354,7 +354,7 @@ def show(
 def new_family(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="Its name, as of a Python module.")],
-    out: Annotated[Path | None, typer.Option(help="The folder; NAME.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder. [default: NAME]")] = None,
     as_json: Json = False,
 ) -> None:
     """Write a kernel family of your own that works, with its template and tests, to begin with."""
@@ -366,8 +366,8 @@ def new_family(
 @app.command(rich_help_panel=SEE)
 def report(
     context: typer.Context,
-    device: Annotated[str | None, typer.Option(help="Whose record; nvidia_h200 or the only one.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The file; report-DEVICE.html.")] = None,
+    device: Annotated[str | None, typer.Option(help="Whose record. [default: nvidia_h200, or the only one]")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file. [default: report-DEVICE.html]")] = None,
     as_json: Json = False,
 ) -> None:
     """Write what is known of a device as one HTML file: winners, floor, peers, knobs, failures; it needs no network."""
@@ -445,8 +445,8 @@ def submit(  # noqa: PLR0913 - one parameter an option
     gpu: Annotated[
         str | None, typer.Option(help="Whose record: auto (the first GPU here), an index, or part of a record's name.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The folder of the record; the package's.")] = None,
-    to: Annotated[Path | None, typer.Option(help="The folder for the archive; contributions.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder of the record. [default: the package's]")] = None,
+    to: Annotated[Path | None, typer.Option(help="The folder for the archive. [default: contributions]")] = None,
     kernels: Annotated[int, typer.Option(min=0, help="Compile the kernels of at most so many rows.")] = 24,
     as_json: Json = False,
 ) -> None:
@@ -496,12 +496,13 @@ def check_submission(
 def cards(  # noqa: PLR0913 - one parameter an option
     context: typer.Context,
     names: Annotated[
-        str | None, typer.Argument(help="Cards, or parts of their names, with commas between; those without a table.")
+        str | None,
+        typer.Argument(help="Cards, or parts of their names, with commas between. [default: those without a table]"),
     ] = None,
     shapes: Annotated[int, typer.Option(min=1, help="Shapes a card, of all families in turn.")] = 200,
     seed: Annotated[int, typer.Option(help="Of the shapes.")] = 0,
     kernels: Annotated[
-        int | None, typer.Option(min=0, help="Compile at most so many of the kernels a card; all of them.")
+        int | None, typer.Option(min=0, help="At most so many kernels a card are compiled. [default: all]")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -514,7 +515,8 @@ def landscape(
     context: typer.Context,
     problems: Annotated[str, typer.Argument(help="Names or patterns, with commas between.")],
     out: Annotated[
-        Path | None, typer.Option(help="A folder; that of the landscapes that ship with the source.")
+        Path | None,
+        typer.Option(help="The folder of the landscapes. [default: that of those that ship with the source]"),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -529,7 +531,7 @@ def landscape(
 @app.command(rich_help_panel=STUDY)
 def model(
     context: typer.Context,
-    family: Annotated[str | None, typer.Option(help="The kernel family; the first that has a model.")] = None,
+    family: Annotated[str | None, typer.Option(help="The kernel family. [default: the first that has a model]")] = None,
     seconds: Annotated[float, typer.Option(min=1, help="How long to time PyTorch's own on random shapes.")] = 25.0,
     seed: Annotated[int, typer.Option(help="Of the shapes.")] = 7,
     as_json: Json = False,

@@ -30,7 +30,7 @@ from .estimating.targets import UnknownTargetError, target_named
 from .evaluation.portfolio import candidates
 from .failures import INTERRUPTED, TuningError
 from .figures import steps
-from .places import CONTRIBUTIONS, HOME, LANDSCAPES, OUTSIDE, OWN, PROGRAM, ROOT, TUNE
+from .places import CONTRIBUTIONS, FAMILY, HOME, LANDSCAPES, OUTSIDE, OWN, PROGRAM, ROOT, TUNE
 from .problem import Problem, SelectionError
 from .processes.compiler import CompilerPool
 from .processes.worker import Worker
@@ -443,7 +443,7 @@ def report(device: str | None, folder: Path | None, storage: str | None, path: P
     from .reporting.show import recorded_device  # noqa: PLC0415
 
     device = recorded_device(device, folder)
-    path = path or Path(f"report-{device}.html")
+    path = path or Path(f"report-{FAMILY.stem}-{device}.html" if FAMILY else f"report-{device}.html")
     with _journal(device, storage) as journal:
         write(path, page(collect(device, folder, journal)))
     put(device=device, path=path)
