@@ -750,13 +750,14 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
     if (
         batch_sizes is None
         and cu_seqlens is None
-        and resets is None
         and not (dropout and training)
         and not torch.compiler.is_dynamo_compiling()
     ):
         settings = (bias, num_layers, bidirectional, batch_first)
-        known = gru_plan.known(input, hx, weights, settings)
-        known = gru_training.known(input, hx, weights, settings, recompute=recompute) if known is None else known
+        known = gru_plan.known(input, hx, weights, settings, resets)
+        known = (
+            gru_training.known(input, hx, weights, settings, resets, recompute=recompute) if known is None else known
+        )
         if known is not None:
             return known
     call = gru_call(

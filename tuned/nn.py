@@ -109,10 +109,14 @@ class GRU(torch.nn.RNNBase):
         Raises:
             RuntimeError, ValueError: a shape or dtype does not fit; the error is torch.nn.GRU's, or ours with resets.
         """
-        if resets is None and not torch.compiler.is_dynamo_compiling():
-            at_once = _packed_at_once if type(input) is PackedSequence else _gru_at_once
-            if (found := at_once(self, input, hx)) is not None:
-                return found
+        if not torch.compiler.is_dynamo_compiling():
+            found: Any = None
+            if type(input) is not PackedSequence:
+                found = _gru_at_once(self, input, hx, resets)
+            elif resets is None:
+                found = _packed_at_once(self, input, hx)
+            if found is not None:
+                return found  # type: ignore[no-any-return]
         try:
             given, named, packed = gru_arguments(self, input, hx, resets)
             output, h_n = dispatch.gru(*given, **named)
@@ -168,6 +172,8 @@ class GRUCell(torch.nn.GRUCell):
         except _ARGUMENTS as error:
             if resets is not None or isinstance(input, tuple) or not was_refused(error):
                 raise
+            if isinstance(input, torch.Tensor) and input.dim() == 1 and _square(hx, 2):
+                raise
             return torch.nn.GRUCell.forward(self, input, hx)
         return out if batched else out.squeeze(0)
 
@@ -188,13 +194,13 @@ def _parameters(module: torch.nn.Module, names: Sequence[str]) -> list[Any] | No
         return None
 
 
-def _gru_at_once(module: GRU, x: Any, hx: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _gru_at_once(module: GRU, x: Any, hx: Any, resets: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(output, h_n) of a call whose way is known without checks: PyTorch's own, or a plan; None of any other call.
 
     Only for what every check would accept: a plain dense input, weights that are parameters, one dtype.
     """
     weights = _parameters(module, module._flat_weights_names)  # noqa: SLF001
-    if weights is None or (hx is not None and type(hx) is not torch.Tensor):
+    if weights is None or any(t is not None and type(t) is not torch.Tensor for t in (hx, resets)):
         return None
     if type(x) is not torch.Tensor or x.dim() != 3 or x.dtype != weights[0].dtype:  # noqa: PLR2004
         return None
@@ -205,7 +211,10 @@ def _gru_at_once(module: GRU, x: Any, hx: Any) -> tuple[torch.Tensor, torch.Tens
     settings = (module.bias, layers, bidirectional, batch_first)
     dropout = module.dropout if module.training and layers > 1 else 0.0
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (*weights, x, hx))
-    if needed and not x.is_cuda:
+    left: Any
+    if resets is not None:  # PyTorch's own has none
+        left = False
+    elif needed and not x.is_cuda:
         accepted = x.numel() and x.shape[2] == module.input_size and hx.shape == expected and hx.dtype == x.dtype
         left = accepted and (mode := modes(x.get_device())) is not None and not mode[0]
     elif needed:
@@ -214,8 +223,8 @@ def _gru_at_once(module: GRU, x: Any, hx: Any) -> tuple[torch.Tensor, torch.Tens
         left = not dropout and gru_plan.is_left(x, hx, weights, settings)
     if not left:
         if needed and not dropout:
-            return gru_training.known(x, hx, weights, settings, recompute=getattr(module, "recompute", False))
-        return None if dropout else gru_plan.known(x, hx, weights, settings)
+            return gru_training.known(x, hx, weights, settings, resets, recompute=getattr(module, "recompute", False))
+        return None if dropout else gru_plan.known(x, hx, weights, settings, resets)
     if not all(t.is_contiguous() for t in (hx, *weights)):  # tuned.calls.gru.eager says why
         return None
     train = dropout > 0 or needed
@@ -451,9 +460,14 @@ def _patched_gru_cell(*args: Any, **kwargs: Any) -> Any:
     try:
         return dispatch.gru_cell(*args)
     except _ARGUMENTS as error:
-        if not was_refused(error):
+        if not was_refused(error) or _square(args[1], 3):
             raise
         return torch.gru_cell(*args)
+
+
+def _square(hx: Any, axes: int) -> bool:
+    """Whether states of one axis too many pass the checks of torch.nn.GRUCell, which then computes nonsense or ends the process."""
+    return isinstance(hx, torch.Tensor) and hx.dim() == axes and hx.shape[-1] == hx.shape[-2]
 
 
 _PATCHES = {"gru": _patched_gru, "gru_cell": _patched_gru_cell}

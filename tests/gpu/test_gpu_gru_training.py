@@ -385,9 +385,10 @@ def test_ranks_of_distributed_data_parallel_have_the_gradients_of_the_whole_batc
     assert [one.returncode for one in started] == [0] * ranks, told
 
 
+@pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize(("layers", "both"), [(1, False), (1, True), (2, False), (2, True)])
 def test_a_known_call_trains_as_a_new_one_does(
-    monkeypatch: pytest.MonkeyPatch, served: list[GruCall], layers: int, both: bool
+    monkeypatch: pytest.MonkeyPatch, served: list[GruCall], layers: int, both: bool, marked: bool
 ) -> None:
     def in_one_launch(call: GruCall, **_: Any) -> Any:  # a layer; forms with a launch a step have no plan
         spec, size = training.run.spec_of(call, 1)
@@ -398,9 +399,10 @@ def test_a_known_call_trains_as_a_new_one_does(
     torch.manual_seed(3)
     model = tuned.nn.GRU(48, 64, layers, bidirectional=both, device="cuda")
     x, weights = torch.randn(19, 5, 48, device="cuda"), list(model.parameters())
+    resets = torch.rand(19, 5, device="cuda") < 0.3 if marked else None
     found = []
     for _ in range(3):  # as a new call, and as a known one
-        out, h_n = model(x)
+        out, h_n = model(x, resets=resets)
         found.append([out, h_n, *torch.autograd.grad(out.square().mean() + h_n.sum(), weights)])
     assert plan._TRAINED
     assert len(served) == 3 * layers
@@ -408,6 +410,12 @@ def test_a_known_call_trains_as_a_new_one_does(
         assert all(map(torch.equal, found[0], again))
     with torch.no_grad():
         weights[0].mul_(0.5)  # what is known is no value
-    changed = model(x)[0]
-    assert torch.equal(changed, model(x)[0])
+    changed = model(x, resets=resets)[0]
+    assert torch.equal(changed, model(x, resets=resets)[0])
     assert not torch.equal(changed, found[0][0])
+    if resets is not None:  # neither are the marks
+        resets.logical_not_()
+        other = model(x, resets=resets)[0]
+        assert not torch.equal(other, changed)
+        monkeypatch.setattr(plan, "_TRAINED", {})
+        assert torch.equal(model(x, resets=resets)[0], other), "as a new call"

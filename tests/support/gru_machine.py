@@ -76,20 +76,22 @@ class Machine:
 
     def direct_launch(self, launch: Launch, compiled: Any, _device: Any) -> DirectLaunch:
         assert compiled == "compiled"
-        tensors = [t for t in launch.arguments if isinstance(t, torch.Tensor)]
-        likes = [t.new_empty(1) for t in tensors]
-        aligned = [t.data_ptr() % 16 == 0 for t in tensors]
+        likes = [t.new_empty(1) if isinstance(t, torch.Tensor) else t for t in launch.arguments]
+        aligned = [isinstance(t, torch.Tensor) and t.data_ptr() % 16 == 0 for t in launch.arguments]
         numbers = [n for n in launch.arguments if not isinstance(n, torch.Tensor)]
         rest = (*numbers, *launch.constants.values())
 
         def fire(programs: int, _y: int, _z: int, _stream: Any, _function: Any, *values: Any) -> None:
             self.direct += 1
-            pointers, others = values[: len(likes)], values[len(likes) :]
-            assert others == rest
-            for pointer, was in zip(pointers, aligned, strict=True):
-                assert pointer % 16 == 0 or not was, "the kernel was compiled for an aligned address"
-            arguments = (*(_at(p, like) for p, like in zip(pointers, likes, strict=True)), *numbers)
-            self.interpret(dataclasses.replace(launch, programs=programs, arguments=arguments))
+            assert values[len(likes) :] == tuple(launch.constants.values())
+            arguments = []
+            for value, like, was in zip(values[: len(likes)], likes, aligned, strict=True):
+                if isinstance(like, torch.Tensor):
+                    assert value % 16 == 0 or not was, "the kernel was compiled for an aligned address"
+                else:
+                    assert value == like
+                arguments.append(_at(value, like) if isinstance(like, torch.Tensor) else like)
+            self.interpret(dataclasses.replace(launch, programs=programs, arguments=tuple(arguments)))
 
         silent = types.SimpleNamespace(calls=[])
         return DirectLaunch(fire, 0, (), launch.programs, rest, lambda _: 7, silent, silent)

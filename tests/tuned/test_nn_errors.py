@@ -111,6 +111,14 @@ def test_a_cell_raises_what_pytorchs_does(call: Call, bias: bool) -> None:
         ours(zeros(B, I))
 
 
+@pytest.mark.parametrize("units", [1, 2, 4, 6])
+def test_what_pytorch_computes_nonsense_of_or_ends_the_process_at_is_refused(units: int) -> None:
+    said = r"as many axes as input, 1, got 2|got \[1, 3\] and \[1, \d, \d\]"
+    for cell in (tuned.nn.GRUCell(3, units), torch.nn.GRUCell(3, units)):
+        with tuned.nn.patched(), pytest.raises(ValueError, match=said):
+            cell(zeros(3), zeros(units, units))
+
+
 CONSTRUCTORS: dict[str, Call] = {
     "proj_size": lambda t: t(I, H, proj_size=2),
     "unknown": lambda t: t(I, H, foo=2),

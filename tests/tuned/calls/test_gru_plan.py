@@ -14,11 +14,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tuned.launching.plan
+import tuned.nn
 from tests.support.gru_machine import Machine, machine
 from tests.support.precisions import other_gemms
 from tests.support.run import INTERPRETED
 from tuned import dispatch
-from tuned.calls.gru import plan, run
+from tuned.calls.gru import eager, plan, run
 from tuned.calls.gru.arguments import GruCall, gru_call
 from tuned.dispatch import gru
 from tuned.families.gru.launches import Recurrence, counters_needed
@@ -193,9 +194,10 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 @without_a_gpu
+@pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("case", LAYERS)
 def test_layers_that_are_launched_one_after_another_have_one_plan(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, case: str
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, case: str, marked: bool
 ) -> None:
     def choose(spec: GruSpec, *_: Any) -> Choice:
         return Choice("eager", "one by one", None) if spec.stacked else Choice("default", "", POLL)
@@ -210,9 +212,11 @@ def test_layers_that_are_launched_one_after_another_have_one_plan(
     for time in range(4):  # decided, known by its properties, known at once
         x, hx = (torch.randn_like(t) for t in first)
         x = x.transpose(0, 1).contiguous() if settings.get("batch_first") else x
+        marks = torch.rand(x.shape[:2]) < 0.4 if marked else None  # other ones each time
         launches = machine.public, machine.direct
-        out, h_n = gru(x, hx, weights, **settings)
-        want, want_h = made(x, hx)
+        out, h_n = gru(x, hx, weights, resets=marks, **settings)
+        call = gru_call(x, hx, weights, resets=marks, **settings)
+        want, want_h = made(x, hx) if marks is None else eager.gru(call)
         torch.testing.assert_close(out, want, rtol=0, atol=2e-3)
         torch.testing.assert_close(h_n, want_h, rtol=0, atol=2e-3)
         strides.add((out.stride(), h_n.stride()))
@@ -266,6 +270,34 @@ def test_the_forward_of_a_call_with_a_gradient_has_a_plan_of_its_own(tap: Wireta
     assert plan.trained(*given, plan.settings_of(call)) is None, "no gradient is asked for"
 
 
+@without_a_gpu
+@pytest.mark.parametrize("case", ["layer", "both ways", "turns", "counter", "batch first"])
+def test_a_call_with_resets_is_known_by_them(machine: Machine, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    variant = {"turns": dataclasses.replace(POLL, turns=2), "counter": COUNTER}.get(case, POLL)
+    monkeypatch.setattr(run, "_choose", lambda *_: Choice("default", "", variant))
+    settings: dict[str, Any] = {"both ways": {"bidirectional": True}, "batch first": {"batch_first": True}}.get(
+        case, {}
+    )
+    made = tuned.nn.GRU(FEATURES, H, **settings)
+    batch, steps = (T, B) if settings.get("batch_first") else (B, T)
+    x, hx = torch.randn(T, B, FEATURES), torch.randn(2 if made.bidirectional else 1, batch, H)
+    for time in range(6):
+        marks, before = torch.rand(T, B) < 0.4, machine.direct
+        given = marks if time < 4 else torch.stack((marks, ~marks), 2)[..., 0]  # then of other strides
+        out, h_n = made(x, hx, resets=given)
+        want, want_h = eager.gru(gru_call(x, hx, made._flat_weights, resets=marks, **settings))
+        torch.testing.assert_close(out, want, rtol=0, atol=2e-3)
+        torch.testing.assert_close(h_n, want_h, rtol=0, atol=2e-3)
+        assert machine.direct - before == (time not in (0, 4)), "known from the second on"
+    public = machine.public
+    torch.testing.assert_close(made(x, hx)[0], torch.nn.GRU.forward(made, x, hx)[0], rtol=0, atol=2e-3)
+    assert machine.public == public + 1, "one without resets is another call"
+    for wrong in (marks[:, :1], marks[0], marks.float(), [marks]):
+        with pytest.raises((TypeError, ValueError), match="resets"):
+            made(x, hx, resets=wrong)
+    assert batch * steps == T * B
+
+
 @pytest.mark.usefixtures("tap")
 def test_what_is_not_like_the_call_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     call, _ = learned(SPIN, weights_of(1, 1))
@@ -281,6 +313,8 @@ def test_what_is_not_like_the_call_is_not_taken_for_it(monkeypatch: pytest.Monke
         "subclass": (torch.nn.Parameter(x, requires_grad=False), hx, weights, settings),
         "batch first": (x, hx, weights, (True, 1, False, True)),
         "no tensor": (None, hx, weights, settings),
+        "resets": (x, hx, weights, settings, torch.zeros(T, B, dtype=torch.bool)),
+        "resets that are none": (x, hx, weights, settings, [False]),
     }
     for what, given in others.items():
         assert plan.known(*given) is None, what

@@ -320,14 +320,19 @@ def test_a_gradient_with_resets_has_a_kernel_where_no_row_is() -> None:
 
 
 def test_calls_with_resets_leave_no_trace_for_calls_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that is remembered of a call tells whether it has resets: so nothing is."""
+    """What PyTorch's own serves is known by sizes, which do not tell of resets; a plan is known by the marks too."""
     monkeypatch.setattr(plan.left, "leave", lambda *_args, **_named: pytest.fail("was remembered"))
-    monkeypatch.setattr(plan, "keep", lambda *_: pytest.fail("was kept"))
-    call = marked(call_of())
-    plan.leave(call, captured=False)
-    spec, tensors = GruSpec("float32", H, resets=True), SimpleNamespace(h_0=call.hx, seq=4)
-    launched = plan.Launched(call, spec, VARIANTS["persistent"], tensors, "compiled")  # type: ignore[arg-type]
-    plan.learn(call, [launched], captured=False, gradient=False)
+    kept: list[Any] = []
+    monkeypatch.setattr(plan, "keep", lambda _, key, *_others: kept.append(key))
+    for call in (call_of(), marked(call_of())):
+        if call.resets is not None:
+            plan.leave(call, captured=False)
+        spec = GruSpec("float32", H, resets=call.resets is not None)
+        tensors = SimpleNamespace(h_0=call.hx, seq=4)
+        launched = plan.Launched(call, spec, VARIANTS["persistent"], tensors, "compiled")  # type: ignore[arg-type]
+        plan.learn(call, [launched], captured=False, gradient=False)
+    assert kept[0] != kept[1]
+    assert None not in kept
 
 
 # Operators, modules and steps -----------------------------------------------------------------------------------------

@@ -342,7 +342,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every call has a plan, which computes with PyTorch's operators what a launch would; yields a word for each that ran."""
     ran: list[str] = []
 
-    def made(x: Any, hx: Any, weights: Any) -> Any:
+    def made(x: Any, hx: Any, weights: Any, _resets: Any) -> Any:
         ran.append("planned")
         out, h_n = torch.gru(x, hx, weights, True, 1, 0.0, False, False, False)
         return out, h_n, (x @ weights[0].t())[None], None

@@ -51,7 +51,7 @@ def _needs_gradient(x: Any, hx: Any, weights: Sequence[Any]) -> bool:
     return x.requires_grad or hx.requires_grad or any(w.requires_grad for w in weights)
 
 
-def _key(x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...]) -> Any:
+def _key(x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...], resets: Any) -> Any:
     """All that a compiled kernel, or the path to it, may depend on besides gradients; None if a plan may not serve the call."""
     mode = modes(x.get_device())
     if mode is None or mode[0]:  # under autocast the kernels get other tensors: casts of these
@@ -64,8 +64,14 @@ def _key(x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...]) -> 
         precision,
         traits(x),
         traits(hx),
+        None if resets is None else traits(resets),
         tuple([traits(w) for w in weights]),
     )
+
+
+def _tensors(x: Any, hx: Any, weights: Sequence[Any], resets: Any = None, *_: Any) -> tuple[Any, ...]:
+    """All tensors of a call, given what a plan takes."""
+    return (x, hx, *weights) if resets is None else (x, hx, resets, *weights)
 
 
 def _sizes(x: Any, steps: Any, hx: Any, settings: tuple[Any, ...], gradient: bool) -> tuple[Any, ...]:  # noqa: FBT001
@@ -102,7 +108,7 @@ def by_library(rows: int, weight: torch.Tensor, precision: str) -> bool:
     return precision == "tf32" and rows * weight.numel() <= SMALL_PRODUCT
 
 
-def known(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...]) -> Result | None:
+def known(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...], resets: Any = None) -> Result | None:
     """The result of a call with the properties of one served before, without checks; None for any other call.
 
     ``settings``: has_biases, num_layers, bidirectional, batch_first, of a call without packing or dropout.
@@ -110,41 +116,45 @@ def known(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...]) -> Result | 
     try:
         gradient = _grad_enabled() and _needs_gradient(x, hx, weights)
         if (
-            id(weights[0]) in left.LEFT
+            resets is None  # PyTorch's own has none
+            and id(weights[0]) in left.LEFT
             and is_left(x, hx, weights, settings, gradient=gradient)
             and all(t.is_contiguous() for t in (hx, *weights))
         ):
             return _by_torch(x, hx, weights, settings)
-        plan = None if gradient else _found(_PLANS, x, hx, weights, settings)
+        plan = None if gradient else _found(_PLANS, x, hx, weights, settings, resets)
     except (*NO_KEY, LookupError):  # no weights, or weights by name
         return None
-    made = None if plan is None else plan(x, hx, weights)
+    made = None if plan is None else plan(x, hx, weights, resets)
     return None if made is None else made[:2]
 
 
-def trained(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...]) -> Any:
+def trained(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...], resets: Any = None) -> Any:
     """The plan for the forward of a call that needs a gradient; None for one without a gradient, or not known."""
     try:
         gradient = _grad_enabled() and _needs_gradient(x, hx, weights)
-        return _found(_TRAINED, x, hx, weights, settings) if gradient else None
+        return _found(_TRAINED, x, hx, weights, settings, resets) if gradient else None
     except (*NO_KEY, LookupError):
         return None
 
 
-def _found(plans: dict[Any, Any], x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...]) -> Any:
+def _found(  # noqa: PLR0913 - what a call is known by
+    plans: dict[Any, Any], x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...], resets: Any
+) -> Any:
     """The plan of a call among ``plans``, or None."""
     device = x.get_device()
     near = (
-        x.shape, len(weights), settings, residents.place(device), _autocast(), listeners(),
+        x.shape, resets is None, len(weights), settings, residents.place(device), _autocast(), listeners(),
         x.dtype is _FLOAT32 and (precision_of(_FLOAT32), recurrent_precision()), forward_ad._current_level,  # noqa: SLF001
         device if device < 0 else current_device(),
     )  # fmt: skip
+    tensors = _tensors(x, hx, weights, resets)
     for are_alike, plan in plans.get(near, ()):
-        if are_alike(x, hx, *weights):
+        if are_alike(*tensors):
             return plan
-    plan = plans.get(_key(x, hx, weights, settings))
+    plan = plans.get(_key(x, hx, weights, settings, resets))
     if plan is not None:
-        alike.learn(plans, near, (x, hx, *weights), plan)
+        alike.learn(plans, near, tensors, plan)
     return plan
 
 
@@ -183,7 +193,7 @@ def learn(call: GruCall, launched: Sequence[Launched], *, captured: bool, gradie
 
     ``captured``: in a CUDA graph too; ``gradient``: it was the forward of a call that needs one.
     """
-    key = None if call.resets is not None else _key(call.input, call.hx, call.weights, settings_of(call))
+    key = _key(call.input, call.hx, call.weights, settings_of(call), call.resets)
     if key is None or not all(part.has_plan for part in launched) or (gradient and len(launched) > 1):
         return
 
@@ -200,10 +210,11 @@ def learn(call: GruCall, launched: Sequence[Launched], *, captured: bool, gradie
         _TRAINED if gradient else _PLANS,
         key,
         make,
-        lambda x, hx, weights: (x, hx, *weights),
+        _tensors,
         call.input,
         call.hx,
         call.weights,
+        call.resets,
     )
 
 
@@ -216,10 +227,10 @@ def _in_turn(plans: Sequence[Any], cells: Sequence[int], biased: bool) -> Any:  
         for plan, count, end in zip(plans, cells, ends, strict=True)
     ]
 
-    def plan(x: Any, hx: Any, weights: Any) -> Any:
+    def plan(x: Any, hx: Any, weights: Any, resets: Any = None) -> Any:
         h_n = torch.empty_like(hx, memory_format=torch.contiguous_format)
         for one, states, of_states in parts:
-            made = one(x, hx[states], weights[of_states], h_n[states])
+            made = one(x, hx[states], weights[of_states], resets, h_n[states])
             if made is None:
                 return None
             x = made[0]
@@ -241,8 +252,12 @@ def leave(call: GruCall, *, captured: bool, gradient: bool = False) -> None:
         left.leave(call.weights[0], _sizes(call.input, steps, call.hx, settings, gradient), captured=captured)
 
 
-def _plan(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurrence, direct: Any) -> Callable[..., Any]:
+def _plan(  # noqa: PLR0915 - one thing after another
+    call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurrence, direct: Any
+) -> Callable[..., Any]:
     run, function, head, programs, rest, stream_of, enter, leave = direct
+    # Of the arguments that are no tensors the last two before the constants are the strides of resets, which stand before them.
+    marked = len(rest) - len(sequence(spec, variant, recurrence, 0, recurrence.seq).constants) - 2 if spec.resets else 0
     device, dtype = call.input.device, call.input.dtype
     tokens, hidden, each = call.input.shape[:-1], spec.hidden, 4 if spec.bias else 2
     width, item, index = spec.directions * hidden, spec.item, device.index
@@ -291,7 +306,7 @@ def _plan(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurre
     make_gates, make_h_n = maker((spec.directions, rows, 3 * hidden), call.input), maker_like(call.hx)
     make_states = maker((spec.directions, recurrence.batch, hidden), call.input, _FLOAT32)
 
-    def plan(x: Any, hx: Any, weights: Any, h_n: Any = None) -> Any:
+    def plan(x: Any, hx: Any, weights: Any, resets: Any = None, h_n: Any = None) -> Any:
         if enter.calls or leave.calls:  # a profiler has hooks: only the public launcher calls them
             return None
         stacks = [stack(weights, kind, 0, apart[kind - 1]) for kind in range(1, each)]
@@ -312,13 +327,14 @@ def _plan(call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurre
         between = make_between() if spec.stacked else None
         states = make_states() if in_turn else None
         counters = torch.zeros(counted, dtype=torch.int32, device=device) if counts else None
+        numbers = rest if resets is None else (*rest[:marked], resets.data_ptr(), *rest[marked:])
         try:
             run(
                 programs, 1, 1, stream_of(index), function, *head,
                 gates.data_ptr(), *pointers, *(() if spec.bias else (p_h, p_h)), p_h, out.data_ptr(),
                 *(() if between is None else (between.data_ptr(),)), h_n.data_ptr(),
                 *(() if states is None else (states.data_ptr(),)),
-                p_h if counters is None else counters.data_ptr(), *((p_h, p_h) if in_turn else ()), *rest,
+                p_h if counters is None else counters.data_ptr(), *((p_h, p_h) if in_turn else ()), *numbers,
             )  # fmt: skip
         except RuntimeError as error:  # a context with fewer multiprocessors: the long path finds what fits
             if not residents.too_large(error):

@@ -89,12 +89,14 @@ def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
 def forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, h_n) of a call that ``why_not`` accepts, with its gradient."""
     parts = [call] if run.in_one_launch(call) else [_layer(call, layer) for layer in range(call.num_layers)]
-    plain = call.batch_sizes is None and call.cu_seqlens is None and call.resets is None
+    plain = call.batch_sizes is None and call.cu_seqlens is None
     x, states = call.input, []
     for index, part in enumerate(parts):
         if index and call.dropout:
             x = torch.nn.functional.dropout(x, call.dropout)
-        found = known(x, part.hx, part.weights, settings_of(part), recompute=part.recompute) if plain else None
+        found = None
+        if plain:
+            found = known(x, part.hx, part.weights, settings_of(part), part.resets, recompute=part.recompute)
         if found is None:
             settings = dataclasses.replace(part, input=None, hx=None, weights=(), resets=None)  # type: ignore[arg-type]
             found = _Part.apply(settings, None, part.resets, x, part.hx, *part.weights)  # type: ignore[no-untyped-call]
@@ -103,14 +105,14 @@ def forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     return x, states[0] if len(states) == 1 else torch.cat(states)
 
 
-def known(
-    x: Any, hx: Any, weights: Any, settings: tuple[Any, ...], *, recompute: bool = False
+def known(  # noqa: PLR0913 - what a call is known by
+    x: Any, hx: Any, weights: Any, settings: tuple[Any, ...], resets: Any = None, *, recompute: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """``plan.known`` of a call that needs a gradient; None for any other. A CUDA graph's is decided each time."""
-    plan = trained(x, hx, weights, settings)
+    plan = trained(x, hx, weights, settings, resets)
     if plan is None or listening() is not None or run.capturing(x.device):
         return None
-    return _Part.apply(_bare(settings, recompute=recompute), plan, None, x, hx, *weights)  # type: ignore[no-any-return, no-untyped-call]
+    return _Part.apply(_bare(settings, recompute=recompute), plan, resets, x, hx, *weights)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @functools.lru_cache(maxsize=256)
@@ -142,7 +144,7 @@ class _Part(torch.autograd.Function):
     def forward(  # noqa: PLR0913
         ctx: Any, settings: GruCall, plan: Any, resets: Any, x: Any, hx: Any, *weights: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        made = None if plan is None else plan(x, hx, weights)
+        made = None if plan is None else plan(x, hx, weights, resets)
         if made is None:
             kept: list[run.Kept] = []
             call = dataclasses.replace(settings, input=x, hx=hx, weights=weights, resets=resets)
