@@ -171,6 +171,28 @@ def test_a_table_without_a_row_has_a_gradient_without_a_row(kind: str, source: s
         assert (grad.shape, grad.dtype) == (table.shape, table.dtype)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("empty", [0, 1])
+def test_of_a_query_and_a_key_an_empty_one_needs_the_gradient_of_the_table_too(
+    watch: Watch, empty: int, inplace: bool
+) -> None:
+    """By kernels, as by operators."""
+    table = torch.randn(6, D // 2, requires_grad=True)
+    given = [torch.randn(2, 6, 0 if index == empty else 3, D) for index in range(2)]
+    before = given[1 - empty].clone()
+    for _ in range(3):
+        tensors = [t.clone() for t in given]
+        out = rope_qk(*tensors, table, angle_entries="pair", inplace=inplace)
+        assert [t.requires_grad for t in out] == [True, True]
+        assert [a is b for a, b in zip(out, tensors, strict=True)] == [inplace, inplace]
+        (none,) = torch.autograd.grad(out[empty].sum(), table, retain_graph=True)
+        assert not none.any()
+        (grad,) = torch.autograd.grad(out[1 - empty].square().sum(), table)
+        assert grad.shape == table.shape
+    assert torch.equal(given[1 - empty], before)
+    assert watch.public + watch.direct == 3
+
+
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_the_formula_of_operators_is_that_of_finite_differences(case: int) -> None:
     """Which inside of an operator, where there is no autograd, stands in for the kernel on a CPU."""

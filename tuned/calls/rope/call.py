@@ -315,16 +315,14 @@ def _run_copy(settings: Settings, sources: Sources, x: Any, *others: Any) -> Any
 
 
 def _run_alone(settings: Settings, sources: Sources, x: Any, key: Any, *others: Any) -> Any:
-    """Run a call of a query and a key, one of them empty, as a call of the other alone."""
-    empty = key if x.numel() else x
-    if settings.inplace:
-        refuse_overwrite(empty)
-    alone = sources.given(x if x.numel() else key, None, *others)
-    if settings.norm:
-        alone = alone._replace(weight=alone.weight if x.numel() else alone.key_weight, key_weight=None)
-    out = call_given(alone, settings)
-    nothing = empty if settings.inplace else empty.clone()
-    return (out, nothing) if x.numel() else (nothing, out)
+    """Run a call of a query and a key, one of them empty, as a call of each: of the empty one first, which may be refused."""
+    results = {}
+    for t in sorted((x, key), key=torch.Tensor.numel):
+        alone = sources.given(t, None, *others)
+        if settings.norm:
+            alone = alone._replace(weight=alone.weight if t is x else alone.key_weight, key_weight=None)
+        results[t is x] = call_given(alone, settings)
+    return results[True], results[False]
 
 
 def run_eager(given: Given, settings: Settings, prepared: Prepared | None = None) -> Any:
