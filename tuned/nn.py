@@ -172,7 +172,7 @@ class GRUCell(torch.nn.GRUCell):
         except _ARGUMENTS as error:
             if resets is not None or isinstance(input, tuple) or not was_refused(error):
                 raise
-            if isinstance(input, torch.Tensor) and input.dim() == 1 and _square(hx, 2):
+            if isinstance(input, torch.Tensor) and input.dim() == 1 and _of_one_unit(hx, 2):
                 raise
             return torch.nn.GRUCell.forward(self, input, hx)
         return out if batched else out.squeeze(0)
@@ -460,14 +460,14 @@ def _patched_gru_cell(*args: Any, **kwargs: Any) -> Any:
     try:
         return dispatch.gru_cell(*args)
     except _ARGUMENTS as error:
-        if not was_refused(error) or _square(args[1], 3):
+        if not was_refused(error) or _of_one_unit(args[1], 3):
             raise
         return torch.gru_cell(*args)
 
 
-def _square(hx: Any, axes: int) -> bool:
-    """Whether states of one axis too many pass the checks of torch.nn.GRUCell, which then computes nonsense or ends the process."""
-    return isinstance(hx, torch.Tensor) and hx.dim() == axes and hx.shape[-1] == hx.shape[-2]
+def _of_one_unit(hx: Any, axes: int) -> bool:
+    """Whether states of one axis too many pass the checks of torch.nn.GRUCell, which then ends the process."""
+    return isinstance(hx, torch.Tensor) and hx.dim() == axes and hx.numel() == 1
 
 
 _PATCHES = {"gru": _patched_gru, "gru_cell": _patched_gru_cell}

@@ -111,12 +111,11 @@ def test_a_cell_raises_what_pytorchs_does(call: Call, bias: bool) -> None:
         ours(zeros(B, I))
 
 
-@pytest.mark.parametrize("units", [1, 2, 4, 6])
-def test_what_pytorch_computes_nonsense_of_or_ends_the_process_at_is_refused(units: int) -> None:
-    said = r"as many axes as input, 1, got 2|got \[1, 3\] and \[1, \d, \d\]"
-    for cell in (tuned.nn.GRUCell(3, units), torch.nn.GRUCell(3, units)):
+def test_what_pytorch_ends_the_process_at_is_refused() -> None:
+    said = r"as many axes as input, 1, got 2|got \[1, 3\] and \[1, 1, 1\]"
+    for cell in (tuned.nn.GRUCell(3, 1), torch.nn.GRUCell(3, 1)):
         with tuned.nn.patched(), pytest.raises(ValueError, match=said):
-            cell(zeros(3), zeros(units, units))
+            cell(zeros(3), zeros(1, 1))
 
 
 CONSTRUCTORS: dict[str, Call] = {
