@@ -15,6 +15,7 @@ from tuned import dispatch, nn
 from tuned.calls.recurrent import serve
 from tuned.compat.transformer_engine import apply_rotary_pos_emb
 from tuned.families.registry import FAMILIES
+from tuned.launching.uncompiled import said_of
 from tuned.lookup.asked import asking, gpu_named
 from tuned.lookup.lookup import Choice
 from tuned.lookup.table import Table, tables, tables_of
@@ -34,7 +35,9 @@ class Explanation:
     variant: Any
     median_us: float | None  # of the chosen row, as measured; not of this call
     gpu: str | None = None  # the GPU that was asked about; None: that of the tensors
-    hint: str | None = None  # how to see a kernel chosen, where this machine has no GPU
+    hint: str | None = (
+        None  # how to see a kernel chosen, where this machine has no GPU; or that the kernel may not serve
+    )
 
     def __str__(self) -> str:
         """Rule, reason, kernels and numbers, one line each; then the hint."""
@@ -72,11 +75,23 @@ def explain(function: Any, *args: Any, gpu: str | None = None, **kwargs: Any) ->
     """
     if gpu is None:
         found = _explained(function, *args, **kwargs)
-        if found.rule != "eager" or _there_is_a_gpu():
+        if found.kernels:
+            return dataclasses.replace(found, hint=_of_the_compiler(found.kernels))
+        if _there_is_a_gpu():
             return found
         return dataclasses.replace(found, hint=_hint(function, *args, **kwargs))
     with asking(gpu_named(gpu, _known_gpus(function))):
         return dataclasses.replace(_explained(function, *args, **kwargs), gpu=gpu)
+
+
+def _of_the_compiler(kernels: tuple[str, ...]) -> str | None:
+    """That one of these kernels did not compile for some call of this process, or None."""
+    said = said_of(kernels)
+    return (
+        None
+        if said is None
+        else f"in this process {said.replace('this call', 'a call', 1)}: PyTorch's own operators serve that call"
+    )
 
 
 def _there_is_a_gpu() -> bool:

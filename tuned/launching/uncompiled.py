@@ -8,6 +8,7 @@ noted. Kernels from outside of this package have no such way back: what the comp
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -57,6 +58,11 @@ def remember_failure(launch: Launch, error: Exception) -> None:
             stacklevel=outside(),
         )
     raise UncompiledError(said) from error
+
+
+def said_of(kernels: Collection[str]) -> str | None:
+    """What Triton said of some call of one of these kernels that it could not compile, or None."""
+    return next((said for (_, kernel, *_), said in list(_UNCOMPILED.items()) if kernel in kernels), None)
 
 
 def _why(error: Exception) -> str | None:

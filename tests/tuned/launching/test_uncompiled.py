@@ -15,12 +15,15 @@ from triton.runtime.errors import OutOfResources, PTXASError
 import tuned
 import tuned.calls.gru.run
 import tuned.calls.rope.saved
+import tuned.explanation
 import tuned.launching.launcher
 import tuned.launching.uncompiled
 from tests.fuzz import draw
 from tests.fuzz.interpreted import interpreted_families
 from tests.fuzz.worlds import FAMILIES, KERNELS, ROPE, assert_right
 from tests.support.rope_calls import Watch, watch
+from tuned.dispatch import rope
+from tuned.explanation import Explanation
 from tuned.families.launch import Launch
 from tuned.launching.launcher import launch_public
 from tuned.launching.uncompiled import UncompiledError
@@ -105,6 +108,24 @@ def test_a_kernel_from_outside_is_launched_after_one_of_ours_did_not_compile() -
     launched: list[Any] = []
     launch_public({(1,): lambda *given, **named: launched.append((given, named))}, part(kernel="somebodys_softmax"))
     assert len(launched) == 1
+
+
+def test_explain_says_that_a_kernel_did_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Explanation("winner", "measured", (KERNEL,), None, 1.0)
+    monkeypatch.setattr(tuned.explanation, "_explained", lambda *_, **__: found)
+    x = torch.zeros(1, 4, 2, 8)
+    assert tuned.explain(rope, x, x) == found
+    with pytest.warns(tuned.TunedWarning), pytest.raises(UncompiledError):
+        launch_public(Function(ERRORS["the assembler"]), part())
+    said = (
+        f"in this process Triton cannot compile {KERNEL} for a call (PTXASError: PTXAS error: ptxas exit code 255): PyTorch's own "
+        "operators serve that call"
+    )
+    assert str(tuned.explain(rope, x, x)).splitlines()[-1] == said
+    monkeypatch.setattr(
+        tuned.explanation, "_explained", lambda *_, **__: dataclasses.replace(found, kernels=("rope_other",))
+    )
+    assert tuned.explain(rope, x, x).hint is None, "another kernel"
 
 
 def refuse(*_: Any, **__: Any) -> Any:
