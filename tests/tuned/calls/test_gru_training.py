@@ -19,6 +19,7 @@ from tuned.dispatch import gru
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant
 from tuned.launching.rehearsal import Heard, listen
+from tuned.launching.uncompiled import UncompiledError
 from tuned.lookup.lookup import Choice
 from tuned.lookup.table import Row
 
@@ -65,6 +66,25 @@ def test_gradients_of_every_tensor_are_autograds(
     given = torch.randn_like(output), torch.randn_like(h_n)
     found = training.gradients(call, output, [True] * len(call.tensors), given)
     assert_alike(found, wanted_of(call, given))
+
+
+@pytest.mark.parametrize("layout", ["dense", "packed", "thd"])
+def test_gradients_are_right_where_their_kernel_does_not_compile(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """The forward's compiled, or was remembered: only the gradient learns that it has no kernel."""
+    call, tried = call_of(layout, directions=2), []
+
+    def refuse(_device: Any, launch: Launch) -> None:
+        tried.append(launch.kernel)
+        raise UncompiledError("it does not compile")
+
+    monkeypatch.setattr(training, "launch_known", refuse)
+    choose(monkeypatch, dataclasses.replace(COUNTED, block_hidden=8) if layout == "thd" else ONE)
+    output, h_n = eager.gru(call)
+    for given in ((torch.randn_like(output), torch.randn_like(h_n)), (None, torch.randn_like(h_n))):
+        assert_alike(training.gradients(call, output, [True] * len(call.tensors), given), wanted_of(call, given))
+        some = training.gradients(call, output, [False, True, *[False] * len(call.weights)], given)
+        assert [found is not None for found in some] == [False, True, *[False] * len(call.weights)]
+    assert len(tried) == 4
 
 
 @pytest.mark.usefixtures("backward")
