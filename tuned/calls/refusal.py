@@ -24,7 +24,8 @@ def refuses(check: Callable[..., T]) -> Callable[..., T]:
         try:
             return check(*args, **kwargs)
         except (TypeError, ValueError) as error:
-            setattr(error, _MARK, True)
+            if not torch.compiler.is_dynamo_compiling():  # which sets no attribute of an error
+                setattr(error, _MARK, True)
             raise
 
     return checked

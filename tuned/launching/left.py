@@ -22,10 +22,15 @@ _autocast = torch.is_autocast_enabled
 
 def leave(weight: torch.Tensor, sizes: Any, *, captured: bool = True) -> None:
     """Remember that PyTorch's own serves calls of these sizes with a weight; ``captured``: in a CUDA graph too."""
+    # ``module.to`` gives a weight another dtype and device, and keeps its id.
+    key = sizes, weight.dtype, weight.get_device(), _autocast()
+    try:
+        hash(key)
+    except TypeError:  # a size that a tracer has not decided
+        return
     if id(weight) not in LEFT:
         remember(LEFT, id(weight), {})
-    # ``module.to`` gives a weight another dtype and device, and keeps its id.
-    remember(LEFT[id(weight)], (sizes, weight.dtype, weight.get_device(), _autocast()), captured)
+    remember(LEFT[id(weight)], key, captured)
 
 
 def is_left(weight: torch.Tensor, sizes: Any) -> bool:

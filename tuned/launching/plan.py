@@ -59,6 +59,14 @@ def bypassed() -> str | None:
     return "torch.jit is tracing" if tracing() is not None else None
 
 
+def transformed() -> bool:
+    """``bypassed``, as torch.compile asks it: of what is active where it traces, which is then a constant of its graph."""
+    return bypassed() is not None
+
+
+transformed._dynamo_marked_constant = True  # type: ignore[attr-defined] # noqa: SLF001 - torch.compiler's decorator does no more, and imports all of Dynamo
+
+
 def traits(t: torch.Tensor) -> tuple[Any, ...]:
     """All properties of a tensor that a compiled kernel, or the path to it, may depend on if no gradient is needed."""
     return type(t), t.dtype, t.shape, t.stride(), t.data_ptr() & 15, t.get_device()

@@ -146,7 +146,8 @@ def checked_cell(  # noqa: PLR0913 - the arguments of the public call
                     f"every segment of x must be [batch, k] with one batch, got {[list(s.shape) for s in segments]}: expand what the "
                     "batch shares"
                 )
-            if (t.dtype, t.device) != (segments[0].dtype, segments[0].device):
+            casts = autocast_dtype(t.device.type) is not None
+            if t.device != segments[0].device or (t.dtype != segments[0].dtype and not casts):
                 raise TypeError(
                     f"all segments of x must have one dtype and device; x[{index}] is {t.dtype} on {t.device}, "
                     f"x[0] {segments[0].dtype} on {segments[0].device}: convert one with .to()"

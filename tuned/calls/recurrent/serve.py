@@ -18,7 +18,7 @@ from tuned.calls.linear_cat import training as linear_training
 from tuned.calls.linear_cat.arguments import check_linear_cat
 from tuned.calls.products import autocast_dtype
 from tuned.launching import left
-from tuned.launching.plan import bypassed, listeners
+from tuned.launching.plan import bypassed, listeners, transformed
 from tuned.launching.rehearsal import NotedError, note_left
 from tuned.lookup.gpu import PLAIN, why_eager, why_not_plain
 from tuned.lookup.lookup import Choice
@@ -52,11 +52,14 @@ def by_operator(tensors: Sequence[torch.Tensor | None]) -> bool:
     """Whether a checked call runs as an operator of torch.library: under torch.compile and under dispatch modes.
 
     A launch would bypass a mode, which would then record memory that nothing has written. Tensors on a CPU are served by
-    PyTorch's own operators in any case. So are calls under torch.export, whose programs run without this package.
+    PyTorch's own operators in any case. So are calls under torch.export, whose programs run without this package, and what
+    transforms of torch.func follow, of which our operators know nothing.
     """
+    if torch.compiler.is_exporting():
+        return False
     if torch.compiler.is_dynamo_compiling():
-        return True
-    if not listeners() or torch.compiler.is_exporting() or bypassed() is not None:
+        return not transformed()
+    if not listeners() or bypassed() is not None:
         return False
     return all(t is None or (t.is_cuda and (type(t) in PLAIN or _stands_for_a_plain_one(t))) for t in tensors)
 
@@ -80,6 +83,8 @@ def _as_cast(call: GruCall) -> tuple[GruCall, bool]:
 
 def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, h_n) of a checked call."""
+    if torch.compiler.is_dynamo_compiling():  # which traces PyTorch's own
+        return eager.gru(call)
     reason = why_torch(call.tensors, gradients=True)
     if reason is None:
         cast, casts = _as_cast(call)
@@ -113,7 +118,9 @@ def gru_cell(  # noqa: PLR0913 - the arguments of the public call
     """One checked step: the next state ``[batch, hidden]``, or h itself in place."""
     tensors = present(*segments, h, weight_ih, weight_hh, bias_ih, bias_hh)
     dtype = autocast_dtype(h.device.type)
-    if (reason := why_torch(tensors)) is not None:
+    if torch.compiler.is_dynamo_compiling():  # which traces PyTorch's own
+        out = cell_run.eager(segments, h, weight_ih, weight_hh, bias_ih, bias_hh)
+    elif (reason := why_torch(tensors)) is not None:
         note_left("gru_cell", h, reason)
         inputs = segments[0] if len(segments) == 1 else tuple(segments)
         of_call = cell_run.sizes(inputs, inplace, h, weight_ih, weight_hh, bias_ih, bias_hh)
@@ -134,6 +141,8 @@ def gru_cell(  # noqa: PLR0913 - the arguments of the public call
 
 def linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The linear over all segments, ``[..., n]``."""
+    if torch.compiler.is_dynamo_compiling():  # which traces PyTorch's own
+        return linear_run.eager(inputs, weight, bias)
     tensors = present(*inputs, weight, bias)
     if (reason := why_torch(tensors, gradients=linear_training.pays(weight))) is not None:
         note_left("linear_cat", inputs[0], reason)
