@@ -750,6 +750,7 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
     if (
         batch_sizes is None
         and cu_seqlens is None
+        and max_seqlen is None
         and not (dropout and training)
         and not torch.compiler.is_dynamo_compiling()
     ):

@@ -167,7 +167,7 @@ def _explanation(choice: Choice, kernels: tuple[str, ...]) -> Explanation:
 
 def _of_module(module: Any, *args: Any, **kwargs: Any) -> Explanation:
     """What serves the call of a module: that of the function it calls."""
-    if not isinstance(module, (nn.GRU, nn.GRUCell)) and not nn.is_patched():
+    if not nn.runs_ours(module) and not nn.is_patched():
         why = "torch.nn's module calls PyTorch's own: use tuned.nn.patched(), tuned.nn.replace() or the module of tuned.nn"
         return _explanation(Choice("eager", why, None), ())
     if isinstance(module, (nn.GRU, torch.nn.GRU)):

@@ -30,7 +30,7 @@ from tuned.calls.gru import plan as gru_plan
 from tuned.calls.gru import training as gru_training
 from tuned.calls.gru_cell import run as gru_cell_run
 from tuned.calls.refusal import refuses, was_refused
-from tuned.launching.plan import modes
+from tuned.launching.plan import modes, tracing
 from tuned.lookup.gpu import why_eager
 
 _ARGUMENTS = (TypeError, ValueError)
@@ -50,7 +50,7 @@ class GRU(torch.nn.RNNBase):
     and keep 3 * D * H values less of each step until then.
 
     It is not a subclass of torch.nn.GRU, since torch.compile does not trace any instance of that. Traced, this module is a
-    single operator, or one per layer if dropout is active. A PackedSequence is a graph break for torch.compile. Weights are
+    single operator, or one per layer if dropout is active or a gradient is needed. A PackedSequence is a graph break for torch.compile. Weights are
     read where they are, in one chunk of memory or not.
     """
 
@@ -115,6 +115,8 @@ class GRU(torch.nn.RNNBase):
                 found = _gru_at_once(self, input, hx, resets)
             elif resets is None:
                 found = _packed_at_once(self, input, hx)
+            if found is None:
+                found = _leaf_of(self, input, hx, resets)
             if found is not None:
                 return found  # type: ignore[no-any-return]
         try:
@@ -161,10 +163,12 @@ class GRUCell(torch.nn.GRUCell):
         Raises:
             RuntimeError, ValueError: a shape or dtype does not fit; the error is torch.nn.GRUCell's, or ours for segments.
         """
-        if resets is None and not torch.compiler.is_dynamo_compiling():
-            known = _cell_at_once(self, input, hx)
+        if not torch.compiler.is_dynamo_compiling():
+            known = _cell_at_once(self, input, hx) if resets is None else None
+            if known is None:
+                known = _leaf_of(self, input, hx, resets)
             if known is not None:
-                return known
+                return known  # type: ignore[no-any-return]
         try:
             given, batched = cell_arguments(self, input, hx)
             marks = resets.unsqueeze(0) if isinstance(resets, torch.Tensor) and not batched else resets
@@ -184,6 +188,16 @@ class GRUCell(torch.nn.GRUCell):
 def _printed(module: torch.nn.Module) -> str:
     """What a module is called where a model is printed."""
     return f"tuned.nn.{type(module).__name__}"
+
+
+def _leaf_of(module: torch.nn.Module, input: Any, hx: Any, resets: Any) -> Any:  # noqa: A002
+    """What torch.fx records of a module that it traces: one call of it, as of all modules of torch.nn; None if none traces."""
+    given = (input, *(() if hx is None and resets is None else (hx,)))
+    tracer = next((t.tracer for t in (*given, resets) if isinstance(t, torch.fx.Proxy)), None)
+    if tracer is None:
+        return None
+    named = {} if resets is None else {"resets": resets}
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), given, named)  # type: ignore[attr-defined]
 
 
 def _parameters(module: torch.nn.Module, names: Sequence[str]) -> list[Any] | None:
@@ -231,8 +245,12 @@ def _gru_at_once(module: GRU, x: Any, hx: Any, resets: Any) -> tuple[torch.Tenso
     return torch.gru(x, hx, weights, module.bias, layers, dropout, train, bidirectional, batch_first)
 
 
-def _packed_at_once(module: GRU, packed: PackedSequence, hx: Any) -> tuple[PackedSequence, torch.Tensor] | None:
+def _packed_at_once(  # noqa: PLR0911 - one return per way
+    module: GRU, packed: PackedSequence, hx: Any
+) -> tuple[PackedSequence, torch.Tensor] | None:
     """``_gru_at_once`` of packed sequences, which have no plans."""
+    if tracing() is not None:  # PyTorch's module leaves the number of sequences open
+        return torch.nn.GRU.forward(module, packed, hx)  # type: ignore[call-overload,no-any-return]
     weights = _parameters(module, module._flat_weights_names)  # noqa: SLF001
     x, batch_sizes, sorted_indices, unsorted_indices = packed
     layers, bidirectional = module.num_layers, module.bidirectional
@@ -419,7 +437,10 @@ def cell_arguments(
         segments = tuple(t.unsqueeze(0) for t in segments)
     first = segments[0]
     if hx is None:
-        hx = torch.zeros(first.shape[0], module.hidden_size, dtype=first.dtype, device=first.device)
+        dtype = first.dtype  # of several, under autocast, what concatenating them gives
+        for t in segments[1:]:
+            dtype = torch.promote_types(dtype, t.dtype)
+        hx = torch.zeros(first.shape[0], module.hidden_size, dtype=dtype, device=first.device)
     elif not batched:
         hx = hx.unsqueeze(0)
     x = segments if isinstance(input, tuple) else first
@@ -525,6 +546,16 @@ def is_patched() -> bool:
 
 
 _SWAPS: dict[type, type] = {torch.nn.GRU: GRU, torch.nn.GRUCell: GRUCell}
+_BACK = {ours: theirs for theirs, ours in _SWAPS.items()}
+# What the forward of torch.nn's asks of the module.
+_ASKED = (
+    "forward",
+    "check_forward_args",
+    "check_input",
+    "check_hidden_size",
+    "get_expected_hidden_size",
+    "permute_hidden",
+)
 _OURS, _THEIRS = (
     "_tuned_nn_ours",
     "_tuned_nn_theirs",
@@ -534,9 +565,9 @@ _OURS, _THEIRS = (
 def replace(model: torch.nn.Module) -> torch.nn.Module:
     """Turn every torch.nn.GRU and torch.nn.GRUCell in a model, itself included, into tuned's, in place; returns the model.
 
-    Parameters, buffers, hooks and parametrizations stay as they are. A subclass that keeps PyTorch's forward stays a subclass, and
-    gets ours. One that has a forward of its own is left alone, with a warning that names it; so is a model without either of the
-    two. torch.jit.script compiles torch.nn's modules instead, and leaves those in the model: call ``replace`` again after it.
+    Parameters, buffers, hooks and parametrizations stay as they are. A subclass that keeps PyTorch's forward, and what that asks of
+    the module, stays a subclass, and gets ours. One that has any of these of its own is left alone, with a warning that names it; so
+    is a model without either of the two. What looks for torch.nn.GRU afterwards, such as dynamic quantisation, finds none. torch.jit.script compiles torch.nn's modules instead, and leaves those in the model: call ``replace`` again after it.
 
     Raises:
         TypeError: model is not a torch.nn.Module.
@@ -545,7 +576,7 @@ def replace(model: torch.nn.Module) -> torch.nn.Module:
     left, found = [], 0
     for name, module in model.named_modules():
         kind = type(module)
-        if _THEIRS in vars(kind) or isinstance(module, (GRU, GRUCell)):
+        if runs_ours(module):
             found += 1
         elif isinstance(module, (torch.nn.GRU, torch.nn.GRUCell)):
             if (ours := _ours(kind)) is None:
@@ -555,14 +586,14 @@ def replace(model: torch.nn.Module) -> torch.nn.Module:
                 found += 1
     if left:
         warnings.warn(
-            f"tuned.nn.replace left {', '.join(left)} as it is: a class with a forward of its own may do anything there. Call "
+            f"tuned.nn.replace left {', '.join(left)} as it is: a class with a forward of its own, or checks of its own, may do anything there. Call "
             "tuned.nn.GRU in that forward, or run it inside tuned.nn.patched()",
             stacklevel=2,
         )
     elif not found:
         warnings.warn(
-            f"tuned.nn.replace found no torch.nn.GRU or GRUCell in {type(model).__qualname__}: what calls torch.gru itself runs on "
-            "kernels inside tuned.nn.patched()",
+            f"tuned.nn.replace found no torch.nn.GRU or GRUCell in {type(model).__qualname__}: what calls torch.gru itself has to call "
+            "tuned.dispatch.gru",
             stacklevel=2,
         )
     return model
@@ -572,8 +603,8 @@ def _refuse_no_module(name: str, model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         what = f"the class {model.__qualname__}" if isinstance(model, type) else type(model).__qualname__
         raise TypeError(
-            f"tuned.nn.{name} takes a torch.nn.Module, whose GRUs it changes in place, got {what}: pass the model itself; what calls "
-            "torch.gru from a function runs on kernels inside tuned.nn.patched()"
+            f"tuned.nn.{name} takes a torch.nn.Module, whose GRUs it changes in place, got {what}: pass the model itself; a function that "
+            "calls torch.gru has to call tuned.dispatch.gru"
         )
 
 
@@ -584,11 +615,67 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
         TypeError: model is not a torch.nn.Module.
     """
     _refuse_no_module("restore", model)
-    back = {ours: theirs for theirs, ours in _SWAPS.items()}
     for module in model.modules():
-        kind = type(module)
-        module.__class__ = vars(kind).get(_THEIRS, back.get(kind, kind))
+        module.__class__ = _theirs(type(module))
     return model
+
+
+def runs_ours(module: torch.nn.Module) -> bool:
+    """Whether a module is one of ours, made so or replaced, or parametrised since."""
+    return getattr(type(module), "forward", None) in (GRU.forward, GRUCell.forward)
+
+
+def _theirs(kind: Any) -> Any:
+    """The class that a module of one of ours gets back, or the class itself if it is none of ours."""
+    if not _parametrised(kind):
+        return vars(kind).get(_THEIRS, _BACK.get(kind, kind))
+    base = _theirs(kind.__bases__[0])
+    if base is kind.__bases__[0]:
+        return kind
+    known = vars(kind).get(_THEIRS)
+    if known is not None and _properties(known) == _properties(kind):
+        return known
+    return _class_like(kind, base, _copied(kind))  # parametrizations have come or gone since it was replaced
+
+
+def _parametrised(kind: Any) -> bool:
+    """Whether torch.nn.utils.parametrize made a class: for each module one, and it takes the first base when it undoes that."""
+    return bool(vars(kind).get("__module__") == torch.nn.utils.parametrize.__name__)
+
+
+def _properties(kind: Any) -> set[str]:
+    return {name for name, value in vars(kind).items() if isinstance(value, property)}
+
+
+def _copied(kind: Any) -> dict[str, Any]:
+    left = ("__dict__", "__weakref__", _OURS, _THEIRS)
+    return {name: value for name, value in vars(kind).items() if name not in left}
+
+
+def _class_like(kind: Any, base: Any, own: dict[str, Any]) -> Any:
+    """A class with the name of another on a base. No code of a user runs, as that of a metaclass or of ``__init_subclass__`` would."""
+    lowest = (
+        torch.nn.GRU
+        if issubclass(base, torch.nn.GRU)
+        else torch.nn.GRUCell
+        if issubclass(base, torch.nn.GRUCell)
+        else torch.nn.RNNBase
+    )
+    made: Any = type.__new__(type(kind), kind.__name__, (lowest,), {**own, "__qualname__": kind.__qualname__})
+    made.__bases__ = (base,)
+    return made
+
+
+def _reduced(module: torch.nn.Module, protocol: Any) -> Any:
+    """How a module of a subclass that was replaced is pickled and copied: as one of that subclass, which is replaced again."""
+    made: Any = _twin(module, vars(type(module))[_THEIRS]).__reduce_ex__(protocol)
+    return made if isinstance(made, str) else (_replaced, made[:2], *made[2:])
+
+
+def _replaced(make: Any, arguments: tuple[Any, ...]) -> Any:
+    module = make(*arguments)
+    module.__class__ = _ours(type(module))
+    return module
 
 
 def _ours(kind: Any) -> type | None:
@@ -596,17 +683,18 @@ def _ours(kind: Any) -> type | None:
     theirs: Any = torch.nn.GRU if issubclass(kind, torch.nn.GRU) else torch.nn.GRUCell
     if kind is theirs:
         return _SWAPS[theirs]
-    if kind.forward is not theirs.forward:
+    if any(getattr(kind, name, None) is not getattr(theirs, name, None) for name in _ASKED):
         return None
     if _OURS not in vars(kind):
-        own: dict[str, Any]
-        if vars(kind).get("__module__") == torch.nn.utils.parametrize.__name__:
-            # torch.nn.utils.parametrize makes a class for each module, and takes its first base when it undoes that.
-            base: Any = _ours(kind.__bases__[0])
-            own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+        if _parametrised(kind):
+            made = _class_like(kind, _ours(kind.__bases__[0]), _copied(kind))
         else:
-            base, ours = kind, vars(_SWAPS[theirs])
-            own = {"forward": ours["forward"], "_get_name": ours["_get_name"], "__module__": kind.__module__}
+            ours = vars(_SWAPS[theirs])
+            own = {"forward": ours["forward"], "__module__": kind.__module__, "__reduce_ex__": _reduced}
+            if kind._get_name is torch.nn.Module._get_name:  # noqa: SLF001
+                own["_get_name"] = ours["_get_name"]
             own["__prepare_scriptable__"] = functools.partialmethod(_twin, kind)
-        setattr(kind, _OURS, type(kind.__name__, (base,), {**own, _THEIRS: kind}))
+            made = _class_like(kind, kind, own)
+        setattr(made, _THEIRS, kind)
+        setattr(kind, _OURS, made)
     return vars(kind)[_OURS]  # type: ignore[no-any-return]

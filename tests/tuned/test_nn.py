@@ -429,6 +429,17 @@ class Kept(torch.nn.GRU):
         return super().extra_repr()
 
 
+class KeptCell(torch.nn.GRUCell):
+    """The same of a step."""
+
+
+class Checked(torch.nn.GRU):
+    """A subclass that keeps PyTorch's forward, which asks it."""
+
+    def permute_hidden(self, hx: torch.Tensor, permutation: Any) -> torch.Tensor:
+        return super().permute_hidden(hx, permutation)
+
+
 class Otherwise(torch.nn.GRUCell):
     """A subclass that has a forward of its own."""
 
@@ -457,14 +468,83 @@ def test_subclasses_and_parametrized_modules_are_replaced_too(kernels: list[GruC
         torch.testing.assert_close(model[0](x)[0], wanted[0])
 
 
+@pytest.mark.parametrize("way", ["pickle", "deepcopy", "torch.save"])
+def test_a_replaced_subclass_is_kept_and_copied(way: str) -> None:
+    for kind in (Kept, KeptCell):
+        kept = io.BytesIO()
+        model = tuned.nn.replace(torch.nn.Sequential(kind(FEATURES, H)))
+        if way == "torch.save":
+            torch.save(model, kept)
+            kept.seek(0)
+            found = torch.load(kept, weights_only=False)
+        else:
+            found = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+        assert type(found[0]) is type(model[0])
+        assert type(found[0]).__qualname__ == kind.__qualname__
+        assert found.state_dict().keys() == model.state_dict().keys()
+        assert type(tuned.nn.restore(found)[0]) is kind
+        x = torch.randn(T, B, FEATURES) if kind is Kept else torch.randn(B, FEATURES)
+        torch.testing.assert_close(found(x), model(x))
+
+
+@pytest.mark.parametrize("change", ["one more", "one less", "the first"])
+def test_what_was_parametrized_since_is_restored_too(change: str) -> None:
+    norm, plain = torch.nn.utils.parametrizations.weight_norm, torch.nn.utils.parametrize.remove_parametrizations
+    module, x = torch.nn.GRU(FEATURES, H), torch.randn(T, B, FEATURES)
+    if change != "the first":
+        norm(module, "weight_hh_l0")
+    if change == "one less":
+        norm(module, "weight_ih_l0")
+    tuned.nn.replace(module)
+    if change == "one less":
+        plain(module, "weight_ih_l0")
+    else:
+        norm(module, "weight_ih_l0")
+    assert tuned.nn.runs_ours(module)
+    wanted = module(x)
+    tuned.nn.restore(module)
+    assert type(module).__bases__ == (torch.nn.GRU,)
+    assert_same(module(x), wanted)
+    for name in list(module.parametrizations):
+        plain(module, name)
+    assert type(module) is torch.nn.GRU
+    torch.testing.assert_close(module(x), wanted)
+
+
+def test_replacing_runs_no_code_of_the_class() -> None:
+    made: list[str] = []
+
+    class Meta(type):
+        def __new__(cls, name: str, *rest: Any, **named: Any) -> Any:
+            made.append(name)
+            return super().__new__(cls, name, *rest, **named)
+
+    class Registered(torch.nn.GRU, metaclass=Meta):
+        def __init_subclass__(cls, *, key: str) -> None:
+            made.append(key)
+
+    class One(Registered, key="one"):
+        pass
+
+    known = list(made)
+    model = torch.nn.Sequential(torch.nn.GRU(FEATURES, H), One(FEATURES, H))
+    tuned.nn.replace(model)
+    assert made == known
+    assert all(map(tuned.nn.runs_ours, model))
+    assert isinstance(model[1], One)
+
+
 def test_what_is_not_replaced_is_told() -> None:
-    own = torch.nn.Sequential(Otherwise(FEATURES, H))
+    own = torch.nn.Sequential(Otherwise(FEATURES, H), Checked(FEATURES, H))
     with pytest.warns(
-        UserWarning, match=r"left 0 \(Otherwise\) as it is: a class with a forward of its own .* tuned.nn.patched"
+        UserWarning,
+        match=r"left 0 \(Otherwise\), 1 \(Checked\) as it is: a class with a forward of its own, .* tuned.nn.patched",
     ):
         tuned.nn.replace(own)
-    assert type(own[0]) is Otherwise
-    with pytest.warns(UserWarning, match="found no torch.nn.GRU or GRUCell in Linear: what calls torch.gru itself"):
+    assert [type(module) for module in own] == [Otherwise, Checked]
+    with pytest.warns(
+        UserWarning, match="found no torch.nn.GRU or GRUCell in Linear: what calls torch.gru itself has to call"
+    ):
         tuned.nn.replace(torch.nn.Linear(2, 2))
 
 

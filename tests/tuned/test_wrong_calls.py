@@ -518,7 +518,7 @@ OF_EXPLAIN: dict[str, Row] = {
     "a wrong module": (lambda: tuned.explain(tuned.nn.GRU(I, N), zeros(T, B, 7)), ValueError, "input must have input_size=6 features", "got 7", "they are its last axis"),
 }
 OF_MODULES: dict[str, Row] = {
-    "replace a function": (lambda: tuned.nn.replace(torch.relu), TypeError, "replace takes a torch.nn.Module", "got builtin_function_or_method", "inside tuned.nn.patched()"),
+    "replace a function": (lambda: tuned.nn.replace(torch.relu), TypeError, "replace takes a torch.nn.Module", "got builtin_function_or_method", "call tuned.dispatch.gru"),
     "replace a class": (lambda: tuned.nn.replace(torch.nn.GRU), TypeError, "replace takes a torch.nn.Module", "got the class GRU", "pass the model itself"),
     "replace a list": (lambda: tuned.nn.replace([torch.nn.GRU(I, N)]), TypeError, "replace takes a torch.nn.Module", "got list", "pass the model itself"),
     "restore parameters": (lambda: tuned.nn.restore({"weight": W[0]}), TypeError, "restore takes a torch.nn.Module", "got dict", "pass the model itself"),
@@ -607,7 +607,7 @@ WARNED: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "lengths": (thd(ints(2, 4)), "cu_seqlens must be where sequences start", "got [2, 4]", LENGTHS),
     "equal lengths": (thd(ints(3, 3)), "cu_seqlens must be where sequences start", "got [3, 3]", LENGTHS),
     "one length": (thd(ints(6)), "leave the first 6 tokens as they are", "got [6]", LENGTHS),
-    "replace without a GRU": (lambda: tuned.nn.replace(torch.nn.LSTM(I, N)), "found no torch.nn.GRU or GRUCell", "in LSTM", "inside tuned.nn.patched()"),
+    "replace without a GRU": (lambda: tuned.nn.replace(torch.nn.LSTM(I, N)), "found no torch.nn.GRU or GRUCell", "in LSTM", "call tuned.dispatch.gru"),
 }
 # fmt: on
 GROUPS = {

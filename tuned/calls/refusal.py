@@ -32,8 +32,8 @@ def refuses(check: Callable[..., T]) -> Callable[..., T]:
 
 
 def was_refused(error: Exception) -> bool:
-    """Whether an error comes from an argument check, so that nothing has run."""
-    return getattr(error, _MARK, False)
+    """Whether an error comes from an argument check, so that nothing has run; while torch.compile traces, no error is known to."""
+    return not torch.compiler.is_dynamo_compiling() and getattr(error, _MARK, False)
 
 
 def no_tensor(**named: Any) -> TypeError:

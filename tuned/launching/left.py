@@ -17,7 +17,8 @@ from tuned.launching.rehearsal import listening
 # gets its id, sizes that are alike are served by PyTorch's own, which is right for any.
 LEFT: dict[int, dict[Any, bool]] = {}
 GRADIENT = "gradient"  # before the sizes of calls that PyTorch's own serves where a gradient is needed
-_autocast = torch.is_autocast_enabled
+# On any kind of device. A call outside of autocast may be refused that is right in it.
+_autocast = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled)  # noqa: SLF001 - where there is no public one
 
 
 def leave(weight: torch.Tensor, sizes: Any, *, captured: bool = True) -> None:

@@ -330,10 +330,3 @@ def test_a_cell_of_an_existing_model_is_compiled_while_patched() -> None:
     with tuned.nn.patched(), torch.no_grad():
         found = torch.compile(cell, backend="eager", fullgraph=True)(x, h)
     torch.testing.assert_close(found, cell(x, h).detach())
-
-
-def test_export_is_pytorchs_own_and_runs_without_these_operators() -> None:
-    module, x = tuned.nn.GRU(FEATURES, H).eval(), torch.randn(T, B, FEATURES)
-    program = torch.export.export(module, (x,), strict=False)
-    assert "tuned" not in program.graph_module.code
-    torch.testing.assert_close(program.module()(x), module(x))

@@ -11,7 +11,7 @@ import itertools
 import torch
 
 from tuned.calls.gru.arguments import GruCall, check_lengths
-from tuned.launching.plan import tracing
+from tuned.launching.plan import tracing, transforms_active
 
 
 def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,6 +168,22 @@ def _by_no_step(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     return output[0, :0], call.hx.to(h_n.dtype, copy=True)
 
 
+def _one_by_one(call: GruCall, bounds: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences given by their bounds, each as a call of its own: transforms of torch.func follow no packed torch.gru."""
+    outputs, states = [], []
+    for b, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        part = call.input[begin:end], call.hx[:, b : b + 1]
+        one = dataclasses.replace(call, input=part[0], hx=part[1], cu_seqlens=None, max_seqlen=None)
+        if begin == end:
+            output, h_n = _by_no_step(one)
+        else:
+            output, h_n = gru(dataclasses.replace(one, input=part[0].unsqueeze(1)))
+            output = output.squeeze(1)
+        outputs.append(output)
+        states.append(h_n)
+    return torch.cat(outputs), torch.cat(states, 1)
+
+
 def _by_bounds(call: GruCall, bounds: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Sequences given by their bounds in rows: reordered to torch's packed order, and the output back again."""
     check_lengths(bounds, call.input.shape[0], call.max_seqlen or 0)
@@ -175,6 +191,8 @@ def _by_bounds(call: GruCall, bounds: list[int]) -> tuple[torch.Tensor, torch.Te
     order = sorted((b for b, length in enumerate(lengths) if length), key=lambda b: -lengths[b])  # longest first
     if not order:
         return _by_no_step(call)
+    if transforms_active():
+        return _one_by_one(call, bounds)
     steps = [[b for b in order if lengths[b] > step] for step in range(lengths[order[0]])]
     device = call.input.device
     rows = torch.tensor([bounds[b] + step for step, alive in enumerate(steps) for b in alive], device=device)
