@@ -253,13 +253,14 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Own, *args: Any) -> torch.Tensor:  # type: ignore[override]
         ctx.own = own
-        ctx.given = [None if isinstance(a, torch.Tensor) else a for a in args]
-        ctx.save_for_backward(*(a for a in args if isinstance(a, torch.Tensor)))
+        ctx.saves = [isinstance(a, torch.Tensor) for a in args]  # None may be an argument, so it marks no tensor
+        ctx.others = [None if saves else a for a, saves in zip(args, ctx.saves, strict=True)]
+        ctx.save_for_backward(*(a for a, saves in zip(args, ctx.saves, strict=True) if saves))
         return own(*args)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         saved = iter(ctx.saved_tensors)
-        args = [next(saved) if a is None else a for a in ctx.given]
+        args = [next(saved) if saves else other for saves, other in zip(ctx.saves, ctx.others, strict=True)]
         return None, *ctx.own.module.gradient(gradient, *args)

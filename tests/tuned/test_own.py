@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -179,6 +180,36 @@ def test_a_gradient_of_the_family_is_used(rendered: Path, served: Any, monkeypat
     assert asked == [(3, 40)]
 
 
+@pytest.mark.parametrize("bias", [None, torch.ones(2)], ids=["None", "tensor"])
+def test_a_gradient_gets_the_arguments_of_the_call_in_their_places(bias: torch.Tensor | None) -> None:
+    asked = []
+
+    class Served:
+        """Stands for a family whose kernel serves every call."""
+
+        @staticmethod
+        def gradient(above: torch.Tensor, *given: Any) -> tuple[Any, ...]:
+            asked.append(given)
+            x, _, _, scale = given
+            return above * scale, None, None, above * x
+
+        module = types.SimpleNamespace(gradient=gradient)
+
+        def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, eps: float, scale: torch.Tensor) -> torch.Tensor:
+            del bias, eps
+            return x * scale
+
+    x, scale = torch.ones(2, requires_grad=True), torch.full((2,), 3.0, requires_grad=True)
+    out = tuned.own._Differentiable.apply(Served(), x, bias, 1e-6, scale)
+    out.sum().backward()
+    assert [*map(_told, asked[0])] == [*map(_told, (x, bias, 1e-6, scale))]
+    assert (_told(x.grad), _told(scale.grad)) == ([3.0, 3.0], [1.0, 1.0])
+
+
+def _told(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
 class Recorded:
     """Stands for a direct launch: what it was given."""
 
@@ -186,8 +217,6 @@ class Recorded:
         self.given: list[tuple[Any, ...]] = []
 
     def direct(self, launch: Any, _compiled: Any, _device: int) -> Any:
-        import types  # noqa: PLC0415
-
         silent = types.SimpleNamespace(calls=[])
         numbers = tuple(v for v in launch.arguments if not isinstance(v, torch.Tensor))
         rest = (*numbers, *launch.constants.values())
