@@ -299,6 +299,56 @@ def test_on_a_cpu_nothing_is_compiled_and_the_reasons_are_told(noted: list[Noted
         assert not torch.cuda.is_initialized()
 
 
+def _left_calls() -> dict[str, Any]:
+    """Functions of x, [2, 3, 2, 8], whose calls PyTorch's own serves on a CPU."""
+    angles = torch.rand(4, 4)
+    table, weight = {"cos": angles.cos(), "sin": angles.sin()}, torch.ones(8)
+    ids = torch.arange(3)
+
+    def appended(x: torch.Tensor) -> None:
+        q, k, cache = x[0].clone(), x[0].clone(), torch.zeros(2, 2, 4, 2, 8)
+        rope_append_(q, k, k.clone(), cache[0], cache[1], ids, positions=ids, **table)
+
+    return {
+        "rope": lambda x: rope(x, **table),
+        "rope of positions": lambda x: rope(x, positions=ids, **table),
+        "rope in place": lambda x: rope(x, inplace=True, **table),
+        "rope_qk": lambda x: rope_qk(x, x[:, :, :1], **table),
+        "qk_norm_rope": lambda x: qk_norm_rope(x, x, weight, weight, **table),
+        "rope_append_": appended,
+    }
+
+
+@without_a_gpu
+@pytest.mark.parametrize("name", _left_calls())
+def test_calls_that_were_made_before_are_told_of_too(name: str, noted: list[Noted]) -> None:
+    x, call = torch.randn(2, 3, 2, 8), _left_calls()[name]
+
+    def model(x: torch.Tensor) -> None:
+        call(x)
+        call(x)
+
+    model(x)
+    found = [tuned.warm(model, x).left for _ in range(2)]
+    shape = [3, 2, 8] if name == "rope_append_" else [2, 3, 2, 8]
+    assert found == [(f"2 calls: rope of {shape} float32: the tensors are on cpu, the kernels are for GPUs",)] * 2
+    assert noted == []
+
+
+@without_a_gpu
+@pytest.mark.usefixtures("ropes")
+def test_what_no_kernel_reads_is_told_of_although_a_kernel_serves_others() -> None:
+    angles = torch.rand(3, 4)
+    x = torch.randn(2, 3, 2, 8, dtype=torch.complex64)
+    for t in (x.imag, x.conj().imag):
+        rope(t, cos=angles.cos(), sin=angles.sin())
+    (left,) = tuned.warm(rope, x.conj().imag, cos=angles.cos(), sin=angles.sin()).left
+    assert left.startswith("rope of [2, 3, 2, 8] float32: a tensor has the negative or conjugate bit")
+    angles = torch.polar(torch.ones(3, 4), angles)
+    (left,) = tuned.warm(rope, x.imag, freqs_cis=angles.conj()).left
+    assert left.startswith("rope of [2, 3, 2, 8] float32: a tensor has the negative or conjugate bit")
+
+
 # The model is as before ---------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ No gradient is computed, and lengths are part of the properties: a new one is ch
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from tuned.calls.rope.arguments import (
     strides_of,
 )
 from tuned.calls.rope.arguments import prepare as prepare_rotation
+from tuned.calls.rope.call import LAZY
 from tuned.families.architecture import FLOAT8_CAPABILITY
 from tuned.families.rope import FAMILY as ROPE
 from tuned.families.rope.eager import append, as_cached, put
@@ -420,6 +422,12 @@ def run_eager(given: Given, cached: Cached, asked: Asked, prepared: Prepared | N
     return given.x
 
 
+def _run_left(why: str, given: Given, cached: Cached, asked: Asked, prepared: Prepared | None) -> Any:
+    """The call by PyTorch's operators, noted for who listens."""
+    note_left("rope", given.x, why)
+    return run_eager(given, cached, asked, prepared)
+
+
 def chosen(prepared: Prepared, given: Given, cached: Cached) -> Choice:
     """Which variant a call gets, or why it runs in eager PyTorch."""
     tensors = [t for t in (*given, *cached) if isinstance(t, torch.Tensor)]
@@ -451,8 +459,7 @@ def _decide(given: Given, cached: Cached, asked: Asked) -> tuple[Kept, Prepared]
     prepared = prepare(given, cached, asked)
     choice = chosen(prepared, given, cached)
     if choice.variant is None or prepared.spec is None:
-        note_left("rope", given.x, choice.why)
-        return Kept(run_eager), prepared
+        return Kept(functools.partial(_run_left, choice.why)), prepared
     misses.note(ROPE, prepared.spec, prepared.size, choice)
     return _kernel(prepared, choice.variant, given, cached, asked), prepared
 
@@ -492,7 +499,7 @@ def _kernel(prepared: Prepared, variant: Any, first: Given, first_cached: Cached
 
     def slow(given: Given, cached: Cached, asked: Asked, prepared: Prepared | None) -> Any:
         if (asks or scalars) and _is_lazy(given, cached):
-            return run_eager(given, cached, asked, prepared)
+            return _run_left(LAZY, given, cached, asked, prepared)
         now = _ready(spec, variant, (prepared or prepare(given, cached, asked)).call)
         compiled = plans.run_public(now)
         bump_all((given.x, cached.key_cache, cached.value_cache, *((given.key,) if asked.key_inplace else ())))

@@ -50,6 +50,7 @@ from tuned.lookup import misses
 from tuned.lookup.gpu import why_not_plain
 from tuned.lookup.lookup import Choice
 
+LAZY = "a tensor has the negative or conjugate bit, which only PyTorch's own operators resolve"
 _PLANS: dict[Any, Any] = {}  # a call's properties -> its plan; with what ``alike.learn`` keeps of them
 _compiling = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
@@ -249,12 +250,10 @@ def _checked(given: Given, settings: Settings, sources: Sources, class_key: Any,
         return Plan(functools.partial(_run_alone, settings, sources), serves=False)
     # An empty tensor has no address.
     if choice.variant is None or any(not t.numel() for t in given if isinstance(t, torch.Tensor)):
-        note_left("rope", given.x, choice.why if choice.variant is None else "a tensor is empty")
+        why = choice.why if choice.variant is None else "a tensor is empty"
         first.prepared = prepared
-        return Plan(
-            eager_run(prepared, given, settings, sources, functools.partial(_run_eagerly, settings, sources, first)),
-            serves=False,
-        )
+        checked = functools.partial(_run_eagerly, settings, sources, first, why)
+        return Plan(eager_run(prepared, given, settings, sources, checked), serves=False)
     misses.note(ROPE, prepared.spec, prepared.size, choice)
     if heads_apart(given.x, settings):  # ``prepared`` is of a contiguous copy
         return Plan(functools.partial(_run_copy, settings, sources))
@@ -286,7 +285,7 @@ def _run_unless_negative(  # noqa: PLR0913
 ) -> Any:
     """The plan's run, but eager PyTorch for tensors with the negative bit: kernels read memory as it is."""
     if any(t is not None and t.is_neg() for t in (x, key, angles, sin)):
-        return _run_eagerly(settings, sources, None, x, key, angles, sin, *rest)
+        return _run_eagerly(settings, sources, None, LAZY, x, key, angles, sin, *rest)
     return plan.run(x, key, angles, sin, *rest)
 
 
@@ -295,13 +294,14 @@ def _run_unless_conjugate(  # noqa: PLR0913
 ) -> Any:
     """The plan's run, but eager PyTorch for complex angles that are conjugated lazily: memory has the other sign."""
     if angles.is_conj():
-        return _run_eagerly(settings, sources, None, x, key, angles, *rest)
+        return _run_eagerly(settings, sources, None, LAZY, x, key, angles, *rest)
     return plan.run(x, key, angles, *rest)
 
 
-def _run_eagerly(settings: Settings, sources: Sources, first: threading.local | None, *tensors: Any) -> Any:
+def _run_eagerly(settings: Settings, sources: Sources, first: threading.local | None, why: str, *tensors: Any) -> Any:
     """Run a call with PyTorch's operators; the call that the plan was made for is checked, and prepared in ``first``."""
     given = sources.given(*tensors)
+    note_left("rope", given.x, why)
     if settings.inplace:
         for t in (given.x, given.key):
             if t is not None:

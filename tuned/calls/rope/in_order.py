@@ -16,6 +16,7 @@ from tuned.calls.rope.mistakes import half_of_the_head, heads_may_come_first
 from tuned.families.rope.in_order import rotation
 from tuned.launching.overwrite import overwrite
 from tuned.launching.plan import tracing, transforms_active
+from tuned.launching.rehearsal import listening
 from tuned.lookup.gpu import why_not_plain
 
 _autocast = torch.is_autocast_enabled
@@ -26,8 +27,8 @@ def eager_run(
 ) -> Callable[..., Any]:
     """``Plan.run`` of calls with the properties of a checked call, by PyTorch's operators.
 
-    It is ``checked``, which checks each call, where that reads values or warns, or where a tensor needs a
-    gradient.
+    It is ``checked``, which checks each call and notes it for who listens, where that reads values or warns, or where a
+    tensor needs a gradient.
     """
     tensors = [t for t in given if isinstance(t, torch.Tensor)]
     kind, spec, call = given.x.device.type, prepared.eager_spec, prepared.call
@@ -56,7 +57,8 @@ def eager_run(
     ) -> Any:
         # No property of a call tells of these: on a CPU and on "meta" the number of the device is -1.
         meta = x.is_meta or angles.is_meta or (key is not None and key.is_meta) or (sin is not None and sin.is_meta)
-        if meta or not low <= offset <= high or transforms_active() or tracing() is not None or _autocast(kind):
+        apart = meta or not low <= offset <= high or transforms_active() or tracing() is not None or _autocast(kind)
+        if apart or listening() is not None:
             return checked(x, key, angles, sin, cu_seqlens, positions, offset, *rest)
         if inplace and key is not None:
             refuse_overlap(x, key)
