@@ -463,11 +463,15 @@ def qkv_norm_rope_(  # noqa: PLR0913 - the arguments of qk_norm_rope
         TypeError, ValueError, RuntimeError: as ``qk_norm_rope``; nothing has been written.
     """
     if "inplace" in others:
-        raise TypeError("qkv_norm_rope_ is in place: leave inplace out, or give views of qkv to qk_norm_rope")
+        raise _told_inplace()
     settings = Settings(tensor_format, kv_heads=0 if kv_heads is None else kv_heads_of(kv_heads), inplace=True)
     q, k = packed_parts(qkv, settings)
     qk_norm_rope(q, k, q_weight, k_weight, freqs, cos, sin, tensor_format=tensor_format, inplace=True, **others)
     return qkv
+
+
+def _told_inplace() -> TypeError:
+    return TypeError("qkv_norm_rope_ is in place: leave inplace out, or give views of qkv to qk_norm_rope")
 
 
 def mla_kv_rope(  # noqa: PLR0913 - the arguments of rope
@@ -822,6 +826,7 @@ DEFINED = {
         rope_qkv,
         rope_backward,
         qk_norm_rope,
+        qkv_norm_rope_,
         mla_kv_rope,
         rope_append_,
         gru_cell,
@@ -832,15 +837,14 @@ DEFINED = {
 
 
 def explain_rope(function: Any, *args: Any, **kwargs: Any) -> tuple[Choice, Any]:
-    """The choice for a call of ``rope``, ``rope_qk``, ``rope_qkv``, ``rope_backward``, ``qk_norm_rope``, ``mla_kv_rope`` or ``rope_append_``; nothing runs.
-
-    Returns it and the spec.
-    """
+    """The choice for a call of a function here that rotates, and its spec; nothing runs."""
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     named = dict(bound.arguments)
     if function is rope_append_:
         return _explain_append(named)
+    if function is qkv_norm_rope_:
+        return _explain_packed_norm(**named)
     x, key = named.pop(next(iter(named))), named.pop("k_pe" if function is mla_kv_rope else "k", None)
     if function is mla_kv_rope:
         named["k_dim"] = k_dim_of(named["k_dim"])
@@ -855,6 +859,16 @@ def explain_rope(function: Any, *args: Any, **kwargs: Any) -> tuple[Choice, Any]
     weights = {"weight": named.pop("q_weight", None), "key_weight": named.pop("k_weight", None)}
     given = Given(x, key, **{name: named.pop(name) for name in Given._fields[2:-2]}, **weights)
     return rope_call.explain(given, Settings(**named, direction=direction))
+
+
+def _explain_packed_norm(
+    qkv: Any, kv_heads: Any, tensor_format: Any, others: dict[str, Any], **named: Any
+) -> tuple[Choice, Any]:
+    if "inplace" in others:
+        raise _told_inplace()
+    settings = Settings(tensor_format, kv_heads=0 if kv_heads is None else kv_heads_of(kv_heads), inplace=True)
+    q, k = packed_parts(qkv, settings)
+    return explain_rope(qk_norm_rope, q, k, tensor_format=tensor_format, inplace=True, **named, **others)
 
 
 def _explain_append(named: dict[str, Any]) -> tuple[Choice, Any]:

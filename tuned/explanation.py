@@ -13,7 +13,8 @@ import torch
 
 from tuned import dispatch, nn
 from tuned.calls.recurrent import serve
-from tuned.compat.transformer_engine import apply_rotary_pos_emb
+from tuned.calls.refusal import no_tensor
+from tuned.compat.transformer_engine import apply_rotary_pos_emb, heads_first, radians
 from tuned.families.registry import FAMILIES
 from tuned.launching.uncompiled import said_of
 from tuned.lookup.asked import asking, gpu_named
@@ -61,9 +62,9 @@ def explain(function: Any, *args: Any, gpu: str | None = None, **kwargs: Any) ->
         print(tuned.explain(rope, x, freqs, gpu="nvidia_h200"))
 
     Args:
-        function: rope, rope_qk, rope_qkv, rope_backward, qk_norm_rope, mla_kv_rope, ``rope_append_``, gru_cell, gru or linear_cat of tuned.dispatch; TransformerEngine's
-            apply_rotary_pos_emb of tuned.compat; a family of your own (tuned.own); or a GRU or GRUCell module, of tuned.nn or
-            of torch.nn.
+        function: rope, rope_qk, rope_qkv, rope_backward, qk_norm_rope, ``qkv_norm_rope_``, mla_kv_rope, ``rope_append_``,
+            gru_cell, gru or linear_cat of tuned.dispatch; TransformerEngine's apply_rotary_pos_emb of tuned.compat; a family of
+            your own (tuned.own); or a GRU or GRUCell module, of tuned.nn or of torch.nn.
         args: its arguments.
         gpu: the name of a GPU that has a table, as the files in tuned/tables and the records in TUNED_TABLES are named; None
             is the GPU of the tensors.
@@ -130,7 +131,7 @@ def _explained(function: Any, *args: Any, **kwargs: Any) -> Explanation:
             choice, spec = chosen(*args, **kwargs)
             kernels = () if choice.variant is None else FAMILIES[family].kernel_names(spec, choice.variant)
             return _explanation(choice, kernels)
-    names = "rope, rope_qk, rope_qkv, rope_backward, qk_norm_rope, mla_kv_rope, rope_append_, apply_rotary_pos_emb, gru_cell, gru, linear_cat, families of tuned.own and modules GRU and GRUCell"
+    names = "rope, rope_qk, rope_qkv, rope_backward, qk_norm_rope, qkv_norm_rope_, mla_kv_rope, rope_append_, apply_rotary_pos_emb, gru_cell, gru, linear_cat, families of tuned.own and modules GRU and GRUCell"
     called = isinstance(function, (torch.Tensor, tuple))
     got = f"what a call returned, a {type(function).__name__}" if called else repr(function)
     way = "as tuned.explain(rope, x, freqs)" if called else "or a module of a model that calls them"
@@ -143,12 +144,16 @@ def _of_transformer_engine(*args: Any, **kwargs: Any) -> tuple[Choice, Any]:
     bound.apply_defaults()
     given = dict(bound.arguments)
     del given["fused"]
-    starts = given.pop("start_positions")
+    starts, freqs = given.pop("start_positions"), given.pop("freqs")
+    if not isinstance(freqs, torch.Tensor):
+        raise no_tensor(freqs=freqs)
+    if given["tensor_format"] == "bhsd":
+        raise heads_first()
     if given["tensor_format"] != "thd":
         given["cu_seqlens"] = None
     offset = 0 if starts is None else starts
     return dispatch.explain_rope(
-        dispatch.rope, given.pop("t"), given.pop("freqs").float(), offset=offset, angle_entries="feature", **given
+        dispatch.rope, given.pop("t"), radians(freqs), offset=offset, angle_entries="feature", **given
     )
 
 

@@ -45,6 +45,12 @@ def rotations(device: str) -> dict[str, tuple[Any, ...]]:
         "rope_backward": (dispatch.rope_backward, (x, freqs), pair, "rope_bshd_copy_half_freqs"),
         "rope_qk": (dispatch.rope_qk, (x, key, freqs), {**pair, "inplace": True}, "rope_complete_inplace_half_freqs"),
         "rope_qkv": (dispatch.rope_qkv, (empty(2, 64, 3, 8, 128), freqs), pair, "rope_complete_copy_half_freqs"),
+        "qkv_norm_rope_": (
+            dispatch.qkv_norm_rope_,
+            (empty(2, 64, 48, 128), empty(128), empty(128), freqs),
+            {**pair, "kv_heads": 8},
+            "rope_norm_inplace_half_freqs",
+        ),
         "transformer_engine": (
             apply_rotary_pos_emb,
             (empty(4096, 2, 32, 128), torch.empty(4096, 1, 1, 128, device=device)),
@@ -155,6 +161,91 @@ def test_what_the_call_would_raise_is_raised() -> None:
     with pytest.raises(ValueError, match="angle_entries"):
         tuned.explain(dispatch.rope, torch.empty(1, 8, 2, 64), torch.empty(8, 32), angle_entries="triple", gpu=H200)
     assert asked() is None
+
+
+def _negative(*shape: int) -> torch.Tensor:
+    view = torch.randn(*shape, dtype=torch.complex64).conj().imag
+    assert view.is_neg()
+    return view
+
+
+def _unread() -> dict[str, tuple[Any, str, dict[str, Any]]]:
+    """Calls that a kernel would serve but for the memory of a tensor: function, reason, arguments."""
+    angle, x, ones = torch.rand(8, 4), torch.randn(2, 5, 3, 8), torch.ones(8)
+    table = {"cos": angle.cos(), "sin": angle.sin()}
+    packed = {name: torch.randn(5, 3, 8) for name in "qkv"}
+    cache = {"key_cache": torch.zeros(2, 4, 3, 8), "value_cache": torch.zeros(2, 4, 3, 8)}
+    places = {"slot_mapping": torch.arange(5), "positions": torch.arange(5), **cache, **table}
+    lazy, empty = "a tensor has the negative or conjugate bit", "a tensor is empty"
+    norm = {"q_weight": ones, "k_weight": ones, **table}
+    return {
+        "empty": (dispatch.rope, empty, {"x": x[:0], **table}),
+        "both empty": (dispatch.qk_norm_rope, empty, {"q": x[:, :0], "k": x[:, :0], **norm}),
+        "negative": (dispatch.rope, lazy, {"x": _negative(2, 5, 3, 8), **table}),
+        "negative key": (
+            dispatch.rope_qk,
+            lazy,
+            {"q": x.new_empty(2, 5, 3, 16)[..., ::2], "k": _negative(2, 5, 1, 8), **table},
+        ),
+        "negative cosines": (dispatch.rope, lazy, {"x": x, "cos": _negative(8, 4), "sin": _negative(8, 4)}),
+        "conjugate": (dispatch.rope, lazy, {"x": x, "freqs_cis": torch.polar(torch.ones(8, 4), angle).conj()}),
+        "packed negative": (dispatch.qkv_norm_rope_, lazy, {"qkv": _negative(2, 5, 3, 2, 8), **norm}),
+        "empty for a cache": (dispatch.rope_append_, empty, {**packed, **places, "slot_mapping": torch.arange(0)}),
+        "negative for a cache": (
+            dispatch.rope_append_,
+            lazy,
+            {**{name: _negative(5, 3, 8) for name in "qkv"}, **places},
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", _unread())
+def test_what_no_kernel_can_read_is_told(name: str) -> None:
+    function, why, named = _unread()[name]
+    found = tuned.explain(function, **named, gpu=H200)
+    assert (found.rule, found.kernels) == ("eager", ())
+    assert found.why.startswith(why)
+
+
+def test_beside_an_empty_key_a_query_gets_the_kernel_of_its_own() -> None:
+    x, angle, ones = torch.randn(2, 5, 3, 8), torch.rand(8, 4), torch.ones(8)
+    table = {"cos": angle.cos(), "sin": angle.sin(), "gpu": H200}
+    alone = tuned.explain(dispatch.rope, x, **table)
+    assert alone.kernels == ("rope_bshd_copy_half_cos_sin",)
+    for given in ((x, x[:, :, :0]), (x[:, :, :0], x)):
+        assert tuned.explain(dispatch.rope_qk, *given, **table) == alone
+        found = tuned.explain(dispatch.qk_norm_rope, *given, ones, ones, **table)
+        assert found == tuned.explain(dispatch.qk_norm_rope, x, None, ones, None, **table)
+
+
+@pytest.mark.parametrize(
+    ("freqs", "tensor_format", "error", "said"),
+    [
+        (torch.rand(8, 1, 1, 8), "bhsd", ValueError, "tensor_format must be one of"),
+        (torch.rand(8, 1, 1, 8) + 0j, "sbhd", TypeError, "freqs must be real"),
+        ([1.0], "sbhd", TypeError, "freqs must be a tensor"),
+    ],
+    ids=["bhsd", "complex", "list"],
+)
+def test_what_transformer_engines_would_raise_is_raised(
+    freqs: Any, tensor_format: str, error: type[Exception], said: str
+) -> None:
+    arguments = torch.randn(5, 2, 3, 8), freqs, tensor_format
+    with pytest.raises(error, match=said) as called:
+        apply_rotary_pos_emb(*arguments)
+    with pytest.raises(error, match=said) as explained:
+        tuned.explain(apply_rotary_pos_emb, *arguments, gpu=H200)
+    assert str(called.value) == str(explained.value)
+
+
+def test_a_packed_norm_is_refused_as_the_call_refuses_it() -> None:
+    qkv, ones, freqs = torch.randn(2, 5, 3, 2, 8), torch.ones(8), torch.rand(8, 8)
+    for wrong in ({"inplace": True}, {"kv_heads": 0}, {"norm": "token"}):
+        with pytest.raises((TypeError, ValueError)) as called:
+            dispatch.qkv_norm_rope_(qkv, ones, ones, freqs, **wrong)
+        with pytest.raises(type(called.value)) as explained:
+            tuned.explain(dispatch.qkv_norm_rope_, qkv, ones, ones, freqs, gpu=H200, **wrong)
+        assert str(called.value) == str(explained.value)
 
 
 @pytest.fixture

@@ -50,12 +50,10 @@ def apply_rotary_pos_emb(  # noqa: PLR0913 - the arguments of TransformerEngine
     except AttributeError:
         raise no_tensor(freqs=freqs) from None
     if tensor_format == "bhsd":  # ours alone
-        raise ValueError(
-            "tensor_format must be one of ('sbhd', 'bshd', 'thd'), got 'bhsd': pass t.transpose(1, 2) and tensor_format=\"bshd\""
-        )
+        raise heads_first()
     return rope(
         t,
-        freqs if dtype == torch.float32 else _radians(freqs),
+        freqs if dtype == torch.float32 else radians(freqs),
         tensor_format=tensor_format,
         interleaved=interleaved,
         angle_entries="feature",  # as theirs always are
@@ -66,7 +64,14 @@ def apply_rotary_pos_emb(  # noqa: PLR0913 - the arguments of TransformerEngine
     ).contiguous()  # theirs is, whatever t's strides, and callers view it
 
 
-def _radians(freqs: torch.Tensor) -> torch.Tensor:
+def heads_first() -> ValueError:
+    """The error of a tensor_format that is ours alone."""
+    return ValueError(
+        "tensor_format must be one of ('sbhd', 'bshd', 'thd'), got 'bhsd': pass t.transpose(1, 2) and tensor_format=\"bshd\""
+    )
+
+
+def radians(freqs: torch.Tensor) -> torch.Tensor:
     """Angles in float32, which a complex number is not: .float() drops its imaginary part."""
     if freqs.is_complex():
         raise TypeError(

@@ -31,7 +31,7 @@ from tuned.calls.rope.arguments import (
     strides_of,
 )
 from tuned.calls.rope.arguments import prepare as prepare_rotation
-from tuned.calls.rope.call import LAZY
+from tuned.calls.rope.call import EMPTY, LAZY
 from tuned.families.architecture import FLOAT8_CAPABILITY
 from tuned.families.rope import FAMILY as ROPE
 from tuned.families.rope.eager import append, as_cached, put
@@ -438,7 +438,7 @@ def chosen(prepared: Prepared, given: Given, cached: Cached) -> Choice:
         bypassed = "q, k and v, or both caches, have different strides of head_dim, and kernels take one for all"
         return Choice("eager", bypassed, None)
     if any(not t.numel() for t in tensors):
-        bypassed = bypassed or "a tensor is empty"
+        bypassed = bypassed or EMPTY
     choice = plans.choice_of(prepared, bypassed)
     if choice.variant is None or prepared.spec is None or prepared.spec.cache != "float8":
         return choice
@@ -451,7 +451,10 @@ def chosen(prepared: Prepared, given: Given, cached: Cached) -> Choice:
 def explain(given: Given, cached: Cached, asked: Asked) -> tuple[Choice, Any]:
     """The choice for a call, and its spec; nothing is launched."""
     prepared = prepare(given, cached, asked)
-    return chosen(prepared, given, cached), prepared.spec
+    choice = chosen(prepared, given, cached)
+    if choice.variant is not None and _is_lazy(given, cached):
+        choice = Choice("eager", LAZY, None)
+    return choice, prepared.spec
 
 
 def _decide(given: Given, cached: Cached, asked: Asked) -> tuple[Kept, Prepared]:

@@ -51,6 +51,7 @@ from tuned.lookup.gpu import why_not_plain
 from tuned.lookup.lookup import Choice
 
 LAZY = "a tensor has the negative or conjugate bit, which only PyTorch's own operators resolve"
+EMPTY = "a tensor is empty"
 _PLANS: dict[Any, Any] = {}  # a call's properties -> its plan; with what ``alike.learn`` keeps of them
 _compiling = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
@@ -242,22 +243,38 @@ def _differentiable(  # noqa: PLR0913 - the tensors that may need a gradient
 
 def _checked(given: Given, settings: Settings, sources: Sources, class_key: Any, first: threading.local) -> Plan:
     """The plan of a call whose properties are new."""
-    bypassed = _why_no_launch(given, settings)
+    bypassed = _why_no_launch(given, settings) or _why_empty(given, settings)
     prepared = prepare(given, settings, make_out=(lambda t: t) if bypassed else torch.empty_like)
     choice = choice_of(prepared, bypassed)
-    one = given.key is not None and not settings.k_dim and bool(given.x.numel()) != bool(given.key.numel())
-    if choice.variant is not None and one:
+    if choice.variant is not None and _one_is_empty(given, settings):
         return Plan(functools.partial(_run_alone, settings, sources), serves=False)
-    # An empty tensor has no address.
-    if choice.variant is None or any(not t.numel() for t in given if isinstance(t, torch.Tensor)):
-        why = choice.why if choice.variant is None else "a tensor is empty"
+    if choice.variant is None:
         first.prepared = prepared
-        checked = functools.partial(_run_eagerly, settings, sources, first, why)
+        checked = functools.partial(_run_eagerly, settings, sources, first, choice.why)
         return Plan(eager_run(prepared, given, settings, sources, checked), serves=False)
     misses.note(ROPE, prepared.spec, prepared.size, choice)
     if heads_apart(given.x, settings):  # ``prepared`` is of a contiguous copy
         return Plan(functools.partial(_run_copy, settings, sources))
     return kernel_plan(given.x, given.key, prepared, choice.variant, settings, sources, class_key, first)
+
+
+def _why_empty(given: Given, settings: Settings) -> str | None:
+    """That a tensor is empty, and so has no address, or None; None too where a query or its key can get a kernel alone."""
+    empty = any(not t.numel() for t in given if isinstance(t, torch.Tensor))
+    return EMPTY if empty and not _one_is_empty(given, settings) else None
+
+
+def _one_is_empty(given: Given, settings: Settings) -> bool:
+    """Whether a query or its key is empty, and the other is not."""
+    return given.key is not None and not settings.k_dim and bool(given.x.numel()) != bool(given.key.numel())
+
+
+def _alone(given: Given, t: torch.Tensor, settings: Settings) -> Given:
+    """The call of a query or of its key alone."""
+    alone = given._replace(x=t, key=None)
+    if not settings.norm:
+        return alone
+    return alone._replace(weight=given.weight if t is given.x else given.key_weight, key_weight=None)
 
 
 def _bypassed(given: Given, settings: Settings) -> str | None:
@@ -316,12 +333,9 @@ def _run_copy(settings: Settings, sources: Sources, x: Any, *others: Any) -> Any
 
 def _run_alone(settings: Settings, sources: Sources, x: Any, key: Any, *others: Any) -> Any:
     """Run a call of a query and a key, one of them empty, as a call of each: of the empty one first, which may be refused."""
-    results = {}
+    results, given = {}, sources.given(x, key, *others)
     for t in sorted((x, key), key=torch.Tensor.numel):
-        alone = sources.given(t, None, *others)
-        if settings.norm:
-            alone = alone._replace(weight=alone.weight if t is x else alone.key_weight, key_weight=None)
-        results[t is x] = call_given(alone, settings)
+        results[t is x] = call_given(_alone(given, t, settings), settings)
     return results[True], results[False]
 
 
@@ -468,4 +482,10 @@ _apply: Any = super(torch.autograd.Function, _Rope).apply
 def explain(given: Given, settings: Settings) -> tuple[Choice, Any]:
     """The choice for a call, and its spec; nothing is launched."""
     prepared = prepare(given, settings, make_out=lambda t: t)
-    return choice_of(prepared, _why_no_launch(given, settings)), prepared.spec
+    choice = choice_of(prepared, _why_no_launch(given, settings) or _why_empty(given, settings))
+    if choice.variant is not None and _one_is_empty(given, settings):  # the call of the other gets a kernel
+        return explain(_alone(given, max(given.x, given.key, key=torch.Tensor.numel), settings), settings)
+    read = [t for t in (given.x, given.key, *given[2:8]) if t is not None]  # and angles
+    if choice.variant is not None and any(t.is_neg() or t.is_conj() for t in read):
+        choice = Choice("eager", LAZY, None)
+    return choice, prepared.spec
