@@ -120,6 +120,12 @@ def of_vllm(**named: Any) -> Callable[[], Any]:
     return lambda: vllm.fused_qk_norm_rope(**{**right, "position_ids": torch.arange(S), **named})
 
 
+def of_sglang(**named: Any) -> Callable[[], Any]:
+    """A call of SGLang's norm and rotation."""
+    right = {"q": TOKENS, "k": KEY[0], "q_weight": torch.ones(D), "k_weight": torch.ones(D), "cos_sin_cache": CACHE}
+    return lambda: sglang.fused_inplace_qknorm_rope(**{**right, "positions": torch.arange(S), "is_neox": True, **named})
+
+
 def thd(bounds: Any, **named: Any) -> Callable[[], Any]:
     """A call of packed tokens."""
     return lambda: rope(**{"x": TOKENS, **TABLE, "tensor_format": "thd", "cu_seqlens": bounds, **named})
@@ -308,10 +314,21 @@ OF_POSITIONS: dict[str, Row] = {
 }
 OF_NORMS: dict[str, Row] = {
     "norm": (normed(norm="token"), ValueError, 'norm must be "head" or "all"', "got 'token'", "name what is normalised together"),
+    "norm empty": (normed(norm=""), ValueError, 'norm must be "head" or "all"', "got ''", "name what is normalised together"),
+    "norm None": (normed(norm=None), ValueError, 'norm must be "head" or "all"', "got None", "name what is normalised together"),
+    "norm empty without weights": (normed(norm="", q_weight=None, k_weight=None), ValueError, 'norm must be "head" or "all"', "got ''", "name what is normalised together"),
+    "norm empty of a packed qkv": (normed_qkv(zeros(B, S, 3, H, D), norm=""), ValueError, 'norm must be "head" or "all"', "got ''", "name what is normalised together"),
+    "zero_centered in words": (normed(zero_centered="False"), TypeError, "zero_centered must be a bool", "got 'False'", "pass True or False"),
+    "zero_centered tensor": (normed(zero_centered=torch.tensor(True)), TypeError, "zero_centered must be a bool", "got a tensor", "convert it with bool("),
+    "zero_centered of a packed qkv": (normed_qkv(zeros(B, S, 3, H, D), zero_centered="False"), TypeError, "zero_centered must be a bool", "got 'False'", "pass True or False"),
+    "zero_centered beside a cache": (appended(zero_centered="False", q_weight=torch.ones(D), k_weight=torch.ones(D)), TypeError, "zero_centered must be a bool", "got 'False'", "pass True or False"),
+    "deinterleave tensor": (on_x(deinterleave=torch.ones(2)), TypeError, "deinterleave must be a bool", "got a tensor", "convert it with bool("),
     "rounding": (normed(rounding="bf16"), ValueError, 'rounding must be "once"', "got 'bf16'", "leave it out for the most precise"),
     "eps": (normed(eps=-1e-6), ValueError, "eps must be a number of at least 0", "got -1e-06", "give the norm's own"),
     "eps nan": (normed(eps=float("nan")), ValueError, "eps must be a number of at least 0", "got nan", "give the norm's own"),
     "eps word": (normed(eps="1e-6"), ValueError, "eps must be a number of at least 0", "got '1e-6'", "give the norm's own"),
+    "eps bool": (normed(eps=True), ValueError, "eps must be a number of at least 0", "got True", "give the norm's own"),
+    "eps tensor": (normed(eps=torch.tensor(1e-6)), ValueError, "eps must be a number of at least 0", "got tensor(", "give the norm's own"),
     "q_weight list": (normed(q_weight=[1.0]), TypeError, "q_weight must be a tensor", "got list", "or torch.ones(8)"),
     "q_weight module": (normed(q_weight=torch.nn.RMSNorm(D)), TypeError, "q_weight must be a tensor", "got RMSNorm", "give the norm's weight"),
     "q_weight of all heads": (normed(q_weight=torch.ones(H * D)), ValueError, "q_weight must be [8] (head_dim, of each head)", "got [32]", 'pass norm="all"'),
@@ -327,6 +344,10 @@ OF_NORMS: dict[str, Row] = {
     "vllm qkv width": (of_vllm(num_heads_v=1), ValueError, "qkv must be [tokens, 7 heads * head_dim=8]", "got [6, 64]", "how many heads each has"),
     "vllm qkv list": (of_vllm(qkv=[1.0]), TypeError, "qkv must be a tensor", "got list", AS_TENSOR),
     "vllm heads float": (of_vllm(num_heads_q=4.0), TypeError, "num_heads_q must be an int", "got float 4.0", "convert it with int("),
+    "vllm style of a norm in words": (of_vllm(is_neox="yes"), TypeError, "is_neox must be a bool", "got 'yes'", "False for adjacent pairs"),
+    "sglang style in words": (of_sglang(is_neox="yes"), TypeError, "is_neox must be a bool", "got 'yes'", "False for adjacent pairs"),
+    "sglang rounding in words": (of_sglang(round_norm_before_rope="no"), TypeError, "round_norm_before_rope must be a bool", "got 'no'", "pass True or False"),
+    "sglang width tensor": (of_sglang(cache_has_full_width=torch.tensor(False)), TypeError, "cache_has_full_width must be a bool", "got a tensor", "convert it with bool("),
     "sglang head_dim": (lambda: sglang.fused_inplace_qknorm_rope(TOKENS, KEY[0], torch.ones(D), torch.ones(D), CACHE, torch.arange(S), is_neox=True, head_dim=4), ValueError, "head_dim must be 0 or the features of a head, 8", "got 4", "give q as [tokens, heads, head_dim]"),
     "sglang q list": (lambda: sglang.fused_inplace_qknorm_rope([1.0], KEY[0], torch.ones(D), torch.ones(D), CACHE, torch.arange(S), is_neox=True), TypeError, "q must be a tensor", "got list", AS_TENSOR),
     "sections sum": (on_x(sections=(2, 1), positions=zeros(2, S).long()), ValueError, "add up to rotary_dim / 2, 4", "got (2, 1)", "pass the model's mrope_section"),
@@ -572,6 +593,8 @@ OF_DROP_INS: dict[str, Row] = {
     "vllm head_size float": (served(head_size=8.0), TypeError, "head_size must be an int", "got float 8.0", "convert it with int("),
     "vllm cache of cosines": (served(cos_sin_cache=torch.cat((COS, COS), -1)), ValueError, "then their sines", "got rows whose halves are equal", "torch.cat((cos, sin), -1)"),
     "vllm part of a head": (served(rope_dim_offset=4), ValueError, "rope_dim_offset and rotary_dim must lie in a head", "got features 4 to 12 of head_size=8", "is at most head_size - rotary_dim"),
+    "vllm style tensor": (served(is_neox=torch.tensor(True)), TypeError, "is_neox must be a bool", "got a tensor", "convert it with bool("),
+    "vllm inverse in words": (served(inverse="no"), TypeError, "inverse must be a bool", "got 'no'", "pass True or False"),
     "vllm style in words": (served(is_neox="neox"), TypeError, "is_neox must be a bool", "got 'neox'", "False for adjacent pairs"),
     "vllm query leaf": (served(query=zeros(S, H * D, requires_grad=True)), RuntimeError, "overwriting it would lose", "a leaf that requires grad", "use inplace=False"),
     "flashinfer positions": (lambda: flashinfer.apply_rope_with_cos_sin_cache_inplace([0], X, X, D, CACHE), TypeError, "positions must be a tensor", "got list", AS_TENSOR),

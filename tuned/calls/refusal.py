@@ -48,3 +48,15 @@ def no_tensor(**named: Any) -> TypeError:
             )
     kinds = [type(given).__name__ for given in named.values()]
     return TypeError(f"{' and '.join(named)} must be plain tensors, got {kinds}: convert them")
+
+
+def check_flag(name: str, value: Any, way_out: str = "pass True or False") -> None:
+    """Refuse in the place of a bool what would count as True whatever it says, and a tensor.
+
+    Raises:
+        TypeError: the value is one of these.
+    """
+    if isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a bool, got a tensor, whose value may change: convert it with bool(...)")
+    if isinstance(value, (str, list, tuple)):
+        raise TypeError(f"{name} must be a bool, got {value!r}: {way_out}")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from tuned.calls.refusal import no_tensor
+from tuned.calls.refusal import check_flag, no_tensor
+from tuned.compat.vllm import STYLES
 from tuned.dispatch import qk_norm_rope
 
 
@@ -50,6 +51,12 @@ def fused_inplace_qknorm_rope(  # noqa: PLR0913 - the arguments of SGLang
     """
     if not isinstance(q, torch.Tensor):
         raise no_tensor(q=q)
+    if is_neox is not True and is_neox is not False:
+        check_flag("is_neox", is_neox, STYLES)
+    if round_norm_before_rope is not False:
+        check_flag("round_norm_before_rope", round_norm_before_rope)
+    if cache_has_full_width is not False:
+        check_flag("cache_has_full_width", cache_has_full_width)
     if head_dim and head_dim != q.shape[-1]:
         raise ValueError(
             f"head_dim must be 0 or the features of a head, {q.shape[-1]}, got {head_dim}: give q as [tokens, heads, head_dim]"

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
-from tuned.calls.refusal import no_tensor
+from tuned.calls.refusal import check_flag, no_tensor
 from tuned.calls.rope import append
 from tuned.calls.rope.arguments import whole_number
 from tuned.dispatch import qk_norm_rope, rope_qk
+
+STYLES = "pass True for halves, False for adjacent pairs"  # what is_neox says
 
 
 def rotary_embedding(  # noqa: PLR0913 - the arguments of vLLM
@@ -45,8 +47,10 @@ def rotary_embedding(  # noqa: PLR0913 - the arguments of vLLM
     """
     if type(head_size) is not int:
         head_size = whole_number("head_size", head_size)
-    if is_neox is not True and isinstance(is_neox, str):  # it would count as True
-        raise TypeError(f"is_neox must be a bool, got {is_neox!r}: pass True for halves, False for adjacent pairs")
+    if is_neox is not True and is_neox is not False:
+        check_flag("is_neox", is_neox, STYLES)
+    if inverse is not False:
+        check_flag("inverse", inverse)
     last = head_size
     if rope_dim_offset:
         rope_dim_offset = whole_number("rope_dim_offset", rope_dim_offset)
@@ -114,6 +118,8 @@ def fused_qk_norm_rope(  # noqa: PLR0913 - the arguments of vLLM
         RuntimeError: qkv cannot be overwritten without losing a gradient; nothing has been written.
     """
     del forced_token_heads_per_warp
+    if is_neox is not True and is_neox is not False:
+        check_flag("is_neox", is_neox, STYLES)
     if not isinstance(qkv, torch.Tensor):
         raise no_tensor(qkv=qkv)
     num_heads_q, num_heads_k = whole_number("num_heads_q", num_heads_q), whole_number("num_heads_k", num_heads_k)

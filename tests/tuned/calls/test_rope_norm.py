@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import tuned.dispatch
 from generator.rendering.structures import load
@@ -460,6 +462,24 @@ def test_what_is_wrong_is_said_and_nothing_is_written(change: dict[str, Any], sa
     with pytest.raises((TypeError, ValueError), match=said):
         tuned.dispatch.qk_norm_rope(**given | change, inplace=True)
     assert all(torch.equal(given[n], t) for n, t in before.items())
+
+
+def test_a_norm_of_no_name_is_refused_under_a_dispatch_mode_too() -> None:
+    given = tensors(dtype=torch.float32)
+    before = {n: given[n].clone() for n in "qk"}
+    with FlopCounterMode(display=False), pytest.raises(ValueError, match=r"norm must be \"head\" or \"all\", got ''"):
+        tuned.dispatch.qk_norm_rope(**given, norm="", inplace=True)
+    assert all(torch.equal(given[n], t) for n, t in before.items())
+
+
+@pytest.mark.parametrize("eps", [np.float32(0.5), np.float64(0.25), np.float16(2), Fraction(1, 8)], ids=repr)
+def test_eps_may_be_any_real_number(eps: Any) -> None:
+    given = tensors(dtype=torch.float32)
+    found = tuned.dispatch.qk_norm_rope(**given, eps=eps)
+    with FlopCounterMode(display=False):
+        found += tuned.dispatch.qk_norm_rope(**given, eps=eps)
+    wanted = tuned.dispatch.qk_norm_rope(**given, eps=float(eps))  # last: its plan would serve the others
+    assert all(map(torch.equal, found, wanted * 2))
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import numbers
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
+from tuned.calls.refusal import check_flag
 from tuned.calls.rope.mistakes import (
     complex_hint,
     heads_first_hint,
@@ -656,7 +658,9 @@ def _check_overwritable(x: torch.Tensor, key: torch.Tensor | None) -> None:
 
 
 def _check_settings(settings: Settings) -> None:
-    """Refuse unknown strings, strings that do not go together, and tensors in the place of bools."""
+    """Refuse unknown strings, strings that do not go together, and strings and tensors in the place of bools."""
+    for name in ("interleaved", "inplace", "conjugate", "interleaved_sections", "deinterleave", "zero_centered"):
+        check_flag(name, getattr(settings, name))
     if settings.tensor_format not in FORMATS:
         raise ValueError(
             f"tensor_format must be one of {FORMATS}, got {settings.tensor_format!r}: name the axes of x in their order"
@@ -680,11 +684,6 @@ def _check_settings(settings: Settings) -> None:
         raise ValueError(
             f"deinterleave reads pairs (2 j, 2 j + 1) and writes halves, got {got} too: leave that out, or deinterleave"
         )
-    for name in ("interleaved", "inplace", "conjugate", "interleaved_sections", "deinterleave"):
-        if isinstance(getattr(settings, name), torch.Tensor):
-            raise TypeError(f"{name} must be a bool, got a tensor, whose value may change: convert it with bool(...)")
-        if isinstance(getattr(settings, name), (str, list, tuple)):  # which would count as True
-            raise TypeError(f"{name} must be a bool, got {getattr(settings, name)!r}: pass True or False")
 
 
 def tokens_first(t: Any, settings: Settings) -> Any:
@@ -864,7 +863,8 @@ def prepare(
         warn_if_heads_come_first(x, given, asked, rows, positions.mode)
     if x.numel() and seq * batch > MAX_TOKENS:
         raise ValueError(f"seq * batch must be at most {MAX_TOKENS}, got {seq * batch}: split the call")
-    weight, key_weight = _norm_weights(given, settings, heads, head_dim) if settings.norm else (None, None)
+    normed = asks_for_norm(given, settings)
+    weight, key_weight = _norm_weights(given, settings, heads, head_dim) if normed else (None, None)
     if inplace:
         _check_overwritable(x, key)
     scaled = _scales(settings.attention_scaling, angles)
@@ -943,6 +943,12 @@ def prepare(
     return Prepared(eager_spec if supported else None, size, call, eager_spec)
 
 
+def asks_for_norm(given: Given, settings: Settings) -> bool:
+    """Whether a call names a norm, or what only a norm has: a call without one says nothing of it."""
+    weighted = given.weight is not None or given.key_weight is not None
+    return settings.norm != "" or weighted or bool(settings.eps)
+
+
 def _norm_weights(given: Given, settings: Settings, heads: int, head_dim: int) -> tuple[Any, Any]:
     """The weights of the norms of x and of the key, contiguous as the kernels need them."""
     if settings.norm not in NORMS[1:]:
@@ -955,7 +961,7 @@ def _norm_weights(given: Given, settings: Settings, heads: int, head_dim: int) -
             'rounding must be "once", "product" (what the norm gives is rounded) or "each" (also before the weight), '
             f"got {settings.rounding!r}: leave it out for the most precise"
         )
-    if not isinstance(settings.eps, (int, float)) or not settings.eps >= 0:
+    if not _is_number(settings.eps) or not settings.eps >= 0:
         raise ValueError(f"eps must be a number of at least 0, got {settings.eps!r}: give the norm's own, such as 1e-6")
     if (given.key is None) != (given.key_weight is None):
         one, other = ("k_weight", "k") if given.key is None else ("k", "k_weight")
@@ -987,6 +993,11 @@ def _norm_weights(given: Given, settings: Settings, heads: int, head_dim: int) -
             )
         found.append(weight.resolve_neg().contiguous())
     return found[0], found[1]
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a real number, of Python or of NumPy."""
+    return not isinstance(value, bool) and isinstance(value, (int, float, numbers.Real))
 
 
 def _check_sections(settings: Settings, rotary: int) -> None:

@@ -19,7 +19,7 @@ from tuned.calls.operators import define, save, saved
 from tuned.calls.rope import angles as learned
 from tuned.calls.rope import append as caching
 from tuned.calls.rope import call as eager
-from tuned.calls.rope.arguments import Given, Settings
+from tuned.calls.rope.arguments import Given, Settings, asks_for_norm
 from tuned.calls.rope.norm import gradient, needs_gradient
 from tuned.launching.overwrite import bump_versions
 
@@ -43,7 +43,7 @@ def call(given: Given, settings: Settings) -> Any:
     named = settings._asdict()
     inplace = named.pop("inplace")
     others = (*given[2:10], starts, 0 if starts is not None else given.offset, *named.values())
-    if settings.norm:
+    if asks_for_norm(given, settings):
         return _norm_call(given, others, inplace=inplace)
     others = others[:-_NORM_COUNT]
     if learned.need_gradient(given):
