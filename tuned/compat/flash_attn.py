@@ -15,9 +15,10 @@ from __future__ import annotations
 import torch
 
 from tuned.calls.refusal import no_tensor
-from tuned.calls.rope.arguments import whole_number
+from tuned.calls.rope.arguments import check_strides, whole_number
 from tuned.dispatch import rope, rope_qkv
 
+APART = "pass a contiguous copy of it"
 PACKED_DIMS = 5  # [batch, seqlen, 3, heads, head_dim]; with heads of q, k and v in one axis there are 4
 
 
@@ -115,6 +116,8 @@ def apply_rotary_emb_qkv_(  # noqa: PLR0913 - the arguments of flash-attention
             offset=seqlen_offsets,
             kv_heads=kv_heads,
         )
+    if 0 in qkv.stride():  # where q, k and v are one memory, their own strides do not tell
+        check_strides("qkv", qkv, APART)
     cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
     # Checked here, before q is written; with these equal, the checks of cos and sin cover the rest.
     for name, table in (("cos_k", cos_k), ("sin_k", sin_k)):
@@ -164,6 +167,8 @@ def apply_rotary_emb_kv_(
             f"kv must be [batch, seqlen, 2, heads, head_dim], got {list(kv.shape)}: stack k and v with torch.stack((k, v), 2), or for a qkv "
             "call apply_rotary_emb_qkv_"
         )
+    if kv.stride(2) == 0:  # k and v are one memory, of which the strides of k do not tell
+        check_strides("kv", kv, APART)
     apply_rotary_emb(kv.select(2, 0), cos, sin, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
     return kv
 

@@ -6,6 +6,8 @@ rotated rightly. Ids past the cache give NaN on a GPU and an error on a CPU.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tuned.calls.refusal import no_tensor
@@ -96,11 +98,7 @@ def append_paged_kv_cache(  # noqa: PLR0913 - the arguments of FlashInfer
                 "tuple of two"
             )
         paged_kv_cache = (paged_kv_cache[:, 0], paged_kv_cache[:, 1])
-    key_cache, value_cache = paged_kv_cache
-    if not isinstance(key_cache, torch.Tensor) or key_cache.ndim != 4:  # noqa: PLR2004
-        raise ValueError(
-            "paged_kv_cache must be a tensor, or a tuple of two with 4 axes: pass the pages of keys and of values"
-        )
+    key_cache, value_cache = _both_caches(paged_kv_cache)
     page_size = max(key_cache.shape[1 if kv_layout == "NHD" else 2], 1)
     batch, place, starts = batch_indices.long(), positions.long(), kv_indptr.long()
     sequences = max(kv_indptr.shape[0] - 1, 0)
@@ -114,3 +112,18 @@ def append_paged_kv_cache(  # noqa: PLR0913 - the arguments of FlashInfer
         page = kv_indices.long()[entry.clamp(0, kv_indices.shape[0] - 1)]
         slots = torch.where(known & (page >= 0), page * page_size + place % page_size, -1)
     append.write(append_key, append.Cached(append_value, key_cache, value_cache, slots), kv_layout)
+
+
+def _both_caches(caches: Any) -> tuple[torch.Tensor, Any]:
+    """The caches of the keys and of the values, given as a tuple; what the second is like is checked with the first."""
+    if isinstance(caches, (tuple, list)) and len(caches) == 2:  # noqa: PLR2004
+        key_cache, value_cache = caches
+        if isinstance(key_cache, torch.Tensor) and key_cache.ndim == 4:  # noqa: PLR2004
+            return key_cache, value_cache
+    got = type(caches).__name__
+    if isinstance(caches, (tuple, list)):
+        parts = [list(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__ for t in caches]
+        got = f"a {got} of {', '.join(map(str, parts)) or 'nothing'}"
+    raise ValueError(
+        f"paged_kv_cache must be a tensor, or a tuple of two with 4 axes, got {got}: pass the pages of keys and of values"
+    )

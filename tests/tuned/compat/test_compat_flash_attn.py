@@ -232,6 +232,23 @@ def test_qkv_that_cannot_be_is_refused_before_any_write(shape, arguments, messag
     assert torch.equal(qkv, before)
 
 
+def other_tables():
+    cos_k, sin_k = tables(ROWS, 3)
+    return {"cos_k": cos_k, "sin_k": sin_k}
+
+
+@pytest.mark.parametrize("own", [{}, other_tables()], ids=["one table", "own tables of k"])
+@pytest.mark.parametrize("heads", [1, H])
+def test_qkv_whose_parts_are_one_memory_is_refused_before_any_write(heads, own):
+    packed = randn(B, S, 1, heads, D)
+    before = packed.clone()
+    with pytest.raises(ValueError, match="share memory"):
+        apply_rotary_emb_qkv_(packed.expand(B, S, 3, heads, D), *tables(ROWS, 3), **own)
+    with pytest.raises(ValueError, match="share memory"):
+        apply_rotary_emb_qkv_(packed[:, :, 0, :1].expand(B, S, 3, D), *tables(ROWS, 3), **own, num_heads_q=1)
+    assert torch.equal(packed, before)
+
+
 # Packed kv ----------------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +283,14 @@ def test_kv_leaves_v_alone():
 def test_kv_of_another_shape_is_refused(shape):
     with pytest.raises(ValueError, match="kv must be"):
         apply_rotary_emb_kv_(randn(*shape), *tables(ROWS, 3))
+
+
+def test_kv_whose_parts_are_one_memory_is_refused_before_any_write():
+    packed = randn(B, S, 1, H, D)
+    before = packed.clone()
+    with pytest.raises(ValueError, match=r"kv cannot be overwritten: .*share memory.* pass a contiguous copy"):
+        apply_rotary_emb_kv_(packed.expand(B, S, 2, H, D), *tables(ROWS, 3))
+    assert torch.equal(packed, before)
 
 
 # Autograd -----------------------------------------------------------------------------------------------------------
