@@ -7,6 +7,7 @@ that our checks refuse is passed on to PyTorch.
 from __future__ import annotations
 
 import functools
+import numbers
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -48,6 +49,11 @@ def no_tensor(**named: Any) -> TypeError:
             )
     kinds = [type(given).__name__ for given in named.values()]
     return TypeError(f"{' and '.join(named)} must be plain tensors, got {kinds}: convert them")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number, of Python or of NumPy."""
+    return not isinstance(value, bool) and isinstance(value, (int, float, numbers.Real))
 
 
 def check_flag(name: str, value: Any, way_out: str = "pass True or False") -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import numbers
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from tuned.calls.refusal import check_flag
+from tuned.calls.refusal import check_flag, is_number
 from tuned.calls.rope.mistakes import (
     complex_hint,
     heads_first_hint,
@@ -961,7 +960,7 @@ def _norm_weights(given: Given, settings: Settings, heads: int, head_dim: int) -
             'rounding must be "once", "product" (what the norm gives is rounded) or "each" (also before the weight), '
             f"got {settings.rounding!r}: leave it out for the most precise"
         )
-    if not _is_number(settings.eps) or not settings.eps >= 0:
+    if not is_number(settings.eps) or not settings.eps >= 0:
         raise ValueError(f"eps must be a number of at least 0, got {settings.eps!r}: give the norm's own, such as 1e-6")
     if (given.key is None) != (given.key_weight is None):
         one, other = ("k_weight", "k") if given.key is None else ("k", "k_weight")
@@ -993,11 +992,6 @@ def _norm_weights(given: Given, settings: Settings, heads: int, head_dim: int) -
             )
         found.append(weight.resolve_neg().contiguous())
     return found[0], found[1]
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a value is a real number, of Python or of NumPy."""
-    return not isinstance(value, bool) and isinstance(value, (int, float, numbers.Real))
 
 
 def _check_sections(settings: Settings, rotary: int) -> None:
