@@ -48,6 +48,7 @@ from tuned.calls.gru_cell.arguments import checked_cell, reset_rows
 from tuned.calls.linear_cat import run as linear_cat_run
 from tuned.calls.linear_cat.arguments import check_linear_cat
 from tuned.calls.recurrent import serve
+from tuned.calls.refusal import check_flag
 from tuned.calls.rope import append as rope_append
 from tuned.calls.rope import call as rope_call
 from tuned.calls.rope.arguments import Given, Settings, k_dim_of, kv_heads_of, offset_of, packed_parts, whole_numbers
@@ -664,6 +665,7 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
         RuntimeError: h cannot be overwritten without losing a gradient; nothing has been written.
     """
     if resets is not None:
+        check_flag("inplace", inplace)
         marks = reset_rows(h, resets)
         state = h.masked_fill(marks, 0)
         if inplace:  # x may be h itself, and a step that fails leaves h as it was
@@ -674,6 +676,7 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
         known = gru_cell_run.known(x, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace)
         if known is not None:
             return known  # type: ignore[no-any-return]
+    check_flag("inplace", inplace)
     tensors = (x, h, weight_ih, weight_hh, bias_ih, bias_hh)
     segments, given = _checked_overwrite(*tensors) if inplace else checked_cell(*tensors, False)  # noqa: FBT003
     if serve.by_operator((*segments, *given)):

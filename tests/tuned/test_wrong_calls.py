@@ -445,6 +445,11 @@ OF_GRU: dict[str, Row] = {
     "input features": (lambda: gru(zeros(T, B, 7), HX, W), ValueError, "input must have 6 features", "got [5, 2, 7]", "features are the last axis"),
     "input integers": (lambda: gru(IN.long(), HX, W), TypeError, "input must be floating point", "got torch.int64", "convert with .to(hx.dtype)"),
     "input fp8": (lambda: gru(IN.to(FP8), HX.to(FP8), [w.to(FP8) for w in W]), TypeError, "at least 16 bits", "got torch.float8_e4m3fn", "convert all with .to(torch.bfloat16)"),
+    "bias in words": (lambda: gru(IN, HX, W, bias="no"), TypeError, "bias must be a bool", "got 'no'", "pass True or False"),
+    "training tensor": (lambda: gru(IN, HX, W, dropout=0.5, training=torch.tensor(False)), TypeError, "training must be a bool", "got a tensor", "convert it with bool("),
+    "bidirectional in words": (lambda: gru(IN, HX, W, bidirectional="False"), TypeError, "bidirectional must be a bool", "got 'False'", "pass True or False"),
+    "batch_first list": (lambda: gru(IN, HX, W, batch_first=[False]), TypeError, "batch_first must be a bool", "got [False]", "pass True or False"),
+    "recompute in words": (by(ints(0, 3, 5, 6), recompute="no"), TypeError, "recompute must be a bool", "got 'no'", "pass True or False"),
     "no steps": (lambda: gru(IN[:0], HX, W), ValueError, "at least 1 step", "got input of [0, 2, 6]", "skip the call"),
     "batch first": (lambda: gru(zeros(3, T, I), zeros(1, 3, N), W), ValueError, "= [1, 5, hidden]", "got [1, 3, 4]", "if input is [batch, seq, features], pass batch_first=True"),
     "seq first": (lambda: gru(IN, HX, W, batch_first=True), ValueError, "= [1, 5, hidden]", "got [1, 2, 4]", "pass batch_first=False"),
@@ -492,6 +497,8 @@ OF_GRU: dict[str, Row] = {
 }
 OF_STEPS: dict[str, Row] = {
     "x list": (lambda: gru_cell([1.0], HX[0], *W), TypeError, "x must be a tensor", "got list", "segments are a tuple of tensors"),
+    "inplace in words": (lambda: gru_cell(zeros(B, I), HX[0], *W, inplace="False"), TypeError, "inplace must be a bool", "got 'False'", "pass True or False"),
+    "inplace tensor with resets": (lambda: gru_cell(zeros(B, I), HX[0], *W, inplace=torch.tensor(True), resets=MARKS[0]), TypeError, "inplace must be a bool", "got a tensor", "convert it with bool("),
     "x features": (lambda: gru_cell(zeros(B, 7), HX[0], *W), ValueError, "x must be [batch, 6] for weight_ih of [12, 6]", "got [2, 7]", "give the features that the weights take"),
     "x batch": (lambda: gru_cell(zeros(3, I), HX[0], *W), ValueError, "x must be [2, 6] for h of [2, 4]", "got [3, 6]", "x and h are of one batch"),
     "x sequence": (lambda: gru_cell(IN, HX[0], *W), ValueError, "x must be [batch, input_size] and h [batch, hidden]", "got [5, 2, 6]", "for whole sequences call gru"),

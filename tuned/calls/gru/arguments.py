@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tuned.calls.products import autocast_dtype
-from tuned.calls.refusal import refuses
+from tuned.calls.refusal import check_flag, refuses
 
 STARTS = "pass where sequences start, and the end of the last: torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))"
 
@@ -65,6 +65,9 @@ def gru_call(  # noqa: PLR0913 - the arguments of the public call
             f"weights must be the tensors of each layer and direction, in order, got {type(weights).__name__}: pass "
             "tuple(module.parameters()) of a torch.nn.GRU, or call tuned.nn.GRU"
         )
+    flags = {"bias": bias, "training": training, "bidirectional": bidirectional, "batch_first": batch_first}
+    for name, flag in (flags | {"recompute": recompute}).items():
+        check_flag(name, flag)
     call = GruCall(
         input=input,
         hx=hx,
