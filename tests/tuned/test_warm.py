@@ -347,6 +347,10 @@ def test_what_no_kernel_reads_is_told_of_although_a_kernel_serves_others() -> No
     angles = torch.polar(torch.ones(3, 4), angles)
     (left,) = tuned.warm(rope, x.imag, freqs_cis=angles.conj()).left
     assert left.startswith("rope of [2, 3, 2, 8] float32: a tensor has the negative or conjugate bit")
+    made = append.make(heads=2, key_heads=2)
+    lazy = {name: torch.complex(t, -t).conj().imag for name, t in made.tensors.items() if name in "qkv"}
+    (left,) = tuned.warm(rope_append_, **{**made.tensors, **lazy}, **made.named).left
+    assert left.startswith("rope of [7, 2, 8] float32: a tensor has the negative or conjugate bit")
 
 
 # The model is as before ---------------------------------------------------------------------------------------------------
