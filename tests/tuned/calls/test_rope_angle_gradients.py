@@ -8,12 +8,14 @@ import pytest
 import torch
 
 import tuned.dispatch
+from tests.support.orders import of_several_orders
 from tests.support.rope_calls import Watch, watch
 from tuned.calls.rope import angles as learned
 from tuned.calls.rope import call as rope_call
 from tuned.calls.rope import ops as rope_ops
 from tuned.calls.rope import saved
-from tuned.calls.rope.arguments import Given, Settings
+from tuned.calls.rope.arguments import Given, Settings, Sources
+from tuned.calls.rope.plan import Plan
 from tuned.dispatch import mla_kv_rope, qk_norm_rope, rope, rope_backward, rope_qk
 
 if TYPE_CHECKING:
@@ -129,6 +131,36 @@ def test_gradients_of_gradients_are_autograds(case: int) -> None:
     )
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def node(given: Given, settings: Settings) -> Any:
+    """The call as the autograd node that a GPU's call has, whose forward is PyTorch's."""
+    origins = Sources.of(given)
+
+    def forward(*arguments: Any) -> Any:
+        with torch.no_grad():
+            return rope_call.run_eager(origins.given(*arguments), settings)
+
+    made = learned.differentiable(Plan(forward), settings, origins, rope_call.call_given)
+    return made.run(given.x, given.key, getattr(given, origins.angles), given.sin, None, None, 0, (), None)
+
+
+@pytest.mark.parametrize("case", ["apart", "q is k", "k from q", "cos is sin", "sin from cos", "angles from q"])
+def test_a_tensor_given_twice_or_computed_from_another_has_the_gradients_of_the_formula(case: str) -> None:
+    leaves = [torch.randn(1, 2, H, D, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    leaves += [(torch.rand(2, D // 2, dtype=torch.float64) / 2 + 0.1).requires_grad_() for _ in range(2)]
+    found = []
+    for run in (node, rope_call.run_eager):
+
+        def call(*leaves: Any, run: Any = run) -> Any:
+            q, k, cos, sin = leaves
+            k = {"q is k": q, "k from q": q * 2 + k}.get(case, k)
+            cos = cos * q.mean() if case == "angles from q" else cos
+            sin = {"cos is sin": cos, "sin from cos": (1 - cos.square()).sqrt()}.get(case, sin)
+            return run(Given(q, k, cos=cos, sin=sin), Settings())
+
+        found.append(of_several_orders(call, leaves))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.interpreter

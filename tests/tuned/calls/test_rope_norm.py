@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tuned.dispatch
 from generator.rendering.structures import load
+from tests.support.orders import of_several_orders
 from tests.support.run import INTERPRETED
 from tuned.calls.rope import call as rope_call
 from tuned.calls.rope import norm, saved
@@ -288,6 +289,32 @@ def assert_same_gradients(given: Given, settings: Settings, weights: list[Any]) 
     for ours, theirs in zip(*found, strict=True):
         wanted = torch.zeros_like(ours) if theirs is None else theirs
         torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("norm_of", NORMS)
+@pytest.mark.parametrize("case", ["apart", "one weight", "q is k", "k from q", "weight from q"])
+def test_a_tensor_given_twice_or_computed_from_another_has_the_gradients_of_the_formula(
+    norm_of: str, case: str
+) -> None:
+    given = tensors(norm_of)
+    given |= {"k": torch.randn_like(given["q"]), "k_weight": torch.randn_like(given["q_weight"])}
+    leaves = [given[n][:1, :2].requires_grad_() for n in "qk"]
+    leaves += [given[n].requires_grad_() for n in ("q_weight", "k_weight")]
+    found = []
+    for run in (node, rope_call.run_eager):
+
+        def call(*leaves: Any, run: Any = run) -> Any:
+            q, k, weight, key_weight = leaves
+            k = {"q is k": q, "k from q": q * 2 + k}.get(case, k)
+            key_weight = {
+                "one weight": weight,
+                "weight from q": key_weight * q.sum(),
+            }.get(case, key_weight)
+            made = Given(q, k, cos=given["cos"], sin=given["sin"], weight=weight, key_weight=key_weight)
+            return run(made, Settings(norm=norm_of, eps=0.1))
+
+        found.append(of_several_orders(call, leaves))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.interpreter

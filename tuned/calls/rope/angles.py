@@ -65,7 +65,9 @@ def gradient(
 ) -> Gradients:
     """The gradients of x, key and the angles, given those of the results, of which one may be None."""
     grad, key_grad = saved.given_gradients(given, grad, key_grad)
-    if not create_graph:
+    if create_graph:
+        given = saved.apart(given)
+    else:
         given = Given(*(_plain(t) for t in given))
         grad, key_grad = _plain(grad), _plain(key_grad)
     prepared = _prepared(given, settings)

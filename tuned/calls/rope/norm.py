@@ -54,7 +54,9 @@ def gradient(
         of_views = given._replace(x=x, key=key), settings._replace(tensor_format="bshd")
         made, key_made, *of_weights = gradient(*of_views, grad, key_grad, create_graph=create_graph)
         return tokens_first(made, settings), tokens_first(key_made, settings), *of_weights
-    if not create_graph:
+    if create_graph:
+        given = saved.apart(given)
+    else:
         given = Given(*(t.resolve_neg() if isinstance(t, torch.Tensor) else t for t in given))
     prepared = prepare(given, settings, make_out=lambda t: t)
     if create_graph:

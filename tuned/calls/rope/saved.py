@@ -101,6 +101,15 @@ def given_gradients(given: Given, grad: Any, key_grad: Any) -> tuple[Any, Any]:
     return grad, key_grad
 
 
+def apart(given: Given) -> Given:
+    """The call with a view of its own in the place of each tensor that needs a gradient.
+
+    Of one tensor given twice, or of one computed from another, ``by_formula`` must give the gradient of each place alone:
+    autograd adds them up, and knows what was computed from what, once it goes on from there.
+    """
+    return Given(*(t.view_as(t) if isinstance(t, torch.Tensor) and t.requires_grad else t for t in given))
+
+
 def alike(grad: Any, key_grad: Any) -> tuple[Any, Any]:
     """The gradients of the results as kernels take them, which have one stride of features for both."""
     if key_grad is not None and key_grad.stride(-1) != grad.stride(-1):
@@ -158,7 +167,10 @@ def note(heard: Heard, spec: Any, variant: Any, call: RopeCall) -> None:
 
 
 def by_formula(prepared: Prepared, tensors: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
-    """The gradients of the tensors that need one, else None, by autograd: differentiable themselves."""
+    """The gradients of the tensors that need one, else None, by autograd: differentiable themselves.
+
+    ``tensors`` are those of a call that is ``apart``.
+    """
     with torch.enable_grad():
         forward = dataclasses.replace(prepared.eager_spec, direction="forward", angle_gradient=False)
         results = [t for t in rotate(forward, prepared.call) if t is not None]
