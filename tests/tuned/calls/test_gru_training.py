@@ -212,7 +212,10 @@ def test_layers_of_one_launch_train_as_pytorchs(
 
 
 @pytest.mark.usefixtures("interpreted", "backward")
-def test_gradients_have_gradients_which_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tied", [False, True])  # one tensor is both biases, and the first states are computed from it
+def test_gradients_have_gradients_which_are_those_of_the_formula(
+    monkeypatch: pytest.MonkeyPatch, *, tied: bool
+) -> None:
     call = call_of()
     choose(monkeypatch, ONE)
     monkeypatch.setattr(
@@ -221,9 +224,13 @@ def test_gradients_have_gradients_which_are_those_of_the_formula(monkeypatch: py
 
     def penalty(by: Any) -> list[torch.Tensor]:
         leaves = [t.detach().clone().requires_grad_() for t in call.tensors]
-        output, h_n = by(dataclasses.replace(call, input=leaves[0], hx=leaves[1], weights=tuple(leaves[2:])))
-        (grad,) = torch.autograd.grad((output.square().sum() + h_n.sum()), leaves[0], create_graph=True)
-        return list(torch.autograd.grad(grad.square().sum(), leaves))
+        x, hx, *weights = leaves
+        if tied:
+            hx, weights[3] = hx * weights[2].mean(), weights[2]
+        output, h_n = by(dataclasses.replace(call, input=x, hx=hx, weights=tuple(weights)))
+        rest: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
+        found = torch.autograd.grad((output.square().sum() + h_n.sum()), leaves, create_graph=True, **rest)
+        return list(torch.autograd.grad(sum(grad.square().sum() for grad in found), leaves, **rest))
 
     assert_alike(penalty(training.forward), [t.double() for t in penalty(eager.gru)])
 

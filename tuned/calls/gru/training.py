@@ -205,9 +205,10 @@ def _twice(call: GruCall, wanted: Sequence[bool], given: tuple[Any, Any]) -> Gra
 
 def _by_torch(call: GruCall, wanted: Sequence[bool], given: tuple[Any, Any], *, create_graph: bool = False) -> Grads:
     with torch.enable_grad():
-        if not create_graph:
-            tensors = [t.detach().requires_grad_(asked) for t, asked in zip(call.tensors, wanted, strict=True)]
-            call = dataclasses.replace(call, input=tensors[0], hx=tensors[1], weights=tuple(tensors[2:]))
+        # A tensor of its own in each place: of one given twice, or computed from another, a place's own gradient is wanted.
+        pairs = zip(call.tensors, wanted, strict=True)
+        own = [t.view_as(t) if create_graph else t.detach().requires_grad_(asked) for t, asked in pairs]
+        call = dataclasses.replace(call, input=own[0], hx=own[1], weights=tuple(own[2:]))
         reached = [(out, grad) for out, grad in zip(eager.gru(call), given, strict=True) if grad is not None]
         asked = [t for t, want in zip(call.tensors, wanted, strict=True) if want]
         outputs, grads = zip(*reached, strict=True)
