@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.rope_calls import Case, Marked, Watch, build, watch
 from tests.support.rope_forms import FORMS, B, D, H, K, S, angles, assert_same, leaves, turned
 from tuned.calls.rope import call as rope_call
-from tuned.dispatch import rope, rope_backward, rope_qk, rope_qkv
+from tuned.dispatch import qk_norm_rope, qkv_norm_rope_, rope, rope_append_, rope_backward, rope_qk, rope_qkv
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -371,6 +371,73 @@ def test_the_transforms_of_torch_func_see_through_it() -> None:
         assert_same(torch.func.vmap(lambda t: rotate(plain, freqs) * t)(x[None])[0], turned(plain, freqs) * x)
 
 
+def _appended(q: torch.Tensor, angles: dict[str, torch.Tensor]) -> torch.Tensor:
+    k, ids = q.detach() + 1, torch.arange(q.shape[0])
+    caches = [torch.zeros(2, 4, *k.shape[1:]) + 0 * q.sum().detach() for _ in range(2)]
+    rope_append_(q, k, k + 1, *caches, ids, positions=ids, **angles)
+    return torch.cat((q.flatten(), *(t.flatten() for t in caches)))
+
+
+OVERWRITING: dict[str, Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]] = {
+    "two tensors": lambda t, angles: torch.cat(rope_qk(t * 1, t * 2, **angles, inplace=True)),
+    "views of one": lambda t, angles: rope_qkv(torch.stack((t, t, t), -3), **angles, inplace=True),
+    "every other head": lambda t, angles: torch.cat(_every_other(t, angles)),
+    "normed": lambda t, angles: torch.cat(qk_norm_rope(t * 1, t * 2, *torch.ones(2, D), **angles, inplace=True)),
+    "normed views": lambda t, angles: qkv_norm_rope_(torch.stack((t, t, t), -3), *torch.ones(2, D), **angles),
+    "beside a cache": lambda t, angles: _appended((t * 1)[0], angles),
+}
+
+
+def _every_other(t: torch.Tensor, angles: dict[str, torch.Tensor]) -> Any:
+    both = torch.cat((t, t), -2)
+    return rope_qk(both[..., ::2, :], both[..., 1::2, :], **angles, inplace=True)
+
+
+@pytest.mark.parametrize("name", OVERWRITING)
+def test_transforms_see_through_what_overwrites_several_tensors(name: str) -> None:
+    freqs = angles()[:, : D // 2]
+    cosines = {"cos": freqs.cos(), "sin": freqs.sin()}
+    x, tangent = torch.randn(2, B, S, H, D), torch.randn(B, S, H, D)
+
+    def run(t: torch.Tensor) -> torch.Tensor:
+        return OVERWRITING[name](t, cosines)
+
+    def total(t: torch.Tensor) -> torch.Tensor:
+        return run(t).pow(3).sum()
+
+    assert_same(torch.func.vmap(run)(x), torch.stack([run(t) for t in x]))
+    assert_same(torch.func.functionalize(run)(x[0]), run(x[0]))
+    if name == "beside a cache":  # which has no gradient
+        return
+    needing = x[0].clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(total(needing), needing)
+    assert_same(torch.func.grad(total)(x[0]), wanted)
+    assert_same(torch.func.vmap(torch.func.grad(total))(x)[0], wanted)
+    assert_same(torch.func.jvp(total, (x[0],), (tangent,))[1], (wanted * tangent).sum())
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "functionalize"])
+@pytest.mark.parametrize("heads", [slice(None), slice(1, None)])
+def test_under_a_transform_tensors_that_overlap_are_refused(transform: str, heads: slice) -> None:
+    cosines = {"cos": angles()[:, : D // 2].cos(), "sin": angles()[:, : D // 2].sin()}
+
+    def run(t: torch.Tensor) -> torch.Tensor:
+        q = t * 1
+        return rope_qk(q, q[..., heads, :], **cosines, inplace=True)[0].sum()
+
+    with pytest.raises(ValueError, match="share memory"):
+        getattr(torch.func, transform)(run)(torch.randn((1,) * (transform == "vmap") + (B, S, H, D)))
+
+
+@pytest.mark.parametrize("name", ["positions", "offset"])
+def test_positions_may_be_mapped(name: str) -> None:
+    x, freqs = torch.randn(B, S, H, D), angles()
+    values = torch.tensor([[0, 2, 1, 3, 1], [1, 2, 0, 0, 3]]) if name == "positions" else torch.tensor([0, 1])
+    freqs = torch.cat((freqs, freqs))
+    found = torch.func.vmap(lambda t: rotate(x, freqs, **{name: t}))(values)
+    assert_same(found, torch.stack([rotate(x, freqs, **{name: t}) for t in values]))
+
+
 def _gradient(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
     needing = x.clone().requires_grad_()
     return torch.autograd.grad(turned(needing, freqs).pow(3).sum(), needing)[0]
@@ -481,6 +548,16 @@ def test_a_trace_of_torch_jit_holds_the_rotation() -> None:
     other = torch.randn(B, S, H, D)
     assert_same(traced(other), turned(other, freqs))
     assert_same(rotate(other, freqs), turned(other, freqs))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", [n for n in OVERWRITING if n != "beside a cache"])  # it has no views of another dtype
+def test_a_trace_of_torch_jit_holds_what_overwrites_several_tensors(name: str) -> None:
+    freqs = angles()[:, : D // 2]
+    cosines = {"cos": freqs.cos(), "sin": freqs.sin()}
+    traced = torch.jit.trace(lambda t: OVERWRITING[name](t, cosines), (torch.randn(B, S, H, D),), check_trace=False)
+    other = torch.randn(B, S, H, D)
+    assert_same(traced(other), OVERWRITING[name](other, cosines))
 
 
 @pytest.mark.usefixtures("way")

@@ -17,6 +17,7 @@ from tuned.calls.rope.mistakes import (
     refuse_cosines_alone,
     warn_if_half_of_the_head,
     warn_if_heads_come_first,
+    wrapped,
 )
 from tuned.families.rope.launches import RopeCall
 from tuned.families.rope.spec import ANGLE_ENTRIES, LAYOUTS, MOST_AXES, NORMS, ROTATED, ROUNDINGS, RopeSize, RopeSpec
@@ -610,10 +611,10 @@ def refuse_overlap(x: torch.Tensor, key: torch.Tensor) -> None:
     axes = [axis for axis in axes if max(axis[1], axis[3]) > 1]
     alike = not parts and all(s == t for s, _, t, _ in axes)
     short = [axis for axis in axes if axis[0] <= between]
-    alike &= sum((n - 1) * s for s, n, _, _ in short) < between
+    alike = alike and sum((n - 1) * s for s, n, _, _ in short) < between  # not &: torch.jit.trace follows lengths
     reach = between + sum((m - 1) * t for _, _, t, m in short)
     for s, n, _, m in sorted(axis for axis in axes if axis[0] > between):
-        alike &= s > reach
+        alike = alike and s > reach
         reach += (max(n, m) - 1) * s
     if not alike:
         _refuse_shared(first, second, between * x.element_size() + parts)
@@ -622,15 +623,32 @@ def refuse_overlap(x: torch.Tensor, key: torch.Tensor) -> None:
 def _bytes_between(x: torch.Tensor, key: torch.Tensor) -> int | None:
     """Bytes from the first element of x to that of the key; None if they cannot share memory.
 
-    It compares addresses, since two storages may cover the same memory. A tensor without an address, such as a tracer's,
-    is compared by its storage.
+    It compares addresses, since two storages may cover the same memory. A tensor that a transform of torch.func follows has
+    that of the tensor inside. One without an address, such as a tracer's, is compared by its storage.
     """
     try:
-        return key.data_ptr() - x.data_ptr()
+        address, other = x.data_ptr(), key.data_ptr()
     except RuntimeError:
-        if x.untyped_storage().data_ptr() != key.untyped_storage().data_ptr():
-            return None
-        return int(key.storage_offset() - x.storage_offset()) * x.element_size()
+        address = other = 0
+    if address and other:
+        return other - address
+    if _follows(x) or _follows(key):
+        return _bytes_between(_inside(x), _inside(key))
+    if x.untyped_storage()._cdata != key.untyped_storage()._cdata:  # noqa: SLF001 - the storage itself: it has no address
+        return None
+    return int(key.storage_offset() - x.storage_offset()) * x.element_size()
+
+
+def _follows(t: torch.Tensor) -> bool:
+    """Whether a tensor is that of a transform, with another inside."""
+    return wrapped(t) or torch._is_functional_tensor(t)  # noqa: SLF001 - no public way to ask
+
+
+def _inside(t: torch.Tensor) -> torch.Tensor:
+    """The tensor inside those of transforms."""
+    while _follows(t):
+        t = torch._C._functorch.get_unwrapped(t)  # noqa: SLF001 - no public way to ask
+    return t
 
 
 def _refuse_shared(first: torch.Tensor, second: torch.Tensor, between: int) -> None:
@@ -1078,6 +1096,8 @@ def _values_reach(rows: int, positions: _Positions, seq: int, sequences: int | N
     """
     tensor = positions.tensor
     if tensor is None or tensor.device.type != "cpu" or type(tensor) is not torch.Tensor or not tensor.numel():
+        return
+    if wrapped(tensor):  # torch.func.vmap has no one value of it
         return
     least, most = (int(v) for v in torch.aminmax(tensor))
     most += 0 if positions.mode in ("ids", "axes") or sequences is not None or not seq else seq - 1

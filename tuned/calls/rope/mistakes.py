@@ -17,7 +17,7 @@ from tuned.lookup.misses import outside
 if TYPE_CHECKING:
     from tuned.calls.rope.arguments import Given, Settings
 
-_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - no public way to ask
+wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - no public way to ask
 
 
 def _traced() -> bool:
@@ -31,7 +31,7 @@ def readable(tensor: torch.Tensor) -> bool:
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"
         and not _traced()
-        and not _wrapped(tensor)
+        and not wrapped(tensor)
         and not listeners()
     )
 
