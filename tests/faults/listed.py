@@ -1420,6 +1420,14 @@ ROPE = (
         "Gradients of padded tokens are NaN.",
     ),
     Fault(
+        "packed_sequences_past_the_table",
+        "tuned/calls/rope/arguments.py",
+        "if begin < end and start + end - begin > rows:",
+        "if begin < end and start >= rows:",
+        (T + "calls/test_rope_append.py::test_a_sequence_that_is_longer_than_the_table_is_refused_before_a_write",),
+        "On a CPU a packed sequence that is longer than the table is NaN, and so is what a cache keeps of it.",
+    ),
+    Fault(
         "sine_by_the_strides_of_cosine",
         "tuned/calls/rope/arguments.py",
         "if cos.stride() != sin.stride():  # the kernel has one set",
@@ -1462,8 +1470,8 @@ ROPE = (
     Fault(
         "overlap_of_interleaved_views",
         "tuned/calls/rope/arguments.py",
-        "        alike &= s > reach\n",
-        "        alike &= s >= 0\n",
+        "alike = alike and s > reach\n",
+        "alike = alike and s >= 0\n",
         (T + "calls/test_rope_arguments.py::test_no_two_tensors_that_share_an_element_are_both_overwritten",),
         "A query and a key that share elements are both overwritten: a race.",
     ),
@@ -1802,6 +1810,14 @@ NORM = (
         "grad = torch.ones_like(given.x) if grad is None else grad",
         (C_NORM + "test_a_result_that_nothing_depends_on_has_no_part_in_the_gradients[0-head]",),
         "Where only the keys of a layer are used, its queries are trained by nothing that asked.",
+    ),
+    Fault(
+        "gradients_of_a_tensor_given_twice",
+        "tuned/calls/rope/saved.py",
+        "Given(*(t.view_as(t) if isinstance(t, torch.Tensor) and t.requires_grad else t for t in given))",
+        "given",
+        (C_NORM + "test_a_tensor_given_twice_or_computed_from_another_has_the_gradients_of_the_formula",),
+        "With create_graph=True, the gradients of one weight for queries and keys are twice what they are.",
     ),
     Fault(
         "gradient_of_an_unused_key",

@@ -197,6 +197,10 @@ def draw(rng: random.Random, world: World, spec: Any = None, size: Any = None) -
             most = max(starts) + (0 if place in ("ids", "shared") or packed or not seq else seq * cp_size - 1)
             if min(starts) < 0 or most >= rows:
                 refusal = "values past the table"
+        if bounds and world.sees_values:
+            firsts = itertools.cycle(starts or [number])
+            if any(length and first + length > rows for first, length in zip(firsts, lengths, strict=False)):
+                refusal = "lengths past the table"
     elif packed and place != "ids" and rng.random() < 0.3:
         arguments["max_seqlen"] = longest
     # Angles.

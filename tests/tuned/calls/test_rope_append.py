@@ -323,6 +323,26 @@ def test_what_a_known_call_may_not_do_is_refused_too() -> None:
         assert seen.direct == 2
 
 
+def test_a_sequence_that_is_longer_than_the_table_is_refused_before_a_write() -> None:
+    q, k, v, cos = torch.randn(8, 3, 8), torch.randn(8, 2, 8), torch.randn(8, 2, 8), torch.rand(4, 4)
+    caches = torch.zeros(2, 3, 4, 2, 8)
+    before = q.clone()
+    for bounds, offset in (([0, 8], 0), ([0, 4, 8], 1), ([0, 4, 8], torch.tensor([0, 1]))):
+        named = {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32), "offset": offset, "cos": cos, "sin": cos}
+        with pytest.raises(ValueError, match="the angles are too short: 4 positions for a sequence of"):
+            rope_append_(q, k, v, *caches, torch.arange(8), **named)
+        assert torch.equal(q, before)
+        assert not caches.any()
+    named = {"cu_seqlens": torch.tensor([0, 4, 8], dtype=torch.int32), "cos": cos, "sin": cos}
+    rope_append_(q, k, v, *caches, torch.arange(8), **named)
+    named["cu_seqlens"] = torch.tensor([0, 3, 8], dtype=torch.int32)  # as known
+    kept = q.clone(), caches.clone()
+    with pytest.raises(ValueError, match="a sequence of 5, cu_seqlens 3 to 8"):
+        rope_append_(q, k, v, *caches, torch.arange(8), **named)
+    assert torch.equal(q, kept[0])
+    assert torch.equal(caches, kept[1])
+
+
 @pytest.mark.parametrize("scaled", [False, True])
 def test_the_short_way_is_for_calls_like_those_before_alone(scaled: bool) -> None:
     """What a call of the same sizes has besides: everything that one C function is to compare."""

@@ -341,7 +341,10 @@ def test_what_is_not_refused() -> None:
         {"cp_size": 2, "cp_rank": 1},
         {"tensor_format": "thd", "positions": IDS[0]},
         {"tensor_format": "thd", "cu_seqlens": BOUNDS, "max_seqlen": 12},
-        {"tensor_format": "thd", "cu_seqlens": BOUNDS, "offset": torch.tensor([11, 0])},
+        {"tensor_format": "thd", "cu_seqlens": BOUNDS, "offset": torch.tensor([10, 0])},
+        {"tensor_format": "thd", "cu_seqlens": BOUNDS, "offset": 8},
+        {"tensor_format": "thd", "cu_seqlens": BOUNDS, "inv_freq": TABLE[0], "offset": 11},
+        {"tensor_format": "thd", "cu_seqlens": BOUNDS[:1].repeat(3), "offset": 12},  # sequences of nothing
         {"inv_freq": TABLE[0], "offset": MAX_TOKENS - S},
         {"inv_freq": TABLE[0], "offset": -MAX_TOKENS},
         {"inv_freq": TABLE[0], "offset": torch.tensor(-5)},

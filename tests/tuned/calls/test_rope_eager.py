@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,15 +48,22 @@ def test_the_formula_rotates_as_the_oracle_does(row: dict[str, Any]) -> None:
 
 
 def seen(case: RopeCase) -> bool:
-    """Whether positions outside of the angles are an error; lengths of packed sequences, and a GPU's values, are not read."""
+    """Whether positions outside of the angles are an error; a GPU's values, and so lengths of packed sequences, are not read."""
     spec = case.spec
-    if DEVICE != "cpu" and spec.positions in ("offset", "starts", "ids"):
+    if DEVICE != "cpu" and (spec.packed or spec.positions in ("offset", "starts", "ids")):
         return False
-    if spec.angles == "inv_freq" or (spec.packed and spec.positions in ("order", "shifted")):
+    if spec.angles == "inv_freq":
         return False
     starts = (case.starts,) if isinstance(case.starts, int) else case.starts
-    places = 1 if spec.packed else case.seq * case.cp_size  # the whole sequence's, whatever this rank has of it
-    last = max(map(max, case.ids)) if case.ids is not None else max(starts) + places - 1
+    last = max(map(max, case.ids)) if case.ids is not None else max(starts, default=0)
+    if spec.packed:
+        assert case.cu_seqlens is not None
+        lengths = [end - begin for begin, end in itertools.pairwise(case.cu_seqlens)]
+        firsts = itertools.cycle(starts)
+        reached = [first + length - 1 for first, length in zip(firsts, lengths, strict=False) if length]
+        last = max(last if spec.positions in ("offset", "starts") else -1, *reached, -1)
+    elif case.ids is None:
+        last += case.seq * case.cp_size - 1  # the whole sequence's, whatever this rank has of it
     return last >= case.angle_rows  # type: ignore[operator]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from tuned.calls.refusal import check_flag, is_number
 from tuned.calls.rope.mistakes import (
     complex_hint,
     heads_first_hint,
+    readable,
     refuse_bounds,
     refuse_cosines_alone,
     warn_if_half_of_the_head,
@@ -876,7 +878,7 @@ def prepare(
     rows = _rows(angles, batch, layout)
     if angles.kind != "inv_freq":
         _reach(rows, positions, settings, seq, sequences, heads_first_hint(x, rows, asked, positions.mode))
-        _values_reach(rows, positions, seq * settings.cp_size, sequences)
+        _values_reach(rows, positions, seq * settings.cp_size, bounds)
         warn_if_heads_come_first(x, given, asked, rows, positions.mode)
     if x.numel() and seq * batch > MAX_TOKENS:
         raise ValueError(f"seq * batch must be at most {MAX_TOKENS}, got {seq * batch}: split the call")
@@ -1089,18 +1091,25 @@ def _reach(  # noqa: PLR0913 - the sizes of a call
         )
 
 
-def _values_reach(rows: int, positions: _Positions, seq: int, sequences: int | None) -> None:
-    """Refuse positions past the end of the angles by their values, on a CPU only.
+def _values_reach(rows: int, positions: _Positions, seq: int, bounds: torch.Tensor | None) -> None:
+    """Refuse positions past the end of the angles by their values, and those of ``bounds``, of packed sequences; on a CPU only.
 
     On a GPU that would synchronize; there such positions give NaN.
     """
+    _tensor_reaches(rows, positions, 0 if bounds is not None or not seq else seq - 1)
+    if bounds is not None:
+        _sequences_reach(rows, positions, bounds)
+
+
+def _tensor_reaches(rows: int, positions: _Positions, last: int) -> None:
+    """Refuse positions that a tensor holds; ``last`` is the index of the last token behind an offset."""
     tensor = positions.tensor
     if tensor is None or tensor.device.type != "cpu" or type(tensor) is not torch.Tensor or not tensor.numel():
         return
     if wrapped(tensor):  # torch.func.vmap has no one value of it
         return
     least, most = (int(v) for v in torch.aminmax(tensor))
-    most += 0 if positions.mode in ("ids", "axes") or sequences is not None or not seq else seq - 1
+    most += 0 if positions.mode in ("ids", "axes") else last
     if least < 0 or most >= rows:
         name = "positions" if positions.mode in ("ids", "axes") else "offset"
         what = "positions" if name == "positions" else "offset plus the index of each token"
@@ -1108,6 +1117,22 @@ def _values_reach(rows: int, positions: _Positions, seq: int, sequences: int | N
             f"{what} must be in [0, {rows}), the rows of the angles, got {least} to {most}: make the angles longer, or pass inv_freq, "
             "which has every position"
         )
+
+
+def _sequences_reach(rows: int, positions: _Positions, bounds: torch.Tensor) -> None:
+    """Refuse packed sequences that go on past the end of the angles."""
+    first = positions.tensor
+    if not readable(bounds) or not (first is None or readable(first)):
+        return
+    ends = bounds.tolist()
+    starts = [positions.offset] * (len(ends) - 1) if first is None else first.expand(len(ends) - 1).tolist()
+    for start, (begin, end) in zip(starts, itertools.pairwise(ends), strict=True):
+        if begin < end and start + end - begin > rows:
+            on = f" from position {start} on" if start else ""
+            raise ValueError(
+                f"the angles are too short: {rows} positions for a sequence of {end - begin}{on}, cu_seqlens {begin} to {end}; make "
+                "them at least as long, or pass inv_freq, which has every position"
+            )
 
 
 def offset_limits(spec: RopeSpec, settings: Settings, rows: int, seq: int) -> tuple[int, int]:
