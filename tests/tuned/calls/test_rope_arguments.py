@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.run import addresses
-from tuned.calls.rope.arguments import MAX_TOKENS, Given, Settings, prepare
+from tuned.calls.rope.arguments import MAX_TOKENS, Given, Settings, check_strides, prepare, refuse_overlap
 from tuned.dispatch import explain_rope, rope_qk, rope_qkv
 from tuned.families.rope.spec import RopeSpec
 
@@ -480,6 +480,45 @@ def test_an_expanded_tensor_is_not_overwritten() -> None:
     assert bool((q == 1).all())
 
 
+def test_windows_that_overlap_are_not_overwritten() -> None:
+    memory = torch.zeros(4000)
+    windows = memory.as_strided((B, S, H, D), (400, 16, 4, 1))
+    beside = memory.as_strided((B, S, K, D), (400, 16, 8, 1), 2000)
+    for tensors in ({"q": windows}, {"q": beside, "k": memory.as_strided((B, S, K, D), (400, 16, 4, 1))}):
+        with pytest.raises(
+            ValueError, match=r"overwritten: some of its elements share memory \(strides \[400, 16, 4, 1\] of"
+        ):
+            call(**tensors, inplace=True)
+    assert not memory.any()
+    rope_qk(windows, beside, cos=TABLE, sin=TABLE)
+
+
+def test_a_tensor_is_overwritten_exactly_where_no_element_shares_memory_with_another() -> None:
+    draw, found = random.Random(0), dict.fromkeys((False, True), 0)
+    for _ in range(3000):
+        shape = [draw.choice((1, 2, 3, 4, 7)) for _ in range(4)]
+        strides = [draw.choice((1, 2, 3, 4, 5, 6, 8, 9, 12, 20, 24, 35, 60)) for _ in range(4)]
+        if draw.random() < 0.5:
+            strides = [s * f for s, f in zip(strides, draw.sample((1, 7, 30, 100), 4), strict=True)]
+        x = torch.empty_strided(shape, strides)
+        overlap = len(set(addresses(x).ravel().tolist())) < x.numel()
+        try:
+            check_strides("x", x)
+        except ValueError:
+            assert overlap, (shape, strides)
+        else:
+            assert not overlap, (shape, strides)
+        found[overlap] += 1
+    assert min(found.values()) > 500
+
+
+def test_of_many_elements_no_two_are_compared() -> None:
+    x = torch.empty_strided((64, 4096, 2, 128), (2**30, 2, 4097, 2**14), device=META)  # heads in turn
+    check_strides("x", x)
+    with pytest.raises(ValueError, match="share memory"):
+        check_strides("x", x.as_strided(x.shape, (2**30, 2, 4096, 2**14)))
+
+
 def shared() -> dict[str, tuple[torch.Tensor, torch.Tensor, bool]]:
     """Pairs of views of one tensor, and whether they share an element."""
     qkv = torch.ones(B, S, 8, D)
@@ -558,7 +597,7 @@ def test_no_two_tensors_that_share_an_element_are_both_overwritten() -> None:
             q, k = k, q
         overlap, refused = share(q, k), False
         try:
-            prepare(Given(q, k, cos=TABLE[:, :1], sin=TABLE[:, :1]), Settings(inplace=True), make_out=lambda t: t)
+            refuse_overlap(q, k)
         except ValueError as error:
             assert "share memory, and both" in str(error)  # noqa: PT017 - all others are a fault
             refused = True

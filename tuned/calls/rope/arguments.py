@@ -587,6 +587,33 @@ def check_strides(name: str, x: torch.Tensor, way_out: str = "use inplace=False"
     """
     if any(stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)):
         raise ValueError(f"{name} cannot be overwritten: some of its elements share memory (stride 0); {way_out}")
+    if not torch.compiler.is_dynamo_compiling() and _shares_with_itself(x):
+        raise ValueError(
+            f"{name} cannot be overwritten: some of its elements share memory (strides {list(x.stride())} of {list(x.shape)}); {way_out}"
+        )
+
+
+def _shares_with_itself(x: torch.Tensor) -> bool:
+    """Whether two elements of a tensor, of which no stride is 0, lie in one place."""
+    if not x.numel():
+        return False
+    axes = sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1)
+    reach, apart = 0, True
+    for step, n in axes:
+        apart = apart and step > reach
+        reach += (n - 1) * step
+    # More elements than places, such as windows that overlap by much, need no search.
+    return not apart and (x.numel() > reach + 1 or _leads_back(axes[::-1], 0, moved=False))
+
+
+def _leads_back(axes: list[tuple[int, int]], at: int, *, moved: bool) -> bool:
+    """Whether steps along axes, the longest first, lead from ``at`` to 0, of which one is a step if none was made before."""
+    if not axes:
+        return moved and at == 0
+    (step, n), *rest = axes
+    reach = sum((m - 1) * s for s, m in rest)  # of the shorter: what they cannot make up for is not tried
+    fewest, most = max(1 - n, -((reach + at) // step)), min(n - 1, (reach - at) // step)
+    return any(_leads_back(rest, at + k * step, moved=moved or k != 0) for k in range(fewest, most + 1))
 
 
 def refuse_overlap(x: torch.Tensor, key: torch.Tensor) -> None:
