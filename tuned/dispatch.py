@@ -51,7 +51,16 @@ from tuned.calls.recurrent import serve
 from tuned.calls.refusal import check_flag
 from tuned.calls.rope import append as rope_append
 from tuned.calls.rope import call as rope_call
-from tuned.calls.rope.arguments import Given, Settings, k_dim_of, kv_heads_of, offset_of, packed_parts, whole_numbers
+from tuned.calls.rope.arguments import (
+    Given,
+    Settings,
+    k_dim_of,
+    kv_heads_of,
+    offset_of,
+    packed_parts,
+    sections_of,
+    whole_numbers,
+)
 from tuned.launching.overwrite import bump_versions, refuse_overwrite
 from tuned.lookup.lookup import Choice
 
@@ -147,7 +156,7 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
     ):
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
     if sections is not None and type(sections) is not tuple:
-        sections = tuple(sections)
+        sections = tuple(sections) if type(sections) is list else sections_of(sections)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
         rotated, conjugate, sections, interleaved_sections, None, deinterleave, 0, "forward",
@@ -217,7 +226,7 @@ def rope_qk(  # noqa: PLR0913 - the arguments of rope
     ):
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
     if sections is not None and type(sections) is not tuple:
-        sections = tuple(sections)
+        sections = tuple(sections) if type(sections) is list else sections_of(sections)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
         rotated, conjugate, sections, interleaved_sections, None, deinterleave, 0, "forward",
@@ -275,7 +284,7 @@ def rope_qkv(  # noqa: PLR0913 - the arguments of rope
     ):
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
     if sections is not None and type(sections) is not tuple:
-        sections = tuple(sections)
+        sections = tuple(sections) if type(sections) is list else sections_of(sections)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
         rotated, conjugate, sections, interleaved_sections, kv_heads, False, 0, "forward",
@@ -336,7 +345,7 @@ def rope_backward(  # noqa: PLR0913 - the arguments of rope
     ):
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
     if sections is not None and type(sections) is not tuple:
-        sections = tuple(sections)
+        sections = tuple(sections) if type(sections) is list else sections_of(sections)
     settings = (
         tensor_format, interleaved, False, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
         rotated, conjugate, sections, interleaved_sections, None, deinterleave, 0, "backward",
@@ -414,7 +423,7 @@ def qk_norm_rope(  # noqa: PLR0913 - the arguments of rope_qk, and of two norms
         TypeError, ValueError, RuntimeError: as ``rope``; nothing has been written.
     """
     if sections is not None and type(sections) is not tuple:
-        sections = tuple(sections)
+        sections = tuple(sections) if type(sections) is list else sections_of(sections)
     if rotary_dim is not None or max_seqlen is not None or type(cp_size) is not int or type(cp_rank) is not int:
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
     settings = (
@@ -530,7 +539,7 @@ def mla_kv_rope(  # noqa: PLR0913 - the arguments of rope
         k_dim = k_dim_of(k_dim)
         _, max_seqlen, cp_size, cp_rank = whole_numbers(None, max_seqlen, cp_size, cp_rank)
     if sections is not None and type(sections) is not tuple:
-        sections = tuple(sections)
+        sections = tuple(sections) if type(sections) is list else sections_of(sections)
     settings = (
         tensor_format, interleaved, False, None, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
         "first", conjugate, sections, interleaved_sections, None, deinterleave, k_dim, "forward",
@@ -618,7 +627,7 @@ def rope_append_(  # noqa: PLR0913 - the arguments of rope_qk, and of a cache
         RuntimeError: something requires a gradient while gradients are enabled; nothing has been written.
     """
     if sections is not None and type(sections) is not tuple:
-        sections = tuple(sections)
+        sections = tuple(sections) if type(sections) is list else sections_of(sections)
     if (rotary_dim is not None and type(rotary_dim) is not int) or (
         max_seqlen is not None and type(max_seqlen) is not int
     ):
@@ -851,7 +860,7 @@ def explain_rope(function: Any, *args: Any, **kwargs: Any) -> tuple[Choice, Any]
     x, key = named.pop(next(iter(named))), named.pop("k_pe" if function is mla_kv_rope else "k", None)
     if function is mla_kv_rope:
         named["k_dim"] = k_dim_of(named["k_dim"])
-    named["sections"] = None if named["sections"] is None else tuple(named["sections"])
+    named["sections"] = None if named["sections"] is None else sections_of(named["sections"])
     counts = ("rotary_dim", "max_seqlen", "cp_size", "cp_rank")
     named |= {"rotary_dim": None} if function is mla_kv_rope else {}
     named |= zip(counts, whole_numbers(*map(named.get, counts)), strict=True)
@@ -883,7 +892,7 @@ def _explain_append(named: dict[str, Any]) -> tuple[Choice, Any]:
             del named[name]
     else:
         named["norm"] = "head"
-    named["sections"] = None if named["sections"] is None else tuple(named["sections"])
+    named["sections"] = None if named["sections"] is None else sections_of(named["sections"])
     numbers = whole_numbers(named["rotary_dim"], named["max_seqlen"], 1, 0)
     named |= zip(("rotary_dim", "max_seqlen"), numbers, strict=False)
     named["offset"] = offset_of(named["offset"], named["positions"])

@@ -273,6 +273,25 @@ def test_what_axes_and_complex_angles_cannot_be_is_refused(change: dict[str, Any
         rope(torch.randn(B, S, H, D), **named)
 
 
+@pytest.mark.parametrize(
+    "sections", [np.array([2, 3, 3]), torch.tensor([2, 3, 3]), [torch.tensor(2), 3, np.int32(3)], (np.int64(2), 3, 3)]
+)
+def test_sections_are_whatever_stands_for_ints(sections: Any) -> None:
+    x, given = torch.randn(B, S, H, D), drawn()
+    named = SOURCES["cos_sin"] | {"positions": given}
+    for _ in range(2):
+        found = rope(x, **named, sections=sections)
+        torch.testing.assert_close(found.double(), turned(x, in_a_row(given, (2, 3, 3))), rtol=1e-5, atol=1e-5)
+    assert torch.equal(rope_qk(x, x, **named, sections=sections)[1], found)
+    assert tuned.explain(rope, x, **named, sections=sections).rule in ("eager", "winner", "default")
+
+
+@pytest.mark.parametrize("sections", [[True, 4, 3], [torch.tensor(True), 4, 3], [torch.tensor(2.0), 3, 3], "233"])
+def test_sections_of_no_ints_are_refused(sections: Any) -> None:
+    with pytest.raises(ValueError, match="sections must be 2 to 4 numbers of pairs"):
+        rope(torch.randn(B, S, H, D), **SOURCES["cos_sin"], positions=drawn(), sections=sections)
+
+
 def test_explain_takes_sections_as_a_list() -> None:
     x = torch.randn(B, S, H, D)
     assert tuned.explain(rope, x, **SOURCES["cos_sin"], positions=drawn(), sections=[2, 3, 3]).rule in (

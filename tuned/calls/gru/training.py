@@ -84,7 +84,10 @@ def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
     """The choice for the gradient of a call that ``why_not`` accepts, and the modules of tuned.kernels of both ways."""
     choice, (first, forward) = _choice(call), run.choice_of(call if run.in_one_launch(call) else _layer(call, 0))
     why = f"of the gradient, {choice.why}; the forward has its own, {first.rule}: {first.why}"
-    return dataclasses.replace(choice, why=why), (*forward, *BACKWARD.kernel_names(run.spec_of(call, 1)[0], choice.variant))
+    return dataclasses.replace(choice, why=why), (
+        *forward,
+        *BACKWARD.kernel_names(run.spec_of(call, 1)[0], choice.variant),
+    )
 
 
 def forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:

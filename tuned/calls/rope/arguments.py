@@ -170,6 +170,21 @@ def whole_numbers(rotary_dim: Any, max_seqlen: Any, cp_size: Any, cp_rank: Any) 
     )
 
 
+def sections_of(sections: Any) -> tuple[Any, ...]:
+    """The sections that a user gave, as a tuple; what is in it is checked with the call.
+
+    Raises:
+        TypeError: they are no sequence.
+    """
+    try:
+        return tuple(sections)
+    except TypeError:
+        raise TypeError(
+            f"sections must be a sequence of numbers of pairs, one for each axis, got {type(sections).__name__} {sections!r}: pass the "
+            "model's mrope_section, or how many pairs each axis has"
+        ) from None
+
+
 def kv_heads_of(kv_heads: Any) -> Any:
     """The kv_heads that a user gave for a packed qkv, as an int.
 
@@ -889,7 +904,7 @@ def prepare(
     if settings.k_dim:
         settings = _all_of_the_shared_head(rotary, head_dim, settings)
     warn_if_half_of_the_head(given, settings, rotary, head_dim - settings.k_dim)
-    _check_sections(settings, rotary)
+    settings = _with_sections(settings, rotary)
     seq, batch = tokens_of(layout, x)
     bounds, sequences = None, None
     if layout == "thd" and given.positions is None:
@@ -1041,14 +1056,25 @@ def _norm_weights(given: Given, settings: Settings, heads: int, head_dim: int) -
     return found[0], found[1]
 
 
-def _check_sections(settings: Settings, rotary: int) -> None:
-    """Refuse sections that are not of the rotary_dim / 2 pairs."""
+def _index(n: Any) -> Any:
+    """An int for what stands for one; a bool, and anything else, as it is."""
+    if isinstance(n, (bool, torch.SymInt)) or (isinstance(n, torch.Tensor) and n.dtype == torch.bool):
+        return n
+    try:
+        return operator.index(n)
+    except TypeError:
+        return n
+
+
+def _with_sections(settings: Settings, rotary: int) -> Settings:
+    """The settings, with sections as ints; refuse sections that are not of the rotary_dim / 2 pairs."""
     sections, pairs = settings.sections, rotary // 2
     if sections is None:
         if settings.interleaved_sections:
             raise ValueError("interleaved_sections say how sections lie, got True without sections: pass them too")
-        return
-    whole = isinstance(sections, tuple) and all(type(n) is int and n >= 0 for n in sections)
+        return settings
+    sections = tuple(map(_index, sections))
+    whole = all(type(n) is int and n >= 0 for n in sections)
     if not whole or not 2 <= len(sections) <= MOST_AXES or sum(sections) != pairs:  # noqa: PLR2004
         raise ValueError(
             f"sections must be 2 to {MOST_AXES} numbers of pairs that add up to rotary_dim / 2, {pairs}, got {sections!r}: pass the "
@@ -1061,6 +1087,7 @@ def _check_sections(settings: Settings, rotary: int) -> None:
             f"interleaved sections must be 3, of which the second and the third have a third of the {pairs} pairs at most, got "
             f"{sections!r}: leave interleaved_sections out if they lie in a row"
         )
+    return settings._replace(sections=sections)
 
 
 def _rotated(given: Given, settings: Settings) -> tuple[torch.Tensor, Any, int]:
