@@ -26,6 +26,7 @@ STACK_TESTS = tests/kernels/test_compile.py tests/kernels/test_gru_compile.py te
 	tests/generator/reporting/test_show_gru.py tests/kernels/test_sincos.py \
 	tests/generator/families/test_gru_family.py tests/tuned/lookup/test_lookup.py \
 	tests/tuned/test_explain.py tests/generator/evaluation/test_portfolio.py \
+	tests/tuned/calls/test_gru_ops.py tests/tuned/calls/test_gru_transforms.py \
 	tests/tuned/launching/test_launcher.py
 
 # Tests start many processes, each of which would compile again what it imports.

@@ -457,7 +457,7 @@ LAUNCHING = (
     Fault(
         "compiled_transforms_get_operators",
         "tuned/calls/recurrent/serve.py",
-        "        return not transformed()\n",
+        "        return not left_alone()\n",
         "        return True\n",
         (T + "calls/test_gru_transforms.py::test_a_transform_is_compiled_as_it_runs[jvp-gru_cell]",),
         "A compiled tangent of a GRU is 0, without a word.",

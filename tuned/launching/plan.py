@@ -59,12 +59,15 @@ def bypassed() -> str | None:
     return "torch.jit is tracing" if tracing() is not None else None
 
 
-def transformed() -> bool:
-    """``bypassed``, as torch.compile asks it: of what is active where it traces, which is then a constant of its graph."""
-    return bypassed() is not None
+def left_alone() -> bool:
+    """Whether torch.export, or ``bypassed``, is active where torch.compile traces; it asks once, and keeps the answer in its graph.
+
+    What it traces may not ask torch.compiler.is_exporting() itself: with torch 2.11 that is always true there.
+    """
+    return torch.compiler.is_exporting() or bypassed() is not None
 
 
-transformed._dynamo_marked_constant = True  # type: ignore[attr-defined] # noqa: SLF001 - torch.compiler's decorator does no more, and imports all of Dynamo
+left_alone._dynamo_marked_constant = True  # type: ignore[attr-defined] # noqa: SLF001 - torch.compiler's decorator does no more, and imports all of Dynamo
 
 
 def traits(t: torch.Tensor) -> tuple[Any, ...]:

@@ -183,7 +183,7 @@ def test_a_new_family_works_and_so_do_its_tests(tmp_path: Path) -> None:
     kept = (tmp_path / "mine" / "mine.py").read_text()
     done = tune(tmp_path, "new-family", "mine")
     assert done.returncode == 2
-    assert "is there already, and is kept" in done.stderr
+    assert "are there already, and kept" in done.stderr
     assert (tmp_path / "mine" / "mine.py").read_text() == kept
 
 

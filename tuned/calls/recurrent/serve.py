@@ -18,7 +18,7 @@ from tuned.calls.linear_cat import training as linear_training
 from tuned.calls.linear_cat.arguments import check_linear_cat
 from tuned.calls.products import autocast_dtype
 from tuned.launching import left
-from tuned.launching.plan import bypassed, listeners, transformed
+from tuned.launching.plan import bypassed, left_alone, listeners
 from tuned.launching.rehearsal import NotedError, note_left
 from tuned.lookup.gpu import PLAIN, why_eager, why_not_plain
 from tuned.lookup.lookup import Choice
@@ -55,11 +55,9 @@ def by_operator(tensors: Sequence[torch.Tensor | None]) -> bool:
     PyTorch's own operators in any case. So are calls under torch.export, whose programs run without this package, and what
     transforms of torch.func follow, of which our operators know nothing.
     """
-    if torch.compiler.is_exporting():
-        return False
     if torch.compiler.is_dynamo_compiling():
-        return not transformed()
-    if not listeners() or bypassed() is not None:
+        return not left_alone()
+    if not listeners() or left_alone():
         return False
     return all(t is None or (t.is_cuda and (type(t) in PLAIN or _stands_for_a_plain_one(t))) for t in tensors)
 
