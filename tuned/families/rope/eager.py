@@ -175,7 +175,7 @@ def as_cached(rows: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None
 
 
 def put(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, inside: torch.Tensor | None = None) -> None:
-    """Write rows to their places in the pages of a cache, as bits; those without a place nowhere."""
+    """Write rows to their places in the pages of a cache, as they are; those without a place nowhere."""
     pages, page_size = cache.shape[:2]
     count = slots.shape[0]
     if not count or not cache.numel():
@@ -187,10 +187,11 @@ def put(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, inside: to
     token = torch.where(kept, torch.arange(count, device=slots.device), first)
     some = kept.any()
     place = torch.where(some, slots[token], 0)
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[cache.element_size()]
-    bits = cache.view(kind)
+    rows = rows.resolve_neg()
+    if cache.element_size() == 1:  # PyTorch writes no float8 by an index; vmap and torch.jit.trace know no views as another dtype
+        cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
     index = torch.div(place, page_size, rounding_mode="floor"), place % page_size
-    bits.index_put_(index, torch.where(some, rows.resolve_neg().view(kind)[token], bits[0, 0]))
+    cache.index_put_(index, torch.where(some, rows[token], cache[0, 0]))
 
 
 def _rotated(
