@@ -479,6 +479,25 @@ LAUNCHING = (
         "A restored module lacks the weight that was parametrised since.",
     ),
     Fault(
+        "first_result_is_a_view",
+        "tuned/launching/overwrite.py",
+        "    return t.data if t._is_view() else t  #",
+        "    return t  #",
+        (
+            T + "calls/test_rope_plan.py::test_a_result_may_be_overwritten_from_the_first_call_on[True-True-bshd]",
+            T + "calls/test_linear_cat_training.py::test_a_result_may_be_overwritten",
+        ),
+        "A model that scales its query in place ends at its first training step.",
+    ),
+    Fault(
+        "angles_of_more_axes_are_launched",
+        "tuned/calls/rope/lengths.py",
+        "        or (angles.ndim > 1 and angles.numel() != rows * angles.shape[-1])\n",
+        "",
+        (T + "calls/test_rope_plan.py::test_angles_with_axes_of_their_own_are_refused_whatever_came_before",),
+        "A table of another form is read as if it had one axis, without a word.",
+    ),
+    Fault(
         "layers_of_a_plan_share_a_state",
         "tuned/calls/gru/plan.py",
         "made = one(x, hx[states], weights[of_states], resets, h_n[states])",

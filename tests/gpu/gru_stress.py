@@ -14,7 +14,7 @@ import torch
 import triton
 from triton.language.extra.cuda import globaltimer
 
-from tests.support.gru_sequences import Sequences, build
+from tests.support.gru_sequences import Sequences, assert_steps_right, build
 from tests.support.run import run
 from tuned.families.gru.launches import launches
 from tuned.families.gru.spec import GruSpec
@@ -161,7 +161,19 @@ def no_numbers() -> None:
             require(bool(h_n[0, :2].isnan().all()), f"h_n: {variant}")
 
 
-DEEDS = {deed.__name__: deed for deed in (two_streams, beside_others, delays, no_numbers)}
+def empty_tiles() -> None:
+    """Tiles of cu_seqlens that the same programs have in turn, some without a token, each both ways."""
+    for exchange in ("counter", "poll", "spin"):
+        variant = dataclasses.replace(SPLIT, exchange=exchange, block_batch=8, turns=2)
+        spec = GruSpec("float32", 256, "thd", directions=2)
+        for lengths in ((0, *(3,) * 7) + (0,) * 8, (0,) * 8 + (0, *(3,) * 7), (3,) * 8 + (0,) * 8):
+            built = build(Sequences(spec, lengths), "cuda")
+            launch(built, variant)
+            torch.cuda.synchronize()
+            assert_steps_right(built)
+
+
+DEEDS = {deed.__name__: deed for deed in (two_streams, beside_others, delays, no_numbers, empty_tiles)}
 
 if __name__ == "__main__":
     DEEDS[sys.argv[1]]()

@@ -366,7 +366,7 @@ def process(deed: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("deed", ["two_streams", "beside_others", "delays", "no_numbers"])
+@pytest.mark.parametrize("deed", ["two_streams", "beside_others", "delays", "no_numbers", "empty_tiles"])
 def test_nothing_hangs_and_results_stay_right(deed: str) -> None:
     done = process(deed)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

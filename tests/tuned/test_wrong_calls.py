@@ -273,7 +273,7 @@ OF_POSITIONS: dict[str, Row] = {
     "offset below 0": (on_x(offset=-1), ValueError, "offset must be at least 0 with a table", "got -1", "need inv_freq"),
     "offset float": (on_x(offset=1.0), TypeError, "offset must be an int", "got float 1.0", "convert it with int("),
     "offset flag": (on_x(offset=True), TypeError, "offset must be an int", "got bool True", "convert it with int("),
-    "offset huge": (on_x(inv_freq=RATES, offset=2**31), ValueError, "offset must be from -2147483647", "got 2147483648", "subtract the same number from those of q and k"),
+    "offset huge": (on_x(inv_freq=RATES, offset=2**31), ValueError, "offset must be from -2147483584", "got 2147483648", "subtract the same number from those of q and k"),
     "offset tensor of floats": (on_x(offset=torch.tensor(1.0)), TypeError, "offset must be int32 or int64", "got torch.float32", TO_32),
     "offset device": (on_x(offset=torch.tensor(1, device=META)), ValueError, "offset must be on the device of x, cpu", "got meta", MOVE),
     "starts of another batch": (on_x(offset=ints(0, 0, 0)), ValueError, "a tensor of [2], one entry per sequence", "got [3]", "for positions of each token pass positions"),

@@ -29,9 +29,11 @@ def leave(weight: torch.Tensor, sizes: Any, *, captured: bool = True) -> None:
         hash(key)
     except TypeError:  # a size that a tracer has not decided
         return
-    if id(weight) not in LEFT:
-        remember(LEFT, id(weight), {})
-    remember(LEFT[id(weight)], key, captured)
+    known = LEFT.get(id(weight))
+    if known is None:  # kept in a variable: another thread may clear the table
+        known = {}
+        remember(LEFT, id(weight), known)
+    remember(known, key, captured)
 
 
 def is_left(weight: torch.Tensor, sizes: Any) -> bool:

@@ -11,6 +11,14 @@ import torch
 _increment: Callable[[Any], None] = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)  # noqa: SLF001
 
 
+def apart(t: torch.Tensor) -> torch.Tensor:
+    """A result that is a view, as a tensor of its own in the same memory.
+
+    What is made inside of an autograd node may be overwritten by its caller, as by ``q.mul_(scale)``; a view made there may not.
+    """
+    return t.data if t._is_view() else t  # noqa: SLF001 - no public way to ask
+
+
 def bump_versions(x: torch.Tensor, key: torch.Tensor | None = None) -> None:
     """Tell autograd that tensors have changed, so that a node that saved an old value raises instead of being wrong."""
     try:

@@ -7,6 +7,7 @@ many: it is asked when a call is decided. If it cannot be asked, the first launc
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from typing import Any
@@ -50,13 +51,14 @@ def allowed(device: int) -> int | None:
     if _driver() is None and not _SEEN:
         return None
     here = _here(device)
-    if here not in _PLACES:
-        limit = _multiprocessors(device)
-        if limit is None and _SEEN and torch.cuda.is_current_stream_capturing():
-            # No launch may fail during graph capture, which has its own stream: take the limit of this context's others.
-            return min((n for p, n in _PLACES.items() if p[:2] == here[:2] and n is not None), default=None)
-        _note(here, limit)
-    return _PLACES[here]
+    with contextlib.suppress(KeyError):  # another thread may clear what was noted
+        return _PLACES[here]
+    limit = _multiprocessors(device)
+    if limit is None and _SEEN and torch.cuda.is_current_stream_capturing():
+        # No launch may fail during graph capture, which has its own stream: take the limit of this context's others.
+        return min((n for p, n in list(_PLACES.items()) if p[:2] == here[:2] and n is not None), default=None)
+    _note(here, limit)
+    return limit
 
 
 def _note(here: tuple[int, int, int], limit: int | None) -> None:

@@ -102,6 +102,20 @@ def test_gradients_are_pytorchs_and_nothing_is_concatenated(
     assert len(products) == (len(WIDTHS) if wanted in ("all", "weight") else 0)
 
 
+def test_a_result_may_be_overwritten(launched: list[Any]) -> None:
+    """A view that is made inside of an autograd node may not."""
+    arguments = given()
+    leaves, outs = leaves_of(*arguments), []
+    for _ in range(2):  # launched, and known
+        out = linear_cat(*arguments)
+        assert not out._is_view()
+        outs.append(torch.autograd.grad(out.relu_().sum(), leaves))
+    wanted = torch.autograd.grad(linear.eager(*arguments).relu().sum(), leaves)
+    for found in outs:
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-2)
+    assert launched
+
+
 def test_the_next_call_is_known_and_has_gradients_too(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = given()
     linear_cat(*arguments)

@@ -396,3 +396,38 @@ def test_a_gpu_that_nothing_was_tuned_on_is_told_of_at_the_line_that_called(
     with pytest.warns(tuned.TunedWarning, match="nothing was tuned on A New Card") as said:
         rope_qk(x, x, freqs, angle_entries="pair")
     assert said[0].filename == __file__
+
+
+RESULTS = {
+    "bshd": ((2, 8, 4, 64), {}),
+    "bhsd": ((2, 4, 8, 64), {}),
+    "thd": ((8, 4, 64), {"cu_seqlens": torch.tensor([0, 8], dtype=torch.int32)}),
+}
+
+
+@pytest.mark.usefixtures("watch")
+@pytest.mark.parametrize("layout", RESULTS)
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("two", [False, True])
+def test_a_result_may_be_overwritten_from_the_first_call_on(layout: str, *, gradient: bool, two: bool) -> None:
+    """A view that is made inside of an autograd node may not, nor one that is made where nothing is recorded."""
+    shape, others = RESULTS[layout]
+    freqs = torch.randn(16, 32)
+    for _ in range(3):
+        x = torch.randn(shape, requires_grad=gradient)
+        given = {"angle_entries": "pair", "tensor_format": layout, **others}
+        results = rope_qk(x, 2 * x, freqs, **given) if two else (rope(x, freqs, **given),)
+        for result in results:
+            assert not result._is_view()
+            wanted = 3 * result.detach()
+            result.mul_(torch.full((), 3.0, requires_grad=True))
+            torch.testing.assert_close(result.detach(), wanted)
+            result.detach_()
+
+
+@pytest.mark.usefixtures("watch")
+def test_angles_with_axes_of_their_own_are_refused_whatever_came_before() -> None:
+    for _ in range(2):
+        rope(torch.randn(2, 8, 4, 64), torch.randn(16, 1, 1, 32), angle_entries="pair")
+    with pytest.raises(ValueError, match=r"must be \[rows, entries\]"):
+        rope(torch.randn(2, 4, 4, 64), torch.randn(16, 3, 1, 32), angle_entries="pair")

@@ -56,6 +56,28 @@ def test_a_launch_is_public_unless_another_way_is_given(monkeypatch: pytest.Monk
     assert seen[1:] == [launch]
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_probe_may_wait_where_nothing_else_may(monkeypatch: pytest.MonkeyPatch, *, broken: bool) -> None:
+    """Under torch.cuda.set_sync_debug_mode("error"), as whoever looks for waits calls a model."""
+    module, modes = tuned.launching.launcher, [2]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    genuine = module.probe_launch
+    monkeypatch.setattr(module, "probe_launch", lambda _device: genuine("cpu"))
+    monkeypatch.setattr(module, "kernel", lambda _name: None)
+    monkeypatch.setattr(module, "launch_public", lambda _kernel, launch: launch.arguments[1].fill_(1.0))
+
+    def direct(compiled: torch.Tensor, _device: int) -> Any:
+        assert modes[-1] == 0
+        if broken:
+            raise TypeError("of another Triton")
+        return lambda _programs, _values: compiled.fill_(1.0)
+
+    monkeypatch.setattr(module, "direct_launcher", direct)
+    assert module._probe(0) is not broken
+    assert modes == [2, 0, 2]
+
+
 class Spreading:
     """A launcher as Triton 3.6 has it: what it knows of the kernel, then the values one by one."""
 

@@ -20,6 +20,7 @@ from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.families.products import CALLED_ROWS, DTYPES, MAX_SEGMENTS, as_called, joined
 from tuned.launching import alike, left
 from tuned.launching.launcher import run_publicly
+from tuned.launching.overwrite import apart
 from tuned.launching.plan import (
     NO_KEY,
     DirectLaunch,
@@ -157,7 +158,7 @@ def run_linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: t
         run_and_keep(steps, _PLANS, key, make, public, taken, _tensors, (), inputs, weight, bias)
     except NotedError:
         return eager(inputs, weight, bias)
-    return call.out.view(*inputs[0].shape[:-1], spec.outputs)  # type: ignore[no-any-return]
+    return apart(call.out.view(*inputs[0].shape[:-1], spec.outputs))
 
 
 def _tensors(_addresses: Any, inputs: Any, weight: Any, bias: Any) -> tuple[Any, ...]:
@@ -179,7 +180,7 @@ def _public(spec: LinearCatSpec, variant: Any, _addresses: Any, inputs: Any, wei
         run_publicly(launches(spec, variant, call), weight.get_device())
     except NotedError:
         return eager(inputs, weight, bias)
-    return call.out.view(*inputs[0].shape[:-1], spec.outputs)
+    return apart(call.out.view(*inputs[0].shape[:-1], spec.outputs))
 
 
 def _direct_plan(

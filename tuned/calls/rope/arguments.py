@@ -24,7 +24,9 @@ from tuned.calls.rope.mistakes import (
 from tuned.families.rope.launches import RopeCall
 from tuned.families.rope.spec import ANGLE_ENTRIES, LAYOUTS, MOST_AXES, NORMS, ROTATED, ROUNDINGS, RopeSize, RopeSpec
 
-MAX_TOKENS = 2**31 - 1  # token indices are 32-bit inside the kernels; offsets in memory are 64-bit
+MAX_TOKENS = (
+    2**31 - 64
+)  # token indices are 32-bit inside the kernels, and rounded up to whole tiles; offsets in memory are 64-bit
 SUPPORTED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 ANGLE_DTYPES = {**SUPPORTED, torch.float64: "float64"}
 INDICES = (torch.int32, torch.int64)
@@ -1196,7 +1198,8 @@ def offset_limits(spec: RopeSpec, settings: Settings, rows: int, seq: int) -> tu
     if spec.positions in ("ids", "axes"):
         return 0, 0
     if spec.packed:
-        return 0, MAX_TOKENS if settings.max_seqlen is None else rows - settings.max_seqlen
+        most = MAX_TOKENS - seq * settings.cp_size
+        return 0, most if settings.max_seqlen is None else min(most, rows - settings.max_seqlen)
     return 0, rows - seq * settings.cp_size
 
 

@@ -179,6 +179,7 @@ def sized(  # noqa: PLR0913 - one return per check; the tensors of a call
         or (spec.splits and x.numel() // spec.split_dims[0] * max(spec.split_dims) >= NARROW)
         or (key is not None and (key.shape[:-2] != shape[:-2] or not 0 < key.numel() < NARROW))
         or angles.numel() < 2  # noqa: PLR2004
+        or (angles.ndim > 1 and angles.numel() != rows * angles.shape[-1])
         or (sin is not None and sin.shape != angles.shape)
         or sequences < 0
         or (positions is not None and not positions.numel())

@@ -26,7 +26,7 @@ from tuned.families.rope import FAMILY as ROPE
 from tuned.families.rope.launches import RopeCall, launches
 from tuned.families.rope.spec import RopeSpec
 from tuned.launching.launcher import kernel, launch_public
-from tuned.launching.overwrite import bump_versions
+from tuned.launching.overwrite import apart, bump_versions
 from tuned.launching.plan import DirectLaunch, direct_launch, maker, maker_like, remember, specialisation
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, choose
@@ -180,7 +180,8 @@ def _result(given: Given, settings: Settings, call: RopeCall) -> Any:
     elif settings.k_dim:
         out, key_out = call.out, call.key_out
     else:
-        out, key_out = as_asked(call.out, given.x, settings), tokens_first(call.key_out, settings)
+        out = apart(as_asked(call.out, given.x, settings))
+        key_out = None if call.key_out is None else apart(tokens_first(call.key_out, settings))
     return out if given.key is None else (out, key_out)
 
 
