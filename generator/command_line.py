@@ -124,7 +124,7 @@ def run(name: str, command: Callable[[Any], int], as_json: bool = False) -> NoRe
 
     before, console.stderr = console.stderr, True
     try:
-        with collected() as facts:
+        with collected() as facts, contextlib.redirect_stdout(sys.stderr):  # a family from outside may print
             code, error = _code(command)
     finally:
         console.stderr = before

@@ -20,6 +20,8 @@ from generator.gpu import Facts, NoSuchGpuError, choose_gpu, choose_gpus, diagno
 from generator.publishing import audit
 from generator.publishing import files as committed
 from generator.reporting.progress import time_left
+from generator.searching import run as run_module
+from generator.searching.pool import Pool
 from generator.selection import SelectionError, select
 from generator.storage import record as record_module
 from generator.storage.record import read_record, save_winner
@@ -387,6 +389,16 @@ def test_what_has_no_room_is_skipped_and_said(machine: Any, tmp_path: Path) -> N
     done = call("--problems", ONE, "--out", str(tmp_path / "out"))
     assert done.exit_code == 1, "nothing was measured"
     assert f"skipped {ONE}: it needs" in done.output
+
+
+@pytest.mark.usefixtures("machine")
+def test_what_no_variant_is_legal_for_is_skipped_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    none = Pool(12, (), {"it is too wide": 8, "it spills": 4})
+    monkeypatch.setattr(run_module, "legal_pool", lambda *_: none)
+    done = call("--problems", ONE, "--out", str(tmp_path / "out"))
+    assert done.exit_code == 1, "nothing was measured"
+    said = f"skipped {ONE}: no variant of it is legal here: 8 x it is too wide; 4 x it spills"
+    assert said in " ".join(done.output.split())
 
 
 def test_a_gpu_that_is_not_there_is_refused(machine: Any) -> None:

@@ -177,7 +177,7 @@ class Own:
                 tensors.append(traits(a))
             else:
                 tensors.append((type(a), a))
-        return (now[1], *tensors, *kwargs.items())
+        return (now[1], *tensors, *((name, type(a), a) for name, a in kwargs.items()))
 
     def _served(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> torch.Tensor:
         choice, spec, call = self.chosen(*args, **kwargs)

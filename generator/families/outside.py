@@ -125,12 +125,21 @@ def _texts(module: ModuleType, name: str) -> Iterator[Text]:
     silent = [name for name in module.TEXT if not declared[name][1]]
     if silent:
         raise FamilyError(f"each field of Spec that TEXT names must be declared by one_of, got {', '.join(silent)}")
+    made: dict[str, Any] = {}
     for values in itertools.product(*(declared[field][1] or () for field in module.TEXT)):
         chosen = dict(zip(module.TEXT, values, strict=True))
         parts = {of: {n: v for n, v in chosen.items() if declared[n][0] == of} for of in ("spec", "variant")}
         spec, variant = (Read(of, parts[of]) for of in ("spec", "variant"))
         named = SimpleNamespace(**chosen)
-        yield name, kernel_name(name, tuple(module.TEXT), named, named), spec, variant, True
+        kernel = kernel_name(name, tuple(module.TEXT), named, named)
+        if not kernel.isidentifier():
+            raise FamilyError(f"the values of TEXT name a kernel, whose name must be one of Python's, got {kernel!r}")
+        if (other := made.setdefault(kernel, values)) is not values:
+            raise FamilyError(
+                f"each text must have a name of its own, and {other} and {values} are both {kernel}: name the choices so that they "
+                "differ in more than case, and where they are joined"
+            )
+        yield name, kernel, spec, variant, True
 
 
 def wrapper(winner: Winner, shown: Shown) -> str:
@@ -139,7 +148,7 @@ def wrapper(winner: Winner, shown: Shown) -> str:
     variant = " ".join(f"{name}={value!r}" for name, value in vars(winner.variant).items())
     takes = [
         "programs: the grid of each launch; the others are the kernel's own arguments, tensors first.",
-        f"{winner.name} was measured with {[launch.programs for launch in launches]} programs and {variant}.",
+        f"It was measured with {[launch.programs for launch in launches]} programs and {variant}.",
     ]
     lines = head(
         f"{winner.family}_launch", ["programs", *shown.parameters], "The launches as they were measured.", takes

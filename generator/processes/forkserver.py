@@ -41,7 +41,7 @@ LATER = (
     f"{GENERATOR}.processes.compiler:prepare",
 )  # called after the first fork, while that child wakes its GPU, or when told
 FORK_SECONDS = 120.0  # the first fork waits for the imports of torch and Triton: 2 s, from a cold disk more
-REQUEST_SECONDS = 60.0  # for the rest of another tuner's request, of which a part came
+REQUEST_SECONDS = 10.0  # for the rest of another tuner's request, of which a part came
 REAP_SECONDS = 10.0  # a killed process that holds a GPU takes a moment to go
 GRACE_SECONDS = (
     10.0  # for a process that closed its end to be gone, so that how it ended is known; it takes milliseconds
@@ -118,7 +118,7 @@ class Child:
         """The last that it printed, on one line, without what is not text."""
         end = os.fstat(self.log.fileno()).st_size
         start = max(self.log_start, end - 4 * TAIL_CHARACTERS)
-        text = os.pread(self.log.fileno(), end - start, start).decode(errors="replace")
+        text = os.pread(self.log.fileno(), max(0, end - start), start).decode(errors="replace")
         return " ".join("".join(c if c.isprintable() else " " for c in text).split())[-TAIL_CHARACTERS:]
 
 
@@ -220,6 +220,10 @@ class ForkServer:
                 ours.close()
                 log.close()
                 raise
+        if isinstance(pid, str):
+            ours.close()
+            log.close()
+            raise LostError(f"no process could be started: {pid}")
         return Child(self, pid, Channel(ours), log, start)
 
     def reap(self, pid: int, grace_s: float) -> int | None:
@@ -336,7 +340,7 @@ class _Server:
                         continue
                     try:
                         self._answer(self._tuners[number])
-                    except (ChannelError, TimeoutError):
+                    except (ChannelError, OSError):  # what one of them does is no other's trouble
                         self._dismiss(number)
         finally:
             for number in list(self._tuners):
@@ -362,8 +366,16 @@ class _Server:
         answer: Any = None
         if request[0] == "fork":
             ends = [*self._listeners, *(t.end for t in self._tuners.values())]
-            answer = _fork(request[1:], ends, socket.recv_fds(tuner.end, 1, count)[1])
-            tuner.children.add(answer)
+            files = socket.recv_fds(tuner.end, 1, count)[1]
+            try:
+                answer = _fork(request[1:], ends, files)
+                tuner.children.add(answer)
+            except OSError as error:  # too many processes, or too little memory
+                answer = f"{error.strerror}"
+                for file in files:
+                    os.close(file)
+        elif request[0] == "reap" and request[1] not in tuner.children:
+            answer = int(signal.SIGKILL)  # it was waited for before: its number may be another process's by now
         elif request[0] == "reap":
             answer = _reap(*request[1:])
             if answer is not None:
@@ -445,7 +457,10 @@ def _reap(pid: int, grace_s: float) -> int | None:
 def _wait(pid: int, seconds: float) -> int | None:
     until = time.monotonic() + seconds
     while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
+        try:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:  # it was waited for, as when Ctrl-C came while a tuner asked
+            return int(signal.SIGKILL)  # a plain number: an answer holds no other
         if ended:
             return status
         if time.monotonic() >= until:

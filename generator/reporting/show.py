@@ -73,7 +73,9 @@ def standalone(winner: Winner) -> str:
     kernels = "\n\n".join(_literal_kernel(launch) for launch in launches.values())
     last = next(reversed(launches.values()))
     wrapper = work.wrapper(winner, Shown(last, _parameters(last), every[:-1]))
-    return f'"""{_header(winner)}"""\n\n{IMPORTS}\n\n{kernels}\n\n{wrapper}'
+    # What a record says is text here, whatever stands in it: nothing of one is run.
+    header = _header(winner).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"""{header}"""\n\n{IMPORTS}\n\n{kernels}\n\n{wrapper}'
 
 
 def _header(winner: Winner) -> str:

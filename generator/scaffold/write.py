@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+import sys
 from pathlib import Path
 
 from ..disk import write_whole
@@ -17,6 +18,24 @@ FILES = {
     "README.md": "README.md",
 }
 TEXTS = Path(__file__).parent
+# What the files use by these names.
+TAKEN = frozenset(
+    (
+        "call",
+        "eager",
+        "generator",
+        "inputs",
+        "launches",
+        "own",
+        "problems",
+        "reference",
+        "rejection",
+        "tl",
+        "torch",
+        "triton",
+        "tuned",
+    )
+)
 
 
 def write_family(name: str, folder: Path) -> list[Path]:
@@ -28,6 +47,10 @@ def write_family(name: str, folder: Path) -> list[Path]:
     if re.fullmatch("[a-z][a-z0-9_]*", name) is None or keyword.iskeyword(name):
         raise SelectionError(
             f"a family is named with small letters, digits and _, and as a module may be, got {name!r}"
+        )
+    if name in TAKEN or name in sys.stdlib_module_names:
+        raise SelectionError(
+            f"a family may not be named as what its file uses, or a module of Python's, got {name!r}: name it otherwise"
         )
     written = {folder / file.replace("NAME", name): TEXTS / f"{text}.txt" for file, text in FILES.items()}
     there = [str(path) for path in written if path.exists()]

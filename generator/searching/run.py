@@ -23,7 +23,7 @@ from ..rendering.structures import fresh
 from ..storage.backends import LOST_STORAGE, StorageError, lost_storage
 from ..storage.journal import Journal
 from ..storage.record import QUICK, read_record, save_winner
-from .pool import incumbent_of, same_problem, seeds_for
+from .pool import incumbent_of, legal_pool, same_problem, seeds_for
 from .search import Outcome, Progress, opening, tune
 from .stopwatch import Stopwatch
 
@@ -222,7 +222,7 @@ def tuned(work: Work, tools: Tools, stopwatch: Stopwatch, report: Callable[[Prog
         report(progress)
 
     try:
-        reason = _no_room(problem, tools.worker)
+        reason = _no_variant(problem, *here) or _no_room(problem, tools.worker)
         if reason is not None:
             return reason
         outcome = tune(
@@ -254,6 +254,14 @@ def _first_of(problem: Problem, work: Work, capability: int, multiprocessors: in
         return work.candidates(problem, capability, multiprocessors)
     seeds = seeds_for(problem, work.known, capability, multiprocessors)
     return opening(problem, capability, seeds, incumbent_of(problem, work.known), multiprocessors)
+
+
+def _no_variant(problem: Problem, capability: int, multiprocessors: int) -> str | None:
+    pool = legal_pool(problem, capability, multiprocessors)
+    if pool.variants:
+        return None
+    why = "; ".join(f"{count} x {reason}" for reason, count in list(pool.rejected.items())[:3])
+    return f"no variant of it is legal here: {why}"
 
 
 def _no_room(problem: Problem, worker: Worker) -> str | None:

@@ -263,6 +263,14 @@ def _check(module: types.ModuleType) -> None:
                 raise FamilyError(
                     f"{where}: {name} must have {attribute!r}: derive it from tuned.own.{name}, or write the property"
                 )
+        if "__dataclass_fields__" not in vars(kind) and vars(kind).get("__annotations__"):
+            raise FamilyError(
+                f"{where}: {name} must be a dataclass itself, not by what it derives from: write @dataclass(frozen=True)"
+            )
+    if "num_warps" not in {field.name for field in dataclasses.fields(module.Variant)}:
+        raise FamilyError(
+            f"{where}: Variant must have num_warps, the warps of a program: num_warps: int = one_of(1, 2, 4, 8)"
+        )
     undeclared = [field.name for field in dataclasses.fields(module.Variant) if "choices" not in field.metadata]
     if undeclared:
         raise FamilyError(f"{where}: each field of Variant must be declared by one_of, got {', '.join(undeclared)}")

@@ -404,7 +404,7 @@ def gru_thd_layer_split_resets(
                 i_last, i_spare, spare_length, seq, spare_start, out_stride_t, out_stride_b, backward
             )
             p_state = tl.where((length > 0) | (i_step == t_begin), p_state, p_spare)
-            m_wait = (length >= 0) & (i_step > t_begin) & (spare_length > 0)
+            m_wait = (length >= 0) & (i_step > t_begin)
             if EXCHANGE == "counter":
                 if i_step > t_begin:
                     while tl.atomic_add(counter, 0, sem="acquire") < unit_tiles * (i_step - t_begin):

@@ -425,8 +425,6 @@ def gru_thd_turns_split_resets(
         i_batch, m_batch, length, starts, i_spare, spare_start, spare_length = _rows(
             i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH
         )
-        # A tile without a token waits for nothing: its spare row is another tile's, whose turn may come after its own.
-        spare_length = tl.where(tl.max(length, 0) > 0, spare_length, 0)
         j_batch = i_batch[None, :]
         mask = m_hidden & m_batch[None, :]
         counter = counters + (i_cell * row_tiles + i_tile) * 32
@@ -463,7 +461,7 @@ def gru_thd_turns_split_resets(
                 i_last, i_spare, spare_length, seq, spare_start, out_stride_t, out_stride_b, backward
             )
             p_state = tl.where((length > 0) | (i_step == t_begin), p_state, p_spare)
-            m_wait = (length >= 0) & (i_step > t_begin) & (spare_length > 0)
+            m_wait = (length >= 0) & (i_step > t_begin) & (tl.max(length, 0) > 0)
             if EXCHANGE == "counter":
                 if i_step > t_begin:
                     while tl.atomic_add(counter, 0, sem="acquire") < unit_tiles * (i_step - t_begin):

@@ -118,8 +118,11 @@ def build(kind: type, values: Any, where: str, *, may_lack: bool = False, least:
         if not right:
             limits = f" from {least} to {MOST}" if type(found) is int else ""
             raise RecordError(f"{where}.{field.name} must be {kind_of_it}{limits}, got {shown(found)}")
+    lists = {
+        f.name for f in fields if str(f.type).startswith("tuple") and isinstance(values.get(f.name), list)
+    }  # JSON has no tuples
     try:
-        return kind(**values)
+        return kind(**{name: tuple(value) if name in lists else value for name, value in values.items()})
     except (TypeError, ValueError) as error:
         raise RecordError(f"{where}: {error}") from error
 

@@ -4,16 +4,20 @@ dispatched, explained, shown and reported, and no file of this tree changes.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
+import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from generator.families.outside import _texts
 from generator.places import PACKAGE
 from tests.support import strangers
 from tests.support.outside import EXAMPLES, PATHS, ROOT, changed, copied, run, tune
-from tuned.families.outside import home_folder
+from tuned.families.choices import one_of
+from tuned.families.outside import FamilyError, home_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -135,6 +139,28 @@ def test_a_template_may_read_only_what_its_name_says(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "a template may read only what TEXT names, and it reads spec.columns" in done.stderr
     assert not list(home_folder(file).rglob("*.py"))
+
+
+@pytest.mark.parametrize(
+    ("modes", "tails", "said"),
+    [
+        (("a", "a_b"), ("b_c", "c"), r"\('a', 'b_c'\) and \('a_b', 'c'\) are both col_a_b_c"),
+        (("A", "a"), ("c", "d"), r"\('A', 'c'\) and \('a', 'c'\) are both col_a_c"),
+        (("a-b", "a"), ("c", "d"), "whose name must be one of Python's, got 'col_a-b_c'"),
+    ],
+)
+def test_each_text_has_a_name_of_its_own(modes: tuple[str, str], tails: tuple[str, str], said: str) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Spec:
+        mode: str = one_of(*modes, default=modes[0])
+
+    @dataclasses.dataclass(frozen=True)
+    class Variant:
+        tail: str = one_of(*tails, default=tails[0])
+
+    module: Any = types.SimpleNamespace(Spec=Spec, Variant=Variant, TEXT=("mode", "tail"))
+    with pytest.raises(FamilyError, match=said):
+        list(_texts(module, "col"))
 
 
 SEEN = 3  # problems of a family

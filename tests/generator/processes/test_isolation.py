@@ -232,6 +232,26 @@ def test_nothing_is_forked_for_another_user_nor_asked_of_one(monkeypatch: pytest
     server.close()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has addresses that are in no folder")
+def test_what_one_tuner_does_is_no_others_trouble() -> None:
+    """A child that is asked after twice; a tuner that goes between its request and what belongs to it, its answers unread."""
+    own = ForkServer.started(WARM)
+    assert own.address is not None
+    children = [sleeping(own), sleeping(own)]
+    children[0].end()
+    assert own.reap(children[0].pid, 0.0) == signal.SIGKILL
+    children[0].log.close()
+    gone = ForkServer.joined(own.address)
+    assert gone is not None
+    gone._channel.send((1, ("prepare",), 0), BACKSTOP_SECONDS)
+    gone._channel.send((2, ("fork", "generator.processes.serve:Caller", (), {}, "/"), 2), BACKSTOP_SECONDS)
+    gone.close()
+    assert children[1].ask((1, "call", (pow, (3, 2), {})), BACKSTOP_SECONDS) == (1, "done", 9)
+    sleeping(own).stop()
+    children[1].stop()
+    own.close()
+
+
 def test_what_forks_prepares_when_it_is_told_to(cache: Path) -> None:
     server = ForkServer.started((), ("tests.broken.server:leave_a_mark",))
     server.prepare()

@@ -268,6 +268,18 @@ def test_the_header_names_problem_device_and_time() -> None:
     assert shown(*CASES["bshd"]) == text
 
 
+def test_nothing_that_a_record_says_is_run() -> None:
+    """A contribution may say anything: names and the device are text in what is shown."""
+    worst = 'x"""; import os; os.system("echo run"); """ \\'
+    row = winner()
+    evil = dataclasses.replace(row, name=worst, environment=row.environment | {"device_name": worst, "triton": worst})
+    tree = ast.parse(standalone(evil))
+    said = ast.get_docstring(tree) or ""
+    assert 'os.system("echo run")' in " ".join(said.split())
+    assert {type(node) for node in tree.body} <= {ast.Expr, ast.Import, ast.FunctionDef}
+    assert sum(isinstance(node, ast.Expr) for node in tree.body) == 1, "the docstring"
+
+
 def test_a_problem_or_a_row_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(SelectionError, match="Did you mean llama3_8b_2x4096"):
         winner_of("llama3_8b_2x409", None, tmp_path)

@@ -46,6 +46,8 @@ WRONG = {
     "not frozen": (("@dataclasses.dataclass(frozen=True)\nclass Spec:", "@dataclasses.dataclass\nclass Spec:"), "Spec must be a frozen dataclass"),
     "no tokens": (("class Size(own.Size):", "class Size:"), "Size must have 'tokens': derive it from tuned.own.Size"),
     "no simplicity": (("class Variant(own.Variant):", "class Variant:"), "Variant must have 'simplicity'"),
+    "a Variant without warps": (("    num_warps: int", "    warps: int"), "Variant must have num_warps"),
+    "a Variant that is none itself": (("@dataclasses.dataclass(frozen=True)\nclass Variant(", "class Variant("), "Variant must be a dataclass itself"),
     "a knob without choices": (("own.one_of(1, 2, 4, 8, 16, 32, default=4)", "4"), "declared by one_of, got num_warps"),
     "text of nothing": (('TEXT = ("strategy",)', 'TEXT = ("stratgy",)'), "TEXT must name fields of Spec or Variant, got stratgy"),
 }  # fmt: skip

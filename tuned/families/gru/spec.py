@@ -75,6 +75,15 @@ class GruSpec:
         ran = "(i_step > t_begin)"
         return ran if self.dense else f"({ran} & (length > t_begin))[{variant.row_axes}]"
 
+    def waiting(self, variant: Any) -> str:
+        """In a template: which rows of a tile wait for what a step gave; all or none.
+
+        A tile without a token, which only turns come to, waits for nothing: its spare row is another tile's, whose turn may come
+        after its own.
+        """
+        alike = "(length >= 0) & (i_step > t_begin)"
+        return f"{alike} & (tl.max(length, 0) > 0)" if variant.in_turn else alike
+
     @property
     def sum_r(self) -> str:
         """In a template: what the state gives to r; 0 if it is reset."""
