@@ -60,20 +60,39 @@ CANARY = -12345.0  # in 16 bits too a value that no rotation of normal numbers g
 def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device) -> torch.Tensor:
     """A contiguous tensor of NaN between two canary strips of GUARD_ELEMENTS."""
     count = math.prod(shape)
-    flat = torch.full((count + 2 * GUARD_ELEMENTS,), CANARY, dtype=dtype, device=device)
+    flat = torch.full((count + 2 * GUARD_ELEMENTS,), canary(dtype), dtype=dtype, device=device)
     inner: torch.Tensor = flat[GUARD_ELEMENTS : GUARD_ELEMENTS + count]
-    return inner.fill_(math.nan).view(shape)
+    return inner.fill_(poison(dtype)).view(shape)
+
+
+def canary(dtype: torch.dtype) -> float:
+    """CANARY, or where a dtype has none such the least that it has."""
+    if dtype == torch.bool:
+        return True
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    return max(CANARY, limits.min)
+
+
+def poison(dtype: torch.dtype) -> float:
+    """NaN, or where a dtype has none the most that it has."""
+    if dtype == torch.bool:
+        return False
+    return math.nan if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def intact(tensor: Any) -> torch.Tensor:
     """A 0-d bool tensor: both canary strips of a guarded tensor are as they were made."""
-    return torch.cat(_strips(tensor)).eq(torch.tensor(CANARY, dtype=tensor.dtype, device=tensor.device)).all()
+    return (
+        torch.cat(_strips(tensor))
+        .eq(torch.tensor(canary(tensor.dtype), dtype=tensor.dtype, device=tensor.device))
+        .all()
+    )
 
 
 def guard(tensor: Any) -> None:
     """Make both canary strips of a guarded tensor as they were, whatever was written there."""
     for strip in _strips(tensor):
-        strip.fill_(CANARY)
+        strip.fill_(canary(tensor.dtype))
 
 
 def _strips(tensor: Any) -> tuple[torch.Tensor, torch.Tensor]:

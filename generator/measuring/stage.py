@@ -21,7 +21,7 @@ from ..problem import Problem
 from ..rendering.structures import load
 from ..workload import WORKLOADS
 from .bench import Emptied, Timing, copy_time, device_time, emptying, half_spread, sets_filling
-from .check import WrongResultError, check, fingerprint, guard, inputs_of, probe, worst_error
+from .check import WrongResultError, check, fingerprint, guard, inputs_of, poison, probe, worst_error
 from .compile import compile_launch, same_code
 
 MAX_SETS = 256  # buffer sets of a tiny problem; beyond this only making them would take time
@@ -227,7 +227,7 @@ class Stage:
         return timing
 
     def _poison(self) -> None:
-        self.calls[0].out.fill_(torch.nan)
+        self.calls[0].out.fill_(poison(self.calls[0].out.dtype))
 
     def _judge(self, thunk: Callable[[], None], right: torch.Tensor | None) -> None:
         """See that what was just timed is right, on the set whose result is known.
@@ -370,11 +370,15 @@ class Stage:
         """What is copied for the floor, (x, out) for each set: the very buffers that the kernels use.
 
         In place there is no second one, so it is made; and where the output is a small part of what must move, weights
-        being most of it, or no input is as wide, half of all ``moved`` bytes are copied between buffers made for it.
+        being most of it, or the first input is none that it could be copied from, half of all ``moved`` bytes are copied between
+        buffers made for it.
         """
         outs = [call.out for call in self.calls]
-        narrow = next(iter(inputs_of(self.calls[0]).values())).shape[-1] < outs[0].shape[-1]
-        if narrow or moved > MOST_OF_COPY * outs[0].numel() * outs[0].element_size():
+        x = next(iter(inputs_of(self.calls[0]).values()), None)
+        if (
+            not is_copy_of(outs[0], x, alike=not self.fresh)
+            or moved > MOST_OF_COPY * outs[0].numel() * outs[0].element_size()
+        ):
             words = max(1, moved // 8)  # read once, written once, 4 bytes each
             return [(torch.zeros(words, device=out.device), torch.empty(words, device=out.device)) for out in outs]
         sources = outs if self.fresh else [next(iter(inputs_of(call).values())) for call in self.calls]
@@ -388,6 +392,15 @@ class Stage:
         del self.wanted, self.bound, self.probe, self.right
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def is_copy_of(out: torch.Tensor, x: torch.Tensor | None, *, alike: bool = True) -> bool:
+    """Whether an output could be copied from the first features of an input: as wide, of its dtype and in all other axes ``alike``."""
+    if x is None or not x.ndim or not out.ndim or x.shape[-1] < out.shape[-1]:
+        return False
+    if not alike:
+        return True
+    return x.dtype == out.dtype and x.is_floating_point() and x.shape[:-1] == out.shape[:-1]
 
 
 __all__ = ["Baselines", "Compared", "DamagedError", "Measured", "Stage", "WrongResultError", "bytes_needed"]
