@@ -82,11 +82,8 @@ def poison(dtype: torch.dtype) -> float:
 
 def intact(tensor: Any) -> torch.Tensor:
     """A 0-d bool tensor: both canary strips of a guarded tensor are as they were made."""
-    return (
-        torch.cat(_strips(tensor))
-        .eq(torch.tensor(canary(tensor.dtype), dtype=tensor.dtype, device=tensor.device))
-        .all()
-    )
+    wanted = torch.tensor(canary(tensor.dtype), dtype=tensor.dtype, device=tensor.device)
+    return torch.cat(_strips(tensor)).eq(wanted).all()
 
 
 def guard(tensor: Any) -> None:

@@ -23,7 +23,6 @@ TAKEN = frozenset(
     (
         "call",
         "eager",
-        "generator",
         "inputs",
         "launches",
         "own",
