@@ -365,7 +365,7 @@ def nn_gru_cell(rng: random.Random, world: World, *, wrong: bool = False) -> Cal
     if wrong:
         way = rng.choice(("features", "axes", "state", "state axes", "dtype", "batch", "None", "elsewhere"))
         has_state = has_state or way in ("state", "state axes", "batch")
-        # A vector with states [1, 1] ends the process in torch.nn.GRUCell itself, and so in ours, which has it say what is wrong.
+        # A vector with states [1, 1] ends the process in torch.nn.GRUCell itself, which is asked what is wrong; tests/tuned/test_nn_errors.py.
         more = 2 if state == (1,) else 1
         state = {"state": (*lead, hidden + 1), "state axes": (more, *state), "batch": (7, hidden)}.get(way, state)
         widths = [features + 1] if way == "features" else widths

@@ -162,6 +162,16 @@ def test_named_tensors_are_arguments_like_any_other(rendered_rmsnorm: Any, monke
 
 
 @pytest.mark.interpreter
+def test_numbers_that_are_equal_and_of_another_kind_are_other_calls(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch was made for 1, which a kernel divides by otherwise than by 1.0 or True."""
+    monkeypatch.setattr(tuned.own, "modes", lambda device: (False, device))
+    x = torch.zeros(2, 3)
+    for given in (lambda n: ((x, n), {}), lambda n: ((x,), {"scale": n})):
+        assert len({module.softmax._key(*given(n)) for n in (1, 1.0, True)}) == 3
+
+
 def test_a_gradient_of_the_family_is_used(rendered: Path, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     del rendered
     asked = []

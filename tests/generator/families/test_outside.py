@@ -14,6 +14,8 @@ import pytest
 
 from generator.families.outside import _texts
 from generator.places import PACKAGE
+from generator.problem import SelectionError
+from generator.scaffold.write import write_family
 from tests.support import strangers
 from tests.support.outside import EXAMPLES, PATHS, ROOT, changed, copied, run, tune
 from tuned.families.choices import one_of
@@ -139,6 +141,38 @@ def test_a_template_may_read_only_what_its_name_says(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "a template may read only what TEXT names, and it reads spec.columns" in done.stderr
     assert not list(home_folder(file).rglob("*.py"))
+
+
+@pytest.mark.parametrize("name", ["own", "call", "torch", "triton", "random"])
+def test_a_new_family_is_not_named_as_what_its_file_uses(tmp_path: Path, name: str) -> None:
+    with pytest.raises(
+        SelectionError, match=f"what its file uses, or a module of Python's, got '{name}': name it otherwise"
+    ):
+        write_family(name, tmp_path / name)
+    assert not (tmp_path / name).exists()
+
+
+def test_what_a_family_prints_breaks_neither_answers_nor_the_check(tmp_path: Path) -> None:
+    file = copied("softmax", tmp_path)
+    file.write_text(file.read_text() + "\nprint('it loads')\n")
+    done = tune(tmp_path, "--family", str(file), "--list", "--json", new=True)
+    assert json.loads(done.stdout)["command"] == "list"
+    assert "it loads" in done.stderr
+    raising = '    if spec.dtype == "float32":\n        raise ValueError("not this one")\n'
+    reference = next(line for line in file.read_text().splitlines() if line.startswith("def reference("))
+    changed(file, (reference + "\n", reference + "\n" + raising))
+    done = run(tmp_path, "-c", CHECKED, family=file)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "['ValueError: not this one', None]"
+
+
+# Of two problems the reference of one raises, and only that one is wrong.
+CHECKED = """
+from generator.measuring.interpret import interpreted
+from generator.workload import default_problems, default_variant
+found = {p.spec.dtype: (p, default_variant(p)) for p in default_problems()}
+print(interpreted([found["float32"], found["bfloat16"]]))
+"""
 
 
 @pytest.mark.parametrize(

@@ -252,6 +252,30 @@ def test_what_one_tuner_does_is_no_others_trouble() -> None:
     own.close()
 
 
+def test_a_log_that_another_has_emptied_has_no_tail() -> None:
+    server = ForkServer.started(WARM)
+    child = sleeping(server)
+    child.log_start = 10**6
+    assert child.tail() == ""
+    child.stop()
+    server.close()
+
+
+def test_a_process_that_cannot_be_started_is_said_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where too many run: the server answers so."""
+    server = ForkServer.started(WARM)
+    child = sleeping(server)
+    ask = server._ask
+    monkeypatch.setattr(
+        server, "_ask", lambda request, *rest: "Too many" if request[0] == "fork" else ask(request, *rest)
+    )
+    with pytest.raises(LostError, match="no process could be started: Too many"):
+        sleeping(server)
+    assert child.ask((1, "call", (pow, (3, 2), {})), BACKSTOP_SECONDS) == (1, "done", 9)
+    child.stop()
+    server.close()
+
+
 def test_what_forks_prepares_when_it_is_told_to(cache: Path) -> None:
     server = ForkServer.started((), ("tests.broken.server:leave_a_mark",))
     server.prepare()

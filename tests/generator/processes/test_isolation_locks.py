@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import signal
 import time
@@ -160,8 +161,9 @@ def test_rendering_waits_for_whoever_writes_a_record(tmp_path: Path, monkeypatch
     assert (tmp_path / "rendered").exists()
 
 
+@pytest.mark.parametrize("number", [errno.EBADF, errno.ENOSYS], ids=["NFS", "Lustre"])
 def test_a_folder_that_cannot_be_locked_itself_is_locked_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import fcntl  # noqa: PLC0415 - replaced here
 
@@ -169,7 +171,7 @@ def test_a_folder_that_cannot_be_locked_itself_is_locked_by_name(
 
     def network(handle: int, how: int) -> None:
         if os.path.isdir(f"/proc/self/fd/{handle}"):  # noqa: PTH112
-            raise OSError(9, "Bad file descriptor")
+            raise OSError(number, os.strerror(number))
         as_it_is(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", network)

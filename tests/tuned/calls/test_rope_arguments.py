@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from tests.support.run import addresses
-from tuned.calls.rope.arguments import MAX_TOKENS, Given, Settings, check_strides, prepare, refuse_overlap
+from tuned.calls.rope.arguments import (
+    MAX_TOKENS,
+    Given,
+    Settings,
+    check_strides,
+    offset_limits,
+    prepare,
+    refuse_overlap,
+)
 from tuned.dispatch import explain_rope, rope_qk, rope_qkv
 from tuned.families.rope.spec import RopeSpec
 
@@ -604,3 +612,15 @@ def test_no_two_tensors_that_share_an_element_are_both_overwritten() -> None:
         assert refused == overlap, (q.shape, q.stride(), q.storage_offset(), k.shape, k.stride(), k.storage_offset())
         found[overlap, math.prod(shapes[0]) > 6] += 1
     assert min(found.values()) > 100
+
+
+def test_a_known_packed_call_takes_the_offsets_that_checks_take() -> None:
+    bounds = torch.tensor([0, 3, S], dtype=torch.int32)
+    given = Given(torch.zeros(S, 1, 8), freqs=TABLE[:, :4], cu_seqlens=bounds)
+    settings = Settings(tensor_format="thd", angle_entries="pair")
+    prepared = prepare(given, settings, make_out=torch.empty_like)
+    assert prepared.spec is not None
+    most = offset_limits(prepared.spec, settings, len(TABLE), S)[1]
+    assert most == MAX_TOKENS - S
+    with pytest.raises(ValueError, match=f"offset must be from .* to {most}, got {most + 1}"):
+        prepare(given._replace(offset=most + 1), settings, make_out=torch.empty_like)

@@ -17,7 +17,7 @@ from generator.workload import default_problems
 from tests.support.fakes import ENVIRONMENT
 from tests.support.locks import held
 from tests.support.records import winner
-from tuned.lookup.record import SCHEMA, RecordError, load_record, winner_from_json
+from tuned.lookup.record import SCHEMA, RecordError, build, load_record, winner_from_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -213,3 +213,17 @@ def test_a_spec_may_be_older_than_a_field_and_a_variant_may_not() -> None:
     del whole["variant"]["num_warps"]
     with pytest.raises(RecordError, match=r"it\.variant must have the fields"):
         winner_from_json(whole, "it")
+
+
+def test_what_a_record_keeps_as_lists_are_tuples_again() -> None:
+    """JSON has no tuples: a spec of somebody's family with one is what it was."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Spec:
+        shape: tuple[int, ...]
+        name: str = "x"
+
+    spec = Spec((2, 3))
+    read = build(Spec, json.loads(json.dumps(dataclasses.asdict(spec))), "spec")
+    assert read == spec
+    assert hash(read) == hash(spec)
