@@ -308,10 +308,15 @@ def _meant(target: str | None, folder: Path | None) -> str | None:
     """
     if target is None:
         return None
-    there = recorded_devices(folder)
-    part = re.sub(r"[^a-z0-9]+", "_", target.lower())
-    found = [part] if part in there else [device for device in there if part and part in device]
+    found = _recorded(target, folder)
     return found[0] if len(found) == 1 else target_named(target).device
+
+
+def _recorded(name: str, folder: Path | None) -> list[str]:
+    """The devices with a record in a folder that a name means: the one of it, or all that it is a part of."""
+    there = recorded_devices(folder)
+    part = re.sub(r"[^a-z0-9]+", "_", name.lower())
+    return [part] if part in there else [device for device in there if part and part in device]
 
 
 def dry_run(options: Options, console: Console, *, details: bool = False) -> int:
@@ -664,8 +669,7 @@ def submitted_device(wanted: str, folder: Path | None) -> str:
     elif wanted == "auto":
         found = there if folder is not None and len(there) == 1 else []  # what ships was not measured here
     else:
-        part = re.sub(r"[^a-z0-9]+", "_", wanted.lower())
-        found = [part] if part in there else [device for device in there if part in device]
+        found = _recorded(wanted, folder)
     if len(found) != 1 or found[0] not in there:
         meant = f"the record of {found[0]}" if len(found) == 1 else "one record"
         raise SelectionError(

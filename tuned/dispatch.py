@@ -156,7 +156,7 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
     ):
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
     if sections is not None and type(sections) is not tuple:
-        sections = tuple(sections) if type(sections) is list else sections_of(sections)
+        sections = sections_of(sections)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
         rotated, conjugate, sections, interleaved_sections, None, deinterleave, 0, "forward",
@@ -226,7 +226,7 @@ def rope_qk(  # noqa: PLR0913 - the arguments of rope
     ):
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
     if sections is not None and type(sections) is not tuple:
-        sections = tuple(sections) if type(sections) is list else sections_of(sections)
+        sections = sections_of(sections)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
         rotated, conjugate, sections, interleaved_sections, None, deinterleave, 0, "forward",
@@ -284,7 +284,7 @@ def rope_qkv(  # noqa: PLR0913 - the arguments of rope
     ):
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
     if sections is not None and type(sections) is not tuple:
-        sections = tuple(sections) if type(sections) is list else sections_of(sections)
+        sections = sections_of(sections)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
         rotated, conjugate, sections, interleaved_sections, kv_heads, False, 0, "forward",
@@ -345,7 +345,7 @@ def rope_backward(  # noqa: PLR0913 - the arguments of rope
     ):
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
     if sections is not None and type(sections) is not tuple:
-        sections = tuple(sections) if type(sections) is list else sections_of(sections)
+        sections = sections_of(sections)
     settings = (
         tensor_format, interleaved, False, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
         rotated, conjugate, sections, interleaved_sections, None, deinterleave, 0, "backward",
@@ -423,7 +423,7 @@ def qk_norm_rope(  # noqa: PLR0913 - the arguments of rope_qk, and of two norms
         TypeError, ValueError, RuntimeError: as ``rope``; nothing has been written.
     """
     if sections is not None and type(sections) is not tuple:
-        sections = tuple(sections) if type(sections) is list else sections_of(sections)
+        sections = sections_of(sections)
     if rotary_dim is not None or max_seqlen is not None or type(cp_size) is not int or type(cp_rank) is not int:
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
     settings = (
@@ -539,7 +539,7 @@ def mla_kv_rope(  # noqa: PLR0913 - the arguments of rope
         k_dim = k_dim_of(k_dim)
         _, max_seqlen, cp_size, cp_rank = whole_numbers(None, max_seqlen, cp_size, cp_rank)
     if sections is not None and type(sections) is not tuple:
-        sections = tuple(sections) if type(sections) is list else sections_of(sections)
+        sections = sections_of(sections)
     settings = (
         tensor_format, interleaved, False, None, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
         "first", conjugate, sections, interleaved_sections, None, deinterleave, k_dim, "forward",
@@ -627,7 +627,7 @@ def rope_append_(  # noqa: PLR0913 - the arguments of rope_qk, and of a cache
         RuntimeError: something requires a gradient while gradients are enabled; nothing has been written.
     """
     if sections is not None and type(sections) is not tuple:
-        sections = tuple(sections) if type(sections) is list else sections_of(sections)
+        sections = sections_of(sections)
     if (rotary_dim is not None and type(rotary_dim) is not int) or (
         max_seqlen is not None and type(max_seqlen) is not int
     ):

@@ -37,9 +37,8 @@ from ..places import GENERATOR, cache_folder
 from .channel import Channel, ChannelError, ClosedError
 
 PRELOAD = (f"{GENERATOR}.processes.compiler", f"{GENERATOR}.processes.serve", f"{GENERATOR}.measuring.stage")
-LATER = (
-    f"{GENERATOR}.processes.compiler:prepare",
-)  # called after the first fork, while that child wakes its GPU, or when told
+# Called after the first fork, while that child wakes its GPU, or when the server is told to prepare.
+LATER = (f"{GENERATOR}.processes.compiler:prepare",)
 FORK_SECONDS = 120.0  # the first fork waits for the imports of torch and Triton: 2 s, from a cold disk more
 REQUEST_SECONDS = 10.0  # for the rest of another tuner's request, of which a part came
 REAP_SECONDS = 10.0  # a killed process that holds a GPU takes a moment to go

@@ -19,10 +19,8 @@ from ..processes.forkserver import fork_server
 from .remote import RemoteTuner
 
 REACH_SECONDS = 10.0  # for the head of a cluster to answer
-HERE = {
-    "include_dashboard": False,
-    "object_store_memory": 80 * 2**20,
-}  # of a Ray of this host's own: its least, nothing large is sent
+# Of a Ray of this host's own. The memory is the least that Ray takes: nothing large is sent.
+HERE = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
 LEFT_OUT = (".git", "benchmarks/results", "docs")  # of the checkout that a cluster's hosts are sent
 
 
@@ -60,9 +58,8 @@ def sent() -> dict[str, Any]:
     return {"working_dir": str(ROOT), "excludes": list(LEFT_OUT)}
 
 
-_ahead: list[
-    tuple[int, Tuners]
-] = []  # of a Ray that was started before torch was imported: its GPUs, and what tunes there
+# Of a Ray that was started before torch was imported: how many GPUs it has, and what tunes there.
+_ahead: list[tuple[int, Tuners]] = []
 
 
 def start_ahead() -> None:

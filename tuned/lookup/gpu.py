@@ -34,6 +34,9 @@ def _gpu_here(device: torch.device) -> Gpu:
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # the types of tensors that have no rules of their own
 
 
+LAZY = "a tensor has the negative or conjugate bit, which only PyTorch's own operators resolve"
+
+
 def why_not_plain(t: torch.Tensor) -> str | None:
     """Why a kernel, which knows nothing of a tensor but its memory, cannot take it; or None."""
     return None if type(t) in PLAIN else f"{type(t).__name__} is a subclass of Tensor with rules of its own"

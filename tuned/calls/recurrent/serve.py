@@ -20,7 +20,7 @@ from tuned.calls.products import autocast_dtype
 from tuned.launching import left
 from tuned.launching.plan import bypassed, left_alone, listeners
 from tuned.launching.rehearsal import NotedError, note_left
-from tuned.lookup.gpu import PLAIN, why_eager, why_not_plain
+from tuned.lookup.gpu import LAZY, PLAIN, why_eager, why_not_plain
 from tuned.lookup.lookup import Choice
 
 GRADIENT = "a gradient is needed, which PyTorch's own operators compute; if not, call under torch.no_grad()"
@@ -35,7 +35,7 @@ def why_torch(tensors: Sequence[torch.Tensor], *, gradients: bool = False) -> st
         if (reason := why_not_plain(t)) is not None:
             return reason
         if t.is_neg() or t.is_conj():
-            return "a tensor has the negative or conjugate bit, which only PyTorch's own operators resolve"
+            return LAZY
     if not gradients and needs_gradient(tensors):
         return GRADIENT
     if autocast_dtype(tensors[0].device.type) is not None and any(t.dtype == torch.float64 for t in tensors):

@@ -31,7 +31,7 @@ from tuned.calls.rope.arguments import (
     strides_of,
 )
 from tuned.calls.rope.arguments import prepare as prepare_rotation
-from tuned.calls.rope.call import EMPTY, LAZY
+from tuned.calls.rope.call import EMPTY
 from tuned.families.architecture import FLOAT8_CAPABILITY
 from tuned.families.rope import FAMILY as ROPE
 from tuned.families.rope.eager import append, as_cached, put
@@ -52,7 +52,7 @@ from tuned.launching.plan import (
 )
 from tuned.launching.rehearsal import NotedError, note_left
 from tuned.lookup import misses
-from tuned.lookup.gpu import gpu_of, why_not_plain
+from tuned.lookup.gpu import LAZY, gpu_of, why_not_plain
 from tuned.lookup.lookup import Choice
 
 FLOAT8 = torch.float8_e4m3fn

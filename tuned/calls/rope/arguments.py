@@ -24,9 +24,8 @@ from tuned.calls.rope.mistakes import (
 from tuned.families.rope.launches import RopeCall
 from tuned.families.rope.spec import ANGLE_ENTRIES, LAYOUTS, MOST_AXES, NORMS, ROTATED, ROUNDINGS, RopeSize, RopeSpec
 
-MAX_TOKENS = (
-    2**31 - 64
-)  # token indices are 32-bit inside the kernels, and rounded up to whole tiles; offsets in memory are 64-bit
+# Token indices are 32-bit inside the kernels, and rounded up to whole tiles; offsets in memory are 64-bit.
+MAX_TOKENS = 2**31 - 64
 SUPPORTED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 ANGLE_DTYPES = {**SUPPORTED, torch.float64: "float64"}
 INDICES = (torch.int32, torch.int64)

@@ -47,10 +47,9 @@ from tuned.launching.plan import (
 )
 from tuned.launching.rehearsal import Heard, NotedError, listening, note_left
 from tuned.lookup import misses
-from tuned.lookup.gpu import why_not_plain
+from tuned.lookup.gpu import LAZY, why_not_plain
 from tuned.lookup.lookup import Choice
 
-LAZY = "a tensor has the negative or conjugate bit, which only PyTorch's own operators resolve"
 EMPTY = "a tensor is empty"
 _PLANS: dict[Any, Any] = {}  # a call's properties -> its plan; with what ``alike.learn`` keeps of them
 _compiling = torch.compiler.is_dynamo_compiling
