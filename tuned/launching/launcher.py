@@ -139,7 +139,8 @@ def _probe(device: int) -> bool:
     freqs, cos, sin, *numbers = launch.arguments
     # Whoever looks for calls that wait for the GPU means their own: this is one wait of a process, within a call that has run.
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode(0)
+    if mode:  # to set the mode, even to what it is, warns that it is a prototype
+        torch.cuda.set_sync_debug_mode(0)
     try:
         with listen(None):
             compiled = launch_public(kernel(launch.kernel), launch)
@@ -153,7 +154,8 @@ def _probe(device: int) -> bool:
     except (TypeError, ValueError, AttributeError, SystemError, ImportError):  # the launcher of another Triton version
         return False
     finally:
-        torch.cuda.set_sync_debug_mode(mode)
+        if mode:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 def direct_launcher(compiled: Any, device: int) -> Callable[[int, tuple[Any, ...]], None]:
