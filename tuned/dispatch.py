@@ -767,7 +767,7 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
         batch_sizes is None
         and cu_seqlens is None
         and max_seqlen is None
-        and not (dropout and training)
+        and (training is False or dropout == 0)
         and not torch.compiler.is_dynamo_compiling()
     ):
         settings = (bias, num_layers, bidirectional, batch_first)

@@ -507,13 +507,15 @@ class Given:
             want = wanted.grads.get(name)
             if grad is not None and want is not None:
                 want = want.to(grad.device)
+                largest = (
+                    want.abs().amax() if want.numel() else 0.0
+                )  # of what is rounded: terms that may cancel in a sum
                 if self.built[name].view.grad == "made":
                     where = places(self.built[name].view, self.device).flatten()
                     whole = torch.zeros(self.built[name].view.size, dtype=torch.float64, device=self.device)
                     want = whole.index_add_(0, where, want.flatten())
                     want = -want if self.built[name].view.negative else want
                 many = overlaps(self.built[name].view) if self.built[name].view.grad == "made" else 1
-                largest = want.abs().amax() if want.numel() else 0.0
                 # What is stored between is rounded to the dtype; sums are not, of terms that may be larger than they are.
                 slack = many * (STORED * unit * largest + 32 * size * (U32 + summed) * (1 + largest))
                 self._as_good(f"the gradient of {name}", grad, theirs_grad, want, slack, steps)

@@ -417,6 +417,17 @@ def test_a_reference_on_another_device_gets_the_gradients_that_the_call_got() ->
     torch.testing.assert_close(reference.grads["x"], (drawn + 1).double() @ w.detach().double())
 
 
+def test_a_sum_of_gradients_that_cancel_may_err_by_the_roundings_of_what_is_summed() -> None:
+    """Of a head whose features are one number, what the norm's gradient gives them adds up to nearly nothing."""
+    given = Given(16, mode="grad")
+    q = given.tensor("q", (3, 7, 2, 4), torch.float16, (672, 96, 3, 0), 20, 1960, grad="made")
+    k = given.tensor("k", (3, 7, 2, 4), torch.float16, (56, 8, 4, 1), 17, 201)
+    weights = [given.tensor(n, (4,), torch.float32, (1,), 16, 36) for n in ("q_weight", "k_weight")]
+    rates = given.tensor("inv_freq", (2,), torch.float32, (1,), 16, 34, function="rates")
+    given.run(dispatch.qk_norm_rope, q=q, k=k, q_weight=weights[0], k_weight=weights[1], inv_freq=rates)
+    given.check_pytorch("qk_norm_rope")
+
+
 def test_what_lies_on_meta_has_nothing_to_ask_and_leaves_the_rest_asked() -> None:
     given = object.__new__(Given)
     given.flags = []

@@ -5,10 +5,12 @@ Each part is a piece of the message, and no two of a row overlap. What stands in
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import itertools
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -745,6 +747,7 @@ CALLS: dict[Any, dict[str, Any]] = {  # right ones, of every argument that is a 
     qkv_norm_rope_: {
         "qkv": torch.ones(B, S, H + 2 * K, D), "kv_heads": K, "q_weight": torch.ones(D), "k_weight": torch.ones(D), **TABLE,
     },
+    mla_kv_rope: {"kv": torch.ones(B, S, H, 2 * D), "k_pe": torch.ones(B, S, 1, D), "k_dim": D, **TABLE},
     rope_append_: {
         "q": Q[0], "k": KEY[0], "v": KEY[1], "key_cache": KEPT, "value_cache": KEPT.clone(),
         "slot_mapping": torch.arange(S), "positions": torch.arange(S), **TABLE,
@@ -767,6 +770,19 @@ STRANGE = (
     zeros(3, 7),
     zeros(3, 7).int(),
 )
+SETTINGS = (-1, 0, float("nan"), float("inf"), "", True, (), b"x", 10**30, 1j, range(3), torch.tensor(1.5), torch.zeros(2, 3, dtype=torch.complex64), int)  # fmt: skip
+NUMBERS = {"kv_heads", "k_dim"}
+UNLIKE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sparse": lambda t: t.to_sparse(),
+    "csr": lambda t: t.to_sparse_csr(),
+    "mkldnn": lambda t: t.to_mkldnn(),
+    "nested": lambda t: torch.nested.nested_tensor([t[:1], t[1:]], layout=torch.jagged),
+    "quantized": lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8),
+}
+
+
+def copied(call: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in call.items()} | changed
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -774,18 +790,54 @@ STRANGE = (
 def test_anything_in_the_place_of_a_tensor_is_served_or_refused_in_words_of_ours(function: Any) -> None:
     """No AttributeError of a line within, and no RuntimeError of an operator that got it."""
     call = CALLS[function]
-    copied = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in call.items()}
-    function(**copied)
+    function(**copied(call))
     for name, strange in itertools.product(call, STRANGE):
-        if name == "kv_heads":
+        if name in NUMBERS:
             continue
-        copied = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in call.items()}
         try:
-            function(**copied | {name: strange})
+            function(**copied(call, **{name: strange}))
         except (TypeError, ValueError):
             continue
         assert strange is None, f"{name} may be {strange!r}"
         assert name in {"positions", "bias", "resets", "k", "k_weight"}, f"{name} may be None"
+
+
+def emptied(call: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The call with any one axis of any one tensor empty, and with a first axis of all empty."""
+    tensors = {name: t for name, t in call.items() if isinstance(t, torch.Tensor)}
+    for name, t in tensors.items():
+        yield from (copied(call, **{name: t.narrow(axis, 0, 0)}) for axis in range(t.ndim))
+    yield copied(call, **{name: t[:0] for name, t in tensors.items()})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("function", CALLS, ids=lambda f: f.__name__)
+def test_anything_beside_what_is_empty_and_any_setting_is_served_or_refused_in_words_of_ours(function: Any) -> None:
+    """As a query that is a number beside a key without tokens: what asks for the size of one asked for the size of the other."""
+    call = CALLS[function]
+    names = [n for n, p in inspect.signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD]
+    for name, strange in itertools.product(names, (*STRANGE, *SETTINGS)):
+        for near in (*emptied(call), copied(call)):
+            with contextlib.suppress(TypeError, ValueError), torch.no_grad():
+                function(**near | {name: strange})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", UNLIKE)
+@pytest.mark.parametrize("function", [f for f in CALLS if f is not linear_cat], ids=lambda f: f.__name__)
+def test_a_tensor_of_another_kind_is_served_or_refused_in_words_of_ours(function: Any, kind: str) -> None:
+    """What linear_cat gets is for PyTorch's linear to say, which takes some sparse weights."""
+    call = CALLS[function]
+    for name, t in call.items():
+        if not isinstance(t, torch.Tensor) or (kind == "csr" and t.ndim != 2):
+            continue
+        try:
+            function(**copied(call, **{name: UNLIKE[kind](t.float())}))
+        except (TypeError, ValueError) as error:
+            said = str(error)
+        else:
+            said = ""
+        assert "must " in said or kind == "quantized", (name, said)
 
 
 # What stands in for PyTorch's modules says what PyTorch's say, in their words: rule and value are theirs. test_nn_errors has more.

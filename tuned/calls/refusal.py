@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -49,6 +49,22 @@ def no_tensor(**named: Any) -> TypeError:
             )
     kinds = [type(given).__name__ for given in named.values()]
     return TypeError(f"{' and '.join(named)} must be plain tensors, got {kinds}: convert them")
+
+
+def check_dense(named: Mapping[str, Any]) -> None:
+    """Refuse tensors without strides, sparse and nested ones. What is no tensor is not asked.
+
+    Raises:
+        TypeError: one of these has none.
+    """
+    for name, t in named.items():
+        if not isinstance(t, torch.Tensor) or (t.layout is torch.strided and not t.is_nested):
+            continue
+        kind, way_out = str(t.layout).removeprefix("torch."), "convert it with .to_dense()"
+        if t.is_nested:
+            kind = "nested"
+            way_out = "pass what it packs, .values() of a jagged one, with .offsets().int() as cu_seqlens, or .to_padded_tensor(0)"
+        raise TypeError(f"{name} must be a dense tensor, got a {kind} one: {way_out}")
 
 
 def is_number(value: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tuned.calls.products import autocast_dtype
-from tuned.calls.refusal import check_flag, refuses
+from tuned.calls.refusal import check_dense, check_flag, refuses
 
 STARTS = "pass where sequences start, and the end of the last: torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))"
 
@@ -97,13 +97,14 @@ def check_gru(call: GruCall) -> None:
     for name, tensor in (("input", call.input), ("hx", call.hx), *_named(call)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}: {_tensor_hint(name, tensor)}")
-    if isinstance(call.num_layers, (str, float)) or call.num_layers is None:
+    check_dense({"input": call.input, "hx": call.hx, **dict(_named(call)), "resets": call.resets})
+    if isinstance(call.num_layers, (str, float, torch.Tensor)) or call.num_layers is None:
         raise TypeError(f"num_layers must be an int, got {call.num_layers!r}: convert it with int(...)")
     if call.num_layers < 1:
         raise ValueError(
             f"num_layers must be at least 1, got {call.num_layers}: pass the number of layers that weights has"
         )
-    if isinstance(call.dropout, str) or call.dropout is None:
+    if isinstance(call.dropout, (str, torch.Tensor)) or call.dropout is None:
         raise TypeError(
             f"dropout must be a number, got {call.dropout!r}: convert it with float(...), or leave it out for 0"
         )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tuned.calls.products import autocast_dtype
-from tuned.calls.refusal import refuses
+from tuned.calls.refusal import check_dense, refuses
 
 NO_STATE = "pass torch.zeros(batch, hidden) for a state that is none"
 
@@ -39,6 +39,7 @@ def _check_cell(  # noqa: PLR0913 - the arguments of the public call
                 name, "the order is x, h, weight_ih, weight_hh, bias_ih, bias_hh, as in cell.parameters()"
             )
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}: {hint}")
+    check_dense(named)
     if x.ndim != 2 or h.ndim != 2:  # noqa: PLR2004
         raise ValueError(
             f"x must be [batch, input_size] and h [batch, hidden], got {list(x.shape)} and {list(h.shape)}: without a batch pass x[None] "
@@ -104,6 +105,7 @@ def reset_rows(h: Any, resets: Any) -> torch.Tensor:
     Raises:
         TypeError, ValueError: resets are no marks of its rows.
     """
+    check_dense({"h": h, "resets": resets})
     for name, tensor, axes in (("h", h, 2), ("resets", resets, 1)):
         if not isinstance(tensor, torch.Tensor):
             hint = NO_STATE if name == "h" else "convert it with torch.as_tensor(...)"
@@ -138,6 +140,7 @@ def checked_cell(  # noqa: PLR0913 - the arguments of the public call
     """
     segments = x if isinstance(x, tuple) else (x,)
     if len(segments) != 1:
+        check_dense({f"x[{index}]": t for index, t in enumerate(segments)})
         for index, t in enumerate(segments):
             if not isinstance(t, torch.Tensor):
                 raise TypeError(f"x[{index}] must be a tensor, got {type(t).__name__}: every segment is one")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from tuned.calls.refusal import check_dense
 from tuned.calls.rope import plan as plans
 from tuned.calls.rope.arguments import (
     INDICES,
@@ -312,6 +313,7 @@ def _check_types(q: Any, key: Any, cached: Cached) -> None:
             hint = "a call without a key is one of rope" if name == "k" else "convert it with torch.as_tensor(...)"
             told = "v" if name == "value" else name
             raise TypeError(f"{told} must be a tensor, got {type(t).__name__}: {hint}")
+    check_dense(names)
 
 
 def _check_words(asked: Asked) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tuned.calls.refusal import check_flag, is_number
+from tuned.calls.refusal import check_dense, check_flag, is_number
 from tuned.calls.rope.mistakes import (
     complex_hint,
     heads_first_hint,
@@ -333,6 +333,13 @@ def _cos_sin(cos: Any, sin: Any, device: torch.device) -> Angles:
     return Angles("cos_sin", cos, sin)
 
 
+def _entries(settings: Settings, angles: Angles) -> str:
+    """What an entry of the angles is for."""
+    if settings.angle_entries is None:
+        return "feature" if angles.kind == "freqs" else "pair"
+    return settings.angle_entries
+
+
 def _rotary_dim(entries: int, angle_entries: str, settings: Settings, head_dim: int) -> int:
     """How many features the angles rotate."""
     if angle_entries not in ANGLE_ENTRIES:
@@ -523,6 +530,20 @@ def _name_of_x(given: Given, settings: Settings) -> str:
     return "grad_output" if settings.direction == "backward" else "x"
 
 
+def _check_kinds(given: Given, settings: Settings) -> None:
+    _check_settings(settings)
+    check_strided(given, settings)
+
+
+def check_strided(given: Given, settings: Settings) -> None:
+    """Refuse sparse and nested tensors; those of a checked call have strides.
+
+    Raises:
+        TypeError: a tensor is one.
+    """
+    check_dense(given._replace(x=None)._asdict() | {_name_of_x(given, settings): given.x})
+
+
 def heads_apart(x: Any, settings: Settings) -> bool:
     """Whether a packed qkv with an axis of 3 has strides that do not let that axis and the heads be one axis of a view."""
     axis_of_3 = settings.kv_heads == 0 and isinstance(x, torch.Tensor) and x.ndim == AXES[settings.tensor_format] + 1
@@ -570,6 +591,7 @@ def packed_parts(qkv: Any, settings: Settings) -> tuple[torch.Tensor, torch.Tens
     _check_settings(settings)
     if not isinstance(qkv, torch.Tensor):
         raise TypeError(f"qkv must be a tensor, got {type(qkv).__name__}: convert it with torch.as_tensor(...)")
+    check_dense({"qkv": qkv})
     packed, values = packed_heads(qkv, settings)
     heads = packed.shape[-2] - 2 * values
     return packed[..., :heads, :], packed[..., heads : heads + values, :]
@@ -892,14 +914,14 @@ def prepare(
         TypeError: an argument has the wrong type, or a tensor the wrong dtype.
         ValueError: a shape, device, layout or combination is not allowed. Nothing has been written.
     """
-    _check_settings(settings)
+    _check_kinds(given, settings)
     asked = settings
     if settings.tensor_format == "bhsd":
         given, settings = _tokens_first(given, settings)
     layout, inplace = settings.tensor_format, settings.inplace
     x, key, copied = (*_latent(given, settings), 0) if settings.k_dim else _rotated(given, settings)
     angles = _angles(given, x.device)
-    entries = settings.angle_entries or ("feature" if angles.kind == "freqs" else "pair")
+    entries = _entries(settings, angles)
     heads, (head_dim, value_dim) = x.shape[-2], _head_dims(x, key, settings)
     rotary = _rotary_dim(angles.first.shape[-1], entries, settings, head_dim - settings.k_dim)
     if settings.k_dim:

@@ -21,6 +21,7 @@ from tuned.calls.rope.arguments import (
     Prepared,
     Settings,
     Sources,
+    check_strided,
     heads_apart,
     offset_of,
     prepare,
@@ -208,6 +209,7 @@ def _decide(given: Given, settings: Settings, class_key: Any, first: threading.l
 
     What was prepared for that is kept in ``first``, for the plan's first run.
     """
+    check_strided(given, settings)
     sources = Sources.of(given)
     plan = _checked(given, settings, sources, class_key, first)
     if not plan.serves:
@@ -265,7 +267,8 @@ def _why_empty(given: Given, settings: Settings) -> str | None:
 
 def _one_is_empty(given: Given, settings: Settings) -> bool:
     """Whether a query or its key is empty, and the other is not."""
-    return given.key is not None and not settings.k_dim and bool(given.x.numel()) != bool(given.key.numel())
+    both = isinstance(given.x, torch.Tensor) and isinstance(given.key, torch.Tensor)
+    return both and not settings.k_dim and bool(given.x.numel()) != bool(given.key.numel())
 
 
 def _alone(given: Given, t: torch.Tensor, settings: Settings) -> Given:
