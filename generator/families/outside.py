@@ -14,7 +14,7 @@ import torch
 from tuned.families.family import Family
 from tuned.families.launch import Launch
 from tuned.families.outside import FamilyError, kernel_name
-from tuned.lookup.record import Winner
+from tuned.lookup.record import RecordError, Winner, build
 
 from ..problem import Problem
 from .amounts import Work
@@ -47,7 +47,7 @@ class Read:
 
 def answers(module: ModuleType, family: Family, names: Iterable[str]) -> dict[str, Any]:
     """Field of a Workload -> what the module says, of what has one of ``names``, or what is true of any kernel."""
-    problems = tuple(problem.name for problem in module.problems())
+    problems = tuple(problem.name for problem in _kept(module))
     title = (module.__doc__ or family.name).strip().splitlines()[0].rstrip(".")
     defaults = {
         "title": getattr(module, "TITLE", title),
@@ -62,6 +62,23 @@ def answers(module: ModuleType, family: Family, names: Iterable[str]) -> dict[st
         "wrapper": wrapper,
     }
     return defaults | {name: getattr(module, name) for name in names if hasattr(module, name)}
+
+
+def _kept(module: ModuleType) -> Iterator[Problem]:
+    """The problems of a module.
+
+    Raises:
+        FamilyError: a record could not give one back as it is.
+    """
+    for problem in module.problems():
+        where = f"{module.__file__}: the problem {problem.name}: "
+        try:
+            for name, kind, part in (("spec", module.Spec, problem.spec), ("size", module.Size, problem.size)):
+                build(kind, dataclasses.asdict(part), where + name)
+            build(module.Variant, dataclasses.asdict(module.Variant()), where + "variant")
+        except RecordError as error:
+            raise FamilyError(str(error)) from error
+        yield problem
 
 
 def _float64(reference: Callable[..., tuple[Any, Any]]) -> Callable[..., Callable[[], Any]]:

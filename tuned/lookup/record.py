@@ -6,6 +6,7 @@ Reading one checks every field, and never runs anything from it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -36,6 +37,8 @@ MEASURED = {
 MOST_CAPABILITY = 999  # 120 is 12.0
 MOST = 2**63 - 1  # the largest integer allowed in a record
 TEXT_CHARACTERS = 2000  # longest message and line of text: a record may hold values of any length
+PLAIN = {"str": str, "bool": bool, "None": type(None)}
+KEPT = "str, bool, int, finite float, None and tuple[int, ...]"
 SHOWN = reprlib.Repr()
 SHOWN.maxstring = SHOWN.maxother = SHOWN.maxlong = 80
 SHOWN.maxlist = SHOWN.maxdict = SHOWN.maxtuple = 20
@@ -99,7 +102,7 @@ def build(kind: type, values: Any, where: str, *, may_lack: bool = False, least:
     Raises:
         RecordError: a field is missing, unknown, of the wrong type, or refused by the class; ``where`` begins the message.
     """
-    fields = dataclasses.fields(kind)
+    fields, kinds = dataclasses.fields(kind), _kinds(kind)
     names = {f.name for f in fields}
     needed = {f.name for f in fields if f.default is dataclasses.MISSING or not (may_lack or f.metadata.get("older"))}
     if not isinstance(values, dict) or not needed <= set(values) <= names:
@@ -108,23 +111,39 @@ def build(kind: type, values: Any, where: str, *, may_lack: bool = False, least:
     for field in fields:
         if field.name not in values:
             continue
-        found, kind_of_it = values[field.name], str(field.type)
-        if kind_of_it == "tuple[int, ...]":
-            right = isinstance(found, list | tuple) and all(_is_whole(n, least) for n in found)
-        elif kind_of_it == "int":
-            right = _is_whole(found, least)
-        else:
-            right = type(found) is {"str": str, "bool": bool}.get(kind_of_it, type(found))
-        if not right:
+        found, kind_of_it = values[field.name], kinds[field.name]
+        if not any(_is_of(found, one, least) for one in kind_of_it.split(" | ")):
             limits = f" from {least} to {MOST}" if type(found) is int else ""
-            raise RecordError(f"{where}.{field.name} must be {kind_of_it}{limits}, got {shown(found)}")
+            raise RecordError(
+                f"{where}.{field.name} must be {kind_of_it}{limits}, got {shown(found)}: a record keeps {KEPT}"
+            )
     lists = {
-        f.name for f in fields if str(f.type).startswith("tuple") and isinstance(values.get(f.name), list)
+        n for n, k in kinds.items() if k.startswith("tuple") and isinstance(values.get(n), list)
     }  # JSON has no tuples
     try:
         return kind(**{name: tuple(value) if name in lists else value for name, value in values.items()})
     except (TypeError, ValueError) as error:
         raise RecordError(f"{where}: {error}") from error
+
+
+@functools.cache
+def _kinds(kind: type) -> dict[str, str]:
+    """Field -> its type as it is written, whether its module has ``from __future__ import annotations`` or not."""
+    types = {f.name: f.type for f in dataclasses.fields(kind)}
+    return {n: t if isinstance(t, str) else t.__name__ if type(t) is type else str(t) for n, t in types.items()}
+
+
+def _is_of(value: Any, kind: str, least: int) -> bool:
+    if kind == "tuple[int, ...]":
+        return isinstance(value, list | tuple) and all(_is_whole(n, least) for n in value)
+    if kind == "int":
+        return _is_whole(value, least)
+    if kind == "float":
+        return type(value) in (int, float) and math.isfinite(value)
+    if kind in PLAIN:
+        return type(value) is PLAIN[kind]
+    # Of another type, as a Literal, all that comes back from JSON as it was; no enum, dtype or list.
+    return any(_is_of(value, one, least) for one in ("int", "float", *PLAIN))
 
 
 def _is_whole(value: Any, least: int = -MOST) -> bool:

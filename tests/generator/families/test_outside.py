@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from generator.families.outside import _texts
+from generator.families.outside import _texts, answers
 from generator.places import PACKAGE
 from generator.problem import SelectionError
 from generator.scaffold.write import write_family
 from tests.support import strangers
 from tests.support.outside import EXAMPLES, PATHS, ROOT, changed, copied, run, tune
 from tuned.families.choices import one_of
-from tuned.families.outside import FamilyError, home_folder
+from tuned.families.outside import FamilyError, described, home_folder, load
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,6 +41,21 @@ for rows, columns in ((8, 128256), (16, 100000), (8, 128)):
     right = rows * columns > 10000 or bool(torch.allclose(softmax(x), torch.softmax(x, -1)))
     print(found.rule, found.kernels[0], found.variant.block_columns, found.variant.num_warps, right, sep=",")
 """
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("dtype", "torch.float16"), ("columns", "float('inf')"), ("columns", "[128]"), ("dtype", "len")],
+)
+def test_a_problem_that_no_record_could_keep_is_refused(tmp_path: Path, field: str, value: str) -> None:
+    """Not after its trials, when the row is written."""
+    family = copied("softmax", tmp_path)
+    kept = "import torch\n_problems = problems\ndef problems():\n    for p in _problems():\n        yield dataclasses.replace(p, spec="
+    family.write_text(f"{family.read_text()}\n{kept}dataclasses.replace(p.spec, {field}={value}))\n")
+    with pytest.raises(
+        FamilyError, match=rf"the problem softmax_.*spec\.{field} must be .*: a record keeps str, bool, int"
+    ):
+        answers(load(str(family)), described(load(str(family))), ())
 
 
 def status() -> str:

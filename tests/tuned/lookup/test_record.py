@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import generator.storage.record
 from generator.publishing.files import literal, table_source
@@ -227,3 +228,44 @@ def test_what_a_record_keeps_as_lists_are_tuples_again() -> None:
     read = build(Spec, json.loads(json.dumps(dataclasses.asdict(spec))), "spec")
     assert read == spec
     assert hash(read) == hash(spec)
+
+
+def written(kind: str) -> dict[str, Any]:
+    """A dataclass whose annotations are types, or, with the future import, what is written."""
+    names: dict[str, Any] = {}
+    lines = (
+        kind,
+        "import dataclasses, typing",
+        "@dataclasses.dataclass(frozen=True)",
+        "class Spec:",
+        "    heads: int",
+        "    eps: float",
+    )
+    more = (
+        "    name: str",
+        "    sizes: tuple[int, ...]",
+        "    least: int | None",
+        "    side: typing.Literal['left', 'right']",
+    )
+    exec(compile("\n".join((*lines, *more)), "spec", "exec", dont_inherit=True), names)
+    return names
+
+
+@pytest.mark.parametrize("future", ["", "from __future__ import annotations"])
+def test_types_are_looked_at_however_they_are_written(future: str) -> None:
+    spec = written(future)["Spec"]
+    right = {"heads": 4, "eps": 1, "name": "x", "sizes": [2, 3], "least": None, "side": "left"}
+    assert build(spec, right, "spec").sizes == (2, 3)
+    assert build(spec, right | {"least": 7}, "spec").least == 7
+    wrong = {
+        "heads": ("4", 4.0, None, True),
+        "eps": ("1", float("inf"), float("nan"), None),
+        "name": (4, None, torch.float16),
+        "sizes": ([2, "3"], 2, "23"),
+        "least": (1.5, "1"),
+        "side": ([1], torch.float16, float("inf")),
+    }
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(RecordError, match=rf"spec\.{name} must be .*: a record keeps str, bool, int"):
+                build(spec, right | {name: value}, "spec")
