@@ -9,10 +9,12 @@ the gradient of q is written to new memory (there over the gradient that was giv
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tuned.calls.refusal import no_tensor
-from tuned.calls.rope.arguments import whole_number
+from tuned.calls.rope.arguments import check_strides, whole_number
 from tuned.dispatch import mla_kv_rope, rope
 
 
@@ -151,7 +153,28 @@ def fused_apply_mla_rope_for_kv(  # noqa: PLR0913 - the arguments of Megatron
                 f"{name} must be {list(made.shape)} {made.dtype} on {made.device} without a gradient, got {list(out.shape)} {out.dtype} "
                 f"on {out.device}{' that requires one' if out.requires_grad else ''}: pass {name}=None for new memory"
             )
+        check_strides(name, out, f"pass {name}=None for new memory")
+    if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+        return _Kept.apply(key, value, out_key, out_value)  # type: ignore[no-any-return, no-untyped-call]
     return out_key.copy_(key), out_value.copy_(value)
+
+
+class _Kept(torch.autograd.Function):
+    """Results in memory that is given again in the next step: the tensors given stay without a graph, as Megatron leaves them."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        key: torch.Tensor, value: torch.Tensor, out_key: torch.Tensor, out_value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return out_key.copy_(key), out_value.copy_(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(_ctx: Any, grad_key: Any, grad_value: Any) -> tuple[Any, Any, None, None]:  # type: ignore[override]
+        return grad_key, grad_value, None, None
 
 
 def _refuse_interleaved(rotary_interleaved: bool) -> None:  # noqa: FBT001

@@ -84,8 +84,11 @@ def test_a_key_and_a_value_are_made(packed: Any, buffers: bool) -> None:
         named["out_key"] = torch.empty(*tokens, HEADS, KEPT + TURNED, dtype=torch.float64)
         named["out_value"] = torch.empty(*tokens, HEADS, VALUE, dtype=torch.float64)
     k_pe = wide[..., None, 7:]
-    made = fused_apply_mla_rope_for_kv(kv, k_pe, cos, sin, TURNED, KEPT, VALUE, **named)
-    assert not buffers or (made[0] is named["out_key"] and made[1] is named["out_value"])
+    for _ in range(3 if buffers else 1):  # a step of training after the other, each with the memory of the one before
+        made = fused_apply_mla_rope_for_kv(kv, k_pe, cos, sin, TURNED, KEPT, VALUE, **named)
+        for out, name in zip(made, ("out_key", "out_value"), strict=True):
+            assert not buffers or out.data_ptr() == named[name].data_ptr()
+            assert not buffers or not named[name].requires_grad
     shared = turned(k_pe, *own).expand(*tokens, HEADS, TURNED)
     wanted = torch.cat((kv[..., :KEPT], shared), -1), kv[..., KEPT:]
     torch.testing.assert_close(made, wanted)
@@ -113,3 +116,12 @@ def test_a_buffer_that_does_not_fit_is_refused_before_either_is_written() -> Non
     with pytest.raises(ValueError, match="out_value must be"):
         fused_apply_mla_rope_for_kv(kv, k_pe, cos, sin, TURNED, KEPT, VALUE, out_key=key, out_value=value)
     assert not key.any()
+    value = torch.zeros(1, BATCH, HEADS, VALUE).double().expand(SEQ, -1, -1, -1)
+    with pytest.raises(ValueError, match=r"out_value cannot be overwritten: .*pass out_value=None for new memory"):
+        fused_apply_mla_rope_for_kv(kv, k_pe, cos, sin, TURNED, KEPT, VALUE, out_key=key, out_value=value)
+    assert not key.any()
+    with torch.no_grad():
+        value = torch.empty(SEQ, BATCH, HEADS, VALUE).double()
+        made = fused_apply_mla_rope_for_kv(kv, k_pe, cos, sin, TURNED, KEPT, VALUE, out_key=key, out_value=value)
+    assert made[0] is key
+    assert made[1] is value
