@@ -35,7 +35,7 @@ use Triton's public launcher.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,8 @@ from tuned.calls.rope.arguments import (
 )
 from tuned.launching.overwrite import bump_versions, refuse_overwrite
 from tuned.lookup.lookup import Choice
+
+_NUMBERS = (float, int)
 
 
 def rope(  # noqa: PLR0913 - the arguments of its peers
@@ -155,7 +157,7 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
         or type(cp_rank) is not int
     ):
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
-    if sections is not None and type(sections) is not tuple:
+    if sections is not None:
         sections = sections_of(sections)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
@@ -225,7 +227,7 @@ def rope_qk(  # noqa: PLR0913 - the arguments of rope
         or type(cp_rank) is not int
     ):
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
-    if sections is not None and type(sections) is not tuple:
+    if sections is not None:
         sections = sections_of(sections)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
@@ -283,7 +285,7 @@ def rope_qkv(  # noqa: PLR0913 - the arguments of rope
         or type(cp_rank) is not int
     ):
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
-    if sections is not None and type(sections) is not tuple:
+    if sections is not None:
         sections = sections_of(sections)
     settings = (
         tensor_format, interleaved, inplace, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
@@ -344,7 +346,7 @@ def rope_backward(  # noqa: PLR0913 - the arguments of rope
         or type(cp_rank) is not int
     ):
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
-    if sections is not None and type(sections) is not tuple:
+    if sections is not None:
         sections = sections_of(sections)
     settings = (
         tensor_format, interleaved, False, rotary_dim, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
@@ -422,7 +424,7 @@ def qk_norm_rope(  # noqa: PLR0913 - the arguments of rope_qk, and of two norms
     Raises:
         TypeError, ValueError, RuntimeError: as ``rope``; nothing has been written.
     """
-    if sections is not None and type(sections) is not tuple:
+    if sections is not None:
         sections = sections_of(sections)
     if rotary_dim is not None or max_seqlen is not None or type(cp_size) is not int or type(cp_rank) is not int:
         rotary_dim, max_seqlen, cp_size, cp_rank = whole_numbers(rotary_dim, max_seqlen, cp_size, cp_rank)
@@ -538,7 +540,7 @@ def mla_kv_rope(  # noqa: PLR0913 - the arguments of rope
     ):
         k_dim = k_dim_of(k_dim)
         _, max_seqlen, cp_size, cp_rank = whole_numbers(None, max_seqlen, cp_size, cp_rank)
-    if sections is not None and type(sections) is not tuple:
+    if sections is not None:
         sections = sections_of(sections)
     settings = (
         tensor_format, interleaved, False, None, angle_entries, max_seqlen, attention_scaling, cp_size, cp_rank,
@@ -626,7 +628,7 @@ def rope_append_(  # noqa: PLR0913 - the arguments of rope_qk, and of a cache
         TypeError, ValueError: an argument is not allowed; nothing has been written.
         RuntimeError: something requires a gradient while gradients are enabled; nothing has been written.
     """
-    if sections is not None and type(sections) is not tuple:
+    if sections is not None:
         sections = sections_of(sections)
     if (rotary_dim is not None and type(rotary_dim) is not int) or (
         max_seqlen is not None and type(max_seqlen) is not int
@@ -763,11 +765,17 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
     Raises:
         TypeError, ValueError: an argument is not allowed.
     """
+    if type(weights) not in (list, tuple) and isinstance(
+        weights, Iterator
+    ):  # as module.parameters(), which the first to look at them would use up
+        weights = tuple(weights)
     if (
         batch_sizes is None
         and cu_seqlens is None
         and max_seqlen is None
-        and (training is False or dropout == 0)
+        and type(training) is type(recompute) is bool
+        and type(dropout) in _NUMBERS
+        and (dropout == 0 or (not training and 0 < dropout <= 1))
         and not torch.compiler.is_dynamo_compiling()
     ):
         settings = (bias, num_layers, bidirectional, batch_first)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -119,6 +120,8 @@ def _hint(function: Any, *args: Any, **kwargs: Any) -> str | None:
 def _explained(function: Any, *args: Any, **kwargs: Any) -> Explanation:
     if isinstance(function, (nn.GRU, nn.GRUCell, torch.nn.GRU, torch.nn.GRUCell)):
         return _of_module(function, *args, **kwargs)
+    if function in (dispatch.DEFINED["gru"], dispatch.DEFINED["gru_cell"], dispatch.DEFINED["linear_cat"]):
+        inspect.signature(function).bind(*args, **kwargs)  # for its error, which names the function's own arguments
     if function is dispatch.DEFINED["gru"]:
         return _explanation(*serve.explain_gru(*args, **kwargs))
     if isinstance(function, Own):
@@ -172,12 +175,34 @@ def _explanation(choice: Choice, kernels: tuple[str, ...]) -> Explanation:
 
 def _of_module(module: Any, *args: Any, **kwargs: Any) -> Explanation:
     """What serves the call of a module: that of the function it calls."""
+    if not nn.runs_ours(module) and isinstance(module, (nn.GRU, nn.GRUCell)):
+        why = (
+            f"{type(module).__qualname__} has a forward of its own, which may do anything: what that passes on to tuned.nn's is told of "
+            "the module of tuned.nn itself, or of tuned.dispatch's function"
+        )
+        return _explanation(Choice("eager", why, None), ())
     if not nn.runs_ours(module) and not nn.is_patched():
         why = "torch.nn's module calls PyTorch's own: use tuned.nn.patched(), tuned.nn.replace() or the module of tuned.nn"
         return _explanation(Choice("eager", why, None), ())
-    if isinstance(module, (nn.GRU, torch.nn.GRU)):
-        given, named, _ = nn.gru_arguments(module, *args, **kwargs)
-        return _explained(dispatch.DEFINED["gru"], *given, **named)
-    kwargs.pop("resets", None)  # the state of such rows is taken as 0, by the same kernel
-    given, _ = nn.cell_arguments(module, *args, **kwargs)
-    return _explained(dispatch.DEFINED["gru_cell"], *given)
+    called = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+    own = {name: called[name] for name in ("input", "hx") if name in called}
+    with _still(module):
+        if isinstance(module, (nn.GRU, torch.nn.GRU)):
+            given, named, _ = nn.gru_arguments(module, **own, resets=called.get("resets"))
+            return _explained(dispatch.DEFINED["gru"], *given, **named)
+        given, batched = nn.cell_arguments(module, **own)
+        return _explained(dispatch.DEFINED["gru_cell"], *given, resets=nn.cell_marks(called.get("resets"), batched))
+
+
+@contextlib.contextmanager
+def _still(module: torch.nn.Module) -> Iterator[None]:
+    """Inside, what computes the weights of a module changes nothing of its own, as spectral norm does while it trains."""
+    parts = getattr(module, "parametrizations", torch.nn.ModuleDict()).modules()
+    training = [part for part in parts if part.training]
+    try:
+        for part in training:
+            part.training = False
+        yield
+    finally:
+        for part in training:
+            part.training = True

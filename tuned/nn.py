@@ -29,7 +29,8 @@ from tuned import dispatch
 from tuned.calls.gru import plan as gru_plan
 from tuned.calls.gru import training as gru_training
 from tuned.calls.gru_cell import run as gru_cell_run
-from tuned.calls.refusal import refuses, was_refused
+from tuned.calls.products import autocast_dtype
+from tuned.calls.refusal import check_flag, refuses, was_refused
 from tuned.launching.plan import modes, tracing
 from tuned.lookup.gpu import why_eager
 
@@ -41,6 +42,14 @@ def _twin(module: torch.nn.Module, kind: type[torch.nn.Module]) -> torch.nn.Modu
     twin = kind.__new__(kind)
     twin.__dict__ = module.__dict__
     return twin
+
+
+def _scripted(module: torch.nn.Module, kind: type[torch.nn.Module]) -> torch.nn.Module:
+    """What torch.jit.script compiles in the place of a module, and leaves there: torch.nn's.
+
+    Of a subclass with a forward of its own the module itself, which torch.jit.script compiles or refuses.
+    """
+    return _twin(module, kind) if runs_ours(module) else module
 
 
 class GRU(torch.nn.RNNBase):
@@ -69,6 +78,7 @@ class GRU(torch.nn.RNNBase):
         recompute: bool = False,
         **others: Any,
     ) -> None:
+        check_flag("recompute", recompute)
         if others:  # torch.nn.GRU raises the error for unknown arguments
             torch.nn.GRU(input_size, hidden_size, device="meta", **others)
         super().__init__(
@@ -85,8 +95,7 @@ class GRU(torch.nn.RNNBase):
         )
         self.recompute = recompute
 
-    # What torch.jit.script compiles in the place of this module, and leaves there: torch.nn's.
-    __prepare_scriptable__ = functools.partialmethod(_twin, torch.nn.GRU)
+    __prepare_scriptable__ = functools.partialmethod(_scripted, torch.nn.GRU)
 
     def forward(
         self,
@@ -107,7 +116,8 @@ class GRU(torch.nn.RNNBase):
             output, shaped like input but for its last axis, D * H; and h_n, shaped like hx.
 
         Raises:
-            RuntimeError, ValueError: a shape or dtype does not fit; the error is torch.nn.GRU's, or ours with resets.
+            RuntimeError, ValueError: a shape or dtype does not fit; the error is torch.nn.GRU's, or ours with resets, and
+                while torch.compile traces.
         """
         if not torch.compiler.is_dynamo_compiling():
             found: Any = None
@@ -134,6 +144,10 @@ class GRU(torch.nn.RNNBase):
             return output.squeeze(0 if self.batch_first else 1), h_n.squeeze(1)
         return output, h_n
 
+    def extra_repr(self) -> str:
+        """The arguments that are not their defaults, as torch.nn.GRU prints them."""
+        return super().extra_repr() + (", recompute=True" if getattr(self, "recompute", False) else "")
+
     def _get_name(self) -> str:
         return _printed(self)
 
@@ -141,7 +155,7 @@ class GRU(torch.nn.RNNBase):
 class GRUCell(torch.nn.GRUCell):
     """torch.nn.GRUCell; its input may also be a tuple of segments, taken as if concatenated in the last axis."""
 
-    __prepare_scriptable__ = functools.partialmethod(_twin, torch.nn.GRUCell)
+    __prepare_scriptable__ = functools.partialmethod(_scripted, torch.nn.GRUCell)
 
     def forward(  # type: ignore[override]
         self,
@@ -171,8 +185,7 @@ class GRUCell(torch.nn.GRUCell):
                 return known  # type: ignore[no-any-return]
         try:
             given, batched = cell_arguments(self, input, hx)
-            marks = resets.unsqueeze(0) if isinstance(resets, torch.Tensor) and not batched else resets
-            out = dispatch.gru_cell(*given, resets=marks)
+            out = dispatch.gru_cell(*given, resets=cell_marks(resets, batched))
         except _ARGUMENTS as error:
             if resets is not None or isinstance(input, tuple) or not was_refused(error):
                 raise
@@ -254,7 +267,7 @@ def _packed_at_once(  # noqa: PLR0911 - one return per way
     weights = _parameters(module, module._flat_weights_names)  # noqa: SLF001
     x, batch_sizes, sorted_indices, unsorted_indices = packed
     layers, bidirectional = module.num_layers, module.bidirectional
-    if type(x) is not torch.Tensor:
+    if type(x) is not torch.Tensor or (hx is not None and type(hx) is not torch.Tensor):
         return None
     settings = (module.bias, layers, bidirectional, False)
     dropout = module.training and module.dropout and layers > 1
@@ -266,7 +279,7 @@ def _packed_at_once(  # noqa: PLR0911 - one return per way
     expected = (layers * (2 if bidirectional else 1), int(batch_sizes[0]), module.hidden_size)
     if hx is None:
         hx = torch.zeros(expected, dtype=x.dtype, device=x.device)
-    elif type(hx) is not torch.Tensor or hx.shape != expected:
+    elif hx.shape != expected:
         return None
     else:
         hx = module.permute_hidden(hx, sorted_indices)
@@ -316,7 +329,7 @@ def gru_arguments(
         )
     if resets is not None:
         resets = _marks(module, input, resets)
-    if x.dtype != weights[0].dtype and not torch.is_autocast_enabled(x.device.type):
+    if x.dtype != weights[0].dtype and autocast_dtype(x.device.type) is None:
         raise ValueError(
             f"input is {x.dtype} and the weights are {weights[0].dtype}: convert one with .to(), or use torch.autocast"
         )
@@ -346,7 +359,14 @@ def _marks(module: torch.nn.RNNBase, input: Any, resets: Any) -> Any:  # noqa: A
             f"resets must be a bool tensor, got {type(resets).__name__}: convert it with torch.as_tensor(...)"
         )
     if not isinstance(resets, PackedSequence):
-        return resets.unsqueeze(0 if module.batch_first else 1) if input.dim() == 2 else resets  # noqa: PLR2004
+        if input.dim() != 2:  # noqa: PLR2004
+            return resets
+        if resets.shape != input.shape[:1]:
+            raise ValueError(
+                f"resets of input without a batch axis must be [{input.shape[0]}], a mark for each step, got {list(resets.shape)}: "
+                "give both a batch axis, or neither"
+            )
+        return resets.unsqueeze(0 if module.batch_first else 1)
     ours, theirs = resets.sorted_indices, input.sorted_indices
     same = (ours is None) == (theirs is None) and (ours is None or torch.equal(ours, theirs))
     if not same or not torch.equal(resets.batch_sizes, input.batch_sizes):
@@ -445,6 +465,22 @@ def cell_arguments(
         hx = hx.unsqueeze(0)
     x = segments if isinstance(input, tuple) else first
     return (x, hx, module.weight_ih, module.weight_hh, module.bias_ih, module.bias_hh), batched
+
+
+@refuses
+def cell_marks(resets: Any, batched: bool) -> Any:  # noqa: FBT001
+    """The resets of a step as tuned.dispatch.gru_cell takes them.
+
+    Raises:
+        ValueError: they are not one mark, for input without a batch axis.
+    """
+    if batched or not isinstance(resets, torch.Tensor):
+        return resets
+    if resets.dim():
+        raise ValueError(
+            f"resets of input without a batch axis must be [], one mark, got {list(resets.shape)}: give both a batch axis, or neither"
+        )
+    return resets.unsqueeze(0)
 
 
 def _patched_gru(*args: Any, **kwargs: Any) -> Any:
@@ -576,7 +612,7 @@ def replace(model: torch.nn.Module) -> torch.nn.Module:
     left, found = [], 0
     for name, module in model.named_modules():
         kind = type(module)
-        if runs_ours(module):
+        if runs_ours(module) or isinstance(module, (GRU, GRUCell)):
             found += 1
         elif isinstance(module, (torch.nn.GRU, torch.nn.GRUCell)):
             if (ours := _ours(kind)) is None:
@@ -586,7 +622,7 @@ def replace(model: torch.nn.Module) -> torch.nn.Module:
                 found += 1
     if left:
         warnings.warn(
-            f"tuned.nn.replace left {', '.join(left)} as it is: a class with a forward of its own, or checks of its own, may do anything there. Call "
+            f"tuned.nn.replace left {', '.join(left)} as it is: a class with a forward, checks or __slots__ of its own may do anything there. Call "
             "tuned.nn.GRU in that forward, or run it inside tuned.nn.patched()",
             stacklevel=2,
         )
@@ -611,12 +647,23 @@ def _refuse_no_module(name: str, model: Any) -> None:
 def restore(model: torch.nn.Module) -> torch.nn.Module:
     """Undo ``replace``: turn every tuned.nn.GRU and GRUCell into torch.nn's; returns the model.
 
+    A subclass of ours that ``replace`` did not make, as a user's own or what FSDP makes of a module, stays, with a warning.
+
     Raises:
         TypeError: model is not a torch.nn.Module.
     """
     _refuse_no_module("restore", model)
-    for module in model.modules():
+    left = []
+    for name, module in model.named_modules():
         module.__class__ = _theirs(type(module))
+        if isinstance(module, (GRU, GRUCell)) or runs_ours(module):
+            left.append(f"{name or 'the model'} ({type(module).__qualname__})")
+    if left:
+        warnings.warn(
+            f"tuned.nn.restore left {', '.join(left)} as it is: a subclass of tuned.nn's that tuned.nn.replace did not make. Derive it from "
+            "torch.nn's; where FSDP made it, restore the model before it is sharded",
+            stacklevel=2,
+        )
     return model
 
 
@@ -686,15 +733,22 @@ def _ours(kind: Any) -> type | None:
     if any(getattr(kind, name, None) is not getattr(theirs, name, None) for name in _ASKED):
         return None
     if _OURS not in vars(kind):
-        if _parametrised(kind):
-            made = _class_like(kind, _ours(kind.__bases__[0]), _copied(kind))
-        else:
-            ours = vars(_SWAPS[theirs])
-            own = {"forward": ours["forward"], "__module__": kind.__module__, "__reduce_ex__": _reduced}
-            if kind._get_name is torch.nn.Module._get_name:  # noqa: SLF001
-                own["_get_name"] = ours["_get_name"]
-            own["__prepare_scriptable__"] = functools.partialmethod(_twin, kind)
-            made = _class_like(kind, kind, own)
+        try:
+            made = _made_ours(kind, theirs)
+        except TypeError:  # it has __slots__, and so another layout
+            return None
         setattr(made, _THEIRS, kind)
         setattr(kind, _OURS, made)
     return vars(kind)[_OURS]  # type: ignore[no-any-return]
+
+
+def _made_ours(kind: Any, theirs: Any) -> Any:
+    """``_ours`` of a subclass that has none yet."""
+    if _parametrised(kind):
+        return _class_like(kind, _ours(kind.__bases__[0]), _copied(kind))
+    ours = vars(_SWAPS[theirs])
+    own = {"forward": ours["forward"], "__module__": kind.__module__, "__reduce_ex__": _reduced}
+    if kind._get_name is torch.nn.Module._get_name:  # noqa: SLF001
+        own["_get_name"] = ours["_get_name"]
+    own["__prepare_scriptable__"] = functools.partialmethod(_scripted, kind)
+    return _class_like(kind, kind, own)

@@ -10,8 +10,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from tuned.launching.launcher import kernel, probe_launch, will_probe
 from tuned.launching.rehearsal import Heard, listen
 from tuned.lookup.gpu import gpu_of, has_triton, why_not_plain
 from tuned.lookup.misses import problem_of, recorded
+from tuned.lookup.place import expanded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +78,10 @@ def warm(model: Any = None, /, *example_inputs: Any, processes: int | None = Non
     """
     if processes is not None and (type(processes) is not int or processes < 0):
         raise ValueError(f"processes must be an int of at least 0, or None for one a core, got {processes!r}")
+    if isinstance(model, type) and issubclass(model, torch.nn.Module):
+        raise TypeError(
+            f"model must be a module or function, got the class {model.__qualname__}: make one, and pass that"
+        )
     started = time.perf_counter()
     if callable(model):
         done = _of_model(model, example_inputs, example_kwargs, processes)
@@ -156,11 +160,11 @@ def _read(problems: Any) -> Iterator[tuple[str, Any, Any]]:
                 "tuned.warm() takes the file that the environment variable TUNED_RECORD names, which is not set: set it, or "
                 "give a model with example inputs, a path or a list of problems"
             )
-        if not Path(name).exists():  # no call has met no row yet
+        if not expanded(name).exists():  # no call has met no row yet
             return
         problems = name
     if isinstance(problems, str | os.PathLike):
-        path = Path(problems)
+        path = expanded(problems)
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -171,6 +175,8 @@ def _read(problems: Any) -> Iterator[tuple[str, Any, Any]]:
             if line.strip():
                 yield recorded(line, f"{path.name} line {number}")
         return
+    if isinstance(problems, Mapping):
+        raise TypeError("problems must be a list, got one problem: put it in a list, as tuned.warm([problem])")
     if not isinstance(problems, Iterable):
         raise TypeError(
             f"give a model or function, a path, or a list of problems, got {type(problems).__name__} {problems!r}"
@@ -200,10 +206,11 @@ def _kept(model: torch.nn.Module | None, inputs: list[Any]) -> Iterator[Callable
     if any(torch.nn.parameter.is_lazy(t) for t in (*parameters.values(), *buffers)):
         raise ValueError("the model has lazy parameters, which its first call makes: call it once before tuned.warm")
     versions = {name: p._version for name, p in parameters.items() if not p.is_inference()}  # noqa: SLF001
-    holders: list[tuple[Any, Any]] = [(h, dict(h)) for m in modules for h in (m._parameters, m._buffers)]  # noqa: SLF001
+    held: Any = [h for m in modules for h in (m._parameters, m._buffers) if isinstance(h, dict)]  # noqa: SLF001 - not of a scripted module
+    holders: list[tuple[Any, Any]] = [(h, dict(h)) for h in held]
     settings = [(m, m.training) for m in modules]
     gradients = [(p, p.grad) for p in parameters.values()]
-    memory = _memory([*buffers, *inputs])
+    memory = _memory([*buffers, *inputs, *(gradient for _, gradient in gradients)])
     generators = _generators()
 
     def give_back() -> None:
@@ -218,8 +225,11 @@ def _kept(model: torch.nn.Module | None, inputs: list[Any]) -> Iterator[Callable
         for parameter, gradient in gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
-        for storage, copy in memory:
-            storage.copy_(copy)
+        for now, copy in memory:
+            if not torch.equal(
+                now, copy
+            ):  # what cannot be written, as a file that is read through memory, has not changed
+                now.copy_(copy)
         for put, state in generators:
             put(state)
 
@@ -235,13 +245,22 @@ def _kept(model: torch.nn.Module | None, inputs: list[Any]) -> Iterator[Callable
 
 
 def _memory(tensors: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """The memory of tensors, each once, with a copy of it."""
+    """The bytes of tensors from the first element to the last, each once, with a copy of them."""
     found = {}
     for t in tensors:
-        if isinstance(t, torch.Tensor) and why_not_plain(t) is None and t.layout is torch.strided and not t.is_meta:
-            storage = t.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in found:
-                found[storage.data_ptr()] = storage, storage.clone()
+        if (
+            not isinstance(t, torch.Tensor)
+            or why_not_plain(t) is not None
+            or t.layout is not torch.strided
+            or t.is_meta
+        ):
+            continue
+        if t.numel() and (at := t.data_ptr()):
+            size = t.element_size() * (1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)))
+            if (at, size) not in found:
+                place = t.storage_offset() * t.element_size()
+                now = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage(), place, (size,), (1,))
+                found[at, size] = now, now.clone()
     return list(found.values())
 
 

@@ -535,18 +535,87 @@ def test_replacing_runs_no_code_of_the_class() -> None:
     assert isinstance(model[1], One)
 
 
+class Slotted(torch.nn.GRU):
+    """A subclass whose objects are laid out otherwise."""
+
+    __slots__ = ("more",)
+
+
+class Further(tuned.nn.GRUCell):
+    """A subclass of ours with a forward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 100
+
+
+class FurtherLayer(tuned.nn.GRU):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[0] + 100
+
+
 def test_what_is_not_replaced_is_told() -> None:
-    own = torch.nn.Sequential(Otherwise(FEATURES, H), Checked(FEATURES, H))
+    parts = [kind(FEATURES, H) for kind in (torch.nn.GRU, Otherwise, Slotted, Checked, torch.nn.GRUCell)]
+    own = torch.nn.Sequential(*parts)
     with pytest.warns(
         UserWarning,
-        match=r"left 0 \(Otherwise\), 1 \(Checked\) as it is: a class with a forward of its own, .* tuned.nn.patched",
+        match=r"left 1 \(Otherwise\), 2 \(Slotted\), 3 \(Checked\) as it is: a class with a forward, checks or __slots__ of its own .* "
+        "tuned.nn.patched",
     ):
         tuned.nn.replace(own)
-    assert [type(module) for module in own] == [Otherwise, Checked]
+    assert [type(module) for module in own] == [tuned.nn.GRU, Otherwise, Slotted, Checked, tuned.nn.GRUCell]
     with pytest.warns(
         UserWarning, match="found no torch.nn.GRU or GRUCell in Linear: what calls torch.gru itself has to call"
     ):
         tuned.nn.replace(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("kind", [Further, FurtherLayer])
+def test_a_subclass_of_ours_with_a_forward_of_its_own_keeps_it(kind: Any) -> None:
+    """torch.jit.script put PyTorch's module in its place, in the model too."""
+    model, x = torch.nn.Sequential(kind(FEATURES, H)), torch.randn(2, 3, FEATURES)
+    x = x[0] if kind is Further else x
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        tuned.nn.replace(model)  # it has one of ours
+    with pytest.raises(RuntimeError):
+        torch.jit.script(model)
+    assert type(model[0]) is kind
+    assert model(x).min() > 50
+    assert f"{kind.__qualname__} has a forward of its own" in tuned.explain(model[0], x).why
+    with pytest.warns(UserWarning, match=rf"restore left 0 \({kind.__qualname__}\) as it is"):
+        tuned.nn.restore(model)
+    assert type(model[0]) is kind
+
+
+@pytest.mark.parametrize("bad", ["no", 2, None, torch.tensor(True)])
+def test_recompute_is_true_or_false(bad: Any) -> None:
+    with pytest.raises(TypeError, match="recompute must be a bool, got"):
+        tuned.nn.GRU(FEATURES, H, recompute=bad)
+    assert repr(tuned.nn.GRU(FEATURES, H, recompute=True)) == f"tuned.nn.GRU({FEATURES}, {H}, recompute=True)"
+    assert repr(tuned.nn.GRU(FEATURES, H)) == f"tuned.nn.GRU({FEATURES}, {H})"
+
+
+def test_explaining_a_module_changes_nothing_of_it() -> None:
+    """Spectral norm moves its vectors whenever the weight is computed while it trains."""
+    for module, x in (
+        (tuned.nn.GRU(FEATURES, H), torch.randn(T, B, FEATURES)),
+        (tuned.nn.GRUCell(FEATURES, H), torch.randn(B, FEATURES)),
+    ):
+        name = "weight_hh_l0" if isinstance(module, tuned.nn.GRU) else "weight_hh"
+        torch.nn.utils.parametrizations.spectral_norm(module, name)
+        before = {key: t.clone() for key, t in module.state_dict().items()}
+        tuned.explain(module, x)
+        assert all(torch.equal(t, before[key]) for key, t in module.state_dict().items())
+        assert all(part.training for part in module.modules())
+        module(x)
+        assert not all(torch.equal(t, before[key]) for key, t in module.state_dict().items())
+
+
+def test_on_meta_a_dtype_that_does_not_fit_is_pytorchs_error() -> None:
+    x = torch.empty(T, B, FEATURES, dtype=torch.float64, device="meta")
+    for kind in (torch.nn.GRU, tuned.nn.GRU):
+        with pytest.raises(ValueError, match="does not match weight dtype"):
+            kind(FEATURES, H, device="meta")(x)
 
 
 def test_modules_are_replaced_in_place_and_restored(kernels: list[GruCall]) -> None:

@@ -8,6 +8,7 @@ import importlib
 import json
 import random
 import threading
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from tuned.families.rope.spec import RopeSize
 from tuned.launching.ahead import Compiled
 from tuned.launching.rehearsal import listening
 from tuned.lookup.lookup import Choice, Gpu
+from tuned.warming import _memory
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -52,7 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["machine", "watch"]
 
 GPU = Gpu("nvidia_h200", 90, 132, "NVIDIA H200")
-HIDDEN = 8
+HIDDEN, FEATURES = 8, 3
 POLL = GruVariant("persistent", block_hidden=8, block_batch=8, exchange="poll")
 PUBLIC, KNOWN = tuned.launching.launcher.launch_public, tuned.launching.plan.launch_known
 without_a_gpu = pytest.mark.skipif(not INTERPRETED, reason="this stands in for a GPU where there is none")
@@ -392,6 +394,34 @@ def test_state_inputs_and_generators_are_as_before() -> None:
     assert model.weight.grad is None
     assert torch.equal(torch.get_rng_state(), drawn[0])
     assert [random.getstate(), str(np.random.get_state())] == drawn[1:]  # noqa: NPY002
+
+
+def test_only_what_was_changed_is_written_back(tmp_path: Path) -> None:
+    """A tensor in memory that cannot be written, as numpy's of a file, ended the process; and of a view all was copied."""
+    np.save(tmp_path / "x.npy", np.full((5, 2, FEATURES), np.nan, np.float32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        x = torch.from_numpy(np.load(tmp_path / "x.npy", mmap_mode="r"))
+    tuned.warm(torch.nn.Sequential(tuned.nn.GRU(FEATURES, HIDDEN)), x)
+    large = torch.zeros(1000, 7)
+    part = large[500:502, ::3]
+    ((now, copy),) = _memory([part, part, torch.empty(0)])
+    assert now.data_ptr() == part.data_ptr()
+    assert copy.numel() == (7 + 6 + 1) * 4
+
+
+def test_gradients_are_as_before_where_the_model_adds_to_them() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.register_forward_hook(lambda module, *_: (module.weight.grad.add_(1), None)[1])
+    model.weight.grad = torch.zeros(2, 2)
+    tuned.warm(model, torch.zeros(1, 2))
+    assert not model.weight.grad.any()
+
+
+def test_a_model_with_a_scripted_part_is_warmed() -> None:
+    scripted = torch.jit.script(torch.nn.BatchNorm1d(FEATURES))
+    tuned.warm(torch.nn.Sequential(scripted, tuned.nn.GRUCell(FEATURES, HIDDEN)), torch.randn(4, FEATURES))
+    assert not scripted.running_mean.any()
 
 
 def test_an_exception_of_the_model_comes_out_as_it_is_and_undoes_the_run() -> None:

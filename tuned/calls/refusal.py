@@ -80,5 +80,6 @@ def check_flag(name: str, value: Any, way_out: str = "pass True or False") -> No
     """
     if isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a bool, got a tensor, whose value may change: convert it with bool(...)")
-    if isinstance(value, (str, list, tuple)):
+    whole = isinstance(value, int) and value in (0, 1)  # bools, and what C and NumPy write for them
+    if not whole and type(value).__name__ not in ("bool", "bool_"):
         raise TypeError(f"{name} must be a bool, got {value!r}: {way_out}")

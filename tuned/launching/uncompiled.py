@@ -45,7 +45,8 @@ def remember_failure(launch: Launch, error: Exception) -> None:
     if (why := _why(error)) is None:
         return
     from tuned.launching.plan import remember  # noqa: PLC0415 - which imports the launcher, whose errors these are
-    from tuned.lookup.misses import TunedWarning, outside  # noqa: PLC0415 - as above
+    from tuned.lookup.caller import outside  # noqa: PLC0415 - as above
+    from tuned.lookup.misses import TunedWarning  # noqa: PLC0415 - as above
 
     said = f"Triton cannot compile {launch.kernel} for this call ({why})"
     told = any(launch.kernel == kernel for _, kernel, *_ in _UNCOMPILED)

@@ -9,20 +9,19 @@ import dataclasses
 import functools
 import json
 import os
-import sys
 import threading
 import warnings
 from typing import Any
 
 from tuned.families.family import Family
 from tuned.families.registry import FAMILIES
+from tuned.lookup.caller import outside
 from tuned.lookup.lookup import Choice, Gpu, choose, has_rows
-from tuned.lookup.place import TUNE
+from tuned.lookup.place import TUNE, expanded
 from tuned.lookup.record import RecordError, build, parsed, shown
 
 MAX_CHOICES = 4096  # (spec, size, GPU) triples whose choice is remembered, of each family
 MAX_RECORDED = 4096  # problems per process; otherwise ever new lengths would fill the disk
-ROOT = __name__.partition(".")[0]
 _LOCK = threading.Lock()
 _TOLD: set[str] = set()  # devices, and files that could not be written, that were warned about
 _RECORDED: set[tuple[str, str]] = set()  # (file, line)
@@ -120,14 +119,6 @@ def problem_of(values: Any, where: str) -> tuple[str, Any, Any]:
     return family.name, spec, size
 
 
-def outside() -> int:
-    """The stacklevel, for a warning of the caller, of the line outside this package that made the call."""
-    level, frame = 1, sys._getframe(1)  # noqa: SLF001 - the public ways list all frames
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == ROOT:
-        level, frame = level + 1, frame.f_back
-    return level
-
-
 def _first(what: str) -> bool:
     with _LOCK:
         new = what not in _TOLD
@@ -147,16 +138,22 @@ def _record(path: str, family: Family, spec: Any, size: Any) -> None:
         warnings.warn(
             f"TUNED_RECORD: {path} has {MAX_RECORDED} problems of this process; no more are recorded",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=outside(),
         )
         return
     try:
         # One append of less than 4 KB: processes that share the file do not mix their lines.
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        file = os.open(expanded(path), os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            os.write(file, line.encode())
+            # A process that ended while it wrote, or a full disk, left a line without its end.
+            torn = os.fstat(file).st_size > 0 and os.pread(file, 1, os.fstat(file).st_size - 1) != b"\n"
+            os.write(file, ("\n" * torn + line).encode())
         finally:
             os.close(file)
     except OSError as error:  # a model must not stop because of it
         if _first(path):
-            warnings.warn(f"TUNED_RECORD: {path} cannot be written: {error}", RuntimeWarning, stacklevel=3)
+            warnings.warn(
+                f"TUNED_RECORD: {path} cannot be written: {error}; name a file in a folder that is there and can be written",
+                RuntimeWarning,
+                stacklevel=outside(),
+            )

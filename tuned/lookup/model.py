@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from tuned.families.family import BUILT_IN, Family, brought
+from tuned.lookup.caller import outside
 from tuned.lookup.table import ships
 
 Weights = Mapping[str, float]
@@ -44,7 +45,7 @@ def _known() -> dict[str, dict[str, Weights]]:
             f"tuned/tables/_models.py cannot be used ({type(error).__name__}: {error}): restore it from version control, or "
             "write it again with python tune.py --render; it is not used"
         )
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        warnings.warn(text, RuntimeWarning, stacklevel=outside())
         return {}
 
 

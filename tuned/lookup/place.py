@@ -14,7 +14,21 @@ PROGRAM = "python tune.py" if CHECKOUT else "tuned"
 TUNE = "python tune.py" if CHECKOUT else "tuned tune"
 
 
-def own_records() -> Path:
-    """The folder of what this user measured where there is no checkout: in $XDG_DATA_HOME, or ~/.local/share."""
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """A path of which a first ~ is the user's home, if there is one."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
+def own_records() -> Path | None:
+    """The folder of what this user measured where there is no checkout: in $XDG_DATA_HOME, or ~/.local/share.
+
+    None for a user without a home, as that of a container may be.
+    """
     data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return Path(data).expanduser() / "tuned-kernels" / "winners"
+    try:
+        return Path(data).expanduser() / "tuned-kernels" / "winners"
+    except RuntimeError:
+        return None

@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 from tuned.families.registry import FAMILIES
+from tuned.lookup.caller import outside
 from tuned.lookup.table import Row
 
 ANY = "any"  # the portfolio made from all architectures, for one that has none of its own
@@ -34,7 +35,7 @@ def _known() -> tuple[Variants, Best]:
             f"tuned/tables/_portfolio.py cannot be used ({type(error).__name__}: {error}): restore it from version control, "
             "or write it again with python tune.py --render; it is not used"
         )
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        warnings.warn(text, RuntimeWarning, stacklevel=outside())
         return {}, {}
 
 

@@ -17,7 +17,8 @@ import tuned.tables
 from tuned.families.choices import undeclared
 from tuned.families.family import BUILT_IN, Family
 from tuned.families.registry import FAMILIES
-from tuned.lookup.place import own_records
+from tuned.lookup.caller import outside
+from tuned.lookup.place import expanded, own_records
 from tuned.lookup.record import HARD, METHOD, RecordError, changed_sources, differences, load_record
 
 
@@ -146,7 +147,11 @@ def tables() -> dict[str, Table]:
 
     A table or record that cannot be read is skipped with a warning: a model must not stop because of it.
     """
-    return _collected(lambda error: warnings.warn(f"{error}; it is not used", RuntimeWarning, stacklevel=5))
+    return _collected(_unused)
+
+
+def _unused(error: RecordError) -> None:
+    warnings.warn(f"{error}; it is not used", RuntimeWarning, stacklevel=outside())
 
 
 @functools.cache
@@ -165,7 +170,7 @@ def tables_of(family: Family) -> dict[str, Table]:
         try:
             found[module.name] = _shipped(module.name, {family.name: family}, family.home)
         except RecordError as error:
-            warnings.warn(f"{error}; it is not used", RuntimeWarning, stacklevel=5)
+            _unused(error)
     return found
 
 
@@ -196,7 +201,7 @@ def _collected(trouble: Callable[[RecordError], None]) -> dict[str, Table]:
     for module in pkgutil.iter_modules(tuned.tables.__path__):
         if module.name[0] != "_":
             put(module.name, _shipped, module.name)
-    if (own := own_records()).is_dir():
+    if (own := own_records()) is not None and own.is_dir():
         try:
             paths = folder_of_records(own)
         except RecordError as error:
@@ -206,7 +211,7 @@ def _collected(trouble: Callable[[RecordError], None]) -> dict[str, Table]:
                 put(path.stem, lambda path: _before(_recorded(path), found.get(path.stem)), path)
     if folder := os.environ.get("TUNED_TABLES"):
         try:
-            paths = folder_of_records(folder)
+            paths = folder_of_records(expanded(folder))
         except RecordError as error:
             trouble(RecordError(f"TUNED_TABLES: {error}"))
         else:

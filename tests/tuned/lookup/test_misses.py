@@ -9,6 +9,7 @@ import itertools
 import json
 import threading
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,13 +37,12 @@ from tuned.families.gru_cell.spec import GruCellSpec
 from tuned.families.registry import FAMILIES
 from tuned.families.rope.spec import ANGLE_ENTRIES, ANGLES, DTYPES, ITEM_SIZE, LAYOUTS, STYLES, RopeSize, RopeSpec
 from tuned.families.rope.variant import default_variant
-from tuned.lookup import misses
+from tuned.lookup import misses, place, table
 from tuned.lookup.lookup import Choice, Gpu, choose
 from tuned.lookup.table import Row, Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 ROPE = FAMILIES["rope"]
 UNKNOWN = Gpu("a_card", 89, 142, "A Card")
@@ -208,6 +208,35 @@ def test_a_file_that_cannot_be_written_stops_no_model(tmp_path: Path, monkeypatc
     with pytest.warns(RuntimeWarning, match=r"TUNED_RECORD: .*misses.jsonl cannot be written") as said:
         note_all(SIZE, RopeSize(1, 7))
     assert sum("cannot be written" in str(w.message) for w in said) == 1
+
+
+@pytest.mark.filterwarnings("ignore::tuned.TunedWarning")
+def test_a_file_in_the_users_home_whose_last_line_is_torn_takes_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "misses.jsonl"
+    path.write_text('{"family": "gru')
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TUNED_RECORD", "~/misses.jsonl")
+    note_all(SIZE, RopeSize(1, 7))
+    torn, *whole = path.read_text().splitlines()
+    assert torn == '{"family": "gru'
+    assert [json.loads(line)["size"]["seq"] for line in whole] == [SIZE.seq, 7]
+
+
+def test_a_user_without_a_home_has_no_records_of_his_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a container may be: a model must not stop because of it."""
+
+    def nobody(_path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", nobody)
+    assert place.own_records() is None
+    assert place.expanded("~/x") == Path("~/x")
+    monkeypatch.setenv("TUNED_TABLES", "~nobody/tables")
+    with pytest.warns(RuntimeWarning, match="TUNED_TABLES: a folder of records must be") as said:
+        assert table.tables.__wrapped__()
+    assert said[0].filename == __file__
 
 
 @pytest.mark.filterwarnings("ignore::tuned.TunedWarning")

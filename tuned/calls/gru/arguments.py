@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tuned.calls.products import autocast_dtype
-from tuned.calls.refusal import check_dense, check_flag, refuses
+from tuned.calls.refusal import check_dense, check_flag, is_number, refuses
 
 STARTS = "pass where sequences start, and the end of the last: torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))"
 
@@ -68,6 +68,7 @@ def gru_call(  # noqa: PLR0913 - the arguments of the public call
     flags = {"bias": bias, "training": training, "bidirectional": bidirectional, "batch_first": batch_first}
     for name, flag in (flags | {"recompute": recompute}).items():
         check_flag(name, flag)
+    bias, bidirectional, batch_first = bool(bias), bool(bidirectional), bool(batch_first)
     call = GruCall(
         input=input,
         hx=hx,
@@ -98,13 +99,13 @@ def check_gru(call: GruCall) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}: {_tensor_hint(name, tensor)}")
     check_dense({"input": call.input, "hx": call.hx, **dict(_named(call)), "resets": call.resets})
-    if isinstance(call.num_layers, (str, float, torch.Tensor)) or call.num_layers is None:
+    if isinstance(call.num_layers, (bool, torch.Tensor)) or not hasattr(type(call.num_layers), "__index__"):
         raise TypeError(f"num_layers must be an int, got {call.num_layers!r}: convert it with int(...)")
     if call.num_layers < 1:
         raise ValueError(
             f"num_layers must be at least 1, got {call.num_layers}: pass the number of layers that weights has"
         )
-    if isinstance(call.dropout, (str, torch.Tensor)) or call.dropout is None:
+    if not is_number(call.dropout):
         raise TypeError(
             f"dropout must be a number, got {call.dropout!r}: convert it with float(...), or leave it out for 0"
         )
@@ -237,7 +238,9 @@ def _thd_batch(call: GruCall) -> int:
         raise TypeError(
             "max_seqlen must be an int, got a tensor: pass max_seqlen.item(), which synchronizes with the GPU, or keep an int"
         )
-    if isinstance(call.max_seqlen, (float, str)):
+    if call.max_seqlen is not None and (
+        isinstance(call.max_seqlen, bool) or not hasattr(type(call.max_seqlen), "__index__")
+    ):
         raise TypeError(f"max_seqlen must be an int, got {call.max_seqlen!r}: convert it with int(...)")
     if call.max_seqlen is None or call.max_seqlen < 0:
         raise ValueError(

@@ -74,7 +74,14 @@ def _tensors(x: Any, hx: Any, weights: Sequence[Any], resets: Any = None, *_: An
     return (x, hx, *weights) if resets is None else (x, hx, resets, *weights)
 
 
-def _sizes(x: Any, steps: Any, hx: Any, settings: tuple[Any, ...], gradient: bool) -> tuple[Any, ...]:  # noqa: FBT001
+def _sizes(  # noqa: PLR0913 - what a call is known by
+    x: Any,
+    steps: Any,
+    hx: Any,
+    weights: Sequence[Any],
+    settings: tuple[Any, ...],
+    gradient: bool,  # noqa: FBT001
+) -> tuple[Any, ...]:
     """By which a call that PyTorch's own serves is known again; ``steps`` of packed ones, whose states are not looked at."""
     return (
         gradient,
@@ -84,6 +91,7 @@ def _sizes(x: Any, steps: Any, hx: Any, settings: tuple[Any, ...], gradient: boo
         x.dtype,
         steps,
         None if steps else (hx.shape, hx.dtype),
+        *map(id, weights),  # torch.gru would take a bias of another shape
     )
 
 
@@ -94,7 +102,7 @@ def is_left(  # noqa: PLR0913 - what a call is known by
 
     ``settings`` as ``known`` has them; ``steps`` of packed sequences, of which x is the data; ``gradient``: one is needed.
     """
-    return id(weights[0]) in left.LEFT and left.is_left(weights[0], _sizes(x, steps, hx, settings, gradient))
+    return id(weights[0]) in left.LEFT and left.is_left(weights[0], _sizes(x, steps, hx, weights, settings, gradient))
 
 
 def by_library(rows: int, weight: torch.Tensor, precision: str) -> bool:
@@ -249,7 +257,9 @@ def leave(call: GruCall, *, captured: bool, gradient: bool = False) -> None:
     settings = settings_of(call)
     if call.cu_seqlens is None and call.resets is None and (gradient or not call.dropout):
         steps = 0 if call.batch_sizes is None else call.batch_sizes.numel()
-        left.leave(call.weights[0], _sizes(call.input, steps, call.hx, settings, gradient), captured=captured)
+        left.leave(
+            call.weights[0], _sizes(call.input, steps, call.hx, call.weights, settings, gradient), captured=captured
+        )
 
 
 def _plan(  # noqa: PLR0915 - one thing after another

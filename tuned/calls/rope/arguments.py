@@ -172,13 +172,15 @@ def whole_numbers(rotary_dim: Any, max_seqlen: Any, cp_size: Any, cp_rank: Any) 
 
 
 def sections_of(sections: Any) -> tuple[Any, ...]:
-    """The sections that a user gave, as a tuple; what is in it is checked with the call.
+    """The sections that a user gave, as a tuple, of ints where they are whole; what is in it is checked with the call.
+
+    Plans are known by it: of a tensor they would keep the memory, and not see another value.
 
     Raises:
         TypeError: they are no sequence.
     """
     try:
-        return tuple(sections)
+        return tuple([n if type(n) is int else _index(n) for n in sections])
     except TypeError:
         raise TypeError(
             f"sections must be a sequence of numbers of pairs, one for each axis, got {type(sections).__name__} {sections!r}: pass the "
@@ -794,7 +796,7 @@ def _scales(scaling: Any, angles: Angles) -> bool:
         raise TypeError(
             "attention_scaling must be a number, got a tensor, whose value may change: convert it with float(...)"
         )
-    if scaling is None or isinstance(scaling, str):
+    if not is_number(scaling):
         raise TypeError(f"attention_scaling must be a number, got {scaling!r}: leave it out for 1.0")
     if scaling != 1.0 and angles.kind == "cos_sin":
         raise ValueError(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tuned.launching.plan import listeners, tracing
-from tuned.lookup.misses import outside
+from tuned.lookup.caller import outside
 
 if TYPE_CHECKING:
     from tuned.calls.rope.arguments import Given, Settings
