@@ -708,7 +708,10 @@ def _checked_overwrite(x: Any, h: Any, *weights: Any) -> tuple[tuple[torch.Tenso
         RuntimeError: h cannot be overwritten without losing a gradient.
     """
     segments, given = checked_cell(x, h, *weights, True)  # noqa: FBT003
-    refuse_overwrite(h)
+    if (
+        not torch.compiler.is_dynamo_compiling()
+    ):  # which cannot ask for views: what requires a gradient is refused below
+        refuse_overwrite(h)
     if torch.is_grad_enabled() and any(t.requires_grad for t in serve.present(*segments, *given)):
         raise RuntimeError("h is overwritten, and its old value is needed for a gradient; use inplace=False")
     return segments, given
@@ -801,7 +804,7 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
         recompute=recompute,
         resets=resets,
     )
-    if serve.by_operator((*call.tensors, resets)):
+    if serve.by_operator((*call.tensors, resets), reads=resets is not None or cu_seqlens is not None):
         from tuned.calls.recurrent import traced  # noqa: PLC0415
 
         return traced.gru(call)

@@ -50,6 +50,15 @@ def overwrite(t: torch.Tensor, value: torch.Tensor) -> None:
     t.copy_(value)
 
 
+def refuse_inference(*tensors: torch.Tensor | None) -> None:
+    """Raise RuntimeError, before any write, where PyTorch's operators could not write to one of these tensors."""
+    if not torch.is_inference_mode_enabled() and any(t is not None and t.is_inference() for t in tensors):
+        raise RuntimeError(
+            "what was made in inference mode cannot be overwritten outside of it by PyTorch's operators: call it in "
+            "torch.inference_mode(), or pass a clone"
+        )
+
+
 def refuse_overwrite(x: torch.Tensor, *, by_gradient: bool = False) -> None:
     """Raise RuntimeError, before any write, if overwriting x would lose or falsify a gradient.
 

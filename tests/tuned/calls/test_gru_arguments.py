@@ -61,6 +61,32 @@ def test_sequences_by_their_bounds_are_what_each_gives_alone(
         torch.testing.assert_close(found, torch.autograd.grad(loss, [x, hx, *weights]))
 
 
+def test_weights_may_be_an_iterator() -> None:
+    """As module.parameters(), which the first to look at them would use up."""
+    module = torch.nn.GRU(FEATURES, H)
+    x, hx = torch.randn(T, B, FEATURES), torch.zeros(1, B, H)
+    for _ in range(2):
+        for learns in (True, False):
+            module.requires_grad_(learns)
+            torch.testing.assert_close(gru(x, hx, module.parameters())[0], module(x)[0])
+
+
+def test_a_wrong_call_is_refused_after_a_right_one_too() -> None:
+    """PyTorch's operator, which serves what is known to be left to it, takes a bias of another shape, and any flag."""
+    weights = weights_of(1, 1)
+    x, hx, w_ih, w_hh, b_ih, b_hh = torch.randn(T, B, FEATURES), torch.zeros(1, B, H), *weights
+    wrong: list[tuple[Any, dict[str, Any]]] = [
+        ((w_ih, w_hh, bias, b_hh), {}) for bias in (b_ih[:1], b_ih[None], torch.tensor(5.0), b_ih.expand(B, -1))
+    ]
+    wrong += [(weights, {name: "no"}) for name in ("training", "recompute", "dropout", "bias", "bidirectional")]
+    wrong += [(weights, {"dropout": -1.0}), (weights, {"dropout": 2}), (weights, {"training": True, "dropout": [1]})]
+    for _ in range(3):
+        gru(x, hx, weights)
+        for given, named in wrong:
+            with pytest.raises((TypeError, ValueError), match=r"must (be|have) .*got"):
+                gru(x, hx, given, **named)
+
+
 # Segments -----------------------------------------------------------------------------------------------------------------
 
 

@@ -157,6 +157,34 @@ def test_fx_takes_a_module_as_one_call_as_those_of_torch_nn(*, marked: bool) -> 
     torch.testing.assert_close(traced(*given), model(*given))
 
 
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("name", ["resets", "cu_seqlens"])
+def test_what_make_fx_traces_reads_lengths_and_resets_anew(name: str, mode: str) -> None:
+    """PyTorch's own operators need their values: a graph kept those of the call that was traced."""
+    weights = [p.detach() for p in GRU.parameters()]
+
+    def run(x: torch.Tensor, given: torch.Tensor, weights: Any) -> torch.Tensor:
+        if name == "resets":
+            return gru(x, x.new_zeros(1, B, H), weights, resets=given)[0]
+        return gru(x.flatten(0, 1), x.new_zeros(1, 3, H), weights, cu_seqlens=given, max_seqlen=T * B)[0]
+
+    first, second = (MARKS, ~MARKS) if name == "resets" else (BOUNDS, torch.tensor([0, 1, 4, T * B]).int())
+    traced = make_fx(run, tracing_mode=mode)(X, first, weights)
+    for given in (first, second):
+        torch.testing.assert_close(traced(X, given, weights), run(X, given, weights))
+    assert not torch.equal(run(X, first, weights), run(X, second, weights))
+
+
+def test_a_compiled_step_in_place_that_needs_a_gradient_says_why() -> None:
+    def run(x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        return gru_cell(x, h, *CELL.parameters(), inplace=True)
+
+    with pytest.raises(
+        Exception, match="h is overwritten, and its old value is needed for a gradient; use inplace=False"
+    ):
+        torch.compile(run, backend="eager", fullgraph=True)(X[0], torch.zeros(B, H, requires_grad=True))
+
+
 def test_a_compiled_call_that_is_refused_says_why() -> None:
     with pytest.raises(Exception, match=f"input must have input_size={FEATURES} features, got 7"):
         torch.compile(GRU, backend="eager", fullgraph=True)(torch.randn(T, B, 7))

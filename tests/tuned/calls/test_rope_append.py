@@ -246,6 +246,17 @@ def test_inference_tensors_are_written() -> None:
         assert_right(make(), "kernel", times=2)
 
 
+def test_what_cannot_be_written_is_found_before_anything_is() -> None:
+    made = make()
+    with torch.inference_mode():
+        made.tensors["value_cache"] = made.tensors["value_cache"].clone()
+    for _ in range(3):
+        before = {n: t.clone() for n, t in made.tensors.items() if t is not None}
+        with pytest.raises(RuntimeError, match=r"made in inference mode cannot be overwritten.*or pass a clone"):
+            made.call()
+        assert all(torch.equal(t, before[n]) for n, t in made.tensors.items() if t is not None)
+
+
 # Traced -------------------------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from tuned.calls.rope.arguments import (
     MAX_TOKENS,
     Given,
     Settings,
+    _within_a_row,
     check_strides,
     offset_limits,
     prepare,
@@ -612,6 +613,16 @@ def test_no_two_tensors_that_share_an_element_are_both_overwritten() -> None:
         assert refused == overlap, (q.shape, q.stride(), q.storage_offset(), k.shape, k.stride(), k.storage_offset())
         found[overlap, math.prod(shapes[0]) > 6] += 1
     assert min(found.values()) > 100
+
+
+def test_what_is_compared_one_by_one_is_a_row_and_not_all_tokens() -> None:
+    """As q and every other head of k, views of one tensor whose strides differ: 8 bytes an element were gigabytes."""
+    packed = torch.empty(1, 2**17, 3, 32, 128, device="meta")
+    q, k = packed[:, :, 0], packed[:, :, 1, ::2]
+    found = _within_a_row(q, k, 32 * 128 * 4)
+    assert found == [[(4, 128), (512, 32)], [(4, 128), (1024, 16)]]
+    found = _within_a_row(q[:, :, :2], k, 2**20 * 4)  # of other tokens: what lies apart may meet
+    assert math.prod(n for _, n in found[0]) == 2**17 * 2 * 128
 
 
 def test_a_known_packed_call_takes_the_offsets_that_checks_take() -> None:

@@ -504,6 +504,19 @@ def test_inference_mode_takes_tensors_of_its_own_and_others(inside: bool, inplac
         assert inside or made._version == inplace
 
 
+def test_what_cannot_be_written_is_found_before_anything_is() -> None:
+    """A key made in inference mode, outside of it: the query was rotated, and then the key refused."""
+    freqs = angles()
+    with torch.inference_mode():
+        k = torch.randn(B, S, K, D)
+    for _ in range(3):
+        q = torch.randn(B, S, H, D)
+        before = q.clone()
+        with pytest.raises(RuntimeError, match=r"made in inference mode cannot be overwritten.*or pass a clone"):
+            rotate_qk(q, k, freqs, inplace=True)
+        assert torch.equal(q, before)
+
+
 @pytest.mark.usefixtures("way")
 def test_parameters_and_subclasses_are_tensors_too() -> None:
     freqs = angles()

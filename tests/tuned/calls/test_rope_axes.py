@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -284,6 +286,23 @@ def test_sections_are_whatever_stands_for_ints(sections: Any) -> None:
         torch.testing.assert_close(found.double(), turned(x, in_a_row(given, (2, 3, 3))), rtol=1e-5, atol=1e-5)
     assert torch.equal(rope_qk(x, x, **named, sections=sections)[1], found)
     assert tuned.explain(rope, x, **named, sections=sections).rule in ("eager", "winner", "default")
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_tensors_among_sections_are_not_kept(kind: Any) -> None:
+    """What calls are known by would keep their memory, and take another value in them for the first."""
+    x, given = torch.randn(B, S, H, D), drawn()
+    parts = [torch.tensor(2), torch.tensor(3), torch.tensor(3)]
+    kept = [weakref.ref(t) for t in parts]
+    for _ in range(3):
+        rope(x, **SOURCES["cos_sin"], positions=given, sections=kind(parts))
+    parts[0] += 1
+    parts[1] -= 1
+    found = rope(x, **SOURCES["cos_sin"], positions=given, sections=kind(parts))
+    torch.testing.assert_close(found.double(), turned(x, in_a_row(given, (3, 2, 3))), rtol=1e-5, atol=1e-5)
+    del parts
+    gc.collect()
+    assert [t() for t in kept] == [None] * 3
 
 
 @pytest.mark.parametrize("sections", [[True, 4, 3], [torch.tensor(True), 4, 3], [torch.tensor(2.0), 3, 3], "233"])

@@ -132,6 +132,16 @@ def test_lengths_of_one_class_are_compiled_for_once(watch: Watch) -> None:
     assert watch.public == before + 1, "what is of another class is compiled"
 
 
+@pytest.mark.parametrize("head_dim", [20, 24, 32])
+def test_rows_of_one_token_that_lie_wider_than_others_say_nothing_of_them(head_dim: int) -> None:
+    """One token of a packed tensor counts as contiguous: 16 divides its row stride, and not that of the class's others."""
+    packed = torch.empty(1, 1, 4, head_dim, device="meta")
+    one, two = packed[:, :, :1], torch.empty(1, 2, 1, head_dim, device="meta")
+    assert one.is_contiguous()
+    regular = tuned.calls.rope.lengths._regular
+    assert regular(one) == regular(two) == (head_dim % 16 == 0)
+
+
 def test_what_is_remembered_is_bounded(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuned.launching.plan, "MAX_PLANS", 3)
     for length in range(1, 12):

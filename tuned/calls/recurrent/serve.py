@@ -48,18 +48,23 @@ def needs_gradient(tensors: Sequence[torch.Tensor]) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def by_operator(tensors: Sequence[torch.Tensor | None]) -> bool:
+def by_operator(tensors: Sequence[torch.Tensor | None], *, reads: bool = False) -> bool:
     """Whether a checked call runs as an operator of torch.library: under torch.compile and under dispatch modes.
 
     A launch would bypass a mode, which would then record memory that nothing has written. Tensors on a CPU are served by
     PyTorch's own operators in any case. So are calls under torch.export, whose programs run without this package, and what
     transforms of torch.func follow, of which our operators know nothing.
+
+    ``reads``: PyTorch's own need values, as those of lengths and resets, which a tracer would take for constants: an operator on a
+    CPU too.
     """
     if torch.compiler.is_dynamo_compiling():
         return not left_alone()
     if not listeners() or left_alone():
         return False
-    return all(t is None or (t.is_cuda and (type(t) in PLAIN or _stands_for_a_plain_one(t))) for t in tensors)
+    return all(
+        t is None or ((t.is_cuda or reads) and (type(t) in PLAIN or _stands_for_a_plain_one(t))) for t in tensors
+    )
 
 
 def _stands_for_a_plain_one(t: torch.Tensor) -> bool:

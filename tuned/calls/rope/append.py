@@ -39,7 +39,7 @@ from tuned.families.rope.eager import append, as_cached, put
 from tuned.families.rope.launches import RopeCall, launches
 from tuned.families.rope.spec import CACHE_LAYOUTS, RopeSpec
 from tuned.launching import alike
-from tuned.launching.overwrite import bump_all
+from tuned.launching.overwrite import bump_all, refuse_inference
 from tuned.launching.plan import (
     NO_KEY,
     current_device,
@@ -420,6 +420,7 @@ def _refuse_shared(name: str, t: torch.Tensor, other_name: str, other: torch.Ten
 def run_eager(given: Given, cached: Cached, asked: Asked, prepared: Prepared | None = None) -> Any:
     """The call by PyTorch's operators."""
     prepared = prepared or prepare(given, cached, asked)
+    refuse_inference(given.x, cached.key_cache, cached.value_cache, given.key if asked.key_inplace else None)
     append(prepared.eager_spec, prepared.call)
     return given.x
 

@@ -724,15 +724,35 @@ def _refuse_shared(first: torch.Tensor, second: torch.Tensor, between: int) -> N
     """Compare the addresses of all elements, where strides do not tell; ``between``: bytes from first to second."""
     size = first.element_size()
     starts = []
-    for t, begin in ((first, 0), (second, between)):
+    for axes, begin in zip(_within_a_row(first, second, between), (0, between), strict=True):
         addresses = torch.full((), begin, dtype=torch.int64, device="cpu")
-        for n, step in zip(t.shape, t.stride(), strict=True):
-            addresses = addresses[..., None] + torch.arange(n, device="cpu") * (step * size)
+        for step, n in axes:
+            addresses = addresses[..., None] + torch.arange(n, device="cpu") * step
         starts.append(addresses.flatten())
     one, other = starts
     # Elements of the same dtype overlap if their addresses differ by less than its size.
     if any(torch.isin(one + shift, other).any() for shift in ((0,) if between % size == 0 else range(1 - size, size))):
         raise ValueError("q and k share memory, and both would be overwritten: use inplace=False")
+
+
+def _within_a_row(first: torch.Tensor, second: torch.Tensor, between: int) -> list[list[tuple[int, int]]]:
+    """Of two tensors the axes, as (bytes, length), along which elements of both may meet.
+
+    Steps that are longer than all that the shorter ones of both reach over lead from one row to another, where an element meets none
+    of a row before: what lies in one row says all.
+    """
+    size = first.element_size()
+    axes = [
+        sorted((step * size, n) for n, step in zip(t.shape, t.stride(), strict=True) if n > 1) for t in (first, second)
+    ]
+    while any(axes):
+        longest = max(own[-1] for own in axes if own)[0]
+        shorter = [own[:-1] if own and own[-1][0] == longest else own for own in axes]
+        one, other = (sum((n - 1) * step for step, n in own) for own in shorter)
+        if longest < size + max(abs(between - one), abs(between + other)):
+            break
+        axes = shorter
+    return axes
 
 
 def _check_overwritable(x: torch.Tensor, key: torch.Tensor | None) -> None:

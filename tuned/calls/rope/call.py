@@ -36,7 +36,7 @@ from tuned.families.rope import FAMILY as ROPE
 from tuned.families.rope.eager import rotate
 from tuned.launching import alike
 from tuned.launching.launcher import kernel
-from tuned.launching.overwrite import overwrite, refuse_overwrite
+from tuned.launching.overwrite import overwrite, refuse_inference, refuse_overwrite
 from tuned.launching.plan import (
     NO_KEY,
     current_device,
@@ -348,6 +348,8 @@ def run_eager(given: Given, settings: Settings, prepared: Prepared | None = None
     """
     prepared = prepared or prepare(given, settings, make_out=lambda t: t)
     call = prepared.call
+    if settings.inplace:
+        refuse_inference(call.x, call.key)
     if settings.inplace and (learned.need_gradient(given) or norm.needs_gradient(given)):  # by formulas of old values
         call = dataclasses.replace(call, x=call.x.clone(), key=None if call.key is None else call.key.clone())
     out, key_out = rotate(prepared.eager_spec, call)

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from tuned.calls.rope.arguments import Given, Prepared, Settings, Sources, offset_limits, packed_heads, refuse_overlap
 from tuned.calls.rope.mistakes import half_of_the_head, heads_may_come_first
 from tuned.families.rope.in_order import rotation
-from tuned.launching.overwrite import overwrite
+from tuned.launching.overwrite import overwrite, refuse_inference
 from tuned.launching.plan import tracing, transforms_active
 from tuned.launching.rehearsal import listening
 from tuned.lookup.gpu import why_not_plain
@@ -64,6 +64,7 @@ def eager_run(
             refuse_overlap(x, key)
         out, key_out = rotate(packed_heads(x, settings)[0] if packed else x, key, angles, sin, offset)
         if inplace:
+            refuse_inference(x, key)
             overwrite(x, out)
             if key_out is None:
                 return x
