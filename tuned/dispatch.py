@@ -708,9 +708,8 @@ def _checked_overwrite(x: Any, h: Any, *weights: Any) -> tuple[tuple[torch.Tenso
         RuntimeError: h cannot be overwritten without losing a gradient.
     """
     segments, given = checked_cell(x, h, *weights, True)  # noqa: FBT003
-    if (
-        not torch.compiler.is_dynamo_compiling()
-    ):  # which cannot ask for views: what requires a gradient is refused below
+    # Dynamo cannot ask for views: what requires a gradient is refused below.
+    if not torch.compiler.is_dynamo_compiling():
         refuse_overwrite(h)
     if torch.is_grad_enabled() and any(t.requires_grad for t in serve.present(*segments, *given)):
         raise RuntimeError("h is overwritten, and its old value is needed for a gradient; use inplace=False")
@@ -768,9 +767,8 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
     Raises:
         TypeError, ValueError: an argument is not allowed.
     """
-    if type(weights) not in (list, tuple) and isinstance(
-        weights, Iterator
-    ):  # as module.parameters(), which the first to look at them would use up
+    # As module.parameters(), which the first to look at them would use up.
+    if type(weights) not in (list, tuple) and isinstance(weights, Iterator):
         weights = tuple(weights)
     if (
         batch_sizes is None

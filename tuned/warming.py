@@ -226,9 +226,8 @@ def _kept(model: torch.nn.Module | None, inputs: list[Any]) -> Iterator[Callable
             if parameter.grad is not gradient:
                 parameter.grad = gradient
         for now, copy in memory:
-            if not torch.equal(
-                now, copy
-            ):  # what cannot be written, as a file that is read through memory, has not changed
+            # What cannot be written, as a file that is read through memory, has not changed.
+            if not torch.equal(now, copy):
                 now.copy_(copy)
         for put, state in generators:
             put(state)

@@ -387,7 +387,7 @@ LOOKUP = (
     Fault(
         "recorded_line_in_two_writes",
         "tuned/lookup/misses.py",
-        "            os.write(file, line.encode())\n",
+        '            os.write(file, ("\\n" * torn + line).encode())\n',
         '            os.write(file, line[:-1].encode())\n            os.write(file, b"\\n")\n',
         (T + "lookup/test_misses.py::test_a_line_is_one_short_append",),
         "Two processes that share a TUNED_RECORD mix their lines, and the file cannot be read.",
@@ -770,10 +770,34 @@ SURFACE = (
     Fault(
         "known_call_without_its_dropout",
         "tuned/dispatch.py",
-        "        and not (dropout and training)\n",
+        "        and (dropout == 0 or (not training and 0 < dropout <= 1))\n",
         "",
         (T + "calls/test_gru_plan.py::test_what_no_plan_does_is_asked_of_none",),
         "The second step of training a GRU with dropout drops nothing.",
+    ),
+    Fault(
+        "left_call_known_by_its_first_weight",
+        "tuned/calls/gru/plan.py",
+        "        *map(id, weights),  # torch.gru would take a bias of another shape\n",
+        "",
+        (T + "calls/test_gru_arguments.py::test_a_wrong_call_is_refused_after_a_right_one_too",),
+        "A bias of another shape is broadcast where a right call of the same weight came before.",
+    ),
+    Fault(
+        "sections_as_they_came",
+        "tuned/calls/rope/arguments.py",
+        "        return tuple([n if type(n) is int else _index(n) for n in sections])\n",
+        "        return tuple(sections)\n",
+        (T + "calls/test_rope_axes.py::test_tensors_among_sections_are_not_kept",),
+        "Plans keep the tensors among a call's sections, and on a GPU the values that they had.",
+    ),
+    Fault(
+        "first_launch_sets_the_sync_mode",
+        "tuned/launching/launcher.py",
+        "    if mode:  # to set the mode, even to what it is, warns that it is a prototype\n        torch",
+        "    if True:\n        torch",
+        (T + "launching/test_launcher.py::test_a_probe_may_wait_where_nothing_else_may",),
+        "The first call of each process on a GPU warns of a prototype feature of PyTorch's.",
     ),
 )
 

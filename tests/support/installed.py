@@ -16,7 +16,9 @@ from unittest import mock
 def told(name: str) -> dict[str, Any]:
     """What must be the same wherever the generator lies; ``name`` is what it is imported as."""
     package = importlib.import_module(name)
-    needing_ray = () if importlib.util.find_spec("ray") else (".searching.cluster", ".searching.connection", ".searching.tuner")
+    needing_ray = (
+        () if importlib.util.find_spec("ray") else (".searching.cluster", ".searching.connection", ".searching.tuner")
+    )
     found = pkgutil.walk_packages(package.__path__, f"{name}.")
     modules = [m.name for m in found if not m.name.endswith(needing_ray)]
     for module in modules:
