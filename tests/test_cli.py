@@ -20,6 +20,7 @@ from generator.gpu import Facts, NoSuchGpuError, choose_gpu, choose_gpus, diagno
 from generator.publishing import audit
 from generator.publishing import files as committed
 from generator.reporting.progress import time_left
+from generator.reporting.report import describe
 from generator.searching import run as run_module
 from generator.searching.pool import Pool
 from generator.selection import SelectionError, select
@@ -109,6 +110,18 @@ def test_an_answer_that_cannot_be_written_is_a_sentence() -> None:
         )  # fmt: skip
     assert done.returncode == 1
     assert complaints(done.stderr).splitlines()[-1] == "tune.py: stdout cannot be written: No space left on device"
+
+
+def test_a_problem_is_described_by_what_is_not_its_default() -> None:
+    known = {p.name: p for p in default_problems()}
+    for name, words in {
+        "llama3_8b_2x4096": "bshd bfloat16 heads=32 head_dim=128 rotary_dim=128",
+        "study_inplace_sbhd_16x512": "sbhd bfloat16 heads=10 head_dim=512 rotary_dim=512 inplace",
+        "llama3_8b_append_float8_1x4096": "thd bfloat16 heads=32 head_dim=128 rotary_dim=128 angles=cos_sin inplace key_heads=8 "
+        "positions=ids cache=float8",
+        "linear_cat_grid_tf32_1x384x768": "float32 inputs=(256, 128) outputs=768 precision=tf32",
+    }.items():
+        assert describe(known[name].spec) == words
 
 
 def test_list_takes_a_family_and_patterns() -> None:

@@ -79,13 +79,18 @@ def problem_lines(problems: list[Problem], winners: Iterable[Winner], device: st
 
 
 def describe(spec: Any) -> str:
-    """A spec's fields as words: values that speak for themselves, the others with their names."""
+    """A spec's fields as words: texts that it must have, what is so, and other values with their names; none that is its default."""
     words = []
-    for name, value in ((f, getattr(spec, f)) for f in spec.__dataclass_fields__):
-        if isinstance(value, bool):
-            words += [name] if value else []
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        if value == field.default:
+            continue
+        if value is True:
+            words.append(field.name)
+        elif isinstance(value, str) and field.default is dataclasses.MISSING:
+            words.append(value)
         else:
-            words.append(value if isinstance(value, str) else f"{name}={value}")
+            words.append(f"{field.name}={value}")
     return " ".join(words)
 
 
