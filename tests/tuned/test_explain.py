@@ -61,7 +61,7 @@ def test_a_winner_is_told_with_its_time_its_origin_and_what_its_choices_are_wort
     text = words(done)
     assert done.exit_code == 0
     for said in (
-        "gru_cell_1024_inplace_64: gru_cell bfloat16 hidden=1024 inputs=(1024,) bias inplace batch=64",
+        "gru_cell_1024_inplace_64: gru_cell bfloat16 hidden=1024 inputs=(1024,) inplace batch=64",
         "on test_gpu, winner: measured for this spec and size in",
         "kernel gru_gates_bias_inplace",
         "time 10.00 us +- 0.10, 95.0% of the floor (9.50 us), 1.10 x as fast as the default, 9.5 x as fast as eager PyTorch; 72",
