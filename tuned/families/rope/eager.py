@@ -188,9 +188,8 @@ def put(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, inside: to
     some = kept.any()
     place = torch.where(some, slots[token], 0)
     rows = rows.resolve_neg()
-    if (
-        cache.element_size() == 1
-    ):  # PyTorch writes no float8 by an index; vmap and torch.jit.trace know no views as another dtype
+    # PyTorch writes no float8 by an index; vmap and torch.jit.trace know no views as another dtype.
+    if cache.element_size() == 1:
         cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
     index = torch.div(place, page_size, rounding_mode="floor"), place % page_size
     cache.index_put_(index, torch.where(some, rows[token], cache[0, 0]))
