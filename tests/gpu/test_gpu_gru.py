@@ -313,6 +313,22 @@ def module_of(hidden: int, layers: int = 1, *, both: bool = False) -> Any:
     return tuned.nn.GRU(FEATURES, hidden, layers, bidirectional=both, device="cuda", dtype=torch.bfloat16).eval()
 
 
+@pytest.mark.gpu_sample
+@pytest.mark.parametrize("scale", [1e-3, 1e-6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_states_are_as_precise_as_pytorchs(dtype: torch.dtype, scale: float) -> None:
+    """Beside float64, as a part of what they are: tanh of what is near 0 is near it."""
+    torch.manual_seed(0)
+    theirs = torch.nn.GRU(512, 512, bias=False, device="cuda", dtype=dtype).requires_grad_(False)
+    ours = tuned.nn.GRU(512, 512, bias=False, device="cuda", dtype=dtype).requires_grad_(False)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(16, 32, 512, device="cuda", dtype=dtype) * scale
+    assert tuned.explain(ours, x).kernels
+    exact = copy.deepcopy(theirs).double()(x.double())[0]
+    errors = [float((m(x)[0].double() - exact).norm() / exact.norm()) for m in (ours, theirs)]
+    assert errors[0] <= 1.5 * errors[1], errors
+
+
 @pytest.mark.gpu
 def test_a_graph_replayed_a_thousand_times_gives_what_calls_give(forced: Callable[[GruVariant], None]) -> None:
     forced(SPLIT)

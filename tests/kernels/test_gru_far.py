@@ -47,13 +47,20 @@ def test_a_step_finds_rows_that_lie_gigabytes_apart(form: str, what: str) -> Non
     assert torch.equal(apart.out, call.out)
 
 
-@pytest.mark.parametrize("what", ["gates_x", "gates_h", "h", "out"])
-def test_the_gates_find_rows_that_lie_gigabytes_apart(what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "axis"), [("gates_x", 0), ("gates_h", 0), ("h", 0), ("out", 0), ("h", 1), ("out", 1), ("both", 1)]
+)
+def test_the_gates_find_what_lies_gigabytes_apart(what: str, axis: int) -> None:
+    """In place a state has the strides of its caller: ``both`` is what is read and overwritten."""
     call, _ = build(GruCase(CELL, ROWS))
     draw = torch.Generator().manual_seed(1)
     gates = {name: torch.randn(ROWS, 24, generator=draw).half() for name in ("gates_x", "gates_h")}
     ran(gates_launch(CELL, LIBRARY, call, (gates["gates_x"], gates["gates_h"])))
-    apart = call if what in gates else dataclasses.replace(call, **{what: far(getattr(call, what))})
+    if what == "both":
+        h = far(call.h, axis)
+        apart = dataclasses.replace(call, h=h, out=h)
+    else:
+        apart = call if what in gates else dataclasses.replace(call, **{what: far(getattr(call, what), axis)})
     if what in gates:
         gates[what] = far(gates[what])
         apart = dataclasses.replace(call, out=torch.zeros_like(call.out))

@@ -14,8 +14,13 @@ import triton.language as tl
 
 @triton.jit
 def _tanh(x):
-    """Hyperbolic tangent through one exponential, 1 - 2 / (1 + e^(2 x)): right at both ends, no overflow to NaN."""
-    return 1 - 2 / (1 + tl.exp(2 * x))
+    """Hyperbolic tangent: an odd polynomial near 0, else 1 - 2 / (1 + e^(2 x)), which is right at both ends, with no overflow to NaN.
+
+    The second errs by a rounding of 1, which is much of a small result. The polynomial is within 1.3 roundings of its own.
+    """
+    y = x * x
+    near = x + x * y * (-0.3333315 + y * (0.1332599 + y * (-0.05305295 + y * 0.01725699)))
+    return tl.where(tl.abs(x) < 0.5, near, 1 - 2 / (1 + tl.exp(2 * x)))
 
 
 @triton.jit
@@ -37,8 +42,13 @@ def gru_gates_nobias_inplace(
     BLOCK_BATCH: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
 ):
+    # A state that is overwritten has the strides of its caller: 64-bit offsets of features too. A stride of 1 is a constant.
+    if isinstance(h_stride_d, tl.tensor):
+        h_stride_d = h_stride_d.to(tl.int64)
     # Both GEMMs have read h before this kernel starts, and a program reads its own elements before it writes them.
     out, out_stride_b, out_stride_d = h, h_stride_b, h_stride_d
+    if isinstance(out_stride_d, tl.tensor):
+        out_stride_d = out_stride_d.to(tl.int64)
     hidden_tiles: tl.constexpr = (HIDDEN + BLOCK_HIDDEN - 1) // BLOCK_HIDDEN
     i_program = tl.program_id(0)
     i_hidden = (i_program % hidden_tiles) * BLOCK_HIDDEN + tl.arange(0, BLOCK_HIDDEN)

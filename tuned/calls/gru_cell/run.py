@@ -67,8 +67,6 @@ def why_not(segments: Sequence[torch.Tensor], h: torch.Tensor) -> str | None:
         return "there is nothing to compute: an axis is empty"
     if reason is None and 3 * h.shape[1] * max(h.shape[1], sum(t.shape[1] for t in segments)) >= MAX_ELEMENTS:
         return f"the kernels take weights of less than {MAX_ELEMENTS} elements"
-    if reason is None and (h.shape[1] - 1) * h.stride(1) >= MAX_ELEMENTS:  # in place h is taken as it lies
-        return f"the kernels take a state whose features lie less than {MAX_ELEMENTS} elements apart"
     return reason
 
 

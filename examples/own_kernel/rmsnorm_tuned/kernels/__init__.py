@@ -6,5 +6,5 @@ DIGESTS: kernel -> digest of its text here. A row with another digest was measur
 """
 
 DIGESTS = {
-    "rmsnorm": "fad591f77f62",
+    "rmsnorm": "066b58b0ee30",
 }

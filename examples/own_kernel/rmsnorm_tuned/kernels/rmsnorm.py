@@ -15,13 +15,15 @@ def rmsnorm(
     COLUMNS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    READ: tl.constexpr,
+    WRITE: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]  # [BLOCK_ROWS, 1]
     column = tl.arange(0, BLOCK_COLUMNS)[None, :]  # [1, BLOCK_COLUMNS]
     x_ptr += row.to(tl.int64) * x_stride_row
     out_ptr += row.to(tl.int64) * COLUMNS
     there = (row < rows) & (column < COLUMNS)
-    x = tl.load(x_ptr + column, there, 0.0).to(tl.float32)
+    x = tl.load(x_ptr + column, there, 0.0, eviction_policy=READ).to(tl.float32)
     weight = tl.load(weight_ptr + column, column < COLUMNS, 0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 1)[:, None] / COLUMNS + eps)
-    tl.store(out_ptr + column, x * scale * weight, there)
+    tl.store(out_ptr + column, x * scale * weight, there, cache_modifier=WRITE)
