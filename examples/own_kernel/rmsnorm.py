@@ -29,7 +29,7 @@ class Size(own.Size):  # what varies from call to call
 @dataclasses.dataclass(frozen=True)
 class Variant(own.Variant):  # the ways to do it
     block_rows: int = own.one_of(1, 2, 4, 8, 16, 32, default=1)
-    stream: bool = own.one_of(False, True, default=False, older=True)  # what comes once leaves the L2 to others
+    cache: str = own.one_of("keep", "stream", default="keep", older=True)  # what comes once may leave the L2 to others
     num_warps: int = own.one_of(1, 2, 4, 8, 16, 32, default=4)
 
 
@@ -62,7 +62,8 @@ def launches(spec: Spec, variant: Variant, call: Call) -> tuple[own.Launch, ...]
     rows, columns = call.x.shape[0], triton.next_power_of_2(spec.columns)
     arguments = (call.x, call.weight, call.out, rows, call.x.stride(0), spec.eps)
     constants = {"COLUMNS": spec.columns, "BLOCK_ROWS": variant.block_rows, "BLOCK_COLUMNS": columns}
-    constants |= {"READ": "evict_first", "WRITE": ".cs"} if variant.stream else {"READ": "", "WRITE": ""}
+    read, write = ("evict_first", ".cs") if variant.cache == "stream" else ("", "")
+    constants |= {"READ": read, "WRITE": write}
     return (own.launch(triton.cdiv(rows, variant.block_rows), arguments, constants, num_warps=variant.num_warps),)
 
 
