@@ -84,6 +84,13 @@ class Compared:
         every = [us for rounds in self.rounds for us in rounds]
         return Timing(round(middle(self.rounds), 4), round(half_spread(every), 4))
 
+    @property
+    def mean(self) -> tuple[tuple[float, ...], ...]:
+        """Of each round and the time behind the foreign kernel on the same memory."""
+        return tuple(
+            tuple((us + other) / 2 for us in rounds) for rounds, (other,) in zip(self.rounds, self.behind, strict=True)
+        )
+
 
 def middle(taken: tuple[tuple[float, ...], ...]) -> float:
     """The median over memories of the medians on each."""

@@ -42,7 +42,7 @@ LEAST_CAPABILITY = 70  # what a kernel waits by needs sm_70
 MOST_MULTIPROCESSORS = 1024
 MOST_SPREAD = 0.5  # of a time
 MOST_OVER_DEFAULT = 1.1  # the default variant is measured beside the winner
-# What a default that launches dependently may gain behind its like, as both are timed. A winner is chosen behind a foreign kernel.
+# What a default that launches dependently may gain behind its like, as both are timed; a winner is chosen behind a foreign kernel too.
 BEGUN_EARLY_US = 1.0
 SLOWEST = 100, 50.0  # a copy: times what the memory of the fastest such card takes, and microseconds
 AGAIN = f"measure it again with {TUNE} --gpu auto --problems {{name}}, or take the row out"

@@ -364,8 +364,8 @@ class _Search:
             best += [v for v in ranked if not dependent(v)][:FEW]
         last = dict.fromkeys([*best, *(v for v in (incumbent, default) if v in self.times)])
         compared = self._compare(list(last))
-        times, noise, alone = counted(compared)
-        chosen = choose(times, incumbent, noise, alone)
+        times, noise = counted(compared)
+        chosen = choose(times, incumbent, noise)
         timings = {v: c.timing for v, c in compared.items()}
         timing = timings[chosen]
         winner = Winner(
@@ -388,7 +388,7 @@ class _Search:
                 **self.environment,
                 "l2": "emptied before each round" if self.baselines.emptied else "left by the sets",
                 "memories": len(compared[chosen].rounds),
-                "chosen": "behind a foreign kernel" if all_behind(compared) else "behind itself",
+                "chosen": "behind itself and a foreign kernel" if all_behind(compared) else "behind itself",
             },
         )
         failed = {str(dataclasses.asdict(v)): reason for v, reason in self.failed.items()}
@@ -439,37 +439,30 @@ class _Search:
 NO_MORE: Mapping[Any, float] = {}
 
 
-def choose(
-    times: dict[Any, float], incumbent: Any, noise: Mapping[Any, float] = NO_MORE, alone: Mapping[Any, float] = NO_MORE
-) -> Any:
+def choose(times: dict[Any, float], incumbent: Any, noise: Mapping[Any, float] = NO_MORE) -> Any:
     """The winner among variants timed together.
 
     The incumbent, unless another beats it by more than the noise; else the simplest of those within the noise of the best.
-    ``noise`` is what was seen of a variant beside the best, where that is more than NOISE. ``alone`` are times behind its like,
-    if ``times`` are not these: of variants that ``times`` does not tell apart, only those count that are best there.
+    ``noise`` is what was seen of a variant beside the best, where that is more than NOISE.
     """
     best = min(times.values())
     apart = {v: max(NOISE, noise.get(v, 0.0)) for v in times}
-    near = [v for v, t in times.items() if t <= best * (1 + min(apart[v], MOST_NOISE))]
-    least = min((alone[v] for v in near), default=0.0) if alone else 0.0
-    told = {v for v in times if not alone or alone[v] <= least * (1 + NOISE)}
-    if incumbent in told and times[incumbent] <= best * (1 + apart[incumbent]):
+    if incumbent in times and times[incumbent] <= best * (1 + apart[incumbent]):
         return incumbent
-    return min((v for v in near if v in told), key=lambda v: v.simplicity)
+    return min((v for v, t in times.items() if t <= best * (1 + min(apart[v], MOST_NOISE))), key=lambda v: v.simplicity)
 
 
-def counted(compared: dict[Any, Compared]) -> tuple[dict[Any, float], dict[Any, float], dict[Any, float]]:
-    """What counts of variants timed together: times, how far the ratio of each to the best one spreads, times behind its like.
+def counted(compared: dict[Any, Compared]) -> tuple[dict[Any, float], dict[Any, float]]:
+    """What counts of variants timed together: times, and how far the ratio of each to the best one spreads.
 
-    Behind a foreign kernel, as in a model, is what counts where all were timed so; else the last is empty. A drift that meets both
-    is no noise: of two rounds, that of one memory and one moment are held against each other.
+    Where all were timed behind a foreign kernel too, the mean of both counts: what a call comes behind is not known, and what a
+    dependent launch wins in the one case is several times what it loses in the other. A drift that meets two variants is no
+    noise: of two rounds, that of one memory and one moment are held against each other.
     """
-    behind = all_behind(compared)
-    taken = {v: c.behind if behind else c.rounds for v, c in compared.items()}
+    taken = {v: c.mean if all_behind(compared) else c.rounds for v, c in compared.items()}
     times = {v: middle(rounds) for v, rounds in taken.items()}
     best = taken[min(times, key=times.__getitem__)]
-    alone = {v: middle(c.rounds) for v, c in compared.items()} if behind else {}
-    return times, {v: half_spread(_ratios(rounds, best)) for v, rounds in taken.items()}, alone
+    return times, {v: half_spread(_ratios(rounds, best)) for v, rounds in taken.items()}
 
 
 def all_behind(compared: dict[Any, Compared]) -> bool:

@@ -992,8 +992,8 @@ MEASURING = (
     Fault(
         "noise_that_was_seen_ignored",
         "generator/searching/search.py",
-        "choose(times, incumbent, noise, alone)",
-        "choose(times, incumbent, NO_MORE, alone)",
+        "choose(times, incumbent, noise)",
+        "choose(times, incumbent, NO_MORE)",
         (G + "searching/test_search.py::test_an_incumbent_stays_where_the_rounds_of_it_and_of_the_best_are_far_apart",),
         "Each run of the tuner changes unsteady rows of the table.",
     ),
@@ -1008,11 +1008,11 @@ MEASURING = (
     Fault(
         "dependent_launch_counts_behind_its_like",
         "generator/searching/search.py",
-        "c.behind if behind else c.rounds",
+        "c.mean if all_behind(compared) else c.rounds",
         "c.rounds",
         (
             G
-            + "searching/test_search.py::test_dependent_launches_meet_others_in_the_final_and_lose_where_only_their_like_helps",
+            + "searching/test_search.py::test_dependent_launches_meet_others_in_the_final_and_lose_what_costs_more_behind_another",
         ),
         "Kernels win by an overlap that they have in no model.",
     ),
@@ -1023,7 +1023,7 @@ MEASURING = (
         "pass",
         (
             G
-            + "searching/test_search.py::test_dependent_launches_meet_others_in_the_final_and_lose_where_only_their_like_helps",
+            + "searching/test_search.py::test_dependent_launches_meet_others_in_the_final_and_lose_what_costs_more_behind_another",
         ),
         "As above.",
     ),
@@ -1108,8 +1108,8 @@ SEARCHING = (
     Fault(
         "incumbent_within_the_noise_replaced",
         "generator/searching/search.py",
-        "if incumbent in told and times[incumbent] <= best * (1 + apart[incumbent]):",
-        "if incumbent in told and times[incumbent] <= best:",
+        "if incumbent in times and times[incumbent] <= best * (1 + apart[incumbent]):",
+        "if incumbent in times and times[incumbent] <= best:",
         (G + "searching/test_search.py::test_inside_the_noise_the_incumbent_wins_and_else_the_simpler",),
         "Each run of the tuner changes the table by noise.",
     ),
