@@ -27,8 +27,5 @@ def own_records() -> Path | None:
 
     None for a user without a home, as that of a container may be.
     """
-    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    try:
-        return Path(data).expanduser() / "tuned-kernels" / "winners"
-    except RuntimeError:
-        return None
+    data = expanded(os.environ.get("XDG_DATA_HOME") or "~/.local/share")
+    return None if str(data).startswith("~") else data / "tuned-kernels" / "winners"

@@ -231,6 +231,7 @@ def test_a_user_without_a_home_has_no_records_of_his_own(monkeypatch: pytest.Mon
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "expanduser", nobody)
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
     assert place.own_records() is None
     assert place.expanded("~/x") == Path("~/x")
     monkeypatch.setenv("TUNED_TABLES", "~nobody/tables")

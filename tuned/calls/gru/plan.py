@@ -91,7 +91,7 @@ def _sizes(  # noqa: PLR0913 - what a call is known by
         x.dtype,
         steps,
         None if steps else (hx.shape, hx.dtype),
-        *map(id, weights),  # torch.gru would take a bias of another shape
+        *[w.shape for w in weights],  # torch.gru would take a bias of another shape
     )
 
 
