@@ -227,6 +227,59 @@ def test_layers_that_are_launched_one_after_another_have_one_plan(
     assert len(strides) == 1
 
 
+STEPS: dict[str, dict[str, Any]] = {
+    "one layer": {},
+    "batch first, no bias": {"batch_first": True, "bias": False},
+    "both ways": {"bidirectional": True},
+    "two layers, both ways, batch first": {"num_layers": 2, "bidirectional": True, "batch_first": True},
+}
+
+
+@without_a_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("case", STEPS)
+def test_steps_of_the_library_have_a_plan_of_all_their_launches(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, case: str, dtype: torch.dtype
+) -> None:
+    def choose(spec: GruSpec, *_: Any) -> Choice:
+        return Choice("eager", "one by one", None) if spec.stacked else Choice("default", "", GruVariant())
+
+    monkeypatch.setattr(run, "_choose", choose)
+    monkeypatch.setattr(run, "timely", lambda choice, *_: choice)
+    settings = STEPS[case]
+    made = torch.nn.GRU(FEATURES, H, **settings, dtype=dtype)
+    launches = T * settings.get("num_layers", 1) * (2 if settings.get("bidirectional") else 1)
+    for time in range(4):  # decided, known by its properties, known at once
+        shape = (B, T, FEATURES) if settings.get("batch_first") else (T, B, FEATURES)
+        x, hx = torch.randn(shape, dtype=dtype), torch.randn(hidden_rows(settings), B, H, dtype=dtype)
+        before = machine.public, machine.direct
+        out, h_n = gru(x, hx, made._flat_weights, **settings)
+        want, want_h = made(x, hx)
+        torch.testing.assert_close(out, want, rtol=0, atol=2e-3)
+        torch.testing.assert_close(h_n, want_h, rtol=0, atol=2e-3)
+        told = machine.public - before[0], machine.direct - before[1]
+        assert told == ((launches, 0) if not time else (0, launches))
+
+
+@without_a_gpu
+@pytest.mark.parametrize("what", ["rows of 18 bytes", "a bias at 2 bytes"])
+def test_steps_that_are_no_one_kernel_have_no_plan(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Of addresses that 16 does not divide the code is another, and steps of rows of 18 bytes have both."""
+    monkeypatch.setattr(run, "_choose", lambda *_: Choice("default", "", GruVariant()))
+    monkeypatch.setattr(run, "timely", lambda choice, *_: choice)
+    hidden = 9 if what == "rows of 18 bytes" else H
+    made = torch.nn.GRU(FEATURES, hidden, dtype=torch.float16)
+    weights = list(made._flat_weights)
+    if hidden == H:
+        weights[2] = torch.cat((weights[2][:1], weights[2]))[1:]
+    x, hx = torch.randn(T, B, FEATURES).half(), torch.randn(1, B, hidden).half()
+    for time in range(3):
+        torch.testing.assert_close(gru(x, hx, weights)[0], made(x, hx)[0], rtol=0, atol=2e-3)
+        assert (machine.public, machine.direct) == ((time + 1) * T, 0)
+
+
 @without_a_gpu
 def test_a_layer_that_cannot_be_launched_leaves_the_call_to_the_long_way(
     machine: Machine, monkeypatch: pytest.MonkeyPatch

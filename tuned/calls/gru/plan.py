@@ -1,6 +1,7 @@
 """The path of a GRU call that was seen before: one key, one dictionary lookup, and one launch after the library's GEMM.
 
-It serves sequences of one length whose layers run in one persistent launch, or in one each. Every other call takes the long path.
+It serves sequences of one length whose layers run in one persistent launch, or in one each; or by the library and a kernel for the
+gates of each step, where all steps are one compiled kernel. Every other call takes the long path.
 Plans keep none of the caller's tensors alive: they hold numbers, kernels and settings.
 """
 
@@ -16,9 +17,9 @@ from torch.autograd import forward_ad
 
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.products import precision_of, recurrent_precision
-from tuned.families.gru.launches import Recurrence, counters_needed, sequence
+from tuned.families.gru.launches import Recurrence, counters_needed, gates_of_step, sequence, state_of_step
 from tuned.families.gru.spec import GruSpec
-from tuned.families.gru.variant import GruVariant, alone
+from tuned.families.gru.variant import GruVariant, alone, steps_are_alike
 from tuned.launching import alike, left, residents
 from tuned.launching.launcher import INTEGERS
 from tuned.launching.plan import (
@@ -27,6 +28,7 @@ from tuned.launching.plan import (
     current_device,
     direct_launch,
     keep,
+    kind_of,
     listeners,
     maker,
     maker_like,
@@ -183,14 +185,16 @@ class Launched(NamedTuple):
 
     @property
     def has_plan(self) -> bool:
-        """Whether equal ones need only library GEMMs of the input and this launch."""
+        """Whether equal ones need only library GEMMs of the input and this launch, or the launches of all steps."""
         copied = self.recurrence.h_0.data_ptr() != self.call.hx.data_ptr()  # hx was, and every call must copy it again
         rows = self.call.input.shape[:-1].numel()
-        one = self.compiled is not None and self.spec.dense and self.variant.strategy == "persistent"
+        one = self.compiled is not None and self.spec.dense and self.variant.strategy in ("persistent", "library")
         return one and not copied and by_library(rows, self.call.weights[0], self.spec.precision)
 
     def plan(self) -> Any:
         """The plan of equal ones; None if they must be launched publicly."""
+        if self.variant.strategy == "library":
+            return _plan_by_library(self.call, self.spec, self.recurrence, self.compiled)
         launch = sequence(self.spec, self.variant, self.recurrence, 0, self.recurrence.seq)
         direct = direct_launch(launch, self.compiled, self.call.input.device.index)
         return None if direct is None else _plan(self.call, self.spec, self.variant, self.recurrence, direct)
@@ -351,5 +355,58 @@ def _plan(  # noqa: PLR0915 - one thing after another
                 raise
             return None
         return out, h_n, gates, between
+
+    return plan
+
+
+def _plan_by_library(call: GruCall, spec: GruSpec, recurrence: Recurrence, compiled: Any) -> Callable[..., Any] | None:
+    """The plan of strategy "library", in which the host has little to do at a step; None if steps are several kernels."""
+    index, each, directions, hidden, seq = (
+        call.input.device.index, 4 if spec.bias else 2, spec.directions, spec.hidden, recurrence.seq,
+    )  # fmt: skip
+    biases = [b for start in range(2, len(call.weights), each) for b in call.weights[start : start + each - 2]]
+    if not steps_are_alike(spec) or any(not b.is_contiguous() or b.data_ptr() % ALIGNED_BYTES for b in biases):
+        return None
+    # The first step of a direction reads hx, which has strides of its own.
+    firsts = [gates_of_step(spec, recurrence, cell, 0, recurrence.h_0[cell]) for cell in range(directions)]
+    later = gates_of_step(spec, recurrence, 0, 0, state_of_step(spec, recurrence, 0, 0))
+    kinds = [tuple(map(kind_of, launch.arguments)) for launch in (later, *firsts)]
+    if len(set(kinds)) > 1:
+        return None
+    begun, direct = (direct_launch(launch, compiled, index) for launch in (firsts[0], later))
+    if begun is None or direct is None:
+        return None
+    run, function, head, programs, rest, stream_of, enter, leave = direct
+    run_first, rest_first = begun.run, begun.rest
+    apart = recurrence.gates.stride(1) * spec.item  # bytes from the gates of one step to those of the next
+    rows, features, turned = call.input.shape[:-1].numel(), call.input.shape[-1], call.batch_first
+    make_out = maker((*call.input.shape[:-1], directions * hidden), call.input)
+    make_gates = maker((directions, rows, 3 * hidden), call.input)
+    make_products, make_h_n = maker((recurrence.batch, 3 * hidden), call.input), maker_like(call.hx)
+
+    def plan(x: Any, hx: Any, weights: Any, _resets: Any = None, h_n: Any = None) -> Any:
+        if enter.calls or leave.calls:  # a profiler has hooks: only the public launcher calls them
+            return None
+        flat, out, gates, products = x.reshape(rows, features), make_out(), make_gates(), make_products()
+        h_n = make_h_n() if h_n is None else h_n
+        stream, p_products = stream_of(index), products.data_ptr()
+        by_time = out.transpose(0, 1) if turned else out
+        for cell in range(directions):
+            w_ih, w_hh, *biases = weights[cell * each : (cell + 1) * each]
+            torch.mm(flat, w_ih.t(), out=gates[cell])
+            given, columns = (p_products, *[b.data_ptr() for b in biases]), w_hh.t()
+            states = by_time[..., cell * hidden : (cell + 1) * hidden].unbind(0)
+            order, p_gates = range(seq), gates[cell].data_ptr()
+            state, fire, numbers = hx[cell], run_first, rest_first
+            for t in reversed(order) if cell else order:
+                torch.mm(state, columns, out=products)
+                before, state = state, states[t]
+                fire(
+                    programs, 1, 1, stream, function, *head,
+                    p_gates + t * apart, *given, before.data_ptr(), state.data_ptr(), *numbers,
+                )  # fmt: skip
+                fire, numbers = run, rest
+            h_n[cell].copy_(state)
+        return out, h_n, gates, None
 
     return plan

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from tuned.families.gru import FAMILY as GRU
 from tuned.families.gru.launches import Recurrence, counters_needed
 from tuned.families.gru.model import margin_of_device
 from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import steps_are_alike
 from tuned.families.linear_cat import FAMILY as LINEAR_CAT
 from tuned.families.linear_cat.launches import LinearCatCall
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
@@ -37,6 +39,9 @@ from tuned.lookup.lookup import Choice, Gpu, best_kernel, choose, modelled, usab
 from tuned.lookup.model import library_us
 
 MAX_LENGTHS = 64  # sets of lengths whose tensors are kept on a device
+CALLED_STEP_US = (
+    10.0  # of the host, for a step that is a product of the library and a kernel, where no graph spares it them
+)
 DEVICE_ROWS = 64  # from so many on a call of a GRU takes the device longer than the host
 ALIGNED_BYTES = 16  # templates/gru_step.py.jinja assumes that rows are so aligned if their width allows it
 
@@ -221,7 +226,10 @@ def capturing(device: torch.device) -> bool:
 
 
 def timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Choice:  # noqa: FBT001
-    """The choice, or the best in one launch or PyTorch's own, where no CUDA graph spares the host a launch for each step."""
+    """The choice, or the best in one launch or PyTorch's own, where no CUDA graph spares the host a launch for each step.
+
+    Steps of the library stay where they take less all the same: of many rows, a step is the device's time.
+    """
     if spec.resets:
         return choice
     if choice.variant is None or choice.variant.strategy == "persistent":
@@ -229,14 +237,21 @@ def timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Choi
         if choice.variant is None or share == 1 or choice.us <= share * library_us(GRU, spec, size):
             return choice
         return _left(choice, f"the model errs, and {share} of PyTorch's time is what it must be thought to take here")
+    other = None if choice.gpu is None else modelled(GRU, spec, size, choice.gpu)
     # A row was measured in a graph. What cu_seqlens says PyTorch's own reads on the host, which no capture allows.
-    if captured and (choice.rule in {"winner", "nearest size"} or spec.thd):
+    in_graph = captured and (choice.rule in {"winner", "nearest size"} or spec.thd)
+    if in_graph or (not captured and other is not None and _called_us(choice, spec, size) < other.us):
         return choice
     why = f"a launch for each of {size.seq} steps takes less only in a CUDA graph, where it was measured"
-    other = None if choice.gpu is None else modelled(GRU, spec, size, choice.gpu)
     if other is None or other.variant is None:
         return _left(choice, why)
     return dataclasses.replace(other, why=f"{why}; {other.why}")
+
+
+def _called_us(choice: Choice, spec: GruSpec, size: GruSize) -> float:
+    """What a launch for each step takes where no graph spares the host the launches."""
+    alike = choice.variant.strategy == "library" and steps_are_alike(spec)  # else a step has no short way
+    return max(choice.us, size.seq * spec.directions * CALLED_STEP_US) if alike and choice.us else math.inf
 
 
 def _share(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> float:  # noqa: FBT001

@@ -173,18 +173,28 @@ def token_strides(spec: GruSpec, tensor: Any) -> tuple[int, int]:
 def _library(spec: GruSpec, call: Recurrence) -> tuple[Step, ...]:
     """For each step and direction: a GEMM of the state, and the gates kernel."""
     steps: list[Step] = []
-    hidden = spec.hidden
-    precision = spec.precision if spec.dtype == "float32" else ""
-    cell, variant = GruCellSpec(spec.dtype, hidden, (hidden,), spec.bias, precision=precision), gates_variant(hidden)
     for direction in range(spec.directions):
-        state, weight = call.h_0[direction], call.weight_hh[direction]
-        bias = (call.bias_ih[direction], call.bias_hh[direction]) if spec.bias else ()
+        state = call.h_0[direction]
         for step in range(call.seq):
-            t = call.seq - 1 - step if direction else step
-            out = call.out[t, :, direction * hidden : (direction + 1) * hidden]
-            steps.append(Product(state, weight, call.products))
-            one = GruCellCall.of((state,), state, weight, weight, out, *bias)
-            steps.append(gates_launch(cell, variant, one, (call.gates[direction, t], call.products)))
-            state = out
+            gates = gates_of_step(spec, call, direction, step, state)
+            steps += [Product(state, call.weight_hh[direction], call.products), gates]
+            state = state_of_step(spec, call, direction, step)
         steps.append(Copy(state, call.h_n[direction]))
     return tuple(steps)
+
+
+def state_of_step(spec: GruSpec, call: Recurrence, direction: int, step: int) -> Any:
+    """Where a step of a direction writes its state, a part of ``out``."""
+    t = call.seq - 1 - step if direction else step
+    return call.out[t, :, direction * spec.hidden : (direction + 1) * spec.hidden]
+
+
+def gates_of_step(spec: GruSpec, call: Recurrence, direction: int, step: int, state: Any) -> Launch:
+    """The launch of strategy "library" that makes a step's state from the one before and its products."""
+    hidden, precision = spec.hidden, spec.precision if spec.dtype == "float32" else ""
+    cell = GruCellSpec(spec.dtype, hidden, (hidden,), spec.bias, precision=precision)
+    bias = (call.bias_ih[direction], call.bias_hh[direction]) if spec.bias else ()
+    weight, out = call.weight_hh[direction], state_of_step(spec, call, direction, step)
+    t = call.seq - 1 - step if direction else step
+    one = GruCellCall.of((state,), state, weight, weight, out, *bias)
+    return gates_launch(cell, gates_variant(hidden), one, (call.gates[direction, t], call.products))

@@ -128,6 +128,11 @@ def alone(spec: GruSpec, variant: GruVariant) -> bool:
     return not spec.stacked and second == 0 and variant.block_hidden == first
 
 
+def steps_are_alike(spec: GruSpec) -> bool:
+    """Whether strategy "library" launches one compiled kernel at all steps: what rows of tokens are aligned to is the same."""
+    return spec.hidden * spec.item % MAX_LOAD == 0
+
+
 def shared_bytes(spec: GruSpec, variant: GruVariant) -> int:
     """Bytes of shared memory per program: weights, the rows of h, and accumulators that change layout."""
     columns = sum(pieces(spec.hidden, variant.splits))
