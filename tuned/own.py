@@ -73,6 +73,7 @@ class _Known(NamedTuple):
     launches: tuple[tuple[DirectLaunch, tuple[int, ...]], ...]
 
 
+LEFT = "it was left to the family's eager"  # in the place of a _Known: a row says that no kernel is faster
 GRADIENT = "a gradient is needed, and the family has no gradient of its own"
 
 
@@ -92,7 +93,7 @@ class Own:
         self.module: Any = sys.modules.get(module) or importlib.import_module(module)
         self.__name__ = self.__qualname__ = family_name(Path(str(self.module.__file__)))
         self.__module__ = module
-        self._plans: dict[Any, _Known] = {}
+        self._plans: dict[Any, Any] = {}  # what a call is known by -> _Known or LEFT
 
     def __repr__(self) -> str:
         return f"<kernel family {self.__name__} of {self.module.__file__}>"
@@ -125,7 +126,10 @@ class Own:
             known = None if key is None else self._plans.get(key)
         except (*NO_KEY, IndexError):  # no tensor first, or what has no hash
             key = known = None
-        if known is not None and not (known.launches[0][0].enter.calls or known.launches[0][0].leave.calls):
+        if known is LEFT:
+            if listening() is None:  # else it is told why
+                return self._eager(args, kwargs, LEFT)
+        elif known is not None and not (known.launches[0][0].enter.calls or known.launches[0][0].leave.calls):
             return _launched(known, args)
         differentiable = hasattr(self.module, "gradient") and not kwargs and _needs_gradient(args)
         if differentiable and self.why_not(args) is None:
@@ -183,6 +187,8 @@ class Own:
         choice, spec, call = self.chosen(*args, **kwargs)
         if choice.variant is None:
             note_left(self.__name__, call.out, choice.why)
+            if key is not None and choice.row is not None:  # of a table; what else leaves a call may change
+                remember(self._plans, key, LEFT)
             return self._eager(args, kwargs, choice.why, (spec, call))
         steps = self.family.launches(spec, choice.variant, call)
         if (heard := listening()) is not None and hasattr(self.module, "eager"):

@@ -14,6 +14,7 @@ from generator.measuring import stage as module
 from generator.measuring.bench import Emptied, Timing
 from generator.measuring.stage import (
     ALLOCATIONS,
+    EAGER_US,
     EMPTIED_SETS,
     FINAL_ROUNDS,
     IDLE_S,
@@ -128,12 +129,32 @@ def test_the_l2_is_emptied_for_what_is_timed_and_the_record_is_told(monkeypatch:
         stage.measure(PLAIN)
         assert stage.baselines().emptied == empties
         assert {how["emptied"] for how in stage.asked} == {*asked} == {emptied if empties else None}
-    stage.empties = False
-    stage.calls = stage._inputs(9)  # of which eager PyTorch gets a few, too few to leave the L2
-    asked.clear()
-    stage.baselines()
-    assert asked[-1] == emptied
-    assert set(asked[:-1]) == {None}
+
+
+@pytest.mark.parametrize(
+    ("us", "emptied_for", "sets"), [(EAGER_US / 9, [True, False], [4, 9]), (EAGER_US, [True], [4])]
+)
+def test_eager_is_timed_on_all_sets_unless_that_takes_long_each_result_in_memory_of_its_own(
+    us: float, emptied_for: list[bool], sets: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Staged(COPY)
+    stage.__dict__["emptied"] = emptied = Emptied(lambda: None, 30.0)
+    stage.calls, stage.empties = stage._inputs(9), False
+    asked: list[Any] = []
+    results: list[int] = []
+
+    def clock(launches: Any, **how: Any) -> Timing:
+        asked.append((how["emptied"] is emptied, len(launches)))
+        if "replays" in how:  # of eager
+            for launch in launches:
+                launch()
+            results[:] = [out.data_ptr() for out in launches[0].args[0]]
+        return Timing(us, 0.1)
+
+    monkeypatch.setattr(module, "device_time", clock)
+    assert stage.baselines().eager_us == us
+    assert asked[-len(sets) :] == list(zip(emptied_for, sets, strict=True))
+    assert len(set(results)) == sets[-1]
 
 
 # --- a GPU that waited ------------------------------------------------------------------------------------------------
