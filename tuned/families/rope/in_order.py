@@ -18,6 +18,9 @@ from tuned.families.rope.spec import RopeSpec
 # (x, key, angles, sin, offset) -> (out, key_out), new tensors; angles and sin as they are given, key and sin maybe None.
 Rotation = Callable[[Any, Any, Any, Any, int], tuple[torch.Tensor, torch.Tensor | None]]
 AnglesOf = Callable[[torch.Tensor, torch.Tensor | None, int], tuple[torch.Tensor, torch.Tensor]]
+# Elements of a query and its key of 16 bits, up to which copies of them take less than operators for each. Those of 32 bits take
+# less for some strides only.
+JOINED = 2**14
 
 
 def rotation(  # noqa: PLR0913 - a call, and its tensors as they are given
@@ -31,12 +34,32 @@ def rotation(  # noqa: PLR0913 - a call, and its tensors as they are given
     if more or spec.positions not in ("order", "shifted"):
         return None
     angles_of = _angles(spec, call, angles)
+    if key is not None and _widens(x) and x.numel() + key.numel() <= JOINED:
+        return _joined(spec, tensor_format, x, key, angles_of)
     turn = _turn(spec, tensor_format, x)
     turn_key = None if key is None else _turn(spec, tensor_format, key)
 
     def rotate(x: Any, key: Any, angles: Any, sin: Any, offset: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         cosines, sines = angles_of(angles, sin, offset)
         return turn(x, cosines, sines), None if turn_key is None else turn_key(key, cosines, sines)
+
+    return rotate
+
+
+def _widens(x: torch.Tensor) -> bool:
+    """Whether x has fewer bits than float32, in which it is rotated."""
+    return torch.promote_types(x.dtype, torch.float32) != x.dtype
+
+
+def _joined(spec: RopeSpec, tensor_format: str, x: torch.Tensor, key: torch.Tensor, angles_of: AnglesOf) -> Rotation:
+    """The rotation of a small query and key as one tensor of the heads of both."""
+    axis = tensor_format.index("h")
+    turn = _turn(spec, tensor_format, torch.cat((x, key), axis))
+    heads = x.shape[axis], key.shape[axis]
+
+    def rotate(x: Any, key: Any, angles: Any, sin: Any, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+        out, key_out = turn(torch.cat((x, key), axis), *angles_of(angles, sin, offset)).split(heads, axis)
+        return torch.empty_like(x).copy_(out), torch.empty_like(key).copy_(key_out)
 
     return rotate
 
@@ -90,7 +113,7 @@ def _turn(
 
     With these axes a table [seq, pairs] needs no view. ``as_strided`` makes each in one operator.
     """
-    widens = torch.promote_types(x.dtype, torch.float32) != x.dtype  # to float32
+    widens = _widens(x)
     axes = [tensor_format.index(name) for name in "bhs"]
     batch, heads, seq = (x.shape[axis] for axis in axes)
     dim, turned = x.shape[-1], spec.rotary_dim
