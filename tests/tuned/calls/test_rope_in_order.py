@@ -13,6 +13,7 @@ from tuned.calls.rope import arguments
 from tuned.calls.rope import call as rope_call
 from tuned.calls.rope.arguments import Given, Settings
 from tuned.dispatch import rope, rope_qk
+from tuned.families.rope import in_order
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="of calls on a CPU")
 
@@ -120,6 +121,16 @@ def test_a_known_call_is_prepared_once_and_gives_the_bits_of_the_formula(
             assert len(prepared) == 3 + 1, "by the formula each time"
 
 
+@pytest.mark.parametrize("name", calls())
+def test_a_query_and_a_key_that_are_not_joined_have_the_same_bits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(in_order, "JOINED", 0)
+    for view in VIEWS:
+        forget()
+        for _ in range(2):
+            given, settings = made(calls()[name], torch.bfloat16, view, key=True)
+            assert same_bits(rope_call.call_given(given, settings), rope_call.run_eager(given, settings))
+
+
 @pytest.mark.parametrize("name", ["scaled", "last", "proportional", "conjugate feature", "shifted", "bhsd cos pair"])
 @pytest.mark.parametrize("key", [False, True], ids=["alone", "pair"])
 def test_in_place_the_same_tensors_hold_the_same_bits(prepared: list[Settings], name: str, *, key: bool) -> None:
@@ -146,16 +157,21 @@ def operators(function: Any) -> list[str]:
 def test_a_known_call_takes_few_operators() -> None:
     x, k = torch.randn(1, 16, 4, 64), torch.randn(1, 16, 2, 64)
     cos, sin = torch.randn(2, 16, 32)
-    rope(x, cos=cos, sin=sin), rope_qk(x, k, cos=cos, sin=sin)
+    short, short_k = x.bfloat16(), k.bfloat16()
+    large = torch.ones(1, 16, in_order.JOINED // (16 * 64), 64, dtype=torch.bfloat16)
     one = ["empty_like", "mul", "mul", "sub_", "add_"]
-    views = ("aten::view", "aten::unbind", "aten::select")
-    alone = [name.removeprefix("aten::") for name in operators(lambda: rope(x, cos=cos, sin=sin)) if name not in views]
-    both = operators(lambda: rope_qk(x, k, cos=cos, sin=sin))
-    assert sorted(alone) == sorted(one)
-    assert sorted(name.removeprefix("aten::") for name in both if name not in views) == sorted(2 * one)
-    assert both.count("aten::view") == 6, (
-        "of x, of its result, the same of k, and of cosines and sines, which both share"
-    )
+    one_widened = ["empty_like", "to", "_to_copy", "copy_", "mul", "mul_", "sub_", "add_", "copy_"]
+    views = {f"aten::{name}" for name in ("unbind", "select", "split", "split_with_sizes", "narrow", "slice")}
+    for call, wanted in (
+        (lambda: rope(x, cos=cos, sin=sin), one),
+        (lambda: rope_qk(x, k, cos=cos, sin=sin), 2 * one),
+        (lambda: rope(short, cos=cos, sin=sin), one_widened),
+        (lambda: rope_qk(short, short_k, cos=cos, sin=sin), [*one_widened, "cat", *(2 * ["empty_like", "copy_"])]),
+        (lambda: rope_qk(large, short_k, cos=cos, sin=sin), 2 * one_widened),
+    ):
+        call()
+        found = [name.removeprefix("aten::") for name in operators(call) if name not in views]
+        assert sorted(found) == sorted(wanted)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
@@ -193,6 +209,14 @@ def test_a_known_call_in_place_refuses_a_pair_that_overlaps() -> None:
     with pytest.raises(ValueError, match="share memory"):
         rope_qk(q, memory[72:152].view(1, 5, 2, 8), cos=cos, sin=sin, inplace=True)
     assert torch.equal(memory, before)
+
+
+def test_cosines_and_sines_may_have_different_axes() -> None:
+    x, cos, sin = torch.randn(1, 5, 2, 8), *torch.randn(2, 5, 4)
+    want = rope(x, cos=cos, sin=sin)
+    for tables in ((cos[:, None, None], sin), (cos, sin[:, None, None])):
+        for _ in range(2):
+            assert torch.equal(rope(x, cos=tables[0], sin=tables[1]), want)
 
 
 def test_a_gradient_that_a_known_call_did_not_need_is_right() -> None:

@@ -17,6 +17,10 @@ from tuned.families.rope.spec import RopeSpec
 
 # (x, key, angles, sin, offset) -> (out, key_out), new tensors; angles and sin as they are given, key and sin maybe None.
 Rotation = Callable[[Any, Any, Any, Any, int], tuple[torch.Tensor, torch.Tensor | None]]
+AnglesOf = Callable[[torch.Tensor, torch.Tensor | None, int], tuple[torch.Tensor, torch.Tensor]]
+# Elements of a query and its key of 16 bits, up to which copies of them take less than operators for each. Those of 32 bits take
+# less for some strides only.
+JOINED = 2**14
 
 
 def rotation(  # noqa: PLR0913 - a call, and its tensors as they are given
@@ -29,9 +33,11 @@ def rotation(  # noqa: PLR0913 - a call, and its tensors as they are given
     more = spec.packed or spec.context_parallel or spec.normed or spec.splits or spec.deinterleaves
     if more or spec.positions not in ("order", "shifted"):
         return None
-    angles_of = _angles(spec, call, tensor_format, angles)
-    turn = _turn(spec, x)
-    turn_key = None if key is None else _turn(spec, key)
+    angles_of = _angles(spec, call, angles)
+    if key is not None and _widens(x) and x.numel() + key.numel() <= JOINED:
+        return _joined(spec, tensor_format, x, key, angles_of)
+    turn = _turn(spec, tensor_format, x)
+    turn_key = None if key is None else _turn(spec, tensor_format, key)
 
     def rotate(x: Any, key: Any, angles: Any, sin: Any, offset: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         cosines, sines = angles_of(angles, sin, offset)
@@ -40,90 +46,107 @@ def rotation(  # noqa: PLR0913 - a call, and its tensors as they are given
     return rotate
 
 
-def _angles(
-    spec: RopeSpec, call: RopeCall, tensor_format: str, angles: torch.Tensor
-) -> Callable[[torch.Tensor, torch.Tensor | None, int], tuple[torch.Tensor, torch.Tensor]]:
-    """From the angles as they are given to cosines and sines with the axes of x, whose last two are those of ``_turn``."""
+def _widens(x: torch.Tensor) -> bool:
+    """Whether x has fewer bits than float32, in which it is rotated."""
+    return torch.promote_types(x.dtype, torch.float32) != x.dtype
+
+
+def _joined(spec: RopeSpec, tensor_format: str, x: torch.Tensor, key: torch.Tensor, angles_of: AnglesOf) -> Rotation:
+    """The rotation of a small query and key as one tensor of the heads of both."""
+    axis = tensor_format.index("h")
+    turn = _turn(spec, tensor_format, torch.cat((x, key), axis))
+    heads = x.shape[axis], key.shape[axis]
+
+    def rotate(x: Any, key: Any, angles: Any, sin: Any, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+        out, key_out = turn(torch.cat((x, key), axis), *angles_of(angles, sin, offset)).split(heads, axis)
+        return torch.empty_like(x).copy_(out), torch.empty_like(key).copy_(key_out)
+
+    return rotate
+
+
+def _angles(spec: RopeSpec, call: RopeCall, angles: torch.Tensor) -> AnglesOf:
+    """From the angles as they are given to cosines and sines with the axes of ``_turn``, or the last of these."""
     compute = torch.promote_types(call.x.dtype, torch.float32)
     seq, scaled, scaling = call.seq, spec.scaled, call.scaling
-    rates, per_batch = spec.angles == "inv_freq", spec.angles_per_batch
-    complex_, rows_axis = angles.is_complex(), 1 if per_batch else 0
+    rates, per_batch, complex_ = spec.angles == "inv_freq", spec.angles_per_batch, angles.is_complex()
+    rows_axis = 1 if per_batch else 0
     # Cosines and sines of fewer bits are widened by the products.
     dtype = call.cos.dtype
     casts = dtype != compute if spec.computes_sincos else torch.promote_types(dtype, compute) != compute
     part = not rates and seq != call.angle_rows
     # Entries of pairs are shared by both features; a gradient or its conjugate takes each pair's sines the other way round.
     pairs, each = spec.rotary_dim // 2, 2 if spec.angle_entries == "feature" else 1
-    entries = (pairs, each) if spec.interleaved else (each, pairs)
-    flips, axis = each > 1 and spec.direction == "forward", -1 if spec.interleaved else -2
-    batch = (call.batch,) if per_batch else ()
-    swaps = per_batch and tensor_format == "sbhd"
-    tokens = {
-        "bshd": (*batch, seq, 1),
-        "sbhd": (seq, *(batch or (1,)), 1),
-        "bhsd": (*batch, *((1,) if per_batch else ()), seq),
-    }[tensor_format]
-    shape = (*tokens, *entries)
+    flips, axis = each > 1 and spec.direction == "forward", -1 if spec.interleaved else -3
+    interleaved = spec.interleaved
+    shape = (*((call.batch, 1) if per_batch else ()), *((seq, pairs, each) if interleaved else (each, seq, pairs)))
+    fits = each == 1 and not (interleaved or per_batch or part)  # a table that is [seq, pairs]
+
+    def laid(t: torch.Tensor, offset: int) -> torch.Tensor:
+        if not fits or t.ndim > 2:  # noqa: PLR2004 - [rows, 1, 1, entries]
+            given = t.stride()
+            row, step = given[rows_axis], given[-1]
+            strides: tuple[int, ...] = (row, each * step, step) if interleaved else (pairs * step, row, step)
+            if per_batch:
+                strides = (given[0], 0, *strides)
+            t = t.as_strided(shape, strides, t.storage_offset() + offset * row)
+        return t.to(compute) if casts else t
 
     def angles_of(angles: torch.Tensor, sin: torch.Tensor | None, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
         if rates:
             positions = torch.arange(offset, offset + seq, device=angles.device)
-            angles = positions.float()[:, None] * angles
+            angles, offset = positions.float()[:, None] * angles, 0
         elif complex_:
-            parts = torch.view_as_real(angles.resolve_conj())
-            angles, sin = parts.select(-1, 0), parts.select(-1, 1)
-        if part:
-            angles = angles.narrow(rows_axis, offset, seq)
-            sin = None if sin is None else sin.narrow(rows_axis, offset, seq)
-        if casts:
-            angles = angles.to(compute)
-            sin = None if sin is None else sin.to(compute)
-        cosines, sines = (torch.cos(angles), torch.sin(angles)) if sin is None else (angles, sin)
+            angles, sin = torch.view_as_real(angles.resolve_conj()).unbind(-1)
+        cosines = laid(angles, offset)
+        cosines, sines = (torch.cos(cosines), torch.sin(cosines)) if sin is None else (cosines, laid(sin, offset))
         if scaled:
             cosines, sines = cosines * scaling, sines * scaling
-        if swaps:
-            cosines, sines = cosines.transpose(0, 1), sines.transpose(0, 1)
-        sines = sines.view(shape)
-        return cosines.view(shape), sines.flip(axis) if flips else sines
+        return cosines, sines.flip(axis) if flips else sines
 
     return angles_of
 
 
-def _turn(spec: RopeSpec, x: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """From x, cosines and sines to x with its pairs rotated, by views [*tokens, heads, 2, pairs], or [..., pairs, 2]."""
-    widens = torch.promote_types(x.dtype, torch.float32) != x.dtype  # to float32
-    *outer, dim = x.shape
-    turned, half = spec.rotary_dim, spec.rotary_dim // 2
-    if spec.copied_heads:
-        outer[-1] -= spec.copied_heads
-    moved = outer[-1]
-    narrows = turned != dim and spec.rotated != "proportional"
+def _turn(
+    spec: RopeSpec, tensor_format: str, x: torch.Tensor
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """From x, cosines and sines to x with its pairs rotated, by views [batch, heads, 2, seq, pairs], or [..., seq, pairs, 2].
+
+    With these axes a table [seq, pairs] needs no view. ``as_strided`` makes each in one operator.
+    """
+    widens = _widens(x)
+    axes = [tensor_format.index(name) for name in "bhs"]
+    batch, heads, seq = (x.shape[axis] for axis in axes)
+    dim, turned = x.shape[-1], spec.rotary_dim
     begin = dim - turned if spec.rotated == "last" else 0
-    distance = half if narrows else dim // 2  # of the two features of a pair
-    shape = (*outer, distance, 2) if spec.interleaved else (*outer, 2, distance)
-    axis = -1 if spec.interleaved else -2
-    copies, some = bool(spec.copied_heads), distance != half
-    make_out = torch.clone if copies or turned != dim else torch.empty_like
+    distance = dim // 2 if spec.rotated == "proportional" else turned // 2  # of the two features of a pair
+    outer = batch, heads - spec.copied_heads, seq
+    shape = (*outer, turned // 2, 2) if spec.interleaved else (*outer[:2], 2, seq, turned // 2)
+    axis = -1 if spec.interleaved else -3
+    make_out = torch.clone if spec.copied_heads or turned != dim else torch.empty_like
     reverses = (spec.direction == "backward") != spec.conjugate
 
-    def pairs_of(t: torch.Tensor) -> torch.Tensor:
-        if copies:
-            t = t.narrow(-2, 0, moved)
-        if narrows:
-            t = t.narrow(-1, begin, turned)
-        t = t.view(shape)
-        return t.narrow(-1, 0, half) if some else t
+    def strides_of(t: torch.Tensor) -> tuple[int, ...]:
+        of_batch, of_heads, of_seq = (t.stride(axis) for axis in axes)
+        step = t.stride(-1)
+        if spec.interleaved:
+            return of_batch, of_heads, of_seq, 2 * step, step
+        return of_batch, of_heads, distance * step, of_seq, step
+
+    strides, strides_out = strides_of(x), strides_of(torch.empty_like(x))
 
     def turn(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-        pairs, out = pairs_of(x), make_out(x)
-        written = pairs_of(out)
-        if widens:
+        out = make_out(x)
+        rotated, written = (x.narrow(-1, begin, turned), out.narrow(-1, begin, turned)) if begin else (x, out)
+        pairs, written = rotated.as_strided(shape, strides), written.as_strided(shape, strides_out)
+        if widens:  # to a copy, which may be overwritten
             pairs = pairs.float()  # which is faster than .to()
             product = pairs * cosines
+            by_sines = pairs.mul_(sines)
         else:
             product = torch.mul(pairs, cosines, out=written)
+            by_sines = pairs * sines
         first, second = product.unbind(axis)
-        first_by_sine, second_by_sine = (pairs * sines).unbind(axis)
+        first_by_sine, second_by_sine = by_sines.unbind(axis)
         if reverses:
             first.add_(second_by_sine)
             second.sub_(first_by_sine)
