@@ -200,6 +200,16 @@ def test_what_no_property_tells_goes_the_long_way(prepared: list[Settings]) -> N
     assert len(prepared) == 4
 
 
+def test_a_pair_of_half_precision_is_rotated_under_autocast_to_another() -> None:
+    """torch.cat refuses it there."""
+    q, k, (cos, sin) = torch.randn(1, 5, 2, 8).half(), torch.randn(1, 5, 2, 8).half(), torch.randn(2, 5, 4).half()
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = rope_qk(q, k, cos=cos, sin=sin)
+        assert same_bits(found, rope_qk(q, k, cos=cos, sin=sin))
+        forget()
+
+
 def test_a_known_call_in_place_refuses_a_pair_that_overlaps() -> None:
     memory, cos, sin = torch.randn(400), *torch.randn(2, 5, 4)
     q, k = memory[:80].view(1, 5, 2, 8), memory[160:240].view(1, 5, 2, 8)

@@ -54,7 +54,10 @@ def _widens(x: torch.Tensor) -> bool:
 def _joined(spec: RopeSpec, tensor_format: str, x: torch.Tensor, key: torch.Tensor, angles_of: AnglesOf) -> Rotation:
     """The rotation of a small query and key as one tensor of the heads of both."""
     axis = tensor_format.index("h")
-    turn = _turn(spec, tensor_format, torch.cat((x, key), axis))
+    with torch.autocast(
+        x.device.type, enabled=False
+    ):  # in which cat takes no dtype but that of autocast; it has no plan
+        turn = _turn(spec, tensor_format, torch.cat((x, key), axis))
     heads = x.shape[axis], key.shape[axis]
 
     def rotate(x: Any, key: Any, angles: Any, sin: Any, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
