@@ -96,12 +96,12 @@ def _by_model(family: Family, spec: Any, size: Any, gpu: Gpu, known: Mapping[str
     row = _of_so_many(family, spec, size, gpu, own) if own is not None else None
     if row is not None and usable(family, spec, size, row.variant, gpu.capability, gpu.multiprocessors):
         rule = "winner" if row.size == size else "nearest size"
-        us = row.median_us + model.beside_us(family, spec, row.size)
+        us, longer = row.median_us + model.beside_us(family, spec, row.size), size.seq / row.size.seq
         if 0 < row.eager_us < us:
             why = f"with {row.size} PyTorch's own took {row.eager_us:.4g} us in {row.source}, the best kernel and what is beside it {us:.4g}"
-            return Choice("eager", why, None, row, gpu, row.eager_us)
+            return Choice("eager", why, None, row, gpu, row.eager_us * longer)
         what = "and size in" if row.size == size else f"with {row.size}, whose steps are alike, in"
-        return Choice(rule, f"measured for this spec {what} {row.source}", row.variant, row, us=us)
+        return Choice(rule, f"measured for this spec {what} {row.source}", row.variant, row, us=us * longer)
     return _modelled(family, spec, size, gpu, known)
 
 

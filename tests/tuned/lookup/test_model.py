@@ -14,7 +14,7 @@ import tuned.tables
 from tuned.calls.gru import run
 from tuned.families.gru import FAMILY as GRU
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru.variant import rejection
+from tuned.families.gru.variant import GruVariant, rejection
 from tuned.families.rope import FAMILY as ROPE
 from tuned.lookup import lookup, model
 from tuned.lookup.lookup import Choice, Gpu, choose
@@ -53,6 +53,33 @@ def test_a_row_that_launches_each_step_is_for_graphs_and_a_call_gets_the_best_in
     assert (call.rule, call.variant.strategy, call.gpu) == ("model", "persistent", H200)
     alone = dataclasses.replace(row, gpu=None)
     assert run.timely(alone, spec, size, captured=False).variant is None
+
+
+@pytest.mark.parametrize(
+    ("hidden", "us", "kept"),
+    [
+        (512, 600.0, True),  # 64 steps of 1024 rows: 9.4 us each, where the best in one launch is thought to take 30
+        (512, 4_000.0, False),
+        (1024, 1_400.0, True),  # no launch of all steps has room
+        (505, 600.0, False),  # steps are several kernels, so each takes the host three times as long
+    ],
+)
+def test_steps_of_many_rows_serve_a_call_too_where_they_take_less_than_all_else(
+    hidden: int, us: float, *, kept: bool
+) -> None:
+    spec, size = GruSpec("bfloat16", hidden), GruSize(1024, 64)
+    row = Choice("winner", "measured", GruVariant(), gpu=H200, us=us)
+    assert (run.timely(row, spec, size, captured=False) == row) is kept
+    assert run.timely(row, spec, size, captured=True) == row
+    each = dataclasses.replace(row, variant=GruVariant("steps"))
+    assert run.timely(each, spec, size, captured=False) != each, "a launch reads all weights again, and has no plan"
+
+
+def test_steps_of_few_rows_are_the_host_s_time_as_a_call() -> None:
+    spec, size = GruSpec("bfloat16", 768), GruSize(100, 64)
+    row = Choice("winner", "measured", GruVariant(), gpu=H200, us=64 * 5.0)
+    assert run.timely(row, spec, size, captured=False) != row
+    assert run._called_us(row, spec, size) == 64 * run.CALLED_STEP_US
 
 
 @pytest.mark.parametrize(
@@ -104,6 +131,7 @@ def test_a_row_that_pytorch_beats_does_not_serve(monkeypatch: pytest.MonkeyPatch
     assert (choice.variant is None) == (rule == "eager")
     longer = choose(GRU, BF16, GruSize(16, 100), H200)
     assert longer.rule == {"winner": "nearest size", "eager": "eager"}[rule], "of another length, whose steps are alike"
+    assert longer.us == pytest.approx(choice.us * 100 / 64)
     lookup._here.cache_clear()
 
 

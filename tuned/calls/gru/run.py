@@ -240,7 +240,7 @@ def timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Choi
     other = None if choice.gpu is None else modelled(GRU, spec, size, choice.gpu)
     # A row was measured in a graph. What cu_seqlens says PyTorch's own reads on the host, which no capture allows.
     in_graph = captured and (choice.rule in {"winner", "nearest size"} or spec.thd)
-    if in_graph or (not captured and other is not None and _called_us(choice, spec, size) < other.us):
+    if in_graph or (not captured and _called_us(choice, spec, size) < _otherwise_us(choice, other, spec, size)):
         return choice
     why = f"a launch for each of {size.seq} steps takes less only in a CUDA graph, where it was measured"
     if other is None or other.variant is None:
@@ -252,6 +252,14 @@ def _called_us(choice: Choice, spec: GruSpec, size: GruSize) -> float:
     """What a launch for each step takes where no graph spares the host the launches."""
     alike = choice.variant.strategy == "library" and steps_are_alike(spec)  # else a step has no short way
     return max(choice.us, size.seq * spec.directions * CALLED_STEP_US) if alike and choice.us else math.inf
+
+
+def _otherwise_us(choice: Choice, other: Choice | None, spec: GruSpec, size: GruSize) -> float:
+    """What the call takes otherwise: by the model's best in one launch, or PyTorch's own, in a graph and so at least."""
+    row, theirs_us = choice.row, library_us(GRU, spec, size)
+    if row is not None and row.eager_us:
+        theirs_us = row.eager_us * size.seq / row.size.seq
+    return theirs_us if other is None else min(theirs_us, other.us)
 
 
 def _share(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> float:  # noqa: FBT001
