@@ -76,10 +76,10 @@ def test_steps_of_many_rows_serve_a_call_too_where_they_take_less_than_all_else(
 
 
 def test_steps_of_few_rows_are_the_host_s_time_as_a_call() -> None:
+    """In one launch 100 rows of 768 units are thought to take less than ten microseconds a step."""
     spec, size = GruSpec("bfloat16", 768), GruSize(100, 64)
     row = Choice("winner", "measured", GruVariant(), gpu=H200, us=64 * 5.0)
     assert run.timely(row, spec, size, captured=False) != row
-    assert run._called_us(row, spec, size) == 64 * run.CALLED_STEP_US
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -240,7 +239,7 @@ def timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Choi
     other = None if choice.gpu is None else modelled(GRU, spec, size, choice.gpu)
     # A row was measured in a graph. What cu_seqlens says PyTorch's own reads on the host, which no capture allows.
     in_graph = captured and (choice.rule in {"winner", "nearest size"} or spec.thd)
-    if in_graph or (not captured and _called_us(choice, spec, size) < _otherwise_us(choice, other, spec, size)):
+    if in_graph or (not captured and _serves_a_call(choice, other, spec, size)):
         return choice
     why = f"a launch for each of {size.seq} steps takes less only in a CUDA graph, where it was measured"
     if other is None or other.variant is None:
@@ -248,18 +247,18 @@ def timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Choi
     return dataclasses.replace(other, why=f"{why}; {other.why}")
 
 
-def _called_us(choice: Choice, spec: GruSpec, size: GruSize) -> float:
-    """What a launch for each step takes where no graph spares the host the launches."""
-    alike = choice.variant.strategy == "library" and steps_are_alike(spec)  # else a step has no short way
-    return max(choice.us, size.seq * spec.directions * CALLED_STEP_US) if alike and choice.us else math.inf
+def _serves_a_call(choice: Choice, other: Choice | None, spec: GruSpec, size: GruSize) -> bool:
+    """Whether a launch for each step takes less than ``other``, the model's best in one launch, and than PyTorch's own in a graph.
 
-
-def _otherwise_us(choice: Choice, other: Choice | None, spec: GruSpec, size: GruSize) -> float:
-    """What the call takes otherwise: by the model's best in one launch, or PyTorch's own, in a graph and so at least."""
+    Steps of the library have a short way where they are one kernel. A choice without a time is none of a family with a model.
+    """
+    if choice.variant.strategy != "library" or not choice.us or not steps_are_alike(spec):
+        return False
     row, theirs_us = choice.row, library_us(GRU, spec, size)
     if row is not None and row.eager_us:
         theirs_us = row.eager_us * size.seq / row.size.seq
-    return theirs_us if other is None else min(theirs_us, other.us)
+    us = max(choice.us, size.seq * spec.directions * CALLED_STEP_US)
+    return us < theirs_us and (other is None or us < other.us)
 
 
 def _share(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> float:  # noqa: FBT001
