@@ -330,6 +330,39 @@ def test_small_states_are_as_precise_as_pytorchs(dtype: torch.dtype, scale: floa
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings", [{}, {"bidirectional": True, "batch_first": True}, {"num_layers": 2, "bias": False}]
+)
+def test_steps_of_many_rows_give_the_same_where_they_are_known(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """Looked at, known by its properties, known at once, captured; with a gradient too."""
+
+    def choose(spec: GruSpec, *_: Any) -> Choice:
+        return Choice("eager", "one by one", None) if spec.stacked else Choice("winner", "", GruVariant())
+
+    monkeypatch.setattr(run, "_choose", choose)
+    monkeypatch.setattr(run, "timely", lambda choice, *_: choice)
+    made: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, **settings}
+    module = tuned.nn.GRU(FEATURES, 96, **made)
+    theirs = torch.nn.GRU(FEATURES, 96, **made)
+    theirs.load_state_dict(module.state_dict())
+    x = torch.randn(300, 9, FEATURES, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        found = [module(x) for _ in range(4)]
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found.append(module(x))
+        graph.replay()
+        wanted = theirs(x)
+    found += [module(x) for _ in range(3)]  # and keep what a gradient needs
+    for one in found:
+        assert all(torch.equal(a, b) for a, b in zip(one, found[0], strict=True))
+        for got, want in zip(one, wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=2e-2)
+
+
+@pytest.mark.gpu
 def test_a_graph_replayed_a_thousand_times_gives_what_calls_give(forced: Callable[[GruVariant], None]) -> None:
     forced(SPLIT)
     module = module_of(256, 2)
