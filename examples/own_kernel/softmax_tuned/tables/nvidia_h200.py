@@ -12,16 +12,16 @@ MEASURED = (
 )
 # family, spec, size, variant, digests of the kernels, microseconds, those of eager PyTorch, which of MEASURED
 ROWS = (
-    ("softmax", {"dtype": "bfloat16", "columns": 50257}, {"rows": 1335}, {"num_warps": 1}, {"softmax_split": "cb85d9eaee58"}, 128.244, 130.536, 0),  # softmax_bfloat16_1335x50257
-    ("softmax", {"dtype": "bfloat16", "columns": 4096}, {"rows": 16384}, {"strategy": "whole", "num_warps": 8}, {"softmax_whole": "570f064020c5"}, 66.842, 210.008, 0),  # softmax_bfloat16_16384x4096
-    ("softmax", {"dtype": "bfloat16", "columns": 16384}, {"rows": 4096}, {"strategy": "whole", "num_warps": 8}, {"softmax_whole": "570f064020c5"}, 67.732, 127.52, 0),  # softmax_bfloat16_4096x16384
-    ("softmax", {"dtype": "bfloat16", "columns": 128256}, {"rows": 523}, {"block_columns": 2048, "num_warps": 1}, {"softmax_split": "cb85d9eaee58"}, 103.787, 153.88, 0),  # softmax_bfloat16_523x128256
-    ("softmax", {"dtype": "bfloat16", "columns": 128}, {"rows": 524288}, {"strategy": "whole", "block_rows": 8, "num_warps": 1}, {"softmax_whole": "570f064020c5"}, 65.348, 115.195, 0),  # softmax_bfloat16_524288x128
-    ("softmax", {"dtype": "bfloat16", "columns": 1000}, {"rows": 67108}, {"strategy": "whole", "num_warps": 1}, {"softmax_whole": "570f064020c5"}, 73.902, 106.821, 0),  # softmax_bfloat16_67108x1000
-    ("softmax", {"dtype": "float32", "columns": 1000}, {"rows": 1048}, {"strategy": "whole", "num_warps": 1}, {"softmax_whole": "570f064020c5"}, 4.119, 4.682, 0),  # softmax_float32_1048x1000
-    ("softmax", {"dtype": "float32", "columns": 50257}, {"rows": 20}, {"num_warps": 1}, {"softmax_split": "cb85d9eaee58"}, 6.751, 14.264, 0),  # softmax_float32_20x50257
-    ("softmax", {"dtype": "float32", "columns": 4096}, {"rows": 256}, {"strategy": "whole", "num_warps": 8}, {"softmax_whole": "570f064020c5"}, 4.493, 4.527, 0),  # softmax_float32_256x4096
-    ("softmax", {"dtype": "float32", "columns": 16384}, {"rows": 64}, {"strategy": "whole", "num_warps": 8}, {"softmax_whole": "570f064020c5"}, 5.93, 6.212, 0),  # softmax_float32_64x16384
-    ("softmax", {"dtype": "float32", "columns": 128}, {"rows": 8192}, {"strategy": "whole", "block_rows": 4, "num_warps": 2}, {"softmax_whole": "570f064020c5"}, 3.974, 3.399, 0),  # softmax_float32_8192x128
-    ("softmax", {"dtype": "float32", "columns": 128256}, {"rows": 8}, {"block_columns": 4096, "num_warps": 8}, {"softmax_split": "cb85d9eaee58"}, 6.576, 33.952, 0),  # softmax_float32_8x128256
+    ("softmax", {"dtype": "bfloat16", "columns": 50257}, {"rows": 1335}, {"num_warps": 1}, {"softmax_split": "cb85d9eaee58"}, 127.994, 129.864, 0),  # softmax_bfloat16_1335x50257
+    ("softmax", {"dtype": "bfloat16", "columns": 4096}, {"rows": 16384}, {"strategy": "whole", "num_warps": 8}, {"softmax_whole": "570f064020c5"}, 66.946, 209.872, 0),  # softmax_bfloat16_16384x4096
+    ("softmax", {"dtype": "bfloat16", "columns": 16384}, {"rows": 4096}, {"strategy": "whole", "num_warps": 8}, {"softmax_whole": "570f064020c5"}, 68.06, 127.248, 0),  # softmax_bfloat16_4096x16384
+    ("softmax", {"dtype": "bfloat16", "columns": 128256}, {"rows": 523}, {"block_columns": 2048, "num_warps": 1}, {"softmax_split": "cb85d9eaee58"}, 103.852, 154.184, 0),  # softmax_bfloat16_523x128256
+    ("softmax", {"dtype": "bfloat16", "columns": 128}, {"rows": 524288}, {"strategy": "whole", "block_rows": 8, "num_warps": 1}, {"softmax_whole": "570f064020c5"}, 65.392, 116.176, 0),  # softmax_bfloat16_524288x128
+    ("softmax", {"dtype": "bfloat16", "columns": 1000}, {"rows": 67108}, {"strategy": "whole", "num_warps": 1}, {"softmax_whole": "570f064020c5"}, 73.819, 107.328, 0),  # softmax_bfloat16_67108x1000
+    ("softmax", {"dtype": "float32", "columns": 1000}, {"rows": 1048}, {"strategy": "whole", "num_warps": 1}, {"softmax_whole": "570f064020c5"}, 4.126, 6.232, 0),  # softmax_float32_1048x1000
+    ("softmax", {"dtype": "float32", "columns": 50257}, {"rows": 20}, {"num_warps": 1}, {"softmax_split": "cb85d9eaee58"}, 6.785, 18.71, 0),  # softmax_float32_20x50257
+    ("softmax", {"dtype": "float32", "columns": 4096}, {"rows": 256}, {"strategy": "whole", "num_warps": 8}, {"softmax_whole": "570f064020c5"}, 4.51, 6.11, 0),  # softmax_float32_256x4096
+    ("softmax", {"dtype": "float32", "columns": 16384}, {"rows": 64}, {"strategy": "whole", "num_warps": 8}, {"softmax_whole": "570f064020c5"}, 5.914, 8.64, 0),  # softmax_float32_64x16384
+    ("softmax", {"dtype": "float32", "columns": 128}, {"rows": 8192}, {"strategy": "whole", "block_rows": 4, "num_warps": 2}, {"softmax_whole": "570f064020c5"}, 3.98, 4.723, 0),  # softmax_float32_8192x128
+    ("softmax", {"dtype": "float32", "columns": 128256}, {"rows": 8}, {"block_columns": 4096, "num_warps": 8}, {"softmax_split": "cb85d9eaee58"}, 6.565, 42.236, 0),  # softmax_float32_8x128256
 )
