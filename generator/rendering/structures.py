@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import importlib.util
 import itertools
 import re
@@ -117,10 +118,11 @@ def load(name: str) -> Any:
     Raises:
         KeyError: if no family has a kernel of this name.
     """
-    kernel = structures()[name]
-    path = cache_folder("candidates", kernel.digest) / f"{name}.py"
-    write_if_different(path, kernel.source)
-    module_spec = importlib.util.spec_from_file_location(f"candidate_{kernel.digest}_{name}", path)
+    source = structures()[name].source
+    text = hashlib.sha256(source.encode()).hexdigest()[:12]  # Kernel.digest takes longer than the import
+    path = cache_folder("candidates", text) / f"{name}.py"
+    write_if_different(path, source)
+    module_spec = importlib.util.spec_from_file_location(f"candidate_{text}_{name}", path)
     if module_spec is None or module_spec.loader is None:
         raise ImportError(f"cannot import the rendered kernel {path}")
     module = importlib.util.module_from_spec(module_spec)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import gc
 import hashlib
 import importlib.metadata
 import multiprocessing
@@ -35,6 +36,10 @@ TRITON = tuple(
 
 def _compile_for_real() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
+    import generator.measuring.compile  # noqa: F401, PLC0415 - imports Triton
+
+    gc.collect()
+    gc.freeze()  # no collection of garbage looks at what is imported: a twentieth of the time of a compilation
 
 
 def process() -> concurrent.futures.ProcessPoolExecutor:
@@ -229,6 +234,31 @@ def machine_code(cubin: bytes) -> bytes:
     return cubin[text[4] : text[4] + text[5]]
 
 
+# Of sm_90, whose instructions have 128 bits: which access the lowest 12 of them are, and what is moved by bits 73 to 75.
+ACCESSES = {0x981: "LDG", 0x986: "STG", 0xFAE: "LDGSTS"}
+MOVED = (8, 8, 16, 16, 32, 64, 128)  # signed and unsigned
+
+
+def accesses(cubin: bytes) -> dict[str, dict[int, int]]:
+    """Kind, "LDG", "STG" or "LDGSTS" (to shared memory), -> bits -> how many such instructions a cubin of sm_90 has."""
+    found = Counter(
+        (ACCESSES[low & 0xFFF], MOVED[high >> 9 & 7])
+        for low, high in struct.iter_unpack("<QQ", machine_code(cubin))
+        if low & 0xFFF in ACCESSES
+    )
+    return {kind: {bits: n for (k, bits), n in found.items() if k == kind} for kind in ACCESSES.values()}
+
+
+def accesses_and_instructions(name: str) -> tuple[dict[str, dict[int, int]], list[str]]:
+    """``accesses`` of a kernel's default launch on sm_90, and ``instructions``."""
+    from generator.measuring.compile import compile_launch, resources, target_of  # noqa: PLC0415 - as above
+
+    launch, target = default_launches()[name], target_of("sm_90")
+    resources(launch, target)
+    cubin = compile_launch(launch, target).asm["cubin"]
+    return accesses(cubin), instructions(cubin)
+
+
 def code_digests(architecture: str) -> dict[str, str]:
     """Kernel name -> digest of the machine code of its default launch."""
     from generator.measuring.compile import compile_launch, resources, target_of  # noqa: PLC0415
@@ -265,12 +295,12 @@ def packed_halves(arguments: dict[str, Any], knobs: dict[str, Any], strides: tup
 def widths(
     arguments: dict[str, Any], knobs: dict[str, Any], shift: int = 0, key_shift: int = 0
 ) -> dict[str, dict[int, int]]:
-    """ "Kind, "LDG", "STG" or "LDGSTS" (to shared memory), -> bits -> how many such instructions a RoPE kernel has on sm_90.
+    """``accesses`` of a RoPE kernel on sm_90.
 
     ``shift`` moves x and the output by so many elements from an aligned address, ``key_shift`` the key and its output.
     """
     from generator.families.rope.reference import inputs  # noqa: PLC0415
-    from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415
+    from generator.measuring.compile import compile_launch, resources, target_of  # noqa: PLC0415
     from generator.rendering.structures import load  # noqa: PLC0415
     from tuned.families.rope.launches import launches  # noqa: PLC0415
     from tuned.families.rope.spec import RopeSize, RopeSpec  # noqa: PLC0415
@@ -287,12 +317,9 @@ def widths(
         arguments = zip(named, launch.arguments, strict=True)
         moved = tuple(_moved(t, key_shift) if name in ("key", "key_out") else t for name, t in arguments)
         launch = dataclasses.replace(launch, arguments=moved)
-    counts: dict[str, Counter[int]] = {"LDG": Counter(), "STG": Counter(), "LDGSTS": Counter()}
-    for line in instructions(compile_launch(launch, target_of("sm_90")).asm["cubin"]):
-        if found := re.search(r"\b(LDGSTS|LDG|STG)\.E(\.[A-Z0-9.]+)?", line):
-            bits = re.search(r"\.(?:U|S)?(8|16|64|128)\b", found[2] or "")
-            counts[found[1]][int(bits[1]) if bits else 32] += 1
-    return {kind: dict(count) for kind, count in counts.items()}
+    target = target_of("sm_90")
+    resources(launch, target)  # which another test may ask for, and Triton's cache forgets
+    return accesses(compile_launch(launch, target).asm["cubin"])
 
 
 def _moved(tensor: Any, elements: int) -> Any:

@@ -181,6 +181,9 @@ def test_a_killed_fork_server_takes_its_children_with_it_and_is_replaced() -> No
     worker.stop()
 
 
+CALLER = ("generator.processes.serve",)  # all that ``sleeping`` needs
+
+
 def sleeping(server: ForkServer) -> Child:
     log = tempfile.TemporaryFile(dir=cache_folder("logs"))  # noqa: SIM115 - its child closes it
     child = server.fork("generator.processes.serve:Caller", (), log)
@@ -190,7 +193,7 @@ def sleeping(server: ForkServer) -> Child:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has addresses that are in no folder")
 def test_tuners_of_a_host_share_what_forks_and_each_ends_with_its_own() -> None:
-    own = ForkServer.started(WARM)
+    own = ForkServer.started(CALLER)
     assert own.address is not None
     first, second = ForkServer.joined(own.address), ForkServer.joined(own.address)
     assert first is not None
@@ -235,7 +238,7 @@ def test_nothing_is_forked_for_another_user_nor_asked_of_one(monkeypatch: pytest
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has addresses that are in no folder")
 def test_what_one_tuner_does_is_no_others_trouble() -> None:
     """A child that is asked after twice; a tuner that goes between its request and what belongs to it, its answers unread."""
-    own = ForkServer.started(WARM)
+    own = ForkServer.started(CALLER)
     assert own.address is not None
     children = [sleeping(own), sleeping(own)]
     children[0].end()
@@ -253,7 +256,7 @@ def test_what_one_tuner_does_is_no_others_trouble() -> None:
 
 
 def test_a_log_that_another_has_emptied_has_no_tail() -> None:
-    server = ForkServer.started(WARM)
+    server = ForkServer.started(CALLER)
     child = sleeping(server)
     child.log_start = 10**6
     assert child.tail() == ""
@@ -263,7 +266,7 @@ def test_a_log_that_another_has_emptied_has_no_tail() -> None:
 
 def test_a_process_that_cannot_be_started_is_said_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where too many run: the server answers so."""
-    server = ForkServer.started(WARM)
+    server = ForkServer.started(CALLER)
     child = sleeping(server)
     ask = server._ask
     monkeypatch.setattr(

@@ -43,8 +43,10 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     # Inductor's caches on disk know a graph by its operators, not by what ours do below: a change of that would be missed.
-    # And C++ is compiled without vector instructions: which a processor has takes it ten seconds to find out.
-    with fresh_cache(), config.patch({"cpp.simdlen": 1, "cpp.vec_isa_ok": False}):
+    # And C++ is compiled without vector instructions: which a processor has takes it ten seconds to find out. Headers that are
+    # compiled ahead, in each fresh cache, take longer than the few files that include them.
+    quick = {"cpp.simdlen": 1, "cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}
+    with fresh_cache(), config.patch(quick):
         yield
     torch._dynamo.reset()
 
