@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.abc
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -72,8 +73,10 @@ def test_a_folder_that_is_no_package_is_no_family_and_its_files_are_named(tmp_pa
     assert "test_softmax.py" not in said
 
 
-def test_what_is_to_be_called_next_names_the_family_from_outside() -> None:
-    family = ROOT / "examples" / "own_kernel" / "softmax.py"
+def test_what_is_to_be_called_next_names_the_family_from_outside(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples" / "own_kernel", tmp_path, dirs_exist_ok=True)
+    family, record = tmp_path / "softmax.py", tmp_path / "softmax_tuned" / "winners" / "nvidia_h200.json"
+    record.write_text(re.sub(r'"torch": "[^"]*"', '"torch": "2.9.0"', record.read_text()))
     done = python(str(ROOT / "tune.py"), "--family", str(family), "--target", "h200", "--check")
     assert f"every row: python tune.py --family {family} --gpu auto" in " ".join(done.stdout.split())
 

@@ -15,11 +15,13 @@ from generator.families.rope.texts import angle_gradient_specs, append_specs, ml
 from generator.problem import Problem
 from generator.processes.compiler import compile_variant, hopeless
 from generator.rendering.structures import default_names, structures
+from generator.searching.pool import legal_pool
+from generator.workload import default_problems
 from tests.support import compiling, pairwise
 from tuned.families.gru.launches import kernel_name as gru_name
 from tuned.families.gru.spec import LAYOUTS as GRU_LAYOUTS
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
-from tuned.families.gru_cell.variant import GruCellVariant, default_variant, fit
+from tuned.families.gru_cell.variant import GruCellVariant, default_variant, fit, rejection
 from tuned.families.rope.launches import WEIGHTS, kernel_name
 from tuned.families.rope.spec import ANGLES, ITEM_SIZE, STYLES, RopeSize, RopeSpec
 from tuned.families.rope.variant import RopeVariant
@@ -456,6 +458,41 @@ def test_the_default_of_a_step_compiles_whatever_its_sizes(
     problem = Problem("any sizes", "gru_cell", spec, size)
     needs = compiler.submit(compile_variant, problem, variant, architecture).result()
     assert hopeless(needs, int(architecture.removeprefix("sm_"))) is None
+
+
+def _pool(name: str, **knobs: Any) -> list[tuple[Problem, Any]]:
+    """One variant for each tile, number of stages and order of loops of a problem's pool, of those with these knobs."""
+    (problem,) = (p for p in default_problems() if p.name == name)
+    found: dict[Any, tuple[Problem, Any]] = {}
+    for v in legal_pool(problem, 90).variants:
+        if all(getattr(v, knob) == value for knob, value in knobs.items()):
+            told = v.block_hidden, v.num_stages, v.schedule
+            found.setdefault(told, (problem, v))
+    return list(found.values())
+
+
+@pytest.mark.thinned_on_gpu(every=4)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_what_a_warpgroup_still_reads_is_not_overwritten(
+    compiler: concurrent.futures.Executor, *, stacked: bool
+) -> None:
+    """All operands of a product that is under way have as many buffers. One too few is overwritten: results were wrong at times."""
+    found = _pool("gru_cell_grid_bf16_200x384", form="tile", stacked=stacked, block_batch=64, block_k=64)
+    assert found
+    for problem, variant in found[:: max(1, len(found) // 6)]:
+        for operands in compiler.submit(compiling.buffers_of_products, problem, variant).result():
+            assert len(set(operands)) == 1, variant
+
+
+def test_two_products_of_other_hardware_are_not_legal_together() -> None:
+    spec = GruCellSpec("bfloat16", 384, (384,))
+    of_16, of_8 = (
+        GruCellVariant("tile", 64, units, 64, k_parts=1, num_stages=6, schedule="two", stacked=True)
+        for units in (16, 8)
+    )
+    assert rejection(spec, None, of_16) is None
+    assert "overwrite what a warpgroup still reads" in str(rejection(spec, None, of_8))
+    assert rejection(spec, None, of_8, 80) is None, "warps multiply both"
 
 
 # 600 is a multiple of 8 elements, which are 16 bytes, but not of the 16 that Triton looks for by itself.

@@ -364,3 +364,20 @@ def cell_code(spec: GruCellSpec, variant: GruCellVariant, batch: int) -> tuple[N
     (launch,) = (step for step in steps if isinstance(step, Launch))
     found = resources(launch, target_of("sm_90"))
     return Needs(found.registers, found.spill_bytes), compile_launch(launch, target_of("sm_90")).asm["ptx"]
+
+
+def buffers_of_products(problem: Problem, variant: Any) -> list[tuple[int, ...]]:
+    """Of each product by warpgroups that a variant's kernel leaves unfinished, on sm_90: how many buffers its operands have."""
+    from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415
+    from generator.workload import WORKLOADS  # noqa: PLC0415
+    from tuned.families.launch import Launch  # noqa: PLC0415
+
+    work = WORKLOADS[problem.family]
+    steps = work.family.launches(problem.spec, variant, work.inputs(problem.spec, problem.size, "meta", 0))
+    found = []
+    for launch in (step for step in steps if isinstance(step, Launch)):
+        text = compile_launch(launch, target_of("sm_90")).asm["ttgir"]
+        buffers = dict(re.findall(r"(%\w+) = ttg.memdesc_index .*?memdesc<(\d+)x", text))
+        products = re.findall(r"ttng.warp_group_dot (%\w+), (%\w+), .*?isAsync = true", text)
+        found += [tuple(int(buffers[name]) for name in operands if name in buffers) for operands in products]
+    return found

@@ -170,7 +170,9 @@ def winner_from_json(values: Any, where: str) -> Winner:
     # By the rules of the card that it was measured on: what is best there may be left out on others.
     reason = undeclared(variant) or family.rejection(spec, size, variant, values["environment"]["capability"])
     if reason is not None:
-        raise RecordError(f"{where}.variant is not in the space: {reason}")
+        raise RecordError(
+            f"{where}.variant is not in the space: {reason}. Take the row out and tune its problem again, or delete the file"
+        )
     kernels = set(family.kernel_names(spec, variant))
     digests = values["digests"]
     if not isinstance(digests, dict) or set(digests) != kernels or not all(map(_is_line, digests.values())):

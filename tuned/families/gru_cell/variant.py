@@ -20,6 +20,10 @@ LARGE_TILE = 4096  # rows x units
 MAX_LOPSIDED = 3.0  # a tile reads block_batch + 3 * block_hidden rows of K: with more of one, it reads too much
 MIN_IN_FLIGHT = 64 * 1024  # bytes of loads in flight; with fewer, memory bandwidth was not saturated (H200)
 MAX_IEEE = 2**15  # products per turn, which without tensor cores are written out one by one
+WARPGROUPS, WARPGROUP_UNITS = (
+    90,
+    16,
+)  # the capability from which warpgroups multiply, and the fewest columns with which they do
 AMD_COLUMNS = 16  # columns of a product of AMD's matrix cores
 GATES_PER_THREAD = 8  # elements, eight float32 values each: two 16-byte loads of each tensor
 
@@ -101,7 +105,7 @@ def turns(spec: GruCellSpec, variant: GruCellVariant) -> int:
     return of_x + of_h if variant.schedule == "one" else max(of_x, of_h)
 
 
-def rejection(
+def rejection(  # noqa: PLR0911 - one return per rule
     spec: GruCellSpec,
     size: GruCellSize | None,
     variant: GruCellVariant,
@@ -119,6 +123,11 @@ def rejection(
         return reason
     if spec.inplace and variant.form != "library":
         return "h may not be overwritten while other programs read it: in place, only form='library' is right"
+    if variant.stacked and variant.block_hidden < WARPGROUP_UNITS and capability >= WARPGROUPS:
+        return (
+            f"stacked with {variant.block_hidden} units multiplies r and z by warpgroups and n by warps: Triton 3.6 and 3.7 keep one "
+            "buffer of rows too few for both, and overwrite what a warpgroup still reads"
+        )
     if variant.pdl and capability < PDL_CAPABILITY:
         return f"programmatic dependent launch needs compute capability 9.0, not {capability / 10}"
     # The stage being multiplied stays in shared memory while the next ones arrive, unless tensor cores read registers.
