@@ -23,7 +23,7 @@ from rich.table import Table
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))  # the checkout
 
-from generator.measuring.bench import copy_time, device_time, host_time, sets_beyond_l2  # noqa: E402
+from generator.measuring.bench import copy_time, device_time, host_time, keeping, sets_beyond_l2  # noqa: E402
 from generator.measuring.environment import environment  # noqa: E402
 from tuned import explain  # noqa: E402
 
@@ -60,8 +60,7 @@ def measured(family: Any, problem: Any) -> dict[str, Any]:
     host: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, way in ways.items():
-            results = [None] * count  # each in memory of its own: what is given back would be written again, in the L2
-            kept = [functools.partial(_keep, results, i, way, g) for i, g in enumerate(given)]
+            kept = keeping([functools.partial(way, *g) for g in given])
             device[name].append(device_time(kept).median_us)
             host[name].append(host_time(functools.partial(way, *given[0]), batches=5).median_us)
     choice = explain(ours, *given[0])
@@ -73,10 +72,6 @@ def measured(family: Any, problem: Any) -> dict[str, Any]:
         "host_us": {name: statistics.median(times) for name, times in host.items()},
         "copy_us": copied,
     }
-
-
-def _keep(results: list[Any], index: int, way: Callable[..., Any], given: tuple[Any, ...]) -> None:
-    results[index] = way(*given)
 
 
 def main() -> int:

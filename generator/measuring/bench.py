@@ -171,6 +171,19 @@ def device_time(  # noqa: PLR0913 - each is one choice of how to time
     return summarise([(a.elapsed_time(b) * 1e3 / rounds - emptied.us) / len(launches) for a, b in spans])
 
 
+def keeping(makes: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
+    """The same, for ``device_time``, each with its result in memory of its own.
+
+    A result that is given back is given out again for the next, which then stays in the L2.
+    """
+    results: list[object] = [None] * len(makes)
+    return [functools.partial(_keep, results, index, make) for index, make in enumerate(makes)]
+
+
+def _keep(results: list[object], index: int, make: Callable[[], object]) -> None:
+    results[index] = make()
+
+
 def copy_time(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], clock: Callable[..., Timing] = device_time) -> Timing:
     """Device time of ``out.copy_(x)`` over (x, out) pairs, or of an elementwise kernel where that is faster.
 

@@ -21,7 +21,7 @@ from tuned.launching.launcher import direct_launcher, run_step
 from ..problem import Problem
 from ..rendering.structures import load
 from ..workload import WORKLOADS
-from .bench import Emptied, Timing, copy_time, device_time, emptying, half_spread, sets_filling
+from .bench import Emptied, Timing, copy_time, device_time, emptying, half_spread, keeping, sets_filling
 from .check import WrongResultError, check, fingerprint, guard, inputs_of, poison, probe, worst_error
 from .compile import compile_launch, same_code
 
@@ -127,10 +127,6 @@ def rotation(problem: Problem, l2_bytes: int, free_bytes: int) -> tuple[int, boo
 def _in_turn(steps: list[Callable[[], object]]) -> None:
     for step in steps:
         step()
-
-
-def _keep(results: list[Any], index: int, make: Callable[[], Any]) -> None:
-    results[index] = make()
 
 
 class Stage:
@@ -377,16 +373,11 @@ class Stage:
         return Baselines(copy_us, round(copy_us * moved / copied, 4), self._eager_us(), moved, self.empties)
 
     def _eager_us(self) -> float:
-        """Of eager PyTorch: on all sets, as kernels are timed, or on a few of them behind an emptied L2 if that took long.
-
-        Each result has memory of its own. One that is given back is given out again for the next, which then stays in the L2.
-        """
+        """Of eager PyTorch: on all sets, as kernels are timed, or on a few of them behind an emptied L2 if that took long."""
 
         def timed(calls: Sequence[Any], *, empties: bool) -> float:
-            results: list[Any] = [None] * len(calls)
-            eager = [self.work.eager(self.problem.spec, call) for call in calls]
-            kept = [functools.partial(_keep, results, index, one) for index, one in enumerate(eager)]
-            return self._timed(device_time, kept, empties=empties, replays=3).median_us
+            eager = keeping([self.work.eager(self.problem.spec, call) for call in calls])
+            return self._timed(device_time, eager, empties=empties, replays=3).median_us
 
         few = len(self.calls) > EAGER_SETS  # to leave the L2 by themselves
         eager_us = timed(self.calls[:EAGER_SETS], empties=self.empties or few)

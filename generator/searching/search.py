@@ -459,7 +459,8 @@ def counted(compared: dict[Any, Compared]) -> tuple[dict[Any, float], dict[Any, 
     dependent launch wins in the one case is several times what it loses in the other. A drift that meets two variants is no
     noise: of two rounds, that of one memory and one moment are held against each other.
     """
-    taken = {v: c.mean if all_behind(compared) else c.rounds for v, c in compared.items()}
+    both = all_behind(compared)
+    taken = {v: c.mean if both else c.rounds for v, c in compared.items()}
     times = {v: middle(rounds) for v, rounds in taken.items()}
     best = taken[min(times, key=times.__getitem__)]
     return times, {v: half_spread(_ratios(rounds, best)) for v, rounds in taken.items()}

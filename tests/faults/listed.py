@@ -784,6 +784,22 @@ SURFACE = (
         "A bias of another shape is broadcast where a right call of the same weight came before.",
     ),
     Fault(
+        "steps_of_the_library_read_the_first_gates",
+        "tuned/calls/gru/plan.py",
+        "p_gates + t * apart, *given",
+        "p_gates, *given",
+        (T + "calls/test_gru_plan.py::test_steps_of_the_library_have_a_plan_of_all_their_launches",),
+        "A known call of many rows takes the input of its first step at all steps.",
+    ),
+    Fault(
+        "warpgroups_and_warps_share_rows",
+        "tuned/families/gru_cell/variant.py",
+        "variant.stacked and variant.block_hidden < WARPGROUP_UNITS",
+        "False",
+        ("tests/kernels/test_compile.py::test_what_a_warpgroup_still_reads_is_not_overwritten",),
+        "Steps of 8 units a tile read rows that Triton has overwritten.",
+    ),
+    Fault(
         "sections_as_they_came",
         "tuned/calls/rope/arguments.py",
         "        return tuple([n if type(n) is int else _index(n) for n in sections])\n",
@@ -1011,7 +1027,7 @@ MEASURING = (
     Fault(
         "dependent_launch_counts_behind_its_like",
         "generator/searching/search.py",
-        "c.mean if all_behind(compared) else c.rounds",
+        "c.mean if both else c.rounds",
         "c.rounds",
         (
             G
