@@ -488,9 +488,8 @@ class Given:
         size, steps, terms = originals.size(self.arguments)
         dtype = self.autocast if self.mode == "autocast" and self.autocast else self._dtype()
         unit = UNIT[dtype] * (2 if self.truncates and dtype == torch.bfloat16 else 1)
-        kernels = (
-            self.device == "cuda" or self.truncates
-        )  # interpreted, they round to TF32 too, which PyTorch's own on a CPU does not
+        # Interpreted kernels round the factors of a product to TF32 as those of a GPU do; PyTorch's own on a CPU does not.
+        kernels = self.device == "cuda" or self.truncates
         if dtype == torch.float32 and kernels and self.tf32[sequences]:
             unit = TF32_UNIT
         summed = U32 * terms**0.5 / 2  # a sum in float32 errs by a unit a term, in any direction

@@ -478,10 +478,12 @@ def test_what_a_warpgroup_still_reads_is_not_overwritten(
 ) -> None:
     """All operands of a product that is under way have as many buffers. One too few is overwritten: results were wrong at times."""
     found = _pool("gru_cell_grid_bf16_200x384", form="tile", stacked=stacked, block_batch=64, block_k=64)
-    assert found
+    products = 0
     for problem, variant in found[:: max(1, len(found) // 6)]:
         for operands in compiler.submit(compiling.buffers_of_products, problem, variant).result():
             assert len(set(operands)) == 1, variant
+            products += 1
+    assert products, "none was seen to be under way"
 
 
 def test_two_products_of_other_hardware_are_not_legal_together() -> None:

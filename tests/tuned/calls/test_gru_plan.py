@@ -246,12 +246,14 @@ def test_steps_of_the_library_have_a_plan_of_all_their_launches(
 
     monkeypatch.setattr(run, "_choose", choose)
     monkeypatch.setattr(run, "timely", lambda choice, *_: choice)
+    torch.manual_seed(0)
     settings = STEPS[case]
     made = torch.nn.GRU(FEATURES, H, **settings, dtype=dtype)
     launches = T * settings.get("num_layers", 1) * (2 if settings.get("bidirectional") else 1)
     for time in range(4):  # decided, known by its properties, known at once
         shape = (B, T, FEATURES) if settings.get("batch_first") else (T, B, FEATURES)
-        x, hx = torch.randn(shape, dtype=dtype), torch.randn(hidden_rows(settings), B, H, dtype=dtype)
+        x = torch.randn(shape, dtype=dtype)
+        hx = torch.rand(hidden_rows(settings), B, H, dtype=dtype) - 0.5  # states that float16 has to 2^-12
         before = machine.public, machine.direct
         out, h_n = gru(x, hx, made._flat_weights, **settings)
         want, want_h = made(x, hx)
@@ -262,6 +264,31 @@ def test_steps_of_the_library_have_a_plan_of_all_their_launches(
 
 
 @without_a_gpu
+@pytest.mark.parametrize("rows", [1, 3])
+def test_steps_of_the_library_take_strided_tensors(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """An input and weights that lie transposed have a plan; states of other strides, and one for all rows, none."""
+    monkeypatch.setattr(run, "_choose", lambda *_: Choice("default", "", GruVariant()))
+    monkeypatch.setattr(run, "timely", lambda choice, *_: choice)
+    torch.manual_seed(0)
+    made = torch.nn.GRU(FEATURES, H)
+    weights = [w.t().contiguous().t() if w.ndim > 1 else w for w in made._flat_weights]
+    plain = torch.randn(1, rows, H)
+    for hx, planned in (
+        (plain, True),
+        (torch.randn(1, rows, 2 * H)[..., ::2], False),
+        (plain[:, :1].expand(1, 4, H), False),
+    ):
+        x = torch.randn(hx.shape[1], T, FEATURES).transpose(0, 1)
+        before = machine.direct
+        for _ in range(3):
+            for got, want in zip(gru(x, hx, weights), made(x, hx), strict=True):
+                torch.testing.assert_close(got, want, rtol=0, atol=2e-3)
+        assert machine.direct - before == (2 * T if planned else 0)
+
+
+@without_a_gpu
 @pytest.mark.parametrize("what", ["rows of 18 bytes", "a bias at 2 bytes"])
 def test_steps_that_are_no_one_kernel_have_no_plan(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, what: str
@@ -269,12 +296,13 @@ def test_steps_that_are_no_one_kernel_have_no_plan(
     """Of addresses that 16 does not divide the code is another, and steps of rows of 18 bytes have both."""
     monkeypatch.setattr(run, "_choose", lambda *_: Choice("default", "", GruVariant()))
     monkeypatch.setattr(run, "timely", lambda choice, *_: choice)
+    torch.manual_seed(0)
     hidden = 9 if what == "rows of 18 bytes" else H
     made = torch.nn.GRU(FEATURES, hidden, dtype=torch.float16)
     weights = list(made._flat_weights)
     if hidden == H:
         weights[2] = torch.cat((weights[2][:1], weights[2]))[1:]
-    x, hx = torch.randn(T, B, FEATURES).half(), torch.randn(1, B, hidden).half()
+    x, hx = torch.randn(T, B, FEATURES).half(), (torch.rand(1, B, hidden) - 0.5).half()
     for time in range(3):
         torch.testing.assert_close(gru(x, hx, weights)[0], made(x, hx)[0], rtol=0, atol=2e-3)
         assert (machine.public, machine.direct) == ((time + 1) * T, 0)

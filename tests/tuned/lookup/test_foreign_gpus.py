@@ -64,8 +64,9 @@ def test_winners_fit_a_card_that_is_not_at_hand(
             family = FAMILIES[winner.family]
             fitted = family.fit(winner.variant, winner.spec, capability)
             fits = family.rejection(winner.spec, winner.size, fitted, capability, gpu.multiprocessors) is None
-            led = winner.eager_us < LEAD * winner.median_us
-            assert family.model is not None or led or not fits, winner.name
+            decided = choice.row or winner  # where the winner does not fit, the nearest row that does
+            led = decided.eager_us < LEAD * decided.median_us
+            assert family.model is not None or led or (family.name == "gru_backward" and not fits), winner.name
             continue
         # the last two where no tile has room
         assert choice.rule in ("similar GPU", "model", "portfolio", "default"), winner.name
