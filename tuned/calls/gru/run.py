@@ -38,9 +38,8 @@ from tuned.lookup.lookup import Choice, Gpu, best_kernel, choose, modelled, usab
 from tuned.lookup.model import library_us
 
 MAX_LENGTHS = 64  # sets of lengths whose tensors are kept on a device
-CALLED_STEP_US = (
-    10.0  # of the host, for a step that is a product of the library and a kernel, where no graph spares it them
-)
+# Of the host, for a step that is a product of the library and a kernel, where no graph spares it them: counted, not measured.
+CALLED_STEP_US = 10.0
 DEVICE_ROWS = 64  # from so many on a call of a GRU takes the device longer than the host
 ALIGNED_BYTES = 16  # templates/gru_step.py.jinja assumes that rows are so aligned if their width allows it
 

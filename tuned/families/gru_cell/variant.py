@@ -20,10 +20,8 @@ LARGE_TILE = 4096  # rows x units
 MAX_LOPSIDED = 3.0  # a tile reads block_batch + 3 * block_hidden rows of K: with more of one, it reads too much
 MIN_IN_FLIGHT = 64 * 1024  # bytes of loads in flight; with fewer, memory bandwidth was not saturated (H200)
 MAX_IEEE = 2**15  # products per turn, which without tensor cores are written out one by one
-WARPGROUPS, WARPGROUP_UNITS = (
-    90,
-    16,
-)  # the capability from which warpgroups multiply, and the fewest columns with which they do
+# The capability from which warpgroups multiply, and the fewest columns with which they do.
+WARPGROUPS, WARPGROUP_UNITS = 90, 16
 AMD_COLUMNS = 16  # columns of a product of AMD's matrix cores
 GATES_PER_THREAD = 8  # elements, eight float32 values each: two 16-byte loads of each tensor
 
