@@ -25,17 +25,24 @@ if TYPE_CHECKING:
 T, B, FEATURES, H = 4, 3, 6, 20
 
 
-def weights_of(layers: int, directions: int, *, bias: bool = True) -> list[torch.Tensor]:
+def weights_of(layers: int, directions: int, *, bias: bool = True, hidden: int = H) -> list[torch.Tensor]:
     made = []
     for layer in range(layers):
-        features = FEATURES if layer == 0 else directions * H
-        shapes = [(3 * H, features), (3 * H, H), *([(3 * H,)] * 2 if bias else [])]
+        features = FEATURES if layer == 0 else directions * hidden
+        shapes = [(3 * hidden, features), (3 * hidden, hidden), *([(3 * hidden,)] * 2 if bias else [])]
         made += [torch.randn(shape) / 4 for _ in range(directions) for shape in shapes]
     return [w.to(DEVICE) for w in made]
 
 
 def call_of(
-    layout: str = "dense", layers: int = 1, directions: int = 1, *, bias: bool = True, first: bool = False, **rest: Any
+    layout: str = "dense",
+    layers: int = 1,
+    directions: int = 1,
+    *,
+    bias: bool = True,
+    first: bool = False,
+    hidden: int = H,
+    **rest: Any,
 ) -> GruCall:
     """A checked call of float32, with a state that is not contiguous."""
     torch.manual_seed(0)
@@ -49,8 +56,8 @@ def call_of(
     else:
         x = torch.randn(6, FEATURES)
         kwargs |= {"cu_seqlens": torch.tensor([0, 2, 2, 6], dtype=torch.int32, device=DEVICE), "max_seqlen": T}
-    hx = torch.randn(layers * directions, H, B).transpose(1, 2).to(DEVICE)
-    return gru_call(x.to(DEVICE), hx, weights_of(layers, directions, bias=bias), **kwargs)
+    hx = torch.randn(layers * directions, hidden, B).transpose(1, 2).to(DEVICE)
+    return gru_call(x.to(DEVICE), hx, weights_of(layers, directions, bias=bias, hidden=hidden), **kwargs)
 
 
 class _NoDevice:

@@ -35,6 +35,7 @@ from tuned.calls.rope import append as rope_append
 from tuned.calls.rope import plan as rope_plan
 from tuned.calls.rope.arguments import prepare
 from tuned.dispatch import gru, gru_cell, linear_cat, mla_kv_rope, qk_norm_rope, rope, rope_append_, rope_qk
+from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant
 from tuned.families.launch import Launch
 from tuned.families.rope.launches import kernel_name
@@ -492,7 +493,8 @@ def test_problems_come_as_a_path_a_list_or_by_the_variable(
 def test_what_a_problem_launches_is_what_tuning_compiles_for_it() -> None:
     """The same specialisations as of the tensors that tuning makes."""
     missing = []
-    for problem in default_problems()[::12]:
+    aligned = [problem for problem in default_problems() if problem.family != "gru" or _is_aligned(problem.spec)]
+    for problem in aligned[::12]:
         ahead = importlib.import_module(f"tuned.calls.{problem.family}.ahead")
         choice, steps = ahead.steps(problem.spec, problem.size, GPU)
         if choice.variant is None:
@@ -506,6 +508,22 @@ def test_what_a_problem_launches_is_what_tuning_compiles_for_it() -> None:
         if not wanted <= ours:
             missing.append(problem.name)
     assert missing == []
+
+
+def _is_aligned(spec: Any) -> bool:
+    """Whether calls have rows that are multiples of 16 bytes: others are widened, which tuning does not know."""
+    return bool(spec.hidden * spec.item % 16 == 0)
+
+
+def test_what_a_narrow_problem_launches_is_what_a_wide_one_does() -> None:
+    ahead = importlib.import_module("tuned.calls.gru.ahead")
+    size = GruSize(4, 256)
+    found, wanted = (ahead.steps(GruSpec("bfloat16", hidden), size, GPU) for hidden in (1001, 1008))
+    assert found[0].variant == wanted[0].variant
+    assert [type(step) for step in found[1]] == [type(step) for step in wanted[1]]
+    ours, theirs = ([_kinds(step) for step in steps if isinstance(step, Launch)] for _, steps in (found, wanted))
+    assert ours == theirs
+    assert ours
 
 
 def _kinds(step: Launch) -> Any:

@@ -92,17 +92,26 @@ def _by_model(family: Family, spec: Any, size: Any, gpu: Gpu, known: Mapping[str
     """The choice for a family that has a model: its row, else what the model picks; or PyTorch's own, if that takes less."""
     if model.weights_of(family) is None or not gpu.capability:
         return None
+    found = _by_row(family, spec, size, gpu, known)
+    if found is None:
+        return _modelled(family, spec, size, gpu, known)
+    row, longer = found.row, size.seq / found.row.size.seq
+    if 0 < row.eager_us * longer < found.us:
+        why = f"with {row.size} PyTorch's own took {row.eager_us:.4g} us in {row.source}, the best kernel and what is beside it {found.us / longer:.4g}"
+        return Choice("eager", why, None, row, gpu, row.eager_us * longer)
+    return found
+
+
+def _by_row(family: Family, spec: Any, size: Any, gpu: Gpu, known: Mapping[str, Table]) -> Any:
+    """The choice of the row of this GPU that has so many tokens a step, whatever PyTorch's own takes; None without one."""
     own = known.get(gpu.device)
     row = _of_so_many(family, spec, size, gpu, own) if own is not None else None
-    if row is not None and usable(family, spec, size, row.variant, gpu.capability, gpu.multiprocessors):
-        rule = "winner" if row.size == size else "nearest size"
-        us, longer = row.median_us + model.beside_us(family, spec, row.size), size.seq / row.size.seq
-        if 0 < row.eager_us < us:
-            why = f"with {row.size} PyTorch's own took {row.eager_us:.4g} us in {row.source}, the best kernel and what is beside it {us:.4g}"
-            return Choice("eager", why, None, row, gpu, row.eager_us * longer)
-        what = "and size in" if row.size == size else f"with {row.size}, whose steps are alike, in"
-        return Choice(rule, f"measured for this spec {what} {row.source}", row.variant, row, us=us * longer)
-    return _modelled(family, spec, size, gpu, known)
+    if row is None or not usable(family, spec, size, row.variant, gpu.capability, gpu.multiprocessors):
+        return None
+    us, longer = row.median_us + model.beside_us(family, spec, row.size), size.seq / row.size.seq
+    rule = "winner" if row.size == size else "nearest size"
+    what = "and size in" if row.size == size else f"with {row.size}, whose steps are alike, in"
+    return Choice(rule, f"measured for this spec {what} {row.source}", row.variant, row, us=us * longer)
 
 
 def modelled(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice | None:
@@ -114,11 +123,15 @@ def modelled(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice | None:
 
 
 def best_kernel(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice | None:
-    """The kernel that a family's model thinks takes least, for calls that PyTorch's own cannot serve as they are."""
+    """The one launch that takes least, by its row or else by the family's model, whatever PyTorch's own takes."""
     if model.weights_of(family) is None or not gpu.capability:
         return None
-    found = _thought(family, spec, size, gpu, tables())
-    return found and dataclasses.replace(found[0], gpu=gpu)
+    assert family.model is not None, f"{family.name} has no model"
+    found = _by_row(family, spec, size, gpu, tables())
+    if found is None or not family.model.covers(found.variant):
+        thought = _thought(family, spec, size, gpu, tables())
+        found = thought and thought[0]
+    return found and dataclasses.replace(found, gpu=gpu)
 
 
 def _modelled(family: Family, spec: Any, size: Any, gpu: Gpu, known: Mapping[str, Table]) -> Choice | None:

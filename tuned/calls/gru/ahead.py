@@ -6,12 +6,14 @@ is not among the steps.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 
 from tuned.calls.gru import run
 from tuned.calls.gru.arguments import GruCall
+from tuned.calls.gru.wide import wider_spec
 from tuned.families.gru import FAMILY as GRU
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.launch import Step
@@ -20,7 +22,11 @@ from tuned.lookup.lookup import Choice, Gpu, choose
 
 def steps(spec: GruSpec, size: GruSize, gpu: Gpu) -> tuple[Choice, tuple[Step, ...]]:
     """The choice outside of CUDA graphs, and the steps of the call with contiguous tensors, which have no memory."""
-    choice = run.timely(choose(GRU, spec, size, gpu), spec, size, captured=False)
+    wider = wider_spec(spec)
+    choice, broad = (run.timely(choose(GRU, one, size, gpu), one, size, captured=False) for one in (spec, wider))
+    one_layer = dataclasses.replace(spec, layers=1)
+    if wider != spec and run.pays(one_layer, size, spec.layers, [choice], [broad], captured=False):
+        spec, choice = wider, broad
     if choice.variant is None:
         return choice, ()
 

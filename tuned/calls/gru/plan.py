@@ -7,6 +7,7 @@ Plans keep none of the caller's tensors alive: they hold numbers, kernels and se
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tuned.calls.gru.arguments import GruCall
+from tuned.calls.gru.wide import narrowed, silence, widened
 from tuned.calls.products import precision_of, recurrent_precision
 from tuned.families.gru.launches import Recurrence, counters_needed, gates_of_step, sequence, state_of_step
 from tuned.families.gru.spec import GruSpec
@@ -216,6 +218,8 @@ def learn(call: GruCall, launched: Sequence[Launched], *, captured: bool, gradie
         plan = (
             plans[0] if len(plans) == 1 else _in_turn(plans, [len(part.call.hx) for part in launched], call.has_biases)
         )
+        if call.width is not None:
+            plan = _of_wide(plan, call)
         return plan if captured else outside_of_graphs(plan)
 
     keep(
@@ -251,6 +255,19 @@ def _in_turn(plans: Sequence[Any], cells: Sequence[int], biased: bool) -> Any:  
     return plan
 
 
+def _of_wide(plan: Any, call: GruCall) -> Any:
+    """The plan of a call that is widened, given that of the wide one."""
+    bare = dataclasses.replace(call, input=None, hx=None, weights=(), resets=None)  # type: ignore[arg-type]
+
+    def wide(x: Any, hx: Any, weights: Any, resets: Any = None) -> Any:
+        given = dataclasses.replace(bare, input=x, hx=hx, weights=weights)
+        broad = widened(given)
+        made = plan(x, broad.hx, broad.weights, resets)
+        return None if made is None else (*narrowed(given, *made[:2]), None, None)
+
+    return wide
+
+
 def settings_of(call: GruCall) -> tuple[Any, ...]:
     """Those of ``known``."""
     return call.has_biases, call.num_layers, call.bidirectional, call.batch_first
@@ -273,7 +290,7 @@ def _plan(  # noqa: PLR0915 - one thing after another
     # Of the arguments that are no tensors the last two before the constants are the strides of resets, which stand before them.
     marked = len(rest) - len(sequence(spec, variant, recurrence, 0, recurrence.seq).constants) - 2 if spec.resets else 0
     device, dtype = call.input.device, call.input.dtype
-    tokens, hidden, each = call.input.shape[:-1], spec.hidden, 4 if spec.bias else 2
+    tokens, hidden, each, units = call.input.shape[:-1], spec.hidden, 4 if spec.bias else 2, call.units
     width, item, index = spec.directions * hidden, spec.item, device.index
     counted = counters_needed(spec, recurrence.batch)
     fills, counts = not alone(spec, variant) and variant.exchange != "counter", variant.exchange == "counter"
@@ -336,6 +353,7 @@ def _plan(  # noqa: PLR0915 - one thing after another
             gates = make_gates()
             for direction in range(spec.directions):
                 torch.mm(flat, weights[direction * each].t(), out=gates[direction])
+        silence(gates, units)
         out, p_h = make_out(), hx.data_ptr()
         h_n = make_h_n() if h_n is None else h_n
         between = make_between() if spec.stacked else None
@@ -379,7 +397,7 @@ def _plan_by_library(call: GruCall, spec: GruSpec, recurrence: Recurrence, compi
     run, function, head, programs, rest, stream_of, enter, leave = direct
     run_first, rest_first = begun.run, begun.rest
     apart = recurrence.gates.stride(1) * spec.item  # bytes from the gates of one step to those of the next
-    rows, features, turned = call.input.shape[:-1].numel(), call.input.shape[-1], call.batch_first
+    rows, features, turned, units = call.input.shape[:-1].numel(), call.input.shape[-1], call.batch_first, call.units
     make_out = maker((*call.input.shape[:-1], directions * hidden), call.input)
     make_gates = maker((directions, rows, 3 * hidden), call.input)
     make_products, make_h_n = maker((recurrence.batch, 3 * hidden), call.input), maker_like(call.hx)
@@ -394,6 +412,7 @@ def _plan_by_library(call: GruCall, spec: GruSpec, recurrence: Recurrence, compi
         for cell in range(directions):
             w_ih, w_hh, *biases = weights[cell * each : (cell + 1) * each]
             torch.mm(flat, w_ih.t(), out=gates[cell])
+            silence(gates[cell], units)
             given, columns = (p_products, *[b.data_ptr() for b in biases]), w_hh.t()
             states = by_time[..., cell * hidden : (cell + 1) * hidden].unbind(0)
             order, p_gates = range(seq), gates[cell].data_ptr()

@@ -17,10 +17,11 @@ import torch
 from tuned.calls.gru import eager
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.plan import Launched, by_library, learn, leave
+from tuned.calls.gru.wide import narrowed, silence, widened, widening_us, wider_spec, width_of
 from tuned.calls.products import name_of, recurrent_precision, rows_of, weight_of
 from tuned.families.gru import FAMILY as GRU
 from tuned.families.gru.launches import Recurrence, counters_needed
-from tuned.families.gru.model import margin_of_device
+from tuned.families.gru.model import HOST_STEP_US, MARGIN, called_us, margin, margin_of_device
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import steps_are_alike
 from tuned.families.linear_cat import FAMILY as LINEAR_CAT
@@ -60,6 +61,44 @@ class Kept(NamedTuple):
     between: torch.Tensor | None  # [layers - 1, *tokens, hidden]: the outputs of the lower layers of a stack
 
 
+def wide(call: GruCall, *, captured: bool | None = None) -> GruCall:
+    """The call, with ``width`` where kernels take less if rows are a multiple of 16 bytes; ``captured`` as ``_parts`` has it."""
+    hidden, width = call.hx.shape[2], width_of(call.hx.shape[2], call.input.element_size())
+    if width == hidden or call.dropout or not hidden or is_empty(call) or name_of(call.input.dtype) not in DTYPES:
+        return call
+    captured = capturing(call.input.device) if captured is None else captured
+    wider, spec_and_size = dataclasses.replace(call, width=width), spec_of(call, 1)
+    broad, narrow = ([choice for _, _, choice in _parts(one, captured=captured)] for one in (wider, call))
+    return wider if pays(*spec_and_size, call.num_layers, narrow, broad, captured=captured) else call
+
+
+def pays(  # noqa: PLR0913 - a call, and what would serve it
+    spec: GruSpec, size: GruSize, layers: int, narrow: Sequence[Choice], broad: Sequence[Choice], *, captured: bool
+) -> bool:
+    """Whether layers, each of a spec, take less if they are widened: the choices of all launches as they are, and if they are."""
+    if any(choice.variant is None or not choice.us for choice in broad):
+        return False
+    us = sum(choice.us for choice in broad) + widening_us(spec, size, layers, captured=captured)
+    if all(choice.variant is not None for choice in narrow):
+        return us < MARGIN * sum(choice.us for choice in narrow)
+    if spec.resets:  # which PyTorch's own has not
+        return True
+    least, left = _library_us(spec, size, layers, captured), narrow[0]
+    if layers == 1 and left.row is not None:  # which was measured
+        least = left.us if captured else max(left.us, called_us(spec, size))
+    return us < margin(wider_spec(spec)) * least
+
+
+def _library_us(spec: GruSpec, size: GruSize, layers: int, captured: bool) -> float:  # noqa: FBT001
+    """What PyTorch's own is thought to take for so many layers like one: of the device, and outside of graphs of the host."""
+    if layers == 1:
+        theirs_us, host_us = library_us(GRU, spec, size), called_us(spec, size)
+    else:
+        stack = dataclasses.replace(spec, directions=1, layers=layers, resets=False)
+        theirs_us, host_us = (us * spec.directions for us in (library_us(GRU, stack, size), called_us(stack, size)))
+    return theirs_us if captured else max(theirs_us, host_us)
+
+
 def why_not(call: GruCall) -> str | None:
     """Why no kernel can serve a checked call, or None."""
     reason = why_eager(call.input, name_of(call.input.dtype) in DTYPES)
@@ -77,7 +116,8 @@ def remember_eager(call: GruCall) -> None:
         why_eager(call.input, name_of(call.input.dtype) in DTYPES) is None and call.hx.shape[2] and not is_empty(call)
     )
     if served and may_learn(call.input.device):
-        leave(call, captured=all(c.variant is None for _, _, c in _parts(call, captured=True)))
+        in_graph = _parts(wide(call, captured=True), captured=True)
+        leave(call, captured=all(choice.variant is None for _, _, choice in in_graph))
 
 
 def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
@@ -85,6 +125,9 @@ def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
     if is_empty(call):
         return Choice("eager", "there is no step to compute", None), ()
     spec, _, choice = _parts(call)[-1]
+    if call.width is not None:
+        why = f"with {call.width - call.hx.shape[2]} units more, so that rows are a multiple of 16 bytes: {choice.why}"
+        choice = dataclasses.replace(choice, why=why)
     return choice, GRU.kernel_names(spec, choice.variant)
 
 
@@ -114,25 +157,27 @@ def _forward(call: GruCall, kept: list[Kept] | None) -> tuple[torch.Tensor, torc
     if any(choice.variant is None for _, _, choice in parts):  # a limit was met after ``why_not`` accepted the call
         return eager.gru(call)
     lengths = lengths_of(call)
-    x, h_n = call.input, torch.empty_like(call.hx, memory_format=torch.contiguous_format)
+    served = call if call.width is None else widened(call)
+    x, h_n = call.input, torch.empty_like(served.hx, memory_format=torch.contiguous_format)
     layer, learnt = 0, []
     for spec, size, choice in parts:
         if layer and call.dropout:
             x = torch.nn.functional.dropout(x, call.dropout)
         cells = slice(layer * directions, (layer + spec.layers) * directions)
-        x, what, part = _recur(cells_of(call, x, cells), spec, size, choice.variant, h_n[cells], lengths)
+        x, what, part = _recur(cells_of(served, x, cells), spec, size, choice.variant, h_n[cells], lengths)
         learnt.append(part)
         if kept is not None:
             kept.append(what)
         layer += spec.layers
     if listening() is not None:  # all launches of the call are noted, and none was made
         raise NotedError
-    if may_learn(call.input.device) and not (call.dropout and len(parts) > 1):
-        captured = kept is None and [(s, c.variant) for s, _, c in _parts(call, captured=True)] == [
-            (s, c.variant) for s, _, c in parts
-        ]
+    # A plan for a gradient is known by wide tensors, which a GRU that is as wide may have too.
+    widened_before = call.units is not None
+    if may_learn(call.input.device) and not (call.dropout and len(parts) > 1) and not widened_before:
+        in_graph = _parts(wide(dataclasses.replace(call, width=None), captured=True), captured=True)
+        captured = kept is None and [(s, c.variant) for s, _, c in in_graph] == [(s, c.variant) for s, _, c in parts]
         learn(call, learnt, captured=captured, gradient=kept is not None)
-    return x, h_n
+    return (x, h_n) if served is call else narrowed(call, x, h_n)
 
 
 def cells_of(call: GruCall, x: torch.Tensor, cells: slice) -> GruCall:
@@ -145,6 +190,7 @@ def cells_of(call: GruCall, x: torch.Tensor, cells: slice) -> GruCall:
         weights=call.weights[cells.start * each : cells.stop * each],
         num_layers=(cells.stop - cells.start) // directions,
         dropout=0.0,
+        units=None if cells.start else call.units,  # states that lower layers give are finite
     )
 
 
@@ -165,7 +211,7 @@ def spec_of(call: GruCall, layers: int) -> tuple[GruSpec, GruSize]:
     precision = recurrent_precision() if call.input.dtype == torch.float32 else "tf32"
     spec = _spec(
         name_of(call.input.dtype),
-        call.hx.shape[2],
+        call.hidden,
         layout,
         directions,
         layers,
@@ -203,8 +249,7 @@ def _parts(call: GruCall, *, captured: bool | None = None) -> list[tuple[GruSpec
     spec, size = spec_of(call, 1)
     choice = timely(_choose(spec, size, gpu, *limit), spec, size, captured)
     if call.num_layers > 1 and choice.variant is not None and choice.us and call.resets is None:
-        layers = dataclasses.replace(spec, directions=1, layers=call.num_layers)
-        theirs_us = library_us(GRU, layers, size) * spec.directions
+        theirs_us = _library_us(spec, size, call.num_layers, captured)
         if choice.us * call.num_layers > _share(choice, spec, size, captured) * theirs_us:
             choice = _left(
                 choice, f"PyTorch's own runs {call.num_layers} layers side by side, in about {theirs_us:.4g} us"
@@ -228,11 +273,11 @@ def timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Choi
 
     Steps of the library stay where they take less all the same: of many rows, a step is the device's time.
     """
-    if spec.resets:
-        return choice
-    if choice.variant is None or choice.variant.strategy == "persistent":
+    if choice.variant is None or spec.resets:
+        return choice if captured or spec.resets else _called(choice, spec, size)
+    if choice.variant.strategy == "persistent":
         share = _share(choice, spec, size, captured)
-        if choice.variant is None or share == 1 or choice.us <= share * library_us(GRU, spec, size):
+        if share == 1 or choice.us <= share * _library_us(spec, size, 1, captured):
             return choice
         return _left(choice, f"the model errs, and {share} of PyTorch's time is what it must be thought to take here")
     other = None if choice.gpu is None else modelled(GRU, spec, size, choice.gpu)
@@ -242,8 +287,19 @@ def timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Choi
         return choice
     why = f"a launch for each of {size.seq} steps takes less only in a CUDA graph, where it was measured"
     if other is None or other.variant is None:
-        return _left(choice, why)
+        left = _left(choice, why)
+        return left if captured else _called(left, spec, size)
     return dataclasses.replace(other, why=f"{why}; {other.why}")
+
+
+def _called(choice: Choice, spec: GruSpec, size: GruSize) -> Choice:
+    """A choice that is left to PyTorch's own; or the best in one launch, if that takes the device less than the other the host."""
+    host_us = called_us(spec, size)
+    best = best_kernel(GRU, spec, size, choice.gpu) if choice.gpu is not None and host_us else None
+    if best is None or not best.us or best.us > (1.0 if best.row is not None else margin_of_device(spec)) * host_us:
+        return choice
+    why = f"{best.why}; as a call PyTorch's own takes the host {host_us:.4g} us, at {HOST_STEP_US:g} a step of a layer and direction"
+    return dataclasses.replace(best, why=why)
 
 
 def _serves_a_call(choice: Choice, other: Choice | None, spec: GruSpec, size: GruSize) -> bool:
@@ -257,6 +313,7 @@ def _serves_a_call(choice: Choice, other: Choice | None, spec: GruSpec, size: Gr
     if row is not None and row.eager_us:
         theirs_us = row.eager_us * size.seq / row.size.seq
     us = max(choice.us, size.seq * spec.directions * CALLED_STEP_US)
+    theirs_us = max(theirs_us, called_us(spec, size))
     return us < theirs_us and (other is None or us < other.us)
 
 
@@ -324,6 +381,7 @@ def _recur(  # noqa: PLR0913 - a part of a call
     rows = x.reshape(-1, x.shape[-1])
     for direction in range(spec.directions):
         project(rows, call.weights[direction * each], gates[direction].view(-1, 3 * spec.hidden), spec.precision)
+    silence(gates, call.units)
     out = x.new_empty((*x.shape[:-1], spec.directions * spec.hidden))
     recurrence = recurrence_of(call, spec, size, variant, gates, out, slice(None), h_n, lengths)
     compiled = run_steps(GRU.launches(spec, variant, recurrence), functools.partial(launch_known, x.device.index))

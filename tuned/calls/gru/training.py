@@ -19,6 +19,7 @@ import torch
 from tuned.calls.gru import eager, run
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.plan import leave, settings_of, trained
+from tuned.calls.gru.wide import narrowed, silence, widened, width_of
 from tuned.calls.products import precision_of, recurrent_precision
 from tuned.families.gru.model import LAYER_OVER_FIRST
 from tuned.families.gru.spec import GruSize, GruSpec
@@ -48,6 +49,14 @@ def why_not(call: GruCall) -> str | None:
     choice, (spec, size) = _choice(call), run.spec_of(call, 1)
     reason = choice.why if choice.variant is None else _slower(call, spec, size, choice)
     return None if reason is None else f"a gradient is needed: {reason}"
+
+
+def wide(call: GruCall) -> GruCall:
+    """The call, with ``width`` where kernels serve it only if rows are a multiple of 16 bytes."""
+    wider = dataclasses.replace(call, width=width_of(call.hx.shape[2], call.input.element_size()))
+    if wider.width == call.hx.shape[2] or call.dropout or why_not(call) is None:
+        return call
+    return wider if why_not(wider) is None else call
 
 
 def _slower(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice) -> str | None:
@@ -92,6 +101,8 @@ def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
 
 def forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, h_n) of a call that ``why_not`` accepts, with its gradient."""
+    if call.width is not None:
+        return narrowed(call, *forward(widened(call)))
     parts = [call] if run.in_one_launch(call) else [_layer(call, layer) for layer in range(call.num_layers)]
     plain = call.batch_sizes is None and call.cu_seqlens is None
     x, states = call.input, []
@@ -99,7 +110,7 @@ def forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
         if index and call.dropout:
             x = torch.nn.functional.dropout(x, call.dropout)
         found = None
-        if plain:
+        if plain and call.units is None:
             found = known(x, part.hx, part.weights, settings_of(part), part.resets, recompute=part.recompute)
         if found is None:
             settings = dataclasses.replace(part, input=None, hx=None, weights=(), resets=None)  # type: ignore[arg-type]
@@ -138,6 +149,7 @@ def _layer(call: GruCall, layer: int) -> GruCall:
         weights=call.weights[layer * each : (layer + 1) * each],
         num_layers=1,
         dropout=0.0,
+        units=None if layer else call.units,
     )
 
 
@@ -267,6 +279,8 @@ def _by_kernels(  # noqa: PLR0913 - a layer, its variant, what it kept and its g
         if given_gates is None:
             run.project(rows, w_ih, gates[cell], spec.precision)
         run.project(before[cell], w_hh, states[cell], spec.precision)
+    if given_gates is None:
+        silence(gates, call.units)
     shape = (spec.directions, len(rows), PARTS * hidden)
     grads = rows.new_zeros(shape) if spec.thd else rows.new_empty(shape)  # of rows that no sequence has, none
     grad_h_0 = torch.empty_like(call.hx, memory_format=torch.contiguous_format)

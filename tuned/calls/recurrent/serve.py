@@ -92,6 +92,7 @@ def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     if reason is None:
         cast, casts = _as_cast(call)
         by: Any = training if needs_gradient(call.tensors) else run
+        cast = by.wide(cast)
         reason = by.why_not(cast)
         if reason is None:
             # The tensors are cast: autocast must not cast them again inside.
@@ -183,6 +184,7 @@ def explain_gru(*args: Any, **kwargs: Any) -> tuple[Choice, tuple[str, ...]]:
     reason = why_torch(call.tensors, gradients=True)
     cast = call if reason else _as_cast(call)[0]
     by: Any = training if needs_gradient(call.tensors) else run
+    cast = cast if reason else by.wide(cast)
     reason = reason or by.why_not(cast)
     return (Choice("eager", reason, None), ()) if reason else by.choice_of(cast)
 

@@ -25,6 +25,9 @@ NEAR, NEAR_MOST = 0.06, 0.2  # what the estimate of a variant is raised by, for 
 MOST_ALIGNED = 16
 MARGIN, MARGIN_NARROW = 0.85, 0.65
 MARGIN_NARROW_FLOAT32 = 0.35  # kernels took up to 3.7 of what the model thinks: docs/decisions/0050
+# As a call PyTorch's own launches a GEMM and a kernel for each step of a cell (a layer and direction): of 290 random calls on six hosts
+# with H200s none took less than 9.3 us a step of a cell, but for dense float32 layers of up to 192 units, of which cuDNN has one launch.
+HOST_STEP_US, ONE_LAUNCH_HIDDEN = 8.0, 192
 LEAST_ROWS = 16  # of a product on tensor cores
 MEASURED = 90  # the capability that the weights were measured on, with tiles of all kinds
 # Elements of a piece of the state a thread, and then rows or results of a program, from which on kernels spill on other cards if
@@ -94,6 +97,13 @@ def library(spec: GruSpec, size: GruSize) -> tuple[str, dict[str, float]]:
         return "library", amounts
     small = spec.dense and (hidden <= SMALL_HIDDEN[0] or (hidden <= SMALL_HIDDEN[1] and size.batch <= SMALL_BATCH))
     return "library_small_float32" if small else "library_float32", amounts
+
+
+def called_us(spec: GruSpec, size: GruSize) -> float:
+    """What torch.nn.GRU takes the host at least, as a call; 0 where cuDNN may have one launch for all steps."""
+    if spec.dtype == "float32" and spec.dense and spec.hidden <= ONE_LAUNCH_HIDDEN:
+        return 0.0
+    return size.seq * spec.layers * spec.directions * HOST_STEP_US
 
 
 def projection(spec: GruSpec, size: GruSize) -> dict[str, float]:

@@ -1,0 +1,298 @@
+"""GRUs whose rows are no multiple of 16 bytes: the same results by wider kernels, and when those serve."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import tuned.nn
+from tests.support.gru_machine import Machine, machine
+from tests.support.gru_running import FEATURES, VARIANTS, B, T, assert_as_pytorch, call_of, interpreted
+from tests.support.gru_training import ONE, assert_alike, backward, choose
+from tests.support.run import INTERPRETED
+from tuned.calls.gru import eager, run, training
+from tuned.calls.gru.arguments import GruCall, gru_call
+from tuned.calls.gru.wide import narrowed, silence, widened, widening_us, wider_spec, width_of
+from tuned.dispatch import gru
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant
+from tuned.lookup.lookup import Choice, Gpu
+
+if TYPE_CHECKING:
+    from tuned.families.launch import Launch
+
+pytestmark = pytest.mark.interpreter
+
+__all__ = ["backward", "interpreted", "machine"]
+
+NARROW, WIDE = 18, 20
+H200 = Gpu("nvidia_h200", 90, 132, "NVIDIA H200")
+LAYOUTS = ("dense", "first", "packed", "thd")
+without_a_gpu = pytest.mark.skipif(not INTERPRETED, reason="tests/gpu/test_gpu_gru.py has these on a GPU")
+
+
+def narrow(layout: str = "dense", layers: int = 1, directions: int = 1, *, bias: bool = True) -> GruCall:
+    first = layout == "first"
+    return call_of("dense" if first else layout, layers, directions, bias=bias, first=first, hidden=NARROW)
+
+
+def to_be_widened(call: GruCall) -> GruCall:
+    return dataclasses.replace(call, width=WIDE)
+
+
+def doubled(call: GruCall) -> GruCall:
+    x, hx, *weights = (t.detach().double().requires_grad_() for t in call.tensors)
+    return dataclasses.replace(call, input=x, hx=hx, weights=tuple(weights))
+
+
+@pytest.mark.parametrize(("hidden", "item", "width"), [(1, 2, 8), (8, 2, 8), (9, 2, 16), (1, 4, 4), (66, 4, 68)])
+def test_a_width_has_rows_of_a_multiple_of_16_bytes(hidden: int, item: int, width: int) -> None:
+    assert width_of(hidden, item) == width
+    assert wider_spec(GruSpec({2: "float16", 4: "float32"}[item], hidden)).hidden == width
+
+
+# Results --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_widened_gives_the_same_and_its_gradients(layout: str, shape: tuple[int, int], *, bias: bool) -> None:
+    call = doubled(narrow(layout, *shape, bias=bias))
+    wide = widened(to_be_widened(call))
+    assert (wide.hx.shape[2], wide.units, wide.width) == (WIDE, NARROW, None)
+    found, wanted = narrowed(call, *eager.gru(wide)), eager.gru(call)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours.shape, ours.is_contiguous()) == (theirs.shape, True)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    given = [torch.randn_like(out) for out in wanted]
+    for ours, theirs in zip(
+        *(torch.autograd.grad(outputs, call.tensors, given) for outputs in (found, wanted)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_weights_of_a_kind_lie_evenly_whatever_they_did_before() -> None:
+    call = to_be_widened(narrow(layers=3))
+    weights = widened(call).weights
+    for kind in range(4):
+        cells = weights[kind::4] if kind else weights[4::4]
+        assert run.stack(cells).data_ptr() == cells[0].data_ptr(), "copied once more"
+
+
+@without_a_gpu
+@pytest.mark.parametrize("strategy", ["persistent", "library"])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_widened_call_gives_what_pytorch_gives(
+    monkeypatch: pytest.MonkeyPatch, interpreted: list[Launch], layout: str, shape: tuple[int, int], strategy: str
+) -> None:
+    if strategy == "library" and (layout in {"packed", "thd"} or shape == (3, 1)):
+        pytest.skip("these are one launch")
+    monkeypatch.setattr(run, "_choose", lambda spec, *_: Choice("winner", f"for {spec}", VARIANTS[strategy]))
+    monkeypatch.setattr(run, "gpu_of", lambda _device: H200)
+    monkeypatch.setattr(run, "capturing", lambda _device: True)
+    call = narrow(layout, *shape)
+    assert_as_pytorch(call, run.forward(to_be_widened(call)))
+    assert interpreted
+    assert run.choice_of(to_be_widened(call))[0].why.startswith("with 2 units more, so that rows are a multiple")
+
+
+@without_a_gpu
+@pytest.mark.parametrize("shape", [(1, 2), (3, 1)], ids=str)
+def test_an_input_that_is_infinite_saturates_gates_and_makes_no_nan(
+    monkeypatch: pytest.MonkeyPatch, interpreted: list[Launch], shape: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(run, "_choose", lambda *_: Choice("winner", "", VARIANTS["persistent"]))
+    monkeypatch.setattr(run, "gpu_of", lambda _device: H200)
+    call = narrow("dense", *shape)
+    call.input[1, 0, 3] = torch.inf
+    assert bool(eager.gru(call)[0].isfinite().all())
+    assert_as_pytorch(call, run.forward(to_be_widened(call)))
+    assert interpreted
+
+
+def test_only_the_units_that_were_added_are_silenced() -> None:
+    gates = torch.ones(2, 3, 3 * WIDE)
+    silence(gates, None)
+    assert bool((gates == 1).all())
+    silence(gates, NARROW)
+    assert gates.view(2, 3, 3, WIDE)[..., :NARROW].sum() == 2 * 3 * 3 * NARROW == gates.sum()
+
+
+@without_a_gpu
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_a_widened_call_are_autograds(
+    monkeypatch: pytest.MonkeyPatch,
+    interpreted: list[Launch],
+    backward: list[Launch],
+    layout: str,
+    shape: tuple[int, int],
+    recompute: bool,
+) -> None:
+    choose(monkeypatch, ONE)
+    monkeypatch.setattr(
+        run,
+        "_parts",
+        lambda call, **_: [(*run.spec_of(call, 1), Choice("winner", "", VARIANTS["persistent"]))] * call.num_layers,
+    )
+    call = narrow(layout, *shape)
+    exact = doubled(call)
+    leaves = [t.detach().clone().requires_grad_() for t in call.tensors]
+    call = dataclasses.replace(
+        call, input=leaves[0], hx=leaves[1], weights=tuple(leaves[2:]), width=WIDE, recompute=recompute
+    )
+    outputs, wanted = training.forward(call), eager.gru(exact)
+    given = [torch.randn_like(out) for out in outputs]
+    found = torch.autograd.grad(outputs, leaves, given)
+    assert_alike(found, list(torch.autograd.grad(wanted, exact.tensors, [g.double() for g in given])))
+    assert interpreted
+    assert backward
+
+
+# Known calls ----------------------------------------------------------------------------------------------------------
+
+
+@without_a_gpu
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("first", [False, True])
+def test_a_known_call_is_widened_again_with_its_own_tensors(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    first: bool,
+    shape: tuple[int, int],
+    marked: bool,
+) -> None:
+    poll = GruVariant("persistent", block_hidden=8, block_batch=8, exchange="poll")
+
+    def chosen(spec: GruSpec, *_: Any) -> Choice:
+        wide = spec.hidden == WIDE and not (spec.stacked and marked)
+        return Choice("default", "", poll, us=0.001) if wide else Choice("eager", "one by one", None)
+
+    monkeypatch.setattr(run, "_choose", chosen)
+    monkeypatch.setattr(run, "widening_us", lambda *_, **__: 0.0)
+    layers, directions = shape
+    settings = {"num_layers": layers, "bidirectional": directions == 2, "batch_first": first}
+    made = torch.nn.GRU(FEATURES, NARROW, **settings)
+    launches = 1 if directions == 1 and not marked else layers
+    for time in range(4):  # decided, known by its properties, known at once
+        x = torch.randn((B, T, FEATURES) if first else (T, B, FEATURES))
+        x[0, 0, 0] = torch.inf
+        hx = torch.rand(layers * directions, B, NARROW)
+        marks = torch.rand(x.shape[:2]) < 0.4 if marked else None
+        before = machine.public, machine.direct
+        with torch.no_grad():
+            made._flat_weights[1].mul_(0.9)  # as an optimizer does, in place
+            found = gru(x, hx, made._flat_weights, resets=marks, **settings)
+            wanted = eager.gru(dataclasses.replace(_as_call(x, hx, made, settings), resets=marks))
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours.is_contiguous()
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)
+        told = machine.public - before[0], machine.direct - before[1]
+        assert told == ((launches, 0) if not time else (0, launches))
+
+
+def _as_call(x: torch.Tensor, hx: torch.Tensor, made: torch.nn.GRU, settings: dict[str, Any]) -> GruCall:
+    return gru_call(x, hx, made._flat_weights, **settings)
+
+
+@without_a_gpu
+def test_a_gru_that_is_as_wide_gets_no_plan_of_a_widened_one(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, backward: list[Launch]
+) -> None:
+    """Both have the same kernels and properties; the units that were added to one are its own in the other."""
+    poll = GruVariant("persistent", block_hidden=8, block_batch=8, exchange="poll")
+    choose(monkeypatch, ONE)
+    monkeypatch.setattr(run, "_parts", lambda call, **_: [(*run.spec_of(call, 1), Choice("winner", "", poll))])
+    monkeypatch.setattr(training, "why_not", lambda call: None if call.hidden == WIDE else "kernels lose")
+    for hidden in (NARROW, NARROW, NARROW, WIDE, WIDE, WIDE):
+        made = torch.nn.GRU(FEATURES, hidden)
+        x, hx = torch.randn(T, B, FEATURES), torch.rand(1, B, hidden)
+        before = machine.public + machine.direct
+        with torch.enable_grad():
+            out, _ = gru(x, hx, made._flat_weights)
+            loss = out.sum()
+        assert machine.public + machine.direct > before
+        torch.testing.assert_close(out, made(x, hx)[0], rtol=0, atol=2e-3)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert backward
+
+
+# When -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_is_widened_where_kernels_then_take_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "gpu_of", lambda _device: H200)
+    for captured in (False, True):
+
+        def widths(hidden: int, steps: int = 200, rows: int = 30, captured: bool = captured, **rest: Any) -> Any:
+            made = torch.nn.GRU(hidden, hidden, dtype=torch.bfloat16, device="meta", **rest)
+            x = torch.empty(steps, rows, hidden, dtype=torch.bfloat16, device="meta")
+            hx = torch.empty(made.num_layers * (1 + made.bidirectional), rows, hidden, dtype=x.dtype, device="meta")
+            settings = {"num_layers": made.num_layers, "bidirectional": made.bidirectional}
+            call = _as_call(x, hx, made, settings)
+            return run.wide(call, captured=captured).width
+
+        assert widths(1001) == 1008
+        assert widths(250) == 256
+        assert widths(250, steps=1000, bidirectional=True, num_layers=2) == 256
+        assert widths(256) is None, "it is as wide as it has to be"
+        assert widths(250, steps=1) is None, "copies take longer than one step"
+
+
+def test_what_draws_random_numbers_stays_as_it_is() -> None:
+    call = dataclasses.replace(narrow(layers=2), dropout=0.5)
+    assert run.wide(call) is call
+    assert training.wide(call) is call
+
+
+@pytest.mark.parametrize(
+    ("narrow_us", "wide_us", "pays"),
+    [(100.0, 40.0, True), (100.0, 90.0, False), (None, 40.0, True), (None, 5e4, False)],
+)
+def test_widening_must_win_by_what_the_model_may_err(narrow_us: float | None, wide_us: float, *, pays: bool) -> None:
+    spec, size, variant = GruSpec("bfloat16", 99), GruSize(8, 64), GruVariant("persistent")
+    before = Choice("eager", "", None) if narrow_us is None else Choice("model", "", variant, us=narrow_us)
+    after = Choice("model", "", variant, us=wide_us)
+    assert widening_us(spec, size, 1, captured=True) < 45.0
+    assert run.pays(spec, size, 1, [before], [after], captured=True) is pays
+    unknown = dataclasses.replace(after, us=0.0)
+    assert not run.pays(spec, size, 1, [before], [unknown], captured=True)
+    assert not run.pays(spec, size, 1, [before], [dataclasses.replace(after, variant=None)], captured=True)
+
+
+def test_a_row_of_pytorchs_own_time_counts_before_what_is_thought_of_it() -> None:
+    spec, size, variant = GruSpec("float32", 99), GruSize(8, 64), GruVariant("persistent")
+    ours = [Choice("model", "", variant, us=100.0)]
+    thought = Choice("eager", "", None, us=50.0)
+    assert run.pays(spec, size, 1, [thought], ours, captured=True) == (run._library_us(spec, size, 1, True) > 150)
+    measured: Any = dataclasses.replace(thought, row="a row")
+    assert not run.pays(spec, size, 1, [measured], ours, captured=True)
+    slow: Any = dataclasses.replace(measured, us=500.0)
+    assert run.pays(spec, size, 1, [slow], ours, captured=True)
+
+
+def test_where_pytorchs_own_has_no_resets_a_kernel_serves_at_any_time() -> None:
+    spec, size = GruSpec("float32", 99, resets=True), GruSize(8, 64)
+    ours = [Choice("default", "", GruVariant("persistent"), us=1e9)]
+    assert run.pays(spec, size, 1, [Choice("eager", "", None)], ours, captured=False)
+
+
+def test_a_gradient_is_widened_where_kernels_serve_it_only_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = narrow()
+    for served, width in (({NARROW, WIDE}, None), ({WIDE}, WIDE), (set(), None)):
+        monkeypatch.setattr(training, "why_not", lambda call, served=served: None if call.hidden in served else "slow")
+        assert training.wide(call).width == width
+
+
+def test_explain_says_that_a_call_is_widened() -> None:
+    module = tuned.nn.GRU(1001, 1001, dtype=torch.bfloat16)
+    with torch.no_grad():
+        told = tuned.explain(module, torch.empty(256, 4, 1001, dtype=torch.bfloat16), gpu="nvidia_h200")
+    assert "with 7 units more" in told.why

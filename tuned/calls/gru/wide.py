@@ -1,0 +1,91 @@
+"""A GRU whose rows are no multiple of 16 bytes, computed as one whose are.
+
+The units that are added have no weights, no biases and a first state of 0, so their state stays 0, and the others get 0 of them.
+Kernels then load and exchange 16 bytes at a time, where they had 2 or 4 (docs/decisions/0066).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from tuned.calls.gru.arguments import GruCall
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.launch import ceil_div
+from tuned.families.products import ITEM_SIZE
+
+ROW_BYTES = 16  # a multiple of which rows of the state are to be
+# What widening takes beside the kernels: launches of PyTorch's own, by the device in a graph and by the host in a call, and bytes.
+LAUNCHES, LAUNCHES_OF_STACK = 14, 20
+CAPTURED_LAUNCH_US, CALLED_LAUNCH_US = 1.5, 4.0
+BYTES_PER_US = 2.5e6
+SECTOR = 32  # bytes that a store to memory takes at least
+
+
+def width_of(hidden: int, item: int) -> int:
+    """The hidden size whose rows are the next multiple of 16 bytes."""
+    step = ROW_BYTES // item
+    return ceil_div(hidden, step) * step
+
+
+def wider_spec(spec: GruSpec) -> GruSpec:
+    """The spec of a GRU as wide as ``width_of`` says."""
+    return dataclasses.replace(spec, hidden=width_of(spec.hidden, ITEM_SIZE[spec.dtype]))
+
+
+def widening_us(spec: GruSpec, size: GruSize, layers: int, *, captured: bool) -> float:
+    """What widening a call and narrowing its result take, microseconds."""
+    launches = LAUNCHES if layers * spec.directions == 1 else LAUNCHES_OF_STACK
+    tokens, item = size.batch * size.seq * spec.directions, ITEM_SIZE[spec.dtype]
+    moved = tokens * ((spec.hidden + width_of(spec.hidden, item)) * item + 3 * SECTOR)
+    return launches * (CAPTURED_LAUNCH_US if captured else CALLED_LAUNCH_US) + moved / BYTES_PER_US
+
+
+def widened(call: GruCall) -> GruCall:
+    """The call with ``call.width`` units; differentiable. Weights of one kind are parts of one tensor, as those of nn.GRU are."""
+    assert call.width is not None, "the call is to stay as it is"
+    hidden, more = call.hx.shape[2], call.width - call.hx.shape[2]
+    directions, each = 2 if call.bidirectional else 1, 4 if call.has_biases else 2
+    kinds = [call.weights[kind::each] for kind in range(each)]
+    first = _padded(_joined(kinds[0][:directions]), (3, hidden), (0, 0, 0, more))
+    wide = [[first.view(directions, 3 * call.width, -1)]]
+    if call.num_layers > 1:
+        upper = _padded(_joined(kinds[0][directions:]), (3, hidden, directions, hidden), (0, more, 0, 0, 0, more))
+        wide[0].append(upper.view(-1, 3 * call.width, directions * call.width))
+    wide.append([_padded(_joined(kinds[1]), (3, hidden), (0, more, 0, more)).view(-1, 3 * call.width, call.width)])
+    wide += [[_padded(_joined(kind), (3, hidden), (0, more)).view(-1, 3 * call.width)] for kind in kinds[2:]]
+    of_kinds = [[cell for part in parts for cell in part.unbind()] for parts in wide]
+    return dataclasses.replace(
+        call,
+        hx=torch.nn.functional.pad(call.hx, (0, more)),
+        weights=tuple(weight for cell in zip(*of_kinds, strict=True) for weight in cell),
+        width=None,
+        units=hidden,
+    )
+
+
+def narrowed(call: GruCall, output: torch.Tensor, h_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of a call, given those of ``widened(call)``."""
+    hidden = call.hx.shape[2]
+    parts = output.unflatten(-1, (-1, h_n.shape[2]))[..., :hidden]
+    return parts.reshape(*output.shape[:-1], -1).contiguous(), h_n[..., :hidden].contiguous()
+
+
+def silence(gates: torch.Tensor, units: int | None) -> None:
+    """Let the units beyond ``units`` get nothing of the input, which may be infinite: times no weight it is NaN.
+
+    ``gates``: ``[..., 3 * width]``, the input times its weights.
+    """
+    if units is not None:
+        gates.unflatten(-1, (3, -1))[..., units:].zero_()
+
+
+def _joined(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
+
+
+def _padded(weights: torch.Tensor, rows: tuple[int, ...], more: tuple[int, ...]) -> torch.Tensor:
+    """Weights of several cells ``[cells, 3 * H, ...]``, their rows, or all of a matrix, split into ``rows`` and padded with 0."""
+    shape = (len(weights), *rows) if len(rows) > 2 else (len(weights), *rows, *weights.shape[2:])  # noqa: PLR2004
+    return torch.nn.functional.pad(weights.reshape(shape), more)
