@@ -94,7 +94,7 @@ def gru(rng: random.Random, world: World, spec: Any = None, size: Any = None) ->
     seq = rng.choices((1, 2, 3, 5, 9, 20, 70), (20, 20, 20, 15, 12, 10, world.long))[0]
     seq = min(seq, 9) if size is not None else seq
     if spec is None and world.device == "cuda" and layout == "dense" and rng.random() < 0.05:
-        # Past what tuned.calls.gru.plan.SMALL_PRODUCT leaves to the library.
+        # Past what tuned.calls.gru.project.SMALL_PRODUCT leaves to the library.
         batch, seq, hidden, features, layers = rng.choice((1, 1, 2)), rng.choice((500, 1001, 1996)), 384, 384, 1
     first = layout == "dense" and rng.random() < 0.5
     arguments: dict[str, Any] = {}

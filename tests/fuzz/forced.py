@@ -174,7 +174,7 @@ def fresh() -> Iterator[None]:
 
 def _decides(value: Any) -> bool:
     """Whether it is a cache of what was chosen: kept by spec, size and GPU."""
-    names = ("variant_of", "_variant_of", "_choose", "_projection", "_here")
+    names = ("variant_of", "_variant_of", "_choose", "_projection", "_here", "_best_kernel", "_modelled")
     return hasattr(value, "cache_clear") and getattr(value, "__name__", "") in names
 
 

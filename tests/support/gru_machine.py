@@ -18,7 +18,7 @@ import tuned.launching.plan
 import tuned.nn
 from generator.rendering.structures import load
 from tests.support.gru_sequences import single_steps
-from tuned.calls.gru import plan, run
+from tuned.calls.gru import plan, project, run
 from tuned.calls.recurrent import serve
 from tuned.families.launch import Launch
 from tuned.launching import left
@@ -103,7 +103,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     made = Machine()
     for module in (tuned.nn, serve, run, tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
         monkeypatch.setattr(module, "why_eager", lambda *_, **__: None)
-    for module in (run, tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
+    for module in (run, project, tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
         monkeypatch.setattr(module, "gpu_of", lambda _device: GPU)
     for module in (plan, tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
         monkeypatch.setattr(module, "_PLANS", {})
@@ -113,7 +113,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         monkeypatch.setattr(module, "direct_launch", made.direct_launch)
     monkeypatch.setattr(tuned.launching.launcher, "launch_public", made.launch_public)
     monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
-    monkeypatch.setattr(run, "launch_known", made.launch)
+    for module in (run, project):
+        monkeypatch.setattr(module, "launch_known", made.launch)
     monkeypatch.setattr(run, "may_learn", lambda _device: True)
     monkeypatch.setattr(torch.cuda, "device", _NoDevice)
     believing(monkeypatch)

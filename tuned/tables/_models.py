@@ -7,9 +7,9 @@
 MODELS = {
     "gru": {
         "kernels": {"call": 4.779, "counter": 0.8278, "early": 0.09496, "elements": 0.03822, "loads": 44.21, "message": 46.49, "pieces": 0.2865, "poll": 0.8844, "probe": 0.7271, "spin": 0.4994, "state": 5.032, "step": 0.3857, "sums": 113.1, "tile_products": 2.222, "tile_weights": 7.691, "turns": 1.504, "unit_tiles": 0.4283, "weights": 3.764},
-        "library": {"call": 17.72, "gates": 21.48, "products": 8.543, "step": 4.202, "step_of_both": 0.2736, "units": 2.347, "weights": 0.237},
-        "library_float32": {"call": 28.46, "gates": 30.92, "products": 32.28, "step": 2.054, "units": 5.312},
-        "library_small_float32": {"call": 14.19, "gates": 23.4, "step": 0.3024, "step_of_both": 0.4812, "units": 0.856, "weights": 22.85},
+        "library": {"call": 11.96, "cell": 0.08602, "gates": 15.28, "gates_narrow": 14.04, "gates_narrower": 26.41, "products": 10.14, "products_narrow": 20.2, "products_narrower": 18.09, "step": 4.086, "step_narrow": 0.2633, "step_narrower": 0.09739, "units": 1.881, "weights": 0.1696, "weights_narrow": 0.6178},
+        "library_float32": {"call": 25.9, "cell": 2.194, "gates": 23.41, "gates_narrower": 0.3883, "products": 32.06, "products_narrow": 89.53, "products_narrower": 12.63, "units": 4.361},
+        "library_small_float32": {"call": 13.67, "cell": 0.3698, "gates": 23.34, "gates_narrow": 3.814, "gates_narrower": 2.068, "step_narrow": 0.004044, "step_of_both": 0.4985, "weights": 23.18},
         "projection": {"call": 10.83, "products": 14.74},
     },
 }

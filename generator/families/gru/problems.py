@@ -78,10 +78,12 @@ DRAWN_HIDDEN, DRAWN_BATCH, DRAWN_STEPS = (32, 2048), (1, 512), (16, 48, 128)
 
 
 def drawn(draw: random.Random) -> Problem:
-    """A dense layer of any shape: hidden size and batch log-uniform, not rounded."""
+    """Dense layers of any shape, two in five a stack: hidden size and batch log-uniform, not rounded."""
 
     def between(least: int, most: int) -> int:
         return round(math.exp(draw.uniform(math.log(least), math.log(most))))
 
-    spec = GruSpec(draw.choice(("bfloat16", "float32")), between(*DRAWN_HIDDEN), directions=draw.choice((1, 1, 1, 2)))
+    dtype, hidden = draw.choice(("bfloat16", "float32")), between(*DRAWN_HIDDEN)
+    directions, layers = draw.choice(((1, 1), (1, 1), (2, 1), (1, 2), (1, 3)))
+    spec = GruSpec(dtype, hidden, directions=directions, layers=layers)
     return Problem("drawn", "gru", spec, GruSize(between(*DRAWN_BATCH), draw.choice(DRAWN_STEPS)))

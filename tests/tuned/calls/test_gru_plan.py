@@ -19,13 +19,14 @@ from tests.support.gru_machine import Machine, machine
 from tests.support.precisions import other_gemms
 from tests.support.run import INTERPRETED
 from tuned import dispatch
-from tuned.calls.gru import eager, plan, run
+from tuned.calls.gru import eager, plan, project, run
 from tuned.calls.gru.arguments import GruCall, gru_call
 from tuned.dispatch import gru
 from tuned.families.gru.launches import Recurrence, counters_needed
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant
 from tuned.families.launch import Launch
+from tuned.families.linear_cat.variant import LinearCatVariant
 from tuned.launching import left, rehearsal
 from tuned.launching.plan import DirectLaunch
 from tuned.lookup.lookup import Choice
@@ -309,6 +310,39 @@ def test_steps_that_are_no_one_kernel_have_no_plan(
 
 
 @without_a_gpu
+@pytest.mark.parametrize("strategy", ["persistent", "library"])
+@pytest.mark.parametrize("directions", [1, 2])
+def test_a_product_that_a_kernel_makes_is_made_by_a_known_call_too(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, directions: int, strategy: str
+) -> None:
+    """As where torch multiplies float32 by IEEE, and a GRU by TensorFloat-32."""
+    variant = POLL if strategy == "persistent" else GruVariant()
+    monkeypatch.setattr(run, "_choose", lambda *_: Choice("default", "", variant))
+    monkeypatch.setattr(run, "timely", lambda choice, *_: choice)
+    monkeypatch.setattr(project, "by_library", lambda *_: False)
+    monkeypatch.setattr(plan, "by_library", lambda *_: False)
+    monkeypatch.setattr(project, "_projection", lambda *_: LinearCatVariant())
+    products: list[str] = []
+
+    def launch(_device: Any, launch: Launch) -> str:
+        products.append(launch.kernel)
+        machine.interpret(launch)
+        return "compiled"
+
+    monkeypatch.setattr(project, "launch_known", launch)
+    made = torch.nn.GRU(FEATURES, H, bidirectional=directions == 2)
+    steps = 1 if strategy == "persistent" else T * directions
+    for time in range(4):
+        x, hx = torch.randn(T, B, FEATURES), torch.randn(directions, B, H)
+        before = machine.public, machine.direct
+        for got, want in zip(gru(x, hx, made._flat_weights, bidirectional=directions == 2), made(x, hx), strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=3e-3)
+        told = machine.public - before[0], machine.direct - before[1]
+        assert told == ((steps, 0) if not time else (0, steps))
+        assert len(products) == directions * (time + 1)
+
+
+@without_a_gpu
 def test_a_layer_that_cannot_be_launched_leaves_the_call_to_the_long_way(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,14 +462,11 @@ def test_weights_whose_distances_changed_go_the_long_way() -> None:
 
 
 @pytest.mark.usefixtures("tap")
-@pytest.mark.parametrize("why", ["steps", "a copied state", "another product"])
+@pytest.mark.parametrize("why", ["steps", "a copied state"])
 def test_what_one_launch_cannot_do_again_is_not_remembered(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     variant = SPIN
     if why == "steps":
         variant = GruVariant("steps")
-    if why == "another product":
-        monkeypatch.setattr(plan, "SMALL_PRODUCT", 0)
-        monkeypatch.setattr(plan, "precision_of", lambda _: "ieee")
     if why == "a copied state":
         genuine = Recurrence.__init__
 
@@ -465,9 +496,9 @@ def test_small_float32_products_are_the_librarys(monkeypatch: pytest.MonkeyPatch
         ("tf32", "ieee", 10, False),
         ("tf32", "tf32", 10**9, True),
     ):
-        monkeypatch.setattr(plan, "precision_of", lambda _, now=library: now)
-        assert plan.by_library(rows, weight, recurrent) is wanted
-    assert plan.by_library(10**9, weight.half(), "tf32")
+        monkeypatch.setattr(project, "precision_of", lambda _, now=library: now)
+        assert project.by_library(rows, weight, recurrent) is wanted
+    assert project.by_library(10**9, weight.half(), "tf32")
 
 
 def test_sizes_are_what_the_kernel_is_told(tap: Wiretap) -> None:

@@ -12,7 +12,7 @@ import tuned.calls.linear_cat.run
 from tests.support.gru_machine import Machine, machine
 from tests.support.run import INTERPRETED
 from tests.support.views import VIEWS, apart, expanded, misaligned, negative, odd, repeated, sliced, transposed
-from tuned.calls.gru import plan, run
+from tuned.calls.gru import project, run
 from tuned.calls.recurrent import serve
 from tuned.dispatch import gru, gru_cell, linear_cat
 from tuned.families.gru.variant import GruVariant
@@ -143,8 +143,8 @@ def test_products_of_another_precision_than_the_librarys_take_any_input(
     """What a float32 GRU's input gets where TF32 is allowed for recurrent networks and not for GEMMs."""
     variant = LinearCatVariant() if form == "tile" else LinearCatVariant("vector", 4, 32, 128)
     monkeypatch.setattr(run, "_choose", lambda *_: Choice("default", "", POLL))
-    monkeypatch.setattr(plan, "SMALL_PRODUCT", 0)
-    monkeypatch.setattr(run, "_projection", lambda *_: variant)
+    monkeypatch.setattr(project, "SMALL_PRODUCT", 0)
+    monkeypatch.setattr(project, "_projection", lambda *_: variant)
     settings = {"batch_first": True}
     tensors, function = gru_tensors(batch, settings), gru_function(batch, settings)
 

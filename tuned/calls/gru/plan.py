@@ -17,6 +17,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tuned.calls.gru.arguments import GruCall
+from tuned.calls.gru.project import by_library, project
 from tuned.calls.gru.wide import narrowed, silence, widened
 from tuned.calls.products import precision_of, recurrent_precision
 from tuned.families.gru.launches import Recurrence, counters_needed, gates_of_step, sequence, state_of_step
@@ -48,7 +49,6 @@ _TRAINED: dict[Any, Any] = {}
 _grad_enabled = torch.is_grad_enabled
 _autocast = torch.is_autocast_enabled
 _FLOAT32 = torch.float32
-SMALL_PRODUCT = 2**29  # multiplications: 20 us at the 50 TFLOP/s that an H200 has for float32
 
 
 def _needs_gradient(x: Any, hx: Any, weights: Sequence[Any]) -> bool:
@@ -107,17 +107,6 @@ def is_left(  # noqa: PLR0913 - what a call is known by
     ``settings`` as ``known`` has them; ``steps`` of packed sequences, of which x is the data; ``gradient``: one is needed.
     """
     return id(weights[0]) in left.LEFT and left.is_left(weights[0], _sizes(x, steps, hx, weights, settings, gradient))
-
-
-def by_library(rows: int, weight: torch.Tensor, precision: str) -> bool:
-    """Whether the library multiplies the input of a layer.
-
-    It does for 16-bit weights, and if torch's precision of float32 GEMMs is the GRU's. It also does if that is "ieee", the
-    GRU's is "tf32", and the product is too small for the difference in time to matter.
-    """
-    if weight.dtype is not _FLOAT32 or precision_of(_FLOAT32) == precision:
-        return True
-    return precision == "tf32" and rows * weight.numel() <= SMALL_PRODUCT
 
 
 def known(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...], resets: Any = None) -> Result | None:
@@ -187,11 +176,10 @@ class Launched(NamedTuple):
 
     @property
     def has_plan(self) -> bool:
-        """Whether equal ones need only library GEMMs of the input and this launch, or the launches of all steps."""
+        """Whether equal ones need only products of the input and this launch, or the launches of all steps."""
         copied = self.recurrence.h_0.data_ptr() != self.call.hx.data_ptr()  # hx was, and every call must copy it again
-        rows = self.call.input.shape[:-1].numel()
         one = self.compiled is not None and self.spec.dense and self.variant.strategy in ("persistent", "library")
-        return one and not copied and by_library(rows, self.call.weights[0], self.spec.precision)
+        return one and not copied
 
     def plan(self) -> Any:
         """The plan of equal ones; None if they must be launched publicly."""
@@ -262,7 +250,7 @@ def _of_wide(plan: Any, call: GruCall) -> Any:
     def wide(x: Any, hx: Any, weights: Any, resets: Any = None) -> Any:
         given = dataclasses.replace(bare, input=x, hx=hx, weights=weights)
         broad = widened(given)
-        made = plan(x, broad.hx, broad.weights, resets)
+        made = plan(broad.input, broad.hx, broad.weights, resets)
         return None if made is None else (*narrowed(given, *made[:2]), None, None)
 
     return wide
@@ -312,6 +300,7 @@ def _plan(  # noqa: PLR0915 - one thing after another
         if stack is not None
     }
     rows, features = tokens.numel(), call.input.shape[-1]
+    library = by_library(rows, call.weights[0], spec.precision)
 
     def stack(weights: Any, kind: int, start: int, step: Any) -> tuple[int, Any]:
         """(address of the first cell's tensor of a kind, copy that must stay alive or None); cells are ``step`` bytes apart.
@@ -347,12 +336,15 @@ def _plan(  # noqa: PLR0915 - one thing after another
         if 0 in pointers:
             return None
         flat = x.reshape(rows, features)
-        if spec.directions == 1:
+        if library and spec.directions == 1:
             gates = torch.mm(flat, weights[0].t())
         else:
             gates = make_gates()
             for direction in range(spec.directions):
-                torch.mm(flat, weights[direction * each].t(), out=gates[direction])
+                if library:
+                    torch.mm(flat, weights[direction * each].t(), out=gates[direction])
+                else:
+                    project(flat, weights[direction * each], gates[direction], spec.precision)
         silence(gates, units)
         out, p_h = make_out(), hx.data_ptr()
         h_n = make_h_n() if h_n is None else h_n
@@ -411,7 +403,7 @@ def _plan_by_library(call: GruCall, spec: GruSpec, recurrence: Recurrence, compi
         by_time = out.transpose(0, 1) if turned else out
         for cell in range(directions):
             w_ih, w_hh, *biases = weights[cell * each : (cell + 1) * each]
-            torch.mm(flat, w_ih.t(), out=gates[cell])
+            project(flat, w_ih, gates[cell], spec.precision)
             silence(gates[cell], units)
             given, columns = (p_products, *[b.data_ptr() for b in biases]), w_hh.t()
             states = by_time[..., cell * hidden : (cell + 1) * hidden].unbind(0)

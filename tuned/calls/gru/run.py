@@ -16,17 +16,15 @@ import torch
 
 from tuned.calls.gru import eager
 from tuned.calls.gru.arguments import GruCall
-from tuned.calls.gru.plan import Launched, by_library, learn, leave
+from tuned.calls.gru.plan import Launched, learn, leave
+from tuned.calls.gru.project import project
 from tuned.calls.gru.wide import narrowed, silence, widened, widening_us, wider_spec, width_of
-from tuned.calls.products import name_of, recurrent_precision, rows_of, weight_of
+from tuned.calls.products import name_of, recurrent_precision
 from tuned.families.gru import FAMILY as GRU
 from tuned.families.gru.launches import Recurrence, counters_needed
 from tuned.families.gru.model import HOST_STEP_US, MARGIN, called_us, margin, margin_of_device
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import steps_are_alike
-from tuned.families.linear_cat import FAMILY as LINEAR_CAT
-from tuned.families.linear_cat.launches import LinearCatCall
-from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.families.products import DTYPES
 from tuned.launching import residents
 from tuned.launching.launcher import run_steps
@@ -89,6 +87,7 @@ def pays(  # noqa: PLR0913 - a call, and what would serve it
     return us < margin(wider_spec(spec)) * least
 
 
+@functools.lru_cache(maxsize=misses.MAX_CHOICES)
 def _library_us(spec: GruSpec, size: GruSize, layers: int, captured: bool) -> float:  # noqa: FBT001
     """What PyTorch's own is thought to take for so many layers like one: of the device, and outside of graphs of the host."""
     if layers == 1:
@@ -158,7 +157,7 @@ def _forward(call: GruCall, kept: list[Kept] | None) -> tuple[torch.Tensor, torc
         return eager.gru(call)
     lengths = lengths_of(call)
     served = call if call.width is None else widened(call)
-    x, h_n = call.input, torch.empty_like(served.hx, memory_format=torch.contiguous_format)
+    x, h_n = served.input, torch.empty_like(served.hx, memory_format=torch.contiguous_format)
     layer, learnt = 0, []
     for spec, size, choice in parts:
         if layer and call.dropout:
@@ -280,7 +279,7 @@ def timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Choi
         if share == 1 or choice.us <= share * _library_us(spec, size, 1, captured):
             return choice
         return _left(choice, f"the model errs, and {share} of PyTorch's time is what it must be thought to take here")
-    other = None if choice.gpu is None else modelled(GRU, spec, size, choice.gpu)
+    other = None if choice.gpu is None else _modelled(spec, size, choice.gpu)
     # A row was measured in a graph. What cu_seqlens says PyTorch's own reads on the host, which no capture allows.
     in_graph = captured and (choice.rule in {"winner", "nearest size"} or spec.thd)
     if in_graph or (not captured and _serves_a_call(choice, other, spec, size)):
@@ -295,11 +294,21 @@ def timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Choi
 def _called(choice: Choice, spec: GruSpec, size: GruSize) -> Choice:
     """A choice that is left to PyTorch's own; or the best in one launch, if that takes the device less than the other the host."""
     host_us = called_us(spec, size)
-    best = best_kernel(GRU, spec, size, choice.gpu) if choice.gpu is not None and host_us else None
+    best = _best_kernel(spec, size, choice.gpu) if choice.gpu is not None and host_us else None
     if best is None or not best.us or best.us > (1.0 if best.row is not None else margin_of_device(spec)) * host_us:
         return choice
     why = f"{best.why}; as a call PyTorch's own takes the host {host_us:.4g} us, at {HOST_STEP_US:g} a step of a layer and direction"
     return dataclasses.replace(best, why=why)
+
+
+@functools.lru_cache(maxsize=misses.MAX_CHOICES)
+def _best_kernel(spec: GruSpec, size: GruSize, gpu: Gpu) -> Choice | None:
+    return best_kernel(GRU, spec, size, gpu)
+
+
+@functools.lru_cache(maxsize=misses.MAX_CHOICES)
+def _modelled(spec: GruSpec, size: GruSize, gpu: Gpu) -> Choice | None:
+    return modelled(GRU, spec, size, gpu)
 
 
 def _serves_a_call(choice: Choice, other: Choice | None, spec: GruSpec, size: GruSize) -> bool:
@@ -438,23 +447,6 @@ def marks_of(call: GruCall) -> torch.Tensor | None:
 def may_learn(device: torch.device) -> bool:
     """Whether the direct launcher can be probed; during graph capture it cannot, and the next call decides."""
     return device.type == "cuda" and not capturing(device)
-
-
-def project(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, precision: str) -> None:
-    """``out = rows @ weight.T``, in the precision that a GRU's products must have."""
-    if not by_library(rows.shape[0], weight, precision):
-        spec = LinearCatSpec("float32", (rows.shape[1],), weight.shape[0], bias=False, precision=precision)
-        variant = _projection(spec, LinearCatSize(rows.shape[0]), gpu_of(rows.device))
-        if variant is not None:
-            call = LinearCatCall.of((rows_of(rows),), weight_of(weight), out)
-            run_steps(LINEAR_CAT.launches(spec, variant, call), functools.partial(launch_known, rows.device.index))
-            return
-    torch.mm(rows, weight.t(), out=out)
-
-
-@functools.lru_cache(maxsize=misses.MAX_CHOICES)
-def _projection(spec: LinearCatSpec, size: LinearCatSize, gpu: Gpu) -> Any:
-    return choose(LINEAR_CAT, spec, size, gpu).variant
 
 
 def _rows(h_0: torch.Tensor) -> torch.Tensor:

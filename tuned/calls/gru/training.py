@@ -19,6 +19,7 @@ import torch
 from tuned.calls.gru import eager, run
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.plan import leave, settings_of, trained
+from tuned.calls.gru.project import project
 from tuned.calls.gru.wide import narrowed, silence, widened, width_of
 from tuned.calls.products import precision_of, recurrent_precision
 from tuned.families.gru.model import LAYER_OVER_FIRST
@@ -277,8 +278,8 @@ def _by_kernels(  # noqa: PLR0913 - a layer, its variant, what it kept and its g
     states = rows.new_empty(shape)
     for cell, (w_ih, w_hh, *_) in enumerate(weights):
         if given_gates is None:
-            run.project(rows, w_ih, gates[cell], spec.precision)
-        run.project(before[cell], w_hh, states[cell], spec.precision)
+            project(rows, w_ih, gates[cell], spec.precision)
+        project(before[cell], w_hh, states[cell], spec.precision)
     if given_gates is None:
         silence(gates, call.units)
     shape = (spec.directions, len(rows), PARTS * hidden)

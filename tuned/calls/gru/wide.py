@@ -17,7 +17,7 @@ from tuned.families.products import ITEM_SIZE
 
 ROW_BYTES = 16  # a multiple of which rows of the state are to be
 # What widening takes beside the kernels: launches of PyTorch's own, by the device in a graph and by the host in a call, and bytes.
-LAUNCHES, LAUNCHES_OF_STACK = 14, 20
+LAUNCHES, LAUNCHES_OF_STACK = 16, 22
 CAPTURED_LAUNCH_US, CALLED_LAUNCH_US = 1.5, 4.0
 BYTES_PER_US = 2.5e6
 SECTOR = 32  # bytes that a store to memory takes at least
@@ -38,17 +38,25 @@ def widening_us(spec: GruSpec, size: GruSize, layers: int, *, captured: bool) ->
     """What widening a call and narrowing its result take, microseconds."""
     launches = LAUNCHES if layers * spec.directions == 1 else LAUNCHES_OF_STACK
     tokens, item = size.batch * size.seq * spec.directions, ITEM_SIZE[spec.dtype]
-    moved = tokens * ((spec.hidden + width_of(spec.hidden, item)) * item + 3 * SECTOR)
+    wide = (
+        spec.hidden + width_of(spec.hidden, item)
+    ) * item  # of a result; an input is thought to be as wide, as it is often
+    moved = tokens * (wide + 3 * SECTOR) + tokens // spec.directions * wide
     return launches * (CAPTURED_LAUNCH_US if captured else CALLED_LAUNCH_US) + moved / BYTES_PER_US
 
 
 def widened(call: GruCall) -> GruCall:
-    """The call with ``call.width`` units; differentiable. Weights of one kind are parts of one tensor, as those of nn.GRU are."""
+    """The call with ``call.width`` units, and with rows of its input that are multiples of 16 bytes too; differentiable.
+
+    Weights of one kind are parts of one tensor, as those of nn.GRU are.
+    """
     assert call.width is not None, "the call is to stay as it is"
     hidden, more = call.hx.shape[2], call.width - call.hx.shape[2]
+    features = call.input.shape[-1]
+    beside = width_of(features, call.input.element_size()) - features
     directions, each = 2 if call.bidirectional else 1, 4 if call.has_biases else 2
     kinds = [call.weights[kind::each] for kind in range(each)]
-    first = _padded(_joined(kinds[0][:directions]), (3, hidden), (0, 0, 0, more))
+    first = _padded(_joined(kinds[0][:directions]), (3, hidden), (0, beside, 0, more))
     wide = [[first.view(directions, 3 * call.width, -1)]]
     if call.num_layers > 1:
         upper = _padded(_joined(kinds[0][directions:]), (3, hidden, directions, hidden), (0, more, 0, 0, 0, more))
@@ -58,6 +66,7 @@ def widened(call: GruCall) -> GruCall:
     of_kinds = [[cell for part in parts for cell in part.unbind()] for parts in wide]
     return dataclasses.replace(
         call,
+        input=torch.nn.functional.pad(call.input, (0, beside)) if beside else call.input,
         hx=torch.nn.functional.pad(call.hx, (0, more)),
         weights=tuple(weight for cell in zip(*of_kinds, strict=True) for weight in cell),
         width=None,

@@ -82,17 +82,26 @@ def kernels(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
 def library(spec: GruSpec, size: GruSize) -> tuple[str, dict[str, float]]:
     """(which weights, amounts) of torch.nn.GRU in a CUDA graph, its input as wide as its state, projection included."""
     hidden, rows, both = spec.hidden, size.batch * spec.directions, float(spec.directions == 2)  # noqa: PLR2004
-    overlapped = 1 + LAYER_OVER_FIRST * (spec.layers - 1)
-    steps = size.seq * overlapped
+    steps, cells = size.seq * (1 + LAYER_OVER_FIRST * (spec.layers - 1)), size.seq * spec.layers
+    large = {  # what fills the device, so that layers do not run side by side
+        "weights": cells * hidden**2 * spec.directions / 1e6,
+        "gates": cells * rows * hidden / 1e6,
+        "products": cells * max(size.batch, LEAST_ROWS) * spec.directions * hidden**2 / 1e9,
+    }
     amounts = {
         "call": 1.0,
         "step": steps,
         "step_of_both": steps * both,
+        "cell": float(cells),
         "units": steps * hidden * spec.directions / 1e3,
-        "weights": steps * hidden**2 * spec.directions / 1e6,
-        "gates": steps * rows * hidden / 1e6,
-        "products": steps * max(size.batch, LEAST_ROWS) * spec.directions * hidden**2 / 1e9,
+        **large,
     }
+    if narrow := math.log2(
+        MOST_ALIGNED / math.gcd(hidden * spec.item, MOST_ALIGNED)
+    ):  # how often the 16 bytes of a load are halved
+        each = {"step": steps, **large}
+        amounts |= {f"{name}_narrow": amount for name, amount in each.items()}
+        amounts |= {f"{name}_narrower": amount * (narrow - 1) for name, amount in each.items()}
     if spec.dtype != "float32":
         return "library", amounts
     small = spec.dense and (hidden <= SMALL_HIDDEN[0] or (hidden <= SMALL_HIDDEN[1] and size.batch <= SMALL_BATCH))

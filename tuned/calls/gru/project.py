@@ -1,0 +1,48 @@
+"""The product of a GRU's input and its weights, for all steps at once: by the library, or in TensorFloat-32 by a kernel."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from tuned.calls.products import precision_of, rows_of, weight_of
+from tuned.families.linear_cat import FAMILY as LINEAR_CAT
+from tuned.families.linear_cat.launches import LinearCatCall
+from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.launching.launcher import run_steps
+from tuned.launching.plan import launch_known
+from tuned.lookup import misses
+from tuned.lookup.gpu import gpu_of
+from tuned.lookup.lookup import Gpu, choose
+
+SMALL_PRODUCT = 2**29  # multiplications: 20 us at the 50 TFLOP/s that an H200 has for float32
+
+
+def by_library(rows: int, weight: torch.Tensor, precision: str) -> bool:
+    """Whether the library multiplies the input of a layer.
+
+    It does for 16-bit weights, and if torch's precision of float32 GEMMs is the GRU's. It also does if that is "ieee", the
+    GRU's is "tf32", and the product is too small for the difference in time to matter.
+    """
+    if weight.dtype is not torch.float32 or precision_of(torch.float32) == precision:
+        return True
+    return precision == "tf32" and rows * weight.numel() <= SMALL_PRODUCT
+
+
+def project(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, precision: str) -> None:
+    """``out = rows @ weight.T``, in the precision that a GRU's products must have."""
+    if not by_library(rows.shape[0], weight, precision):
+        spec = LinearCatSpec("float32", (rows.shape[1],), weight.shape[0], bias=False, precision=precision)
+        variant = _projection(spec, LinearCatSize(rows.shape[0]), gpu_of(rows.device))
+        if variant is not None:
+            call = LinearCatCall.of((rows_of(rows),), weight_of(weight), out)
+            run_steps(LINEAR_CAT.launches(spec, variant, call), functools.partial(launch_known, rows.device.index))
+            return
+    torch.mm(rows, weight.t(), out=out)
+
+
+@functools.lru_cache(maxsize=misses.MAX_CHOICES)
+def _projection(spec: LinearCatSpec, size: LinearCatSize, gpu: Gpu) -> Any:
+    return choose(LINEAR_CAT, spec, size, gpu).variant
