@@ -14,6 +14,7 @@ import tuned.families.family
 import tuned.kernels
 import tuned.lookup.lookup
 from generator.rendering.structures import texts
+from tuned.calls.gru import run as gru_run
 from tuned.calls.gru import training
 from tuned.families.family import Family
 from tuned.families.registry import FAMILIES
@@ -127,8 +128,14 @@ def forced(family: str, index: int) -> Iterator[None]:
                 return Choice("winner", "forced by the fuzz", found[2], row, gpu)
         return genuine(of, spec, size, gpu)
 
+    def pays(*_: Any, **__: Any) -> bool:  # every other row of calls that can be widened, whatever it takes
+        return family == "gru" and index % 2 == 1
+
     with (
         fresh(),
+        replaced("pays", gru_run.pays, pays),
+        replaced("pays_for_input", gru_run.pays_for_input, pays),
+        replaced("PACKED_STEPS", gru_run.PACKED_STEPS, 0),
         replaced("CALLED_STEPS", training.CALLED_STEPS, 0),
         replaced("CAPTURED_STEPS", training.CAPTURED_STEPS, 0),
         replaced("choose", genuine, choose),

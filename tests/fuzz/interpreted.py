@@ -24,6 +24,7 @@ import tuned.launching.plan
 from generator.measuring.mended import mended_interpreter
 from tests.fuzz.forced import fresh, replaced
 from tests.support.rope_calls import PLAIN
+from tuned.calls.gru import project
 from tuned.families.gru.launches import sequence
 from tuned.families.launch import Fill, Launch
 from tuned.launching.launcher import kernel, launch_public
@@ -86,7 +87,7 @@ def interpreted_families() -> Iterator[None]:
 
         for module in (cell, linear, run):
             patch.setattr(module, "why_eager", why_eager)
-        for module in (cell, linear, run):
+        for module in (cell, linear, run, project):
             patch.setattr(module, "gpu_of", lambda _device: GPU)
         patch.setattr(tuned.launching.plan, "_capturing", lambda: False)
         patch.setattr(tuned.launching.plan, "direct_launch", direct)
@@ -122,4 +123,5 @@ def _sequences(patch: pytest.MonkeyPatch) -> None:
                 interpret(sequence(spec, variant, recurrence, step, step + 1))
 
     patch.setattr(run, "GRU", dataclasses.replace(run.GRU, launches=launches))
-    patch.setattr(run, "launch_known", launched)
+    for module in (run, project):
+        patch.setattr(module, "launch_known", launched)

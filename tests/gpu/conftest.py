@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tuned.calls.gru import run
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def kernels_for_short_packed_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that short sequences test them."""
+    monkeypatch.setattr(run, "PACKED_STEPS", 0)
 
 
 @pytest.fixture

@@ -56,19 +56,21 @@ def weights_of(family: Family) -> dict[str, Weights] | None:
 
 def library_us(family: Family, spec: Any, size: Any) -> float:
     """What PyTorch's own is thought to take for a call of a family that has models, in a CUDA graph."""
-    weights = weights_of(family)
-    assert weights is not None, f"{family.name} has no model"
-    assert family.model is not None
-    kind, amounts = family.model.library(spec, size)
-    return weighted(amounts, weights[kind])
+    assert family.model is not None, f"{family.name} has no model"
+    return us_of(family, *family.model.library(spec, size))
 
 
 def beside_us(family: Family, spec: Any, size: Any) -> float:
     """What a call runs beside the kernels of a variant: PyTorch's own time has it too, and a row's has not."""
+    assert family.model is not None, f"{family.name} has no model"
+    return us_of(family, "projection", family.model.projection(spec, size))
+
+
+def us_of(family: Family, kind: str, amounts: Mapping[str, float]) -> float:
+    """What some amounts take by one of a family's models."""
     weights = weights_of(family)
     assert weights is not None, f"{family.name} has no model"
-    assert family.model is not None
-    return weighted(family.model.projection(spec, size), weights["projection"])
+    return weighted(amounts, weights[kind])
 
 
 def won(

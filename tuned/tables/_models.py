@@ -10,6 +10,6 @@ MODELS = {
         "library": {"call": 11.96, "cell": 0.08602, "gates": 15.28, "gates_narrow": 14.04, "gates_narrower": 26.41, "products": 10.14, "products_narrow": 20.2, "products_narrower": 18.09, "step": 4.086, "step_narrow": 0.2633, "step_narrower": 0.09739, "units": 1.881, "weights": 0.1696, "weights_narrow": 0.6178},
         "library_float32": {"call": 25.9, "cell": 2.194, "gates": 23.41, "gates_narrower": 0.3883, "products": 32.06, "products_narrow": 89.53, "products_narrower": 12.63, "units": 4.361},
         "library_small_float32": {"call": 13.67, "cell": 0.3698, "gates": 23.34, "gates_narrow": 3.814, "gates_narrower": 2.068, "step_narrow": 0.004044, "step_of_both": 0.4985, "weights": 23.18},
-        "projection": {"call": 10.83, "products": 14.74},
+        "projection": {"call": 10.18, "products": 8.31, "products_narrow": 17.29},
     },
 }

@@ -240,10 +240,37 @@ def test_a_call_is_widened_where_kernels_then_take_less(monkeypatch: pytest.Monk
             return run.wide(call, captured=captured).width
 
         assert widths(1001) == 1008
-        assert widths(250) == 256
+        assert widths(250, steps=1000) == 256
         assert widths(250, steps=1000, bidirectional=True, num_layers=2) == 256
         assert widths(256) is None, "it is as wide as it has to be"
         assert widths(250, steps=1) is None, "copies take longer than one step"
+
+
+def test_a_wide_input_is_widened_where_its_product_takes_longer_than_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "gpu_of", lambda _device: H200)
+
+    def width(features: int, steps: int) -> int | None:
+        made = torch.nn.GRU(features, 512, dtype=torch.bfloat16, device="meta")
+        x = torch.empty(steps, 64, features, dtype=torch.bfloat16, device="meta")
+        hx = torch.empty(1, 64, 512, dtype=x.dtype, device="meta")
+        return run.wide(_as_call(x, hx, made, {}), captured=False).width
+
+    assert width(257, 2000) == 512
+    assert width(257, 50) is None
+    assert width(256, 2000) is None, "its rows are multiples of 16 bytes"
+
+
+@without_a_gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_input_alone_is_widened(monkeypatch: pytest.MonkeyPatch, interpreted: list[Launch], layout: str) -> None:
+    monkeypatch.setattr(run, "_choose", lambda *_: Choice("winner", "", VARIANTS["persistent"]))
+    monkeypatch.setattr(run, "gpu_of", lambda _device: H200)
+    first = layout == "first"
+    call = call_of("dense" if first else layout, 2, 2, first=first)
+    wide = widened(dataclasses.replace(call, width=call.hx.shape[2]))
+    assert (wide.input.shape[-1], wide.units) == (8, None)
+    assert_as_pytorch(call, run.forward(dataclasses.replace(call, width=call.hx.shape[2])))
+    assert interpreted
 
 
 def test_what_draws_random_numbers_stays_as_it_is() -> None:

@@ -13,6 +13,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 import tuned
+import tuned.calls.gru.project
 import tuned.calls.gru.run
 import tuned.calls.rope.saved
 import tuned.explanation
@@ -156,6 +157,7 @@ def test_recurrent_calls_are_right_where_nothing_compiles() -> None:
     # The fixture monkeypatch would end after the block, and leave the block's stand-ins for a launch to later tests.
     with interpreted_families(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuned.launching.launcher, "launch_public", refuse)
-        patch.setattr(tuned.calls.gru.run, "launch_known", refuse)
+        for module in (tuned.calls.gru.run, tuned.calls.gru.project):
+            patch.setattr(module, "launch_known", refuse)
         assert assert_right(dataclasses.replace(FAMILIES, truncates=False), range(30), 2) > 50
     assert refuse.count > 10  # type: ignore[attr-defined]

@@ -18,11 +18,19 @@ from tuned.calls.gru import eager
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.plan import Launched, learn, leave
 from tuned.calls.gru.project import project
-from tuned.calls.gru.wide import narrowed, silence, widened, widening_us, wider_spec, width_of
+from tuned.calls.gru.wide import narrowed, silence, widened, widening_input_us, widening_us, wider_spec, width_of
 from tuned.calls.products import name_of, recurrent_precision
 from tuned.families.gru import FAMILY as GRU
 from tuned.families.gru.launches import Recurrence, counters_needed
-from tuned.families.gru.model import HOST_STEP_US, MARGIN, called_us, margin, margin_of_device
+from tuned.families.gru.model import (
+    HOST_STEP_US,
+    MARGIN,
+    MARGIN_ONE_LAUNCH,
+    called_us,
+    margin,
+    margin_of_device,
+    products_of_input,
+)
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import steps_are_alike
 from tuned.families.products import DTYPES
@@ -34,11 +42,14 @@ from tuned.lookup import misses
 from tuned.lookup.asked import asked
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, Gpu, best_kernel, choose, modelled, usable
-from tuned.lookup.model import library_us
+from tuned.lookup.model import library_us, us_of
 
 MAX_LENGTHS = 64  # sets of lengths whose tensors are kept on a device
 # Of the host, for a step that is a product of the library and a kernel, where no graph spares it them: counted, not measured.
 CALLED_STEP_US = 10.0
+# Of all layers and directions together. A call of packed sequences has no plan: on a host where it takes 660 us, PyTorch's own
+# takes 250, and 11 more for each such step.
+PACKED_STEPS = 40
 DEVICE_ROWS = 64  # from so many on a call of a GRU takes the device longer than the host
 ALIGNED_BYTES = 16  # templates/gru_step.py.jinja assumes that rows are so aligned if their width allows it
 
@@ -60,14 +71,34 @@ class Kept(NamedTuple):
 
 
 def wide(call: GruCall, *, captured: bool | None = None) -> GruCall:
-    """The call, with ``width`` where kernels take less if rows are a multiple of 16 bytes; ``captured`` as ``_parts`` has it."""
-    hidden, width = call.hx.shape[2], width_of(call.hx.shape[2], call.input.element_size())
-    if width == hidden or call.dropout or not hidden or is_empty(call) or name_of(call.input.dtype) not in DTYPES:
+    """The call, with ``width`` where kernels take less if rows are a multiple of 16 bytes; ``captured`` as ``_parts`` has it.
+
+    Those of the states, or those of the input alone, which a product reads.
+    """
+    hidden, features, item = call.hx.shape[2], call.input.shape[-1], call.input.element_size()
+    width = width_of(hidden, item)
+    if (width == hidden and width_of(features, item) == features) or call.dropout or not hidden or is_empty(call):
+        return call
+    if name_of(call.input.dtype) not in DTYPES:
         return call
     captured = capturing(call.input.device) if captured is None else captured
-    wider, spec_and_size = dataclasses.replace(call, width=width), spec_of(call, 1)
-    broad, narrow = ([choice for _, _, choice in _parts(one, captured=captured)] for one in (wider, call))
-    return wider if pays(*spec_and_size, call.num_layers, narrow, broad, captured=captured) else call
+    wider, (spec, size) = dataclasses.replace(call, width=width), spec_of(call, 1)
+    narrow = [choice for _, _, choice in _parts(call, captured=captured)]
+    if width == hidden:
+        return wider if pays_for_input(spec, size, features, narrow, captured=captured) else call
+    broad = [choice for _, _, choice in _parts(wider, captured=captured)]
+    return wider if pays(spec, size, call.num_layers, narrow, broad, captured=captured) else call
+
+
+def pays_for_input(spec: GruSpec, size: GruSize, features: int, choices: Sequence[Choice], *, captured: bool) -> bool:
+    """Whether a call that kernels serve takes less if its input is widened: a product takes up to six times as long as if it is."""
+    if any(choice.variant is None or not choice.us for choice in choices):
+        return False
+    now, after = (
+        us_of(GRU, "projection", products_of_input(spec, size, width))
+        for width in (features, width_of(features, spec.item))
+    )
+    return now - after > widening_input_us(spec, size, features, captured=captured)
 
 
 def pays(  # noqa: PLR0913 - a call, and what would serve it
@@ -78,13 +109,14 @@ def pays(  # noqa: PLR0913 - a call, and what would serve it
         return False
     us = sum(choice.us for choice in broad) + widening_us(spec, size, layers, captured=captured)
     if all(choice.variant is not None for choice in narrow):
-        return us < MARGIN * sum(choice.us for choice in narrow)
+        # The model thinks narrow rows faster than they are, by a quarter more than wide ones.
+        return us < (1 if narrow[0].rule == "model" else MARGIN) * sum(choice.us for choice in narrow)
     if spec.resets:  # which PyTorch's own has not
         return True
     least, left = _library_us(spec, size, layers, captured), narrow[0]
     if layers == 1 and left.row is not None:  # which was measured
         least = left.us if captured else max(left.us, called_us(spec, size))
-    return us < margin(wider_spec(spec)) * least
+    return us < (MARGIN_ONE_LAUNCH if not called_us(spec, size) else margin(wider_spec(spec))) * least
 
 
 @functools.lru_cache(maxsize=misses.MAX_CHOICES)
@@ -105,8 +137,13 @@ def why_not(call: GruCall) -> str | None:
         return "there is nothing to compute: an axis is empty"
     if reason is not None or is_empty(call):
         return reason
-    choice = _parts(call)[-1][2]
-    return choice.why if choice.variant is None else None
+    spec, size, choice = _parts(call)[-1]
+    if choice.variant is None:
+        return choice.why
+    steps = size.seq * spec.directions * call.num_layers
+    if spec.packed and not spec.resets and steps < PACKED_STEPS and not capturing(call.input.device):
+        return f"{steps} packed steps take PyTorch's own no longer than any call of them takes the host"
+    return None
 
 
 def remember_eager(call: GruCall) -> None:

@@ -17,8 +17,8 @@ from tuned.families.products import ITEM_SIZE
 
 ROW_BYTES = 16  # a multiple of which rows of the state are to be
 # What widening takes beside the kernels: launches of PyTorch's own, by the device in a graph and by the host in a call, and bytes.
-LAUNCHES, LAUNCHES_OF_STACK = 16, 22
-CAPTURED_LAUNCH_US, CALLED_LAUNCH_US = 1.5, 4.0
+LAUNCHES, LAUNCHES_OF_STACK, LAUNCHES_OF_INPUT = 16, 22, 4
+CAPTURED_LAUNCH_US, CALLED_LAUNCH_US = 2.0, 15.0  # on a host where nn.GRU takes 23 us a step
 BYTES_PER_US = 2.5e6
 SECTOR = 32  # bytes that a store to memory takes at least
 
@@ -45,8 +45,15 @@ def widening_us(spec: GruSpec, size: GruSize, layers: int, *, captured: bool) ->
     return launches * (CAPTURED_LAUNCH_US if captured else CALLED_LAUNCH_US) + moved / BYTES_PER_US
 
 
+def widening_input_us(spec: GruSpec, size: GruSize, features: int, *, captured: bool) -> float:
+    """What it takes to widen the input of a call alone, microseconds."""
+    item = ITEM_SIZE[spec.dtype]
+    moved = size.batch * size.seq * (features + width_of(features, item)) * item
+    return LAUNCHES_OF_INPUT * (CAPTURED_LAUNCH_US if captured else CALLED_LAUNCH_US) + moved / BYTES_PER_US
+
+
 def widened(call: GruCall) -> GruCall:
-    """The call with ``call.width`` units, and with rows of its input that are multiples of 16 bytes too; differentiable.
+    """The call with ``call.width`` units, which may be as many as it has, and with rows of its input that are multiples of 16 bytes too; differentiable.
 
     Weights of one kind are parts of one tensor, as those of nn.GRU are.
     """
@@ -67,10 +74,10 @@ def widened(call: GruCall) -> GruCall:
     return dataclasses.replace(
         call,
         input=torch.nn.functional.pad(call.input, (0, beside)) if beside else call.input,
-        hx=torch.nn.functional.pad(call.hx, (0, more)),
+        hx=torch.nn.functional.pad(call.hx, (0, more)) if more else call.hx,
         weights=tuple(weight for cell in zip(*of_kinds, strict=True) for weight in cell),
         width=None,
-        units=hidden,
+        units=hidden if more else None,
     )
 
 
@@ -97,4 +104,4 @@ def _joined(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
 def _padded(weights: torch.Tensor, rows: tuple[int, ...], more: tuple[int, ...]) -> torch.Tensor:
     """Weights of several cells ``[cells, 3 * H, ...]``, their rows, or all of a matrix, split into ``rows`` and padded with 0."""
     shape = (len(weights), *rows) if len(rows) > 2 else (len(weights), *rows, *weights.shape[2:])  # noqa: PLR2004
-    return torch.nn.functional.pad(weights.reshape(shape), more)
+    return torch.nn.functional.pad(weights.reshape(shape), more) if any(more) else weights

@@ -24,6 +24,9 @@ LAYER_OVER_FIRST = 0.2  # cuDNN runs the layers of a stack side by side: what on
 NEAR, NEAR_MOST = 0.06, 0.2  # what the estimate of a variant is raised by, for each octave to a row that it won
 MOST_ALIGNED = 16
 MARGIN, MARGIN_NARROW = 0.85, 0.65
+MARGIN_ONE_LAUNCH = (
+    0.5  # of widened layers that cuDNN may have one launch for: they took up to 2.1 of what the model thought
+)
 MARGIN_NARROW_FLOAT32 = 0.35  # kernels took up to 3.7 of what the model thinks: docs/decisions/0050
 # As a call PyTorch's own launches a GEMM and a kernel for each step of a cell (a layer and direction): of 290 random calls on six hosts
 # with H200s none took less than 9.3 us a step of a cell, but for dense float32 layers of up to 192 units, of which cuDNN has one launch.
@@ -116,11 +119,20 @@ def called_us(spec: GruSpec, size: GruSize) -> float:
 
 
 def projection(spec: GruSpec, size: GruSize) -> dict[str, float]:
-    """Amounts of the products of the input and its weights, which the time of a recurrence does not have in it."""
-    return {
-        "call": 1.0,
-        "products": size.seq * size.batch * spec.directions * spec.hidden**2 * spec.item / 2 / 1e9,
-    }
+    """Amounts of the products of the input, as wide as the state, and its weights, which the time of a recurrence does not have in it."""
+    return {"call": 1.0, **products_of_input(spec, size, spec.hidden)}
+
+
+def products_of_input(spec: GruSpec, size: GruSize, features: int) -> dict[str, float]:
+    """Amounts of the products of an input of so many features and its weights."""
+    # Float32 takes four times as long as 16 bits: half as many products at a time on the tensor cores, and by a kernel of our own.
+    products = size.seq * size.batch * spec.directions * spec.hidden * features * (spec.item / 2) ** 2 / 1e9
+    return {"products": products, "products_narrow": products * _narrow(features * spec.item)}
+
+
+def _narrow(row_bytes: int) -> float:
+    """How often the 16 bytes that a thread loads at a time are halved until rows of so many bytes are a multiple of them."""
+    return math.log2(MOST_ALIGNED / math.gcd(row_bytes, MOST_ALIGNED))
 
 
 def alike(size: GruSize) -> GruSize:
