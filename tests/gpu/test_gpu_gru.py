@@ -363,6 +363,40 @@ def test_steps_of_many_rows_give_the_same_where_they_are_known(
             torch.testing.assert_close(got, want, rtol=0, atol=2e-2)
 
 
+@pytest.mark.gpu_sample
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_layers": 3, "bias": False}, {"num_layers": 2, "bidirectional": True, "batch_first": True}]
+)
+def test_rows_of_no_multiple_of_16_bytes_are_right_where_they_are_widened(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Looked at, known by its properties, known at once, captured; an input is infinite, and weights change in place."""
+    variant = dataclasses.replace(SPLIT, block_hidden=32)
+    monkeypatch.setattr(run, "_choose", lambda *_: Choice("winner", "", variant, us=1.0))
+    monkeypatch.setattr(run, "pays", lambda *_, **__: True)
+    made: dict[str, Any] = {"device": "cuda", "dtype": dtype, **settings}
+    module, theirs = tuned.nn.GRU(FEATURES + 1, 101, **made), torch.nn.GRU(FEATURES + 1, 101, **made)
+    shape = (9, 40) if settings.get("batch_first") else (40, 9)
+    x = torch.randn(*shape, FEATURES + 1, device="cuda", dtype=dtype)
+    x[3, 2, 1] = torch.inf
+    with torch.no_grad():
+        assert "units more, so that rows are a multiple of 16 bytes" in tuned.explain(module, x).why
+        for _ in range(4):
+            for weight in module.parameters():
+                weight.mul_(0.9)
+            theirs.load_state_dict(module.state_dict())
+            found, wanted = [module(x)], theirs(x)
+            stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                found.append(module(x))
+            graph.replay()
+            for one in found:
+                assert one[0].is_contiguous()
+                for got, want in zip(one, wanted, strict=True):
+                    torch.testing.assert_close(got, want, rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 2e-3)
+
+
 @pytest.mark.gpu
 def test_a_graph_replayed_a_thousand_times_gives_what_calls_give(forced: Callable[[GruVariant], None]) -> None:
     forced(SPLIT)

@@ -149,6 +149,29 @@ def test_gradients_are_as_near_to_float64_as_pytorchs(case: dict[str, Any], serv
         assert our <= max(AS_GOOD * their, floor), (index, our, their)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("both", [False, True])
+def test_gradients_of_widened_layers_are_as_near_to_float64_as_pytorchs(
+    monkeypatch: pytest.MonkeyPatch, served: list[GruCall], dtype: torch.dtype, *, both: bool
+) -> None:
+    monkeypatch.setattr(training.run, "narrow_us", lambda *_: 1e9)
+    theirs, ours = pair(101, dtype, num_layers=2, bidirectional=both)
+    directions = 2 if both else 1
+    x = torch.randn(60, 9, 24, device="cuda", dtype=dtype)
+    hx = torch.randn(2 * directions, 9, 101, device="cuda", dtype=dtype)
+    grads = torch.randn(60, 9, directions * 101, device="cuda", dtype=dtype), torch.randn_like(hx)
+    exact = copy.deepcopy(theirs).double()
+    wanted = gradients(exact, x.double(), hx.double(), tuple(g.double() for g in grads))
+    reference = error(gradients(theirs, x, hx, grads), wanted)
+    for _ in range(3):
+        found = gradients(ours, x, hx, grads)
+        assert all(a.shape == b.shape for a, b in zip(found, wanted, strict=True))
+        floor = 2e-3 if dtype == torch.float32 else 5e-3
+        for index, (our, their) in enumerate(zip(error(found, wanted), reference, strict=True)):
+            assert our <= max(AS_GOOD * their, floor), (index, our, their)
+    assert {call.hx.shape[2] for call in served} == {104}
+
+
 def test_the_same_bits_come_from_run_to_run() -> None:
     _, ours = pair(256, num_layers=2)
     x, hx = torch.randn(60, 32, 24, device="cuda").bfloat16(), torch.zeros(2, 32, 256, device="cuda").bfloat16()

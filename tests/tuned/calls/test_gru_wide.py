@@ -313,9 +313,23 @@ def test_where_pytorchs_own_has_no_resets_a_kernel_serves_at_any_time() -> None:
 
 def test_a_gradient_is_widened_where_kernels_serve_it_only_so(monkeypatch: pytest.MonkeyPatch) -> None:
     call = narrow()
-    for served, width in (({NARROW, WIDE}, None), ({WIDE}, WIDE), (set(), None)):
+    for served, width in (({NARROW, WIDE}, None), ({WIDE}, WIDE), (set(), None), ({NARROW}, None)):
         monkeypatch.setattr(training, "why_not", lambda call, served=served: None if call.hidden in served else "slow")
         assert training.wide(call).width == width
+
+
+@pytest.mark.parametrize(
+    ("features", "hidden", "steps", "width"),
+    [(257, 512, 2000, 512), (256, 512, 2000, None), (257, 512, 8, None), (300, 500, 2000, 504), (300, 500, 8, None)],
+)
+def test_a_gradient_is_widened_where_its_products_then_take_less(
+    monkeypatch: pytest.MonkeyPatch, features: int, hidden: int, steps: int, width: int | None
+) -> None:
+    monkeypatch.setattr(training, "why_not", lambda _call: None)
+    made = torch.nn.GRU(features, hidden, dtype=torch.bfloat16, device="meta")
+    x = torch.empty(steps, 64, features, dtype=torch.bfloat16, device="meta")
+    hx = torch.empty(1, 64, hidden, dtype=x.dtype, device="meta")
+    assert training.wide(_as_call(x, hx, made, {})).width == width
 
 
 def test_explain_says_that_a_call_is_widened() -> None:

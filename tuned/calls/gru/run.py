@@ -94,11 +94,16 @@ def pays_for_input(spec: GruSpec, size: GruSize, features: int, choices: Sequenc
     """Whether a call that kernels serve takes less if its input is widened: a product takes up to six times as long as if it is."""
     if any(choice.variant is None or not choice.us for choice in choices):
         return False
+    return narrow_us(spec, size, features) > widening_input_us(spec, size, features, captured=captured)
+
+
+def narrow_us(spec: GruSpec, size: GruSize, features: int) -> float:
+    """What the product of an input takes longer than if its rows were multiples of 16 bytes."""
     now, after = (
         us_of(GRU, "projection", products_of_input(spec, size, width))
         for width in (features, width_of(features, spec.item))
     )
-    return now - after > widening_input_us(spec, size, features, captured=captured)
+    return now - after
 
 
 def pays(  # noqa: PLR0913 - a call, and what would serve it

@@ -20,7 +20,7 @@ from tuned.calls.gru import eager, run
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.plan import leave, settings_of, trained
 from tuned.calls.gru.project import project
-from tuned.calls.gru.wide import narrowed, silence, widened, width_of
+from tuned.calls.gru.wide import narrowed, silence, widened, widening_us, width_of
 from tuned.calls.products import precision_of, recurrent_precision
 from tuned.families.gru.model import LAYER_OVER_FIRST
 from tuned.families.gru.spec import GruSize, GruSpec
@@ -38,6 +38,8 @@ Grads = list[torch.Tensor | None]
 
 # Of fewer steps a call is the host's time, most of which does not depend on them; in a graph, that of some 20 launches.
 CALLED_STEPS, CAPTURED_STEPS = 48, 8
+# Products of a layer forward and backward, each as large as that of its input; what widens is undone in the backward.
+PRODUCTS, BOTH_WAYS = 6, 2
 
 
 def why_not(call: GruCall) -> str | None:
@@ -53,11 +55,17 @@ def why_not(call: GruCall) -> str | None:
 
 
 def wide(call: GruCall) -> GruCall:
-    """The call, with ``width`` where kernels serve it only if rows are a multiple of 16 bytes."""
-    wider = dataclasses.replace(call, width=width_of(call.hx.shape[2], call.input.element_size()))
-    if wider.width == call.hx.shape[2] or call.dropout or why_not(call) is None:
+    """The call, with ``width`` where kernels serve it only if rows are a multiple of 16 bytes, or all its products then take less."""
+    hidden, features, item = call.hx.shape[2], call.input.shape[-1], call.input.element_size()
+    wider = dataclasses.replace(call, width=width_of(hidden, item))
+    if (wider.width == hidden and width_of(features, item) == features) or call.dropout or why_not(wider) is not None:
         return call
-    return wider if why_not(wider) is None else call
+    if why_not(call) is not None:
+        return wider
+    spec, size = run.spec_of(call, 1)
+    saved = PRODUCTS * run.narrow_us(spec, size, features if wider.width == hidden else hidden)
+    cost = widening_us(spec, size, call.num_layers, captured=run.capturing(call.input.device))
+    return wider if saved > BOTH_WAYS * cost else call
 
 
 def _slower(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice) -> str | None:
