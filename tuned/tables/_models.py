@@ -7,9 +7,9 @@
 MODELS = {
     "gru": {
         "kernels": {"call": 4.779, "counter": 0.8278, "early": 0.09496, "elements": 0.03822, "loads": 44.21, "message": 46.49, "pieces": 0.2865, "poll": 0.8844, "probe": 0.7271, "spin": 0.4994, "state": 5.032, "step": 0.3857, "sums": 113.1, "tile_products": 2.222, "tile_weights": 7.691, "turns": 1.504, "unit_tiles": 0.4283, "weights": 3.764},
-        "library": {"call": 11.96, "cell": 0.08602, "gates": 15.28, "gates_narrow": 14.04, "gates_narrower": 26.41, "products": 10.14, "products_narrow": 20.2, "products_narrower": 18.09, "step": 4.086, "step_narrow": 0.2633, "step_narrower": 0.09739, "units": 1.881, "weights": 0.1696, "weights_narrow": 0.6178},
-        "library_float32": {"call": 25.9, "cell": 2.194, "gates": 23.41, "gates_narrower": 0.3883, "products": 32.06, "products_narrow": 89.53, "products_narrower": 12.63, "units": 4.361},
-        "library_small_float32": {"call": 13.67, "cell": 0.3698, "gates": 23.34, "gates_narrow": 3.814, "gates_narrower": 2.068, "step_narrow": 0.004044, "step_of_both": 0.4985, "weights": 23.18},
+        "library": {"call": 12.26, "cell": 0.09846, "gates": 15.19, "gates_narrow": 16.21, "gates_narrower": 24.37, "products": 10.24, "products_narrow": 19.04, "products_narrower": 18.07, "step": 4.07, "step_narrow": 0.2448, "step_narrower": 0.1076, "units": 1.928, "weights": 0.1403, "weights_narrow": 0.7005},
+        "library_float32": {"call": 24.84, "cell": 2.211, "gates": 21.18, "gates_narrower": 4.553, "products": 33.82, "products_narrow": 90.84, "products_narrower": 11.53, "units": 4.352},
+        "library_small_float32": {"call": 13.58, "cell": 0.372, "gates": 23.88, "gates_narrow": 3.001, "gates_narrower": 2.5, "step_narrow": 0.007841, "step_narrower": 0.0002121, "step_of_both": 0.4964, "weights": 22.88},
         "projection": {"call": 10.18, "products": 8.31, "products_narrow": 17.29},
     },
 }

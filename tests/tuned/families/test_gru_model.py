@@ -8,7 +8,20 @@ import math
 import pytest
 
 from tuned.families.gru import FAMILY
-from tuned.families.gru.model import alike, candidates, handicap, kernels, library, margin, octaves, projection, spills
+from tuned.families.gru.model import (
+    HOST_STEP_US,
+    alike,
+    called_us,
+    candidates,
+    handicap,
+    kernels,
+    library,
+    margin,
+    octaves,
+    products_of_input,
+    projection,
+    spills,
+)
 from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant, alone, programs, rejection
 
@@ -90,6 +103,31 @@ def test_the_library_has_a_kernel_of_its_own_for_small_float32_layers() -> None:
     one, stack = (library(GruSpec("bfloat16", 512, layers=layers), GruSize(16, 100))[1]["step"] for layers in (1, 3))
     assert one < stack < 3 * one, "layers run side by side"
     assert projection(BF16, GruSize(8, 10))["products"] == 10 * 8 * 512**2 / 1e9
+
+
+def test_as_a_call_pytorchs_own_takes_the_host_some_time_for_each_step_unless_it_has_one_launch() -> None:
+    one = called_us(BF16, GruSize(16, 100))
+    assert one == 100 * HOST_STEP_US
+    assert called_us(dataclasses.replace(BF16, layers=3), GruSize(16, 100)) == 3 * one
+    assert called_us(dataclasses.replace(BF16, directions=2), GruSize(16, 100)) == 2 * one
+    for spec, batch, one_launch in (
+        (GruSpec("float32", 128), 500, True),
+        (GruSpec("float32", 192), 256, True),
+        (GruSpec("float32", 192), 257, False),
+        (GruSpec("float32", 193), 1, False),
+        (GruSpec("float32", 64, "packed"), 1, False),
+        (GruSpec("float16", 64), 1, False),
+    ):
+        assert (called_us(spec, GruSize(batch, 100)) == 0) is one_launch, spec
+
+
+def test_narrow_rows_of_an_input_take_longer_the_narrower_they_are() -> None:
+    amounts = [products_of_input(BF16, GruSize(16, 100), features) for features in (256, 260, 258, 257)]
+    assert amounts[0]["products_narrow"] == 0
+    assert [round(a["products_narrow"] / a["products"]) for a in amounts[1:]] == [1, 2, 3]
+    wide, narrow = (library(GruSpec("bfloat16", hidden), GruSize(16, 9))[1] for hidden in (512, 510))
+    assert not any(name.endswith(("_narrow", "_narrower")) for name in wide)
+    assert narrow["products_narrower"] == narrow["products_narrow"] == narrow["products"]
 
 
 def test_a_row_helps_its_neighbours_the_nearer_the_more() -> None:

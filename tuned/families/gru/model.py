@@ -29,8 +29,10 @@ MARGIN_ONE_LAUNCH = (
 )
 MARGIN_NARROW_FLOAT32 = 0.35  # kernels took up to 3.7 of what the model thinks: docs/decisions/0050
 # As a call PyTorch's own launches a GEMM and a kernel for each step of a cell (a layer and direction): of 290 random calls on six hosts
-# with H200s none took less than 9.3 us a step of a cell, but for dense float32 layers of up to 192 units, of which cuDNN has one launch.
-HOST_STEP_US, ONE_LAUNCH_HIDDEN = 8.0, 192
+# with H200s none took less than 9.3 us a step of a cell, but for dense float32 layers of which cuDNN may have one launch: those of up
+# to 128 units, and of up to 192 with not too many rows.
+HOST_STEP_US = 8.0
+ONE_LAUNCH_HIDDEN, ONE_LAUNCH_BATCH = (128, 192), 256
 LEAST_ROWS = 16  # of a product on tensor cores
 MEASURED = 90  # the capability that the weights were measured on, with tiles of all kinds
 # Elements of a piece of the state a thread, and then rows or results of a program, from which on kernels spill on other cards if
@@ -113,7 +115,9 @@ def library(spec: GruSpec, size: GruSize) -> tuple[str, dict[str, float]]:
 
 def called_us(spec: GruSpec, size: GruSize) -> float:
     """What torch.nn.GRU takes the host at least, as a call; 0 where cuDNN may have one launch for all steps."""
-    if spec.dtype == "float32" and spec.dense and spec.hidden <= ONE_LAUNCH_HIDDEN:
+    any_batch, few_rows = ONE_LAUNCH_HIDDEN
+    one_launch = spec.hidden <= any_batch or (spec.hidden <= few_rows and size.batch <= ONE_LAUNCH_BATCH)
+    if spec.dtype == "float32" and spec.dense and one_launch:
         return 0.0
     return size.seq * spec.layers * spec.directions * HOST_STEP_US
 
