@@ -135,7 +135,7 @@ def forced(family: str, index: int) -> Iterator[None]:
         fresh(),
         replaced("pays", gru_run.pays, pays),
         replaced("pays_for_input", gru_run.pays_for_input, pays),
-        replaced("PACKED_STEPS", gru_run.PACKED_STEPS, 0),
+        replaced("PACKED_US", gru_run.PACKED_US, -1e9),
         replaced("CALLED_STEPS", training.CALLED_STEPS, 0),
         replaced("CAPTURED_STEPS", training.CAPTURED_STEPS, 0),
         replaced("choose", genuine, choose),

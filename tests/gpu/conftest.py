@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True)
 def kernels_for_short_packed_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that short sequences test them."""
-    monkeypatch.setattr(run, "PACKED_STEPS", 0)
+    monkeypatch.setattr(run, "PACKED_US", -1e9)
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     for module in (run, project):
         monkeypatch.setattr(module, "launch_known", made.launch)
     monkeypatch.setattr(run, "may_learn", lambda _device: True)
-    monkeypatch.setattr(run, "PACKED_STEPS", 0)
+    monkeypatch.setattr(run, "PACKED_US", -1e9)
     monkeypatch.setattr(torch.cuda, "device", _NoDevice)
     believing(monkeypatch)
     with torch.no_grad():

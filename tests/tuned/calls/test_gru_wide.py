@@ -24,7 +24,10 @@ from tuned.lookup.lookup import Choice, Gpu
 if TYPE_CHECKING:
     from tuned.families.launch import Launch
 
-pytestmark = pytest.mark.interpreter
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.filterwarnings("ignore:RNN module weights"),  # what torch.nn.GRU says of weights of its own
+]
 
 __all__ = ["backward", "interpreted", "machine"]
 
@@ -210,6 +213,7 @@ def test_a_gru_that_is_as_wide_gets_no_plan_of_a_widened_one(
     poll = GruVariant("persistent", block_hidden=8, block_batch=8, exchange="poll")
     choose(monkeypatch, ONE)
     monkeypatch.setattr(run, "_parts", lambda call, **_: [(*run.spec_of(call, 1), Choice("winner", "", poll))])
+    monkeypatch.setattr(training, "stays_on_chip", lambda *_: False)
     monkeypatch.setattr(training, "why_not", lambda call: None if call.hidden == WIDE else "kernels lose")
     for hidden in (NARROW, NARROW, NARROW, WIDE, WIDE, WIDE):
         made = torch.nn.GRU(FEATURES, hidden)
@@ -313,9 +317,13 @@ def test_where_pytorchs_own_has_no_resets_a_kernel_serves_at_any_time() -> None:
 
 def test_a_gradient_is_widened_where_kernels_serve_it_only_so(monkeypatch: pytest.MonkeyPatch) -> None:
     call = narrow()
+    monkeypatch.setattr(training, "stays_on_chip", lambda *_: False)
     for served, width in (({NARROW, WIDE}, None), ({WIDE}, WIDE), (set(), None), ({NARROW}, None)):
         monkeypatch.setattr(training, "why_not", lambda call, served=served: None if call.hidden in served else "slow")
         assert training.wide(call).width == width
+    monkeypatch.setattr(training, "stays_on_chip", lambda *_: True)
+    monkeypatch.setattr(training, "why_not", lambda call: "slow" if call.hidden == NARROW else None)
+    assert training.wide(call).width is None, "PyTorch's own is fast there"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,12 @@ import pytest
 from tuned.families.gru import FAMILY
 from tuned.families.gru.model import (
     HOST_STEP_US,
+    MARGIN,
+    MARGIN_BOTH_FLOAT32,
+    MARGIN_NARROW,
+    MARGIN_NARROW_FLOAT32,
+    MARGIN_ON_CHIP,
+    MOST_REGISTERS,
     alike,
     called_us,
     candidates,
@@ -17,9 +23,11 @@ from tuned.families.gru.model import (
     kernels,
     library,
     margin,
+    margin_of_device,
     octaves,
     products_of_input,
     projection,
+    registers,
     spills,
 )
 from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
@@ -64,10 +72,19 @@ def test_tiles_that_spill_are_offered_on_other_cards_only_if_there_is_nothing_el
     assert not spills(spec, dataclasses.replace(tile, block_hidden=32, block_batch=16))
     assert not [v for v in candidates(spec, size, 80, 108) if spills(spec, v)]
     assert tile in candidates(spec, size, 90, 132), "measured there"
-    stack, large = GruSpec("bfloat16", 215, "thd", layers=2), GruSize(280, 1395)
-    rest = candidates(stack, large, 80, 108)
-    assert rest
-    assert all(spills(stack, v) for v in rest), "one launch is offered wherever one fits"
+
+
+def test_tiles_without_room_in_registers_are_offered_only_where_a_layer_has_nothing_else() -> None:
+    stack, size = GruSpec("bfloat16", 448, "packed", layers=2), GruSize(151, 312)
+    crowded = GruVariant("persistent", "split", 32, 64, "spin", "late", 4)
+    assert rejection(stack, size, crowded, 90, 132) is None
+    assert registers(stack, crowded) > MOST_REGISTERS, "60,996 bytes a thread spilled"
+    assert not candidates(stack, size, 90, 132), "its layers are launched one by one"
+    layer, many = GruSpec("bfloat16", 448), GruSize(280, 312)
+    for card, processors, room in ((90, 132, True), (80, 16, False)):
+        found = candidates(layer, many, card, processors)
+        assert found, "one launch is offered wherever one fits"
+        assert all((registers(layer, one) <= MOST_REGISTERS) is room for one in found)
 
 
 def test_amounts_grow_with_what_they_count() -> None:
@@ -103,6 +120,16 @@ def test_the_library_has_a_kernel_of_its_own_for_small_float32_layers() -> None:
     one, stack = (library(GruSpec("bfloat16", 512, layers=layers), GruSize(16, 100))[1]["step"] for layers in (1, 3))
     assert one < stack < 3 * one, "layers run side by side"
     assert projection(BF16, GruSize(8, 10))["products"] == 10 * 8 * 512**2 / 1e9
+
+
+def test_where_the_model_errs_by_more_a_kernel_must_lead_by_more() -> None:
+    margins = [
+        margin_of_device(GruSpec("float32", hidden, directions=directions), GruSize(batch, 99))
+        for hidden, directions, batch in ((96, 1, 64), (256, 1, 500), (256, 2, 128), (256, 2, 129), (257, 1, 1))
+    ]
+    assert margins == [MARGIN_ON_CHIP, MARGIN, MARGIN, MARGIN_BOTH_FLOAT32, MARGIN_NARROW_FLOAT32]
+    assert margin_of_device(GruSpec("float32", 96, "thd"), GruSize(500, 9)) == math.inf, "nothing else does that"
+    assert margin_of_device(GruSpec("bfloat16", 257, directions=2), GruSize(500, 9)) == MARGIN_NARROW
 
 
 def test_as_a_call_pytorchs_own_takes_the_host_some_time_for_each_step_unless_it_has_one_launch() -> None:

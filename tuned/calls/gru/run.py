@@ -25,11 +25,11 @@ from tuned.families.gru.launches import Recurrence, counters_needed
 from tuned.families.gru.model import (
     HOST_STEP_US,
     MARGIN,
-    MARGIN_ONE_LAUNCH,
     called_us,
     margin,
     margin_of_device,
     products_of_input,
+    stays_on_chip,
 )
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import steps_are_alike
@@ -48,9 +48,9 @@ MAX_LENGTHS = 64  # sets of lengths whose tensors are kept on a device
 # Of the host, for a step that is a product of the library and a kernel, where no graph spares it them: 21.7 on a host where nn.GRU
 # takes 23, so a little less than that on any.
 CALLED_STEP_US = 10.0
-# Of all layers and directions together. A call of packed sequences has no plan: on a host where it takes 660 us, PyTorch's own
-# takes 250, and 11 more for each such step.
-PACKED_STEPS = 40
+# Of the host, for a call of packed sequences, which has no plan: 890 us on a host where PyTorch's own takes 20 a step of a layer and
+# direction, and so on the scale of HOST_STEP_US.
+PACKED_US = 384.0
 DEVICE_ROWS = 64  # from so many on a call of a GRU takes the device longer than the host
 ALIGNED_BYTES = 16  # templates/gru_step.py.jinja assumes that rows are so aligned if their width allows it
 
@@ -122,7 +122,8 @@ def pays(  # noqa: PLR0913 - a call, and what would serve it
     least, left = _library_us(spec, size, layers, captured), narrow[0]
     if layers == 1 and left.row is not None:  # which was measured
         least = left.us if captured else max(left.us, called_us(spec, size))
-    return us < (MARGIN_ONE_LAUNCH if not called_us(spec, size) else margin(wider_spec(spec))) * least
+    wider = wider_spec(spec)
+    return us < min(margin(wider), margin_of_device(wider, size)) * least
 
 
 @functools.lru_cache(maxsize=misses.MAX_CHOICES)
@@ -146,10 +147,14 @@ def why_not(call: GruCall) -> str | None:
     spec, size, choice = _parts(call)[-1]
     if choice.variant is None:
         return choice.why
-    steps = size.seq * spec.directions * call.num_layers
-    if spec.packed and not spec.resets and steps < PACKED_STEPS and not capturing(call.input.device):
-        return f"{steps} packed steps take PyTorch's own no longer than any call of them takes the host"
-    return None
+    if not spec.packed or spec.resets or not choice.us or capturing(call.input.device):
+        return None
+    us = choice.us * call.num_layers / spec.layers
+    one_layer = dataclasses.replace(spec, layers=1)
+    theirs_us = _library_us(one_layer, size, call.num_layers, False)  # noqa: FBT003
+    if us + PACKED_US <= theirs_us:
+        return None
+    return f"PyTorch's own takes about {theirs_us:.4g} us, kernels {us:.4g} and the host {PACKED_US:g} for packed sequences"
 
 
 def remember_eager(call: GruCall) -> None:
@@ -338,7 +343,11 @@ def _called(choice: Choice, spec: GruSpec, size: GruSize) -> Choice:
     """A choice that is left to PyTorch's own; or the best in one launch, if that takes the device less than the other the host."""
     host_us = called_us(spec, size)
     best = _best_kernel(spec, size, choice.gpu) if choice.gpu is not None and host_us else None
-    if best is None or not best.us or best.us > (1.0 if best.row is not None else margin_of_device(spec)) * host_us:
+    if (
+        best is None
+        or not best.us
+        or best.us > (1.0 if best.row is not None else margin_of_device(spec, size)) * host_us
+    ):
         return choice
     why = f"{best.why}; as a call PyTorch's own takes the host {host_us:.4g} us, at {HOST_STEP_US:g} a step of a layer and direction"
     return dataclasses.replace(best, why=why)
@@ -374,9 +383,10 @@ def _share(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> floa
 
     A call of few rows is the host's time, of which kernels take a third: docs/decisions/0050.
     """
-    if choice.rule != "model" or spec.thd or not (captured or size.batch >= DEVICE_ROWS):
+    few = not captured and size.batch < DEVICE_ROWS and not stays_on_chip(spec, size)
+    if choice.rule != "model" or spec.thd or few:
         return 1.0
-    return margin_of_device(spec)
+    return margin_of_device(spec, size)
 
 
 def _left(choice: Choice, why: str) -> Choice:

@@ -22,7 +22,7 @@ from tuned.calls.gru.plan import leave, settings_of, trained
 from tuned.calls.gru.project import project
 from tuned.calls.gru.wide import narrowed, silence, widened, widening_us, width_of
 from tuned.calls.products import precision_of, recurrent_precision
-from tuned.families.gru.model import LAYER_OVER_FIRST
+from tuned.families.gru.model import LAYER_OVER_FIRST, stays_on_chip
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru_backward import FAMILY as BACKWARD
 from tuned.families.gru_backward.launches import PARTS, RecurrenceGradient, counters_needed
@@ -60,9 +60,9 @@ def wide(call: GruCall) -> GruCall:
     wider = dataclasses.replace(call, width=width_of(hidden, item))
     if (wider.width == hidden and width_of(features, item) == features) or call.dropout or why_not(wider) is not None:
         return call
-    if why_not(call) is not None:
-        return wider
     spec, size = run.spec_of(call, 1)
+    if why_not(call) is not None:
+        return call if stays_on_chip(spec, size) else wider
     saved = PRODUCTS * run.narrow_us(spec, size, features if wider.width == hidden else hidden)
     cost = widening_us(spec, size, call.num_layers, captured=run.capturing(call.input.device))
     return wider if saved > BOTH_WAYS * cost else call

@@ -24,9 +24,9 @@ LAYER_OVER_FIRST = 0.2  # cuDNN runs the layers of a stack side by side: what on
 NEAR, NEAR_MOST = 0.06, 0.2  # what the estimate of a variant is raised by, for each octave to a row that it won
 MOST_ALIGNED = 16
 MARGIN, MARGIN_NARROW = 0.85, 0.65
-MARGIN_ONE_LAUNCH = (
-    0.5  # of widened layers that cuDNN may have one launch for: they took up to 2.1 of what the model thought
-)
+MARGIN_ON_CHIP = 0.5  # of layers that ``stays_on_chip``: kernels took up to 2.1 of what the model thinks
+# Of float32 both ways in many rows, of which nothing was measured: kernels took up to 2.4 of what the model thinks.
+MARGIN_BOTH_FLOAT32, MANY_ROWS = 0.6, 128
 MARGIN_NARROW_FLOAT32 = 0.35  # kernels took up to 3.7 of what the model thinks: docs/decisions/0050
 # As a call PyTorch's own launches a GEMM and a kernel for each step of a cell (a layer and direction): of 290 random calls on six hosts
 # with H200s none took less than 9.3 us a step of a cell, but for dense float32 layers of which cuDNN may have one launch: those of up
@@ -35,6 +35,8 @@ HOST_STEP_US = 8.0
 ONE_LAUNCH_HIDDEN, ONE_LAUNCH_BATCH = (128, 192), 256
 LEAST_ROWS = 16  # of a product on tensor cores
 MEASURED = 90  # the capability that the weights were measured on, with tiles of all kinds
+# Of the 255 that a thread has. A variant of 64 rows and 32 units of a stack of 448 spilled 60,996 bytes a thread, and took 25 times what the model thought.
+MOST_REGISTERS = 224
 # Elements of a piece of the state a thread, and then rows or results of a program, from which on kernels spill on other cards if
 # a row is no multiple of 16 bytes: 20 of 23 did, by up to 37,302 bytes a thread (docs/decisions/0049).
 NARROW_ELEMENTS, NARROW_ROWS, NARROW_RESULTS = 32, 32, 1024
@@ -109,8 +111,13 @@ def library(spec: GruSpec, size: GruSize) -> tuple[str, dict[str, float]]:
         amounts |= {f"{name}_narrower": amount * (narrow - 1) for name, amount in each.items()}
     if spec.dtype != "float32":
         return "library", amounts
-    small = spec.dense and (hidden <= SMALL_HIDDEN[0] or (hidden <= SMALL_HIDDEN[1] and size.batch <= SMALL_BATCH))
-    return "library_small_float32" if small else "library_float32", amounts
+    return "library_small_float32" if stays_on_chip(spec, size) else "library_float32", amounts
+
+
+def stays_on_chip(spec: GruSpec, size: GruSize) -> bool:
+    """Whether cuDNN has one launch for all steps of a layer, which keeps its weights on chip."""
+    few = spec.hidden <= SMALL_HIDDEN[0] or (spec.hidden <= SMALL_HIDDEN[1] and size.batch <= SMALL_BATCH)
+    return spec.dtype == "float32" and spec.dense and few
 
 
 def called_us(spec: GruSpec, size: GruSize) -> float:
@@ -166,8 +173,18 @@ def _candidates(spec: GruSpec, batch: int, capability: int, multiprocessors: int
             one = dataclasses.replace(variant, exchange=exchange, prefetch=prefetch)
             if rejection(spec, size, one, capability, multiprocessors) is None:
                 found.append(one)
+    roomy = [one for one in found if registers(spec, one) <= MOST_REGISTERS]
+    found = roomy if roomy or spec.stacked else found  # a stack may be launched layer by layer
     slim = () if capability == MEASURED else tuple(one for one in found if not spills(spec, one))
     return slim or tuple(found)
+
+
+def registers(spec: GruSpec, variant: GruVariant) -> float:
+    """Registers that a thread needs at least for sums of products and a piece of the state. In form "split" each warp has all sums."""
+    threads = 32 * variant.num_warps
+    sums = 3 * variant.block_hidden * variant.block_batch / (32 if variant.splits_columns else threads)
+    sets = 2 if spec.stacked else 1
+    return sums + sets * variant.block_batch * max(pieces(spec.hidden, variant.splits)) * spec.item / 4 / threads
 
 
 def spills(spec: GruSpec, variant: GruVariant) -> bool:
@@ -193,10 +210,15 @@ def margin(spec: GruSpec) -> float:
     return MARGIN if spec.hidden * spec.item % MOST_ALIGNED == 0 else MARGIN_NARROW
 
 
-def margin_of_device(spec: GruSpec) -> float:
-    """``margin`` where the time of the device counts alone: of narrow rows of float32 the model errs by most."""
-    narrow = spec.hidden * spec.item % MOST_ALIGNED != 0
-    return MARGIN_NARROW_FLOAT32 if narrow and spec.dtype == "float32" and not spec.thd else margin(spec)
+def margin_of_device(spec: GruSpec, size: GruSize) -> float:
+    """``margin`` where the time of the device counts alone: of float32 the model errs by most."""
+    if spec.dtype != "float32" or spec.thd:
+        return margin(spec)
+    if spec.hidden * spec.item % MOST_ALIGNED != 0:
+        return MARGIN_NARROW_FLOAT32
+    if stays_on_chip(spec, size):
+        return MARGIN_ON_CHIP
+    return MARGIN_BOTH_FLOAT32 if spec.directions > 1 and size.batch > MANY_ROWS else margin(spec)
 
 
 def handicap(variant: GruVariant, won: Mapping[GruVariant, float]) -> float:
