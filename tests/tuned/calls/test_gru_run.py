@@ -189,6 +189,31 @@ def test_a_call_that_nothing_serves_says_why(chosen: Any, monkeypatch: pytest.Mo
     assert "empty" in str(run.why_not(nothing))
 
 
+def test_packed_calls_that_take_the_host_longer_than_pytorchs_own_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no plan. A capture spares the host all of it, and with resets there is nothing else."""
+    served = Choice("model", "", GruVariant("persistent"), us=10.0)
+    monkeypatch.setattr(run, "_choose", lambda *_: served)
+    monkeypatch.setattr(run, "gpu_of", lambda _device: GPU)
+    monkeypatch.setattr(run, "why_eager", lambda *_: None)
+    for steps, layers, resets, captured, left in (
+        (20, 1, False, False, True),
+        (20, 3, False, False, False),
+        (60, 1, False, False, False),
+        (20, 1, True, False, False),
+        (20, 1, False, True, False),
+    ):
+        monkeypatch.setattr(run, "capturing", lambda _device, captured=captured: captured)
+        call = dataclasses.replace(
+            call_of("packed", layers),
+            input=torch.zeros(steps, FEATURES),
+            batch_sizes=torch.ones(steps, dtype=torch.int64),
+            hx=torch.zeros(layers, 1, H),
+            resets=torch.zeros(steps, dtype=torch.bool) if resets else None,
+        )
+        reason = run.why_not(call)
+        assert ("the host 384 for packed sequences" in str(reason)) is left, (steps, layers, resets, captured)
+
+
 def test_the_precision_is_that_of_torchs_setting() -> None:
     with torch.backends.cudnn.flags(allow_tf32=False):
         assert run.spec_of(call_of(), 1)[0].precision == "ieee"

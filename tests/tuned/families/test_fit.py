@@ -50,6 +50,15 @@ def test_a_row_keeps_a_variant_that_its_card_can_run(name: str, capability: int)
     assert kept
 
 
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("name", ["gru_cell", "linear_cat"])
+def test_every_row_of_steps_and_linears_fits_with_fewer_stages(name: str, capability: int) -> None:
+    for row in rows(name):
+        found = brought(FAMILIES[name], row.variant, row.spec, row.spec, capability)
+        assert FAMILIES[name].rejection(row.spec, row.size, found, capability) is None, row
+        assert found.num_stages >= min(2, row.variant.num_stages)
+
+
 @pytest.mark.thinned_on_gpu(every=6)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("name", ANY_SPEC)

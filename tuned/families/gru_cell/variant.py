@@ -97,6 +97,11 @@ def stage_bytes(spec: GruCellSpec, variant: GruCellVariant) -> int:
     return rows * variant.block_k * ITEM_SIZE[spec.dtype] * (2 if variant.schedule == "joint" else 1)
 
 
+def _in_registers(variant: GruCellVariant, capability: int) -> int:
+    """Stages that are not in shared memory: the one being multiplied stays there while the next arrive, unless tensor cores read registers."""
+    return int(variant.form == "split" or capability < PDL_CAPABILITY)  # Hopper's read shared memory
+
+
 def turns(spec: GruCellSpec, variant: GruCellVariant) -> int:
     """Iterations of the longest loop over K."""
     of_x, of_h = blocks_of_k(spec, variant)
@@ -128,8 +133,7 @@ def rejection(  # noqa: PLR0911 - one return per rule
         )
     if variant.pdl and capability < PDL_CAPABILITY:
         return f"programmatic dependent launch needs compute capability 9.0, not {capability / 10}"
-    # The stage being multiplied stays in shared memory while the next ones arrive, unless tensor cores read registers.
-    kept = variant.num_stages - int(variant.form == "split" or capability < 90)  # noqa: PLR2004 - Hopper's read shared memory
+    kept = variant.num_stages - _in_registers(variant, capability)
     needed, limit = kept * stage_bytes(spec, variant), shared_limit(capability)
     if variant.form in ("split", "tile") and capability == 0 and variant.block_hidden < AMD_COLUMNS:
         return f"block_hidden={variant.block_hidden} is less than the {AMD_COLUMNS} columns of AMD's matrix cores"
@@ -321,4 +325,7 @@ def fit(variant: GruCellVariant, spec: GruCellSpec, capability: int) -> GruCellV
             most := max(2, turns(spec, variant))
         ):  # two loops are shorter than the one that they replace
             variant = dataclasses.replace(variant, num_stages=min(most, 4))
+    stages = max(2, shared_limit(capability) // stage_bytes(spec, variant) + _in_registers(variant, capability))
+    if variant.form in ("split", "tile") and stages < variant.num_stages:
+        variant = dataclasses.replace(variant, num_stages=stages)
     return variant

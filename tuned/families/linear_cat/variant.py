@@ -211,6 +211,9 @@ def adapt(variant: LinearCatVariant, _spec: LinearCatSpec, _to: LinearCatSpec) -
     return variant
 
 
-def fit(variant: LinearCatVariant, _spec: LinearCatSpec, capability: int) -> LinearCatVariant:
-    """The variant for another architecture: without what only newer ones have."""
+def fit(variant: LinearCatVariant, spec: LinearCatSpec, capability: int) -> LinearCatVariant:
+    """The variant for another architecture: without what only newer ones have, and with as many stages as it has room for."""
+    stages = max(2, shared_limit(capability) // stage_bytes(spec, variant))
+    if not variant.is_vector and stages < variant.num_stages:
+        variant = dataclasses.replace(variant, num_stages=stages)
     return variant if capability >= PDL_CAPABILITY else dataclasses.replace(variant, pdl=False)
