@@ -2198,6 +2198,43 @@ CACHE = (
     ),
 )
 
+C_WIDE = "tests/tuned/calls/test_gru_wide.py::"
+
+WIDE = (
+    Fault(
+        "added_units_get_an_infinite_input",
+        "tuned/calls/gru/wide.py",
+        "gates.unflatten(-1, (3, -1))[..., units:].zero_()",
+        "gates.unflatten(-1, (3, -1))[..., :0].zero_()",
+        (C_WIDE + "test_an_input_that_is_infinite_saturates_gates_and_makes_no_nan",),
+        "An infinite input times no weight is NaN, which the added units give to all others.",
+    ),
+    Fault(
+        "a_widened_gradient_is_known_to_others",
+        "tuned/calls/gru/run.py",
+        "and not widened_before:",
+        "and True:",
+        (C_WIDE + "test_a_gru_that_is_as_wide_gets_no_plan_of_a_widened_one",),
+        "The last units of a GRU that is as wide as a widened one get nothing of its input.",
+    ),
+    Fault(
+        "results_stay_wide",
+        "tuned/calls/gru/plan.py",
+        "(*narrowed(given, *made[:2]), None, None)",
+        "(*made[:2], None, None)",
+        (C_WIDE + "test_a_known_call_is_widened_again_with_its_own_tensors",),
+        "A known call gives units that its GRU has not.",
+    ),
+    Fault(
+        "the_host_counts_in_graphs_too",
+        "tuned/calls/gru/run.py",
+        "return theirs_us if captured else max(theirs_us, host_us)",
+        "return max(theirs_us, host_us)",
+        (C_WIDE + "test_a_graph_spares_pytorchs_own_the_host",),
+        "A kernel serves a graph where nn.GRU is faster.",
+    ),
+)
+
 FAULTS = (
     *KERNELS,
     *FAMILIES,
@@ -2216,4 +2253,5 @@ FAULTS = (
     *LATENT,
     *LEARNED,
     *CACHE,
+    *WIDE,
 )
