@@ -32,8 +32,8 @@ class GruCall:
     dropout: float = 0.0  # between layers; 0.0 when not training
     recompute: bool = False  # for a gradient: multiply the input by its weights again, and keep no result of that
     resets: torch.Tensor | None = None  # bool, the axes of input but the last: the state is 0 before these steps
-    width: int | None = None  # hidden size that kernels are to compute, if not that of hx: tuned.calls.gru.wide
-    units: int | None = None  # of a call that was widened, the units that it had
+    width: int | None = None  # the hidden size to pad to; None: the call stays as it is. See tuned.calls.gru.wide
+    units: int | None = None  # of a call that was padded: how many units it had
 
     @property
     def hidden(self) -> int:

@@ -244,7 +244,7 @@ def _in_turn(plans: Sequence[Any], cells: Sequence[int], biased: bool) -> Any:  
 
 
 def _of_wide(plan: Any, call: GruCall) -> Any:
-    """The plan of a call that is widened, given that of the wide one."""
+    """The plan of a call that is padded, given that of the padded one."""
     bare = dataclasses.replace(call, input=None, hx=None, weights=(), resets=None)  # type: ignore[arg-type]
 
     def wide(x: Any, hx: Any, weights: Any, resets: Any = None) -> Any:

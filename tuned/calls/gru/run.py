@@ -45,11 +45,11 @@ from tuned.lookup.lookup import Choice, Gpu, best_kernel, choose, modelled, usab
 from tuned.lookup.model import library_us, us_of
 
 MAX_LENGTHS = 64  # sets of lengths whose tensors are kept on a device
-# Of the host, for a step that is a product of the library and a kernel, where no graph spares it them: 21.7 on a host where nn.GRU
-# takes 23, so a little less than that on any.
+# What a product of the library and a kernel take the host at each step of a call. On a host where nn.GRU takes 23 us it is 21.7, so a
+# little less than nn.GRU's on any.
 CALLED_STEP_US = 10.0
-# Of the host, for a call of packed sequences, which has no plan: 890 us on a host where PyTorch's own takes 20 a step of a layer and
-# direction, and so on the scale of HOST_STEP_US.
+# What a call of packed sequences takes the host, on the scale of HOST_STEP_US: it has no plan. 890 us were measured on a host where
+# PyTorch's own takes 20 a step of a layer and direction.
 PACKED_US = 384.0
 DEVICE_ROWS = 64  # from so many on a call of a GRU takes the device longer than the host
 ALIGNED_BYTES = 16  # templates/gru_step.py.jinja assumes that rows are so aligned if their width allows it
@@ -72,9 +72,9 @@ class Kept(NamedTuple):
 
 
 def wide(call: GruCall, *, captured: bool | None = None) -> GruCall:
-    """The call, with ``width`` where kernels take less if rows are a multiple of 16 bytes; ``captured`` as ``_parts`` has it.
+    """The call, with ``width`` set where kernels take less with rows padded to a multiple of 16 bytes.
 
-    Those of the states, or those of the input alone, which a product reads.
+    The rows of the states and of the input, or those of the input alone. ``captured``: as in ``_parts``.
     """
     hidden, features, item = call.hx.shape[2], call.input.shape[-1], call.input.element_size()
     width = width_of(hidden, item)
@@ -92,14 +92,14 @@ def wide(call: GruCall, *, captured: bool | None = None) -> GruCall:
 
 
 def pays_for_input(spec: GruSpec, size: GruSize, features: int, choices: Sequence[Choice], *, captured: bool) -> bool:
-    """Whether a call that kernels serve takes less if its input is widened: a product takes up to six times as long as if it is."""
+    """Whether a call that kernels serve takes less with a padded input. A product of narrow rows takes up to eight times as long."""
     if any(choice.variant is None or not choice.us for choice in choices):
         return False
     return narrow_us(spec, size, features) > widening_input_us(spec, size, features, captured=captured)
 
 
 def narrow_us(spec: GruSpec, size: GruSize, features: int) -> float:
-    """What the product of an input takes longer than if its rows were multiples of 16 bytes."""
+    """How much longer the product of an input takes than with rows of a multiple of 16 bytes, microseconds."""
     now, after = (
         us_of(GRU, "projection", products_of_input(spec, size, width))
         for width in (features, width_of(features, spec.item))
@@ -110,12 +110,15 @@ def narrow_us(spec: GruSpec, size: GruSize, features: int) -> float:
 def pays(  # noqa: PLR0913 - a call, and what would serve it
     spec: GruSpec, size: GruSize, layers: int, narrow: Sequence[Choice], broad: Sequence[Choice], *, captured: bool
 ) -> bool:
-    """Whether layers, each of a spec, take less if they are widened: the choices of all launches as they are, and if they are."""
+    """Whether so many layers of a spec take less with padded rows.
+
+    ``narrow``, ``broad``: the choices of all their launches, without padding and with it.
+    """
     if any(choice.variant is None or not choice.us for choice in broad):
         return False
     us = sum(choice.us for choice in broad) + widening_us(spec, size, layers, captured=captured)
     if all(choice.variant is not None for choice in narrow):
-        # The model thinks narrow rows faster than they are, by a quarter more than wide ones.
+        # The model thinks kernels faster than they are, and those of narrow rows by a quarter more than others.
         return us < (1 if narrow[0].rule == "model" else MARGIN) * sum(choice.us for choice in narrow)
     if spec.resets:  # which PyTorch's own has not
         return True
@@ -128,7 +131,7 @@ def pays(  # noqa: PLR0913 - a call, and what would serve it
 
 @functools.lru_cache(maxsize=misses.MAX_CHOICES)
 def _library_us(spec: GruSpec, size: GruSize, layers: int, captured: bool) -> float:  # noqa: FBT001
-    """What PyTorch's own is thought to take for so many layers like one: of the device, and outside of graphs of the host."""
+    """What PyTorch's own is thought to take for so many layers, microseconds: the device's time, and of a call at least the host's."""
     if layers == 1:
         theirs_us, host_us = library_us(GRU, spec, size), called_us(spec, size)
     else:
@@ -340,7 +343,7 @@ def timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Choi
 
 
 def _called(choice: Choice, spec: GruSpec, size: GruSize) -> Choice:
-    """A choice that is left to PyTorch's own; or the best in one launch, if that takes the device less than the other the host."""
+    """A choice of PyTorch's own; or the best kernel in one launch, where the device takes less for it than the host for the other."""
     host_us = called_us(spec, size)
     best = _best_kernel(spec, size, choice.gpu) if choice.gpu is not None and host_us else None
     if (

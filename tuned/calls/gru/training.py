@@ -38,7 +38,7 @@ Grads = list[torch.Tensor | None]
 
 # Of fewer steps a call is the host's time, most of which does not depend on them; in a graph, that of some 20 launches.
 CALLED_STEPS, CAPTURED_STEPS = 48, 8
-# Products of a layer forward and backward, each as large as that of its input; what widens is undone in the backward.
+# Products of a layer forward and backward, each as large as that of its input. Padding costs twice: the backward cuts what it padded.
 PRODUCTS, BOTH_WAYS = 6, 2
 
 
@@ -55,7 +55,7 @@ def why_not(call: GruCall) -> str | None:
 
 
 def wide(call: GruCall) -> GruCall:
-    """The call, with ``width`` where kernels serve it only if rows are a multiple of 16 bytes, or all its products then take less."""
+    """The call, with ``width`` set where kernels serve it only with padded rows, or where padding saves more than it takes."""
     hidden, features, item = call.hx.shape[2], call.input.shape[-1], call.input.element_size()
     wider = dataclasses.replace(call, width=width_of(hidden, item))
     if (wider.width == hidden and width_of(features, item) == features) or call.dropout or why_not(wider) is not None:

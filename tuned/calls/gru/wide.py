@@ -1,7 +1,7 @@
-"""A GRU whose rows are no multiple of 16 bytes, computed as one whose are.
+"""Pad a GRU whose rows are no multiple of 16 bytes, so that kernels load and exchange 16 bytes at a time, and not 2 or 4.
 
-The units that are added have no weights, no biases and a first state of 0, so their state stays 0, and the others get 0 of them.
-Kernels then load and exchange 16 bytes at a time, where they had 2 or 4 (docs/decisions/0066).
+The units that are added have weights, biases and first states of 0. So their states stay 0, and change no other unit
+(docs/decisions/0066).
 """
 
 from __future__ import annotations
@@ -16,49 +16,46 @@ from tuned.families.launch import ceil_div
 from tuned.families.products import ITEM_SIZE
 
 ROW_BYTES = 16  # a multiple of which rows of the state are to be
-# What widening takes beside the kernels: launches of PyTorch's own, by the device in a graph and by the host in a call, and bytes.
+# What padding takes beside the kernels: launches of PyTorch's own, and bytes. In a graph a launch is the device's time, in a call the
+# host's, on the scale of HOST_STEP_US: 15 us on a host where nn.GRU takes 23 a step.
 LAUNCHES, LAUNCHES_OF_STACK, LAUNCHES_OF_INPUT = 16, 22, 4
-CAPTURED_LAUNCH_US, CALLED_LAUNCH_US = (
-    2.0,
-    6.0,
-)  # 15 on a host where nn.GRU takes 23 us a step: as HOST_STEP_US, on a fast one
+CAPTURED_LAUNCH_US, CALLED_LAUNCH_US = 2.0, 6.0
 BYTES_PER_US = 2.5e6
 SECTOR = 32  # bytes that a store to memory takes at least
 
 
 def width_of(hidden: int, item: int) -> int:
-    """The hidden size whose rows are the next multiple of 16 bytes."""
+    """The next size whose rows are a multiple of 16 bytes; ``item``: bytes of an element."""
     step = ROW_BYTES // item
     return ceil_div(hidden, step) * step
 
 
 def wider_spec(spec: GruSpec) -> GruSpec:
-    """The spec of a GRU as wide as ``width_of`` says."""
+    """The spec of a GRU that is padded."""
     return dataclasses.replace(spec, hidden=width_of(spec.hidden, ITEM_SIZE[spec.dtype]))
 
 
 def widening_us(spec: GruSpec, size: GruSize, layers: int, *, captured: bool) -> float:
-    """What widening a call and narrowing its result take, microseconds."""
+    """What padding a call and cutting its result take, microseconds."""
     launches = LAUNCHES if layers * spec.directions == 1 else LAUNCHES_OF_STACK
     tokens, item = size.batch * size.seq * spec.directions, ITEM_SIZE[spec.dtype]
-    wide = (
-        spec.hidden + width_of(spec.hidden, item)
-    ) * item  # of a result; an input is thought to be as wide, as it is often
+    # Of a result; an input is taken to be as wide, as most are.
+    wide = (spec.hidden + width_of(spec.hidden, item)) * item
     moved = tokens * (wide + 3 * SECTOR) + tokens // spec.directions * wide
     return launches * (CAPTURED_LAUNCH_US if captured else CALLED_LAUNCH_US) + moved / BYTES_PER_US
 
 
 def widening_input_us(spec: GruSpec, size: GruSize, features: int, *, captured: bool) -> float:
-    """What it takes to widen the input of a call alone, microseconds."""
+    """What padding the input of a call alone takes, microseconds."""
     item = ITEM_SIZE[spec.dtype]
     moved = size.batch * size.seq * (features + width_of(features, item)) * item
     return LAUNCHES_OF_INPUT * (CAPTURED_LAUNCH_US if captured else CALLED_LAUNCH_US) + moved / BYTES_PER_US
 
 
 def widened(call: GruCall) -> GruCall:
-    """The call with ``call.width`` units, which may be as many as it has, and with rows of its input that are multiples of 16 bytes too; differentiable.
+    """The call with ``call.width`` units, which may be as many as it has, and with a padded input. Autograd follows.
 
-    Weights of one kind are parts of one tensor, as those of nn.GRU are.
+    Weights of one kind are parts of one tensor, as those of nn.GRU are: kernels read them where they lie.
     """
     assert call.width is not None, "the call is to stay as it is"
     hidden, more = call.hx.shape[2], call.width - call.hx.shape[2]
@@ -85,16 +82,16 @@ def widened(call: GruCall) -> GruCall:
 
 
 def narrowed(call: GruCall, output: torch.Tensor, h_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The results of a call, given those of ``widened(call)``."""
+    """(output, h_n) of a call, given those of ``widened(call)``."""
     hidden = call.hx.shape[2]
     parts = output.unflatten(-1, (-1, h_n.shape[2]))[..., :hidden]
     return parts.reshape(*output.shape[:-1], -1).contiguous(), h_n[..., :hidden].contiguous()
 
 
 def silence(gates: torch.Tensor, units: int | None) -> None:
-    """Let the units beyond ``units`` get nothing of the input, which may be infinite: times no weight it is NaN.
+    """Set what units beyond ``units`` get of the input to 0: an infinite input times a weight of 0 is NaN.
 
-    ``gates``: ``[..., 3 * width]``, the input times its weights.
+    ``gates``: ``[..., 3 * width]``, the input times its weights. Nothing happens where ``units`` is None.
     """
     if units is not None:
         gates.unflatten(-1, (3, -1))[..., units:].zero_()
@@ -105,6 +102,6 @@ def _joined(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 def _padded(weights: torch.Tensor, rows: tuple[int, ...], more: tuple[int, ...]) -> torch.Tensor:
-    """Weights of several cells ``[cells, 3 * H, ...]``, their rows, or all of a matrix, split into ``rows`` and padded with 0."""
+    """Weights of several cells, ``[cells, 3 * H, ...]``, split into ``rows`` and padded with zeros; ``more``: as of F.pad."""
     shape = (len(weights), *rows) if len(rows) > 2 else (len(weights), *rows, *weights.shape[2:])  # noqa: PLR2004
     return torch.nn.functional.pad(weights.reshape(shape), more) if any(more) else weights

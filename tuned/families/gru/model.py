@@ -25,7 +25,7 @@ NEAR, NEAR_MOST = 0.06, 0.2  # what the estimate of a variant is raised by, for 
 MOST_ALIGNED = 16
 MARGIN, MARGIN_NARROW = 0.85, 0.65
 MARGIN_ON_CHIP = 0.5  # of layers that ``stays_on_chip``: kernels took up to 2.1 of what the model thinks
-# Of float32 both ways in many rows, of which nothing was measured: kernels took up to 2.4 of what the model thinks.
+# Of float32, both ways, many rows. None was measured, and kernels took up to 2.4 of what the model thinks.
 MARGIN_BOTH_FLOAT32, MANY_ROWS = 0.6, 128
 MARGIN_NARROW_FLOAT32 = 0.35  # kernels took up to 3.7 of what the model thinks: docs/decisions/0050
 # As a call PyTorch's own launches a GEMM and a kernel for each step of a cell (a layer and direction): of 290 random calls on six hosts
@@ -35,7 +35,8 @@ HOST_STEP_US = 8.0
 ONE_LAUNCH_HIDDEN, ONE_LAUNCH_BATCH = (128, 192), 256
 LEAST_ROWS = 16  # of a product on tensor cores
 MEASURED = 90  # the capability that the weights were measured on, with tiles of all kinds
-# Of the 255 that a thread has. A variant of 64 rows and 32 units of a stack of 448 spilled 60,996 bytes a thread, and took 25 times what the model thought.
+# Registers, of the 255 that a thread may have. A variant of 64 rows and 32 units of a stack of 448 spilled 60,996 bytes a thread, and took
+# 25 times what the model thinks.
 MOST_REGISTERS = 224
 # Elements of a piece of the state a thread, and then rows or results of a program, from which on kernels spill on other cards if
 # a row is no multiple of 16 bytes: 20 of 23 did, by up to 37,302 bytes a thread (docs/decisions/0049).
