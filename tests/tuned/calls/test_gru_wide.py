@@ -60,8 +60,7 @@ def test_a_width_has_rows_of_a_multiple_of_16_bytes(hidden: int, item: int, widt
 # Results --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize(("shape", "bias"), [((1, 1), True), ((1, 2), False), ((3, 1), False), ((2, 2), True)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_widened_gives_the_same_and_its_gradients(layout: str, shape: tuple[int, int], *, bias: bool) -> None:
     call = doubled(narrow(layout, *shape, bias=bias))
@@ -127,9 +126,14 @@ def test_only_the_units_that_were_added_are_silenced() -> None:
 
 
 @without_a_gpu
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 2)], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "shape", "recompute"),
+    [
+        *((layout, shape, False) for layout in LAYOUTS for shape in ((1, 1), (2, 2))),
+        *((layout, (1, 2), True) for layout in LAYOUTS),
+    ],
+    ids=str,
+)
 def test_gradients_of_a_widened_call_are_autograds(
     monkeypatch: pytest.MonkeyPatch,
     interpreted: list[Launch],
@@ -162,9 +166,11 @@ def test_gradients_of_a_widened_call_are_autograds(
 
 
 @without_a_gpu
-@pytest.mark.parametrize("marked", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 2), (3, 1)], ids=str)
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "first", "marked"),
+    [((1, 1), False, True), ((1, 2), True, False), ((2, 2), True, True), ((2, 2), False, False), ((3, 1), True, False)],
+    ids=str,
+)
 def test_a_known_call_is_widened_again_with_its_own_tensors(
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
