@@ -24,13 +24,12 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))  # the checkout
 
 from generator.measuring.bench import (  # noqa: E402
-    Emptied,
     copy_time,
     device_time,
-    emptying,
     host_time,
     keeping,
     sets_beyond_l2,
+    timed_emptying,
 )
 from generator.measuring.environment import environment  # noqa: E402
 from tuned import explain  # noqa: E402
@@ -51,18 +50,12 @@ def operator(family: Any) -> Callable[..., torch.Tensor]:
     return lambda x, weight: torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
 
 
-@functools.cache
-def leaving_the_l2() -> Emptied:
-    """What the tuner runs before each round of sets that are too few to leave the L2 by themselves."""
-    return Emptied(emptying(), device_time([emptying()]).median_us)
-
-
 def measured(family: Any, problem: Any) -> dict[str, Any]:
     """One shape: microseconds of each, medians of interleaved rounds."""
     one = family.bytes_moved(problem.spec, problem.size)
     beyond = sets_beyond_l2(one)
     count = min(beyond, MOST_SETS)
-    emptied = leaving_the_l2() if beyond > count else None
+    emptied = timed_emptying() if beyond > count else None  # as the tuner does with sets too few to leave the L2
     calls = [family.inputs(problem.spec, problem.size, "cuda", seed) for seed in range(count)]
     given = [arguments(family, call) for call in calls]
     torch._dynamo.reset()  # noqa: SLF001 - each shape is compiled as if it were the only one

@@ -184,6 +184,11 @@ def _keep(results: list[object], index: int, make: Callable[[], object]) -> None
     results[index] = make()
 
 
+def timed_emptying(warm_us: float = 0.0) -> Emptied:
+    """What empties the L2, and what that alone takes; ``warm_us`` as ``device_time`` has it."""
+    return Emptied(emptying(), device_time([emptying()], warm_us=warm_us).median_us)
+
+
 def copy_time(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], clock: Callable[..., Timing] = device_time) -> Timing:
     """Device time of ``out.copy_(x)`` over (x, out) pairs, or of an elementwise kernel where that is faster.
 

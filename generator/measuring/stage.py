@@ -21,7 +21,7 @@ from tuned.launching.launcher import direct_launcher, run_step
 from ..problem import Problem
 from ..rendering.structures import load
 from ..workload import WORKLOADS
-from .bench import Emptied, Timing, copy_time, device_time, emptying, half_spread, keeping, sets_filling
+from .bench import Emptied, Timing, copy_time, device_time, half_spread, keeping, sets_filling, timed_emptying
 from .check import WrongResultError, check, fingerprint, guard, inputs_of, poison, probe, worst_error
 from .compile import compile_launch, same_code
 
@@ -174,7 +174,7 @@ class Stage:
     @functools.cached_property
     def emptied(self) -> Emptied:
         """What empties the L2, and the time of that."""
-        return Emptied(emptying(), device_time([emptying()], warm_us=WARM_US).median_us)
+        return timed_emptying(WARM_US)
 
     def _inputs(self, count: int) -> list[Any]:
         """Sets of inputs, which follow from their number alone."""

@@ -228,6 +228,19 @@ def test_layers_that_are_launched_one_after_another_have_one_plan(
     assert len(strides) == 1
 
 
+@pytest.fixture
+def stepped(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Every call is steps of the library, and a stack is layer by layer."""
+
+    def choose(spec: GruSpec, *_: Any) -> Choice:
+        return Choice("eager", "one by one", None) if spec.stacked else Choice("default", "", GruVariant())
+
+    monkeypatch.setattr(run, "_choose", choose)
+    monkeypatch.setattr(run, "timely", lambda choice, *_: choice)
+    torch.manual_seed(0)
+    return machine
+
+
 STEPS: dict[str, dict[str, Any]] = {
     "one layer": {},
     "batch first, no bias": {"batch_first": True, "bias": False},
@@ -240,14 +253,8 @@ STEPS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("case", STEPS)
 def test_steps_of_the_library_have_a_plan_of_all_their_launches(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, case: str, dtype: torch.dtype
+    stepped: Machine, case: str, dtype: torch.dtype
 ) -> None:
-    def choose(spec: GruSpec, *_: Any) -> Choice:
-        return Choice("eager", "one by one", None) if spec.stacked else Choice("default", "", GruVariant())
-
-    monkeypatch.setattr(run, "_choose", choose)
-    monkeypatch.setattr(run, "timely", lambda choice, *_: choice)
-    torch.manual_seed(0)
     settings = STEPS[case]
     made = torch.nn.GRU(FEATURES, H, **settings, dtype=dtype)
     launches = T * settings.get("num_layers", 1) * (2 if settings.get("bidirectional") else 1)
@@ -255,24 +262,19 @@ def test_steps_of_the_library_have_a_plan_of_all_their_launches(
         shape = (B, T, FEATURES) if settings.get("batch_first") else (T, B, FEATURES)
         x = torch.randn(shape, dtype=dtype)
         hx = torch.rand(hidden_rows(settings), B, H, dtype=dtype) - 0.5  # states that float16 has to 2^-12
-        before = machine.public, machine.direct
+        before = stepped.public, stepped.direct
         out, h_n = gru(x, hx, made._flat_weights, **settings)
         want, want_h = made(x, hx)
         torch.testing.assert_close(out, want, rtol=0, atol=2e-3)
         torch.testing.assert_close(h_n, want_h, rtol=0, atol=2e-3)
-        told = machine.public - before[0], machine.direct - before[1]
+        told = stepped.public - before[0], stepped.direct - before[1]
         assert told == ((launches, 0) if not time else (0, launches))
 
 
 @without_a_gpu
 @pytest.mark.parametrize("rows", [1, 3])
-def test_steps_of_the_library_take_strided_tensors(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, rows: int
-) -> None:
+def test_steps_of_the_library_take_strided_tensors(stepped: Machine, rows: int) -> None:
     """An input and weights that lie transposed have a plan; states of other strides, and one for all rows, none."""
-    monkeypatch.setattr(run, "_choose", lambda *_: Choice("default", "", GruVariant()))
-    monkeypatch.setattr(run, "timely", lambda choice, *_: choice)
-    torch.manual_seed(0)
     made = torch.nn.GRU(FEATURES, H)
     weights = [w.t().contiguous().t() if w.ndim > 1 else w for w in made._flat_weights]
     plain = torch.randn(1, rows, H)
@@ -282,22 +284,17 @@ def test_steps_of_the_library_take_strided_tensors(
         (plain[:, :1].expand(1, 4, H), False),
     ):
         x = torch.randn(hx.shape[1], T, FEATURES).transpose(0, 1)
-        before = machine.direct
+        before = stepped.direct
         for _ in range(3):
             for got, want in zip(gru(x, hx, weights), made(x, hx), strict=True):
                 torch.testing.assert_close(got, want, rtol=0, atol=2e-3)
-        assert machine.direct - before == (2 * T if planned else 0)
+        assert stepped.direct - before == (2 * T if planned else 0)
 
 
 @without_a_gpu
 @pytest.mark.parametrize("what", ["rows of 18 bytes", "a bias at 2 bytes"])
-def test_steps_that_are_no_one_kernel_have_no_plan(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_steps_that_are_no_one_kernel_have_no_plan(stepped: Machine, what: str) -> None:
     """Of addresses that 16 does not divide the code is another, and steps of rows of 18 bytes have both."""
-    monkeypatch.setattr(run, "_choose", lambda *_: Choice("default", "", GruVariant()))
-    monkeypatch.setattr(run, "timely", lambda choice, *_: choice)
-    torch.manual_seed(0)
     hidden = 9 if what == "rows of 18 bytes" else H
     made = torch.nn.GRU(FEATURES, hidden, dtype=torch.float16)
     weights = list(made._flat_weights)
@@ -306,7 +303,7 @@ def test_steps_that_are_no_one_kernel_have_no_plan(
     x, hx = torch.randn(T, B, FEATURES).half(), (torch.rand(1, B, hidden) - 0.5).half()
     for time in range(3):
         torch.testing.assert_close(gru(x, hx, weights)[0], made(x, hx)[0], rtol=0, atol=2e-3)
-        assert (machine.public, machine.direct) == ((time + 1) * T, 0)
+        assert (stepped.public, stepped.direct) == ((time + 1) * T, 0)
 
 
 @without_a_gpu

@@ -80,16 +80,17 @@ GRUS: dict[str, tuple[GruVariant, dict[str, Any]]] = {
 }
 
 
-def gru_tensors(batch: int, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+def gru_tensors(batch: int, settings: dict[str, Any], hidden: int = H) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     layers, directions = settings.get("num_layers", 1), 2 if settings.get("bidirectional") else 1
     rows = (T * batch,) if {"batch_sizes", "cu_seqlens"} & set(settings) else (T, batch)
     rows = rows[::-1] if settings.get("batch_first") else rows
-    made = {"input": torch.randn(*rows, FEATURES), "hx": torch.randn(layers * directions, batch, H)}
+    made = {"input": torch.randn(*rows, FEATURES), "hx": torch.randn(layers * directions, batch, hidden)}
     for layer in range(layers):
         for direction in range(directions):
-            features = FEATURES if layer == 0 else directions * H
-            shapes = {"w_ih": (3 * H, features), "w_hh": (3 * H, H), "b_ih": (3 * H,), "b_hh": (3 * H,)}
+            features = FEATURES if layer == 0 else directions * hidden
+            gates = 3 * hidden
+            shapes = {"w_ih": (gates, features), "w_hh": (gates, hidden), "b_ih": (gates,), "b_hh": (gates,)}
             made |= {f"{name} {layer}{direction}": torch.randn(shape) / 4 for name, shape in shapes.items()}
     return made
 
@@ -109,6 +110,22 @@ STRIDED = [("layer", view, batch) for view in VIEWS for batch in (1, 3)] + [
 ]
 
 
+def assert_every_tensor_right(
+    monkeypatch: pytest.MonkeyPatch, batch: int, settings: dict[str, Any], view: str, hidden: int = H
+) -> None:
+    """The states in a view, and all else in it: a state that is copied is never known, so calls with others may be."""
+    tensors = gru_tensors(batch, settings, hidden)
+    function = gru_function(batch, settings)
+
+    def exact(doubled: list[torch.Tensor]) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(serve, "why_eager", lambda *_, **__: "float64")
+            return function(doubled)
+
+    for which in ({"hx"}, set(tensors) - {"hx"}):
+        assert_right(function, exact, tensors, VIEWS[view], which)
+
+
 @pytest.mark.parametrize(("case", "view", "batch"), STRIDED)
 def test_a_gru_takes_every_tensor_with_any_strides(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, case: str, view: str, batch: int
@@ -119,20 +136,40 @@ def test_a_gru_takes_every_tensor_with_any_strides(
     )
     if variant.strategy != "persistent":  # launched for each step, in CUDA graphs only
         monkeypatch.setattr(run, "capturing", lambda _device: True)
-    tensors = gru_tensors(batch, settings)
-    function = gru_function(batch, settings)
-
-    def exact(doubled: list[torch.Tensor]) -> Any:
-        with monkeypatch.context() as patch:
-            patch.setattr(serve, "why_eager", lambda *_, **__: "float64")
-            return function(doubled)
-
-    # A state that is copied is never known, so it stays as it is where all else is in the view.
-    for which in ({"hx"}, set(tensors) - {"hx"}):
-        assert_right(function, exact, tensors, VIEWS[view], which)
+    assert_every_tensor_right(monkeypatch, batch, settings, view)
     assert machine.public
     if variant is POLL and view in SHORT and not {"batch_sizes", "cu_seqlens"} & set(settings):
         assert machine.direct >= CALLS - 1, "the short way was not tried"
+
+
+PADDED = {
+    "input": (H, 3, {}),  # of 24 bytes a row; states have 80
+    "all": (18, 1, {"batch_first": True}),
+    "all, both ways": (18, 3, {"bidirectional": True, "num_layers": 2}),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("case", PADDED)
+def test_a_padded_gru_takes_every_tensor_with_any_strides(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, case: str, view: str
+) -> None:
+    hidden, batch, settings = PADDED[case]
+    padded: list[int | None] = []
+    widened = run.widened
+
+    def spied(call: Any) -> Any:
+        padded.append(call.width)
+        return widened(call)
+
+    monkeypatch.setattr(run, "_choose", lambda *_: Choice("winner", "", POLL))
+    for name in ("pays", "pays_for_input"):
+        monkeypatch.setattr(run, name, lambda *_, **__: True)
+    monkeypatch.setattr(run, "widened", spied)
+    assert_every_tensor_right(monkeypatch, batch, settings, view, hidden)
+    assert set(padded) == {20}
+    if view in SHORT:
+        assert machine.direct, "the short way was not tried"
 
 
 @pytest.mark.parametrize("view", VIEWS)
