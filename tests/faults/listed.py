@@ -2226,6 +2226,24 @@ WIDE = (
         "A known call gives units that its GRU has not.",
     ),
     Fault(
+        "tiles_without_registers_are_picked",
+        "tuned/families/gru/model.py",
+        "found = roomy if roomy or spec.stacked else found",
+        "found = [*found]",
+        (
+            "tests/tuned/families/test_gru_model.py::test_tiles_without_room_in_registers_are_offered_only_where_a_layer_has_nothing_else",
+        ),
+        "A stack spills 60 KB a thread, and takes 25 times what the model thinks.",
+    ),
+    Fault(
+        "packed_calls_take_the_host_nothing",
+        "tuned/calls/gru/run.py",
+        "if us + PACKED_US <= theirs_us:",
+        "if us <= theirs_us:",
+        ("tests/tuned/calls/test_gru_run.py::test_packed_calls_that_take_the_host_longer_than_pytorchs_own_are_left",),
+        "Short packed sequences take longer than nn.GRU.",
+    ),
+    Fault(
         "the_host_counts_in_graphs_too",
         "tuned/calls/gru/run.py",
         "return theirs_us if captured else max(theirs_us, host_us)",
