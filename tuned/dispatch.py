@@ -771,8 +771,7 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
     if type(weights) not in (list, tuple) and isinstance(weights, Iterator):
         weights = tuple(weights)
     if (
-        batch_sizes is None
-        and cu_seqlens is None
+        cu_seqlens is None
         and max_seqlen is None
         and type(training) is type(recompute) is bool
         and type(dropout) in _NUMBERS
@@ -780,10 +779,9 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
         and not torch.compiler.is_dynamo_compiling()
     ):
         settings = (bias, num_layers, bidirectional, batch_first)
-        known = gru_plan.known(input, hx, weights, settings, resets)
-        known = (
-            gru_training.known(input, hx, weights, settings, resets, recompute=recompute) if known is None else known
-        )
+        known = gru_plan.known(input, hx, weights, settings, resets, batch_sizes)
+        if known is None and batch_sizes is None:
+            known = gru_training.known(input, hx, weights, settings, resets, recompute=recompute)
         if known is not None:
             return known
     call = gru_call(

@@ -261,7 +261,7 @@ def _gru_at_once(module: GRU, x: Any, hx: Any, resets: Any) -> tuple[torch.Tenso
 def _packed_at_once(  # noqa: PLR0911 - one return per way
     module: GRU, packed: PackedSequence, hx: Any
 ) -> tuple[PackedSequence, torch.Tensor] | None:
-    """``_gru_at_once`` of packed sequences, which have no plans."""
+    """``_gru_at_once`` of packed sequences."""
     if tracing() is not None:  # PyTorch's module leaves the number of sequences open
         return torch.nn.GRU.forward(module, packed, hx)  # type: ignore[call-overload,no-any-return]
     weights = _parameters(module, module._flat_weights_names)  # noqa: SLF001
@@ -274,7 +274,8 @@ def _packed_at_once(  # noqa: PLR0911 - one return per way
     if weights is None:
         return None
     train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, hx, *weights))
-    if dropout or not gru_plan.is_left(x, None, weights, settings, batch_sizes.numel(), gradient=train):
+    left = gru_plan.is_left(x, None, weights, settings, batch_sizes.numel(), gradient=train)
+    if dropout or (not left and (train or x.dtype != weights[0].dtype or not batch_sizes.numel())):
         return None
     expected = (layers * (2 if bidirectional else 1), int(batch_sizes[0]), module.hidden_size)
     if hx is None:
@@ -283,9 +284,15 @@ def _packed_at_once(  # noqa: PLR0911 - one return per way
         return None
     else:
         hx = module.permute_hidden(hx, sorted_indices)
-    if not all(t.is_contiguous() for t in (hx, *weights)):
+    if not left:
+        made = gru_plan.known(x, hx, weights, settings, None, batch_sizes)
+        if made is None:
+            return None
+        output, h_n = made
+    elif all(t.is_contiguous() for t in (hx, *weights)):
+        output, h_n = torch.gru(x, batch_sizes, hx, weights, module.bias, layers, 0.0, train, bidirectional)
+    else:
         return None
-    output, h_n = torch.gru(x, batch_sizes, hx, weights, module.bias, layers, 0.0, train, bidirectional)
     rows = PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices)
     return rows, module.permute_hidden(h_n, unsorted_indices)
 

@@ -18,8 +18,9 @@ import tuned.launching.plan
 import tuned.nn
 from generator.rendering.structures import load
 from tests.support.gru_sequences import single_steps
-from tuned.calls.gru import plan, project, run
+from tuned.calls.gru import padding, plan, project, run
 from tuned.calls.recurrent import serve
+from tuned.families.copying import KERNEL as COPY
 from tuned.families.launch import Launch
 from tuned.launching import left
 from tuned.launching.plan import DirectLaunch
@@ -46,10 +47,13 @@ def _at(address: int, like: torch.Tensor) -> torch.Tensor:
 
 
 class Machine:
-    """What launches kernels in the place of a GPU: public launches, and direct ones by address."""
+    """What launches kernels in the place of a GPU: public launches, and direct ones by address.
+
+    Launches that pad, fill and cut tensors are counted apart.
+    """
 
     def __init__(self) -> None:
-        self.public = self.direct = 0
+        self.public = self.direct = self.copies = 0
 
     def interpret(self, launch: Launch) -> None:
         cooperative = launch.options.get("launch_cooperative_grid")
@@ -67,7 +71,7 @@ class Machine:
             kernel[(launch.programs,)](*arguments, **constants, **launch.options)
 
     def launch_public(self, _kernel: Any, launch: Launch) -> str:
-        self.public += 1
+        self.public += launch.kernel != COPY
         self.interpret(launch)
         return "compiled"
 
@@ -82,7 +86,8 @@ class Machine:
         rest = (*numbers, *launch.constants.values())
 
         def fire(programs: int, _y: int, _z: int, _stream: Any, _function: Any, *values: Any) -> None:
-            self.direct += 1
+            self.direct += launch.kernel != COPY
+            self.copies += launch.kernel == COPY
             assert values[len(likes) :] == tuple(launch.constants.values())
             arguments = []
             for value, like, was in zip(values[: len(likes)], likes, aligned, strict=True):
@@ -109,11 +114,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         monkeypatch.setattr(module, "_PLANS", {})
     monkeypatch.setattr(plan, "_TRAINED", {})
     monkeypatch.setattr(left, "LEFT", {})
-    for module in (plan, tuned.launching.plan):
+    for module in (padding, plan, tuned.launching.plan):
         monkeypatch.setattr(module, "direct_launch", made.direct_launch)
     monkeypatch.setattr(tuned.launching.launcher, "launch_public", made.launch_public)
     monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
-    for module in (run, project):
+    for module in (padding, run, project):
         monkeypatch.setattr(module, "launch_known", made.launch)
     monkeypatch.setattr(run, "may_learn", lambda _device: True)
     monkeypatch.setattr(run, "PACKED_US", -1e9)

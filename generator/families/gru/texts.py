@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator
 
 from tuned.families.choices import choices
+from tuned.families.copying import KERNEL as COPY
 from tuned.families.gru.launches import kernel_name
 from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
 from tuned.families.gru.variant import PTX_EXCHANGES, SPIN_CAPABILITY, GruVariant, alone
@@ -33,11 +34,12 @@ def template(spec: GruSpec, variant: GruVariant) -> str:
 
 
 def texts() -> Iterator[Text]:
-    """One for each of gru_texts; a caller is given the first form untuned."""
+    """One for each of gru_texts; a caller is given the first form untuned. And what pads, fills and cuts the tensors of a call."""
     for spec, variant in gru_texts():
         # Rows serve calls with resets too, and those of this form are of one length.
         always = variant.form == GruVariant.form or (spec.resets and spec.dense)
         yield template(spec, variant), kernel_name(spec, variant), spec, variant, always
+    yield COPY, COPY, *next(gru_texts()), True
 
 
 # How a winner is shown: what a caller gives, and the launches, as Python text.

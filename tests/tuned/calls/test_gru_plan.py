@@ -19,7 +19,7 @@ from tests.support.gru_machine import Machine, machine
 from tests.support.precisions import other_gemms
 from tests.support.run import INTERPRETED
 from tuned import dispatch
-from tuned.calls.gru import eager, plan, project, run
+from tuned.calls.gru import eager, padding, plan, project, run
 from tuned.calls.gru.arguments import GruCall, gru_call
 from tuned.dispatch import gru
 from tuned.families.gru.launches import Recurrence, counters_needed
@@ -32,7 +32,7 @@ from tuned.launching.plan import DirectLaunch
 from tuned.lookup.lookup import Choice
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = ["machine"]
 
@@ -68,8 +68,10 @@ class Wiretap:
 
 @pytest.fixture
 def tap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wiretap]:
-    made = Wiretap()
+    made, copier = Wiretap(), Machine()
     monkeypatch.setattr(plan, "direct_launch", made.direct)
+    monkeypatch.setattr(padding, "direct_launch", copier.direct_launch)
+    monkeypatch.setattr(padding, "launch_known", copier.launch)
     monkeypatch.setattr(plan, "_PLANS", {})
     monkeypatch.setattr(plan, "_TRAINED", {})
     monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
@@ -349,8 +351,8 @@ def test_a_layer_that_cannot_be_launched_leaves_the_call_to_the_long_way(
     weights, x, hx = made._flat_weights, torch.randn(T, B, FEATURES), torch.randn(4, B, H)
     genuine = plan._plan
 
-    def second_fails(call: GruCall, *others: Any) -> Any:
-        return (lambda *_: None) if call.input.shape[-1] != FEATURES else genuine(call, *others)
+    def second_fails(launched: plan.Launched, direct: Any) -> Any:
+        return (lambda *_: None) if launched.call.input.shape[-1] != FEATURES else genuine(launched, direct)
 
     monkeypatch.setattr(plan, "_plan", second_fails)
     for _ in range(3):
@@ -459,20 +461,84 @@ def test_weights_whose_distances_changed_go_the_long_way() -> None:
 
 
 @pytest.mark.usefixtures("tap")
-@pytest.mark.parametrize("why", ["steps", "a copied state"])
-def test_what_one_launch_cannot_do_again_is_not_remembered(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    variant = SPIN
-    if why == "steps":
-        variant = GruVariant("steps")
-    if why == "a copied state":
-        genuine = Recurrence.__init__
-
-        def copied(self: Any, *args: Any, **named: Any) -> None:
-            genuine(self, *args, **{**named, "h_0": named["h_0"].clone()})
-
-        monkeypatch.setattr(Recurrence, "__init__", copied)
-    call, _ = learned(variant, weights_of(1, 1))
+def test_what_one_launch_cannot_do_again_is_not_remembered() -> None:
+    call, _ = learned(GruVariant("steps"), weights_of(1, 1))
     assert again(call) is None
+
+
+STATES: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "transposed": (H, lambda hx: hx.transpose(0, 1).contiguous().transpose(0, 1)),
+    "of one layer 18 bytes behind the other": (9, torch.clone),
+    "at 2 bytes": (H, lambda hx: torch.cat((hx.flatten()[:1], hx.flatten()))[1:].view_as(hx)),
+}
+
+
+@without_a_gpu
+@pytest.mark.parametrize("states", STATES)
+def test_states_that_are_copied_are_copied_by_known_calls_too(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, states: str
+) -> None:
+    def choose(spec: GruSpec, *_: Any) -> Choice:
+        return Choice("eager", "one by one", None) if spec.stacked else Choice("default", "", POLL)
+
+    monkeypatch.setattr(run, "_choose", choose)
+    monkeypatch.setattr(run, "pays", lambda *_, **__: False)
+    hidden, lay = STATES[states]
+    made = torch.nn.GRU(FEATURES, hidden, num_layers=2, dtype=torch.float16)
+    for time in range(4):
+        x, hx = torch.randn(T, 1, FEATURES).half(), lay((torch.rand(2, 1, hidden) - 0.5).half())
+        before = machine.direct
+        out, h_n = gru(x, hx, made._flat_weights, num_layers=2)
+        want, want_h = made(x, hx)
+        torch.testing.assert_close(out, want, rtol=0, atol=2e-3)
+        torch.testing.assert_close(h_n, want_h, rtol=0, atol=2e-3)
+        assert h_n.is_contiguous()
+        assert machine.direct - before == (2 if time else 0), "it took the long way"
+
+
+@without_a_gpu
+@pytest.mark.parametrize("case", ["layer", "padded", "both ways", "two layers", "marked"])
+def test_packed_sequences_have_a_plan_for_each_set_of_lengths(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    def choose(spec: GruSpec, *_: Any) -> Choice:
+        return Choice("eager", "one by one", None) if spec.stacked else Choice("default", "", POLL)
+
+    monkeypatch.setattr(run, "_choose", choose)
+    monkeypatch.setattr(run, "pays", lambda *_, **__: True)
+    hidden = 18 if case == "padded" else H
+    settings = {"bidirectional": case == "both ways", "num_layers": 2 if case == "two layers" else 1}
+    made = torch.nn.GRU(FEATURES, hidden, **settings)  # type: ignore[arg-type]
+    ours = tuned.nn.GRU(FEATURES, hidden, **settings)
+    ours.load_state_dict(made.state_dict())
+    layers = settings["num_layers"]
+    for time, lengths in enumerate([[3, 1], [3, 1], [2, 2], [3, 1], [2, 2]]):
+        packed = torch.nn.utils.rnn.pack_padded_sequence(torch.randn(3, 2, FEATURES), torch.tensor(lengths))
+        before = machine.direct
+        if case == "marked":
+            hx, marks = torch.randn(1, 2, hidden), torch.rand(len(packed.data)) < 0.4
+            given = (packed.data, hx, made._flat_weights)
+            out, h_n = gru(*given, batch_sizes=packed.batch_sizes, resets=marks)
+            want, want_h = eager.gru(gru_call(*given, batch_sizes=packed.batch_sizes, resets=marks))
+        else:
+            (out, *_), h_n = ours(packed)
+            (want, *_), want_h = made(packed)
+        torch.testing.assert_close(out, want, rtol=0, atol=2e-3)
+        torch.testing.assert_close(h_n, want_h, rtol=0, atol=2e-3)
+        assert machine.direct - before == (layers if time not in (0, 2) else 0), (
+            "a plan of other lengths served it, or none"
+        )
+
+
+@pytest.mark.parametrize(
+    "sizes", [torch.tensor([2, 1], dtype=torch.int32), torch.tensor([2, 1], device="meta"), [2, 1]], ids=str
+)
+def test_batch_sizes_of_another_kind_are_known_by_no_plan(sizes: Any) -> None:
+    weights = weights_of(1, 1)
+    assert (
+        plan.known(torch.randn(3, FEATURES), torch.randn(1, 2, H), weights, (True, 1, False, False), None, sizes)
+        is None
+    )
 
 
 def test_a_plan_keeps_nothing_of_the_callers(tap: Wiretap) -> None:
@@ -507,14 +573,13 @@ def test_sizes_are_what_the_kernel_is_told(tap: Wiretap) -> None:
 
 
 def test_what_no_plan_does_is_asked_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan's key holds neither dropout nor lengths."""
+    """A plan's key holds neither dropout nor bounds."""
     monkeypatch.setattr(plan, "known", lambda *_: pytest.fail("a plan was asked for"))
     weights, hx = weights_of(2, 1), torch.randn(2, B, H)
     x, rows = torch.randn(T, B, FEATURES), torch.randn(T * B, FEATURES)
     bounds = torch.arange(0, T * B + 1, T, dtype=torch.int32)
     others: list[tuple[torch.Tensor, dict[str, Any]]] = [
         (x, {"dropout": 0.5, "training": True}),
-        (rows, {"batch_sizes": torch.full((T,), B)}),
         (rows, {"cu_seqlens": bounds, "max_seqlen": T}),
     ]
     for given, settings in others:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import gc
-import types
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -85,41 +81,6 @@ def test_a_state_is_taken_as_it_is_only_with_rows_that_are_aligned() -> None:
         assert found.data_ptr() % 16 == 0
 
 
-# Lengths ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_packs_lengths_and_starts_are_those_of_its_batch_sizes() -> None:
-    call = call_of("packed")
-    layout, starts, lengths, seq = run.lengths_of(call)
-    assert (layout, seq) == ("packed", 4)
-    assert starts is not None
-    assert lengths is not None
-    assert starts.tolist() == [0, 3, 5, 7]
-    assert lengths.tolist() == [4, 3, 1]
-    assert (starts.dtype, lengths.dtype) == (torch.int64, torch.int32)
-    again = run.lengths_of(call)
-    assert again.starts is starts, "made anew, which on a GPU waits for a copy"
-
-
-def test_lengths_by_bounds_are_their_differences_and_at_most_what_the_call_says() -> None:
-    call = call_of("thd")
-    _, starts, lengths, seq = run.lengths_of(call)
-    assert seq == T
-    assert starts is call.cu_seqlens
-    assert lengths is not None
-    assert lengths.tolist() == [2, 0, 4]
-    shorter = run.lengths_of(dataclasses.replace(call, max_seqlen=3)).lengths
-    assert shorter is not None
-    assert shorter.tolist() == [2, 0, 3], "more would be written than the launch has steps"
-
-
-@pytest.mark.parametrize("first", [False, True])
-def test_sequences_of_one_length_have_none(first: bool) -> None:
-    call = call_of(first=first)
-    assert run.lengths_of(call) == ("dense", None, None, T)
-    assert run.spec_of(call, 1)[1] == GruSize(B, T)
-
-
 # Which launches -----------------------------------------------------------------------------------------------------
 
 
@@ -190,17 +151,17 @@ def test_a_call_that_nothing_serves_says_why(chosen: Any, monkeypatch: pytest.Mo
 
 
 def test_packed_calls_that_take_the_host_longer_than_pytorchs_own_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have no plan. A capture spares the host all of it, and with resets there is nothing else."""
+    """A capture spares the host all of it, and with resets there is nothing else."""
     served = Choice("model", "", GruVariant("persistent"), us=10.0)
     monkeypatch.setattr(run, "_choose", lambda *_: served)
     monkeypatch.setattr(run, "gpu_of", lambda _device: GPU)
     monkeypatch.setattr(run, "why_eager", lambda *_: None)
     for steps, layers, resets, captured, left in (
-        (20, 1, False, False, True),
-        (20, 3, False, False, False),
-        (60, 1, False, False, False),
-        (20, 1, True, False, False),
-        (20, 1, False, True, False),
+        (8, 1, False, False, True),
+        (8, 3, False, False, False),
+        (20, 1, False, False, False),
+        (8, 1, True, False, False),
+        (8, 1, False, True, False),
     ):
         monkeypatch.setattr(run, "capturing", lambda _device, captured=captured: captured)
         call = dataclasses.replace(
@@ -211,7 +172,7 @@ def test_packed_calls_that_take_the_host_longer_than_pytorchs_own_are_left(monke
             resets=torch.zeros(steps, dtype=torch.bool) if resets else None,
         )
         reason = run.why_not(call)
-        assert ("the host 384 for packed sequences" in str(reason)) is left, (steps, layers, resets, captured)
+        assert ("the host 64 for packed sequences" in str(reason)) is left, (steps, layers, resets, captured)
 
 
 def test_the_precision_is_that_of_torchs_setting() -> None:
@@ -290,58 +251,3 @@ def test_steps_and_sizes_compile_nothing_anew() -> None:
             tokens = '"tokens", ' if "backward" in name else ""
             expected = f'@triton.jit(do_not_specialize=[{tokens}"batch", "seq", {sets}"t_begin", "t_end"])'
             assert expected in kernel.source
-
-
-# Memory of lengths ----------------------------------------------------------------------------------------------------
-
-
-class _OnGpu:
-    """A stand-in for a tensor on a GPU, which notes the streams that read it."""
-
-    def __init__(self) -> None:
-        self.streams: list[Any] = []
-
-    def record_stream(self, stream: Any) -> None:
-        self.streams.append(stream)
-
-
-@pytest.fixture
-def lengths_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Lengths that lie on a GPU, as far as ``run`` sees it: what is made for each, the current stream, whether it captures."""
-    state = types.SimpleNamespace(made={}, stream="first", capturing=False)
-
-    @functools.lru_cache(maxsize=2)  # of which one soon leaves
-    def packed(batch_sizes: Any, _device: Any) -> Any:
-        made = _OnGpu(), _OnGpu()
-        state.made.setdefault(batch_sizes, []).append(weakref.ref(made[0]))
-        return made
-
-    monkeypatch.setattr(run, "_packed_lengths", packed)
-    monkeypatch.setattr(run, "_CAPTURED", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: state.stream)
-    return state
-
-
-def test_lengths_that_a_graph_reads_stay_as_long_as_the_process(lengths_on_gpu: Any) -> None:
-    device = torch.device("cuda", 0)
-    run._packed_tensors((2, 1), device)
-    lengths_on_gpu.capturing = True
-    starts, _ = run._packed_tensors((2, 1), device)
-    lengths_on_gpu.capturing = False
-    address = id(starts)
-    del starts
-    for count in range(3, 12):
-        run._packed_tensors((count,), device)
-    gc.collect()
-    assert lengths_on_gpu.made[2, 1][0]() is not None, "the graph reads memory that was given back"
-    assert lengths_on_gpu.made[3,][0]() is None, "the table kept what no graph reads"
-    assert id(run._packed_tensors((2, 1), device)[0]) == address
-
-
-def test_lengths_are_not_given_back_while_a_stream_reads_them(lengths_on_gpu: Any) -> None:
-    device = torch.device("cuda", 0)
-    for stream in ("first", "second"):
-        lengths_on_gpu.stream = stream
-        found = run._packed_tensors((3, 1), device)
-    assert [t.streams for t in found] == [["first", "second"]] * 2

@@ -267,7 +267,7 @@ def test_a_wide_input_is_widened_where_its_product_takes_longer_than_copies(monk
         return run.wide(_as_call(x, hx, made, {}), captured=False).width
 
     assert width(257, 2000) == 512
-    assert width(257, 50) is None
+    assert width(257, 10) is None
     assert width(256, 2000) is None, "its rows are multiples of 16 bytes"
 
 
@@ -300,13 +300,13 @@ def test_what_draws_random_numbers_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("narrow_us", "wide_us", "pays"),
-    [(100.0, 40.0, True), (100.0, 90.0, False), (None, 40.0, True), (None, 5e4, False)],
+    [(100.0, 40.0, True), (100.0, 99.0, False), (None, 40.0, True), (None, 5e4, False)],
 )
 def test_widening_must_win_by_what_the_model_may_err(narrow_us: float | None, wide_us: float, *, pays: bool) -> None:
     spec, size, variant = GruSpec("bfloat16", 99), GruSize(8, 64), GruVariant("persistent")
     before = Choice("eager", "", None) if narrow_us is None else Choice("model", "", variant, us=narrow_us)
     after = Choice("model", "", variant, us=wide_us)
-    assert widening_us(spec, size, 1, captured=True) < 45.0
+    assert widening_us(spec, size, 1, captured=True) < 8.0
     assert run.pays(spec, size, 1, [before], [after], captured=True) is pays
     unknown = dataclasses.replace(after, us=0.0)
     assert not run.pays(spec, size, 1, [before], [unknown], captured=True)

@@ -13,6 +13,7 @@ import torch
 
 from tuned.calls.gru import run
 from tuned.calls.gru.arguments import GruCall
+from tuned.calls.gru.lengths import lengths_of
 from tuned.calls.gru.wide import wider_spec
 from tuned.families.gru import FAMILY as GRU
 from tuned.families.gru.spec import GruSize, GruSpec
@@ -50,6 +51,6 @@ def steps(spec: GruSpec, size: GruSize, gpu: Gpu) -> tuple[Choice, tuple[Step, .
         max_seqlen=size.seq if spec.thd else None,
     )
     gates, out = empty(spec.directions, *tokens, 3 * hidden), empty(*tokens, wide)
-    h_n, lengths = torch.empty_like(call.hx), run.lengths_of(call)
+    h_n, lengths = torch.empty_like(call.hx), lengths_of(call)
     recurrence = run.recurrence_of(call, spec, size, choice.variant, gates, out, slice(0, cells), h_n, lengths)
     return choice, GRU.launches(spec, choice.variant, recurrence)

@@ -1,14 +1,12 @@
 """The path of a GRU call that was seen before: one key, one dictionary lookup, and one launch after the library's GEMM.
 
-It serves sequences of one length whose layers run in one persistent launch, or in one each; or by the library and a kernel for the
-gates of each step, where all steps are one compiled kernel. Every other call takes the long path.
+It serves sequences of one length, and packed ones, whose layers run in one persistent launch, or in one each; or by the library and
+a kernel for the gates of each step, where all steps are one compiled kernel. Every other call takes the long path.
 Plans keep none of the caller's tensors alive: they hold numbers, kernels and settings.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,14 +15,17 @@ import torch
 from torch.autograd import forward_ad
 
 from tuned.calls.gru.arguments import GruCall
+from tuned.calls.gru.lengths import known_sizes, packed_tensors, sizes_of
+from tuned.calls.gru.padding import Padding, launches_of, padding_of
 from tuned.calls.gru.project import by_library, project
-from tuned.calls.gru.wide import narrowed, silence, widened
+from tuned.calls.gru.wide import silence
 from tuned.calls.products import precision_of, recurrent_precision
+from tuned.families.copying import Rows, filled
 from tuned.families.gru.launches import Recurrence, counters_needed, gates_of_step, sequence, state_of_step
 from tuned.families.gru.spec import GruSpec
 from tuned.families.gru.variant import GruVariant, alone, steps_are_alike
 from tuned.launching import alike, left, residents
-from tuned.launching.launcher import INTEGERS
+from tuned.launching.launcher import as_integers
 from tuned.launching.plan import (
     ALIGNED_BYTES,
     NO_KEY,
@@ -34,12 +35,12 @@ from tuned.launching.plan import (
     kind_of,
     listeners,
     maker,
-    maker_like,
     modes,
     outside_of_graphs,
     traits,
 )
 
+MOST_FILLED = 2**21  # elements that are filled beside the other preparations; PyTorch fills more of them faster
 Result = tuple[torch.Tensor, torch.Tensor]
 
 # Key of a call -> function (input, hx, weights) -> (output, h_n, gates, outputs of the lower layers of a stack or None), or None if
@@ -55,7 +56,9 @@ def _needs_gradient(x: Any, hx: Any, weights: Sequence[Any]) -> bool:
     return x.requires_grad or hx.requires_grad or any(w.requires_grad for w in weights)
 
 
-def _key(x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...], resets: Any) -> Any:
+def _key(  # noqa: PLR0913 - what a call is known by
+    x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...], resets: Any, sizes: bytes | None
+) -> Any:
     """All that a compiled kernel, or the path to it, may depend on besides gradients; None if a plan may not serve the call."""
     mode = modes(x.get_device())
     if mode is None or mode[0]:  # under autocast the kernels get other tensors: casts of these
@@ -63,6 +66,7 @@ def _key(x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...], res
     precision = x.dtype is _FLOAT32 and (precision_of(_FLOAT32), recurrent_precision())
     return (
         settings,
+        sizes,
         mode,
         residents.place(x.get_device()),
         precision,
@@ -109,21 +113,27 @@ def is_left(  # noqa: PLR0913 - what a call is known by
     return id(weights[0]) in left.LEFT and left.is_left(weights[0], _sizes(x, steps, hx, weights, settings, gradient))
 
 
-def known(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...], resets: Any = None) -> Result | None:
+def known(  # noqa: PLR0913 - what a call is known by
+    x: Any, hx: Any, weights: Any, settings: tuple[Any, ...], resets: Any = None, batch_sizes: Any = None
+) -> Result | None:
     """The result of a call with the properties of one served before, without checks; None for any other call.
 
-    ``settings``: has_biases, num_layers, bidirectional, batch_first, of a call without packing or dropout.
+    ``settings``: has_biases, num_layers, bidirectional, batch_first, of a call without dropout.
     """
     try:
         gradient = _grad_enabled() and _needs_gradient(x, hx, weights)
+        sizes = None if batch_sizes is None else known_sizes(batch_sizes)
+        if batch_sizes is not None and sizes is None:
+            return None
         if (
             resets is None  # PyTorch's own has none
+            and sizes is None  # whether it serves packed sequences, tuned.nn asks
             and id(weights[0]) in left.LEFT
             and is_left(x, hx, weights, settings, gradient=gradient)
             and all(t.is_contiguous() for t in (hx, *weights))
         ):
             return _by_torch(x, hx, weights, settings)
-        plan = None if gradient else _found(_PLANS, x, hx, weights, settings, resets)
+        plan = None if gradient else _found(_PLANS, x, hx, weights, settings, resets, sizes)
     except (*NO_KEY, LookupError):  # no weights, or weights by name
         return None
     made = None if plan is None else plan(x, hx, weights, resets)
@@ -134,18 +144,24 @@ def trained(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...], resets: An
     """The plan for the forward of a call that needs a gradient; None for one without a gradient, or not known."""
     try:
         gradient = _grad_enabled() and _needs_gradient(x, hx, weights)
-        return _found(_TRAINED, x, hx, weights, settings, resets) if gradient else None
+        return _found(_TRAINED, x, hx, weights, settings, resets, None) if gradient else None
     except (*NO_KEY, LookupError):
         return None
 
 
 def _found(  # noqa: PLR0913 - what a call is known by
-    plans: dict[Any, Any], x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...], resets: Any
+    plans: dict[Any, Any],
+    x: Any,
+    hx: Any,
+    weights: Sequence[Any],
+    settings: tuple[Any, ...],
+    resets: Any,
+    sizes: bytes | None,
 ) -> Any:
-    """The plan of a call among ``plans``, or None."""
+    """The plan of a call among ``plans``, or None; ``sizes``: as ``sizes_of`` has them, of packed sequences."""
     device = x.get_device()
     near = (
-        x.shape, resets is None, len(weights), settings, residents.place(device), _autocast(), listeners(),
+        x.shape, resets is None, len(weights), settings, sizes, residents.place(device), _autocast(), listeners(),
         x.dtype is _FLOAT32 and (precision_of(_FLOAT32), recurrent_precision()), forward_ad._current_level,  # noqa: SLF001
         device if device < 0 else current_device(),
     )  # fmt: skip
@@ -153,7 +169,7 @@ def _found(  # noqa: PLR0913 - what a call is known by
     for are_alike, plan in plans.get(near, ()):
         if are_alike(*tensors):
             return plan
-    plan = plans.get(_key(x, hx, weights, settings, resets))
+    plan = plans.get(_key(x, hx, weights, settings, resets, sizes))
     if plan is not None:
         alike.learn(plans, near, tensors, plan)
     return plan
@@ -177,9 +193,14 @@ class Launched(NamedTuple):
     @property
     def has_plan(self) -> bool:
         """Whether equal ones need only products of the input and this launch, or the launches of all steps."""
-        copied = self.recurrence.h_0.data_ptr() != self.call.hx.data_ptr()  # hx was, and every call must copy it again
-        one = self.compiled is not None and self.spec.dense and self.variant.strategy in ("persistent", "library")
-        return one and not copied
+        if self.compiled is None or self.spec.thd:
+            return False
+        return self.variant.strategy == "persistent" or (self.variant.strategy == "library" and not self.copied)
+
+    @property
+    def copied(self) -> bool:
+        """Whether hx was, so that every call must copy it again: its rows were apart, or not aligned."""
+        return bool(self.recurrence.h_0.data_ptr() != self.call.hx.data_ptr())
 
     def plan(self) -> Any:
         """The plan of equal ones; None if they must be launched publicly."""
@@ -187,7 +208,7 @@ class Launched(NamedTuple):
             return _plan_by_library(self.call, self.spec, self.recurrence, self.compiled)
         launch = sequence(self.spec, self.variant, self.recurrence, 0, self.recurrence.seq)
         direct = direct_launch(launch, self.compiled, self.call.input.device.index)
-        return None if direct is None else _plan(self.call, self.spec, self.variant, self.recurrence, direct)
+        return None if direct is None else _plan(self, direct)
 
 
 def learn(call: GruCall, launched: Sequence[Launched], *, captured: bool, gradient: bool) -> None:
@@ -195,8 +216,14 @@ def learn(call: GruCall, launched: Sequence[Launched], *, captured: bool, gradie
 
     ``captured``: in a CUDA graph too; ``gradient``: it was the forward of a call that needs one.
     """
-    key = _key(call.input, call.hx, call.weights, settings_of(call), call.resets)
-    if key is None or not all(part.has_plan for part in launched) or (gradient and len(launched) > 1):
+    sizes = None if call.batch_sizes is None else sizes_of(call.batch_sizes)
+    key = _key(call.input, call.hx, call.weights, settings_of(call), call.resets, sizes)
+    if (
+        (sizes is not None and gradient)
+        or key is None
+        or not all(part.has_plan for part in launched)
+        or (gradient and len(launched) > 1)
+    ):
         return
 
     def make() -> Any:
@@ -207,7 +234,10 @@ def learn(call: GruCall, launched: Sequence[Launched], *, captured: bool, gradie
             plans[0] if len(plans) == 1 else _in_turn(plans, [len(part.call.hx) for part in launched], call.has_biases)
         )
         if call.width is not None:
-            plan = _of_wide(plan, call)
+            padding = padding_of(call)
+            if padding is None:
+                return None
+            plan = _of_wide(plan, padding)
         return plan if captured else outside_of_graphs(plan)
 
     keep(
@@ -243,15 +273,13 @@ def _in_turn(plans: Sequence[Any], cells: Sequence[int], biased: bool) -> Any:  
     return plan
 
 
-def _of_wide(plan: Any, call: GruCall) -> Any:
+def _of_wide(plan: Any, padding: Padding) -> Any:
     """The plan of a call that is padded, given that of the padded one."""
-    bare = dataclasses.replace(call, input=None, hx=None, weights=(), resets=None)  # type: ignore[arg-type]
+    pad, cut = padding
 
     def wide(x: Any, hx: Any, weights: Any, resets: Any = None) -> Any:
-        given = dataclasses.replace(bare, input=x, hx=hx, weights=weights)
-        broad = widened(given)
-        made = plan(broad.input, broad.hx, broad.weights, resets)
-        return None if made is None else (*narrowed(given, *made[:2]), None, None)
+        made = plan(*pad(x, hx, weights), resets)
+        return None if made is None else (*cut(*made[:2]), None, None)
 
     return wide
 
@@ -271,18 +299,21 @@ def leave(call: GruCall, *, captured: bool, gradient: bool = False) -> None:
         )
 
 
-def _plan(  # noqa: PLR0915 - one thing after another
-    call: GruCall, spec: GruSpec, variant: GruVariant, recurrence: Recurrence, direct: Any
-) -> Callable[..., Any]:
+def _plan(launched: Launched, direct: Any) -> Callable[..., Any] | None:  # noqa: PLR0915 - one thing after another
+    call, spec, variant, recurrence, _ = launched
     run, function, head, programs, rest, stream_of, enter, leave = direct
     # Of the arguments that are no tensors the last two before the constants are the strides of resets, which stand before them.
     marked = len(rest) - len(sequence(spec, variant, recurrence, 0, recurrence.seq).constants) - 2 if spec.resets else 0
-    device, dtype = call.input.device, call.input.dtype
-    tokens, hidden, each, units = call.input.shape[:-1], spec.hidden, 4 if spec.bias else 2, call.units
+    device = call.input.device
+    tokens, hidden, each = call.input.shape[:-1], spec.hidden, 4 if spec.bias else 2
     width, item, index = spec.directions * hidden, spec.item, device.index
     counted = counters_needed(spec, recurrence.batch)
-    fills, counts = not alone(spec, variant) and variant.exchange != "counter", variant.exchange == "counter"
-    in_turn = variant.in_turn
+    counts = variant.exchange == "counter" and not alone(spec, variant)
+    in_turn, copied = variant.in_turn, launched.copied
+    prepare = _preparation(launched)
+    if prepare is None:
+        return None
+    sizes = None if call.batch_sizes is None else sizes_of(call.batch_sizes)
     # Bytes between the tensors of neighbouring cells, for each kind of weight; the kernel was compiled for these strides.
     stacks = (recurrence.weight_hh, *((recurrence.bias_ih, recurrence.bias_hh) if spec.bias else ()))
     apart = [stack.stride(0) * item for stack in stacks]
@@ -316,14 +347,12 @@ def _plan(  # noqa: PLR0915 - one thing after another
         copy = torch.stack(given)
         return copy.data_ptr(), copy
 
-    def of_states(shape: tuple[int, ...]) -> Callable[[], torch.Tensor]:
-        if not fills:
-            return maker(shape, call.input)
-        full = functools.partial(torch.full, shape, -1, dtype=INTEGERS[item], device=device)
-        return lambda: full().view(dtype)  # all bits set: readers poll until a value differs
-
-    make_out, make_between = of_states((*tokens, width)), of_states((spec.layers - 1, *tokens, width))
-    make_gates, make_h_n = maker((spec.directions, rows, 3 * hidden), call.input), maker_like(call.hx)
+    make_out, make_between = (
+        maker((*tokens, width), call.input),
+        maker((spec.layers - 1, *tokens, width), call.input),
+    )
+    make_counters = maker((counted,), call.input, torch.int32)
+    make_gates, make_h_n = maker((spec.directions, rows, 3 * hidden), call.input), maker(call.hx.shape, call.hx)
     make_states = maker((spec.directions, recurrence.batch, hidden), call.input, _FLOAT32)
 
     def plan(x: Any, hx: Any, weights: Any, resets: Any = None, h_n: Any = None) -> Any:
@@ -345,12 +374,17 @@ def _plan(  # noqa: PLR0915 - one thing after another
                     torch.mm(flat, weights[direction * each].t(), out=gates[direction])
                 else:
                     project(flat, weights[direction * each], gates[direction], spec.precision)
-        silence(gates, units)
-        out, p_h = make_out(), hx.data_ptr()
+        states_0 = hx.clone(memory_format=torch.contiguous_format) if copied else hx
+        out, p_h = make_out(), states_0.data_ptr()
         h_n = make_h_n() if h_n is None else h_n
         between = make_between() if spec.stacked else None
         states = make_states() if in_turn else None
-        counters = torch.zeros(counted, dtype=torch.int32, device=device) if counts else None
+        counters = make_counters() if counts else None
+        prepare(gates, out, between, counters)
+        bounds = () if not in_turn else (p_h, p_h)
+        if sizes is not None:
+            starts, lengths = packed_tensors(sizes, device)
+            bounds = (starts.data_ptr(), lengths.data_ptr())
         numbers = rest if resets is None else (*rest[:marked], resets.data_ptr(), *rest[marked:])
         try:
             run(
@@ -358,7 +392,7 @@ def _plan(  # noqa: PLR0915 - one thing after another
                 gates.data_ptr(), *pointers, *(() if spec.bias else (p_h, p_h)), p_h, out.data_ptr(),
                 *(() if between is None else (between.data_ptr(),)), h_n.data_ptr(),
                 *(() if states is None else (states.data_ptr(),)),
-                p_h if counters is None else counters.data_ptr(), *((p_h, p_h) if in_turn else ()), *numbers,
+                p_h if counters is None else counters.data_ptr(), *bounds, *numbers,
             )  # fmt: skip
         except RuntimeError as error:  # a context with fewer multiprocessors: the long path finds what fits
             if not residents.too_large(error):
@@ -367,6 +401,45 @@ def _plan(  # noqa: PLR0915 - one thing after another
         return out, h_n, gates, between
 
     return plan
+
+
+def _preparation(launched: Launched) -> Callable[..., None] | None:
+    """What must hold of (gates, out, between, counters) before a launch; None if launches must be public.
+
+    Readers of a state poll until it is not all bits set, or until a counter that was 0 says so; and padded units get nothing of the
+    input, as ``silence`` says.
+    """
+    call, spec, variant, recurrence, _ = launched
+    item, hidden, rows = spec.item, spec.hidden, call.input.shape[:-1].numel()
+    fills, waits = variant.exchange != "counter", not alone(spec, variant)
+    width = spec.directions * hidden
+    todo: list[tuple[int, Rows, int]] = []  # which of them, how, and bytes from its start
+    by_torch: list[int] = []  # which are so large that the host's time does not count
+    if waits and fills:
+        each = {1: rows, **({2: rows * (spec.layers - 1)} if spec.stacked else {})}
+        if sum(each.values()) * width <= MOST_FILLED:
+            todo = [(which, filled(count, width, -1), 0) for which, count in each.items()]
+        else:
+            by_torch = list(each)
+    elif waits:
+        todo.append((3, filled(1, counters_needed(spec, recurrence.batch) * 4 // item, 0), 0))
+    if call.units is not None:
+        beyond = filled(spec.directions * rows * 3, hidden - call.units, 0, hidden)
+        todo.append((0, beyond, call.units * item))
+    fire: Any = None
+    if todo:
+        fire = launches_of([rows for _, rows, _ in todo], call.input)
+        if fire is None:
+            return None
+    places = [(which, offset) for which, _, offset in todo]
+
+    def prepare(*tensors: Any) -> None:
+        for which in by_torch:
+            as_integers(tensors[which]).fill_(-1)
+        if fire is not None:
+            fire(tuple([at for which, offset in places for at in (tensors[which].data_ptr() + offset,) * 2]))
+
+    return prepare
 
 
 def _plan_by_library(call: GruCall, spec: GruSpec, recurrence: Recurrence, compiled: Any) -> Callable[..., Any] | None:
@@ -392,7 +465,7 @@ def _plan_by_library(call: GruCall, spec: GruSpec, recurrence: Recurrence, compi
     rows, features, turned, units = call.input.shape[:-1].numel(), call.input.shape[-1], call.batch_first, call.units
     make_out = maker((*call.input.shape[:-1], directions * hidden), call.input)
     make_gates = maker((directions, rows, 3 * hidden), call.input)
-    make_products, make_h_n = maker((recurrence.batch, 3 * hidden), call.input), maker_like(call.hx)
+    make_products, make_h_n = maker((recurrence.batch, 3 * hidden), call.input), maker(call.hx.shape, call.hx)
 
     def plan(x: Any, hx: Any, weights: Any, _resets: Any = None, h_n: Any = None) -> Any:
         if enter.calls or leave.calls:  # a profiler has hooks: only the public launcher calls them

@@ -16,10 +16,13 @@ import torch
 
 from tuned.calls.gru import eager
 from tuned.calls.gru.arguments import GruCall
+from tuned.calls.gru.lengths import Lengths, lengths_of, steps_of
+from tuned.calls.gru.padding import Padding, launches_of, padding_of
 from tuned.calls.gru.plan import Launched, learn, leave
 from tuned.calls.gru.project import project
 from tuned.calls.gru.wide import narrowed, silence, widened, widening_input_us, widening_us, wider_spec, width_of
 from tuned.calls.products import name_of, recurrent_precision
+from tuned.families.copying import filled
 from tuned.families.gru import FAMILY as GRU
 from tuned.families.gru.launches import Recurrence, counters_needed
 from tuned.families.gru.model import (
@@ -44,24 +47,13 @@ from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, Gpu, best_kernel, choose, modelled, usable
 from tuned.lookup.model import library_us, us_of
 
-MAX_LENGTHS = 64  # sets of lengths whose tensors are kept on a device
 # What a product of the library and a kernel take the host at each step of a call. On a host where nn.GRU takes 23 us it is 21.7, so a
 # little less than nn.GRU's on any.
 CALLED_STEP_US = 10.0
-# What a call of packed sequences takes the host, on the scale of HOST_STEP_US: it has no plan. 890 us were measured on a host where
-# PyTorch's own takes 20 a step of a layer and direction.
-PACKED_US = 384.0
+# What a call of packed sequences takes the host, on the scale of HOST_STEP_US, beside what one of sequences of one length does.
+PACKED_US = 64.0
 DEVICE_ROWS = 64  # from so many on a call of a GRU takes the device longer than the host
 ALIGNED_BYTES = 16  # templates/gru_step.py.jinja assumes that rows are so aligned if their width allows it
-
-
-class Lengths(NamedTuple):
-    """The tensors of packed sequences as the kernels take them; templates/gru_layer.py.jinja says what they hold."""
-
-    layout: str
-    starts: torch.Tensor | None
-    lengths: torch.Tensor | None
-    seq: int
 
 
 class Kept(NamedTuple):
@@ -206,8 +198,11 @@ def _forward(call: GruCall, kept: list[Kept] | None) -> tuple[torch.Tensor, torc
     parts, directions = _parts(call), 2 if call.bidirectional else 1
     if any(choice.variant is None for _, _, choice in parts):  # a limit was met after ``why_not`` accepted the call
         return eager.gru(call)
-    lengths = lengths_of(call)
-    served = call if call.width is None else widened(call)
+    lengths, index = lengths_of(call), call.input.get_device()
+    if listening() is not None:  # what a known call fills tensors by
+        launches_of([filled(1, 1, 0)], call.input)
+    padding = None if call.width is None or kept is not None or index < 0 else padding_of(call)
+    served = call if call.width is None else widened(call) if padding is None else _padded(call, padding)
     x, h_n = served.input, torch.empty_like(served.hx, memory_format=torch.contiguous_format)
     layer, learnt = 0, []
     for spec, size, choice in parts:
@@ -227,7 +222,16 @@ def _forward(call: GruCall, kept: list[Kept] | None) -> tuple[torch.Tensor, torc
         in_graph = _parts(wide(dataclasses.replace(call, width=None), captured=True), captured=True)
         captured = kept is None and [(s, c.variant) for s, _, c in in_graph] == [(s, c.variant) for s, _, c in parts]
         learn(call, learnt, captured=captured, gradient=kept is not None)
-    return (x, h_n) if served is call else narrowed(call, x, h_n)
+    if served is call:
+        return x, h_n
+    return narrowed(call, x, h_n) if padding is None else padding.cut(x, h_n)
+
+
+def _padded(call: GruCall, padding: Padding) -> GruCall:
+    """``widened(call)``, in one launch or a few."""
+    x, hx, weights = padding.pad(call.input, call.hx, call.weights)
+    units = call.hx.shape[2] if hx.shape[2] != call.hx.shape[2] else None
+    return dataclasses.replace(call, input=x, hx=hx, weights=tuple(weights), width=None, units=units)
 
 
 def cells_of(call: GruCall, x: torch.Tensor, cells: slice) -> GruCall:
@@ -269,18 +273,10 @@ def spec_of(call: GruCall, layers: int) -> tuple[GruSpec, GruSize]:
         precision=precision,
         resets=call.resets is not None,
     )
-    return spec, GruSize(call.hx.shape[1], _steps(call))
+    return spec, GruSize(call.hx.shape[1], steps_of(call))
 
 
 _spec = functools.lru_cache(maxsize=misses.MAX_CHOICES)(GruSpec)  # to check one takes as long as all of a lookup
-
-
-def _steps(call: GruCall) -> int:
-    if call.batch_sizes is not None:
-        return call.batch_sizes.numel()
-    if call.max_seqlen is not None:
-        return call.max_seqlen
-    return call.input.shape[1 if call.batch_first else 0]
 
 
 def _parts(call: GruCall, *, captured: bool | None = None) -> list[tuple[GruSpec, GruSize, Choice]]:
@@ -525,69 +521,3 @@ def stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         if step > 0 and step % item == 0:
             return first.as_strided((len(tensors), *first.shape), (step // item, *first.stride()))
     return torch.stack(list(tensors))
-
-
-def lengths_of(call: GruCall) -> Lengths:
-    """Where sequences start and how long they are, as tensors on the device."""
-    if call.batch_sizes is not None:
-        starts, lengths = _packed_tensors(tuple(call.batch_sizes.tolist()), call.input.device)
-        return Lengths("packed", starts, lengths, _steps(call))
-    if call.cu_seqlens is not None:
-        starts = call.cu_seqlens.contiguous()  # as the kernels assume
-        return Lengths("thd", starts, starts.diff().clamp_(max=_steps(call)), _steps(call))
-    return Lengths("dense", None, None, _steps(call))
-
-
-def neighbours(lengths: Lengths, tokens: int) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]:
-    """For both directions (each token's sequence, whether its step is the first, the token of the step before), packed or "thd".
-
-    Of a token that no sequence has, its own are given.
-    """
-    starts, counts = lengths.starts, lengths.lengths
-    assert starts is not None, "sequences of one length have no starts"
-    assert counts is not None
-    token = torch.arange(tokens, device=starts.device)
-    if lengths.layout == "packed":
-        step = torch.searchsorted(starts, token, right=True) - 1
-        sequence = token - starts[step]
-        first, last = step == 0, step == counts[sequence] - 1
-        before = starts[(step - 1).clamp(min=0)] + sequence
-        after = starts[(step + 1).clamp(max=len(starts) - 1)] + sequence
-    else:
-        sequence = torch.searchsorted(starts[1:], token.to(starts.dtype), right=True).clamp(max=len(counts) - 1)
-        first, last = token == starts[sequence], token == starts[sequence] + counts[sequence] - 1
-        before, after = token - 1, token + 1
-    highest = max(tokens - 1, 0)
-    return (sequence, first, before.clamp(0, highest)), (sequence, last, after.clamp(0, highest))
-
-
-_CAPTURED: dict[
-    Any, tuple[torch.Tensor, torch.Tensor]
-] = {}  # read by captured graphs, so kept for good: nothing tells when the last graph is gone
-
-
-def _packed_tensors(batch_sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """``_packed_lengths``, kept alive as long as the current stream, or a graph captured on it, may read them."""
-    key = batch_sizes, device
-    found = _CAPTURED.get(key)
-    if found is not None:
-        return found
-    found = _packed_lengths(batch_sizes, device)
-    if device.type != "cuda":
-        return found
-    if torch.cuda.is_current_stream_capturing():
-        # A graph holds addresses, not tensors. They take a few bytes per step and sequence, once for all such graphs.
-        _CAPTURED[key] = found
-    else:
-        stream = torch.cuda.current_stream(device)
-        for t in found:  # the cache may drop them before this stream has read them
-            t.record_stream(stream)
-    return found
-
-
-@functools.lru_cache(maxsize=MAX_LENGTHS)
-def _packed_lengths(batch_sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first row of each step, int64 [T], and the length of each sequence, int32 [B]; cached: the copies synchronize."""
-    rows = torch.tensor(batch_sizes, device="cpu")  # not the default device
-    lengths = (rows[:, None] > torch.arange(batch_sizes[0], device="cpu")).sum(0, dtype=torch.int32)
-    return (rows.cumsum(0) - rows).to(device), lengths.to(device)

@@ -18,6 +18,7 @@ import torch
 
 from tuned.calls.gru import eager, run
 from tuned.calls.gru.arguments import GruCall
+from tuned.calls.gru.lengths import Lengths, lengths_of, neighbours
 from tuned.calls.gru.plan import leave, settings_of, trained
 from tuned.calls.gru.project import project
 from tuned.calls.gru.wide import narrowed, silence, widened, widening_us, width_of
@@ -276,7 +277,7 @@ def _by_kernels(  # noqa: PLR0913 - a layer, its variant, what it kept and its g
 ) -> Grads:  # fmt: skip
     hidden, each = spec.hidden, 4 if spec.bias else 2
     weights = [call.weights[cell * each : (cell + 1) * each] for cell in range(spec.directions)]
-    lengths = run.lengths_of(call)
+    lengths = lengths_of(call)
     rows = call.input.reshape(-1, call.input.shape[-1])
     before = _before(call, output, lengths)
     if call.resets is not None:
@@ -312,7 +313,7 @@ def _tensors(  # noqa: PLR0913 - what a launch takes
     of_tokens: tuple[torch.Tensor, ...],
     grad_h_0: torch.Tensor,
     given: tuple[Any, Any],
-    lengths: run.Lengths,
+    lengths: Lengths,
 ) -> RecurrenceGradient:
     """The tensors of a layer as its kernel takes them. ``of_tokens``: gates of x and of h, states before, gradients."""
     turned = call.batch_first and spec.dense
@@ -355,7 +356,7 @@ def _tensors(  # noqa: PLR0913 - what a launch takes
     )
 
 
-def _before(call: GruCall, output: torch.Tensor, lengths: run.Lengths) -> torch.Tensor:
+def _before(call: GruCall, output: torch.Tensor, lengths: Lengths) -> torch.Tensor:
     """The state before each token's step, ``[directions, tokens, hidden]``, tokens in the order of the input."""
     hidden = call.hx.shape[2]
     if lengths.layout == "dense":
@@ -371,7 +372,7 @@ def _before(call: GruCall, output: torch.Tensor, lengths: run.Lengths) -> torch.
         torch.cat((other.narrow(time, 1, steps), ends), time, out=before[1])
         return before.view(2, -1, hidden)
     found = []
-    ways = run.neighbours(lengths, len(output))
+    ways = neighbours(lengths, len(output))
     for hx, out, (sequence, first, previous) in zip(call.hx, output.split(hidden, -1), ways, strict=False):
         found.append(torch.where(first[:, None], hx.index_select(0, sequence), out.index_select(0, previous)))
     before = torch.stack(found)
@@ -381,7 +382,7 @@ def _before(call: GruCall, output: torch.Tensor, lengths: run.Lengths) -> torch.
     return before
 
 
-def _cut(call: GruCall, resets: torch.Tensor, lengths: run.Lengths, tokens: int) -> torch.Tensor:
+def _cut(call: GruCall, resets: torch.Tensor, lengths: Lengths, tokens: int) -> torch.Tensor:
     """Whether the state before each token's step is reset, ``[directions, tokens]``, tokens in the order of the input."""
     forward = resets.reshape(-1)
     if not call.bidirectional:
@@ -392,7 +393,7 @@ def _cut(call: GruCall, resets: torch.Tensor, lengths: run.Lengths, tokens: int)
         steps = resets.shape[time] - 1
         backward.narrow(time, 0, steps).copy_(resets.narrow(time, 1, steps))
         return torch.stack((forward, backward.reshape(-1)))
-    _, (_, last, after) = run.neighbours(lengths, tokens)
+    _, (_, last, after) = neighbours(lengths, tokens)
     return torch.stack((forward, forward.index_select(0, after) & ~last))
 
 

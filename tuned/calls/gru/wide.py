@@ -11,15 +11,15 @@ import dataclasses
 import torch
 
 from tuned.calls.gru.arguments import GruCall
+from tuned.families.copying import MOST
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.launch import ceil_div
 from tuned.families.products import ITEM_SIZE
 
 ROW_BYTES = 16  # a multiple of which rows of the state are to be
-# What padding takes beside the kernels: launches of PyTorch's own, and bytes. In a graph a launch is the device's time, in a call the
-# host's, on the scale of HOST_STEP_US: 15 us on a host where nn.GRU takes 23 a step.
-LAUNCHES, LAUNCHES_OF_STACK, LAUNCHES_OF_INPUT = 16, 22, 4
-CAPTURED_LAUNCH_US, CALLED_LAUNCH_US = 2.0, 6.0
+# What padding takes beside the kernels: launches, tensors that are told of, and bytes. In a graph a launch is the device's time, in a
+# call the host's, on the scale of HOST_STEP_US.
+CAPTURED_LAUNCH_US, CALLED_LAUNCH_US, CALLED_TENSOR_US = 2.0, 3.0, 1.0
 BYTES_PER_US = 2.5e6
 SECTOR = 32  # bytes that a store to memory takes at least
 
@@ -37,19 +37,23 @@ def wider_spec(spec: GruSpec) -> GruSpec:
 
 def widening_us(spec: GruSpec, size: GruSize, layers: int, *, captured: bool) -> float:
     """What padding a call and cutting its result take, microseconds."""
-    launches = LAUNCHES if layers * spec.directions == 1 else LAUNCHES_OF_STACK
-    tokens, item = size.batch * size.seq * spec.directions, ITEM_SIZE[spec.dtype]
-    # Of a result; an input is taken to be as wide, as most are.
+    cells, tokens, item = layers * spec.directions, size.batch * size.seq * spec.directions, ITEM_SIZE[spec.dtype]
     wide = (spec.hidden + width_of(spec.hidden, item)) * item
-    moved = tokens * (wide + 3 * SECTOR) + tokens // spec.directions * wide
-    return launches * (CAPTURED_LAUNCH_US if captured else CALLED_LAUNCH_US) + moved / BYTES_PER_US
+    # Of a result; an input is taken to be as wide, as most are.
+    moved = tokens * (wide + 3 * SECTOR) + tokens // spec.directions * wide + cells * 6 * spec.hidden * wide
+    tensors = cells * (4 if spec.bias else 2) + 2
+    return _launching_us(tensors, ceil_div(tensors, MOST) + 1, captured=captured) + moved / BYTES_PER_US
 
 
 def widening_input_us(spec: GruSpec, size: GruSize, features: int, *, captured: bool) -> float:
     """What padding the input of a call alone takes, microseconds."""
     item = ITEM_SIZE[spec.dtype]
     moved = size.batch * size.seq * (features + width_of(features, item)) * item
-    return LAUNCHES_OF_INPUT * (CAPTURED_LAUNCH_US if captured else CALLED_LAUNCH_US) + moved / BYTES_PER_US
+    return _launching_us(1 + spec.directions, 1, captured=captured) + moved / BYTES_PER_US
+
+
+def _launching_us(tensors: int, launches: int, *, captured: bool) -> float:
+    return launches * CAPTURED_LAUNCH_US if captured else launches * CALLED_LAUNCH_US + tensors * CALLED_TENSOR_US
 
 
 def widened(call: GruCall) -> GruCall:

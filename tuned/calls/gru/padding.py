@@ -1,0 +1,156 @@
+"""A known call padded, filled and cut by launches of which only the addresses change: tuned.calls.gru.wide says what is padded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tuned.calls.gru.arguments import GruCall
+from tuned.calls.gru.wide import width_of
+from tuned.families.copying import MOST, Rows, copy_launch, filled, padded
+from tuned.launching.launcher import as_integers
+from tuned.launching.plan import direct_launch, launch_known, maker
+
+MOST_NUMBER = 2**31  # from which on a number has 64 bits, which is another kernel
+Fire = Callable[[tuple[int, ...]], None]  # the addresses of x and y of each copy, in this order
+
+
+class Padding(NamedTuple):
+    """What pads the tensors of calls like one, and what cuts their results."""
+
+    pad: Callable[[Any, Any, Sequence[Any]], tuple[Any, Any, Sequence[Any]]]
+    cut: Callable[[Any, Any], tuple[Any, Any]]
+
+
+def launches_of(every: Sequence[Rows], like: torch.Tensor) -> Fire | None:
+    """What makes copies of so many rows, of the item size and on the device of ``like``; None if launches must be public."""
+    index = like.get_device()
+    # Compiled for an address that is aligned to its elements only, and never for certain numbers: once for all calls.
+    apart = as_integers(like.new_empty(2)[1:])
+    compiled = launch_known(index, copy_launch([(apart, apart, filled(1, 1, 0))]))
+    if compiled is None:  # this thread listens, and the launch was noted
+        return None
+    parts = []
+    for begin in range(0, len(every), MOST):
+        some = every[begin : begin + MOST]
+        direct = direct_launch(copy_launch([(apart, apart, rows) for rows in some]), compiled, index)
+        if direct is None or any(number >= MOST_NUMBER for rows in some for number in rows):
+            return None
+        # What is less than six is filled up with the first, of which nothing is copied then.
+        parts.append((slice(2 * begin, 2 * (begin + len(some))), MOST - len(some), direct))
+
+    def fire(addresses: tuple[int, ...]) -> None:
+        for where, missing, (run, function, head, programs, rest, stream_of, _, _) in parts:
+            given = addresses[where]
+            run(programs, 1, 1, stream_of(index), function, *head, *given, *(given[:2] * missing), *rest)
+
+    return fire
+
+
+def padding_of(call: GruCall) -> Padding | None:
+    """What pads and cuts calls like one that has a ``width``; None if launches must be public."""
+    assert call.width is not None, "the call is to stay as it is"
+    given = [t if _in_rows(t) else t.contiguous() for t in call.tensors]
+    apart = [position for position, t in enumerate(call.tensors) if not _in_rows(t)]
+    layout = _Layout(call, given)
+    item = call.input.element_size()
+    pads = launches_of([part.rows for part in layout.parts], call.input)
+    make = maker((layout.elements,), call.input)
+    places = [(part.position, part.offset * item) for part in layout.parts]
+    views = [(part.position, part.shape, part.strides, part.offset) for part in layout.parts]
+    as_strided = torch.as_strided
+
+    def pad(x: Any, hx: Any, weights: Sequence[Any]) -> tuple[Any, Any, Sequence[Any]]:
+        tensors = [x, hx, *weights]
+        for position in apart:
+            tensors[position] = tensors[position].contiguous()
+        memory = make()
+        base = memory.data_ptr()
+        pads(tuple([at for position, offset in places for at in (tensors[position].data_ptr(), base + offset)]))  # type: ignore[misc]
+        for position, shape, strides, offset in views:
+            tensors[position] = as_strided(memory, shape, strides, offset)
+        return tensors[0], tensors[1], tensors[2:]
+
+    cut = _cut_of(call, call.width)
+    return None if pads is None or cut is None else Padding(pad, cut)
+
+
+def _cut_of(call: GruCall, width: int) -> Callable[[Any, Any], tuple[Any, Any]] | None:
+    hidden, directions = call.hx.shape[2], 2 if call.bidirectional else 1
+    if width == hidden:  # the input alone was padded
+        return lambda output, h_n: (output, h_n)
+    tokens, states = call.input.shape[:-1], call.hx.shape[:2]
+    wide, narrow = directions * width, directions * hidden
+    cuts = launches_of(
+        [
+            Rows(tokens.numel(), tokens.numel(), tokens.numel(), 0, wide, narrow, narrow, hidden, width),
+            Rows(states.numel(), states.numel(), states.numel(), 0, width, hidden, hidden, hidden, width),
+        ],
+        call.input,
+    )
+    make_output, make_states = maker((*tokens, narrow), call.input), maker((*states, hidden), call.input)
+    if cuts is None:
+        return None
+
+    def cut(output: Any, h_n: Any) -> tuple[Any, Any]:
+        cut_output, last = make_output(), make_states()
+        cuts((output.data_ptr(), cut_output.data_ptr(), h_n.data_ptr(), last.data_ptr()))  # type: ignore[misc]
+        return cut_output, last
+
+    return cut
+
+
+class _Part(NamedTuple):
+    """Where one tensor of a call goes."""
+
+    position: int  # among the tensors of the call
+    rows: Rows
+    offset: int  # in the buffer, elements
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _Layout:
+    """Where all tensors go in one buffer: weights of a kind one after the other, as those of ``wide.widened``."""
+
+    def __init__(self, call: GruCall, given: Sequence[torch.Tensor]) -> None:
+        assert call.width is not None
+        self.parts: list[_Part] = []
+        self.elements = 0
+        hidden, width, features = call.hx.shape[2], call.width, call.input.shape[-1]
+        broad = width_of(features, call.input.element_size())
+        directions, each = 2 if call.bidirectional else 1, 4 if call.has_biases else 2
+        if broad != features:
+            self._add(0, padded(*_in_groups(given[0]), broad), (*given[0].shape[:-1], broad))
+        if width != hidden:
+            self._add(1, padded(*_in_groups(given[1]), width), (*given[1].shape[:-1], width))
+        for kind in range(each):
+            for cell in range(len(call.hx)):
+                position, first = 2 + cell * each + kind, kind == 0 and cell < directions
+                if width == hidden and (not first or broad == features):
+                    continue
+                if kind > 1:
+                    self._add(position, Rows(3, 3, 3, 0, hidden, width, width, width, hidden), (3 * width,))
+                    continue
+                # What a part of a row has, and is to have; and how many parts there are.
+                held, part, parts = (features, broad, 1) if first else (hidden, width, 1 if kind else directions)
+                row, columns = given[position].stride(0), parts * part
+                rows = Rows(3 * width, width, hidden, hidden * row, row, columns, columns, part, held)
+                self._add(position, rows, (3 * width, columns))
+
+    def _add(self, position: int, rows: Rows, shape: tuple[int, ...]) -> None:
+        strides = torch.empty(shape, device="meta").stride()
+        self.parts.append(_Part(position, rows, self.elements, shape, strides))
+        self.elements += torch.Size(shape).numel()
+
+
+def _in_groups(t: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, strides) of a tensor as ``[groups, rows, features]``."""
+    return (t.shape, t.stride()) if t.dim() > 2 else ((1, *t.shape), (0, *t.stride()))  # noqa: PLR2004
+
+
+def _in_rows(t: torch.Tensor) -> bool:
+    """Whether the elements of a row are neighbours."""
+    return t.stride(-1) == 1 or t.shape[-1] == 1

@@ -1,0 +1,74 @@
+"""The launch that copies up to six tensors into rows of another width, or fills them: templates/copy_rows.py.jinja."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tuned.families.launch import Launch, ceil_div
+
+KERNEL, MOST = "copy_rows", 6
+ROWS, COLUMNS = 16, 128  # of a program's tile
+
+
+class Rows(NamedTuple):
+    """How the rows of y are made of those of x; all in elements. Strides of a last axis are 1.
+
+    Row i of y is row ``i % group`` of group ``i // group`` of x, of which a group has ``held``. Each row of y is parts of ``width``,
+    of which x has the first ``given``, and lies so far apart. Whatever x does not have is 0, or all bits set if ``bits`` is -1.
+    """
+
+    rows: int
+    group: int
+    held: int
+    x_group: int  # stride of groups
+    x_row: int  # stride of rows
+    y_row: int
+    columns: int  # of y
+    width: int
+    given: int
+    bits: int = 0
+
+    @property
+    def programs(self) -> int:
+        """Programs that make them."""
+        return ceil_div(self.rows, ROWS) * ceil_div(self.columns, COLUMNS)
+
+
+NOTHING = Rows(0, 1, 0, 0, 0, 0, 1, 1, 0)
+
+
+def padded(shape: Sequence[int], strides: Sequence[int], width: int, parts: int = 1) -> Rows:
+    """A tensor ``[groups, rows, features]`` whose rows, of so many parts, are made contiguous ones of parts of another width."""
+    groups, rows, features = shape
+    return Rows(
+        groups * rows, rows, rows, strides[0], strides[1], parts * width, parts * width, width, features // parts
+    )
+
+
+def filled(rows: int, columns: int, bits: int, y_row: int | None = None) -> Rows:
+    """A tensor of so many rows with all bits alike; rows follow each other if they do not lie ``y_row`` apart."""
+    return Rows(rows, 1, 0, 0, 0, columns if y_row is None else y_row, columns, columns, 0, bits)
+
+
+def copy_launch(copies: Sequence[tuple[Any, Any, Rows]]) -> Launch:
+    """The launch of up to six (x, y, rows), tensors of integers of one item size; y stands for x where x has nothing."""
+    assert 0 < len(copies) <= MOST
+    every = (*copies, *((*copies[0][:2], NOTHING),) * (MOST - len(copies)))
+    return Launch(
+        kernel=KERNEL,
+        programs=programs_of([rows for _, _, rows in copies]),
+        arguments=(*(t for x, y, _ in every for t in (x, y)), *numbers_of([rows for _, _, rows in copies])),
+        constants={"ROWS": ROWS, "COLUMNS": COLUMNS},
+        options={"num_warps": 4},
+    )
+
+
+def programs_of(every: Sequence[Rows]) -> int:
+    """Programs of one launch."""
+    return sum(rows.programs for rows in every)
+
+
+def numbers_of(every: Sequence[Rows]) -> tuple[int, ...]:
+    """The numbers of one launch, after its pointers."""
+    return tuple(number for rows in (*every, *(NOTHING,) * (MOST - len(every))) for number in rows)
