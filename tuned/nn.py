@@ -32,6 +32,7 @@ from tuned.calls.gru_cell import run as gru_cell_run
 from tuned.calls.products import autocast_dtype
 from tuned.calls.refusal import check_flag, refuses, was_refused
 from tuned.launching.plan import modes, tracing
+from tuned.launching.zeros import zeros
 from tuned.lookup.gpu import why_eager
 
 _ARGUMENTS = (TypeError, ValueError)
@@ -233,11 +234,11 @@ def _gru_at_once(module: GRU, x: Any, hx: Any, resets: Any) -> tuple[torch.Tenso
         return None
     layers, bidirectional, batch_first = module.num_layers, module.bidirectional, module.batch_first
     expected = (layers * (2 if bidirectional else 1), x.shape[0 if batch_first else 1], module.hidden_size)
-    if hx is None:
-        hx = torch.zeros(expected, dtype=x.dtype, device=x.device)
     settings = (module.bias, layers, bidirectional, batch_first)
     dropout = module.dropout if module.training and layers > 1 else 0.0
-    needed = torch.is_grad_enabled() and any(t.requires_grad for t in (*weights, x, hx))
+    needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*weights, x, hx))
+    if hx is None:
+        hx = torch.zeros(expected, dtype=x.dtype, device=x.device) if needed else zeros(expected, x)
     left: Any
     if resets is not None:  # PyTorch's own has none
         left = False
@@ -279,7 +280,7 @@ def _packed_at_once(  # noqa: PLR0911 - one return per way
         return None
     expected = (layers * (2 if bidirectional else 1), int(batch_sizes[0]), module.hidden_size)
     if hx is None:
-        hx = torch.zeros(expected, dtype=x.dtype, device=x.device)
+        hx = torch.zeros(expected, dtype=x.dtype, device=x.device) if train else zeros(expected, x)
     elif hx.shape != expected:
         return None
     else:

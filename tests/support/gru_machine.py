@@ -114,12 +114,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         monkeypatch.setattr(module, "_PLANS", {})
     monkeypatch.setattr(plan, "_TRAINED", {})
     monkeypatch.setattr(left, "LEFT", {})
-    for module in (padding, plan, tuned.launching.plan):
+    for module in (padding, plan, project, tuned.launching.plan):
         monkeypatch.setattr(module, "direct_launch", made.direct_launch)
     monkeypatch.setattr(tuned.launching.launcher, "launch_public", made.launch_public)
     monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
     for module in (padding, run, project):
         monkeypatch.setattr(module, "launch_known", made.launch)
+    monkeypatch.setattr(project, "compiled_before", lambda *_: "compiled")
     monkeypatch.setattr(run, "may_learn", lambda _device: True)
     monkeypatch.setattr(run, "PACKED_US", -1e9)
     monkeypatch.setattr(torch.cuda, "device", _NoDevice)

@@ -225,6 +225,12 @@ def launch_known(device: int, launch: Launch) -> Any:
     return compiled
 
 
+def compiled_before(device: int, launch: Launch) -> Any:
+    """The compiled kernel of a launch like one that ``launch_known`` made; None if there was none, or launches are public."""
+    known = _KNOWN.get(properties(device, launch))
+    return None if known is None else known[0]
+
+
 def capturing(x: torch.Tensor) -> bool:
     """Whether a CUDA graph captures what is done with x."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()

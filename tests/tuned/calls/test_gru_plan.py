@@ -337,8 +337,27 @@ def test_a_product_that_a_kernel_makes_is_made_by_a_known_call_too(
         for got, want in zip(gru(x, hx, made._flat_weights, bidirectional=directions == 2), made(x, hx), strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=3e-3)
         told = machine.public - before[0], machine.direct - before[1]
-        assert told == ((steps, 0) if not time else (0, steps))
-        assert len(products) == directions * (time + 1)
+        planned = directions if strategy == "persistent" else 0  # of few steps the products are launched directly, too
+        assert told == ((steps, 0) if not time else (0, steps + planned))
+        assert len(products) == directions * (1 if planned else time + 1)
+
+
+@without_a_gpu
+def test_a_product_of_an_input_that_is_copied_is_decided_each_time(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(project, "by_library", lambda *_: False)
+    monkeypatch.setattr(project, "_projection", lambda *_: LinearCatVariant())
+    rows, weight, out = torch.randn(6, FEATURES), torch.randn(3 * H, FEATURES), torch.empty(6, 3 * H)
+    for other in ((rows.t().contiguous().t(), weight), (rows, weight.t().contiguous().t())):
+        assert project.product_of(*other, out, "tf32") is None
+    product = project.product_of(rows, weight, out, "tf32")
+    assert product is not None
+    product(rows, weight, out.data_ptr())
+    torch.testing.assert_close(out, rows @ weight.t(), rtol=0, atol=2e-2)
+    monkeypatch.setattr(project, "compiled_before", lambda *_: None)
+    assert project.product_of(rows, weight, out, "tf32") is None, "it was never launched"
+    assert machine.direct == 1
 
 
 @without_a_gpu

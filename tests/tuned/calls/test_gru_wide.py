@@ -13,7 +13,7 @@ from tests.support.gru_machine import Machine, machine
 from tests.support.gru_running import FEATURES, VARIANTS, B, T, assert_as_pytorch, call_of, interpreted
 from tests.support.gru_training import ONE, assert_alike, backward, choose
 from tests.support.run import INTERPRETED
-from tuned.calls.gru import eager, run, training
+from tuned.calls.gru import eager, padding, run, training
 from tuned.calls.gru.arguments import GruCall, gru_call
 from tuned.calls.gru.wide import narrowed, silence, widened, widening_us, wider_spec, width_of
 from tuned.dispatch import gru
@@ -269,6 +269,101 @@ def test_a_wide_input_is_widened_where_its_product_takes_longer_than_copies(monk
     assert width(257, 2000) == 512
     assert width(257, 10) is None
     assert width(256, 2000) is None, "its rows are multiples of 16 bytes"
+
+
+# Of a step nn.GRU took 85 us where 17 do, and 74 where 25 do.
+SLOW: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
+    "bfloat16": ("bfloat16", 42, 258, 1461, {"bidirectional": True}),
+    "float32": ("float32", 131, 326, 994, {}),
+}
+
+
+@pytest.mark.parametrize("case", SLOW)
+def test_pytorchs_own_gets_padded_rows_where_it_takes_less_so(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    monkeypatch.setattr(run, "gpu_of", lambda _device: H200)
+    dtype, steps, rows, hidden, settings = SLOW[case]
+
+    def padded(hidden: int, **others: Any) -> bool:
+        made = torch.nn.GRU(hidden, hidden, dtype=getattr(torch, dtype), device="meta", **settings)
+        x = torch.empty(steps, rows, hidden, dtype=getattr(torch, dtype), device="meta")
+        hx = torch.empty(2 if settings else 1, rows, hidden, dtype=x.dtype, device="meta")
+        call = run.wide(dataclasses.replace(_as_call(x, hx, made, settings), **others), captured=False)
+        return run.pads_pytorch(call, captured=False)
+
+    assert padded(hidden)
+    assert not padded(width_of(hidden, 2)), "it is as wide as it has to be"
+    assert not padded(hidden, resets=torch.empty(steps, rows, dtype=torch.bool, device="meta"))
+    monkeypatch.setattr(run, "recurrent_precision", lambda: "ieee")
+    assert padded(hidden) is (dtype == "bfloat16"), "multiplied without tensor cores, narrow rows take no longer"
+
+
+def laid_by_cudnn(weights: list[torch.Tensor], call: GruCall) -> torch.Tensor:
+    """As cuDNN lays weights: matrices of all cells, then biases of all."""
+    each = len(weights) // len(call.hx)
+    order = [i for i in range(len(weights)) if i % each < 2] + [i for i in range(len(weights)) if i % each > 1]
+    memory = torch.cat([weights[i].flatten() for i in order])
+    parts = memory.split([weights[i].numel() for i in order])
+    for i, part in zip(order, parts, strict=True):
+        weights[i].set_(part.view_as(weights[i]))  # type: ignore[call-overload]
+    return memory
+
+
+@without_a_gpu
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(
+    ("layers", "directions", "bias", "packed"), [(1, 1, True, False), (2, 2, False, False), (3, 1, True, True)]
+)
+def test_pytorchs_own_is_given_what_cudnn_need_not_copy(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    layers: int,
+    directions: int,
+    bias: bool,
+    packed: bool,
+    first: bool,
+) -> None:
+    monkeypatch.setattr(run, "_choose", lambda *_: Choice("eager", "it takes less", None))
+    monkeypatch.setattr(run, "pays_pytorch", lambda *_, **__: True)
+    monkeypatch.setattr(padding, "flatten", laid_by_cudnn)
+    settings: dict[str, Any] = {
+        "num_layers": layers,
+        "bidirectional": directions > 1,
+        "bias": bias,
+        "batch_first": first,
+    }
+    theirs, ours = torch.nn.GRU(7, NARROW, **settings), tuned.nn.GRU(7, NARROW, **settings)
+    ours.load_state_dict(theirs.state_dict())
+    genuine, given = torch.gru, []
+    for time in range(3):
+        x: Any = torch.randn(3, 2, 7)
+        x = torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 2]), batch_first=False) if packed else x
+        want, want_h = theirs(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "gru", lambda *a: given.append(a) or genuine(*a))
+            out, h_n = ours(x)
+        for one, other in zip(
+            (out.data, h_n) if packed else (out, h_n), (want.data, want_h) if packed else (want, want_h), strict=True
+        ):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+            assert one.is_contiguous()
+        weights = given[-1][3 if packed else 2]
+        assert weights[1].shape == (3 * WIDE, WIDE)
+        if time:
+            assert machine.copies > 0
+            assert weights[0].storage_offset() == 0, "cuDNN takes weights from the start of their memory"
+    assert len(given) == 3
+    assert run.why_not(dataclasses.replace(narrow(), width=WIDE)) == (
+        "it takes less; with 2 units more, so that rows are a multiple of 16 bytes"
+    )
+
+
+@without_a_gpu
+@pytest.mark.usefixtures("machine")
+def test_weights_that_cudnn_has_in_another_order_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padding, "flatten", lambda weights, call: laid_by_cudnn(weights[::-1], call))
+    assert padding.padding_of(to_be_widened(narrow()), flat=True) is None
+    monkeypatch.setattr(padding, "flatten", laid_by_cudnn)
+    assert padding.padding_of(to_be_widened(narrow()), flat=True) is not None
 
 
 @without_a_gpu

@@ -13,6 +13,7 @@ from tuned.families.copying import MOST, Rows, copy_launch, filled, padded
 from tuned.launching.launcher import as_integers
 from tuned.launching.plan import direct_launch, launch_known, maker
 
+_GRU_MODE = 3  # CUDNN_GRU, as torch.backends.cudnn.rnn.get_cudnn_mode has it
 MOST_NUMBER = 2**31  # from which on a number has 64 bits, which is another kernel
 Fire = Callable[[tuple[int, ...]], None]  # the addresses of x and y of each copy, in this order
 
@@ -49,32 +50,57 @@ def launches_of(every: Sequence[Rows], like: torch.Tensor) -> Fire | None:
     return fire
 
 
-def padding_of(call: GruCall) -> Padding | None:
-    """What pads and cuts calls like one that has a ``width``; None if launches must be public."""
+def padding_of(call: GruCall, *, flat: bool = False, places: bool = False) -> Padding | None:
+    """What pads and cuts calls like one that has a ``width``; None if launches must be public.
+
+    ``flat``: weights follow each other as cuDNN has them, which copies them otherwise; None if it has them in another order.
+    ``places``: only the first kind of weights, which the library multiplies by, are tensors; of the others there are addresses.
+    """
     assert call.width is not None, "the call is to stay as it is"
     given = [t if _in_rows(t) else t.contiguous() for t in call.tensors]
     apart = [position for position, t in enumerate(call.tensors) if not _in_rows(t)]
-    layout = _Layout(call, given)
+    layout = _Layout(call, given, flat=flat)
+    if flat and not layout.is_cudnns(call):
+        return None
     item = call.input.element_size()
     pads = launches_of([part.rows for part in layout.parts], call.input)
     make = maker((layout.elements,), call.input)
-    places = [(part.position, part.offset * item) for part in layout.parts]
-    views = [(part.position, part.shape, part.strides, part.offset) for part in layout.parts]
+    given_at = [(part.position, part.offset * item) for part in layout.parts]
+    each = 4 if call.has_biases else 2
+    as_place = {part.position for part in layout.parts if places and part.position > 1 and (part.position - 2) % each}
+    views = [
+        (part.position, part.shape, part.strides, part.offset) for part in layout.parts if part.position not in as_place
+    ]
+    addresses = [(part.position, part.offset * item) for part in layout.parts if part.position in as_place]
     as_strided = torch.as_strided
 
     def pad(x: Any, hx: Any, weights: Sequence[Any]) -> tuple[Any, Any, Sequence[Any]]:
-        tensors = [x, hx, *weights]
+        tensors: list[Any] = [x, hx, *weights]
         for position in apart:
             tensors[position] = tensors[position].contiguous()
         memory = make()
         base = memory.data_ptr()
-        pads(tuple([at for position, offset in places for at in (tensors[position].data_ptr(), base + offset)]))  # type: ignore[misc]
+        pads(tuple([at for position, offset in given_at for at in (tensors[position].data_ptr(), base + offset)]))  # type: ignore[misc]
         for position, shape, strides, offset in views:
             tensors[position] = as_strided(memory, shape, strides, offset)
+        for position, offset in addresses:
+            tensors[position] = _Place(base + offset)
         return tensors[0], tensors[1], tensors[2:]
 
     cut = _cut_of(call, call.width)
     return None if pads is None or cut is None else Padding(pad, cut)
+
+
+class _Place:
+    """What a launch asks of a tensor: to make one takes ten times as long."""
+
+    __slots__ = ("at",)
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def data_ptr(self) -> int:
+        return self.at
 
 
 def _cut_of(call: GruCall, width: int) -> Callable[[Any, Any], tuple[Any, Any]] | None:
@@ -96,10 +122,19 @@ def _cut_of(call: GruCall, width: int) -> Callable[[Any, Any], tuple[Any, Any]] 
 
     def cut(output: Any, h_n: Any) -> tuple[Any, Any]:
         cut_output, last = make_output(), make_states()
+        output = output.contiguous()  # what cuDNN gives of a batch first is not
         cuts((output.data_ptr(), cut_output.data_ptr(), h_n.data_ptr(), last.data_ptr()))  # type: ignore[misc]
         return cut_output, last
 
     return cut
+
+
+def flatten(weights: list[torch.Tensor], call: GruCall) -> torch.Tensor:
+    """The memory into which these tensors, weights of a call like one, are brought one after the other, as cuDNN has them."""
+    each, (rows, features) = len(weights) // len(call.hx), weights[0].shape
+    settings = (rows // 3, 0, call.num_layers, call.batch_first, call.bidirectional)
+    # What torch.nn.GRU calls for its own.
+    return torch._cudnn_rnn_flatten_weight(weights, each, features, _GRU_MODE, *settings)  # noqa: SLF001
 
 
 class _Part(NamedTuple):
@@ -113,37 +148,48 @@ class _Part(NamedTuple):
 
 
 class _Layout:
-    """Where all tensors go in one buffer: weights of a kind one after the other, as those of ``wide.widened``."""
+    """Where all tensors go in one buffer: weights of a kind one after the other, as those of ``wide.widened``, or ``flat``."""
 
-    def __init__(self, call: GruCall, given: Sequence[torch.Tensor]) -> None:
+    def __init__(self, call: GruCall, given: Sequence[torch.Tensor], *, flat: bool) -> None:
         assert call.width is not None
         self.parts: list[_Part] = []
         self.elements = 0
         hidden, width, features = call.hx.shape[2], call.width, call.input.shape[-1]
         broad = width_of(features, call.input.element_size())
         directions, each = 2 if call.bidirectional else 1, 4 if call.has_biases else 2
+        cells, kinds = range(len(call.hx)), range(each)
+        matrices_first = [(cell, kind) for some in (kinds[:2], kinds[2:]) for cell in cells for kind in some]
+        for cell, kind in matrices_first if flat else [(cell, kind) for kind in kinds for cell in cells]:
+            position, first = 2 + cell * each + kind, kind == 0 and cell < directions
+            if width == hidden and (not first or broad == features):
+                continue
+            if kind > 1:
+                self._add(position, Rows(3, 3, 3, 0, hidden, width, width, width, hidden), (3 * width,))
+                continue
+            # What a part of a row has, and is to have; and how many parts there are.
+            held, part, parts = (features, broad, 1) if first else (hidden, width, 1 if kind else directions)
+            row, columns = given[position].stride(0), parts * part
+            rows = Rows(3 * width, width, hidden, hidden * row, row, columns, columns, part, held)
+            self._add(position, rows, (3 * width, columns))
         if broad != features:
             self._add(0, padded(*_in_groups(given[0]), broad), (*given[0].shape[:-1], broad))
         if width != hidden:
             self._add(1, padded(*_in_groups(given[1]), width), (*given[1].shape[:-1], width))
-        for kind in range(each):
-            for cell in range(len(call.hx)):
-                position, first = 2 + cell * each + kind, kind == 0 and cell < directions
-                if width == hidden and (not first or broad == features):
-                    continue
-                if kind > 1:
-                    self._add(position, Rows(3, 3, 3, 0, hidden, width, width, width, hidden), (3 * width,))
-                    continue
-                # What a part of a row has, and is to have; and how many parts there are.
-                held, part, parts = (features, broad, 1) if first else (hidden, width, 1 if kind else directions)
-                row, columns = given[position].stride(0), parts * part
-                rows = Rows(3 * width, width, hidden, hidden * row, row, columns, columns, part, held)
-                self._add(position, rows, (3 * width, columns))
 
     def _add(self, position: int, rows: Rows, shape: tuple[int, ...]) -> None:
         strides = torch.empty(shape, device="meta").stride()
         self.parts.append(_Part(position, rows, self.elements, shape, strides))
         self.elements += torch.Size(shape).numel()
+
+    def is_cudnns(self, call: GruCall) -> bool:
+        """Whether cuDNN has weights of these shapes so, one after the other from the first."""
+        places = {part.position - 2: part for part in self.parts if part.position > 1}
+        if len(places) < len(call.weights):
+            return False
+        weights = [call.input.new_empty(places[i].shape) for i in range(len(call.weights))]
+        memory = flatten(weights, call)
+        apart = [weight.data_ptr() - memory.data_ptr() for weight in weights]
+        return apart == [places[i].offset * memory.element_size() for i in range(len(weights))]
 
 
 def _in_groups(t: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.lengths import known_sizes, packed_tensors, sizes_of
 from tuned.calls.gru.padding import Padding, launches_of, padding_of
-from tuned.calls.gru.project import by_library, project
+from tuned.calls.gru.project import by_library, product_of, project
 from tuned.calls.gru.wide import silence
 from tuned.calls.products import precision_of, recurrent_precision
 from tuned.families.copying import Rows, filled
@@ -234,7 +234,7 @@ def learn(call: GruCall, launched: Sequence[Launched], *, captured: bool, gradie
             plans[0] if len(plans) == 1 else _in_turn(plans, [len(part.call.hx) for part in launched], call.has_biases)
         )
         if call.width is not None:
-            padding = padding_of(call)
+            padding = padding_of(call, places=all(part.variant.strategy == "persistent" for part in launched))
             if padding is None:
                 return None
             plan = _of_wide(plan, padding)
@@ -250,6 +250,35 @@ def learn(call: GruCall, launched: Sequence[Launched], *, captured: bool, gradie
         call.weights,
         call.resets,
     )
+
+
+def learn_library(call: GruCall, *, captured: bool) -> None:
+    """Remember how PyTorch's own served a call that has a ``width``, of padded tensors; ``captured``: in a CUDA graph too."""
+    sizes = None if call.batch_sizes is None else sizes_of(call.batch_sizes)
+
+    def make() -> Any:
+        padding = padding_of(call, flat=True)
+        if padding is None:
+            return None
+        plan = _of_wide(library_of(call), padding)
+        return plan if captured else outside_of_graphs(plan)
+
+    key = _key(call.input, call.hx, call.weights, settings_of(call), call.resets, sizes)
+    keep(_PLANS, key, make, _tensors, call.input, call.hx, call.weights, call.resets)
+
+
+def library_of(call: GruCall) -> Callable[..., Result]:
+    """PyTorch's own for tensors like those of a call, given (input, hx, weights), contiguous; without a gradient."""
+    settings, first = (call.has_biases, call.num_layers, 0.0, False, call.bidirectional), call.batch_first
+    # Of its own: the caller's may change.
+    batch_sizes = None if call.batch_sizes is None else call.batch_sizes.clone()
+
+    def run(x: Any, hx: Any, weights: Any, _resets: Any = None) -> Result:
+        if batch_sizes is not None:
+            return torch.gru(x, batch_sizes, hx, weights, *settings)
+        return torch.gru(x, hx, weights, *settings, first)
+
+    return run
 
 
 def _in_turn(plans: Sequence[Any], cells: Sequence[int], biased: bool) -> Any:  # noqa: FBT001
@@ -332,6 +361,14 @@ def _plan(launched: Launched, direct: Any) -> Callable[..., Any] | None:  # noqa
     }
     rows, features = tokens.numel(), call.input.shape[-1]
     library = by_library(rows, call.weights[0], spec.precision)
+    of_direction = rows * 3 * hidden * item  # bytes from the products of one direction to those of the other
+    flat_gates = recurrence.gates.as_strided((spec.directions, rows, 3 * hidden), (rows * 3 * hidden, 3 * hidden, 1))
+    products = [
+        product_of(
+            call.input.reshape(rows, features), call.weights[direction * each], flat_gates[direction], spec.precision
+        )
+        for direction in range(spec.directions)
+    ]
 
     def stack(weights: Any, kind: int, start: int, step: Any) -> tuple[int, Any]:
         """(address of the first cell's tensor of a kind, copy that must stay alive or None); cells are ``step`` bytes apart.
@@ -369,9 +406,11 @@ def _plan(launched: Launched, direct: Any) -> Callable[..., Any] | None:  # noqa
             gates = torch.mm(flat, weights[0].t())
         else:
             gates = make_gates()
-            for direction in range(spec.directions):
+            for direction, product in enumerate(products):
                 if library:
                     torch.mm(flat, weights[direction * each].t(), out=gates[direction])
+                elif product is not None:
+                    product(flat, weights[direction * each], gates.data_ptr() + direction * of_direction)
                 else:
                     project(flat, weights[direction * each], gates[direction], spec.precision)
         states_0 = hx.clone(memory_format=torch.contiguous_format) if copied else hx

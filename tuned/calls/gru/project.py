@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tuned.calls.products import precision_of, rows_of, weight_of
+from tuned.families.launch import Launch
 from tuned.families.linear_cat import FAMILY as LINEAR_CAT
 from tuned.families.linear_cat.launches import LinearCatCall
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.launching.launcher import run_steps
-from tuned.launching.plan import launch_known
+from tuned.launching.plan import compiled_before, direct_launch, launch_known
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of
 from tuned.lookup.lookup import Gpu, choose
@@ -41,6 +43,33 @@ def project(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, precisi
             run_steps(LINEAR_CAT.launches(spec, variant, call), functools.partial(launch_known, rows.device.index))
             return
     torch.mm(rows, weight.t(), out=out)
+
+
+def product_of(
+    rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, precision: str
+) -> Callable[[torch.Tensor, torch.Tensor, int], None] | None:
+    """What ``project`` does of tensors like these, given both and the address of the result; None if it has to decide each time."""
+    if by_library(rows.shape[0], weight, precision) or rows_of(rows) is not rows or weight_of(weight) is not weight:
+        return None
+    spec = LinearCatSpec("float32", (rows.shape[1],), weight.shape[0], bias=False, precision=precision)
+    variant = _projection(spec, LinearCatSize(rows.shape[0]), gpu_of(rows.device))
+    if variant is None:
+        return None
+    (launch,) = LINEAR_CAT.launches(spec, variant, LinearCatCall.of((rows,), weight, out))
+    assert isinstance(launch, Launch), "it is one kernel"
+    index = rows.get_device()
+    compiled = compiled_before(index, launch)
+    direct = None if compiled is None else direct_launch(launch, compiled, index)
+    if direct is None:
+        return None
+    run, function, head, programs, rest, stream_of, _, _ = direct
+    of_weight = sum(isinstance(t, torch.Tensor) for t in launch.arguments) - 2  # in the place of what there is not, too
+
+    def product(rows: torch.Tensor, weight: torch.Tensor, out: int) -> None:
+        given = (rows.data_ptr(), *(weight.data_ptr(),) * of_weight, out)
+        run(programs, 1, 1, stream_of(index), function, *head, *given, *rest)
+
+    return product
 
 
 @functools.lru_cache(maxsize=misses.MAX_CHOICES)

@@ -17,8 +17,8 @@ import torch
 from tuned.calls.gru import eager
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.lengths import Lengths, lengths_of, steps_of
-from tuned.calls.gru.padding import Padding, launches_of, padding_of
-from tuned.calls.gru.plan import Launched, learn, leave
+from tuned.calls.gru.padding import Padding, flatten, launches_of, padding_of
+from tuned.calls.gru.plan import Launched, learn, learn_library, leave
 from tuned.calls.gru.project import project
 from tuned.calls.gru.wide import narrowed, silence, widened, widening_input_us, widening_us, wider_spec, width_of
 from tuned.calls.products import name_of, recurrent_precision
@@ -52,6 +52,8 @@ from tuned.lookup.model import library_us, us_of
 CALLED_STEP_US = 10.0
 # What a call of packed sequences takes the host, on the scale of HOST_STEP_US, beside what one of sequences of one length does.
 PACKED_US = 64.0
+# What PyTorch's own takes a slow host a step of a layer and direction: padded, it takes the device less, and the host as long.
+SLOW_HOST_STEP_US = 24.0
 DEVICE_ROWS = 64  # from so many on a call of a GRU takes the device longer than the host
 ALIGNED_BYTES = 16  # templates/gru_step.py.jinja assumes that rows are so aligned if their width allows it
 
@@ -80,7 +82,10 @@ def wide(call: GruCall, *, captured: bool | None = None) -> GruCall:
     if width == hidden:
         return wider if pays_for_input(spec, size, features, narrow, captured=captured) else call
     broad = [choice for _, _, choice in _parts(wider, captured=captured)]
-    return wider if pays(spec, size, call.num_layers, narrow, broad, captured=captured) else call
+    if pays(spec, size, call.num_layers, narrow, broad, captured=captured):
+        return wider
+    either = any(choice.variant is not None for choice in (*narrow, *broad))
+    return call if either or not pays_pytorch(spec, size, call.num_layers, captured=captured) else wider
 
 
 def pays_for_input(spec: GruSpec, size: GruSize, features: int, choices: Sequence[Choice], *, captured: bool) -> bool:
@@ -121,6 +126,16 @@ def pays(  # noqa: PLR0913 - a call, and what would serve it
     return us < min(margin(wider), margin_of_device(wider, size)) * least
 
 
+def pays_pytorch(spec: GruSpec, size: GruSize, layers: int, *, captured: bool) -> bool:
+    """Whether PyTorch's own takes less with padded rows: tensor cores multiply narrow ones up to five times as long."""
+    if spec.resets or spec.thd or (spec.dtype == "float32" and spec.precision == "ieee"):
+        return False
+    now, after = (_library_us(one, size, layers, captured) for one in (spec, wider_spec(spec)))
+    if not captured:
+        after = max(after, size.seq * layers * spec.directions * SLOW_HOST_STEP_US)
+    return after + widening_us(spec, size, layers, captured=captured) < MARGIN * now
+
+
 @functools.lru_cache(maxsize=misses.MAX_CHOICES)
 def _library_us(spec: GruSpec, size: GruSize, layers: int, captured: bool) -> float:  # noqa: FBT001
     """What PyTorch's own is thought to take for so many layers, microseconds: the device's time, and of a call at least the host's."""
@@ -141,7 +156,8 @@ def why_not(call: GruCall) -> str | None:
         return reason
     spec, size, choice = _parts(call)[-1]
     if choice.variant is None:
-        return choice.why
+        more = 0 if call.width is None else call.width - call.hx.shape[2]
+        return choice.why + (f"; with {more} units more, so that rows are a multiple of 16 bytes" if more else "")
     if not spec.packed or spec.resets or not choice.us or capturing(call.input.device):
         return None
     us = choice.us * call.num_layers / spec.layers
@@ -160,6 +176,24 @@ def remember_eager(call: GruCall) -> None:
     if served and may_learn(call.input.device):
         in_graph = _parts(wide(call, captured=True), captured=True)
         leave(call, captured=all(choice.variant is None for _, _, choice in in_graph))
+
+
+def pads_pytorch(call: GruCall, *, captured: bool | None = None) -> bool:
+    """Whether PyTorch's own is to serve a call that ``wide`` has seen, with padded tensors; ``captured``: as there."""
+    return call.width is not None and all(choice.variant is None for _, _, choice in _parts(call, captured=captured))
+
+
+def padded_pytorch(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, h_n) by PyTorch's own of padded tensors, for a call that ``pads_pytorch``."""
+    with torch.cuda.device(call.input.device):
+        if may_learn(call.input.device):
+            in_graph = wide(dataclasses.replace(call, width=None), captured=True)
+            learn_library(call, captured=pads_pytorch(in_graph, captured=True))
+        served = widened(call)
+        weights = [weight.clone() for weight in served.weights]
+        if torch.backends.cudnn.is_acceptable(call.input):  # which would copy them, and warn
+            flatten(weights, served)
+        return narrowed(call, *eager.gru(dataclasses.replace(served, weights=tuple(weights))))
 
 
 def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:

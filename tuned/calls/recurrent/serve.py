@@ -94,11 +94,15 @@ def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
         by: Any = training if needs_gradient(call.tensors) else run
         cast = by.wide(cast)
         reason = by.why_not(cast)
+        # The tensors are cast: autocast must not cast them again inside.
+        autocast = torch.autocast(call.input.device.type, enabled=False) if casts else contextlib.nullcontext()
         if reason is None:
-            # The tensors are cast: autocast must not cast them again inside.
-            autocast = torch.autocast(call.input.device.type, enabled=False) if casts else contextlib.nullcontext()
             with contextlib.suppress(NotedError), autocast:
                 return by.forward(cast)  # type: ignore[no-any-return]
+        elif by is run and run.pads_pytorch(cast):
+            note_left("gru", call.input, reason)
+            with autocast:
+                return run.padded_pytorch(cast)
         elif not casts:
             by.remember_eager(call)
     elif why_eager(call.input, supported_dtype=True) is not None:
