@@ -7,9 +7,10 @@
 MODELS = {
     "gru": {
         "kernels": {"call": 4.779, "counter": 0.8278, "early": 0.09496, "elements": 0.03822, "loads": 44.21, "message": 46.49, "pieces": 0.2865, "poll": 0.8844, "probe": 0.7271, "spin": 0.4994, "state": 5.032, "step": 0.3857, "sums": 113.1, "tile_products": 2.222, "tile_weights": 7.691, "turns": 1.504, "unit_tiles": 0.4283, "weights": 3.764},
-        "library": {"call": 12.26, "cell": 0.09846, "gates": 15.19, "gates_narrow": 16.21, "gates_narrower": 24.37, "products": 10.24, "products_narrow": 19.04, "products_narrower": 18.07, "step": 4.07, "step_narrow": 0.2448, "step_narrower": 0.1076, "units": 1.928, "weights": 0.1403, "weights_narrow": 0.7005},
-        "library_float32": {"call": 24.84, "cell": 2.211, "gates": 21.18, "gates_narrower": 4.553, "products": 33.82, "products_narrow": 90.84, "products_narrower": 11.53, "units": 4.352},
-        "library_small_float32": {"call": 13.58, "cell": 0.372, "gates": 23.88, "gates_narrow": 3.001, "gates_narrower": 2.5, "step_narrow": 0.007841, "step_narrower": 0.0002121, "step_of_both": 0.4964, "weights": 22.88},
+        "library": {"call": 12.64, "cell": 0.04092, "gates": 15.45, "gates_narrow": 12.07, "gates_narrower": 26.02, "products": 10.33, "products_narrow": 26.56, "products_narrower": 14.45, "step": 4.146, "step_narrow": 0.2813, "step_narrower": 0.07325, "units": 1.805, "weights": 0.1995, "weights_narrow": 0.7694},
+        "library_float32": {"call": 22.07, "cell": 0.2767, "gates": 24.5, "gates_narrow": 64.6, "products": 29.22, "products_narrow": 46.65, "products_narrower": 5.757, "step": 5.296, "weights": 1.798, "weights_narrower": 0.06944},
+        "library_middle_float32": {"call": 27.87, "gates": 11.77, "products": 320.2, "weights": 109.3, "weights_narrow": 14.04, "weights_narrower": 1.789},
+        "library_small_float32": {"call": 13.61, "cell": 0.3569, "gates": 25.15, "gates_narrow": 3.079, "gates_narrower": 2.33, "step_narrow": 0.024, "step_of_both": 0.4608, "weights": 23.8},
         "projection": {"call": 10.18, "products": 8.31, "products_narrow": 17.29},
     },
 }

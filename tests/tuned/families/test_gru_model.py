@@ -108,15 +108,21 @@ def test_narrow_rows_need_more_loads_and_a_wider_margin() -> None:
 
 def test_the_library_has_a_kernel_of_its_own_for_small_float32_layers() -> None:
     kinds = {
-        (dtype, h): library(GruSpec(dtype, h), GruSize(64, 9))[0] for dtype in ("float32", "float16") for h in (96, 256)
+        (dtype, h): library(GruSpec(dtype, h), GruSize(64, 9))[0]
+        for dtype in ("float32", "float16")
+        for h in (96, 192, 256)
     }
     assert kinds == {
         ("float32", 96): "library_small_float32",
+        ("float32", 192): "library_middle_float32",
         ("float32", 256): "library_float32",
         ("float16", 96): "library",
+        ("float16", 192): "library",
         ("float16", 256): "library",
     }
-    assert library(GruSpec("float32", 96, "packed"), GruSize(64, 9))[0] == "library_float32", "not of packed sequences"
+    assert library(GruSpec("float32", 96, "packed"), GruSize(64, 9))[0] == "library_middle_float32", (
+        "not of packed sequences"
+    )
     one, stack = (library(GruSpec("bfloat16", 512, layers=layers), GruSize(16, 100))[1]["step"] for layers in (1, 3))
     assert one < stack < 3 * one, "layers run side by side"
     assert projection(BF16, GruSize(8, 10))["products"] == 10 * 8 * 512**2 / 1e9

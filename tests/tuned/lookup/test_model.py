@@ -84,7 +84,7 @@ def test_steps_of_few_rows_are_the_host_s_time_as_a_call() -> None:
 
 @pytest.mark.parametrize(
     ("hidden", "rows", "dtype", "kept"),
-    [(488, 10, "float32", (True, True)), (477, 10, "float32", (True, False)), (71, 426, "float32", (False, False))],
+    [(488, 10, "float32", (True, True)), (477, 10, "float32", (True, False)), (330, 300, "float32", (False, False))],
 )
 def test_where_the_devices_time_counts_a_model_must_see_a_greater_lead(
     hidden: int, rows: int, dtype: str, kept: tuple[bool, bool]

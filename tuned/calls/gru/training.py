@@ -65,7 +65,8 @@ def wide(call: GruCall) -> GruCall:
     if why_not(call) is not None:
         return call if stays_on_chip(spec, size) else wider
     saved = PRODUCTS * run.narrow_us(spec, size, features if wider.width == hidden else hidden)
-    cost = widening_us(spec, size, call.num_layers, captured=run.capturing(call.input.device))
+    captured = run.capturing(call.input.device)
+    cost = widening_us(spec, size, call.num_layers, captured=captured, autograd=True)
     return wider if saved > BOTH_WAYS * cost else call
 
 

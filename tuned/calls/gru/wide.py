@@ -20,6 +20,8 @@ ROW_BYTES = 16  # a multiple of which rows of the state are to be
 # What padding takes beside the kernels: launches, tensors that are told of, and bytes. In a graph a launch is the device's time, in a
 # call the host's, on the scale of HOST_STEP_US.
 CAPTURED_LAUNCH_US, CALLED_LAUNCH_US, CALLED_TENSOR_US = 2.0, 3.0, 1.0
+# Where autograd follows, as ``widened``: 15 us an operator on a host where nn.GRU takes 23 a step.
+OPERATORS, OPERATORS_OF_STACK, CALLED_OPERATOR_US = 16, 22, 6.0
 BYTES_PER_US = 2.5e6
 SECTOR = 32  # bytes that a store to memory takes at least
 
@@ -35,12 +37,15 @@ def wider_spec(spec: GruSpec) -> GruSpec:
     return dataclasses.replace(spec, hidden=width_of(spec.hidden, ITEM_SIZE[spec.dtype]))
 
 
-def widening_us(spec: GruSpec, size: GruSize, layers: int, *, captured: bool) -> float:
-    """What padding a call and cutting its result take, microseconds."""
+def widening_us(spec: GruSpec, size: GruSize, layers: int, *, captured: bool, autograd: bool = False) -> float:
+    """What padding a call and cutting its result take, microseconds; with ``autograd`` PyTorch does both, an operator at a time."""
     cells, tokens, item = layers * spec.directions, size.batch * size.seq * spec.directions, ITEM_SIZE[spec.dtype]
     wide = (spec.hidden + width_of(spec.hidden, item)) * item
     # Of a result; an input is taken to be as wide, as most are.
     moved = tokens * (wide + 3 * SECTOR) + tokens // spec.directions * wide + cells * 6 * spec.hidden * wide
+    if autograd:
+        launches = OPERATORS if cells == 1 else OPERATORS_OF_STACK
+        return launches * (CAPTURED_LAUNCH_US if captured else CALLED_OPERATOR_US) + moved / BYTES_PER_US
     tensors = cells * (4 if spec.bias else 2) + 2
     return _launching_us(tensors, ceil_div(tensors, MOST) + 1, captured=captured) + moved / BYTES_PER_US
 
