@@ -27,6 +27,7 @@ TYPES = {  # of tuned.launching.plan.Kind -> as Triton's compiler names them
     torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.float16: "*fp16",
+    torch.int16: "*i16",
     torch.bfloat16: "*bf16",
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.bool: "*i1",

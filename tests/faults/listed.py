@@ -598,7 +598,7 @@ LAUNCHING = (
 CALLS = (
     Fault(
         "state_before_a_packed_token_of_its_own_step",
-        "tuned/calls/gru/run.py",
+        "tuned/calls/gru/lengths.py",
         "before = starts[(step - 1).clamp(min=0)] + sequence",
         "before = starts[step] + sequence",
         (T + "calls/test_gru_training.py::test_gradients_of_every_tensor_are_autograds[variant0-True-False-1-packed]",),
@@ -638,18 +638,18 @@ CALLS = (
     ),
     Fault(
         "lengths_beyond_the_call",
-        "tuned/calls/gru/run.py",
-        "starts.diff().clamp_(max=_steps(call))",
+        "tuned/calls/gru/lengths.py",
+        "starts.diff().clamp_(max=steps_of(call))",
         "starts.diff()",
-        (T + "calls/test_gru_run.py::test_lengths_by_bounds_are_their_differences_and_at_most_what_the_call_says",),
+        (T + "calls/test_gru_lengths.py::test_lengths_by_bounds_are_their_differences_and_at_most_what_the_call_says",),
         "A sequence longer than max_seqlen makes programs wait for steps that nobody takes.",
     ),
     Fault(
         "lengths_given_back_too_early",
-        "tuned/calls/gru/run.py",
+        "tuned/calls/gru/lengths.py",
         "            t.record_stream(stream)\n",
         "            del t\n",
-        (T + "calls/test_gru_run.py::test_lengths_are_not_given_back_while_a_stream_reads_them",),
+        (T + "calls/test_gru_lengths.py::test_lengths_are_not_given_back_while_a_stream_reads_them",),
         "The lengths of a pack on a second stream are overwritten while a kernel reads them.",
     ),
     Fault(
@@ -2220,7 +2220,7 @@ WIDE = (
     Fault(
         "results_stay_wide",
         "tuned/calls/gru/plan.py",
-        "(*narrowed(given, *made[:2]), None, None)",
+        "(*cut(*made[:2]), None, None)",
         "(*made[:2], None, None)",
         (C_WIDE + "test_a_known_call_is_widened_again_with_its_own_tensors",),
         "A known call gives units that its GRU has not.",

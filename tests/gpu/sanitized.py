@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import tests.support.copies
 import tests.support.gru_case
 import tests.support.gru_gradients
 import tests.support.gru_sequences
@@ -34,6 +35,7 @@ from tests.support.rope_plans import CASES, check
 from tests.support.rope_rows import PACKED, PACKED_SEQ
 from tests.support.run import run
 from tuned.families.choices import choices
+from tuned.families.copying import KERNEL as COPY
 from tuned.families.gru.launches import kernel_name as gru_name
 from tuned.families.gru.launches import launches as gru_launches
 from tuned.families.gru.spec import LAYOUTS, GruSpec
@@ -81,6 +83,7 @@ def deeds() -> list[Deed]:
         *_caches(),
         *_cells(),
         *_linear(),
+        *(Deed((COPY,), functools.partial(tests.support.copies.check, seed)) for seed in range(4)),
         *_sequences(),
         *_gradients(),
         *_calls(),

@@ -18,6 +18,7 @@ from generator.rendering.structures import default_names, structures
 from generator.searching.pool import legal_pool
 from generator.workload import default_problems
 from tests.support import compiling, pairwise
+from tuned.families.copying import KERNEL as COPY
 from tuned.families.gru.launches import kernel_name as gru_name
 from tuned.families.gru.spec import LAYOUTS as GRU_LAYOUTS
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
@@ -69,6 +70,7 @@ COVERING = [
     ),
     WEIGHTS,
     PROBE_KERNEL,
+    COPY,
     *GATES,
     *PRODUCTS,
     *RECURRENCES,

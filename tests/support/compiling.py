@@ -64,6 +64,8 @@ def default_launches(capability: int = 90) -> dict[str, Launch]:
 
     from generator.families.rope import reference as rope  # noqa: PLC0415
     from generator.families.rope.texts import angle_gradient_specs, append_specs, mla_specs, norm_specs, rope_specs  # noqa: PLC0415
+    from tuned.families.copying import KERNEL as COPY  # noqa: PLC0415
+    from tuned.families.copying import copy_launch, filled  # noqa: PLC0415
     from tuned.families.launch import Launch  # noqa: PLC0415
     from tuned.families.rope.launches import launches as rope_launches  # noqa: PLC0415
     from tuned.families.rope.spec import RopeSize  # noqa: PLC0415
@@ -78,6 +80,8 @@ def default_launches(capability: int = 90) -> dict[str, Launch]:
     freqs, cos, sin = (torch.empty((4, 16), dtype=torch.float32, device="meta") for _ in range(3))
     constants = {"WIDTH": 16, "BLOCK": 1024, "PDL": False}
     found[PROBE_KERNEL] = Launch(PROBE_KERNEL, 1, (freqs, cos, sin, 4, 16, 1), constants, {"num_warps": 4})
+    memory = torch.empty(64, dtype=torch.int16, device="meta")
+    found[COPY] = copy_launch([(memory, memory, filled(1, 1, 0))])
     found |= product_launches(capability)
     found |= recurrences("spin")
     found |= gradients()
