@@ -34,7 +34,7 @@ def expected(one: Copied) -> torch.Tensor:
         for column in range(rows.columns):
             part, at = divmod(column, rows.width)
             has = held < rows.held and at < rows.given
-            where = group * rows.x_group + held * rows.x_row + part * rows.given + at
+            where = group * rows.x_group + min(held, rows.last) * rows.x_row + part * rows.given + at
             y[row * rows.y_row + column] = x[where] if has else rows.bits
     return torch.tensor(y, dtype=one.y.dtype, device=one.y.device)
 
@@ -48,6 +48,7 @@ def drawn(draw: random.Random, dtype: torch.dtype) -> Copied:
         group * groups,
         group,
         draw.randint(0, group + 2),
+        draw.randint(0, group - 1),
         0,
         parts * given + draw.randint(0, 5),
         parts * width + draw.choice((0, 3)),

@@ -14,13 +14,15 @@ ROWS, COLUMNS = 16, 128  # of a program's tile
 class Rows(NamedTuple):
     """How the rows of y are made of those of x; all in elements. Strides of a last axis are 1.
 
-    Row i of y is row ``i % group`` of group ``i // group`` of x, of which a group has ``held``. Each row of y is parts of ``width``,
-    of which x has the first ``given``, and lies so far apart. Whatever x does not have is 0, or all bits set if ``bits`` is -1.
+    Row i of y is row ``i % group`` of group ``i // group`` of x, or row ``last`` if that is less; the first ``held`` of a group are.
+    Each row of y is parts of ``width``, of which x has the first ``given``. Whatever y does not get of x is 0, or all bits set if
+    ``bits`` is -1.
     """
 
     rows: int
     group: int
     held: int
+    last: int
     x_group: int  # stride of groups
     x_row: int  # stride of rows
     y_row: int
@@ -35,20 +37,29 @@ class Rows(NamedTuple):
         return ceil_div(self.rows, ROWS) * ceil_div(self.columns, COLUMNS)
 
 
-NOTHING = Rows(0, 1, 0, 0, 0, 0, 1, 1, 0)
+NOTHING = Rows(0, 1, 0, 0, 0, 0, 0, 1, 1, 0)
 
 
 def padded(shape: Sequence[int], strides: Sequence[int], width: int, parts: int = 1) -> Rows:
     """A tensor ``[groups, rows, features]`` whose rows, of so many parts, are made contiguous ones of parts of another width."""
     groups, rows, features = shape
     return Rows(
-        groups * rows, rows, rows, strides[0], strides[1], parts * width, parts * width, width, features // parts
+        groups * rows,
+        rows,
+        rows,
+        rows - 1,
+        strides[0],
+        strides[1],
+        parts * width,
+        parts * width,
+        width,
+        features // parts,
     )
 
 
 def filled(rows: int, columns: int, bits: int, y_row: int | None = None) -> Rows:
     """A tensor of so many rows with all bits alike; rows follow each other if they do not lie ``y_row`` apart."""
-    return Rows(rows, 1, 0, 0, 0, columns if y_row is None else y_row, columns, columns, 0, bits)
+    return Rows(rows, 1, 0, 0, 0, 0, columns if y_row is None else y_row, columns, columns, 0, bits)
 
 
 def copy_launch(copies: Sequence[tuple[Any, Any, Rows]]) -> Launch:

@@ -6,7 +6,7 @@ DIGESTS: kernel -> digest of its text here. A row with another digest was measur
 """
 
 DIGESTS = {
-    "copy_rows": "1375d929ac98",
+    "copy_rows": "0c661c2e5763",
     "gru_cell_split": "be9f625de0bf",
     "gru_cell_tile": "b69501feea88",
     "gru_cell_vector": "442dda7fb2e5",

@@ -3,8 +3,9 @@
 @generated from templates/copy_rows.py.jinja. Do not edit: change the template, then run
 `python tune.py --render`.
 
-Each x and y is seen as integers of its item size. Row i of y, of groups of ``group`` rows, is that row of x of which a group has
-``held``; a row is parts of ``width`` elements, of which x has the first ``given``. Where x has nothing, all bits are ``bits``.
+Each x and y is seen as integers of its item size. Row i of y, of groups of ``group`` rows, is that row of x, or the ``last`` that a
+group has, as far as there are ``held``; a row is parts of ``width`` elements, of which x has the first ``given``. Where x has
+nothing, all bits are ``bits``.
 """
 
 import triton
@@ -19,6 +20,7 @@ def _copy(
     rows,
     group,
     held,
+    last,
     x_group,
     x_row,
     y_row,
@@ -38,7 +40,7 @@ def _copy(
         i_held, i_given = i_row % group, i_column % width
         m_y = (i_row < rows)[:, None] & (i_column < columns)[None, :]
         m_x = m_y & (i_held < held)[:, None] & (i_given < given)[None, :]
-        p_row = (i_row // group).to(tl.int64) * x_group + i_held.to(tl.int64) * x_row
+        p_row = (i_row // group).to(tl.int64) * x_group + tl.minimum(i_held, last).to(tl.int64) * x_row
         b_x = tl.load(x + (p_row[:, None] + ((i_column // width) * given + i_given)[None, :]), mask=m_x, other=0)
         b_y = tl.where(m_x, b_x, bits.to(b_x.dtype))
         tl.store(y + (i_row.to(tl.int64) * y_row)[:, None] + i_column[None, :], b_y, mask=m_y)
@@ -48,29 +50,29 @@ def _copy(
 # fmt: off
 @triton.jit(
     do_not_specialize=[
-        "x_0", "y_0", "rows_0", "group_0", "held_0", "x_group_0", "x_row_0", "y_row_0", "columns_0", "width_0", "given_0", "bits_0",
-        "x_1", "y_1", "rows_1", "group_1", "held_1", "x_group_1", "x_row_1", "y_row_1", "columns_1", "width_1", "given_1", "bits_1",
-        "x_2", "y_2", "rows_2", "group_2", "held_2", "x_group_2", "x_row_2", "y_row_2", "columns_2", "width_2", "given_2", "bits_2",
-        "x_3", "y_3", "rows_3", "group_3", "held_3", "x_group_3", "x_row_3", "y_row_3", "columns_3", "width_3", "given_3", "bits_3",
-        "x_4", "y_4", "rows_4", "group_4", "held_4", "x_group_4", "x_row_4", "y_row_4", "columns_4", "width_4", "given_4", "bits_4",
-        "x_5", "y_5", "rows_5", "group_5", "held_5", "x_group_5", "x_row_5", "y_row_5", "columns_5", "width_5", "given_5", "bits_5",
+        "x_0", "y_0", "rows_0", "group_0", "held_0", "last_0", "x_group_0", "x_row_0", "y_row_0", "columns_0", "width_0", "given_0", "bits_0",
+        "x_1", "y_1", "rows_1", "group_1", "held_1", "last_1", "x_group_1", "x_row_1", "y_row_1", "columns_1", "width_1", "given_1", "bits_1",
+        "x_2", "y_2", "rows_2", "group_2", "held_2", "last_2", "x_group_2", "x_row_2", "y_row_2", "columns_2", "width_2", "given_2", "bits_2",
+        "x_3", "y_3", "rows_3", "group_3", "held_3", "last_3", "x_group_3", "x_row_3", "y_row_3", "columns_3", "width_3", "given_3", "bits_3",
+        "x_4", "y_4", "rows_4", "group_4", "held_4", "last_4", "x_group_4", "x_row_4", "y_row_4", "columns_4", "width_4", "given_4", "bits_4",
+        "x_5", "y_5", "rows_5", "group_5", "held_5", "last_5", "x_group_5", "x_row_5", "y_row_5", "columns_5", "width_5", "given_5", "bits_5",
     ]
 )
 def copy_rows(
     x_0, y_0, x_1, y_1, x_2, y_2, x_3, y_3, x_4, y_4, x_5, y_5,
-    rows_0, group_0, held_0, x_group_0, x_row_0, y_row_0, columns_0, width_0, given_0, bits_0,
-    rows_1, group_1, held_1, x_group_1, x_row_1, y_row_1, columns_1, width_1, given_1, bits_1,
-    rows_2, group_2, held_2, x_group_2, x_row_2, y_row_2, columns_2, width_2, given_2, bits_2,
-    rows_3, group_3, held_3, x_group_3, x_row_3, y_row_3, columns_3, width_3, given_3, bits_3,
-    rows_4, group_4, held_4, x_group_4, x_row_4, y_row_4, columns_4, width_4, given_4, bits_4,
-    rows_5, group_5, held_5, x_group_5, x_row_5, y_row_5, columns_5, width_5, given_5, bits_5,
+    rows_0, group_0, held_0, last_0, x_group_0, x_row_0, y_row_0, columns_0, width_0, given_0, bits_0,
+    rows_1, group_1, held_1, last_1, x_group_1, x_row_1, y_row_1, columns_1, width_1, given_1, bits_1,
+    rows_2, group_2, held_2, last_2, x_group_2, x_row_2, y_row_2, columns_2, width_2, given_2, bits_2,
+    rows_3, group_3, held_3, last_3, x_group_3, x_row_3, y_row_3, columns_3, width_3, given_3, bits_3,
+    rows_4, group_4, held_4, last_4, x_group_4, x_row_4, y_row_4, columns_4, width_4, given_4, bits_4,
+    rows_5, group_5, held_5, last_5, x_group_5, x_row_5, y_row_5, columns_5, width_5, given_5, bits_5,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     i = tl.program_id(0)
-    i -= _copy(x_0, y_0, i, rows_0, group_0, held_0, x_group_0, x_row_0, y_row_0, columns_0, width_0, given_0, bits_0, ROWS, COLUMNS)
-    i -= _copy(x_1, y_1, i, rows_1, group_1, held_1, x_group_1, x_row_1, y_row_1, columns_1, width_1, given_1, bits_1, ROWS, COLUMNS)
-    i -= _copy(x_2, y_2, i, rows_2, group_2, held_2, x_group_2, x_row_2, y_row_2, columns_2, width_2, given_2, bits_2, ROWS, COLUMNS)
-    i -= _copy(x_3, y_3, i, rows_3, group_3, held_3, x_group_3, x_row_3, y_row_3, columns_3, width_3, given_3, bits_3, ROWS, COLUMNS)
-    i -= _copy(x_4, y_4, i, rows_4, group_4, held_4, x_group_4, x_row_4, y_row_4, columns_4, width_4, given_4, bits_4, ROWS, COLUMNS)
-    i -= _copy(x_5, y_5, i, rows_5, group_5, held_5, x_group_5, x_row_5, y_row_5, columns_5, width_5, given_5, bits_5, ROWS, COLUMNS)
+    i -= _copy(x_0, y_0, i, rows_0, group_0, held_0, last_0, x_group_0, x_row_0, y_row_0, columns_0, width_0, given_0, bits_0, ROWS, COLUMNS)
+    i -= _copy(x_1, y_1, i, rows_1, group_1, held_1, last_1, x_group_1, x_row_1, y_row_1, columns_1, width_1, given_1, bits_1, ROWS, COLUMNS)
+    i -= _copy(x_2, y_2, i, rows_2, group_2, held_2, last_2, x_group_2, x_row_2, y_row_2, columns_2, width_2, given_2, bits_2, ROWS, COLUMNS)
+    i -= _copy(x_3, y_3, i, rows_3, group_3, held_3, last_3, x_group_3, x_row_3, y_row_3, columns_3, width_3, given_3, bits_3, ROWS, COLUMNS)
+    i -= _copy(x_4, y_4, i, rows_4, group_4, held_4, last_4, x_group_4, x_row_4, y_row_4, columns_4, width_4, given_4, bits_4, ROWS, COLUMNS)
+    i -= _copy(x_5, y_5, i, rows_5, group_5, held_5, last_5, x_group_5, x_row_5, y_row_5, columns_5, width_5, given_5, bits_5, ROWS, COLUMNS)
 # fmt: on

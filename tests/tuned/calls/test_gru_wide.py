@@ -336,6 +336,7 @@ def test_pytorchs_own_is_given_what_cudnn_need_not_copy(
     genuine, given = torch.gru, []
     for time in range(3):
         x: Any = torch.randn(3, 2, 7)
+        x[0, 0, 0] = torch.inf
         x = torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 2]), batch_first=False) if packed else x
         want, want_h = theirs(x)
         with monkeypatch.context() as patch:
@@ -362,8 +363,20 @@ def test_pytorchs_own_is_given_what_cudnn_need_not_copy(
 def test_weights_that_cudnn_has_in_another_order_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(padding, "flatten", lambda weights, call: laid_by_cudnn(weights[::-1], call))
     assert padding.padding_of(to_be_widened(narrow()), flat=True) is None
+    monkeypatch.setattr(padding, "flatten", lambda *_: None)
+    assert padding.padding_of(to_be_widened(narrow()), flat=True) is None, "cuDNN is off"
     monkeypatch.setattr(padding, "flatten", laid_by_cudnn)
     assert padding.padding_of(to_be_widened(narrow()), flat=True) is not None
+
+
+@without_a_gpu
+@pytest.mark.usefixtures("machine")
+def test_without_direct_launches_pytorchs_own_gets_the_call_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "padding_of", lambda *_, **__: None)
+    monkeypatch.setattr(run, "learn_library", lambda *_, **__: None)
+    call = narrow()
+    for one, other in zip(run.padded_pytorch(to_be_widened(call)), eager.gru(call), strict=True):
+        assert torch.equal(one, other)
 
 
 @without_a_gpu

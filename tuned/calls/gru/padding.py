@@ -111,8 +111,8 @@ def _cut_of(call: GruCall, width: int) -> Callable[[Any, Any], tuple[Any, Any]] 
     wide, narrow = directions * width, directions * hidden
     cuts = launches_of(
         [
-            Rows(tokens.numel(), tokens.numel(), tokens.numel(), 0, wide, narrow, narrow, hidden, width),
-            Rows(states.numel(), states.numel(), states.numel(), 0, width, hidden, hidden, hidden, width),
+            padded((1, tokens.numel(), wide), (0, wide), hidden, directions),
+            padded((1, states.numel(), width), (0, width), hidden),
         ],
         call.input,
     )
@@ -129,8 +129,13 @@ def _cut_of(call: GruCall, width: int) -> Callable[[Any, Any], tuple[Any, Any]] 
     return cut
 
 
-def flatten(weights: list[torch.Tensor], call: GruCall) -> torch.Tensor:
-    """The memory into which these tensors, weights of a call like one, are brought one after the other, as cuDNN has them."""
+def flatten(weights: list[torch.Tensor], call: GruCall) -> torch.Tensor | None:
+    """The memory into which these tensors, weights of a call like one, are brought one after the other, as cuDNN has them.
+
+    None where cuDNN does not serve such a call.
+    """
+    if not torch.backends.cudnn.is_acceptable(call.input):
+        return None
     each, (rows, features) = len(weights) // len(call.hx), weights[0].shape
     settings = (rows // 3, 0, call.num_layers, call.batch_first, call.bidirectional)
     # What torch.nn.GRU calls for its own.
@@ -164,12 +169,14 @@ class _Layout:
             if width == hidden and (not first or broad == features):
                 continue
             if kind > 1:
-                self._add(position, Rows(3, 3, 3, 0, hidden, width, width, width, hidden), (3 * width,))
+                self._add(position, padded((1, 3, hidden), (0, hidden), width), (3 * width,))
                 continue
             # What a part of a row has, and is to have; and how many parts there are.
             held, part, parts = (features, broad, 1) if first else (hidden, width, 1 if kind else directions)
             row, columns = given[position].stride(0), parts * part
-            rows = Rows(3 * width, width, hidden, hidden * row, row, columns, columns, part, held)
+            # Of an infinite input, weights of 0 would make NaN of the units that are added, and those of all: they are like the last.
+            units = (width, hidden - 1) if first else (hidden, hidden - 1)
+            rows = Rows(3 * width, width, *units, hidden * row, row, columns, columns, part, held)
             self._add(position, rows, (3 * width, columns))
         if broad != features:
             self._add(0, padded(*_in_groups(given[0]), broad), (*given[0].shape[:-1], broad))
@@ -188,6 +195,8 @@ class _Layout:
             return False
         weights = [call.input.new_empty(places[i].shape) for i in range(len(call.weights))]
         memory = flatten(weights, call)
+        if memory is None:
+            return False
         apart = [weight.data_ptr() - memory.data_ptr() for weight in weights]
         return apart == [places[i].offset * memory.element_size() for i in range(len(weights))]
 

@@ -18,7 +18,6 @@ from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.lengths import known_sizes, packed_tensors, sizes_of
 from tuned.calls.gru.padding import Padding, launches_of, padding_of
 from tuned.calls.gru.project import by_library, product_of, project
-from tuned.calls.gru.wide import silence
 from tuned.calls.products import precision_of, recurrent_precision
 from tuned.families.copying import Rows, filled
 from tuned.families.gru.launches import Recurrence, counters_needed, gates_of_step, sequence, state_of_step
@@ -419,7 +418,7 @@ def _plan(launched: Launched, direct: Any) -> Callable[..., Any] | None:  # noqa
         between = make_between() if spec.stacked else None
         states = make_states() if in_turn else None
         counters = make_counters() if counts else None
-        prepare(gates, out, between, counters)
+        prepare(out, between, counters)
         bounds = () if not in_turn else (p_h, p_h)
         if sizes is not None:
             starts, lengths = packed_tensors(sizes, device)
@@ -443,40 +442,31 @@ def _plan(launched: Launched, direct: Any) -> Callable[..., Any] | None:  # noqa
 
 
 def _preparation(launched: Launched) -> Callable[..., None] | None:
-    """What must hold of (gates, out, between, counters) before a launch; None if launches must be public.
+    """What must hold of (out, between, counters) before a launch; None if launches must be public.
 
-    Readers of a state poll until it is not all bits set, or until a counter that was 0 says so; and padded units get nothing of the
-    input, as ``silence`` says.
+    Readers of a state poll until it is not all bits set, or until a counter that was 0 says so.
     """
     call, spec, variant, recurrence, _ = launched
-    item, hidden, rows = spec.item, spec.hidden, call.input.shape[:-1].numel()
-    fills, waits = variant.exchange != "counter", not alone(spec, variant)
-    width = spec.directions * hidden
-    todo: list[tuple[int, Rows, int]] = []  # which of them, how, and bytes from its start
+    rows, width = call.input.shape[:-1].numel(), spec.directions * spec.hidden
+    todo: dict[int, Rows] = {}  # which of them, and how
     by_torch: list[int] = []  # which are so large that the host's time does not count
-    if waits and fills:
-        each = {1: rows, **({2: rows * (spec.layers - 1)} if spec.stacked else {})}
+    if not alone(spec, variant) and variant.exchange == "counter":
+        todo = {2: filled(1, counters_needed(spec, recurrence.batch) * 4 // spec.item, 0)}
+    elif not alone(spec, variant):
+        each = {0: rows, **({1: rows * (spec.layers - 1)} if spec.stacked else {})}
         if sum(each.values()) * width <= MOST_FILLED:
-            todo = [(which, filled(count, width, -1), 0) for which, count in each.items()]
+            todo = {which: filled(count, width, -1) for which, count in each.items()}
         else:
             by_torch = list(each)
-    elif waits:
-        todo.append((3, filled(1, counters_needed(spec, recurrence.batch) * 4 // item, 0), 0))
-    if call.units is not None:
-        beyond = filled(spec.directions * rows * 3, hidden - call.units, 0, hidden)
-        todo.append((0, beyond, call.units * item))
-    fire: Any = None
-    if todo:
-        fire = launches_of([rows for _, rows, _ in todo], call.input)
-        if fire is None:
-            return None
-    places = [(which, offset) for which, _, offset in todo]
+    fire = launches_of(list(todo.values()), call.input) if todo else None
+    if todo and fire is None:
+        return None
 
     def prepare(*tensors: Any) -> None:
         for which in by_torch:
             as_integers(tensors[which]).fill_(-1)
         if fire is not None:
-            fire(tuple([at for which, offset in places for at in (tensors[which].data_ptr() + offset,) * 2]))
+            fire(tuple([at for which in todo for at in (tensors[which].data_ptr(),) * 2]))
 
     return prepare
 
@@ -501,7 +491,7 @@ def _plan_by_library(call: GruCall, spec: GruSpec, recurrence: Recurrence, compi
     run, function, head, programs, rest, stream_of, enter, leave = direct
     run_first, rest_first = begun.run, begun.rest
     apart = recurrence.gates.stride(1) * spec.item  # bytes from the gates of one step to those of the next
-    rows, features, turned, units = call.input.shape[:-1].numel(), call.input.shape[-1], call.batch_first, call.units
+    rows, features, turned = call.input.shape[:-1].numel(), call.input.shape[-1], call.batch_first
     make_out = maker((*call.input.shape[:-1], directions * hidden), call.input)
     make_gates = maker((directions, rows, 3 * hidden), call.input)
     make_products, make_h_n = maker((recurrence.batch, 3 * hidden), call.input), maker(call.hx.shape, call.hx)
@@ -516,7 +506,6 @@ def _plan_by_library(call: GruCall, spec: GruSpec, recurrence: Recurrence, compi
         for cell in range(directions):
             w_ih, w_hh, *biases = weights[cell * each : (cell + 1) * each]
             project(flat, w_ih, gates[cell], spec.precision)
-            silence(gates[cell], units)
             given, columns = (p_products, *[b.data_ptr() for b in biases]), w_hh.t()
             states = by_time[..., cell * hidden : (cell + 1) * hidden].unbind(0)
             order, p_gates = range(seq), gates[cell].data_ptr()

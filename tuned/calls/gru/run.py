@@ -17,8 +17,8 @@ import torch
 from tuned.calls.gru import eager
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.lengths import Lengths, lengths_of, steps_of
-from tuned.calls.gru.padding import Padding, flatten, launches_of, padding_of
-from tuned.calls.gru.plan import Launched, learn, learn_library, leave
+from tuned.calls.gru.padding import Padding, launches_of, padding_of
+from tuned.calls.gru.plan import Launched, learn, learn_library, leave, library_of
 from tuned.calls.gru.project import project
 from tuned.calls.gru.wide import narrowed, silence, widened, widening_input_us, widening_us, wider_spec, width_of
 from tuned.calls.products import name_of, recurrent_precision
@@ -84,8 +84,9 @@ def wide(call: GruCall, *, captured: bool | None = None) -> GruCall:
     broad = [choice for _, _, choice in _parts(wider, captured=captured)]
     if pays(spec, size, call.num_layers, narrow, broad, captured=captured):
         return wider
-    either = any(choice.variant is not None for choice in (*narrow, *broad))
-    return call if either or not pays_pytorch(spec, size, call.num_layers, captured=captured) else wider
+    if any(choice.variant is not None for choice in (*narrow, *broad)) or not gpu_of(call.input.device).capability:
+        return call  # what PyTorch's own takes is known of NVIDIA's GPUs
+    return wider if pays_pytorch(spec, size, call.num_layers, captured=captured) else call
 
 
 def pays_for_input(spec: GruSpec, size: GruSize, features: int, choices: Sequence[Choice], *, captured: bool) -> bool:
@@ -189,11 +190,10 @@ def padded_pytorch(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
         if may_learn(call.input.device):
             in_graph = wide(dataclasses.replace(call, width=None), captured=True)
             learn_library(call, captured=pads_pytorch(in_graph, captured=True))
-        served = widened(call)
-        weights = [weight.clone() for weight in served.weights]
-        if torch.backends.cudnn.is_acceptable(call.input):  # which would copy them, and warn
-            flatten(weights, served)
-        return narrowed(call, *eager.gru(dataclasses.replace(served, weights=tuple(weights))))
+        padding = padding_of(call, flat=True)
+        if padding is None:
+            return eager.gru(dataclasses.replace(call, width=None))
+        return padding.cut(*library_of(call)(*padding.pad(call.input, call.hx, call.weights)))
 
 
 def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
@@ -264,8 +264,7 @@ def _forward(call: GruCall, kept: list[Kept] | None) -> tuple[torch.Tensor, torc
 def _padded(call: GruCall, padding: Padding) -> GruCall:
     """``widened(call)``, in one launch or a few."""
     x, hx, weights = padding.pad(call.input, call.hx, call.weights)
-    units = call.hx.shape[2] if hx.shape[2] != call.hx.shape[2] else None
-    return dataclasses.replace(call, input=x, hx=hx, weights=tuple(weights), width=None, units=units)
+    return dataclasses.replace(call, input=x, hx=hx, weights=tuple(weights), width=None)
 
 
 def cells_of(call: GruCall, x: torch.Tensor, cells: slice) -> GruCall:
