@@ -16,7 +16,11 @@ from tuned.families.gru.variant import GruVariant
 from tuned.launching import zeros
 from tuned.lookup.lookup import Choice
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:RNN module weights")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:RNN module weights"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+]
 
 SPLIT = GruVariant("persistent", "split", 16, 16, "spin")
 SETTINGS: dict[str, dict[str, Any]] = {

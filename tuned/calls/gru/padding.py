@@ -13,6 +13,7 @@ from tuned.families.copying import MOST, Rows, copy_launch, filled, padded
 from tuned.launching.launcher import as_integers
 from tuned.launching.plan import direct_launch, launch_known, maker
 
+NOWHERE = -1
 _GRU_MODE = 3  # CUDNN_GRU, as torch.backends.cudnn.rnn.get_cudnn_mode has it
 MOST_NUMBER = 2**31  # from which on a number has 64 bits, which is another kernel
 Fire = Callable[[tuple[int, ...]], None]  # the addresses of x and y of each copy, in this order
@@ -68,9 +69,8 @@ def padding_of(call: GruCall, *, flat: bool = False, places: bool = False) -> Pa
     given_at = [(part.position, part.offset * item) for part in layout.parts]
     each = 4 if call.has_biases else 2
     as_place = {part.position for part in layout.parts if places and part.position > 1 and (part.position - 2) % each}
-    views = [
-        (part.position, part.shape, part.strides, part.offset) for part in layout.parts if part.position not in as_place
-    ]
+    seen = [part for part in layout.parts if part.position not in as_place | {NOWHERE}]
+    views = [(part.position, part.shape, part.strides, part.offset) for part in seen]
     addresses = [(part.position, part.offset * item) for part in layout.parts if part.position in as_place]
     as_strided = torch.as_strided
 
@@ -134,7 +134,8 @@ def flatten(weights: list[torch.Tensor], call: GruCall) -> torch.Tensor | None:
 
     None where cuDNN does not serve such a call.
     """
-    if not torch.backends.cudnn.is_acceptable(call.input):
+    # Not ``cudnn.is_acceptable``, which does not know bfloat16.
+    if not (torch.backends.cudnn.enabled and torch.backends.cudnn.is_available() and call.input.is_cuda):
         return None
     each, (rows, features) = len(weights) // len(call.hx), weights[0].shape
     settings = (rows // 3, 0, call.num_layers, call.batch_first, call.bidirectional)
@@ -145,7 +146,7 @@ def flatten(weights: list[torch.Tensor], call: GruCall) -> torch.Tensor | None:
 class _Part(NamedTuple):
     """Where one tensor of a call goes."""
 
-    position: int  # among the tensors of the call
+    position: int  # among the tensors of the call, or NOWHERE
     rows: Rows
     offset: int  # in the buffer, elements
     shape: tuple[int, ...]
@@ -178,6 +179,8 @@ class _Layout:
             units = (width, hidden - 1) if first else (hidden, hidden - 1)
             rows = Rows(3 * width, width, *units, hidden * row, row, columns, columns, part, held)
             self._add(position, rows, (3 * width, columns))
+        if flat and not call.has_biases:  # cuDNN reads some all the same
+            self._add(NOWHERE, filled(1, 6 * width * len(call.hx), 0), (6 * width * len(call.hx),))
         if broad != features:
             self._add(0, padded(*_in_groups(given[0]), broad), (*given[0].shape[:-1], broad))
         if width != hidden:
@@ -190,8 +193,8 @@ class _Layout:
 
     def is_cudnns(self, call: GruCall) -> bool:
         """Whether cuDNN has weights of these shapes so, one after the other from the first."""
-        places = {part.position - 2: part for part in self.parts if part.position > 1}
-        if len(places) < len(call.weights):
+        places = {part.position - 2: part for part in self.parts}
+        if any(i not in places for i in range(len(call.weights))):
             return False
         weights = [call.input.new_empty(places[i].shape) for i in range(len(call.weights))]
         memory = flatten(weights, call)

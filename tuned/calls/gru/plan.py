@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.lengths import known_sizes, packed_tensors, sizes_of
 from tuned.calls.gru.padding import Padding, launches_of, padding_of
-from tuned.calls.gru.project import by_library, product_of, project
+from tuned.calls.gru.project import by_library, of_both, product_of, project
 from tuned.calls.products import precision_of, recurrent_precision
 from tuned.families.copying import Rows, filled
 from tuned.families.gru.launches import Recurrence, counters_needed, gates_of_step, sequence, state_of_step
@@ -401,9 +401,10 @@ def _plan(launched: Launched, direct: Any) -> Callable[..., Any] | None:  # noqa
         if 0 in pointers:
             return None
         flat = x.reshape(rows, features)
-        if library and spec.directions == 1:
-            gates = torch.mm(flat, weights[0].t())
-        else:
+        gates: Any = None
+        if library:
+            gates = torch.mm(flat, weights[0].t()) if spec.directions == 1 else of_both(flat, weights[::each])
+        if gates is None:
             gates = make_gates()
             for direction, product in enumerate(products):
                 if library:

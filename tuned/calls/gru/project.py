@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,23 @@ def by_library(rows: int, weight: torch.Tensor, precision: str) -> bool:
     if weight.dtype is not torch.float32 or precision_of(torch.float32) == precision:
         return True
     return precision == "tf32" and rows * weight.numel() <= SMALL_PRODUCT
+
+
+def of_both(rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The library's products ``[2, rows, 3 * H]`` of rows and the weights of two directions, at once: half of the host's time.
+
+    None if one of them is large, and so the device's time, or if they do not lie in one memory like rows of one tensor.
+    """
+    first, second = weights
+    width, features = first.shape
+    if rows.shape[0] * width * features > SMALL_PRODUCT or not (first.is_contiguous() and second.is_contiguous()):
+        return None
+    apart, rest = divmod(second.data_ptr() - first.data_ptr(), first.element_size())
+    together = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    if apart < width * features or rest or not together:
+        return None
+    both = first.as_strided((2, features, width), (apart, 1, features))
+    return torch.bmm(rows.expand(2, *rows.shape), both)
 
 
 def project(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, precision: str) -> None:

@@ -19,7 +19,7 @@ from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.lengths import Lengths, lengths_of, steps_of
 from tuned.calls.gru.padding import Padding, launches_of, padding_of
 from tuned.calls.gru.plan import Launched, learn, learn_library, leave, library_of
-from tuned.calls.gru.project import project
+from tuned.calls.gru.project import by_library, of_both, project
 from tuned.calls.gru.wide import narrowed, silence, widened, widening_input_us, widening_us, wider_spec, width_of
 from tuned.calls.products import name_of, recurrent_precision
 from tuned.families.copying import filled
@@ -471,9 +471,11 @@ def _recur(  # noqa: PLR0913 - a part of a call
 ) -> tuple[torch.Tensor, Kept, Launched]:
     """The output of one part of a call, ``[*tokens, directions * hidden]``. Its last states are written to ``h_n``."""
     x, each = call.input, 4 if call.has_biases else 2
-    gates = x.new_empty((spec.directions, *x.shape[:-1], 3 * spec.hidden))
-    rows = x.reshape(-1, x.shape[-1])
-    for direction in range(spec.directions):
+    rows, shape = x.reshape(-1, x.shape[-1]), (spec.directions, *x.shape[:-1], 3 * spec.hidden)
+    both = spec.directions > 1 and by_library(len(rows), call.weights[0], spec.precision)
+    at_once = of_both(rows, call.weights[::each]) if both else None
+    gates = x.new_empty(shape) if at_once is None else at_once.view(shape)
+    for direction in range(spec.directions if at_once is None else 0):
         project(rows, call.weights[direction * each], gates[direction].view(-1, 3 * spec.hidden), spec.precision)
     silence(gates, call.units)
     out = x.new_empty((*x.shape[:-1], spec.directions * spec.hidden))
