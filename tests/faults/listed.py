@@ -2253,6 +2253,92 @@ WIDE = (
     ),
 )
 
+PLANS = T + "calls/test_gru_plan.py::"
+COPIES = (
+    Fault(
+        "rows_beyond_the_last_are_read",
+        "templates/copy_rows.py.jinja",
+        "tl.minimum(i_held, last)",
+        "i_held",
+        ("tests/kernels/test_copy_rows.py::test_any_copies_are_made_in_one_launch",),
+        "A known call that is padded reads past the end of its weights.",
+        render=True,
+    ),
+    Fault(
+        "offsets_of_copied_rows_32_bits",
+        "templates/copy_rows.py.jinja",
+        "i_row.to(tl.int64) * y_row",
+        "i_row * y_row",
+        ("tests/kernels/test_copy_rows.py::test_rows_gigabytes_apart_are_found",),
+        "Padded inputs of more than 2^31 elements are written somewhere else.",
+        render=True,
+    ),
+    Fault(
+        "padded_units_of_weights_of_0",
+        "tuned/calls/gru/padding.py",
+        "units = (width, hidden - 1) if first else (hidden, hidden - 1)",
+        "units = (hidden, hidden - 1)",
+        (C_WIDE + "test_a_known_call_is_widened_again_with_its_own_tensors",),
+        "An infinite input makes NaN of every unit of a known call.",
+    ),
+    Fault(
+        "no_biases_for_cudnn",
+        "tuned/calls/gru/padding.py",
+        "if flat and not call.has_biases:",
+        "if False:",
+        ("tests/tuned/calls/test_gru_wide.py::test_cudnn_finds_biases_of_0_where_there_are_none",),
+        "A GRU without biases adds what lies behind its weights.",
+    ),
+    Fault(
+        "states_that_are_not_copied_again",
+        "tuned/calls/gru/plan.py",
+        "hx.clone(memory_format=torch.contiguous_format) if copied else hx",
+        "hx",
+        (PLANS + "test_states_that_are_copied_are_copied_by_known_calls_too",),
+        "A known call takes transposed states for contiguous ones.",
+    ),
+    Fault(
+        "lengths_are_no_part_of_a_call",
+        "tuned/calls/gru/plan.py",
+        "        settings,\n        sizes,\n        mode,",
+        "        settings,\n        sizes is None,\n        mode,",
+        (PLANS + "test_packed_sequences_have_a_plan_for_each_set_of_lengths",),
+        "A pack with as many rows as one before is computed with the lengths of that.",
+    ),
+    Fault(
+        "addresses_on_a_gpu_are_read_here",
+        "tuned/calls/gru/lengths.py",
+        ' and batch_sizes.device.type == "cpu"',
+        "",
+        (PLANS + "test_batch_sizes_of_another_kind_are_known_by_no_plan",),
+        "A call with batch_sizes on a GPU, which is to be refused, ends the process.",
+    ),
+    Fault(
+        "weights_of_two_memories_multiplied_as_one",
+        "tuned/calls/gru/project.py",
+        "or not together",
+        "",
+        (T + "calls/test_gru_project.py::test_weights_that_are_no_rows_of_one_tensor_are_multiplied_one_by_one",),
+        "A direction is multiplied by what lies in memory somewhere, or the call raises.",
+    ),
+    Fault(
+        "a_slow_host_is_forgotten",
+        "tuned/calls/gru/run.py",
+        "after = max(after, size.seq * layers * spec.directions * SLOW_HOST_STEP_US)",
+        "pass",
+        (C_WIDE + "test_padding_spares_a_call_of_pytorchs_own_nothing_that_the_host_takes",),
+        "Tensors are padded for calls that take the host longer than the device all the same.",
+    ),
+    Fault(
+        "a_copy_for_autograd_costs_as_one_launch",
+        "tuned/calls/gru/training.py",
+        "captured=captured, autograd=True)",
+        "captured=captured)",
+        (C_WIDE + "test_padding_for_autograd_is_an_operator_at_a_time",),
+        "Short trainings are padded, and take longer for it.",
+    ),
+)
+
 FAULTS = (
     *KERNELS,
     *FAMILIES,
@@ -2272,4 +2358,5 @@ FAULTS = (
     *LEARNED,
     *CACHE,
     *WIDE,
+    *COPIES,
 )

@@ -38,3 +38,11 @@ def test_as_many_programs_are_launched_as_there_are_tiles() -> None:
     y = torch.zeros(1, dtype=torch.int16)
     copies = [(y, y, filled(ROWS + 1, COLUMNS, 0)), (y, y, filled(1, COLUMNS + 1, 0)), (y, y, filled(0, 1, 0))]
     assert copy_launch(copies).programs == 2 + 2
+
+
+def test_rows_gigabytes_apart_are_found() -> None:
+    """The last of three rows lies 2^31 elements behind the first, in memory that nothing else touches."""
+    x = torch.arange(6, dtype=torch.int16, device=DEVICE).view(3, 2)
+    y = torch.empty(2**31 + 2, dtype=torch.int16, device=DEVICE)
+    run([copy_launch([(x, y, padded((1, 3, 2), (0, 2), 2)._replace(y_row=2**30))])])
+    assert [y[at : at + 2].tolist() for at in (0, 2**30, 2**31)] == [[0, 1], [2, 3], [4, 5]]
