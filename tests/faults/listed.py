@@ -2310,7 +2310,7 @@ COPIES = (
         "tuned/calls/gru/lengths.py",
         ' and batch_sizes.device.type == "cpu"',
         "",
-        (PLANS + "test_batch_sizes_of_another_kind_are_known_by_no_plan",),
+        (T + "calls/test_gru_lengths.py::test_memory_of_another_device_is_not_read",),
         "A call with batch_sizes on a GPU, which is to be refused, ends the process.",
     ),
     Fault(

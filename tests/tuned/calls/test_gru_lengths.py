@@ -14,7 +14,7 @@ import torch
 
 import tuned.calls.gru.lengths
 from tests.support.gru_running import T, call_of
-from tuned.calls.gru.lengths import lengths_of, packed_tensors, sizes_of
+from tuned.calls.gru.lengths import known_sizes, lengths_of, packed_tensors, sizes_of
 
 
 def key(*batch_sizes: int) -> bytes:
@@ -26,6 +26,14 @@ def test_sets_of_lengths_are_known_by_their_values_alone(step: int) -> None:
     sizes = torch.tensor([3, 3, 2, 2, 1, 1])
     assert sizes_of(sizes[::step]) == b"".join(n.to_bytes(8, "little") for n in sizes[::step].tolist())
     assert sizes_of(sizes) != sizes_of(sizes.flip(0))
+
+
+def test_memory_of_another_device_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = torch.tensor([2, 1])
+    assert known_sizes(sizes) == sizes_of(sizes)
+    monkeypatch.setattr(tuned.calls.gru.lengths, "sizes_of", lambda _: pytest.fail("it was read"))
+    for other in (sizes.to("meta"), sizes.int(), torch.nn.Parameter(sizes, requires_grad=False), [2, 1]):
+        assert known_sizes(other) is None
 
 
 def test_a_packs_lengths_and_starts_are_those_of_its_batch_sizes() -> None:

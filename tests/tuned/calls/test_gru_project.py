@@ -31,7 +31,9 @@ def test_weights_that_are_no_rows_of_one_tensor_are_multiplied_one_by_one(monkey
     rows, (first, second) = torch.randn(ROWS, FEATURES), laid(2)
     for weights in (
         (second, first),  # backwards
-        (first, second.clone()),  # of two memories
+        (first, second.clone()),  # of two memories, whichever is the first
+        (first.clone(), second),
+        (second.clone(), first),
         (first, first),
         (first, second.t().contiguous().t()),
     ):
