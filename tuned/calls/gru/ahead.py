@@ -15,9 +15,11 @@ from tuned.calls.gru import run
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.lengths import lengths_of
 from tuned.calls.gru.wide import wider_spec
+from tuned.families.copying import copy_launch, filled
 from tuned.families.gru import FAMILY as GRU
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.launch import Step
+from tuned.launching.launcher import INTEGERS
 from tuned.lookup.lookup import Choice, Gpu, choose
 
 
@@ -53,4 +55,7 @@ def steps(spec: GruSpec, size: GruSize, gpu: Gpu) -> tuple[Choice, tuple[Step, .
     gates, out = empty(spec.directions, *tokens, 3 * hidden), empty(*tokens, wide)
     h_n, lengths = torch.empty_like(call.hx), lengths_of(call)
     recurrence = run.recurrence_of(call, spec, size, choice.variant, gates, out, slice(0, cells), h_n, lengths)
-    return choice, GRU.launches(spec, choice.variant, recurrence)
+    # What a known call pads, fills and cuts tensors by.
+    memory = torch.empty(1, dtype=INTEGERS[spec.item], device="meta")
+    copies = copy_launch([(memory, memory, filled(1, 1, 0))])
+    return choice, (copies, *GRU.launches(spec, choice.variant, recurrence))
