@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import itertools
 import types
@@ -483,6 +484,40 @@ def test_weights_whose_distances_changed_go_the_long_way() -> None:
 def test_what_one_launch_cannot_do_again_is_not_remembered() -> None:
     call, _ = learned(GruVariant("steps"), weights_of(1, 1))
     assert again(call) is None
+
+
+@without_a_gpu
+@pytest.mark.parametrize("case", LAYERS)
+def test_weights_that_lie_apart_are_brought_together_in_one_launch(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """As those of torch.nn.GRU in bfloat16, which cuDNN is not asked to flatten."""
+    monkeypatch.setattr(run, "_choose", lambda *_: Choice("default", "", POLL))
+    monkeypatch.setattr(torch, "stack", functools.partial(stacked_once, torch.stack, calls := []))
+    settings = LAYERS[case]
+    made = torch.nn.GRU(FEATURES, H, **settings)
+    launches = 1 if case == "three one way" else settings["num_layers"]
+    for time in range(4):
+        weights = [w.detach().clone() for w in made._flat_weights]
+        shape = (B, T, FEATURES) if settings.get("batch_first") else (T, B, FEATURES)
+        x, hx = torch.randn(shape), torch.randn(hidden_rows(settings), B, H)
+        before = machine.direct, machine.copies, len(calls)
+        found = gru(x, hx, weights, **settings)
+        for one, other in zip(found, made(x, hx), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-3)
+        if time:
+            assert len(calls) == before[2], "a copy for each kind"
+            assert machine.direct - before[0] == launches
+            each = (
+                4 if settings.get("bias", True) else 2
+            )  # of which a launch copies six; and it fills what is waited for
+            copied = len(weights) - 1 if launches == 1 else 2 * (each - 1)
+            assert machine.copies - before[1] == launches * (1 - (-copied // 6))
+
+
+def stacked_once(genuine: Any, calls: list[Any], *given: Any) -> torch.Tensor:
+    calls.append(given)
+    return genuine(*given)
 
 
 STATES: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {

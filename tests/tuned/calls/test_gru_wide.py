@@ -440,7 +440,7 @@ def test_what_draws_random_numbers_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("narrow_us", "wide_us", "pays"),
-    [(100.0, 40.0, True), (100.0, 99.0, False), (None, 40.0, True), (None, 5e4, False)],
+    [(100.0, 40.0, True), (100.0, 99.0, True), (100.0, 123.0, False), (None, 40.0, True), (None, 5e4, False)],
 )
 def test_widening_must_win_by_what_the_model_may_err(narrow_us: float | None, wide_us: float, *, pays: bool) -> None:
     spec, size, variant = GruSpec("bfloat16", 99), GruSize(8, 64), GruVariant("persistent")

@@ -19,10 +19,11 @@ from tuned.calls.gru.lengths import known_sizes, packed_tensors, sizes_of
 from tuned.calls.gru.padding import Padding, launches_of, padding_of
 from tuned.calls.gru.project import by_library, of_both, product_of, project
 from tuned.calls.products import precision_of, recurrent_precision
-from tuned.families.copying import Rows, filled
+from tuned.families.copying import Rows, filled, padded
 from tuned.families.gru.launches import Recurrence, counters_needed, gates_of_step, sequence, state_of_step
 from tuned.families.gru.spec import GruSpec
 from tuned.families.gru.variant import GruVariant, alone, steps_are_alike
+from tuned.families.launch import ceil_div
 from tuned.launching import alike, left, residents
 from tuned.launching.launcher import as_integers
 from tuned.launching.plan import (
@@ -342,22 +343,7 @@ def _plan(launched: Launched, direct: Any) -> Callable[..., Any] | None:  # noqa
     if prepare is None:
         return None
     sizes = None if call.batch_sizes is None else sizes_of(call.batch_sizes)
-    # Bytes between the tensors of neighbouring cells, for each kind of weight; the kernel was compiled for these strides.
-    stacks = (recurrence.weight_hh, *((recurrence.bias_ih, recurrence.bias_hh) if spec.bias else ()))
-    apart = [stack.stride(0) * item for stack in stacks]
-    apart_ih = recurrence.weight_ih.stride(0) * item if spec.stacked else 0
-    # Kinds of weights that the kernel can read without a copy. If the kernel was compiled for a copy, which is contiguous
-    # and aligned, the caller's tensors must be so too.
-    given = ((0, 1, recurrence.weight_ih), *((kind, 0, stack) for kind, stack in enumerate(stacks, 1)))
-    as_given = {
-        kind: all(w.is_contiguous() for w in call.weights[start * each + kind :: each])
-        and (
-            stack.data_ptr() == call.weights[start * each + kind].data_ptr()
-            or not call.weights[start * each + kind].data_ptr() % ALIGNED_BYTES
-        )
-        for kind, start, stack in given
-        if stack is not None
-    }
+    addresses = _stacks(launched)
     rows, features = tokens.numel(), call.input.shape[-1]
     library = by_library(rows, call.weights[0], spec.precision)
     of_direction = rows * 3 * hidden * item  # bytes from the products of one direction to those of the other
@@ -368,20 +354,6 @@ def _plan(launched: Launched, direct: Any) -> Callable[..., Any] | None:  # noqa
         )
         for direction in range(spec.directions)
     ]
-
-    def stack(weights: Any, kind: int, start: int, step: Any) -> tuple[int, Any]:
-        """(address of the first cell's tensor of a kind, copy that must stay alive or None); cells are ``step`` bytes apart.
-
-        The address is 0 if neither the tensors nor a copy of them have that distance.
-        """
-        given = weights[start * each + kind :: each]
-        at = given[0].data_ptr()
-        if as_given[kind] and all(w.data_ptr() == at + cell * step for cell, w in enumerate(given)):
-            return at, None
-        if step != given[0].numel() * item:
-            return 0, None
-        copy = torch.stack(given)
-        return copy.data_ptr(), copy
 
     make_out, make_between = (
         maker((*tokens, width), call.input),
@@ -394,12 +366,10 @@ def _plan(launched: Launched, direct: Any) -> Callable[..., Any] | None:  # noqa
     def plan(x: Any, hx: Any, weights: Any, resets: Any = None, h_n: Any = None) -> Any:
         if enter.calls or leave.calls:  # a profiler has hooks: only the public launcher calls them
             return None
-        stacks = [stack(weights, kind, 0, apart[kind - 1]) for kind in range(1, each)]
-        if spec.stacked:
-            stacks.insert(0, stack(weights, 0, 1, apart_ih))
-        pointers = [at for at, _ in stacks]
-        if 0 in pointers:
+        found = addresses(weights)
+        if found is None:
             return None
+        pointers, _copies = found  # alive until all is launched
         flat = x.reshape(rows, features)
         gates: Any = None
         if library:
@@ -440,6 +410,59 @@ def _plan(launched: Launched, direct: Any) -> Callable[..., Any] | None:  # noqa
         return out, h_n, gates, between
 
     return plan
+
+
+def _stacks(launched: Launched) -> Callable[[Sequence[Any]], tuple[list[int], Any] | None]:
+    """What gives the addresses of the weights that a launch reads, of each kind that of the first cell, and copies to keep alive.
+
+    None if neither the tensors of the cells nor copies lie as far apart as those that the kernel was compiled for.
+    """
+    call, spec, _, recurrence, _ = launched
+    each, item = 4 if spec.bias else 2, spec.item
+    upper = [(0, 1, recurrence.weight_ih)] if spec.stacked else []
+    biases = [(2, 0, recurrence.bias_ih), (3, 0, recurrence.bias_hh)] if spec.bias else []
+    kinds, copied, elements = [], [], 0
+    for kind, first, stack in (*upper, (1, 0, recurrence.weight_hh), *biases):
+        where = slice(first * each + kind, None, each)
+        tensors, step = call.weights[where], stack.stride(0) * item
+        # If the kernel was compiled for a copy, which is contiguous and aligned, the caller's tensors must be so too.
+        aligned = stack.data_ptr() == tensors[0].data_ptr() or not tensors[0].data_ptr() % ALIGNED_BYTES
+        contiguous, packed = all(t.is_contiguous() for t in tensors), step == tensors[0].numel() * item
+        kinds.append((where, step, contiguous and aligned, packed, elements * item))
+        lines = (1, tensors[0].shape.numel() // tensors[0].shape[-1], tensors[0].shape[-1])
+        copied += [(padded(lines, (0, lines[2]), lines[2]), contiguous and packed)] * len(tensors)
+        elements += ceil_div(len(tensors) * tensors[0].numel(), ALIGNED_BYTES) * ALIGNED_BYTES
+    fire = launches_of([rows for rows, _ in copied], call.input) if all(simple for _, simple in copied) else None
+    make = maker((elements,), call.input)
+
+    def addresses(weights: Sequence[Any]) -> tuple[list[int], Any] | None:
+        found = []
+        for where, step, as_given, _, _ in kinds:
+            given = weights[where]
+            at = given[0].data_ptr()
+            even = as_given and all(w.data_ptr() == at + cell * step for cell, w in enumerate(given))
+            found.append(at if even else 0)
+        if 0 not in found:
+            return found, None
+        if fire is None:
+            copies = [
+                None if at else torch.stack(tuple(weights[kind[0]])) for at, kind in zip(found, kinds, strict=True)
+            ]
+            if not all(at or kind[3] for at, kind in zip(found, kinds, strict=True)):
+                return None
+            return [at or copy.data_ptr() for at, copy in zip(found, copies, strict=True)], copies  # type: ignore[union-attr]
+        memory = make()
+        base = memory.data_ptr()
+        of_copies = [
+            at
+            for where, step, _, _, offset in kinds
+            for cell, weight in enumerate(weights[where])
+            for at in (weight.data_ptr(), base + offset + cell * step)
+        ]
+        fire(tuple(of_copies))
+        return [at or base + kind[4] for at, kind in zip(found, kinds, strict=True)], memory
+
+    return addresses
 
 
 def _preparation(launched: Launched) -> Callable[..., None] | None:

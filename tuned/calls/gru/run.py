@@ -54,6 +54,7 @@ CALLED_STEP_US = 10.0
 PACKED_US = 64.0
 # What PyTorch's own takes a slow host a step of a layer and direction: padded, it takes the device less, and the host as long.
 SLOW_HOST_STEP_US = 24.0
+NARROW_TAKES = 1.25  # of what the model thinks, kernels of rows that are no multiple of 16 bytes
 DEVICE_ROWS = 64  # from so many on a call of a GRU takes the device longer than the host
 ALIGNED_BYTES = 16  # templates/gru_step.py.jinja assumes that rows are so aligned if their width allows it
 
@@ -117,7 +118,7 @@ def pays(  # noqa: PLR0913 - a call, and what would serve it
     us = sum(choice.us for choice in broad) + widening_us(spec, size, layers, captured=captured)
     if all(choice.variant is not None for choice in narrow):
         # The model thinks kernels faster than they are, and those of narrow rows by a quarter more than others.
-        return us < (1 if narrow[0].rule == "model" else MARGIN) * sum(choice.us for choice in narrow)
+        return us < (NARROW_TAKES if narrow[0].rule == "model" else MARGIN) * sum(choice.us for choice in narrow)
     if spec.resets:  # which PyTorch's own has not
         return True
     least, left = _library_us(spec, size, layers, captured), narrow[0]
@@ -175,8 +176,9 @@ def remember_eager(call: GruCall) -> None:
         why_eager(call.input, name_of(call.input.dtype) in DTYPES) is None and call.hx.shape[2] and not is_empty(call)
     )
     if served and may_learn(call.input.device):
-        in_graph = _parts(wide(call, captured=True), captured=True)
-        leave(call, captured=all(choice.variant is None for _, _, choice in in_graph))
+        in_graph = wide(call, captured=True)
+        kernels = any(choice.variant is not None for _, _, choice in _parts(in_graph, captured=True))
+        leave(call, captured=not kernels and not pads_pytorch(in_graph, captured=True))
 
 
 def pads_pytorch(call: GruCall, *, captured: bool | None = None) -> bool:
