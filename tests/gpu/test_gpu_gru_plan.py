@@ -53,10 +53,11 @@ def test_packed_sequences_are_right_whatever_lengths_came_before(
     monkeypatch.setattr(run, "_choose", lambda *_: Choice("winner", "", SPLIT, us=1.0))
     monkeypatch.setattr(run, "pays", lambda *_, **__: True)
     monkeypatch.setattr(plan, "_PLANS", {})
+    monkeypatch.setattr(plan, "_ONCE", {})
     theirs, ours = pair(40, hidden, dtype, {**SETTINGS[case], "batch_first": False})
     other = torch.cuda.Stream()
     with torch.no_grad():
-        for time, lengths in enumerate([[30, 7, 30], [30, 7, 30], [12, 30, 1], [30, 7, 30], [12, 30, 1]]):
+        for time, lengths in enumerate([[30, 7, 30], [30, 7, 30], [12, 30, 1], [30, 7, 30], [12, 30, 1], [12, 30, 1]]):
             x = torch.randn(30, 3, 40, device="cuda", dtype=theirs.weight_hh_l0.dtype)
             packed = pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False)
             hx = (

@@ -209,7 +209,9 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
     if found is None or not usable(family, spec, size, found[2], gpu.capability, gpu.multiprocessors):
         found = nearest(family, spec, size, rows, gpu.capability, gpu.multiprocessors)
     if found is None:
-        return None
+        # As a call any kernel spares the host, which ``least_us`` says; else none is faster that no row speaks of.
+        unsaid = rows and family.doubt is not None and family.least_us is None
+        return _unsaid(family, spec, size, gpu, table) if unsaid else None
     away, row, variant = found
     if 0 < _theirs_us(family, row, spec, size) < LEAD * row.median_us:
         return _left_to_pytorch(row, gpu, f", {away:.2g} octaves away,")
@@ -238,7 +240,9 @@ def _unsaid(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) -> Cho
     """PyTorch's own, since no row says that a kernel is faster."""
     assert family.doubt is not None, f"{family.name} trusts every row"
     row = min(table.rows[family.name], key=lambda r: _octaves(family, r, spec, size))
-    why = family.doubt(row.spec, spec, size, _octaves(family, row, spec, size))
+    why = (
+        family.doubt(row.spec, spec, size, _octaves(family, row, spec, size)) or "no variant of a row that is near fits"
+    )
     return Choice("eager", f"no row of {row.source} says that a kernel is faster: {why}", None, None, gpu)
 
 

@@ -566,7 +566,8 @@ def test_packed_sequences_have_a_plan_for_each_set_of_lengths(
     ours = tuned.nn.GRU(FEATURES, hidden, **settings)
     ours.load_state_dict(made.state_dict())
     layers = settings["num_layers"]
-    for time, lengths in enumerate([[3, 1], [3, 1], [2, 2], [3, 1], [2, 2]]):
+    monkeypatch.setattr(plan, "_ONCE", {})
+    for time, lengths in enumerate([[3, 1], [3, 1], [2, 2], [3, 1], [2, 2], [2, 2]]):
         packed = torch.nn.utils.rnn.pack_padded_sequence(torch.randn(3, 2, FEATURES), torch.tensor(lengths))
         before = machine.direct
         if case == "marked":

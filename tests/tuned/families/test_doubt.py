@@ -117,3 +117,12 @@ def test_what_only_calls_win_by_is_left_to_pytorch_in_a_graph() -> None:
     assert called[1] is False
     assert CELL.choice_of(spec, size, H200, captured=True).rule == "eager"
     assert CELL.choice_of(spec, size, H200, captured=False).variant == called[0]
+
+
+def test_a_default_serves_calls_alone_where_no_variant_of_a_near_row_fits() -> None:
+    """In a graph 108 rows took a kernel that nobody measured 11 us, and PyTorch's own 7; as calls 13, and 27."""
+    spec = LinearCatSpec("float32", (132, 20), 794, precision="ieee")
+    called, captured = (linear.MOMENTS.choice_of(spec, LinearCatSize(108), H200, now) for now in (False, True))
+    assert called.rule == "default"
+    assert (captured.rule, captured.variant) == ("eager", None)
+    assert "no variant of a row that is near fits" in captured.why

@@ -19,6 +19,9 @@ MOST_NUMBER = 2**31  # from which on a number has 64 bits, which is another kern
 Fire = Callable[[tuple[int, ...]], None]  # the addresses of x and y of each copy, in this order
 
 
+_COMPILED: dict[Any, Any] = {}  # (device, dtype) -> the kernel
+
+
 class Padding(NamedTuple):
     """What pads the tensors of calls like one, and what cuts their results."""
 
@@ -31,9 +34,11 @@ def launches_of(every: Sequence[Rows], like: torch.Tensor) -> Fire | None:
     index = like.get_device()
     # Compiled for an address that is aligned to its elements only, and never for certain numbers: once for all calls.
     apart = as_integers(like.new_empty(2)[1:])
-    compiled = launch_known(index, copy_launch([(apart, apart, filled(1, 1, 0))]))
+    key = index, apart.dtype
+    compiled = _COMPILED.get(key) or launch_known(index, copy_launch([(apart, apart, filled(1, 1, 0))]))
     if compiled is None:  # this thread listens, and the launch was noted
         return None
+    _COMPILED[key] = compiled
     parts = []
     for begin in range(0, len(every), MOST):
         some = every[begin : begin + MOST]

@@ -15,7 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tuned.calls.gru.arguments import GruCall
-from tuned.calls.gru.lengths import known_sizes, packed_tensors, sizes_of
+from tuned.calls.gru.lengths import MAX_LENGTHS, known_sizes, packed_tensors, sizes_of
 from tuned.calls.gru.padding import Padding, launches_of, padding_of
 from tuned.calls.gru.project import by_library, of_both, product_of, project
 from tuned.calls.products import precision_of, recurrent_precision
@@ -47,6 +47,7 @@ Result = tuple[torch.Tensor, torch.Tensor]
 # it cannot serve. Of calls that need no gradient, and of the forwards of those that do.
 _PLANS: dict[Any, Any] = {}
 _TRAINED: dict[Any, Any] = {}
+_ONCE: dict[Any, None] = {}  # keys of packed calls that were seen once, the oldest first
 _grad_enabled = torch.is_grad_enabled
 _autocast = torch.is_autocast_enabled
 _FLOAT32 = torch.float32
@@ -252,6 +253,17 @@ def learn(call: GruCall, launched: Sequence[Launched], *, captured: bool, gradie
     )
 
 
+def _again(key: Any) -> bool:
+    """Whether a call of packed sequences with these lengths was seen before. Most are not again, and a plan takes longer than a call."""
+    if key in _ONCE:
+        del _ONCE[key]
+        return True
+    if len(_ONCE) >= MAX_LENGTHS:
+        del _ONCE[next(iter(_ONCE))]
+    _ONCE[key] = None
+    return False
+
+
 def learn_library(call: GruCall, *, captured: bool) -> None:
     """Remember how PyTorch's own served a call that has a ``width``, of padded tensors; ``captured``: in a CUDA graph too."""
     sizes = None if call.batch_sizes is None else sizes_of(call.batch_sizes)
@@ -264,6 +276,8 @@ def learn_library(call: GruCall, *, captured: bool) -> None:
         return plan if captured else outside_of_graphs(plan)
 
     key = _key(call.input, call.hx, call.weights, settings_of(call), call.resets, sizes)
+    if sizes is not None and not _again(key):
+        return
     keep(_PLANS, key, make, _tensors, call.input, call.hx, call.weights, call.resets)
 
 
