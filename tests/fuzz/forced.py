@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 PROBE = "rope_table"  # launched to try a launcher, chosen by nothing
 SERVED: set[tuple[str, int]] = set()  # rows whose variant was given to a call
 PLANS = (
+    "_ONCE",
     "_PLANS",
     "_TRAINED",
     "_COMPILED",

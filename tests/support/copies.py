@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import random
 from typing import TYPE_CHECKING
@@ -10,9 +11,10 @@ import torch
 
 from tests.support.run import DEVICE, run
 from tuned.families.copying import Rows, copy_launch
+from tuned.launching.launcher import INTEGERS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 MARK = 77  # what no copy writes
 
@@ -67,6 +69,24 @@ def _copied(draw: random.Random, rows: Rows, dtype: torch.dtype) -> Copied:
     top = torch.iinfo(dtype).max
     x = torch.tensor([draw.randint(-top, top) for _ in range(of_x + 1)], dtype=dtype, device=DEVICE)[1:]
     return Copied(x, torch.full((of_y,), MARK, dtype=dtype, device=DEVICE), rows)
+
+
+def by_loops(every: Sequence[Rows], like: torch.Tensor) -> Callable[[tuple[int, ...]], None]:
+    """What launches copies of tensors on the CPU, by loops, in the place of ``tuned.calls.gru.padding.launches_of``."""
+    dtype = INTEGERS[like.element_size()]
+
+    def at(address: int, elements: int) -> torch.Tensor:
+        memory = (ctypes.c_char * (elements * dtype.itemsize)).from_address(address)
+        return torch.frombuffer(memory, dtype=dtype)
+
+    def fire(addresses: tuple[int, ...]) -> None:
+        for rows, of_x, of_y in zip(every, addresses[::2], addresses[1::2], strict=True):
+            groups, parts = rows.rows // rows.group, rows.columns // rows.width
+            last = (groups - 1) * rows.x_group + min(rows.group - 1, rows.last) * rows.x_row + parts * rows.given
+            y = at(of_y, (rows.rows - 1) * rows.y_row + rows.columns)
+            y.copy_(expected(Copied(at(of_x, max(last, 1)), y, rows)))
+
+    return fire
 
 
 def assert_right(copies: Sequence[Copied]) -> None:

@@ -16,11 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tuned.launching.plan
 import tuned.nn
+from tests.support.copies import by_loops
 from tests.support.gru_machine import Machine, machine
 from tests.support.precisions import other_gemms
 from tests.support.run import INTERPRETED
 from tuned import dispatch
-from tuned.calls.gru import eager, padding, plan, project, run
+from tuned.calls.gru import eager, plan, project, run
 from tuned.calls.gru.arguments import GruCall, gru_call
 from tuned.dispatch import gru
 from tuned.families.gru.launches import Recurrence, counters_needed
@@ -69,10 +70,9 @@ class Wiretap:
 
 @pytest.fixture
 def tap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wiretap]:
-    made, copier = Wiretap(), Machine()
+    made = Wiretap()
     monkeypatch.setattr(plan, "direct_launch", made.direct)
-    monkeypatch.setattr(padding, "direct_launch", copier.direct_launch)
-    monkeypatch.setattr(padding, "launch_known", copier.launch)
+    monkeypatch.setattr(plan, "launches_of", by_loops)
     monkeypatch.setattr(plan, "_PLANS", {})
     monkeypatch.setattr(plan, "_TRAINED", {})
     monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
