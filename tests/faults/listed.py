@@ -2343,10 +2343,18 @@ GRAPHS = (
     Fault(
         "a_default_serves_graphs",
         "tuned/lookup/lookup.py",
-        "family.doubt is not None and family.least_us is None",
-        "False",
+        "graph = rows and family.doubt is not None and family.least_us is None",
+        "graph = False",
         ("tests/tuned/families/test_doubt.py::test_a_default_serves_calls_alone_where_no_variant_of_a_near_row_fits",),
         "A linear in a CUDA graph takes up to 1.7 of what PyTorch's own does.",
+    ),
+    Fault(
+        "a_grus_products_in_another_precision",
+        "tuned/lookup/lookup.py",
+        "unsaid = graph and family.doubt and family.doubt(rows[0].spec, spec, size, math.inf) is not None",
+        "unsaid = graph",
+        ("tests/tuned/families/test_doubt.py::test_a_grus_products_have_a_kernel_at_any_moment",),
+        "A GRU that is to be computed in IEEE float32 is computed in TensorFloat-32.",
     ),
 )
 

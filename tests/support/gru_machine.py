@@ -120,6 +120,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
     for module in (padding, run, project):
         monkeypatch.setattr(module, "launch_known", made.launch)
+    monkeypatch.setattr(padding, "_COMPILED", {})
     monkeypatch.setattr(project, "compiled_before", lambda *_: "compiled")
     monkeypatch.setattr(run, "may_learn", lambda _device: True)
     monkeypatch.setattr(run, "PACKED_US", -1e9)

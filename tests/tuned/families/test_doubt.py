@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tuned.calls.gru import project
 from tuned.calls.gru_cell import run as cell
 from tuned.calls.linear_cat import run as linear
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
@@ -126,3 +127,13 @@ def test_a_default_serves_calls_alone_where_no_variant_of_a_near_row_fits() -> N
     assert called.rule == "default"
     assert (captured.rule, captured.variant) == ("eager", None)
     assert "no variant of a row that is near fits" in captured.why
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize(("features", "outputs", "rows"), [(24, 15, 28), (5, 15, 28), (132, 794, 108), (1, 3, 1)])
+def test_a_grus_products_have_a_kernel_at_any_moment(features: int, outputs: int, rows: int, precision: str) -> None:
+    """PyTorch's own would multiply in the precision of other GEMMs."""
+    spec = LinearCatSpec("float32", (features,), outputs, bias=False, precision=precision)
+    for now in (False, True):
+        assert linear.MOMENTS.choice_of(spec, LinearCatSize(rows), H200, now).variant is not None
+    assert project._projection(spec, LinearCatSize(rows), H200) is not None

@@ -12,6 +12,7 @@ from tuned.families.gru.model import (
     HOST_STEP_US,
     MARGIN,
     MARGIN_BOTH_FLOAT32,
+    MARGIN_MANY_FLOAT32,
     MARGIN_NARROW,
     MARGIN_NARROW_FLOAT32,
     MARGIN_ON_CHIP,
@@ -136,9 +137,23 @@ def test_the_library_has_a_kernel_of_its_own_for_small_float32_layers() -> None:
 def test_where_the_model_errs_by_more_a_kernel_must_lead_by_more() -> None:
     margins = [
         margin_of_device(GruSpec("float32", hidden, directions=directions), GruSize(batch, 99))
-        for hidden, directions, batch in ((96, 1, 64), (256, 1, 500), (256, 2, 128), (256, 2, 129), (257, 1, 1))
+        for hidden, directions, batch in (
+            (96, 1, 64),
+            (256, 1, 256),
+            (256, 1, 257),
+            (256, 2, 128),
+            (256, 2, 129),
+            (257, 1, 1),
+        )
     ]
-    assert margins == [MARGIN_ON_CHIP, MARGIN, MARGIN, MARGIN_BOTH_FLOAT32, MARGIN_NARROW_FLOAT32]
+    assert margins == [
+        MARGIN_ON_CHIP,
+        MARGIN,
+        MARGIN_MANY_FLOAT32,
+        MARGIN,
+        MARGIN_BOTH_FLOAT32,
+        MARGIN_NARROW_FLOAT32,
+    ]
     assert margin_of_device(GruSpec("float32", 96, "thd"), GruSize(500, 9)) == math.inf, "nothing else does that"
     assert margin_of_device(GruSpec("bfloat16", 257, directions=2), GruSize(500, 9)) == MARGIN_NARROW
 

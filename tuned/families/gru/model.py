@@ -27,6 +27,8 @@ MARGIN, MARGIN_NARROW = 0.85, 0.65
 MARGIN_ON_CHIP = 0.5  # of layers that ``stays_on_chip``: kernels took up to 2.1 of what the model thinks
 # Of float32, both ways, many rows. None was measured, and kernels took up to 2.4 of what the model thinks.
 MARGIN_BOTH_FLOAT32, MANY_ROWS = 0.6, 128
+# Of float32 and more rows still: one of 370 rows was thought to take 0.52 of PyTorch's own time, and took 1.06.
+MARGIN_MANY_FLOAT32, MOST_ROWS = 0.5, 256
 MARGIN_NARROW_FLOAT32 = 0.35  # kernels took up to 3.7 of what the model thinks: docs/decisions/0050
 # As a call PyTorch's own launches a GEMM and a kernel for each step of a cell (a layer and direction): of 290 random calls on six hosts
 # with H200s none took less than 9.3 us a step of a cell, but for dense float32 layers of which cuDNN may have one launch: those of up
@@ -222,6 +224,8 @@ def margin_of_device(spec: GruSpec, size: GruSize) -> float:
         return MARGIN_NARROW_FLOAT32
     if stays_on_chip(spec, size):
         return MARGIN_ON_CHIP
+    if size.batch > MOST_ROWS:
+        return MARGIN_MANY_FLOAT32
     return MARGIN_BOTH_FLOAT32 if spec.directions > 1 and size.batch > MANY_ROWS else margin(spec)
 
 
