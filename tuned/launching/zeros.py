@@ -31,5 +31,6 @@ def _view(shape: tuple[int, ...], dtype: torch.dtype, index: int) -> torch.Tenso
     with torch.inference_mode(mode=False):
         if index not in _KEPT:
             # A copy from the CPU has ended when it returns, so that any stream may read it.
-            _KEPT[index] = torch.zeros(MOST_BYTES, dtype=torch.uint8, device="cpu").to(f"cuda:{index}")
+            made = torch.zeros(MOST_BYTES, dtype=torch.uint8, device="cpu").to(f"cuda:{index}")
+            _KEPT.setdefault(index, made)  # another thread's may be read already, and by a graph
         return _KEPT[index].view(dtype)[: math.prod(shape)].view(shape)

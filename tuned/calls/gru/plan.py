@@ -47,7 +47,7 @@ Result = tuple[torch.Tensor, torch.Tensor]
 # it cannot serve. Of calls that need no gradient, and of the forwards of those that do.
 _PLANS: dict[Any, Any] = {}
 _TRAINED: dict[Any, Any] = {}
-_ONCE: dict[Any, None] = {}  # keys of packed calls that were seen once, the oldest first
+_ONCE: dict[Any, bool] = {}  # keys of packed calls that were seen once; emptied when it is full
 _grad_enabled = torch.is_grad_enabled
 _autocast = torch.is_autocast_enabled
 _FLOAT32 = torch.float32
@@ -255,12 +255,11 @@ def learn(call: GruCall, launched: Sequence[Launched], *, captured: bool, gradie
 
 def _again(key: Any) -> bool:
     """Whether a call of packed sequences with these lengths was seen before. Most are not again, and a plan takes longer than a call."""
-    if key in _ONCE:
-        del _ONCE[key]
+    if _ONCE.pop(key, False):  # at once, since threads call at once
         return True
     if len(_ONCE) >= MAX_LENGTHS:
-        del _ONCE[next(iter(_ONCE))]
-    _ONCE[key] = None
+        _ONCE.clear()
+    _ONCE[key] = True
     return False
 
 
