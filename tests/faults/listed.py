@@ -2306,6 +2306,14 @@ COPIES = (
         "A pack with as many rows as one before is computed with the lengths of that.",
     ),
     Fault(
+        "lengths_that_never_come_again_have_plans",
+        "tuned/calls/gru/plan.py",
+        "        or (sizes is not None and not _again(key))\n",
+        "",
+        (PLANS + "test_packed_sequences_have_a_plan_for_each_set_of_lengths",),
+        "Each call of packed sequences with new lengths takes the host as long as two.",
+    ),
+    Fault(
         "addresses_on_a_gpu_are_read_here",
         "tuned/calls/gru/lengths.py",
         ' and batch_sizes.device.type == "cpu"',

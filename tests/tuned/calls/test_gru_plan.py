@@ -580,9 +580,34 @@ def test_packed_sequences_have_a_plan_for_each_set_of_lengths(
             (want, *_), want_h = made(packed)
         torch.testing.assert_close(out, want, rtol=0, atol=2e-3)
         torch.testing.assert_close(h_n, want_h, rtol=0, atol=2e-3)
-        assert machine.direct - before == (layers if time not in (0, 2) else 0), (
-            "a plan of other lengths served it, or none"
-        )
+        seldom = time in (0, 1, 2, 4)  # a plan is made when lengths come again
+        assert machine.direct - before == (0 if seldom else layers), "a plan of other lengths served it, or none"
+
+
+def test_lengths_that_come_once_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_ONCE", {})
+    assert [plan._again(key) for key in "aabba"] == [False, True, False, True, False]
+    for key in range(2 * plan.MAX_LENGTHS):
+        assert not plan._again(key)
+    assert len(plan._ONCE) <= plan.MAX_LENGTHS
+    assert not plan._again("a"), "it came too long ago"
+
+
+def test_lengths_that_two_threads_see_again_at_once_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other thread takes a key between two steps of this one."""
+
+    class Taken(dict[Any, bool]):
+        def __contains__(self, _key: object) -> bool:
+            return True
+
+        def __iter__(self) -> Iterator[Any]:
+            msg = "dictionary changed size during iteration"
+            raise RuntimeError(msg)
+
+    monkeypatch.setattr(plan, "_ONCE", Taken())
+    assert not plan._again("a")
+    for key in range(plan.MAX_LENGTHS):
+        plan._again(key)
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,7 @@ def learn(call: GruCall, launched: Sequence[Launched], *, captured: bool, gradie
         or key is None
         or not all(part.has_plan for part in launched)
         or (gradient and len(launched) > 1)
+        or (sizes is not None and not _again(key))
     ):
         return
 
