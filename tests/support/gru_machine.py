@@ -29,6 +29,7 @@ from tuned.lookup.lookup import Gpu, choose
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tuned.calls.gru.arguments import GruCall
     from tuned.families.family import Family
 
 GPU = Gpu("some_gpu", 90, 132, "Some GPU")
@@ -128,6 +129,17 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     believing(monkeypatch)
     with torch.no_grad():
         yield made
+
+
+def laid_by_cudnn(weights: list[torch.Tensor], call: GruCall) -> torch.Tensor:
+    """As cuDNN lays weights: matrices of all cells, then biases of all."""
+    each = len(weights) // len(call.hx)
+    order = [i for i in range(len(weights)) if i % each < 2] + [i for i in range(len(weights)) if i % each > 1]
+    memory = torch.cat([weights[i].flatten() for i in order])
+    parts = memory.split([weights[i].numel() for i in order])
+    for i, part in zip(order, parts, strict=True):
+        weights[i].set_(part.view_as(weights[i]))  # type: ignore[call-overload]
+    return memory
 
 
 def believing(monkeypatch: pytest.MonkeyPatch) -> None:

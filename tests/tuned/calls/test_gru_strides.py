@@ -9,10 +9,10 @@ import torch
 
 import tuned.calls.gru_cell.run
 import tuned.calls.linear_cat.run
-from tests.support.gru_machine import Machine, machine
+from tests.support.gru_machine import Machine, laid_by_cudnn, machine
 from tests.support.run import INTERPRETED
 from tests.support.views import VIEWS, apart, expanded, misaligned, negative, odd, repeated, sliced, transposed
-from tuned.calls.gru import project, run
+from tuned.calls.gru import padding, project, run
 from tuned.calls.recurrent import serve
 from tuned.dispatch import gru, gru_cell, linear_cat
 from tuned.families.gru.variant import GruVariant
@@ -38,7 +38,7 @@ pytestmark = [
 T, FEATURES, H = 2, 6, 20
 TOLERANCE = {"rtol": 0, "atol": 3e-3}  # the products of TF32
 SHORT = ("plain", "transposed", "apart", "misaligned", "odd", "batch_innermost")  # views with which calls are known
-CALLS = 2  # the first is decided, the second known
+CALLS = 3  # the first is decided, the second known, packed ones the third
 
 
 def assert_right(
@@ -98,7 +98,7 @@ def gru_tensors(batch: int, settings: dict[str, Any], hidden: int = H) -> dict[s
 def gru_function(batch: int, settings: dict[str, Any]) -> Callable[[list[torch.Tensor]], Any]:
     named = dict(settings)
     if "batch_sizes" in named:
-        named["batch_sizes"] = torch.tensor([batch] * T)
+        named["batch_sizes"] = torch.tensor([batch, -7] * T)[::2]  # which PyTorch would read one after the other
     if "cu_seqlens" in named:
         named |= {"cu_seqlens": torch.arange(batch + 1, dtype=torch.int32) * T, "max_seqlen": T}
     return lambda tensors: gru(tensors[0], tensors[1], tensors[2:], **named)
@@ -170,6 +170,26 @@ def test_a_padded_gru_takes_every_tensor_with_any_strides(
     assert set(padded) == {20}
     if view in SHORT:
         assert machine.direct, "the short way was not tried"
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(
+    ("batch", "settings"),
+    [
+        (1, {"num_layers": 2}),
+        (3, {"bidirectional": True, "batch_first": True}),
+        (3, {"batch_sizes": True, "bias": True}),
+    ],
+    ids=["layers", "both ways", "packed"],
+)
+def test_pytorchs_own_of_padded_tensors_takes_every_tensor_with_any_strides(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, view: str, batch: int, settings: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(run, "_choose", lambda *_: Choice("eager", "it takes less", None))
+    monkeypatch.setattr(run, "pays_pytorch", lambda *_, **__: True)
+    monkeypatch.setattr(padding, "flatten", laid_by_cudnn)
+    assert_every_tensor_right(monkeypatch, batch, settings, view, 18)
+    assert machine.copies or VIEWS[view] is negative, "nothing was padded"
 
 
 @pytest.mark.parametrize("view", VIEWS)

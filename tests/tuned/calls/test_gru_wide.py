@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tuned.nn
-from tests.support.gru_machine import Machine, machine
+from tests.support.gru_machine import Machine, laid_by_cudnn, machine
 from tests.support.gru_running import FEATURES, VARIANTS, B, T, assert_as_pytorch, call_of, interpreted
 from tests.support.gru_training import ONE, assert_alike, backward, choose
 from tests.support.run import INTERPRETED
@@ -327,17 +327,6 @@ def test_cudnn_finds_biases_of_0_where_there_are_none(monkeypatch: pytest.Monkey
     end = max(w.storage_offset() + w.numel() for w in weights)
     behind = torch.as_strided(weights[0], (4 * 2 * 3 * WIDE,), (1,), end)
     assert not bool(behind.any())
-
-
-def laid_by_cudnn(weights: list[torch.Tensor], call: GruCall) -> torch.Tensor:
-    """As cuDNN lays weights: matrices of all cells, then biases of all."""
-    each = len(weights) // len(call.hx)
-    order = [i for i in range(len(weights)) if i % each < 2] + [i for i in range(len(weights)) if i % each > 1]
-    memory = torch.cat([weights[i].flatten() for i in order])
-    parts = memory.split([weights[i].numel() for i in order])
-    for i, part in zip(order, parts, strict=True):
-        weights[i].set_(part.view_as(weights[i]))  # type: ignore[call-overload]
-    return memory
 
 
 @without_a_gpu

@@ -48,7 +48,7 @@ def steps(spec: GruSpec, size: GruSize, gpu: Gpu) -> tuple[Choice, tuple[Step, .
         num_layers=spec.layers,
         bidirectional=spec.directions > 1,
         batch_first=False,
-        batch_sizes=torch.full((size.seq,), size.batch) if spec.packed else None,
+        batch_sizes=torch.full((size.seq,), size.batch, device="cpu") if spec.packed else None,
         cu_seqlens=empty(size.batch + 1, dtype="int32") if spec.thd else None,
         max_seqlen=size.seq if spec.thd else None,
     )

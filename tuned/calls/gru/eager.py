@@ -31,7 +31,7 @@ def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     if call.batch_sizes is not None:
         return torch.gru(
             call.input,
-            call.batch_sizes,
+            call.batch_sizes.contiguous(),  # PyTorch reads its memory one value after the other
             hx,
             weights,
             call.has_biases,

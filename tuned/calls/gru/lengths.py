@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tuned.calls.gru.arguments import GruCall
+from tuned.launching.plan import listeners
 
 MAX_LENGTHS = 64  # sets of lengths whose tensors are kept on a device
 
@@ -49,7 +50,9 @@ def sizes_of(batch_sizes: torch.Tensor) -> bytes:
 
 
 def known_sizes(batch_sizes: Any) -> bytes | None:
-    """``sizes_of`` what callers give; None unless it is a plain tensor on the CPU, with values of 64 bits."""
+    """``sizes_of`` what callers give; None unless it is a plain tensor on the CPU, with values of 64 bits, or where a mode is active."""
+    if listeners():  # to make it contiguous may give a tensor without memory
+        return None
     plain = type(batch_sizes) is torch.Tensor and batch_sizes.dtype is torch.int64 and batch_sizes.device.type == "cpu"
     return sizes_of(batch_sizes) if plain else None
 
