@@ -60,9 +60,7 @@ def test_packed_sequences_are_right_whatever_lengths_came_before(
         for time, lengths in enumerate([[30, 7, 30], [30, 7, 30], [12, 30, 1], [30, 7, 30], [12, 30, 1], [12, 30, 1]]):
             x = torch.randn(30, 3, 40, device="cuda", dtype=theirs.weight_hh_l0.dtype)
             packed = pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False)
-            hx = (
-                torch.randn(len(theirs._all_weights) * 1, 3, hidden, device="cuda", dtype=x.dtype) if time % 2 else None
-            )
+            hx = torch.randn(len(theirs._all_weights), 3, hidden, device="cuda", dtype=x.dtype) if time % 2 else None
             wanted = theirs(packed, hx)
             stream = other if time == 3 else torch.cuda.current_stream()
             stream.wait_stream(torch.cuda.current_stream())

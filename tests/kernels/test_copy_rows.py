@@ -29,7 +29,7 @@ def test_rows_are_padded_with_zeros(dtype: torch.dtype, parts: int) -> None:
 @pytest.mark.parametrize("bits", [0, -1])
 def test_what_is_filled_is_filled_to_its_end_and_no_further(bits: int) -> None:
     y = torch.full((2 * ROWS * (COLUMNS + 7) + 3,), 5, dtype=torch.int16, device=DEVICE)
-    inside = filled(ROWS + 1, 7, bits, COLUMNS + 7)
+    inside = filled(ROWS + 1, 7, bits)._replace(y_row=COLUMNS + 7)
     assert_right([Copied(y, y[COLUMNS:], inside), *[Copied(y, y.clone(), filled(1, 1, bits))] * (MOST - 1)])
     assert int((y != 5).sum()) == 7 * (ROWS + 1)
 

@@ -57,9 +57,9 @@ def padded(shape: Sequence[int], strides: Sequence[int], width: int, parts: int 
     )
 
 
-def filled(rows: int, columns: int, bits: int, y_row: int | None = None) -> Rows:
-    """A tensor of so many rows with all bits alike; rows follow each other if they do not lie ``y_row`` apart."""
-    return Rows(rows, 1, 0, 0, 0, 0, columns if y_row is None else y_row, columns, columns, 0, bits)
+def filled(rows: int, columns: int, bits: int) -> Rows:
+    """A tensor of so many rows, one after the other, with all bits alike."""
+    return Rows(rows, 1, 0, 0, 0, 0, columns, columns, columns, 0, bits)
 
 
 def copy_launch(copies: Sequence[tuple[Any, Any, Rows]]) -> Launch:
@@ -68,18 +68,8 @@ def copy_launch(copies: Sequence[tuple[Any, Any, Rows]]) -> Launch:
     every = (*copies, *((*copies[0][:2], NOTHING),) * (MOST - len(copies)))
     return Launch(
         kernel=KERNEL,
-        programs=programs_of([rows for _, _, rows in copies]),
-        arguments=(*(t for x, y, _ in every for t in (x, y)), *numbers_of([rows for _, _, rows in copies])),
+        programs=sum(rows.programs for _, _, rows in every),
+        arguments=(*(t for x, y, _ in every for t in (x, y)), *(number for _, _, rows in every for number in rows)),
         constants={"ROWS": ROWS, "COLUMNS": COLUMNS},
         options={"num_warps": 4},
     )
-
-
-def programs_of(every: Sequence[Rows]) -> int:
-    """Programs of one launch."""
-    return sum(rows.programs for rows in every)
-
-
-def numbers_of(every: Sequence[Rows]) -> tuple[int, ...]:
-    """The numbers of one launch, after its pointers."""
-    return tuple(number for rows in (*every, *(NOTHING,) * (MOST - len(every))) for number in rows)

@@ -211,8 +211,8 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
     if found is None:
         # As a call any kernel spares the host, which ``least_us`` says; else none is faster that no row speaks of. Where every row
         # is trusted, however far, PyTorch's own cannot stand in.
-        graph = rows and family.doubt is not None and family.least_us is None
-        unsaid = graph and family.doubt and family.doubt(rows[0].spec, spec, size, math.inf) is not None
+        doubt = family.doubt if rows and family.least_us is None else None
+        unsaid = doubt is not None and doubt(rows[0].spec, spec, size, math.inf) is not None
         return _unsaid(family, spec, size, gpu, table) if unsaid else None
     away, row, variant = found
     if 0 < _theirs_us(family, row, spec, size) < LEAD * row.median_us:

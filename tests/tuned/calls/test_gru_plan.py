@@ -190,6 +190,11 @@ def test_a_call_seen_before_is_the_same_launch_on_its_own_tensors(
     assert out.shape == (T, B, spec.directions * H)
 
 
+def layer_by_layer(variant: GruVariant, spec: GruSpec, *_: Any) -> Choice:
+    """No launch has all layers of a stack."""
+    return Choice("eager", "one by one", None) if spec.stacked else Choice("default", "", variant)
+
+
 LAYERS: dict[str, dict[str, Any]] = {
     "both ways": {"num_layers": 2, "bidirectional": True},
     "both ways, batch first, no bias": {"num_layers": 2, "bidirectional": True, "batch_first": True, "bias": False},
@@ -203,10 +208,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 def test_layers_that_are_launched_one_after_another_have_one_plan(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, case: str, marked: bool
 ) -> None:
-    def choose(spec: GruSpec, *_: Any) -> Choice:
-        return Choice("eager", "one by one", None) if spec.stacked else Choice("default", "", POLL)
-
-    monkeypatch.setattr(run, "_choose", choose)
+    monkeypatch.setattr(run, "_choose", functools.partial(layer_by_layer, POLL))
     settings = LAYERS[case]
     made = torch.nn.GRU(FEATURES, H, **settings)
     weights = made._flat_weights
@@ -235,10 +237,7 @@ def test_layers_that_are_launched_one_after_another_have_one_plan(
 def stepped(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Every call is steps of the library, and a stack is layer by layer."""
 
-    def choose(spec: GruSpec, *_: Any) -> Choice:
-        return Choice("eager", "one by one", None) if spec.stacked else Choice("default", "", GruVariant())
-
-    monkeypatch.setattr(run, "_choose", choose)
+    monkeypatch.setattr(run, "_choose", functools.partial(layer_by_layer, GruVariant()))
     monkeypatch.setattr(run, "timely", lambda choice, *_: choice)
     torch.manual_seed(0)
     return machine
@@ -532,10 +531,7 @@ STATES: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
 def test_states_that_are_copied_are_copied_by_known_calls_too(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, states: str
 ) -> None:
-    def choose(spec: GruSpec, *_: Any) -> Choice:
-        return Choice("eager", "one by one", None) if spec.stacked else Choice("default", "", POLL)
-
-    monkeypatch.setattr(run, "_choose", choose)
+    monkeypatch.setattr(run, "_choose", functools.partial(layer_by_layer, POLL))
     monkeypatch.setattr(run, "pays", lambda *_, **__: False)
     hidden, lay = STATES[states]
     made = torch.nn.GRU(FEATURES, hidden, num_layers=2, dtype=torch.float16)
@@ -555,10 +551,7 @@ def test_states_that_are_copied_are_copied_by_known_calls_too(
 def test_packed_sequences_have_a_plan_for_each_set_of_lengths(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    def choose(spec: GruSpec, *_: Any) -> Choice:
-        return Choice("eager", "one by one", None) if spec.stacked else Choice("default", "", POLL)
-
-    monkeypatch.setattr(run, "_choose", choose)
+    monkeypatch.setattr(run, "_choose", functools.partial(layer_by_layer, POLL))
     monkeypatch.setattr(run, "pays", lambda *_, **__: True)
     hidden = 18 if case == "padded" else H
     settings = {"bidirectional": case == "both ways", "num_layers": 2 if case == "two layers" else 1}

@@ -7,6 +7,7 @@ Plans keep none of the caller's tensors alive: they hold numbers, kernels and se
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from tuned.calls.gru import eager
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.lengths import MAX_LENGTHS, known_sizes, packed_tensors, sizes_of
 from tuned.calls.gru.padding import Padding, launches_of, padding_of
@@ -268,31 +270,30 @@ def learn_library(call: GruCall, *, captured: bool) -> None:
     """Remember how PyTorch's own served a call that has a ``width``, of padded tensors; ``captured``: in a CUDA graph too."""
     sizes = None if call.batch_sizes is None else sizes_of(call.batch_sizes)
 
+    # Sizes of its own: the caller's may change.
+    bare = dataclasses.replace(
+        call,
+        input=None,  # type: ignore[arg-type]
+        hx=None,  # type: ignore[arg-type]
+        weights=(),
+        width=None,
+        batch_sizes=None if call.batch_sizes is None else call.batch_sizes.clone(),
+    )
+
+    def by_torch(x: Any, hx: Any, weights: Sequence[Any], _resets: Any) -> Result:
+        return eager.gru(dataclasses.replace(bare, input=x, hx=hx, weights=tuple(weights)))
+
     def make() -> Any:
         padding = padding_of(call, flat=True)
         if padding is None:
             return None
-        plan = _of_wide(library_of(call), padding)
+        plan = _of_wide(by_torch, padding)
         return plan if captured else outside_of_graphs(plan)
 
     key = _key(call.input, call.hx, call.weights, settings_of(call), call.resets, sizes)
     if sizes is not None and not _again(key):
         return
     keep(_PLANS, key, make, _tensors, call.input, call.hx, call.weights, call.resets)
-
-
-def library_of(call: GruCall) -> Callable[..., Result]:
-    """PyTorch's own for tensors like those of a call, given (input, hx, weights), contiguous; without a gradient."""
-    settings, first = (call.has_biases, call.num_layers, 0.0, False, call.bidirectional), call.batch_first
-    # Of its own: the caller's may change.
-    batch_sizes = None if call.batch_sizes is None else call.batch_sizes.clone()
-
-    def run(x: Any, hx: Any, weights: Any, _resets: Any = None) -> Result:
-        if batch_sizes is not None:
-            return torch.gru(x, batch_sizes, hx, weights, *settings)
-        return torch.gru(x, hx, weights, *settings, first)
-
-    return run
 
 
 def _in_turn(plans: Sequence[Any], cells: Sequence[int], biased: bool) -> Any:  # noqa: FBT001
@@ -426,6 +427,16 @@ def _plan(launched: Launched, direct: Any) -> Callable[..., Any] | None:  # noqa
     return plan
 
 
+class _Stack(NamedTuple):
+    """Weights of a kind, of all cells that a launch reads."""
+
+    where: slice  # among the weights of a call
+    step: int  # bytes between those of neighbouring cells, as the kernel was compiled
+    as_given: bool  # whether the caller's may be read where they lie
+    size: int  # bytes of those of one cell
+    offset: int  # of copies in memory
+
+
 def _stacks(launched: Launched) -> Callable[[Sequence[Any]], tuple[list[int], Any] | None]:
     """What gives the addresses of the weights that a launch reads, of each kind that of the first cell, and copies to keep alive.
 
@@ -435,46 +446,43 @@ def _stacks(launched: Launched) -> Callable[[Sequence[Any]], tuple[list[int], An
     each, item = 4 if spec.bias else 2, spec.item
     upper = [(0, 1, recurrence.weight_ih)] if spec.stacked else []
     biases = [(2, 0, recurrence.bias_ih), (3, 0, recurrence.bias_hh)] if spec.bias else []
-    kinds, copied, elements = [], [], 0
+    stacks: list[_Stack] = []
+    copied: list[Rows] = []
+    elements = 0
     for kind, first, stack in (*upper, (1, 0, recurrence.weight_hh), *biases):
         where = slice(first * each + kind, None, each)
-        tensors, step = call.weights[where], stack.stride(0) * item
+        tensors = call.weights[where]
+        count, columns = tensors[0].numel(), tensors[0].shape[-1]
         # If the kernel was compiled for a copy, which is contiguous and aligned, the caller's tensors must be so too.
         aligned = stack.data_ptr() == tensors[0].data_ptr() or not tensors[0].data_ptr() % ALIGNED_BYTES
-        contiguous, packed = all(t.is_contiguous() for t in tensors), step == tensors[0].numel() * item
-        kinds.append((where, step, contiguous and aligned, packed, elements * item))
-        lines = (1, tensors[0].shape.numel() // tensors[0].shape[-1], tensors[0].shape[-1])
-        copied += [(padded(lines, (0, lines[2]), lines[2]), contiguous and packed)] * len(tensors)
-        elements += ceil_div(len(tensors) * tensors[0].numel(), ALIGNED_BYTES) * ALIGNED_BYTES
-    fire = launches_of([rows for rows, _ in copied], call.input) if all(simple for _, simple in copied) else None
-    make = maker((elements,), call.input)
+        as_given = aligned and all(t.is_contiguous() for t in tensors)
+        stacks.append(_Stack(where, stack.stride(0) * item, as_given, count * item, elements * item))
+        copied += [padded((1, count // columns, columns), (0, columns), columns)] * len(tensors)
+        elements += ceil_div(len(tensors) * count, ALIGNED_BYTES) * ALIGNED_BYTES
+    fire, make = launches_of(copied, call.input), maker((elements,), call.input)
 
     def addresses(weights: Sequence[Any]) -> tuple[list[int], Any] | None:
         found = []
-        for where, step, as_given, _, _ in kinds:
+        for where, step, as_given, _, _ in stacks:
             given = weights[where]
             at = given[0].data_ptr()
             even = as_given and all(w.data_ptr() == at + cell * step for cell, w in enumerate(given))
             found.append(at if even else 0)
         if 0 not in found:
             return found, None
-        if fire is None:
-            copies = [
-                None if at else torch.stack(tuple(weights[kind[0]])) for at, kind in zip(found, kinds, strict=True)
-            ]
-            if not all(at or kind[3] for at, kind in zip(found, kinds, strict=True)):
-                return None
-            return [at or copy.data_ptr() for at, copy in zip(found, copies, strict=True)], copies  # type: ignore[union-attr]
+        if fire is None or any(not at and one.step != one.size for at, one in zip(found, stacks, strict=True)):
+            return None
         memory = make()
         base = memory.data_ptr()
+        held = [[weight.contiguous() for weight in weights[one.where]] for one in stacks]
         of_copies = [
             at
-            for where, step, _, _, offset in kinds
-            for cell, weight in enumerate(weights[where])
-            for at in (weight.data_ptr(), base + offset + cell * step)
+            for one, tensors in zip(stacks, held, strict=True)
+            for cell, weight in enumerate(tensors)
+            for at in (weight.data_ptr(), base + one.offset + cell * one.size)
         ]
         fire(tuple(of_copies))
-        return [at or base + kind[4] for at, kind in zip(found, kinds, strict=True)], memory
+        return [at or base + one.offset for at, one in zip(found, stacks, strict=True)], (memory, held)
 
     return addresses
 

@@ -18,7 +18,7 @@ from tuned.calls.gru import eager
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.lengths import Lengths, lengths_of, steps_of
 from tuned.calls.gru.padding import Padding, launches_of, padding_of
-from tuned.calls.gru.plan import Launched, learn, learn_library, leave, library_of
+from tuned.calls.gru.plan import Launched, learn, learn_library, leave
 from tuned.calls.gru.project import by_library, of_both, project
 from tuned.calls.gru.wide import narrowed, silence, widened, widening_input_us, widening_us, wider_spec, width_of
 from tuned.calls.products import name_of, recurrent_precision
@@ -195,7 +195,7 @@ def padded_pytorch(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
         padding = padding_of(call, flat=True)
         if padding is None:
             return eager.gru(dataclasses.replace(call, width=None))
-        return padding.cut(*library_of(call)(*padding.pad(call.input, call.hx, call.weights)))
+        return padding.cut(*eager.gru(_padded(call, padding)))
 
 
 def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
