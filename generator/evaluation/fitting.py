@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -58,14 +59,14 @@ def _fitted(amounts: Sequence[dict[str, float]], us: Sequence[float], trust: Seq
     return {n: float(f"{x:.{FIGURES}g}") for n, x in zip(names, found / scale, strict=True) if x > 0}
 
 
-def fit(samples: Samples, left_out: Callable[[Problem], bool] = lambda _: False) -> dict[str, Weights]:
-    """Which model -> its weights, from all samples but those of problems that are left out."""
-    model = WORKLOADS[samples.family].family.model
-    assert model is not None, f"{samples.family} has no model"
+def fit(of: Sequence[Samples], left_out: Callable[[Problem], bool] = lambda _: False) -> dict[str, Weights]:
+    """Which model -> its weights, from all samples of a family, of every device, but those of problems that are left out."""
+    model = WORKLOADS[of[0].family].family.model
+    assert model is not None, f"{of[0].family} has no model"
     amounts: list[dict[str, float]] = []
     us: list[float] = []
     trust: list[float] = []
-    for problem, times in samples.times.items():
+    for problem, times in itertools.chain.from_iterable(samples.times.items() for samples in of):
         ours = {v: t for v, t in times.items() if model.covers(v)}
         if left_out(problem) or not ours:
             continue
@@ -75,12 +76,13 @@ def fit(samples: Samples, left_out: Callable[[Problem], bool] = lambda _: False)
         trust += [best / t for t in ours.values()]  # what is near the best is what is chosen among
     found = {"kernels": _fitted(amounts, us, trust, 1.0)}
     kinds: dict[str, list[tuple[dict[str, float], float]]] = {}
-    for one in samples.replaced:
+    replaced = [one for samples in of for one in samples.replaced]
+    for one in replaced:
         kind, row = model.library(one.spec, one.size)
         kinds.setdefault(kind, []).append((row, one.us))
     for kind, rows in sorted(kinds.items()):
         found[kind] = _fitted([row for row, _ in rows], [t for _, t in rows], [1.0] * len(rows), OVER)
-    alone = [r for r in samples.replaced if r.projection_us and r.spec.item == 2]  # noqa: PLR2004 - not by IEEE float32
+    alone = [r for r in replaced if r.projection_us and r.spec.item == 2]  # noqa: PLR2004 - not by IEEE float32
     products = [model.projection(r.spec, r.size) for r in alone]
     found["projection"] = _fitted(products, [r.projection_us for r in alone], [1.0] * len(alone), 1.0)
     return found
@@ -89,7 +91,10 @@ def fit(samples: Samples, left_out: Callable[[Problem], bool] = lambda _: False)
 @functools.cache
 def models() -> dict[str, dict[str, Weights]]:
     """Family -> the models of it, fitted to all that there is."""
-    return {samples.family: fit(samples) for samples in load_all()}
+    found: dict[str, list[Samples]] = {}
+    for samples in load_all():
+        found.setdefault(samples.family, []).append(samples)
+    return {family: fit(of) for family, of in found.items()}
 
 
 def same_hidden(one: Problem, other: Problem) -> bool:
@@ -97,8 +102,13 @@ def same_hidden(one: Problem, other: Problem) -> bool:
     return bool(one.spec.hidden == other.spec.hidden)
 
 
-def regrets(samples: Samples, left_out: Callable[[Problem, Problem], bool]) -> dict[str, float]:
-    """Problem -> how much slower than its best variant the pick is, if what ``left_out`` says was never measured."""
+def regrets(
+    samples: Samples, left_out: Callable[[Problem, Problem], bool], others: Sequence[Samples] = ()
+) -> dict[str, float]:
+    """Problem -> how much slower than its best variant the pick is, if what ``left_out`` says was never measured.
+
+    ``others``: samples of other devices, to which the model is fitted too, but for what is left out.
+    """
     model = WORKLOADS[samples.family].family.model
     assert model is not None, f"{samples.family} has no model"
     winners = {p: min(times, key=times.__getitem__) for p, times in samples.times.items()}
@@ -108,9 +118,9 @@ def regrets(samples: Samples, left_out: Callable[[Problem, Problem], bool]) -> d
         measured = {v: t for v, t in times.items() if model.covers(v)}
         if not measured:
             continue
-        without = tuple(p for p in samples.times if left_out(problem, p))
+        without = tuple(p for one in (samples, *others) for p in one.times if left_out(problem, p))
         if without not in known:
-            known[without] = fit(samples, without.__contains__)
+            known[without] = fit((samples, *others), without.__contains__)
         rows = [(p.spec, p.size, v) for p, v in winners.items() if p not in without]
         pick = best_of(samples, problem, measured, known[without]["kernels"], rows)
         found[problem.name] = measured[pick] / min(times.values()) - 1

@@ -82,7 +82,7 @@ COVERING = [
 PATHS = ("sm_80", "sm_100", "sm_120", "gfx942")
 ROTATING = [name for name in COVERING if name not in {*PRODUCTS, *RECURRENCES, *GRADIENTS}]
 CHOSEN = {"bias", "nobias", "copy", "inplace", "half", "interleaved", "freqs", "cos", "sin", "inv", "freq"}
-STRUCTURES = ("layer_split", "layer_tile", "stack_split", "turns_split")
+STRUCTURES = ("layer_row", "layer_split", "layer_tile", "stack_split", "turns_split")
 # Each layout and each structure of a recurrence on each path, and each text on one.
 RECURRING = pairwise.covering(
     pairwise.product({"layout": GRU_LAYOUTS, "structure": STRUCTURES, "architecture": PATHS}, lambda _: True)
@@ -544,9 +544,10 @@ EXCHANGES = {
     "poll": ("ld.volatile.global",),
     "counter": ("acquire", "release"),
 }
-KINDS_OF_WAITING = sorted({name.removeprefix("gru_").partition("_")[2] for name in RECURRENCES})
+WAITING_RECURRENCES = [name for name in RECURRENCES if "_row" not in name]
+KINDS_OF_WAITING = sorted({name.removeprefix("gru_").partition("_")[2] for name in WAITING_RECURRENCES})
 WAITING = [
-    *((name, "spin") for name in RECURRENCES),
+    *((name, "spin") for name in WAITING_RECURRENCES),
     *(
         (f"gru_{GRU_LAYOUTS[(at + shift) % 3]}_{structure}", exchange)
         for at, structure in enumerate(KINDS_OF_WAITING)

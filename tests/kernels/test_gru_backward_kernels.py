@@ -14,7 +14,7 @@ from tests.support.gru_gradients import Sequences, assert_right, build, run_wind
 from tests.support.run import INTERPRETED
 from tuned.families.choices import choices
 from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
-from tuned.families.gru.variant import GruVariant, programs
+from tuned.families.gru.variant import TILE_WARPS, GruVariant, programs
 from tuned.families.gru_backward.launches import launches
 from tuned.families.gru_backward.variant import alone, pieces, rejection
 from tuned.families.launch import Fill, Launch, ceil_div
@@ -61,7 +61,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "hidden": (1, 20, 65),
     "rows": (1, 3, 7, 17),
     "seq": (1, 2, 6),
-    **{name: choices(GruVariant)[name] for name in ("prefetch", "num_warps")},
+    "prefetch": choices(GruVariant)["prefetch"],
+    "num_warps": TILE_WARPS,
     "block_batch": (8, 16, 32),
     "block_hidden": (8, 16, 32, 64, 128),
     "exchange": ("poll", "counter"),

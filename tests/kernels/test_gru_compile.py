@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import gru_compiling
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru.variant import GruVariant, default_variant, pieces, rejection, shared_bytes
+from tuned.families.gru.variant import GruVariant, default_variant, pieces, rejection, row_variant, shared_bytes
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -190,3 +190,40 @@ def test_a_layout_is_read_in_the_order_of_its_registers() -> None:
     )
     linear = "register = [[0, 1], [0, 2], [8, 0], [0, 4]], lane = [[0, 8]]"
     assert gru_compiling.neighbours("linear", linear) == (0, 1, 2, 3)
+
+
+# One row a program ------------------------------------------------------------------------------------------------------
+
+ROWS = [
+    ("bfloat16", 64, "dense", "sm_90"),
+    ("float32", 128, "dense", "sm_90"),
+    ("float32", 33, "packed", "sm_90"),
+    ("bfloat16", 90, "thd", "sm_90"),
+    ("float32", 128, "dense", "sm_80"),
+    ("bfloat16", 128, "dense", "sm_100"),
+    ("bfloat16", 64, "dense", "gfx942"),
+]
+
+
+@pytest.mark.thinned_on_gpu(every=4)
+@pytest.mark.parametrize(("dtype", "hidden", "layout", "architecture"), ROWS)
+def test_a_thread_adds_up_its_columns_by_itself(
+    compiler: concurrent.futures.Executor, dtype: str, hidden: int, layout: str, architecture: str
+) -> None:
+    variant = row_variant(hidden)
+    assert variant is not None
+    found = compiled(compiler, Case(GruSpec(dtype, hidden, layout), variant, architecture=architecture))
+    assert found.spill_bytes == 0
+    assert found.shuffles == 0, "threads share a sum"
+    assert found.converts <= 8, "two steps: the state, and three sums of two halves"
+    assert found.shared_bytes <= 2048, "weights are in registers"
+    assert found.vectors == 0, "elements of other rows would be taken for neighbours"
+    units = str(variant.block_hidden)
+    assert tiles_and_numbers(found) == [units] * 6, "a step loads gates alone"
+    assert found.stores == 2
+    assert not found.cooperative
+
+
+def tiles_and_numbers(found: Found) -> list[str]:
+    """Shapes of the loads in the loop, those of one number left out."""
+    return [shape for shape in found.loads if shape != "1"]

@@ -9,44 +9,28 @@ import pytest
 import torch
 
 from tests.support import pairwise
-from tests.support.gru_sequences import Sequences, assert_right, build, run_windows
+from tests.support.gru_sequences import (
+    NUMBERS,
+    SHAPES,
+    Sequences,
+    assert_right,
+    build,
+    lengths_of,
+    run_windows,
+    spec_of,
+)
 from tests.support.run import INTERPRETED
 from tuned.families.choices import choices
 from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
-from tuned.families.gru.variant import GruVariant, alone, pieces, programs, rejection
+from tuned.families.gru.variant import TILE_BATCHES, TILE_WARPS, GruVariant, alone, pieces, programs, rejection
 from tuned.families.launch import ceil_div
 from tuned.families.products import DTYPES
 
 pytestmark = pytest.mark.interpreter
 
-SHAPES = {"layer": (1, 1), "both": (2, 1), "stack": (1, 2), "tall": (1, 3)}  # directions, layers
-NUMBERS = {  # dtype, precision
-    "half": ("float16", "tf32"),
-    "brain": ("bfloat16", "tf32"),
-    "ieee": ("float32", "ieee"),
-    "tf32": ("float32", "tf32"),
-}
 SPLIT = GruVariant("persistent", "split", 16, 16, "poll")
 TILE = GruVariant("persistent", "tile", 32, 32, "poll")
 WORK = 16  # programs over all steps that a case of many may have: each takes the interpreter about 10 ms
-
-
-def spec_of(
-    numbers: str, hidden: int, shape: str = "layer", layout: str = "dense", *, bias: bool = True, resets: bool = False
-) -> GruSpec:
-    directions, layers = SHAPES[shape]
-    dtype, precision = NUMBERS[numbers]
-    return GruSpec(dtype, hidden, layout, directions, layers, bias, precision, resets)
-
-
-def lengths_of(layout: str, rows: int, seq: int) -> tuple[int, ...]:
-    """All alike, or falling to 1; for cu_seqlens out of order, and every third sequence empty."""
-    if layout == "dense":
-        return (seq,) * rows
-    falling = [max(1, seq - row) for row in range(rows)]
-    if layout == "packed":
-        return tuple(falling)
-    return tuple(0 if row % 3 == 1 else length for row, length in enumerate([seq, *falling[:0:-1]]))
 
 
 # Every two choices together -----------------------------------------------------------------------------------------
@@ -62,7 +46,10 @@ AXES: dict[str, tuple[Any, ...]] = {
     "rows": (1, 3, 7, 17),
     "seq": (1, 2, 7),
     # 256 units are what no rows fit beside in 228 KiB: below, where nothing has to fit.
-    **{name: choices(GruVariant)[name] for name in ("form", "block_batch", "prefetch", "num_warps")},
+    "form": ("split", "tile"),  # "row" is test_gru_row_kernels.py's
+    "block_batch": TILE_BATCHES,
+    "prefetch": choices(GruVariant)["prefetch"],
+    "num_warps": TILE_WARPS,
     "block_hidden": (8, 16, 32, 64, 128),
     "exchange": ("poll", "counter"),
     "turns": (1, 2, 3),  # any number is the same text

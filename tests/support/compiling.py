@@ -124,6 +124,7 @@ def recurrences(exchange: str) -> dict[str, Launch]:
     from generator.families.gru.texts import gru_texts  # noqa: PLC0415
     from tuned.families.gru.launches import launches  # noqa: PLC0415
     from tuned.families.gru.spec import GruSize  # noqa: PLC0415
+    from tuned.families.gru.variant import row_variant  # noqa: PLC0415
     from tuned.families.launch import Launch  # noqa: PLC0415
 
     found = {}
@@ -132,6 +133,8 @@ def recurrences(exchange: str) -> dict[str, Launch]:
         hidden = 256 if structure.form == "split" else 128
         spec = dataclasses.replace(text, hidden=hidden)
         variant = dataclasses.replace(structure, exchange=exchange, block_hidden=16, block_batch=16)
+        if structure.by_row:  # has one variant, which waits for nothing
+            variant = row_variant(spec.hidden)
         call = gru.inputs(spec, GruSize(batch=32, seq=8), "meta", 0)
         found |= {step.kernel: step for step in launches(spec, variant, call) if isinstance(step, Launch)}
     return found

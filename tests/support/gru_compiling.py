@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 LOAD = re.compile(r"\b(?:tt|amdg|amdgpu)\.(?:buffer_)?load\b.*?tensor<([\dx]+)x(?:!tt\.ptr<)?\w+")
 LAYOUT = re.compile(r"^(#\w+) = #ttg\.(blocked|linear)<\{(.*)\}>", re.MULTILINE)
+VECTOR = re.compile(r"\bld\.global\S*\.v\d")
 RESULT = re.compile(r"-> tensor<[^,]*, (#\w+)>")
 
 
@@ -28,6 +29,8 @@ class Found:
     converts: int  # conversions between layouts in the loop
     waits: tuple[tuple[int, ...], ...]  # of each wait in PTX: how the elements of a thread lie in a row, see neighbours
     asm: int  # loops of such waits in the whole PTX
+    shuffles: int  # in the whole PTX: sums that several threads have parts of
+    vectors: int  # loads from global memory of several elements, in the whole PTX
 
 
 def found(spec: GruSpec, size: GruSize, variant: GruVariant, architecture: str, family: str = "gru") -> Found:
@@ -55,15 +58,18 @@ def found(spec: GruSpec, size: GruSize, variant: GruVariant, architecture: str, 
         converts=body.count("ttg.convert_layout"),
         waits=tuple(layouts[RESULT.findall(line)[-1]] for line in asm),
         asm=compiled.asm.get("ptx", "").count("again:"),
+        shuffles=compiled.asm.get("ptx", "").count("shfl."),
+        vectors=len(VECTOR.findall(compiled.asm.get("ptx", ""))),
     )
 
 
 def _loop(text: str) -> str:
-    """The longest loop: that of the steps, which is in no other."""
+    """The longest loop: that of the steps, which is in no other. Of form "row" it is a "while", and there is no "for"."""
     lines = text.splitlines()
+    begins = "scf.for" if "scf.for" in text else "} do {"
     found: list[list[str]] = []
     for first, line in enumerate(lines):
-        if "scf.for" in line:
+        if begins in line:
             end = line[: len(line) - len(line.lstrip())] + "}"
             last = next(i for i in range(first + 1, len(lines)) if lines[i].startswith(end))
             found.append(lines[first:last])

@@ -16,6 +16,7 @@ from tests.support import oracle
 from tests.support.rope_case import assert_close
 from tests.support.run import DEVICE, INTERPRETED, addresses, among, run, to_numpy, truncates, watched
 from tuned.families.gru.launches import Recurrence, counters_needed, sequence
+from tuned.families.gru.spec import GruSpec
 from tuned.families.gru.variant import alone
 from tuned.families.launch import Fill
 from tuned.launching.launcher import run_step
@@ -24,12 +25,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from tests.support.run import Traffic
-    from tuned.families.gru.spec import GruSpec
     from tuned.families.gru.variant import GruVariant
 
 VIEWS = ("steps", "rows", "apart")  # how tokens lie in memory; "rows": batch first
 MARKED = 0.35  # of all tokens
 GAP = 8  # elements between rows that are apart: 16 bytes of the narrowest type, which alignment depends on
+
+
+SHAPES = {"layer": (1, 1), "both": (2, 1), "stack": (1, 2), "tall": (1, 3)}  # directions, layers
+NUMBERS = {  # dtype, precision
+    "half": ("float16", "tf32"),
+    "brain": ("bfloat16", "tf32"),
+    "ieee": ("float32", "ieee"),
+    "tf32": ("float32", "tf32"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +69,24 @@ class Built:
         """What launches write."""
         found = {"out": self.call.out, "h_n": self.call.h_n, "between": self.call.between}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def spec_of(
+    numbers: str, hidden: int, shape: str = "layer", layout: str = "dense", *, bias: bool = True, resets: bool = False
+) -> GruSpec:
+    directions, layers = SHAPES[shape]
+    dtype, precision = NUMBERS[numbers]
+    return GruSpec(dtype, hidden, layout, directions, layers, bias, precision, resets)
+
+
+def lengths_of(layout: str, rows: int, seq: int) -> tuple[int, ...]:
+    """All alike, or falling to 1; for cu_seqlens out of order, and every third sequence empty."""
+    if layout == "dense":
+        return (seq,) * rows
+    falling = [max(1, seq - row) for row in range(rows)]
+    if layout == "packed":
+        return tuple(falling)
+    return tuple(0 if row % 3 == 1 else length for row, length in enumerate([seq, *falling[:0:-1]]))
 
 
 def build(case: Sequences, device: str = DEVICE) -> Built:
@@ -133,13 +160,13 @@ def _starts_type(spec: GruSpec) -> torch.dtype:
 
 
 def run_windows(built: Built, variant: GruVariant, windows: Iterable[tuple[int, int]] | None = None) -> None:
-    """Launch the steps from ``begin`` to before ``end`` of each window; by default one step a launch.
+    """Launch the steps from ``begin`` to before ``end`` of each window; by default one step a launch, of form "row" all.
 
     Before each, what readers wait to see go away is put where the window's results will be, and counters are 0.
     """
     spec, call = built.case.spec, built.call
     waits = {"counter": [Fill(call.counters, 0)]}.get(variant.exchange, [])
-    for begin, end in windows or single_steps(call.seq):
+    for begin, end in windows or ([(0, call.seq)] if variant.by_row else single_steps(call.seq)):
         for fill in waits:
             run_step(fill)
         if variant.exchange != "counter" and not alone(spec, variant):
@@ -214,12 +241,12 @@ def _tf32(spec: GruSpec) -> bool:
     return spec.dtype == "float32" and spec.precision == "tf32"
 
 
-def assert_steps_right(built: Built, *, rounds_products: bool = False) -> None:
+def assert_steps_right(built: Built, *, rounds_products: bool = False, keeps_state: bool = False) -> None:
     """Every state is one step of the oracle from the state that stands before it, so all are; h_n is the last of each row.
 
     From what is stored, since errors of earlier steps would else have to be bounded through all later ones. A launch of
     several steps keeps its own state unrounded: half a unit in its last place more. ``rounds_products``: the products of
-    the state are stored too, as the library does.
+    the state are stored too, as the library does. ``keeps_state``: it is also multiplied unrounded.
     """
     spec, call, case = built.case.spec, built.call, built.case
     hidden = spec.hidden
@@ -238,7 +265,8 @@ def assert_steps_right(built: Built, *, rounds_products: bool = False) -> None:
         b_ih, b_hh = (to_numpy(call.bias_ih[cell]), to_numpy(call.bias_hh[cell])) if spec.bias else (none, none)
         relative = operand_error(spec)
         gates_h = h @ w_hh.T
-        error = relative * (np.abs(h) @ np.abs(w_hh).T)
+        kept = (1.0 if truncates(spec.dtype) else 0.5) * oracle.ulp(h, spec.dtype)  # the state of a launch's own rows
+        error = (relative * np.abs(h) + (kept if keeps_state else 0)) @ np.abs(w_hh).T
         if rounds_products:
             error += 0.5 * oracle.ulp(gates_h, spec.dtype)
         if cell >= spec.directions:
@@ -249,7 +277,6 @@ def assert_steps_right(built: Built, *, rounds_products: bool = False) -> None:
         error_r, error_z = (np.minimum(0.25 * error[:, i * hidden : (i + 1) * hidden], 1) for i in range(2))
         g_n = gates_h[:, 2 * hidden :] + b_hh[2 * hidden :]
         error_n = np.minimum(error[:, 2 * hidden :] + error_r * np.abs(g_n), 2)
-        kept = (1.0 if truncates(spec.dtype) else 0.5) * oracle.ulp(h, spec.dtype)  # the state of a launch's own rows
         bound = oracle.gru_tolerance(
             want, arithmetic + error_n + error_z * (np.abs(h) + 1) + kept, spec.dtype, truncates=truncates(spec.dtype)
         )
@@ -312,6 +339,6 @@ def assert_right(
         assert_traffic_right(built, traffic)
     else:
         run_windows(built, variant, windows)
-    assert_steps_right(built)
+    assert_steps_right(built, keeps_state=variant.by_row)
     assert_memory_right(built, before)
     return built

@@ -24,7 +24,9 @@ class Model:
     candidates: Callable[[Any, Any, int, int], tuple[Any, ...]]  # (spec, size, capability, multiprocessors) -> variants
     handicap: Callable[[Any, Any], float]  # (variant, variant -> octaves to a row that it won) -> a factor of its time
     octaves: Callable[[Any, Any, Any, Any], float]  # (spec, size, another spec, its size) -> how far they are apart
-    margin: Callable[[Any], float]  # (spec) -> of PyTorch's time, what a variant may be thought to take to be chosen
+    margin: Callable[
+        [Any, Any], float
+    ]  # (spec, variant) -> of PyTorch's time, what it may be thought to take to be chosen
     alike: Callable[[Any], Any]  # (size) -> one that stands for all lengths for which the pick is the same
     covers: Callable[[Any], bool]  # (variant) -> whether ``kernels`` is true of it
 

@@ -102,4 +102,4 @@ def pick(family: Family, spec: Any, size: Any, gpu: Any, rows: Iterable[tuple[An
         return None
     _, _, us, variant = min(found, key=lambda one: one[:2])
     us, theirs = us + beside_us(family, spec, size), library_us(family, spec, size)
-    return Pick(variant, us, theirs, us <= model.margin(spec) * theirs)
+    return Pick(variant, us, theirs, us <= model.margin(spec, variant) * theirs)

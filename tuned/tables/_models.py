@@ -6,11 +6,11 @@
 # family -> model -> amount -> microseconds for one of it
 MODELS = {
     "gru": {
-        "kernels": {"call": 4.779, "counter": 0.8278, "early": 0.09496, "elements": 0.03822, "loads": 44.21, "message": 46.49, "pieces": 0.2865, "poll": 0.8844, "probe": 0.7271, "spin": 0.4994, "state": 5.032, "step": 0.3857, "sums": 113.1, "tile_products": 2.222, "tile_weights": 7.691, "turns": 1.504, "unit_tiles": 0.4283, "weights": 3.764},
-        "library": {"call": 12.64, "cell": 0.04092, "gates": 15.45, "gates_narrow": 12.07, "gates_narrower": 26.02, "products": 10.33, "products_narrow": 26.56, "products_narrower": 14.45, "step": 4.146, "step_narrow": 0.2813, "step_narrower": 0.07325, "units": 1.805, "weights": 0.1995, "weights_narrow": 0.7694},
+        "kernels": {"call": 2.247, "counter": 0.6913, "early": 0.1008, "elements": 0.03762, "loads": 43.89, "message": 38.2, "pieces": 0.2958, "poll": 0.7613, "probe": 0.5893, "row": 0.1874, "row_bytes": 1.832, "row_products": 20.45, "row_ragged": 0.03367, "row_shared": 0.8432, "row_start": 318.2, "spin": 0.3516, "state": 6.116, "step": 0.547, "sums": 113.2, "tile_products": 2.144, "tile_weights": 7.989, "turns": 1.508, "unit_tiles": 0.43, "weights": 3.745},
+        "library": {"call": 11.96, "cell": 0.03946, "gates": 16.26, "gates_narrow": 6.043, "gates_narrower": 27.72, "products": 9.636, "products_narrow": 32.82, "products_narrower": 12.77, "step": 4.121, "step_narrow": 0.3502, "step_narrower": 0.06094, "step_of_both": 0.01473, "units": 1.839, "weights": 0.2009, "weights_narrow": 0.692},
         "library_float32": {"call": 22.07, "cell": 0.2767, "gates": 24.5, "gates_narrow": 64.6, "products": 29.22, "products_narrow": 46.65, "products_narrower": 5.757, "step": 5.296, "weights": 1.798, "weights_narrower": 0.06944},
-        "library_middle_float32": {"call": 27.87, "gates": 11.77, "products": 320.2, "weights": 109.3, "weights_narrow": 14.04, "weights_narrower": 1.789},
-        "library_small_float32": {"call": 13.61, "cell": 0.3569, "gates": 25.15, "gates_narrow": 3.079, "gates_narrower": 2.33, "step_narrow": 0.024, "step_of_both": 0.4608, "weights": 23.8},
-        "projection": {"call": 10.18, "products": 8.31, "products_narrow": 17.29},
+        "library_middle_float32": {"call": 27.65, "gates": 29.21, "products": 117.9, "products_narrower": 19.97, "step_of_both": 0.03479, "weights": 113.9, "weights_narrow": 12.22, "weights_narrower": 2.365},
+        "library_small_float32": {"call": 12.47, "cell": 0.3389, "gates": 12.0, "gates_narrow": 3.695, "gates_narrower": 5.308, "products": 138.1, "step_narrow": 0.05737, "step_of_both": 0.4681, "weights": 22.92},
+        "projection": {"call": 6.308, "products": 7.219, "products_narrow": 18.35, "results": 0.9027},
     },
 }

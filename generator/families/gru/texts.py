@@ -11,11 +11,14 @@ from tuned.families.choices import choices
 from tuned.families.copying import KERNEL as COPY
 from tuned.families.gru.launches import kernel_name
 from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
-from tuned.families.gru.variant import PTX_EXCHANGES, SPIN_CAPABILITY, GruVariant, alone
+from tuned.families.gru.variant import PTX_EXCHANGES, SPIN_CAPABILITY, GruVariant, alone, row_variant
 from tuned.families.launch import ceil_div
 from tuned.lookup.record import Winner
 
 from ..text import Shown, Text, chosen_lines, head, refusal
+
+
+ROW_HIDDEN = 64
 
 
 def gru_texts() -> Iterator[tuple[GruSpec, GruVariant]]:
@@ -24,20 +27,28 @@ def gru_texts() -> Iterator[tuple[GruSpec, GruVariant]]:
     for resets, layout, layers, form, turns in itertools.product((False, True), LAYOUTS, (1, 2), forms, (1, 2)):
         if ((layers > 1 or turns > 1) and form != GruVariant.form) or (layers > 1 and (turns > 1 or resets)):
             continue
+        if form == "row" and resets and layout != "dense":  # see its rule
+            continue
         spec = GruSpec("bfloat16", 512, layout=layout, layers=layers, resets=resets)
-        yield spec, GruVariant("persistent", form, turns=turns)
+        row = row_variant(ROW_HIDDEN) if form == "row" else None
+        if row is not None:
+            yield dataclasses.replace(spec, hidden=ROW_HIDDEN), row
+        else:
+            yield spec, GruVariant("persistent", form, turns=turns)
 
 
 def template(spec: GruSpec, variant: GruVariant) -> str:
     """The template of a recurrence."""
+    if variant.by_row:
+        return "gru_row"
     return "gru_stack" if spec.stacked else "gru_turns" if variant.in_turn else "gru_layer"
 
 
 def texts() -> Iterator[Text]:
     """One for each of gru_texts; a caller is given the first form untuned. And what pads, fills and cuts the tensors of a call."""
     for spec, variant in gru_texts():
-        # Rows serve calls with resets too, and those of this form are of one length.
-        always = variant.form == GruVariant.form or (spec.resets and spec.dense)
+        # The model offers form "row" for every layout. Rows of a table serve calls with resets too, and those of "tile" are of one length.
+        always = variant.form != "tile" or (spec.resets and spec.dense)
         yield template(spec, variant), kernel_name(spec, variant), spec, variant, always
     yield COPY, COPY, *next(gru_texts()), True
 

@@ -50,7 +50,7 @@ def test_weights_that_made_the_times_are_found_again() -> None:
     made = samples.Samples(
         "gru", {"device": "made_up"}, times, (samples.Replaced(problem.spec, problem.size, 90.0, 9.0),)
     )
-    found = fitting.fit(made)["kernels"]
+    found = fitting.fit([made])["kernels"]
     for problem, variants in times.items():
         for variant, us in variants.items():
             assert weighted(kernels(problem.spec, problem.size, variant), found) == pytest.approx(us, rel=1e-3)
@@ -58,7 +58,7 @@ def test_weights_that_made_the_times_are_found_again() -> None:
 
 def test_pytorchs_own_is_rather_thought_faster_than_it_is(measured: samples.Samples) -> None:
     """Where it is thought slower than it is, a kernel is chosen that loses."""
-    weights = fitting.fit(measured)
+    weights = fitting.fit([measured])
     model = fitting.WORKLOADS["gru"].family.model
     assert model is not None
     ratios = []

@@ -47,6 +47,7 @@ HEAD = (0, None, None, None)  # what the launcher adds
 without_a_gpu = pytest.mark.skipif(not INTERPRETED, reason="this stands in for a GPU where there is none")
 COUNTER = GruVariant("persistent", block_hidden=8, block_batch=8, exchange="counter")
 ALONE = GruVariant("persistent", block_hidden=64, num_warps=4)
+ROW = GruVariant("persistent", "row", 32, 1, num_warps=1)
 
 
 class Wiretap:
@@ -145,6 +146,8 @@ CASES = {
     "in turn, both ways, by counters": (dataclasses.replace(COUNTER, turns=3), {"bidirectional": True}, True),
     "stack, apart": (SPIN, {"num_layers": 3}, False),
     "stack, together": (SPIN, {"num_layers": 3}, True),
+    "rows": (ROW, {}, False),
+    "rows, both ways, without bias": (ROW, {"bidirectional": True, "bias": False}, True),
 }
 
 
@@ -203,12 +206,13 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 @without_a_gpu
+@pytest.mark.parametrize("variant", [POLL, ROW], ids=lambda v: v.form)
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("case", LAYERS)
 def test_layers_that_are_launched_one_after_another_have_one_plan(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, case: str, marked: bool
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, case: str, marked: bool, variant: GruVariant
 ) -> None:
-    monkeypatch.setattr(run, "_choose", functools.partial(layer_by_layer, POLL))
+    monkeypatch.setattr(run, "_choose", functools.partial(layer_by_layer, variant))
     settings = LAYERS[case]
     made = torch.nn.GRU(FEATURES, H, **settings)
     weights = made._flat_weights
@@ -404,9 +408,9 @@ def test_the_forward_of_a_call_with_a_gradient_has_a_plan_of_its_own(tap: Wireta
 
 
 @without_a_gpu
-@pytest.mark.parametrize("case", ["layer", "both ways", "turns", "counter", "batch first"])
+@pytest.mark.parametrize("case", ["layer", "both ways", "turns", "counter", "batch first", "rows"])
 def test_a_call_with_resets_is_known_by_them(machine: Machine, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    variant = {"turns": dataclasses.replace(POLL, turns=2), "counter": COUNTER}.get(case, POLL)
+    variant = {"turns": dataclasses.replace(POLL, turns=2), "counter": COUNTER, "rows": ROW}.get(case, POLL)
     monkeypatch.setattr(run, "_choose", lambda *_: Choice("default", "", variant))
     settings: dict[str, Any] = {"both ways": {"bidirectional": True}, "batch first": {"batch_first": True}}.get(
         case, {}
@@ -547,11 +551,11 @@ def test_states_that_are_copied_are_copied_by_known_calls_too(
 
 
 @without_a_gpu
-@pytest.mark.parametrize("case", ["layer", "padded", "both ways", "two layers", "marked"])
+@pytest.mark.parametrize("case", ["layer", "padded", "both ways", "two layers", "marked", "rows"])
 def test_packed_sequences_have_a_plan_for_each_set_of_lengths(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    monkeypatch.setattr(run, "_choose", functools.partial(layer_by_layer, POLL))
+    monkeypatch.setattr(run, "_choose", functools.partial(layer_by_layer, ROW if case == "rows" else POLL))
     monkeypatch.setattr(run, "pays", lambda *_, **__: True)
     hidden = 18 if case == "padded" else H
     settings = {"bidirectional": case == "both ways", "num_layers": 2 if case == "two layers" else 1}

@@ -16,6 +16,7 @@ from tuned.families.gru.model import (
     MARGIN_NARROW,
     MARGIN_NARROW_FLOAT32,
     MARGIN_ON_CHIP,
+    MARGIN_ROW,
     MOST_REGISTERS,
     alike,
     called_us,
@@ -32,7 +33,7 @@ from tuned.families.gru.model import (
     spills,
 )
 from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
-from tuned.families.gru.variant import GruVariant, alone, programs, rejection
+from tuned.families.gru.variant import GruVariant, alone, programs, rejection, row_variant
 
 BF16 = GruSpec("bfloat16", 512)
 CARDS = {"H200": (90, 132), "A100": (80, 108), "RTX 4090": (89, 128), "a part of one": (90, 16)}
@@ -108,8 +109,8 @@ def test_narrow_rows_need_more_loads_and_a_wider_margin() -> None:
     variant = GruVariant("persistent", "split", 16, 16, "counter")
     wide, narrow = (kernels(GruSpec("bfloat16", hidden), GruSize(16, 10), variant) for hidden in (512, 511))
     assert narrow["loads"] == 8 * wide["loads"], "2 bytes at a time, not 16"
-    assert margin(GruSpec("bfloat16", 511)) < margin(GruSpec("bfloat16", 512)) < 1
-    assert margin(GruSpec("float32", 4)) == margin(BF16)
+    assert margin(GruSpec("bfloat16", 511), variant) < margin(GruSpec("bfloat16", 512), variant) < 1
+    assert margin(GruSpec("float32", 4), variant) == margin(BF16, variant)
 
 
 def test_the_library_has_a_kernel_of_its_own_for_small_float32_layers() -> None:
@@ -136,7 +137,7 @@ def test_the_library_has_a_kernel_of_its_own_for_small_float32_layers() -> None:
 
 def test_where_the_model_errs_by_more_a_kernel_must_lead_by_more() -> None:
     margins = [
-        margin_of_device(GruSpec("float32", hidden, directions=directions), GruSize(batch, 99))
+        margin_of_device(GruSpec("float32", hidden, directions=directions), GruSize(batch, 99), GruVariant())
         for hidden, directions, batch in (
             (96, 1, 64),
             (256, 1, 256),
@@ -154,8 +155,34 @@ def test_where_the_model_errs_by_more_a_kernel_must_lead_by_more() -> None:
         MARGIN_BOTH_FLOAT32,
         MARGIN_NARROW_FLOAT32,
     ]
-    assert margin_of_device(GruSpec("float32", 96, "thd"), GruSize(500, 9)) == math.inf, "nothing else does that"
-    assert margin_of_device(GruSpec("bfloat16", 257, directions=2), GruSize(500, 9)) == MARGIN_NARROW
+    thd, both = GruSpec("float32", 96, "thd"), GruSpec("bfloat16", 257, directions=2)
+    assert margin_of_device(thd, GruSize(500, 9), GruVariant()) == math.inf, "nothing else does that"
+    assert margin_of_device(both, GruSize(500, 9), GruVariant()) == MARGIN_NARROW
+    row = row_variant(97)
+    assert row is not None
+    assert (
+        margin_of_device(GruSpec("float32", 97), GruSize(1, 9), row)
+        == margin(GruSpec("bfloat16", 97), row)
+        == MARGIN_ROW
+    )
+
+
+def test_form_row_takes_turns_where_multiprocessors_are_full() -> None:
+    def amounts(hidden: int, batch: int) -> dict[str, float]:
+        variant = row_variant(hidden)
+        assert variant is not None
+        return kernels(GruSpec("float32", hidden), GruSize(batch, 10), variant)
+
+    one, full, over = (amounts(128, batch) for batch in (1, 132, 133))
+    assert one["row"] == full["row"] == 10
+    assert over["row"] == 20
+    assert full["row_shared"] == 0
+    assert amounts(64, 133)["row"] == 10
+    assert amounts(64, 133)["row_shared"] == pytest.approx(10 * 64**2 / 1e6), (
+        "two programs of a multiprocessor share its lanes"
+    )
+    assert one["row_start"] == over["row_start"] == 128**2 / 1e6, "weights are loaded once"
+    assert handicap(row_variant(64), {}) == 1 < handicap(GruVariant(), {})
 
 
 def test_as_a_call_pytorchs_own_takes_the_host_some_time_for_each_step_unless_it_has_one_launch() -> None:

@@ -14,6 +14,8 @@ from tuned.families.choices import choices
 from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
 from tuned.families.gru.variant import (
     MIN_PART,
+    TILE_BATCHES,
+    TILE_WARPS,
     GruVariant,
     adapt,
     alone,
@@ -23,6 +25,7 @@ from tuned.families.gru.variant import (
     pieces,
     programs,
     rejection,
+    row_variant,
 )
 from tuned.families.products import DTYPES, PRECISIONS
 
@@ -157,6 +160,10 @@ def random_rows(count: int) -> list[tuple[GruSpec, GruSize, GruVariant, int]]:
         "seq": (1, 2, 512),
         "capability": CAPABILITIES,
         **choices(GruVariant),
+        # But those of form "row", of which each size has one: among so many it is hardly met.
+        "form": ("split", "tile"),
+        "block_batch": TILE_BATCHES,
+        "num_warps": TILE_WARPS,
     }
     found = []
     for row in sample(axes, lambda _: True, count):
@@ -176,7 +183,8 @@ def test_a_rule_without_a_size_holds_for_every_size() -> None:
 def test_every_choice_of_a_knob_is_legal_somewhere() -> None:
     free = {name: set(values) for name, values in choices(GruVariant).items()}
     plain = GruSpec("bfloat16", 512), GruSize(16, 16), GruVariant(), 90  # "library", which no draw of all knobs meets
-    for spec, size, variant, capability in (plain, *random_rows(30_000)):
+    row = GruSpec("bfloat16", 20), GruSize(16, 16), row_variant(20), 90  # likewise
+    for spec, size, variant, capability in (plain, row, *random_rows(30_000)):
         if rejection(spec, size, variant, capability) is None:
             for name, values in free.items():
                 values.discard(getattr(variant, name))
@@ -251,11 +259,48 @@ def test_a_neighbours_variant_is_legal_or_not_taken() -> None:
     taken = 0
     for (spec, variant), (to, _, _, _) in zip(known, rows, strict=False):
         found = fit(adapt(variant, spec, to), to, 90)
-        for name in ("strategy", "form", "block_batch", "num_warps"):
+        for name in ("strategy", "form", "num_warps"):
             assert getattr(found, name) == getattr(variant, name), "adapting changes tiles and what cannot be"
+        assert found.block_batch == variant.block_batch or variant.strategy == "steps", "only that has smaller tiles"
+        assert found.block_batch <= variant.block_batch
         assert found.block_hidden <= variant.block_hidden
         taken += rejection(to, None, found) is None
     assert taken > len(known) / 10
+
+
+ROW = GruSpec("bfloat16", 64)
+
+
+def test_form_row_has_one_variant_for_each_size() -> None:
+    for hidden in (1, 32, 33, 64, 65, 128):
+        variant = row_variant(hidden)
+        assert variant is not None
+        assert 3 * variant.block_hidden**2 <= 192 * 32 * variant.num_warps, "a thread has registers for 192 weights"
+        spec = GruSpec("float32", hidden, precision="ieee")
+        legal = [one for one in every(GruVariant) if one.by_row and rejection(spec, None, one) is None]
+        assert legal == [variant]
+    assert row_variant(129) is None
+    assert fit(GruVariant("persistent", "row", 32, 1, num_warps=1), ROW, 80) == row_variant(64)
+
+
+def test_form_row_is_for_one_layer_of_few_rows() -> None:
+    variant = row_variant(64)
+    assert variant is not None
+    assert alone(ROW, variant)
+    assert rejection(ROW, GruSize(2 * 4 * 132, 9), variant, 90, 132) is None
+    assert "more than 1056" in str(rejection(ROW, GruSize(2 * 4 * 132 + 1, 9), variant, 90, 132))
+    assert "more than 1056" in str(rejection(dataclasses.replace(ROW, directions=2), GruSize(529, 9), variant, 90, 132))
+    assert "one layer" in str(rejection(dataclasses.replace(ROW, layers=2), None, variant))
+    assert "up to 128 units" in str(rejection(BF16, None, variant))
+    assert "resets" in str(rejection(GruSpec("bfloat16", 64, "packed", resets=True), None, variant))
+    assert rejection(GruSpec("bfloat16", 64, resets=True), None, variant) is None
+    assert "tensor cores" in str(rejection(ROW, None, GruVariant("persistent", block_batch=1)))
+    assert "tensor cores" in str(rejection(ROW, None, GruVariant("persistent", num_warps=1)))
+
+
+def every(variant_type: type) -> list[GruVariant]:
+    knobs = choices(variant_type)
+    return [GruVariant(**dict(zip(knobs, values, strict=True))) for values in itertools.product(*knobs.values())]
 
 
 def test_a_variant_fits_specs_of_other_widths_with_fewer_units() -> None:

@@ -353,7 +353,7 @@ def _plan(launched: Launched, direct: Any) -> Callable[..., Any] | None:  # noqa
     width, item, index = spec.directions * hidden, spec.item, device.index
     counted = counters_needed(spec, recurrence.batch)
     counts = variant.exchange == "counter" and not alone(spec, variant)
-    in_turn, copied = variant.in_turn, launched.copied
+    in_turn, by_row, copied = variant.in_turn, variant.by_row, launched.copied
     prepare = _preparation(launched)
     if prepare is None:
         return None
@@ -416,7 +416,7 @@ def _plan(launched: Launched, direct: Any) -> Callable[..., Any] | None:  # noqa
                 gates.data_ptr(), *pointers, *(() if spec.bias else (p_h, p_h)), p_h, out.data_ptr(),
                 *(() if between is None else (between.data_ptr(),)), h_n.data_ptr(),
                 *(() if states is None else (states.data_ptr(),)),
-                p_h if counters is None else counters.data_ptr(), *bounds, *numbers,
+                *(() if by_row else (p_h if counters is None else counters.data_ptr(),)), *bounds, *numbers,
             )  # fmt: skip
         except RuntimeError as error:  # a context with fewer multiprocessors: the long path finds what fits
             if not residents.too_large(error):

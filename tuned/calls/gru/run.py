@@ -35,7 +35,7 @@ from tuned.families.gru.model import (
     stays_on_chip,
 )
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru.variant import steps_are_alike
+from tuned.families.gru.variant import row_variant, steps_are_alike
 from tuned.families.products import DTYPES
 from tuned.launching import residents
 from tuned.launching.launcher import run_steps
@@ -50,6 +50,8 @@ from tuned.lookup.model import library_us, us_of
 # What a product of the library and a kernel take the host at each step of a call. On a host where nn.GRU takes 23 us it is 21.7, so a
 # little less than nn.GRU's on any.
 CALLED_STEP_US = 10.0
+# What one more layer takes the host of a call, on the scale of HOST_STEP_US: the product of its input, and its recurrence.
+CALLED_LAYER_US = 10.0
 # What a call of packed sequences takes the host, on the scale of HOST_STEP_US, beside what one of sequences of one length does.
 PACKED_US = 64.0
 # What PyTorch's own takes a slow host a step of a layer and direction: padded, it takes the device less, and the host as long.
@@ -117,15 +119,16 @@ def pays(  # noqa: PLR0913 - a call, and what would serve it
         return False
     us = sum(choice.us for choice in broad) + widening_us(spec, size, layers, captured=captured)
     if all(choice.variant is not None for choice in narrow):
-        # The model thinks kernels faster than they are, and those of narrow rows by a quarter more than others.
-        return us < (NARROW_TAKES if narrow[0].rule == "model" else MARGIN) * sum(choice.us for choice in narrow)
+        # The model thinks kernels faster than they are, and those of narrow rows by a quarter more than others, but for form "row".
+        modelled_too_fast = narrow[0].rule == "model" and not narrow[0].variant.by_row
+        return us < (NARROW_TAKES if modelled_too_fast else MARGIN) * sum(choice.us for choice in narrow)
     if spec.resets:  # which PyTorch's own has not
         return True
     least, left = _library_us(spec, size, layers, captured), narrow[0]
     if layers == 1 and left.row is not None:  # which was measured
         least = left.us if captured else max(left.us, called_us(spec, size))
-    wider = wider_spec(spec)
-    return us < min(margin(wider), margin_of_device(wider, size)) * least
+    wider, variant = wider_spec(spec), broad[0].variant
+    return us < min(margin(wider, variant), margin_of_device(wider, size, variant)) * least
 
 
 def pays_pytorch(spec: GruSpec, size: GruSize, layers: int, *, captured: bool) -> bool:
@@ -324,9 +327,9 @@ def _parts(call: GruCall, *, captured: bool | None = None) -> list[tuple[GruSpec
     captured = capturing(call.input.device) if captured is None else captured
     if call.num_layers > 1 and not call.bidirectional and not call.dropout and call.resets is None:
         spec, size = spec_of(call, call.num_layers)
-        choice = timely(_choose(spec, size, gpu, *limit), spec, size, captured)
-        if choice.variant is not None:
-            return [(spec, size, choice)]
+        stack = timely(_choose(spec, size, gpu, *limit), spec, size, captured)
+        if stack.variant is not None and not _by_layers(call, stack, gpu, limit, captured):
+            return [(spec, size, stack)]
     spec, size = spec_of(call, 1)
     choice = timely(_choose(spec, size, gpu, *limit), spec, size, captured)
     if call.num_layers > 1 and choice.variant is not None and choice.us and call.resets is None:
@@ -336,6 +339,18 @@ def _parts(call: GruCall, *, captured: bool | None = None) -> list[tuple[GruSpec
                 choice, f"PyTorch's own runs {call.num_layers} layers side by side, in about {theirs_us:.4g} us"
             )
     return [(spec, size, choice)] * call.num_layers
+
+
+def _by_layers(call: GruCall, stack: Choice, gpu: Gpu, limit: tuple[int, ...], captured: bool) -> bool:  # noqa: FBT001
+    """Whether the layers of a stack take less one by one: those of few units have a form of their own, and a stack has not."""
+    spec, size = spec_of(call, 1)
+    if not stack.us or row_variant(spec.hidden) is None:
+        return False
+    one = timely(_choose(spec, size, gpu, *limit), spec, size, captured)
+    if one.variant is None or not one.variant.by_row:
+        return False
+    beside_us = 0.0 if captured else (call.num_layers - 1) * CALLED_LAYER_US
+    return call.num_layers * one.us + beside_us < stack.us
 
 
 def limit_of(device: torch.device) -> tuple[int, ...]:
@@ -380,7 +395,7 @@ def _called(choice: Choice, spec: GruSpec, size: GruSize) -> Choice:
     if (
         best is None
         or not best.us
-        or best.us > (1.0 if best.row is not None else margin_of_device(spec, size)) * host_us
+        or best.us > (1.0 if best.row is not None else margin_of_device(spec, size, best.variant)) * host_us
     ):
         return choice
     why = f"{best.why}; as a call PyTorch's own takes the host {host_us:.4g} us, at {HOST_STEP_US:g} a step of a layer and direction"
@@ -420,7 +435,7 @@ def _share(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> floa
     few = not captured and size.batch < DEVICE_ROWS and not stays_on_chip(spec, size)
     if choice.rule != "model" or spec.thd or few:
         return 1.0
-    return margin_of_device(spec, size)
+    return margin_of_device(spec, size, choice.variant)
 
 
 def _left(choice: Choice, why: str) -> Choice:

@@ -12,6 +12,8 @@ from tuned.families.gru_cell.spec import GruCellSpec
 from tuned.families.gru_cell.variant import gates_variant
 from tuned.families.launch import Copy, Fill, Launch, Product, Step, check_rows
 
+WORD = 8  # bytes of weights that a thread of form "row" loads at a time, where they are aligned
+ALIGNED = 16  # what Triton compiles a kernel for: whether it divides an address, or a stride
 COUNTER_STRIDE = 32  # int32 elements, 128 bytes: each counter has its own cache line
 
 
@@ -106,11 +108,12 @@ def _check(call: Recurrence) -> None:
 
 
 def sequence(spec: GruSpec, variant: GruVariant, call: Recurrence, begin: int, end: int) -> Launch:
-    """The launch of the steps in [begin, end). If that is one step of one layer, its programs do not wait."""
+    """The launch of the steps in [begin, end). If that is one step of one layer, its programs do not wait. Form "row" takes all."""
+    assert not variant.by_row or (begin, end) == (0, call.seq), f"form='row' has all {call.seq} steps in a launch"
     waits = spec.stacked or (end - begin > 1 and not alone(spec, variant))
+    numbers = _numbers_of_row(spec, variant, call) if variant.by_row else _numbers(spec, variant, waits=waits)
     counts = waits and variant.exchange == "counter"
     biases = (call.bias_ih, call.bias_hh) if spec.bias else ()
-    first, second, third = pieces(spec.hidden, variant.splits)
     turns = variant.in_turn
     size = GruSize(call.batch, call.seq)
     return Launch(
@@ -126,17 +129,17 @@ def sequence(spec: GruSpec, variant: GruVariant, call: Recurrence, begin: int, e
             *((call.between,) if spec.stacked else ()),
             call.h_n,
             *((call.states,) if turns else ()),
-            call.counters if counts else call.h_0,
+            *(() if variant.by_row else (call.counters if counts else call.h_0,)),
             *((call.starts, call.lengths) if not spec.dense else (call.h_0, call.h_0) if turns else ()),
             call.batch,
             call.seq,
             *((sets_of(size, variant),) if turns else ()),
-            begin,
-            end,
+            *(() if variant.by_row else (begin, end)),
             call.gates.stride(0),
             *token_strides(spec, call.gates[0]),
             *((call.weight_ih.stride(0),) if spec.stacked else ()),
             call.weight_hh.stride(0),
+            *((call.weight_hh.stride(-1),) if variant.by_row else ()),
             *(tuple(bias.stride(0) for bias in biases) or (0, 0)),
             *call.h_0.stride()[:2],
             *token_strides(spec, call.out),
@@ -144,25 +147,46 @@ def sequence(spec: GruSpec, variant: GruVariant, call: Recurrence, begin: int, e
             *call.h_n.stride()[:2],
             *((call.resets, *token_strides(spec, call.resets)) if spec.resets else ()),
         ),
-        constants={
-            "HIDDEN": spec.hidden,
-            "DIRECTIONS": spec.directions,
-            **({} if turns else {"LAYERS": spec.layers}),
-            "BIAS": spec.bias,
-            "PRECISION": spec.precision if spec.dtype == "float32" else "ieee",
-            "BLOCK_HIDDEN": variant.block_hidden,
-            "BLOCK_BATCH": variant.block_batch,
-            "SPLITS": variant.splits,
-            "WIDTH_0": first,
-            "WIDTH_1": second,
-            "WIDTH_2": third,
-            "EXCHANGE": variant.exchange if waits else "none",
-            "EARLY": variant.prefetch == "early",
-            "THREADS": 32 * variant.num_warps,
-        },
+        constants=numbers,
         options={"num_warps": variant.num_warps, "num_stages": 1}
         | ({"launch_cooperative_grid": True} if waits else {}),
     )
+
+
+def _numbers(spec: GruSpec, variant: GruVariant, *, waits: bool) -> dict[str, Any]:
+    """The numbers that a kernel of tiles is compiled for."""
+    first, second, third = pieces(spec.hidden, variant.splits)
+    return {
+        "HIDDEN": spec.hidden,
+        "DIRECTIONS": spec.directions,
+        **({} if variant.in_turn else {"LAYERS": spec.layers}),
+        "BIAS": spec.bias,
+        "PRECISION": spec.precision if spec.dtype == "float32" else "ieee",
+        "BLOCK_HIDDEN": variant.block_hidden,
+        "BLOCK_BATCH": variant.block_batch,
+        "SPLITS": variant.splits,
+        "WIDTH_0": first,
+        "WIDTH_1": second,
+        "WIDTH_2": third,
+        "EXCHANGE": variant.exchange if waits else "none",
+        "EARLY": variant.prefetch == "early",
+        "THREADS": 32 * variant.num_warps,
+    }
+
+
+def _numbers_of_row(spec: GruSpec, variant: GruVariant, call: Recurrence) -> dict[str, Any]:
+    """The numbers that a kernel of form "row" is compiled for."""
+    weights = call.weight_hh
+    # Of addresses and strides by what kernels are compiled for: a launch that is known serves all that are alike in it.
+    aligned = not weights.data_ptr() % ALIGNED and (spec.directions == 1 or not weights.stride(0) % ALIGNED)
+    words = aligned and not spec.hidden * spec.item % WORD
+    return {
+        "HIDDEN": spec.hidden,
+        "DIRECTIONS": spec.directions,
+        "BIAS": spec.bias,
+        "BLOCK_HIDDEN": variant.block_hidden,
+        "PACK": WORD // spec.item if words else 1,
+    }
 
 
 def token_strides(spec: GruSpec, tensor: Any) -> tuple[int, int]:

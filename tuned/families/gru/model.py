@@ -13,7 +13,17 @@ from collections.abc import Mapping
 
 from tuned.families.choices import choices
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru.variant import GruVariant, alone, pieces, programs, rejection
+from tuned.families.gru.variant import (
+    ROW_RESIDENT,
+    TILE_BATCHES,
+    TILE_WARPS,
+    GruVariant,
+    alone,
+    pieces,
+    programs,
+    rejection,
+    row_variant,
+)
 from tuned.families.launch import ceil_div, next_power_of_2
 
 SMALL_HIDDEN, SMALL_BATCH = (
@@ -24,6 +34,7 @@ LAYER_OVER_FIRST = 0.2  # cuDNN runs the layers of a stack side by side: what on
 NEAR, NEAR_MOST = 0.06, 0.2  # what the estimate of a variant is raised by, for each octave to a row that it won
 MOST_ALIGNED = 16
 MARGIN, MARGIN_NARROW = 0.85, 0.65
+MARGIN_ROW = 0.8  # of form "row": nine in ten took 0.85 to 1.3 of what the model thinks
 MARGIN_ON_CHIP = 0.5  # of layers that ``stays_on_chip``: kernels took up to 2.1 of what the model thinks
 # Of float32, both ways, many rows. None was measured, and kernels took up to 2.4 of what the model thinks.
 MARGIN_BOTH_FLOAT32, MANY_ROWS = 0.6, 128
@@ -36,7 +47,10 @@ MARGIN_NARROW_FLOAT32 = 0.35  # kernels took up to 3.7 of what the model thinks:
 HOST_STEP_US = 8.0
 ONE_LAUNCH_HIDDEN, ONE_LAUNCH_BATCH = (128, 192), 256
 LEAST_ROWS = 16  # of a product on tensor cores
-MEASURED = 90  # the capability that the weights were measured on, with tiles of all kinds
+MEASURED, PROCESSORS = (
+    90,
+    132,
+)  # the capability and multiprocessors that the weights were measured on, with tiles of all kinds
 # Registers, of the 255 that a thread may have. A variant of 64 rows and 32 units of a stack of 448 spilled 60,996 bytes a thread, and took
 # 25 times what the model thinks; one of 32 rows and 64 units, which needs 224 of them, 29,168 bytes, and 21 times.
 MOST_REGISTERS = 208
@@ -52,6 +66,8 @@ def covers(variant: GruVariant) -> bool:
 
 def kernels(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, float]:
     """Amounts of a persistent variant: of the launch, and of each time step in its slowest program."""
+    if variant.by_row:
+        return _of_row(spec, size, variant)
     widths = [width for width in pieces(spec.hidden, variant.splits) if width]
     columns, sets = sum(widths), 2 if spec.stacked else 1
     units, rows, threads = variant.block_hidden, variant.block_batch, 32 * variant.num_warps
@@ -87,6 +103,22 @@ def kernels(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
         }
     steps = size.seq + spec.layers - 1
     return {"call": 1.0, **{name: steps * amount for name, amount in found.items()}}
+
+
+def _of_row(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, float]:
+    """Of form "row": programs that no multiprocessor has room for come after the others, and those that share one share its lanes."""
+    units, count = variant.block_hidden, programs(spec, size, variant)
+    rounds = ceil_div(count, ROW_RESIDENT[units] * PROCESSORS)
+    shared = ceil_div(count, rounds * PROCESSORS) - 1
+    found = {
+        "row": rounds,
+        "row_products": rounds * units**2 / 1e6,
+        "row_shared": rounds * shared * units**2 / 1e6,
+        "row_bytes": count * spec.hidden * spec.item / 1e6,
+        "row_ragged": 0.0 if spec.dense else rounds,
+    }
+    # What loads weights does so once.
+    return {"call": 1.0, "row_start": units**2 / 1e6, **{name: size.seq * amount for name, amount in found.items()}}
 
 
 def library(spec: GruSpec, size: GruSize) -> tuple[str, dict[str, float]]:
@@ -143,8 +175,13 @@ def projection(spec: GruSpec, size: GruSize) -> dict[str, float]:
 def products_of_input(spec: GruSpec, size: GruSize, features: int) -> dict[str, float]:
     """Amounts of the products of an input of so many features and its weights."""
     # Float32 takes four times as long as 16 bits: half as many products at a time on the tensor cores, and by a kernel of our own.
-    products = size.seq * size.batch * spec.directions * spec.hidden * features * (spec.item / 2) ** 2 / 1e9
-    return {"products": products, "products_narrow": products * _narrow(features * spec.item)}
+    results = size.seq * size.batch * spec.directions * spec.hidden
+    products = results * features * (spec.item / 2) ** 2 / 1e9
+    return {
+        "results": results * spec.item / 1e6,
+        "products": products,
+        "products_narrow": products * _narrow(features * spec.item),
+    }
 
 
 def _narrow(row_bytes: int) -> float:
@@ -167,7 +204,7 @@ def _candidates(spec: GruSpec, batch: int, capability: int, multiprocessors: int
     size, knobs = GruSize(batch, 1), choices(GruVariant)
     found = []
     for form, units, rows, warps in itertools.product(
-        knobs["form"], knobs["block_hidden"], knobs["block_batch"], knobs["num_warps"]
+        ("split", "tile"), knobs["block_hidden"], TILE_BATCHES, TILE_WARPS
     ):
         variant = GruVariant("persistent", form, units, rows, num_warps=warps)
         if not alone(spec, variant):
@@ -179,6 +216,9 @@ def _candidates(spec: GruSpec, batch: int, capability: int, multiprocessors: int
             one = dataclasses.replace(variant, exchange=exchange, prefetch=prefetch)
             if rejection(spec, size, one, capability, multiprocessors) is None:
                 found.append(one)
+    row = row_variant(spec.hidden)
+    if row is not None and rejection(spec, size, row, capability, multiprocessors) is None:
+        found.append(row)
     roomy = [one for one in found if registers(spec, one) <= MOST_REGISTERS]
     found = roomy if roomy or spec.stacked else found  # a stack may be launched layer by layer
     slim = () if capability == MEASURED else tuple(one for one in found if not spills(spec, one))
@@ -188,6 +228,8 @@ def _candidates(spec: GruSpec, batch: int, capability: int, multiprocessors: int
 def registers(spec: GruSpec, variant: GruVariant) -> float:
     """Registers that a thread needs at least for sums of products and a piece of the state. In form "split" each warp has all sums."""
     threads = 32 * variant.num_warps
+    if variant.by_row:
+        return 3 * variant.block_hidden**2 / threads
     sums = 3 * variant.block_hidden * variant.block_batch / (32 if variant.splits_columns else threads)
     sets = 2 if spec.stacked else 1
     return sums + sets * variant.block_batch * max(pieces(spec.hidden, variant.splits)) * spec.item / 4 / threads
@@ -197,7 +239,7 @@ def spills(spec: GruSpec, variant: GruVariant) -> bool:
     """Whether a thread most likely has more addresses than registers: narrow loads of many rows have one each."""
     units, rows = variant.block_hidden, variant.block_batch
     each = rows * max(pieces(spec.hidden, variant.splits)) // (32 * variant.num_warps)
-    narrow = spec.hidden * spec.item % MOST_ALIGNED != 0
+    narrow = spec.hidden * spec.item % MOST_ALIGNED != 0 and not variant.by_row
     return narrow and each >= NARROW_ELEMENTS and (rows >= NARROW_ROWS or units * rows >= NARROW_RESULTS)
 
 
@@ -205,35 +247,41 @@ def _fits(spec: GruSpec, size: GruSize, variant: GruVariant, turns: int, multipr
     return programs(spec, size, dataclasses.replace(variant, turns=turns)) <= multiprocessors
 
 
-def margin(spec: GruSpec) -> float:
+def margin(spec: GruSpec, variant: GruVariant) -> float:
     """What a variant may be thought to take of PyTorch's time, to be chosen: the model errs.
 
-    It errs by more where rows are no multiples of 16 bytes: what is read of them at a time is then narrow. What cu_seqlens
-    bounds PyTorch's own must bring into another order first, and reads the bounds on the host: any kernel is better.
+    It errs by more where rows are no multiples of 16 bytes: what is read of them at a time is then narrow, but for form "row", which
+    reads an element at a time. What cu_seqlens bounds PyTorch's own must bring into another order first, and reads the bounds on
+    the host: any kernel is better.
     """
     if spec.thd:
         return math.inf
+    if variant.by_row:
+        return MARGIN_ROW
     return MARGIN if spec.hidden * spec.item % MOST_ALIGNED == 0 else MARGIN_NARROW
 
 
-def margin_of_device(spec: GruSpec, size: GruSize) -> float:
+def margin_of_device(spec: GruSpec, size: GruSize, variant: GruVariant) -> float:
     """``margin`` where the time of the device counts alone: of float32 the model errs by most."""
-    if spec.dtype != "float32" or spec.thd:
-        return margin(spec)
+    if spec.dtype != "float32" or spec.thd or variant.by_row:
+        return margin(spec, variant)
     if spec.hidden * spec.item % MOST_ALIGNED != 0:
         return MARGIN_NARROW_FLOAT32
     if stays_on_chip(spec, size):
         return MARGIN_ON_CHIP
     if size.batch > MOST_ROWS:
         return MARGIN_MANY_FLOAT32
-    return MARGIN_BOTH_FLOAT32 if spec.directions > 1 and size.batch > MANY_ROWS else margin(spec)
+    return MARGIN_BOTH_FLOAT32 if spec.directions > 1 and size.batch > MANY_ROWS else margin(spec, variant)
 
 
 def handicap(variant: GruVariant, won: Mapping[GruVariant, float]) -> float:
     """What the estimate of a variant is multiplied by: more, the further away the nearest row is that it won.
 
-    Models are right about a factor and rows about percents: near a row its variant is to be beaten by more than errors.
+    Models are right about a factor and rows about percents: near a row its variant is to be beaten by more than errors. Form "row"
+    has one variant a size, and its time hardly depends on what the model leaves out.
     """
+    if variant.by_row:
+        return 1.0
     return math.exp(min(NEAR * won.get(variant, math.inf), NEAR_MOST))
 
 

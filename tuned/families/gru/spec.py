@@ -125,6 +125,7 @@ class GruSpec:
         how = {
             "split": "units times rows, the columns split over the warps",
             "tile": "rows times units",
+            "row": "a row times units, weights in registers",
         }[variant.form]
         parts = f"{'a stack of layers' if self.stacked else 'one layer'}{', with resets' if self.resets else ''}"
         return f"a GRU over {what}, {parts}; {how}."

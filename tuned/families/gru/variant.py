@@ -19,6 +19,14 @@ SMALLEST = 8  # units, and rows, of a tile
 TILE_ROWS = 32  # a tile with fewer rows is one product of 16 rows, which every warp would compute
 STEPS_UNITS = 16  # most units of a tile with strategy "steps"
 FEWEST = 8  # no variant that used an eighth of the multiprocessors or less came near the best
+TILE_BATCHES, TILE_WARPS = (8, 16, 32, 64, 128), (2, 4, 8)  # of forms "split" and "tile"
+# Form "row": the units that a program has lanes for -> its warps, so that a thread holds at most 192 weights, and programs of a
+# multiprocessor, by its registers.
+ROW_WARPS = {32: 1, 64: 2, 128: 8}
+ROW_RESIDENT = {32: 12, 64: 4, 128: 1}
+ROW_ROUNDS = (
+    2  # times that all multiprocessors are filled: more rows take longer than in tiles, which read their weights once
+)
 WARPGROUP = 4  # warps that multiply together on Hopper
 MIN_PART = 16  # columns of a warp: the depth of a 16-bit tensor-core product
 MAX_STATE_PER_THREAD = 128  # elements of the rows of h that a thread holds while it waits, 16 bits each
@@ -36,16 +44,17 @@ class GruVariant:
     # reads them again. "library": for each step a library GEMM and a kernel for the gates.
     strategy: str = one_of("persistent", "steps", "library", default="library")
     # "split": units times rows, each warp multiplying its part of the columns: few rows. "tile": rows times units.
-    form: str = one_of("split", "tile", default="split")
+    # "row": one row a program, all units and their weights in registers, multiplied without tensor cores.
+    form: str = one_of("split", "tile", "row", default="split")
     # Units per program: it reads, and keeps, 3 * block_hidden rows of weight_hh.
     block_hidden: int = one_of(8, 16, 32, 64, 128, default=16)
     # Rows of the batch per program: it reads their whole state at each step.
-    block_batch: int = one_of(8, 16, 32, 64, 128, default=16)
+    block_batch: int = one_of(1, *TILE_BATCHES, default=16)
     # How a program learns that the others have written: see the template. In order of simplicity.
     exchange: str = one_of("counter", "poll", "spin", "probe", default="counter")
     # When x's part of the next step's gates is loaded: "early", before waiting for the state, or "late", after it.
     prefetch: str = one_of("early", "late", default="early")
-    num_warps: int = one_of(2, 4, 8, default=4)
+    num_warps: int = one_of(1, *TILE_WARPS, default=4)
     # Tiles of rows that a program takes in turn at each step: as few as make room for all programs, see ``_turns_rejection``.
     turns: int = one_of(1, 2, 3, 4, 6, 8, default=1, older=True)
 
@@ -71,6 +80,11 @@ class GruVariant:
     def splits_columns(self) -> bool:
         """Each warp multiplies its own part of the columns."""
         return self.form == "split"
+
+    @property
+    def by_row(self) -> bool:
+        """A program has one row, and its weights in registers."""
+        return self.form == "row"
 
     @property
     def unit_axes(self) -> str:
@@ -124,6 +138,8 @@ def sets_of(size: GruSize, variant: GruVariant) -> int:
 
 def alone(spec: GruSpec, variant: GruVariant) -> bool:
     """Whether one program has all units of its rows, and so waits for no other: ALONE in the template."""
+    if variant.by_row:
+        return True
     first, second, _ = pieces(spec.hidden, variant.splits)
     return not spec.stacked and second == 0 and variant.block_hidden == first
 
@@ -156,6 +172,10 @@ def rejection(  # noqa: PLR0911 - one return per rule
     """
     if variant.strategy == "library":
         return _library_rejection(spec, variant)
+    if variant.by_row:
+        return _row_rejection(spec, size, variant, multiprocessors)
+    if (reason := products_rejection(variant)) is not None:
+        return reason
     if variant.strategy == "steps" and spec.stacked:
         return "strategy='steps' takes one layer: the layers of a stack wait for each other in one launch"
     if variant.strategy == "steps" and not (
@@ -193,6 +213,40 @@ def _library_rejection(spec: GruSpec, variant: GruVariant) -> str | None:
         return "strategy='library' follows the setting of GEMMs, which may allow TF32"
     rest = dataclasses.replace(variant, strategy=GruVariant.strategy)
     return None if rest == GruVariant() else "strategy='library' has no other knobs"
+
+
+def row_variant(hidden: int) -> GruVariant | None:
+    """The variant of form "row": of each size one is fast, with as few warps as hold the weights. None where none does."""
+    units = max(min(ROW_WARPS), next_power_of_2(hidden))
+    return GruVariant("persistent", "row", units, 1, num_warps=ROW_WARPS[units]) if units in ROW_WARPS else None
+
+
+def products_rejection(variant: GruVariant) -> str | None:
+    """Why tensor cores do not multiply in such tiles, or None."""
+    if variant.block_batch not in TILE_BATCHES or variant.num_warps not in TILE_WARPS:
+        return f"block_batch={variant.block_batch} with num_warps={variant.num_warps} is for form='row': tensor cores multiply {SMALLEST} rows at least"
+    return None
+
+
+def _row_rejection(  # noqa: PLR0911 - one return per rule
+    spec: GruSpec, size: GruSize | None, variant: GruVariant, multiprocessors: int | None
+) -> str | None:
+    only = row_variant(spec.hidden)
+    if only is None:
+        return f"form='row' holds the weights of up to {max(ROW_WARPS)} units in registers, not of {spec.hidden}"
+    if spec.stacked:
+        return "form='row' takes one layer: its programs wait for nothing, and layers for each other"
+    if spec.resets and not spec.dense:
+        return "form='row' has resets for sequences of one length alone: of others there are few"
+    units = only.block_hidden
+    if variant != only:
+        return f"form='row' of {spec.hidden} units has strategy='persistent', block_hidden={units}, block_batch=1, num_warps={only.num_warps} and no other knobs"
+    if size is None or multiprocessors is None:
+        return None
+    count, room = programs(spec, size, variant), ROW_ROUNDS * ROW_RESIDENT[units] * multiprocessors
+    if count > room:
+        return f"{count} rows are more than {room}, {ROW_ROUNDS} times what {multiprocessors} multiprocessors hold: tiles read weights once for several"
+    return None
 
 
 def exchange_rejection(spec: GruSpec, variant: GruVariant, capability: int, widths: tuple[int, ...]) -> str | None:
@@ -312,6 +366,8 @@ def fit(variant: GruVariant, spec: GruSpec, capability: int) -> GruVariant:
     """The variant for a spec on another architecture: without inline PTX where that cannot be, in smaller tiles until it fits."""
     if variant.strategy == "library":
         return variant
+    if variant.by_row:
+        return row_variant(spec.hidden) or variant
     lacks = capability < SPIN_CAPABILITY[spec.item] or spec.hidden * spec.item % MAX_LOAD
     if variant.exchange in PTX_EXCHANGES and lacks:
         variant = dataclasses.replace(variant, exchange="poll")

@@ -16,9 +16,11 @@ from tuned.families.gru.variant import (
     PTX_EXCHANGES,
     SMALLEST,
     SPIN_CAPABILITY,
+    TILE_BATCHES,
     GruVariant,
     adapt,
     exchange_rejection,
+    products_rejection,
     programs,
     size_rejection,
 )
@@ -78,16 +80,18 @@ def rejection(
     multiprocessors: int | None = None,
 ) -> str | None:
     """Why ``variant`` is not tried for ``spec`` (at ``size``, on so many multiprocessors, if given), or None."""
-    reason = _text_rejection(spec, variant) or _tile_rejection(spec, variant, capability)
+    reason = _text_rejection(spec, variant) or products_rejection(variant) or _tile_rejection(spec, variant, capability)
     reason = reason or exchange_rejection(spec, variant, capability, pieces(spec, variant.splits))
     if reason is not None or size is None:
         return reason
     return size_rejection(spec, size, variant, multiprocessors, waits=not alone(spec, variant))
 
 
-def _text_rejection(spec: GruSpec, variant: GruVariant) -> str | None:
+def _text_rejection(spec: GruSpec, variant: GruVariant) -> str | None:  # noqa: PLR0911 - one return per rule
     if variant.strategy != "persistent":
         return f"strategy={variant.strategy!r} is not there for gradients: PyTorch's own takes a launch for each step"
+    if variant.by_row:
+        return "form='row' is not there for gradients: their messages are three times as large as the state"
     if spec.stacked:
         return "the gradient of a stack is taken layer by layer"
     if spec.thd and variant.exchange != "counter":
@@ -123,7 +127,7 @@ def default_variant(spec: GruSpec, size: GruSize | None = None) -> GruVariant:
     the one with the fewest rows a program, in the fewest turns, and of these tiles of 16 units and more before smaller ones.
     """
     knobs = choices(GruVariant)
-    tiles = itertools.product(knobs["block_batch"][:3], (16, 32, 64, 8), knobs["turns"] if size is not None else (1,))
+    tiles = itertools.product(TILE_BATCHES[:3], (16, 32, 64, 8), knobs["turns"] if size is not None else (1,))
     tried = []
     for rows, units, turns in tiles:
         warps = 4 if 3 * spec.hidden * rows * spec.item <= MESSAGE_OF_FEW_WARPS else 8
