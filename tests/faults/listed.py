@@ -2384,6 +2384,91 @@ GRAPHS = (
     ),
 )
 
+ROW = "tests/kernels/test_gru_row_kernels.py::"
+ROWS = (
+    Fault(
+        "a_step_past_the_end_is_stored",
+        "templates/gru_row.py.jinja",
+        "mask=mask & there)",
+        "mask=mask)",
+        (ROW + "test_every_choice_computes_what_the_oracle_does",),
+        "A GRU of few units and an odd number of steps writes behind its output.",
+        render=True,
+    ),
+    Fault(
+        "a_state_past_the_end_is_kept",
+        "templates/gru_row.py.jinja",
+        "own = tl.where(there, after, own)",
+        "own = after",
+        (ROW + "test_every_choice_computes_what_the_oracle_does",),
+        "The last state of a GRU of few units and an odd number of steps is that of a step more.",
+        render=True,
+    ),
+    Fault(
+        "gates_past_the_end_are_read",
+        "templates/gru_row.py.jinja",
+        "mask = (i_hidden < HIDDEN) & (i_step < length)",
+        "mask = i_hidden < HIDDEN",
+        (ROW + "test_every_choice_computes_what_the_oracle_does",),
+        "A GRU of few units reads two steps behind its input.",
+        render=True,
+    ),
+    Fault(
+        "the_second_step_has_no_reset",
+        "templates/gru_row.py.jinja",
+        "own = tl.where(y_cut, 0, own)",
+        "own = own",
+        (ROW + "test_every_choice_computes_what_the_oracle_does",),
+        "Every other step of a GRU of few units takes no notice of its reset.",
+        render=True,
+    ),
+    Fault(
+        "the_order_of_packed_weights",
+        "templates/gru_row.py.jinja",
+        "even = tl.join(_element(words, 0, p), _element(words, 2, p))",
+        "even = tl.join(_element(words, 0, p), _element(words, 1, p))",
+        (ROW + "test_every_choice_computes_what_the_oracle_does",),
+        "Weights in 16 bits change places.",
+        render=True,
+    ),
+    Fault(
+        "neighbours_that_are_none",
+        "templates/gru_row.py.jinja",
+        "i_hidden[:, None, None] * (HIDDEN // PACK) + i_k * stride_k",
+        "i_hidden[:, None, None] * (HIDDEN // PACK) + i_k",
+        (
+            "tests/kernels/test_gru_compile.py::test_a_thread_adds_up_its_columns_by_itself",
+            ROW + "test_the_compiler_does_not_know_how_far_apart_columns_are",
+        ),
+        "Rows that are said to be neighbours are loaded as such where the compiler can tell that they are aligned.",
+        render=True,
+    ),
+    Fault(
+        "words_of_weights_at_any_address",
+        "tuned/families/gru/launches.py",
+        "words = aligned and not spec.hidden * spec.item % WORD",
+        "words = not spec.hidden * spec.item % WORD",
+        (ROW + "test_weights_are_loaded_by_words_where_they_are_aligned",),
+        "Weights at an address that 8 does not divide end the process's GPU context.",
+    ),
+    Fault(
+        "stacks_are_one_launch_whatever_it_takes",
+        "tuned/calls/gru/run.py",
+        "return call.num_layers * one.us + beside_us < stack.us",
+        "return False",
+        (T + "calls/test_gru_run.py::test_layers_of_few_units_are_launched_one_by_one_where_that_takes_less",),
+        "Layers of few units take up to twice as long as one by one.",
+    ),
+    Fault(
+        "a_plan_of_rows_counts",
+        "tuned/calls/gru/plan.py",
+        "*(() if by_row else (p_h if counters is None else counters.data_ptr(),))",
+        "*((p_h if counters is None else counters.data_ptr(),))",
+        (PLANS + "test_a_call_seen_before_is_the_same_launch_on_its_own_tensors",),
+        "The second call of a GRU of few units raises TypeError.",
+    ),
+)
+
 FAULTS = (
     *KERNELS,
     *FAMILIES,
@@ -2404,5 +2489,6 @@ FAULTS = (
     *CACHE,
     *WIDE,
     *COPIES,
+    *ROWS,
     *GRAPHS,
 )

@@ -17,7 +17,6 @@ from tuned.lookup.record import Winner
 
 from ..text import Shown, Text, chosen_lines, head, refusal
 
-
 ROW_HIDDEN = 64
 
 

@@ -12,7 +12,7 @@ from generator.rendering.structures import structures
 from tests.support.gru_running import FEATURES, VARIANTS, B, H, T, assert_as_pytorch, call_of, interpreted
 from tests.support.run import DEVICE, INTERPRETED
 from tuned.calls.gru import run
-from tuned.calls.gru.arguments import GruCall
+from tuned.calls.gru.arguments import GruCall, gru_call
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant, alone
 from tuned.families.launch import Launch
@@ -228,6 +228,27 @@ def test_what_is_between_layers_is_dropped_and_the_first_input_is_not(chosen: An
     cut = dataclasses.replace(call, weights=tuple(weights), dropout=0.0)
     assert_as_pytorch(cut, (output, h_n))
     assert len(interpreted) == 2 * T
+
+
+def few_units(layers: int, steps: int) -> GruCall:
+    """A call of 64 units on the device "meta"."""
+    made = torch.nn.GRU(64, 64, layers, device="meta", dtype=torch.bfloat16)
+    x, hx = (torch.empty(n, 3, 64, device="meta", dtype=torch.bfloat16) for n in (steps, layers))
+    return gru_call(x, hx, made._flat_weights, num_layers=layers)
+
+
+def test_layers_of_few_units_are_launched_one_by_one_where_that_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "gpu_of", lambda _device: GPU)
+    monkeypatch.setattr(run, "limit_of", lambda _device: ())
+    for layers, steps, captured, one_by_one in (
+        (2, 500, False, True),
+        (2, 500, True, True),
+        (3, 16, False, False),
+        (9, 500, True, False),
+    ):
+        parts = run._parts(few_units(layers, steps), captured=captured)
+        assert len(parts) == (layers if one_by_one else 1), (layers, steps)
+        assert all(choice.variant.by_row is one_by_one for _, _, choice in parts)
 
 
 @pytest.mark.parametrize("shape", [(0, B), (T, 0)], ids=str)

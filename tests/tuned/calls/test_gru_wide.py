@@ -18,7 +18,7 @@ from tuned.calls.gru.arguments import GruCall, gru_call
 from tuned.calls.gru.wide import narrowed, silence, widened, widening_us, wider_spec, width_of
 from tuned.dispatch import gru
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru.variant import GruVariant
+from tuned.families.gru.variant import GruVariant, row_variant
 from tuned.lookup.lookup import Choice, Gpu
 
 if TYPE_CHECKING:
@@ -440,6 +440,14 @@ def test_widening_must_win_by_what_the_model_may_err(narrow_us: float | None, wi
     unknown = dataclasses.replace(after, us=0.0)
     assert not run.pays(spec, size, 1, [before], [unknown], captured=True)
     assert not run.pays(spec, size, 1, [before], [dataclasses.replace(after, variant=None)], captured=True)
+
+
+@pytest.mark.parametrize(("wide_us", "pays"), [(91.0, False), (90.0, True)])
+def test_form_row_is_padded_for_the_product_of_the_input_alone(wide_us: float, *, pays: bool) -> None:
+    spec, size, variant = GruSpec("float32", 99), GruSize(8, 64), row_variant(99)
+    before, after = (Choice("model", "", variant, us=us) for us in (100.0, wide_us))
+    assert 4.1 < widening_us(spec, size, 1, captured=True) < 4.9
+    assert run.pays(spec, size, 1, [before], [after], captured=True) is pays
 
 
 def test_a_row_of_pytorchs_own_time_counts_before_what_is_thought_of_it() -> None:

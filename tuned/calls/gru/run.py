@@ -57,6 +57,7 @@ PACKED_US = 64.0
 # What PyTorch's own takes a slow host a step of a layer and direction: padded, it takes the device less, and the host as long.
 SLOW_HOST_STEP_US = 24.0
 NARROW_TAKES = 1.25  # of what the model thinks, kernels of rows that are no multiple of 16 bytes
+ROW_TAKES = 0.95  # of what kernels of form "row" take without padding, with it
 DEVICE_ROWS = 64  # from so many on a call of a GRU takes the device longer than the host
 ALIGNED_BYTES = 16  # templates/gru_step.py.jinja assumes that rows are so aligned if their width allows it
 
@@ -119,9 +120,11 @@ def pays(  # noqa: PLR0913 - a call, and what would serve it
         return False
     us = sum(choice.us for choice in broad) + widening_us(spec, size, layers, captured=captured)
     if all(choice.variant is not None for choice in narrow):
-        # The model thinks kernels faster than they are, and those of narrow rows by a quarter more than others, but for form "row".
-        modelled_too_fast = narrow[0].rule == "model" and not narrow[0].variant.by_row
-        return us < (NARROW_TAKES if modelled_too_fast else MARGIN) * sum(choice.us for choice in narrow)
+        # The model thinks kernels faster than they are, and those of narrow rows by a quarter more than others. Form "row" takes as
+        # long of both: what differs is the product of the input.
+        alike = narrow[0].variant.by_row and broad[0].variant.by_row
+        most = ROW_TAKES if alike else NARROW_TAKES if narrow[0].rule == "model" else MARGIN
+        return us < most * sum(choice.us for choice in narrow)
     if spec.resets:  # which PyTorch's own has not
         return True
     least, left = _library_us(spec, size, layers, captured), narrow[0]
