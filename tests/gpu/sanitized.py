@@ -39,7 +39,7 @@ from tuned.families.copying import KERNEL as COPY
 from tuned.families.gru.launches import kernel_name as gru_name
 from tuned.families.gru.launches import launches as gru_launches
 from tuned.families.gru.spec import LAYOUTS, GruSpec
-from tuned.families.gru.variant import GruVariant
+from tuned.families.gru.variant import GruVariant, row_variant
 from tuned.families.gru_backward.launches import kernel_name as gradient_name
 from tuned.families.gru_backward.launches import launches as gradient_launches
 from tuned.families.gru_cell.launches import kernel_name as cell_name
@@ -256,6 +256,10 @@ def _sequences() -> Iterator[Deed]:
         for at, exchange in enumerate(choices(GruVariant)["exchange"]):
             dtype = ("bfloat16", "float32", "float16", "bfloat16")[at]
             spec = dataclasses.replace(text, dtype=dtype, hidden=96, directions=1 if text.stacked else 1 + at % 2)
+            if structure.by_row:  # which has one variant for each size, and waits for nothing
+                spec = dataclasses.replace(spec, hidden=(96, 33, 64, 128)[at])
+                yield _sequence(name, spec, row_variant(spec.hidden), ("steps", "rows", "apart")[at % 3])
+                continue
             variant = dataclasses.replace(
                 structure,
                 block_hidden=units,
@@ -279,7 +283,7 @@ def _sequence(name: str, spec: GruSpec, variant: GruVariant, view: str) -> Deed:
         for step in gru_launches(spec, variant, built.call):
             run_step(step, lambda found: run([found]))
         torch.cuda.synchronize()
-        tests.support.gru_sequences.assert_steps_right(built)
+        tests.support.gru_sequences.assert_steps_right(built, keeps_state=variant.by_row)
 
     return Deed((name,), launch)
 
