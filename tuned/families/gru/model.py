@@ -54,8 +54,8 @@ MEASURED, PROCESSORS = (
 # Registers, of the 255 that a thread may have. A variant of 64 rows and 32 units of a stack of 448 spilled 60,996 bytes a thread, and took
 # 25 times what the model thinks; one of 32 rows and 64 units, which needs 224 of them, 29,168 bytes, and 21 times.
 MOST_REGISTERS = 208
-# Bytes of weights from which on two warps read them two to three times as long as the model thinks: none of 196 came within an eighth
-# of the best. Two of a stack of 540 took 11.6 us a step where PyTorch's own takes 8.7.
+# Bytes of weights from which on two warps take up to three times as long as the model thinks: none of 196 came within an eighth of the
+# best. Two of a stack of 540 took 11.6 us a step where PyTorch's own takes 8.7.
 TWO_WARPS_BYTES = 64 * 1024
 # Elements of a piece of the state a thread, and then rows or results of a program, from which on kernels spill on other cards if
 # a row is no multiple of 16 bytes: 20 of 23 did, by up to 37,302 bytes a thread (docs/decisions/0049).
