@@ -6,6 +6,7 @@ Only the standard library is imported, so that any Python can tell the digest of
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -177,9 +178,26 @@ def not_verified(device: str, folder: Path = FOLDER, package: Path = PACKAGE) ->
         return f"{device}: not verified, {error}"
     here = digest(package)
     if record.kernels != here:
-        return f"{device}: not verified, the sources here are {here}, and {record.kernels} were verified: {AGAIN}"
-    reasons = [reason for name in SUITES if (reason := _reason(name, record)) is not None]
+        others = ", ".join(_verified_on(here, folder))
+        elsewhere = f"; those here were on {others}" if others else ""
+        return f"{device}: not verified, the sources here are {here}, and {record.kernels} were verified{elsewhere}: {AGAIN}"
+    reasons = _reasons(record)
     return f"{device}: not verified, {'; '.join(reasons)}: {AGAIN}" if reasons else None
+
+
+def _verified_on(kernels: str, folder: Path) -> list[str]:
+    """The devices on which all suites passed with these sources."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        with contextlib.suppress(VerifiedError):
+            record = read_verified(path)
+            if record.kernels == kernels and not _reasons(record):
+                found.append(path.stem)
+    return found
+
+
+def _reasons(record: Verified) -> list[str]:
+    return [reason for name in SUITES if (reason := _reason(name, record)) is not None]
 
 
 def _reason(name: str, record: Verified) -> str | None:

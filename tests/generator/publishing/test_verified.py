@@ -245,6 +245,17 @@ def test_another_digest_and_no_file_are_told(package: Path) -> None:
     assert "and" in found
     assert digest(package) in found
     assert read_verified(package / "nvidia_h200.json").kernels in found
+    assert "those here" not in found
+
+
+def test_where_else_these_sources_were_verified_is_told(package: Path) -> None:
+    here = record(digest(package))
+    (package / "some_gpu.json").write_text(verified_text(here))
+    (package / "failed_gpu.json").write_text(verified_text(record(digest(package), gpu=(1, 1, 0))))
+    (package / "older_gpu.json").write_text(verified_text(record("0123456789ab")))
+    (package / "torn_gpu.json").write_text("{")
+    found = str(told(package, package, verified_text(record("0123456789ab"))))
+    assert "0123456789ab were verified; those here were on some_gpu: make verify on that GPU" in found
 
 
 @pytest.mark.parametrize(
