@@ -239,6 +239,7 @@ SHARED_BYTES_PER_CLOCK, L2_BYTES_PER_CLOCK = 128, 40
 # Multiplications a clock of a processor, at about half of what a data sheet says for large tiles.
 PRODUCTS_PER_CLOCK = {"float16": 1024, "bfloat16": 1024, "tf32": 512, "ieee": 64}
 FLIGHT_BYTES, ROUND_US = 128, 0.6  # a thread waits for eight loads of 16 bytes together, and so long from L2
+LANES = 128  # float32 multiplications a clock of a processor, without tensor cores: form "row"
 GATES_PER_CLOCK = 2  # elements of the state: some 60 instructions on 128 lanes
 
 
@@ -260,17 +261,15 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
     weights = 3 * units * columns * spec.item * sets
     state = rows * columns * spec.item * sets
     arithmetic = spec.precision if spec.dtype == "float32" else spec.dtype
+    multiplied = 3 * units * max(rows, 16) * columns * sets
     clocks = (
         weights / (SHARED_BYTES_PER_CLOCK if persistent else L2_BYTES_PER_CLOCK)
         + state / (SHARED_BYTES_PER_CLOCK if alone else L2_BYTES_PER_CLOCK)
-        + 3
-        * units
-        * max(rows, 16)
-        * columns
-        * sets
-        / (PRODUCTS_PER_CLOCK[arithmetic] * min(1.0, variant.num_warps / 4))
-        + units * rows * (1 / GATES_PER_CLOCK + 2 * 4 * variant.splits / SHARED_BYTES_PER_CLOCK)
+        + multiplied / (PRODUCTS_PER_CLOCK[arithmetic] * min(1.0, variant.num_warps / 4))
     )
+    if persistent and variant.by_row:  # weights are in registers, and each warp reads the state
+        clocks = 3 * units * units / LANES + variant.num_warps * 4 * units / SHARED_BYTES_PER_CLOCK
+    clocks += units * rows * (1 / GATES_PER_CLOCK + 2 * 4 * variant.splits / SHARED_BYTES_PER_CLOCK)
     rounds = 1 if alone or library else ceil_div(state, FLIGHT_BYTES * 32 * variant.num_warps)
     tiles = ceil_div(spec.hidden, units) * ceil_div(size.batch, rows) * spec.layers * spec.directions
     steps = size.seq + spec.layers - 1

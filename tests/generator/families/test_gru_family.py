@@ -19,7 +19,7 @@ from generator.searching.pool import legal_pool
 from generator.workload import WORKLOADS
 from tuned.families.gru.launches import Recurrence
 from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
-from tuned.families.gru.variant import GruVariant, programs, rejection
+from tuned.families.gru.variant import GruVariant, programs, rejection, row_variant
 
 pytestmark = pytest.mark.interpreter
 
@@ -144,3 +144,12 @@ CASES: list[tuple[GruSpec, GruVariant]] = [
 def test_the_interpreter_checks_sequences() -> None:
     cases: list[tuple[Any, Any]] = [(Problem(str(i), "gru", s, GruSize(20, 40)), v) for i, (s, v) in enumerate(CASES)]
     assert interpreted(cases) == [None] * len(cases)
+
+
+@pytest.mark.parametrize(("hidden", "measured_us"), [(32, 0.21), (64, 0.29), (128, 0.61)])
+def test_a_step_of_form_row_is_estimated_by_its_multiplications(hidden: int, measured_us: float) -> None:
+    """0068, of one row; on 1.75 GHz."""
+    variant = row_variant(hidden)
+    (found,) = gru.work(Problem("few units", "gru", GruSpec("float32", hidden), GruSize(1, 100)), variant)
+    us = (found.chain_us + found.chain_clocks / 1750) / 100
+    assert 0.7 * measured_us < us < 1.3 * measured_us
