@@ -2460,6 +2460,14 @@ ROWS = (
         "Layers of few units take up to twice as long as one by one.",
     ),
     Fault(
+        "no_kernel_where_the_model_has_none",
+        "tuned/lookup/lookup.py",
+        "    found = _thought(family, spec, size, gpu, known)\n    if found is None:\n        return None\n",
+        '    found = _thought(family, spec, size, gpu, known)\n    if found is None:\n        return Choice("eager", "", None)\n',
+        (T + "calls/test_gru_run.py::test_what_cu_seqlens_bounds_has_a_kernel_in_a_graph_whatever_its_size",),
+        "A large GRU by cu_seqlens, which a CUDA graph could capture, raises there.",
+    ),
+    Fault(
         "a_plan_of_rows_counts",
         "tuned/calls/gru/plan.py",
         "*(() if by_row else (p_h if counters is None else counters.data_ptr(),))",

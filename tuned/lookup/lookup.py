@@ -137,8 +137,7 @@ def best_kernel(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice | None
 def _modelled(family: Family, spec: Any, size: Any, gpu: Gpu, known: Mapping[str, Table]) -> Choice | None:
     found = _thought(family, spec, size, gpu, known)
     if found is None:
-        why = f"no variant of {family.name} fits this GPU, or those that do are known to be slow"
-        return Choice("eager", why, None, None, gpu, model.library_us(family, spec, size))
+        return None
     choice, picked = found
     if not picked.wins:
         why = f"{choice.why}, and PyTorch's own {picked.library_us:.4g}"

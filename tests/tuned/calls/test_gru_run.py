@@ -14,7 +14,7 @@ from tests.support.run import DEVICE, INTERPRETED
 from tuned.calls.gru import run
 from tuned.calls.gru.arguments import GruCall, gru_call
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru.variant import GruVariant, alone
+from tuned.families.gru.variant import GruVariant, alone, default_variant, rejection
 from tuned.families.launch import Launch
 from tuned.lookup.lookup import Choice, Gpu
 
@@ -228,6 +228,25 @@ def test_what_is_between_layers_is_dropped_and_the_first_input_is_not(chosen: An
     cut = dataclasses.replace(call, weights=tuple(weights), dropout=0.0)
     assert_as_pytorch(cut, (output, h_n))
     assert len(interpreted) == 2 * T
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("hidden", [37, 128, 540, 1024, 2048, 4096])
+def test_what_cu_seqlens_bounds_has_a_kernel_in_a_graph_whatever_its_size(
+    monkeypatch: pytest.MonkeyPatch, hidden: int, dtype: torch.dtype
+) -> None:
+    """PyTorch's own would have to read the bounds on the host, which no capture allows."""
+    monkeypatch.setattr(run, "gpu_of", lambda _device: GPU)
+    monkeypatch.setattr(run, "limit_of", lambda _device: ())
+    made = torch.nn.GRU(8, hidden, device="meta", dtype=dtype)
+    for batch in (1, 16, 100):
+        x, hx = (torch.empty(*n, device="meta", dtype=dtype) for n in ((batch * 20, 8), (1, batch, hidden)))
+        bounds = torch.empty(batch + 1, device="meta", dtype=torch.int32)
+        call = gru_call(x, hx, made._flat_weights, cu_seqlens=bounds, max_seqlen=20)
+        ((spec, size, choice),) = run._parts(call, captured=True)
+        legal = rejection(spec, size, default_variant(spec, size), GPU.capability, GPU.multiprocessors) is None
+        assert (choice.variant is not None) or not legal, choice.why
+        assert choice.variant is not None or hidden > 1024
 
 
 def few_units(layers: int, steps: int) -> GruCall:

@@ -54,9 +54,6 @@ MEASURED, PROCESSORS = (
 # Registers, of the 255 that a thread may have. A variant of 64 rows and 32 units of a stack of 448 spilled 60,996 bytes a thread, and took
 # 25 times what the model thinks; one of 32 rows and 64 units, which needs 224 of them, 29,168 bytes, and 21 times.
 MOST_REGISTERS = 208
-# Bytes of weights from which on two warps take up to three times as long as the model thinks: none of 196 came within an eighth of the
-# best. Two of a stack of 540 took 11.6 us a step where PyTorch's own takes 8.7.
-TWO_WARPS_BYTES = 64 * 1024
 # Elements of a piece of the state a thread, and then rows or results of a program, from which on kernels spill on other cards if
 # a row is no multiple of 16 bytes: 20 of 23 did, by up to 37,302 bytes a thread (docs/decisions/0049).
 NARROW_ELEMENTS, NARROW_ROWS, NARROW_RESULTS = 32, 32, 1024
@@ -222,7 +219,7 @@ def _candidates(spec: GruSpec, batch: int, capability: int, multiprocessors: int
     row = row_variant(spec.hidden)
     if row is not None and rejection(spec, size, row, capability, multiprocessors) is None:
         found.append(row)
-    roomy = [one for one in found if registers(spec, one) <= MOST_REGISTERS and not _starves(spec, one)]
+    roomy = [one for one in found if registers(spec, one) <= MOST_REGISTERS]
     found = roomy if roomy or spec.stacked else found  # a stack may be launched layer by layer
     slim = () if capability == MEASURED else tuple(one for one in found if not spills(spec, one))
     return slim or tuple(found)
@@ -236,14 +233,6 @@ def registers(spec: GruSpec, variant: GruVariant) -> float:
     sums = 3 * variant.block_hidden * variant.block_batch / (32 if variant.splits_columns else threads)
     sets = 2 if spec.stacked else 1
     return sums + sets * variant.block_batch * max(pieces(spec.hidden, variant.splits)) * spec.item / 4 / threads
-
-
-def _starves(spec: GruSpec, variant: GruVariant) -> bool:
-    """Whether two warps have too many weights to read at a step."""
-    weights = (
-        3 * variant.block_hidden * sum(pieces(spec.hidden, variant.splits)) * spec.item * (2 if spec.stacked else 1)
-    )
-    return variant.num_warps == min(TILE_WARPS) and weights >= TWO_WARPS_BYTES
 
 
 def spills(spec: GruSpec, variant: GruVariant) -> bool:

@@ -28,6 +28,9 @@ ROW_ROUNDS = (
     2  # times that all multiprocessors are filled: more rows take longer than in tiles, which read their weights once
 )
 WARPGROUP = 4  # warps that multiply together on Hopper
+# Bytes of weights from which on two warps read them for up to three times as long as more warps do: none of 196 variants came within an
+# eighth of the best. Two of a stack of 540 units in float32 took 11.6 us a step where PyTorch's own takes 8.7.
+TWO_WARPS_BYTES = 64 * 1024
 MIN_PART = 16  # columns of a warp: the depth of a 16-bit tensor-core product
 MAX_STATE_PER_THREAD = 128  # elements of the rows of h that a thread holds while it waits, 16 bits each
 SMALL_GPU = 64  # multiprocessors
@@ -149,10 +152,15 @@ def steps_are_alike(spec: GruSpec) -> bool:
     return spec.hidden * spec.item % MAX_LOAD == 0
 
 
+def weight_bytes(spec: GruSpec, variant: GruVariant) -> int:
+    """Bytes of the weights of a program's units, of a stack those of the layer below too."""
+    return 3 * variant.block_hidden * sum(pieces(spec.hidden, variant.splits)) * spec.item * (2 if spec.stacked else 1)
+
+
 def shared_bytes(spec: GruSpec, variant: GruVariant) -> int:
     """Bytes of shared memory per program: weights, the rows of h, and accumulators that change layout."""
     columns = sum(pieces(spec.hidden, variant.splits))
-    weights = 3 * variant.block_hidden * columns * spec.item * (2 if spec.stacked else 1)
+    weights = weight_bytes(spec, variant)
     tile = variant.block_hidden * variant.block_batch
     state = variant.block_batch * columns * spec.item
     return weights + (state + tile * spec.item if variant.form == "tile" else max(state, 4 * variant.splits * tile))
@@ -313,6 +321,8 @@ def _tile_rejection(spec: GruSpec, variant: GruVariant, capability: int) -> str 
     limit = shared_limit(capability)
     if (needed := shared_bytes(spec, variant)) > limit:
         return f"{needed} bytes of weights and state are more than the {limit} of shared memory that a program can have"
+    if variant.num_warps == min(TILE_WARPS) and (weights := weight_bytes(spec, variant)) >= TWO_WARPS_BYTES:
+        return f"num_warps={variant.num_warps} with {TWO_WARPS_BYTES} bytes of weights or more, here {weights}, never came near the best"
     columns = max(pieces(spec.hidden, variant.splits))
     if variant.block_batch * columns * spec.item > 2 * MAX_STATE_PER_THREAD * threads:
         return f"{variant.block_batch} rows of {columns} on {variant.num_warps} warps are more than a thread's registers hold"
