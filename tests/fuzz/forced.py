@@ -15,7 +15,7 @@ import tuned.kernels
 import tuned.lookup.lookup
 from generator.rendering.structures import texts
 from tuned.calls.gru import run as gru_run
-from tuned.calls.gru import training
+from tuned.calls.gru import training, wavefront
 from tuned.families.family import Family
 from tuned.families.registry import FAMILIES
 from tuned.lookup.lookup import Choice, nearest, usable
@@ -137,6 +137,9 @@ def forced(family: str, index: int) -> Iterator[None]:
         replaced("pays", gru_run.pays, pays),
         replaced("pays_for_input", gru_run.pays_for_input, pays),
         replaced("PACKED_US", gru_run.PACKED_US, -1e9),
+        # Stacks run layers at once, whatever it takes, in chunks of one step or more.
+        replaced("CALLED_PAYS", wavefront.CALLED_PAYS, math.inf),
+        replaced("CALLED_DIAGONAL_US", wavefront.CALLED_DIAGONAL_US, (0.01, 1.0, 10.0)[index % 3]),
         replaced("CALLED_STEPS", training.CALLED_STEPS, 0),
         replaced("CAPTURED_STEPS", training.CAPTURED_STEPS, 0),
         replaced("choose", genuine, choose),

@@ -17,10 +17,12 @@ import tuned.dispatch
 import tuned.nn
 from generator.families.gru_backward.reference import inputs
 from tests.support import pairwise
+from tests.support.gru_training import outputs_of
 from tests.support.ports import free_port
 from tests.support.processes import BACKSTOP_SECONDS
 from tuned.calls.gru import plan, training
-from tuned.calls.gru.arguments import GruCall
+from tuned.calls.gru.arguments import GruCall, gru_call
+from tuned.calls.gru.wavefront import Wave
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant
 from tuned.families.gru_backward.launches import launches
@@ -170,6 +172,58 @@ def test_gradients_of_widened_layers_are_as_near_to_float64_as_pytorchs(
         for index, (our, their) in enumerate(zip(error(found, wanted), reference, strict=True)):
             assert our <= max(AS_GOOD * their, floor), (index, our, their)
     assert {call.hx.shape[2] for call in served} == {104}
+
+
+STACKS = [
+    # layers, layers at once, hidden, batch, steps, steps of a chunk, dtype, how programs wait, turns
+    (2, 2, 96, 5, 40, 16, torch.bfloat16, "spin", 1),
+    (3, 3, 256, 16, 37, 8, torch.float16, "spin", 1),  # the last chunk is shorter
+    (4, 2, 256, 10, 64, 32, torch.float32, "spin", 1),
+    (5, 3, 128, 130, 21, 4, torch.bfloat16, "counter", 4),  # groups of three and of two layers
+    (2, 2, 520, 40, 24, 6, torch.bfloat16, "spin", 4),
+    (6, 6, 64, 1, 9, 1, torch.float32, "spin", 1),
+]
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("stack", STACKS, ids=str)
+def test_layers_that_run_at_once_are_as_near_to_float64_as_pytorchs(
+    monkeypatch: pytest.MonkeyPatch, stack: Any, *, first: bool
+) -> None:
+    layers, at_once, hidden, batch, steps, chunk, dtype, exchange, turns = stack
+    theirs, _ = pair(hidden, dtype, num_layers=layers, batch_first=first)
+    exact = copy.deepcopy(theirs).double()
+    shape = (batch, steps, 24) if first else (steps, batch, 24)
+    x = torch.randn(shape, device="cuda", dtype=dtype)
+    hx = torch.randn(layers, batch, hidden, device="cuda", dtype=dtype)
+    grads = torch.randn(*shape[:-1], hidden, device="cuda", dtype=dtype), torch.randn_like(hx)
+    wanted = gradients(exact, x.double(), hx.double(), tuple(g.double() for g in grads))
+    reference = error(gradients(theirs, x, hx, grads), wanted)
+
+    tile = GruVariant("persistent", "split", 16 if turns == 1 else 32, 8, exchange, num_warps=4, turns=turns)
+    monkeypatch.setattr(training, "_planned", lambda *_: Wave(tile, at_once, chunk, 0.0))
+    weights = [w.detach() for w in theirs.parameters()]
+    call = gru_call(x.detach(), hx, weights, num_layers=layers, batch_first=first)
+    with torch.no_grad():
+        outputs, gates = outputs_of(call)
+    asked = [True] * len(call.tensors)
+
+    def found() -> list[torch.Tensor]:
+        return training._stack(call, outputs, gates, asked, grads)  # type: ignore[return-value]
+
+    one_by_one = []
+    monkeypatch.setattr(training, "gradients", lambda *a: one_by_one.append(a))
+    ours = found()
+    assert not one_by_one
+    floor = {torch.float32: 2e-3, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
+    for index, (our, their) in enumerate(zip(error(ours, wanted), reference, strict=True)):
+        assert our <= max(AS_GOOD * their, floor), (index, our, their)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = found()
+    for _ in range(100):
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(ours, captured, strict=True)), "other bits"
 
 
 def test_the_same_bits_come_from_run_to_run() -> None:

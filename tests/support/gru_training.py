@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from generator.rendering.structures import load
-from tuned.calls.gru import training
+from tuned.calls.gru import eager, training
 from tuned.families.gru.variant import GruVariant
 from tuned.families.gru_backward.launches import sequence
 from tuned.lookup.lookup import Choice
@@ -18,6 +18,7 @@ from tuned.lookup.lookup import Choice
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tuned.calls.gru.arguments import GruCall
     from tuned.families.launch import Launch
 
 ONE = GruVariant("persistent", "split", 16, 8, "poll", num_warps=2)
@@ -54,6 +55,26 @@ def backward(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
 def choose(monkeypatch: pytest.MonkeyPatch, variant: GruVariant | None) -> None:
     why = "a test asked for it"
     monkeypatch.setattr(training, "_choice", lambda _call: Choice("winner" if variant else "eager", why, variant))
+
+
+def wanted_of(call: GruCall, given: tuple[Any, Any]) -> list[torch.Tensor]:
+    """Autograd's gradients of all tensors of a call."""
+    leaves = [t.detach().double().requires_grad_() for t in call.tensors]
+    outputs = eager.gru(dataclasses.replace(call, input=leaves[0], hx=leaves[1], weights=tuple(leaves[2:])))
+    pairs = [(out, grad.double()) for out, grad in zip(outputs, given, strict=True) if grad is not None]
+    found = torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]
+
+
+def outputs_of(call: GruCall) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """What the forward keeps: the output of each layer, and the input times the weights of the lowest."""
+    each, x, outputs = len(call.weights) // call.num_layers, call.input, []
+    for layer in range(call.num_layers):
+        own = call.weights[each * layer : each * (layer + 1)]
+        one = dataclasses.replace(call, input=x, hx=call.hx[layer : layer + 1], weights=own, num_layers=1)
+        x, _ = eager.gru(one)
+        outputs.append(x)
+    return outputs, (call.input @ call.weights[0].t())[None]
 
 
 def assert_alike(found: Any, wanted: list[torch.Tensor]) -> None:

@@ -10,10 +10,11 @@ import torch
 
 import tuned.launching.plan
 from tests.support.gru_running import VARIANTS, B, H, call_of, interpreted
-from tests.support.gru_training import ONE, TURNS, assert_alike, backward, choose
+from tests.support.gru_training import ONE, TURNS, assert_alike, backward, choose, wanted_of
 from tests.support.plans import Always
 from tests.support.run import INTERPRETED
 from tuned.calls.gru import eager, plan, run, training
+from tuned.calls.gru.wavefront import Wave
 from tuned.calls.recurrent import ops, serve
 from tuned.dispatch import gru
 from tuned.families.gru.spec import GruSize, GruSpec
@@ -38,15 +39,6 @@ __all__ = ["backward", "interpreted"]
 
 CHECKS = ("test_schema", "test_faketensor")  # of an operator without a gradient
 COUNTED = dataclasses.replace(ONE, exchange="counter")
-
-
-def wanted_of(call: GruCall, given: tuple[Any, Any]) -> list[torch.Tensor]:
-    """Autograd's gradients of all tensors of a call."""
-    leaves = [t.detach().double().requires_grad_() for t in call.tensors]
-    outputs = eager.gru(dataclasses.replace(call, input=leaves[0], hx=leaves[1], weights=tuple(leaves[2:])))
-    pairs = [(out, grad.double()) for out, grad in zip(outputs, given, strict=True) if grad is not None]
-    found = torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
-    return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]
 
 
 @pytest.mark.usefixtures("backward")
@@ -331,6 +323,9 @@ def test_short_calls_and_stacks_that_cudnn_runs_side_by_side_are_left(monkeypatc
     row = Row(GruSpec("float32", H), GruSize(B, 64), ONE, None, 10.0, "a table", {}, eager_us=20.0)
     monkeypatch.setattr(training, "_choice", lambda _call: Choice("winner", "", ONE, row))
     monkeypatch.setattr(run, "why_not", lambda _call: None)
+    monkeypatch.setattr(run, "in_one_launch", lambda _call: True)
+    waves: list[Any] = [None]
+    monkeypatch.setattr(training, "_planned", lambda *_: waves[0])
     for captured in (False, True):
         monkeypatch.setattr(run, "capturing", lambda _device, captured=captured: captured)
         least = training.CAPTURED_STEPS if captured else training.CALLED_STEPS
@@ -343,6 +338,11 @@ def test_short_calls_and_stacks_that_cudnn_runs_side_by_side_are_left(monkeypatc
             call = call_of("dense", layers)
             call = dataclasses.replace(call, input=torch.randn(steps, B, call.input.shape[2]))
             assert (training.why_not(call) is None) == served, (captured, steps, layers)
+    waves[0] = Wave(ONE, 6, 8, 6 * 10.0 * call.input.shape[0] / 64 / 3)  # a third of what it takes one by one
+    assert training.why_not(call) is None
+    assert training.why_not(dataclasses.replace(call, recompute=True)) is not None, (
+        "one by one, which takes less memory"
+    )
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from tuned.calls.gru import eager, run
+from tuned.calls.gru import eager, run, wavefront
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.lengths import Lengths, lengths_of, neighbours
 from tuned.calls.gru.plan import leave, settings_of, trained
@@ -27,6 +27,7 @@ from tuned.families.gru.model import LAYER_OVER_FIRST, stays_on_chip
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru_backward import FAMILY as BACKWARD
 from tuned.families.gru_backward.launches import PARTS, RecurrenceGradient, counters_needed
+from tuned.families.launch import Fill
 from tuned.launching import residents
 from tuned.launching.launcher import run_steps
 from tuned.launching.plan import launch_known
@@ -82,7 +83,9 @@ def _slower(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice) -> str 
     if row is None or layers == 1 or spec.directions > 1 or not captured:  # as a call all of it is the host's time
         return None
     beside = layers / (1 + LAYER_OVER_FIRST * (layers - 1))
-    if row.eager_us < LEAD * beside * row.median_us:
+    wave = _planned(call, spec, size, choice) if run.in_one_launch(call) and not call.recompute else None
+    us = layers * row.median_us if wave is None else wave.us * row.size.seq / size.seq
+    if layers * row.eager_us < LEAD * beside * us:
         return f"PyTorch's own runs {layers} layers side by side, {beside:.2g} at a time"
     return None
 
@@ -102,8 +105,12 @@ def remember_eager(call: GruCall) -> None:
 
 def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
     """The choice for the gradient of a call that ``why_not`` accepts, and the modules of tuned.kernels of both ways."""
-    choice, (first, forward) = _choice(call), run.choice_of(call if run.in_one_launch(call) else _layer(call, 0))
+    together = run.in_one_launch(call)
+    choice, (first, forward) = _choice(call), run.choice_of(call if together else _layer(call, 0))
     why = f"of the gradient, {choice.why}; the forward has its own, {first.rule}: {first.why}"
+    wave = None if call.recompute or not together else _wave(call, [True] * (2 + len(call.weights)))
+    if wave is not None:
+        why += f"; of the gradient {wave.layers} layers run at once, each {wave.steps} steps behind the one above"
     return dataclasses.replace(choice, why=why), (
         *forward,
         *BACKWARD.kernel_names(run.spec_of(call, 1)[0], choice.variant),
@@ -204,6 +211,16 @@ def _stack(
     call: GruCall, outputs: Sequence[torch.Tensor], gates: Any, wanted: Sequence[bool], given: tuple[Any, Any]
 ) -> Grads:
     """Gradients of all tensors of a call, from its highest layer to its lowest. ``outputs``: of its layers."""
+    wave = None if gates is None else _wave(call, wanted)
+    if wave is not None:
+        found = _attempted(
+            call.input.device,
+            lambda: wavefront.gradients(
+                call, wave, outputs, gates, wanted, given, functools.partial(_launch, call.input.device, filled=True)
+            ),
+        )
+        if found is not None:
+            return found
     each, cells = len(call.weights) // call.num_layers, len(call.hx) // call.num_layers
     grad, grad_h_n = given
     grad_hx: Grads = [None] * call.num_layers
@@ -257,19 +274,44 @@ def gradients(
     device = call.input.device
     spec, size = run.spec_of(call, 1)
     choice = _choice(call)
+    if choice.variant is not None:
+        found = _attempted(device, lambda: _by_kernels(call, spec, size, choice.variant, output, wanted, given, gates))
+        if found is not None:
+            return found
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        if choice.variant is not None:
-            try:
-                casts = torch.is_autocast_enabled(device.type)  # entering a context that changes nothing takes 10 us
-                with torch.no_grad(), torch.autocast(device.type, enabled=False) if casts else contextlib.nullcontext():
-                    return _by_kernels(call, spec, size, choice.variant, output, wanted, given, gates)
-            except NotedError:  # this thread listens, or a kernel does not compile
-                pass
-            except RuntimeError as error:
-                if not residents.too_large(error):
-                    raise
-                residents.forbid(device.index or 0)  # the driver allows fewer resident programs than it said
         return _by_torch(call, wanted, given)
+
+
+def _attempted(device: torch.device, by_kernels: Callable[[], Grads]) -> Grads | None:
+    """What kernels give on a device; None if they were noted instead, do not compile, or may not all be resident there."""
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        try:
+            casts = torch.is_autocast_enabled(device.type)  # entering a context that changes nothing takes 10 us
+            with torch.no_grad(), torch.autocast(device.type, enabled=False) if casts else contextlib.nullcontext():
+                return by_kernels()
+        except NotedError:  # this thread listens, or a kernel does not compile
+            pass
+        except RuntimeError as error:
+            if not residents.too_large(error):
+                raise
+            residents.forbid(device.index or 0)  # the driver allows fewer resident programs than it said
+    return None
+
+
+def _launch(
+    device: torch.device, spec: GruSpec, variant: Any, gradient: RecurrenceGradient, *, filled: bool = False
+) -> None:
+    """Launch the gradient of a recurrence. ``filled``: what programs wait to see go away is in ``out``.
+
+    Raises:
+        NotedError: this thread listens, and the launch was noted instead.
+    """
+    steps = BACKWARD.launches(spec, variant, gradient)
+    if filled:
+        steps = tuple(step for step in steps if not (isinstance(step, Fill) and step.tensor is gradient.out))
+    run_steps(steps, functools.partial(launch_known, device.index))
+    if listening() is not None:
+        raise NotedError
 
 
 def _by_kernels(  # noqa: PLR0913 - a layer, its variant, what it kept and its gradients
@@ -296,10 +338,8 @@ def _by_kernels(  # noqa: PLR0913 - a layer, its variant, what it kept and its g
     grads = rows.new_zeros(shape) if spec.thd else rows.new_empty(shape)  # of rows that no sequence has, none
     grad_h_0 = torch.empty_like(call.hx, memory_format=torch.contiguous_format)
     gradient = _tensors(call, spec, size, variant, (gates, states, before, grads), grad_h_0, given, lengths)
-    run_steps(BACKWARD.launches(spec, variant, gradient), functools.partial(launch_known, call.input.device.index))
+    _launch(call.input.device, spec, variant, gradient)
     del gates, states, gradient  # room for the products
-    if listening() is not None:  # the launch is noted, and was not made
-        raise NotedError
     found: Grads = [_grad_input(call, weights, grads) if wanted[0] else None, grad_h_0 if wanted[1] else None]
     for cell in range(spec.directions):
         found += _grad_weights(grads[cell], rows, before[cell], hidden, wanted[2 + cell * each : 2 + (cell + 1) * each])
@@ -428,6 +468,22 @@ def _grad_weights(
         sums[hidden:] if biases[0] else None,
         torch.cat((sums[hidden : 3 * hidden], sums[:hidden])) if biases[1] else None,
     ]
+
+
+def _wave(call: GruCall, wanted: Sequence[bool]) -> wavefront.Wave | None:
+    """How the layers of a stack are taken together; None if one by one, which takes no memory for all of them at once."""
+    each = len(call.weights) // call.num_layers
+    if call.num_layers == 1 or call.units is not None or not any(wanted[: 2 + each]):  # down to the lowest
+        return None
+    return _planned(call, *run.spec_of(call, 1), _choice(call))
+
+
+def _planned(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice) -> wavefront.Wave | None:
+    if choice.row is None:
+        return None
+    device = call.input.device
+    most = next(iter(run.limit_of(device)), None) or gpu_of(device).multiprocessors
+    return wavefront.planned(spec, size, call.num_layers, choice, most, captured=run.capturing(device))
 
 
 def _choice(call: GruCall) -> Choice:

@@ -18,10 +18,10 @@ PARTS = 4  # gradients of a unit of a token: for each of the gates, and n's twic
 
 @dataclasses.dataclass(frozen=True)
 class RecurrenceGradient:
-    """The tensors of one checked call. D = directions.
+    """The tensors of one checked call. D = directions, or layers that are taken at once.
 
-    Dense: a token is [T, B] in either order. Packed: one axis of tokens instead. ``gates``, ``hidden``, ``before`` and ``out``
-    lie alike and without gaps.
+    Dense: a token is [T, B] in any order, D between or beside them too. Packed: one axis of tokens instead. ``gates``, ``hidden``,
+    ``before`` and ``out`` lie alike and without gaps.
     """
 
     SCRATCH: ClassVar[tuple[str, ...]] = ("grad_h_0", "states", "counters")  # written besides out
@@ -93,16 +93,21 @@ def _check(spec: GruSpec, call: RecurrenceGradient) -> None:
             f"each matrix of weight_hh must be contiguous, got shape {list(call.weight_hh.shape)} with strides "
             f"{list(call.weight_hh.stride())}"
         )
-    tokens = call.out[0, ..., 0].numel()
+    tokens = _tokens_apart(spec, call.out, PARTS)
     for name, each in (("gates", 3), ("hidden", 3), ("before", 1), ("out", PARTS)):
-        tensor, width = getattr(call, name), each * spec.hidden
-        strides = [stride // width for stride in tensor.stride()[:-1]]
-        if tensor.stride(0) != tokens * width or strides[1:] != [
-            stride // (PARTS * spec.hidden) for stride in call.out.stride()[1:-1]
-        ]:
+        tensor = getattr(call, name)
+        if _tokens_apart(spec, tensor, each) != tokens:
             raise ValueError(
                 f"{name} must lie as out does, without gaps, got shape {list(tensor.shape)} with strides {list(tensor.stride())}"
             )
+
+
+def _tokens_apart(spec: GruSpec, tensor: Any, parts: int) -> tuple[float, ...]:
+    """The strides of a tensor of so many parts of a unit, but its last one, in tokens; that of an only cell is all tokens."""
+    apart = [stride / (parts * spec.hidden) for stride in tensor.stride()[:-1]]
+    if len(tensor) == 1:
+        apart[0] = float(tensor[0, ..., 0].numel())
+    return tuple(apart)
 
 
 def exchange(spec: GruSpec, variant: GruVariant) -> str:
@@ -123,7 +128,7 @@ def sequence(spec: GruSpec, variant: GruVariant, call: RecurrenceGradient, begin
     first, second, third = pieces(spec, variant.splits)
     size = GruSize(call.batch, call.seq)
     dense = spec.layout == "dense"
-    token = [stride // (PARTS * spec.hidden) for stride in call.out.stride()[1:-1]]
+    cell, *token = map(int, _tokens_apart(spec, call.out, PARTS))
     return Launch(
         kernel=kernel_name(spec, variant),
         programs=programs(spec, size, variant),
@@ -140,7 +145,7 @@ def sequence(spec: GruSpec, variant: GruVariant, call: RecurrenceGradient, begin
             call.grad_h_n if whole and not variant.in_turn else call.states,
             call.counters if counts else call.grad_h_n,
             *((call.grad_h_n, call.grad_h_n) if dense else (call.starts, call.lengths)),
-            call.out[0, ..., 0].numel(),
+            cell,
             call.batch,
             call.seq,
             sets_of(size, variant),
