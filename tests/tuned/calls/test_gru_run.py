@@ -249,10 +249,10 @@ def test_what_cu_seqlens_bounds_has_a_kernel_in_a_graph_whatever_its_size(
         assert choice.variant is not None or hidden > 1024
 
 
-def few_units(layers: int, steps: int) -> GruCall:
+def few_units(layers: int, steps: int, dtype: torch.dtype = torch.bfloat16) -> GruCall:
     """A call of 64 units on the device "meta"."""
-    made = torch.nn.GRU(64, 64, layers, device="meta", dtype=torch.bfloat16)
-    x, hx = (torch.empty(n, 3, 64, device="meta", dtype=torch.bfloat16) for n in (steps, layers))
+    made = torch.nn.GRU(64, 64, layers, device="meta", dtype=dtype)
+    x, hx = (torch.empty(n, 3, 64, device="meta", dtype=dtype) for n in (steps, layers))
     return gru_call(x, hx, made._flat_weights, num_layers=layers)
 
 
@@ -268,6 +268,21 @@ def test_layers_of_few_units_are_launched_one_by_one_where_that_takes_less(monke
         parts = run._parts(few_units(layers, steps), captured=captured)
         assert len(parts) == (layers if one_by_one else 1), (layers, steps)
         assert all(choice.variant.by_row is one_by_one for _, _, choice in parts)
+
+
+def test_layers_of_a_short_call_are_left_where_pytorchs_own_is_one_launch_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They took a host 397 us, and nn.GRU 356; in a graph 77 and 101."""
+    monkeypatch.setattr(run, "gpu_of", lambda _device: GPU)
+    monkeypatch.setattr(run, "limit_of", lambda _device: ())
+    for steps, layers, captured, served in (
+        (60, 2, False, False),
+        (60, 2, True, True),
+        (60, 1, False, True),
+        (500, 2, False, True),
+    ):
+        (*_, choice), *_ = run._parts(few_units(layers, steps, torch.float32), captured=captured)
+        assert (choice.variant is not None) == served, (steps, layers, captured, choice)
+        assert served or "one launch a layer" in choice.why
 
 
 @pytest.mark.parametrize("shape", [(0, B), (T, 0)], ids=str)

@@ -52,6 +52,9 @@ from tuned.lookup.model import library_us, us_of
 CALLED_STEP_US = 10.0
 # What one more layer takes the host of a call, on the scale of HOST_STEP_US: the product of its input, and its recurrence.
 CALLED_LAYER_US = 10.0
+# What kernels of several layers must save the device of a call, for each layer, where PyTorch's own is one launch a layer: the host
+# takes longer for ours.
+CALLED_LAYER_SAVES_US = 20.0
 # What a call of packed sequences takes the host, on the scale of HOST_STEP_US, beside what one of sequences of one length does.
 PACKED_US = 64.0
 # What PyTorch's own takes a slow host a step of a layer and direction: padded, it takes the device less, and the host as long.
@@ -336,11 +339,13 @@ def _parts(call: GruCall, *, captured: bool | None = None) -> list[tuple[GruSpec
     spec, size = spec_of(call, 1)
     choice = timely(_choose(spec, size, gpu, *limit), spec, size, captured)
     if call.num_layers > 1 and choice.variant is not None and choice.us and call.resets is None:
-        theirs_us = _library_us(spec, size, call.num_layers, captured)
-        if choice.us * call.num_layers > _share(choice, spec, size, captured) * theirs_us:
-            choice = _left(
-                choice, f"PyTorch's own runs {call.num_layers} layers side by side, in about {theirs_us:.4g} us"
-            )
+        theirs_us, us = _library_us(spec, size, call.num_layers, captured), choice.us * call.num_layers
+        if us > _share(choice, spec, size, captured) * theirs_us:
+            why = f"PyTorch's own runs {call.num_layers} layers side by side, in about {theirs_us:.4g} us"
+            choice = _left(choice, why)
+        elif not captured and not called_us(spec, size) and theirs_us - us < CALLED_LAYER_SAVES_US * call.num_layers:
+            why = f"as a call PyTorch's own is one launch a layer, and kernels save the device {theirs_us - us:.4g} us"
+            choice = _left(choice, why)
     return [(spec, size, choice)] * call.num_layers
 
 
