@@ -76,6 +76,15 @@ def fit(of: Sequence[Samples], left_out: Callable[[Problem], bool] = lambda _: F
         trust += [best / t for t in ours.values()]  # what is near the best is what is chosen among
     found = {"kernels": _fitted(amounts, us, trust, 1.0)}
     kinds: dict[str, list[tuple[dict[str, float], float]]] = {}
+    by_step = [
+        (amounts, times[variant])
+        for problem, times in itertools.chain.from_iterable(samples.times.items() for samples in of)
+        if not left_out(problem)
+        for variant, amounts in filter(None, [model.steps(problem.spec, problem.size)])
+        if variant in times
+    ]
+    if by_step:
+        found["steps"] = _fitted([row for row, _ in by_step], [t for _, t in by_step], [1.0] * len(by_step), 1.0)
     replaced = [one for samples in of for one in samples.replaced]
     for one in replaced:
         kind, row = model.library(one.spec, one.size)

@@ -342,7 +342,7 @@ def test_steps_of_many_rows_give_the_same_where_they_are_known(
         return Choice("eager", "one by one", None) if spec.stacked else Choice("winner", "", GruVariant())
 
     monkeypatch.setattr(run, "_choose", choose)
-    monkeypatch.setattr(run, "timely", lambda choice, *_: choice)
+    monkeypatch.setattr(run, "timely", lambda choice, *_, **__: choice)
     made: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, **settings}
     module = tuned.nn.GRU(FEATURES, 96, **made)
     theirs = torch.nn.GRU(FEATURES, 96, **made)

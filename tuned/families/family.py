@@ -29,6 +29,9 @@ class Model:
     ]  # (spec, variant) -> of PyTorch's time, what it may be thought to take to be chosen
     alike: Callable[[Any], Any]  # (size) -> one that stands for all lengths for which the pick is the same
     covers: Callable[[Any], bool]  # (variant) -> whether ``kernels`` is true of it
+    # (spec, size) -> the variant with a product of the library and a kernel for each step, and its amounts; None if it is none, or
+    # was not measured
+    steps: Callable[[Any, Any], tuple[Any, dict[str, float]] | None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -134,6 +134,19 @@ def best_kernel(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice | None
     return found and dataclasses.replace(found, gpu=gpu)
 
 
+def by_steps(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice | None:
+    """A launch for each step, and what a family's model thinks of it; None where there is no such way, or none was measured."""
+    if "steps" not in (model.weights_of(family) or ()) or not gpu.capability:
+        return None
+    assert family.model is not None, f"{family.name} has no model"
+    found = family.model.steps(spec, size)
+    if found is None or not usable(family, spec, size, found[0], gpu.capability, gpu.multiprocessors):
+        return None
+    us = model.us_of(family, "steps", found[1]) + model.beside_us(family, spec, size)
+    why = f"the model of {family.name} thinks that a product and a kernel for each step take {us:.4g} us"
+    return Choice("model", why, found[0], gpu=gpu, us=us)
+
+
 def _modelled(family: Family, spec: Any, size: Any, gpu: Gpu, known: Mapping[str, Table]) -> Choice | None:
     found = _thought(family, spec, size, gpu, known)
     if found is None:

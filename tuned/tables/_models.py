@@ -7,6 +7,7 @@
 MODELS = {
     "gru": {
         "kernels": {"call": 2.247, "counter": 0.6913, "early": 0.1008, "elements": 0.03762, "loads": 43.89, "message": 38.2, "pieces": 0.2958, "poll": 0.7613, "probe": 0.5893, "row": 0.1874, "row_bytes": 1.832, "row_products": 20.45, "row_ragged": 0.03367, "row_shared": 0.8432, "row_start": 318.2, "spin": 0.3516, "state": 6.116, "step": 0.547, "sums": 113.2, "tile_products": 2.144, "tile_weights": 7.989, "turns": 1.508, "unit_tiles": 0.43, "weights": 3.745},
+        "steps": {"call": 5.655, "gates": 8.02, "gates_narrow": 38.34, "products": 2.718, "products_narrower": 44.71, "step": 3.889, "step_narrow": 1.067, "step_narrower": 0.7448, "units": 1.588, "weights": 0.1367},
         "library": {"call": 11.96, "cell": 0.03946, "gates": 16.26, "gates_narrow": 6.043, "gates_narrower": 27.72, "products": 9.636, "products_narrow": 32.82, "products_narrower": 12.77, "step": 4.121, "step_narrow": 0.3502, "step_narrower": 0.06094, "step_of_both": 0.01473, "units": 1.839, "weights": 0.2009, "weights_narrow": 0.692},
         "library_float32": {"call": 22.07, "cell": 0.2767, "gates": 24.5, "gates_narrow": 64.6, "products": 29.22, "products_narrow": 46.65, "products_narrower": 5.757, "step": 5.296, "weights": 1.798, "weights_narrower": 0.06944},
         "library_middle_float32": {"call": 27.65, "gates": 29.21, "products": 117.9, "products_narrower": 19.97, "step_of_both": 0.03479, "weights": 113.9, "weights_narrow": 12.22, "weights_narrower": 2.365},

@@ -242,7 +242,7 @@ def stepped(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Every call is steps of the library, and a stack is layer by layer."""
 
     monkeypatch.setattr(run, "_choose", functools.partial(layer_by_layer, GruVariant()))
-    monkeypatch.setattr(run, "timely", lambda choice, *_: choice)
+    monkeypatch.setattr(run, "timely", lambda choice, *_, **__: choice)
     torch.manual_seed(0)
     return machine
 
@@ -321,7 +321,7 @@ def test_a_product_that_a_kernel_makes_is_made_by_a_known_call_too(
     """As where torch multiplies float32 by IEEE, and a GRU by TensorFloat-32."""
     variant = POLL if strategy == "persistent" else GruVariant()
     monkeypatch.setattr(run, "_choose", lambda *_: Choice("default", "", variant))
-    monkeypatch.setattr(run, "timely", lambda choice, *_: choice)
+    monkeypatch.setattr(run, "timely", lambda choice, *_, **__: choice)
     monkeypatch.setattr(project, "by_library", lambda *_: False)
     monkeypatch.setattr(plan, "by_library", lambda *_: False)
     monkeypatch.setattr(project, "_projection", lambda *_: LinearCatVariant())

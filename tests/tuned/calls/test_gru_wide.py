@@ -186,6 +186,7 @@ def test_a_known_call_is_widened_again_with_its_own_tensors(
 
     monkeypatch.setattr(run, "_choose", chosen)
     monkeypatch.setattr(run, "widening_us", lambda *_, **__: 0.0)
+    monkeypatch.setattr(run, "CALLED_LAYER_SAVES_US", 0.0)
     layers, directions = shape
     settings = {"num_layers": layers, "bidirectional": directions == 2, "batch_first": first}
     made = torch.nn.GRU(FEATURES, NARROW, **settings)
@@ -273,7 +274,7 @@ def test_a_wide_input_is_widened_where_its_product_takes_longer_than_copies(monk
 
 # Of a step nn.GRU took 85 us where 17 do, and 74 where 25 do.
 SLOW: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
-    "bfloat16": ("bfloat16", 42, 258, 1461, {"bidirectional": True}),
+    "bfloat16": ("bfloat16", 42, 128, 1461, {"bidirectional": True}),
     "float32": ("float32", 131, 326, 994, {}),
 }
 
@@ -295,6 +296,22 @@ def test_pytorchs_own_gets_padded_rows_where_it_takes_less_so(monkeypatch: pytes
     assert not padded(hidden, resets=torch.empty(steps, rows, dtype=torch.bool, device="meta"))
     monkeypatch.setattr(run, "recurrent_precision", lambda: "ieee")
     assert padded(hidden) is (dtype == "bfloat16"), "multiplied without tensor cores, narrow rows take no longer"
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(("rows", "hidden", "both"), [(258, 1461, True), (18, 1511, False), (244, 813, False)])
+def test_a_launch_for_each_step_of_padded_rows_serves_where_that_takes_less(
+    monkeypatch: pytest.MonkeyPatch, rows: int, hidden: int, *, both: bool, captured: bool
+) -> None:
+    monkeypatch.setattr(run, "gpu_of", lambda _device: H200)
+    made = torch.nn.GRU(hidden, hidden, dtype=torch.bfloat16, device="meta", bidirectional=both)
+    x = torch.empty(42, rows, hidden, dtype=torch.bfloat16, device="meta")
+    hx = torch.empty(2 if both else 1, rows, hidden, dtype=torch.bfloat16, device="meta")
+    call = run.wide(_as_call(x, hx, made, {"bidirectional": both}), captured=captured)
+    ((spec, _, choice),) = run._parts(call, captured=captured)
+    assert spec.hidden == width_of(hidden, 2)
+    assert (choice.rule, choice.variant.strategy) == ("model", "library")
+    assert not run.pads_pytorch(call, captured=captured)
 
 
 def test_padding_spares_a_call_of_pytorchs_own_nothing_that_the_host_takes() -> None:

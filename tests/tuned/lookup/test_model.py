@@ -99,6 +99,40 @@ def test_where_the_devices_time_counts_a_model_must_see_a_greater_lead(
         assert now == choice or (now.rule == "eager" and "the model errs" in now.why)
 
 
+@pytest.mark.parametrize(
+    ("spec", "batch", "captured", "steps"),
+    [
+        (BF16, 24, True, False),  # one launch for all steps takes less
+        (GruSpec("bfloat16", 1200), 400, True, True),
+        (GruSpec("bfloat16", 1200), 400, False, True),
+        (GruSpec("float16", 1200, directions=2), 400, True, True),
+        (GruSpec("bfloat16", 1201), 400, False, False),  # each step is several launches
+        (GruSpec("bfloat16", 1900), 2, False, False),  # of few rows it is the host's time, which nn.GRU takes too
+        (GruSpec("float32", 1200), 400, True, False),  # products follow a setting of the program
+        (GruSpec("bfloat16", 1200, layout="packed"), 400, True, False),
+    ],
+)
+def test_large_layers_that_no_row_knows_get_a_launch_for_each_step(
+    spec: GruSpec, batch: int, *, captured: bool, steps: bool
+) -> None:
+    size = GruSize(batch, 50)
+    for gpu in (H200, dataclasses.replace(H200, capability=80)):
+        found = run.timely(choose(GRU, spec, size, gpu), spec, size, captured)
+        by_step = found.variant is not None and found.variant.strategy == "library"
+        assert by_step == (steps and gpu is H200), found
+        assert not by_step or (found.rule == "model" and found.us > 0)
+
+
+def test_padded_steps_are_held_against_pytorchs_own_of_narrow_rows() -> None:
+    """Each of its steps takes the device 9 us, ours the host 10: it is padding that pays, and ``pays`` that tells."""
+    spec, size = GruSpec("bfloat16", 1512), GruSize(18, 152)
+    choice = choose(GRU, spec, size, dataclasses.replace(H200, device="another"))
+    assert run.timely(choice, spec, size, captured=False).variant is None
+    found = run.timely(choice, spec, size, captured=False, padded=True)
+    assert found.variant == GruVariant()
+    assert found.us == pytest.approx(152 * run.CALLED_STEP_US)
+
+
 def test_most_shapes_are_served_by_kernels_and_no_choice_is_illegal() -> None:
     draw = random.Random(5)
     served = 0

@@ -28,6 +28,8 @@ from tuned.families.gru.launches import Recurrence, counters_needed
 from tuned.families.gru.model import (
     HOST_STEP_US,
     MARGIN,
+    MARGIN_STEPS,
+    MEASURED,
     called_us,
     margin,
     margin_of_device,
@@ -44,7 +46,7 @@ from tuned.launching.rehearsal import NotedError, listening
 from tuned.lookup import misses
 from tuned.lookup.asked import asked
 from tuned.lookup.gpu import gpu_of, why_eager
-from tuned.lookup.lookup import Choice, Gpu, best_kernel, choose, modelled, usable
+from tuned.lookup.lookup import Choice, Gpu, best_kernel, by_steps, choose, modelled, usable
 from tuned.lookup.model import library_us, us_of
 
 # What a product of the library and a kernel take the host at each step of a call. On a host where nn.GRU takes 23 us it is 21.7, so a
@@ -61,6 +63,7 @@ PACKED_US = 64.0
 SLOW_HOST_STEP_US = 24.0
 NARROW_TAKES = 1.25  # of what the model thinks, kernels of rows that are no multiple of 16 bytes
 ROW_TAKES = 0.95  # of what kernels of form "row" take without padding, with it
+MEASURED_RULES = ("winner", "nearest size")  # of a choice whose steps were measured
 DEVICE_ROWS = 64  # from so many on a call of a GRU takes the device longer than the host
 ALIGNED_BYTES = 16  # templates/gru_step.py.jinja assumes that rows are so aligned if their width allows it
 
@@ -131,7 +134,7 @@ def pays(  # noqa: PLR0913 - a call, and what would serve it
     if spec.resets:  # which PyTorch's own has not
         return True
     least, left = _library_us(spec, size, layers, captured), narrow[0]
-    if layers == 1 and left.row is not None:  # which was measured
+    if layers == 1 and left.row is not None and left.us:  # which was measured
         least = left.us if captured else max(left.us, called_us(spec, size))
     wider, variant = wider_spec(spec), broad[0].variant
     return us < min(margin(wider, variant), margin_of_device(wider, size, variant)) * least
@@ -337,7 +340,8 @@ def _parts(call: GruCall, *, captured: bool | None = None) -> list[tuple[GruSpec
         if stack.variant is not None and not _by_layers(call, stack, gpu, limit, captured):
             return [(spec, size, stack)]
     spec, size = spec_of(call, 1)
-    choice = timely(_choose(spec, size, gpu, *limit), spec, size, captured)
+    padded = call.width is not None and call.width != call.hx.shape[2]
+    choice = timely(_choose(spec, size, gpu, *limit), spec, size, captured, padded=padded)
     if call.num_layers > 1 and choice.variant is not None and choice.us and call.resets is None:
         theirs_us, us = _library_us(spec, size, call.num_layers, captured), choice.us * call.num_layers
         if us > _share(choice, spec, size, captured) * theirs_us:
@@ -372,7 +376,45 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Choice:  # noqa: FBT001
+def timely(
+    choice: Choice,
+    spec: GruSpec,
+    size: GruSize,
+    captured: bool,  # noqa: FBT001
+    *,
+    padded: bool = False,
+) -> Choice:
+    """The choice as a call or a CUDA graph needs it: one launch, or one for each step, or PyTorch's own.
+
+    Args:
+        choice: what the lookup gave.
+        spec: of one launch.
+        size: of the call.
+        captured: a CUDA graph spares the host a launch for each step.
+        padded: the call is narrower, and PyTorch's own of narrow rows takes longer, which ``pays`` weighs.
+    """
+    found = _timely(choice, spec, size, captured)
+    measured = choice.rule in MEASURED_RULES or (choice.rule == "eager" and choice.row is not None)
+    steps = None if measured or choice.gpu is None else _by_steps(spec, size, choice.gpu)
+    if steps is None or not (captured or steps_are_alike(spec)):
+        return found
+    us = steps.us if captured else max(steps.us, size.seq * spec.directions * CALLED_STEP_US)
+    # The host takes as long for PyTorch's own of padded rows. What that of narrow ones takes is held against ``us``.
+    ours_us, on_device = (steps.us, True) if padded else (us, captured)
+    if ours_us > MARGIN_STEPS * _library_us(spec, size, 1, on_device):
+        return found
+    if found.variant is not None and found.us <= us:
+        return found
+    return dataclasses.replace(steps, why=f"{steps.why}; {found.why}", us=us)
+
+
+@functools.lru_cache(maxsize=misses.MAX_CHOICES)
+def _by_steps(spec: GruSpec, size: GruSize, gpu: Gpu) -> Choice | None:
+    """A launch for each step, on GPUs like those that it was measured on."""
+    return by_steps(GRU, spec, size, gpu) if gpu.capability >= MEASURED else None
+
+
+def _timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Choice:  # noqa: FBT001
     """The choice, or the best in one launch or PyTorch's own, where no CUDA graph spares the host a launch for each step.
 
     Steps of the library stay where they take less all the same: of many rows, a step is the device's time.
@@ -386,7 +428,7 @@ def timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Choi
         return _left(choice, f"the model errs, and {share} of PyTorch's time is what it must be thought to take here")
     other = None if choice.gpu is None else _modelled(spec, size, choice.gpu)
     # A row was measured in a graph. What cu_seqlens says PyTorch's own reads on the host, which no capture allows.
-    in_graph = captured and (choice.rule in {"winner", "nearest size"} or spec.thd)
+    in_graph = captured and (choice.rule in MEASURED_RULES or spec.thd)
     if in_graph or (not captured and _serves_a_call(choice, other, spec, size)):
         return choice
     why = f"a launch for each of {size.seq} steps takes less only in a CUDA graph, where it was measured"
@@ -440,6 +482,8 @@ def _share(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> floa
 
     A call of few rows is the host's time, of which kernels take a third: docs/decisions/0050.
     """
+    if choice.rule == "model" and choice.variant.strategy == "library":
+        return MARGIN_STEPS
     few = not captured and size.batch < DEVICE_ROWS and not stays_on_chip(spec, size)
     if choice.rule != "model" or spec.thd or few:
         return 1.0

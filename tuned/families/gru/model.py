@@ -35,6 +35,7 @@ NEAR, NEAR_MOST = 0.06, 0.2  # what the estimate of a variant is raised by, for 
 MOST_ALIGNED = 16
 MARGIN, MARGIN_NARROW = 0.85, 0.65
 MARGIN_ROW = 0.8  # of form "row": nine in ten took 0.85 to 1.3 of what the model thinks
+MARGIN_STEPS = 0.95  # of a launch for each step, as nn.GRU has: of 46 shapes that were measured none took more than 1.04 of its time
 MARGIN_ON_CHIP = 0.5  # of layers that ``stays_on_chip``: kernels took up to 2.1 of what the model thinks
 # Of float32, both ways, many rows. None was measured, and kernels took up to 2.4 of what the model thinks.
 MARGIN_BOTH_FLOAT32, MANY_ROWS = 0.6, 128
@@ -119,6 +120,27 @@ def _of_row(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
     }
     # What loads weights does so once.
     return {"call": 1.0, "row_start": units**2 / 1e6, **{name: size.seq * amount for name, amount in found.items()}}
+
+
+def steps(spec: GruSpec, size: GruSize) -> tuple[GruVariant, dict[str, float]] | None:
+    """(strategy "library", its amounts), of 16 bits; None of what it does not take, and of float32, whose products follow a setting.
+
+    It is nn.GRU's way with one kernel for the gates: of large layers in 16 bits, measured, it takes 0.5 to 0.8 of its time.
+    """
+    if not spec.dense or spec.stacked or spec.resets or spec.dtype == "float32":
+        return None
+    hidden, cells = spec.hidden, size.seq * spec.directions
+    each = {
+        "step": float(cells),
+        "weights": cells * hidden**2 / 1e6,
+        "gates": cells * size.batch * hidden / 1e6,
+        "products": cells * max(size.batch, LEAST_ROWS) * hidden**2 / 1e9,
+    }
+    amounts = {"call": 1.0, "units": cells * hidden / 1e3, **each}
+    if narrow := _narrow(hidden * spec.item):
+        amounts |= {f"{name}_narrow": amount for name, amount in each.items()}
+        amounts |= {f"{name}_narrower": amount * (narrow - 1) for name, amount in each.items()}
+    return GruVariant(), amounts
 
 
 def library(spec: GruSpec, size: GruSize) -> tuple[str, dict[str, float]]:
