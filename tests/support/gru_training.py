@@ -11,6 +11,7 @@ import torch
 
 from generator.rendering.structures import load
 from tuned.calls.gru import eager, training
+from tuned.calls.gru_backward import run as gradient_run
 from tuned.families.gru.variant import GruVariant
 from tuned.families.gru_backward.launches import sequence
 from tuned.lookup.lookup import Choice
@@ -30,7 +31,7 @@ def backward(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     """Gradients run on the CPU, a step a launch; yields every launch that a call would make."""
     made: list[Launch] = []
     pending: list[Any] = []
-    launches = training.BACKWARD.launches
+    launches = gradient_run.BACKWARD.launches
 
     def remembered(spec: Any, variant: GruVariant, gradient: Any) -> Any:
         states = torch.full_like(gradient.grad_h_0, torch.nan, dtype=torch.float32)
@@ -47,8 +48,8 @@ def backward(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
             ):  # of memory that nobody waited for, which counts for nothing
                 load(one.kernel)[(one.programs,)](*one.arguments, **one.constants, **one.options)
 
-    monkeypatch.setattr(training, "BACKWARD", dataclasses.replace(training.BACKWARD, launches=remembered))
-    monkeypatch.setattr(training, "launch_known", launched)
+    monkeypatch.setattr(gradient_run, "BACKWARD", dataclasses.replace(gradient_run.BACKWARD, launches=remembered))
+    monkeypatch.setattr(gradient_run, "launch_known", launched)
     return made
 
 

@@ -15,6 +15,7 @@ from tests.support.plans import Always
 from tests.support.run import INTERPRETED
 from tuned.calls.gru import eager, plan, run, training
 from tuned.calls.gru.wavefront import Wave
+from tuned.calls.gru_backward import run as gradient_run
 from tuned.calls.recurrent import ops, serve
 from tuned.dispatch import gru
 from tuned.families.gru.spec import GruSize, GruSpec
@@ -69,7 +70,7 @@ def test_gradients_are_right_where_their_kernel_does_not_compile(monkeypatch: py
         tried.append(launch.kernel)
         raise UncompiledError("it does not compile")
 
-    monkeypatch.setattr(training, "launch_known", refuse)
+    monkeypatch.setattr(gradient_run, "launch_known", refuse)
     choose(monkeypatch, dataclasses.replace(COUNTED, block_hidden=8) if layout == "thd" else ONE)
     output, h_n = eager.gru(call)
     for given in ((torch.randn_like(output), torch.randn_like(h_n)), (None, torch.randn_like(h_n))):
@@ -312,7 +313,7 @@ def test_a_thread_that_listens_notes_the_launch_of_a_gradient_and_gets_true_valu
     call, heard = call_of(), Heard()
     output, h_n = eager.gru(call)
     given = torch.randn_like(output), torch.randn_like(h_n)
-    monkeypatch.setattr(training, "launch_known", lambda device, launch: heard.note(None, launch, device))
+    monkeypatch.setattr(gradient_run, "launch_known", lambda device, launch: heard.note(None, launch, device))
     with listen(heard):
         found = training.gradients(call, output, [True] * len(call.tensors), given)
     assert len(heard.launches) == 1

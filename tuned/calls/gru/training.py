@@ -22,15 +22,13 @@ from tuned.calls.gru.lengths import Lengths, lengths_of, neighbours
 from tuned.calls.gru.plan import leave, settings_of, trained
 from tuned.calls.gru.project import project
 from tuned.calls.gru.wide import narrowed, silence, widened, widening_us, width_of
+from tuned.calls.gru_backward.run import launch
 from tuned.calls.products import precision_of, recurrent_precision
 from tuned.families.gru.model import LAYER_OVER_FIRST, stays_on_chip
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru_backward import FAMILY as BACKWARD
 from tuned.families.gru_backward.launches import PARTS, RecurrenceGradient, counters_needed
-from tuned.families.launch import Fill
 from tuned.launching import residents
-from tuned.launching.launcher import run_steps
-from tuned.launching.plan import launch_known
 from tuned.launching.rehearsal import NotedError, listening
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of
@@ -216,7 +214,13 @@ def _stack(
         found = _attempted(
             call.input.device,
             lambda: wavefront.gradients(
-                call, wave, outputs, gates, wanted, given, functools.partial(_launch, call.input.device, filled=True)
+                call,
+                wave,
+                outputs,
+                gates,
+                wanted,
+                given,
+                functools.partial(launch, call.input.device.index, filled=True),
             ),
         )
         if found is not None:
@@ -298,22 +302,6 @@ def _attempted(device: torch.device, by_kernels: Callable[[], Grads]) -> Grads |
     return None
 
 
-def _launch(
-    device: torch.device, spec: GruSpec, variant: Any, gradient: RecurrenceGradient, *, filled: bool = False
-) -> None:
-    """Launch the gradient of a recurrence. ``filled``: what programs wait to see go away is in ``out``.
-
-    Raises:
-        NotedError: this thread listens, and the launch was noted instead.
-    """
-    steps = BACKWARD.launches(spec, variant, gradient)
-    if filled:
-        steps = tuple(step for step in steps if not (isinstance(step, Fill) and step.tensor is gradient.out))
-    run_steps(steps, functools.partial(launch_known, device.index))
-    if listening() is not None:
-        raise NotedError
-
-
 def _by_kernels(  # noqa: PLR0913 - a layer, its variant, what it kept and its gradients
     call: GruCall, spec: GruSpec, size: GruSize, variant: Any, output: torch.Tensor, wanted: Sequence[bool],
     given: tuple[Any, Any], gates: Any,
@@ -338,7 +326,7 @@ def _by_kernels(  # noqa: PLR0913 - a layer, its variant, what it kept and its g
     grads = rows.new_zeros(shape) if spec.thd else rows.new_empty(shape)  # of rows that no sequence has, none
     grad_h_0 = torch.empty_like(call.hx, memory_format=torch.contiguous_format)
     gradient = _tensors(call, spec, size, variant, (gates, states, before, grads), grad_h_0, given, lengths)
-    _launch(call.input.device, spec, variant, gradient)
+    launch(call.input.device.index, spec, variant, gradient)
     del gates, states, gradient  # room for the products
     found: Grads = [_grad_input(call, weights, grads) if wanted[0] else None, grad_h_0 if wanted[1] else None]
     for cell in range(spec.directions):
