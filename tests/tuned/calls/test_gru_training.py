@@ -324,6 +324,7 @@ def test_short_calls_and_stacks_that_cudnn_runs_side_by_side_are_left(monkeypatc
     row = Row(GruSpec("float32", H), GruSize(B, 64), ONE, None, 10.0, "a table", {}, eager_us=20.0)
     monkeypatch.setattr(training, "_choice", lambda _call: Choice("winner", "", ONE, row))
     monkeypatch.setattr(run, "why_not", lambda _call: None)
+    monkeypatch.setattr(run, "modelled_steps", lambda _call: False)
     monkeypatch.setattr(run, "in_one_launch", lambda _call: True)
     waves: list[Any] = [None]
     monkeypatch.setattr(training, "_planned", lambda *_: waves[0])
@@ -344,6 +345,24 @@ def test_short_calls_and_stacks_that_cudnn_runs_side_by_side_are_left(monkeypatc
     assert training.why_not(dataclasses.replace(call, recompute=True)) is not None, (
         "one by one, which takes less memory"
     )
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_forward_of_a_launch_for_each_step_is_for_graphs(monkeypatch: pytest.MonkeyPatch, *, captured: bool) -> None:
+    row = Row(GruSpec("bfloat16", H), GruSize(B, 64), ONE, None, 10.0, "a table", {}, eager_us=20.0)
+    monkeypatch.setattr(training, "_choice", lambda _call: Choice("winner", "", ONE, row))
+    monkeypatch.setattr(run, "why_not", lambda _call: None)
+    monkeypatch.setattr(run, "capturing", lambda _device: captured)
+    call = call_of()
+    call = dataclasses.replace(call, input=torch.randn(training.CALLED_STEPS, B, call.input.shape[2]))
+    for rule, variant, served in (
+        ("model", GruVariant(), captured),
+        ("winner", GruVariant(), True),
+        ("model", GruVariant("persistent"), True),
+    ):
+        parts = [(*run.spec_of(call, 1), Choice(rule, "", variant, us=1.0))]
+        monkeypatch.setattr(run, "_parts", lambda _call, parts=parts, **_: parts)
+        assert (training.why_not(call) is None) == served, rule
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -439,6 +458,7 @@ def test_gradients_are_left_whose_products_would_be_coarser_than_those_of_a_gru(
     monkeypatch.setattr(training, "_choose", lambda *_: Choice("winner", "a test asked for it", ONE))
     monkeypatch.setattr(training, "gpu_of", lambda _device: None)
     monkeypatch.setattr(run, "why_not", lambda _call: None)
+    monkeypatch.setattr(run, "modelled_steps", lambda _call: False)
     monkeypatch.setattr(training, "CALLED_STEPS", 0)
     left: list[GruCall] = []
     monkeypatch.setattr(training, "leave", lambda call, **_: left.append(call))

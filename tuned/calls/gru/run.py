@@ -210,6 +210,12 @@ def padded_pytorch(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
         return padding.cut(*eager.gru(_padded(call, padding)))
 
 
+def modelled_steps(call: GruCall) -> bool:
+    """Whether a call that ``why_not`` accepts gets a launch for each step, which no row says."""
+    choice = _parts(call)[-1][2]
+    return choice.rule == "model" and choice.variant is not None and choice.variant.strategy == "library"
+
+
 def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
     """The choice for a call that ``why_not`` accepts, and the modules of tuned.kernels that it launches."""
     if is_empty(call):
