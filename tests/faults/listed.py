@@ -2477,6 +2477,101 @@ ROWS = (
     ),
 )
 
+WAVE = "tuned/calls/gru/wavefront.py"
+C_WAVE, C_GRADIENT = T + "calls/test_gru_wavefront.py::", T + "calls/test_gru_gradient_launch.py::"
+RUN_GRADIENT = "tuned/calls/gru_backward/run.py"
+
+STACKS = (
+    Fault(
+        "a_chunk_for_the_wrong_diagonal",
+        WAVE,
+        "following = given[begin - steps : begin].view",
+        "following = given[begin : begin + steps].view",
+        (C_WAVE + "test_gradients_of_every_tensor_are_autograds",),
+        "A layer of a stack gets the gradient of other steps than its own.",
+    ),
+    Fault(
+        "steps_behind_the_last_change_a_gradient",
+        WAVE,
+        "fill_(torch.inf)",
+        "fill_(0.0)",
+        (C_WAVE + "test_gradients_of_every_tensor_are_autograds",),
+        "The gradient of a stack is wrong where its length is no multiple of a chunk's.",
+    ),
+    Fault(
+        "a_stack_in_little_memory_takes_much",
+        "tuned/calls/gru/training.py",
+        "wave = None if gates is None else _wave(call, wanted)",
+        "wave = _wave(call, wanted)",
+        (C_TRAINING + "test_layers_of_one_launch_train_as_pytorchs",),
+        "recompute=True of a stack raises AttributeError in its backward.",
+    ),
+    Fault(
+        "programs_of_all_layers_outnumber_multiprocessors",
+        WAVE,
+        "at_once = min(layers, multiprocessors // programs(spec, size, tile))",
+        "at_once = min(layers, 2 * multiprocessors // programs(spec, size, tile))",
+        (C_WAVE + "test_as_many_layers_run_at_once_as_fit_in_tiles_that_may_be_larger",),
+        "A cooperative launch of a stack's gradient fails, and the layers are taken one by one.",
+    ),
+    Fault(
+        "a_gradient_of_other_tokens_is_taken_for_known",
+        RUN_GRADIENT,
+        "gradient.seq, gradient.out.shape, ",
+        "gradient.seq, ",
+        (C_GRADIENT + "test_as_many_sequences_of_fewer_tokens_are_new_ones",),
+        "Gradients of packed sequences are read where tokens of a call before were.",
+    ),
+    Fault(
+        "a_profiler_sees_no_gradient",
+        RUN_GRADIENT,
+        "if not (enter.calls or leave.calls):",
+        "if True:",
+        (C_GRADIENT + "test_who_listens_or_profiles_gets_the_launch",),
+        "Proton misses every launch of a gradient but the first.",
+    ),
+    Fault(
+        "marks_are_passed_as_a_number",
+        RUN_GRADIENT,
+        "numbers = rest if marks is None else (*rest[:marks], addresses[-1], *rest[marks:])",
+        "numbers = rest",
+        (C_GRADIENT + "test_the_second_gradient_has_the_arguments_of_a_first",),
+        "The second backward of a call with resets raises TypeError.",
+    ),
+    Fault(
+        "short_calls_of_layers_on_chip",
+        "tuned/calls/gru/run.py",
+        "theirs_us - us < CALLED_LAYER_SAVES_US * call.num_layers",
+        "theirs_us < us",
+        (T + "calls/test_gru_run.py::test_layers_of_a_short_call_are_left_where_pytorchs_own_is_one_launch_each",),
+        "A short float32 call of several small layers is slower than nn.GRU.",
+    ),
+    Fault(
+        "steps_of_float32_by_the_model",
+        "tuned/families/gru/model.py",
+        'spec.stacked or spec.resets or spec.dtype == "float32":',
+        "spec.stacked or spec.resets:",
+        (T + "lookup/test_model.py::test_large_layers_that_no_row_knows_get_a_launch_for_each_step",),
+        "Large float32 layers take three times as long as nn.GRU.",
+    ),
+    Fault(
+        "a_launch_for_each_step_trains",
+        "tuned/calls/gru/training.py",
+        "if not run.capturing(call.input.device) and run.modelled_steps(_layer(call, 0)):",
+        "if False:",
+        (C_TRAINING + "test_a_forward_of_a_launch_for_each_step_is_for_graphs",),
+        "A training call of large layers is slower than nn.GRU's.",
+    ),
+    Fault(
+        "a_measured_row_gives_way_to_the_model",
+        "tuned/calls/gru/run.py",
+        "steps = None if measured or choice.gpu is None else _by_steps(spec, size, choice.gpu)",
+        "steps = None if choice.gpu is None else _by_steps(spec, size, choice.gpu)",
+        (T + "lookup/test_model.py::test_steps_of_many_rows_serve_a_call_too_where_they_take_less_than_all_else",),
+        "What was measured counts for less than what a model thinks.",
+    ),
+)
+
 FAULTS = (
     *KERNELS,
     *FAMILIES,
@@ -2498,5 +2593,6 @@ FAULTS = (
     *WIDE,
     *COPIES,
     *ROWS,
+    *STACKS,
     *GRAPHS,
 )

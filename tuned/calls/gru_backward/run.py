@@ -16,9 +16,9 @@ from tuned.launching.plan import ALIGNED_BYTES, direct_launch, launch_known, rem
 from tuned.launching.rehearsal import NotedError, listening
 
 _KNOWN: dict[Any, Any] = {}  # properties of a gradient -> what launches it, given the addresses of its tensors
-_tensors = operator.attrgetter(
+_tensors = operator.attrgetter(  # those that stand first in a kernel's signature, then the marks of resets, which stand behind numbers
     "gates", "hidden", "before", "weight_hh", "bias_ih", "bias_hh", "grad_out", "grad_h_n", "out", "grad_h_0", "states", "counters",
-    "starts", "lengths",
+    "starts", "lengths", "resets",
 )  # fmt: skip
 
 
@@ -43,20 +43,21 @@ def launch(
         index, spec, variant, gradient.batch, gradient.seq, gradient.out.shape, gradient.starts is None or gradient.starts.dtype,
         tuple([t is not None and t.stride() for t in tensors]), tuple([address % ALIGNED_BYTES for address in addresses]),
     )  # fmt: skip
-    direct = None if spec.resets or listening() is not None else _KNOWN.get(key)
+    direct = None if listening() is not None else _KNOWN.get(key)
     fills = [fill for fill in before(variant, gradient) if not (filled and fill.tensor is gradient.out)]
     if direct is not None:
-        run, function, head, programs, rest, stream_of, enter, leave, pointers = direct
+        run, function, head, programs, rest, stream_of, enter, leave, pointers, marks = direct
         if not (enter.calls or leave.calls):  # a profiler has hooks: only the public launcher calls them
             for fill in fills:
                 run_step(fill)
-            run(programs, 1, 1, stream_of(index), function, *head, *pointers(addresses), *rest)
+            numbers = rest if marks is None else (*rest[:marks], addresses[-1], *rest[marks:])
+            run(programs, 1, 1, stream_of(index), function, *head, *pointers(addresses), *numbers)
             return
     (*_, last) = BACKWARD.launches(spec, variant, gradient)
     compiled = run_steps((*fills, last), functools.partial(launch_known, index))
     if listening() is not None:
         raise NotedError
-    if compiled is not None and not spec.resets:
+    if compiled is not None:
         _learn(key, index, last, compiled, tensors)
 
 
@@ -66,6 +67,7 @@ def _learn(key: Any, index: int, last: Any, compiled: Any, tensors: tuple[Any, .
     if direct is None:
         return
     # Where each pointer of the signature is among the tensors: what a kernel does not read is another one again.
-    given = last.arguments[: len(tensors)]
-    places = [next(place for place, t in enumerate(tensors) if t is pointer) for pointer in given]
-    remember(_KNOWN, key, (*direct, operator.itemgetter(*places)))
+    first, behind = last.arguments[: len(tensors) - 1], last.arguments[len(tensors) - 1 :]
+    places = [next(place for place, t in enumerate(tensors) if t is pointer) for pointer in first]
+    marks = next((at for at, value in enumerate(behind) if value is tensors[-1]), None)  # None for None is none of them
+    remember(_KNOWN, key, (*direct, operator.itemgetter(*places), marks))
