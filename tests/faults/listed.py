@@ -2503,7 +2503,7 @@ STACKS = (
         "tuned/calls/gru/training.py",
         "wave = None if gates is None else _wave(call, wanted)",
         "wave = _wave(call, wanted)",
-        (C_TRAINING + "test_layers_of_one_launch_train_as_pytorchs",),
+        (C_WAVE + "test_where_memory_is_to_be_spared_layers_go_one_by_one",),
         "recompute=True of a stack raises AttributeError in its backward.",
     ),
     Fault(
@@ -2551,7 +2551,7 @@ STACKS = (
         "tuned/families/gru/model.py",
         'spec.stacked or spec.resets or spec.dtype == "float32":',
         "spec.stacked or spec.resets:",
-        (T + "lookup/test_model.py::test_large_layers_that_no_row_knows_get_a_launch_for_each_step",),
+        (T + "lookup/test_model.py::test_of_what_was_not_measured_so_the_model_has_no_steps",),
         "Large float32 layers take three times as long as nn.GRU.",
     ),
     Fault(

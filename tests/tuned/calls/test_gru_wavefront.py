@@ -103,6 +103,19 @@ def test_one_of_both_results_may_be_all_that_has_a_gradient(monkeypatch: pytest.
     assert_alike(found, wanted_of(call, tuple(given)))
 
 
+def test_where_memory_is_to_be_spared_layers_go_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, backward: list[Launch]
+) -> None:
+    call = stack_of(3, 5)
+    choose(monkeypatch, ONE)
+    monkeypatch.setattr(training, "_planned", lambda *_: Wave(ONE, 3, 2, 0.0))
+    results = eager.gru(call)
+    given = tuple(map(torch.randn_like, results))
+    found = training._stack(call, outputs_of(call)[0], None, [True] * len(call.tensors), given)
+    assert len(backward) == call.num_layers
+    assert_alike(found, wanted_of(call, given))
+
+
 @pytest.mark.usefixtures("backward")
 def test_what_is_not_wanted_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     call = stack_of(3, 5)

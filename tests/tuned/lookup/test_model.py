@@ -123,6 +123,14 @@ def test_large_layers_that_no_row_knows_get_a_launch_for_each_step(
         assert not by_step or (found.rule == "model" and found.us > 0)
 
 
+def test_of_what_was_not_measured_so_the_model_has_no_steps() -> None:
+    size = GruSize(400, 50)
+    assert lookup.by_steps(GRU, GruSpec("bfloat16", 1200), size, H200) is not None
+    for others in ({"layout": "packed"}, {"layout": "thd"}, {"layers": 2}, {"resets": True}):
+        assert lookup.by_steps(GRU, GruSpec("bfloat16", 1200, **others), size, H200) is None  # type: ignore[arg-type]
+    assert lookup.by_steps(GRU, GruSpec("float32", 1200), size, H200) is None, "its products follow a setting"
+
+
 def test_padded_steps_are_held_against_pytorchs_own_of_narrow_rows() -> None:
     """Each of its steps takes the device 9 us, ours the host 10: it is padding that pays, and ``pays`` that tells."""
     spec, size = GruSpec("bfloat16", 1512), GruSize(18, 152)
