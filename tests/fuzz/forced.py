@@ -185,7 +185,17 @@ def fresh() -> Iterator[None]:
 
 def _decides(value: Any) -> bool:
     """Whether it is a cache of what was chosen: kept by spec, size and GPU."""
-    names = ("variant_of", "_variant_of", "_choose", "_projection", "_here", "_best_kernel", "_modelled")
+    names = (
+        "variant_of",
+        "_variant_of",
+        "_choose",
+        "_projection",
+        "_here",
+        "_best_kernel",
+        "_modelled",
+        "_by_steps",
+        "planned",
+    )
     return hasattr(value, "cache_clear") and getattr(value, "__name__", "") in names
 
 

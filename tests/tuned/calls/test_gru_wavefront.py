@@ -15,8 +15,7 @@ from tuned.calls.gru import eager, training, wavefront
 from tuned.calls.gru.wavefront import Wave
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import programs
-from tuned.lookup.lookup import Choice
-from tuned.lookup.table import Row
+from tuned.families.gru_backward.variant import rejection
 
 if TYPE_CHECKING:
     from tuned.calls.gru.arguments import GruCall
@@ -150,12 +149,12 @@ def test_a_gradient_with_negative_strides_bits_and_gaps_is_read_as_it_is(monkeyp
 # When ------------------------------------------------------------------------------------------------------------------
 
 
-def plan_of(spec: GruSpec, batch: int, seq: int, layers: int, *, captured: bool = True, **knobs: Any) -> Wave | None:
-    """The wave of a stack on 132 multiprocessors, with a row of its shape whose steps take 2 us."""
+def plan_of(
+    spec: GruSpec, batch: int, seq: int, layers: int, *, captured: bool = True, capability: int = 90, **knobs: Any
+) -> Wave | None:
+    """The wave of a stack on 132 multiprocessors, of which a step of a layer takes 2 us."""
     tile = dataclasses.replace(ONE, exchange="spin", num_warps=4, **knobs)
-    row = Row(spec, GruSize(batch, 128), tile, None, 258.0, "a table", {}, eager_us=1000.0)
-    choice = Choice("winner", "a test asked for it", tile, row)
-    return wavefront.planned(spec, GruSize(batch, seq), layers, choice, 132, captured=captured)
+    return wavefront.planned(spec, GruSize(batch, seq), layers, tile, 2.0, capability, 132, captured=captured)
 
 
 def test_as_many_layers_run_at_once_as_fit_in_tiles_that_may_be_larger() -> None:
@@ -175,6 +174,14 @@ def test_as_many_layers_run_at_once_as_fit_in_tiles_that_may_be_larger() -> None
     assert ten is not None
     assert ten.layers == 4, "groups of four, four and two"
     assert ten.layers * programs(GruSpec("bfloat16", 512), GruSize(32, 1), ten.variant) <= 132
+
+
+@pytest.mark.parametrize("capability", [75, 80, 86, 90])
+def test_tiles_are_as_large_as_a_gpu_has_shared_memory_for(capability: int) -> None:
+    spec, size = GruSpec("bfloat16", 640), GruSize(16, 512)
+    wave = plan_of(spec, 16, 512, 4, capability=capability)
+    assert wave is None or rejection(spec, size, wave.variant, capability, 132) is None
+    assert (wave is not None and wave.variant.block_hidden == 32) == (capability == 90)
 
 
 def test_chunks_are_shorter_where_the_host_does_not_count() -> None:
@@ -198,3 +205,4 @@ def test_chunks_are_shorter_where_the_host_does_not_count() -> None:
 )
 def test_other_stacks_go_layer_by_layer(spec: GruSpec, seq: int, layers: int) -> None:
     assert plan_of(spec, 10, seq, layers) is None
+    assert plan_of(GruSpec("bfloat16", 256), 10, 512, 2, turns=2) is None, "programs in turn are busy"

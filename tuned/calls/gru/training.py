@@ -470,11 +470,15 @@ def _wave(call: GruCall, wanted: Sequence[bool]) -> wavefront.Wave | None:
 
 
 def _planned(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice) -> wavefront.Wave | None:
-    if choice.row is None:
+    row, variant = choice.row, choice.variant
+    if row is None or variant is None or call.num_layers == 1:
         return None
-    device = call.input.device
-    most = next(iter(run.limit_of(device)), None) or gpu_of(device).multiprocessors
-    return wavefront.planned(spec, size, call.num_layers, choice, most, captured=run.capturing(device))
+    device, step_us = call.input.device, row.median_us / (row.size.seq + 1)
+    gpu = gpu_of(device)
+    most = next(iter(run.limit_of(device)), None) or gpu.multiprocessors
+    return wavefront.planned(
+        spec, size, call.num_layers, variant, step_us, gpu.capability, most, captured=run.capturing(device)
+    )
 
 
 def _choice(call: GruCall) -> Choice:

@@ -19,12 +19,12 @@ import torch
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.project import by_library, project
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru.variant import MAX_LOAD, programs
+from tuned.families.gru.variant import MAX_LOAD, GruVariant, programs
 from tuned.families.gru_backward import FAMILY as BACKWARD
 from tuned.families.gru_backward.launches import PARTS, RecurrenceGradient, counters_needed
 from tuned.families.launch import Fill, ceil_div
 from tuned.launching.launcher import run_step
-from tuned.lookup.lookup import Choice
+from tuned.lookup import misses
 
 Grads = list[torch.Tensor | None]
 Launcher = Callable[[GruSpec, Any, RecurrenceGradient], None]  # of a gradient whose ``out`` readers may poll already
@@ -40,27 +40,45 @@ PAYS, CALLED_PAYS = 0.8, 0.7  # of the time of layer after layer, what a wavefro
 class Wave:
     """How a stack is taken."""
 
-    variant: Any  # of each launch
+    variant: GruVariant  # of each launch
     layers: int  # of a group, which run at once
     steps: int  # of a chunk
     us: float  # what all of it is thought to take
 
 
-def planned(  # noqa: PLR0913 - a call and what it may take
-    spec: GruSpec, size: GruSize, layers: int, choice: Choice, multiprocessors: int, *, captured: bool
+@functools.lru_cache(maxsize=misses.MAX_CHOICES)
+def planned(  # noqa: PLR0913 - layers, how one is taken, and where
+    spec: GruSpec,
+    size: GruSize,
+    layers: int,
+    variant: GruVariant,
+    step_us: float,
+    capability: int,
+    multiprocessors: int,
+    *,
+    captured: bool,
 ) -> Wave | None:
-    """The fastest way through so many layers of a spec, ``choice`` the one of a layer; None if one by one takes less.
+    """The fastest way through so many layers of a spec; None if one by one takes less, or is all that can be.
 
-    ``multiprocessors``: how many programs may wait for each other.
+    Args:
+        spec: of a layer.
+        size: of the call.
+        layers: of the stack.
+        variant: what a layer gets by itself.
+        step_us: what a step of that takes, microseconds.
+        capability: of the GPU, 90 is 9.0.
+        multiprocessors: how many programs may wait for each other.
+        captured: in a CUDA graph, which spares the host the launches.
     """
-    row, variant = choice.row, choice.variant
-    if row is None or variant is None or layers == 1 or spec.directions > 1 or not spec.dense or spec.resets:
+    if layers == 1 or spec.directions > 1 or not spec.dense or spec.resets:
         return None
-    if spec.hidden * spec.item % MAX_LOAD:  # a layer's rows begin where they are not aligned alike
+    # Programs that take turns are busy, and so are as many multiprocessors as they have. Where rows are no multiple of 16 bytes,
+    # those of layers are aligned in ways of their own.
+    if variant.in_turn or spec.hidden * spec.item % MAX_LOAD:
         return None
-    step_us, beside_us = row.median_us / (row.size.seq + 1), DIAGONAL_US[spec.item] if captured else CALLED_DIAGONAL_US
+    beside_us = DIAGONAL_US[spec.item] if captured else CALLED_DIAGONAL_US
     found = []
-    for tile, slower in _larger(spec, size, variant):
+    for tile, slower in _larger(spec, size, variant, capability):
         at_once = min(layers, multiprocessors // programs(spec, size, tile))
         if at_once > 1:
             tall = ceil_div(layers, ceil_div(layers, at_once))  # groups of one height, so that none is low for nothing
@@ -71,16 +89,16 @@ def planned(  # noqa: PLR0913 - a call and what it may take
     return best if best is not None and best.us < pays * in_turn_us else None
 
 
-def _larger(spec: GruSpec, size: GruSize, variant: Any) -> Iterator[tuple[Any, float]]:
+def _larger(spec: GruSpec, size: GruSize, variant: GruVariant, capability: int) -> Iterator[tuple[GruVariant, float]]:
     """The variant and those of larger tiles, which are fewer programs: how much longer a step of each takes."""
     for wider, taller in itertools.product(range(2), range(3)):
         units, rows = variant.block_hidden << wider, variant.block_batch << taller
         tile = dataclasses.replace(variant, block_hidden=units, block_batch=rows)
-        if (taller == 0 or rows < 2 * size.batch) and BACKWARD.rejection(spec, size, tile) is None:
+        if (taller == 0 or rows < 2 * size.batch) and BACKWARD.rejection(spec, size, tile, capability) is None:
             yield tile, WIDER**wider * TALLER**taller
 
 
-def _wave(variant: Any, seq: int, layers: int, tall: int, step_us: float, beside_us: float) -> Wave:  # noqa: PLR0913
+def _wave(variant: GruVariant, seq: int, layers: int, tall: int, step_us: float, beside_us: float) -> Wave:  # noqa: PLR0913
     """Groups of so many layers, in chunks of the best length."""
     steps = math.sqrt(seq * beside_us / ((tall - 1) * step_us))
     chunks = max(1, round(seq / steps))
