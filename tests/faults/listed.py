@@ -2478,8 +2478,8 @@ ROWS = (
 )
 
 WAVE = "tuned/calls/gru/wavefront.py"
-C_WAVE, C_GRADIENT = T + "calls/test_gru_wavefront.py::", T + "calls/test_gru_gradient_launch.py::"
-RUN_GRADIENT = "tuned/calls/gru_backward/run.py"
+C_WAVE, C_GRADIENT = T + "calls/test_gru_wavefront.py::", T + "calls/test_gru_gradient.py::"
+RUN_GRADIENT = "tuned/calls/gru/gradient.py"
 
 STACKS = (
     Fault(

@@ -11,7 +11,7 @@ import torch
 
 from generator.rendering.structures import load
 from tuned.calls.gru import eager, training
-from tuned.calls.gru_backward import run as gradient_run
+from tuned.calls.gru import gradient as gradient_run
 from tuned.families.gru.variant import GruVariant
 from tuned.families.gru_backward.launches import sequence
 from tuned.lookup.lookup import Choice

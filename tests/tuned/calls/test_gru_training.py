@@ -14,8 +14,8 @@ from tests.support.gru_training import ONE, TURNS, assert_alike, backward, choos
 from tests.support.plans import Always
 from tests.support.run import INTERPRETED
 from tuned.calls.gru import eager, plan, run, training
+from tuned.calls.gru import gradient as gradient_run
 from tuned.calls.gru.wavefront import Wave
-from tuned.calls.gru_backward import run as gradient_run
 from tuned.calls.recurrent import ops, serve
 from tuned.dispatch import gru
 from tuned.families.gru.spec import GruSize, GruSpec

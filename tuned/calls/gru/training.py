@@ -18,11 +18,12 @@ import torch
 
 from tuned.calls.gru import eager, run, wavefront
 from tuned.calls.gru.arguments import GruCall
+from tuned.calls.gru.gradient import launch
 from tuned.calls.gru.lengths import Lengths, lengths_of, neighbours
 from tuned.calls.gru.plan import leave, settings_of, trained
 from tuned.calls.gru.project import project
+from tuned.calls.gru.weights import Grads, grad_weights
 from tuned.calls.gru.wide import narrowed, silence, widened, widening_us, width_of
-from tuned.calls.gru_backward.run import launch
 from tuned.calls.products import precision_of, recurrent_precision
 from tuned.families.gru.model import LAYER_OVER_FIRST, stays_on_chip
 from tuned.families.gru.spec import GruSize, GruSpec
@@ -33,8 +34,6 @@ from tuned.launching.rehearsal import NotedError, listening
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of
 from tuned.lookup.lookup import LEAD, Choice, Gpu, choose, usable
-
-Grads = list[torch.Tensor | None]
 
 # Of fewer steps a call is the host's time, most of which does not depend on them; in a graph, that of some 20 launches.
 CALLED_STEPS, CAPTURED_STEPS = 48, 8
@@ -333,7 +332,7 @@ def _by_kernels(  # noqa: PLR0913 - a layer, its variant, what it kept and its g
     del gates, states, gradient  # room for the products
     found: Grads = [_grad_input(call, weights, grads) if wanted[0] else None, grad_h_0 if wanted[1] else None]
     for cell in range(spec.directions):
-        found += _grad_weights(grads[cell], rows, before[cell], hidden, wanted[2 + cell * each : 2 + (cell + 1) * each])
+        found += grad_weights(grads[cell], rows, before[cell], hidden, wanted[2 + cell * each : 2 + (cell + 1) * each])
     return found
 
 
@@ -435,30 +434,6 @@ def _grad_input(call: GruCall, weights: Any, grads: torch.Tensor) -> torch.Tenso
     for cell in range(1, len(weights)):
         found.addmm_(grads[cell][:, hidden:], weights[cell][0])
     return found.view(call.input.shape)
-
-
-def _grad_weights(
-    grads: torch.Tensor, rows: torch.Tensor, before: torch.Tensor, hidden: int, wanted: Sequence[bool]
-) -> Grads:
-    """Of one direction: w_ih, w_hh and, with biases, b_ih, b_hh. ``grads``: of h_n, r, z, i_n for each token."""
-    w_ih, w_hh, *biases = wanted
-    found: Grads = [torch.mm(grads[:, hidden:].t(), rows) if w_ih else None, None]
-    if w_hh:
-        grad = before.new_empty(3 * hidden, hidden)
-        torch.mm(grads[:, hidden : 3 * hidden].t(), before, out=grad[: 2 * hidden])
-        torch.mm(grads[:, :hidden].t(), before, out=grad[2 * hidden :])
-        found[1] = grad
-    if not biases:
-        return found
-    if not any(biases):
-        return [*found, None, None]
-    # A product, since a sum over so many rows takes 128 MiB beside them.
-    sums = torch.mv(grads.t(), grads.new_ones(len(grads)))
-    return [
-        *found,
-        sums[hidden:] if biases[0] else None,
-        torch.cat((sums[hidden : 3 * hidden], sums[:hidden])) if biases[1] else None,
-    ]
 
 
 def _wave(call: GruCall, wanted: Sequence[bool]) -> wavefront.Wave | None:

@@ -18,6 +18,7 @@ import torch
 
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.project import by_library, project
+from tuned.calls.gru.weights import Grads, grad_weights
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import MAX_LOAD, GruVariant, programs
 from tuned.families.gru_backward import FAMILY as BACKWARD
@@ -26,7 +27,6 @@ from tuned.families.launch import Fill, ceil_div
 from tuned.launching.launcher import run_step
 from tuned.lookup import misses
 
-Grads = list[torch.Tensor | None]
 Launcher = Callable[[GruSpec, Any, RecurrenceGradient], None]  # of a gradient whose ``out`` readers may poll already
 
 # What a diagonal takes besides its steps, by bytes of an element: a launch that loads its weights, and a product.
@@ -267,32 +267,11 @@ class _Group:
         return torch.mm(grads, self.lowest).view(self.seq, self.batch, -1)
 
     def of_weights(self, asked: Sequence[Sequence[bool]]) -> list[Grads]:
-        """The gradients of each layer's weights."""
-        hidden, grads = self.hidden, self._tokens(self.grads)
-        columns = grads.mT
-        found: list[Grads] = [[None] * len(own) for own in asked]
-
-        def give(part: int, first: int, tensors: Sequence[torch.Tensor]) -> None:
-            for layer, tensor in enumerate(tensors, first):
-                found[layer][part] = tensor if asked[layer][part] else None
-
-        if asked[0][0]:
-            give(0, 0, [torch.mm(columns[0, hidden:], self.input)])
-        if any(own[0] for own in asked[1:]):
-            give(0, 1, torch.bmm(columns[1:, hidden:], self._tokens(self.states, 1)[:-1]).unbind())
-        if any(own[1] for own in asked):
-            before = self._tokens(self.states)
-            of_hh = grads.new_empty((self.layers, 3 * hidden, hidden))
-            torch.bmm(columns[:, hidden : 3 * hidden], before, out=of_hh[:, : 2 * hidden])
-            torch.bmm(columns[:, :hidden], before, out=of_hh[:, 2 * hidden :])
-            give(1, 0, of_hh.unbind())
-        if any(any(own[2:]) for own in asked):
-            # A product, since a sum over so many rows takes 128 MiB beside them.
-            ones = grads.new_ones((1, grads.shape[1], 1)).expand(self.layers, -1, -1)
-            sums = torch.bmm(columns, ones)[..., 0]
-            give(2, 0, sums[:, hidden:].unbind())
-            give(3, 0, torch.cat((sums[:, hidden : 3 * hidden], sums[:, :hidden]), 1).unbind())
-        return found
+        """The gradients of each layer's weights: products of one at a time, which the library splits where sums are long."""
+        parts = [self._tokens(self.grads), self._tokens(self.states)]
+        inputs = [self.input, *self._tokens(self.states, 1)[:-1]]
+        layers = zip(*parts, inputs, asked, strict=True)
+        return [grad_weights(grads, rows, before, self.hidden, wanted) for grads, before, rows, wanted in layers]
 
 
 @functools.lru_cache

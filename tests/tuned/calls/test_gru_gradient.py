@@ -1,4 +1,4 @@
-"""tuned.calls.gru_backward.run without a GPU: a known gradient is launched directly, with the arguments of a new one."""
+"""tuned.calls.gru.gradient without a GPU: a known gradient is launched directly, with the arguments of a new one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from generator.families.gru_backward.reference import inputs
-from tuned.calls.gru_backward import run
+from tuned.calls.gru import gradient as run
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru_backward import FAMILY
 from tuned.families.gru_backward.variant import default_variant

@@ -1,0 +1,33 @@
+"""The gradients of a layer's weights: products by the library of what the recurrence's gradient gave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Grads = list[torch.Tensor | None]
+
+
+def grad_weights(
+    grads: torch.Tensor, rows: torch.Tensor, before: torch.Tensor, hidden: int, wanted: Sequence[bool]
+) -> Grads:
+    """Of one direction: w_ih, w_hh and, with biases, b_ih, b_hh. ``grads``: of h_n, r, z, i_n for each token."""
+    w_ih, w_hh, *biases = wanted
+    found: Grads = [torch.mm(grads[:, hidden:].t(), rows) if w_ih else None, None]
+    if w_hh:
+        grad = before.new_empty(3 * hidden, hidden)
+        torch.mm(grads[:, hidden : 3 * hidden].t(), before, out=grad[: 2 * hidden])
+        torch.mm(grads[:, :hidden].t(), before, out=grad[2 * hidden :])
+        found[1] = grad
+    if not biases:
+        return found
+    if not any(biases):
+        return [*found, None, None]
+    # A product, since a sum over so many rows takes 128 MiB beside them.
+    sums = torch.mv(grads.t(), grads.new_ones(len(grads)))
+    return [
+        *found,
+        sums[hidden:] if biases[0] else None,
+        torch.cat((sums[hidden : 3 * hidden], sums[:hidden])) if biases[1] else None,
+    ]
