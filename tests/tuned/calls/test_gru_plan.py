@@ -628,16 +628,18 @@ def test_a_plan_keeps_nothing_of_the_callers(tap: Wiretap) -> None:
     assert [r() for r in kept] == [None] * len(kept)
 
 
-def test_small_float32_products_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.empty(3 * H, FEATURES)
-    for library, recurrent, rows, wanted in (
-        ("ieee", "tf32", 10, True),
-        ("ieee", "tf32", 10**9, False),
-        ("tf32", "ieee", 10, False),
-        ("tf32", "tf32", 10**9, True),
+def test_small_and_odd_float32_products_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for library, recurrent, rows, features, wanted in (
+        ("ieee", "tf32", 10, 6, True),
+        ("ieee", "tf32", 10**9, 6, False),
+        ("ieee", "tf32", 10**9, 7, True),  # a kernel would load an element at a time
+        ("tf32", "ieee", 10, 6, False),
+        ("tf32", "ieee", 10, 7, False),  # it would be too coarse
+        ("tf32", "tf32", 10**9, 6, True),
     ):
         monkeypatch.setattr(project, "precision_of", lambda _, now=library: now)
-        assert project.by_library(rows, weight, recurrent) is wanted
+        weight = torch.empty(3 * H, features)
+        assert project.by_library(rows, weight, recurrent) is wanted, (library, recurrent, rows, features)
     assert project.by_library(10**9, weight.half(), "tf32")
 
 
