@@ -43,6 +43,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[GruCall]:
             module, "why_eager", lambda x, **_: None if type(x) in plain else f"{type(x)} is a subclass"
         )
     monkeypatch.setattr(tuned.calls.recurrent.serve.run, "why_not", lambda _call: None)
+    monkeypatch.setattr(tuned.calls.recurrent.serve.run, "modelled_steps", lambda _call: False)
     monkeypatch.setattr(tuned.calls.recurrent.serve.run, "wide", lambda call: call)
     monkeypatch.setattr(
         tuned.calls.recurrent.serve.run, "choice_of", lambda _call: (Choice("default", "", "v"), ("a_kernel",))
