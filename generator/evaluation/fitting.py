@@ -124,28 +124,36 @@ def regrets(
     found: dict[str, float] = {}
     known: dict[Any, dict[str, Weights]] = {}
     for problem, times in samples.times.items():
-        measured = {v: t for v, t in times.items() if model.covers(v)}
+        steps = model.steps(problem.spec, problem.size)
+        measured = {v: t for v, t in times.items() if model.covers(v) or (steps is not None and v == steps[0])}
         if not measured:
             continue
         without = tuple(p for one in (samples, *others) for p in one.times if left_out(problem, p))
         if without not in known:
             known[without] = fit((samples, *others), without.__contains__)
         rows = [(p.spec, p.size, v) for p, v in winners.items() if p not in without]
-        pick = best_of(samples, problem, measured, known[without]["kernels"], rows)
+        pick = best_of(samples, problem, measured, known[without], rows)
         found[problem.name] = measured[pick] / min(times.values()) - 1
     return found
 
 
-def best_of(of: Samples, problem: Problem, variants: Iterable[Any], weights: Weights, rows: Iterable[Any]) -> Any:
-    """As tuned.lookup.model picks on the GPU of these samples, among these variants and with these rows."""
+def best_of(
+    of: Samples, problem: Problem, variants: Iterable[Any], weights: dict[str, Weights], rows: Iterable[Any]
+) -> Any:
+    """As tuned.lookup picks in a CUDA graph on the GPU of these samples, among these variants and with these rows."""
     family = WORKLOADS[of.family].family
     model = family.model
     assert model is not None, f"{of.family} has no model"
     near = won(family, problem.spec, problem.size, rows, of.environment["capability"])
-    return min(
-        variants,
-        key=lambda v: weighted(model.kernels(problem.spec, problem.size, v), weights) * model.handicap(v, near),
-    )
+    steps = model.steps(problem.spec, problem.size)
+
+    def thought_us(variant: Any) -> float:
+        if steps is not None and variant == steps[0] and not model.covers(variant):
+            return weighted(steps[1], weights["steps"])
+        amounts = model.kernels(problem.spec, problem.size, variant)
+        return weighted(amounts, weights["kernels"]) * model.handicap(variant, near)
+
+    return min(variants, key=thought_us)
 
 
 def summary(found: dict[str, float]) -> str:

@@ -16,11 +16,8 @@ from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant
 from tuned.lookup.model import weighted
 
-MEDIAN, TENTH, WORST = (
-    0.03,
-    0.35,
-    1.6,
-)  # of regrets with hidden sizes left out; WORST is where a library launch a step wins
+# Of regrets with hidden sizes left out; WORST is where float32 steps of the library win, of which there is no model.
+MEDIAN, TENTH, WORST = 0.015, 0.35, 0.9
 
 
 @pytest.fixture(scope="module")
