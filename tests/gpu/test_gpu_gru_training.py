@@ -69,9 +69,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GruCall]]:
     monkeypatch.setattr(training, "_by_kernels", spied)
     monkeypatch.setattr(training, "_choice", choice)
     monkeypatch.setattr(training, "CALLED_STEPS", 0)
-    monkeypatch.setattr(
-        training.run, "CALLED_LAYER_SAVES_US", 0.0
-    )  # a checkpoint's first forward is that of a gradient
+    # A checkpoint's first forward is that of a gradient.
+    monkeypatch.setattr(training.run, "CALLED_LAYER_SAVES_US", 0.0)
     monkeypatch.setattr(training, "CAPTURED_STEPS", 0)
     monkeypatch.setattr(training.run, "why_not", lambda _call: None)
     monkeypatch.setattr(training.run, "_parts", _always(training.run._parts))

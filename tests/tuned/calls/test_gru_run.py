@@ -230,14 +230,18 @@ def test_what_is_between_layers_is_dropped_and_the_first_input_is_not(chosen: An
     assert len(interpreted) == 2 * T
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("hidden", [37, 128, 540, 1024, 2048, 4096])
-def test_what_cu_seqlens_bounds_has_a_kernel_in_a_graph_whatever_its_size(
-    monkeypatch: pytest.MonkeyPatch, hidden: int, dtype: torch.dtype
-) -> None:
-    """PyTorch's own would have to read the bounds on the host, which no capture allows."""
+@pytest.fixture
+def decided_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of tensors on "meta" are decided as on a GPU."""
     monkeypatch.setattr(run, "gpu_of", lambda _device: GPU)
     monkeypatch.setattr(run, "limit_of", lambda _device: ())
+
+
+@pytest.mark.usefixtures("decided_for_a_gpu")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("hidden", [37, 128, 540, 1024, 2048, 4096])
+def test_what_cu_seqlens_bounds_has_a_kernel_in_a_graph_whatever_its_size(hidden: int, dtype: torch.dtype) -> None:
+    """PyTorch's own would have to read the bounds on the host, which no capture allows."""
     made = torch.nn.GRU(8, hidden, device="meta", dtype=dtype)
     for batch in (1, 16, 100):
         x, hx = (torch.empty(*n, device="meta", dtype=dtype) for n in ((batch * 20, 8), (1, batch, hidden)))
@@ -256,9 +260,8 @@ def few_units(layers: int, steps: int, dtype: torch.dtype = torch.bfloat16) -> G
     return gru_call(x, hx, made._flat_weights, num_layers=layers)
 
 
-def test_layers_of_few_units_are_launched_one_by_one_where_that_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "gpu_of", lambda _device: GPU)
-    monkeypatch.setattr(run, "limit_of", lambda _device: ())
+@pytest.mark.usefixtures("decided_for_a_gpu")
+def test_layers_of_few_units_are_launched_one_by_one_where_that_takes_less() -> None:
     for layers, steps, captured, one_by_one in (
         (2, 500, False, True),
         (2, 500, True, True),
@@ -270,10 +273,9 @@ def test_layers_of_few_units_are_launched_one_by_one_where_that_takes_less(monke
         assert all(choice.variant.by_row is one_by_one for _, _, choice in parts)
 
 
-def test_layers_of_a_short_call_are_left_where_pytorchs_own_is_one_launch_each(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("decided_for_a_gpu")
+def test_layers_of_a_short_call_are_left_where_pytorchs_own_is_one_launch_each() -> None:
     """They took a host 397 us, and nn.GRU 356; in a graph 77 and 101."""
-    monkeypatch.setattr(run, "gpu_of", lambda _device: GPU)
-    monkeypatch.setattr(run, "limit_of", lambda _device: ())
     for steps, layers, captured, served in (
         (60, 2, False, False),
         (60, 2, True, True),

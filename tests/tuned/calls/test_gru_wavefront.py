@@ -162,14 +162,10 @@ def test_as_many_layers_run_at_once_as_fit_in_tiles_that_may_be_larger() -> None
     assert [plan_of(small, 10, 512, n).layers for n in (2, 3, 4)] == [2, 3, 4]  # type: ignore[union-attr]
     six = plan_of(small, 10, 512, 6)
     assert six is not None
-    assert (six.layers, six.variant.block_hidden, six.variant.block_batch) == (
-        6,
-        32,
-        8,
-    )  # 32 programs a layer become 16
-    assert (
-        plan_of(GruSpec("bfloat16", 768), 64, 128, 5, block_hidden=32) is None
-    )  # more than half of them, however large
+    # 32 programs a layer become 16.
+    assert (six.layers, six.variant.block_hidden, six.variant.block_batch) == (6, 32, 8)
+    large = plan_of(GruSpec("bfloat16", 768), 64, 128, 5, block_hidden=32)
+    assert large is None, "a layer has more than half of the multiprocessors, however large its tiles"
     ten = plan_of(GruSpec("bfloat16", 512), 32, 512, 10)
     assert ten is not None
     assert ten.layers == 4, "groups of four, four and two"

@@ -1,7 +1,8 @@
 """A GRU over sequences that needs a gradient, by kernels: what one launch computes is one function of autograd.
 
 The forward is that without a gradient. It keeps the outputs of all layers, and its input times its weights unless that is
-to be computed again. The backward goes from the highest layer to the lowest. Of each the library (cuBLAS) multiplies all
+to be computed again. The backward goes from the highest layer to the lowest, or takes several at once, a chunk of steps apart
+(tuned.calls.gru.wavefront). Of each the library (cuBLAS) multiplies all
 states by their weights at once, since all are known; the gradient of the recurrence is one launch, both directions
 together; then the library multiplies what that gave. Gradients of gradients are PyTorch's own, without cuDNN, which has none.
 """
