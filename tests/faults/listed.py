@@ -2483,6 +2483,14 @@ RUN_GRADIENT = "tuned/calls/gru/gradient.py"
 
 STACKS = (
     Fault(
+        "no_memory_for_layers_at_once",
+        "tuned/calls/gru/training.py",
+        "    except torch.OutOfMemoryError:\n        if run.capturing(device):",
+        "    except NotedError:\n        if run.capturing(device):",
+        (C_WAVE + "test_where_memory_ends_layers_go_one_by_one_unless_a_graph_has_begun",),
+        "A training step runs out of memory where layer after layer fits.",
+    ),
+    Fault(
         "a_chunk_for_the_wrong_diagonal",
         WAVE,
         "following = given[begin - steps : begin].view",

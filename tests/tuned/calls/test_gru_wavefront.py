@@ -115,6 +115,32 @@ def test_where_memory_is_to_be_spared_layers_go_one_by_one(
     assert_alike(found, wanted_of(call, given))
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_where_memory_ends_layers_go_one_by_one_unless_a_graph_has_begun(
+    monkeypatch: pytest.MonkeyPatch, backward: list[Launch], *, captured: bool
+) -> None:
+    call = stack_of(3, 5)
+    results = eager.gru(call)
+    given = tuple(map(torch.randn_like, results))
+    launched, stopped = training.launch, 2
+
+    def launch(*arguments: Any, filled: bool = False, **options: Any) -> Any:
+        if filled and len(backward) == stopped:
+            raise torch.OutOfMemoryError
+        return launched(*arguments, filled=filled, **options)
+
+    monkeypatch.setattr(training, "launch", launch)
+    monkeypatch.setattr(training.run, "capturing", lambda _: captured)
+    right = wanted_of(call, given)
+    wave = Wave(ONE, 3, 2, 0.0)
+    if captured:
+        with pytest.raises(torch.OutOfMemoryError):
+            found_by(monkeypatch, call, wave, [True] * len(call.tensors), given)
+        return
+    assert_alike(found_by(monkeypatch, call, wave, [True] * len(call.tensors), given), right)
+    assert len(backward) == stopped + call.num_layers
+
+
 @pytest.mark.usefixtures("backward")
 def test_what_is_not_wanted_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     call = stack_of(3, 5)

@@ -213,21 +213,8 @@ def _stack(
 ) -> Grads:
     """Gradients of all tensors of a call, from its highest layer to its lowest. ``outputs``: of its layers."""
     wave = None if gates is None else _wave(call, wanted)
-    if wave is not None:
-        found = _attempted(
-            call.input.device,
-            lambda: wavefront.gradients(
-                call,
-                wave,
-                outputs,
-                gates,
-                wanted,
-                given,
-                functools.partial(launch, call.input.device.index, filled=True),
-            ),
-        )
-        if found is not None:
-            return found
+    if wave is not None and (found := _at_once(call, wave, outputs, gates, wanted, given)) is not None:
+        return found
     each, cells = len(call.weights) // call.num_layers, len(call.hx) // call.num_layers
     grad, grad_h_n = given
     grad_hx: Grads = [None] * call.num_layers
@@ -245,6 +232,21 @@ def _stack(
             break
     hx = torch.cat(grad_hx) if wanted[1] and len(grad_hx) > 1 else grad_hx[0]  # type: ignore[arg-type]
     return [grad, hx, *grad_weights]
+
+
+def _at_once(  # noqa: PLR0913 - a stack, what it kept and its gradients
+    call: GruCall, wave: wavefront.Wave, outputs: Sequence[torch.Tensor], gates: Any, wanted: Sequence[bool],
+    given: tuple[Any, Any],
+) -> Grads | None:  # fmt: skip
+    """The gradients of a stack whose layers run at once; None if one by one, which takes the memory of one."""
+    device = call.input.device
+    launched = functools.partial(launch, device.index, filled=True)
+    try:
+        return _attempted(device, lambda: wavefront.gradients(call, wave, outputs, gates, wanted, given, launched))
+    except torch.OutOfMemoryError:
+        if run.capturing(device):  # what a graph has captured so far would be replayed
+            raise
+    return None
 
 
 def _twice(call: GruCall, wanted: Sequence[bool], given: tuple[Any, Any]) -> Grads:
