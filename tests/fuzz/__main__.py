@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE = 180  # seconds that one case may take: a few kernels are compiled in it
-SWEEPS = 6  # through the rows that did not come up, with a case for each; more where they are few
+SWEEPS = 12  # through the rows that did not come up, with a case for each; more where they are few
 FIRST_TURN = 1000  # of these; even, as those with calls like the row
 TRIED = 5  # scripts that are run once more before they are printed
 LEAST = 3  # calls of each class
