@@ -9,7 +9,9 @@ Which kernel a call gets:
    (for RoPE in ``tuned.families.rope.variant``), with its tile rescaled to the width of the call's rows. A rotation that
    is more than ``REACH`` octaves from every row gets 3. The rule was chosen by leave-one-out regret: ``python tune.py
    regret``; its figures are in each table.
-   (2b) The same from the table of the most similar GPU, without what this GPU lacks.
+   Rows of a GPU with as many of the same multiprocessors count too, behind those of this one that are as near.
+   (2b) The same from the table of the most similar GPU, without what this GPU lacks: where no row here says anything of
+   such a call, not even that PyTorch's own is as fast.
    (2c) The same from the portfolio of the architecture: ``tuned/tables/_portfolio.py``.
    A GRU over sequences has a model of its time instead (``tuned.lookup.model``): the rows of its spec and batch serve every
    length; for any other shape the model picks among all variants that fit the GPU, near a row for what is much better

@@ -2483,6 +2483,25 @@ RUN_GRADIENT = "tuned/calls/gru/gradient.py"
 
 STACKS = (
     Fault(
+        "the_first_rows_of_a_gpu_speak_for_all",
+        "tuned/lookup/lookup.py",
+        "if found.variant is not None or found.row is not None:",
+        "if True:",
+        (
+            T
+            + "lookup/test_many_tables.py::test_the_first_rows_of_a_gpu_take_nothing_from_others_of_which_they_say_nothing",
+        ),
+        "Who tunes a few problems of a GPU has others served by PyTorch's own that kernels served before.",
+    ),
+    Fault(
+        "rows_of_an_equal_gpu_are_forgotten",
+        "tuned/lookup/lookup.py",
+        "equals.setdefault(facts if all(facts) else table.device, [])",
+        "equals.setdefault(table.device, [])",
+        (T + "lookup/test_many_tables.py::test_own_rows_come_first_and_those_of_an_equal_gpu_where_they_are_nearer",),
+        "Who tunes a few problems of an H100 has others served by a far row of it, not by that of an H200 which fits.",
+    ),
+    Fault(
         "no_memory_for_layers_at_once",
         "tuned/calls/gru/training.py",
         "    except torch.OutOfMemoryError:\n        if run.capturing(device):",

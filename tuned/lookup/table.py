@@ -95,16 +95,16 @@ def _recorded(path: Path) -> Table:
     return _table(path.stem, properties, str(path), rows)
 
 
-def _before(own: Table, shipped: Table | None) -> Table:
-    """A user's table of a device before the one that ships: its rows come first, and in the place of those of the same calls."""
-    if shipped is None:
-        return own
+def before(first: Table, other: Table | None) -> Table:
+    """A table with the rows of another behind its own, but for those of calls that it has itself."""
+    if other is None:
+        return first
     rows = {}
-    for family, first in own.rows.items():
-        measured = {(row.spec, row.size) for row in first}
-        rest = [row for row in shipped.rows.get(family, ()) if (row.spec, row.size) not in measured]
-        rows[family] = (*first, *rest)
-    return dataclasses.replace(own, rows=rows)
+    for family, own in first.rows.items():
+        measured = {(row.spec, row.size) for row in own}
+        rest = [row for row in other.rows.get(family, ()) if (row.spec, row.size) not in measured]
+        rows[family] = (*own, *rest)
+    return dataclasses.replace(first, rows=rows)
 
 
 def _table(
@@ -208,7 +208,7 @@ def _collected(trouble: Callable[[RecordError], None]) -> dict[str, Table]:
             trouble(error)
         else:
             for path in paths:
-                put(path.stem, lambda path: _before(_recorded(path), found.get(path.stem)), path)
+                put(path.stem, lambda path: before(_recorded(path), found.get(path.stem)), path)
     if folder := os.environ.get("TUNED_TABLES"):
         try:
             paths = folder_of_records(expanded(folder))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import tuned.lookup.table
+from generator.selection import problem_named
 from generator.storage.record import record_text, write_record
 from tests.support.records import winner
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant
 from tuned.families.registry import FAMILIES
 from tuned.families.rope.variant import RopeVariant
-from tuned.lookup.lookup import Gpu, choose, has_rows
+from tuned.lookup.lookup import Choice, Gpu, choose, has_rows, near_rows, variant_at
 from tuned.lookup.record import RecordError, device_slug, winners_of
 
 if TYPE_CHECKING:
@@ -71,6 +72,62 @@ def test_another_card_is_served_by_the_record_of_the_one_most_like_it(
 ) -> None:
     gpu = Gpu("some_other_card", capability, multiprocessors, "Some other card")
     assert warps(gpu) == ("similar GPU", CARDS[like][2])
+
+
+# A few rows, as a tuner that was stopped leaves them -------------------------------------------------------------------
+
+ODD = "gru_grid_backward_bf16_24x813"  # rows of no multiple of 16 bytes, of which only rows that are alike say what is faster
+
+
+@pytest.fixture(params=[(90, 132), (90, 114), (80, 108)], ids=["equal", "fewer", "older"])
+def begun(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    """A card with a row for one rotation and for one gradient; the first has as many of the same multiprocessors as an H200."""
+    capability, multiprocessors = request.param
+    name = "NVIDIA New Card"
+    facts = {"device": device_slug(name), "device_name": name, "capability": capability}
+    environment = winner().environment | facts | {"multiprocessors": multiprocessors}
+    rows = [winner(of, environment=environment) for of in ("llama3_8b_2x4096", "gru_backward_32x512")]
+    rows = [dataclasses.replace(r, variant=FAMILIES[r.family].fit(r.variant, r.spec, capability)) for r in rows]
+    write_record(tmp_path / f"{device_slug(name)}.json", device_slug(name), rows)
+    monkeypatch.setenv("TUNED_TABLES", str(tmp_path))
+    tuned.lookup.table.tables.cache_clear()
+    yield Gpu(device_slug(name), capability, multiprocessors, name)
+    tuned.lookup.table.tables.cache_clear()
+
+
+def served(name: str, gpu: Gpu) -> Choice:
+    problem = problem_named(name)
+    return choose(FAMILIES[problem.family], problem.spec, problem.size, gpu)
+
+
+def test_the_first_rows_of_a_gpu_take_nothing_from_others_of_which_they_say_nothing(begun: Gpu) -> None:
+    before = dataclasses.replace(begun, device="another_card", name="Another card")  # which has no row
+    assert served(ODD, before).variant is not None
+    choice = served(ODD, begun)
+    assert (choice.rule, choice.variant) == ("similar GPU", served(ODD, before).variant), choice.why
+
+
+def test_own_rows_come_first_and_those_of_an_equal_gpu_where_they_are_nearer(begun: Gpu) -> None:
+    assert served("llama3_8b_2x4096", begun).rule == "winner"
+    decode, far = served("llama3_8b_decode_64x1", begun), problem_named("llama3_8b_decode_64x1")
+    near = problem_named("llama3_8b_2x4096")
+    between = dataclasses.replace(near.size, seq=near.size.seq - 1)
+    assert choose(FAMILIES["rope"], near.spec, between, begun).rule == "nearest size", "its own row is as near"
+    if begun.multiprocessors == 132:
+        assert decode.rule == "similar GPU"
+        assert decode.row is not None
+        assert (decode.row.spec, decode.row.size) == (far.spec, far.size)
+        assert decode.why.startswith("no row of nvidia_new_card is as near as one of a GPU that is like it: ")
+
+
+def test_lengths_find_the_rows_that_a_choice_finds(begun: Gpu) -> None:
+    problem = problem_named("llama3_8b_decode_64x1")
+    family = FAMILIES["rope"]
+    rows = near_rows(family, problem.spec, begun)
+    assert rows is not None
+    for batch in (1, 3, 64, 700, 9000):
+        size = dataclasses.replace(problem.size, batch=batch)
+        assert variant_at(rows, family, problem.spec, size, begun) == choose(family, problem.spec, size, begun).variant
 
 
 def test_a_row_is_read_by_the_rules_of_the_card_that_it_was_measured_on() -> None:
