@@ -9,12 +9,15 @@ seen by tuning; the seed is new for each run, and printed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
 import random
+import signal
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ import torch
 import tuned
 import tuned.nn
 from benchmarks.record import environment  # of the device and the packages
+from benchmarks.verify import INTERRUPTED
+from generator.disk import write_whole
 
 MOST_ELEMENTS = 2**27  # of gates, for each direction
 TIMES = 5  # of each, in turns; the median counts
@@ -151,6 +156,29 @@ def summary(rows: list[dict[str, Any]], theirs: str) -> str:
     return "\n".join(lines)
 
 
+@contextlib.contextmanager
+def kept(path: Path | None, content: dict[str, Any], told: Callable[[Any], str]) -> Iterator[None]:
+    """Tell of the rows of the content and write it, with the environment, when all is measured or Ctrl-C or SIGTERM cuts it.
+
+    Of a run that was cut the file has ``"cut": true``, and the exit code is 130. No path: nothing is written.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    cut = False
+    try:
+        yield
+    except KeyboardInterrupt:
+        cut = True
+    if content["rows"]:
+        print(told(content["rows"]))
+    if path is not None:
+        whole = content | {"environment": environment({})} | ({"cut": True} if cut else {})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, (json.dumps(whole, indent=1) + "\n").encode())
+    if cut:
+        print("interrupted" if path is None else f"interrupted: {path} has what was measured")
+        raise SystemExit(INTERRUPTED)
+
+
 def run(about: str | None, measured: Any, told: Any) -> None:
     """Measure until the time is over; print what is told of the rows, and write them. Where nothing compares there is no row."""
     parser = argparse.ArgumentParser(description=(about or "").partition(":")[0])
@@ -164,15 +192,10 @@ def run(about: str | None, measured: Any, told: Any) -> None:
     print(f"seed {seed}", flush=True)
     draw, end = random.Random(seed), time.monotonic() + options.seconds  # noqa: S311 - shapes, no secrets
     rows: list[dict[str, Any]] = []
-    with torch.no_grad():
+    with kept(options.out, {"seed": seed, "rows": rows}, told), torch.no_grad():
         while time.monotonic() < end:
             if (row := measured(draw)) is not None:
                 rows.append(row)
-    print(told(rows))
-    if options.out is not None:
-        content = {"seed": seed, "environment": environment({}), "rows": rows}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import json
 import random
 import statistics
 import time
@@ -22,8 +21,7 @@ import torch
 
 import tuned
 import tuned.nn
-from benchmarks.random_gru import Shape, call_us, captured, drawn, graph_us, in_turns, summary
-from benchmarks.record import environment
+from benchmarks.random_gru import Shape, call_us, captured, drawn, graph_us, in_turns, kept, summary
 from tuned.calls.gru import eager
 from tuned.calls.gru.arguments import gru_call
 
@@ -206,23 +204,19 @@ def main() -> None:
         raise SystemExit("this compares GPUs' kernels, and torch sees no GPU here: run it on a machine that has one")
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
-    listed = []
-    for group, shape, features in LISTED:
-        listed.append({"group": group, **compared(shape, features, whole=True)})
-        print(line(group, listed[-1]), flush=True)
-    resets = [with_resets(*shape) for shape in RESET_SHAPES]
-    print("\n".join(map(reset_line, resets)), flush=True)
-    draw, end, rows = random.Random(seed), time.monotonic() + options.seconds, list[dict[str, Any]]()  # noqa: S311 - no secrets
-    while time.monotonic() < end:
-        shape = drawn(draw)
-        if shape.steps * shape.batch * shape.hidden <= MOST_ELEMENTS:
-            rows.append(compared(shape, shape.hidden))
-    if rows:
-        print(summary(rows, "nn.GRU"))
-    if options.out is not None:
-        content = {"seed": seed, "environment": environment({}), "listed": listed, "resets": resets, "rows": rows}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    found: dict[str, list[dict[str, Any]]] = {"listed": [], "resets": [], "rows": []}
+    with kept(options.out, {"seed": seed, **found}, lambda rows: summary(rows, "nn.GRU")):
+        for group, shape, features in LISTED:
+            found["listed"].append({"group": group, **compared(shape, features, whole=True)})
+            print(line(group, found["listed"][-1]), flush=True)
+        for shape, features in RESET_SHAPES:
+            found["resets"].append(with_resets(shape, features))
+            print(reset_line(found["resets"][-1]), flush=True)
+        draw, end = random.Random(seed), time.monotonic() + options.seconds  # noqa: S311 - no secrets
+        while time.monotonic() < end:
+            shape = drawn(draw)
+            if shape.steps * shape.batch * shape.hidden <= MOST_ELEMENTS:
+                found["rows"].append(compared(shape, shape.hidden))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import signal
+from typing import TYPE_CHECKING
 
-from benchmarks.random_gru import MOST_ELEMENTS, drawn, in_turns, summary
+import pytest
+
+from benchmarks import random_gru
+from benchmarks.random_gru import MOST_ELEMENTS, drawn, in_turns, kept, summary
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_shapes_are_of_all_kinds_and_follow_the_seed() -> None:
@@ -48,3 +58,35 @@ def test_what_seems_slower_is_measured_again() -> None:
     assert turns(*[10.1] * 5) == ((10.0, 10.1), 12)
     assert turns(*[11.0] * 5, *[10.1] * 20) == ((10.0, 10.1), 52), "a disturbance"
     assert turns(*[11.0] * 25) == ((10.0, 11.0), 52)
+
+
+@pytest.mark.parametrize("cut", [None, signal.SIGINT, signal.SIGTERM], ids=["whole", "Ctrl-C", "SIGTERM"])
+def test_what_was_measured_is_told_and_kept_however_a_run_ends(
+    cut: signal.Signals | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(random_gru, "environment", lambda _: {"device": "a GPU"})
+    before, path = signal.getsignal(signal.SIGTERM), tmp_path / "new" / "found.json"
+    rows: list[int] = []
+
+    def measure() -> None:
+        with kept(path, {"seed": 1, "rows": rows}, lambda rows: f"{len(rows)} rows"):
+            rows.append(1)
+            if cut is not None:
+                os.kill(os.getpid(), cut)
+                signal.pause()
+            rows.append(2)
+
+    try:
+        if cut is None:
+            measure()
+        else:
+            with pytest.raises(SystemExit) as ended:
+                measure()
+            assert ended.value.code == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    found = json.loads(path.read_text())
+    assert found.pop("cut", False) == (cut is not None)
+    assert found == {"seed": 1, "rows": rows, "environment": {"device": "a GPU"}}
+    assert rows == ([1, 2] if cut is None else [1])
+    assert f"{len(rows)} rows" in capsys.readouterr().out
