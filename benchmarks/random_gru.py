@@ -158,25 +158,25 @@ def summary(rows: list[dict[str, Any]], theirs: str) -> str:
 
 @contextlib.contextmanager
 def kept(path: Path | None, content: dict[str, Any], told: Callable[[Any], str]) -> Iterator[None]:
-    """Tell of the rows of the content and write it, with the environment, when all is measured or Ctrl-C or SIGTERM cuts it.
+    """Tell of the rows of the content and write it, with the environment, however the measuring ends.
 
-    Of a run that was cut the file has ``"cut": true``, and the exit code is 130. No path: nothing is written.
+    Of a run that Ctrl-C, SIGTERM or an error cut, the file has ``"cut": true``. After the first two the exit code is 130. No
+    path: nothing is written.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    cut = False
+    whole = content | {"environment": environment({}), "cut": True}
     try:
         yield
+        del whole["cut"]
     except KeyboardInterrupt:
-        cut = True
-    if content["rows"]:
-        print(told(content["rows"]))
-    if path is not None:
-        whole = content | {"environment": environment({})} | ({"cut": True} if cut else {})
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, (json.dumps(whole, indent=1) + "\n").encode())
-    if cut:
-        print("interrupted" if path is None else f"interrupted: {path} has what was measured")
-        raise SystemExit(INTERRUPTED)
+        print("interrupted: what was measured before counts")
+        raise SystemExit(INTERRUPTED) from None
+    finally:
+        if content["rows"]:
+            print(told(content["rows"]))
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, (json.dumps(whole, indent=1) + "\n").encode())
 
 
 def run(about: str | None, measured: Any, told: Any) -> None:

@@ -9,6 +9,7 @@ import signal
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from benchmarks import random_gru
 from benchmarks.random_gru import MOST_ELEMENTS, drawn, in_turns, kept, summary
@@ -60,9 +61,9 @@ def test_what_seems_slower_is_measured_again() -> None:
     assert turns(*[11.0] * 25) == ((10.0, 11.0), 52)
 
 
-@pytest.mark.parametrize("cut", [None, signal.SIGINT, signal.SIGTERM], ids=["whole", "Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("cut", [None, signal.SIGINT, signal.SIGTERM, 0], ids=["whole", "Ctrl-C", "SIGTERM", "error"])
 def test_what_was_measured_is_told_and_kept_however_a_run_ends(
-    cut: signal.Signals | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cut: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(random_gru, "environment", lambda _: {"device": "a GPU"})
     before, path = signal.getsignal(signal.SIGTERM), tmp_path / "new" / "found.json"
@@ -71,18 +72,20 @@ def test_what_was_measured_is_told_and_kept_however_a_run_ends(
     def measure() -> None:
         with kept(path, {"seed": 1, "rows": rows}, lambda rows: f"{len(rows)} rows"):
             rows.append(1)
-            if cut is not None:
+            if cut:
                 os.kill(os.getpid(), cut)
                 signal.pause()
+            if cut == 0:
+                raise torch.OutOfMemoryError
             rows.append(2)
 
     try:
         if cut is None:
             measure()
         else:
-            with pytest.raises(SystemExit) as ended:
+            with pytest.raises(SystemExit if cut else torch.OutOfMemoryError) as ended:
                 measure()
-            assert ended.value.code == 130
+            assert not cut or ended.value.code == 130  # type: ignore[union-attr]
     finally:
         signal.signal(signal.SIGTERM, before)
     found = json.loads(path.read_text())

@@ -2494,6 +2494,14 @@ STACKS = (
         "Who tunes a few problems of a GPU has others served by PyTorch's own that kernels served before.",
     ),
     Fault(
+        "lengths_know_own_rows_alone",
+        "tuned/lookup/lookup.py",
+        "_here(family, spec, gpu, _nearest_first(known, gpu)[0])",
+        "_here(family, spec, gpu, known[gpu.device])",
+        (T + "lookup/test_many_tables.py::test_lengths_find_the_rows_that_a_choice_finds",),
+        "A new length gets another variant than the same call gets when it is the first.",
+    ),
+    Fault(
         "rows_of_an_equal_gpu_are_forgotten",
         "tuned/lookup/lookup.py",
         "equals.setdefault(facts if all(facts) else table.device, [])",

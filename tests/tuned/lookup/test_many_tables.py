@@ -121,13 +121,19 @@ def test_own_rows_come_first_and_those_of_an_equal_gpu_where_they_are_nearer(beg
 
 
 def test_lengths_find_the_rows_that_a_choice_finds(begun: Gpu) -> None:
-    problem = problem_named("llama3_8b_decode_64x1")
+    """Some are nearest to its own row, some to one of an equal card, and one is out of reach of both."""
+    problem = problem_named("llama3_8b_2x4096")
     family = FAMILIES["rope"]
     rows = near_rows(family, problem.spec, begun)
     assert rows is not None
-    for batch in (1, 3, 64, 700, 9000):
-        size = dataclasses.replace(problem.size, batch=batch)
-        assert variant_at(rows, family, problem.spec, size, begun) == choose(family, problem.spec, size, begun).variant
+    rules = set()
+    for seq in (128, 200, 900, 4095, 4096, 9000):
+        size = dataclasses.replace(problem.size, seq=seq)
+        choice = choose(family, problem.spec, size, begun)
+        assert variant_at(rows, family, problem.spec, size, begun) == choice.variant
+        rules.add(choice.rule)
+    if begun.multiprocessors == 132:
+        assert rules > {"winner", "nearest size", "similar GPU"}
 
 
 def test_a_row_is_read_by_the_rules_of_the_card_that_it_was_measured_on() -> None:
