@@ -1584,10 +1584,30 @@ RESETS = (
     Fault(
         "reset_behind_the_end",
         "templates/gru_receive.py.jinja",
-        "m_cut = m_batch & (i_step < length)",
-        "m_cut = m_batch",
-        (R + "test_kernels_reset_as_pieces_do[persistent-1-2-False-packed]",),
+        "m_cut = i_step + 1 < length",
+        "m_cut = length > 0",
+        (
+            "tests/kernels/test_gru_kernels.py::test_marks_are_of_their_step_in_a_launch_of_several[packed-both-early-1]",
+        ),
         "The last state of a packed sequence is 0 where its first step is marked, in the direction that goes backwards.",
+        render=True,
+    ),
+    Fault(
+        "reset_a_step_late",
+        "templates/gru_receive.py.jinja",
+        "    resets, i_step + 1, m_cut,",
+        "    resets, i_step, m_cut,",
+        ("tests/kernels/test_gru_kernels.py::test_marks_are_of_their_step_in_a_launch_of_several[dense-layer-late-1]",),
+        "In a launch of all steps a state is reset a step after the one that is marked, and at the first one twice.",
+        render=True,
+    ),
+    Fault(
+        "reset_of_the_tile_that_had_its_turn",
+        "templates/gru_backward.py.jinja",
+        "(i_turn + 1) // turns > 0, next_batch, next_length,",
+        "(i_turn + 1) // turns > 0, i_batch, length,",
+        ("tests/kernels/test_gru_backward_kernels.py::test_marks_are_of_their_turn_in_a_launch_of_several[dense-1-2]",),
+        "A gradient is cut where the rows of the tile before were reset.",
         render=True,
     ),
     Fault(
@@ -1602,8 +1622,8 @@ RESETS = (
     Fault(
         "reset_of_the_last_states_gradient",
         "templates/gru_backward.py.jinja",
-        "m_cut = m_batch & (i_step > 0)",
-        "m_cut = m_batch",
+        "resets, t_begin, t_begin > 0,",
+        "resets, t_begin, t_begin >= 0,",
         (R + "test_kernels_have_the_gradients_of_pieces[variant0-False-2-dense]",),
         "A gradient through the last state of the backward direction is lost where the first step is marked.",
         render=True,
@@ -2416,7 +2436,7 @@ ROWS = (
     Fault(
         "the_second_step_has_no_reset",
         "templates/gru_row.py.jinja",
-        "own = tl.where(y_cut, 0, own)",
+        "own = tl.where(y_marks != 0, 0, own)",
         "own = own",
         (ROW + "test_every_choice_computes_what_the_oracle_does",),
         "Every other step of a GRU of few units takes no notice of its reset.",

@@ -143,6 +143,18 @@ def test_a_launch_goes_on_where_the_last_one_ended(layout: str, exchange: str, p
 
 
 @pytest.mark.thinned_on_gpu(every=3)
+@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_marks_are_of_their_turn_in_a_launch_of_several(layout: str, directions: int, turns: int) -> None:
+    """They are loaded a turn ahead, and of the first turn of a launch before it."""
+    spec, lengths = spec_of("ieee", 20, layout, directions, resets=True), lengths_of(layout, 20, 4)
+    variant = GruVariant("persistent", "split", 32, 8, "counter", num_warps=2, turns=turns)
+    for windows in ([(0, 5)], [(0, 2), (2, 5)]):
+        assert_right(Sequences(spec, lengths), variant, windows)
+
+
+@pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize(
     ("layout", "numbers", "exchange", "turns"),
     [

@@ -140,6 +140,18 @@ def test_a_launch_goes_on_where_the_last_one_ended(layout: str, shape: str) -> N
 
 
 @pytest.mark.thinned_on_gpu(every=3)
+@pytest.mark.parametrize(("prefetch", "turns"), [("early", 1), ("late", 1), ("early", 2)])
+@pytest.mark.parametrize("shape", ["layer", "both"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_marks_are_of_their_step_in_a_launch_of_several(layout: str, shape: str, prefetch: str, turns: int) -> None:
+    """They are loaded a step ahead, and of the first step of a launch before it. Rows end before others, and at a mark too."""
+    variant = dataclasses.replace(SPLIT, block_hidden=32, exchange="counter", prefetch=prefetch, turns=turns)
+    spec, lengths = spec_of("ieee", 20, shape, layout, resets=True), lengths_of(layout, 20, 5)
+    for windows in ([(0, 5)], [(0, 2), (2, 5)]):
+        assert_right(Sequences(spec, lengths), variant, windows)
+
+
+@pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("exchange", ["poll", "counter"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_program_waits_for_its_own_results_and_the_layer_below(shape: str, exchange: str) -> None:

@@ -197,14 +197,16 @@ def _token(
 
 
 @triton.jit
-def _cut(resets, i_step, m_step, i_batch, length, seq, starts, stride_t, stride_b, BACKWARD):
-    """[BLOCK_BATCH]: whether a row's state is reset on the way to a step; of ``m_step`` alone.
+def _marks(resets, i_step, m_step, i_batch, length, seq, starts, stride_t, stride_b, BACKWARD):
+    """[BLOCK_BATCH]: not 0 where a row's state is reset on the way to a step; of ``m_step`` alone.
 
     A reset of a token cuts between it and the one before. Against the tokens' order, the one that is left has it.
+    Bytes, as they are in memory: a comparison here would wait for them, a step before they are needed.
     """
     i_marked = i_step - tl.where(BACKWARD, 1, 0)
     p_marked = _token(i_marked, i_batch, length, seq, starts, stride_t, stride_b, BACKWARD)
-    return tl.load(resets + p_marked, mask=m_step & (i_marked >= 0) & (i_marked < length), other=0) != 0
+    p_marked = resets.to(tl.pointer_type(tl.int8), bitcast=True) + p_marked
+    return tl.load(p_marked, mask=m_step & (i_marked >= 0) & (i_marked < length), other=0)
 
 
 @triton.jit
@@ -402,6 +404,10 @@ def gru_dense_backward_split_resets(
         b_x += tl.load(p_ih + 2 * HIDDEN, mask=m_hidden, other=0).to(tl.float32)
         b_h += tl.load(p_hh + 2 * HIDDEN, mask=m_hidden, other=0).to(tl.float32)
     next_mask = mask
+    # That of h_n, before the first step, is of no state that was reset.
+    marked = _marks(
+        resets, t_begin, t_begin > 0, i_batch, length, seq, start, resets_stride_t, resets_stride_b, against
+    )  # fmt: skip
 
     gates += i_cell.to(tl.int64) * tokens * (3 * HIDDEN)
     hidden += i_cell.to(tl.int64) * tokens * (3 * HIDDEN)
@@ -457,11 +463,6 @@ def gru_dense_backward_split_resets(
         i_last = tl.maximum(tl.minimum(i_step, length) - 1, 0)
         i_token = _token(i_last, i_batch, length, seq, start, token_stride_t, token_stride_b, against)
         p_message = grads + i_token * (4 * HIDDEN)
-        # The gradient of a state that was reset after it goes no further. That of h_n, before the first step, is of none.
-        m_cut = m_batch & (i_step > 0)
-        cut = _cut(resets, i_step, m_cut, i_batch, length, seq, start, resets_stride_t, resets_stride_b, against)
-        cut = cut[None, :]
-        own = tl.where(cut, 0, own)
         if EXCHANGE == "counter":
             if i_step > t_begin:
                 while tl.atomic_add(counter, 0, sem="acquire") < unit_tiles * (i_step - t_begin):
@@ -479,6 +480,14 @@ def gru_dense_backward_split_resets(
             d_1 = _wait(d_1, p_message, m_had, m_wait, COLUMNS, WIDTH_0, WIDTH_1, EXCHANGE, THREADS)
         if WIDTH_2 > 0:
             d_2 = _wait(d_2, p_message, m_had, m_wait, COLUMNS, WIDTH_0 + WIDTH_1, WIDTH_2, EXCHANGE, THREADS)
+        # The gradient of a state that was reset after it goes no further. Marks are loaded a turn ahead, and behind the
+        # wait: loads come back in order, and marks come from memory.
+        cut = (marked != 0)[None, :]
+        own = tl.where(cut, 0, own)
+        marked = _marks(
+            resets, (i_turn + 1) // turns, (i_turn + 1) // turns > 0, next_batch, next_length, seq, next_start,
+            resets_stride_t, resets_stride_b, against,
+        )  # fmt: skip
         if not EARLY:
             x_r, x_z, x_n, h_r, h_z, h_n, h, d, m_next = _terms(
                 gates, hidden, before, grad_out, (i_turn + 1) // turns, t_stop, next_batch, next_length, seq,

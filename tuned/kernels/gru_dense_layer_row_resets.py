@@ -89,8 +89,8 @@ def gru_dense_layer_row_resets(
     y_r, y_z, y_n, y_token = _coming(
         gates, 1, i_batch, length, seq, starts, gates_stride_t, gates_stride_b, backward, i_hidden, HIDDEN
     )
-    x_cut = _cut(resets, 0, 0 < length, i_batch, length, seq, starts, resets_stride_t, resets_stride_b, backward)
-    y_cut = _cut(resets, 1, 1 < length, i_batch, length, seq, starts, resets_stride_t, resets_stride_b, backward)
+    x_marks = _marks(resets, 0, 0 < length, i_batch, length, seq, starts, resets_stride_t, resets_stride_b, backward)
+    y_marks = _marks(resets, 1, 1 < length, i_batch, length, seq, starts, resets_stride_t, resets_stride_b, backward)
     # A loop that is no "for", or Triton computes the state in two layouts to save a trip through shared memory, for twice the work.
     i_step = 0
     while i_step < length:
@@ -99,8 +99,8 @@ def gru_dense_layer_row_resets(
         x_r, x_z, x_n, x_token = _coming(
             gates, i_next, i_batch, length, seq, starts, gates_stride_t, gates_stride_b, backward, i_hidden, HIDDEN
         )
-        own = tl.where(x_cut, 0, own)
-        x_cut = _cut(
+        own = tl.where(x_marks != 0, 0, own)
+        x_marks = _marks(
             resets, i_next, i_next < length, i_batch, length, seq, starts, resets_stride_t, resets_stride_b, backward
         )
         own = _step(own, r + b_r, z + b_z, n + b_x, b_h, w_r, w_z, w_n)
@@ -113,8 +113,8 @@ def gru_dense_layer_row_resets(
         y_r, y_z, y_n, y_token = _coming(
             gates, i_next, i_batch, length, seq, starts, gates_stride_t, gates_stride_b, backward, i_hidden, HIDDEN
         )
-        own = tl.where(y_cut, 0, own)
-        y_cut = _cut(
+        own = tl.where(y_marks != 0, 0, own)
+        y_marks = _marks(
             resets, i_next, i_next < length, i_batch, length, seq, starts, resets_stride_t, resets_stride_b, backward
         )
         there = i_step < length  # not after an odd number of steps
@@ -221,14 +221,16 @@ def _token(
 
 
 @triton.jit
-def _cut(resets, i_step, m_step, i_batch, length, seq, starts, stride_t, stride_b, BACKWARD):
-    """[BLOCK_BATCH]: whether a row's state is reset on the way to a step; of ``m_step`` alone.
+def _marks(resets, i_step, m_step, i_batch, length, seq, starts, stride_t, stride_b, BACKWARD):
+    """[BLOCK_BATCH]: not 0 where a row's state is reset on the way to a step; of ``m_step`` alone.
 
     A reset of a token cuts between it and the one before. Against the tokens' order, the one that is left has it.
+    Bytes, as they are in memory: a comparison here would wait for them, a step before they are needed.
     """
     i_marked = i_step - tl.where(BACKWARD, 1, 0)
     p_marked = _token(i_marked, i_batch, length, seq, starts, stride_t, stride_b, BACKWARD)
-    return tl.load(resets + p_marked, mask=m_step & (i_marked >= 0) & (i_marked < length), other=0) != 0
+    p_marked = resets.to(tl.pointer_type(tl.int8), bitcast=True) + p_marked
+    return tl.load(p_marked, mask=m_step & (i_marked >= 0) & (i_marked < length), other=0)
 
 
 @triton.jit

@@ -230,14 +230,16 @@ def _token(
 
 
 @triton.jit
-def _cut(resets, i_step, m_step, i_batch, length, seq, starts, stride_t, stride_b, BACKWARD):
-    """[BLOCK_BATCH]: whether a row's state is reset on the way to a step; of ``m_step`` alone.
+def _marks(resets, i_step, m_step, i_batch, length, seq, starts, stride_t, stride_b, BACKWARD):
+    """[BLOCK_BATCH]: not 0 where a row's state is reset on the way to a step; of ``m_step`` alone.
 
     A reset of a token cuts between it and the one before. Against the tokens' order, the one that is left has it.
+    Bytes, as they are in memory: a comparison here would wait for them, a step before they are needed.
     """
     i_marked = i_step - tl.where(BACKWARD, 1, 0)
     p_marked = _token(i_marked, i_batch, length, seq, starts, stride_t, stride_b, BACKWARD)
-    return tl.load(resets + p_marked, mask=m_step & (i_marked >= 0) & (i_marked < length), other=0) != 0
+    p_marked = resets.to(tl.pointer_type(tl.int8), bitcast=True) + p_marked
+    return tl.load(p_marked, mask=m_step & (i_marked >= 0) & (i_marked < length), other=0)
 
 
 @triton.jit
@@ -449,9 +451,9 @@ def gru_packed_turns_split_resets(
         a_n = a_r
 
         # What the last step gave, once it is there: h, h_1, h_2. Then r and z, and a_n.
-        m_cut = m_batch & (i_step < length)
-        cut = _cut(resets, i_step, m_cut, i_batch, length, seq, starts, resets_stride_t, resets_stride_b, backward)
-        cut = cut[None, :]
+        m_cut = i_step < length
+        marks = _marks(resets, i_step, m_cut, i_batch, length, seq, starts, resets_stride_t, resets_stride_b, backward)
+        cut = (marks != 0)[None, :]
         own = tl.where(cut, 0, own)
         if not ALONE:
             done = tl.minimum(i_step, length)
@@ -470,6 +472,12 @@ def gru_packed_turns_split_resets(
                 h_2 = _operand(
                     _wait(p_state, m_wait, HIDDEN, WIDTH_0 + WIDTH_1, WIDTH_2, EXCHANGE, THREADS), SPLITS, PRECISION
                 )
+        # The next step's marks; nothing reads them where tiles take turns. Loads come back in order, and marks come from
+        # memory: before the wait they would make it longer.
+        m_cut = i_step + 1 < length
+        marked = _marks(
+            resets, i_step + 1, m_cut, i_batch, length, seq, starts, resets_stride_t, resets_stride_b, backward
+        )
 
         if not EARLY:
             y_r, y_z, y_n, m_next = _gates(

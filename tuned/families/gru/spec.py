@@ -109,6 +109,11 @@ class GruSpec:
         """In a template: the state before a turn's step."""
         return self._of_state("tl.where(first, before.to(tl.float32), own)")
 
+    def marks(self, variant: Any) -> str:
+        """In a template: whether the state of each row of a tile is reset before a step; loaded a step ahead, or now in a turn."""
+        now = "resets, i_step, m_cut, i_batch, length, seq, starts, resets_stride_t, resets_stride_b, backward"
+        return f"_marks({now})" if variant.in_turn else "marked"
+
     def _of_state(self, value: str) -> str:
         return f"tl.where(cut, 0, {value})" if self.resets else value
 
