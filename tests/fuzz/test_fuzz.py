@@ -36,6 +36,7 @@ from tests.support.rope_calls import Watch, watch
 from tests.support.run import INTERPRETED
 from tuned import dispatch
 from tuned.calls.rope import norm, saved
+from tuned.families.gru.variant import steps_are_alike
 from tuned.families.registry import FAMILIES as FAMILIES_OF
 from tuned.families.rope.eager import norm_gradient
 from tuned.families.rope.launches import WEIGHTS, kernel_names
@@ -319,6 +320,19 @@ def test_every_row_is_what_lookups_give_while_it_is_forced() -> None:
         assert tuned.lookup.lookup.choose(family, row.spec, row.size, gpu) == before
     assert set(walk) <= forced.SERVED
     assert set().union(*(forced.kernels_of(*row) for row in walk)) <= forced.all_kernels()
+
+
+def test_a_launch_for_each_step_serves_calls_while_its_row_is_forced() -> None:
+    """Of which most are for graphs alone: what a host takes for them does not count."""
+    gpu, rows = Gpu("nvidia_h200", 90, 132, "NVIDIA H200"), forced.rows("gru")
+    by_steps = [index for index, row in enumerate(rows) if row.variant.strategy == "library"]
+    assert by_steps
+    for index in by_steps:
+        spec, size = rows[index].spec, rows[index].size
+        with forced.forced("gru", index):
+            choice = tuned.calls.gru.run.choose(FAMILIES_OF["gru"], spec, size, gpu)
+            served = tuned.calls.gru.run.timely(choice, spec, size, captured=False)
+        assert (served == choice) == (steps_are_alike(spec) and spec.dense), rows[index]
 
 
 def test_all_that_is_known_of_calls_is_forgotten_for_a_case_that_is_forced() -> None:

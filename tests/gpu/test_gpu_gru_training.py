@@ -72,7 +72,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GruCall]]:
     # A checkpoint's first forward is that of a gradient.
     monkeypatch.setattr(training.run, "CALLED_LAYER_SAVES_US", 0.0)
     monkeypatch.setattr(training, "CAPTURED_STEPS", 0)
-    monkeypatch.setattr(training.run, "why_not", lambda _call: None)
+    monkeypatch.setattr(training.run, "why_not", lambda _call, **_: None)
     monkeypatch.setattr(training.run, "_parts", _always(training.run._parts))
     yield found
     found.clear()

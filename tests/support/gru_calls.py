@@ -42,11 +42,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[GruCall]:
         monkeypatch.setattr(
             module, "why_eager", lambda x, **_: None if type(x) in plain else f"{type(x)} is a subclass"
         )
-    monkeypatch.setattr(tuned.calls.recurrent.serve.run, "why_not", lambda _call: None)
+    monkeypatch.setattr(tuned.calls.recurrent.serve.run, "why_not", lambda _call, **_: None)
     monkeypatch.setattr(tuned.calls.recurrent.serve.run, "modelled_steps", lambda _call: False)
     monkeypatch.setattr(tuned.calls.recurrent.serve.run, "wide", lambda call: call)
     monkeypatch.setattr(
-        tuned.calls.recurrent.serve.run, "choice_of", lambda _call: (Choice("default", "", "v"), ("a_kernel",))
+        tuned.calls.recurrent.serve.run, "choice_of", lambda _call, **_: (Choice("default", "", "v"), ("a_kernel",))
     )
     monkeypatch.setattr(tuned.calls.recurrent.serve.run, "forward", forward)
     monkeypatch.setattr(

@@ -122,7 +122,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     for module in (padding, run, project):
         monkeypatch.setattr(module, "launch_known", made.launch)
     monkeypatch.setattr(padding, "_COMPILED", {})
-    monkeypatch.setattr(project, "compiled_before", lambda *_: "compiled")
+    for module in (plan, project):
+        monkeypatch.setattr(module, "compiled_before", lambda *_: "compiled")
     monkeypatch.setattr(run, "may_learn", lambda _device: True)
     monkeypatch.setattr(run, "PACKED_US", -1e9)
     monkeypatch.setattr(torch.cuda, "device", _NoDevice)

@@ -323,7 +323,7 @@ def test_a_thread_that_listens_notes_the_launch_of_a_gradient_and_gets_true_valu
 def test_short_calls_and_stacks_that_cudnn_runs_side_by_side_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Row(GruSpec("float32", H), GruSize(B, 64), ONE, None, 10.0, "a table", {}, eager_us=20.0)
     monkeypatch.setattr(training, "_choice", lambda _call: Choice("winner", "", ONE, row))
-    monkeypatch.setattr(run, "why_not", lambda _call: None)
+    monkeypatch.setattr(run, "why_not", lambda _call, **_: None)
     monkeypatch.setattr(run, "modelled_steps", lambda _call: False)
     monkeypatch.setattr(run, "in_one_launch", lambda _call: True)
     waves: list[Any] = [None]
@@ -351,7 +351,7 @@ def test_short_calls_and_stacks_that_cudnn_runs_side_by_side_are_left(monkeypatc
 def test_a_forward_of_a_launch_for_each_step_is_for_graphs(monkeypatch: pytest.MonkeyPatch, *, captured: bool) -> None:
     row = Row(GruSpec("bfloat16", H), GruSize(B, 64), ONE, None, 10.0, "a table", {}, eager_us=20.0)
     monkeypatch.setattr(training, "_choice", lambda _call: Choice("winner", "", ONE, row))
-    monkeypatch.setattr(run, "why_not", lambda _call: None)
+    monkeypatch.setattr(run, "why_not", lambda _call, **_: None)
     monkeypatch.setattr(run, "capturing", lambda _device: captured)
     call = call_of()
     call = dataclasses.replace(call, input=torch.randn(training.CALLED_STEPS, B, call.input.shape[2]))
@@ -457,7 +457,7 @@ def test_gradients_are_left_whose_products_would_be_coarser_than_those_of_a_gru(
 ) -> None:
     monkeypatch.setattr(training, "_choose", lambda *_: Choice("winner", "a test asked for it", ONE))
     monkeypatch.setattr(training, "gpu_of", lambda _device: None)
-    monkeypatch.setattr(run, "why_not", lambda _call: None)
+    monkeypatch.setattr(run, "why_not", lambda _call, **_: None)
     monkeypatch.setattr(run, "modelled_steps", lambda _call: False)
     monkeypatch.setattr(training, "CALLED_STEPS", 0)
     left: list[GruCall] = []

@@ -298,8 +298,16 @@ def test_pytorchs_own_gets_padded_rows_where_it_takes_less_so(monkeypatch: pytes
     assert padded(hidden) is (dtype == "bfloat16"), "multiplied without tensor cores, narrow rows take no longer"
 
 
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize(("rows", "hidden", "both"), [(258, 1461, True), (18, 1511, False), (244, 813, False)])
+@pytest.mark.parametrize(
+    ("rows", "hidden", "both", "captured"),
+    [
+        (258, 1461, True, False),
+        (258, 1461, True, True),
+        (18, 1511, False, True),  # 30 us a step of nn.GRU's are less than what ours take a slow host
+        (244, 813, False, False),
+        (244, 813, False, True),
+    ],
+)
 def test_a_launch_for_each_step_of_padded_rows_serves_where_that_takes_less(
     monkeypatch: pytest.MonkeyPatch, rows: int, hidden: int, *, both: bool, captured: bool
 ) -> None:
@@ -312,6 +320,15 @@ def test_a_launch_for_each_step_of_padded_rows_serves_where_that_takes_less(
     assert spec.hidden == width_of(hidden, 2)
     assert (choice.rule, choice.variant.strategy) == ("model", "library")
     assert not run.pads_pytorch(call, captured=captured)
+
+
+def test_a_host_that_is_slow_takes_as_long_for_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """18 rows of 1511 units take nn.GRU 30 us a step, our kernels 10 and a slow host 37 for them."""
+    monkeypatch.setattr(run, "gpu_of", lambda _device: H200)
+    made = torch.nn.GRU(1511, 1511, dtype=torch.bfloat16, device="meta")
+    x, hx = (torch.empty(n, 18, 1511, dtype=torch.bfloat16, device="meta") for n in (152, 1))
+    served = [run.wide(_as_call(x, hx, made, {}), captured=captured).width for captured in (False, True)]
+    assert served == [None, 1512]
 
 
 def test_padding_spares_a_call_of_pytorchs_own_nothing_that_the_host_takes() -> None:

@@ -31,6 +31,7 @@ from tuned.launching.launcher import as_integers
 from tuned.launching.plan import (
     ALIGNED_BYTES,
     NO_KEY,
+    compiled_before,
     current_device,
     direct_launch,
     keep,
@@ -525,17 +526,20 @@ def _plan_by_library(call: GruCall, spec: GruSpec, recurrence: Recurrence, compi
     biases = [b for start in range(2, len(call.weights), each) for b in call.weights[start : start + each - 2]]
     if not steps_are_alike(spec) or any(not b.is_contiguous() or b.data_ptr() % ALIGNED_BYTES for b in biases):
         return None
-    # The first step of a direction reads hx, which has strides of its own.
+    # The first step of a direction reads hx, which has strides of its own, and may be another compiled kernel.
     firsts = [gates_of_step(spec, recurrence, cell, 0, recurrence.h_0[cell]) for cell in range(directions)]
-    later = gates_of_step(spec, recurrence, 0, 0, state_of_step(spec, recurrence, 0, 0))
-    kinds = [tuple(map(kind_of, launch.arguments)) for launch in (later, *firsts)]
-    if len(set(kinds)) > 1:
+    laters = [
+        gates_of_step(spec, recurrence, cell, 0, state_of_step(spec, recurrence, cell, 0)) for cell in range(directions)
+    ]
+    if any(len({tuple(map(kind_of, launch.arguments)) for launch in like}) > 1 for like in (firsts, laters)):
         return None
-    begun, direct = (direct_launch(launch, compiled, index) for launch in (firsts[0], later))
+    compiled_first = compiled_before(index, firsts[0])
+    begun = None if compiled_first is None else direct_launch(firsts[0], compiled_first, index)
+    direct = direct_launch(laters[0], compiled, index)
     if begun is None or direct is None:
         return None
-    run, function, head, programs, rest, stream_of, enter, leave = direct
-    run_first, rest_first = begun.run, begun.rest
+    programs, stream_of, enter, leave = direct.programs, direct.stream_of, direct.enter, direct.leave
+    first, later = ((one.run, one.function, one.head, one.rest) for one in (begun, direct))
     apart = recurrence.gates.stride(1) * spec.item  # bytes from the gates of one step to those of the next
     rows, features, turned = call.input.shape[:-1].numel(), call.input.shape[-1], call.batch_first
     make_out = maker((*call.input.shape[:-1], directions * hidden), call.input)
@@ -555,15 +559,15 @@ def _plan_by_library(call: GruCall, spec: GruSpec, recurrence: Recurrence, compi
             given, columns = (p_products, *[b.data_ptr() for b in biases]), w_hh.t()
             states = by_time[..., cell * hidden : (cell + 1) * hidden].unbind(0)
             order, p_gates = range(seq), gates[cell].data_ptr()
-            state, fire, numbers = hx[cell], run_first, rest_first
+            state, (fire, function, head, rest) = hx[cell], first
             for t in reversed(order) if cell else order:
                 torch.mm(state, columns, out=products)
                 before, state = state, states[t]
                 fire(
                     programs, 1, 1, stream, function, *head,
-                    p_gates + t * apart, *given, before.data_ptr(), state.data_ptr(), *numbers,
+                    p_gates + t * apart, *given, before.data_ptr(), state.data_ptr(), *rest,
                 )  # fmt: skip
-                fire, numbers = run, rest
+                fire, function, head, rest = later
             h_n[cell].copy_(state)
         return out, h_n, gates, None
 

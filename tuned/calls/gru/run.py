@@ -49,9 +49,9 @@ from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, Gpu, best_kernel, by_steps, choose, modelled, usable
 from tuned.lookup.model import library_us, us_of
 
-# What a product of the library and a kernel take the host at each step of a call. On a host where nn.GRU takes 23 us it is 21.7, so a
-# little less than nn.GRU's on any.
-CALLED_STEP_US = 10.0
+# What a product of the library and a kernel take the host at each step of a call: a fast one, and a slow one, where nn.GRU takes 24. To
+# call torch.mm takes a host up to 28 us, whatever it multiplies. docs/decisions/0072
+CALLED_STEP_US, SLOW_CALLED_STEP_US = 10.0, 37.0
 # What one more layer takes the host of a call, on the scale of HOST_STEP_US: the product of its input, and its recurrence.
 CALLED_LAYER_US = 10.0
 # What kernels of several layers must save the device of a call, for each layer, where PyTorch's own is one launch a layer: the host
@@ -62,6 +62,7 @@ PACKED_US = 64.0
 # What PyTorch's own takes a slow host a step of a layer and direction: padded, it takes the device less, and the host as long.
 SLOW_HOST_STEP_US = 24.0
 NARROW_TAKES = 1.25  # of what the model thinks, kernels of rows that are no multiple of 16 bytes
+LIBRARY_NARROW_TAKES = 1.13  # PyTorch's own of such rows at least: 1.13, 1.3 and 2.1 of it, of three layers
 ROW_TAKES = 0.95  # of what kernels of form "row" take without padding, with it
 MEASURED_RULES = ("winner", "nearest size")  # of a choice whose steps were measured
 DEVICE_ROWS = 64  # from so many on a call of a GRU takes the device longer than the host
@@ -137,6 +138,9 @@ def pays(  # noqa: PLR0913 - a call, and what would serve it
     if layers == 1 and left.row is not None and left.us:  # which was measured
         least = left.us if captured else max(left.us, called_us(spec, size))
     wider, variant = wider_spec(spec), broad[0].variant
+    by_steps = variant.strategy == "library" and not captured
+    if by_steps and slow_host_us(spec, size, layers) > LIBRARY_NARROW_TAKES * least:
+        return False
     return us < min(margin(wider, variant), margin_of_device(wider, size, variant)) * least
 
 
@@ -161,14 +165,14 @@ def _library_us(spec: GruSpec, size: GruSize, layers: int, captured: bool) -> fl
     return theirs_us if captured else max(theirs_us, host_us)
 
 
-def why_not(call: GruCall) -> str | None:
-    """Why no kernel can serve a checked call, or None."""
+def why_not(call: GruCall, *, trained: bool = False) -> str | None:
+    """Why no kernel can serve a checked call, or None; ``trained``: it is the forward of one that needs a gradient."""
     reason = why_eager(call.input, name_of(call.input.dtype) in DTYPES)
     if reason is None and not call.hx.shape[2]:
         return "there is nothing to compute: an axis is empty"
     if reason is not None or is_empty(call):
         return reason
-    spec, size, choice = _parts(call)[-1]
+    spec, size, choice = _parts(call, trained=trained)[-1]
     if choice.variant is None:
         more = 0 if call.width is None else call.width - call.hx.shape[2]
         return choice.why + (f"; with {more} units more, so that rows are a multiple of 16 bytes" if more else "")
@@ -211,16 +215,16 @@ def padded_pytorch(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def modelled_steps(call: GruCall) -> bool:
-    """Whether a call that ``why_not`` accepts gets a launch for each step, which no row says."""
-    choice = _parts(call)[-1][2]
+    """Whether a call that needs a gradient, and that ``why_not`` accepts, gets a launch for each step, which no row says."""
+    choice = _parts(call, trained=True)[-1][2]
     return choice.rule == "model" and choice.variant is not None and choice.variant.strategy == "library"
 
 
-def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
+def choice_of(call: GruCall, *, trained: bool = False) -> tuple[Choice, tuple[str, ...]]:
     """The choice for a call that ``why_not`` accepts, and the modules of tuned.kernels that it launches."""
     if is_empty(call):
         return Choice("eager", "there is no step to compute", None), ()
-    spec, _, choice = _parts(call)[-1]
+    spec, _, choice = _parts(call, trained=trained)[-1]
     if call.width is not None:
         why = f"with {call.width - call.hx.shape[2]} units more, so that rows are a multiple of 16 bytes: {choice.why}"
         choice = dataclasses.replace(choice, why=why)
@@ -249,7 +253,7 @@ def forward(call: GruCall, kept: list[Kept] | None = None) -> tuple[torch.Tensor
 
 
 def _forward(call: GruCall, kept: list[Kept] | None) -> tuple[torch.Tensor, torch.Tensor]:
-    parts, directions = _parts(call), 2 if call.bidirectional else 1
+    parts, directions = _parts(call, trained=kept is not None), 2 if call.bidirectional else 1
     if any(choice.variant is None for _, _, choice in parts):  # a limit was met after ``why_not`` accepted the call
         return eager.gru(call)
     lengths, index = lengths_of(call), call.input.get_device()
@@ -332,10 +336,12 @@ def spec_of(call: GruCall, layers: int) -> tuple[GruSpec, GruSize]:
 _spec = functools.lru_cache(maxsize=misses.MAX_CHOICES)(GruSpec)  # to check one takes as long as all of a lookup
 
 
-def _parts(call: GruCall, *, captured: bool | None = None) -> list[tuple[GruSpec, GruSize, Choice]]:
+def _parts(
+    call: GruCall, *, captured: bool | None = None, trained: bool = False
+) -> list[tuple[GruSpec, GruSize, Choice]]:
     """The launches of a call, lowest layer first: one for all layers if a variant can, else one per layer.
 
-    ``captured``: in a CUDA graph; by default if one is being captured.
+    ``captured``: in a CUDA graph; by default if one is being captured. ``trained``: a gradient follows.
     """
     gpu = gpu_of(call.input.device)
     limit = limit_of(call.input.device)
@@ -347,7 +353,7 @@ def _parts(call: GruCall, *, captured: bool | None = None) -> list[tuple[GruSpec
             return [(spec, size, stack)]
     spec, size = spec_of(call, 1)
     padded = call.width is not None and call.width != call.hx.shape[2]
-    choice = timely(_choose(spec, size, gpu, *limit), spec, size, captured, padded=padded)
+    choice = timely(_choose(spec, size, gpu, *limit), spec, size, captured, padded=padded, trained=trained)
     if call.num_layers > 1 and choice.variant is not None and choice.us and call.resets is None:
         theirs_us, us = _library_us(spec, size, call.num_layers, captured), choice.us * call.num_layers
         if us > _share(choice, spec, size, captured) * theirs_us:
@@ -382,13 +388,14 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def timely(
+def timely(  # noqa: PLR0913 - a choice, and how it is called
     choice: Choice,
     spec: GruSpec,
     size: GruSize,
     captured: bool,  # noqa: FBT001
     *,
     padded: bool = False,
+    trained: bool = False,
 ) -> Choice:
     """The choice as a call or a CUDA graph needs it: one launch, or one for each step, or PyTorch's own.
 
@@ -398,16 +405,17 @@ def timely(
         size: of the call.
         captured: a CUDA graph spares the host a launch for each step.
         padded: the call is narrower, and PyTorch's own of narrow rows takes longer, which ``pays`` weighs.
+        trained: a gradient follows, for which PyTorch's own has a launch for each step again, and ours has one for all.
     """
-    found = _timely(choice, spec, size, captured)
+    found = _timely(choice, spec, size, captured, trained=trained)
     measured = choice.rule in MEASURED_RULES or (choice.rule == "eager" and choice.row is not None)
     steps = None if measured or choice.gpu is None else _by_steps(spec, size, choice.gpu)
     if steps is None or not (captured or steps_are_alike(spec)):
         return found
     us = steps.us if captured else max(steps.us, size.seq * spec.directions * CALLED_STEP_US)
-    # The host takes as long for PyTorch's own of padded rows. What that of narrow ones takes is held against ``us``.
-    ours_us, on_device = (steps.us, True) if padded else (us, captured)
-    if ours_us > MARGIN_STEPS * _library_us(spec, size, 1, on_device):
+    # What PyTorch's own of narrow rows takes is held against that of padded ones by ``pays``.
+    slow_us = 0.0 if captured or padded else slow_host_us(spec, size)
+    if max(steps.us, slow_us) > MARGIN_STEPS * _library_us(spec, size, 1, True):  # noqa: FBT003
         return found
     if found.variant is not None and found.us <= us:
         return found
@@ -420,7 +428,14 @@ def _by_steps(spec: GruSpec, size: GruSize, gpu: Gpu) -> Choice | None:
     return by_steps(GRU, spec, size, gpu) if gpu.capability >= MEASURED else None
 
 
-def _timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Choice:  # noqa: FBT001
+def _timely(
+    choice: Choice,
+    spec: GruSpec,
+    size: GruSize,
+    captured: bool,  # noqa: FBT001
+    *,
+    trained: bool,
+) -> Choice:
     """The choice, or the best in one launch or PyTorch's own, where no CUDA graph spares the host a launch for each step.
 
     Steps of the library stay where they take less all the same: of many rows, a step is the device's time.
@@ -435,7 +450,7 @@ def _timely(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> Cho
     other = None if choice.gpu is None else _modelled(spec, size, choice.gpu)
     # A row was measured in a graph. What cu_seqlens says PyTorch's own reads on the host, which no capture allows.
     in_graph = captured and (choice.rule in MEASURED_RULES or spec.thd)
-    if in_graph or (not captured and _serves_a_call(choice, other, spec, size)):
+    if in_graph or (not captured and _serves_a_call(choice, other, spec, size, trained=trained)):
         return choice
     why = f"a launch for each of {size.seq} steps takes less only in a CUDA graph, where it was measured"
     if other is None or other.variant is None:
@@ -468,7 +483,7 @@ def _modelled(spec: GruSpec, size: GruSize, gpu: Gpu) -> Choice | None:
     return modelled(GRU, spec, size, gpu)
 
 
-def _serves_a_call(choice: Choice, other: Choice | None, spec: GruSpec, size: GruSize) -> bool:
+def _serves_a_call(choice: Choice, other: Choice | None, spec: GruSpec, size: GruSize, *, trained: bool) -> bool:
     """Whether a launch for each step takes less than ``other``, the model's best in one launch, and than PyTorch's own in a graph.
 
     Steps of the library have a short way where they are one kernel. A choice without a time is none of a family with a model.
@@ -479,8 +494,13 @@ def _serves_a_call(choice: Choice, other: Choice | None, spec: GruSpec, size: Gr
     if row is not None and row.eager_us:
         theirs_us = row.eager_us * size.seq / row.size.seq
     us = max(choice.us, size.seq * spec.directions * CALLED_STEP_US)
-    theirs_us = max(theirs_us, called_us(spec, size))
-    return us < theirs_us and (other is None or us < other.us)
+    most_us = max(us, 0.0 if trained else slow_host_us(spec, size))
+    return most_us < max(theirs_us, called_us(spec, size)) and (other is None or us < other.us)
+
+
+def slow_host_us(spec: GruSpec, size: GruSize, layers: int = 1) -> float:
+    """What the steps of the library of a call take a slow host. Where PyTorch's own takes the device less, it takes that host less too."""
+    return size.seq * layers * spec.directions * SLOW_CALLED_STEP_US
 
 
 def _share(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> float:  # noqa: FBT001

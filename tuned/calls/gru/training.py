@@ -44,7 +44,7 @@ PRODUCTS, BOTH_WAYS = 6, 2
 
 def why_not(call: GruCall) -> str | None:
     """Why no kernel can serve a checked call that needs a gradient, or None."""
-    reason = run.why_not(_layer(call, 0))
+    reason = run.why_not(_layer(call, 0), trained=True)
     if reason is not None:
         return f"a gradient is needed, and of the forward: {reason}"
     if run.is_empty(call):
@@ -107,7 +107,7 @@ def remember_eager(call: GruCall) -> None:
 def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
     """The choice for the gradient of a call that ``why_not`` accepts, and the modules of tuned.kernels of both ways."""
     together = run.in_one_launch(call)
-    choice, (first, forward) = _choice(call), run.choice_of(call if together else _layer(call, 0))
+    choice, (first, forward) = _choice(call), run.choice_of(call if together else _layer(call, 0), trained=True)
     why = f"of the gradient, {choice.why}; the forward has its own, {first.rule}: {first.why}"
     wave = None if call.recompute or not together else _wave(call, [True] * (2 + len(call.weights)))
     if wave is not None:
