@@ -58,8 +58,9 @@ test-gpu: $(VENV)/.dev  ## the full grid on a GPU, then what nothing else there 
 	$(BIN)/python -m pytest tests/gpu -m "gpu and not alone" -n $(GPU_PROCESSES) --dist worksteal
 	$(BIN)/python -m pytest tests/gpu -m "gpu and alone"
 
-verify: $(VENV)/.dev  ## plain tests, GPU tests, fuzz and sanitizers on a GPU; what passed is kept, and not run again
-	$(BIN)/python -m benchmarks.verify
+GPUS =
+verify: $(VENV)/.dev  ## plain tests, GPU tests, fuzz and sanitizers on a GPU, or on GPUS=all; what passed is kept, and not run again
+	$(BIN)/python -m benchmarks.verify $(if $(GPUS),--gpus $(GPUS))
 
 SECONDS = 60
 SEED =
@@ -100,9 +101,10 @@ bench: $(VENV)/.bench  ## against the peers that are installed, on a GPU; then t
 BUDGET =
 BY_ROW =
 WITHOUT_PEERS =
-release: $(VENV)/.dev  ## tune from empty, verify, measure all, draw: of one commit, on a GPU; goes on where it was cut. BUDGET=10m
+TUNED =
+release: $(VENV)/.dev  ## tune from empty, verify, measure all, draw: of one commit; goes on where it was cut. BUDGET=10m GPUS=all TUNED=1
 	$(BIN)/python -m benchmarks.release $(if $(BUDGET),--budget $(BUDGET)) $(if $(BY_ROW),--by-row) \
-		$(if $(WITHOUT_PEERS),--without-peers $(WITHOUT_PEERS))
+		$(if $(GPUS),--gpus $(GPUS)) $(if $(TUNED),--tuned) $(if $(WITHOUT_PEERS),--without-peers $(WITHOUT_PEERS))
 
 clean:  ## remove environments, caches and what was built
 	rm -rf $(VENV) $(STACK) .cache build *.egg-info

@@ -3,7 +3,8 @@
 What the tuner finds goes into the checkout when every problem has a row; results go there when every suite is whole. Until
 then all of it is kept in .cache/release/<device>-<commit>, with a journal: the same command goes on where it was cut. A
 suite that was cut is measured again from its first row, so that it is whole in one sitting; ``--by-row`` goes on with the
-rows that it lacks. ``--list`` shows the plan, without a GPU too.
+rows that it lacks. ``--gpus all`` shares the work out among the GPUs of a host, a suite being on one of them alone;
+``--tuned`` tunes nothing, and measures with the rows that are committed. ``--list`` shows the plan, without a GPU too.
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ import contextlib
 import dataclasses
 import fcntl
 import importlib.util
+import itertools
 import json
 import math
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import gru_peers, peers, plan, random_rope, record
+from benchmarks.gpus import number_of_gpus, refusal, visible
 from benchmarks.release_plan import Stage, listed, stages, stamp
 from benchmarks.verify import INTERRUPTED, stop
 from generator.disk import write_whole
@@ -51,6 +56,10 @@ class OutOfTimeError(Exception):
     """The budget is used up."""
 
 
+class CutError(Exception):
+    """A stage is ended because of what befell another that ran beside it."""
+
+
 # What is kept ---------------------------------------------------------------------------------------------------------
 
 
@@ -62,6 +71,7 @@ class Journal:
     commit: str
     environment: dict[str, Any]
     stages: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # seconds, sittings, done
+    lock: threading.RLock = dataclasses.field(default_factory=threading.RLock, repr=False)  # of stages that run at once
 
     @classmethod
     def open(cls, path: Path, commit: str, environment: dict[str, Any]) -> Journal:
@@ -85,8 +95,9 @@ class Journal:
 
     def save(self, path: Path | None = None) -> None:
         """Write all of it, whole or not at all."""
-        content = {"commit": self.commit, "environment": self.environment, "stages": self.stages}
-        write_whole(path or self.path, (json.dumps(content, indent=1) + "\n").encode())
+        with self.lock:
+            content = {"commit": self.commit, "environment": self.environment, "stages": self.stages}
+            write_whole(path or self.path, (json.dumps(content, indent=1) + "\n").encode())
 
     def done(self, stage: Stage) -> bool:
         """Whether a stage has ended well."""
@@ -132,17 +143,26 @@ def refuse_other_sources(journal: Journal, plan: Sequence[Stage]) -> None:
 # Running --------------------------------------------------------------------------------------------------------------
 
 
-def run(stage: Stage, journal: Journal, ends: float = math.inf, lock: int | None = None) -> None:
-    """Run a stage; the time that it takes is kept, however it ends.
+def run(  # noqa: PLR0913 - a stage, and how long and where it may run
+    stage: Stage,
+    journal: Journal,
+    ends: float = math.inf,
+    lock: int | None = None,
+    gpu: Mapping[str, str] | None = None,
+    cut: threading.Event | None = None,
+) -> None:
+    """Run a stage; the time that it takes is kept, however it ends. ``gpu``: what its environment has besides.
 
     Raises:
         ReleaseError: a command failed.
         OutOfTimeError: ``ends`` has come, of time.monotonic().
+        CutError: ``cut`` is set.
     """
     folder, begun = journal.path.parent, time.monotonic()
     if begun >= ends:
         raise OutOfTimeError
-    kept = journal.stages.setdefault(stage.name, {"seconds": 0.0, "sittings": 0, "done": False})
+    with journal.lock:
+        kept = journal.stages.setdefault(stage.name, {"seconds": 0.0, "sittings": 0, "done": False})
     kept["sittings"] += 1
     before = kept["seconds"]
 
@@ -153,11 +173,13 @@ def run(stage: Stage, journal: Journal, ends: float = math.inf, lock: int | None
         journal.save()
         if now >= ends:
             raise OutOfTimeError
+        if cut is not None and cut.is_set():
+            raise CutError
         return min(BEAT_SECONDS, ends - now)
 
     try:
         beat()
-        environment = _environment(stage, folder)
+        environment = _environment(stage, folder) | dict(gpu or {})
         log = folder / "logs" / f"{stage.name}.log"
         log.parent.mkdir(exist_ok=True)
         for command in stage.commands:
@@ -168,7 +190,7 @@ def run(stage: Stage, journal: Journal, ends: float = math.inf, lock: int | None
             target.parent.mkdir(parents=True, exist_ok=True)
             write_whole(target, source.read_bytes())
     finally:
-        with contextlib.suppress(OutOfTimeError):
+        with contextlib.suppress(OutOfTimeError, CutError):
             beat()
 
 
@@ -203,20 +225,75 @@ def _ended(
         stop(process, STOP_SECONDS)
 
 
-def release(plan: Sequence[Stage], journal: Journal, ends: float = math.inf, lock: int | None = None) -> int:
+def batches(plan: Sequence[Stage], gpus: int) -> list[list[list[Stage]]]:
+    """What runs one after another, given so many GPUs: the lanes that run at once, each with its stages in order."""
+    found: list[list[list[Stage]]] = []
+    for laned, stages_of in itertools.groupby(plan, lambda stage: bool(stage.lane) and gpus > 1):
+        every = list(stages_of)
+        names = dict.fromkeys(stage.lane for stage in every)
+        lanes = [[stage for stage in every if stage.lane == name] for name in names]
+        found += [lanes] if laned else [[[stage]] for stage in every]
+    return found
+
+
+def at_once(lanes: Sequence[Sequence[Stage]], gpus: int, one: Callable[..., None]) -> None:
+    """Run lanes on so many GPUs, the next one where a GPU has none; ``one`` runs a stage. What one raises ends all."""
+    waiting: queue.SimpleQueue[Sequence[Stage]] = queue.SimpleQueue()
+    for lane in lanes:
+        waiting.put(lane)
+    cut, raised = threading.Event(), []
+
+    def work(gpu: Mapping[str, str]) -> None:
+        try:
+            while not cut.is_set():
+                for stage in waiting.get_nowait():
+                    one(stage, gpu, cut)
+        except (queue.Empty, CutError):
+            pass
+        except Exception as error:  # noqa: BLE001 - raised below
+            raised.append(error)
+            cut.set()
+
+    threads = [threading.Thread(target=work, args=(gpu,)) for gpu in visible(min(gpus, len(lanes)))]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():  # a wait without an end would keep Ctrl-C out
+                thread.join(BEAT_SECONDS)
+    finally:
+        cut.set()
+        for thread in threads:
+            thread.join()
+    if raised:
+        raise raised[0]
+
+
+def release(
+    plan: Sequence[Stage], journal: Journal, ends: float = math.inf, lock: int | None = None, gpus: int = 1
+) -> int:
     """Run the stages that are not done yet, and tell how far it came: the exit code."""
     said, code = "", 0
-    try:
-        refuse_other_sources(journal, plan)
-        for stage in plan:
-            if journal.done(stage):
-                continue
-            print(f"{stage.name}: running", flush=True)
-            run(stage, journal, ends, lock)
+
+    def one(stage: Stage, gpu: Mapping[str, str] | None = None, cut: threading.Event | None = None) -> None:
+        if journal.done(stage):
+            return
+        print(f"{stage.name}: running", flush=True)
+        run(stage, journal, ends, lock, gpu, cut)
+        with journal.lock:
             refuse_other_sources(journal, plan)
             journal.stages[stage.name]["done"] = True
             journal.save()
-            print(f"{stage.name}: done in {journal.stages[stage.name]['seconds']:.1f} s", flush=True)
+        print(f"{stage.name}: done in {journal.stages[stage.name]['seconds']:.1f} s", flush=True)
+
+    try:
+        refuse_other_sources(journal, plan)
+        for lanes in batches(plan, gpus):
+            if len(lanes) == 1:
+                for stage in lanes[0]:
+                    one(stage)
+            else:
+                at_once(lanes, gpus, one)
     except (ReleaseError, OSError) as error:
         said, code = str(error), 1
     except OutOfTimeError:
@@ -244,6 +321,7 @@ def facts() -> None:
     found: dict[str, Any] = {"device": None}
     if torch.cuda.is_available():
         found = record.environment({**peers.PACKAGES, **gru_peers.PACKAGES}) | {"driver": driver_version()}
+        found["gpus"] = torch.cuda.device_count()
     print(json.dumps(found))
 
 
@@ -297,6 +375,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option("--list", "--dry-run", action="store_true", help="show the plan; needs no GPU")
     option("--budget", type=budget, default=math.inf, help="stop after this time, 90s, 10m or 1h; exit code 75")
     option("--by-row", action="store_true", help="a suite that was cut goes on with the rows that it lacks")
+    option("--tuned", action="store_true", help="tune nothing: the rows that are committed must count, every one")
+    option("--gpus", type=number_of_gpus, default=1, metavar="N", help="measure on so many GPUs at once, or on all")
     option("--without-peers", type=names, default=[], metavar="NAME,...", help="do without these required peers")
     options = parser.parse_args(arguments)
     ends = time.monotonic() + options.budget
@@ -316,9 +396,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(options: argparse.Namespace, ends: float) -> int:
     commit = git("rev-parse", "HEAD").strip()
     if options.list:
-        print(listed(stages("DEVICE", commit, cache_path("release", "DEVICE").resolve(), by_row=options.by_row)))
+        folder = cache_path("release", "DEVICE").resolve()
+        settings: dict[str, Any] = {
+            "by_row": options.by_row,
+            "tuned": options.tuned,
+            "gpus": str(options.gpus or "all"),
+        }
+        print(listed(stages("DEVICE", commit, folder, **settings)))
         return 0
-    environment = here()
+    environment = dict(here())
+    there = environment.pop("gpus", 1)
+    gpus = options.gpus or there
+    if why := refusal(gpus, there):
+        raise ReleaseError(why)
     if environment["device"] is None:
         raise ReleaseError(
             "a release needs a GPU, and PyTorch sees none: run it where there is one; --list shows the plan"
@@ -332,7 +422,8 @@ def _main(options: argparse.Namespace, ends: float) -> int:
         except BlockingIOError:
             raise ReleaseError("a release runs here, or the last command of a killed one: wait until it ends") from None
         journal = Journal.open(folder / "journal.json", commit, environment)
-        code = release(stages(device, commit, folder, by_row=options.by_row), journal, ends, lock.fileno())
+        plan = stages(device, commit, folder, by_row=options.by_row, tuned=options.tuned, gpus=str(gpus))
+        code = release(plan, journal, ends, lock.fileno(), gpus)
     if not code:
         stamp(device).parent.mkdir(exist_ok=True)
         journal.save(stamp(device))

@@ -37,6 +37,9 @@ class Stage:
     writes: tuple[Path, ...] = ()  # files and folders of the checkout that it may change
     copies: tuple[tuple[Path, Path], ...] = ()  # then: what goes where in the checkout, each whole or not at all
     from_empty: bool = False  # with the caches of the release alone
+    lane: str = (
+        ""  # with several GPUs, stages of other lanes run at once on others; what writes one file is in one lane
+    )
 
     @property
     def changes(self) -> tuple[Path, ...]:
@@ -44,10 +47,13 @@ class Stage:
         return (*self.writes, *(target for _, target in self.copies))
 
 
-def stages(device: str, commit: str, folder: Path, *, by_row: bool = False) -> list[Stage]:
+def stages(  # noqa: PLR0913 - of what, and how
+    device: str, commit: str, folder: Path, *, by_row: bool = False, tuned: bool = False, gpus: str = "1"
+) -> list[Stage]:
     """The plan. ``folder`` keeps what is not in the checkout yet; the seed of random calls follows from the commit.
 
     A suite that was cut begins again, so that it is whole in one sitting; ``by_row``: it goes on with the rows it lacks.
+    ``tuned``: nothing is tuned, and the rows that are committed must count, every one. ``gpus``: on how many, or "all".
     """
     winners, results, seed = folder / "record", folder / "results", str(int(commit[:7], 16))
     found = tuple(results / sub / f"{device}.json" for sub in ("", "gru"))
@@ -58,30 +64,33 @@ def stages(device: str, commit: str, folder: Path, *, by_row: bool = False) -> l
 
     def suites(module: str, rows: Iterable[Row[Any]], out: Path) -> list[Stage]:
         names = dict.fromkeys(row.suite for row in rows)
-        return [Stage(name, (("-m", module, "--suite", name, *whole, "--out", str(out)),)) for name in names]
+        commands = {name: ("-m", module, "--suite", name, *whole, "--out", str(out)) for name in names}
+        return [Stage(name, (command,), lane=module) for name, command in commands.items()]
+
+    def alone(name: str, *rest: str) -> Stage:
+        return Stage(name, (("-m", f"benchmarks.{name}", *rest),), lane=name)
 
     def shipped(path: Path) -> Path:
         return RESULTS / path.relative_to(results)
 
-    out = ("--out", str(winners))
+    several = gpus if gpus == "all" else ",".join(map(str, range(int(gpus))))
+    out, on = ("--out", str(winners)), ("--gpu", "auto") if gpus == "1" else ("--gpus", several)
+    tune = Stage(
+        "tune",
+        (("tune.py", *on, *out), ("tune.py", "--check", *out)),
+        copies=((record_path(device, winners), record_path(device)),),
+        from_empty=True,
+    )
     return [
-        Stage(
-            "tune",
-            (("tune.py", "--gpu", "auto", *out), ("tune.py", "--check", *out)),
-            copies=((record_path(device, winners), record_path(device)),),
-            from_empty=True,
-        ),
+        Stage("tuned", (("tune.py", "--check", "--target", device),)) if tuned else tune,
         Stage("render", (("tune.py", "--render"),), (PACKAGE / "kernels", PACKAGE / "tables")),
-        Stage("verify", (("-m", "benchmarks.verify"),), (VERIFIED,)),
+        Stage("verify", (("-m", "benchmarks.verify", *(() if gpus == "1" else ("--gpus", gpus))),), (VERIFIED,)),
         *suites("benchmarks.rope", plan.rows(), results),
         *suites("benchmarks.gru", [*gru_plan.sequences(), *gru_plan.steps()], results / "gru"),
-        *(
-            Stage(name, (("-m", f"benchmarks.{name}", f"--seconds={SECONDS}", "--seed", seed, "--out", str(path)),))
-            for name, path in random.items()
-        ),
-        Stage("qk_norm", (("-m", "benchmarks.qk_norm", "--seed", seed, "--out", str(norms)),)),
-        Stage("append", (("-m", "benchmarks.append", "--out", str(caches)),)),
-        Stage("summary", (("-m", "benchmarks.summary", "--out", str(summary)),)),
+        *(alone(name, f"--seconds={SECONDS}", "--seed", seed, "--out", str(path)) for name, path in random.items()),
+        alone("qk_norm", "--seed", seed, "--out", str(norms)),
+        alone("append", "--out", str(caches)),
+        alone("summary", "--out", str(summary)),
         Stage(
             "plot",
             (("-m", "benchmarks.plot", str(found[0])),),

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+from benchmarks.gpus import number_of_gpus, refusal, visible
 from generator.disk import folder_lock, write_if_different
 from generator.places import ROOT, cache_folder
 from generator.publishing.verified import (
@@ -44,6 +45,7 @@ SANITIZED_PROCESSES = 12  # one a share
 SPARE_CORES = 2  # for the driver's threads and this process
 # Suites that share the machine, by a command of its own for the first: the second leaves the GPU to it, but for samples.
 BESIDE = {"sanitizers": "plain"}
+LONGEST = ("fuzz", "gpu", "plain", "sanitizers")  # of the suites, on an H100
 COMMAND = (sys.executable, "-m", "benchmarks.verify")
 CALLS, CLASSES = 100_000, 2_000  # of the fuzz
 LIMIT_MINUTES = 20.0  # of one suite: something hangs. All take 12 on an H200 with 16 cores
@@ -255,13 +257,44 @@ def in_turns(names: Sequence[str]) -> list[tuple[str, list[str]]]:
     return [(name, [other for other in apart if apart[other] == name]) for name in names if name not in apart]
 
 
-@contextlib.contextmanager
-def beside(names: Sequence[str], arguments: Sequence[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+def dealt(names: Sequence[str], gpus: int) -> list[list[str]]:
+    """The suites of each of so many GPUs, the longest first to one that has none."""
+    order = sorted(names, key=LONGEST.index)
+    return [order[first::gpus] for first in range(min(gpus, len(order)))]
+
+
+def beside(
+    names: Sequence[str], arguments: Sequence[str]
+) -> contextlib.AbstractContextManager[list[subprocess.Popen[bytes]]]:
     """Commands that run these suites meanwhile; they end with this."""
-    commands = [(*COMMAND, *arguments, f"--suite={name}", "--part") for name in names]
+    return _meanwhile([([*arguments, f"--suite={name}"], {}) for name in names])
+
+
+def on_each(
+    shares: Sequence[Sequence[str]], arguments: Sequence[str], cores: int
+) -> contextlib.AbstractContextManager[list[subprocess.Popen[bytes]]]:
+    """Commands that run each share of the suites on a GPU of its own; they end with this."""
+    each = [*arguments, f"--cores={cores // len(shares)}"]
+    alone = visible(len(shares))
+    return _meanwhile(
+        [([*each, *(f"--suite={name}" for name in share)], gpu) for share, gpu in zip(shares, alone, strict=True)]
+    )
+
+
+@contextlib.contextmanager
+def _meanwhile(
+    commands: Sequence[tuple[Sequence[str], Mapping[str, str]]],
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """These commands with what their environments have besides; they end with this."""
     started = [
-        subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603 - our own words
-        for command in commands
+        subprocess.Popen(  # noqa: S603 - our own words
+            (*COMMAND, *arguments, "--part"),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, **more},
+        )
+        for arguments, more in commands
     ]
     try:
         yield started
@@ -288,7 +321,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, help="folder of the logs; .cache/verified")
     parser.add_argument("--minutes", type=float, default=LIMIT_MINUTES, help="end a suite after this many, as hung")
     parser.add_argument("--seed", type=int, help="of the fuzz; a new one each time")
+    parser.add_argument("--gpus", type=number_of_gpus, default=1, help="how many run suites at once, or all")
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)  # another command tells the end
+    parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     names = [name for name in SUITES if name in (options.suite or SUITES)]
 
@@ -300,7 +335,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cache = (options.cache or cache_folder("verified")).resolve()
     cache.mkdir(parents=True, exist_ok=True)
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
-    every = suites(cache, len(os.sched_getaffinity(0)), seed)
+    every = suites(cache, options.cores, seed)
+    gpus = options.gpus or torch.cuda.device_count()
+    if why := refusal(gpus, torch.cuda.device_count()):
+        print(why)
+        return 1
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # suites are in sessions of their own, and end with this
     rest = [f"--out={options.out.resolve()}", f"--cache={cache}", f"--minutes={options.minutes}", f"--seed={seed}"]
     rest += ["--again"] if options.again else []
@@ -309,6 +348,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "out": out, "cache": cache, "again": options.again, "limit_s": 60 * options.minutes,
     }  # fmt: skip
     try:
+        if gpus > 1:
+            with on_each(dealt(names, gpus), rest, options.cores) as started:
+                codes = [process.wait() for process in started]
+            failed, names = any(codes), []
         for name, others in in_turns(names):
             with beside(others, rest) as started:
                 failed |= bool(verify(environment, {name: every[name]}, **settings))

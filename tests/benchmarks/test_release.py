@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import subprocess
+import threading
 import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.processes
 
 ENVIRONMENT = {"device": "Test GPU", "torch": "2.13.0", "peers": dict.fromkeys(peers.PACKAGES, "1.0")}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+ENDLESS = "import time\nwhile True: time.sleep(600)"
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -351,9 +353,6 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     return found
 
 
-ENDLESS = "import time\nwhile True: time.sleep(600)"
-
-
 def test_a_budget_ends_it_between_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     now = [0.0]
     monkeypatch.setattr(release, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
@@ -448,15 +447,16 @@ def test_a_whole_release_leaves_a_stamp_and_is_not_run_again(
 ) -> None:
     asked = []
 
-    def made(device: str, commit: str, folder: Path, *, by_row: bool) -> list[Stage]:
-        asked.append((device, commit, folder, by_row))
+    def made(device: str, commit: str, folder: Path, **settings: Any) -> list[Stage]:
+        asked.append((device, commit, folder, settings))
         return [stage(tmp_path, "a"), stage(tmp_path, "b")]
 
     monkeypatch.setattr(release, "stages", made)
     commit = git(checkout, "rev-parse", "HEAD")
     assert release.main(["--by-row"]) == 0
     assert f"{commit}: every stage is done" in capsys.readouterr().out
-    assert asked == [("test_gpu", commit, tmp_path / "cache" / "release" / f"test_gpu-{commit[:12]}", True)]
+    settings = {"by_row": True, "tuned": False, "gpus": "1"}
+    assert asked == [("test_gpu", commit, tmp_path / "cache" / "release" / f"test_gpu-{commit[:12]}", settings)]
     stamp = json.loads((checkout / "test_gpu.ignored").read_text())
     assert (stamp["commit"], stamp["environment"], list(stamp["stages"])) == (commit, ENVIRONMENT, ["a", "b"])
     assert release.main([]) == 0
@@ -464,6 +464,119 @@ def test_a_whole_release_leaves_a_stamp_and_is_not_run_again(
     git(checkout, "commit", "-q", "--allow-empty", "-m", "two")
     assert release.main([]) == 0
     assert runs(tmp_path) == "aabb", "another commit begins from empty"
+
+
+# On several GPUs ------------------------------------------------------------------------------------------------------
+
+SEEN = "print(os.environ['CUDA_VISIBLE_DEVICES'], file=open({path!r}, 'a'))\n"
+
+
+def test_what_writes_one_file_is_in_one_lane() -> None:
+    lanes: dict[str, set[str]] = {}
+    for one in stages("test_gpu", COMMIT, Path("kept"), gpus="all"):
+        for command in one.commands:
+            if one.lane:
+                lanes.setdefault(command[command.index("--out") + 1], set()).add(one.lane)
+    assert len(lanes) == 9
+    assert all(len(names) == 1 for names in lanes.values()), lanes
+
+
+def test_the_plan_of_several_gpus_or_of_committed_rows() -> None:
+    for gpus, on in (
+        ("1", "tune.py --gpu auto --out"),
+        ("3", "tune.py --gpus 0,1,2 --out"),
+        ("all", "tune.py --gpus all"),
+    ):
+        plan = {one.name: " ".join(one.commands[0]) for one in stages("test_gpu", COMMIT, Path("kept"), gpus=gpus)}
+        assert plan["tune"].startswith(on)
+        assert plan["verify"].endswith("benchmarks.verify" if gpus == "1" else f"--gpus {gpus}")
+    first = stages("test_gpu", COMMIT, Path("kept"), tuned=True)[0]
+    assert first == Stage("tuned", (("tune.py", "--check", "--target", "test_gpu"),))
+
+
+def test_lanes_run_at_once_each_on_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages wait for each other, so they end only if both run; the stages of a lane are in order, and on one GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,8")
+    monkeypatch.setattr(release, "BEAT_SECONDS", 0.05)
+
+    def meets(mine: str, other: str) -> str:
+        wait = f"while not pathlib.Path({str(tmp_path / other)!r}).exists(): time.sleep(0.01)\n"
+        return "import time\n" + SEEN.format(path=str(tmp_path / f"gpu-{mine}")) + wait
+
+    given = [
+        stage(tmp_path, "a"),
+        stage(tmp_path, "b", meets("b", "c"), lane="one"),
+        stage(tmp_path, "c", meets("c", "b"), lane="two"),
+        stage(
+            tmp_path,
+            "d",
+            SEEN.format(path=str(tmp_path / "gpu-b")) + f"assert os.path.exists({str(tmp_path / 'b')!r})\n",
+            lane="one",
+        ),
+        stage(tmp_path, "e", f"assert os.path.exists({str(tmp_path / 'd')!r})\n"),
+    ]
+    assert run(tmp_path, given, gpus=2) == 0
+    assert runs(tmp_path) == "abcde"
+    seen = {name: (tmp_path / f"gpu-{name}").read_text().split() for name in "bc"}
+    assert {tuple(gpus) for gpus in seen.values()} in ({("5", "5"), ("7",)}, {("7", "7"), ("5",)})
+    assert run(tmp_path, given, gpus=2) == 0
+    assert runs(tmp_path) == "abcde", "what is done is not run again"
+
+
+@pytest.mark.parametrize(
+    ("program", "rest", "code"),
+    [("sys.exit(3)", {}, 1), (ENDLESS, {"ends": 100}, OUT_OF_TIME)],
+    ids=["a command fails", "the budget ends"],
+)
+def test_what_ends_one_lane_ends_the_others(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ended: list[int | None],
+    program: str,
+    rest: dict[str, Any],
+    code: int,
+) -> None:
+    clock(monkeypatch, itertools.count())
+    monkeypatch.setattr(release, "BEAT_SECONDS", 0.05)
+    given = [
+        stage(tmp_path, "b", ENDLESS, lane="one"),
+        stage(tmp_path, "c", program, lane="two"),
+        stage(tmp_path, "d", lane="three"),
+        stage(tmp_path, "e"),
+    ]
+    assert run(tmp_path, given, gpus=2, **rest) == code
+    assert len(ended) == 2
+    assert None not in ended, "a command goes on"
+    assert set(runs(tmp_path)) <= {"b", "c"}
+    assert not any(row["done"] for row in journal(tmp_path).stages.values())
+
+
+def test_ctrl_c_ends_all_lanes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, ended: list[int | None]
+) -> None:
+    join = threading.Thread.join
+
+    def interrupted(self: Any, timeout: float | None = None) -> None:
+        if timeout == release.BEAT_SECONDS and runs(tmp_path) == "bc":
+            raise KeyboardInterrupt
+        join(self, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    monkeypatch.setattr(release, "BEAT_SECONDS", 0.05)
+    given = [stage(tmp_path, "b", ENDLESS, lane="one"), stage(tmp_path, "c", ENDLESS, lane="two")]
+    assert run(tmp_path, given, gpus=2) == INTERRUPTED
+    assert "interrupted\nnot done: b, c" in capsys.readouterr().out
+    assert len(ended) == 2
+    assert None not in ended
+
+
+def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(release, "here", lambda: {**ENVIRONMENT, "gpus": 2})
+    assert release.main(["--gpus", "3"]) == 1
+    assert capsys.readouterr().out == "--gpus 3, and PyTorch sees 2 here: ask for no more, or for all\n"
+    with pytest.raises(SystemExit):
+        release.main(["--gpus", "none"])
+    assert "GPUs are a number from 1 on, or all, got 'none'" in capsys.readouterr().err
 
 
 def test_a_release_that_is_cut_leaves_no_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
@@ -488,8 +601,9 @@ def test_facts_are_a_line_of_json(monkeypatch: pytest.MonkeyPatch, capsys: Any) 
     release.facts()
     assert json.loads(capsys.readouterr().out) == {"device": None}
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     monkeypatch.setattr("generator.measuring.environment.driver_version", lambda: "580")
     monkeypatch.setattr(release.record, "environment", lambda packages: {"device": "A", "asked": sorted(packages)})
     release.facts()
     asked = sorted([*peers.PACKAGES, "flashrnn"])
-    assert json.loads(capsys.readouterr().out) == {"device": "A", "asked": asked, "driver": "580"}
+    assert json.loads(capsys.readouterr().out) == {"device": "A", "asked": asked, "driver": "580", "gpus": 3}

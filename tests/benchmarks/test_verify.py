@@ -284,6 +284,41 @@ def test_a_suite_that_fails_beside_another_fails_the_command(
     assert "suite sanitizers was not run" in capsys.readouterr().out.splitlines()[-1]
 
 
+# On several GPUs ------------------------------------------------------------------------------------------------------
+
+
+def test_suites_are_dealt_to_gpus_the_longest_first() -> None:
+    assert set(verify.LONGEST) == set(SUITES)
+    assert verify.dealt(SUITES, 2) == [["fuzz", "plain"], ["gpu", "sanitizers"]]
+    assert verify.dealt(SUITES, 8) == [["fuzz"], ["gpu"], ["plain"], ["sanitizers"]]
+    assert verify.dealt(["plain", "gpu"], 4) == [["gpu"], ["plain"]]
+
+
+@pytest.mark.parametrize(("code", "wanted"), [(0, 0), (1, 1)])
+def test_each_gpu_runs_its_suites_in_a_command_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, wanted: int
+) -> None:
+    told = f"open({str(tmp_path)!r} + '/gpu-' + os.environ['CUDA_VISIBLE_DEVICES'], 'w').write(' '.join(sys.argv[1:]))"
+    left_behind(monkeypatch, f"import os, sys\n{told}\nraise SystemExit({code})")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(verify, "here", lambda: ENVIRONMENT)
+    monkeypatch.setattr(verify.signal, "signal", lambda *_: None)
+    folders = [f"--out={tmp_path / 'out'}", f"--cache={tmp_path / 'cache'}"]
+    assert verify.main([*folders, "--gpus=all", "--cores=32", "--seed=7"]) == wanted
+    first, second = ((tmp_path / f"gpu-{name}").read_text() for name in "46")
+    assert first.endswith("--seed=7 --cores=16 --suite=fuzz --suite=plain --part")
+    assert second.endswith("--cores=16 --suite=gpu --suite=sanitizers --part")
+
+
+def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert verify.main(["--gpus=3", f"--cache={tmp_path}"]) == 1
+    assert capsys.readouterr().out == "--gpus 3, and PyTorch sees 2 here: ask for no more, or for all\n"
+
+
 # What the suites leave ------------------------------------------------------------------------------------------------
 
 TESTS = """

@@ -1,0 +1,31 @@
+"""Commands on several GPUs of a machine at once: how many are asked for, and which of them each command sees."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+ALL = 0  # of those that PyTorch sees
+
+
+def number_of_gpus(text: str) -> int:
+    """A number from 1 on, or ALL; argparse tells why it is neither."""
+    if text == "all":
+        return ALL
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"GPUs are a number from 1 on, or all, got {text!r}")
+    return int(text)
+
+
+def refusal(asked: int, there: int) -> str:
+    """Why so many GPUs cannot be had, with the way out; empty if they can."""
+    return (
+        f"--gpus {asked}, and PyTorch sees {there} here: ask for no more, or for all" if asked > max(there, 1) else ""
+    )
+
+
+def visible(gpus: int) -> list[dict[str, str]]:
+    """What the environment of a command has besides, to see one of so many GPUs alone."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(index) for index in range(gpus)] if given is None else given.split(",")
+    return [{"CUDA_VISIBLE_DEVICES": name.strip()} for name in names[:gpus]]
