@@ -19,7 +19,7 @@ from generator.publishing.verified import FOLDER as VERIFIED
 from generator.storage.record import record_path
 
 PICTURE = "docs/images/speedups.png"  # of the summary
-SECONDS = 300  # of random calls of each kind
+SECONDS = 240  # of random calls of each kind
 RANDOM = {
     "random_rope": "rope-",
     "random_gru": "",
