@@ -1381,10 +1381,18 @@ BESIDE = (
     Fault(
         "release_of_edited_sources",
         "benchmarks/release.py",
-        "            run(stage, journal, ends, lock)\n            refuse_other_sources(journal, plan)\n",
-        "            run(stage, journal, ends, lock)\n",
+        "            refuse_other_sources(journal, plan)\n            journal.stages[stage.name]",
+        "            journal.stages[stage.name]",
         ("tests/benchmarks/test_release.py::test_sources_that_change_while_a_stage_runs_undo_it",),
         "Results of a release are measured with sources that its commit does not have.",
+    ),
+    Fault(
+        "release_of_lanes_on_one_gpu",
+        "benchmarks/release.py",
+        "environment = _environment(stage, folder) | dict(gpu or {})",
+        "environment = _environment(stage, folder)",
+        ("tests/benchmarks/test_release.py::test_lanes_run_at_once_each_on_a_gpu_of_its_own",),
+        "Suites that run at once are measured on the same GPU.",
     ),
     Fault(
         "release_with_a_gap",

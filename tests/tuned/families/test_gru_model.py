@@ -68,10 +68,12 @@ def test_tiles_that_spill_are_offered_on_other_cards_only_if_there_is_nothing_el
     spec, size = GruSpec("float16", 274, "thd"), GruSize(401, 164)
     tile = GruVariant("persistent", "split", 64, 32, "counter", "late", 4)
     assert spills(spec, tile), "37,302 bytes a thread on an A100"
-    assert not spills(dataclasses.replace(spec, hidden=272), tile), "of 16 bytes at a time"
+    assert spills(dataclasses.replace(spec, hidden=272), tile), "1,876, of 16 bytes at a time"
     assert spills(spec, dataclasses.replace(tile, block_batch=16))
-    assert not spills(spec, dataclasses.replace(tile, block_batch=8))
     assert not spills(spec, dataclasses.replace(tile, block_hidden=32, block_batch=16))
+    many = dataclasses.replace(tile, block_hidden=16)
+    assert spills(spec, many)
+    assert not spills(dataclasses.replace(spec, hidden=272), many), "of 16 bytes at a time"
     assert not [v for v in candidates(spec, size, 80, 108) if spills(spec, v)]
     roomy = dataclasses.replace(tile, num_warps=8)
     assert spills(spec, roomy)
@@ -92,6 +94,27 @@ def test_tiles_without_room_in_registers_are_offered_only_where_a_layer_has_noth
         found = candidates(layer, many, card, processors)
         assert found, "one launch is offered wherever one fits"
         assert all((registers(layer, one) <= MOST_REGISTERS) is room for one in found)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "form", "tile", "spilled"),  # bytes a thread on sm_86, which has no other way to wait than the others
+    [
+        (384, "tile", (32, 32, 8), 64),
+        (384, "split", (32, 32, 4), 504),
+        (256, "split", (16, 64, 4), 280),
+        (256, "split", (32, 16, 2), 0),
+        (256, "split", (16, 32, 4), 0),
+        (256, "tile", (16, 64, 8), 0),
+    ],
+)
+def test_other_cards_are_offered_nothing_that_spills(
+    hidden: int, form: str, tile: tuple[int, int, int], spilled: int
+) -> None:
+    units, rows, warps = tile
+    variant = GruVariant("persistent", form, units, rows, "poll", "late", warps)
+    assert spills(GruSpec("bfloat16", hidden), variant) is (spilled > 0)
+    layer, size = GruSpec("bfloat16", hidden), GruSize(256, 100)
+    assert all(not spills(layer, one) for one in candidates(layer, size, 86, 82))
 
 
 def test_two_warps_are_not_offered_what_they_read_for_long() -> None:

@@ -58,6 +58,9 @@ MOST_REGISTERS = 208
 # Elements of a piece of the state a thread, and then rows or results of a program, from which on kernels spill on other cards if
 # a row is no multiple of 16 bytes: 20 of 23 did, by up to 37,302 bytes a thread (docs/decisions/0049).
 NARROW_ELEMENTS, NARROW_ROWS, NARROW_RESULTS = 32, 32, 1024
+# Units of form "tile", and registers of either form, from which on kernels spill there in any case: of 142 tiles that were compiled for
+# sm_86, sm_100 and sm_120 21 have less, none of which spills, and 82 of the others do; of 34 of form "split" on sm_86 16 of 22 with more.
+TILE_UNITS, TILE_REGISTERS, SPLIT_REGISTERS = 16, 80, 104
 
 
 def covers(variant: GruVariant) -> bool:
@@ -258,8 +261,19 @@ def registers(spec: GruSpec, variant: GruVariant) -> float:
 
 
 def spills(spec: GruSpec, variant: GruVariant) -> bool:
-    """Whether a thread most likely has more addresses than registers: narrow loads of many rows have one each."""
-    units, rows = variant.block_hidden, variant.block_batch
+    """Whether a thread most likely has more than its registers hold, but on Hopper: addresses, or rows and sums.
+
+    Narrow loads of many rows have an address each. In form "tile" a thread has its part of the weights too, which Hopper multiplies from
+    shared memory; in form "split" as many sums as there are threads in a warp.
+    """
+    units, rows, threads = variant.block_hidden, variant.block_batch, 32 * variant.num_warps
+    columns = sum(pieces(spec.hidden, variant.splits)) * spec.item / 4  # in registers
+    if variant.form == "tile" and (
+        units > TILE_UNITS or (3 * units * (columns + rows) + rows * columns) / threads > TILE_REGISTERS
+    ):
+        return True
+    if variant.splits_columns and rows * columns / threads + 3 * units * rows / 32 > SPLIT_REGISTERS:
+        return True
     each = rows * max(pieces(spec.hidden, variant.splits)) // (32 * variant.num_warps)
     narrow = spec.hidden * spec.item % MOST_ALIGNED != 0 and not variant.by_row
     return narrow and each >= NARROW_ELEMENTS and (rows >= NARROW_ROWS or units * rows >= NARROW_RESULTS)
