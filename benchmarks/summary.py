@@ -17,6 +17,7 @@ import torch
 
 from benchmarks import random_gru, random_rope, training
 from benchmarks.call import Call
+from benchmarks.peers import PACKAGES
 from benchmarks.random_gru import Shape
 from benchmarks.record import environment
 from generator.disk import put_between
@@ -160,7 +161,7 @@ def main() -> None:
     if options.results is not None:
         document = json.loads(options.results.read_text())
     elif torch.cuda.is_available():
-        document = {"environment": environment({}), "rows": {name: measured() for name, measured in ROWS.items()}}
+        document = {"environment": environment(PACKAGES), "rows": {name: measured() for name, measured in ROWS.items()}}
     else:
         raise SystemExit(
             "this measures kernels on a GPU, and torch sees none here: --results FILE shows an earlier run"

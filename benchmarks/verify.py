@@ -49,6 +49,7 @@ LONGEST = ("fuzz", "gpu", "plain", "sanitizers")  # of the suites, on an H100
 COMMAND = (sys.executable, "-m", "benchmarks.verify")
 CALLS, CLASSES = 100_000, 2_000  # of the fuzz
 LIMIT_MINUTES = 20.0  # of one suite: something hangs. All take 12 on an H200 with 16 cores
+HANGING_SECONDS = 200  # of one test
 STOP_SECONDS = 15.0  # for a suite that is interrupted to end its own processes
 NAMES_SHOWN = 20
 INTERRUPTED = 130
@@ -90,7 +91,9 @@ def suites(cache: Path, cores: int, seed: int) -> dict[str, tuple[Step, ...]]:
         processes = fitting(processes)
         result = cache / f"{name}.xml"
         spread = (f"-n{processes}", "--dist=worksteal") if processes > 1 else ("-n0",)
-        return Step((sys.executable, "-m", "pytest", "-q", *spread, f"--junit-xml={result}", *arguments), result, junit)
+        told = ("-o", f"faulthandler_timeout={HANGING_SECONDS}")  # where a test that hangs is, in the log
+        command = (sys.executable, "-m", "pytest", "-q", *told, *spread, f"--junit-xml={result}", *arguments)
+        return Step(command, result, junit)
 
     fuzz = cache / "fuzz.json"
     # More processes do not fit on every GPU: each has a context, kernels, and workspaces of the libraries for each stream.

@@ -21,6 +21,19 @@ def kernels_for_short_packed_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "PACKED_US", -1e9)
 
 
+@pytest.fixture(autouse=True)
+def no_capture_is_left() -> Iterator[None]:
+    """A capture that was cut leaves the random numbers of its process unusable: the test is told, and not all those after it."""
+    yield
+    if torch.cuda.is_available():
+        try:
+            torch.empty(1, device="cuda").uniform_()
+        except RuntimeError as error:
+            pytest.fail(
+                f"this test, or one before it in this process, left a capture of a CUDA graph without an end: {error}"
+            )
+
+
 @pytest.fixture
 def much_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """For a test that takes tens of gigabytes of a GPU: one runs at a time, in whatever process, and gives them back."""
