@@ -91,7 +91,8 @@ def suites(cache: Path, cores: int, seed: int) -> dict[str, tuple[Step, ...]]:
         processes = fitting(processes)
         result = cache / f"{name}.xml"
         spread = (f"-n{processes}", "--dist=worksteal") if processes > 1 else ("-n0",)
-        told = ("-o", f"faulthandler_timeout={HANGING_SECONDS}")  # where a test that hangs is, in the log
+        # In the log: where a test that hangs is, and which tests take longest.
+        told = ("-o", f"faulthandler_timeout={HANGING_SECONDS}", "--durations=25")
         command = (sys.executable, "-m", "pytest", "-q", *told, *spread, f"--junit-xml={result}", *arguments)
         return Step(command, result, junit)
 
