@@ -37,9 +37,7 @@ class Stage:
     writes: tuple[Path, ...] = ()  # files and folders of the checkout that it may change
     copies: tuple[tuple[Path, Path], ...] = ()  # then: what goes where in the checkout, each whole or not at all
     from_empty: bool = False  # with the caches of the release alone
-    lane: str = (
-        ""  # with several GPUs, stages of other lanes run at once on others; what writes one file is in one lane
-    )
+    lane: str = ""  # on several GPUs other lanes run at once; what writes one file is in one lane
 
     @property
     def changes(self) -> tuple[Path, ...]:

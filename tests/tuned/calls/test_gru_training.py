@@ -173,6 +173,28 @@ def test_what_is_not_wanted_is_not_computed(monkeypatch: pytest.MonkeyPatch, bac
 
 
 @pytest.mark.usefixtures("interpreted", "backward")
+def test_a_forward_is_chosen_as_that_of_a_gradient_wherever_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch for each step may serve it where it serves no call without a gradient: all that ask must get the same."""
+    call = call_of()
+    choose(monkeypatch, ONE)
+    asked: list[bool] = []
+
+    def parts(call: GruCall, *, trained: bool = False, **_: Any) -> Any:
+        asked.append(trained)
+        return [(*run.spec_of(call, 1), Choice("winner", "", VARIANTS["persistent"]))]
+
+    monkeypatch.setattr(run, "_parts", parts)
+    monkeypatch.setattr(run, "why_eager", lambda *_, **__: None)
+    monkeypatch.setattr(training, "_slower", lambda *_: None)
+    assert training.why_not(call) is None
+    training.choice_of(call)
+    x = call.input.clone().requires_grad_()
+    training.forward(dataclasses.replace(call, input=x))
+    assert len(asked) == 4  # two of them by why_not
+    assert all(asked)
+
+
+@pytest.mark.usefixtures("interpreted", "backward")
 @pytest.mark.parametrize("layout", ["dense", "packed"])
 def test_a_stack_of_layers_trains_as_pytorchs(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     call = call_of(layout, 2, 2)
