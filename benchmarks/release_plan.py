@@ -56,7 +56,9 @@ def stages(  # noqa: PLR0913 - of what, and how
     winners, results, seed = folder / "record", folder / "results", str(int(commit[:7], 16))
     found = tuple(results / sub / f"{device}.json" for sub in ("", "gru"))
     random = {name: results / "random" / f"{device}-{part}{seed}.json" for name, part in RANDOM.items()}
-    summary, norms, caches = (results / name / f"{device}.json" for name in ("summary", "qk_norm", "append"))
+    summary, norms, caches, latent = (
+        results / name / f"{device}.json" for name in ("summary", "qk_norm", "append", "mla")
+    )
     plots = [plan.png_path(found[0], name) for name in plan.SWEEPS]
     whole = ("--whole", *(("--missing",) if by_row else ()))
 
@@ -88,12 +90,13 @@ def stages(  # noqa: PLR0913 - of what, and how
         *(alone(name, f"--seconds={SECONDS}", "--seed", seed, "--out", str(path)) for name, path in random.items()),
         alone("qk_norm", "--seed", seed, "--out", str(norms)),
         alone("append", "--out", str(caches)),
+        alone("mla", "--out", str(latent)),
         alone("summary", "--out", str(summary)),
         Stage(
             "plot",
             (("-m", "benchmarks.plot", str(found[0])),),
             copies=(
-                *((path, shipped(path)) for path in (*found, *random.values(), summary, norms, caches)),
+                *((path, shipped(path)) for path in (*found, *random.values(), summary, norms, caches, latent)),
                 *((path, RESULTS / "sweep" / path.name) for path in plots),
             ),
         ),

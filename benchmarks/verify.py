@@ -41,6 +41,7 @@ from generator.publishing.verified import (
 )
 
 PROCESSES = 14
+PLAIN_PROCESSES = 40  # which need no GPU, and little memory
 SANITIZED_PROCESSES = 12  # one a share
 SPARE_CORES = 2  # for the driver's threads and this process
 # Suites that share the machine, by a command of its own for the first: the second leaves the GPU to it, but for samples.
@@ -106,7 +107,7 @@ def suites(cache: Path, cores: int, seed: int) -> dict[str, tuple[Step, ...]]:
         f"--out={fuzz}",
     )
     return {
-        "plain": (tests("plain", PROCESSES),),
+        "plain": (tests("plain", PLAIN_PROCESSES),),
         "gpu": (
             # Those marked gpu_sample are among the plain ones.
             tests("gpu", PROCESSES, "tests/gpu", "-m", "gpu and not alone"),
@@ -278,11 +279,18 @@ def on_each(
     shares: Sequence[Sequence[str]], arguments: Sequence[str], cores: int
 ) -> contextlib.AbstractContextManager[list[subprocess.Popen[bytes]]]:
     """Commands that run each share of the suites on a GPU of its own; they end with this."""
-    each = [*arguments, f"--cores={cores // len(shares)}"]
     alone = visible(len(shares))
     return _meanwhile(
-        [([*each, *(f"--suite={name}" for name in share)], gpu) for share, gpu in zip(shares, alone, strict=True)]
+        [
+            ([*arguments, f"--cores={cores_of(share, cores, len(shares))}", *(f"--suite={name}" for name in share)], gpu)
+            for share, gpu in zip(shares, alone, strict=True)
+        ]
     )
+
+
+def cores_of(share: Sequence[str], cores: int, shares: int) -> int:
+    """How many of a machine's cores a share of the suites may use. The plain tests alone never wait for a GPU, which the others do."""
+    return cores // (2 if shares > 1 and "plain" in share else shares)
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ def test_the_plan_tunes_verifies_and_measures_every_suite() -> None:
     made = stages("test_gpu", COMMIT, Path("kept"))
     suites = [*plan.SUITES, "gru", "gru_cell"]
     random = ["random_rope", "random_gru", "random_steps", "training", "qk_norm"]
-    names = ["tune", "render", "verify", *suites, *random, "append", "summary", "plot", "table", "check"]
+    names = ["tune", "render", "verify", *suites, *random, "append", "mla", "summary", "plot", "table", "check"]
     assert [one.name for one in made] == names
     assert [one.name for one in made if one.from_empty] == ["tune"]
     seeds = {c[c.index("--seed") + 1] for one in made if one.name in random for c in one.commands}
@@ -107,7 +107,7 @@ def test_the_plan_changes_nothing_in_the_checkout_but_what_it_may() -> None:
     }
     outs = [Path(c[c.index("--out") + 1]) for one in made.values() for c in one.commands if "--out" in c]
     assert all(path.is_relative_to(ROOT / ".cache" / "kept") for path in outs)
-    assert len(outs) == 2 + len(plan.SUITES) + 2 + 7
+    assert len(outs) == 2 + len(plan.SUITES) + 2 + 8
 
 
 @pytest.mark.parametrize("by_row", [False, True])
@@ -477,7 +477,7 @@ def test_what_writes_one_file_is_in_one_lane() -> None:
         for command in one.commands:
             if one.lane:
                 lanes.setdefault(command[command.index("--out") + 1], set()).add(one.lane)
-    assert len(lanes) == 9
+    assert len(lanes) == 10
     assert all(len(names) == 1 for names in lanes.values()), lanes
 
 

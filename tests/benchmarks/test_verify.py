@@ -312,6 +312,17 @@ def test_each_gpu_runs_its_suites_in_a_command_of_its_own(
     assert second.endswith("--cores=16 --suite=gpu --suite=sanitizers --part")
 
 
+def test_the_plain_tests_have_half_of_the_cores_where_each_suite_has_a_gpu() -> None:
+    shares = verify.dealt(list(verify.SUITES), 4)
+    assert {share[0]: verify.cores_of(share, 64, len(shares)) for share in shares} == {
+        "fuzz": 16,
+        "gpu": 16,
+        "plain": 32,
+        "sanitizers": 16,
+    }
+    assert verify.cores_of(list(verify.SUITES), 64, 1) == 64
+
+
 def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)

@@ -346,6 +346,7 @@ def test_short_calls_and_stacks_that_cudnn_runs_side_by_side_are_left(monkeypatc
     row = Row(GruSpec("float32", H), GruSize(B, 64), ONE, None, 10.0, "a table", {}, eager_us=20.0)
     monkeypatch.setattr(training, "_choice", lambda _call: Choice("winner", "", ONE, row))
     monkeypatch.setattr(run, "why_not", lambda _call, **_: None)
+    monkeypatch.setattr(run, "called_us", lambda *_: 1.0)
     monkeypatch.setattr(run, "modelled_steps", lambda _call: False)
     monkeypatch.setattr(run, "in_one_launch", lambda _call: True)
     waves: list[Any] = [None]
@@ -369,11 +370,47 @@ def test_short_calls_and_stacks_that_cudnn_runs_side_by_side_are_left(monkeypatc
     )
 
 
+@pytest.mark.parametrize(
+    ("hidden", "layers", "steps", "kernel_us", "eager_us", "served"),
+    [
+        (72, 4, 101, 100.0, 105.0, False),  # the host takes longer for kernels, the device 5 percent less
+        (72, 4, 101, 100.0, 4000.0, True),  # the device takes longer than the host
+        (72, 1, 6400, 100.0, 105.0, True),  # of both
+        (256, 4, 101, 100.0, 105.0, True),  # PyTorch's own is a launch for each step, which takes the host longer
+    ],
+)
+def test_where_cudnn_is_one_launch_a_layer_the_host_takes_longer_for_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+    hidden: int,
+    layers: int,
+    steps: int,
+    kernel_us: float,
+    eager_us: float,
+    served: bool,
+) -> None:
+    row = Row(GruSpec("float32", hidden), GruSize(B, 64), ONE, None, kernel_us, "a table", {}, eager_us=eager_us)
+    monkeypatch.setattr(run, "in_one_launch", lambda _call: False)
+    spec, size = GruSpec("float32", hidden), GruSize(B, steps)
+    call, choice = call_of("dense", layers), Choice("nearest size", "", ONE, row)
+    for captured in (False, True):
+        monkeypatch.setattr(run, "capturing", lambda _device, captured=captured: captured)
+        why = training._slower(call, spec, size, choice)
+        if captured:
+            assert why is None or "side by side" in why, "a graph spares the host all of it"
+        else:
+            assert (why is None) == served
+            assert why is None or "a CUDA graph spares the host that" in why
+    monkeypatch.setattr(run, "capturing", lambda _device: False)
+    resets = dataclasses.replace(spec, resets=True)
+    assert training._slower(call, resets, size, choice) is None, "PyTorch's own has none"
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_forward_of_a_launch_for_each_step_is_for_graphs(monkeypatch: pytest.MonkeyPatch, *, captured: bool) -> None:
     row = Row(GruSpec("bfloat16", H), GruSize(B, 64), ONE, None, 10.0, "a table", {}, eager_us=20.0)
     monkeypatch.setattr(training, "_choice", lambda _call: Choice("winner", "", ONE, row))
     monkeypatch.setattr(run, "why_not", lambda _call, **_: None)
+    monkeypatch.setattr(run, "called_us", lambda *_: 1.0)
     monkeypatch.setattr(run, "capturing", lambda _device: captured)
     call = call_of()
     call = dataclasses.replace(call, input=torch.randn(training.CALLED_STEPS, B, call.input.shape[2]))

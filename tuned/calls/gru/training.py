@@ -35,9 +35,14 @@ from tuned.launching.rehearsal import NotedError, listening
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of
 from tuned.lookup.lookup import LEAD, Choice, Gpu, choose, usable
+from tuned.lookup.table import Row
 
 # Of fewer steps a call is the host's time, most of which does not depend on them; in a graph, that of some 20 launches.
 CALLED_STEPS, CAPTURED_STEPS = 48, 8
+# What a call takes a slow host, in us: once, and each layer and direction. PyTorch's own has one launch for each there; of kernels the
+# forward and the backward are several launches and products each. docs/decisions/0073
+CALL_HOST_US, CELL_HOST_US = 400.0, 1000.0
+CUDNN_CALL_HOST_US, CUDNN_CELL_HOST_US = 890.0, 440.0
 # Products of a layer forward and backward, each as large as that of its input. Padding costs twice: the backward cuts what it padded.
 PRODUCTS, BOTH_WAYS = 6, 2
 
@@ -81,7 +86,11 @@ def _slower(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice) -> str 
     if size.seq * spec.directions < least:
         return f"{size.seq} steps take PyTorch's own no longer than all that kernels are launched beside"
     row, layers = choice.row, call.num_layers
-    if row is None or layers == 1 or spec.directions > 1 or not captured:  # as a call all of it is the host's time
+    if row is None:
+        return None
+    if not captured:
+        return _slower_called(spec, size, row, layers)
+    if layers == 1 or spec.directions > 1:
         return None
     beside = layers / (1 + LAYER_OVER_FIRST * (layers - 1))
     wave = _planned(call, spec, size, choice) if run.in_one_launch(call) and not call.recompute else None
@@ -89,6 +98,22 @@ def _slower(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice) -> str 
     if layers * row.eager_us < LEAD * beside * us:
         return f"PyTorch's own runs {layers} layers side by side, {beside:.2g} at a time"
     return None
+
+
+def _slower_called(spec: GruSpec, size: GruSize, row: Row, layers: int) -> str | None:
+    """Why PyTorch's own takes less as a call, or None: where it has no launch for each step, the host takes longer for ours."""
+    if run.called_us(spec, size):
+        return None
+    cells = layers * spec.directions
+    longer = layers * spec.directions / row.spec.directions * size.seq / row.size.seq
+    ours = max(CALL_HOST_US + CELL_HOST_US * cells, row.median_us * longer)
+    theirs = max(CUDNN_CALL_HOST_US + CUDNN_CELL_HOST_US * cells, row.eager_us * longer)
+    if ours <= theirs:
+        return None
+    return (
+        f"PyTorch's own is one launch for all steps of each of {cells} layers and directions, and takes a call "
+        f"{theirs:.4g} us, kernels {ours:.4g}; a CUDA graph spares the host that"
+    )
 
 
 def _coarse(call: GruCall) -> bool:
