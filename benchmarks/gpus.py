@@ -25,7 +25,17 @@ def refusal(asked: int, there: int) -> str:
 
 
 def visible(gpus: int) -> list[dict[str, str]]:
-    """What the environment of a command has besides, to see one of so many GPUs alone."""
+    """What the environment of a command has besides, to see one of so many GPUs alone.
+
+    Raises:
+        ValueError: CUDA_VISIBLE_DEVICES shows fewer.
+    """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(index) for index in range(gpus)] if given is None else given.split(",")
-    return [{"CUDA_VISIBLE_DEVICES": name.strip()} for name in names[:gpus]]
+    names = (
+        [str(index) for index in range(gpus)] if given is None else [n.strip() for n in given.split(",") if n.strip()]
+    )
+    if len(names) < gpus:
+        raise ValueError(
+            f"{gpus} GPUs are wanted, and CUDA_VISIBLE_DEVICES={given!r} shows {len(names)}: show more, or unset it"
+        )
+    return [{"CUDA_VISIBLE_DEVICES": name} for name in names[:gpus]]

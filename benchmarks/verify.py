@@ -282,7 +282,10 @@ def on_each(
     alone = visible(len(shares))
     return _meanwhile(
         [
-            ([*arguments, f"--cores={cores_of(share, cores, len(shares))}", *(f"--suite={name}" for name in share)], gpu)
+            (
+                [*arguments, f"--cores={cores_of(share, cores, len(shares))}", *(f"--suite={name}" for name in share)],
+                gpu,
+            )
             for share, gpu in zip(shares, alone, strict=True)
         ]
     )

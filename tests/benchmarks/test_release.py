@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks import gru, peers, plan, release, rope
+from benchmarks.gpus import visible
 from benchmarks.release import INTERRUPTED, OUT_OF_TIME, REQUIRED, Journal
 from benchmarks.release_plan import Stage, stages
 from generator.places import ROOT
@@ -39,6 +40,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository of one commit in place of this one, with caches of its own."""
     for name in [name for name in os.environ if name.startswith("GIT_")]:
         monkeypatch.delenv(name)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # lanes are dealt to those that it shows
     folder = tmp_path / "checkout"
     folder.mkdir()
     git(folder, "init", "-q")
@@ -568,6 +570,17 @@ def test_ctrl_c_ends_all_lanes(
     assert "interrupted\nnot done: b, c" in capsys.readouterr().out
     assert len(ended) == 2
     assert None not in ended
+
+
+@pytest.mark.parametrize(("shown", "count"), [("3", 1), ("", 0), ("0,", 1)])
+def test_fewer_gpus_than_are_wanted_are_no_lanes_that_never_end(
+    monkeypatch: pytest.MonkeyPatch, shown: str, count: int
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    with pytest.raises(ValueError, match=f"2 GPUs are wanted, and CUDA_VISIBLE_DEVICES='{shown}' shows {count}"):
+        visible(2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 7,8")
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in visible(2)] == ["5", "7"]
 
 
 def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
