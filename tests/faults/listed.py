@@ -597,6 +597,17 @@ LAUNCHING = (
 
 CALLS = (
     Fault(
+        "trainings_think_of_a_fast_host",
+        "tuned/calls/gru/training.py",
+        "    if CALLED_LEAD * ours <= theirs:\n",
+        "    if row.median_us * longer <= theirs:\n",
+        (
+            T
+            + "calls/test_gru_training.py::test_where_cudnn_is_one_launch_a_layer_the_host_takes_longer_for_kernels[72-4-101-100.0-105.0-False]",
+        ),
+        "A training whose device time is little goes to kernels, which take the host twice as long.",
+    ),
+    Fault(
         "state_before_a_packed_token_of_its_own_step",
         "tuned/calls/gru/lengths.py",
         "before = starts[(step - 1).clamp(min=0)] + sequence",
@@ -1354,6 +1365,22 @@ PUBLISHING = (
 )
 
 BESIDE = (
+    Fault(
+        "fewer_gpus_than_lanes_are_dealt",
+        "benchmarks/gpus.py",
+        "    if len(names) < gpus:\n",
+        "    if not names:\n",
+        ("tests/benchmarks/test_release.py::test_fewer_gpus_than_are_wanted_are_no_lanes_that_never_end[3-1]",),
+        "Lanes of a release wait for a GPU that is not shown.",
+    ),
+    Fault(
+        "plain_tests_have_the_cores_of_any_suite",
+        "benchmarks/verify.py",
+        'cores // (2 if shares > 1 and "plain" in share else shares)',
+        "cores // shares",
+        ("tests/benchmarks/test_verify.py::test_the_plain_tests_have_half_of_the_cores_where_each_suite_has_a_gpu",),
+        "The plain tests take twice as long as any other suite.",
+    ),
     Fault(
         "best_row_shown_as_the_worst",
         "benchmarks/bars.py",
