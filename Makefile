@@ -102,9 +102,10 @@ BUDGET =
 BY_ROW =
 WITHOUT_PEERS =
 TUNED =
-release: $(VENV)/.dev  ## tune from empty, verify, measure all, draw: of one commit; goes on where it was cut. BUDGET=10m GPUS=all TUNED=1
+SECONDS =
+release: $(VENV)/.dev  ## tune from empty, verify, measure all, draw: of one commit; goes on where it was cut. BUDGET=10m GPUS=all TUNED=1 SECONDS=60
 	$(BIN)/python -m benchmarks.release $(if $(BUDGET),--budget $(BUDGET)) $(if $(BY_ROW),--by-row) \
-		$(if $(GPUS),--gpus $(GPUS)) $(if $(TUNED),--tuned) $(if $(WITHOUT_PEERS),--without-peers $(WITHOUT_PEERS))
+		$(if $(GPUS),--gpus $(GPUS)) $(if $(TUNED),--tuned) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(WITHOUT_PEERS),--without-peers $(WITHOUT_PEERS))
 
 clean:  ## remove environments, caches and what was built
 	rm -rf $(VENV) $(STACK) .cache build *.egg-info

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import triton
 
-from generator.disk import write_whole
+from generator.disk import folder_lock, write_whole
 from tuned.lookup.record import device_slug
 
 DIGITS = 4  # of a ratio; times keep 3, a nanosecond
@@ -114,40 +114,53 @@ def verdict(row: dict[str, Any]) -> str:
 
 @dataclasses.dataclass
 class Results:
-    """A results file that is whole after every row."""
+    """A results file that is whole after every row. Commands that measure other suites may write it at the same time."""
 
     path: Path
     environment: dict[str, Any]
     rows: dict[str, dict[str, Any]]  # by the row's key
     skipped: dict[str, str]  # a row's key to the reason
+    anew: frozenset[str] = frozenset()  # suites of which nothing in the file counts
+    own: set[str] = dataclasses.field(default_factory=set)  # keys of what is known better here than in the file
 
     @classmethod
     def open(cls, folder: Path, suites: Collection[str], packages: Mapping[str, str]) -> Results:
         """The file of this device; suites that are not measured again stay if the environment is the same."""
         here = environment(packages)
-        path = folder / f"{device_slug(here['device'])}.json"
-        results = cls(path, here, {}, {})
-        if path.exists():
-            before = json.loads(path.read_text())
-            if before["environment"] == here:
-                results.rows = {row["key"]: row for row in before["rows"] if row["suite"] not in suites}
-                results.skipped = {k: why for k, why in before["skipped"].items() if k.split(", ")[0] not in suites}
+        results = cls(folder / f"{device_slug(here['device'])}.json", here, {}, {}, frozenset(suites))
+        results._read()
         return results
+
+    def _read(self) -> None:
+        """Take from the file what counts of it and is not known better."""
+        before: dict[str, Any] = json.loads(self.path.read_text()) if self.path.exists() else {}
+        if before.get("environment") != self.environment:
+            return
+        rows = {row["key"]: row for row in before["rows"] if self._counts(row["key"], row["suite"])}
+        skipped = {k: why for k, why in before["skipped"].items() if self._counts(k, k.split(", ")[0])}
+        self.rows = rows | {key: row for key, row in self.rows.items() if key in self.own}
+        self.skipped = skipped | {key: why for key, why in self.skipped.items() if key in self.own}
+
+    def _counts(self, key: str, suite: str) -> bool:
+        return suite not in self.anew and key not in self.own
 
     def add(self, row: Row[Any], measured: dict[str, Any]) -> None:
         """Keep a row, and save."""
+        self.own.add(row.key)
         self.skipped.pop(row.key, None)
         self.rows[row.key] = measured | {"key": row.key}
         self.save()
 
     def skip(self, row: Row[Any], reason: str) -> None:
         """Keep the reason why a row is not there, and save."""
+        self.own.add(row.key)
         self.rows.pop(row.key, None)
         self.skipped[row.key] = reason
         self.save()
 
     def save(self) -> None:
         """Write all of it, whole or not at all."""
-        content = {"environment": self.environment, "rows": list(self.rows.values()), "skipped": self.skipped}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, (json.dumps(content, indent=1) + "\n").encode())
+        with folder_lock(self.path.parent):
+            self._read()
+            content = {"environment": self.environment, "rows": list(self.rows.values()), "skipped": self.skipped}
+            write_whole(self.path, (json.dumps(content, indent=1) + "\n").encode())

@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks import gru_peers, peers, plan, random_rope, record
 from benchmarks.gpus import number_of_gpus, refusal, visible
-from benchmarks.release_plan import Stage, listed, stages, stamp
+from benchmarks.release_plan import SECONDS, Stage, listed, stages, stamp
 from benchmarks.verify import INTERRUPTED, stop
 from generator.disk import write_whole
 from generator.duration import seconds_of
@@ -377,6 +377,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option("--by-row", action="store_true", help="a suite that was cut goes on with the rows that it lacks")
     option("--tuned", action="store_true", help="tune nothing: the rows that are committed must count, every one")
     option("--gpus", type=number_of_gpus, default=1, metavar="N", help="measure on so many GPUs at once, or on all")
+    option(
+        "--seconds", type=int, default=SECONDS, metavar="N", help="of random calls of each kind, by default %(default)s"
+    )
     option("--without-peers", type=names, default=[], metavar="NAME,...", help="do without these required peers")
     options = parser.parse_args(arguments)
     ends = time.monotonic() + options.budget
@@ -401,6 +404,7 @@ def _main(options: argparse.Namespace, ends: float) -> int:
             "by_row": options.by_row,
             "tuned": options.tuned,
             "gpus": str(options.gpus or "all"),
+            "seconds": options.seconds,
         }
         print(listed(stages("DEVICE", commit, folder, **settings)))
         return 0
@@ -422,7 +426,9 @@ def _main(options: argparse.Namespace, ends: float) -> int:
         except BlockingIOError:
             raise ReleaseError("a release runs here, or the last command of a killed one: wait until it ends") from None
         journal = Journal.open(folder / "journal.json", commit, environment)
-        plan = stages(device, commit, folder, by_row=options.by_row, tuned=options.tuned, gpus=str(gpus))
+        plan = stages(
+            device, commit, folder, by_row=options.by_row, tuned=options.tuned, gpus=str(gpus), seconds=options.seconds
+        )
         code = release(plan, journal, ends, lock.fileno(), gpus)
     if not code:
         stamp(device).parent.mkdir(exist_ok=True)

@@ -46,12 +46,20 @@ class Stage:
 
 
 def stages(  # noqa: PLR0913 - of what, and how
-    device: str, commit: str, folder: Path, *, by_row: bool = False, tuned: bool = False, gpus: str = "1"
+    device: str,
+    commit: str,
+    folder: Path,
+    *,
+    by_row: bool = False,
+    tuned: bool = False,
+    gpus: str = "1",
+    seconds: int = SECONDS,
 ) -> list[Stage]:
     """The plan. ``folder`` keeps what is not in the checkout yet; the seed of random calls follows from the commit.
 
     A suite that was cut begins again, so that it is whole in one sitting; ``by_row``: it goes on with the rows it lacks.
     ``tuned``: nothing is tuned, and the rows that are committed must count, every one. ``gpus``: on how many, or "all".
+    ``seconds``: of random calls of each kind.
     """
     winners, results, seed = folder / "record", folder / "results", str(int(commit[:7], 16))
     found = tuple(results / sub / f"{device}.json" for sub in ("", "gru"))
@@ -65,7 +73,7 @@ def stages(  # noqa: PLR0913 - of what, and how
     def suites(module: str, rows: Iterable[Row[Any]], out: Path) -> list[Stage]:
         names = dict.fromkeys(row.suite for row in rows)
         commands = {name: ("-m", module, "--suite", name, *whole, "--out", str(out)) for name in names}
-        return [Stage(name, (command,), lane=module) for name, command in commands.items()]
+        return [Stage(name, (command,), lane=name) for name, command in commands.items()]
 
     def alone(name: str, *rest: str) -> Stage:
         return Stage(name, (("-m", f"benchmarks.{name}", *rest),), lane=name)
@@ -87,7 +95,7 @@ def stages(  # noqa: PLR0913 - of what, and how
         Stage("verify", (("-m", "benchmarks.verify", *(() if gpus == "1" else ("--gpus", gpus))),), (VERIFIED,)),
         *suites("benchmarks.rope", plan.rows(), results),
         *suites("benchmarks.gru", [*gru_plan.sequences(), *gru_plan.steps()], results / "gru"),
-        *(alone(name, f"--seconds={SECONDS}", "--seed", seed, "--out", str(path)) for name, path in random.items()),
+        *(alone(name, f"--seconds={seconds}", "--seed", seed, "--out", str(path)) for name, path in random.items()),
         alone("qk_norm", "--seed", seed, "--out", str(norms)),
         alone("append", "--out", str(caches)),
         alone("mla", "--out", str(latent)),

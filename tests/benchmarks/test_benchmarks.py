@@ -303,6 +303,24 @@ def test_another_suite_stays_in_the_file(tmp_path, monkeypatch):
     assert record.Results.open(tmp_path, (), {}).rows == {}
 
 
+def test_rows_of_another_suite_that_come_in_between_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "environment", lambda _: dict(ENVIRONMENT))
+    gru_row, cell_row = sequence_row(), Row("gru_cell", StepCall("step", 3, (2, 4), 4, torch.float32), None)
+    before = record.Results.open(tmp_path, (), {})
+    before.add(gru_row, {"suite": "gru", "us": 1.0})
+    before.add(cell_row, {"suite": "gru_cell", "us": 1.0})
+    one, other = (record.Results.open(tmp_path, (name,), {}) for name in ("gru", "gru_cell"))
+    other.skip(cell_row, "left out")
+    one.add(gru_row, {"suite": "gru", "us": 2.0})
+    found = json.loads(one.path.read_text())
+    assert [(row["key"], row["us"]) for row in found["rows"]] == [(gru_row.key, 2.0)]
+    assert found["skipped"] == {cell_row.key: "left out"}
+    other.add(cell_row, {"suite": "gru_cell", "us": 3.0})
+    found = json.loads(one.path.read_text())
+    assert {row["key"]: row["us"] for row in found["rows"]} == {gru_row.key: 2.0, cell_row.key: 3.0}
+    assert found["skipped"] == {}
+
+
 @pytest.mark.parametrize("suite", ["gru", "gru_cell"])
 def test_a_dry_run_lists_the_rows(suite, capsys):
     assert gru.main(["--dry-run", "--suite", suite]) == 0

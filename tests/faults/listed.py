@@ -412,6 +412,22 @@ LOOKUP = (
 
 LAUNCHING = (
     Fault(
+        "library_first_set_up_in_a_graph",
+        "tuned/calls/recurrent/serve.py",
+        "        library.set_up(call.input.device, gradients=needs_gradient(call.tensors))\n",
+        "",
+        (T + "launching/test_library.py::test_every_call_that_kernels_may_serve_sets_it_up[True]",),
+        "A GRU whose calls cuDNN serves cannot be captured, where the library multiplies its input.",
+    ),
+    Fault(
+        "library_of_another_thread_set_up",
+        "tuned/launching/library.py",
+        "        torch.cuda.current_blas_handle()\n        return grad",
+        "        return grad",
+        (T + "launching/test_library.py::test_it_is_set_up_once_where_gradients_are_computed",),
+        "A training whose calls cuDNN serves cannot be captured: gradients have a thread of their own.",
+    ),
+    Fault(
         "key_without_alignment",
         "tuned/launching/plan.py",
         "return type(t), t.dtype, t.shape, t.stride(), t.data_ptr() & 15, t.get_device()",
@@ -1365,6 +1381,14 @@ PUBLISHING = (
 )
 
 BESIDE = (
+    Fault(
+        "rows_that_came_in_between_are_lost",
+        "benchmarks/record.py",
+        "            self._read()\n            content",
+        "            content",
+        ("tests/benchmarks/test_benchmarks.py::test_rows_of_another_suite_that_come_in_between_stay",),
+        "Of two suites that are measured at once the last to save drops the other's rows.",
+    ),
     Fault(
         "fewer_gpus_than_lanes_are_dealt",
         "benchmarks/gpus.py",

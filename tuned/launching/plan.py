@@ -245,15 +245,8 @@ def outside_of_graphs(plan: Any) -> Any:
     return plan_of_a_call
 
 
-def of_calls_alone(make: Callable[[DirectLaunch], Any], public: Any, device: torch.device) -> tuple[Any, Any]:
-    """``make`` and ``public`` of ``run_and_keep``, for plans that leave a call in a CUDA graph to be decided again.
-
-    There PyTorch's own may serve. Its library of products cannot be set up while a graph is captured, and a call by kernels, as
-    which callers warm up, does not do it: so it is done now.
-    """
-    if device.type == "cuda" and not _capturing():
-        with torch.cuda.device(device):
-            torch.cuda.current_blas_handle()
+def of_calls_alone(make: Callable[[DirectLaunch], Any], public: Any) -> tuple[Any, Any]:
+    """``make`` and ``public`` of ``run_and_keep``, for plans that leave a call in a CUDA graph to be decided again."""
     return (lambda direct: outside_of_graphs(make(direct))), outside_of_graphs(public)
 
 

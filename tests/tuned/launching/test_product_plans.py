@@ -347,18 +347,3 @@ def test_a_linear_that_pytorch_serves_is_known_by_the_shape_of_its_bias(monkeypa
         assert not left.is_left(weight, linear.sizes(inputs, None))
         with pytest.raises(ValueError, match=r"bias must be \[4\], got \[1\]"):
             tuned.dispatch.linear_cat(inputs, weight, torch.randn(1))
-
-
-def test_a_kernel_that_a_graph_may_not_have_sets_up_the_library_that_it_will(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    now = types.SimpleNamespace(captures=False)
-    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: asked.append("handle"))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: asked.append(device) or contextlib.nullcontext())
-    monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: now.captures)
-    tuned.launching.plan.of_calls_alone(lambda direct: direct, None, torch.device("cpu"))
-    assert not asked, "which would initialise CUDA"
-    tuned.launching.plan.of_calls_alone(lambda direct: direct, None, torch.device("cuda", 1))
-    assert asked == [torch.device("cuda", 1), "handle"]
-    now.captures = True
-    tuned.launching.plan.of_calls_alone(lambda direct: direct, None, torch.device("cuda", 1))
-    assert len(asked) == 2, "while a graph is captured it is too late"

@@ -214,7 +214,7 @@ def run_cell(  # noqa: PLR0913 - the tensors of the public call
     public = functools.partial(_public, spec, variant)
     make: Any = functools.partial(_library_plan if variant.form == "library" else _fused_plan, call, public)
     if not always:
-        make, public = of_calls_alone(make, public, h.device)
+        make, public = of_calls_alone(make, public)
     taken = (*call.segments, call.h, call.weight_ih, call.weight_hh, call.bias_ih, call.bias_hh)
     steps = GRU_CELL.launches(spec, variant, call)
     try:

@@ -151,7 +151,7 @@ def run_linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: t
         _direct_plan, maker((*inputs[0].shape[:-1], spec.outputs), weight), spec, weight.device.index, public
     )
     if not always:
-        make, public = of_calls_alone(make, public, weight.device)
+        make, public = of_calls_alone(make, public)
     taken = (*call.segments, call.weight, call.bias)
     steps, key = launches(spec, variant, call), _key(inputs, weight, bias)
     try:

@@ -17,7 +17,7 @@ from tuned.calls.linear_cat import run as linear_run
 from tuned.calls.linear_cat import training as linear_training
 from tuned.calls.linear_cat.arguments import check_linear_cat
 from tuned.calls.products import autocast_dtype
-from tuned.launching import left
+from tuned.launching import left, library
 from tuned.launching.plan import bypassed, left_alone, listeners
 from tuned.launching.rehearsal import NotedError, note_left
 from tuned.lookup.gpu import LAZY, PLAIN, why_eager, why_not_plain
@@ -90,6 +90,7 @@ def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
         return eager.gru(call)
     reason = why_torch(call.tensors, gradients=True)
     if reason is None:
+        library.set_up(call.input.device, gradients=needs_gradient(call.tensors))
         cast, casts = _as_cast(call)
         by: Any = training if needs_gradient(call.tensors) else run
         cast = by.wide(cast)
@@ -138,8 +139,10 @@ def gru_cell(  # noqa: PLR0913 - the arguments of the public call
             left.leave(weight_ih, (left.GRADIENT, of_call))
         out = cell_run.eager(segments, h, weight_ih, weight_hh, bias_ih, bias_hh)
     elif dtype is None:
+        library.set_up(h.device)
         return cell_run.run_cell(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace=inplace)
     else:
+        library.set_up(h.device)
         x = [t.to(dtype) for t in segments]
         others: list[Any] = [None if t is None else t.to(dtype) for t in (h, weight_ih, weight_hh, bias_ih, bias_hh)]
         with torch.autocast(h.device.type, enabled=False):  # the tensors are cast: autocast must not cast them again
@@ -159,6 +162,7 @@ def linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch
         elif reason is GRADIENT:  # in a CUDA graph a kernel may serve
             left.leave(weight, (left.GRADIENT, linear_run.sizes(inputs, bias)), captured=False)
         return linear_run.eager(inputs, weight, bias)
+    library.set_up(weight.device, gradients=needs_gradient(tensors))
     dtype = autocast_dtype(weight.device.type)
     by: Any = _linear_with_gradient if needs_gradient(tensors) else linear_run.run_linear_cat
     if dtype is None:

@@ -1,0 +1,62 @@
+"""In a new process, nothing but the call itself warms up before it is captured: in the graph another form may serve."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROCESS_SECONDS = 180
+BEGIN = """
+import torch, tuned, tuned.nn
+torch.manual_seed(0)
+device = torch.device("cuda")
+def gru(steps, batch, features, hidden, **settings):
+    x = torch.randn(steps, batch, features, device=device, dtype=settings.get("dtype"))
+    return tuned.nn.GRU(features, hidden, device=device, **settings), x
+"""
+END = """
+def step():
+    found = run()
+    return found if isinstance(found, tuple) else (found,)
+side = torch.cuda.Stream()
+side.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(side):
+    step()
+torch.cuda.current_stream().wait_stream(side)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    out = step()
+graph.replay()
+for ours, called in zip(out, step(), strict=True):
+    torch.testing.assert_close(ours, called, rtol=0, atol=2e-2 * max(1.0, float(called.abs().max())))
+print("alike")
+"""
+FORWARD = "module, x = gru({shape})\ndef run():\n    with torch.no_grad():\n        return module(x)\n"
+TRAINING = (
+    "module, x = gru({shape})\ntensors = [x.requires_grad_(), *module.parameters()]\n"
+    "def run():\n    return torch.autograd.grad(module(x)[0].sum(), tensors)\n"
+)
+PROGRAMS = {
+    "layers both ways": FORWARD.format(shape="9, 3, 24, 128, num_layers=2, bidirectional=True"),
+    "many rows": FORWARD.format(shape="64, 400, 1200, 1200, dtype=torch.bfloat16"),
+    "a training that cuDNN has in one launch": TRAINING.format(
+        shape="101, 47, 72, 72, num_layers=2, bidirectional=True"
+    ),
+    "a short training": TRAINING.format(shape="20, 33, 256, 256, dtype=torch.bfloat16"),
+    "a step": "cell = tuned.nn.GRUCell(512, 512).to(device)\nx, h = torch.randn(2, 64, 512, device=device)\n"
+    "def run():\n    with torch.no_grad():\n        return cell(x, h)\n",
+    "a linear of segments": "from tuned.dispatch import linear_cat\n"
+    "x, h, w = torch.randn(64, 512, device=device), torch.randn(64, 512, device=device), "
+    "torch.randn(1000, 1024, device=device) / 32\ndef run():\n    with torch.no_grad():\n        return linear_cat((x, h), w)\n",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_warms_up_is_enough_for_its_capture(name: str) -> None:
+    command = [sys.executable, "-c", BEGIN + PROGRAMS[name] + END]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PROCESS_SECONDS, check=False)
+    assert done.stdout.endswith("alike\n"), (done.stdout + done.stderr)[-3000:]
