@@ -436,17 +436,6 @@ LAUNCHING = (
         "A tensor that starts at an odd address is loaded 16 bytes at a time: a CUDA error.",
     ),
     Fault(
-        "captured_with_a_library_that_nothing_set_up",
-        "tuned/launching/plan.py",
-        'if device.type == "cuda" and not _capturing():',
-        'if device.type == "never" and not _capturing():',
-        (
-            T
-            + "launching/test_product_plans.py::test_a_kernel_that_a_graph_may_not_have_sets_up_the_library_that_it_will",
-        ),
-        "A step that a kernel warmed up cannot be captured: CUDA error, and the graph is lost.",
-    ),
-    Fault(
         "coarse_products_of_gradients",
         "tuned/calls/gru/training.py",
         """recurrent_precision() == "ieee" and precision_of(torch.float32) == "tf32\"""",

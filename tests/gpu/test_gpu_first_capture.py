@@ -55,6 +55,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_warms_up_is_enough_for_its_capture(name: str) -> None:
     command = [sys.executable, "-c", BEGIN + PROGRAMS[name] + END]
