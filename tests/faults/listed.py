@@ -422,8 +422,8 @@ LAUNCHING = (
     Fault(
         "library_of_another_thread_set_up",
         "tuned/launching/library.py",
-        "        torch.cuda.current_blas_handle()\n        return grad",
-        "        return grad",
+        "        torch.cuda.current_blas_handle()\n        return found",
+        "        return found",
         (T + "launching/test_library.py::test_it_is_set_up_once_where_gradients_are_computed",),
         "A training whose calls cuDNN serves cannot be captured: gradients have a thread of their own.",
     ),

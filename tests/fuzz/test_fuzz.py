@@ -25,7 +25,7 @@ from tests.fuzz import case as cases
 from tests.fuzz import draw, draw_rope, forced, formula, originals
 from tests.fuzz.__main__ import FIRST_TURN, SWEEPS
 from tests.fuzz.draw import CPU, GPU, case, index_of
-from tests.fuzz.given import Given, Part, Wrong
+from tests.fuzz.given import Given, Part, Wrong, largest_of
 from tests.fuzz.interpreted import interpreted_families
 from tests.fuzz.planted import GRU as PLANTED_IN_GRU
 from tests.fuzz.planted import PLANTS, planted
@@ -429,6 +429,20 @@ def test_a_reference_on_another_device_gets_the_gradients_that_the_call_got() ->
     given.grad_outputs = {0: drawn + 1}  # as another generator would have it
     reference = given._original("linear_cat", doubled=True, device="cpu")
     torch.testing.assert_close(reference.grads["x"], (drawn + 1).double() @ w.detach().double())
+
+
+def test_gradients_of_a_cells_weights_are_judged_by_the_largest_of_them() -> None:
+    grads = {
+        "weight_ih_1_0": torch.tensor([0.1, -0.02]),
+        "b_ih_1_0": torch.tensor([-3.0]),
+        "b_hh_1_0": None,
+        "weight_ih_0_0": torch.tensor([50.0]),
+        "weight_ih_1_01": torch.tensor([70.0]),
+        "input": torch.tensor([-9.0]),
+        "hx": torch.empty(0),
+    }
+    wanted = {"weight_ih_1_0": 3.0, "b_ih_1_0": 3.0, "weight_ih_0_0": 50.0, "input": 9.0, "hx": 0.0}
+    assert {name: float(largest_of(name, grads)) for name in wanted} == wanted
 
 
 def test_a_sum_of_gradients_that_cancel_may_err_by_the_roundings_of_what_is_summed() -> None:

@@ -13,25 +13,33 @@ import torch
 
 from tuned.launching.plan import listeners
 
+_THREAD = threading.local()  # ``gpus``: for which a thread has it
 _WITH_GRADIENTS: set[int] = set()  # GPUs whose thread of gradients has it; there is one of a process
 _LOCK = threading.Lock()
 
 
 def set_up(device: torch.device, *, gradients: bool = False) -> None:
-    """Set the library up on a GPU for this thread, and for that of ``gradients``; nothing in a capture, where it is too late."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    """Set the library up on a GPU for this thread, and for that of ``gradients``.
+
+    Nothing in a capture, where it is too late, nor under modes that listen, which would be told of operators that nobody called.
+    """
+    if device.type != "cuda":
+        return
+    index, mine = device.index, _THREAD.__dict__.setdefault("gpus", set())
+    missing = gradients and index not in _WITH_GRADIENTS
+    if (index in mine and not missing) or torch.cuda.is_current_stream_capturing() or listeners():
         return
     with torch.cuda.device(device):
+        torch.zeros(
+            (), device=device
+        )  # the first launch of a thread gives it a context, without which the library warns
         torch.cuda.current_blas_handle()
-        index = torch.cuda.current_device()
-        if (
-            not gradients or index in _WITH_GRADIENTS or listeners()
-        ):  # a mode that listens would be told of a call that nobody made
-            return
-        with _LOCK, torch.enable_grad():
-            leaf = torch.empty((), device=device, requires_grad=True)
-            torch.autograd.grad(_SetsUp.apply(leaf), leaf)  # type: ignore[no-untyped-call]
-            _WITH_GRADIENTS.add(index)
+        mine.add(index)
+        if missing:
+            with _LOCK, torch.enable_grad():
+                leaf = torch.zeros((), device=device, requires_grad=True)
+                torch.autograd.grad(_SetsUp.apply(leaf), leaf)  # type: ignore[no-untyped-call]
+                _WITH_GRADIENTS.add(index)
 
 
 class _SetsUp(torch.autograd.Function):
@@ -39,9 +47,10 @@ class _SetsUp(torch.autograd.Function):
 
     @staticmethod
     def forward(_ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(leaf)
+        return torch.zeros_like(leaf)
 
     @staticmethod
     def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        found = torch.zeros_like(grad)
         torch.cuda.current_blas_handle()
-        return grad
+        return found

@@ -17,49 +17,69 @@ from tuned.launching import library
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was asked of a GPU that is not here: the device, then the handle and whether gradients' thread did."""
+    """What was asked of a GPU that is not here: the device, launches, and handles; of both whether this thread did."""
     found: list[Any] = []
-    empty, main = torch.empty, threading.get_ident()
+    zeros, zeros_like, main = torch.zeros, torch.zeros_like, threading.get_ident()
+
+    def told(what: str) -> None:
+        found.append((what, threading.get_ident() == main))
+
+    def launched(made: Any) -> Any:
+        told("launch")
+        return made
+
     monkeypatch.setattr(library, "_WITH_GRADIENTS", set())
+    monkeypatch.setattr(library, "_THREAD", threading.local())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", lambda device: found.append(device) or contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: found.append(threading.get_ident() == main))
-    monkeypatch.setattr(torch, "empty", lambda *shape, **rest: empty(*shape, **(rest | {"device": "cpu"})))
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: told("handle"))
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **rest: launched(zeros(*shape, **(rest | {"device": "cpu"}))))
+    monkeypatch.setattr(torch, "zeros_like", lambda t: launched(zeros_like(t)))
     return found
 
 
 GPU = torch.device("cuda", 1)
+HERE = [GPU, ("launch", True), ("handle", True)]
 
 
-def test_each_call_sets_it_up_for_its_thread(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_thread_sets_it_up_once(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     library.set_up(torch.device("cpu"))
     assert not asked, "which would initialise CUDA"
-    library.set_up(GPU)
-    assert asked == [GPU, True]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     library.set_up(GPU)
-    assert len(asked) == 2, "while a graph is captured it is too late"
+    assert not asked, "while a graph is captured it is too late"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    library.set_up(GPU)
+    assert asked == HERE, "the library warns in a thread that has launched nothing"
+    library.set_up(GPU)
+    assert asked == HERE
+    library.set_up(torch.device("cuda", 0))
+    assert len(asked) == 6, "for each GPU"
+    other = threading.Thread(target=library.set_up, args=(GPU,))
+    other.start()
+    other.join()
+    assert asked[6:] == [GPU, ("launch", False), ("handle", False)]
 
 
 def test_it_is_set_up_once_where_gradients_are_computed(asked: list[Any]) -> None:
-    with torch.no_grad():  # of a caller, who saves and counts what autograd does
+    library.set_up(GPU)
+    with torch.no_grad():  # of a caller
         library.set_up(GPU, gradients=True)
-    assert len(asked) == 3, "in the backward too"
+    assert [what for what, *_ in asked[6:]] == ["launch", "launch", "launch", "handle"], "leaf, forward, backward"
     library.set_up(GPU, gradients=True)
-    assert len(asked) == 5, "in this thread alone"
+    assert len(asked) == 10
 
 
 def test_modes_that_listen_hear_nothing_of_it(asked: list[Any]) -> None:
     class Heard(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, *_: Any) -> Any:
-            raise AssertionError("a call that nobody made")
+            raise AssertionError("an operator that nobody called")
 
     with Heard():
         library.set_up(GPU, gradients=True)
-    assert len(asked) == 2
+    assert not asked
     library.set_up(GPU, gradients=True)
-    assert len(asked) == 5, "without the mode it is made up for"
+    assert asked[:3] == HERE, "without the mode it is made up for"
 
 
 @pytest.mark.parametrize("gradient", [False, True])
