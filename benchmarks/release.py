@@ -360,6 +360,13 @@ def budget(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def seconds(text: str) -> int:
+    """A number from 1 on; argparse tells that it is none."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"seconds are a number from 1 on, got {text!r}")
+    return int(text)
+
+
 def names(text: str) -> list[str]:
     """Names with commas between, each of a required peer."""
     found = [name.strip() for name in text.split(",")]
@@ -378,7 +385,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option("--tuned", action="store_true", help="tune nothing: the rows that are committed must count, every one")
     option("--gpus", type=number_of_gpus, default=1, metavar="N", help="measure on so many GPUs at once, or on all")
     option(
-        "--seconds", type=int, default=SECONDS, metavar="N", help="of random calls of each kind, by default %(default)s"
+        "--seconds",
+        type=seconds,
+        default=SECONDS,
+        metavar="N",
+        help="of random calls of each kind, by default %(default)s",
     )
     option("--without-peers", type=names, default=[], metavar="NAME,...", help="do without these required peers")
     options = parser.parse_args(arguments)

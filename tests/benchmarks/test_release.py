@@ -595,6 +595,9 @@ def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch, ca
     with pytest.raises(SystemExit):
         release.main(["--gpus", "none"])
     assert "GPUs are a number from 1 on, or all, got 'none'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        release.main(["--seconds", "0"])
+    assert "seconds are a number from 1 on, got '0'" in capsys.readouterr().err
 
 
 def test_a_release_that_is_cut_leaves_no_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:

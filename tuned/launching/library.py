@@ -30,9 +30,8 @@ def set_up(device: torch.device, *, gradients: bool = False) -> None:
     if (index in mine and not missing) or torch.cuda.is_current_stream_capturing() or listeners():
         return
     with torch.cuda.device(device):
-        torch.zeros(
-            (), device=device
-        )  # the first launch of a thread gives it a context, without which the library warns
+        # The first launch of a thread gives it a context, without which the library warns.
+        torch.zeros((), device=device)
         torch.cuda.current_blas_handle()
         mine.add(index)
         if missing:
