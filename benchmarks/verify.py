@@ -41,7 +41,7 @@ from generator.publishing.verified import (
 )
 
 PROCESSES = 14
-PLAIN_PROCESSES = 40  # which need no GPU, and little memory
+PLAIN_PROCESSES = 40  # where they have a GPU for themselves: few of them use it, and each process takes memory of it
 SANITIZED_PROCESSES = 12  # one a share
 SPARE_CORES = 2  # for the driver's threads and this process
 # Suites that share the machine, by a command of its own for the first: the second leaves the GPU to it, but for samples.
@@ -82,8 +82,8 @@ class Step:
 # The suites -----------------------------------------------------------------------------------------------------------
 
 
-def suites(cache: Path, cores: int, seed: int) -> dict[str, tuple[Step, ...]]:
-    """Suite -> its commands, on a machine with so many cores. ``seed`` is that of the fuzz."""
+def suites(cache: Path, cores: int, seed: int, *, apart: bool = False) -> dict[str, tuple[Step, ...]]:
+    """Suite -> its commands, on a machine with so many cores. ``seed`` is that of the fuzz; ``apart``: each has a GPU of its own."""
 
     def fitting(processes: int) -> int:
         return max(1, min(processes, cores - SPARE_CORES))
@@ -107,7 +107,7 @@ def suites(cache: Path, cores: int, seed: int) -> dict[str, tuple[Step, ...]]:
         f"--out={fuzz}",
     )
     return {
-        "plain": (tests("plain", PLAIN_PROCESSES),),
+        "plain": (tests("plain", PLAIN_PROCESSES if apart else PROCESSES),),
         "gpu": (
             # Those marked gpu_sample are among the plain ones.
             tests("gpu", PROCESSES, "tests/gpu", "-m", "gpu and not alone"),
@@ -292,7 +292,7 @@ def on_each(
 
 
 def cores_of(share: Sequence[str], cores: int, shares: int) -> int:
-    """How many of a machine's cores a share of the suites may use. The plain tests alone never wait for a GPU, which the others do."""
+    """How many of a machine's cores a share of the suites may use. Few plain tests wait for a GPU, which the others do."""
     return cores // (2 if shares > 1 and "plain" in share else shares)
 
 
@@ -350,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cache = (options.cache or cache_folder("verified")).resolve()
     cache.mkdir(parents=True, exist_ok=True)
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
-    every = suites(cache, options.cores, seed)
+    every = suites(cache, options.cores, seed, apart=options.part)
     gpus = options.gpus or torch.cuda.device_count()
     if why := refusal(gpus, torch.cuda.device_count()):
         print(why)

@@ -277,7 +277,7 @@ def test_a_suite_that_fails_beside_another_fails_the_command(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(verify, "here", lambda: ENVIRONMENT)
     monkeypatch.setattr(verify.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(verify, "suites", lambda *_: {name: [passing(tmp_path, name)] for name in SUITES})
+    monkeypatch.setattr(verify, "suites", lambda *_, **__: {name: [passing(tmp_path, name)] for name in SUITES})
     folders = [f"--out={tmp_path / 'out'}", f"--cache={tmp_path / 'cache'}"]
     assert verify.main(folders) == wanted
     assert runs(tmp_path) == {"plain": 1, "gpu": 1, "fuzz": 1}
@@ -321,6 +321,15 @@ def test_the_plain_tests_have_half_of_the_cores_where_each_suite_has_a_gpu() -> 
         "sanitizers": 16,
     }
     assert verify.cores_of(list(verify.SUITES), 64, 1) == 64
+
+
+@pytest.mark.parametrize(("apart", "processes"), [(False, 14), (True, 30)])
+def test_many_plain_processes_are_for_a_gpu_that_nothing_else_uses(
+    tmp_path: Path, *, apart: bool, processes: int
+) -> None:
+    every = verify.suites(tmp_path, 32, 7, apart=apart)
+    assert f"-n{processes}" in every["plain"][0].command
+    assert "-n14" in every["gpu"][0].command
 
 
 def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.fuzz import case as cases
 from tests.fuzz import draw, draw_rope, forced, formula, originals
 from tests.fuzz.__main__ import FIRST_TURN, SWEEPS
 from tests.fuzz.draw import CPU, GPU, case, index_of
-from tests.fuzz.given import Given, Part, Wrong, largest_of
+from tests.fuzz.given import FLOOR, STORED, UNIT, Given, Part, Wrong, largest_of
 from tests.fuzz.interpreted import interpreted_families
 from tests.fuzz.planted import GRU as PLANTED_IN_GRU
 from tests.fuzz.planted import PLANTS, planted
@@ -443,6 +443,29 @@ def test_gradients_of_a_cells_weights_are_judged_by_the_largest_of_them() -> Non
     }
     wanted = {"weight_ih_1_0": 3.0, "b_ih_1_0": 3.0, "weight_ih_0_0": 50.0, "input": 9.0, "hx": 0.0}
     assert {name: float(largest_of(name, grads)) for name in wanted} == wanted
+
+
+def test_sums_of_rounded_gates_are_within_the_bound_and_those_that_lack_a_term_are_not() -> None:
+    """Steps of one unit in float16: what is stored of the gates' gradients is rounded, and may cancel in a weight's gradient."""
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    calls, tokens, unit = 20_000, 25, UNIT[torch.float16]
+    gates, states = 0.3 * normal(calls, tokens, 3), normal(calls, tokens, 1).tanh().half().double()
+    exact, biases = (gates * states).sum(1), gates.sum(1)
+    found = (gates.half().double() * states).sum(1).half().double()
+    grads = {"weight_ih_1_0": exact, "b_ih_1_0": biases}
+    old = torch.stack([largest_of("own", {"own": one}) for one in exact])
+    new = torch.stack([largest_of("weight_ih_1_0", {n: t[call] for n, t in grads.items()}) for call in range(calls)])
+
+    def beyond(error: torch.Tensor, largest: torch.Tensor) -> float:
+        return float((error.abs().amax(1) > FLOOR * STORED * unit * largest).double().mean())
+
+    assert beyond(found - exact, old) > 0, "sums that cancel"
+    assert beyond(found - exact, new) == 0
+    assert beyond((gates * states)[:, 0], new) > 0.95
 
 
 def test_a_sum_of_gradients_that_cancel_may_err_by_the_roundings_of_what_is_summed() -> None:

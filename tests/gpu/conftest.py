@@ -23,7 +23,7 @@ def kernels_for_short_packed_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_capture_is_left() -> Iterator[None]:
-    """A capture that was cut leaves the random numbers of its process unusable: the test is told, and not all those after it."""
+    """A capture that was cut leaves the random numbers of its process unusable: the first test that is told so is where to look."""
     yield
     if torch.cuda.is_available():
         try:
