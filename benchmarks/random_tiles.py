@@ -1,7 +1,8 @@
 """What the default tile leaves to the best one of RoPE calls of random shapes: python -m benchmarks.random_tiles [FILE ...].
 
-Of each call all legal tiles were timed on an H200, in CUDA graphs, with one cache hint and no dependent launch, beside the peers
-that take the call: docs/decisions/0052. The rule by which a default is chosen was fitted to them. No GPU is needed.
+Of each call tiles were timed in CUDA graphs, with one cache hint, beside the peers that take the call: on an H200 all legal ones,
+without a dependent launch (docs/decisions/0052), on an H100 those that the rule likes best, with one and without it (0074). The rule by
+which a default is chosen was fitted to them. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -21,20 +22,27 @@ SHOWN = 10
 
 
 def rows_of(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """The calls of some files: spec, size, times of peers, and tiles as [tokens, heads, warps, microseconds]."""
+    """The calls of some files: spec, size, times of peers, and tiles as [tokens, heads, warps, microseconds], some launched dependently too."""
     return [row for path in paths for row in json.loads(path.read_text())["rows"]]
 
 
+def times_of(row: dict[str, Any]) -> dict[tuple[Any, ...], float]:
+    """(tokens, heads, warps, whether it is launched dependently) -> microseconds."""
+    launches = {False: row["tiles"], True: row.get("dependent", ())}
+    return {(*tile, dependent): us for dependent, tiles in launches.items() for *tile, us in tiles}
+
+
 def left(rows: Iterable[dict[str, Any]], rule: Any = default_variant) -> dict[str, float]:
-    """Call -> the time of the rule's tile over that of the best; without those whose tile was not measured."""
+    """Call -> the time of the rule's tile, in its launch, over that of the best; without those whose tile was not measured."""
     found = {}
     for row in rows:
-        chosen: RopeVariant = rule(RopeSpec(**row["spec"]), RopeSize(**row["size"]))
-        times = {tuple(tile): us for *tile, us in row["tiles"]}
-        us = times.get((chosen.block_tokens, chosen.block_heads, chosen.num_warps))
+        spec = RopeSpec(**row["spec"])
+        chosen: RopeVariant = rule(spec, RopeSize(**row["size"]))
+        times = times_of(row)
+        tile = chosen.block_tokens, chosen.block_heads, chosen.num_warps
+        us = times.get((*tile, chosen.pdl and "dependent" in row))
         if us is not None:
-            spec = row["spec"]
-            name = f"{row['problem']} {spec['layout']} {spec['dtype']} {spec['style']} {spec['direction']}"
+            name = f"{row['problem']} {spec.layout} {spec.dtype} {spec.style} {spec.direction}"
             found[name] = us / min(times.values())
     return found
 

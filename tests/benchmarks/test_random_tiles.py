@@ -5,17 +5,38 @@ from __future__ import annotations
 import math
 import statistics
 
-from benchmarks.random_tiles import FILES, left, rows_of, summary
-from tuned.families.rope.variant import RopeVariant
+import pytest
+
+from benchmarks.random_tiles import FILES, left, rows_of, summary, times_of
+from tuned.families.rope.spec import RopeSize, RopeSpec
+from tuned.families.rope.variant import RopeVariant, default_variant
 
 ROWS = rows_of(sorted(FILES.glob("*.json")))
 
 
-def test_the_default_is_near_the_best_tile_of_random_calls() -> None:
-    found = left(ROWS)
-    assert len(found) >= 0.95 * len(ROWS)
-    assert statistics.geometric_mean(found.values()) <= 1.05
-    assert max(found.values()) <= 1.4
+@pytest.mark.parametrize(("device", "mean", "most"), [("nvidia_h200", 1.05, 1.4), ("nvidia_h100", 1.08, 1.55)])
+def test_the_default_is_near_the_best_tile_of_random_calls(device: str, mean: float, most: float) -> None:
+    """Those of the H100 were drawn from what was slower than a peer, and from widths that are no power of two."""
+    rows = rows_of(sorted(FILES.glob(f"{device}*.json")))
+    found = left(rows)
+    assert len(found) >= 0.95 * len(rows)
+    assert statistics.geometric_mean(found.values()) <= mean
+    assert max(found.values()) <= most
+
+
+def test_the_default_is_launched_in_the_way_that_takes_less() -> None:
+    """Either way where it hardly matters: of 58 calls on an H100, each tile in both launches, 0.5 percent is left."""
+    regrets, ways = [], set()
+    for row in (row for row in ROWS if "dependent" in row):
+        chosen, times = default_variant(RopeSpec(**row["spec"]), RopeSize(**row["size"])), times_of(row)
+        both = [times.get((chosen.block_tokens, chosen.block_heads, chosen.num_warps, way)) for way in (False, True)]
+        if None not in both:
+            regrets.append(both[chosen.pdl] / min(both))
+            ways.add(chosen.pdl)
+    assert len(regrets) >= 50
+    assert ways == {False, True}
+    assert statistics.geometric_mean(regrets) <= 1.01
+    assert max(regrets) <= 1.12
 
 
 def test_another_rule_leaves_more() -> None:

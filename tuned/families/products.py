@@ -42,12 +42,13 @@ def doubt(row: Any, spec: Any, size: Rows, octaves: float) -> str | None:
         return "products of another precision take another time"
     if octaves > FAR:
         return f"{octaves:.2g} octaves are far"
-    if _slow_loads(spec) and not _slow_loads(row) and not _slim(spec, size):
+    if slow_loads(spec) and not slow_loads(row) and not _slim(spec, size):
         return f"rows that are no multiples of {ALIGNED_BYTES} bytes are loaded an element at a time"
     return None
 
 
-def _slow_loads(spec: Any) -> bool:
+def slow_loads(spec: Any) -> bool:
+    """Whether rows of weights or inputs are no multiples of 16 bytes, and so are loaded an element at a time."""
     return any(width * ITEM_SIZE[spec.dtype] % ALIGNED_BYTES for width in spec.widths)
 
 

@@ -10,9 +10,13 @@ import pytest
 from tuned.calls.gru import project
 from tuned.calls.gru_cell import run as cell
 from tuned.calls.linear_cat import run as linear
+from tuned.families.gru_cell import variant as cells
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.gru_cell.variant import GruCellVariant
+from tuned.families.linear_cat import variant as products
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.families.products import CALLED_PRODUCTS, CALLED_ROWS, FAR
+from tuned.families.registry import FAMILIES
 from tuned.lookup import lookup
 from tuned.lookup.lookup import Gpu
 from tuned.lookup.misses import Moments
@@ -21,6 +25,7 @@ from tuned.lookup.table import tables
 ROW = GruCellSpec("bfloat16", 512, (512,))
 CELL = cell.MOMENTS
 H200 = Gpu("nvidia_h200", 90, 132, "NVIDIA H200")
+H100 = Gpu("nvidia_h100_80gb_hbm3", 90, 132, "NVIDIA H100 80GB HBM3")
 
 
 def doubts(spec: Any, rows: int, octaves: float = 1.0, row: Any = ROW) -> list[str | None]:
@@ -137,3 +142,53 @@ def test_a_grus_products_have_a_kernel_at_any_moment(features: int, outputs: int
     for now in (False, True):
         assert linear.MOMENTS.choice_of(spec, LinearCatSize(rows), H200, now).variant is not None
     assert project._projection(spec, LinearCatSize(rows), H200) is not None
+
+
+@pytest.mark.parametrize(("features", "outputs", "rows"), [(1536, 768, 24), (1400, 800, 30), (1024, 100, 24)])
+def test_a_grus_products_have_a_kernel_where_a_row_says_that_it_is_slower(
+    features: int, outputs: int, rows: int
+) -> None:
+    """With ``torch.backends.cuda.matmul.allow_tf32`` PyTorch's own would multiply a GRU's IEEE products in TensorFloat-32."""
+    spec = LinearCatSpec("float32", (features,), outputs, bias=False, precision="ieee")
+    assert linear.MOMENTS.choice_of(spec, LinearCatSize(rows), H100, captured=True).rule == "eager"
+    variant = project._projection(spec, LinearCatSize(rows), H100)
+    assert products.rejection(spec, LinearCatSize(rows), variant) is None
+
+
+def test_a_lead_must_be_larger_the_further_away_it_was_measured() -> None:
+    """In a graph: of a row that led by 1.08, a shape 2.3 octaves away took 9.5 us and PyTorch's own 5.7."""
+    called, captured = linear.MOMENTS._families
+    assert [lookup._lead(called, away) for away in (0.0, 3.0)] == [lookup.LEAD, lookup.LEAD]
+    assert lookup._lead(captured, 0.0) == lookup.LEAD
+    assert lookup._lead(captured, 1.0) == pytest.approx(lookup.LEAD**2)
+    assert lookup._lead(FAMILIES["rope"], 3.0) == lookup.LEAD, "any of whose rows is trusted"
+    row = LinearCatSpec("float32", (256, 128), 768, precision="ieee")
+    near, far = (dataclasses.replace(row, inputs=(256, width), outputs=out) for width, out in ((120, 768), (64, 2400)))
+    for spec, serves in ((near, True), (far, False)):
+        found = linear.MOMENTS.choice_of(spec, LinearCatSize(24), H100, captured=True)
+        assert (found.variant is not None) is serves
+        assert found.row is not None, "it is that row's lead that decides"
+        assert linear.MOMENTS.choice_of(spec, LinearCatSize(24), H100, captured=False).variant is not None
+
+
+def test_without_tensor_cores_weights_that_no_cache_holds_are_left_to_pytorch() -> None:
+    """Each row reads all of them: 8 rows of 1076 and 1672 took 99 us in a graph, and PyTorch's own 44."""
+    row = GruCellSpec("float32", 768, (768,), precision="ieee")
+    large = dataclasses.replace(row, hidden=1672, inputs=(1076,))
+    assert all("L2" in (said or "") for said in doubts(large, 8, 2.0, row))
+    assert doubts(large, 2, 2.0, row) == [None, None], "of two rows, programs side by side read the same weights"
+    assert doubts(dataclasses.replace(row, hidden=1000, inputs=(768,)), 8, 2.0, row) == [None, None]
+    assert CELL.choice_of(large, GruCellSize(8), H100, captured=True).rule == "eager"
+
+
+def test_rows_that_are_loaded_one_by_one_are_no_matter_of_tensor_cores() -> None:
+    """A row of 505 and 1069 took form "split" 1.8 times as long as PyTorch's own, and 38 other such took form "vector" at most 0.57."""
+    spec, size = GruCellSpec("bfloat16", 1069, (505,)), GruCellSize(1)
+    split = GruCellVariant("split", 16, 8, 256, 4, num_stages=5, num_warps=4)
+    assert "an element at a time" in (cells.rejection(spec, size, split) or "")
+    assert cells.rejection(dataclasses.replace(spec, hidden=1072, inputs=(504,)), size, split) is None
+    assert "an element at a time" not in (cells.rejection(spec, GruCellSize(3), split) or "")
+    for moment in (False, True):
+        variant = CELL.choice_of(spec, size, H100, captured=moment).variant
+        assert variant is not None
+        assert variant.form == "vector"

@@ -17,7 +17,7 @@ from tuned.launching.launcher import run_steps
 from tuned.launching.plan import compiled_before, direct_launch, launch_known
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of
-from tuned.lookup.lookup import Gpu, choose
+from tuned.lookup.lookup import Gpu, choose, usable
 
 SMALL_PRODUCT = 2**29  # multiplications: 20 us at the 50 TFLOP/s that an H200 has for float32
 
@@ -92,4 +92,12 @@ def product_of(
 
 @functools.lru_cache(maxsize=misses.MAX_CHOICES)
 def _projection(spec: LinearCatSpec, size: LinearCatSize, gpu: Gpu) -> Any:
-    return choose(LINEAR_CAT, spec, size, gpu).variant
+    """The variant of a product that is not ``by_library``; None where no kernel fits.
+
+    A kernel that a row says is slower serves as well: PyTorch's own follows a setting, and would multiply in another precision.
+    """
+    variant = choose(LINEAR_CAT, spec, size, gpu).variant
+    if variant is not None:
+        return variant
+    default = LINEAR_CAT.fit(LINEAR_CAT.default_variant(spec, size), spec, gpu.capability)
+    return default if usable(LINEAR_CAT, spec, size, default, gpu.capability, gpu.multiprocessors) else None

@@ -10,7 +10,16 @@ from tuned.families.architecture import LEAST_SHARED, PDL_CAPABILITY, shared_lim
 from tuned.families.choices import one_of
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.launch import ceil_div, next_power_of_2
-from tuned.families.products import ITEM_SIZE, MAX_VECTOR_BLOCKS, VECTOR_REGISTERS, VECTOR_ROWS, WAVE, lanes
+from tuned.families.products import (
+    ITEM_SIZE,
+    MAX_VECTOR_BLOCKS,
+    SLIM_ROWS,
+    VECTOR_REGISTERS,
+    VECTOR_ROWS,
+    WAVE,
+    lanes,
+    slow_loads,
+)
 
 # What a tile's size depends on; the other knobs are free at their defaults.
 CORE_KNOBS = ("form", "block_batch", "block_hidden", "block_k", "k_parts", "num_stages", "num_warps")
@@ -23,6 +32,9 @@ MAX_IEEE = 2**15  # products per turn, which without tensor cores are written ou
 # The capability from which warpgroups multiply, and the fewest columns with which they do.
 WARPGROUPS, WARPGROUP_UNITS = 90, 16
 AMD_COLUMNS = 16  # columns of a product of AMD's matrix cores
+CACHED_BYTES = (
+    2**25
+)  # of weights that stay in the L2 from one row of form "vector" to the next: 55 MB took twice PyTorch's time
 GATES_PER_THREAD = 8  # elements, eight float32 values each: two 16-byte loads of each tensor
 
 
@@ -201,6 +213,10 @@ def _tensor_core_rejection(  # noqa: PLR0911, PLR0912 - one return per rule
         return f"a tile of {rows} rows and {units} units is not tried on tensor cores: 16 rows at least, 8 to 64 units"
     if reason := _empty_rows(size, variant, 16):
         return reason
+    if size is not None and size.batch <= SLIM_ROWS and slow_loads(spec):
+        return (
+            f"{size.batch} rows that are loaded an element at a time took tensor cores twice as long as form='vector'"
+        )
     if units >= 2 * next_power_of_2(max(spec.hidden, 8)):
         return f"block_hidden={units} would leave more than half of its columns empty with {spec.hidden}"
     if max(rows, 3 * units) > MAX_LOPSIDED * min(rows, 3 * units):
@@ -300,6 +316,9 @@ def doubt(row: GruCellSpec, spec: GruCellSpec, size: GruCellSize, octaves: float
     """Why a row's time does not say that a kernel is faster than PyTorch's own at another shape, or None."""
     if spec.inplace:  # in place the library multiplies, as PyTorch does
         return None
+    weights = 3 * spec.weights * ITEM_SIZE[spec.dtype]
+    if spec.precision == "ieee" and size.batch > SLIM_ROWS and weights > CACHED_BYTES:
+        return f"{weights} bytes of weights do not stay in the L2, and without tensor cores each row reads them again"
     return products.doubt(row, spec, size, octaves)
 
 

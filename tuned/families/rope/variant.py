@@ -42,8 +42,12 @@ HELD = {2: 6.0, 4: 6.5}
 LESS_HELD = 0.5
 LEAST_HELD = 3.5
 SPREAD = 2**14
-# Programs of a dependent launch start one every 1.3 ns, others one every 1.0: so few of them, or ones that take as long as that.
-FEW_PROGRAMS, DEPENDENT_BYTES = 1024, 8192
+FEW_PROGRAMS, DEPENDENT_BYTES = 1024, 8192  # what a program moves whose launch need not be fast
+# Microseconds from one program's start to the next, of a launch and of a dependent one; what a dependent one saves; and what a call takes
+# at least, and a byte more on an H200. From tiles of 58 calls on an H100, each timed both ways: docs/decisions/0074.
+STARTED_US, DEPENDENT_STARTED_US, WAITED_US = 0.65e-3, 1.25e-3, 0.8
+LEAST_US, BYTES_PER_US, LEAST_ROW_BYTES = 1.0, 4e6, 64  # what memory gives at a time
+FEWEST_ROWS, MOST_ROWS = 2**10, 2**20
 MANY = 64  # positions or batch entries from which on an empty part of the last tile counts for nothing
 
 
@@ -216,7 +220,7 @@ def size_class(spec: RopeSpec, size: RopeSize) -> tuple[int, int]:
 def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant:
     """The variant of a call that no row is near: of the legal tiles the one that costs least by a rule of thumb.
 
-    The rule was fitted to 169 landscapes of H200s, and leaves 4 percent to the best tile in the mean: docs/decisions/0052.
+    The rule was fitted to 169 landscapes of H200s and 58 of H100s: docs/decisions/0052 and 0074.
     """
     positions = MANY if size is None else size.tokens if spec.layout == "thd" else size.seq
     batch = MANY if size is None else size.batch
@@ -229,16 +233,30 @@ def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant
     if size is not None:
         held = min(held, max(LEAST_HELD, math.log2(max(1, spec.all_heads * size.tokens * each) / SPREAD)))
     capped = RopeSize(min(batch, MANY) if spec.merges_batch else 1, max(1, min(positions, MANY)))
-    variant = _default(spec, capped, round(4 * held) / 4)  # in quarters, so that few are told apart
-    tile = 2 * variant.block_tokens * rows_at_once(spec, variant) * each  # read and written
+    # In quarters of octaves, so that few are told apart: of fewer rows no start is waited for, of more each takes its share.
+    rows = FEWEST_ROWS if size is None else max(FEWEST_ROWS, min(spec.all_heads * size.tokens, MOST_ROWS))
+    variant = _default(spec, capped, round(4 * held) / 4, round(4 * math.log2(rows)) / 4)
     entries = 1 if spec.layout == "thd" else batch
     if size is None or spec.reads_given:  # without a size: what compiles for every card
         return variant
     if spec.norm == "all":
         return _of_all_heads(spec, variant, positions)
-    small = programs(spec, variant, positions, entries) <= FEW_PROGRAMS
-    cache = "stream" if small and spec.packed else "keep"
-    return dataclasses.replace(variant, cache=cache, pdl=small or tile >= DEPENDENT_BYTES)
+    count = programs(spec, variant, positions, entries)
+    cache = "stream" if count <= FEW_PROGRAMS and spec.packed else "keep"
+    return dataclasses.replace(variant, cache=cache, pdl=_starts_dependently(spec, size, count))
+
+
+def _starts_dependently(spec: RopeSpec, size: RopeSize, count: int) -> bool:
+    """Whether so many programs take less in a dependent launch, which starts them one by one half as fast, but need not wait."""
+    moved_us = _moved_us(spec, spec.all_heads * size.tokens)
+    return max(DEPENDENT_STARTED_US * count, moved_us) < WAITED_US + max(STARTED_US * count, moved_us)
+
+
+def _moved_us(spec: RopeSpec, rows: float) -> float:
+    """What the memory takes for so many rows, about: what a launch is held against that starts many programs."""
+    features = spec.rotary_dim if spec.inplace else spec.head_dim
+    each = max(features * ITEM_SIZE[spec.dtype], LEAST_ROW_BYTES)
+    return LEAST_US + 2 * rows * each / BYTES_PER_US
 
 
 def _of_all_heads(spec: RopeSpec, variant: RopeVariant, positions: int) -> RopeVariant:
@@ -264,18 +282,19 @@ def programs(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
 
 
 @functools.lru_cache(1024)
-def _default(spec: RopeSpec, size: RopeSize, held: float) -> RopeVariant:
+def _default(spec: RopeSpec, size: RopeSize, held: float, rows: float) -> RopeVariant:
     tiles = itertools.product(BLOCK_TOKENS, BLOCK_HEADS, NUM_WARPS)
     variants = [RopeVariant(tokens, heads, cache="keep", num_warps=warps) for tokens, heads, warps in tiles]
     legal = [one for one in variants if rejection(spec, size, one) is None]
     least = RopeVariant(1, 1, cache="keep", num_warps=1)
-    return min(legal, key=lambda one: _cost(spec, size, one, held), default=least)
+    return min(legal, key=lambda one: _cost(spec, size, one, held, rows), default=least)
 
 
-def _cost(spec: RopeSpec, size: RopeSize, variant: RopeVariant, held: float) -> float:
-    """How much a tile is thought to miss the best, in octaves; ``held`` are those of the bytes that a thread should hold.
+def _cost(spec: RopeSpec, size: RopeSize, variant: RopeVariant, held: float, rows_of_all: float) -> float:
+    """How much a tile is thought to miss the best, in octaves.
 
-    Every weight was fitted to landscapes: docs/decisions/0052.
+    ``held``: octaves of the bytes that a thread should hold. ``rows_of_all``: those of the rows of all tokens; ``size`` has a few of them.
+    Every weight was fitted to landscapes: docs/decisions/0052 and 0074.
     """
     tokens, warps, item = variant.block_tokens, variant.num_warps, ITEM_SIZE[spec.dtype]
     rows = spec.heads * size.batch if spec.merges_batch else spec.all_heads
@@ -289,12 +308,15 @@ def _cost(spec: RopeSpec, size: RopeSize, variant: RopeVariant, held: float) -> 
     empty *= ceil_div(size.seq, tokens) * tokens / size.seq
     # Aligned rows, enough of them for all multiprocessors: what moves more at a time can be launched dependently.
     whole = vector_bytes(spec) == VECTOR_BYTES and held >= HELD[item]
+    all_rows = 2.0**rows_of_all
+    started = STARTED_US * all_rows * empty / padded / _moved_us(spec, all_rows)
     return (
-        (0.8 * too_much if too_much > 0 else -too_much)
-        + max(0.0, math.log2(vector_bytes(spec) / at_once))  # narrower loads than could be
+        (0.8 * too_much if too_much > 0 else -1.3 * too_much)
+        + 0.6 * max(0.0, math.log2(vector_bytes(spec) / at_once))  # narrower loads than could be
         + 2 * math.log2(empty)
         + 0.3 * math.log2(1 + angles / (2 * item * heads * row_block(spec)))  # all heads share the angles of a token
-        + (max(0.0, math.log2(padded / warps / 16)) if spec.inplace else 0.0)  # parts of many rows by one warp
+        + (2 * max(0.0, math.log2(padded / warps / 16)) if spec.inplace else 0.0)  # parts of many rows by one warp
+        + 0.5 * max(0.0, math.log2(started))  # programs that wait for those before them to start
         + (0.7 if whole and 4 * padded * row_block(spec) * item < DEPENDENT_BYTES else 0.0)
         + 0.4 * math.log2(tokens)
         + 0.05 * math.log2(max(BLOCK_HEADS) / heads)
