@@ -316,7 +316,7 @@ def _cost(spec: RopeSpec, size: RopeSize, variant: RopeVariant, held: float, row
         + 2 * math.log2(empty)
         + 0.3 * math.log2(1 + angles / (2 * item * heads * row_block(spec)))  # all heads share the angles of a token
         + (2 * max(0.0, math.log2(padded / warps / 16)) if spec.inplace else 0.0)  # parts of many rows by one warp
-        + 0.5 * max(0.0, math.log2(started))  # programs that wait for those before them to start
+        + 0.25 * max(0.0, math.log2(started))  # programs that wait for those before them to start
         + (0.7 if whole and 4 * padded * row_block(spec) * item < DEPENDENT_BYTES else 0.0)
         + 0.4 * math.log2(tokens)
         + 0.05 * math.log2(max(BLOCK_HEADS) / heads)
