@@ -190,6 +190,30 @@ KERNELS = (
 
 FAMILIES = (
     Fault(
+        "weights_that_no_cache_holds",
+        "tuned/families/gru_cell/variant.py",
+        "size.batch > SLIM_ROWS and weights > CACHED_BYTES",
+        "False",
+        (T + "families/test_doubt.py::test_without_tensor_cores_weights_that_no_cache_holds_are_left_to_pytorch",),
+        "Eight rows of a large float32 step read 55 MB of weights eight times.",
+    ),
+    Fault(
+        "tensor_cores_for_rows_of_single_elements",
+        "tuned/families/gru_cell/variant.py",
+        "size.batch <= SLIM_ROWS and slow_loads(spec)",
+        "False",
+        (T + "families/test_doubt.py::test_rows_that_are_loaded_one_by_one_are_no_matter_of_tensor_cores",),
+        "A row of an odd width takes twice as long as PyTorch's own.",
+    ),
+    Fault(
+        "launches_that_start_too_slowly",
+        "tuned/families/rope/variant.py",
+        "max(DEPENDENT_STARTED_US * count, moved_us) <",
+        "max(STARTED_US * count, moved_us) <",
+        (T + "families/test_rope_variant.py::test_the_default_is_near_the_best_of_every_landscape",),
+        "A rotation of many small programs takes 1.6 times as long, in a dependent launch.",
+    ),
+    Fault(
         "fused_step_in_place",
         "tuned/families/gru_cell/variant.py",
         'if spec.inplace and variant.form != "library":',
@@ -278,6 +302,14 @@ FAMILIES = (
 )
 
 LOOKUP = (
+    Fault(
+        "a_lead_that_lasts_however_far",
+        "tuned/lookup/lookup.py",
+        "LEAD ** (1 + octaves) if by_device else LEAD",
+        "LEAD",
+        (T + "families/test_doubt.py::test_a_lead_must_be_larger_the_further_away_it_was_measured",),
+        "In a graph a linear takes twice as long as PyTorch's own, by a row that hardly led.",
+    ),
     Fault(
         "nearest_row_forgets_the_spec",
         "tuned/lookup/lookup.py",
@@ -411,6 +443,14 @@ LOOKUP = (
 )
 
 LAUNCHING = (
+    Fault(
+        "no_memory_for_products_that_nobody_needs",
+        "tuned/launching/library.py",
+        "torch.cuda.device(device), contextlib.suppress(RuntimeError):",
+        "torch.cuda.device(device):",
+        (T + "launching/test_library.py::test_a_call_goes_on_where_it_cannot_be_set_up",),
+        "On a full GPU a step fails for want of memory that it does not need.",
+    ),
     Fault(
         "library_first_set_up_in_a_graph",
         "tuned/calls/recurrent/serve.py",
@@ -601,6 +641,17 @@ LAUNCHING = (
 )
 
 CALLS = (
+    Fault(
+        "products_of_a_gru_in_another_precision",
+        "tuned/calls/gru/project.py",
+        "    if variant is not None:\n        return variant\n    default",
+        "    return variant\n    default",
+        (
+            T
+            + "families/test_doubt.py::test_a_grus_products_have_a_kernel_where_a_row_says_that_it_is_slower[1536-768-24]",
+        ),
+        "A GRU that asks for IEEE products gets TensorFloat-32 where other products may have it.",
+    ),
     Fault(
         "trainings_think_of_a_fast_host",
         "tuned/calls/gru/training.py",

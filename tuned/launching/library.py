@@ -6,6 +6,7 @@ form may serve than in the calls that warmed up: products of the library and a k
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -21,7 +22,8 @@ _LOCK = threading.Lock()
 def set_up(device: torch.device, *, gradients: bool = False) -> None:
     """Set the library up on a GPU for this thread, and for that of ``gradients``.
 
-    Nothing in a capture, where it is too late, nor under modes that listen, which would be told of operators that nobody called.
+    Nothing in a capture, where it is too late, nor under modes that listen, which would be told of operators that nobody called. Where
+    it cannot be, say for want of memory, a call that needs no product goes on; it is tried again at the next.
     """
     if device.type != "cuda":
         return
@@ -29,7 +31,7 @@ def set_up(device: torch.device, *, gradients: bool = False) -> None:
     missing = gradients and index not in _WITH_GRADIENTS
     if (index in mine and not missing) or torch.cuda.is_current_stream_capturing() or listeners():
         return
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), contextlib.suppress(RuntimeError):
         # The first launch of a thread gives it a context, without which the library warns.
         torch.zeros((), device=device)
         torch.cuda.current_blas_handle()

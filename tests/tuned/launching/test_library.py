@@ -61,6 +61,21 @@ def test_each_thread_sets_it_up_once(asked: list[Any], monkeypatch: pytest.Monke
     assert asked[6:] == [GPU, ("launch", False), ("handle", False)]
 
 
+def test_a_call_goes_on_where_it_cannot_be_set_up(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that needs no product needs no memory for the library's; one that does says so itself."""
+
+    def full() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "current_blas_handle", full)
+        library.set_up(GPU, gradients=True)
+    assert ("handle", True) not in asked
+    library.set_up(GPU, gradients=True)
+    handles = [one for one in asked if isinstance(one, tuple) and one[0] == "handle"]
+    assert len(handles) == 2, "it is tried again, and for the thread of gradients"
+
+
 def test_it_is_set_up_once_where_gradients_are_computed(asked: list[Any]) -> None:
     library.set_up(GPU)
     with torch.no_grad():  # of a caller

@@ -138,11 +138,10 @@ def gru_cell(  # noqa: PLR0913 - the arguments of the public call
         elif reason is GRADIENT:
             left.leave(weight_ih, (left.GRADIENT, of_call))
         out = cell_run.eager(segments, h, weight_ih, weight_hh, bias_ih, bias_hh)
-    elif dtype is None:
-        library.set_up(h.device)
-        return cell_run.run_cell(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace=inplace)
     else:
         library.set_up(h.device)
+        if dtype is None:
+            return cell_run.run_cell(segments, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace=inplace)
         x = [t.to(dtype) for t in segments]
         others: list[Any] = [None if t is None else t.to(dtype) for t in (h, weight_ih, weight_hh, bias_ih, bias_hh)]
         with torch.autocast(h.device.type, enabled=False):  # the tensors are cast: autocast must not cast them again
