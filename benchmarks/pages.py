@@ -54,14 +54,17 @@ def read(results: Path, device: str, folder: str = "") -> dict[str, Any] | None:
     return dict(json.loads(path.read_text())) if path.exists() else None
 
 
-def read_random(results: Path, device: str) -> dict[str, Rows]:
-    """The random runs, by their titles: those of the device's release if there was one, else those that are cited."""
+def read_random(results: Path, device: str, commit: str | None = None) -> dict[str, Rows]:
+    """The random runs, by their titles: those of the device's release if there was one, else those that are cited.
+
+    ``commit``: of a release that has not ended.
+    """
     stamp = read(results, device, "release")
+    if commit is None and stamp is not None:
+        commit = str(stamp["commit"])
     found = {}
     for title, (kind, cited) in RANDOM.items():
-        of_release = (
-            [] if stamp is None else [str(int(stamp["commit"][:7], 16))]
-        )  # as benchmarks.release_plan draws them
+        of_release = [] if commit is None else [str(int(commit[:7], 16))]  # as benchmarks.release_plan draws them
         names = [f"{device}-{kind}{seed}" for seed in (*of_release, cited)]
         run = next((run for name in names if (run := read(results / "random", name))), None)
         if run is not None:
@@ -202,11 +205,11 @@ def one(draw: Callable[[Axes], str], path: Path, size: tuple[float, float]) -> s
 # The page -------------------------------------------------------------------------------------------------------------
 
 
-def page(results: Path, device: str, images: Path) -> str:
-    """The text of the page of a device, whose pictures are written into a folder."""
+def page(results: Path, device: str, images: Path, commit: str | None = None) -> str:
+    """The text of the page of a device, whose pictures are written into a folder; ``commit``: as in ``read_random``."""
     documents = {name: read(results, device, name) for name in ("", "calls", "gru", "sweep", "summary")}
     rope = [row for name in ("", "calls") if (found := documents[name]) for row in found["rows"]]
-    runs = read_random(results, device)
+    runs = read_random(results, device, commit)
     about = next(found for found in documents.values() if found)["environment"]
     lines = [
         f"# Results: {about['device']}",
@@ -267,13 +270,13 @@ def _tables(documents: dict[str, Any]) -> list[str]:
     return lines
 
 
-def write(results: Path, docs: Path) -> list[Path]:
-    """Write the page of every device that has results."""
+def write(results: Path, docs: Path, released: tuple[str, str] = ("", "")) -> list[Path]:
+    """Write the page of every device that has results; ``released``: a device, and the commit of its release that has not ended."""
     written = []
     (docs / "images").mkdir(parents=True, exist_ok=True)
     for device in devices(results):
         path = docs / f"results-{device}.md"
-        path.write_text(page(results, device, docs / "images"))
+        path.write_text(page(results, device, docs / "images", released[1] if device == released[0] else None))
         written.append(path)
     return written
 
@@ -283,8 +286,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pages", description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of results")
     parser.add_argument("--docs", type=Path, default=DOCS, help="the folder of the pages")
+    parser.add_argument(
+        "--released",
+        nargs=2,
+        default=("", ""),
+        metavar=("DEVICE", "COMMIT"),
+        help="a release that has not ended, whose random runs the page of its device shows",
+    )
     options = parser.parse_args(arguments)
-    print(*write(options.results, options.docs), sep="\n")
+    print(*write(options.results, options.docs, tuple(options.released)), sep="\n")
     return 0
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import datetime as dt
 import fcntl
 import importlib.util
 import itertools
@@ -93,10 +94,10 @@ class Journal:
             )
         return cls(path, commit, environment, kept["stages"])
 
-    def save(self, path: Path | None = None) -> None:
-        """Write all of it, whole or not at all."""
+    def save(self, path: Path | None = None, **facts: str) -> None:
+        """Write all of it, whole or not at all, and what else is known."""
         with self.lock:
-            content = {"commit": self.commit, "environment": self.environment, "stages": self.stages}
+            content = {"commit": self.commit, **facts, "environment": self.environment, "stages": self.stages}
             write_whole(path or self.path, (json.dumps(content, indent=1) + "\n").encode())
 
     def done(self, stage: Stage) -> bool:
@@ -443,7 +444,7 @@ def _main(options: argparse.Namespace, ends: float) -> int:
         code = release(plan, journal, ends, lock.fileno(), gpus)
     if not code:
         stamp(device).parent.mkdir(exist_ok=True)
-        journal.save(stamp(device))
+        journal.save(stamp(device), ended=dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%d %H:%M"))
     return code
 
 

@@ -122,7 +122,7 @@ def stages(  # noqa: PLR0913 - of what, and how
                     "--plot",
                     PICTURE,
                 ),
-                ("-m", "benchmarks.pages"),
+                ("-m", "benchmarks.pages", "--released", device, commit),
                 *(("-m", "benchmarks.table", str(shipped(path)), "--bars") for path in found),
             ),
             (

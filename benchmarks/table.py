@@ -42,8 +42,11 @@ FORMS = {
 
 
 def newest(*folders: Path) -> list[Path]:
-    """The results of the device measured last in each folder that has any; at least one must."""
-    found = [max(paths, key=lambda path: path.stat().st_mtime) for f in folders if (paths := [*f.glob("*.json")])]
+    """The results of one device in each folder that has them, at least one: of the last release, or of the file that was written last."""
+    ended = {path.stem: json.loads(path.read_text()).get("ended", "") for path in (RESULTS / "release").glob("*.json")}
+    written = {path.stem: path.stat().st_mtime for folder in folders for path in folder.glob("*.json")}
+    device = max(written, key=lambda name: (name in ended, ended.get(name), written[name]), default="")
+    found = [path for folder in folders if (path := folder / f"{device}.json").exists()]
     if not found:
         names = " and ".join(map(str, folders))
         raise SystemExit(

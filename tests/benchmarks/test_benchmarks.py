@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import sys
 import types
@@ -477,6 +478,28 @@ def test_the_page_of_results_is_what_the_committed_ones_say(tmp_path):
     assert page.read_text() != committed
     assert table.main(["--write", str(page)]) == 0
     assert page.read_text() == committed
+
+
+def test_the_newest_results_are_those_of_the_last_release_whatever_was_written_last(tmp_path, monkeypatch):
+    """In a fresh clone all files are as new."""
+    folders = [tmp_path, tmp_path / "gru"]
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    for name in ("one", "two", "three"):
+        for folder in folders:
+            folder.mkdir(exist_ok=True)
+            (folder / f"{name}.json").write_text("{}")
+            os.utime(folder / f"{name}.json", (len(name), len(name)))
+    (tmp_path / "gru" / "one.json").unlink()
+
+    def found():
+        return [path.relative_to(tmp_path).as_posix() for path in table.newest(*folders)]
+
+    assert found() == ["three.json", "gru/three.json"]
+    (tmp_path / "release").mkdir()
+    (tmp_path / "release" / "one.json").write_text("{}")
+    assert found() == ["one.json"]
+    (tmp_path / "release" / "two.json").write_text('{"ended": "2026-11-27 10:00"}')
+    assert found() == ["two.json", "gru/two.json"]
 
 
 def test_a_suite_is_read_from_the_first_results_that_have_it(tmp_path):

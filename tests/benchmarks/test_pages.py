@@ -14,29 +14,34 @@ from benchmarks import pages
 from benchmarks.session import RESULTS
 
 DEVICE = "nvidia_h200"
-PICTURES = ("calls", "floor", "peers", "sweep", "gru", "random")
+PICTURES = {
+    "nvidia_h100_80gb_hbm3": ("calls", "floor", "peers", "gru", "random"),
+    "nvidia_h200": ("calls", "floor", "peers", "sweep", "gru", "random"),
+}
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     docs = tmp_path_factory.mktemp("docs")
-    assert pages.write(RESULTS, docs) == [docs / f"results-{DEVICE}.md"]
+    assert pages.write(RESULTS, docs) == [docs / f"results-{device}.md" for device in PICTURES]
     return docs
 
 
-def test_the_committed_page_is_what_the_results_give(written: Path) -> None:
-    name = f"results-{DEVICE}.md"
+@pytest.mark.parametrize("device", PICTURES)
+def test_the_committed_page_is_what_the_results_give(device: str, written: Path) -> None:
+    name = f"results-{device}.md"
     assert (written / name).read_text() == (pages.DOCS / name).read_text(), "python -m benchmarks.pages writes it again"
-    for picture in PICTURES:
-        assert (pages.DOCS / "images" / f"{DEVICE}-{picture}.svg").exists()
+    for picture in PICTURES[device]:
+        assert (pages.DOCS / "images" / f"{device}-{picture}.svg").exists()
 
 
-def test_pictures_come_first_and_are_there(written: Path) -> None:
-    text = (written / f"results-{DEVICE}.md").read_text()
+@pytest.mark.parametrize("device", PICTURES)
+def test_pictures_come_first_and_are_there(device: str, written: Path) -> None:
+    text = (written / f"results-{device}.md").read_text()
     before, _, after = text.partition("## Tables")
     shown = re.findall(r"!\[.+\]\(images/(.+)\)", before)
-    assert shown == [f"{DEVICE}-{picture}.svg" for picture in PICTURES]
-    assert sorted(path.name for path in (written / "images").iterdir()) == sorted(shown)
+    assert shown == [f"{device}-{picture}.svg" for picture in PICTURES[device]]
+    assert sorted(path.name for path in (written / "images").glob(f"{device}-*")) == sorted(shown)
     assert "| --- |" not in before
     assert after.count("| --- |") > 5
     assert "![" not in after
@@ -93,3 +98,7 @@ def test_random_runs_are_those_of_the_release_if_there_was_one(tmp_path: Path) -
     assert pages.read_random(tmp_path, "a_gpu") == {"GRUs, against nn.GRU": [1]}, "it has none of its own"
     (tmp_path / "random" / f"a_gpu-{seed}.json").write_text(json.dumps({"rows": [2]}))
     assert pages.read_random(tmp_path, "a_gpu") == {"GRUs, against nn.GRU": [2]}
+    (tmp_path / "random" / f"a_gpu-{0xABCDEF0}.json").write_text(json.dumps({"rows": [3]}))
+    assert pages.read_random(tmp_path, "a_gpu", "abcdef0123") == {"GRUs, against nn.GRU": [3]}, (
+        "of one that has not ended"
+    )

@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import subprocess
 import threading
 import types
@@ -461,6 +462,7 @@ def test_a_whole_release_leaves_a_stamp_and_is_not_run_again(
     assert asked == [("test_gpu", commit, tmp_path / "cache" / "release" / f"test_gpu-{commit[:12]}", settings)]
     stamp = json.loads((checkout / "test_gpu.ignored").read_text())
     assert (stamp["commit"], stamp["environment"], list(stamp["stages"])) == (commit, ENVIRONMENT, ["a", "b"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", stamp["ended"])
     assert release.main([]) == 0
     assert runs(tmp_path) == "ab"
     git(checkout, "commit", "-q", "--allow-empty", "-m", "two")

@@ -32,9 +32,7 @@ MAX_IEEE = 2**15  # products per turn, which without tensor cores are written ou
 # The capability from which warpgroups multiply, and the fewest columns with which they do.
 WARPGROUPS, WARPGROUP_UNITS = 90, 16
 AMD_COLUMNS = 16  # columns of a product of AMD's matrix cores
-CACHED_BYTES = (
-    2**25
-)  # of weights that stay in the L2 from one row of form "vector" to the next: 55 MB took twice PyTorch's time
+CACHED_BYTES = 2**25  # of weights that stay in the L2 from one row to the next: of 55 MB it took twice as long
 GATES_PER_THREAD = 8  # elements, eight float32 values each: two 16-byte loads of each tensor
 
 
