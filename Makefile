@@ -93,8 +93,8 @@ release-check:  ## the same, and what is here must be what was verified on its G
 bench: $(VENV)/.bench  ## against the peers that are installed, on a GPU; then the tables and the plots
 	$(BIN)/python -m benchmarks.rope
 	$(BIN)/python -m benchmarks.gru
-	$(BIN)/python -m benchmarks.table --write docs/results.md
-	$(BIN)/python -m benchmarks.plot
+	$(BIN)/python -m benchmarks.table --here --write docs/results.md
+	$(BIN)/python -m benchmarks.plot --here
 	$(BIN)/python -m benchmarks.summary --out .cache/summary.json --write README.md --plot docs/images/speedups.png
 	$(BIN)/python -m benchmarks.pages
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.plan import DIRECTIONS, SWEEPS, png_path
 from benchmarks.session import RESULTS
-from benchmarks.table import newest
+from benchmarks.table import here, newest
 
 STYLES: dict[str, dict[str, Any]] = {
     "this project": {"color": "#0072b2", "linewidth": 2.4, "marker": "o", "zorder": 5},
@@ -67,9 +67,11 @@ def plot(path: Path) -> list[Path]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
-    parser.add_argument("results", nargs="?", type=Path, help="a results file; without it, the newest")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("results", nargs="?", type=Path, help="a results file; without it, that of the last release")
+    which.add_argument("--here", action="store_true", help="that of the GPU that is here")
     options = parser.parse_args(arguments)
-    written = plot(options.results or newest(RESULTS)[0])
+    written = plot(options.results or (here if options.here else newest)(RESULTS)[0])
     if not written:
         print("no row of the suite rope-sweep; run `python -m benchmarks.rope --suite rope-sweep`")
         return 1

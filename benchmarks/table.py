@@ -13,10 +13,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import bars
 from benchmarks.plan import COMPLETE, MODELS, SUITES
 from benchmarks.session import RESULTS
 from generator.disk import put_between
+from tuned.lookup.record import device_slug
 
 Result = dict[str, Any]
 Column = tuple[str, Callable[[Result], str]]  # heading, and what the cell of a row says
@@ -46,6 +49,18 @@ def newest(*folders: Path) -> list[Path]:
     ended = {path.stem: json.loads(path.read_text()).get("ended", "") for path in (RESULTS / "release").glob("*.json")}
     written = {path.stem: path.stat().st_mtime for folder in folders for path in folder.glob("*.json")}
     device = max(written, key=lambda name: (name in ended, ended.get(name), written[name]), default="")
+    return of_device(device, *folders)
+
+
+def here(*folders: Path) -> list[Path]:
+    """The results of the GPU that is here in each folder that has them; at least one must."""
+    if not torch.cuda.is_available():
+        raise SystemExit("--here is for a machine with a GPU, and PyTorch sees none: name a results file")
+    return of_device(device_slug(torch.cuda.get_device_name()), *folders)
+
+
+def of_device(device: str, *folders: Path) -> list[Path]:
+    """The results of a device in each folder that has them; at least one must."""
     found = [path for folder in folders if (path := folder / f"{device}.json").exists()]
     if not found:
         names = " and ".join(map(str, folders))
@@ -327,13 +342,15 @@ def parts(documents: Sequence[Result], layouts: Sequence[str]) -> dict[str, str]
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__)
-    parser.add_argument("results", nargs="?", type=Path, help="a results file; without it, the newest of each family")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("results", nargs="?", type=Path, help="a results file; without it, those of the last release")
+    which.add_argument("--here", action="store_true", help="those of the GPU that is here")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--bars", action="store_true", help="judge the bars instead of printing the tables")
     parser.add_argument("--all", action="store_true", help="the rows of every layout")
     instead.add_argument("--write", type=Path, metavar="FILE", help="put each table between its marks in this file")
     options = parser.parse_args(arguments)
-    documents = read([options.results] if options.results else newest(*FOLDERS))
+    documents = read([options.results] if options.results else (here if options.here else newest)(*FOLDERS))
     layouts = ("bshd", "sbhd", "thd") if options.all else ("bshd",)
     texts = {"bars": bars.report(merged(documents))} if options.bars else parts(documents, layouts)
     for name, text in texts.items():

@@ -14,7 +14,7 @@ import torch
 
 import tuned.dispatch
 import tuned.nn
-from benchmarks import bars, clock, gru, gru_peers, gru_plan, plan, record, session, table
+from benchmarks import bars, clock, gru, gru_peers, gru_plan, plan, plot, record, session, table
 from benchmarks.gru_plan import SequenceCall, StepCall
 from benchmarks.record import Row
 from generator.measuring.bench import Timing
@@ -500,6 +500,28 @@ def test_the_newest_results_are_those_of_the_last_release_whatever_was_written_l
     assert found() == ["one.json"]
     (tmp_path / "release" / "two.json").write_text('{"ended": "2026-11-27 10:00"}')
     assert found() == ["two.json", "gru/two.json"]
+
+
+def test_what_was_measured_here_is_shown_whatever_was_released(tmp_path, monkeypatch):
+    """`make bench` on a GPU of one's own."""
+    for folder in (tmp_path, tmp_path / "release"):
+        folder.mkdir(exist_ok=True)
+        (folder / "another.json").write_text('{"rows": [], "skipped": {}}')
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    monkeypatch.setattr(table, "FOLDERS", (tmp_path,))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for main in (table.main, plot.main):
+        with pytest.raises(SystemExit, match="PyTorch sees none: name a results file"):
+            main(["--here"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "My GPU 7")
+    with pytest.raises(SystemExit, match="no results in"):
+        table.here(tmp_path)
+    (tmp_path / "my_gpu_7.json").write_text('{"rows": [], "skipped": {}}')
+    assert table.here(tmp_path) == [tmp_path / "my_gpu_7.json"]
+    assert table.newest(tmp_path) == [tmp_path / "another.json"]
+    with pytest.raises(SystemExit):
+        table.main(["--here", "a.json"])
 
 
 def test_a_suite_is_read_from_the_first_results_that_have_it(tmp_path):

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 from tuned.calls.gru import project
 from tuned.calls.gru_cell import run as cell
@@ -153,6 +154,18 @@ def test_a_grus_products_have_a_kernel_where_a_row_says_that_it_is_slower(
     assert linear.MOMENTS.choice_of(spec, LinearCatSize(rows), H100, captured=True).rule == "eager"
     variant = project._projection(spec, LinearCatSize(rows), H100)
     assert products.rejection(spec, LinearCatSize(rows), variant) is None
+
+
+def test_such_a_product_is_launched_and_not_pytorchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+    monkeypatch.setattr(project, "precision_of", lambda _dtype: "tf32")
+    monkeypatch.setattr(project, "gpu_of", lambda _device: H100)
+    monkeypatch.setattr(project, "run_steps", lambda steps, _run: launched.extend(steps))
+    monkeypatch.setattr(torch, "mm", lambda *_, **__: pytest.fail("it would multiply in TensorFloat-32"))
+    out = torch.empty(24, 768)
+    project.project(torch.randn(24, 1536), torch.randn(768, 1536), out, "ieee")
+    (launch,) = launched
+    assert launch.constants["PRECISION"] == "ieee"
 
 
 def test_a_lead_must_be_larger_the_further_away_it_was_measured() -> None:
