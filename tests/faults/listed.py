@@ -210,7 +210,7 @@ FAMILIES = (
         "tuned/families/rope/variant.py",
         "max(DEPENDENT_STARTED_US * count, moved_us) <",
         "max(STARTED_US * count, moved_us) <",
-        (T + "families/test_rope_variant.py::test_the_default_is_near_the_best_of_every_landscape",),
+        (T + "families/test_rope_variant.py::test_the_default_is_launched_as_its_tile_was_measured_to_take_less",),
         "A rotation of many small programs takes 1.6 times as long, in a dependent launch.",
     ),
     Fault(
@@ -646,10 +646,7 @@ CALLS = (
         "tuned/calls/gru/project.py",
         "    if variant is not None:\n        return variant\n    default",
         "    return variant\n    default",
-        (
-            T
-            + "families/test_doubt.py::test_a_grus_products_have_a_kernel_where_a_row_says_that_it_is_slower[1536-768-24]",
-        ),
+        (T + "families/test_doubt.py::test_such_a_product_is_launched_and_not_pytorchs_own",),
         "A GRU that asks for IEEE products gets TensorFloat-32 where other products may have it.",
     ),
     Fault(
