@@ -305,10 +305,18 @@ LOOKUP = (
     Fault(
         "a_lead_that_lasts_however_far",
         "tuned/lookup/lookup.py",
-        "LEAD ** (1 + octaves) if by_device else LEAD",
+        "LEAD ** (1 + away) if _device_decides(family, row, spec, size) else LEAD",
         "LEAD",
         (T + "families/test_doubt.py::test_a_lead_must_be_larger_the_further_away_it_was_measured",),
         "In a graph a linear takes twice as long as PyTorch's own, by a row that hardly led.",
+    ),
+    Fault(
+        "a_distance_that_doubts_what_pytorch_cannot_replace",
+        "tuned/lookup/lookup.py",
+        "and family.doubt(row.spec, spec, size, math.inf) is not None",
+        "",
+        (T + "families/test_doubt.py::test_where_any_row_is_trusted_a_lead_lasts_however_far",),
+        "In a graph a step in place is PyTorch's own and a copy, where the library and a fused kernel take less.",
     ),
     Fault(
         "nearest_row_forgets_the_spec",

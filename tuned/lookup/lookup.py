@@ -251,13 +251,13 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
     if found is None or not usable(family, spec, size, found[2], gpu.capability, gpu.multiprocessors):
         found = nearest(family, spec, size, rows, gpu.capability, gpu.multiprocessors)
     if found is None:
-        # As a call any kernel spares the host, which ``least_us`` says; else none is faster that no row speaks of. Where every row
-        # is trusted, however far, PyTorch's own cannot stand in.
-        doubt = family.doubt if rows and family.least_us is None else None
-        unsaid = doubt is not None and doubt(rows[0].spec, spec, size, math.inf) is not None
-        return _unsaid(family, spec, size, gpu, table) if unsaid else None
+        # As a call any kernel spares the host, which ``least_us`` says; else none is faster that no row speaks of.
+        return (
+            _unsaid(family, spec, size, gpu, table) if rows and _device_decides(family, rows[0], spec, size) else None
+        )
     away, row, variant = found
-    if 0 < _theirs_us(family, row, spec, size) < _lead(family, away) * row.median_us:
+    lead = LEAD ** (1 + away) if _device_decides(family, row, spec, size) else LEAD
+    if 0 < _theirs_us(family, row, spec, size) < lead * row.median_us:
         return _left_to_pytorch(row, gpu, f", {away:.2g} octaves away,")
     return _neighbour(spec, size, gpu, found)
 
@@ -290,14 +290,17 @@ def _unsaid(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) -> Cho
     return Choice("eager", f"no row of {row.source} says that a kernel is faster: {why}", None, None, gpu)
 
 
-def _lead(family: Family, octaves: float) -> float:
-    """The lead over PyTorch's own that a row must have so far away: more with each octave, where the device decides alone.
+def _device_decides(family: Family, row: Row, spec: Any, size: Any) -> bool:
+    """Whether the device's time alone decides between a kernel and PyTorch's own.
 
-    A row that led by 1.08 took 0.46 to 0.60 of PyTorch's speed from 2.3 octaves on. Where a call of PyTorch's own takes the host
-    longer (``least_us``), and where any row is trusted (no ``doubt``), ``LEAD`` is enough.
+    It does not for a call that takes the host longer (``least_us``), nor where any row is trusted however far: there PyTorch's own
+    cannot stand in.
     """
-    by_device = family.doubt is not None and family.least_us is None
-    return LEAD ** (1 + octaves) if by_device else LEAD
+    return (
+        family.doubt is not None
+        and family.least_us is None
+        and family.doubt(row.spec, spec, size, math.inf) is not None
+    )
 
 
 def _theirs_us(family: Family, row: Row, spec: Any, size: Any) -> float:
@@ -380,7 +383,9 @@ def _undominated(family: Family, spec: Any, gpu: Gpu, rows: Sequence[Row]) -> tu
     )
 
 
-LEAD = 1.05  # over PyTorch's own that a row must have to stand for a shape that was not measured, see ``_lead``
+# Over PyTorch's own that a row must have to stand for a shape that was not measured. Where the device decides, as much again for
+# each octave: a row that led by 1.08 took 0.46 to 0.60 of PyTorch's speed from 2.3 octaves on.
+LEAD = 1.05
 TIE = 1e-9  # octaves: equally near rows may differ by less than this, by rounding
 
 

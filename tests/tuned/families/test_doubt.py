@@ -17,7 +17,6 @@ from tuned.families.gru_cell.variant import GruCellVariant
 from tuned.families.linear_cat import variant as products
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.families.products import CALLED_PRODUCTS, CALLED_ROWS, FAR
-from tuned.families.registry import FAMILIES
 from tuned.lookup import lookup
 from tuned.lookup.lookup import Gpu
 from tuned.lookup.misses import Moments
@@ -170,11 +169,6 @@ def test_such_a_product_is_launched_and_not_pytorchs_own(monkeypatch: pytest.Mon
 
 def test_a_lead_must_be_larger_the_further_away_it_was_measured() -> None:
     """In a graph: of a row that led by 1.08, a shape 2.3 octaves away took 9.5 us and PyTorch's own 5.7."""
-    called, captured = linear.MOMENTS._families
-    assert [lookup._lead(called, away) for away in (0.0, 3.0)] == [lookup.LEAD, lookup.LEAD]
-    assert lookup._lead(captured, 0.0) == lookup.LEAD
-    assert lookup._lead(captured, 1.0) == pytest.approx(lookup.LEAD**2)
-    assert lookup._lead(FAMILIES["rope"], 3.0) == lookup.LEAD, "any of whose rows is trusted"
     row = LinearCatSpec("float32", (256, 128), 768, precision="ieee")
     near, far = (dataclasses.replace(row, inputs=(256, width), outputs=out) for width, out in ((120, 768), (64, 2400)))
     for spec, serves in ((near, True), (far, False)):
@@ -182,6 +176,25 @@ def test_a_lead_must_be_larger_the_further_away_it_was_measured() -> None:
         assert (found.variant is not None) is serves
         assert found.row is not None, "it is that row's lead that decides"
         assert linear.MOMENTS.choice_of(spec, LinearCatSize(24), H100, captured=False).variant is not None
+
+
+@pytest.mark.parametrize(
+    ("spec", "size"),
+    [
+        (GruCellSpec("bfloat16", 476, (1356,), inplace=True), GruCellSize(2)),
+        (GruCellSpec("float32", 874, (1612,), inplace=True, precision="tf32"), GruCellSize(169)),
+        (LinearCatSpec("float32", (898,), 384, bias=False, precision="ieee"), LinearCatSize(4)),
+    ],
+)
+def test_where_any_row_is_trusted_a_lead_lasts_however_far(spec: Any, size: Any) -> None:
+    """In place PyTorch's own is followed by a copy, and a GRU's product may not be its own."""
+    moments = CELL if isinstance(spec, GruCellSpec) else linear.MOMENTS
+    found = moments.choice_of(spec, size, H100, captured=True)
+    assert found.row is not None
+    assert found.variant is not None
+    away = lookup._octaves(moments._families[True], found.row, spec, size)
+    lead = found.row.eager_us / found.row.median_us
+    assert lookup.LEAD < lead < lookup.LEAD ** (1 + away), "so that this shape tells"
 
 
 def test_without_tensor_cores_weights_that_no_cache_holds_are_left_to_pytorch() -> None:
