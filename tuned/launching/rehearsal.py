@@ -66,12 +66,12 @@ class _Here(threading.local):
     heard: Heard | None = None  # found faster than an attribute that a thread lacks
 
 
-_HERE = _Here()
+HERE = _Here()
 
 
 def listening() -> Heard | None:
     """What this thread notes to, or None: calls launch. During the capture of a CUDA graph, which keeps what runs, they do."""
-    heard = _HERE.heard
+    heard = HERE.heard
     if heard is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return None
     return heard
@@ -80,11 +80,11 @@ def listening() -> Heard | None:
 @contextlib.contextmanager
 def listen(heard: Heard | None) -> Iterator[None]:
     """Inside, calls of this thread note their launches; with None they launch, as they do outside."""
-    before, _HERE.heard = _HERE.heard, heard
+    before, HERE.heard = HERE.heard, heard
     try:
         yield
     finally:
-        _HERE.heard = before
+        HERE.heard = before
 
 
 def note_left(call: str, x: torch.Tensor, why: str) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import tuned.nn
 from tests.support.run import DEVICE, INTERPRETED
@@ -13,7 +14,7 @@ from tuned.calls.gru_cell import run as cell_run
 from tuned.calls.linear_cat import run as linear_run
 from tuned.calls.recurrent import serve
 from tuned.dispatch import gru_cell, linear_cat
-from tuned.launching import left
+from tuned.launching import alike, left, rehearsal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +38,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def kinds(weight: torch.Tensor) -> set[bool]:
     """Whether what is remembered of a weight is of calls with a gradient."""
-    return {sizes[0] == left.GRADIENT for sizes, *_ in left.LEFT.get(id(weight), {})}
+    return {sizes[0] == left.GRADIENT for sizes, *_ in left.LEFT[id(weight)].sizes}
 
 
 @pytest.mark.parametrize("joint", [False, True])
@@ -85,3 +86,95 @@ def test_a_linear_with_a_gradient_is_decided_once_outside_of_graphs(
         assert linear_run.known(inputs, weight, bias) is None
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert linear_run.known(inputs, weight, bias) is None, "there a kernel may serve"
+
+
+KINDS = ("step", "step of two", "linear")
+
+
+class Left:
+    """A call that PyTorch's own serves, remembered as the first such one does it."""
+
+    def __init__(self, kind: str, *, grad: bool, captured: bool = True) -> None:
+        a, b, h = (torch.randn(3, n, device=DEVICE) for n in (4, 2, 5))
+        self.run: Any = linear_run if kind == "linear" else cell_run
+        if kind == "linear":
+            weights = torch.randn(7, 6, device=DEVICE, requires_grad=grad), torch.randn(7, device=DEVICE)
+            self.given: tuple[Any, ...] = (a, b), *weights
+            of_call = linear_run.sizes((a, b), weights[1])
+        else:
+            weights = [torch.randn(15, *n, device=DEVICE, requires_grad=grad) for n in ((6,), (5,), (), ())]
+            self.given = (a, b) if kind == "step of two" else torch.cat((a, b), -1), h, *weights, False
+            of_call = cell_run.sizes(self.given[0], False, *self.given[1:-1])
+        left.leave(weights[0], (left.GRADIENT, of_call) if grad else of_call, captured=captured)
+
+    def known(self, *given: Any) -> Any:
+        return self.run.known(*(given or self.given))
+
+    def right(self, *given: Any) -> None:
+        """The result of a known call is PyTorch's own."""
+        x, *others = given = given or self.given
+        joint = torch.cat(x, -1) if isinstance(x, tuple) else x
+        wanted = (
+            torch.nn.functional.linear(joint, *others)
+            if self.run is linear_run
+            else torch.gru_cell(joint, *others[:-1])
+        )
+        got = self.known(*given)
+        assert got.requires_grad is wanted.requires_grad
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of which calls the sizes were built."""
+    of: list[str] = []
+    for run in (cell_run, linear_run):
+        monkeypatch.setattr(run, "sizes", lambda *a, sizes=run.sizes: (of.append("sizes"), sizes(*a))[1])
+    return of
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_is_known_by_its_sizes_and_then_by_its_tensors(kind: str, grad: bool, asked: list[str]) -> None:
+    call = Left(kind, grad=grad)
+    asked.clear()
+    for _ in range(4):
+        call.right()
+    assert len(asked) == 1
+    x, *others = call.given
+    strided = tuple(t.repeat_interleave(2, -1)[..., ::2] for t in x) if isinstance(x, tuple) else x.mT.contiguous().mT
+    call.right(strided, *others)
+    assert len(asked) == 2, "other strides have the same sizes"
+    with torch.no_grad():
+        assert (call.known() is None) is grad, "of a call without a gradient those of one say nothing"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_what_compares_tensors_a_call_is_known_by_its_sizes(
+    kind: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alike, "_Guards", None)
+    call = Left(kind, grad=False)
+    asked.clear()
+    for _ in range(3):
+        call.right()
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_else_a_call_depends_on_is_no_matter_of_its_tensors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Left(kind, grad=False, captured=False)
+    for _ in range(2):
+        call.right()
+    if kind != "linear":
+        assert call.known(*call.given[:-1], True) is None, "tensors do not say that h is overwritten"
+    for context in (
+        rehearsal.listen(rehearsal.Heard()),
+        FlopCounterMode(display=False),
+        torch.autocast(DEVICE, torch.bfloat16),
+    ):
+        with context:
+            assert call.known() is None
+    call.right()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert call.known() is None, "in a CUDA graph a kernel serves"

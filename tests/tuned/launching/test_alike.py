@@ -120,9 +120,19 @@ def test_one_tensor_twice_is_alike_where_one_is_given_twice_alone() -> None:
     assert not learned(a, b)(a, a)
 
 
+def test_a_plan_that_takes_no_addresses_does_not_ask_for_them() -> None:
+    table: dict[Any, Any] = {}
+    a, b = torch.randn(2, 5).unbind()
+    alike.learn(table, KEY, (a, None, a), "plan", addresses=False)
+    ((are_alike, _),) = table[KEY]
+    assert are_alike(b, None, b) is True, "5 elements further, no multiple of 16 bytes"
+    for others in ((a, None, b), (a, a, a), (a[:4], None, a[:4]), (a.double(), None, a.double())):
+        assert not are_alike(*others)
+
+
 def test_what_nothing_compares_is_not_tried_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
-    monkeypatch.setattr(alike, "_compare", lambda _tensors: compared.append(1))
+    monkeypatch.setattr(alike, "_compare", lambda *_: compared.append(1))
     t, table = torch.randn(4), {}
     for _ in range(1000):
         assert not any(are_alike(t) for are_alike, _ in table.get(KEY, ()))

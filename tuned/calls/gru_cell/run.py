@@ -35,7 +35,7 @@ from tuned.launching.plan import (
     traits,
     transforms_active,
 )
-from tuned.launching.rehearsal import NotedError, note_left
+from tuned.launching.rehearsal import HERE, NotedError, note_left
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice
@@ -44,6 +44,8 @@ _PLANS: dict[Any, Any] = {}  # key of a call -> (addresses, x, h, weight_ih, wei
 _FLOAT32 = torch.float32
 _grad_enabled = torch.is_grad_enabled
 _autocast = torch.is_autocast_enabled
+_cat: Any = torch.cat
+_gru_cell = torch.gru_cell  # not torch._VF's: that is what tuned.nn.patched replaces, and it would call back here
 _linear = torch.nn.functional.linear
 HOST_US = 25.0  # of torch.gru_cell; 35 to 64 on the hosts of H200s that were measured
 MOMENTS = misses.Moments(GRU_CELL, as_called(GRU_CELL, HOST_US))
@@ -130,15 +132,33 @@ def sizes(x: Any, inplace: Any, h: Any, *weights: Any) -> tuple[Any, ...]:
 
 def is_left(x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_hh: Any) -> bool:  # noqa: PLR0913
     """Whether PyTorch's own served a step of one segment of these sizes, not in place, so that it does again."""
-    # ``sizes`` written out: this is all that is asked of such a step.
-    return id(weight_ih) in left.LEFT and left.is_left(
-        weight_ih, ((x.shape, x.dtype), False, h.shape, h.dtype, id(weight_ih), id(weight_hh), id(bias_ih), id(bias_hh))
-    )
+    given = h, weight_ih, weight_hh, bias_ih, bias_hh
+    was_left = left.LEFT.get(id(weight_ih))
+    if was_left is None:
+        return False
+    if HERE.heard is None:
+        for are_alike, captured in was_left.alike.get((1, _grad_enabled()), ()):
+            if are_alike(x, h, weight_ih, weight_hh, bias_ih, bias_hh) and (
+                captured or not torch.cuda.is_current_stream_capturing()
+            ):
+                return True
+    return left.is_left(weight_ih, sizes(x, False, *given), (1, _grad_enabled()), (x, *given))  # noqa: FBT003
 
 
 def _needs_gradient(x: Any, others: tuple[Any, ...]) -> bool:
     segments = x if type(x) is tuple else (x,)
     return _grad_enabled() and any(t is not None and t.requires_grad for t in (*others, *segments))
+
+
+def _is_left(x: Any, given: tuple[Any, ...], inplace: bool) -> bool:  # noqa: FBT001
+    weight_ih, of_call = given[1], sizes(x, inplace, *given)
+    segments = x if type(x) is tuple else (x,)
+    alike_by = (
+        (None, ()) if inplace else ((len(segments), _grad_enabled()), (*segments, *given))
+    )  # tensors do not tell what is in place
+    if left.is_left(weight_ih, of_call, *alike_by):
+        return True
+    return _needs_gradient(x, given) and left.is_left(weight_ih, (left.GRADIENT, of_call), *alike_by)
 
 
 def known(  # noqa: PLR0913 - the arguments of the public call
@@ -154,22 +174,27 @@ def known(  # noqa: PLR0913 - the arguments of the public call
     try:
         if type(x) is tuple and len(x) == 1:
             x = x[0]
-        given = h, weight_ih, weight_hh, bias_ih, bias_hh
-        if id(weight_ih) in left.LEFT and not (inplace and _grad_enabled()):
-            of_call = sizes(x, inplace, *given)
-            if left.is_left(weight_ih, of_call) or (
-                _needs_gradient(x, given) and left.is_left(weight_ih, (left.GRADIENT, of_call))
-            ):
-                return _by_torch(x if type(x) is tuple else (x,), given, inplace)
-        device, segments = h.get_device(), x if type(x) is tuple else (x,)
+        segments = x if type(x) is tuple else (x,)
+        count, was_left = len(segments), None if inplace and _grad_enabled() else left.LEFT.get(id(weight_ih))
+        if (
+            was_left is not None and not inplace and HERE.heard is None
+        ):  # ``_is_left`` and what follows, written out for speed
+            for are_alike, captured in was_left.alike.get((count, _grad_enabled()), ()):
+                if are_alike(*segments, h, weight_ih, weight_hh, bias_ih, bias_hh) and (
+                    captured or not torch.cuda.is_current_stream_capturing()
+                ):
+                    return _gru_cell(x if count == 1 else _cat(segments, -1), h, weight_ih, weight_hh, bias_ih, bias_hh)
+        device, given = h.get_device(), (h, weight_ih, weight_hh, bias_ih, bias_hh)
         near = (
-            h.shape, len(segments), inplace, _autocast(), h.dtype is _FLOAT32 and precision_of(_FLOAT32), _grad_enabled(),
+            h.shape, count, inplace, _autocast(), h.dtype is _FLOAT32 and precision_of(_FLOAT32), _grad_enabled(),
             device if device < 0 else current_device(), forward_ad._current_level, listeners(),  # noqa: SLF001
         )  # fmt: skip
         for are_alike, plan in _PLANS.get(near, ()):  # noqa: B007 - the plan is what is looked for
             if addresses := are_alike(*segments, h, weight_ih, weight_hh, bias_ih, bias_hh):
                 break
         else:
+            if was_left is not None and _is_left(x, given, inplace):
+                return _by_torch(segments, given, inplace)
             found = _key(x, h, weight_ih, weight_hh, bias_ih, bias_hh, inplace)
             plan = None if found is None else _PLANS.get(found[0])
             if plan is None or found is None:
@@ -183,8 +208,7 @@ def known(  # noqa: PLR0913 - the arguments of the public call
 
 def eager(segments: Sequence[torch.Tensor], *others: Any) -> torch.Tensor:
     """One step by PyTorch's own operators, differentiable; ``others`` are h, the weights and the biases."""
-    # torch.gru_cell, not torch._VF's: that is what tuned.nn.patched replaces, and it would call back here.
-    return torch.gru_cell(joined(segments), *others)
+    return _gru_cell(joined(segments), *others)
 
 
 def run_cell(  # noqa: PLR0913 - the tensors of the public call

@@ -33,7 +33,7 @@ from tuned.launching.plan import (
     run_and_keep,
     traits,
 )
-from tuned.launching.rehearsal import NotedError, note_left
+from tuned.launching.rehearsal import HERE, NotedError, note_left
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice
@@ -43,6 +43,8 @@ HOST_US = 15.0  # of a cat and a linear by PyTorch; 19 to 34 on the hosts of H20
 MOMENTS = misses.Moments(LINEAR_CAT, as_called(LINEAR_CAT, HOST_US, CALLED_ROWS))
 _grad_enabled = torch.is_grad_enabled
 _autocast = torch.is_autocast_enabled
+_cat: Any = torch.cat  # of a list or a tuple; from any other sequence ``run_linear_cat`` makes one
+_linear = torch.nn.functional.linear
 
 
 def why_not(inputs: Sequence[torch.Tensor], weight: torch.Tensor) -> str | None:
@@ -96,25 +98,32 @@ def sizes(inputs: Any, bias: Any) -> tuple[Any, ...]:
     return bias if bias is None else bias.shape, tuple([(t.shape, t.dtype, t.device) for t in inputs])
 
 
+def _is_left(inputs: Any, weight: Any, bias: Any) -> bool:
+    of_call, alike_by = sizes(inputs, bias), ((len(inputs), _grad_enabled()), (*inputs, weight, bias))
+    if left.is_left(weight, of_call, *alike_by):
+        return True
+    return _needs_gradient(inputs, weight, bias) and left.is_left(weight, (left.GRADIENT, of_call), *alike_by)
+
+
 def known(inputs: Any, weight: Any, bias: Any) -> Any:
     """The result, without checks, of a call with the properties of one that ``run_linear_cat`` served; None for any other."""
     try:
-        if id(weight) in left.LEFT:
-            of_call = sizes(inputs, bias)
-            if left.is_left(weight, of_call) or (
-                _needs_gradient(inputs, weight, bias) and left.is_left(weight, (left.GRADIENT, of_call))
-            ):
-                joint = inputs[0] if len(inputs) == 1 else torch.cat(tuple(inputs), -1)
-                return torch.nn.functional.linear(joint, weight, bias)
+        was_left, count = left.LEFT.get(id(weight)), len(inputs)
+        if was_left is not None and HERE.heard is None:  # ``_is_left`` and what follows, written out for speed
+            for are_alike, captured in was_left.alike.get((count, _grad_enabled()), ()):
+                if are_alike(*inputs, weight, bias) and (captured or not torch.cuda.is_current_stream_capturing()):
+                    return _linear(inputs[0] if count == 1 else _cat(inputs, -1), weight, bias)
         device = weight.get_device()
         near = (
-            len(inputs), inputs[0].shape, _autocast(), precision_of(weight.dtype), _grad_enabled(),
+            count, inputs[0].shape, _autocast(), precision_of(weight.dtype), _grad_enabled(),
             device if device < 0 else current_device(), forward_ad._current_level, listeners(),  # noqa: SLF001
         )  # fmt: skip
         for are_alike, plan in _PLANS.get(near, ()):  # noqa: B007 - the plan is what is looked for
             if addresses := are_alike(*inputs, weight, bias):
                 break
         else:
+            if was_left is not None and _is_left(inputs, weight, bias):
+                return eager(inputs, weight, bias)
             plan = _PLANS.get(_key(inputs, weight, bias))
             if plan is None:
                 return None
