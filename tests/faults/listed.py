@@ -2350,6 +2350,22 @@ WIDE = (
         "An infinite input times no weight is NaN, which the added units give to all others.",
     ),
     Fault(
+        "added_units_of_pytorchs_own_get_an_infinite_input",
+        "tuned/calls/gru/training.py",
+        "eager.gru(flat(widened(call, alike=True)))",
+        "eager.gru(flat(widened(call)))",
+        (C_WIDE + "test_pytorchs_own_of_padded_tensors_makes_no_nan_of_an_input_that_is_infinite",),
+        "Of an infinite input a training whose rows are padded is NaN, where PyTorch's own saturates.",
+    ),
+    Fault(
+        "padded_weights_that_cudnn_copies",
+        "tuned/calls/gru/wide.py",
+        "order = [cell * each + kind for kinds in ((0, 1), (2, 3)[: each - 2]) for cell in cells for kind in kinds]",
+        "order = list(range(each * len(cells)))",
+        (C_WIDE + "test_padded_weights_lie_as_cudnn_has_them",),
+        "PyTorch warns of weights that nobody gave, and copies them at each step of a training.",
+    ),
+    Fault(
         "a_widened_gradient_is_known_to_others",
         "tuned/calls/gru/run.py",
         "and not widened_before:",

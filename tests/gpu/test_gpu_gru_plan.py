@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import tuned
 import tuned.nn
-from tuned.calls.gru import plan, run
+from tuned.calls.gru import plan, run, training
 from tuned.families.gru.variant import GruVariant
 from tuned.launching import zeros
 from tuned.lookup.lookup import Choice
@@ -103,6 +103,31 @@ def test_pytorchs_own_of_padded_tensors_is_right_and_copies_no_weights(
                 both = (output.data, wanted[0].data) if packed else (output, wanted[0])
                 torch.testing.assert_close(*both, rtol=0, atol=atol)
                 torch.testing.assert_close(h_n, wanted[1], rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [("bfloat16", 0.04), ("float32", 5e-3)])
+@pytest.mark.parametrize("case", SETTINGS)
+def test_pytorchs_own_of_padded_tensors_trains_as_of_others(
+    monkeypatch: pytest.MonkeyPatch, case: str, dtype: str, atol: float
+) -> None:
+    for module in (run, training):
+        monkeypatch.setattr(module, "_choose", lambda *_: Choice("eager", "it takes less", None))
+    monkeypatch.setattr(training, "_pays_pytorch", lambda _call: True)
+    theirs, ours = pair(57, 101, dtype, SETTINGS[case])
+    ours.load_state_dict(theirs.state_dict())
+    x, gradients = torch.randn(20, 5, 57, device="cuda", dtype=theirs.weight_hh_l0.dtype), []
+    assert "units more" in tuned.explain(ours, x).why
+    for module in (theirs, ours):
+        given = x.clone().requires_grad_()
+        with warnings.catch_warnings():
+            if module is ours:
+                warnings.simplefilter("error")  # cuDNN's copies of weights are warned of
+            output, h_n = module(given)
+        of = torch.autograd.grad((output.square().mean(), h_n.sum()), [given, *module.parameters()])
+        gradients.append([output, h_n, *of])
+    for wanted, found in zip(*gradients, strict=True):
+        assert found.shape == wanted.shape
+        torch.testing.assert_close(found, wanted, rtol=0, atol=atol * max(1.0, float(wanted.abs().max())))
 
 
 def test_states_that_nobody_gave_are_zeros_of_which_there_is_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from tests.support.gru_training import ONE, assert_alike, backward, choose
 from tests.support.run import INTERPRETED
 from tuned.calls.gru import eager, padding, run, training
 from tuned.calls.gru.arguments import GruCall, gru_call
-from tuned.calls.gru.wide import narrowed, silence, widened, widening_us, wider_spec, width_of
+from tuned.calls.gru.wide import flat, narrowed, silence, widened, widening_us, wider_spec, width_of
 from tuned.dispatch import gru
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant, row_variant
@@ -33,6 +33,7 @@ __all__ = ["backward", "interpreted", "machine"]
 
 NARROW, WIDE = 18, 20
 H200 = Gpu("nvidia_h200", 90, 132, "NVIDIA H200")
+H100 = Gpu("nvidia_h100_80gb_hbm3", 90, 132, "NVIDIA H100 80GB HBM3")
 LAYOUTS = ("dense", "first", "packed", "thd")
 without_a_gpu = pytest.mark.skipif(not INTERPRETED, reason="tests/gpu/test_gpu_gru.py has these on a GPU")
 
@@ -75,6 +76,47 @@ def test_what_is_widened_gives_the_same_and_its_gradients(layout: str, shape: tu
         *(torch.autograd.grad(outputs, call.tensors, given) for outputs in (found, wanted)), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("shape", "bias"), [((1, 1), True), ((1, 2), False), ((3, 1), False), ((2, 2), True)], ids=str)
+@pytest.mark.parametrize("layout", ["dense", "first", "packed"])
+def test_pytorchs_own_of_padded_tensors_gives_the_same_and_its_gradients(
+    layout: str, shape: tuple[int, int], *, bias: bool
+) -> None:
+    call = doubled(narrow(layout, *shape, bias=bias))
+    found, wanted = training.padded_pytorch(to_be_widened(call)), eager.gru(call)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours.shape, ours.is_contiguous()) == (theirs.shape, True)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    given = [torch.randn_like(out) for out in wanted]
+    for ours, theirs in zip(
+        *(torch.autograd.grad(outputs, call.tensors, given) for outputs in (found, wanted)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (3, 1)], ids=str)
+def test_pytorchs_own_of_padded_tensors_makes_no_nan_of_an_input_that_is_infinite(shape: tuple[int, int]) -> None:
+    call = narrow("dense", *shape)
+    call.input[1, 0, 3] = torch.inf
+    wanted = eager.gru(call)
+    assert bool(wanted[0].isfinite().all())
+    for ours, theirs in zip(training.padded_pytorch(to_be_widened(call)), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2)], ids=str)
+def test_padded_weights_lie_as_cudnn_has_them(shape: tuple[int, int], *, bias: bool) -> None:
+    """It copies others, and PyTorch warns of it."""
+    weights = flat(widened(to_be_widened(narrow("dense", *shape, bias=bias)), alike=True)).weights
+    theirs = [weight.clone() for weight in weights]
+    laid_by_cudnn(theirs, narrow("dense", *shape, bias=bias))
+    places = [[t.data_ptr() - some[0].data_ptr() for t in some] for some in (weights, theirs)]
+    assert places[0] == places[1]
+    assert all(torch.equal(one, other) for one, other in zip(weights, theirs, strict=True))
+    biases = 0 if bias else 6 * WIDE * shape[0] * shape[1]  # which cuDNN reads all the same
+    assert weights[0].untyped_storage().nbytes() == 4 * (sum(weight.numel() for weight in weights) + biases)
 
 
 def test_weights_of_a_kind_lie_evenly_whatever_they_did_before() -> None:
@@ -298,6 +340,58 @@ def test_pytorchs_own_gets_padded_rows_where_it_takes_less_so(monkeypatch: pytes
     assert padded(hidden) is (dtype == "bfloat16"), "multiplied without tensor cores, narrow rows take no longer"
 
 
+def trained(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, sizes: tuple[int, int, int], *, captured: bool, **others: Any
+) -> GruCall:
+    """A call of one layer with a gradient as ``training.wide`` returns it; ``sizes``: steps, rows and units."""
+    for module in (run, training):
+        monkeypatch.setattr(module, "gpu_of", lambda _device: H100)
+    monkeypatch.setattr(run, "capturing", lambda _device: captured)
+    monkeypatch.setattr(run, "why_eager", lambda *_: None)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    steps, rows, hidden = sizes
+    made = torch.nn.GRU(hidden, hidden, dtype=getattr(torch, dtype), device="meta")
+    x = torch.empty(steps, rows, hidden, dtype=getattr(torch, dtype), device="meta")
+    hx = torch.empty(1, rows, hidden, dtype=x.dtype, device="meta")
+    return training.wide(dataclasses.replace(_as_call(x, hx, made, {}), **others))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "called", "captured"),
+    [
+        ("float32", (33, 138, 1714), True, True),  # a step took 257 us on an H100, and of 1742 units 120 so
+        ("float32", (282, 90, 1057), True, True),
+        ("float32", (282, 20, 1457), False, True),  # a slow host takes as long for either
+        ("float32", (6, 138, 1714), False, True),  # of few steps, what is decided anew for each call takes long
+        ("float32", (33, 138, 1716), False, False),  # rows of a multiple of 16 bytes
+        ("float32", (3, 12, 411), False, False),  # so few steps that copies take longer
+    ],
+)
+def test_pytorchs_own_gets_padded_rows_of_a_call_with_a_gradient(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, sizes: tuple[int, int, int], *, called: bool, captured: bool
+) -> None:
+    for in_graph, pads in ((False, called), (True, captured)):
+        call = trained(monkeypatch, dtype, sizes, captured=in_graph)
+        assert training.pads_pytorch(call) is pads
+        reason = training.why_not(call)
+        assert reason is not None
+        assert ("units more, so that rows are a multiple of 16 bytes" in reason) is pads
+
+
+def test_pytorchs_own_of_a_gradient_stays_as_it_is_where_padding_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, captured = (33, 138, 1714), True
+    marked = torch.empty(33, 138, dtype=torch.bool, device="meta")
+    assert trained(monkeypatch, "float32", sizes, captured=captured, resets=marked).width is None
+    assert trained(monkeypatch, "float32", sizes, captured=captured, dropout=0.5).width is None
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.cudnn, "enabled", False)
+        assert trained(patch, "float32", sizes, captured=captured).width is None
+    monkeypatch.setattr(run, "recurrent_precision", lambda: "ieee")
+    assert trained(monkeypatch, "float32", sizes, captured=captured).width is None, (
+        "without tensor cores they take no longer"
+    )
+
+
 @pytest.mark.parametrize(
     ("rows", "hidden", "both", "captured"),
     [
@@ -450,7 +544,7 @@ def test_an_input_alone_is_widened(monkeypatch: pytest.MonkeyPatch, interpreted:
 def test_a_graph_spares_pytorchs_own_the_host() -> None:
     """A call of 16 rows of 512 units takes it 8 us a step at least, and the device 6."""
     spec, size = GruSpec("bfloat16", 512), GruSize(16, 1000)
-    called, captured = (run._library_us(spec, size, 3, captured) for captured in (False, True))
+    called, captured = (run.library_us_of(spec, size, 3, captured=captured) for captured in (False, True))
     assert called == 3 * 8 * 1000
     assert captured < 12 * 1000
 
@@ -488,7 +582,9 @@ def test_a_row_of_pytorchs_own_time_counts_before_what_is_thought_of_it() -> Non
     spec, size, variant = GruSpec("float32", 99), GruSize(8, 64), GruVariant("persistent")
     ours = [Choice("model", "", variant, us=100.0)]
     thought = Choice("eager", "", None, us=50.0)
-    assert run.pays(spec, size, 1, [thought], ours, captured=True) == (run._library_us(spec, size, 1, True) > 150)
+    assert run.pays(spec, size, 1, [thought], ours, captured=True) == (
+        run.library_us_of(spec, size, 1, captured=True) > 150
+    )
     measured: Any = dataclasses.replace(thought, row="a row")
     assert not run.pays(spec, size, 1, [measured], ours, captured=True)
     slow: Any = dataclasses.replace(measured, us=500.0)
@@ -504,6 +600,7 @@ def test_where_pytorchs_own_has_no_resets_a_kernel_serves_at_any_time() -> None:
 def test_a_gradient_is_widened_where_kernels_serve_it_only_so(monkeypatch: pytest.MonkeyPatch) -> None:
     call = narrow()
     monkeypatch.setattr(training, "stays_on_chip", lambda *_: False)
+    monkeypatch.setattr(training, "_pays_pytorch", lambda _call: False)
     for served, width in (({NARROW, WIDE}, None), ({WIDE}, WIDE), (set(), None), ({NARROW}, None)):
         monkeypatch.setattr(training, "why_not", lambda call, served=served: None if call.hidden in served else "slow")
         assert training.wide(call).width == width

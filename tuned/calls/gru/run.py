@@ -63,6 +63,10 @@ PACKED_US = 64.0
 SLOW_HOST_STEP_US = 24.0
 NARROW_TAKES = 1.25  # of what the model thinks, kernels of rows that are no multiple of 16 bytes
 LIBRARY_NARROW_TAKES = 1.13  # PyTorch's own of such rows at least: 1.13, 1.3 and 2.1 of it, of three layers
+# What the model of PyTorch's own thinks too little of many units and some rows: of rows that are no multiple of 16 bytes 1.24 to 2.35
+# times less than was measured, of others 1.1 to 1.7 (benchmarks/results/tuning/nvidia_h100-narrow-grus.json).
+MANY_UNITS, FEW_ROWS, SOME_ROWS = 1024, 4, 128
+NARROW_MORE, WIDE_MORE = 1.5, 1.3
 ROW_TAKES = 0.95  # of what kernels of form "row" take without padding, with it
 MEASURED_RULES = ("winner", "nearest size")  # of a choice whose steps were measured
 DEVICE_ROWS = 64  # from so many on a call of a GRU takes the device longer than the host
@@ -134,7 +138,7 @@ def pays(  # noqa: PLR0913 - a call, and what would serve it
         return us < most * sum(choice.us for choice in narrow)
     if spec.resets:  # which PyTorch's own has not
         return True
-    least, left = _library_us(spec, size, layers, captured), narrow[0]
+    least, left = library_us_of(spec, size, layers, captured=captured), narrow[0]
     if layers == 1 and left.row is not None and left.us:  # which was measured
         least = left.us if captured else max(left.us, called_us(spec, size))
     wider, variant = wider_spec(spec), broad[0].variant
@@ -146,16 +150,29 @@ def pays(  # noqa: PLR0913 - a call, and what would serve it
 
 def pays_pytorch(spec: GruSpec, size: GruSize, layers: int, *, captured: bool) -> bool:
     """Whether PyTorch's own takes less with padded rows: tensor cores multiply narrow ones up to five times as long."""
-    if spec.resets or spec.thd or (spec.dtype == "float32" and spec.precision == "ieee"):
+    if not multiplies_faster(spec):
         return False
-    now, after = (_library_us(one, size, layers, captured) for one in (spec, wider_spec(spec)))
+    now, after = narrow_and_wide_us(spec, size, layers)
     if not captured:
         after = max(after, size.seq * layers * spec.directions * SLOW_HOST_STEP_US)
     return after + widening_us(spec, size, layers, captured=captured) < MARGIN * now
 
 
+def multiplies_faster(spec: GruSpec) -> bool:
+    """Whether PyTorch's own takes less for products of rows that are a multiple of 16 bytes, and can serve a spec."""
+    return not (spec.resets or spec.thd or (spec.dtype == "float32" and spec.precision == "ieee"))
+
+
+def narrow_and_wide_us(spec: GruSpec, size: GruSize, layers: int) -> tuple[float, float]:
+    """What PyTorch's own takes the device for rows as they are, and padded, microseconds."""
+    narrow, broad = (library_us_of(one, size, layers, captured=True) for one in (spec, wider_spec(spec)))
+    if spec.hidden <= MANY_UNITS or not FEW_ROWS < size.batch <= SOME_ROWS:
+        return narrow, broad
+    return NARROW_MORE * narrow, WIDE_MORE * broad
+
+
 @functools.lru_cache(maxsize=misses.MAX_CHOICES)
-def _library_us(spec: GruSpec, size: GruSize, layers: int, captured: bool) -> float:  # noqa: FBT001
+def library_us_of(spec: GruSpec, size: GruSize, layers: int, *, captured: bool) -> float:
     """What PyTorch's own is thought to take for so many layers, microseconds: the device's time, and of a call at least the host's."""
     if layers == 1:
         theirs_us, host_us = library_us(GRU, spec, size), called_us(spec, size)
@@ -174,16 +191,21 @@ def why_not(call: GruCall, *, trained: bool = False) -> str | None:
         return reason
     spec, size, choice = _parts(call, trained=trained)[-1]
     if choice.variant is None:
-        more = 0 if call.width is None else call.width - call.hx.shape[2]
-        return choice.why + (f"; with {more} units more, so that rows are a multiple of 16 bytes" if more else "")
+        return choice.why + units_more(call)
     if not spec.packed or spec.resets or not choice.us or capturing(call.input.device):
         return None
     us = choice.us * call.num_layers / spec.layers
     one_layer = dataclasses.replace(spec, layers=1)
-    theirs_us = _library_us(one_layer, size, call.num_layers, False)  # noqa: FBT003
+    theirs_us = library_us_of(one_layer, size, call.num_layers, captured=False)
     if us + PACKED_US <= theirs_us:
         return None
     return f"PyTorch's own takes about {theirs_us:.4g} us, kernels {us:.4g} and the host {PACKED_US:g} for packed sequences"
+
+
+def units_more(call: GruCall) -> str:
+    """What is to be said of a call that PyTorch's own serves with padded rows; nothing of another."""
+    more = 0 if call.width is None else call.width - call.hx.shape[2]
+    return f"; with {more} units more, so that rows are a multiple of 16 bytes" if more else ""
 
 
 def remember_eager(call: GruCall) -> None:
@@ -355,7 +377,7 @@ def _parts(
     padded = call.width is not None and call.width != call.hx.shape[2]
     choice = timely(_choose(spec, size, gpu, *limit), spec, size, captured, padded=padded, trained=trained)
     if call.num_layers > 1 and choice.variant is not None and choice.us and call.resets is None:
-        theirs_us, us = _library_us(spec, size, call.num_layers, captured), choice.us * call.num_layers
+        theirs_us, us = library_us_of(spec, size, call.num_layers, captured=captured), choice.us * call.num_layers
         if us > _share(choice, spec, size, captured) * theirs_us:
             why = f"PyTorch's own runs {call.num_layers} layers side by side, in about {theirs_us:.4g} us"
             choice = _left(choice, why)
@@ -415,7 +437,7 @@ def timely(  # noqa: PLR0913 - a choice, and how it is called
     us = steps.us if captured else max(steps.us, size.seq * spec.directions * CALLED_STEP_US)
     # What PyTorch's own of narrow rows takes is held against that of padded ones by ``pays``.
     slow_us = 0.0 if captured or padded else slow_host_us(spec, size)
-    if max(steps.us, slow_us) > MARGIN_STEPS * _library_us(spec, size, 1, True):  # noqa: FBT003
+    if max(steps.us, slow_us) > MARGIN_STEPS * library_us_of(spec, size, 1, captured=True):
         return found
     if found.variant is not None and found.us <= us:
         return found
@@ -444,7 +466,7 @@ def _timely(
         return choice if captured or spec.resets else _called(choice, spec, size)
     if choice.variant.strategy == "persistent":
         share = _share(choice, spec, size, captured)
-        if share == 1 or choice.us <= share * _library_us(spec, size, 1, captured):
+        if share == 1 or choice.us <= share * library_us_of(spec, size, 1, captured=captured):
             return choice
         return _left(choice, f"the model errs, and {share} of PyTorch's time is what it must be thought to take here")
     other = None if choice.gpu is None else _modelled(spec, size, choice.gpu)

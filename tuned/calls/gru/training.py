@@ -24,9 +24,9 @@ from tuned.calls.gru.lengths import Lengths, lengths_of, neighbours
 from tuned.calls.gru.plan import leave, settings_of, trained
 from tuned.calls.gru.project import project
 from tuned.calls.gru.weights import Grads, grad_weights
-from tuned.calls.gru.wide import narrowed, silence, widened, widening_us, width_of
+from tuned.calls.gru.wide import flat, narrowed, silence, widened, widening_us, width_of
 from tuned.calls.products import precision_of, recurrent_precision
-from tuned.families.gru.model import LAYER_OVER_FIRST, called_us, stays_on_chip
+from tuned.families.gru.model import LAYER_OVER_FIRST, MARGIN, called_us, stays_on_chip
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru_backward import FAMILY as BACKWARD
 from tuned.families.gru_backward.launches import PARTS, RecurrenceGradient, counters_needed
@@ -47,6 +47,10 @@ CUDNN_CALL_HOST_US, CUDNN_CELL_HOST_US = 900.0, 620.0
 CALLED_LEAD = 1.2
 # Products of a layer forward and backward, each as large as that of its input. Padding costs twice: the backward cuts what it padded.
 PRODUCTS, BOTH_WAYS = 6, 2
+# What PyTorch's own takes forward and backward of what it takes forward, with rows that are no multiple of 16 bytes at least, and with
+# others at most; and a step of a layer and direction a slow host, which takes UNPLANNED_US to decide for it. docs/decisions/0075
+NARROW_TRAINED, WIDE_TRAINED = 2.7, 3.0
+SLOW_HOST_TRAINED_US, UNPLANNED_US = 60.0, 300.0
 
 
 def why_not(call: GruCall) -> str | None:
@@ -61,15 +65,17 @@ def why_not(call: GruCall) -> str | None:
         return "a gradient is needed, and a launch for each step of the forward takes the host as long as all of PyTorch's own"
     choice, (spec, size) = _choice(call), run.spec_of(call, 1)
     reason = choice.why if choice.variant is None else _slower(call, spec, size, choice)
-    return None if reason is None else f"a gradient is needed: {reason}"
+    return None if reason is None else f"a gradient is needed: {reason}{run.units_more(call)}"
 
 
 def wide(call: GruCall) -> GruCall:
     """The call, with ``width`` set where kernels serve it only with padded rows, or where padding saves more than it takes."""
     hidden, features, item = call.hx.shape[2], call.input.shape[-1], call.input.element_size()
     wider = dataclasses.replace(call, width=width_of(hidden, item))
-    if (wider.width == hidden and width_of(features, item) == features) or call.dropout or why_not(wider) is not None:
+    if (wider.width == hidden and width_of(features, item) == features) or call.dropout:
         return call
+    if why_not(wider) is not None:
+        return wider if why_not(call) is not None and _pays_pytorch(call) else call
     spec, size = run.spec_of(call, 1)
     if why_not(call) is not None:
         return call if stays_on_chip(spec, size) else wider
@@ -77,6 +83,33 @@ def wide(call: GruCall) -> GruCall:
     captured = run.capturing(call.input.device)
     cost = widening_us(spec, size, call.num_layers, captured=captured, autograd=True)
     return wider if saved > BOTH_WAYS * cost else call
+
+
+def _pays_pytorch(call: GruCall) -> bool:
+    """``run.pays_pytorch`` of a call that needs a gradient."""
+    if run.is_empty(call) or _coarse(call) or not gpu_of(call.input.device).capability:
+        return False
+    (spec, size), captured, layers = run.spec_of(call, 1), run.capturing(call.input.device), call.num_layers
+    cudnn = torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()
+    if not cudnn or not run.multiplies_faster(spec):
+        return False
+    narrow, broad = run.narrow_and_wide_us(spec, size, layers)
+    now, after = NARROW_TRAINED * narrow, WIDE_TRAINED * broad
+    cost = BOTH_WAYS * widening_us(spec, size, layers, captured=captured, autograd=True)
+    if not captured:
+        after = max(after, size.seq * layers * spec.directions * SLOW_HOST_TRAINED_US)
+        cost += UNPLANNED_US
+    return after + cost < MARGIN * now
+
+
+def pads_pytorch(call: GruCall) -> bool:
+    """Whether PyTorch's own is to serve a call that ``wide`` has seen, with padded tensors."""
+    return call.width is not None and why_not(call) is not None
+
+
+def padded_pytorch(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, h_n), with its gradient, by PyTorch's own of padded tensors, for a call that ``pads_pytorch``."""
+    return narrowed(call, *eager.gru(flat(widened(call, alike=True))))
 
 
 def _slower(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice) -> str | None:

@@ -61,10 +61,12 @@ def _launching_us(tensors: int, launches: int, *, captured: bool) -> float:
     return launches * CAPTURED_LAUNCH_US if captured else launches * CALLED_LAUNCH_US + tensors * CALLED_TENSOR_US
 
 
-def widened(call: GruCall) -> GruCall:
+def widened(call: GruCall, *, alike: bool = False) -> GruCall:
     """The call with ``call.width`` units, which may be as many as it has, and with a padded input. Autograd follows.
 
-    Weights of one kind are parts of one tensor, as those of nn.GRU are: kernels read them where they lie.
+    Weights of one kind are parts of one tensor, as those of nn.GRU are: kernels read them where they lie. ``alike``: units that are
+    added get of the input what the last one does, since an infinite input times a weight of 0 is NaN, and no kernel of ours sets
+    that to 0 (``silence``).
     """
     assert call.width is not None, "the call is to stay as it is"
     hidden, more = call.hx.shape[2], call.width - call.hx.shape[2]
@@ -72,7 +74,10 @@ def widened(call: GruCall) -> GruCall:
     beside = width_of(features, call.input.element_size()) - features
     directions, each = 2 if call.bidirectional else 1, 4 if call.has_biases else 2
     kinds = [call.weights[kind::each] for kind in range(each)]
-    first = _padded(_joined(kinds[0][:directions]), (3, hidden), (0, beside, 0, more))
+    first = _padded(_joined(kinds[0][:directions]), (3, hidden), (0, beside, 0, 0 if alike else more))
+    if alike and more:
+        first = first.view(directions, 3, hidden, -1)
+        first = torch.cat((first, first[:, :, -1:].detach().expand(-1, -1, more, -1)), 2)
     wide = [[first.view(directions, 3 * call.width, -1)]]
     if call.num_layers > 1:
         upper = _padded(_joined(kinds[0][directions:]), (3, hidden, directions, hidden), (0, more, 0, 0, 0, more))
@@ -88,6 +93,19 @@ def widened(call: GruCall) -> GruCall:
         width=None,
         units=hidden if more else None,
     )
+
+
+def flat(call: GruCall) -> GruCall:
+    """The call with its weights one after the other in memory, as cuDNN has them: it copies others, and PyTorch warns. Autograd follows."""
+    each, cells = 4 if call.has_biases else 2, range(len(call.hx))
+    # As ``tuned.calls.gru.padding`` has them: matrices first.
+    order = [cell * each + kind for kinds in ((0, 1), (2, 3)[: each - 2]) for cell in cells for kind in kinds]
+    parts = [call.weights[i].reshape(-1) for i in order]
+    if not call.has_biases:  # cuDNN reads some all the same
+        parts.append(call.hx.new_zeros(6 * call.hx.shape[2] * len(cells)))
+    placed = zip(order, torch.cat(parts).split([len(part) for part in parts]), strict=False)
+    weights = {i: part.view(call.weights[i].shape) for i, part in placed}
+    return dataclasses.replace(call, weights=tuple(weights[i] for i in range(len(call.weights))))
 
 
 def narrowed(call: GruCall, output: torch.Tensor, h_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

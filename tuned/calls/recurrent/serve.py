@@ -100,10 +100,10 @@ def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
         if reason is None:
             with contextlib.suppress(NotedError), autocast:
                 return by.forward(cast)  # type: ignore[no-any-return]
-        elif by is run and run.pads_pytorch(cast):
+        elif by.pads_pytorch(cast):
             note_left("gru", call.input, reason)
             with autocast:
-                return run.padded_pytorch(cast)
+                return by.padded_pytorch(cast)  # type: ignore[no-any-return]
         elif not casts:
             by.remember_eager(call)
     elif why_eager(call.input, supported_dtype=True) is not None:
