@@ -124,7 +124,7 @@ def test_pytorchs_own_of_padded_tensors_trains_as_of_others(
                 warnings.simplefilter("error")  # cuDNN's copies of weights are warned of
             output, h_n = module(given)
         of = torch.autograd.grad((output.square().mean(), h_n.sum()), [given, *module.parameters()])
-        gradients.append([output, h_n, *of])
+        gradients.append([output.detach(), h_n.detach(), *of])
     for wanted, found in zip(*gradients, strict=True):
         assert found.shape == wanted.shape
         torch.testing.assert_close(found, wanted, rtol=0, atol=atol * max(1.0, float(wanted.abs().max())))

@@ -252,9 +252,8 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
         found = nearest(family, spec, size, rows, gpu.capability, gpu.multiprocessors)
     if found is None:
         # As a call any kernel spares the host, which ``least_us`` says; else none is faster that no row speaks of.
-        return (
-            _unsaid(family, spec, size, gpu, table) if rows and _device_decides(family, rows[0], spec, size) else None
-        )
+        unsaid = bool(rows) and _device_decides(family, rows[0], spec, size)
+        return _unsaid(family, spec, size, gpu, table) if unsaid else None
     away, row, variant = found
     lead = LEAD ** (1 + away) if _device_decides(family, row, spec, size) else LEAD
     if 0 < _theirs_us(family, row, spec, size) < lead * row.median_us:

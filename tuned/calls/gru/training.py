@@ -87,11 +87,11 @@ def wide(call: GruCall) -> GruCall:
 
 def _pays_pytorch(call: GruCall) -> bool:
     """``run.pays_pytorch`` of a call that needs a gradient."""
-    if run.is_empty(call) or _coarse(call) or not gpu_of(call.input.device).capability:
+    cudnn = torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()
+    if not cudnn or run.is_empty(call) or _coarse(call) or not gpu_of(call.input.device).capability:
         return False
     (spec, size), captured, layers = run.spec_of(call, 1), run.capturing(call.input.device), call.num_layers
-    cudnn = torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()
-    if not cudnn or not run.multiplies_faster(spec):
+    if not run.multiplies_faster(spec):
         return False
     narrow, broad = run.narrow_and_wide_us(spec, size, layers)
     now, after = NARROW_TRAINED * narrow, WIDE_TRAINED * broad
