@@ -2,7 +2,7 @@
 
 Of each call tiles were timed in CUDA graphs, with one cache hint, beside the peers that take the call: on an H200 all legal ones,
 without a dependent launch (docs/decisions/0052), on an H100 those that the rule likes best, with one and without it (0074). The rule by
-which a default is chosen was fitted to them. No GPU is needed.
+which a default is chosen was fitted to them, but for those that were picked, since they are slow, afterwards (0075). No GPU is needed.
 """
 
 from __future__ import annotations

@@ -14,10 +14,15 @@ from tuned.families.rope.variant import RopeVariant, default_variant
 ROWS = rows_of(sorted(FILES.glob("*.json")))
 
 
-@pytest.mark.parametrize(("device", "mean", "most"), [("nvidia_h200", 1.05, 1.4), ("nvidia_h100", 1.08, 1.55)])
-def test_the_default_is_near_the_best_tile_of_random_calls(device: str, mean: float, most: float) -> None:
-    """Those of the H100 were drawn from what was slower than a peer, and from widths that are no power of two."""
-    rows = rows_of(sorted(FILES.glob(f"{device}*.json")))
+@pytest.mark.parametrize(
+    ("files", "mean", "most"), [("nvidia_h200", 1.05, 1.4), ("nvidia_h100", 1.08, 1.55), ("picked", 1.09, 1.35)]
+)
+def test_the_default_is_near_the_best_tile_of_random_calls(files: str, mean: float, most: float) -> None:
+    """Those of the H100 were drawn from what was slower than a peer, and from widths that are no power of two.
+
+    Of those that were picked, half are the slowest beside a peer and the furthest from the floor of 201.
+    """
+    rows = rows_of(sorted(FILES.glob(f"{files}*.json")))
     found = left(rows)
     assert len(found) >= 0.95 * len(rows)
     assert statistics.geometric_mean(found.values()) <= mean
