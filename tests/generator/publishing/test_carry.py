@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tarfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from generator import command_line
 from generator.places import ROOT
 from generator.publishing import carry as carrying
-from generator.publishing.carry import CarryError, carry, codes_of
+from generator.publishing.carry import CarryError, carry, checked_out, codes_of
 from generator.rendering.structures import digests, fresh
 from generator.storage.record import read_record, write_record
 
@@ -106,6 +107,15 @@ def test_a_tree_says_what_its_rows_come_to(tmp_path: Path) -> None:
     assert "error" in found["unknown"]
     with pytest.raises(CarryError, match="could not be compiled"):
         codes_of(tmp_path, [first])
+
+
+def test_a_commit_is_unpacked_by_a_python_that_has_no_filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian 12's, 3.11.2."""
+    extract: Any = tarfile.TarFile.extractall
+    monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    monkeypatch.setattr(tarfile.TarFile, "extractall", lambda tree, folder: extract(tree, folder))
+    checked_out("HEAD", tmp_path)
+    assert (tmp_path / "tune.py").exists()
 
 
 def test_the_command_writes_what_it_kept_and_tells_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
