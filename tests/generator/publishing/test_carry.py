@@ -113,7 +113,11 @@ def test_a_commit_is_unpacked_by_a_python_that_has_no_filters(tmp_path: Path, mo
     """Debian 12's, 3.11.2."""
     extract: Any = tarfile.TarFile.extractall
     monkeypatch.delattr(tarfile, "data_filter", raising=False)
-    monkeypatch.setattr(tarfile.TarFile, "extractall", lambda tree, folder: extract(tree, folder))
+
+    def extractall(tree: tarfile.TarFile, path: Path) -> None:
+        extract(tree, path)
+
+    monkeypatch.setattr(tarfile.TarFile, "extractall", extractall)
     checked_out("HEAD", tmp_path)
     assert (tmp_path / "tune.py").exists()
 
