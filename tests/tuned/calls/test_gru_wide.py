@@ -347,7 +347,8 @@ def trained(
     for module in (run, training):
         monkeypatch.setattr(module, "gpu_of", lambda _device: H100)
     monkeypatch.setattr(run, "capturing", lambda _device: captured)
-    monkeypatch.setattr(run, "why_eager", lambda *_: None)
+    for module in (run, training):
+        monkeypatch.setattr(module, "why_eager", lambda *_: None)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     steps, rows, hidden = sizes
     made = torch.nn.GRU(hidden, hidden, dtype=getattr(torch, dtype), device="meta")
@@ -376,6 +377,21 @@ def test_pytorchs_own_gets_padded_rows_of_a_call_with_a_gradient(
         reason = training.why_not(call)
         assert reason is not None
         assert ("units more, so that rows are a multiple of 16 bytes" in reason) is pads
+
+
+@pytest.mark.parametrize(("dtype", "device"), [(torch.float64, "meta"), (torch.float32, "cpu")])
+def test_a_gradient_of_what_no_kernel_takes_asks_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, device: str
+) -> None:
+    """A GRU in float64 trains on a GPU that has cuDNN, and one on a CPU beside it."""
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(training, "gpu_of", lambda _device: pytest.fail("a GPU is asked for"))
+    monkeypatch.setattr(training, "why_not", lambda _call: "no kernel takes it")
+    if device == "meta":  # as on a GPU
+        monkeypatch.setattr(training, "why_eager", lambda _x, supported: None if supported else "the dtype")
+    made = torch.nn.GRU(1713, 1713, dtype=dtype, device=device)
+    x, hx = (torch.empty(n, 100, 1713, dtype=dtype, device=device) for n in (3, 1))
+    assert training.wide(_as_call(x, hx, made, {})).width is None
 
 
 def test_pytorchs_own_of_a_gradient_stays_as_it_is_where_padding_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

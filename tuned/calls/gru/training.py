@@ -25,15 +25,16 @@ from tuned.calls.gru.plan import leave, settings_of, trained
 from tuned.calls.gru.project import project
 from tuned.calls.gru.weights import Grads, grad_weights
 from tuned.calls.gru.wide import flat, narrowed, silence, widened, widening_us, width_of
-from tuned.calls.products import precision_of, recurrent_precision
+from tuned.calls.products import name_of, precision_of, recurrent_precision
 from tuned.families.gru.model import LAYER_OVER_FIRST, MARGIN, called_us, stays_on_chip
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru_backward import FAMILY as BACKWARD
 from tuned.families.gru_backward.launches import PARTS, RecurrenceGradient, counters_needed
+from tuned.families.products import DTYPES
 from tuned.launching import residents
 from tuned.launching.rehearsal import NotedError, listening
 from tuned.lookup import misses
-from tuned.lookup.gpu import gpu_of
+from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import LEAD, Choice, Gpu, choose, usable
 from tuned.lookup.table import Row
 
@@ -87,8 +88,10 @@ def wide(call: GruCall) -> GruCall:
 
 def _pays_pytorch(call: GruCall) -> bool:
     """``run.pays_pytorch`` of a call that needs a gradient."""
+    if why_eager(call.input, name_of(call.input.dtype) in DTYPES) is not None or run.is_empty(call) or _coarse(call):
+        return False
     cudnn = torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()
-    if not cudnn or run.is_empty(call) or _coarse(call) or not gpu_of(call.input.device).capability:
+    if not cudnn or not gpu_of(call.input.device).capability:
         return False
     (spec, size), captured, layers = run.spec_of(call, 1), run.capturing(call.input.device), call.num_layers
     if not run.multiplies_faster(spec):
