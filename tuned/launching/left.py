@@ -56,9 +56,8 @@ def is_left(weight: torch.Tensor, sizes: Any, kind: Any = None, tensors: Sequenc
     """
     known = LEFT.get(id(weight))
     captured = None if known is None else known.sizes.get((sizes, weight.dtype, weight.get_device(), _autocast()))
-    if (
-        known is None or captured is None or listening() is not None or listeners()
-    ):  # what counts operations counts those of our operators
+    # What counts operations counts those of our operators.
+    if known is None or captured is None or listening() is not None or listeners():
         return False
     if not captured and torch.cuda.is_current_stream_capturing():
         return False

@@ -153,9 +153,8 @@ def _needs_gradient(x: Any, others: tuple[Any, ...]) -> bool:
 def _is_left(x: Any, given: tuple[Any, ...], inplace: bool) -> bool:  # noqa: FBT001
     weight_ih, of_call = given[1], sizes(x, inplace, *given)
     segments = x if type(x) is tuple else (x,)
-    alike_by = (
-        (None, ()) if inplace else ((len(segments), _grad_enabled()), (*segments, *given))
-    )  # tensors do not tell what is in place
+    # Tensors do not tell what is in place.
+    alike_by = (None, ()) if inplace else ((len(segments), _grad_enabled()), (*segments, *given))
     if left.is_left(weight_ih, of_call, *alike_by):
         return True
     return _needs_gradient(x, given) and left.is_left(weight_ih, (left.GRADIENT, of_call), *alike_by)
@@ -176,9 +175,8 @@ def known(  # noqa: PLR0913 - the arguments of the public call
             x = x[0]
         segments = x if type(x) is tuple else (x,)
         count, was_left = len(segments), None if inplace and _grad_enabled() else left.LEFT.get(id(weight_ih))
-        if (
-            was_left is not None and not inplace and HERE.heard is None
-        ):  # ``_is_left`` and what follows, written out for speed
+        # ``_is_left`` and what follows, written out for speed.
+        if was_left is not None and not inplace and HERE.heard is None:
             for are_alike, captured in was_left.alike.get((count, _grad_enabled()), ()):
                 if are_alike(*segments, h, weight_ih, weight_hh, bias_ih, bias_hh) and (
                     captured or not torch.cuda.is_current_stream_capturing()

@@ -109,7 +109,8 @@ def known(inputs: Any, weight: Any, bias: Any) -> Any:
     """The result, without checks, of a call with the properties of one that ``run_linear_cat`` served; None for any other."""
     try:
         was_left, count = left.LEFT.get(id(weight)), len(inputs)
-        if was_left is not None and HERE.heard is None:  # ``_is_left`` and what follows, written out for speed
+        # ``_is_left`` and what follows, written out for speed.
+        if was_left is not None and HERE.heard is None:
             for are_alike, captured in was_left.alike.get((count, _grad_enabled()), ()):
                 if are_alike(*inputs, weight, bias) and (captured or not torch.cuda.is_current_stream_capturing()):
                     return _linear(inputs[0] if count == 1 else _cat(inputs, -1), weight, bias)
