@@ -58,6 +58,19 @@ def test_a_width_has_rows_of_a_multiple_of_16_bytes(hidden: int, item: int, widt
     assert wider_spec(GruSpec({2: "float16", 4: "float32"}[item], hidden)).hidden == width
 
 
+def assert_gradients_too(call: GruCall, found: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Contiguous results of a call in float64 are PyTorch's own, and so are their gradients."""
+    wanted = eager.gru(call)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours.shape, ours.is_contiguous()) == (theirs.shape, True)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    given = [torch.randn_like(out) for out in wanted]
+    for ours, theirs in zip(
+        *(torch.autograd.grad(outputs, call.tensors, given) for outputs in (found, wanted)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
 # Results --------------------------------------------------------------------------------------------------------------
 
 
@@ -67,15 +80,7 @@ def test_what_is_widened_gives_the_same_and_its_gradients(layout: str, shape: tu
     call = doubled(narrow(layout, *shape, bias=bias))
     wide = widened(to_be_widened(call))
     assert (wide.hx.shape[2], wide.units, wide.width) == (WIDE, NARROW, None)
-    found, wanted = narrowed(call, *eager.gru(wide)), eager.gru(call)
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert (ours.shape, ours.is_contiguous()) == (theirs.shape, True)
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-    given = [torch.randn_like(out) for out in wanted]
-    for ours, theirs in zip(
-        *(torch.autograd.grad(outputs, call.tensors, given) for outputs in (found, wanted)), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    assert_gradients_too(call, narrowed(call, *eager.gru(wide)))
 
 
 @pytest.mark.parametrize(("shape", "bias"), [((1, 1), True), ((1, 2), False), ((3, 1), False), ((2, 2), True)], ids=str)
@@ -84,15 +89,19 @@ def test_pytorchs_own_of_padded_tensors_gives_the_same_and_its_gradients(
     layout: str, shape: tuple[int, int], *, bias: bool
 ) -> None:
     call = doubled(narrow(layout, *shape, bias=bias))
-    found, wanted = training.padded_pytorch(to_be_widened(call)), eager.gru(call)
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert (ours.shape, ours.is_contiguous()) == (theirs.shape, True)
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-    given = [torch.randn_like(out) for out in wanted]
-    for ours, theirs in zip(
-        *(torch.autograd.grad(outputs, call.tensors, given) for outputs in (found, wanted)), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    assert_gradients_too(call, training.padded_pytorch(to_be_widened(call)))
+
+
+def test_pytorchs_own_of_padded_tensors_takes_any_strides_and_a_batch_of_one() -> None:
+    call = doubled(narrow("dense", 2, 2))
+    transposed = [w.detach().mT.contiguous().mT if w.dim() > 1 else w.detach() for w in call.weights]
+    transposed[2] = transposed[2][:1].expand_as(transposed[2])
+    for rows in (slice(None), slice(1)):
+        x, hx = call.input.detach()[:, :1].expand_as(call.input)[:, rows], call.hx.detach().flip(1)[:, rows]
+        given = [t.detach().requires_grad_() for t in (x, hx.mT.contiguous().mT, *transposed)]
+        strided = dataclasses.replace(call, input=given[0], hx=given[1], weights=tuple(given[2:]))
+        assert not all(t.is_contiguous() for t in given[:2])
+        assert_gradients_too(strided, training.padded_pytorch(to_be_widened(strided)))
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (3, 1)], ids=str)
