@@ -260,6 +260,8 @@ def _sequences() -> Iterator[Deed]:
                 spec = dataclasses.replace(spec, hidden=(96, 33, 64, 128)[at])
                 yield _sequence(name, spec, row_variant(spec.hidden), ("steps", "rows", "apart")[at % 3])
                 continue
+            if structure.staged:  # several pieces
+                spec = dataclasses.replace(spec, hidden=600)
             variant = dataclasses.replace(
                 structure,
                 block_hidden=units,

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import gru_compiling
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru.variant import GruVariant, default_variant, pieces, rejection, row_variant, shared_bytes
+from tuned.families.gru.variant import GruVariant, default_variant, rejection, row_variant, shared_bytes, widths
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.compiler
 
 SHARED_SLACK = 8192  # bytes that the formula may be off
-MAX_CONVERTS = 6  # of layouts in the loop of form "split"; sums across warps instead took 60
+MAX_CONVERTS = 6  # of layouts in the loop where columns are split; sums across warps instead took 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +61,12 @@ SPINNING = [
     Case(bf16(600), waiting()),
     Case(bf16(200, "packed", directions=2), waiting(units=8, rows=8)),
     Case(GruSpec("float32", 384, "thd"), waiting(rows=8)),
+    Case(bf16(1536), waiting("staged", rows=32, warps=8), batch=32),
+    Case(GruSpec("float16", 2048, "packed"), waiting("staged", warps=8)),
     Case(bf16(512), waiting(), architecture="sm_100"),
     Case(GruSpec("float32", 256), waiting(), architecture="sm_80"),
 ]
-SPLIT = [case for case in SPINNING if case.variant.form == "split"]
+SPLIT = [case for case in SPINNING if case.variant.splits_columns]
 HOPPER = [case for case in SPINNING if case.architecture == "sm_90"]
 OTHERS = [
     Case(bf16(128), waiting(rows=8, exchange="counter")),
@@ -72,6 +74,7 @@ OTHERS = [
     Case(bf16(256, "thd", layers=2), waiting(exchange="counter"), architecture="sm_80"),
     Case(bf16(256), waiting(exchange="poll"), architecture="gfx942"),
     Case(bf16(256), waiting(exchange="counter"), architecture="gfx942"),
+    Case(bf16(1536, directions=2), waiting("staged", rows=32, warps=8, exchange="counter"), batch=32),
     Case(bf16(60), GruVariant("persistent", block_hidden=64)),
 ]
 DEFAULTS = [  # on each a launch for each step and one of all steps
@@ -96,13 +99,13 @@ def capability_of(case: Case) -> int:
 
 def state_loads(case: Case) -> list[str]:
     """Shapes of the loads of rows of the state in a step: one a piece, of a stack also of those of the layer below."""
-    widths = [width for width in pieces(case.spec.hidden, case.variant.splits) if width]
-    return [f"{case.variant.block_batch}x{width}" for width in widths] * (2 if case.spec.stacked else 1)
+    each = widths(case.spec, case.variant)
+    return [f"{case.variant.block_batch}x{width}" for width in each] * (2 if case.spec.stacked else 1)
 
 
 def gate_loads(case: Case) -> list[str]:
     units, rows = case.variant.block_hidden, case.variant.block_batch
-    return [f"{units}x{rows}" if case.variant.form == "split" else f"{rows}x{units}"] * 3
+    return [f"{units}x{rows}" if case.variant.splits_columns else f"{rows}x{units}"] * 3
 
 
 def tiles_of(found: Found) -> list[str]:

@@ -64,7 +64,7 @@ def found(spec: GruSpec, size: GruSize, variant: GruVariant, architecture: str, 
 
 
 def _loop(text: str) -> str:
-    """The longest loop: that of the steps, which is in no other. Of form "row" it is a "while", and there is no "for"."""
+    """The longest loop that has no other in it: that of the steps. Of form "row" it is a "while", and there is no "for"."""
     lines = text.splitlines()
     begins = "scf.for" if "scf.for" in text else "} do {"
     found: list[list[str]] = []
@@ -72,7 +72,8 @@ def _loop(text: str) -> str:
         if begins in line:
             end = line[: len(line) - len(line.lstrip())] + "}"
             last = next(i for i in range(first + 1, len(lines)) if lines[i].startswith(end))
-            found.append(lines[first:last])
+            if not any(begins in inner for inner in lines[first + 1 : last]):
+                found.append(lines[first:last])
     return "\n".join(max(found, key=len))
 
 

@@ -210,15 +210,30 @@ def _marks(resets, i_step, m_step, i_batch, length, seq, starts, stride_t, strid
 
 
 @triton.jit
-def _rows(i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH: tl.constexpr):
+def _tile(i_tile, batch, BLOCK_BATCH: tl.constexpr, SPREAD: tl.constexpr):
+    """[BLOCK_BATCH] rows of a tile, and which of them are stored.
+
+    Rows past the end are others again, and are not stored. SPREAD: they are the tile's other rows in turn. All programs read
+    a row from one place, which takes longer the more of them do: if all are the last one, a step takes up to half as long again.
+    """
+    i_row = tl.arange(0, BLOCK_BATCH)
+    i_batch = i_tile * BLOCK_BATCH + i_row
+    m_batch = i_batch < batch
+    if SPREAD:
+        i_batch = i_tile * BLOCK_BATCH + i_row % tl.minimum(batch - i_tile * BLOCK_BATCH, BLOCK_BATCH)
+    else:
+        i_batch = tl.minimum(i_batch, batch - 1)
+    return i_batch, m_batch
+
+
+@triton.jit
+def _rows(i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH: tl.constexpr, SPREAD: tl.constexpr):
     """Of the rows of a tile: i_batch, m_batch, length, start; i_spare and its start and length, see below.
 
-    Rows past the end are the last one again. A row without a token reads what another one does, i_spare: all rows that a
+    Rows past the end are as in _tile. A row without a token reads what another one does, i_spare: all rows that a
     thread looks at must be waited for alike.
     """
-    i_batch = i_tile * BLOCK_BATCH + tl.arange(0, BLOCK_BATCH)
-    m_batch = i_batch < batch
-    i_batch = tl.minimum(i_batch, batch - 1)
+    i_batch, m_batch = _tile(i_tile, batch, BLOCK_BATCH, SPREAD)
     length = tl.full((BLOCK_BATCH,), 0, tl.int32) + seq
     return i_batch, m_batch, length, all_starts, 0, 0, 0
 
@@ -358,6 +373,7 @@ def gru_dense_backward_split_resets(
     EARLY: tl.constexpr,  # the terms of the next turn are loaded before waiting for a message, not after it
     IN_TURN: tl.constexpr,  # a program has several tiles of rows
     THREADS: tl.constexpr,
+    SPREAD: tl.constexpr,  # what rows past the end of a tile are: see _tile
 ):
     dtype: tl.constexpr = grads.dtype.element_ty
     unit_tiles: tl.constexpr = (HIDDEN + BLOCK_HIDDEN - 1) // BLOCK_HIDDEN
@@ -382,7 +398,7 @@ def gru_dense_backward_split_resets(
 
     # One more than a row's steps.
     t_stop = _last_step(t_end - 1, i_set, sets, turns, batch, all_lengths, BLOCK_BATCH) + 1
-    i_batch, m_batch, length, start, _, _, _ = _rows(i_set, batch, seq, all_starts, all_lengths, BLOCK_BATCH)
+    i_batch, m_batch, length, start, _, _, _ = _rows(i_set, batch, seq, all_starts, all_lengths, BLOCK_BATCH, SPREAD)
     next_batch, next_length, next_start = i_batch, length, start
 
     # The shape of results: j_hidden, j_batch, m_hidden, mask. The biases: b_r, b_z, b_x of x, b_h of h.
@@ -435,7 +451,9 @@ def gru_dense_backward_split_resets(
         i_step = i_turn // turns
         if IN_TURN:
             i_tile = i_set + (i_turn % turns) * sets
-            i_batch, m_batch, length, start, _, _, _ = _rows(i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH)
+            i_batch, m_batch, length, start, _, _, _ = _rows(
+                i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH, SPREAD
+            )
             j_batch = i_batch[None, :]
             mask = m_hidden & m_batch[None, :]
             p_own = states + j_batch.to(tl.int64) * HIDDEN + j_hidden
@@ -447,7 +465,7 @@ def gru_dense_backward_split_resets(
             own = tl.where(i_step > 0, tl.load(p_own, mask=mask & (i_step > 0), other=0), given.to(tl.float32))
             i_next = i_set + ((i_turn + 1) % turns) * sets
             next_batch, m_next_batch, next_length, next_start, _, _, _ = _rows(
-                i_next, batch, seq, all_starts, all_lengths, BLOCK_BATCH
+                i_next, batch, seq, all_starts, all_lengths, BLOCK_BATCH, SPREAD
             )
             next_mask = m_hidden & m_next_batch[None, :]
         if EARLY:

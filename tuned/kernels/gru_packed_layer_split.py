@@ -228,6 +228,23 @@ def _token(
 
 
 @triton.jit
+def _tile(i_tile, batch, BLOCK_BATCH: tl.constexpr, SPREAD: tl.constexpr):
+    """[BLOCK_BATCH] rows of a tile, and which of them are stored.
+
+    Rows past the end are others again, and are not stored. SPREAD: they are the tile's other rows in turn. All programs read
+    a row from one place, which takes longer the more of them do: if all are the last one, a step takes up to half as long again.
+    """
+    i_row = tl.arange(0, BLOCK_BATCH)
+    i_batch = i_tile * BLOCK_BATCH + i_row
+    m_batch = i_batch < batch
+    if SPREAD:
+        i_batch = i_tile * BLOCK_BATCH + i_row % tl.minimum(batch - i_tile * BLOCK_BATCH, BLOCK_BATCH)
+    else:
+        i_batch = tl.minimum(i_batch, batch - 1)
+    return i_batch, m_batch
+
+
+@triton.jit
 def _gates(
     gates,
     i_step,
@@ -297,6 +314,7 @@ def gru_packed_layer_split(
     EXCHANGE: tl.constexpr,
     EARLY: tl.constexpr,  # the gates of the next step are loaded before waiting for h, not after it
     THREADS: tl.constexpr,
+    SPREAD: tl.constexpr,  # what rows past the end of a tile are: see _tile
 ):
     # Which units of which rows: i_hidden, i_batch, m_batch, i_rows, i_cell, backward; how long: length, t_stop.
     # The weights of h: w_r0, w_z0, w_n0 and so on.
@@ -310,9 +328,7 @@ def gru_packed_layer_split(
     i_rows = i_program // unit_tiles
     i_tile = i_rows % row_tiles
     i_cell = i_rows // row_tiles  # layer * DIRECTIONS + direction
-    i_batch = i_tile * BLOCK_BATCH + tl.arange(0, BLOCK_BATCH)
-    m_batch = i_batch < batch
-    i_batch = tl.minimum(i_batch, batch - 1)  # rows past the end are the last one again, and are not stored
+    i_batch, m_batch = _tile(i_tile, batch, BLOCK_BATCH, SPREAD)
     backward = i_cell == 1 if DIRECTIONS == 2 else i_cell < 0
     length = tl.load(lengths + i_batch)
     t_stop = tl.minimum(t_end, tl.max(length, 0))

@@ -11,7 +11,7 @@ import torch
 
 from tuned.families.gru.launches import Recurrence, counters_needed, launches, sequence
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru.variant import PTX_EXCHANGES, GruVariant, pieces
+from tuned.families.gru.variant import PTX_EXCHANGES, GruVariant, programs, widths
 from tuned.families.gru.variant import alone as runs_alone
 from tuned.families.launch import Launch, Step, ceil_div
 
@@ -256,7 +256,7 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
     how = "alone" if alone else variant.exchange if persistent else variant.strategy
     # The library's tile is not known: about this much of the weights is read by one processor.
     units, rows = (32, min(64, size.batch)) if library else (variant.block_hidden, variant.block_batch)
-    columns = spec.hidden if library else sum(pieces(spec.hidden, variant.splits))
+    columns = spec.hidden if library else sum(widths(spec, variant))
     sets = 2 if spec.stacked else 1
     weights = 3 * units * columns * spec.item * sets
     state = rows * columns * spec.item * sets
@@ -273,6 +273,8 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
     rounds = 1 if alone or library else ceil_div(state, FLIGHT_BYTES * 32 * variant.num_warps)
     tiles = ceil_div(spec.hidden, units) * ceil_div(size.batch, rows) * spec.layers * spec.directions
     steps = size.seq + spec.layers - 1
+    if variant.staged:  # one direction after the other
+        tiles, steps = programs(spec, size, variant), steps * spec.directions
     sets_bytes = spec.layers * spec.directions * 3 * spec.hidden * spec.hidden * spec.item
     return (
         Work(

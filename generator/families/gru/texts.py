@@ -26,7 +26,7 @@ def gru_texts() -> Iterator[tuple[GruSpec, GruVariant]]:
     for resets, layout, layers, form, turns in itertools.product((False, True), LAYOUTS, (1, 2), forms, (1, 2)):
         if ((layers > 1 or turns > 1) and form != GruVariant.form) or (layers > 1 and (turns > 1 or resets)):
             continue
-        if form == "row" and resets and layout != "dense":  # see its rule
+        if form in ("row", "staged") and resets and layout != "dense":  # see its rule
             continue
         spec = GruSpec("bfloat16", 512, layout=layout, layers=layers, resets=resets)
         row = row_variant(ROW_HIDDEN) if form == "row" else None
@@ -40,6 +40,8 @@ def template(spec: GruSpec, variant: GruVariant) -> str:
     """The template of a recurrence."""
     if variant.by_row:
         return "gru_row"
+    if variant.staged:
+        return "gru_staged"
     return "gru_stack" if spec.stacked else "gru_turns" if variant.in_turn else "gru_layer"
 
 

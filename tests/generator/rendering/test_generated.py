@@ -61,11 +61,12 @@ TEMPLATE_IDS = [path.name for path in TEMPLATE_FILES]
 FUNCTIONS = {
     *("activations.py.jinja", "segments.py.jinja", "sincos.py.jinja"),
     *("gru_numbers.py.jinja", "gru_operands.py.jinja", "gru_product.py.jinja", "gru_rows.py.jinja"),
-    *("gru_step.py.jinja", "gru_token.py.jinja", "gru_wait.py.jinja"),
+    *("gru_step.py.jinja", "gru_tile.py.jinja", "gru_token.py.jinja", "gru_wait.py.jinja"),
     *("rope_append.py.jinja", "rope_neighbours.py.jinja", "rope_norm.py.jinja", "rope_pairs.py.jinja"),
 }
 STATEMENTS = {
-    *("gru_bias.py.jinja", "gru_program.py.jinja", "gru_weights.py.jinja"),
+    *("gru_ahead.py.jinja", "gru_bias.py.jinja", "gru_last.py.jinja", "gru_lengths.py.jinja", "gru_pieces.py.jinja"),
+    *("gru_program.py.jinja", "gru_weights.py.jinja"),
     *("gru_receive.py.jinja", "gru_send.py.jinja", "rope_angles.py.jinja", "rope_tile.py.jinja"),
 }
 FRAGMENTS = FUNCTIONS | STATEMENTS
@@ -77,22 +78,28 @@ BLOCK = re.compile(r"# \{% (if|elif|else|endif|for|endfor|set|macro|include|impo
 MAX_BLOCK_LINES = {
     "copy_rows.py.jinja": 0,
     "activations.py.jinja": 0,
-    "gru_backward.py.jinja": 15,  # marks of resets, loaded a turn ahead, once before the loop and then in it
+    "gru_ahead.py.jinja": 2,
+    "gru_backward.py.jinja": 16,  # marks of resets, loaded a turn ahead, once before the loop and then in it
     "gru_bias.py.jinja": 0,
     "gru_cell.py.jinja": 8,
     "gru_cell_vector.py.jinja": 2,
     "gru_gates.py.jinja": 13,
+    "gru_last.py.jinja": 2,
     "gru_layer.py.jinja": 12,
+    "gru_lengths.py.jinja": 4,
     "gru_numbers.py.jinja": 0,
     "gru_operands.py.jinja": 0,
+    "gru_pieces.py.jinja": 4,
     "gru_product.py.jinja": 3,
-    "gru_program.py.jinja": 9,
-    "gru_receive.py.jinja": 6,
+    "gru_program.py.jinja": 6,
+    "gru_receive.py.jinja": 4,
     "gru_row.py.jinja": 23,
     "gru_rows.py.jinja": 6,
     "gru_send.py.jinja": 3,
     "gru_stack.py.jinja": 9,
-    "gru_step.py.jinja": 7,
+    "gru_staged.py.jinja": 11,
+    "gru_step.py.jinja": 8,
+    "gru_tile.py.jinja": 0,
     "gru_token.py.jinja": 6,  # resets as text: as a constant, all rows of kernels without them would be stale
     "gru_turns.py.jinja": 11,
     "gru_wait.py.jinja": 2,
@@ -119,10 +126,11 @@ MAX_BLOCK_LINES = {
 MAX_BRANCHES = 3
 MAX_SECTIONS = 2  # of a Python block: more, and it cannot be read as Python
 SEQUENCE = [
-    *("gru_backward.py.jinja", "gru_layer.py.jinja", "gru_row.py.jinja", "gru_stack.py.jinja", "gru_turns.py.jinja"),
+    *("gru_backward.py.jinja", "gru_layer.py.jinja", "gru_row.py.jinja", "gru_stack.py.jinja", "gru_staged.py.jinja"),
+    "gru_turns.py.jinja",
     *(name for name in sorted(FRAGMENTS) if name.startswith("gru_")),
 ]
-MAX_MODULES = 133  # of all families; left alone, structure explodes into thousands
+MAX_MODULES = 137  # of all families; left alone, structure explodes into thousands
 
 
 # Templates ----------------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ from tuned.families.gru.variant import (
     programs,
     rejection,
     row_variant,
+    shared_bytes,
+    widths,
 )
 from tuned.families.products import DTYPES, PRECISIONS
 
@@ -184,7 +186,13 @@ def test_every_choice_of_a_knob_is_legal_somewhere() -> None:
     free = {name: set(values) for name, values in choices(GruVariant).items()}
     plain = GruSpec("bfloat16", 512), GruSize(16, 16), GruVariant(), 90  # "library", which no draw of all knobs meets
     row = GruSpec("bfloat16", 20), GruSize(16, 16), row_variant(20), 90  # likewise
-    for spec, size, variant, capability in (plain, row, *random_rows(30_000)):
+    many = (
+        GruSpec("bfloat16", 1536),
+        GruSize(16, 16),
+        GruVariant("persistent", "staged", 16, 16, "spin", num_warps=8),
+        90,
+    )
+    for spec, size, variant, capability in (plain, row, many, *random_rows(30_000)):
         if rejection(spec, size, variant, capability) is None:
             for name, values in free.items():
                 values.discard(getattr(variant, name))
@@ -370,3 +378,49 @@ def test_every_default_problem_has_a_kernel_that_fits_an_h200(problem: Any) -> N
         if rejection(problem.spec, problem.size, GruVariant("persistent", exchange=exchange, **knobs), 90, 132) is None
     ]
     assert fitting
+
+
+# A piece of the state at a time ---------------------------------------------------------------------------------------
+
+STAGED = GruVariant("persistent", "staged", 16, 32, "spin", num_warps=8)
+
+
+def test_the_columns_of_a_staged_state_are_pieces_of_one_width_and_a_last_one() -> None:
+    assert widths(GruSpec("bfloat16", 1536), STAGED) == (512, 512, 512)
+    assert widths(GruSpec("bfloat16", 1184), STAGED) == (512, 512, 256)
+    assert widths(GruSpec("bfloat16", 1672), STAGED) == (512, 512, 512, 256)
+    assert widths(GruSpec("bfloat16", 1032), STAGED) == (512, 512, 128)
+    assert widths(GruSpec("bfloat16", 2048), dataclasses.replace(STAGED, block_batch=64)) == (256,) * 8
+
+
+def test_a_staged_program_has_both_directions() -> None:
+    both, size = GruSpec("bfloat16", 1536, directions=2), GruSize(40, 10)
+    assert programs(both, size, STAGED) == programs(dataclasses.replace(both, directions=1), size, STAGED) == 192
+    assert rejection(both, GruSize(32, 10), STAGED, 90, 132) is None  # 96 programs
+    assert "192 programs wait for each other" in str(rejection(both, size, STAGED, 90, 132))
+
+
+def test_one_piece_of_a_staged_state_is_in_shared_memory() -> None:
+    spec = GruSpec("bfloat16", 1536)
+    assert shared_bytes(spec, STAGED) == 3 * 16 * 1536 * 2 + 32 * 512 * 2
+    whole = dataclasses.replace(STAGED, form="split")
+    assert "of shared memory that a program can have" in str(rejection(spec, None, whole))
+    assert rejection(spec, None, STAGED) is None
+
+
+@pytest.mark.parametrize(
+    ("hidden", "knobs", "reason"),
+    [
+        (1024, {}, "for more than 1024 units"),
+        (1536, {"turns": 2, "prefetch": "early"}, "one tile of rows a program"),
+        (1536, {"strategy": "steps"}, "whatever the tile"),
+        (1536, {"block_hidden": 32}, "was measured with"),
+        (1536, {"num_warps": 4}, "was measured with"),
+        (1536, {"block_batch": 8}, "was measured with"),
+        (1536, {"exchange": "probe"}, "never came before"),
+        (2560, {}, "of shared memory"),
+    ],
+)
+def test_what_is_not_staged(hidden: int, knobs: dict[str, Any], reason: str) -> None:
+    found = rejection(GruSpec("bfloat16", hidden), None, dataclasses.replace(STAGED, **knobs))
+    assert reason in str(found)

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru.variant import GruVariant, alone, pieces, programs, sets_of
+from tuned.families.gru.variant import GruVariant, alone, pieces, programs, sets_of, spreads, widths
 from tuned.families.gru_cell.launches import GruCellCall, gates_launch, gates_name
 from tuned.families.gru_cell.spec import GruCellSpec
 from tuned.families.gru_cell.variant import gates_variant
@@ -111,7 +111,9 @@ def sequence(spec: GruSpec, variant: GruVariant, call: Recurrence, begin: int, e
     """The launch of the steps in [begin, end). If that is one step of one layer, its programs do not wait. Form "row" takes all."""
     assert not variant.by_row or (begin, end) == (0, call.seq), f"form='row' has all {call.seq} steps in a launch"
     waits = spec.stacked or (end - begin > 1 and not alone(spec, variant))
-    numbers = _numbers_of_row(spec, variant, call) if variant.by_row else _numbers(spec, variant, waits=waits)
+    numbers = (
+        _numbers_of_row(spec, variant, call) if variant.by_row else _numbers(spec, variant, call.batch, waits=waits)
+    )
     counts = waits and variant.exchange == "counter"
     biases = (call.bias_ih, call.bias_hh) if spec.bias else ()
     turns = variant.in_turn
@@ -153,24 +155,27 @@ def sequence(spec: GruSpec, variant: GruVariant, call: Recurrence, begin: int, e
     )
 
 
-def _numbers(spec: GruSpec, variant: GruVariant, *, waits: bool) -> dict[str, Any]:
+def _numbers(spec: GruSpec, variant: GruVariant, batch: int, *, waits: bool) -> dict[str, Any]:
     """The numbers that a kernel of tiles is compiled for."""
-    first, second, third = pieces(spec.hidden, variant.splits)
+    if variant.staged:
+        each = widths(spec, variant)
+        columns = {"WIDTH": each[0], "LAST": each[-1], "STAGES": len(each)}
+    else:
+        columns = dict(zip(("WIDTH_0", "WIDTH_1", "WIDTH_2"), pieces(spec.hidden, variant.splits), strict=True))
     return {
         "HIDDEN": spec.hidden,
         "DIRECTIONS": spec.directions,
-        **({} if variant.in_turn else {"LAYERS": spec.layers}),
+        **({} if variant.in_turn or variant.staged else {"LAYERS": spec.layers}),
         "BIAS": spec.bias,
         "PRECISION": spec.precision if spec.dtype == "float32" else "ieee",
         "BLOCK_HIDDEN": variant.block_hidden,
         "BLOCK_BATCH": variant.block_batch,
         "SPLITS": variant.splits,
-        "WIDTH_0": first,
-        "WIDTH_1": second,
-        "WIDTH_2": third,
+        **columns,
         "EXCHANGE": variant.exchange if waits else "none",
         "EARLY": variant.prefetch == "early",
         "THREADS": 32 * variant.num_warps,
+        "SPREAD": spreads(batch, variant.block_batch),
     }
 
 

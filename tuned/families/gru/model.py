@@ -19,10 +19,12 @@ from tuned.families.gru.variant import (
     TILE_WARPS,
     GruVariant,
     alone,
-    pieces,
     programs,
     rejection,
     row_variant,
+    stage_width,
+    weight_bytes,
+    widths,
 )
 from tuned.families.launch import ceil_div, next_power_of_2
 
@@ -72,8 +74,10 @@ def kernels(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
     """Amounts of a persistent variant: of the launch, and of each time step in its slowest program."""
     if variant.by_row:
         return _of_row(spec, size, variant)
-    widths = [width for width in pieces(spec.hidden, variant.splits) if width]
-    columns, sets = sum(widths), 2 if spec.stacked else 1
+    if variant.staged:
+        return _staged(spec, size, variant)
+    of_pieces = widths(spec, variant)
+    columns, sets = sum(of_pieces), 2 if spec.stacked else 1
     units, rows, threads = variant.block_hidden, variant.block_batch, 32 * variant.num_warps
     waits, tile = not alone(spec, variant), not variant.splits_columns
     turns = variant.turns
@@ -83,8 +87,8 @@ def kernels(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
     found = {
         "step": 1.0,
         "turns": turns - 1.0,
-        "pieces": turns * (len(widths) - 1.0),
-        "pieces_per_warp": turns * (len(widths) - 1.0) / variant.num_warps,
+        "pieces": turns * (len(of_pieces) - 1.0),
+        "pieces_per_warp": turns * (len(of_pieces) - 1.0) / variant.num_warps,
         "elements": turns * units * rows / threads,
         "tile_products" if tile else "products": multiplied * max(rows, 8) * spec.item / variant.num_warps / 1e6,
         "tile_weights" if tile else "weights": multiplied
@@ -123,6 +127,22 @@ def _of_row(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
     }
     # What loads weights does so once.
     return {"call": 1.0, "row_start": units**2 / 1e6, **{name: size.seq * amount for name, amount in found.items()}}
+
+
+def _staged(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, float]:
+    """Of form "staged": a wait, then pieces one after the other; directions too."""
+    columns = sum(widths(spec, variant))
+    state = variant.block_batch * columns * spec.item
+    found = {
+        "staged": 1.0,
+        "staged_weights": weight_bytes(spec, variant) / 1e6,
+        "staged_state": state / 1e6,
+        "staged_message": programs(spec, size, variant) * state / 1e9,
+        "staged_probe": float(variant.exchange == "probe"),
+        "staged_early": float(variant.prefetch == "early"),
+        "staged_ragged": 0.0 if spec.dense else 1.0,
+    }
+    return {"call": 1.0, **{name: size.seq * spec.directions * amount for name, amount in found.items()}}
 
 
 def steps(spec: GruSpec, size: GruSize) -> tuple[GruVariant, dict[str, float]] | None:
@@ -229,7 +249,7 @@ def _candidates(spec: GruSpec, batch: int, capability: int, multiprocessors: int
     size, knobs = GruSize(batch, 1), choices(GruVariant)
     found = []
     for form, units, rows, warps in itertools.product(
-        ("split", "tile"), knobs["block_hidden"], TILE_BATCHES, TILE_WARPS
+        ("split", "tile", "staged"), knobs["block_hidden"], TILE_BATCHES, TILE_WARPS
     ):
         variant = GruVariant("persistent", form, units, rows, num_warps=warps)
         if not alone(spec, variant):
@@ -257,7 +277,8 @@ def registers(spec: GruSpec, variant: GruVariant) -> float:
         return 3 * variant.block_hidden**2 / threads
     sums = 3 * variant.block_hidden * variant.block_batch / (32 if variant.splits_columns else threads)
     sets = 2 if spec.stacked else 1
-    return sums + sets * variant.block_batch * max(pieces(spec.hidden, variant.splits)) * spec.item / 4 / threads
+    ahead = 2 if variant.staged else 1  # a piece is multiplied while the next one comes
+    return sums + sets * ahead * variant.block_batch * max(widths(spec, variant)) * spec.item / 4 / threads
 
 
 def spills(spec: GruSpec, variant: GruVariant) -> bool:
@@ -267,14 +288,15 @@ def spills(spec: GruSpec, variant: GruVariant) -> bool:
     shared memory; in form "split" as many sums as there are threads in a warp.
     """
     units, rows, threads = variant.block_hidden, variant.block_batch, 32 * variant.num_warps
-    columns = sum(pieces(spec.hidden, variant.splits)) * spec.item / 4  # in registers
+    # In registers.
+    columns = (2 * stage_width(spec, variant) if variant.staged else sum(widths(spec, variant))) * spec.item / 4
     if variant.form == "tile" and (
         units > TILE_UNITS or (3 * units * (columns + rows) + rows * columns) / threads > TILE_REGISTERS
     ):
         return True
     if variant.splits_columns and rows * columns / threads + 3 * units * rows / 32 > SPLIT_REGISTERS:
         return True
-    each = rows * max(pieces(spec.hidden, variant.splits)) // (32 * variant.num_warps)
+    each = rows * max(widths(spec, variant)) // (32 * variant.num_warps)
     narrow = spec.hidden * spec.item % MOST_ALIGNED != 0 and not variant.by_row
     return narrow and each >= NARROW_ELEMENTS and (rows >= NARROW_ROWS or units * rows >= NARROW_RESULTS)
 

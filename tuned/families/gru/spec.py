@@ -130,6 +130,7 @@ class GruSpec:
         how = {
             "split": "units times rows, the columns split over the warps",
             "tile": "rows times units",
+            "staged": "units times rows, the columns in pieces and split over the warps",
             "row": "a row times units, weights in registers",
         }[variant.form]
         parts = f"{'a stack of layers' if self.stacked else 'one layer'}{', with resets' if self.resets else ''}"

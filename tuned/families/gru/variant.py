@@ -27,6 +27,9 @@ ROW_RESIDENT = {32: 12, 64: 4, 128: 1}
 ROW_ROUNDS = (
     2  # times that all multiprocessors are filled: more rows take longer than in tiles, which read their weights once
 )
+# Form "staged": the units, rows and warps of its tiles, the bytes of a piece, and the units up to which form "split" takes no longer.
+STAGED_UNITS, STAGED_BATCHES, STAGED_WARPS = 16, (16, 32, 64), 8
+STAGE_BYTES, FEWEST_STAGED = 32 * 1024, 1024
 WARPGROUP = 4  # warps that multiply together on Hopper
 # Bytes of weights from which on two warps read them for up to three times as long as more warps do: none of 196 variants came within an
 # eighth of the best. Two of a stack of 540 units in float32 took 11.6 us a step where PyTorch's own takes 8.7.
@@ -48,7 +51,8 @@ class GruVariant:
     strategy: str = one_of("persistent", "steps", "library", default="library")
     # "split": units times rows, each warp multiplying its part of the columns: few rows. "tile": rows times units.
     # "row": one row a program, all units and their weights in registers, multiplied without tensor cores.
-    form: str = one_of("split", "tile", "row", default="split")
+    # "staged": as "split", with a piece of the state at a time in shared memory, one direction after the other: many units.
+    form: str = one_of("split", "tile", "row", "staged", default="split")
     # Units per program: it reads, and keeps, 3 * block_hidden rows of weight_hh.
     block_hidden: int = one_of(8, 16, 32, 64, 128, default=16)
     # Rows of the batch per program: it reads their whole state at each step.
@@ -82,7 +86,12 @@ class GruVariant:
     @property
     def splits_columns(self) -> bool:
         """Each warp multiplies its own part of the columns."""
-        return self.form == "split"
+        return self.form in ("split", "staged")
+
+    @property
+    def staged(self) -> bool:
+        """The state is in shared memory piece by piece, and a program has one direction after the other."""
+        return self.form == "staged"
 
     @property
     def by_row(self) -> bool:
@@ -129,9 +138,28 @@ def pieces(hidden: int, splits: int) -> tuple[int, int, int]:
     return first, second, third
 
 
+def widths(spec: GruSpec, variant: GruVariant) -> tuple[int, ...]:
+    """The columns as widths of the pieces that a program multiplies one after the other."""
+    if variant.staged:
+        width = stage_width(spec, variant)
+        before = (spec.hidden - 1) // width
+        last = max(next_power_of_2(spec.hidden - before * width), MIN_PART * variant.splits)
+        return (*(width,) * before, last)
+    return tuple(width for width in pieces(spec.hidden, variant.splits) if width)
+
+
+def stage_width(spec: GruSpec, variant: GruVariant) -> int:
+    """Columns of a piece of form "staged"."""
+    return STAGE_BYTES // (variant.block_batch * spec.item)
+
+
 def programs(spec: GruSpec, size: GruSize, variant: GruVariant) -> int:
-    """Programs of one launch: tiles of units, what takes the tiles of rows, and that for each layer and direction."""
-    return ceil_div(spec.hidden, variant.block_hidden) * sets_of(size, variant) * spec.layers * spec.directions
+    """Programs of one launch: tiles of units, what takes the tiles of rows, and that for each layer and direction.
+
+    Of form "staged" a program has both directions.
+    """
+    cells = spec.layers * (1 if variant.staged else spec.directions)
+    return ceil_div(spec.hidden, variant.block_hidden) * sets_of(size, variant) * cells
 
 
 def sets_of(size: GruSize, variant: GruVariant) -> int:
@@ -139,12 +167,17 @@ def sets_of(size: GruSize, variant: GruVariant) -> int:
     return ceil_div(ceil_div(size.batch, variant.block_batch), variant.turns)
 
 
+def spreads(batch: int, rows: int) -> bool:
+    """Whether a tile of so many rows has some past the end, which may be any of several."""
+    return batch > 1 and batch % rows != 0
+
+
 def alone(spec: GruSpec, variant: GruVariant) -> bool:
     """Whether one program has all units of its rows, and so waits for no other: ALONE in the template."""
     if variant.by_row:
         return True
-    first, second, _ = pieces(spec.hidden, variant.splits)
-    return not spec.stacked and second == 0 and variant.block_hidden == first
+    only = widths(spec, variant)
+    return not variant.staged and not spec.stacked and only == (variant.block_hidden,)
 
 
 def steps_are_alike(spec: GruSpec) -> bool:
@@ -154,12 +187,12 @@ def steps_are_alike(spec: GruSpec) -> bool:
 
 def weight_bytes(spec: GruSpec, variant: GruVariant) -> int:
     """Bytes of the weights of a program's units, of a stack those of the layer below too."""
-    return 3 * variant.block_hidden * sum(pieces(spec.hidden, variant.splits)) * spec.item * (2 if spec.stacked else 1)
+    return 3 * variant.block_hidden * sum(widths(spec, variant)) * spec.item * (2 if spec.stacked else 1)
 
 
 def shared_bytes(spec: GruSpec, variant: GruVariant) -> int:
     """Bytes of shared memory per program: weights, the rows of h, and accumulators that change layout."""
-    columns = sum(pieces(spec.hidden, variant.splits))
+    columns = stage_width(spec, variant) if variant.staged else sum(widths(spec, variant))
     weights = weight_bytes(spec, variant)
     tile = variant.block_hidden * variant.block_batch
     state = variant.block_batch * columns * spec.item
@@ -201,10 +234,7 @@ def rejection(  # noqa: PLR0911 - one return per rule
         return "form='tile' in turns needs more registers than there are, or has few rows, where form='split' is faster"
     if not waits and (variant.exchange, variant.prefetch) != (GruVariant.exchange, GruVariant.prefetch):
         return "a program that has all units of its rows waits for nothing"
-    if (
-        waits
-        and (reason := exchange_rejection(spec, variant, capability, pieces(spec.hidden, variant.splits))) is not None
-    ):
+    if waits and (reason := exchange_rejection(spec, variant, capability, widths(spec, variant))) is not None:
         return reason
     if size is None:
         return None
@@ -257,9 +287,9 @@ def _row_rejection(  # noqa: PLR0911 - one return per rule
     return None
 
 
-def exchange_rejection(spec: GruSpec, variant: GruVariant, capability: int, widths: tuple[int, ...]) -> str | None:
+def exchange_rejection(spec: GruSpec, variant: GruVariant, capability: int, of_pieces: tuple[int, ...]) -> str | None:
     """Why programs cannot wait so for messages in pieces of such widths, or None."""
-    threads, narrowest = 32 * variant.num_warps, min(width for width in widths if width)
+    threads, narrowest = 32 * variant.num_warps, min(width for width in of_pieces if width)
     each = variant.block_batch * narrowest * spec.item // threads
     spins = capability >= SPIN_CAPABILITY[spec.item] and each >= MIN_LOAD and spec.hidden * spec.item % MAX_LOAD == 0
     if variant.exchange == "poll" and spins:
@@ -301,8 +331,30 @@ def _turns_rejection(spec: GruSpec, size: GruSize, variant: GruVariant, multipro
     return None
 
 
+def _staged_rejection(spec: GruSpec, variant: GruVariant) -> str | None:
+    if variant.strategy != "persistent" or spec.stacked or variant.in_turn:
+        return "form='staged' has all steps of one layer in one launch, and one tile of rows a program"
+    if spec.resets and not spec.dense:
+        return "form='staged' has resets for sequences of one length alone: of others there are few"
+    if (
+        variant.block_hidden != STAGED_UNITS
+        or variant.block_batch not in STAGED_BATCHES
+        or variant.num_warps != STAGED_WARPS
+    ):
+        return f"form='staged' was measured with {STAGED_UNITS} units, {STAGED_BATCHES} rows and {STAGED_WARPS} warps: of fewer rows the whole state fits"
+    if variant.exchange == "probe":
+        return "exchange='probe' with form='staged' took 1.1 to 1.8 us a step more, and never came before 'spin'"
+    if spec.hidden <= FEWEST_STAGED:
+        return (
+            f"form='staged' is for more than {FEWEST_STAGED} units: of fewer, form='split' has room for the whole state"
+        )
+    return None
+
+
 def _tile_rejection(spec: GruSpec, variant: GruVariant, capability: int) -> str | None:  # noqa: PLR0911
     threads = 32 * variant.num_warps
+    if variant.staged and (reason := _staged_rejection(spec, variant)) is not None:
+        return reason
     if (
         variant.block_hidden >= 2 * next_power_of_2(max(spec.hidden, 8))
         and variant.block_hidden > MIN_PART * variant.splits
@@ -323,7 +375,7 @@ def _tile_rejection(spec: GruSpec, variant: GruVariant, capability: int) -> str 
         return f"{needed} bytes of weights and state are more than the {limit} of shared memory that a program can have"
     if variant.num_warps == min(TILE_WARPS) and (weights := weight_bytes(spec, variant)) >= TWO_WARPS_BYTES:
         return f"num_warps={variant.num_warps} with {TWO_WARPS_BYTES} bytes of weights or more, here {weights}, never came near the best"
-    columns = max(pieces(spec.hidden, variant.splits))
+    columns = max(widths(spec, variant))
     if variant.block_batch * columns * spec.item > 2 * MAX_STATE_PER_THREAD * threads:
         return f"{variant.block_batch} rows of {columns} on {variant.num_warps} warps are more than a thread's registers hold"
     return None

@@ -92,6 +92,8 @@ def _text_rejection(spec: GruSpec, variant: GruVariant) -> str | None:  # noqa: 
         return f"strategy={variant.strategy!r} is not there for gradients: PyTorch's own takes a launch for each step"
     if variant.by_row:
         return "form='row' is not there for gradients: their messages are three times as large as the state"
+    if variant.staged:
+        return "form='staged' is not there for gradients: a message of so many units is not in registers"
     if spec.stacked:
         return "the gradient of a stack is taken layer by layer"
     if spec.thd and variant.exchange != "counter":
