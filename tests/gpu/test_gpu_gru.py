@@ -51,6 +51,7 @@ NUMBERS = {
     "ieee": ("float32", "ieee"),
 }
 SPLIT = GruVariant("persistent", "split", 16, 16, "spin")
+STAGED = GruVariant("persistent", "staged", 16, 64, "spin", num_warps=8)
 
 
 def capability() -> int:
@@ -108,7 +109,18 @@ def possible(knobs: dict[str, Any]) -> bool:
     return not waits or programs(spec, GruSize(len(lengths), 1), variant) <= 132
 
 
-COMBINATIONS = pairwise.covering(pairwise.sample(AXES, possible, pairwise.on_a_gpu(1500)))
+STAGED_AXES = AXES | {  # which a draw of all choices does not meet
+    "form": ("staged",),
+    "hidden": (1032, 1288, 1544, 2048),
+    "strategy": ("persistent",),
+    "block_hidden": (16,),
+    "block_batch": (16, 32, 64),
+    "num_warps": (8,),
+}
+COMBINATIONS = [
+    *pairwise.covering(pairwise.sample(AXES, possible, pairwise.on_a_gpu(1500))),
+    *pairwise.covering(pairwise.sample(STAGED_AXES, possible, pairwise.on_a_gpu(300))),
+]
 
 
 @pytest.mark.parametrize(
@@ -227,6 +239,12 @@ CALLS: list[tuple[dict[str, Any], GruVariant]] = [
     ({"hidden": 256, "layout": "packed", "lengths": (65, 40, 7, 1), "both": True, "layers": 2}, SPLIT),
     ({"hidden": 256, "layout": "thd", "lengths": (3, 65, 0, 40), "layers": 2}, SPLIT),
     ({"hidden": 60, "lengths": (65,) * 17}, GruVariant("persistent", block_hidden=64)),
+    ({"hidden": 1096, "lengths": (65,) * 45, "both": True}, STAGED),
+    (
+        {"hidden": 1536, "layout": "packed", "lengths": (65, 40, 7, 1), "dtype": torch.float16},
+        dataclasses.replace(STAGED, block_batch=32),
+    ),
+    ({"hidden": 2048, "layout": "thd", "lengths": (3, 65, 0, 40)}, dataclasses.replace(STAGED, block_batch=16)),
     ({"hidden": 100, "lengths": (65,) * 5}, dataclasses.replace(SPLIT, exchange="counter")),
     ({"hidden": 512, "lengths": (7,) * 33, "first": True, "layers": 2}, GruVariant()),
     ({"hidden": 512, "layout": "packed", "lengths": (7, 6, 2)}, GruVariant("steps")),

@@ -48,6 +48,7 @@ without_a_gpu = pytest.mark.skipif(not INTERPRETED, reason="this stands in for a
 COUNTER = GruVariant("persistent", block_hidden=8, block_batch=8, exchange="counter")
 ALONE = GruVariant("persistent", block_hidden=64, num_warps=4)
 ROW = GruVariant("persistent", "row", 32, 1, num_warps=1)
+STAGED = GruVariant("persistent", "staged", 16, 16, "spin", num_warps=8)
 
 
 class Wiretap:
@@ -146,6 +147,8 @@ CASES = {
     "in turn, both ways, by counters": (dataclasses.replace(COUNTER, turns=3), {"bidirectional": True}, True),
     "stack, apart": (SPIN, {"num_layers": 3}, False),
     "stack, together": (SPIN, {"num_layers": 3}, True),
+    "staged": (STAGED, {}, False),
+    "staged, both ways": (STAGED, {"bidirectional": True}, True),
     "rows": (ROW, {}, False),
     "rows, both ways, without bias": (ROW, {"bidirectional": True, "bias": False}, True),
 }

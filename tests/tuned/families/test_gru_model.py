@@ -34,6 +34,8 @@ from tuned.families.gru.model import (
 )
 from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant, alone, programs, rejection, row_variant
+from tuned.lookup.lookup import Gpu
+from tuned.lookup.model import pick
 
 BF16 = GruSpec("bfloat16", 512)
 CARDS = {"H200": (90, 132), "A100": (80, 108), "RTX 4090": (89, 128), "a part of one": (90, 16)}
@@ -258,3 +260,34 @@ def test_lengths_are_alike_up_to_a_power_of_two() -> None:
     assert FAMILY.model is not None
     assert FAMILY.model.covers(GruVariant("persistent"))
     assert not FAMILY.model.covers(GruVariant())
+
+
+# A piece of the state at a time ---------------------------------------------------------------------------------------
+
+
+def test_a_staged_step_is_counted_by_its_pieces_and_directions() -> None:
+    variant = GruVariant("persistent", "staged", 16, 32, "spin", num_warps=8)
+    one, size = GruSpec("bfloat16", 1672), GruSize(32, 10)
+    found = kernels(one, size, variant)
+    assert found["staged"] == 10
+    assert found["staged_pieces"] == 40  # 512, 512, 512 and 256 columns, ten times
+    assert found["staged_state"] == pytest.approx(10 * 32 * 1792 * 2 / 1e6)
+    assert found["staged_message"] == pytest.approx(105 * found["staged_state"] / 1e3)
+    both = kernels(dataclasses.replace(one, directions=2), size, variant)
+    assert {name: both[name] / found[name] for name in found if found[name] and name != "call"} == {
+        name: 2 for name in found if found[name] and name != "call"
+    }
+
+
+@pytest.mark.parametrize(("hidden", "batch", "directions"), [(1536, 20, 1), (2048, 32, 1), (1728, 17, 2)])
+def test_many_units_of_16_bits_are_offered_a_staged_state(hidden: int, batch: int, directions: int) -> None:
+    spec, size = GruSpec("bfloat16", hidden, directions=directions), GruSize(batch, 100)
+    assert [one for one in candidates(spec, size, 90, 132) if one.staged and one.exchange == "spin"]
+    found = pick(FAMILY, spec, size, Gpu("NVIDIA H200", 90, 132), ())
+    assert found is not None
+    assert found.wins
+    assert found.variant.staged
+
+
+def test_float32_weights_of_many_units_have_no_room_beside_a_piece() -> None:
+    assert not [one for one in candidates(GruSpec("float32", 1536), GruSize(16, 100), 90, 132) if one.staged]

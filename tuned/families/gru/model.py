@@ -131,15 +131,16 @@ def _of_row(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
 
 def _staged(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, float]:
     """Of form "staged": a wait, then pieces one after the other; directions too."""
-    columns = sum(widths(spec, variant))
-    state = variant.block_batch * columns * spec.item
+    of_pieces = widths(spec, variant)
+    state = variant.block_batch * sum(of_pieces) * spec.item
     found = {
         "staged": 1.0,
         "staged_weights": weight_bytes(spec, variant) / 1e6,
         "staged_state": state / 1e6,
         "staged_message": programs(spec, size, variant) * state / 1e9,
-        "staged_probe": float(variant.exchange == "probe"),
-        "staged_early": float(variant.prefetch == "early"),
+        "staged_late": float(variant.prefetch == "late"),
+        "staged_counter": float(variant.exchange == "counter"),
+        "staged_pieces": len(of_pieces),
         "staged_ragged": 0.0 if spec.dense else 1.0,
     }
     return {"call": 1.0, **{name: size.seq * spec.directions * amount for name, amount in found.items()}}
