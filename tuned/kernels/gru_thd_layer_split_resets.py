@@ -245,7 +245,8 @@ def _tile(i_tile, batch, BLOCK_BATCH: tl.constexpr, SPREAD: tl.constexpr):
     """[BLOCK_BATCH] rows of a tile, and which of them are stored.
 
     Rows past the end are others again, and are not stored. SPREAD: they are the tile's other rows in turn. All programs read
-    a row from one place, which takes longer the more of them do: if all are the last one, a step takes up to half as long again.
+    a row from one place, which takes longer the more often they do: if all are the last one, a step takes up to half as long
+    again. Where tiles take turns, finding them at each turn takes longer than that.
     """
     i_row = tl.arange(0, BLOCK_BATCH)
     i_batch = i_tile * BLOCK_BATCH + i_row

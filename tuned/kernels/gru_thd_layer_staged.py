@@ -41,12 +41,13 @@ def _round_tf32(x, PRECISION: tl.constexpr):
 
 
 @triton.constexpr_function
-def _wait_assembly(bits, width, loads):
-    """PTX: load ``loads`` times ``width`` elements of so many bits, unless they are there, until none of them is all ones.
+def _wait_assembly(bits, width, loads, probes):
+    """PTX: load ``loads`` times ``width`` elements of so many bits, until none of them is all ones.
 
-    Operands, in the order of _wait_operands: the elements, in words of 32 bits; the same, as they were loaded before; a
-    pointer for each element, of which the first of a load counts; for each element whether to wait, of which the last
-    counts. The largest element tells whether one is all ones; max.u16x2 (sm_90) takes two halves at once.
+    ``probes``: first only one of the loads, again and again, then all. Operands, in the order of _wait_operands: the
+    elements, in words of 32 bits; the same, as they are if nothing is waited for; a pointer for each element, of which
+    the first of a load counts; for each element whether to wait, of which the last counts. The largest element tells
+    whether one is all ones; max.u16x2 (sm_90) takes two halves at once.
     """
     words = width * bits // 32
     count = words * loads
@@ -54,18 +55,20 @@ def _wait_assembly(bits, width, loads):
     vector = {1: "", 2: ".v2", 4: ".v4"}[words]
     lines = [".reg .pred missing;", ".reg .b32 most;"]
     lines += [f"setp.eq.u32 missing, ${2 * count + 2 * width * loads - 1}, 0;", "@missing bra there;"]
-    lines += ["bra look;", "again:"]
-    for load in range(loads):
-        into = ", ".join(f"${load * words + word}" for word in range(words))
-        lines += [f"ld.relaxed.gpu.global{vector}.b32 " + "{" + into + "}" + f", [${2 * count + load * width}];"]
-    lines += ["look:", "mov.b32 most, $0;"]
-    lines += [f"{maximum} most, most, ${word};" for word in range(1, count)]
-    if bits == 16:
-        lines += ["setp.ge.u32 missing, most, 0xFFFF0000;", "and.b32 most, most, 0xFFFF;"]
-        lines += ["setp.eq.or.u32 missing, most, 0xFFFF, missing;"]
-    else:
-        lines += ["setp.eq.u32 missing, most, 0xFFFFFFFF;"]
-    return "\n".join(["{", *lines, "@missing bra again;", "there:", "}"])
+    for label, loaded in (("probe", 1), ("again", loads)) if probes else (("again", loads),):
+        lines.append(f"{label}:")
+        for load in range(loaded):
+            into = ", ".join(f"${load * words + word}" for word in range(words))
+            lines += [f"ld.relaxed.gpu.global{vector}.b32 " + "{" + into + "}" + f", [${2 * count + load * width}];"]
+        lines.append("mov.b32 most, $0;")
+        lines += [f"{maximum} most, most, ${word};" for word in range(1, words * loaded)]
+        if bits == 16:
+            lines += ["setp.ge.u32 missing, most, 0xFFFF0000;", "and.b32 most, most, 0xFFFF;"]
+            lines += ["setp.eq.or.u32 missing, most, 0xFFFF, missing;"]
+        else:
+            lines += ["setp.eq.u32 missing, most, 0xFFFFFFFF;"]
+        lines.append(f"@missing bra {label};")
+    return "\n".join(["{", *lines, "there:", "}"])
 
 
 @triton.constexpr_function
@@ -77,61 +80,58 @@ def _wait_operands(bits, width, loads):
 
 
 @triton.jit
-def _look(p_row, there, COLUMNS: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr):
-    """[BLOCK_BATCH, WIDTH]: elements of a message from START on, as they are now; 0 behind its COLUMNS and if none is there."""
-    i_k = START + tl.arange(0, WIDTH)
-    # What alignment rows have because of their width, where the compiler cannot see it.
-    BYTES: tl.constexpr = COLUMNS * p_row.dtype.element_ty.primitive_bitwidth // 8
-    ALIGNED: tl.constexpr = 16 if BYTES % 16 == 0 else (8 if BYTES % 8 == 0 else (4 if BYTES % 4 == 0 else 1))
-    p = tl.multiple_of(p_row[:, None] + i_k[None, :], (1, ALIGNED))
-    return tl.load(p, mask=(i_k < COLUMNS)[None, :] & there[:, None], other=0, volatile=True)
-
-
-@triton.jit
 def _wait(
-    x,  # what _look found
-    p_row,  # [BLOCK_BATCH] pointers to the first element of a message
-    there,  # [BLOCK_BATCH] whether there is one
+    p_row,  # [BLOCK_BATCH] pointers to the first element of a row
     wait,  # [BLOCK_BATCH] whether it is still to come
-    COLUMNS: tl.constexpr,
+    HIDDEN: tl.constexpr,
     START: tl.constexpr,
     WIDTH: tl.constexpr,
     EXCHANGE: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    """[BLOCK_BATCH, WIDTH]: elements of a message from START on, once they are there. How they are waited for:
+    """[BLOCK_BATCH, WIDTH]: elements from START on of each row, once they are there; anything past HIDDEN.
 
-    EXCHANGE = "spin": until no 16 bytes hold the bits 11..1, with which grads was filled before the launch and which no
-        gradient has; the loop is in PTX, one for each thread, so that nothing else waits;
+    The other programs of the rows write h' to the output, from where it is read at the next step. How it is waited for:
+    EXCHANGE = "spin": until no 16 bytes of it hold the bits 11..1, with which the output was filled before the launch
+        and which no result has; the loop is in PTX, one for each thread, so that nothing else waits;
+    "probe": for the same, first for one load of each thread, so that large tiles are not loaded in vain;
     "poll": for the same with ordinary loads, on any GPU;
-    "counter": until all programs of the rows have counted themselves, before _look is called;
+    "counter": until all programs of the rows have counted themselves, before this is called;
     "none": not at all.
     """
     dtype: tl.constexpr = p_row.dtype.element_ty
     BITS: tl.constexpr = dtype.primitive_bitwidth
     integer: tl.constexpr = tl.int16 if BITS == 16 else tl.int32
-    if EXCHANGE == "spin":
+    i_k = START + tl.arange(0, WIDTH)
+    mask = (i_k < HIDDEN)[None, :]
+    # What alignment rows have because of their width, where the compiler cannot see it (the caller sees to h_0's): it
+    # gives a thread as many neighbours, and _wait_assembly depends on that.
+    BYTES: tl.constexpr = HIDDEN * BITS // 8
+    ALIGNED: tl.constexpr = 16 if BYTES % 16 == 0 else (8 if BYTES % 8 == 0 else (4 if BYTES % 4 == 0 else 1))
+    p = tl.multiple_of(p_row[:, None] + i_k[None, :], (1, ALIGNED))
+    if EXCHANGE == "spin" or EXCHANGE == "probe":
         # A thread has so many elements, of which it loads up to 16 bytes at a time, and eight loads at a time.
         EACH: tl.constexpr = (p_row.shape[0] * WIDTH) // THREADS
         LOAD: tl.constexpr = EACH if EACH < 128 // BITS else 128 // BITS
         LOADS: tl.constexpr = EACH // LOAD if EACH < 8 * LOAD else 8
-        # The same pointer for all elements of a load; behind the message its last ones again: the weights there are 0.
-        i_k = START + tl.arange(0, WIDTH)
-        p_load = p_row[:, None] + tl.minimum((i_k // LOAD) * LOAD, COLUMNS - LOAD)[None, :]
-        x = x.to(integer, bitcast=True)
+        x = tl.load(p, mask=mask & (wait == 0)[:, None], other=0).to(integer, bitcast=True)
+        # The same pointer for all elements of a load; past HIDDEN the last ones again, for the weights there are 0.
+        p_load = p_row[:, None] + tl.minimum((i_k // LOAD) * LOAD, HIDDEN - LOAD)[None, :]
         x = tl.inline_asm_elementwise(
-            _wait_assembly(BITS, LOAD, LOADS),
+            _wait_assembly(BITS, LOAD, LOADS, EXCHANGE == "probe"),
             _wait_operands(BITS, LOAD, LOADS),
             [x, p_load, wait[:, None].to(tl.int32)],
             dtype=x.dtype,
             is_pure=True,  # or a change of its layout would run it once more
             pack=LOAD * LOADS,
         )
-        x = x.to(dtype, bitcast=True)
-    if EXCHANGE == "poll":
-        while tl.max(tl.max(((x.to(integer, bitcast=True) == -1) & wait[:, None]).to(tl.int32), 1), 0) > 0:
-            x = _look(p_row, there, COLUMNS, START, WIDTH)
-    return x
+        return x.to(dtype, bitcast=True)
+    else:
+        x = tl.load(p, mask=mask, other=0, volatile=True)
+        if EXCHANGE == "poll":
+            while tl.max(tl.max(((x.to(integer, bitcast=True) == -1) & wait[:, None]).to(tl.int32), 1), 0) > 0:
+                x = tl.load(p, mask=mask, other=0, volatile=True)
+        return x
 
 
 @triton.jit
@@ -233,7 +233,8 @@ def _tile(i_tile, batch, BLOCK_BATCH: tl.constexpr, SPREAD: tl.constexpr):
     """[BLOCK_BATCH] rows of a tile, and which of them are stored.
 
     Rows past the end are others again, and are not stored. SPREAD: they are the tile's other rows in turn. All programs read
-    a row from one place, which takes longer the more of them do: if all are the last one, a step takes up to half as long again.
+    a row from one place, which takes longer the more often they do: if all are the last one, a step takes up to half as long
+    again. Where tiles take turns, finding them at each turn takes longer than that.
     """
     i_row = tl.arange(0, BLOCK_BATCH)
     i_batch = i_tile * BLOCK_BATCH + i_row
@@ -406,10 +407,8 @@ def gru_thd_layer_staged(
                     while tl.atomic_add(counter, 0, sem="acquire") < unit_tiles * (i_step - t_begin):
                         pass
                     tl.debug_barrier()
-            # While a piece is multiplied from shared memory the next one comes to registers; whether it was there is seen afterwards.
-            there = length >= 0
-            h = _look(p_state, there, HIDDEN, 0, WIDTH)
-            h = _wait(h, p_state, there, m_wait, HIDDEN, 0, WIDTH, EXCHANGE, THREADS)
+            # One piece is multiplied from shared memory while the next one comes to registers.
+            h = _wait(p_state, m_wait, HIDDEN, 0, WIDTH, EXCHANGE, THREADS)
 
             if not EARLY:
                 y_r, y_z, y_n, m_next = _gates(
@@ -418,16 +417,14 @@ def gru_thd_layer_staged(
                 )  # fmt: skip
             for i_piece in tl.static_range(STAGES):
                 if i_piece + 1 < STAGES:
-                    h_next = _look(
-                        p_state, there, HIDDEN, (i_piece + 1) * WIDTH, WIDTH if i_piece + 2 < STAGES else LAST
+                    h_next = _wait(
+                        p_state, m_wait, HIDDEN, (i_piece + 1) * WIDTH, WIDTH if i_piece + 2 < STAGES else LAST,
+                        EXCHANGE, THREADS,
                     )  # fmt: skip
                 w_r, w_z, w_n = weights[i_piece]
                 a_r, a_z, a_n = _products(w_r, w_z, w_n, _operand(h, SPLITS, PRECISION), a_r, a_z, a_n, PRECISION)
                 if i_piece + 1 < STAGES:
-                    h = _wait(
-                        h_next, p_state, there, m_wait, HIDDEN, (i_piece + 1) * WIDTH, WIDTH if i_piece + 2 < STAGES else LAST,
-                        EXCHANGE, THREADS,
-                    )  # fmt: skip
+                    h = h_next
             r = _sigmoid(_total(a_r) + x_r)
             z = _sigmoid(_total(a_z) + x_z)
             n = _tanh(x_n + r * (_total(a_n) + b_h))

@@ -167,9 +167,9 @@ def sets_of(size: GruSize, variant: GruVariant) -> int:
     return ceil_div(ceil_div(size.batch, variant.block_batch), variant.turns)
 
 
-def spreads(batch: int, rows: int) -> bool:
-    """Whether a tile of so many rows has some past the end, which may be any of several."""
-    return batch > 1 and batch % rows != 0
+def spreads(batch: int, variant: GruVariant) -> bool:
+    """Whether a tile has rows past the end, of which there may be several: SPREAD in the template."""
+    return not variant.in_turn and batch > 1 and batch % variant.block_batch != 0
 
 
 def alone(spec: GruSpec, variant: GruVariant) -> bool:

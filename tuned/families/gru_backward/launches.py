@@ -174,7 +174,7 @@ def sequence(spec: GruSpec, variant: GruVariant, call: RecurrenceGradient, begin
             "EARLY": variant.prefetch == "early",
             "IN_TURN": variant.in_turn,
             "THREADS": 32 * variant.num_warps,
-            "SPREAD": spreads(call.batch, variant.block_batch),
+            "SPREAD": spreads(call.batch, variant),
         },
         options={"num_warps": variant.num_warps, "num_stages": 1}
         | ({"launch_cooperative_grid": True} if waits and not alone(spec, variant) else {}),
