@@ -21,9 +21,8 @@ from tests.support.gru_sequences import (
 )
 from tests.support.run import INTERPRETED
 from tuned.families.choices import choices
-from tuned.families.gru import variant as gru_variant
 from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
-from tuned.families.gru.variant import TILE_BATCHES, TILE_WARPS, GruVariant, alone, pieces, programs, rejection, widths
+from tuned.families.gru.variant import TILE_BATCHES, TILE_WARPS, GruVariant, alone, pieces, programs, rejection
 from tuned.families.launch import ceil_div
 from tuned.families.products import DTYPES
 
@@ -47,7 +46,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "rows": (1, 3, 7, 17),
     "seq": (1, 2, 7),
     # 256 units are what no rows fit beside in 228 KiB: below, where nothing has to fit.
-    "form": ("split", "tile"),  # "row" is test_gru_row_kernels.py's, and "staged" is below
+    "form": ("split", "tile"),  # "row" is test_gru_row_kernels.py's, "staged" test_gru_staged_kernels.py's
     "block_batch": TILE_BATCHES,
     "prefetch": choices(GruVariant)["prefetch"],
     "num_warps": TILE_WARPS,
@@ -120,26 +119,6 @@ def test_pieces_meet_without_a_gap(hidden: int, shape: str) -> None:
     widths = [width for width in pieces(hidden, variant.splits) if width]
     assert len(widths) == {48: 1, 80: 2, 112: 1, 144: 2}[hidden]
     assert_right(Sequences(spec_of("ieee", hidden, shape), (2, 2)), variant)
-
-
-STAGED = GruVariant("persistent", "staged", 16, 16, "poll", num_warps=4)
-
-
-@pytest.mark.parametrize(("layout", "resets"), [*((layout, False) for layout in LAYOUTS), ("dense", True)])
-@pytest.mark.parametrize(
-    ("shape", "hidden", "stages", "rows"),
-    [("both", 129, 2, 17), ("layer", 300, 3, 3), ("layer", 384, 3, 2), ("both", 930, 8, 2)],
-)
-def test_a_state_is_taken_in_pieces_of_one_width(
-    layout: str, shape: str, hidden: int, stages: int, rows: int, resets: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Fewer columns and warps than tuning would try, so that there are few programs.
-    monkeypatch.setattr(gru_variant, "STAGE_BYTES", 128 * STAGED.block_batch * 2)
-    exchange = "poll" if resets else "counter"
-    variant = dataclasses.replace(STAGED, exchange=exchange, prefetch="late" if stages == 2 else "early")
-    spec = spec_of("half", hidden, shape, layout, resets=resets)
-    assert widths(spec, variant) == (*(128,) * (stages - 1), 128 if hidden == 384 else 64)
-    assert_right(Sequences(spec, lengths_of(layout, rows, 1 if stages == 8 else 2), "rows"), variant)
 
 
 # Windows of steps ---------------------------------------------------------------------------------------------------

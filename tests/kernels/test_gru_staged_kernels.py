@@ -1,0 +1,104 @@
+"""Form "staged" of the recurrence, against the oracle; and what a tile does with rows past the end, of every form."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from generator.families.gru import reference
+from generator.families.gru_backward import reference as gradients
+from generator.measuring.mended import mended_interpreter
+from tests.support.gru_sequences import Sequences, assert_right, build, lengths_of, spec_of
+from tests.support.run import run
+from tuned.families.gru import variant as gru_variant
+from tuned.families.gru.launches import COUNTER_STRIDE, launches, sequence
+from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
+from tuned.families.gru.variant import GruVariant, widths
+from tuned.families.gru_backward.launches import launches as gradient_launches
+from tuned.families.launch import Launch
+from tuned.kernels.gru_dense_layer_split import _tile
+
+pytestmark = pytest.mark.interpreter
+
+STAGED = GruVariant("persistent", "staged", 16, 16, "poll", num_warps=4)
+
+
+@pytest.mark.parametrize(("layout", "resets"), [*((layout, False) for layout in LAYOUTS), ("dense", True)])
+@pytest.mark.parametrize(
+    ("shape", "hidden", "stages", "rows"),
+    [("both", 129, 2, 17), ("layer", 300, 3, 3), ("layer", 384, 3, 2), ("both", 930, 8, 2)],
+)
+def test_a_state_is_taken_in_pieces_of_one_width(
+    layout: str, shape: str, hidden: int, stages: int, rows: int, resets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Fewer columns and warps than tuning would try, so that there are few programs.
+    monkeypatch.setattr(gru_variant, "STAGE_BYTES", 128 * STAGED.block_batch * 2)
+    exchange = "poll" if resets else "counter"
+    variant = dataclasses.replace(STAGED, exchange=exchange, prefetch="late" if stages == 2 else "early")
+    spec = spec_of("half", hidden, shape, layout, resets=resets)
+    assert widths(spec, variant) == (*(128,) * (stages - 1), 128 if hidden == 384 else 64)
+    assert_right(Sequences(spec, lengths_of(layout, rows, 1 if stages == 8 else 2), "rows"), variant)
+
+
+def test_each_direction_and_tile_counts_for_itself() -> None:
+    spec = spec_of("half", 16, "both")  # of one tile of units: a program waits for itself alone
+    built = build(Sequences(spec, (3,) * 17), "cpu")
+    built.call.counters.zero_()
+    with mended_interpreter():
+        run([sequence(spec, dataclasses.replace(STAGED, exchange="counter"), built.call, 0, 3)])
+    assert built.call.counters[::COUNTER_STRIDE][:4].tolist() == [3] * 4  # two tiles of rows, twice
+
+
+# Rows past the end --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def rows_of_tiles(rows, stored, batch, BLOCK_BATCH: tl.constexpr, SPREAD: tl.constexpr):
+    i_tile = tl.program_id(0)
+    i_batch, m_batch = _tile(i_tile, batch, BLOCK_BATCH, SPREAD)
+    at = i_tile * BLOCK_BATCH + tl.arange(0, BLOCK_BATCH)
+    tl.store(rows + at, i_batch)
+    tl.store(stored + at, m_batch.to(tl.int32))
+
+
+def tiles(batch: int, block: int, *, spread: bool) -> tuple[list[int], list[int]]:
+    count = -(-batch // block)
+    rows, stored = (torch.full((count * block,), -1, dtype=torch.int32) for _ in range(2))
+    rows_of_tiles[(count,)](rows, stored, batch, block, spread)
+    return rows.tolist(), stored.tolist()
+
+
+@pytest.mark.parametrize(("batch", "block"), [(20, 32), (5, 8), (17, 16), (33, 16), (8, 8), (1, 8)])
+def test_rows_past_the_end_are_the_others_of_the_tile_in_turn(batch: int, block: int) -> None:
+    rows, stored = tiles(batch, block, spread=True)
+    assert rows[:batch] == list(range(batch))
+    assert stored == [int(at < batch) for at in range(len(rows))]
+    first = (batch - 1) // block * block
+    last = list(range(first, batch))
+    assert rows[first:] == [last[at % len(last)] for at in range(block)]
+    assert tiles(batch, block, spread=False)[0] == [min(at, batch - 1) for at in range(len(rows))]
+
+
+def test_a_launch_says_whether_a_tile_has_rows_past_the_end() -> None:
+    def said(batch: int, **knobs: Any) -> Any:
+        spec = GruSpec("bfloat16", 1104)
+        variant = dataclasses.replace(GruVariant("persistent", "split", 16, 32, "spin", num_warps=8), **knobs)
+        steps = launches(spec, variant, reference.inputs(spec, GruSize(batch, 4), "meta", 0))
+        return next(step for step in steps if isinstance(step, Launch)).constants.get("SPREAD")
+
+    assert said(20) is said(33) is said(20, form="staged") is True
+    assert said(32) is said(64) is said(1) is False
+    assert said(70, turns=2, prefetch="early") is None  # finding them at each turn takes longer
+
+
+def test_a_gradient_says_so_too() -> None:
+    spec = GruSpec("bfloat16", 256)
+    for batch, turns, wanted in ((10, 1, True), (16, 1, False), (100, 2, False)):
+        variant = GruVariant("persistent", "split", 16, 8, "spin", turns=turns)
+        steps = gradient_launches(spec, variant, gradients.inputs(spec, GruSize(batch, 4), "meta", 0))
+        assert next(step for step in steps if isinstance(step, Launch)).constants["SPREAD"] is wanted
