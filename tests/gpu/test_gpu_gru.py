@@ -114,7 +114,7 @@ STAGED_AXES = AXES | {  # which a draw of all choices does not meet
     "hidden": (1032, 1288, 1544, 2048),
     "strategy": ("persistent",),
     "block_hidden": (16,),
-    "block_batch": (16, 32, 64),
+    "block_batch": (8, 16, 32, 64),
     "num_warps": (8,),
 }
 COMBINATIONS = [

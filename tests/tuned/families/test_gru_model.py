@@ -279,7 +279,7 @@ def test_a_staged_step_is_counted_by_its_pieces_and_directions() -> None:
     }
 
 
-@pytest.mark.parametrize(("hidden", "batch", "directions"), [(1536, 20, 1), (2048, 32, 1), (2048, 16, 2)])
+@pytest.mark.parametrize(("hidden", "batch", "directions"), [(1536, 20, 1), (2048, 32, 1), (2048, 16, 2), (1592, 8, 2)])
 def test_many_units_of_16_bits_are_offered_a_staged_state(hidden: int, batch: int, directions: int) -> None:
     spec, size = GruSpec("bfloat16", hidden, directions=directions), GruSize(batch, 100)
     assert [one for one in candidates(spec, size, 90, 132) if one.staged and one.exchange == "spin"]

@@ -27,9 +27,9 @@ ROW_RESIDENT = {32: 12, 64: 4, 128: 1}
 ROW_ROUNDS = (
     2  # times that all multiprocessors are filled: more rows take longer than in tiles, which read their weights once
 )
-# Form "staged": the units, rows and warps of its tiles, the bytes of a piece, and the units up to which form "split" takes no longer.
-STAGED_UNITS, STAGED_BATCHES, STAGED_WARPS = 16, (16, 32, 64), 8
-STAGE_BYTES, FEWEST_STAGED = 32 * 1024, 1024
+# Form "staged": the units, rows and warps of its tiles, the columns and bytes that a piece has at most, and the units up to which form "split" takes no longer.
+STAGED_UNITS, STAGED_BATCHES, STAGED_WARPS = 16, (8, 16, 32, 64), 8
+STAGE_COLUMNS, STAGE_BYTES, FEWEST_STAGED = 1024, 32 * 1024, 1024
 WARPGROUP = 4  # warps that multiply together on Hopper
 # Bytes of weights from which on two warps read them for up to three times as long as more warps do: none of 196 variants came within an
 # eighth of the best. Two of a stack of 540 units in float32 took 11.6 us a step where PyTorch's own takes 8.7.
@@ -150,7 +150,7 @@ def widths(spec: GruSpec, variant: GruVariant) -> tuple[int, ...]:
 
 def stage_width(spec: GruSpec, variant: GruVariant) -> int:
     """Columns of a piece of form "staged"."""
-    return STAGE_BYTES // (variant.block_batch * spec.item)
+    return min(STAGE_COLUMNS, STAGE_BYTES // (variant.block_batch * spec.item))
 
 
 def programs(spec: GruSpec, size: GruSize, variant: GruVariant) -> int:
@@ -341,7 +341,7 @@ def _staged_rejection(spec: GruSpec, variant: GruVariant) -> str | None:
         or variant.block_batch not in STAGED_BATCHES
         or variant.num_warps != STAGED_WARPS
     ):
-        return f"form='staged' was measured with {STAGED_UNITS} units, {STAGED_BATCHES} rows and {STAGED_WARPS} warps: of fewer rows the whole state fits"
+        return f"form='staged' is tried with {STAGED_UNITS} units, {STAGED_BATCHES} rows and {STAGED_WARPS} warps"
     if variant.exchange == "probe":
         return "exchange='probe' with form='staged' took 1.1 to 1.8 us a step more, and never came before 'spin'"
     if spec.hidden <= FEWEST_STAGED:
