@@ -69,7 +69,7 @@ KERNELS = (
     ),
     Fault(
         "gru_does_not_wait_for_the_last_step",
-        "templates/gru_receive.py.jinja",
+        "templates/gru_last.py.jinja",
         "< unit_tiles * (i_step - t_begin):",
         "< unit_tiles * (i_step - t_begin - 1):",
         ("tests/kernels/test_gru_kernels.py::test_a_program_waits_for_another_that_never_writes[counter]",),
@@ -272,7 +272,7 @@ FAMILIES = (
         "templates/gru_pieces.py.jinja",
         "h_next = _wait(",
         "h_next = 0 * _wait(",
-        ("tests/kernels/test_gru_staged_kernels.py",),
+        ("tests/kernels/test_gru_staged_kernels.py::test_a_state_is_taken_in_pieces_of_one_width",),
         "A staged GRU multiplies the first columns of its state alone.",
         render=True,
     ),
@@ -1754,7 +1754,7 @@ R = T + "calls/test_gru_resets.py::"
 RESETS = (
     Fault(
         "reset_behind_the_end",
-        "templates/gru_receive.py.jinja",
+        "templates/gru_ahead.py.jinja",
         "m_cut = i_step + 1 < length",
         "m_cut = length > 0",
         (
@@ -1765,7 +1765,7 @@ RESETS = (
     ),
     Fault(
         "reset_a_step_late",
-        "templates/gru_receive.py.jinja",
+        "templates/gru_ahead.py.jinja",
         "    resets, i_step + 1, m_cut,",
         "    resets, i_step, m_cut,",
         ("tests/kernels/test_gru_kernels.py::test_marks_are_of_their_step_in_a_launch_of_several[dense-layer-late-1]",),

@@ -111,7 +111,13 @@ def on_one_each(names: list[str]) -> list[tuple[str, str]]:
 ELSEWHERE = [
     *((name, architecture) for name in PRODUCTS for architecture in PATHS),
     *((f"gru_{row['layout']}_{row['structure']}", row["architecture"]) for row in RECURRING),
-    *((name, PATHS[at % 4]) for at, name in enumerate(n for n in RECURRENCES if n.endswith("_resets"))),
+    *(
+        (name, PATHS[at % 4])
+        for at, name in enumerate(n for n in RECURRENCES if n.endswith("_resets") and "staged" not in n)
+    ),
+    *zip(
+        (n for n in RECURRENCES if "staged" in n), ("sm_80", "sm_100", "sm_100", "sm_80"), strict=True
+    ),  # others have no room
     *zip(GRADIENTS, ("sm_80", "sm_100", "sm_120", "gfx942", "gfx942", "sm_80"), strict=True),
     *on_one_each(ROTATING),
 ]
@@ -549,8 +555,9 @@ KINDS_OF_WAITING = sorted({name.removeprefix("gru_").partition("_")[2] for name 
 WAITING = [
     *((name, "spin") for name in WAITING_RECURRENCES),
     *(
-        (f"gru_{GRU_LAYOUTS[(at + shift) % 3]}_{structure}", exchange)
+        (there[(at + shift) % len(there)], exchange)
         for at, structure in enumerate(KINDS_OF_WAITING)
+        for there in [[name for name in WAITING_RECURRENCES if name.endswith(f"_{structure}")]]
         for shift, exchange in enumerate(("poll", "counter"))
     ),
 ]

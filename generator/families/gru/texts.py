@@ -11,13 +11,13 @@ from tuned.families.choices import choices
 from tuned.families.copying import KERNEL as COPY
 from tuned.families.gru.launches import kernel_name
 from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
-from tuned.families.gru.variant import PTX_EXCHANGES, SPIN_CAPABILITY, GruVariant, alone, row_variant
+from tuned.families.gru.variant import PTX_EXCHANGES, SPIN_CAPABILITY, STAGED_WARPS, GruVariant, alone, row_variant
 from tuned.families.launch import ceil_div
 from tuned.lookup.record import Winner
 
 from ..text import Shown, Text, chosen_lines, head, refusal
 
-ROW_HIDDEN = 64
+ROW_HIDDEN, STAGED_HIDDEN = 64, 1280
 
 
 def gru_texts() -> Iterator[tuple[GruSpec, GruVariant]]:
@@ -32,6 +32,11 @@ def gru_texts() -> Iterator[tuple[GruSpec, GruVariant]]:
         row = row_variant(ROW_HIDDEN) if form == "row" else None
         if row is not None:
             yield dataclasses.replace(spec, hidden=ROW_HIDDEN), row
+        elif form == "staged":
+            yield (
+                dataclasses.replace(spec, hidden=STAGED_HIDDEN),
+                GruVariant("persistent", form, num_warps=STAGED_WARPS),
+            )
         else:
             yield spec, GruVariant("persistent", form, turns=turns)
 
