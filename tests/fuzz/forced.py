@@ -56,7 +56,8 @@ def rows(family: str, capability: int = 90) -> tuple[Any, ...]:
         for _, name, spec, variant, default in texts()
         if default and name not in named and name != PROBE and _is_of(FAMILIES[family], name, spec, variant)
     ]
-    return (*found.values(), *defaults)
+    # A row is of a measurement, and no kernel takes no time; those of a portfolio and of defaults are of none.
+    return tuple(dataclasses.replace(row, median_us=row.median_us or 1.0) for row in (*found.values(), *defaults))
 
 
 def _is_of(family: Family, name: str, spec: Any, variant: Any) -> bool:

@@ -14,7 +14,7 @@ from generator.families.gru import reference
 from generator.families.gru_backward import reference as gradients
 from generator.measuring.mended import mended_interpreter
 from tests.support.gru_sequences import Sequences, assert_right, build, lengths_of, spec_of
-from tests.support.run import run
+from tests.support.run import DEVICE, run
 from tuned.families.gru import variant as gru_variant
 from tuned.families.gru.launches import COUNTER_STRIDE, launches, sequence
 from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
@@ -47,7 +47,7 @@ def test_a_state_is_taken_in_pieces_of_one_width(
 
 def test_each_direction_and_tile_counts_for_itself() -> None:
     spec = spec_of("half", 16, "both")  # of one tile of units: a program waits for itself alone
-    built = build(Sequences(spec, (3,) * 17), "cpu")
+    built = build(Sequences(spec, (3,) * 17), DEVICE)
     built.call.counters.zero_()
     with mended_interpreter():
         run([sequence(spec, dataclasses.replace(STAGED, exchange="counter"), built.call, 0, 3)])
@@ -68,7 +68,7 @@ def rows_of_tiles(rows, stored, batch, BLOCK_BATCH: tl.constexpr, SPREAD: tl.con
 
 def tiles(batch: int, block: int, *, spread: bool) -> tuple[list[int], list[int]]:
     count = -(-batch // block)
-    rows, stored = (torch.full((count * block,), -1, dtype=torch.int32) for _ in range(2))
+    rows, stored = (torch.full((count * block,), -1, dtype=torch.int32, device=DEVICE) for _ in range(2))
     rows_of_tiles[(count,)](rows, stored, batch, block, spread)
     return rows.tolist(), stored.tolist()
 
