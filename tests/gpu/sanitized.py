@@ -39,7 +39,7 @@ from tuned.families.copying import KERNEL as COPY
 from tuned.families.gru.launches import kernel_name as gru_name
 from tuned.families.gru.launches import launches as gru_launches
 from tuned.families.gru.spec import LAYOUTS, GruSpec
-from tuned.families.gru.variant import GruVariant, row_variant
+from tuned.families.gru.variant import GruVariant, row_variant, widths
 from tuned.families.gru_backward.launches import kernel_name as gradient_name
 from tuned.families.gru_backward.launches import launches as gradient_launches
 from tuned.families.gru_cell.launches import kernel_name as cell_name
@@ -260,16 +260,17 @@ def _sequences() -> Iterator[Deed]:
                 spec = dataclasses.replace(spec, hidden=(96, 33, 64, 128)[at])
                 yield _sequence(name, spec, row_variant(spec.hidden), ("steps", "rows", "apart")[at % 3])
                 continue
-            if structure.staged:  # several pieces
-                spec = dataclasses.replace(spec, hidden=600)
+            if structure.staged:  # of 600 columns 32 rows are several pieces
+                spec, rows = dataclasses.replace(spec, hidden=600), 32
             variant = dataclasses.replace(
                 structure,
                 block_hidden=units,
                 block_batch=rows,
                 exchange=exchange,
                 prefetch="early" if structure.in_turn else ("early", "late")[at % 2],
-                num_warps=4,
+                num_warps=8 if structure.staged else 4,
             )
+            assert not structure.staged or len(widths(spec, variant)) > 1
             yield _sequence(name, spec, variant, ("steps", "rows", "apart")[at % 3])
     alone = GruVariant("persistent", block_hidden=64)
     yield _sequence("gru_dense_layer_split", GruSpec("bfloat16", 60), alone, "rows")
