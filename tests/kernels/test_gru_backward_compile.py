@@ -105,3 +105,13 @@ def test_a_thread_waits_for_neighbours_of_a_row_in_one_loop_a_piece(
         assert run[:load] == tuple(range(load)), f"a thread holds neighbours {run}, and the PTX loads {load}"
         loops += max(1, each // (8 * load))
     assert found.asm == loops
+
+
+@pytest.mark.thinned_on_gpu(every=4)
+@pytest.mark.parametrize("case", SPINNING, ids=str)
+def test_of_one_row_each_load_is_left_out_by_itself(compiler: concurrent.futures.Executor, case: Case) -> None:
+    loads = 0
+    for width in widths(case):
+        each = case.variant.block_batch * width // (32 * case.variant.num_warps)
+        loads += each // min(each, 16 // case.spec.item)
+    assert compiled(compiler, case).guarded == (loads if case.size.batch == 1 else 0)

@@ -36,7 +36,7 @@ class Case:
         s, v = self.spec, self.variant
         shape = f"{s.layout}{s.directions}{s.layers}-{s.dtype}-{s.hidden}"
         tile = f"{v.form}{v.block_hidden}x{v.block_batch}x{v.num_warps}-{v.exchange}-{v.prefetch}"
-        return f"{self.architecture}-{shape}-{v.strategy}-{tile}"
+        return f"{self.architecture}-{shape}-{self.batch}-{v.strategy}-{tile}"
 
     @property
     def size(self) -> GruSize:
@@ -63,6 +63,8 @@ SPINNING = [
     Case(GruSpec("float32", 384, "thd"), waiting(rows=8)),
     Case(bf16(1536), waiting("staged", rows=32, warps=8), batch=32),
     Case(GruSpec("float16", 2048, "packed"), waiting("staged", warps=8)),
+    Case(bf16(1024), waiting(rows=8, warps=8), batch=1),
+    Case(GruSpec("float32", 320, layers=2), waiting(rows=8), batch=1),
     Case(bf16(512), waiting(), architecture="sm_100"),
     Case(GruSpec("float32", 256), waiting(), architecture="sm_80"),
 ]
@@ -170,6 +172,18 @@ def test_a_wait_is_one_loop_of_ptx_for_eight_loads(compiler: concurrent.futures.
         load = min(each, 16 // case.spec.item)
         wanted += max(1, each // (8 * load))
     assert compiled(compiler, case).asm == wanted
+
+
+@pytest.mark.thinned_on_gpu(every=4)
+@pytest.mark.parametrize("case", SPINNING, ids=str)
+def test_of_one_row_each_load_is_left_out_by_itself(compiler: concurrent.futures.Executor, case: Case) -> None:
+    """The other rows of its tile are not read: a thread has elements of several rows."""
+    loads = 0
+    for shape in state_loads(case):
+        rows, width = map(int, shape.split("x"))
+        each = rows * width // (32 * case.variant.num_warps)
+        loads += each // min(each, 16 // case.spec.item)
+    assert compiled(compiler, case).guarded == (loads if case.batch == 1 else 0)
 
 
 @pytest.mark.thinned_on_gpu(every=4)

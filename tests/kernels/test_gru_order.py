@@ -35,6 +35,7 @@ def bf16(hidden: int = 128, layout: str = "dense", **rest: Any) -> GruSpec:
 
 SPIN, POLL, COUNTER = (
     Case(bf16(), SIZE, split("spin"), "sm_90"),
+    Case(bf16(), GruSize(1, 8), split("spin"), "sm_90"),
     Case(bf16(100), SIZE, split("poll"), "sm_90"),
     Case(bf16(), SIZE, split("counter"), "sm_90"),
 )

@@ -58,47 +58,49 @@ def test_each_direction_and_tile_counts_for_itself() -> None:
 
 
 @triton.jit
-def rows_of_tiles(rows, stored, batch, BLOCK_BATCH: tl.constexpr, SPREAD: tl.constexpr):
+def rows_of_tiles(rows, stored, batch, BLOCK_BATCH: tl.constexpr, PAST: tl.constexpr):
     i_tile = tl.program_id(0)
-    i_batch, m_batch = _tile(i_tile, batch, BLOCK_BATCH, SPREAD)
+    i_batch, m_batch = _tile(i_tile, batch, BLOCK_BATCH, PAST)
     at = i_tile * BLOCK_BATCH + tl.arange(0, BLOCK_BATCH)
     tl.store(rows + at, i_batch)
     tl.store(stored + at, m_batch.to(tl.int32))
 
 
-def tiles(batch: int, block: int, *, spread: bool) -> tuple[list[int], list[int]]:
+def tiles(batch: int, block: int, past: str) -> tuple[list[int], list[int]]:
     count = -(-batch // block)
     rows, stored = (torch.full((count * block,), -1, dtype=torch.int32, device=DEVICE) for _ in range(2))
-    rows_of_tiles[(count,)](rows, stored, batch, block, spread)
+    rows_of_tiles[(count,)](rows, stored, batch, block, past)
     return rows.tolist(), stored.tolist()
 
 
 @pytest.mark.parametrize(("batch", "block"), [(20, 32), (5, 8), (17, 16), (33, 16), (8, 8), (1, 8)])
 def test_rows_past_the_end_are_the_others_of_the_tile_in_turn(batch: int, block: int) -> None:
-    rows, stored = tiles(batch, block, spread=True)
+    rows, stored = tiles(batch, block, "others")
     assert rows[:batch] == list(range(batch))
     assert stored == [int(at < batch) for at in range(len(rows))]
     first = (batch - 1) // block * block
     last = list(range(first, batch))
     assert rows[first:] == [last[at % len(last)] for at in range(block)]
-    assert tiles(batch, block, spread=False)[0] == [min(at, batch - 1) for at in range(len(rows))]
+    for past in ("last", "unread"):
+        assert tiles(batch, block, past)[0] == [min(at, batch - 1) for at in range(len(rows))]
 
 
-def test_a_launch_says_whether_a_tile_has_rows_past_the_end() -> None:
+def test_a_launch_says_what_rows_past_the_end_are() -> None:
     def said(batch: int, **knobs: Any) -> Any:
         spec = GruSpec("bfloat16", 1104)
         variant = dataclasses.replace(GruVariant("persistent", "split", 16, 32, "spin", num_warps=8), **knobs)
         steps = launches(spec, variant, reference.inputs(spec, GruSize(batch, 4), "meta", 0))
-        return next(step for step in steps if isinstance(step, Launch)).constants.get("SPREAD")
+        return next(step for step in steps if isinstance(step, Launch)).constants.get("PAST")
 
-    assert said(20) is said(33) is said(20, form="staged") is True
-    assert said(32) is said(64) is said(1) is False
+    assert said(20) == said(33) == said(20, form="staged") == "others"
+    assert said(32) == said(64) == "last"
+    assert said(1) == said(1, form="staged") == "unread"
     assert said(70, turns=2, prefetch="early") is None  # finding them at each turn takes longer
 
 
 def test_a_gradient_says_so_too() -> None:
     spec = GruSpec("bfloat16", 256)
-    for batch, turns, wanted in ((10, 1, True), (16, 1, False), (100, 2, False)):
+    for batch, turns, wanted in ((10, 1, "others"), (16, 1, "last"), (100, 2, "last"), (1, 1, "unread")):
         variant = GruVariant("persistent", "split", 16, 8, "spin", turns=turns)
         steps = gradient_launches(spec, variant, gradients.inputs(spec, GruSize(batch, 4), "meta", 0))
-        assert next(step for step in steps if isinstance(step, Launch)).constants["SPREAD"] is wanted
+        assert next(step for step in steps if isinstance(step, Launch)).constants["PAST"] == wanted

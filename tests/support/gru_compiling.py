@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 LOAD = re.compile(r"\b(?:tt|amdg|amdgpu)\.(?:buffer_)?load\b.*?tensor<([\dx]+)x(?:!tt\.ptr<)?\w+")
 LAYOUT = re.compile(r"^(#\w+) = #ttg\.(blocked|linear)<\{(.*)\}>", re.MULTILINE)
+GUARDED = re.compile(r"@p\d+ ld\.relaxed")
 VECTOR = re.compile(r"\bld\.global\S*\.v\d")
 RESULT = re.compile(r"-> tensor<[^,]*, (#\w+)>")
 
@@ -29,6 +30,7 @@ class Found:
     converts: int  # conversions between layouts in the loop
     waits: tuple[tuple[int, ...], ...]  # of each wait in PTX: how the elements of a thread lie in a row, see neighbours
     asm: int  # loops of such waits in the whole PTX
+    guarded: int  # loads of such waits that a thread may leave out, in the whole PTX
     shuffles: int  # in the whole PTX: sums that several threads have parts of
     vectors: int  # loads from global memory of several elements, in the whole PTX
 
@@ -58,6 +60,7 @@ def found(spec: GruSpec, size: GruSize, variant: GruVariant, architecture: str, 
         converts=body.count("ttg.convert_layout"),
         waits=tuple(layouts[RESULT.findall(line)[-1]] for line in asm),
         asm=compiled.asm.get("ptx", "").count("again:"),
+        guarded=len(GUARDED.findall(compiled.asm.get("ptx", ""))),
         shuffles=compiled.asm.get("ptx", "").count("shfl."),
         vectors=len(VECTOR.findall(compiled.asm.get("ptx", ""))),
     )

@@ -8,7 +8,7 @@ from tests.support.gru_order import Case
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant
 
-ONE, TWO = GruSize(16, 8), GruSize(32, 8)
+ROW, ONE, TWO = GruSize(1, 8), GruSize(16, 8), GruSize(32, 8)
 SPIN = GruVariant("persistent", "split", 16, 8, "spin")
 TURNS = dataclasses.replace(SPIN, turns=2)
 LAYER = GruSpec("bfloat16", 128)
@@ -16,6 +16,7 @@ GRADIENTS = [
     Case(*case, "gru_backward")
     for case in (
         (LAYER, ONE, SPIN, "sm_90"),
+        (LAYER, ROW, SPIN, "sm_90"),
         (LAYER, ONE, dataclasses.replace(SPIN, exchange="counter"), "sm_90"),
         (GruSpec("bfloat16", 128, "packed", directions=2), TWO, TURNS, "sm_90"),
         (GruSpec("bfloat16", 100, "packed"), ONE, dataclasses.replace(SPIN, exchange="poll", prefetch="late"), "sm_80"),

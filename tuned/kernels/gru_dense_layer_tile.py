@@ -40,27 +40,41 @@ def _round_tf32(x, PRECISION: tl.constexpr):
 
 
 @triton.constexpr_function
-def _wait_assembly(bits, width, loads, probes):
+def _wait_assembly(bits, width, loads, first, some):
     """PTX: load ``loads`` times ``width`` elements of so many bits, until none of them is all ones.
 
-    ``probes``: first only one of the loads, again and again, then all. Operands, in the order of _wait_operands: the
-    elements, in words of 32 bits; the same, as they are if nothing is waited for; a pointer for each element, of which
-    the first of a load counts; for each element whether to wait, of which the last counts. The largest element tells
-    whether one is all ones; max.u16x2 (sm_90) takes two halves at once.
+    ``first``: what is loaded before it is looked at for the first time: "all" of them; "one", again and again, then all; or
+    "none", which were loaded before. ``some``: a load is left out unless its last element is to be waited for; otherwise
+    all are unless the last one of all is. Operands, in the order of _wait_operands: the elements, in words of 32 bits; the
+    same, as they are if nothing is waited for; a pointer for each element, of which the first of a load counts; for each
+    element whether to wait. The largest element tells whether one is all ones; max.u16x2 (sm_90) takes two halves at once.
     """
     words = width * bits // 32
     count = words * loads
+    waits = 2 * count + width * loads
     maximum = "max.u16x2" if bits == 16 else "max.u32"
     vector = {1: "", 2: ".v2", 4: ".v4"}[words]
+    only = [f"@p{load} " if some else "" for load in range(loads)]
     lines = [".reg .pred missing;", ".reg .b32 most;"]
-    lines += [f"setp.eq.u32 missing, ${2 * count + 2 * width * loads - 1}, 0;", "@missing bra there;"]
-    for label, loaded in (("probe", 1), ("again", loads)) if probes else (("again", loads),):
+    if some:
+        lines.append(f".reg .pred p<{loads}>;")
+        lines += [f"setp.ne.u32 p{load}, ${waits + (load + 1) * width - 1}, 0;" for load in range(loads)]
+    else:
+        lines += [f"setp.eq.u32 missing, ${waits + loads * width - 1}, 0;", "@missing bra there;"]
+    if first == "none":
+        lines.append("bra look;")
+    for label, loaded in (("probe", 1), ("again", loads)) if first == "one" else (("again", loads),):
         lines.append(f"{label}:")
         for load in range(loaded):
             into = ", ".join(f"${load * words + word}" for word in range(words))
-            lines += [f"ld.relaxed.gpu.global{vector}.b32 " + "{" + into + "}" + f", [${2 * count + load * width}];"]
-        lines.append("mov.b32 most, $0;")
-        lines += [f"{maximum} most, most, ${word};" for word in range(1, words * loaded)]
+            p_load = f"${2 * count + load * width}"
+            lines.append(f"{only[load]}ld.relaxed.gpu.global{vector}.b32 " + "{" + into + "}" + f", [{p_load}];")
+        if first == "none":
+            lines.append("look:")
+        lines.append("mov.b32 most, 0;" if some else "mov.b32 most, $0;")
+        lines += [
+            f"{only[word // words]}{maximum} most, most, ${word};" for word in range(0 if some else 1, words * loaded)
+        ]
         if bits == 16:
             lines += ["setp.ge.u32 missing, most, 0xFFFF0000;", "and.b32 most, most, 0xFFFF;"]
             lines += ["setp.eq.or.u32 missing, most, 0xFFFF, missing;"]
@@ -82,11 +96,13 @@ def _wait_operands(bits, width, loads):
 def _wait(
     p_row,  # [BLOCK_BATCH] pointers to the first element of a row
     wait,  # [BLOCK_BATCH] whether it is still to come
+    m_batch,  # [BLOCK_BATCH] whether there is such a row: see _tile
     HIDDEN: tl.constexpr,
     START: tl.constexpr,
     WIDTH: tl.constexpr,
     EXCHANGE: tl.constexpr,
     THREADS: tl.constexpr,
+    PAST: tl.constexpr,
 ):
     """[BLOCK_BATCH, WIDTH]: elements from START on of each row, once they are there; anything past HIDDEN.
 
@@ -103,6 +119,9 @@ def _wait(
     integer: tl.constexpr = tl.int16 if BITS == 16 else tl.int32
     i_k = START + tl.arange(0, WIDTH)
     mask = (i_k < HIDDEN)[None, :]
+    if PAST == "unread":
+        mask &= m_batch[:, None]
+        wait &= m_batch
     # What alignment rows have because of their width, where the compiler cannot see it (the caller sees to h_0's): it
     # gives a thread as many neighbours, and _wait_assembly depends on that.
     BYTES: tl.constexpr = HIDDEN * BITS // 8
@@ -117,7 +136,7 @@ def _wait(
         # The same pointer for all elements of a load; past HIDDEN the last ones again, for the weights there are 0.
         p_load = p_row[:, None] + tl.minimum((i_k // LOAD) * LOAD, HIDDEN - LOAD)[None, :]
         x = tl.inline_asm_elementwise(
-            _wait_assembly(BITS, LOAD, LOADS, EXCHANGE == "probe"),
+            _wait_assembly(BITS, LOAD, LOADS, "one" if EXCHANGE == "probe" else "all", PAST == "unread"),
             _wait_operands(BITS, LOAD, LOADS),
             [x, p_load, wait[:, None].to(tl.int32)],
             dtype=x.dtype,
@@ -198,17 +217,18 @@ def _token(
 
 
 @triton.jit
-def _tile(i_tile, batch, BLOCK_BATCH: tl.constexpr, SPREAD: tl.constexpr):
+def _tile(i_tile, batch, BLOCK_BATCH: tl.constexpr, PAST: tl.constexpr):
     """[BLOCK_BATCH] rows of a tile, and which of them are stored.
 
-    Rows past the end are others again, and are not stored. SPREAD: they are the tile's other rows in turn. All programs read
-    a row from one place, which takes longer the more often they do: if all are the last one, a step takes up to half as long
-    again. Where tiles take turns, finding them at each turn takes longer than that.
+    Rows past the end are not stored. All programs read a row from one place, which takes longer the more often they do. PAST:
+    "others": they are the tile's other rows in turn; if all were the last one, a step would take up to half as long again;
+    "last": the last row again. Where tiles take turns, finding the others at each turn takes longer than it saves;
+    "unread": of a batch of one row; none of them is read from the state (_wait).
     """
     i_row = tl.arange(0, BLOCK_BATCH)
     i_batch = i_tile * BLOCK_BATCH + i_row
     m_batch = i_batch < batch
-    if SPREAD:
+    if PAST == "others":
         i_batch = i_tile * BLOCK_BATCH + i_row % tl.minimum(batch - i_tile * BLOCK_BATCH, BLOCK_BATCH)
     else:
         i_batch = tl.minimum(i_batch, batch - 1)
@@ -283,7 +303,7 @@ def gru_dense_layer_tile(
     EXCHANGE: tl.constexpr,
     EARLY: tl.constexpr,  # the gates of the next step are loaded before waiting for h, not after it
     THREADS: tl.constexpr,
-    SPREAD: tl.constexpr,  # what rows past the end of a tile are: see _tile
+    PAST: tl.constexpr,  # what rows past the end of a tile are: see _tile
 ):
     # Which units of which rows: i_hidden, i_batch, m_batch, i_rows, i_cell, backward; how long: length, t_stop.
     # The weights of h: w_r0, w_z0, w_n0 and so on.
@@ -297,7 +317,7 @@ def gru_dense_layer_tile(
     i_rows = i_program // unit_tiles
     i_tile = i_rows % row_tiles
     i_cell = i_rows // row_tiles  # layer * DIRECTIONS + direction
-    i_batch, m_batch = _tile(i_tile, batch, BLOCK_BATCH, SPREAD)
+    i_batch, m_batch = _tile(i_tile, batch, BLOCK_BATCH, PAST)
     backward = i_cell == 1 if DIRECTIONS == 2 else i_cell < 0
     starts = out
     length = tl.full((BLOCK_BATCH,), 0, tl.int32) + seq
@@ -372,13 +392,18 @@ def gru_dense_layer_tile(
                     while tl.atomic_add(counter, 0, sem="acquire") < unit_tiles * (i_step - t_begin):
                         pass
                     tl.debug_barrier()
-            h = _operand(_wait(p_state, m_wait, HIDDEN, 0, WIDTH_0, EXCHANGE, THREADS), SPLITS, PRECISION)
+            h = _operand(
+                _wait(p_state, m_wait, m_batch, HIDDEN, 0, WIDTH_0, EXCHANGE, THREADS, PAST), SPLITS, PRECISION,
+            )  # fmt: skip
             if WIDTH_1 > 0:
-                h_1 = _operand(_wait(p_state, m_wait, HIDDEN, WIDTH_0, WIDTH_1, EXCHANGE, THREADS), SPLITS, PRECISION)
+                h_1 = _operand(
+                    _wait(p_state, m_wait, m_batch, HIDDEN, WIDTH_0, WIDTH_1, EXCHANGE, THREADS, PAST), SPLITS, PRECISION,
+                )  # fmt: skip
             if WIDTH_2 > 0:
                 h_2 = _operand(
-                    _wait(p_state, m_wait, HIDDEN, WIDTH_0 + WIDTH_1, WIDTH_2, EXCHANGE, THREADS), SPLITS, PRECISION
-                )
+                    _wait(p_state, m_wait, m_batch, HIDDEN, WIDTH_0 + WIDTH_1, WIDTH_2, EXCHANGE, THREADS, PAST),
+                    SPLITS, PRECISION,
+                )  # fmt: skip
 
         if not EARLY:
             y_r, y_z, y_n, m_next = _gates(

@@ -42,27 +42,41 @@ def _round_tf32(x, PRECISION: tl.constexpr):
 
 
 @triton.constexpr_function
-def _wait_assembly(bits, width, loads, probes):
+def _wait_assembly(bits, width, loads, first, some):
     """PTX: load ``loads`` times ``width`` elements of so many bits, until none of them is all ones.
 
-    ``probes``: first only one of the loads, again and again, then all. Operands, in the order of _wait_operands: the
-    elements, in words of 32 bits; the same, as they are if nothing is waited for; a pointer for each element, of which
-    the first of a load counts; for each element whether to wait, of which the last counts. The largest element tells
-    whether one is all ones; max.u16x2 (sm_90) takes two halves at once.
+    ``first``: what is loaded before it is looked at for the first time: "all" of them; "one", again and again, then all; or
+    "none", which were loaded before. ``some``: a load is left out unless its last element is to be waited for; otherwise
+    all are unless the last one of all is. Operands, in the order of _wait_operands: the elements, in words of 32 bits; the
+    same, as they are if nothing is waited for; a pointer for each element, of which the first of a load counts; for each
+    element whether to wait. The largest element tells whether one is all ones; max.u16x2 (sm_90) takes two halves at once.
     """
     words = width * bits // 32
     count = words * loads
+    waits = 2 * count + width * loads
     maximum = "max.u16x2" if bits == 16 else "max.u32"
     vector = {1: "", 2: ".v2", 4: ".v4"}[words]
+    only = [f"@p{load} " if some else "" for load in range(loads)]
     lines = [".reg .pred missing;", ".reg .b32 most;"]
-    lines += [f"setp.eq.u32 missing, ${2 * count + 2 * width * loads - 1}, 0;", "@missing bra there;"]
-    for label, loaded in (("probe", 1), ("again", loads)) if probes else (("again", loads),):
+    if some:
+        lines.append(f".reg .pred p<{loads}>;")
+        lines += [f"setp.ne.u32 p{load}, ${waits + (load + 1) * width - 1}, 0;" for load in range(loads)]
+    else:
+        lines += [f"setp.eq.u32 missing, ${waits + loads * width - 1}, 0;", "@missing bra there;"]
+    if first == "none":
+        lines.append("bra look;")
+    for label, loaded in (("probe", 1), ("again", loads)) if first == "one" else (("again", loads),):
         lines.append(f"{label}:")
         for load in range(loaded):
             into = ", ".join(f"${load * words + word}" for word in range(words))
-            lines += [f"ld.relaxed.gpu.global{vector}.b32 " + "{" + into + "}" + f", [${2 * count + load * width}];"]
-        lines.append("mov.b32 most, $0;")
-        lines += [f"{maximum} most, most, ${word};" for word in range(1, words * loaded)]
+            p_load = f"${2 * count + load * width}"
+            lines.append(f"{only[load]}ld.relaxed.gpu.global{vector}.b32 " + "{" + into + "}" + f", [{p_load}];")
+        if first == "none":
+            lines.append("look:")
+        lines.append("mov.b32 most, 0;" if some else "mov.b32 most, $0;")
+        lines += [
+            f"{only[word // words]}{maximum} most, most, ${word};" for word in range(0 if some else 1, words * loaded)
+        ]
         if bits == 16:
             lines += ["setp.ge.u32 missing, most, 0xFFFF0000;", "and.b32 most, most, 0xFFFF;"]
             lines += ["setp.eq.or.u32 missing, most, 0xFFFF, missing;"]
@@ -84,11 +98,13 @@ def _wait_operands(bits, width, loads):
 def _wait(
     p_row,  # [BLOCK_BATCH] pointers to the first element of a row
     wait,  # [BLOCK_BATCH] whether it is still to come
+    m_batch,  # [BLOCK_BATCH] whether there is such a row: see _tile
     HIDDEN: tl.constexpr,
     START: tl.constexpr,
     WIDTH: tl.constexpr,
     EXCHANGE: tl.constexpr,
     THREADS: tl.constexpr,
+    PAST: tl.constexpr,
 ):
     """[BLOCK_BATCH, WIDTH]: elements from START on of each row, once they are there; anything past HIDDEN.
 
@@ -105,6 +121,9 @@ def _wait(
     integer: tl.constexpr = tl.int16 if BITS == 16 else tl.int32
     i_k = START + tl.arange(0, WIDTH)
     mask = (i_k < HIDDEN)[None, :]
+    if PAST == "unread":
+        mask &= m_batch[:, None]
+        wait &= m_batch
     # What alignment rows have because of their width, where the compiler cannot see it (the caller sees to h_0's): it
     # gives a thread as many neighbours, and _wait_assembly depends on that.
     BYTES: tl.constexpr = HIDDEN * BITS // 8
@@ -119,7 +138,7 @@ def _wait(
         # The same pointer for all elements of a load; past HIDDEN the last ones again, for the weights there are 0.
         p_load = p_row[:, None] + tl.minimum((i_k // LOAD) * LOAD, HIDDEN - LOAD)[None, :]
         x = tl.inline_asm_elementwise(
-            _wait_assembly(BITS, LOAD, LOADS, EXCHANGE == "probe"),
+            _wait_assembly(BITS, LOAD, LOADS, "one" if EXCHANGE == "probe" else "all", PAST == "unread"),
             _wait_operands(BITS, LOAD, LOADS),
             [x, p_load, wait[:, None].to(tl.int32)],
             dtype=x.dtype,
@@ -242,17 +261,18 @@ def _marks(resets, i_step, m_step, i_batch, length, seq, starts, stride_t, strid
 
 
 @triton.jit
-def _tile(i_tile, batch, BLOCK_BATCH: tl.constexpr, SPREAD: tl.constexpr):
+def _tile(i_tile, batch, BLOCK_BATCH: tl.constexpr, PAST: tl.constexpr):
     """[BLOCK_BATCH] rows of a tile, and which of them are stored.
 
-    Rows past the end are others again, and are not stored. SPREAD: they are the tile's other rows in turn. All programs read
-    a row from one place, which takes longer the more often they do: if all are the last one, a step takes up to half as long
-    again. Where tiles take turns, finding them at each turn takes longer than that.
+    Rows past the end are not stored. All programs read a row from one place, which takes longer the more often they do. PAST:
+    "others": they are the tile's other rows in turn; if all were the last one, a step would take up to half as long again;
+    "last": the last row again. Where tiles take turns, finding the others at each turn takes longer than it saves;
+    "unread": of a batch of one row; none of them is read from the state (_wait).
     """
     i_row = tl.arange(0, BLOCK_BATCH)
     i_batch = i_tile * BLOCK_BATCH + i_row
     m_batch = i_batch < batch
-    if SPREAD:
+    if PAST == "others":
         i_batch = i_tile * BLOCK_BATCH + i_row % tl.minimum(batch - i_tile * BLOCK_BATCH, BLOCK_BATCH)
     else:
         i_batch = tl.minimum(i_batch, batch - 1)
@@ -288,13 +308,13 @@ def _gates(
 
 
 @triton.jit
-def _rows(i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH: tl.constexpr, SPREAD: tl.constexpr):
+def _rows(i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH: tl.constexpr, PAST: tl.constexpr):
     """Of the rows of a tile: i_batch, m_batch, length, start; i_spare and its start and length, see below.
 
     Rows past the end are as in _tile. A row without a token reads what another one does, i_spare: all rows that a
     thread looks at must be waited for alike.
     """
-    i_batch, m_batch = _tile(i_tile, batch, BLOCK_BATCH, SPREAD)
+    i_batch, m_batch = _tile(i_tile, batch, BLOCK_BATCH, PAST)
     length = tl.full((BLOCK_BATCH,), 0, tl.int32) + seq
     return i_batch, m_batch, length, all_starts, 0, 0, 0
 
@@ -327,7 +347,7 @@ def _turn_gates(
 ):
     """_gates of a turn: what x gives to r, z and n, and which elements have such a step."""
     i_tile = i_set + (i_turn % turns) * sets
-    i_batch, m_batch, length, start, _, _, _ = _rows(i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH, False)
+    i_batch, m_batch, length, start, _, _, _ = _rows(i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH, "last")
     mask = m_hidden & m_batch[None, :]
     return _gates(
         gates, i_turn // turns, t_stop, i_batch, length, seq, start, stride_t, stride_b, BACKWARD, True,
@@ -385,6 +405,7 @@ def gru_dense_turns_split_resets(
     dtype: tl.constexpr = out.dtype.element_ty
     unit_tiles: tl.constexpr = (HIDDEN + BLOCK_HIDDEN - 1) // BLOCK_HIDDEN
     ALONE: tl.constexpr = False
+    PAST: tl.constexpr = "last"  # what rows past the end of a tile are: see _tile
     i_program = tl.program_id(0)
     i_hidden = (i_program % unit_tiles) * BLOCK_HIDDEN + tl.arange(0, BLOCK_HIDDEN)
     row_tiles = (batch + BLOCK_BATCH - 1) // BLOCK_BATCH
@@ -400,7 +421,7 @@ def gru_dense_turns_split_resets(
         w_r2, w_z2, w_n2 = _weights(weight_hh, i_hidden, HIDDEN, WIDTH_0 + WIDTH_1, WIDTH_2, SPLITS, PRECISION)
 
     t_stop = _last_step(t_end, i_set, sets, turns, batch, all_lengths, BLOCK_BATCH)
-    i_batch, m_batch, length, starts, _, _, _ = _rows(i_set, batch, seq, all_starts, all_lengths, BLOCK_BATCH, False)
+    i_batch, m_batch, length, starts, _, _, _ = _rows(i_set, batch, seq, all_starts, all_lengths, BLOCK_BATCH, "last")
 
     # The shape of results: j_hidden, j_batch, m_hidden, mask. The biases: b_r, b_z, b_x of x, b_h of h.
     # Results are [BLOCK_HIDDEN, BLOCK_BATCH] where the columns are split, otherwise [BLOCK_BATCH, BLOCK_HIDDEN].
@@ -438,7 +459,7 @@ def gru_dense_turns_split_resets(
         i_step = i_turn // turns
         i_tile = i_set + (i_turn % turns) * sets
         i_batch, m_batch, length, starts, i_spare, spare_start, spare_length = _rows(
-            i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH, False
+            i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH, "last"
         )
         j_batch = i_batch[None, :]
         mask = m_hidden & m_batch[None, :]
@@ -476,13 +497,18 @@ def gru_dense_turns_split_resets(
                     while tl.atomic_add(counter, 0, sem="acquire") < unit_tiles * (i_step - t_begin):
                         pass
                     tl.debug_barrier()
-            h = _operand(_wait(p_state, m_wait, HIDDEN, 0, WIDTH_0, EXCHANGE, THREADS), SPLITS, PRECISION)
+            h = _operand(
+                _wait(p_state, m_wait, m_batch, HIDDEN, 0, WIDTH_0, EXCHANGE, THREADS, PAST), SPLITS, PRECISION,
+            )  # fmt: skip
             if WIDTH_1 > 0:
-                h_1 = _operand(_wait(p_state, m_wait, HIDDEN, WIDTH_0, WIDTH_1, EXCHANGE, THREADS), SPLITS, PRECISION)
+                h_1 = _operand(
+                    _wait(p_state, m_wait, m_batch, HIDDEN, WIDTH_0, WIDTH_1, EXCHANGE, THREADS, PAST), SPLITS, PRECISION,
+                )  # fmt: skip
             if WIDTH_2 > 0:
                 h_2 = _operand(
-                    _wait(p_state, m_wait, HIDDEN, WIDTH_0 + WIDTH_1, WIDTH_2, EXCHANGE, THREADS), SPLITS, PRECISION
-                )
+                    _wait(p_state, m_wait, m_batch, HIDDEN, WIDTH_0 + WIDTH_1, WIDTH_2, EXCHANGE, THREADS, PAST),
+                    SPLITS, PRECISION,
+                )  # fmt: skip
         # The next step's marks; nothing reads them where tiles take turns. Loads come back in order, and marks come from
         # memory: before the wait they would make it longer.
         m_cut = i_step + 1 < length
@@ -525,7 +551,7 @@ def gru_dense_turns_split_resets(
         for i_turn in range(turns):
             i_tile = i_set + i_turn * sets
             i_batch, m_batch, length, starts, _, _, _ = _rows(
-                i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH, False
+                i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH, "last"
             )
             j_batch = i_batch[None, :]
             mask = m_hidden & m_batch[None, :]

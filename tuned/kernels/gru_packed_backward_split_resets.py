@@ -44,31 +44,48 @@ def _round_tf32(x, PRECISION: tl.constexpr):
 
 
 @triton.constexpr_function
-def _wait_assembly(bits, width, loads):
-    """PTX: load ``loads`` times ``width`` elements of so many bits, unless they are there, until none of them is all ones.
+def _wait_assembly(bits, width, loads, first, some):
+    """PTX: load ``loads`` times ``width`` elements of so many bits, until none of them is all ones.
 
-    Operands, in the order of _wait_operands: the elements, in words of 32 bits; the same, as they were loaded before; a
-    pointer for each element, of which the first of a load counts; for each element whether to wait, of which the last
-    counts. The largest element tells whether one is all ones; max.u16x2 (sm_90) takes two halves at once.
+    ``first``: what is loaded before it is looked at for the first time: "all" of them; "one", again and again, then all; or
+    "none", which were loaded before. ``some``: a load is left out unless its last element is to be waited for; otherwise
+    all are unless the last one of all is. Operands, in the order of _wait_operands: the elements, in words of 32 bits; the
+    same, as they are if nothing is waited for; a pointer for each element, of which the first of a load counts; for each
+    element whether to wait. The largest element tells whether one is all ones; max.u16x2 (sm_90) takes two halves at once.
     """
     words = width * bits // 32
     count = words * loads
+    waits = 2 * count + width * loads
     maximum = "max.u16x2" if bits == 16 else "max.u32"
     vector = {1: "", 2: ".v2", 4: ".v4"}[words]
+    only = [f"@p{load} " if some else "" for load in range(loads)]
     lines = [".reg .pred missing;", ".reg .b32 most;"]
-    lines += [f"setp.eq.u32 missing, ${2 * count + 2 * width * loads - 1}, 0;", "@missing bra there;"]
-    lines += ["bra look;", "again:"]
-    for load in range(loads):
-        into = ", ".join(f"${load * words + word}" for word in range(words))
-        lines += [f"ld.relaxed.gpu.global{vector}.b32 " + "{" + into + "}" + f", [${2 * count + load * width}];"]
-    lines += ["look:", "mov.b32 most, $0;"]
-    lines += [f"{maximum} most, most, ${word};" for word in range(1, count)]
-    if bits == 16:
-        lines += ["setp.ge.u32 missing, most, 0xFFFF0000;", "and.b32 most, most, 0xFFFF;"]
-        lines += ["setp.eq.or.u32 missing, most, 0xFFFF, missing;"]
+    if some:
+        lines.append(f".reg .pred p<{loads}>;")
+        lines += [f"setp.ne.u32 p{load}, ${waits + (load + 1) * width - 1}, 0;" for load in range(loads)]
     else:
-        lines += ["setp.eq.u32 missing, most, 0xFFFFFFFF;"]
-    return "\n".join(["{", *lines, "@missing bra again;", "there:", "}"])
+        lines += [f"setp.eq.u32 missing, ${waits + loads * width - 1}, 0;", "@missing bra there;"]
+    if first == "none":
+        lines.append("bra look;")
+    for label, loaded in (("probe", 1), ("again", loads)) if first == "one" else (("again", loads),):
+        lines.append(f"{label}:")
+        for load in range(loaded):
+            into = ", ".join(f"${load * words + word}" for word in range(words))
+            p_load = f"${2 * count + load * width}"
+            lines.append(f"{only[load]}ld.relaxed.gpu.global{vector}.b32 " + "{" + into + "}" + f", [{p_load}];")
+        if first == "none":
+            lines.append("look:")
+        lines.append("mov.b32 most, 0;" if some else "mov.b32 most, $0;")
+        lines += [
+            f"{only[word // words]}{maximum} most, most, ${word};" for word in range(0 if some else 1, words * loaded)
+        ]
+        if bits == 16:
+            lines += ["setp.ge.u32 missing, most, 0xFFFF0000;", "and.b32 most, most, 0xFFFF;"]
+            lines += ["setp.eq.or.u32 missing, most, 0xFFFF, missing;"]
+        else:
+            lines += ["setp.eq.u32 missing, most, 0xFFFFFFFF;"]
+        lines.append(f"@missing bra {label};")
+    return "\n".join(["{", *lines, "there:", "}"])
 
 
 @triton.constexpr_function
@@ -101,6 +118,7 @@ def _wait(
     WIDTH: tl.constexpr,
     EXCHANGE: tl.constexpr,
     THREADS: tl.constexpr,
+    PAST: tl.constexpr,
 ):
     """[BLOCK_BATCH, WIDTH]: elements of a message from START on, once they are there. How they are waited for:
 
@@ -123,7 +141,7 @@ def _wait(
         p_load = p_row[:, None] + tl.minimum((i_k // LOAD) * LOAD, COLUMNS - LOAD)[None, :]
         x = x.to(integer, bitcast=True)
         x = tl.inline_asm_elementwise(
-            _wait_assembly(BITS, LOAD, LOADS),
+            _wait_assembly(BITS, LOAD, LOADS, "none", PAST == "unread"),
             _wait_operands(BITS, LOAD, LOADS),
             [x, p_load, wait[:, None].to(tl.int32)],
             dtype=x.dtype,
@@ -211,17 +229,18 @@ def _marks(resets, i_step, m_step, i_batch, length, seq, starts, stride_t, strid
 
 
 @triton.jit
-def _tile(i_tile, batch, BLOCK_BATCH: tl.constexpr, SPREAD: tl.constexpr):
+def _tile(i_tile, batch, BLOCK_BATCH: tl.constexpr, PAST: tl.constexpr):
     """[BLOCK_BATCH] rows of a tile, and which of them are stored.
 
-    Rows past the end are others again, and are not stored. SPREAD: they are the tile's other rows in turn. All programs read
-    a row from one place, which takes longer the more often they do: if all are the last one, a step takes up to half as long
-    again. Where tiles take turns, finding them at each turn takes longer than that.
+    Rows past the end are not stored. All programs read a row from one place, which takes longer the more often they do. PAST:
+    "others": they are the tile's other rows in turn; if all were the last one, a step would take up to half as long again;
+    "last": the last row again. Where tiles take turns, finding the others at each turn takes longer than it saves;
+    "unread": of a batch of one row; none of them is read from the state (_wait).
     """
     i_row = tl.arange(0, BLOCK_BATCH)
     i_batch = i_tile * BLOCK_BATCH + i_row
     m_batch = i_batch < batch
-    if SPREAD:
+    if PAST == "others":
         i_batch = i_tile * BLOCK_BATCH + i_row % tl.minimum(batch - i_tile * BLOCK_BATCH, BLOCK_BATCH)
     else:
         i_batch = tl.minimum(i_batch, batch - 1)
@@ -229,13 +248,13 @@ def _tile(i_tile, batch, BLOCK_BATCH: tl.constexpr, SPREAD: tl.constexpr):
 
 
 @triton.jit
-def _rows(i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH: tl.constexpr, SPREAD: tl.constexpr):
+def _rows(i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH: tl.constexpr, PAST: tl.constexpr):
     """Of the rows of a tile: i_batch, m_batch, length, start; i_spare and its start and length, see below.
 
     Rows past the end are as in _tile. A row without a token reads what another one does, i_spare: all rows that a
     thread looks at must be waited for alike.
     """
-    i_batch, m_batch = _tile(i_tile, batch, BLOCK_BATCH, SPREAD)
+    i_batch, m_batch = _tile(i_tile, batch, BLOCK_BATCH, PAST)
     return i_batch, m_batch, tl.load(all_lengths + i_batch), all_starts, 0, 0, 0
 
 
@@ -379,7 +398,7 @@ def gru_packed_backward_split_resets(
     EARLY: tl.constexpr,  # the terms of the next turn are loaded before waiting for a message, not after it
     IN_TURN: tl.constexpr,  # a program has several tiles of rows
     THREADS: tl.constexpr,
-    SPREAD: tl.constexpr,  # what rows past the end of a tile are: see _tile
+    PAST: tl.constexpr,  # what rows past the end of a tile are: see _tile
 ):
     dtype: tl.constexpr = grads.dtype.element_ty
     unit_tiles: tl.constexpr = (HIDDEN + BLOCK_HIDDEN - 1) // BLOCK_HIDDEN
@@ -404,7 +423,7 @@ def gru_packed_backward_split_resets(
 
     # One more than a row's steps.
     t_stop = _last_step(t_end - 1, i_set, sets, turns, batch, all_lengths, BLOCK_BATCH) + 1
-    i_batch, m_batch, length, start, _, _, _ = _rows(i_set, batch, seq, all_starts, all_lengths, BLOCK_BATCH, SPREAD)
+    i_batch, m_batch, length, start, _, _, _ = _rows(i_set, batch, seq, all_starts, all_lengths, BLOCK_BATCH, PAST)
     next_batch, next_length, next_start = i_batch, length, start
 
     # The shape of results: j_hidden, j_batch, m_hidden, mask. The biases: b_r, b_z, b_x of x, b_h of h.
@@ -458,7 +477,7 @@ def gru_packed_backward_split_resets(
         if IN_TURN:
             i_tile = i_set + (i_turn % turns) * sets
             i_batch, m_batch, length, start, _, _, _ = _rows(
-                i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH, SPREAD
+                i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH, PAST
             )
             j_batch = i_batch[None, :]
             mask = m_hidden & m_batch[None, :]
@@ -471,7 +490,7 @@ def gru_packed_backward_split_resets(
             own = tl.where(i_step > 0, tl.load(p_own, mask=mask & (i_step > 0), other=0), given.to(tl.float32))
             i_next = i_set + ((i_turn + 1) % turns) * sets
             next_batch, m_next_batch, next_length, next_start, _, _, _ = _rows(
-                i_next, batch, seq, all_starts, all_lengths, BLOCK_BATCH, SPREAD
+                i_next, batch, seq, all_starts, all_lengths, BLOCK_BATCH, PAST
             )
             next_mask = m_hidden & m_next_batch[None, :]
         if EARLY:
@@ -483,6 +502,8 @@ def gru_packed_backward_split_resets(
 
         # The message of the last step: d_h, d_r and d_z of all units. A row that ended before has none, the first step neither.
         m_had = (i_step > 0) & (i_step <= length)
+        if PAST == "unread":
+            m_had &= m_batch
         m_wait = m_had & (i_step > t_begin)
         i_last = tl.maximum(tl.minimum(i_step, length) - 1, 0)
         i_token = _token(i_last, i_batch, length, seq, start, token_stride_t, token_stride_b, against)
@@ -495,15 +516,15 @@ def gru_packed_backward_split_resets(
         # Behind the first piece the others most likely are there: they are looked for together, and waited for if not.
         COLUMNS: tl.constexpr = 3 * HIDDEN
         d_0 = _look(p_message, m_had, COLUMNS, 0, WIDTH_0)
-        d_0 = _wait(d_0, p_message, m_had, m_wait, COLUMNS, 0, WIDTH_0, EXCHANGE, THREADS)
+        d_0 = _wait(d_0, p_message, m_had, m_wait, COLUMNS, 0, WIDTH_0, EXCHANGE, THREADS, PAST)
         if WIDTH_1 > 0:
             d_1 = _look(p_message, m_had, COLUMNS, WIDTH_0, WIDTH_1)
         if WIDTH_2 > 0:
             d_2 = _look(p_message, m_had, COLUMNS, WIDTH_0 + WIDTH_1, WIDTH_2)
         if WIDTH_1 > 0:
-            d_1 = _wait(d_1, p_message, m_had, m_wait, COLUMNS, WIDTH_0, WIDTH_1, EXCHANGE, THREADS)
+            d_1 = _wait(d_1, p_message, m_had, m_wait, COLUMNS, WIDTH_0, WIDTH_1, EXCHANGE, THREADS, PAST)
         if WIDTH_2 > 0:
-            d_2 = _wait(d_2, p_message, m_had, m_wait, COLUMNS, WIDTH_0 + WIDTH_1, WIDTH_2, EXCHANGE, THREADS)
+            d_2 = _wait(d_2, p_message, m_had, m_wait, COLUMNS, WIDTH_0 + WIDTH_1, WIDTH_2, EXCHANGE, THREADS, PAST)
         # The gradient of a state that was reset after it goes no further. Marks are loaded a turn ahead, and behind the
         # wait: loads come back in order, and marks come from memory.
         cut = (marked != 0)[None, :]

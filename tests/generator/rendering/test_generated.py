@@ -60,7 +60,7 @@ TEMPLATE_IDS = [path.name for path in TEMPLATE_FILES]
 # Included, no kernel of their own: functions that more than one kernel needs, and statements of more than one's body.
 FUNCTIONS = {
     *("activations.py.jinja", "segments.py.jinja", "sincos.py.jinja"),
-    *("gru_numbers.py.jinja", "gru_operands.py.jinja", "gru_product.py.jinja", "gru_rows.py.jinja"),
+    *("gru_numbers.py.jinja", "gru_product.py.jinja", "gru_rows.py.jinja", "gru_spin.py.jinja"),
     *("gru_step.py.jinja", "gru_tile.py.jinja", "gru_token.py.jinja", "gru_wait.py.jinja"),
     *("rope_append.py.jinja", "rope_neighbours.py.jinja", "rope_norm.py.jinja", "rope_pairs.py.jinja"),
 }
@@ -88,7 +88,6 @@ MAX_BLOCK_LINES = {
     "gru_layer.py.jinja": 12,
     "gru_lengths.py.jinja": 4,
     "gru_numbers.py.jinja": 0,
-    "gru_operands.py.jinja": 0,
     "gru_pieces.py.jinja": 4,
     "gru_product.py.jinja": 3,
     "gru_program.py.jinja": 6,
@@ -96,6 +95,7 @@ MAX_BLOCK_LINES = {
     "gru_row.py.jinja": 23,
     "gru_rows.py.jinja": 6,
     "gru_send.py.jinja": 3,
+    "gru_spin.py.jinja": 0,
     "gru_stack.py.jinja": 9,
     "gru_staged.py.jinja": 11,
     "gru_step.py.jinja": 8,

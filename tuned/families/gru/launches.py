@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru.variant import GruVariant, alone, pieces, programs, sets_of, spreads, widths
+from tuned.families.gru.variant import GruVariant, alone, past, pieces, programs, sets_of, widths
 from tuned.families.gru_cell.launches import GruCellCall, gates_launch, gates_name
 from tuned.families.gru_cell.spec import GruCellSpec
 from tuned.families.gru_cell.variant import gates_variant
@@ -175,7 +175,7 @@ def _numbers(spec: GruSpec, variant: GruVariant, batch: int, *, waits: bool) -> 
         "EXCHANGE": variant.exchange if waits else "none",
         "EARLY": variant.prefetch == "early",
         "THREADS": 32 * variant.num_warps,
-        **({} if variant.in_turn else {"SPREAD": spreads(batch, variant)}),
+        **({} if variant.in_turn else {"PAST": past(batch, variant)}),
     }
 
 

@@ -15,6 +15,9 @@ from tuned.families.choices import choices
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import (
     ROW_RESIDENT,
+    STAGED_BATCHES,
+    STAGED_UNITS,
+    STAGED_WARPS,
     TILE_BATCHES,
     TILE_WARPS,
     GruVariant,
@@ -50,6 +53,8 @@ MARGIN_NARROW_FLOAT32 = 0.35  # kernels took up to 3.7 of what the model thinks:
 HOST_STEP_US = 8.0
 ONE_LAUNCH_HIDDEN, ONE_LAUNCH_BATCH = (128, 192), 256
 LEAST_ROWS = 16  # of a product on tensor cores
+# Bytes of a warp's part of a row of weights, from which on products of rows of a multiple of 16 bytes take up to three times as long.
+WIDE_PART = 1024
 MEASURED, PROCESSORS = (
     90,
     132,
@@ -81,9 +86,13 @@ def kernels(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
     units, rows, threads = variant.block_hidden, variant.block_batch, 32 * variant.num_warps
     waits, tile = not alone(spec, variant), not variant.splits_columns
     turns = variant.turns
-    state = turns * rows * columns * spec.item * sets
+    read = 1 if size.batch == 1 else rows  # of a tile of one row the others are not read
+    state = turns * read * columns * spec.item * sets
     aligned = math.gcd(spec.hidden * spec.item, MOST_ALIGNED)  # bytes that a thread can load at a time
     multiplied = turns * 3 * units * columns * sets
+    parts = () if tile or aligned < MOST_ALIGNED else of_pieces
+    wide = sum(width for width in parts if width // variant.num_warps * spec.item >= WIDE_PART)
+    late, unit_tiles = variant.prefetch == "late", ceil_div(spec.hidden, units) / 100
     found = {
         "step": 1.0,
         "turns": turns - 1.0,
@@ -97,17 +106,20 @@ def kernels(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
         / 1e6,
         "sums": 0.0 if tile else turns * variant.splits * units * rows / 1e6,
         "ieee": multiplied * rows / 1e6 if spec.dtype == "float32" and spec.precision == "ieee" else 0.0,
+        "wide": turns * 3 * units * wide * spec.item * sets / variant.num_warps / 1e6,
         "ragged": 0.0 if spec.dense else 1.0,
     }
     if waits:
         found |= {
             variant.exchange: 1.0,
-            "early": float(variant.prefetch == "early"),
+            "early": float(not late),
+            "late_unit_tiles": late * unit_tiles,
+            "late_warps": float(late and read > 1) * variant.num_warps,
             "state": state / 1e6,
             "state_per_thread": state / threads / 1e3,
             "loads": state / threads / aligned / 1e3,
             "message": programs(spec, size, variant) * state / 1e9,
-            "unit_tiles": ceil_div(spec.hidden, units) / 100,
+            "unit_tiles": unit_tiles,
         }
     steps = size.seq + spec.layers - 1
     return {"call": 1.0, **{name: steps * amount for name, amount in found.items()}}
@@ -249,9 +261,9 @@ def candidates(spec: GruSpec, size: GruSize, capability: int, multiprocessors: i
 def _candidates(spec: GruSpec, batch: int, capability: int, multiprocessors: int) -> tuple[GruVariant, ...]:
     size, knobs = GruSize(batch, 1), choices(GruVariant)
     found = []
-    for form, units, rows, warps in itertools.product(
-        ("split", "tile", "staged"), knobs["block_hidden"], TILE_BATCHES, TILE_WARPS
-    ):
+    staged = itertools.product(("staged",), (STAGED_UNITS,), STAGED_BATCHES, (STAGED_WARPS,))
+    tiles = itertools.product(("split", "tile"), knobs["block_hidden"], TILE_BATCHES, TILE_WARPS)
+    for form, units, rows, warps in itertools.chain(tiles, staged):
         variant = GruVariant("persistent", form, units, rows, num_warps=warps)
         if not alone(spec, variant):
             fitting = [turns for turns in knobs["turns"] if _fits(spec, size, variant, turns, multiprocessors)]

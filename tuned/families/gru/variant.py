@@ -167,9 +167,11 @@ def sets_of(size: GruSize, variant: GruVariant) -> int:
     return ceil_div(ceil_div(size.batch, variant.block_batch), variant.turns)
 
 
-def spreads(batch: int, variant: GruVariant) -> bool:
-    """Whether a tile has rows past the end, of which there may be several: SPREAD in the template."""
-    return not variant.in_turn and batch > 1 and batch % variant.block_batch != 0
+def past(batch: int, variant: GruVariant) -> str:
+    """What rows past the end of a tile are: PAST in the template."""
+    if batch == 1:
+        return "unread"
+    return "last" if variant.in_turn or batch % variant.block_batch == 0 else "others"
 
 
 def alone(spec: GruSpec, variant: GruVariant) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from tuned.families.gru.launches import counters_needed, token_strides
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru.variant import GruVariant, programs, sets_of, spreads
+from tuned.families.gru.variant import GruVariant, past, programs, sets_of
 from tuned.families.gru_backward.variant import alone, pieces
 from tuned.families.launch import Fill, Launch, Step, check_rows
 
@@ -174,7 +174,7 @@ def sequence(spec: GruSpec, variant: GruVariant, call: RecurrenceGradient, begin
             "EARLY": variant.prefetch == "early",
             "IN_TURN": variant.in_turn,
             "THREADS": 32 * variant.num_warps,
-            "SPREAD": spreads(call.batch, variant),
+            "PAST": past(call.batch, variant),
         },
         options={"num_warps": variant.num_warps, "num_stages": 1}
         | ({"launch_cooperative_grid": True} if waits and not alone(spec, variant) else {}),
