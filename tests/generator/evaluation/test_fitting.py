@@ -66,12 +66,24 @@ def test_pytorchs_own_is_rather_thought_faster_than_it_is(measured: samples.Samp
     assert sorted(ratios)[int(0.95 * len(ratios))] < 1.25
 
 
-def test_picks_for_hidden_sizes_that_were_never_measured_are_near_the_best(measured: samples.Samples) -> None:
-    regrets = sorted(fitting.regrets(measured, fitting.same_hidden).values())
-    assert len(regrets) > 50
-    assert statistics.median(regrets) <= MEDIAN
-    assert regrets[int(0.9 * len(regrets))] <= TENTH
-    assert regrets[-1] <= WORST
+def test_picks_for_hidden_sizes_that_were_never_measured_are_near_the_best() -> None:
+    """Of problems with at least four variants: of fewer there is little to choose. An eleventh of the sizes is left out at a time."""
+
+    def same_part(one: Problem, other: Problem) -> bool:
+        return one.spec.hidden // 4 % 11 == other.spec.hidden // 4 % 11
+
+    every = [one for one in samples.load_all() if one.family == "gru"]
+    found: list[float] = []
+    for one in every:
+        choices = {problem.name for problem, times in one.times.items() if len(times) >= 4}
+        others = [other for other in every if other is not one]
+        regrets = fitting.regrets(one, same_part, others)
+        found += [regret for name, regret in regrets.items() if name in choices]
+    found.sort()
+    assert len(found) > 200
+    assert statistics.median(found) <= MEDIAN
+    assert found[int(0.9 * len(found))] <= TENTH
+    assert found[-1] <= WORST
 
 
 def test_samples_are_read_as_they_were_written(measured: samples.Samples, tmp_path: object) -> None:
