@@ -90,17 +90,27 @@ def test_a_launch_says_what_rows_past_the_end_are() -> None:
         spec = GruSpec("bfloat16", 1104)
         variant = dataclasses.replace(GruVariant("persistent", "split", 16, 32, "spin", num_warps=8), **knobs)
         steps = launches(spec, variant, reference.inputs(spec, GruSize(batch, 4), "meta", 0))
-        return next(step for step in steps if isinstance(step, Launch)).constants.get("PAST")
+        return next(step for step in steps if isinstance(step, Launch)).constants["PAST"]
 
-    assert said(20) == said(33) == said(20, form="staged") == "others"
+    assert said(20) == said(40) == said(20, form="staged") == "others"
     assert said(32) == said(64) == "last"
-    assert said(1) == said(1, form="staged") == "unread"
-    assert said(70, turns=2, prefetch="early") is None  # finding them at each turn takes longer
+    assert (
+        said(1) == said(33) == said(39) == said(1, form="staged") == "unread"
+    )  # few rows, that would be read many times
+    turns = {"turns": 2, "prefetch": "early"}
+    assert said(80, **turns) == said(64, **turns) == "last"  # finding the others at each turn takes longer
+    assert said(70, **turns) == "unread"
 
 
-def test_a_gradient_says_so_too() -> None:
+def test_a_gradient_leaves_loads_out_of_one_row_alone() -> None:
     spec = GruSpec("bfloat16", 256)
-    for batch, turns, wanted in ((10, 1, "others"), (16, 1, "last"), (100, 2, "last"), (1, 1, "unread")):
+    for batch, turns, wanted in (
+        (10, 1, "others"),
+        (9, 1, "others"),
+        (16, 1, "last"),
+        (97, 2, "last"),
+        (1, 1, "unread"),
+    ):
         variant = GruVariant("persistent", "split", 16, 8, "spin", turns=turns)
         steps = gradient_launches(spec, variant, gradients.inputs(spec, GruSize(batch, 4), "meta", 0))
         assert next(step for step in steps if isinstance(step, Launch)).constants["PAST"] == wanted

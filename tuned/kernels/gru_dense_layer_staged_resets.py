@@ -266,7 +266,7 @@ def _tile(i_tile, batch, BLOCK_BATCH: tl.constexpr, PAST: tl.constexpr):
     Rows past the end are not stored. All programs read a row from one place, which takes longer the more often they do. PAST:
     "others": they are the tile's other rows in turn; if all were the last one, a step would take up to half as long again;
     "last": the last row again. Where tiles take turns, finding the others at each turn takes longer than it saves;
-    "unread": of a batch of one row; none of them is read from the state (_wait).
+    "unread": none of them is read from the state (_wait), where a tile has few rows.
     """
     i_row = tl.arange(0, BLOCK_BATCH)
     i_batch = i_tile * BLOCK_BATCH + i_row

@@ -254,7 +254,7 @@ def _tile(i_tile, batch, BLOCK_BATCH: tl.constexpr, PAST: tl.constexpr):
     Rows past the end are not stored. All programs read a row from one place, which takes longer the more often they do. PAST:
     "others": they are the tile's other rows in turn; if all were the last one, a step would take up to half as long again;
     "last": the last row again. Where tiles take turns, finding the others at each turn takes longer than it saves;
-    "unread": of a batch of one row; none of them is read from the state (_wait).
+    "unread": none of them is read from the state (_wait), where a tile has few rows.
     """
     i_row = tl.arange(0, BLOCK_BATCH)
     i_batch = i_tile * BLOCK_BATCH + i_row
@@ -331,10 +331,11 @@ def _turn_gates(
     m_hidden,
     HIDDEN: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
+    PAST: tl.constexpr,
 ):
     """_gates of a turn: what x gives to r, z and n, and which elements have such a step."""
     i_tile = i_set + (i_turn % turns) * sets
-    i_batch, m_batch, length, start, _, _, _ = _rows(i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH, "last")
+    i_batch, m_batch, length, start, _, _, _ = _rows(i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH, PAST)
     mask = m_hidden & m_batch[None, :]
     return _gates(
         gates, i_turn // turns, t_stop, i_batch, length, seq, start, stride_t, stride_b, BACKWARD, True,
@@ -385,11 +386,11 @@ def gru_dense_turns_split(
     EXCHANGE: tl.constexpr,
     EARLY: tl.constexpr,  # always: the gates of the next turn are loaded before waiting for h
     THREADS: tl.constexpr,
+    PAST: tl.constexpr,  # what rows past the end of a tile are: see _tile
 ):
     dtype: tl.constexpr = out.dtype.element_ty
     unit_tiles: tl.constexpr = (HIDDEN + BLOCK_HIDDEN - 1) // BLOCK_HIDDEN
     ALONE: tl.constexpr = False
-    PAST: tl.constexpr = "last"  # what rows past the end of a tile are: see _tile
     i_program = tl.program_id(0)
     i_hidden = (i_program % unit_tiles) * BLOCK_HIDDEN + tl.arange(0, BLOCK_HIDDEN)
     row_tiles = (batch + BLOCK_BATCH - 1) // BLOCK_BATCH
@@ -405,7 +406,7 @@ def gru_dense_turns_split(
         w_r2, w_z2, w_n2 = _weights(weight_hh, i_hidden, HIDDEN, WIDTH_0 + WIDTH_1, WIDTH_2, SPLITS, PRECISION)
 
     t_stop = _last_step(t_end, i_set, sets, turns, batch, all_lengths, BLOCK_BATCH)
-    i_batch, m_batch, length, starts, _, _, _ = _rows(i_set, batch, seq, all_starts, all_lengths, BLOCK_BATCH, "last")
+    i_batch, m_batch, length, starts, _, _, _ = _rows(i_set, batch, seq, all_starts, all_lengths, BLOCK_BATCH, PAST)
 
     # The shape of results: j_hidden, j_batch, m_hidden, mask. The biases: b_r, b_z, b_x of x, b_h of h.
     # Results are [BLOCK_HIDDEN, BLOCK_BATCH] where the columns are split, otherwise [BLOCK_BATCH, BLOCK_HIDDEN].
@@ -435,7 +436,7 @@ def gru_dense_turns_split(
     use = True
     x_r, x_z, x_n, m_now = _turn_gates(
         gates, t_begin * turns, turns, i_set, sets, t_stop, batch, seq, all_starts, all_lengths,
-        gates_stride_t, gates_stride_b, backward, j_hidden, m_hidden, HIDDEN, BLOCK_BATCH,
+        gates_stride_t, gates_stride_b, backward, j_hidden, m_hidden, HIDDEN, BLOCK_BATCH, PAST,
     )  # fmt: skip
     x_r, x_z, x_n = x_r.to(tl.float32) + b_r, x_z.to(tl.float32) + b_z, x_n.to(tl.float32) + b_x
 
@@ -443,7 +444,7 @@ def gru_dense_turns_split(
         i_step = i_turn // turns
         i_tile = i_set + (i_turn % turns) * sets
         i_batch, m_batch, length, starts, i_spare, spare_start, spare_length = _rows(
-            i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH, "last"
+            i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH, PAST
         )
         j_batch = i_batch[None, :]
         mask = m_hidden & m_batch[None, :]
@@ -460,7 +461,7 @@ def gru_dense_turns_split(
         before = tl.load(p_kept[None, :] + j_hidden, mask=mask & first, other=0)
         y_r, y_z, y_n, m_next = _turn_gates(
             gates, i_turn + 1, turns, i_set, sets, t_stop, batch, seq, all_starts, all_lengths,
-            gates_stride_t, gates_stride_b, backward, j_hidden, m_hidden, HIDDEN, BLOCK_BATCH,
+            gates_stride_t, gates_stride_b, backward, j_hidden, m_hidden, HIDDEN, BLOCK_BATCH, PAST,
         )  # fmt: skip
         a_r = tl.zeros((SPLITS, BLOCK_HIDDEN, BLOCK_BATCH), tl.float32)
         a_z = a_r
@@ -525,7 +526,7 @@ def gru_dense_turns_split(
         for i_turn in range(turns):
             i_tile = i_set + i_turn * sets
             i_batch, m_batch, length, starts, _, _, _ = _rows(
-                i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH, "last"
+                i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH, PAST
             )
             j_batch = i_batch[None, :]
             mask = m_hidden & m_batch[None, :]

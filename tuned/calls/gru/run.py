@@ -20,16 +20,7 @@ from tuned.calls.gru.lengths import Lengths, lengths_of, steps_of
 from tuned.calls.gru.padding import Padding, launches_of, padding_of
 from tuned.calls.gru.plan import Launched, learn, learn_library, leave
 from tuned.calls.gru.project import by_library, of_both, project
-from tuned.calls.gru.wide import (
-    called_widening_us,
-    narrowed,
-    silence,
-    widened,
-    widening_input_us,
-    widening_us,
-    wider_spec,
-    width_of,
-)
+from tuned.calls.gru.wide import narrowed, silence, widened, widening_input_us, widening_us, wider_spec, width_of
 from tuned.calls.products import name_of, recurrent_precision
 from tuned.families.copying import filled
 from tuned.families.gru import FAMILY as GRU
@@ -70,7 +61,6 @@ CALLED_LAYER_SAVES_US = 20.0
 PACKED_US = 64.0
 # What PyTorch's own takes a slow host a step of a layer and direction: padded, it takes the device less, and the host as long.
 SLOW_HOST_STEP_US = 24.0
-NO_LOSS = 1.02  # of the time of a call: what padding may take a slow host that has nothing of it
 NARROW_TAKES = 1.25  # of what the model thinks, kernels of rows that are no multiple of 16 bytes
 LIBRARY_NARROW_TAKES = 1.13  # PyTorch's own of such rows at least: 1.13, 1.3 and 2.1 of it, of three layers
 # What the model of PyTorch's own thinks too little of many units and some rows: of rows that are no multiple of 16 bytes 1.24 to 2.35
@@ -163,15 +153,9 @@ def pays_pytorch(spec: GruSpec, size: GruSize, layers: int, *, captured: bool) -
     if not multiplies_faster(spec):
         return False
     now, after = narrow_and_wide_us(spec, size, layers)
-    cost, steps = widening_us(spec, size, layers, captured=captured), size.seq * layers * spec.directions
-    if captured:
-        return after + cost < MARGIN * now
-    # The steps take the host as long with padding as without. With a fast one a call gains what the device is spared; a slow one,
-    # which may have nothing of it, must not take longer.
-    fast_us, slow_us = steps * HOST_STEP_US, steps * SLOW_HOST_STEP_US
-    launching_us = called_widening_us(spec, layers) * SLOW_HOST_STEP_US / HOST_STEP_US
-    gains = max(after, fast_us) + cost < MARGIN * max(now, fast_us)
-    return gains and max(after + cost, slow_us + launching_us) < NO_LOSS * max(now, slow_us)
+    if not captured:
+        after = max(after, size.seq * layers * spec.directions * SLOW_HOST_STEP_US)
+    return after + widening_us(spec, size, layers, captured=captured) < MARGIN * now
 
 
 def multiplies_faster(spec: GruSpec) -> bool:

@@ -46,32 +46,19 @@ def widening_us(spec: GruSpec, size: GruSize, layers: int, *, captured: bool, au
     if autograd:
         launches = OPERATORS if cells == 1 else OPERATORS_OF_STACK
         return launches * (CAPTURED_LAUNCH_US if captured else CALLED_OPERATOR_US) + moved / BYTES_PER_US
-    launching = CAPTURED_LAUNCH_US * _launches(spec, layers) if captured else called_widening_us(spec, layers)
-    return launching + moved / BYTES_PER_US
-
-
-def called_widening_us(spec: GruSpec, layers: int) -> float:
-    """What padding a call and cutting its result take the host, microseconds."""
-    return _called_us(_tensors(spec, layers), _launches(spec, layers))
-
-
-def _tensors(spec: GruSpec, layers: int) -> int:
-    return layers * spec.directions * (4 if spec.bias else 2) + 2
-
-
-def _launches(spec: GruSpec, layers: int) -> int:
-    return ceil_div(_tensors(spec, layers), MOST) + 1
+    tensors = cells * (4 if spec.bias else 2) + 2
+    return _launching_us(tensors, ceil_div(tensors, MOST) + 1, captured=captured) + moved / BYTES_PER_US
 
 
 def widening_input_us(spec: GruSpec, size: GruSize, features: int, *, captured: bool) -> float:
     """What padding the input of a call alone takes, microseconds."""
     item = ITEM_SIZE[spec.dtype]
     moved = size.batch * size.seq * (features + width_of(features, item)) * item
-    return (CAPTURED_LAUNCH_US if captured else _called_us(1 + spec.directions, 1)) + moved / BYTES_PER_US
+    return _launching_us(1 + spec.directions, 1, captured=captured) + moved / BYTES_PER_US
 
 
-def _called_us(tensors: int, launches: int) -> float:
-    return launches * CALLED_LAUNCH_US + tensors * CALLED_TENSOR_US
+def _launching_us(tensors: int, launches: int, *, captured: bool) -> float:
+    return launches * CAPTURED_LAUNCH_US if captured else launches * CALLED_LAUNCH_US + tensors * CALLED_TENSOR_US
 
 
 def widened(call: GruCall, *, alike: bool = False) -> GruCall:

@@ -22,6 +22,7 @@ from tuned.families.gru.variant import (
     TILE_WARPS,
     GruVariant,
     alone,
+    past,
     programs,
     rejection,
     row_variant,
@@ -84,9 +85,9 @@ def kernels(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
     of_pieces = widths(spec, variant)
     columns, sets = sum(of_pieces), 2 if spec.stacked else 1
     units, rows, threads = variant.block_hidden, variant.block_batch, 32 * variant.num_warps
+    read = _read(size, variant)
     waits, tile = not alone(spec, variant), not variant.splits_columns
     turns = variant.turns
-    read = 1 if size.batch == 1 else rows  # of a tile of one row the others are not read
     state = turns * read * columns * spec.item * sets
     aligned = math.gcd(spec.hidden * spec.item, MOST_ALIGNED)  # bytes that a thread can load at a time
     multiplied = turns * 3 * units * columns * sets
@@ -125,6 +126,12 @@ def kernels(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
     return {"call": 1.0, **{name: steps * amount for name, amount in found.items()}}
 
 
+def _read(size: GruSize, variant: GruVariant) -> int:
+    """Rows of the state that the slowest program reads for a tile."""
+    rows = variant.block_batch
+    return min(rows, size.batch) if past(size.batch, variant) == "unread" else rows
+
+
 def _of_row(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, float]:
     """Of form "row": programs that no multiprocessor has room for come after the others, and those that share one share its lanes."""
     units, count = variant.block_hidden, programs(spec, size, variant)
@@ -144,7 +151,7 @@ def _of_row(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
 def _staged(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, float]:
     """Of form "staged": a wait, then pieces one after the other; directions too."""
     of_pieces = widths(spec, variant)
-    state = variant.block_batch * sum(of_pieces) * spec.item
+    state = _read(size, variant) * sum(of_pieces) * spec.item
     found = {
         "staged": 1.0,
         "staged_weights": weight_bytes(spec, variant) / 1e6,

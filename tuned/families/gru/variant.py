@@ -34,6 +34,7 @@ WARPGROUP = 4  # warps that multiply together on Hopper
 # Bytes of weights from which on two warps read them for up to three times as long as more warps do: none of 196 variants came within an
 # eighth of the best. Two of a stack of 540 units in float32 took 11.6 us a step where PyTorch's own takes 8.7.
 TWO_WARPS_BYTES = 64 * 1024
+FEW_ROWS = 4  # a last tile has few rows if they are less than one in so many
 MIN_PART = 16  # columns of a warp: the depth of a 16-bit tensor-core product
 MAX_STATE_PER_THREAD = 128  # elements of the rows of h that a thread holds while it waits, 16 bits each
 SMALL_GPU = 64  # multiprocessors
@@ -168,10 +169,15 @@ def sets_of(size: GruSize, variant: GruVariant) -> int:
 
 
 def past(batch: int, variant: GruVariant) -> str:
-    """What rows past the end of a tile are: PAST in the template."""
-    if batch == 1:
+    """What rows past the end of a tile are: PAST in the template.
+
+    Few rows in a tile would be read many times, and all programs would wait for the ones that write them: of 65 rows in tiles of
+    64 a step took twice as long as one that reads none of the others. Where there are more, to leave loads out takes longer.
+    """
+    last = batch % variant.block_batch
+    if 0 < FEW_ROWS * last < variant.block_batch:
         return "unread"
-    return "last" if variant.in_turn or batch % variant.block_batch == 0 else "others"
+    return "last" if variant.in_turn or not last else "others"
 
 
 def alone(spec: GruSpec, variant: GruVariant) -> bool:
