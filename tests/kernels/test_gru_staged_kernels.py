@@ -86,20 +86,21 @@ def test_rows_past_the_end_are_the_others_of_the_tile_in_turn(batch: int, block:
 
 
 def test_a_launch_says_what_rows_past_the_end_are() -> None:
-    def said(batch: int, **knobs: Any) -> Any:
-        spec = GruSpec("bfloat16", 1104)
+    def said(batch: int, hidden: int = 1104, **knobs: Any) -> Any:
+        spec = GruSpec("bfloat16", hidden)
         variant = dataclasses.replace(GruVariant("persistent", "split", 16, 32, "spin", num_warps=8), **knobs)
         steps = launches(spec, variant, reference.inputs(spec, GruSize(batch, 4), "meta", 0))
         return next(step for step in steps if isinstance(step, Launch)).constants["PAST"]
 
     assert said(20) == said(40) == said(20, form="staged") == "others"
     assert said(32) == said(64) == "last"
-    assert (
-        said(1) == said(33) == said(39) == said(1, form="staged") == "unread"
-    )  # few rows, that would be read many times
+    # Few rows, that would be read many times; and by few programs, or less often.
+    assert said(1) == said(33) == said(37) == said(1, form="staged") == "unread"
+    assert said(33, hidden=128) == said(39) == "others"
+    assert said(1, hidden=128) == said(7, hidden=128) == "unread"  # there is no full tile, which would take longer
     turns = {"turns": 2, "prefetch": "early"}
     assert said(80, **turns) == said(64, **turns) == "last"  # finding the others at each turn takes longer
-    assert said(70, **turns) == "unread"
+    assert said(69, **turns) == "unread"
 
 
 def test_a_gradient_leaves_loads_out_of_one_row_alone() -> None:

@@ -175,7 +175,7 @@ def _numbers(spec: GruSpec, variant: GruVariant, batch: int, *, waits: bool) -> 
         "EXCHANGE": variant.exchange if waits else "none",
         "EARLY": variant.prefetch == "early",
         "THREADS": 32 * variant.num_warps,
-        "PAST": past(batch, variant),
+        "PAST": past(spec, batch, variant),
     }
 
 

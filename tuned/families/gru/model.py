@@ -85,7 +85,7 @@ def kernels(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
     of_pieces = widths(spec, variant)
     columns, sets = sum(of_pieces), 2 if spec.stacked else 1
     units, rows, threads = variant.block_hidden, variant.block_batch, 32 * variant.num_warps
-    read = _read(size, variant)
+    read = _read(spec, size, variant)
     waits, tile = not alone(spec, variant), not variant.splits_columns
     turns = variant.turns
     state = turns * read * columns * spec.item * sets
@@ -118,7 +118,8 @@ def kernels(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
             "late_warps": float(late and read > 1) * variant.num_warps,
             "state": state / 1e6,
             "state_per_thread": state / threads / 1e3,
-            "loads": state / threads / aligned / 1e3,
+            # Of narrow rows a thread has an address for each of its elements, of which it reads some.
+            "loads": state * (1 if aligned == MOST_ALIGNED else rows / read) / threads / aligned / 1e3,
             "message": programs(spec, size, variant) * state / 1e9,
             "unit_tiles": unit_tiles,
         }
@@ -126,10 +127,10 @@ def kernels(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
     return {"call": 1.0, **{name: steps * amount for name, amount in found.items()}}
 
 
-def _read(size: GruSize, variant: GruVariant) -> int:
+def _read(spec: GruSpec, size: GruSize, variant: GruVariant) -> int:
     """Rows of the state that the slowest program reads for a tile."""
     rows = variant.block_batch
-    return min(rows, size.batch) if past(size.batch, variant) == "unread" else rows
+    return min(rows, size.batch) if past(spec, size.batch, variant) == "unread" else rows
 
 
 def _of_row(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, float]:
@@ -151,7 +152,7 @@ def _of_row(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
 def _staged(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, float]:
     """Of form "staged": a wait, then pieces one after the other; directions too."""
     of_pieces = widths(spec, variant)
-    state = _read(size, variant) * sum(of_pieces) * spec.item
+    state = _read(spec, size, variant) * sum(of_pieces) * spec.item
     found = {
         "staged": 1.0,
         "staged_weights": weight_bytes(spec, variant) / 1e6,

@@ -34,7 +34,9 @@ WARPGROUP = 4  # warps that multiply together on Hopper
 # Bytes of weights from which on two warps read them for up to three times as long as more warps do: none of 196 variants came within an
 # eighth of the best. Two of a stack of 540 units in float32 took 11.6 us a step where PyTorch's own takes 8.7.
 TWO_WARPS_BYTES = 64 * 1024
-FEW_ROWS = 4  # a last tile has few rows if they are less than one in so many
+# A last tile has few rows if they are less than one in so many; and from how many reads of a row on, where there are full tiles too, it
+# takes less to read none of the others: docs/decisions/0077.
+FEW_ROWS, MANY_READS = 4, 384
 MIN_PART = 16  # columns of a warp: the depth of a 16-bit tensor-core product
 MAX_STATE_PER_THREAD = 128  # elements of the rows of h that a thread holds while it waits, 16 bits each
 SMALL_GPU = 64  # multiprocessors
@@ -168,15 +170,18 @@ def sets_of(size: GruSize, variant: GruVariant) -> int:
     return ceil_div(ceil_div(size.batch, variant.block_batch), variant.turns)
 
 
-def past(batch: int, variant: GruVariant) -> str:
+def past(spec: GruSpec, batch: int, variant: GruVariant) -> str:
     """What rows past the end of a tile are: PAST in the template.
 
-    Few rows in a tile would be read many times, and all programs would wait for the ones that write them: of 65 rows in tiles of
-    64 a step took twice as long as one that reads none of the others. Where there are more, to leave loads out takes longer.
+    If they were others again, few rows in a tile would be read many times, by as many programs as there are tiles of units, and all
+    would wait for those that write them: of 65 rows of 1056 units in tiles of 64 a step took twice as long as one that reads each
+    once. To leave loads out takes registers, and full tiles a little longer.
     """
     last = batch % variant.block_batch
     if 0 < FEW_ROWS * last < variant.block_batch:
-        return "unread"
+        reads = ceil_div(spec.hidden, variant.block_hidden) * variant.block_batch / last  # of a row, at each step
+        if batch < variant.block_batch or reads >= MANY_READS:
+            return "unread"
     return "last" if variant.in_turn or not last else "others"
 
 

@@ -119,11 +119,11 @@ def exchange(spec: GruSpec, variant: GruVariant) -> str:
     return "poll" if spec.layout == "packed" and variant.exchange == "spin" else variant.exchange
 
 
-def _past(batch: int, variant: GruVariant) -> str:
+def _past(spec: GruSpec, batch: int, variant: GruVariant) -> str:
     """As ``past``; but to leave loads out takes longer where there is more than one row."""
     if batch > 1 and batch % variant.block_batch and not variant.in_turn:
         return "others"
-    return past(batch, variant) if batch == 1 else "last"
+    return past(spec, batch, variant) if batch == 1 else "last"
 
 
 def sequence(spec: GruSpec, variant: GruVariant, call: RecurrenceGradient, begin: int, end: int) -> Launch:
@@ -181,7 +181,7 @@ def sequence(spec: GruSpec, variant: GruVariant, call: RecurrenceGradient, begin
             "EARLY": variant.prefetch == "early",
             "IN_TURN": variant.in_turn,
             "THREADS": 32 * variant.num_warps,
-            "PAST": _past(call.batch, variant),
+            "PAST": _past(spec, call.batch, variant),
         },
         options={"num_warps": variant.num_warps, "num_stages": 1}
         | ({"launch_cooperative_grid": True} if waits and not alone(spec, variant) else {}),
