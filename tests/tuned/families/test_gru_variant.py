@@ -418,6 +418,7 @@ def test_one_piece_of_a_staged_state_is_in_shared_memory() -> None:
         (1536, {"num_warps": 4}, "is tried with"),
         (1536, {"block_batch": 128}, "is tried with"),
         (1536, {"exchange": "probe"}, "never came before"),
+        (1053, {"exchange": "counter"}, "rows of 1053 units are no multiple of them"),
         (2560, {}, "of shared memory"),
     ],
 )

@@ -30,6 +30,7 @@ ROW_ROUNDS = (
 # Form "staged": the units, rows and warps of its tiles, the columns and bytes that a piece has at most, and the units up to which form "split" takes no longer.
 STAGED_UNITS, STAGED_BATCHES, STAGED_WARPS = 16, (8, 16, 32, 64), 8
 STAGE_COLUMNS, STAGE_BYTES, FEWEST_STAGED = 1024, 32 * 1024, 1024
+STAGED_ALIGNED = 16  # bytes of which rows are to be a multiple
 WARPGROUP = 4  # warps that multiply together on Hopper
 # Bytes of weights from which on two warps read them for up to three times as long as more warps do: none of 196 variants came within an
 # eighth of the best. Two of a stack of 540 units in float32 took 11.6 us a step where PyTorch's own takes 8.7.
@@ -344,7 +345,7 @@ def _turns_rejection(spec: GruSpec, size: GruSize, variant: GruVariant, multipro
     return None
 
 
-def _staged_rejection(spec: GruSpec, variant: GruVariant) -> str | None:
+def _staged_rejection(spec: GruSpec, variant: GruVariant) -> str | None:  # noqa: PLR0911
     if variant.strategy != "persistent" or spec.stacked or variant.in_turn:
         return "form='staged' has all steps of one layer in one launch, and one tile of rows a program"
     if spec.resets and not spec.dense:
@@ -360,6 +361,11 @@ def _staged_rejection(spec: GruSpec, variant: GruVariant) -> str | None:
     if spec.hidden <= FEWEST_STAGED:
         return (
             f"form='staged' is for more than {FEWEST_STAGED} units: of fewer, form='split' has room for the whole state"
+        )
+    if spec.hidden * spec.item % STAGED_ALIGNED:
+        return (
+            f"form='staged' loads {STAGED_ALIGNED} bytes at a time, and rows of {spec.hidden} units are no multiple of them: of "
+            "others a step took 30 times as long; calls are padded"
         )
     return None
 
