@@ -66,7 +66,7 @@ def test_bytes_launches_and_waits_each_take_time() -> None:
     assert memory_us(4_800_000, H200) == pytest.approx(1 / ALLOWED)
     small = next(i for i, w in enumerate(ROWS) if w.name == "llama3_8b_served_1x1")
     assert least(small) == LEAST_LAUNCH_US
-    steps = next(i for i, w in enumerate(ROWS) if w.name == "lpcnet_synthesis")
+    steps = next(i for i, w in enumerate(ROWS) if w.name == "gru_512x10x256")
     assert least(steps) > 50 * memory_us(ROWS[steps].bytes_moved, H200)
     slow = dataclasses.replace(H200, bandwidth_gb_s=1.0)
     assert least(small, slow) > LEAST_LAUNCH_US
