@@ -29,7 +29,9 @@ def test_every_text_and_every_way_to_wait_ships(capability: int) -> None:
         for rest in ((False, "split"), (False, "tile"), (True, "split"))
     ]
     exchanges = ("counter", "poll", "spin", "probe")
-    staged = {way for way in ways if way[2] == "staged"}  # those that rows won: no row of every layout has so many units
+    staged = {
+        way for way in ways if way[2] == "staged"
+    }  # those that rows won: no row of every layout has so many units
     assert ways - staged == {(*text, exchange) for text in texts for exchange in exchanges}
     gradients = {(c.spec.layout, c.variant.exchange, c.variant.in_turn) for c in cases if c.family == "gru_backward"}
     assert gradients == {
