@@ -2822,9 +2822,17 @@ STACKS = (
         "The second backward of a call with resets raises TypeError.",
     ),
     Fault(
+        "a_cell_is_known_as_a_linear_of_its_weight",
+        "tuned/calls/linear_cat/run.py",
+        '(("linear", len(inputs), _grad_enabled())',
+        '(("cell", len(inputs), _grad_enabled())',
+        (T + "calls/test_steps_left.py::test_a_weight_of_a_linear_and_of_a_cell_is_known_by_its_function",),
+        "A step raises TypeError once a linear of the same weight, or of one that had its id, was left to PyTorch's own.",
+    ),
+    Fault(
         "short_calls_of_layers_on_chip",
         "tuned/calls/gru/run.py",
-        "theirs_us - us < CALLED_LAYER_SAVES_US * call.num_layers",
+        "theirs_us - us < CALLED_LAYER_SAVES_US * len(call.hx)",
         "theirs_us < us",
         (T + "calls/test_gru_run.py::test_layers_of_a_short_call_are_left_where_pytorchs_own_is_one_launch_each",),
         "A short float32 call of several small layers is slower than nn.GRU.",

@@ -23,7 +23,9 @@ class OfWeight(NamedTuple):
     """The calls with a weight that PyTorch's own serves, each with whether it does in a CUDA graph too."""
 
     sizes: dict[Any, bool]
-    alike: dict[Any, Any]  # kind of a call -> pairs of ``alike`` (tuned.launching.alike) of its tensors, and that
+    # Kind of a call, its function first, since a weight may be one of several -> pairs of ``alike`` (tuned.launching.alike) of its
+    # tensors, and that.
+    alike: dict[Any, Any]
 
 
 # By the id of a weight. If a weight is freed and another gets its id, sizes that are alike are served by PyTorch's own, which is

@@ -60,6 +60,20 @@ def test_a_step_with_a_gradient_is_decided_once(as_on_a_gpu: list[str], joint: b
     assert as_on_a_gpu == ["gru_cell"] * 2, "other sizes"
 
 
+def test_a_weight_of_a_linear_and_of_a_cell_is_known_by_its_function() -> None:
+    """A weight that was freed may give its id to another's, too: then what was left of the one is found for the other."""
+    cell = tuned.nn.GRUCell(6, 5).to(DEVICE)
+    x, h = torch.randn(3, 6, device=DEVICE), torch.randn(3, 5, device=DEVICE)
+    for _ in range(3):
+        torch.testing.assert_close(
+            linear_cat((x,), cell.weight_ih, cell.bias_ih), torch.nn.functional.linear(x, cell.weight_ih, cell.bias_ih)
+        )
+        wanted = torch.nn.GRUCell.forward(cell, x, h)
+        torch.testing.assert_close(cell(x, h), wanted)
+        torch.testing.assert_close(gru_cell(x, h, *cell.parameters()), wanted)
+    assert {kind[0] for kind in left.LEFT[id(cell.weight_ih)].alike} == {"linear", "cell"}
+
+
 def test_a_step_without_a_gradient_does_not_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     cell = tuned.nn.GRUCell(6, 5).to(DEVICE)
     x, h = (torch.randn(3, 4, device=DEVICE), torch.randn(3, 2, device=DEVICE)), torch.randn(3, 5, device=DEVICE)

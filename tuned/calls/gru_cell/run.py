@@ -137,12 +137,12 @@ def is_left(x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_h
     if was_left is None:
         return False
     if HERE.heard is None:
-        for are_alike, captured in was_left.alike.get((1, _grad_enabled()), ()):
+        for are_alike, captured in was_left.alike.get(("cell", 1, _grad_enabled()), ()):
             if are_alike(x, h, weight_ih, weight_hh, bias_ih, bias_hh) and (
                 captured or not torch.cuda.is_current_stream_capturing()
             ):
                 return True
-    return left.is_left(weight_ih, sizes(x, False, *given), (1, _grad_enabled()), (x, *given))  # noqa: FBT003
+    return left.is_left(weight_ih, sizes(x, False, *given), ("cell", 1, _grad_enabled()), (x, *given))  # noqa: FBT003
 
 
 def _needs_gradient(x: Any, others: tuple[Any, ...]) -> bool:
@@ -154,7 +154,7 @@ def _is_left(x: Any, given: tuple[Any, ...], inplace: bool) -> bool:  # noqa: FB
     weight_ih, of_call = given[1], sizes(x, inplace, *given)
     segments = x if type(x) is tuple else (x,)
     # Tensors do not tell what is in place.
-    alike_by = (None, ()) if inplace else ((len(segments), _grad_enabled()), (*segments, *given))
+    alike_by = (None, ()) if inplace else (("cell", len(segments), _grad_enabled()), (*segments, *given))
     if left.is_left(weight_ih, of_call, *alike_by):
         return True
     return _needs_gradient(x, given) and left.is_left(weight_ih, (left.GRADIENT, of_call), *alike_by)
@@ -177,7 +177,7 @@ def known(  # noqa: PLR0913 - the arguments of the public call
         count, was_left = len(segments), None if inplace and _grad_enabled() else left.LEFT.get(id(weight_ih))
         # ``_is_left`` and what follows, written out for speed.
         if was_left is not None and not inplace and HERE.heard is None:
-            for are_alike, captured in was_left.alike.get((count, _grad_enabled()), ()):
+            for are_alike, captured in was_left.alike.get(("cell", count, _grad_enabled()), ()):
                 if are_alike(*segments, h, weight_ih, weight_hh, bias_ih, bias_hh) and (
                     captured or not torch.cuda.is_current_stream_capturing()
                 ):

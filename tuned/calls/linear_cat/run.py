@@ -99,7 +99,7 @@ def sizes(inputs: Any, bias: Any) -> tuple[Any, ...]:
 
 
 def _is_left(inputs: Any, weight: Any, bias: Any) -> bool:
-    of_call, alike_by = sizes(inputs, bias), ((len(inputs), _grad_enabled()), (*inputs, weight, bias))
+    of_call, alike_by = sizes(inputs, bias), (("linear", len(inputs), _grad_enabled()), (*inputs, weight, bias))
     if left.is_left(weight, of_call, *alike_by):
         return True
     return _needs_gradient(inputs, weight, bias) and left.is_left(weight, (left.GRADIENT, of_call), *alike_by)
@@ -111,7 +111,7 @@ def known(inputs: Any, weight: Any, bias: Any) -> Any:
         was_left, count = left.LEFT.get(id(weight)), len(inputs)
         # ``_is_left`` and what follows, written out for speed.
         if was_left is not None and HERE.heard is None:
-            for are_alike, captured in was_left.alike.get((count, _grad_enabled()), ()):
+            for are_alike, captured in was_left.alike.get(("linear", count, _grad_enabled()), ()):
                 if are_alike(*inputs, weight, bias) and (captured or not torch.cuda.is_current_stream_capturing()):
                     return _linear(inputs[0] if count == 1 else _cat(inputs, -1), weight, bias)
         device = weight.get_device()
