@@ -693,8 +693,8 @@ LAUNCHING = (
     Fault(
         "left_by_tensors_whatever_needs_a_gradient",
         "tuned/calls/linear_cat/run.py",
-        "(len(inputs), _grad_enabled()), (*inputs,",
-        "(len(inputs), False), (*inputs,",
+        '("linear", len(inputs), _grad_enabled()), (*inputs,',
+        '("linear", len(inputs), False), (*inputs,',
         (T + "calls/test_steps_left.py::test_a_call_is_known_by_its_sizes_and_then_by_its_tensors",),
         "Without gradients a linear that a kernel serves is PyTorch's own, since one with gradients was.",
     ),
