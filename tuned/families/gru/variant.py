@@ -183,7 +183,12 @@ def past(spec: GruSpec, batch: int, variant: GruVariant) -> str:
         reads = ceil_div(spec.hidden, variant.block_hidden) * variant.block_batch / last  # of a row, at each step
         if batch < variant.block_batch or reads >= MANY_READS:
             return "unread"
-    return "last" if variant.in_turn or not last else "others"
+    return repeated(batch, variant)
+
+
+def repeated(batch: int, variant: GruVariant) -> str:
+    """``past`` where all rows of a tile are read."""
+    return "last" if variant.in_turn or not batch % variant.block_batch else "others"
 
 
 def alone(spec: GruSpec, variant: GruVariant) -> bool:

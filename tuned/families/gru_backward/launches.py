@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from tuned.families.gru.launches import counters_needed, token_strides
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru.variant import GruVariant, past, programs, sets_of
+from tuned.families.gru.variant import GruVariant, past, programs, repeated, sets_of
 from tuned.families.gru_backward.variant import alone, pieces
 from tuned.families.launch import Fill, Launch, Step, check_rows
 
@@ -121,9 +121,7 @@ def exchange(spec: GruSpec, variant: GruVariant) -> str:
 
 def _past(spec: GruSpec, batch: int, variant: GruVariant) -> str:
     """As ``past``; but to leave loads out takes longer where there is more than one row."""
-    if batch > 1 and batch % variant.block_batch and not variant.in_turn:
-        return "others"
-    return past(spec, batch, variant) if batch == 1 else "last"
+    return past(spec, batch, variant) if batch == 1 else repeated(batch, variant)
 
 
 def sequence(spec: GruSpec, variant: GruVariant, call: RecurrenceGradient, begin: int, end: int) -> Launch:
