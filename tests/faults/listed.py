@@ -2870,6 +2870,22 @@ STACKS = (
         "On a slow host a call of 1024 rows of 512 units takes a fifth longer than nn.GRU.",
     ),
     Fault(
+        "padded_calls_left_to_steps",
+        "tuned/calls/gru/run.py",
+        "choice = padded_call(choice, narrow, size, call.num_layers)",
+        "choice = choice",
+        (C_WIDE + "test_a_kernel_in_one_launch_serves_a_padded_call_whose_steps_take_the_host_as_long_as_before",),
+        "A call of many units whose rows are no multiple of 16 bytes takes twice as long as it might.",
+    ),
+    Fault(
+        "padded_gradients_in_one_launch",
+        "tuned/calls/gru/run.py",
+        "if padded and not (captured or trained):",
+        "if padded and not captured:",
+        (C_WIDE + "test_what_padded_calls_are_served_by_is_nothing_for_a_gradient",),
+        "A training takes up to 1.9 times what it replaces.",
+    ),
+    Fault(
         "padded_steps_of_a_slow_host",
         "tuned/calls/gru/run.py",
         'by_steps = variant.strategy == "library" and not captured',

@@ -10,7 +10,7 @@ MODELS = {
         "steps": {"call": 5.655, "gates": 8.02, "gates_narrow": 38.34, "products": 2.718, "products_narrower": 44.71, "step": 3.889, "step_narrow": 1.067, "step_narrower": 0.7448, "units": 1.588, "weights": 0.1367},
         "library": {"call": 11.96, "cell": 0.03946, "gates": 16.26, "gates_narrow": 6.043, "gates_narrower": 27.72, "products": 9.636, "products_narrow": 32.82, "products_narrower": 12.77, "step": 4.121, "step_narrow": 0.3502, "step_narrower": 0.06094, "step_of_both": 0.01473, "units": 1.839, "weights": 0.2009, "weights_narrow": 0.692},
         "library_float32": {"call": 22.07, "cell": 0.2767, "gates": 24.5, "gates_narrow": 64.6, "products": 29.22, "products_narrow": 46.65, "products_narrower": 5.757, "step": 5.296, "weights": 1.798, "weights_narrower": 0.06944},
-        "library_middle_float32": {"call": 27.65, "gates": 29.21, "products": 117.9, "products_narrower": 19.97, "step_of_both": 0.03479, "weights": 113.9, "weights_narrow": 12.22, "weights_narrower": 2.365},
+        "library_middle_float32": {"call": 27.55, "gates": 18.83, "products": 225.5, "products_narrower": 37.11, "spilled": 70.39, "weights": 114.6, "weights_narrow": 8.698},
         "library_small_float32": {"call": 12.47, "cell": 0.3389, "gates": 12.0, "gates_narrow": 3.695, "gates_narrower": 5.308, "products": 138.1, "step_narrow": 0.05737, "step_of_both": 0.4681, "weights": 22.92},
         "projection": {"call": 6.308, "products": 7.219, "products_narrow": 18.35, "results": 0.9027},
     },

@@ -28,6 +28,8 @@ def steps(spec: GruSpec, size: GruSize, gpu: Gpu) -> tuple[Choice, tuple[Step, .
     wider = wider_spec(spec)
     choice, broad = (run.timely(choose(GRU, one, size, gpu), one, size, captured=False) for one in (spec, wider))
     one_layer = dataclasses.replace(spec, layers=1)
+    if wider != spec and spec.layers == 1:
+        broad = run.padded_call(broad, spec, size, 1)
     if wider != spec and run.pays(one_layer, size, spec.layers, [choice], [broad], captured=False):
         spec, choice = wider, broad
     if choice.variant is None:

@@ -60,13 +60,15 @@ CALLED_LAYER_SAVES_US = 20.0
 # What a call of packed sequences takes the host, on the scale of HOST_STEP_US, beside what one of sequences of one length does.
 PACKED_US = 64.0
 # What PyTorch's own takes a slow host a step of a layer and direction: padded, it takes the device less, and the host as long.
-SLOW_HOST_STEP_US = 24.0
+SLOW_HOST_STEP_US, PADDED_STEP_US = 24.0, 17.0  # and one that is neither slow nor fast
 NARROW_TAKES = 1.25  # of what the model thinks, kernels of rows that are no multiple of 16 bytes
 LIBRARY_NARROW_TAKES = 1.13  # PyTorch's own of such rows at least: 1.13, 1.3 and 2.1 of it, of three layers
 # What the model of PyTorch's own thinks too little of many units and some rows: of rows that are no multiple of 16 bytes 1.24 to 2.35
 # times less than was measured, of others 1.1 to 1.7 (benchmarks/results/tuning/nvidia_h100-narrow-grus.json).
 MANY_UNITS, FEW_ROWS, SOME_ROWS = 1024, 4, 128
 NARROW_MORE, WIDE_MORE = 1.5, 1.3
+# At least, in a graph, of such rows: nine in ten took 1.16 of it or more, and of many units of 16 bits 1.22.
+SOME_UNITS, SOME_LEAST, MANY_LEAST = 512, 1.15, 1.22
 ROW_TAKES = 0.95  # of what kernels of form "row" take without padding, with it
 MEASURED_RULES = ("winner", "nearest size")  # of a choice whose steps were measured
 DEVICE_ROWS = 64  # from so many on a call of a GRU takes the device longer than the host
@@ -138,7 +140,7 @@ def pays(  # noqa: PLR0913 - a call, and what would serve it
         return us < most * sum(choice.us for choice in narrow)
     if spec.resets:  # which PyTorch's own has not
         return True
-    least, left = library_us_of(spec, size, layers, captured=captured), narrow[0]
+    least, left = _replaced_us(spec, size, layers, captured=captured), narrow[0]
     if layers == 1 and left.row is not None and left.us:  # which was measured
         least = left.us if captured else max(left.us, called_us(spec, size))
     wider, variant = wider_spec(spec), broad[0].variant
@@ -146,6 +148,14 @@ def pays(  # noqa: PLR0913 - a call, and what would serve it
     if by_steps and slow_host_us(spec, size, layers) > LIBRARY_NARROW_TAKES * least:
         return False
     return us < min(margin(wider, variant), margin_of_device(wider, size, variant)) * least
+
+
+def _replaced_us(spec: GruSpec, size: GruSize, layers: int, *, captured: bool) -> float:
+    """``library_us_of``, with what the model thinks too little of rows that are no multiple of 16 bytes: what a call replaces."""
+    device_us = library_us_of(spec, size, layers, captured=True)
+    if wider_spec(spec) != spec and spec.hidden > SOME_UNITS and FEW_ROWS < size.batch <= SOME_ROWS:
+        device_us *= MANY_LEAST if spec.hidden > MANY_UNITS and spec.dtype != "float32" else SOME_LEAST
+    return device_us if captured else max(device_us, library_us_of(spec, size, layers, captured=False))
 
 
 def pays_pytorch(spec: GruSpec, size: GruSize, layers: int, *, captured: bool) -> bool:
@@ -195,8 +205,9 @@ def why_not(call: GruCall, *, trained: bool = False) -> str | None:
     if not spec.packed or spec.resets or not choice.us or capturing(call.input.device):
         return None
     us = choice.us * call.num_layers / spec.layers
-    one_layer = dataclasses.replace(spec, layers=1)
-    theirs_us = library_us_of(one_layer, size, call.num_layers, captured=False)
+    theirs_us = _replaced_us(
+        spec_of(dataclasses.replace(call, width=None), 1)[0], size, call.num_layers, captured=False
+    )
     if us + PACKED_US <= theirs_us:
         return None
     return f"PyTorch's own takes about {theirs_us:.4g} us, kernels {us:.4g} and the host {PACKED_US:g} for packed sequences"
@@ -390,6 +401,9 @@ def _parts(
         elif not captured and not called_us(spec, size) and theirs_us - us < CALLED_LAYER_SAVES_US * len(call.hx):
             why = f"as a call PyTorch's own is one launch a layer, and kernels save the device {theirs_us - us:.4g} us"
             choice = _left(choice, why)
+    if padded and not (captured or trained):
+        narrow, _ = spec_of(dataclasses.replace(call, width=None), 1)
+        choice = padded_call(choice, narrow, size, call.num_layers)
     return [(spec, size, choice)] * call.num_layers
 
 
@@ -498,6 +512,31 @@ def _called(choice: Choice, spec: GruSpec, size: GruSize) -> Choice:
     ):
         return choice
     why = f"{best.why}; as a call PyTorch's own takes the host {host_us:.4g} us, at {HOST_STEP_US:g} a step of a layer and direction"
+    return dataclasses.replace(best, why=why)
+
+
+def padded_call(choice: Choice, narrow: GruSpec, size: GruSize, layers: int) -> Choice:
+    """The choice for each of the layers of a padded call; or the best kernel in one launch, in the place of a launch for each step.
+
+    The steps of PyTorch's own take the host as long with padded rows as with ``narrow`` ones, which are what the call replaces, or
+    longer. A kernel takes the host no longer for more steps.
+    """
+    variant = choice.variant
+    in_one_launch = variant is not None and variant.strategy == "persistent"
+    if in_one_launch or narrow.resets or choice.gpu is None or not called_us(narrow, size):
+        return choice
+    left, spec = [Choice("eager", "", None)], wider_spec(narrow)
+    if variant is not None and pays(narrow, size, layers, left, [choice] * layers, captured=False):
+        return choice
+    best = _best_kernel(spec, size, choice.gpu)
+    if best is None or not pays(narrow, size, layers, left, [best] * layers, captured=False):
+        return choice
+    if pays_pytorch(narrow, size, layers, captured=False):
+        host_us = size.seq * layers * spec.directions * PADDED_STEP_US
+        theirs_us = max(library_us_of(spec, size, layers, captured=True), host_us)
+        if layers * best.us > margin_of_device(spec, size, best.variant) * theirs_us:
+            return choice
+    why = f"{best.why}; a launch for each step takes a host as long with padded rows as without"
     return dataclasses.replace(best, why=why)
 
 

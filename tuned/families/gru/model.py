@@ -54,6 +54,8 @@ MARGIN_NARROW_FLOAT32 = 0.35  # kernels took up to 3.7 of what the model thinks:
 HOST_STEP_US = 8.0
 ONE_LAUNCH_HIDDEN, ONE_LAUNCH_BATCH = (128, 192), 256
 LEAST_ROWS = 16  # of a product on tensor cores
+# Units and rows beyond which that launch of cuDNN takes three to seven times as long: of 182 units 467 rows took 66 us a step.
+SPILLED_HIDDEN, SPILLED_BATCH = 160, 160
 # Bytes of a warp's part of a row of weights, from which on products of rows of a multiple of 16 bytes take up to three times as long.
 WIDE_PART = 1024
 MEASURED, PROCESSORS = (
@@ -215,7 +217,11 @@ def library(spec: GruSpec, size: GruSize) -> tuple[str, dict[str, float]]:
     if stays_on_chip(spec, size):
         return "library_small_float32", amounts
     # Of up to 192 units cuDNN has one launch for some, and a step takes from 3 us; of more it has none, and a step takes from 6.
-    return "library_middle_float32" if hidden <= ONE_LAUNCH_HIDDEN[1] else "library_float32", amounts
+    if hidden > ONE_LAUNCH_HIDDEN[1]:
+        return "library_float32", amounts
+    if hidden > SPILLED_HIDDEN and size.batch > SPILLED_BATCH:
+        amounts["spilled"] = cells * rows / 1e3
+    return "library_middle_float32", amounts
 
 
 def stays_on_chip(spec: GruSpec, size: GruSize) -> bool:
