@@ -2870,6 +2870,23 @@ STACKS = (
         "On a slow host a call of 1024 rows of 512 units takes a fifth longer than nn.GRU.",
     ),
     Fault(
+        "padded_calls_of_pytorch_forgotten",
+        "tuned/calls/gru/run.py",
+        "left=any(choice.variant is not None for choice in broad)",
+        "left=False",
+        (C_WIDE + "test_pytorchs_own_is_padded_where_a_kernel_is_there_that_does_not_win",),
+        "A kernel serves that is slower than what the call replaces.",
+    ),
+    Fault(
+        "weights_of_the_piece_before",
+        "templates/gru_pieces.py.jinja",
+        "weight_hh, i_hidden, HIDDEN, (i_piece + 1) * WIDTH,",
+        "weight_hh, i_hidden, HIDDEN, i_piece * WIDTH,",
+        ("tests/kernels/test_gru_staged_kernels.py::test_weights_that_have_no_room_are_read_at_each_step",),
+        "A GRU of many float32 units multiplies its state by other weights.",
+        render=True,
+    ),
+    Fault(
         "padded_calls_left_to_steps",
         "tuned/calls/gru/run.py",
         "choice = padded_call(choice, narrow, size, call.num_layers)",

@@ -10,7 +10,16 @@ import pytest
 
 from tests.support import gru_compiling
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru.variant import GruVariant, default_variant, past, rejection, row_variant, shared_bytes, widths
+from tuned.families.gru.variant import (
+    GruVariant,
+    default_variant,
+    kept,
+    past,
+    rejection,
+    row_variant,
+    shared_bytes,
+    widths,
+)
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -137,6 +146,30 @@ def test_a_step_loads_gates_and_state_and_no_weight(compiler: concurrent.futures
     assert tiles_of(found) == sorted(gate_loads(case) + state_loads(case))
     assert found.stores == 1
     assert found.cooperative
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(GruSpec("float32", 1188), waiting("staged", rows=8, warps=8), batch=8),
+        Case(GruSpec("float32", 2048, directions=2), waiting("staged", rows=16, warps=8)),
+        Case(GruSpec("float32", 1536), waiting("staged", rows=32, warps=8), batch=32),
+        Case(GruSpec("float32", 1536, "packed"), waiting("staged", rows=16, warps=8), architecture="sm_100"),
+    ],
+    ids=str,
+)
+def test_weights_without_room_in_shared_memory_are_read_once_a_step(
+    compiler: concurrent.futures.Executor, case: Case
+) -> None:
+    spec, variant, each = case.spec, case.variant, widths(case.spec, case.variant)
+    assert rejection(spec, case.size, variant, capability_of(case), 132) is None
+    found, held = compiled(compiler, case), kept(spec, variant)
+    read = [
+        f"{variant.splits}x{variant.block_hidden}x{width // variant.splits}" for width in each[held:] for _ in "rzn"
+    ]
+    assert [shape for shape in tiles_of(found) if shape.count("x") > 1] == read
+    assert found.spill_bytes == 0
+    assert abs(found.shared_bytes - shared_bytes(spec, variant)) <= SHARED_SLACK
 
 
 @pytest.mark.thinned_on_gpu(every=4)

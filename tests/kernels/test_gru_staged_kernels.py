@@ -45,6 +45,20 @@ def test_a_state_is_taken_in_pieces_of_one_width(
     assert_right(Sequences(spec, lengths_of(layout, rows, 1 if stages == 8 else 2), "rows"), variant)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("dtype", "held"), [("half", 0), ("half", 2), ("tf32", 1)])
+def test_weights_that_have_no_room_are_read_at_each_step(
+    layout: str, dtype: str, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item = 2 if dtype == "half" else 4
+    monkeypatch.setattr(gru_variant, "READ_COLUMNS", 128)
+    monkeypatch.setattr(gru_variant, "KEPT_BYTES", held * 128 * 3 * STAGED.block_hidden * item)
+    spec = spec_of(dtype, 400, "both", layout)
+    assert widths(spec, STAGED) == (128, 128, 128, 64)
+    assert gru_variant.kept(spec, STAGED) == held
+    assert_right(Sequences(spec, lengths_of(layout, 3, 2), "rows"), dataclasses.replace(STAGED, exchange="counter"))
+
+
 def test_each_direction_and_tile_counts_for_itself() -> None:
     spec = spec_of("half", 16, "both")  # of one tile of units: a program waits for itself alone
     built = build(Sequences(spec, (3,) * 17), DEVICE)

@@ -5,11 +5,12 @@
 
 The recurrence of torch.nn.GRU (reset after the product) over a whole sequence, in one launch:
 r = sigmoid(i_r + h_r), z = sigmoid(i_z + h_z), n = tanh(i_n + r h_n), h' = n + z (h - n), where i = x @ weight_ih.T
-is given. A program owns BLOCK_HIDDEN units of BLOCK_BATCH rows, and keeps its rows of weight_hh in shared memory for all
-steps. They leave no room there for the whole state: it is multiplied in pieces of WIDTH columns, each where the one
-before it was. One direction comes after the other. h' goes to the output, where the other programs of the rows wait
-for it (_wait). All programs must be on the GPU at once: a cooperative launch. Float32 inside and for a unit's own state,
-one rounding at the store. Names: i_ index, m_ mask, p_ pointer or offset in elements, w_ weights of h.
+is given. A program owns BLOCK_HIDDEN units of BLOCK_BATCH rows, and keeps its rows of weight_hh in shared memory for
+all steps. They leave no room there for the whole state: it is multiplied in pieces of WIDTH columns, each where the
+one before it was. Of KEPT pieces alone the weights stay, if all have no room; the others are read at each step. One
+direction comes after the other. h' goes to the output, where the other programs of the rows wait for it (_wait). All
+programs must be on the GPU at once: a cooperative launch. Float32 inside and for a unit's own state, one rounding at
+the store. Names: i_ index, m_ mask, p_ pointer or offset in elements, w_ weights of h.
 """
 
 import triton
@@ -329,6 +330,7 @@ def gru_dense_layer_staged(
     WIDTH: tl.constexpr,  # columns of a piece, a power of two
     LAST: tl.constexpr,  # those of the last one
     STAGES: tl.constexpr,  # pieces, at least two
+    KEPT: tl.constexpr,  # of these, the weights of so many stay in shared memory; the others are read at each step
     EXCHANGE: tl.constexpr,
     EARLY: tl.constexpr,  # the gates of the next step are loaded before waiting for h, not after it
     THREADS: tl.constexpr,
@@ -355,8 +357,8 @@ def gru_dense_layer_staged(
         out = all_out + tl.where(backward, HIDDEN, 0)
         gates = all_gates + tl.where(backward, 1, 0).to(tl.int64) * gates_stride_d
         counter = counters + (i_cell * row_tiles + i_tile) * 32
-        weights = ()  # of each piece
-        for i_piece in tl.static_range(STAGES):
+        weights = ()  # of each piece that is kept
+        for i_piece in tl.static_range(KEPT):
             of_piece = _weights(
                 weight_hh, i_hidden, HIDDEN, i_piece * WIDTH, WIDTH if i_piece + 1 < STAGES else LAST, SPLITS, PRECISION
             )
@@ -414,7 +416,11 @@ def gru_dense_layer_staged(
                     while tl.atomic_add(counter, 0, sem="acquire") < unit_tiles * (i_step - t_begin):
                         pass
                     tl.debug_barrier()
-            # One piece is multiplied from shared memory while the next one comes to registers.
+            # One piece is multiplied from shared memory while the next one comes to registers. So do weights that are not kept.
+            if KEPT < STAGES:
+                of_next = _weights(
+                    weight_hh, i_hidden, HIDDEN, KEPT * WIDTH, WIDTH if KEPT + 1 < STAGES else LAST, SPLITS, PRECISION
+                )
             h = _wait(p_state, m_wait, m_batch, HIDDEN, 0, WIDTH, EXCHANGE, THREADS, PAST)
 
             if not EARLY:
@@ -428,7 +434,12 @@ def gru_dense_layer_staged(
                         p_state, m_wait, m_batch, HIDDEN, (i_piece + 1) * WIDTH, WIDTH if i_piece + 2 < STAGES else LAST,
                         EXCHANGE, THREADS, PAST,
                     )  # fmt: skip
-                w_r, w_z, w_n = weights[i_piece]
+                w_r, w_z, w_n = weights[i_piece] if i_piece < KEPT else of_next
+                if i_piece >= KEPT and i_piece + 1 < STAGES:
+                    of_next = _weights(
+                        weight_hh, i_hidden, HIDDEN, (i_piece + 1) * WIDTH, WIDTH if i_piece + 2 < STAGES else LAST, SPLITS,
+                        PRECISION,
+                    )  # fmt: skip
                 a_r, a_z, a_n = _products(w_r, w_z, w_n, _operand(h, SPLITS, PRECISION), a_r, a_z, a_n, PRECISION)
                 if i_piece + 1 < STAGES:
                     h = h_next

@@ -5,11 +5,12 @@
 
 The recurrence of torch.nn.GRU (reset after the product) over a whole sequence, in one launch:
 r = sigmoid(i_r + h_r), z = sigmoid(i_z + h_z), n = tanh(i_n + r h_n), h' = n + z (h - n), where i = x @ weight_ih.T
-is given. A program owns BLOCK_HIDDEN units of BLOCK_BATCH rows, and keeps its rows of weight_hh in shared memory for all
-steps. They leave no room there for the whole state: it is multiplied in pieces of WIDTH columns, each where the one
-before it was. One direction comes after the other. h' goes to the output, where the other programs of the rows wait
-for it (_wait). All programs must be on the GPU at once: a cooperative launch. Float32 inside and for a unit's own state,
-one rounding at the store. Names: i_ index, m_ mask, p_ pointer or offset in elements, w_ weights of h.
+is given. A program owns BLOCK_HIDDEN units of BLOCK_BATCH rows, and keeps its rows of weight_hh in shared memory for
+all steps. They leave no room there for the whole state: it is multiplied in pieces of WIDTH columns, each where the
+one before it was. Of KEPT pieces alone the weights stay, if all have no room; the others are read at each step. One
+direction comes after the other. h' goes to the output, where the other programs of the rows wait for it (_wait). All
+programs must be on the GPU at once: a cooperative launch. Float32 inside and for a unit's own state, one rounding at
+the store. Names: i_ index, m_ mask, p_ pointer or offset in elements, w_ weights of h.
 """
 
 import triton
@@ -345,6 +346,7 @@ def gru_dense_layer_staged_resets(
     WIDTH: tl.constexpr,  # columns of a piece, a power of two
     LAST: tl.constexpr,  # those of the last one
     STAGES: tl.constexpr,  # pieces, at least two
+    KEPT: tl.constexpr,  # of these, the weights of so many stay in shared memory; the others are read at each step
     EXCHANGE: tl.constexpr,
     EARLY: tl.constexpr,  # the gates of the next step are loaded before waiting for h, not after it
     THREADS: tl.constexpr,
@@ -374,8 +376,8 @@ def gru_dense_layer_staged_resets(
         marked = _marks(
             resets, t_begin, t_begin < length, i_batch, length, seq, starts, resets_stride_t, resets_stride_b, backward
         )  # fmt: skip
-        weights = ()  # of each piece
-        for i_piece in tl.static_range(STAGES):
+        weights = ()  # of each piece that is kept
+        for i_piece in tl.static_range(KEPT):
             of_piece = _weights(
                 weight_hh, i_hidden, HIDDEN, i_piece * WIDTH, WIDTH if i_piece + 1 < STAGES else LAST, SPLITS, PRECISION
             )
@@ -437,7 +439,11 @@ def gru_dense_layer_staged_resets(
                     while tl.atomic_add(counter, 0, sem="acquire") < unit_tiles * (i_step - t_begin):
                         pass
                     tl.debug_barrier()
-            # One piece is multiplied from shared memory while the next one comes to registers.
+            # One piece is multiplied from shared memory while the next one comes to registers. So do weights that are not kept.
+            if KEPT < STAGES:
+                of_next = _weights(
+                    weight_hh, i_hidden, HIDDEN, KEPT * WIDTH, WIDTH if KEPT + 1 < STAGES else LAST, SPLITS, PRECISION
+                )
             h = _wait(p_state, m_wait, m_batch, HIDDEN, 0, WIDTH, EXCHANGE, THREADS, PAST)
             # The next step's marks; nothing reads them where tiles take turns. Loads come back in order, and marks come from
             # memory: before the wait they would make it longer.
@@ -457,7 +463,12 @@ def gru_dense_layer_staged_resets(
                         p_state, m_wait, m_batch, HIDDEN, (i_piece + 1) * WIDTH, WIDTH if i_piece + 2 < STAGES else LAST,
                         EXCHANGE, THREADS, PAST,
                     )  # fmt: skip
-                w_r, w_z, w_n = weights[i_piece]
+                w_r, w_z, w_n = weights[i_piece] if i_piece < KEPT else of_next
+                if i_piece >= KEPT and i_piece + 1 < STAGES:
+                    of_next = _weights(
+                        weight_hh, i_hidden, HIDDEN, (i_piece + 1) * WIDTH, WIDTH if i_piece + 2 < STAGES else LAST, SPLITS,
+                        PRECISION,
+                    )  # fmt: skip
                 a_r, a_z, a_n = _products(w_r, w_z, w_n, _operand(h, SPLITS, PRECISION), a_r, a_z, a_n, PRECISION)
                 if i_piece + 1 < STAGES:
                     h = h_next

@@ -506,6 +506,30 @@ def test_pytorchs_own_of_padded_rows_stays_where_a_kernel_takes_longer(monkeypat
     assert run.pads_pytorch(call)
 
 
+def test_pytorchs_own_is_padded_where_a_kernel_is_there_that_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "gpu_of", lambda _device: H200)
+    call = padded((128, 476, 602))
+    assert call.width == 608
+    assert call.left
+    assert run.pads_pytorch(call)
+    assert run._parts(dataclasses.replace(call, left=False))[0][2].variant is not None
+    assert (call.as_given.width, call.as_given.left) == (None, False)
+
+
+@pytest.mark.parametrize("steps", [20, 64, 2000])
+def test_what_a_row_of_another_size_took_is_not_what_a_call_replaces(
+    monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """It was taken for the time of the whole call, however long: of 1000 steps no kernel seemed to win, of 20 any."""
+    monkeypatch.setattr(run, "gpu_of", lambda _device: H200)
+    call = padded((steps, 12, 1231), dtype=torch.float32)
+    ((_, _, narrow),) = run._parts(call.as_given)
+    assert narrow.variant is None
+    assert narrow.us == 0
+    assert call.width == 1232
+    assert run._parts(call)[0][2].variant.staged
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_a_padded_call_replaces_takes_at_least_what_it_is_thought_to(dtype: str) -> None:
     """Of the random GRUs whose rows are no multiple of 16 bytes, and whose time is thought to be more than the model's: nine in ten."""

@@ -22,6 +22,7 @@ from tuned.families.gru.variant import (
     default_variant,
     distance,
     fit,
+    kept,
     pieces,
     programs,
     rejection,
@@ -409,6 +410,27 @@ def test_one_piece_of_a_staged_state_is_in_shared_memory() -> None:
 
 
 @pytest.mark.parametrize(
+    ("dtype", "hidden", "rows", "pieces", "held"),
+    [
+        ("bfloat16", 2048, 32, (512,) * 4, 4),
+        ("float32", 1056, 8, (256,) * 4 + (128,), 4),
+        ("float32", 1536, 16, (256,) * 6, 4),
+        ("float32", 2048, 32, (128,) * 16, 8),
+    ],
+)
+def test_weights_that_have_no_room_are_read_piece_by_piece(
+    dtype: str, hidden: int, rows: int, pieces: tuple[int, ...], held: int
+) -> None:
+    spec, variant = GruSpec(dtype, hidden), dataclasses.replace(STAGED, block_batch=rows)
+    assert widths(spec, variant) == pieces
+    assert kept(spec, variant) == held
+    beside = max(rows, 0 if held == len(pieces) else 16) * pieces[0] * spec.item  # a piece of the state, or of a gate
+    assert shared_bytes(spec, variant) == 3 * 16 * sum(pieces[:held]) * spec.item + beside
+    assert rejection(spec, GruSize(rows, 10), variant, 90, 132) is None
+    assert spec.item == 2 or "of shared memory" in str(rejection(spec, GruSize(rows, 10), variant, 80, 108))
+
+
+@pytest.mark.parametrize(
     ("hidden", "knobs", "reason"),
     [
         (1024, {}, "for more than 1024 units"),
@@ -419,9 +441,15 @@ def test_one_piece_of_a_staged_state_is_in_shared_memory() -> None:
         (1536, {"block_batch": 128}, "is tried with"),
         (1536, {"exchange": "probe"}, "never came before"),
         (1053, {"exchange": "counter"}, "rows of 1053 units are no multiple of them"),
-        (2560, {}, "of shared memory"),
+        (2056, {}, "of float32 alone"),
     ],
 )
 def test_what_is_not_staged(hidden: int, knobs: dict[str, Any], reason: str) -> None:
     found = rejection(GruSpec("bfloat16", hidden), None, dataclasses.replace(STAGED, **knobs))
     assert reason in str(found)
+
+
+def test_of_float32_few_rows_are_staged_and_with_tf32_alone() -> None:
+    spec = GruSpec("float32", 1536)
+    assert "leaves no registers" in str(rejection(spec, None, dataclasses.replace(STAGED, block_batch=64)))
+    assert "without TF32" in str(rejection(dataclasses.replace(spec, precision="ieee"), None, STAGED))

@@ -33,12 +33,18 @@ class GruCall:
     recompute: bool = False  # for a gradient: multiply the input by its weights again, and keep no result of that
     resets: torch.Tensor | None = None  # bool, the axes of input but the last: the state is 0 before these steps
     width: int | None = None  # the hidden size to pad to; None: the call stays as it is. See tuned.calls.gru.wide
+    left: bool = False  # with a width: PyTorch's own serves it, whatever kernels there are
     units: int | None = None  # of a call that was padded: how many units it had
 
     @property
     def hidden(self) -> int:
         """The hidden size that kernels compute."""
         return self.hx.shape[2] if self.width is None else self.width
+
+    @property
+    def as_given(self) -> GruCall:
+        """The call without a width."""
+        return self if self.width is None else dataclasses.replace(self, width=None, left=False)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -70,6 +70,7 @@ NARROW_MORE, WIDE_MORE = 1.5, 1.3
 # At least, in a graph, of such rows: nine in ten took 1.16 of it or more, and of many units of 16 bits 1.22.
 SOME_UNITS, SOME_LEAST, MANY_LEAST = 512, 1.15, 1.22
 ROW_TAKES = 0.95  # of what kernels of form "row" take without padding, with it
+LEFT = Choice("eager", "PyTorch's own takes less with padded rows, and kernels not enough less to be sure of it", None)
 MEASURED_RULES = ("winner", "nearest size")  # of a choice whose steps were measured
 DEVICE_ROWS = 64  # from so many on a call of a GRU takes the device longer than the host
 ALIGNED_BYTES = 16  # templates/gru_step.py.jinja assumes that rows are so aligned if their width allows it
@@ -101,9 +102,11 @@ def wide(call: GruCall, *, captured: bool | None = None) -> GruCall:
     broad = [choice for _, _, choice in _parts(wider, captured=captured)]
     if pays(spec, size, call.num_layers, narrow, broad, captured=captured):
         return wider
-    if any(choice.variant is not None for choice in (*narrow, *broad)) or not gpu_of(call.input.device).capability:
-        return call  # what PyTorch's own takes is known of NVIDIA's GPUs
-    return wider if pays_pytorch(spec, size, call.num_layers, captured=captured) else call
+    known = gpu_of(call.input.device).capability  # what PyTorch's own takes is known of NVIDIA's GPUs
+    served = any(choice.variant is not None for choice in narrow)
+    if served or not known or not pays_pytorch(spec, size, call.num_layers, captured=captured):
+        return call
+    return dataclasses.replace(wider, left=any(choice.variant is not None for choice in broad))
 
 
 def pays_for_input(spec: GruSpec, size: GruSize, features: int, choices: Sequence[Choice], *, captured: bool) -> bool:
@@ -205,9 +208,7 @@ def why_not(call: GruCall, *, trained: bool = False) -> str | None:
     if not spec.packed or spec.resets or not choice.us or capturing(call.input.device):
         return None
     us = choice.us * call.num_layers / spec.layers
-    theirs_us = _replaced_us(
-        spec_of(dataclasses.replace(call, width=None), 1)[0], size, call.num_layers, captured=False
-    )
+    theirs_us = _replaced_us(spec_of(call.as_given, 1)[0], size, call.num_layers, captured=False)
     if us + PACKED_US <= theirs_us:
         return None
     return f"PyTorch's own takes about {theirs_us:.4g} us, kernels {us:.4g} and the host {PACKED_US:g} for packed sequences"
@@ -245,11 +246,11 @@ def padded_pytorch(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, h_n) by PyTorch's own of padded tensors, for a call that ``pads_pytorch``."""
     with torch.cuda.device(call.input.device):
         if may_learn(call.input.device):
-            in_graph = wide(dataclasses.replace(call, width=None), captured=True)
+            in_graph = wide(call.as_given, captured=True)
             learn_library(call, captured=pads_pytorch(in_graph, captured=True))
         padding = padding_of(call, flat=True)
         if padding is None:
-            return eager.gru(dataclasses.replace(call, width=None))
+            return eager.gru(call.as_given)
         return padding.cut(*eager.gru(_padded(call, padding)))
 
 
@@ -316,7 +317,7 @@ def _forward(call: GruCall, kept: list[Kept] | None) -> tuple[torch.Tensor, torc
     # A plan for a gradient is known by wide tensors, which a GRU that is as wide may have too.
     widened_before = call.units is not None
     if may_learn(call.input.device) and not (call.dropout and len(parts) > 1) and not widened_before:
-        in_graph = _parts(wide(dataclasses.replace(call, width=None), captured=True), captured=True)
+        in_graph = _parts(wide(call.as_given, captured=True), captured=True)
         captured = kept is None and [(s, c.variant) for s, _, c in in_graph] == [(s, c.variant) for s, _, c in parts]
         learn(call, learnt, captured=captured, gradient=kept is not None)
     if served is call:
@@ -382,6 +383,8 @@ def _parts(
 
     ``captured``: in a CUDA graph; by default if one is being captured. ``trained``: a gradient follows.
     """
+    if call.left:
+        return [(*spec_of(call, 1), LEFT)] * call.num_layers
     gpu = gpu_of(call.input.device)
     limit = limit_of(call.input.device)
     captured = capturing(call.input.device) if captured is None else captured
@@ -402,7 +405,7 @@ def _parts(
             why = f"as a call PyTorch's own is one launch a layer, and kernels save the device {theirs_us - us:.4g} us"
             choice = _left(choice, why)
     if padded and not (captured or trained):
-        narrow, _ = spec_of(dataclasses.replace(call, width=None), 1)
+        narrow, _ = spec_of(call.as_given, 1)
         choice = padded_call(choice, narrow, size, call.num_layers)
     return [(spec, size, choice)] * call.num_layers
 
@@ -525,7 +528,7 @@ def padded_call(choice: Choice, narrow: GruSpec, size: GruSize, layers: int) -> 
     in_one_launch = variant is not None and variant.strategy == "persistent"
     if in_one_launch or narrow.resets or choice.gpu is None or not called_us(narrow, size):
         return choice
-    left, spec = [Choice("eager", "", None)], wider_spec(narrow)
+    left, spec = [LEFT], wider_spec(narrow)
     if variant is not None and pays(narrow, size, layers, left, [choice] * layers, captured=False):
         return choice
     best = _best_kernel(spec, size, choice.gpu)

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from tuned.families.gru.spec import GruSize, GruSpec
-from tuned.families.gru.variant import GruVariant, alone, past, pieces, programs, sets_of, widths
+from tuned.families.gru.variant import GruVariant, alone, kept, past, pieces, programs, sets_of, widths
 from tuned.families.gru_cell.launches import GruCellCall, gates_launch, gates_name
 from tuned.families.gru_cell.spec import GruCellSpec
 from tuned.families.gru_cell.variant import gates_variant
@@ -159,7 +159,7 @@ def _numbers(spec: GruSpec, variant: GruVariant, batch: int, *, waits: bool) -> 
     """The numbers that a kernel of tiles is compiled for."""
     if variant.staged:
         each = widths(spec, variant)
-        columns = {"WIDTH": each[0], "LAST": each[-1], "STAGES": len(each)}
+        columns = {"WIDTH": each[0], "LAST": each[-1], "STAGES": len(each), "KEPT": kept(spec, variant)}
     else:
         columns = dict(zip(("WIDTH_0", "WIDTH_1", "WIDTH_2"), pieces(spec.hidden, variant.splits), strict=True))
     return {

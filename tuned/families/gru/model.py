@@ -22,6 +22,7 @@ from tuned.families.gru.variant import (
     TILE_WARPS,
     GruVariant,
     alone,
+    kept,
     past,
     programs,
     rejection,
@@ -153,8 +154,9 @@ def _of_row(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
 
 def _staged(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, float]:
     """Of form "staged": a wait, then pieces one after the other; directions too."""
-    of_pieces = widths(spec, variant)
+    of_pieces, rows = widths(spec, variant), variant.block_batch
     state = _read(spec, size, variant) * sum(of_pieces) * spec.item
+    at_each_step = sum(of_pieces[kept(spec, variant) :]) / sum(of_pieces) * weight_bytes(spec, variant)
     found = {
         "staged": 1.0,
         "staged_weights": weight_bytes(spec, variant) / 1e6,
@@ -163,6 +165,9 @@ def _staged(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
         "staged_late": float(variant.prefetch == "late"),
         "staged_counter": float(variant.exchange == "counter"),
         "staged_pieces": len(of_pieces),
+        "staged_products": weight_bytes(spec, variant) * max(rows - LEAST_ROWS, 0) / 1e9,
+        "staged_read": at_each_step / 1e6,
+        "staged_read_by_all": programs(spec, size, variant) * at_each_step / 1e9,
         "staged_ragged": 0.0 if spec.dense else 1.0,
     }
     return {"call": 1.0, **{name: size.seq * spec.directions * amount for name, amount in found.items()}}

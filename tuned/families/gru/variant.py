@@ -30,6 +30,9 @@ ROW_ROUNDS = (
 # Form "staged": the units, rows and warps of its tiles, the columns and bytes that a piece has at most, and the units up to which form "split" takes no longer.
 STAGED_UNITS, STAGED_BATCHES, STAGED_WARPS = 16, (8, 16, 32, 64), 8
 STAGE_COLUMNS, STAGE_BYTES, FEWEST_STAGED = 1024, 32 * 1024, 1024
+# Bytes of weights that such a program keeps in shared memory at most. Of the columns of a piece where it reads the others at each step,
+# through registers, there are as many at most, and as many elements of the state.
+KEPT_BYTES, READ_COLUMNS, READ_ELEMENTS = 192 * 1024, 256, 4096
 STAGED_ALIGNED = 16  # bytes of which rows are to be a multiple
 WARPGROUP = 4  # warps that multiply together on Hopper
 # Bytes of weights from which on two warps read them for up to three times as long as more warps do: none of 196 variants came within an
@@ -55,7 +58,8 @@ class GruVariant:
     strategy: str = one_of("persistent", "steps", "library", default="library")
     # "split": units times rows, each warp multiplying its part of the columns: few rows. "tile": rows times units.
     # "row": one row a program, all units and their weights in registers, multiplied without tensor cores.
-    # "staged": as "split", with a piece of the state at a time in shared memory, one direction after the other: many units.
+    # "staged": as "split", with a piece of the state at a time in shared memory, one direction after the other: many units. Weights
+    # that have no room there beside it are read at each step.
     form: str = one_of("split", "tile", "row", "staged", default="split")
     # Units per program: it reads, and keeps, 3 * block_hidden rows of weight_hh.
     block_hidden: int = one_of(8, 16, 32, 64, 128, default=16)
@@ -154,7 +158,23 @@ def widths(spec: GruSpec, variant: GruVariant) -> tuple[int, ...]:
 
 def stage_width(spec: GruSpec, variant: GruVariant) -> int:
     """Columns of a piece of form "staged"."""
-    return min(STAGE_COLUMNS, STAGE_BYTES // (variant.block_batch * spec.item))
+    most = min(STAGE_COLUMNS, STAGE_BYTES // (variant.block_batch * spec.item))
+    if spec.hidden * _column_bytes(spec, variant) > KEPT_BYTES:
+        most = min(most, READ_COLUMNS, READ_ELEMENTS // variant.block_batch)
+    return most
+
+
+def _column_bytes(spec: GruSpec, variant: GruVariant) -> int:
+    """Bytes of a column of a program's weights."""
+    return 3 * variant.block_hidden * spec.item
+
+
+def kept(spec: GruSpec, variant: GruVariant) -> int:
+    """How many of the pieces, from the first on, have weights that a program of form "staged" keeps in shared memory."""
+    each = widths(spec, variant)
+    if sum(each) * _column_bytes(spec, variant) <= KEPT_BYTES:
+        return len(each)
+    return min(len(each), KEPT_BYTES // (each[0] * _column_bytes(spec, variant)))
 
 
 def programs(spec: GruSpec, size: GruSize, variant: GruVariant) -> int:
@@ -215,6 +235,9 @@ def shared_bytes(spec: GruSpec, variant: GruVariant) -> int:
     weights = weight_bytes(spec, variant)
     tile = variant.block_hidden * variant.block_batch
     state = variant.block_batch * columns * spec.item
+    if variant.staged and (held := kept(spec, variant)) < len(widths(spec, variant)):
+        weights = held * columns * _column_bytes(spec, variant)
+        state = max(state, columns * variant.block_hidden * spec.item)  # one gate of a piece that is read at each step
     return weights + (state + tile * spec.item if variant.form == "tile" else max(state, 4 * variant.splits * tile))
 
 
@@ -372,6 +395,12 @@ def _staged_rejection(spec: GruSpec, variant: GruVariant) -> str | None:  # noqa
             f"form='staged' loads {STAGED_ALIGNED} bytes at a time, and rows of {spec.hidden} units are no multiple of them: of "
             "others a step took 30 times as long; calls are padded"
         )
+    if spec.dtype == "float32" and spec.precision == "ieee":
+        return "form='staged' multiplies on tensor cores, which have no float32 without TF32"
+    if spec.dtype != "float32" and kept(spec, variant) < len(widths(spec, variant)):
+        return f"form='staged' reads weights at each step of float32 alone: of {spec.hidden} units of 16 bits it was not measured"
+    if stage_width(spec, variant) < MIN_PART * variant.splits:
+        return f"block_batch={variant.block_batch} leaves no registers for weights that are read at each step"
     return None
 
 
