@@ -2870,6 +2870,25 @@ STACKS = (
         "On a slow host a call of 1024 rows of 512 units takes a fifth longer than nn.GRU.",
     ),
     Fault(
+        "a_row_of_another_size_says_what_a_call_takes",
+        "tuned/lookup/lookup.py",
+        'with {row.size} {took}", None, row, gpu)',
+        'with {row.size} {took}", None, row, gpu, row.eager_us)',
+        (C_WIDE + "test_what_a_row_of_another_size_took_is_not_what_a_call_replaces",),
+        "A padded kernel serves short calls that PyTorch's own takes less for, and no long ones.",
+    ),
+    Fault(
+        "padded_kernels_are_not_compiled_ahead",
+        "tuned/calls/gru/ahead.py",
+        "broad = run.padded_call(broad, spec, size, 1)",
+        "pass",
+        (
+            T
+            + "test_warm.py::test_a_narrow_problem_whose_steps_take_the_host_as_long_padded_launches_what_its_call_does",
+        ),
+        "tuned.warm compiles nothing for a padded call, whose first time then takes seconds.",
+    ),
+    Fault(
         "padded_calls_of_pytorch_forgotten",
         "tuned/calls/gru/run.py",
         "left=any(choice.variant is not None for choice in broad)",

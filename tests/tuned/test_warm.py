@@ -29,7 +29,8 @@ from tests.support.gru_machine import Machine, machine
 from tests.support.rope_calls import Watch, watch
 from tests.support.rope_rows import ROWS, spec_of
 from tests.support.run import INTERPRETED
-from tuned.calls.gru import run
+from tuned.calls.gru import ahead, run
+from tuned.calls.gru.arguments import gru_call
 from tuned.calls.rope import ahead as rope_ahead
 from tuned.calls.rope import append as rope_append
 from tuned.calls.rope import plan as rope_plan
@@ -524,6 +525,23 @@ def test_what_a_narrow_problem_launches_is_what_a_wide_one_does() -> None:
     ours, theirs = ([_kinds(step) for step in steps if isinstance(step, Launch)] for _, steps in (found, wanted))
     assert ours == theirs
     assert ours
+
+
+def test_a_narrow_problem_whose_steps_take_the_host_as_long_padded_launches_what_its_call_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    narrow, wide = GruSpec("bfloat16", 918), GruSpec("bfloat16", 920)
+    choice, steps = ahead.steps(narrow, GruSize(179, 237), GPU)
+    assert choice.variant.strategy == "persistent"
+    assert [step.constants["HIDDEN"] for step in steps if isinstance(step, Launch) and "HIDDEN" in step.constants] == [
+        920
+    ]
+    made = torch.nn.GRU(918, 918, dtype=torch.bfloat16, device="meta")
+    x, hx = (torch.empty(n, 179, 918, dtype=torch.bfloat16, device="meta") for n in (237, 1))
+    call = gru_call(x, hx, list(made.parameters()))
+    monkeypatch.setattr(run, "gpu_of", lambda _device: GPU)
+    ((spec, _, served),) = run._parts(run.wide(call))
+    assert (spec, served.variant) == (wide, choice.variant)
 
 
 def _kinds(step: Launch) -> Any:

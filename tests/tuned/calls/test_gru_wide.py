@@ -545,7 +545,7 @@ def test_what_a_padded_call_replaces_takes_at_least_what_it_is_thought_to(dtype:
             if wider_spec(spec) != spec:
                 found.append(row["theirs_graph_us"] / run._replaced_us(spec, size, layers, captured=True))
     assert len(found) > 150
-    assert sorted(found)[len(found) // 10] >= 0.95
+    assert sorted(found)[len(found) // 10] >= 1.0
 
 
 def test_padding_spares_a_call_of_pytorchs_own_nothing_that_the_host_takes() -> None:
