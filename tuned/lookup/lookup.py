@@ -308,7 +308,10 @@ def _theirs_us(family: Family, row: Row, spec: Any, size: Any) -> float:
 
 
 def _left_to_pytorch(row: Row, gpu: Gpu, away: str) -> Choice:
-    """PyTorch's own, since a row of another size says that no kernel is faster, or hardly: elsewhere that lead would not last."""
+    """PyTorch's own, since a row says that no kernel is faster, or hardly: elsewhere that lead would not last.
+
+    Nor is what the row took the time of a call, which may have other steps and another size.
+    """
     took = f"PyTorch's own took {row.eager_us:.4g} us, the best kernel {row.median_us:.4g}"
     return Choice("eager", f"in {row.source}{away} with {row.size} {took}", None, row, gpu)
 

@@ -60,14 +60,16 @@ CALLED_LAYER_SAVES_US = 20.0
 # What a call of packed sequences takes the host, on the scale of HOST_STEP_US, beside what one of sequences of one length does.
 PACKED_US = 64.0
 # What PyTorch's own takes a slow host a step of a layer and direction: padded, it takes the device less, and the host as long.
-SLOW_HOST_STEP_US, PADDED_STEP_US = 24.0, 17.0  # and one that is neither slow nor fast
+# And one that is neither slow nor fast: that of the H200s took 17 for 60 rows of 1742 units (docs/decisions/0078).
+SLOW_HOST_STEP_US, PADDED_STEP_US = 24.0, 17.0
 NARROW_TAKES = 1.25  # of what the model thinks, kernels of rows that are no multiple of 16 bytes
 LIBRARY_NARROW_TAKES = 1.13  # PyTorch's own of such rows at least: 1.13, 1.3 and 2.1 of it, of three layers
 # What the model of PyTorch's own thinks too little of many units and some rows: of rows that are no multiple of 16 bytes 1.24 to 2.35
 # times less than was measured, of others 1.1 to 1.7 (benchmarks/results/tuning/nvidia_h100-narrow-grus.json).
 MANY_UNITS, FEW_ROWS, SOME_ROWS = 1024, 4, 128
 NARROW_MORE, WIDE_MORE = 1.5, 1.3
-# At least, in a graph, of such rows: nine in ten took 1.16 of it or more, and of many units of 16 bits 1.22.
+# What narrow ones take at least, in a graph, of what the model thinks: of 522 random GRUs nine in ten took so much or more, and of many
+# units of 16 bits more (docs/decisions/0078).
 SOME_UNITS, SOME_LEAST, MANY_LEAST = 512, 1.15, 1.22
 ROW_TAKES = 0.95  # of what kernels of form "row" take without padding, with it
 LEFT = Choice("eager", "PyTorch's own takes less with padded rows, and kernels not enough less to be sure of it", None)
