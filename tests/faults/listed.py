@@ -389,8 +389,8 @@ LOOKUP = (
     Fault(
         "a_lead_that_lasts_however_far",
         "tuned/lookup/lookup.py",
-        "LEAD ** (1 + away) if _device_decides(family, row, spec, size) else LEAD",
-        "LEAD",
+        "    if _device_decides(family, row, spec, size):\n        lead =",
+        "    if False:\n        lead =",
         (T + "families/test_doubt.py::test_a_lead_must_be_larger_the_further_away_it_was_measured",),
         "In a graph a linear takes twice as long as PyTorch's own, by a row that hardly led.",
     ),

@@ -56,8 +56,12 @@ class Family:
     launches: Callable[..., tuple[Step, ...]]  # (spec, variant, call) -> all steps, in order
     # (spec of a row, spec, size, octaves between) -> why the row does not say that a kernel beats PyTorch's own there, or None
     doubt: Callable[[Any, Any, Any, float], str | None] | None = None
+    # (row, spec, size) -> the lead over PyTorch's own that the row must have for each octave to a call; None: that of every family
+    lead: Callable[[Any, Any, Any], float | None] | None = None
     # (spec, size) -> what PyTorch's own takes at least, us, whatever a row says that its kernels take
     least_us: Callable[[Any, Any], float] | None = None
+    # (spec, size, variant) -> why a call takes the host longer with the variant than PyTorch's own does, or None
+    spends: Callable[[Any, Any, Any], str | None] | None = None
     # (variant of a row, spec, size, multiprocessors) -> the variant as a call of that size needs it
     sized: Callable[[Any, Any, Any, int], Any] | None = None
     reach: float = math.inf  # octaves: a call further than that from every row gets the default variant
@@ -88,6 +92,7 @@ def described(  # noqa: PLR0913 - the modules of a family
         kernel_names=launches.kernel_names,
         launches=launches.launches,
         doubt=getattr(variant, "doubt", None),
+        lead=getattr(variant, "lead", None),
         sized=getattr(variant, "sized", None),
         reach=getattr(variant, "REACH", math.inf),
         model=None if model is None else Model(**{f.name: getattr(model, f.name) for f in dataclasses.fields(Model)}),

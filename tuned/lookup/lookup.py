@@ -58,6 +58,9 @@ def _elsewhere(row: Row, gpu: Gpu) -> list[str]:
 def choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
     """The variant for a call, by the lookup order in tuned.dispatch."""
     found = _choose(family, spec, size, gpu)
+    if found.variant is not None and family.spends is not None:
+        why = family.spends(spec, size, found.variant)
+        found = found if why is None else Choice("eager", why, None)
     return found if found.variant is None else dataclasses.replace(found, gpu=gpu)
 
 
@@ -255,7 +258,9 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
         unsaid = bool(rows) and _device_decides(family, rows[0], spec, size)
         return _unsaid(family, spec, size, gpu, table) if unsaid else None
     away, row, variant = found
-    lead = LEAD ** (1 + away) if _device_decides(family, row, spec, size) else LEAD
+    lead = LEAD
+    if _device_decides(family, row, spec, size):
+        lead = ((family.lead and family.lead(row, spec, size)) or LEAD) ** (1 + away)
     if 0 < _theirs_us(family, row, spec, size) < lead * row.median_us:
         return _left_to_pytorch(row, gpu, f", {away:.2g} octaves away,")
     return _neighbour(spec, size, gpu, found)

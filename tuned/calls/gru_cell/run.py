@@ -6,6 +6,7 @@ keep none of the caller's tensors alive: they hold numbers, kernels and settings
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from tuned.calls.products import MAX_ELEMENTS, name_of, precision_of, rows_of, u
 from tuned.families.gru_cell import FAMILY as GRU_CELL
 from tuned.families.gru_cell.launches import GruCellCall
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.gru_cell.variant import spends
 from tuned.families.products import DTYPES, MAX_SEGMENTS, as_called, joined
 from tuned.launching import alike, left
 from tuned.launching.launcher import run_publicly
@@ -48,7 +50,7 @@ _cat: Any = torch.cat
 _gru_cell = torch.gru_cell  # not torch._VF's: that is what tuned.nn.patched replaces, and it would call back here
 _linear = torch.nn.functional.linear
 HOST_US = 25.0  # of torch.gru_cell; 35 to 64 on the hosts of H200s that were measured
-MOMENTS = misses.Moments(GRU_CELL, as_called(GRU_CELL, HOST_US))
+MOMENTS = misses.Moments(GRU_CELL, dataclasses.replace(as_called(GRU_CELL, HOST_US), spends=spends))
 
 
 def _spec_of(

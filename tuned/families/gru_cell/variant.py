@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from tuned.families import products
 from tuned.families.architecture import LEAST_SHARED, PDL_CAPABILITY, shared_limit
@@ -33,6 +34,12 @@ MAX_IEEE = 2**15  # products per turn, which without tensor cores are written ou
 WARPGROUPS, WARPGROUP_UNITS = 90, 16
 AMD_COLUMNS = 16  # columns of a product of AMD's matrix cores
 CACHED_BYTES = 2**25  # of weights that stay in the L2 from one row to the next: of 55 MB it took twice as long
+# Rows by the weights of a gate, from which the device takes longer than any host that was measured: in float32's own
+# precision, and by tensor cores.
+DEVICE_PRODUCTS, FAST_PRODUCTS = 2**29, 2**33
+# In float32's own precision, of as many products as a row's or more: with 1.05, 5 of 9 random steps took up to 1.05 of
+# PyTorch's time in a graph. Of less than two thirds as many, kernels led by 1.48 to 6.8.
+SINGLE_LEAD, SINGLE_LEAST = 1.33, 2 / 3
 GATES_PER_THREAD = 8  # elements, eight float32 values each: two 16-byte loads of each tensor
 
 
@@ -292,6 +299,17 @@ def default_variant(spec: GruCellSpec, size: GruCellSize | None = None) -> GruCe
     return gates_variant(spec.hidden)
 
 
+def spends(spec: GruCellSpec, size: GruCellSize, variant: GruCellVariant) -> str | None:
+    """Why a call takes the host longer with a variant than with PyTorch's own, which launches as much; or None.
+
+    In place PyTorch's own launches a copy more. Of the products at which it is told, the device takes 90 us, and the host no longer.
+    """
+    own = DEVICE_PRODUCTS if spec.precision == "ieee" else FAST_PRODUCTS
+    if variant.form != "library" or spec.inplace or size.batch * spec.weights > own:
+        return None
+    return "two products of the library and a kernel for the gates take the host longer than PyTorch's own"
+
+
 def gates_variant(hidden: int) -> GruCellVariant:
     """Form "library" with a decent tile for the gates kernel: one row, two elements per thread."""
     block = min(256, next_power_of_2(max(hidden, 64)))
@@ -318,6 +336,15 @@ def doubt(row: GruCellSpec, spec: GruCellSpec, size: GruCellSize, octaves: float
     if spec.precision == "ieee" and size.batch > SLIM_ROWS and weights > CACHED_BYTES:
         return f"{weights} bytes of weights do not stay in the L2, and without tensor cores each row reads them again"
     return products.doubt(row, spec, size, octaves)
+
+
+def lead(row: Any, spec: GruCellSpec, size: GruCellSize) -> float | None:
+    """The lead over PyTorch's own that a row must have for each octave to another shape; None: that of every family.
+
+    Without tensor cores a kernel's time grows with its products, and that of the library's tiles in steps.
+    """
+    as_many = size.batch * spec.weights > SINGLE_LEAST * row.size.batch * row.spec.weights
+    return SINGLE_LEAD if spec.precision == "ieee" and size.batch > VECTOR_ROWS and as_many else None
 
 
 def adapt(variant: GruCellVariant, _spec: GruCellSpec, _to: GruCellSpec) -> GruCellVariant:
