@@ -1,9 +1,9 @@
-"""GRUs of random shapes against torch.nn.GRU: python -m benchmarks.random_gru --seconds 60 [--seed N] [--out FILE].
+"""GRUs of random shapes against torch.nn.GRU: python -m benchmarks.random_gru [--seconds 60] [--shapes 200] [--seed N] [--out FILE].
 
 Each shape is drawn log-uniform, not rounded: 16 to 2000 steps, a batch of 1 to 512, 32 to 2048 units, one to three layers,
 one or both ways, bfloat16 or float32 (TF32), one in six as a PackedSequence. The same weights and inputs are run by both,
 in turns, as calls (wall time, synchronized) and in CUDA graphs (device time; PackedSequence as calls only). No shape was
-seen by tuning; the seed is new for each run, and printed.
+seen by tuning; the seed is new for each run, and printed. Kernels are compiled before, for at most half as long as is measured.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 
 import tuned
 import tuned.nn
+from benchmarks import ahead
 from benchmarks.record import environment  # of the device and the packages
 from benchmarks.verify import INTERRUPTED
 from generator.disk import write_whole
@@ -113,8 +114,8 @@ def in_turns(one: Any, other: Any, clock: Any) -> tuple[float, float]:
     return first, second
 
 
-def compared(shape: Shape) -> dict[str, Any]:
-    """Both of one shape: microseconds as a call and in a graph, what served, and how far results are apart."""
+def made_of(shape: Shape) -> tuple[Any, Any, Any]:
+    """nn.GRU, ours with the same weights, and an input."""
     dtype = getattr(torch, shape.dtype)
     made: dict[str, Any] = {"num_layers": shape.layers, "bidirectional": shape.bidirectional}
     theirs = torch.nn.GRU(shape.hidden, shape.hidden, **made, device="cuda", dtype=dtype)
@@ -126,6 +127,21 @@ def compared(shape: Shape) -> dict[str, Any]:
     if shape.packed:
         lengths = [shape.steps - row * shape.steps // (2 * shape.batch) for row in range(shape.batch)]
         x = torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor(lengths))
+    return theirs, ours, x
+
+
+def served(shape: Shape) -> None:
+    """Ours of one shape, as a call and in a graph, so that its kernels are compiled."""
+    _, ours, x = made_of(shape)
+    with torch.no_grad():
+        ours(x)
+        if not shape.packed:
+            captured(lambda: ours(x))
+
+
+def compared(shape: Shape) -> dict[str, Any]:
+    """Both of one shape: microseconds as a call and in a graph, what served, and how far results are apart."""
+    theirs, ours, x = made_of(shape)
     first, second = theirs(x), ours(x)
     apart = float((first[1].float() - second[1].float()).abs().max())
     found = {**dataclasses.asdict(shape), "apart": apart, "rule": tuned.explain(ours, x).rule}
@@ -179,24 +195,42 @@ def kept(path: Path | None, content: dict[str, Any], told: Callable[[Any], str])
             write_whole(path, (json.dumps(whole, indent=1) + "\n").encode())
 
 
-def run(about: str | None, measured: Any, told: Any) -> None:
-    """Measure until the time is over; print what is told of the rows, and write them. Where nothing compares there is no row."""
+def options_of(about: str | None) -> argparse.Namespace:
+    """The options of a benchmark of random calls; its seed is new if none is given, and printed."""
     parser = argparse.ArgumentParser(description=(about or "").partition(":")[0])
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of measuring random shapes")
+    parser.add_argument("--shapes", type=int, default=200, help="that are compiled ahead, and measured at most")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this compares GPUs' kernels, and torch sees no GPU here: run it on a machine that has one")
-    seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
-    print(f"seed {seed}", flush=True)
-    draw, end = random.Random(seed), time.monotonic() + options.seconds  # noqa: S311 - shapes, no secrets
+    if options.seed is None:
+        options.seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {options.seed}", flush=True)
+    return options
+
+
+def measure(rows: list[dict[str, Any]], options: argparse.Namespace, draw: Any, serve: Any, compare: Any) -> None:
+    """Compile the shapes that ``draw`` gives, then measure them until the time is over. Where nothing compares there is no row."""
+    chance = random.Random(options.seed)  # noqa: S311 - shapes, no secrets
+    shapes = [draw(chance) for _ in range(options.shapes)]
+    print(ahead.compile_ahead(shapes, serve, ahead.processes_here(), options.seconds / 2), flush=True)
+    end = time.monotonic() + options.seconds
+    for shape in shapes:
+        if time.monotonic() >= end:
+            break
+        if (row := compare(shape)) is not None:
+            rows.append(row)
+
+
+def run(about: str | None, draw: Any, serve: Any, compare: Any, told: Any) -> None:
+    """A benchmark of random calls: its options, what is told of its rows, and the file of them."""
+    options = options_of(about)
     rows: list[dict[str, Any]] = []
-    with kept(options.out, {"seed": seed, "rows": rows}, told), torch.no_grad():
-        while time.monotonic() < end:
-            if (row := measured(draw)) is not None:
-                rows.append(row)
+    with kept(options.out, {"seed": options.seed, "rows": rows}, told), torch.no_grad():
+        measure(rows, options, draw, serve, compare)
 
 
 if __name__ == "__main__":
-    run(__doc__, lambda draw: compared(drawn(draw)), lambda rows: summary(rows, "nn.GRU"))
+    run(__doc__, drawn, served, compared, lambda rows: summary(rows, "nn.GRU"))

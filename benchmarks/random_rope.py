@@ -1,4 +1,4 @@
-"""RoPE of random shapes against flash-attention and Liger: python -m benchmarks.random_rope [--seconds 60] [--seed N] [--out FILE].
+"""RoPE of random shapes against flash-attention and Liger: python -m benchmarks.random_rope [--seconds 60] [--shapes 200] [--seed N] [--out FILE].
 
 Each call is drawn log-uniform, not rounded: 1 to 65,536 tokens in all layouts, 1 to 64 heads, a key with fewer or none, 16 to 256
 features of which all or some rotate, by halves or interleaved, in place or not, forward or backward, bfloat16 or float32. Each is
@@ -89,6 +89,19 @@ def in_rounds(timed: dict[str, Any], clock_us: Any, ours: str) -> dict[str, floa
     return found
 
 
+def served(call: Call) -> None:
+    """Ours and each peer's of one call, so that their kernels are compiled."""
+    sets = calls.make_tensors(call, 1, "cuda")
+    calls.ours(call, sets)[0]()
+
+    def launched(given: list[Launch]) -> list[Launch]:
+        given[0]()
+        return given
+
+    for name in PEERS:
+        attempt(launched, name, call, sets)
+
+
 def compared(call: Call, device: str = "cuda", peers: Sequence[str] = PEERS) -> dict[str, Any] | None:
     """Ours and each peer that takes the call: microseconds in a graph and as a call; None if no peer does."""
     sets = calls.make_tensors(call, clock.set_count(call.touched_bytes), device)
@@ -156,4 +169,4 @@ def _shown(row: dict[str, Any], which: str) -> str:
 
 
 if __name__ == "__main__":
-    run(__doc__, lambda draw: compared(drawn(draw)), summary)
+    run(__doc__, drawn, served, compared, summary)

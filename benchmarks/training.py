@@ -1,4 +1,4 @@
-"""Training GRUs against torch.nn.GRU: python -m benchmarks.training [--seconds 60] [--seed N] [--out FILE].
+"""Training GRUs against torch.nn.GRU: python -m benchmarks.training [--seconds 60] [--shapes 200] [--seed N] [--out FILE].
 
 A step is the forward and the gradients of the input and of all weights, without an optimizer. First a list of shapes, each
 held against its bar: times as a call and in a CUDA graph, the error of each gradient beside nn.GRU's own (root mean square
@@ -8,20 +8,28 @@ and against sequences cut there for nn.GRU. Then shapes drawn as in benchmarks.r
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import random
 import statistics
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import tuned
 import tuned.nn
-from benchmarks.random_gru import Shape, call_us, captured, drawn, graph_us, in_turns, kept, summary
+from benchmarks.random_gru import (
+    Shape,
+    call_us,
+    captured,
+    drawn,
+    graph_us,
+    in_turns,
+    kept,
+    measure,
+    options_of,
+    summary,
+)
 from tuned.calls.gru import eager
 from tuned.calls.gru.arguments import gru_call
 
@@ -179,6 +187,23 @@ def compared(shape: Shape, features: int, *, whole: bool = False) -> dict[str, A
     return found
 
 
+def served(shape: Shape) -> None:
+    """Ours of a random shape, as a call and in a graph, so that its kernels are compiled."""
+    pair = Pair(shape, shape.hidden)
+    run = pair.step(pair.ours)
+    run()
+    if not shape.packed:
+        captured(run)
+
+
+def drawn_here(draw: random.Random) -> Shape:
+    """A shape of ``random_gru`` whose gradients fit into memory as well."""
+    while True:
+        shape = drawn(draw)
+        if shape.steps * shape.batch * shape.hidden <= MOST_ELEMENTS:
+            return shape
+
+
 def line(group: str, row: dict[str, Any]) -> str:
     """A listed row beside its bar."""
     name = f"{row['steps']} steps of {row['batch']} x {row['hidden']}, {row['layers']} layers, {row['dtype']}"
@@ -195,28 +220,16 @@ def line(group: str, row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--seconds", type=float, default=60.0, help="for random shapes, after those that are listed")
-    parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--out", type=Path, default=None)
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this compares GPUs' kernels, and torch sees no GPU here: run it on a machine that has one")
-    seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
-    print(f"seed {seed}", flush=True)
+    options = options_of(__doc__)
     found: dict[str, list[dict[str, Any]]] = {"listed": [], "resets": [], "rows": []}
-    with kept(options.out, {"seed": seed, **found}, lambda rows: summary(rows, "nn.GRU")):
+    with kept(options.out, {"seed": options.seed, **found}, lambda rows: summary(rows, "nn.GRU")):
         for group, shape, features in LISTED:
             found["listed"].append({"group": group, **compared(shape, features, whole=True)})
             print(line(group, found["listed"][-1]), flush=True)
         for shape, features in RESET_SHAPES:
             found["resets"].append(with_resets(shape, features))
             print(reset_line(found["resets"][-1]), flush=True)
-        draw, end = random.Random(seed), time.monotonic() + options.seconds  # noqa: S311 - no secrets
-        while time.monotonic() < end:
-            shape = drawn(draw)
-            if shape.steps * shape.batch * shape.hidden <= MOST_ELEMENTS:
-                found["rows"].append(compared(shape, shape.hidden))
+        measure(found["rows"], options, drawn_here, served, lambda shape: compared(shape, shape.hidden))
 
 
 if __name__ == "__main__":

@@ -87,4 +87,4 @@ def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.random_gru import run  # noqa: PLC0415
 
     with pytest.raises(SystemExit, match="no GPU"):
-        run("About: it", lambda _: None, lambda _: "")
+        run("About: it", drawn, None, None, lambda _: "")

@@ -113,7 +113,9 @@ def test_measured_problems_get_the_same_kernel_at_both_moments(moments: Moments)
         assert captured == (row.variant if not 0 < row.eager_us < row.median_us else None)
         assert always is (called == captured)
         spent = name == "gru_cell" and cells.spends(row.spec, row.size, row.variant) is not None
-        assert called in ((None,) if spent else (captured, row.variant)), "of what the host takes longer for, the kernel"
+        assert called in ((None,) if spent else (captured, row.variant)), (
+            "of what the host takes longer for, the kernel"
+        )
 
 
 def test_no_call_waits_for_more_launches_than_pytorchs_own() -> None:
@@ -128,7 +130,9 @@ def test_no_call_waits_for_more_launches_than_pytorchs_own() -> None:
     half = GruCellSpec("bfloat16", 768, (768,))
     reasons = [cells.spends(spec, GruCellSize(rows), library) for spec in (large, half) for rows in (400, 800, 8000)]
     assert [reason is None for reason in reasons] == [False, True, True, False, False, True], "the device's time alone"
-    assert cells.spends(dataclasses.replace(half, inplace=True), GruCellSize(64), library) is None, "PyTorch's copies too"
+    assert cells.spends(dataclasses.replace(half, inplace=True), GruCellSize(64), library) is None, (
+        "PyTorch's copies too"
+    )
     assert cells.spends(half, GruCellSize(64), GruCellVariant()) is None, "one launch"
     assert CELL._families[True].spends is None, "in a graph launches cost the host nothing"
 

@@ -1,0 +1,59 @@
+"""Compile what random calls will launch before any of them is measured: nothing compiles beside a measurement, and more are measured.
+
+Each process makes a few of the calls on the same GPU, once as a call and once in a CUDA graph. What they compile is in Triton's cache then.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+MOST_PROCESSES = 12  # each holds a CUDA context and the tensors of a call
+
+
+def processes_here(gpus: int = 1) -> int:
+    """How many processes a machine with so many GPUs has cores for, beside the one that measures on each."""
+    return max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)) // gpus - 1))
+
+
+def compile_ahead(shapes: Sequence[Any], serve: Callable[[Any], Any], processes: int, seconds: float) -> str:
+    """Call ``serve``, a function of a module, on each shape in other processes. After so many seconds none is begun.
+
+    Returns:
+        How many shapes were served in how long, and the first complaint: what fails here fails again where it is measured.
+    """
+    begun, done, complaint = time.monotonic(), 0, ""
+    # Processes that are forked from one with a CUDA context have none.
+    pool = concurrent.futures.ProcessPoolExecutor(
+        processes, multiprocessing.get_context("spawn"), initializer=_leave_ctrl_c
+    )
+    try:
+        waiting = [pool.submit(_served, serve, shape) for shape in shapes]
+        for future in concurrent.futures.as_completed(waiting, seconds):
+            error = future.exception()
+            done += error is None
+            complaint = complaint or ("" if error is None else f"; {type(error).__name__}: {error}".splitlines()[0])
+    except concurrent.futures.TimeoutError:
+        pass
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return f"{done} of {len(shapes)} shapes compiled ahead in {time.monotonic() - begun:.0f} s{complaint}"
+
+
+def _served(serve: Callable[[Any], Any], shape: Any) -> None:
+    try:
+        serve(shape)
+    finally:
+        torch.cuda.empty_cache()  # the others need the memory
+
+
+def _leave_ctrl_c() -> None:
+    """Ctrl-C is the parent's: it waits for the calls that are under way."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
