@@ -38,17 +38,17 @@ SMALL_HIDDEN, SMALL_BATCH = (
     256,
 )  # dense float32 layers for which cuDNN has a kernel that keeps the weights on chip
 LAYER_OVER_FIRST = 0.2  # cuDNN runs the layers of a stack side by side: what one more takes, of the first
-NEAR, NEAR_MOST = 0.06, 0.2  # what the estimate of a variant is raised by, for each octave to a row that it won
+NEAR, NEAR_MOST = 0.06, 0.1  # what the estimate of a variant is raised by, for each octave to a row that it won
 MOST_ALIGNED = 16
 MARGIN, MARGIN_NARROW = 0.85, 0.65
-MARGIN_ROW = 0.8  # of form "row": nine in ten took 0.85 to 1.3 of what the model thinks
+MARGIN_ROW = 0.9  # of form "row": of 123 that were drawn, those that are thought to take up to 0.92 took 0.93 at most
 MARGIN_STEPS = 0.95  # of a launch for each step, as nn.GRU has: of 46 shapes that were measured none took more than 1.04 of its time
 MARGIN_ON_CHIP = 0.5  # of layers that ``stays_on_chip``: kernels took up to 2.1 of what the model thinks
 # Of float32, both ways, many rows. None was measured, and kernels took up to 2.4 of what the model thinks.
 MARGIN_BOTH_FLOAT32, MANY_ROWS = 0.6, 128
 # Of float32 and more rows still: one of 370 rows was thought to take 0.52 of PyTorch's own time, and took 1.06.
 MARGIN_MANY_FLOAT32, MOST_ROWS = 0.5, 256
-MARGIN_NARROW_FLOAT32 = 0.35  # kernels took up to 3.7 of what the model thinks: docs/decisions/0050
+MARGIN_NARROW_FLOAT32 = 0.45  # one of 1015 units that is thought to take 0.5 took 0.86: docs/decisions/0080
 # As a call PyTorch's own launches a GEMM and a kernel for each step of a cell (a layer and direction): of 290 random calls on six hosts
 # with H200s none took less than 9.3 us a step of a cell, but for dense float32 layers of which cuDNN may have one launch: those of up
 # to 128 units, and of up to 192 with not too many rows.
@@ -59,6 +59,8 @@ LEAST_ROWS = 16  # of a product on tensor cores
 SPILLED_HIDDEN, SPILLED_BATCH = 160, 160
 # Bytes of a warp's part of a row of weights, from which on products of rows of a multiple of 16 bytes take up to three times as long.
 WIDE_PART = 1024
+# Units of form "tile" from which on warpgroups multiply; units of the smallest tile; registers up to which a thread is not short of them.
+WARPGROUP_UNITS, FEWEST_UNITS, FREE_REGISTERS = 64, 8, 160
 MEASURED, PROCESSORS = (
     90,
     132,
@@ -97,17 +99,25 @@ def kernels(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
     parts = () if tile or aligned < MOST_ALIGNED else of_pieces
     wide = sum(width for width in parts if width // variant.num_warps * spec.item >= WIDE_PART)
     late, unit_tiles = variant.prefetch == "late", ceil_div(spec.hidden, units) / 100
+    single, products = spec.dtype == "float32", multiplied * max(rows, 8) * spec.item / variant.num_warps / 1e6
     found = {
         "step": 1.0,
         "turns": turns - 1.0,
         "pieces": turns * (len(of_pieces) - 1.0),
         "pieces_per_warp": turns * (len(of_pieces) - 1.0) / variant.num_warps,
         "elements": turns * units * rows / threads,
-        "tile_products" if tile else "products": multiplied * max(rows, 8) * spec.item / variant.num_warps / 1e6,
+        "tile_products" if tile else "products": products,
         "tile_weights" if tile else "weights": multiplied
         * spec.item
         * (1 if tile else max(1, rows / LEAST_ROWS))
         / 1e6,
+        "tile_small": products if tile and units < WARPGROUP_UNITS else 0.0,
+        "tile_float": multiplied * rows / 1e6 if tile and single else 0.0,
+        "products_float": products if single and not tile else 0.0,
+        "products_narrow": multiplied / 1e5 if aligned < MOST_ALIGNED else 0.0,
+        "most_warps": float(variant.num_warps == max(TILE_WARPS)),
+        "fewest_units": float(units == FEWEST_UNITS),
+        "crammed": max(registers(spec, variant) - FREE_REGISTERS, 0.0) / 32,
         "sums": 0.0 if tile else turns * variant.splits * units * rows / 1e6,
         "ieee": multiplied * rows / 1e6 if spec.dtype == "float32" and spec.precision == "ieee" else 0.0,
         "wide": turns * 3 * units * wide * spec.item * sets / variant.num_warps / 1e6,
@@ -116,7 +126,12 @@ def kernels(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
     if waits:
         found |= {
             variant.exchange: 1.0,
-            "early": float(not late),
+            "polled_narrow": columns / 1e3 if variant.exchange == "poll" and aligned < MOST_ALIGNED else 0.0,
+            "spun_pieces": float(variant.exchange == "spin") * (len(of_pieces) - 1.0),
+            # Of several pieces in 16 bits late is the slower one, by 3 to 13 percent; of one it is the faster, by 4 to 13.
+            "early": float(not late and (len(of_pieces) == 1 or single)),
+            "late_pieces": float(late and len(of_pieces) > 1 and not single),
+            "crowd": (programs(spec, size, variant) / PROCESSORS) ** 2,
             "late_unit_tiles": late * unit_tiles,
             "late_warps": float(late and read > 1) * variant.num_warps,
             "state": state / 1e6,
