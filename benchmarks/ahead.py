@@ -30,10 +30,10 @@ def compile_ahead(shapes: Sequence[Any], serve: Callable[[Any], Any], processes:
         How many shapes were served in how long, and the first complaint: what fails here fails again where it is measured.
     """
     begun, done, complaint = time.monotonic(), 0, ""
-    # Processes that are forked from one with a CUDA context have none.
-    pool = concurrent.futures.ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), initializer=_leave_ctrl_c
-    )
+    # They are forked from a server that has imported what all need, and no CUDA context, with which none can be forked.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.random_gru"])
+    pool = concurrent.futures.ProcessPoolExecutor(processes, context, initializer=_leave_ctrl_c)
     try:
         waiting = [pool.submit(_served, serve, shape) for shape in shapes]
         for future in concurrent.futures.as_completed(waiting, seconds):

@@ -114,25 +114,25 @@ def in_turns(one: Any, other: Any, clock: Any) -> tuple[float, float]:
     return first, second
 
 
-def made_of(shape: Shape) -> tuple[Any, Any, Any]:
-    """nn.GRU, ours with the same weights, and an input."""
-    dtype = getattr(torch, shape.dtype)
+def module_of(kind: Any, shape: Shape) -> Any:
+    """A GRU of such a shape, of ``torch.nn`` or ours."""
     made: dict[str, Any] = {"num_layers": shape.layers, "bidirectional": shape.bidirectional}
-    theirs = torch.nn.GRU(shape.hidden, shape.hidden, **made, device="cuda", dtype=dtype)
-    ours = tuned.nn.GRU(shape.hidden, shape.hidden, **made, device="cuda", dtype=dtype)
-    ours.load_state_dict(theirs.state_dict())
-    theirs.flatten_parameters()
-    ours.flatten_parameters()
+    return kind(shape.hidden, shape.hidden, **made, device="cuda", dtype=getattr(torch, shape.dtype))
+
+
+def input_of(shape: Shape) -> Any:
+    """Random numbers, as a PackedSequence of lengths from all steps to half of them where that is asked."""
+    dtype = getattr(torch, shape.dtype)
     x: Any = torch.randn(shape.steps, shape.batch, shape.hidden, device="cuda", dtype=dtype)
     if shape.packed:
         lengths = [shape.steps - row * shape.steps // (2 * shape.batch) for row in range(shape.batch)]
         x = torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor(lengths))
-    return theirs, ours, x
+    return x
 
 
 def served(shape: Shape) -> None:
     """Ours of one shape, as a call and in a graph, so that its kernels are compiled."""
-    _, ours, x = made_of(shape)
+    ours, x = module_of(tuned.nn.GRU, shape), input_of(shape)
     with torch.no_grad():
         ours(x)
         if not shape.packed:
@@ -141,7 +141,10 @@ def served(shape: Shape) -> None:
 
 def compared(shape: Shape) -> dict[str, Any]:
     """Both of one shape: microseconds as a call and in a graph, what served, and how far results are apart."""
-    theirs, ours, x = made_of(shape)
+    theirs, ours, x = module_of(torch.nn.GRU, shape), module_of(tuned.nn.GRU, shape), input_of(shape)
+    ours.load_state_dict(theirs.state_dict())
+    theirs.flatten_parameters()
+    ours.flatten_parameters()
     first, second = theirs(x), ours(x)
     apart = float((first[1].float() - second[1].float()).abs().max())
     found = {**dataclasses.asdict(shape), "apart": apart, "rule": tuned.explain(ours, x).rule}
