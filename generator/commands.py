@@ -600,10 +600,9 @@ def model(family: str | None, gpu_option: str, seconds: float, seed: int, consol
     every = samples.load_all()
     for one in every:
         others = [other for other in every if other.family == one.family and other is not one]
-        for name, left_out in (("problem", same_problem), ("hidden size", fitting.same_hidden)):
-            cost = fitting.summary(fitting.regrets(one, left_out, others))
-            put(**{f"{one.family} on {one.environment['device']}, a {name} left out": cost})
-            say(console, f"{one.family} on {one.environment['device']}: a {name} left out costs {cost}")
+        cost = fitting.summary(fitting.regrets(one, fitting.same_part, others))
+        put(**{f"{one.family} on {one.environment['device']}, hidden sizes left out": cost})
+        say(console, f"{one.family} on {one.environment['device']}: hidden sizes left out cost {cost}")
     render_all()
     return 0
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tuned.lookup.model import Weights, weighted, won
+from tuned.lookup.table import tables
 
 from ..problem import Problem
 from ..storage.samples import Samples, load_all
@@ -19,12 +20,16 @@ from ..workload import WORKLOADS
 FIGURES = 4  # significant digits of a weight: the same on every machine
 OVER = 6.0  # how much worse it is to think PyTorch's own slower than it is: then a kernel is chosen that loses
 ROUNDS = 60  # of fitting with the weights of the errors of the round before
+PARTS = 11  # of the hidden sizes, of which one is left out at a time
+LEAST_CHOICE = 4  # kernels of a problem, for regret
 LEAST_STEPS = 32  # shorter sequences are mostly the start of their kernels, whose time varies
 
 
 def least_squares(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """The least-squares solution without a negative weight: the active sets of Lawson and Hanson (1974), chapter 23."""
     count = rows.shape[1]
+    q, rows = np.linalg.qr(rows)  # once, and then on a square: a fit of ten thousand rows takes tens of solutions
+    wanted = q.T @ wanted
     inside = np.zeros(count, bool)
     found = np.zeros(count)
     slack = 1e-10 * np.abs(rows.T @ wanted).max()
@@ -59,8 +64,20 @@ def _fitted(amounts: Sequence[dict[str, float]], us: Sequence[float], trust: Seq
     return {n: float(f"{x:.{FIGURES}g}") for n, x in zip(names, found / scale, strict=True) if x > 0}
 
 
-def fit(of: Sequence[Samples], left_out: Callable[[Problem], bool] = lambda _: False) -> dict[str, Weights]:
-    """Which model -> its weights, from all samples of a family, of every device, but those of problems that are left out."""
+@functools.cache  # the same for each part that is left out
+def _amounts(family: str, spec: Any, size: Any, variant: Any) -> dict[str, float]:
+    model = WORKLOADS[family].family.model
+    assert model is not None, f"{family} has no model"
+    return model.kernels(spec, size, variant)
+
+
+def fit(of: Sequence[Samples]) -> dict[str, Weights]:
+    """Which model -> its weights, from all samples of a family, of every device."""
+    return fit_kernels(of) | _fit_replaced(of)
+
+
+def fit_kernels(of: Sequence[Samples], left_out: Callable[[Problem], bool] = lambda _: False) -> dict[str, Weights]:
+    """The models of what this package launches, but for samples of problems that are left out."""
     model = WORKLOADS[of[0].family].family.model
     assert model is not None, f"{of[0].family} has no model"
     amounts: list[dict[str, float]] = []
@@ -71,11 +88,10 @@ def fit(of: Sequence[Samples], left_out: Callable[[Problem], bool] = lambda _: F
         if left_out(problem) or not ours:
             continue
         best = min(ours.values())
-        amounts += [model.kernels(problem.spec, problem.size, v) for v in ours]
+        amounts += [_amounts(of[0].family, problem.spec, problem.size, v) for v in ours]
         us += ours.values()
         trust += [best / t for t in ours.values()]  # what is near the best is what is chosen among
     found = {"kernels": _fitted(amounts, us, trust, 1.0)}
-    kinds: dict[str, list[tuple[dict[str, float], float]]] = {}
     by_step = [
         (amounts, times[variant])
         for problem, times in itertools.chain.from_iterable(samples.times.items() for samples in of)
@@ -85,6 +101,15 @@ def fit(of: Sequence[Samples], left_out: Callable[[Problem], bool] = lambda _: F
     ]
     if by_step:
         found["steps"] = _fitted([row for row, _ in by_step], [t for _, t in by_step], [1.0] * len(by_step), 1.0)
+    return found
+
+
+def _fit_replaced(of: Sequence[Samples]) -> dict[str, Weights]:
+    """The models of PyTorch's own, and of the product of the input."""
+    model = WORKLOADS[of[0].family].family.model
+    assert model is not None, f"{of[0].family} has no model"
+    found: dict[str, Weights] = {}
+    kinds: dict[str, list[tuple[dict[str, float], float]]] = {}
     replaced = [one for samples in of for one in samples.replaced]
     for one in replaced:
         kind, row = model.library(one.spec, one.size)
@@ -106,32 +131,33 @@ def models() -> dict[str, dict[str, Weights]]:
     return {family: fit(of) for family, of in found.items()}
 
 
-def same_hidden(one: Problem, other: Problem) -> bool:
-    """Leave a shape out: every problem of one hidden size."""
-    return bool(one.spec.hidden == other.spec.hidden)
+def same_part(one: Problem, other: Any) -> bool:
+    """Leave shapes out: every problem of an eleventh of the hidden sizes."""
+    return bool(one.spec.hidden // 4 % PARTS == other.spec.hidden // 4 % PARTS)
 
 
 def regrets(
-    samples: Samples, left_out: Callable[[Problem, Problem], bool], others: Sequence[Samples] = ()
+    samples: Samples, left_out: Callable[[Problem, Any], bool], others: Sequence[Samples] = ()
 ) -> dict[str, float]:
-    """Problem -> how much slower than its best variant the pick is, if what ``left_out`` says was never measured.
+    """Problem -> how much slower than its best variant the pick is, if what ``left_out`` says was never measured, row or sample.
 
-    ``others``: samples of other devices, to which the model is fitted too, but for what is left out.
+    ``others``: samples of other devices, to which the model is fitted too. Of problems with few kernels measured there is little to
+    choose: they have none.
     """
     model = WORKLOADS[samples.family].family.model
     assert model is not None, f"{samples.family} has no model"
-    winners = {p: min(times, key=times.__getitem__) for p, times in samples.times.items()}
-    found: dict[str, float] = {}
-    known: dict[Any, dict[str, Weights]] = {}
+    table, found = tables().get(samples.environment["device"]), dict[str, float]()
+    rows_of_all = () if table is None else table.rows[samples.family]
+    known: dict[frozenset[Problem], dict[str, Weights]] = {}
     for problem, times in samples.times.items():
         steps = model.steps(problem.spec, problem.size)
         measured = {v: t for v, t in times.items() if model.covers(v) or (steps is not None and v == steps[0])}
-        if not measured:
+        if len(measured) < LEAST_CHOICE:
             continue
-        without = tuple(p for one in (samples, *others) for p in one.times if left_out(problem, p))
+        without = frozenset(p for one in (samples, *others) for p in one.times if left_out(problem, p))
         if without not in known:
-            known[without] = fit((samples, *others), without.__contains__)
-        rows = [(p.spec, p.size, v) for p, v in winners.items() if p not in without]
+            known[without] = fit_kernels((samples, *others), without.__contains__)
+        rows = [(row.spec, row.size, row.variant) for row in rows_of_all if not left_out(problem, row)]
         pick = best_of(samples, problem, measured, known[without], rows)
         found[problem.name] = measured[pick] / min(times.values()) - 1
     return found
@@ -150,13 +176,19 @@ def best_of(
     def thought_us(variant: Any) -> float:
         if steps is not None and variant == steps[0] and not model.covers(variant):
             return weighted(steps[1], weights["steps"])
-        amounts = model.kernels(problem.spec, problem.size, variant)
+        amounts = _amounts(of.family, problem.spec, problem.size, variant)
         return weighted(amounts, weights["kernels"]) * model.handicap(variant, near)
 
     return min(variants, key=thought_us)
 
 
 def summary(found: dict[str, float]) -> str:
-    """Median and worst, as a phrase."""
-    worst, name = max((regret, name) for name, regret in found.items())
-    return f"median {100 * statistics.median(found.values()):.2f} %, worst {100 * worst:.1f} % ({name})"
+    """Median, mean, what nine in ten stay below, and worst, as a phrase."""
+    if not found:
+        return f"nothing is known: no problem has {LEAST_CHOICE} kernels measured"
+    regrets, (worst, name) = sorted(found.values()), max((regret, name) for name, regret in found.items())
+    median, mean, most = statistics.median(regrets), statistics.mean(regrets), regrets[int(0.9 * len(regrets))]
+    return (
+        f"median {100 * median:.2f} %, mean {100 * mean:.2f} %, nine in ten at most {100 * most:.1f} %, worst {100 * worst:.1f} % "
+        f"({name}), of {len(found)} problems"
+    )

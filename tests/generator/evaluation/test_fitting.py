@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 
 import numpy as np
@@ -11,7 +12,7 @@ from scipy.optimize import nnls
 from generator.evaluation import fitting
 from generator.problem import Problem
 from generator.storage import samples
-from tuned.families.gru.model import covers, kernels
+from tuned.families.gru.model import kernels
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant
 from tuned.lookup.model import weighted
@@ -67,24 +68,29 @@ def test_pytorchs_own_is_rather_thought_faster_than_it_is(measured: samples.Samp
 
 
 def test_picks_for_hidden_sizes_that_were_never_measured_are_near_the_best() -> None:
-    """Of each device, and of problems with four kernels or more: of fewer there is little to choose. An eleventh of the sizes is
-    left out at a time.
-    """
-
-    def same_part(one: Problem, other: Problem) -> bool:
-        return one.spec.hidden // 4 % 11 == other.spec.hidden // 4 % 11
-
+    """Of each device, an eleventh of the sizes left out at a time."""
     every = [one for one in samples.load_all() if one.family == "gru"]
     counted = 0
     for one in every:
-        choices = {problem.name for problem, times in one.times.items() if sum(map(covers, times)) >= 4}
-        regrets = fitting.regrets(one, same_part, [other for other in every if other is not one])
-        found = sorted(regret for name, regret in regrets.items() if name in choices)
+        regrets = fitting.regrets(one, fitting.same_part, [other for other in every if other is not one])
+        found = sorted(regrets.values())
         counted += len(found)
         assert statistics.median(found) <= MEDIAN
         assert found[int(0.9 * len(found))] <= TENTH
         assert found[-1] <= WORST
     assert counted > 200
+
+
+def test_a_summary_says_what_was_left_out_and_of_how_many() -> None:
+    found = {f"p{i}": i / 100 for i in range(11)}
+    told = fitting.summary(found)
+    assert told == "median 5.00 %, mean 5.00 %, nine in ten at most 9.0 %, worst 10.0 % (p10), of 11 problems"
+    assert fitting.summary({}).startswith("nothing is known")
+
+
+def test_problems_with_few_kernels_have_no_regret(measured: samples.Samples) -> None:
+    few = {problem: dict(list(times.items())[:3]) for problem, times in measured.times.items()}
+    assert fitting.regrets(dataclasses.replace(measured, times=few), fitting.same_part) == {}
 
 
 def test_samples_are_read_as_they_were_written(measured: samples.Samples, tmp_path: object) -> None:
