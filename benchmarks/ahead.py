@@ -18,9 +18,9 @@ import torch
 MOST_PROCESSES = 12  # each holds a CUDA context and the tensors of a call
 
 
-def processes_here(gpus: int = 1) -> int:
-    """How many processes a machine with so many GPUs has cores for, beside the one that measures on each."""
-    return max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)) // gpus - 1))
+def processes_here() -> int:
+    """How many processes this machine has cores for, beside the one that measures."""
+    return max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)) - 1))
 
 
 def compile_ahead(shapes: Sequence[Any], serve: Callable[[Any], Any], processes: int, seconds: float) -> str:
@@ -32,7 +32,7 @@ def compile_ahead(shapes: Sequence[Any], serve: Callable[[Any], Any], processes:
     begun, done, complaint = time.monotonic(), 0, ""
     # They are forked from a server that has imported what all need, and no CUDA context, with which none can be forked.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.random_gru"])
+    context.set_forkserver_preload(["tuned.nn", "triton"])
     pool = concurrent.futures.ProcessPoolExecutor(processes, context, initializer=_leave_ctrl_c)
     try:
         waiting = [pool.submit(_served, serve, shape) for shape in shapes]

@@ -30,6 +30,7 @@ from benchmarks.record import environment  # of the device and the packages
 from benchmarks.verify import INTERRUPTED
 from generator.disk import write_whole
 
+SHAPES = 200  # that its bar asks for
 MOST_ELEMENTS = 2**27  # of gates, for each direction
 TIMES = 5  # of each, in turns; the median counts
 AGAIN = 5  # measurements of a row that counts against the bar
@@ -199,11 +200,11 @@ def kept(path: Path | None, content: dict[str, Any], told: Callable[[Any], str])
             write_whole(path, (json.dumps(whole, indent=1) + "\n").encode())
 
 
-def options_of(about: str | None) -> argparse.Namespace:
-    """The options of a benchmark of random calls; its seed is new if none is given, and printed."""
+def options_of(about: str | None, shapes: int = SHAPES) -> argparse.Namespace:
+    """The options of a benchmark of so many random calls; its seed is new if none is given, and printed."""
     parser = argparse.ArgumentParser(description=(about or "").partition(":")[0])
     parser.add_argument("--seconds", type=float, default=60.0, help="of measuring random shapes")
-    parser.add_argument("--shapes", type=int, default=200, help="that are compiled ahead, and measured at most")
+    parser.add_argument("--shapes", type=int, default=shapes, help="compiled ahead, and measured at most: %(default)s")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
@@ -228,9 +229,9 @@ def measure(rows: list[dict[str, Any]], options: argparse.Namespace, draw: Any, 
             rows.append(row)
 
 
-def run(about: str | None, draw: Any, serve: Any, compare: Any, told: Any) -> None:
-    """A benchmark of random calls: its options, what is told of its rows, and the file of them."""
-    options = options_of(about)
+def run(about: str | None, draw: Any, serve: Any, compare: Any, told: Any, shapes: int = SHAPES) -> None:  # noqa: PLR0913
+    """A benchmark of so many random calls: its options, what is told of its rows, and the file of them."""
+    options = options_of(about, shapes)
     rows: list[dict[str, Any]] = []
     with kept(options.out, {"seed": options.seed, "rows": rows}, told), torch.no_grad():
         measure(rows, options, draw, serve, compare)

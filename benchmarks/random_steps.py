@@ -1,4 +1,4 @@
-"""GRU steps and linears over segments, of random shapes, against PyTorch's: python -m benchmarks.random_steps [--seconds 60] [--shapes 200] [--seed N].
+"""GRU steps and linears over segments, of random shapes, against PyTorch's: python -m benchmarks.random_steps [--seconds 60] [--shapes 240] [--seed N].
 
 Shapes are drawn log-uniform, not rounded. A step: 1 to 1024 rows, 32 to 2048 inputs and as many units, by torch.nn.GRUCell and by
 tuned.nn.GRUCell. A linear: 1 to 1024 rows of two or three segments of 16 to 1024 features, 16 to 8192 outputs, by
@@ -20,6 +20,7 @@ from benchmarks.random_gru import call_us, captured, graph_us, in_turns, run, su
 from tuned.dispatch import linear_cat
 
 CALLS = 20
+SHAPES = 240  # of both kinds, so that 100 of each are among them
 
 
 def drawn(draw: random.Random) -> dict[str, Any]:
@@ -91,4 +92,4 @@ def told(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    run(__doc__, drawn, served, compared, told)
+    run(__doc__, drawn, served, compared, told, SHAPES)

@@ -53,9 +53,10 @@ def test_after_the_time_that_is_allowed_no_shape_is_begun() -> None:
     assert time.monotonic() - begun < 30
 
 
-def test_cores_are_shared_by_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    assert [processes_here(gpus) for gpus in (1, 2, 4, 16)] == [ahead.MOST_PROCESSES, 7, 3, 1]
+@pytest.mark.parametrize(("cores", "processes"), [(64, ahead.MOST_PROCESSES), (8, 7), (1, 1)])
+def test_a_core_is_left_for_what_measures(cores: int, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert processes_here() == processes
 
 
 def test_what_is_compiled_ahead_is_what_is_measured(
