@@ -395,6 +395,22 @@ LOOKUP = (
         "In a graph a linear takes twice as long as PyTorch's own, by a row that hardly led.",
     ),
     Fault(
+        "a_lead_without_tensor_cores_like_any_other",
+        "tuned/lookup/lookup.py",
+        "((family.lead and family.lead(row, spec, size)) or LEAD) ** (1 + away)",
+        "LEAD ** (1 + away)",
+        (T + "families/test_doubt.py::test_without_tensor_cores_a_small_lead_serves_no_larger_step",),
+        "In a graph a float32 step takes up to 1.05 of PyTorch's time.",
+    ),
+    Fault(
+        "a_call_in_more_launches_than_pytorchs_own",
+        "tuned/lookup/lookup.py",
+        "if found.variant is not None and family.spends is not None:",
+        "if False:",
+        (T + "families/test_doubt.py::test_no_call_waits_for_more_launches_than_pytorchs_own",),
+        "As a call a float32 step of many rows takes up to 1.15 of PyTorch's time.",
+    ),
+    Fault(
         "a_distance_that_doubts_what_pytorch_cannot_replace",
         "tuned/lookup/lookup.py",
         "and family.doubt(row.spec, spec, size, math.inf) is not None",

@@ -34,8 +34,8 @@ MAX_IEEE = 2**15  # products per turn, which without tensor cores are written ou
 WARPGROUPS, WARPGROUP_UNITS = 90, 16
 AMD_COLUMNS = 16  # columns of a product of AMD's matrix cores
 CACHED_BYTES = 2**25  # of weights that stay in the L2 from one row to the next: of 55 MB it took twice as long
-# Rows by the weights of a gate, from which the device takes longer than any host that was measured: in float32's own
-# precision, and by tensor cores.
+# Rows by the weights of a gate, from which the device takes some 90 us, as slow hosts do for PyTorch's own: in float32's own
+# precision by the rows of the H100, and by tensor cores from their peak, which nobody measured.
 DEVICE_PRODUCTS, FAST_PRODUCTS = 2**29, 2**33
 # In float32's own precision, of as many products as a row's or more: with 1.05, 5 of 9 random steps took up to 1.05 of
 # PyTorch's time in a graph. Of less than two thirds as many, kernels led by 1.48 to 6.8.
@@ -302,7 +302,7 @@ def default_variant(spec: GruCellSpec, size: GruCellSize | None = None) -> GruCe
 def spends(spec: GruCellSpec, size: GruCellSize, variant: GruCellVariant) -> str | None:
     """Why a call takes the host longer with a variant than with PyTorch's own, which launches as much; or None.
 
-    In place PyTorch's own launches a copy more. Of the products at which it is told, the device takes 90 us, and the host no longer.
+    Not in place, where PyTorch's own launches a copy more, nor of so many products that the device takes longer than the host.
     """
     own = DEVICE_PRODUCTS if spec.precision == "ieee" else FAST_PRODUCTS
     if variant.form != "library" or spec.inplace or size.batch * spec.weights > own:
