@@ -191,7 +191,6 @@ def served(shape: Shape) -> None:
     """Ours of a random shape, as a call and in a graph, so that its kernels are compiled."""
     pair = Pair(shape, shape.hidden)
     run = pair.step(pair.ours)
-    pair.step(pair.theirs)()  # as in ``random_gru``: a graph may be left to it
     run()
     if not shape.packed:
         captured(run)

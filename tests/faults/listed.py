@@ -570,10 +570,26 @@ LAUNCHING = (
     Fault(
         "library_of_another_thread_set_up",
         "tuned/launching/library.py",
-        "        torch.cuda.current_blas_handle()\n        return found",
-        "        return found",
+        "        ctx.library(grad.device)\n        return grad, None",
+        "        return grad, None",
         (T + "launching/test_library.py::test_it_is_set_up_once_where_gradients_are_computed",),
         "A training whose calls cuDNN serves cannot be captured: gradients have a thread of their own.",
+    ),
+    Fault(
+        "recurrences_first_set_up_in_a_graph",
+        "tuned/calls/gru/run.py",
+        "        library.set_up_recurrences(call.input.device)\n",
+        "        pass\n",
+        (T + "calls/test_gru_run.py::test_what_a_graph_leaves_to_pytorch_is_set_up_by_a_call_that_kernels_serve",),
+        "A GRU that kernels serve as a call cannot be captured, where cuDNN takes less in a graph.",
+    ),
+    Fault(
+        "recurrences_of_gradients_first_set_up_in_a_graph",
+        "tuned/calls/gru/training.py",
+        "    library.set_up_recurrences(call.input.device, gradients=True)  # a graph of it may be left to PyTorch's own\n",
+        "",
+        (T + "calls/test_gru_training.py::test_what_a_graph_may_leave_to_pytorch_is_set_up",),
+        "The same of a training, whose gradients have a thread of their own.",
     ),
     Fault(
         "key_without_alignment",

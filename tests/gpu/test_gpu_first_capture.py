@@ -47,6 +47,13 @@ PROGRAMS = {
         shape="101, 47, 72, 72, num_layers=2, bidirectional=True"
     ),
     "a short training": TRAINING.format(shape="20, 33, 256, 256, dtype=torch.bfloat16"),
+    "narrow rows, which a graph leaves to cuDNN": FORWARD.format(
+        shape="162, 18, 707, 707, num_layers=3, dtype=torch.bfloat16"
+    ),
+    "a training that a graph leaves to cuDNN": TRAINING.format(shape="462, 294, 130, 130"),
+    "layers both ways whose training a graph leaves to cuDNN": TRAINING.format(
+        shape="630, 294, 201, 201, num_layers=3, bidirectional=True"
+    ),
     "a step": "cell = tuned.nn.GRUCell(512, 512).to(device)\nx, h = torch.randn(2, 64, 512, device=device)\n"
     "def run():\n    with torch.no_grad():\n        return cell(x, h)\n",
     "a linear of segments": "from tuned.dispatch import linear_cat\n"

@@ -1,57 +1,81 @@
-"""PyTorch's library of products (cuBLAS), set up before a CUDA graph needs it.
+"""PyTorch's libraries of products (cuBLAS) and of recurrences (cuDNN), set up before a CUDA graph needs them.
 
-PyTorch sets it up at the first product of each thread, which fails while a graph is captured. So callers warm up. But in a graph another
-form may serve than in the calls that warmed up: products of the library and a kernel, where cuDNN or kernels alone served before.
+PyTorch sets each up at its first use in a thread, which fails while a graph is captured. So callers warm up. But in a graph another
+form may serve than in the calls that warmed up: products of the library and a kernel, where cuDNN or kernels alone served before; or
+cuDNN, where kernels did.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tuned.launching.plan import listeners
 
-_THREAD = threading.local()  # ``gpus``: for which a thread has it
-_WITH_GRADIENTS: set[int] = set()  # GPUs whose thread of gradients has it; there is one of a process
+_THREAD = threading.local()  # ``done``: what a thread has set up, and for which GPU
+_WITH_GRADIENTS: set[tuple[Any, int]] = set()  # what the thread of gradients has; there is one of a process and GPU
 _LOCK = threading.Lock()
 
 
 def set_up(device: torch.device, *, gradients: bool = False) -> None:
-    """Set the library up on a GPU for this thread, and for that of ``gradients``.
+    """Set the library of products up on a GPU for this thread, and for that of ``gradients``.
 
     Nothing in a capture, where it is too late, nor under modes that listen, which would be told of operators that nobody called. Where
     it cannot be, say for want of memory, a call that needs no product goes on; it is tried again at the next.
     """
+    _set_up(_products, device, gradients)
+
+
+def set_up_recurrences(device: torch.device, *, gradients: bool = False) -> None:
+    """``set_up`` of the library of recurrences, which takes some 100 ms and 28 MiB of a GPU, once: only where a graph may need it."""
+    if torch.backends.cudnn.enabled:
+        _set_up(_recurrences, device, gradients)
+
+
+def _set_up(library: Callable[[torch.device], None], device: torch.device, gradients: bool) -> None:  # noqa: FBT001
     if device.type != "cuda":
         return
-    index, mine = device.index, _THREAD.__dict__.setdefault("gpus", set())
-    missing = gradients and index not in _WITH_GRADIENTS
-    if (index in mine and not missing) or torch.cuda.is_current_stream_capturing() or listeners():
+    one, mine = (library, device.index), _THREAD.__dict__.setdefault("done", set())
+    missing = gradients and one not in _WITH_GRADIENTS
+    if (one in mine and not missing) or torch.cuda.is_current_stream_capturing() or listeners():
         return
     with torch.cuda.device(device), contextlib.suppress(RuntimeError):
-        # The first launch of a thread gives it a context, without which the library warns.
-        torch.zeros((), device=device)
-        torch.cuda.current_blas_handle()
-        mine.add(index)
+        library(device)
+        mine.add(one)
         if missing:
             with _LOCK, torch.enable_grad():
                 leaf = torch.zeros((), device=device, requires_grad=True)
-                torch.autograd.grad(_SetsUp.apply(leaf), leaf)  # type: ignore[no-untyped-call]
-                _WITH_GRADIENTS.add(index)
+                torch.autograd.grad(_SetsUp.apply(leaf, library), leaf)  # type: ignore[no-untyped-call]
+                _WITH_GRADIENTS.add(one)
+
+
+def _products(device: torch.device) -> None:
+    # The first launch of a thread gives it a context, without which the library warns.
+    torch.zeros((), device=device)
+    torch.cuda.current_blas_handle()
+
+
+def _recurrences(device: torch.device) -> None:
+    """One step of one unit. Its weights lie as cuDNN wants them, or PyTorch warns that they do not."""
+    numbers = torch.zeros(14, device=device)
+    weights = [numbers[:3].view(3, 1), numbers[3:6].view(3, 1), numbers[6:9], numbers[9:12]]
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        torch.gru(numbers[12:13].view(1, 1, 1), numbers[13:].view(1, 1, 1), weights, True, 1, 0.0, False, False, False)  # noqa: FBT003
 
 
 class _SetsUp(torch.autograd.Function):
-    """Sets the library up in the thread that computes gradients."""
+    """Sets a library up in the thread that computes gradients."""
 
     @staticmethod
-    def forward(_ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, leaf: torch.Tensor, library: Any) -> torch.Tensor:
+        ctx.library = library
         return torch.zeros_like(leaf)
 
     @staticmethod
-    def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        found = torch.zeros_like(grad)
-        torch.cuda.current_blas_handle()
-        return found
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        ctx.library(grad.device)
+        return grad, None

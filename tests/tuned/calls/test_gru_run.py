@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -251,6 +252,37 @@ def test_what_cu_seqlens_bounds_has_a_kernel_in_a_graph_whatever_its_size(hidden
         legal = rejection(spec, size, default_variant(spec, size), GPU.capability, GPU.multiprocessors) is None
         assert (choice.variant is not None) or not legal, choice.why
         assert choice.variant is not None or hidden > 1024
+
+
+@pytest.mark.usefixtures("decided_for_a_gpu")
+@pytest.mark.parametrize(
+    ("sizes", "settings", "dtype", "left"),
+    [
+        ((162, 18, 707), {"num_layers": 3}, torch.bfloat16, True),
+        ((22, 91, 759), {"bidirectional": True}, torch.float32, True),
+        ((462, 294, 130), {}, torch.float32, True),
+        ((512, 32, 512), {}, torch.bfloat16, False),
+    ],
+)
+def test_what_a_graph_leaves_to_pytorch_is_set_up_by_a_call_that_kernels_serve(
+    sizes: tuple[int, int, int],
+    settings: dict[str, Any],
+    dtype: torch.dtype,
+    left: bool,  # noqa: FBT001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A capture is no place to initialise cuDNN, and a call that kernels serve does not."""
+    asked: list[torch.device] = []
+    monkeypatch.setattr(run, "library", types.SimpleNamespace(set_up_recurrences=asked.append))
+    steps, batch, hidden = sizes
+    made = torch.nn.GRU(hidden, hidden, **settings, device="meta", dtype=dtype)
+    cells = settings.get("num_layers", 1) * (2 if "bidirectional" in settings else 1)
+    x, hx = (torch.empty(*n, hidden, device="meta", dtype=dtype) for n in ((steps, batch), (cells, batch)))
+    call = run.wide(gru_call(x, hx, made._flat_weights, **settings), captured=False)
+    parts = run._parts(call, captured=False)
+    assert all(choice.variant is not None for _, _, choice in parts)
+    assert run._alike_in_graph(call, parts) is not left
+    assert asked == [x.device] * left
 
 
 def few_units(layers: int, steps: int, dtype: torch.dtype = torch.bfloat16) -> GruCall:

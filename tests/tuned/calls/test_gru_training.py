@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -499,6 +500,17 @@ def test_what_needs_no_gradient_or_is_captured_or_listened_to_takes_no_plan_of_t
     assert not planned
     monkeypatch.setattr(run, "capturing", lambda _device: False)
     assert training.known(x, hx, weights, settings) is not None
+
+
+@pytest.mark.parametrize("width", [None, H + 3])
+def test_what_a_graph_may_leave_to_pytorch_is_set_up(monkeypatch: pytest.MonkeyPatch, width: int | None) -> None:
+    """A capture is no place to initialise cuDNN, in this thread or in that of gradients."""
+    asked: list[Any] = []
+    fake = types.SimpleNamespace(set_up_recurrences=lambda device, **settings: asked.append((device.type, settings)))
+    monkeypatch.setattr(training, "library", fake)
+    monkeypatch.setattr(run, "forward", lambda call, _kept: eager.gru(call))
+    training.forward(dataclasses.replace(call_of(), width=width))
+    assert asked == [("cpu", {"gradients": True})]
 
 
 def test_a_plan_that_cannot_serve_leaves_the_call_to_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:

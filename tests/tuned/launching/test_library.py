@@ -1,10 +1,11 @@
-"""The library of products is set up before a CUDA graph needs it."""
+"""Libraries of products and of recurrences are set up before a CUDA graph needs them."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import types
+import warnings
 from typing import Any
 
 import pytest
@@ -28,6 +29,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         told("launch")
         return made
 
+    def recurrence(*args: Any) -> Any:
+        told("recurrence")
+        return gru_of(*args)
+
+    gru_of = torch.gru
+    monkeypatch.setattr(torch, "gru", recurrence)
     monkeypatch.setattr(library, "_WITH_GRADIENTS", set())
     monkeypatch.setattr(library, "_THREAD", threading.local())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -83,6 +90,26 @@ def test_it_is_set_up_once_where_gradients_are_computed(asked: list[Any]) -> Non
     assert [what for what, *_ in asked[6:]] == ["launch", "launch", "launch", "handle"], "leaf, forward, backward"
     library.set_up(GPU, gradients=True)
     assert len(asked) == 10
+
+
+def test_recurrences_are_set_up_apart_from_products(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN takes 100 ms to set up, and a graph may need it where kernels serve the call."""
+    library.set_up(GPU, gradients=True)
+    del asked[:]
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.backends.cudnn, "enabled", False)
+        library.set_up_recurrences(GPU)
+    assert not asked, "PyTorch's own is not cuDNN's then"
+    library.set_up_recurrences(GPU)
+    library.set_up_recurrences(GPU)
+    assert asked == [GPU, ("launch", True), ("recurrence", True)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        library.set_up_recurrences(GPU, gradients=True)
+    assert sum(("recurrence", True) == one for one in asked) == 3, "here, and where gradients are computed"
+    library.set_up_recurrences(GPU, gradients=True)
+    assert sum(("recurrence", True) == one for one in asked) == 3
+    assert ("handle", True) not in asked
 
 
 def test_modes_that_listen_hear_nothing_of_it(asked: list[Any]) -> None:

@@ -39,7 +39,7 @@ from tuned.families.gru.model import (
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import row_variant, steps_are_alike
 from tuned.families.products import DTYPES
-from tuned.launching import residents
+from tuned.launching import library, residents
 from tuned.launching.launcher import run_steps
 from tuned.launching.plan import launch_known
 from tuned.launching.rehearsal import NotedError, listening
@@ -318,13 +318,21 @@ def _forward(call: GruCall, kept: list[Kept] | None) -> tuple[torch.Tensor, torc
         raise NotedError
     # A plan for a gradient is known by wide tensors, which a GRU that is as wide may have too.
     widened_before = call.units is not None
-    if may_learn(call.input.device) and not (call.dropout and len(parts) > 1) and not widened_before:
-        in_graph = _parts(wide(call.as_given, captured=True), captured=True)
-        captured = kept is None and [(s, c.variant) for s, _, c in in_graph] == [(s, c.variant) for s, _, c in parts]
-        learn(call, learnt, captured=captured, gradient=kept is not None)
+    if may_learn(call.input.device):
+        captured = kept is None and _alike_in_graph(call, parts)
+        if not (call.dropout and len(parts) > 1) and not widened_before:
+            learn(call, learnt, captured=captured, gradient=kept is not None)
     if served is call:
         return x, h_n
     return narrowed(call, x, h_n) if padding is None else padding.cut(x, h_n)
+
+
+def _alike_in_graph(call: GruCall, parts: Sequence[tuple[GruSpec, GruSize, Choice]]) -> bool:
+    """Whether a call without a gradient is the same launches in a CUDA graph. What one of PyTorch's own needs is set up."""
+    in_graph = _parts(wide(call.as_given, captured=True), captured=True)
+    if any(choice.variant is None for _, _, choice in in_graph):
+        library.set_up_recurrences(call.input.device)
+    return [(spec, choice.variant) for spec, _, choice in in_graph] == [(spec, c.variant) for spec, _, c in parts]
 
 
 def _padded(call: GruCall, padding: Padding) -> GruCall:

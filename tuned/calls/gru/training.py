@@ -31,7 +31,7 @@ from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru_backward import FAMILY as BACKWARD
 from tuned.families.gru_backward.launches import PARTS, RecurrenceGradient, counters_needed
 from tuned.families.products import DTYPES
-from tuned.launching import residents
+from tuned.launching import library, residents
 from tuned.launching.rehearsal import NotedError, listening
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
@@ -186,6 +186,7 @@ def forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, h_n) of a call that ``why_not`` accepts, with its gradient."""
     if call.width is not None:
         return narrowed(call, *forward(widened(call)))
+    library.set_up_recurrences(call.input.device, gradients=True)  # a graph of it may be left to PyTorch's own
     parts = [call] if run.in_one_launch(call) else [_layer(call, layer) for layer in range(call.num_layers)]
     plain = call.batch_sizes is None and call.cu_seqlens is None
     x, states = call.input, []
