@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+import torch
+
+from tests.support.otherwise import drawn_otherwise
+from tuned.lookup.gpu import gpu_of
+
+if TYPE_CHECKING:
+    from benchmarks.random_gru import Shape
 
 ROOT = Path(__file__).parents[2]
 PROCESS_SECONDS = 180
@@ -62,9 +71,49 @@ PROGRAMS = {
 }
 
 
+RANDOM, SEED = 6, 5
+
+
+def complaint_of(program: str) -> str | None:
+    """What a new process says of a program whose graph cannot be captured, or gives something else; else None."""
+    command = [sys.executable, "-c", BEGIN + program + END]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PROCESS_SECONDS, check=False)
+    return None if done.stdout.endswith("alike\n") else (done.stdout + done.stderr)[-3000:]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_warms_up_is_enough_for_its_capture(name: str) -> None:
-    command = [sys.executable, "-c", BEGIN + PROGRAMS[name] + END]
+    assert complaint_of(PROGRAMS[name]) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trained", [False, True])
+def test_it_is_enough_for_random_grus_whose_graph_something_else_serves(*, trained: bool) -> None:
+    shapes = drawn_otherwise(RANDOM, SEED, gpu_of(torch.device("cuda", 0)), trained=trained)
+    assert len(shapes) == RANDOM
+    program = TRAINING if trained else FORWARD
+    programs = {shape: program.format(shape=arguments(shape)) for shape, _ in shapes}
+    with concurrent.futures.ThreadPoolExecutor(RANDOM) as pool:
+        told = dict(zip(programs, pool.map(complaint_of, programs.values()), strict=True))
+    assert not any(told.values()), {shape: complaint for shape, complaint in told.items() if complaint}
+
+
+@pytest.mark.gpu
+def test_what_is_set_up_warns_of_nothing() -> None:
+    """PyTorch warns of weights that do not lie as cuDNN wants them, and these nobody gave."""
+    program = (
+        "import torch; from tuned.launching import library\nlibrary.set_up(torch.device('cuda', 0), gradients=True)\n"
+        "library.set_up_recurrences(torch.device('cuda', 0), gradients=True)\nassert len(library._WITH_GRADIENTS) == 2"
+    )
+    command = [sys.executable, "-W", "error", "-c", program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PROCESS_SECONDS, check=False)
-    assert done.stdout.endswith("alike\n"), (done.stdout + done.stderr)[-3000:]
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def arguments(shape: Shape) -> str:
+    """Of ``gru`` in a program."""
+    return (
+        f"{shape.steps}, {shape.batch}, {shape.hidden}, {shape.hidden}, num_layers={shape.layers}, "
+        f"bidirectional={shape.bidirectional}, dtype=torch.{shape.dtype}"
+    )

@@ -268,7 +268,7 @@ def test_what_a_graph_leaves_to_pytorch_is_set_up_by_a_call_that_kernels_serve(
     sizes: tuple[int, int, int],
     settings: dict[str, Any],
     dtype: torch.dtype,
-    left: bool,  # noqa: FBT001
+    left: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A capture is no place to initialise cuDNN, and a call that kernels serve does not."""

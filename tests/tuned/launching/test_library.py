@@ -106,9 +106,9 @@ def test_recurrences_are_set_up_apart_from_products(asked: list[Any], monkeypatc
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         library.set_up_recurrences(GPU, gradients=True)
-    assert sum(("recurrence", True) == one for one in asked) == 3, "here, and where gradients are computed"
+    assert sum(one == ("recurrence", True) for one in asked) == 3, "here, and where gradients are computed"
     library.set_up_recurrences(GPU, gradients=True)
-    assert sum(("recurrence", True) == one for one in asked) == 3
+    assert sum(one == ("recurrence", True) for one in asked) == 3
     assert ("handle", True) not in asked
 
 
