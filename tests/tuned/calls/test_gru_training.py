@@ -348,13 +348,14 @@ def test_short_calls_and_stacks_that_cudnn_runs_side_by_side_are_left(monkeypatc
     monkeypatch.setattr(training, "_choice", lambda _call: Choice("winner", "", ONE, row))
     monkeypatch.setattr(run, "why_not", lambda _call, **_: None)
     monkeypatch.setattr(training, "called_us", lambda *_: 1.0)
+    monkeypatch.setattr(training, "_one_launch", lambda _spec: False)
     monkeypatch.setattr(run, "modelled_steps", lambda _call: False)
     monkeypatch.setattr(run, "in_one_launch", lambda _call: True)
     waves: list[Any] = [None]
     monkeypatch.setattr(training, "_planned", lambda *_: waves[0])
     for captured in (False, True):
         monkeypatch.setattr(run, "capturing", lambda _device, captured=captured: captured)
-        least = training.CAPTURED_STEPS if captured else training.CALLED_STEPS
+        least = training.CAPTURED_STEPS if captured else training.CALLED_STEPS[4]
         for steps, layers, served in (
             (least - 1, 1, False),
             (least, 1, True),
@@ -407,6 +408,107 @@ def test_where_cudnn_is_one_launch_a_layer_the_host_takes_longer_for_kernels(
     assert training._slower(call, resets, size, choice) is None, "PyTorch's own has none"
 
 
+# Whether kernels take less, as measured (benchmarks/results/tuning/nvidia_h100-trainings-of-few-steps.json): steps, batch, units, dtype.
+FEW_STEPS = (
+    (17, 75, 480, "float32", False, False),
+    (27, 38, 160, "bfloat16", False, False),
+    (28, 38, 160, "bfloat16", False, True),
+    (31, 131, 400, "float32", False, False),
+    (32, 131, 400, "float32", False, True),
+    (47, 30, 913, "bfloat16", False, False),  # padded, which takes the host longer
+    (48, 30, 913, "bfloat16", False, True),
+    (8, 30, 912, "bfloat16", True, True),
+    (23, 190, 64, "float32", True, False),  # which cuDNN has in one launch
+    (24, 190, 64, "float32", True, True),
+)
+
+
+@pytest.mark.parametrize(("steps", "batch", "hidden", "dtype", "captured", "served"), FEW_STEPS)
+def test_from_so_many_steps_on_kernels_take_less(
+    monkeypatch: pytest.MonkeyPatch, steps: int, batch: int, hidden: int, dtype: str, *, captured: bool, served: bool
+) -> None:
+    monkeypatch.setattr(run, "capturing", lambda _device: captured)
+    spec = GruSpec(dtype, hidden)
+    call = dataclasses.replace(call_of(), width=916 if hidden == 913 else None)
+    why = training._slower(call, spec, GruSize(batch, steps), Choice("default", "", ONE, None))
+    assert (why is None) is served, why
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "rows", "directions", "hidden", "served"),
+    [
+        (85, 190, 1, 97, False),  # 272 us in a graph, 322 by kernels; the row says 3.2 times as fast
+        (85, 128, 1, 128, False),
+        (128, 128, 1, 128, True),
+        (150, 190, 1, 64, True),
+        (85, 24, 1, 128, True),  # what leads with fewer rows does with more
+        (47, 190, 2, 72, True),
+        (85, 190, 1, 203, True),  # which cuDNN has no such launch for
+    ],
+)
+def test_a_row_of_more_rows_says_nothing_where_cudnn_has_one_launch(
+    monkeypatch: pytest.MonkeyPatch,
+    batch: int,
+    rows: int,
+    directions: int,
+    hidden: int,
+    *,
+    captured: bool,
+    served: bool,
+) -> None:
+    """Up to 128 rows its time hardly rises, then it is twice that; ours rises slowly."""
+    monkeypatch.setattr(run, "capturing", lambda _device: captured)
+    spec = GruSpec("float32", hidden, directions=directions)
+    row = Row(spec, GruSize(rows, 64), ONE, None, 165.0, "a table", {}, eager_us=522.0)
+    why = training._slower(call_of(), spec, GruSize(batch, 1000), Choice("closest spec", "", ONE, row))
+    assert (why is None) is served, why
+
+
+def test_pytorchs_own_may_give_what_a_gradient_by_kernels_begins_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its output is all that a gradient needs: where it takes less forward, and kernels less backward, each has its part."""
+    monkeypatch.setattr(training, "_choice", lambda _call: Choice("winner", "", ONE))
+    monkeypatch.setattr(run, "why_not", lambda _call, **_: "PyTorch's own takes less")
+    monkeypatch.setattr(run, "modelled_steps", lambda _call: False)
+    monkeypatch.setattr(training, "_least_steps", lambda *_, **__: 0)
+    monkeypatch.setattr(training, "why_eager", lambda *_: None)
+    call = call_of("dense")
+    assert call.hx.shape[2] * call.input.element_size() % 16 == 0
+    assert training.why_not(call) is None
+    resets = torch.zeros(call.input.shape[:2], dtype=torch.bool)
+    for other in (
+        call_of("dense", 2),  # which it runs side by side
+        call_of("packed"),
+        call_of("cu_seqlens"),
+        dataclasses.replace(call, resets=resets),
+        dataclasses.replace(call, width=H + 4),
+    ):
+        assert "of the forward: PyTorch's own takes less" in (training.why_not(other) or "")
+    monkeypatch.setattr(training, "why_eager", lambda *_: "no GPU")
+    assert training.why_not(call) is not None
+
+
+@pytest.mark.usefixtures("interpreted", "backward")
+@pytest.mark.parametrize("directions", [1, 2])
+def test_gradients_by_kernels_of_an_output_that_pytorchs_own_gave(
+    monkeypatch: pytest.MonkeyPatch, directions: int
+) -> None:
+    choose(monkeypatch, ONE)
+    call = call_of("dense", 1, directions)
+    monkeypatch.setattr(run, "_parts", lambda call, **_: [(*run.spec_of(call, 1), Choice("eager", "", None))])
+    tensors = [t.requires_grad_() for t in call.tensors]
+    ran: list[Any] = []
+    by_kernels = training._by_kernels
+    monkeypatch.setattr(training, "_by_kernels", lambda *args: ran.append(args[-1]) or by_kernels(*args))
+    output, h_n = training.forward(call)
+    given = torch.randn_like(output), torch.randn_like(h_n)
+    found = torch.autograd.grad((output, h_n), tensors, given)
+    assert ran == [None], "the input times the weights is not kept"
+    _, kernels = training.choice_of(call)
+    assert kernels == ("gru_dense_backward_split",)
+    assert_alike(list(found), wanted_of(call, given))
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_forward_of_a_launch_for_each_step_is_for_graphs(monkeypatch: pytest.MonkeyPatch, *, captured: bool) -> None:
     row = Row(GruSpec("bfloat16", H), GruSize(B, 64), ONE, None, 10.0, "a table", {}, eager_us=20.0)
@@ -415,7 +517,7 @@ def test_a_forward_of_a_launch_for_each_step_is_for_graphs(monkeypatch: pytest.M
     monkeypatch.setattr(training, "called_us", lambda *_: 1.0)
     monkeypatch.setattr(run, "capturing", lambda _device: captured)
     call = call_of()
-    call = dataclasses.replace(call, input=torch.randn(training.CALLED_STEPS, B, call.input.shape[2]))
+    call = dataclasses.replace(call, input=torch.randn(training.CALLED_STEPS[4], B, call.input.shape[2]))
     for rule, variant, served in (
         ("model", GruVariant(), captured),
         ("winner", GruVariant(), True),
@@ -531,7 +633,7 @@ def test_gradients_are_left_whose_products_would_be_coarser_than_those_of_a_gru(
     monkeypatch.setattr(training, "gpu_of", lambda _device: None)
     monkeypatch.setattr(run, "why_not", lambda _call, **_: None)
     monkeypatch.setattr(run, "modelled_steps", lambda _call: False)
-    monkeypatch.setattr(training, "CALLED_STEPS", 0)
+    monkeypatch.setattr(training, "_least_steps", lambda *_, **__: 0)
     left: list[GruCall] = []
     monkeypatch.setattr(training, "leave", lambda call, **_: left.append(call))
     monkeypatch.setattr(run, "may_learn", lambda _device: True)

@@ -263,14 +263,14 @@ def modelled_steps(call: GruCall) -> bool:
 
 
 def choice_of(call: GruCall, *, trained: bool = False) -> tuple[Choice, tuple[str, ...]]:
-    """The choice for a call that ``why_not`` accepts, and the modules of tuned.kernels that it launches."""
+    """The choice for a call that ``why_not`` accepts, or that begins a gradient, and the modules of tuned.kernels that it launches."""
     if is_empty(call):
         return Choice("eager", "there is no step to compute", None), ()
     spec, _, choice = _parts(call, trained=trained)[-1]
     if call.width is not None:
         why = f"with {call.width - call.hx.shape[2]} units more, so that rows are a multiple of 16 bytes: {choice.why}"
         choice = dataclasses.replace(choice, why=why)
-    return choice, GRU.kernel_names(spec, choice.variant)
+    return choice, () if choice.variant is None else GRU.kernel_names(spec, choice.variant)
 
 
 def forward(call: GruCall, kept: list[Kept] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
