@@ -15,7 +15,7 @@ import tuned.kernels
 import tuned.lookup.lookup
 from generator.rendering.structures import texts
 from tuned.calls.gru import run as gru_run
-from tuned.calls.gru import training, wavefront
+from tuned.calls.gru import slower, wavefront
 from tuned.families.family import Family
 from tuned.families.registry import FAMILIES
 from tuned.lookup.lookup import Choice, nearest, usable
@@ -147,7 +147,7 @@ def forced(family: str, index: int) -> Iterator[None]:
         replaced("CALLED_DIAGONAL_US", wavefront.CALLED_DIAGONAL_US, (0.01, 1.0, 10.0)[index % 3]),
         # Forwards of a launch for each step train too: of some sizes there is no other.
         replaced("modelled_steps", gru_run.modelled_steps, lambda _call: False),
-        replaced("_least_steps", training._least_steps, lambda *_, **__: 0),
+        replaced("_least_steps", slower._least_steps, lambda *_, **__: 0),
         replaced("choose", genuine, choose),
         replaced("near_rows", tuned.lookup.lookup.near_rows, lambda *_: None),
     ):

@@ -63,6 +63,7 @@ PROGRAMS = {
     "layers both ways whose training a graph leaves to cuDNN": TRAINING.format(
         shape="630, 294, 201, 201, num_layers=3, bidirectional=True"
     ),
+    "a gradient by kernels that cuDNN's output begins": TRAINING.format(shape="64, 190, 128, 128"),
     "a step": "cell = tuned.nn.GRUCell(512, 512).to(device)\nx, h = torch.randn(2, 64, 512, device=device)\n"
     "def run():\n    with torch.no_grad():\n        return cell(x, h)\n",
     "a linear of segments": "from tuned.dispatch import linear_cat\n"

@@ -68,7 +68,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GruCall]]:
     monkeypatch.setattr(plan, "_TRAINED", {})  # of variants that only these tests choose
     monkeypatch.setattr(training, "_by_kernels", spied)
     monkeypatch.setattr(training, "_choice", choice)
-    monkeypatch.setattr(training, "_least_steps", lambda *_, **__: 0)
+    monkeypatch.setattr(training.slower, "_least_steps", lambda *_, **__: 0)
     # A checkpoint's first forward is that of a gradient.
     monkeypatch.setattr(training.run, "CALLED_LAYER_SAVES_US", 0.0)
     monkeypatch.setattr(training.run, "why_not", lambda _call, **_: None)

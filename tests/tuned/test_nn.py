@@ -293,7 +293,7 @@ def test_with_a_gradient_kernels_serve_where_a_row_says_that_they_are_faster(
     function: Any = ours if packs else gru
     called: list[GruCall] = []
     monkeypatch.setattr(training, "_choice", lambda _call: Choice("winner", "of a row", "v"))
-    monkeypatch.setattr(training, "_least_steps", lambda *_, **__: 0)
+    monkeypatch.setattr(training.slower, "_least_steps", lambda *_, **__: 0)
     monkeypatch.setattr(training.run, "kernels_us", lambda _call, **_: 0.0)  # of a GPU, which the call is not on
     own = dataclasses.replace(training.BACKWARD, kernel_names=lambda *_: ("its_gradient",))
     monkeypatch.setattr(training, "BACKWARD", own)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tuned.calls.gru import eager, run, wavefront
+from tuned.calls.gru import eager, run, slower, wavefront
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.gradient import launch
 from tuned.calls.gru.lengths import Lengths, lengths_of, neighbours
@@ -26,7 +26,7 @@ from tuned.calls.gru.project import project
 from tuned.calls.gru.weights import Grads, grad_weights
 from tuned.calls.gru.wide import flat, narrowed, silence, widened, widening_us, width_of
 from tuned.calls.products import name_of, precision_of, recurrent_precision
-from tuned.families.gru.model import LAYER_OVER_FIRST, MARGIN, ONE_LAUNCH_HIDDEN, called_us, stays_on_chip
+from tuned.families.gru.model import MARGIN, ONE_LAUNCH_HIDDEN, stays_on_chip
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru_backward import FAMILY as BACKWARD
 from tuned.families.gru_backward.launches import PARTS, RecurrenceGradient, counters_needed
@@ -35,21 +35,8 @@ from tuned.launching import library, residents
 from tuned.launching.rehearsal import NotedError, listening
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
-from tuned.lookup.lookup import LEAD, Choice, Gpu, choose, usable
-from tuned.lookup.table import Row
+from tuned.lookup.lookup import Choice, Gpu, choose, usable
 
-# Of fewer steps a call is the host's time, most of which does not depend on them: by bytes of an element, and with padded rows; in a
-# graph, that of some 20 launches. docs/decisions/0082
-CALLED_STEPS, PADDED_STEPS, CAPTURED_STEPS = {2: 28, 4: 32}, 48, 8
-# What cuDNN has in one launch for all steps, backward too, takes it less: steps in a graph, and rows up to which its time does not rise
-# as it does above.
-ONE_LAUNCH_STEPS, ONE_LAUNCH_ROWS = 24, 128
-# What a call takes a slow host, in us: once, and each layer and direction. PyTorch's own has one launch for each there; of kernels the
-# forward and the backward are several launches and products each. A row is of another size, and is to lead by more than it says.
-# docs/decisions/0073
-CALL_HOST_US, CELL_HOST_US = 1000.0, 1250.0
-CUDNN_CALL_HOST_US, CUDNN_CELL_HOST_US = 900.0, 620.0
-CALLED_LEAD = 1.2
 # Products of a layer forward and backward, each as large as that of its input. Padding costs twice: the backward cuts what it padded.
 PRODUCTS, BOTH_WAYS = 6, 2
 # What PyTorch's own takes forward and backward of what it takes forward, with rows that are no multiple of 16 bytes at least, and with
@@ -61,7 +48,8 @@ SLOW_HOST_TRAINED_US, UNPLANNED_US = 60.0, 300.0
 def why_not(call: GruCall) -> str | None:
     """Why no kernel can serve a checked call that needs a gradient, or None."""
     reason = run.why_not(_layer(call, 0), trained=True)
-    if reason is not None and not _begins_by_pytorch(call):
+    begun = reason is not None and _begun_by_pytorch(call)
+    if reason is not None and not begun:
         return f"a gradient is needed, and of the forward: {reason}"
     if run.is_empty(call):
         return "a gradient is needed, and there is no step to compute"
@@ -69,20 +57,25 @@ def why_not(call: GruCall) -> str | None:
         # 142 steps of two layers, 33 rows of 1494 units: 17.2 ms, PyTorch's own 15.3; in a graph 10.0 and 13.3.
         return "a gradient is needed, and a launch for each step of the forward takes the host as long as all of PyTorch's own"
     choice, (spec, size) = _choice(call), run.spec_of(call, 1)
-    reason = choice.why if choice.variant is None else _slower(call, spec, size, choice)
+    reason = choice.why
+    if choice.variant is not None:
+        reason = slower.slower(call, spec, size, choice, functools.partial(_at_once_planned, call), begun=begun)
     return None if reason is None else f"a gradient is needed: {reason}{run.units_more(call)}"
 
 
-def _begins_by_pytorch(call: GruCall) -> bool:
+def _begun_by_pytorch(call: GruCall) -> bool:
     """Whether PyTorch's own may give what a gradient by kernels begins with, its output alone, where no kernel does.
 
-    Of one dense layer of aligned rows, without resets: it has several side by side, and others are copied for it.
+    In a graph, of one layer that cuDNN has in one launch forward: of others our products, without tensor cores, take longer than what
+    kernels save. Of aligned rows, since others are copied for it.
     """
     if why_eager(call.input, name_of(call.input.dtype) in DTYPES) is not None or run.is_empty(call):
         return False
-    plain = call.batch_sizes is None and call.cu_seqlens is None and call.resets is None
-    aligned = call.width is None and width_of(call.hx.shape[2], call.input.element_size()) == call.hx.shape[2]
-    return call.num_layers == 1 and plain and aligned
+    one = call.num_layers == 1 and call.resets is None and slower.is_aligned(call)
+    if not one or not run.capturing(call.input.device):
+        return False
+    spec, _ = run.spec_of(call, 1)
+    return spec.dtype == "float32" and spec.dense and spec.hidden <= ONE_LAUNCH_HIDDEN[1]
 
 
 def wide(call: GruCall) -> GruCall:
@@ -132,63 +125,6 @@ def pads_pytorch(call: GruCall) -> bool:
 def padded_pytorch(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, h_n), with its gradient, by PyTorch's own of padded tensors, for a call that ``pads_pytorch``."""
     return narrowed(call, *eager.gru(flat(widened(call, alike=True))))
-
-
-def _slower(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice) -> str | None:
-    """Why PyTorch's own takes less all the same, or None."""
-    if spec.resets:  # which it has not
-        return None
-    captured, row = run.capturing(call.input.device), choice.row
-    if size.seq * spec.directions < _least_steps(call, spec, captured=captured):
-        return f"{size.seq} steps take PyTorch's own no longer than all that kernels are launched beside"
-    if row is None:
-        return None
-    if _one_launch(spec) and spec.directions == 1 and size.batch < row.size.batch and size.batch <= ONE_LAUNCH_ROWS:
-        return f"PyTorch's own is one launch for all steps, and {row.size.batch} rows say nothing of what {size.batch} take it"
-    if not captured:  # all of it is the host's time
-        return _slower_called(spec, size, row, call.num_layers)
-    return _slower_captured(call, spec, size, choice, row)
-
-
-def _slower_captured(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice, row: Row) -> str | None:
-    """Why PyTorch's own takes less in a graph, or None: where it runs layers side by side."""
-    layers = call.num_layers
-    if layers == 1 or spec.directions > 1:
-        return None
-    beside = layers / (1 + LAYER_OVER_FIRST * (layers - 1))
-    wave = _planned(call, spec, size, choice) if run.in_one_launch(call) and not call.recompute else None
-    us = layers * row.median_us if wave is None else wave.us * row.size.seq / size.seq
-    if layers * row.eager_us < LEAD * beside * us:
-        return f"PyTorch's own runs {layers} layers side by side, {beside:.2g} at a time"
-    return None
-
-
-def _least_steps(call: GruCall, spec: GruSpec, *, captured: bool) -> int:
-    """From how many steps of a layer, both ways together, on kernels may take less."""
-    if captured:
-        return ONE_LAUNCH_STEPS if _one_launch(spec) else CAPTURED_STEPS
-    return CALLED_STEPS[spec.item] if call.width is None else PADDED_STEPS
-
-
-def _one_launch(spec: GruSpec) -> bool:
-    """Whether cuDNN has one launch for all steps of a layer forward, and one backward."""
-    return spec.dtype == "float32" and spec.dense and spec.hidden <= ONE_LAUNCH_HIDDEN[0]
-
-
-def _slower_called(spec: GruSpec, size: GruSize, row: Row, layers: int) -> str | None:
-    """Why PyTorch's own takes less as a call, or None: where it has no launch for each step, the host takes longer for ours."""
-    if called_us(spec, size):
-        return None
-    cells = layers * spec.directions
-    longer = layers * spec.directions / row.spec.directions * size.seq / row.size.seq
-    ours = max(CALL_HOST_US + CELL_HOST_US * cells, row.median_us * longer)
-    theirs = max(CUDNN_CALL_HOST_US + CUDNN_CELL_HOST_US * cells, row.eager_us * longer)
-    if CALLED_LEAD * ours <= theirs:
-        return None
-    return (
-        f"PyTorch's own is one launch for all steps of each of {cells} layers and directions, and takes a call "
-        f"{theirs:.4g} us, kernels {ours:.4g}; a CUDA graph spares the host that"
-    )
 
 
 def _coarse(call: GruCall) -> bool:
@@ -544,6 +480,13 @@ def _wave(call: GruCall, wanted: Sequence[bool]) -> wavefront.Wave | None:
     """How the layers of a stack are taken together; None if one by one, which takes no memory for all of them at once."""
     each = len(call.weights) // call.num_layers
     if call.num_layers == 1 or call.units is not None or not any(wanted[: 2 + each]):  # down to the lowest
+        return None
+    return _planned(call, *run.spec_of(call, 1), _choice(call))
+
+
+def _at_once_planned(call: GruCall) -> wavefront.Wave | None:
+    """How the layers of a call would be taken together, or None."""
+    if not run.in_one_launch(call) or call.recompute:
         return None
     return _planned(call, *run.spec_of(call, 1), _choice(call))
 

@@ -41,6 +41,7 @@ __all__ = [
 
 MAX_MESSAGE = 96  # registers of a thread for a message, and for the operand that it becomes; further variants spill
 MESSAGE_OF_FEW_WARPS = 2**15  # bytes for each tile of rows, up to which four warps wait for it as fast as eight
+TURN_US, MESSAGE_BYTES_PER_US = 2.0, 37e3  # of a turn, and of the message that it reads: docs/decisions/0082
 FAR = 3.0  # octaves: of what is further away a row says nothing
 
 
@@ -139,6 +140,12 @@ def default_variant(spec: GruSpec, size: GruSize | None = None) -> GruVariant:
     if size is None:
         return (legal or here or tried)[0]
     return min(here or tried[:1], key=lambda v: (v.turns * v.block_batch, v.turns))
+
+
+def step_us(spec: GruSpec, size: GruSize, variant: GruVariant) -> float:
+    """What a step takes, about: each turn waits for a message, and reads it. Of eight in ten rows of an H100 0.6 to 1.15 of it."""
+    message = min(variant.block_batch, size.batch) * 3 * spec.hidden * spec.item
+    return variant.turns * (TURN_US + message / MESSAGE_BYTES_PER_US)
 
 
 def sized(variant: GruVariant, spec: GruSpec, size: GruSize, multiprocessors: int) -> GruVariant:

@@ -1,0 +1,136 @@
+"""Where PyTorch's own trains in less time than kernels, though a row says that these take less backward.
+
+A row is of another size, and of the gradient of the recurrence alone: beside it kernels take launches and products more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tuned.calls.gru import run
+from tuned.calls.gru.arguments import GruCall
+from tuned.calls.gru.wavefront import Wave
+from tuned.calls.gru.wide import width_of
+from tuned.families.gru.model import LAYER_OVER_FIRST, ONE_LAUNCH_HIDDEN, called_us
+from tuned.families.gru.spec import GruSize, GruSpec
+from tuned.families.gru.variant import MAX_LOAD
+from tuned.families.gru_backward.variant import step_us
+from tuned.lookup.lookup import LEAD, Choice
+from tuned.lookup.table import Row
+
+# Of fewer steps a call is the host's time, most of which does not depend on them: by bytes of an element, and with padded rows; in a
+# graph, that of some 20 launches. docs/decisions/0082
+CALLED_STEPS, PADDED_STEPS, CAPTURED_STEPS = {2: 28, 4: 32}, 56, 8
+# What cuDNN has in one launch for all steps, backward too: rows up to which its time rises little, and what kernels must save a graph
+# of each layer, which launches more beside them.
+ONE_LAUNCH_ROWS, ONE_LAUNCH_SAVES_US = 128, 70.0
+# By how much kernels must lead where PyTorch's own gives the output, and the input is multiplied again.
+BEGUN_LEAD = 1.5
+# What PyTorch's own takes backward, of what the model says that it takes forward, at most: of up to 128 rows.
+BACKWARD_TAKES = 2.0
+# What a call takes a slow host, in us: once, and each layer and direction. PyTorch's own has one launch for each there; of kernels the
+# forward and the backward are several launches and products each. A row is of another size, and is to lead by more than it says.
+# docs/decisions/0073
+CALL_HOST_US, CELL_HOST_US = 1000.0, 1250.0
+CUDNN_CALL_HOST_US, CUDNN_CELL_HOST_US = 900.0, 620.0
+CALLED_LEAD = 1.2
+
+
+def slower(  # noqa: PLR0911, PLR0913 - one return per rule; a call, and what was decided of it
+    call: GruCall,
+    spec: GruSpec,
+    size: GruSize,
+    choice: Choice,
+    planned: Callable[[], Wave | None],
+    *,
+    begun: bool = False,
+) -> str | None:
+    """Why PyTorch's own takes less all the same, or None.
+
+    Args:
+        call: a checked call.
+        spec: of one layer.
+        size: of the call.
+        choice: of the gradient of a layer.
+        planned: how its layers would run at once, if they may.
+        begun: PyTorch's own gives the output.
+    """
+    if spec.resets:  # which it has not
+        return None
+    captured, row = run.capturing(call.input.device), choice.row
+    if size.seq * spec.directions < _least_steps(call, spec, captured=captured):
+        return f"{size.seq} steps take PyTorch's own no longer than all that kernels are launched beside"
+    if row is None:
+        return None
+    if _one_launch(spec) and spec.directions == 1 and size.batch < row.size.batch and size.batch <= ONE_LAUNCH_ROWS:
+        return f"PyTorch's own is one launch for all steps, and {row.size.batch} rows say nothing of what {size.batch} take it"
+    ours_us, theirs_us = _steps_us(call, spec, size, choice, row)
+    if is_aligned(call) and theirs_us < (BEGUN_LEAD if begun else LEAD) * ours_us:
+        return f"by the closest row it takes {theirs_us:.3g} us a step, kernels {ours_us:.3g}: a program has more rows"
+    if not captured:  # all of it is the host's time
+        return _slower_called(spec, size, row, call.num_layers)
+    return _slower_captured(call, spec, size, choice, row, planned)
+
+
+def _steps_us(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice, row: Row) -> tuple[float, float]:
+    """What a step of a layer takes kernels and PyTorch's own backward, by a row of another size; at least, and at most."""
+    longer = step_us(spec, size, choice.variant) / step_us(row.spec, row.size, row.variant)
+    theirs_us = row.eager_us / row.size.seq
+    if _one_launch(spec) and row.size.batch > ONE_LAUNCH_ROWS:  # from which on it rises with the rows
+        theirs_us *= max(1.0, size.batch / row.size.batch)
+    narrow = row.spec.hidden * row.spec.item % MAX_LOAD
+    if narrow and not _one_launch(spec) and is_aligned(call):  # of narrow rows it takes more
+        aligned_us = BACKWARD_TAKES * run.library_us_of(spec, size, 1, captured=True)
+        theirs_us = min(theirs_us, aligned_us / size.seq)
+    return row.median_us * longer / row.size.seq, theirs_us
+
+
+def _slower_captured(  # noqa: PLR0913 - a call, its choice, and how its layers run
+    call: GruCall, spec: GruSpec, size: GruSize, choice: Choice, row: Row, planned: Callable[[], Wave | None]
+) -> str | None:
+    """Why PyTorch's own takes less in a graph, or None: where it is one launch, or runs layers side by side."""
+    layers = call.num_layers
+    ours_us, theirs_us = _steps_us(call, spec, size, choice, row)
+    if _one_launch(spec) and size.seq * (theirs_us - ours_us) < ONE_LAUNCH_SAVES_US:
+        return f"PyTorch's own is one launch for all steps, {theirs_us:.3g} us each, and kernels are not one: {ours_us:.3g}"
+    if layers == 1 or spec.directions > 1:
+        return None
+    beside = layers / (1 + LAYER_OVER_FIRST * (layers - 1))
+    wave = planned()
+    us = layers * row.median_us if wave is None else wave.us * row.size.seq / size.seq
+    if layers * row.eager_us < LEAD * beside * us:
+        return f"PyTorch's own runs {layers} layers side by side, {beside:.2g} at a time"
+    return None
+
+
+def _least_steps(call: GruCall, spec: GruSpec, *, captured: bool) -> int:
+    """From how many steps of a layer, both ways together, on kernels may take less."""
+    if captured:
+        return CAPTURED_STEPS
+    return CALLED_STEPS[spec.item] if call.width is None else PADDED_STEPS
+
+
+def _one_launch(spec: GruSpec) -> bool:
+    """Whether cuDNN has one launch for all steps of a layer forward, and one backward."""
+    return spec.dtype == "float32" and spec.dense and spec.hidden <= ONE_LAUNCH_HIDDEN[0]
+
+
+def _slower_called(spec: GruSpec, size: GruSize, row: Row, layers: int) -> str | None:
+    """Why PyTorch's own takes less as a call, or None: where it has no launch for each step, the host takes longer for ours."""
+    if called_us(spec, size):
+        return None
+    cells = layers * spec.directions
+    longer = layers * spec.directions / row.spec.directions * size.seq / row.size.seq
+    ours = max(CALL_HOST_US + CELL_HOST_US * cells, row.median_us * longer)
+    theirs = max(CUDNN_CALL_HOST_US + CUDNN_CELL_HOST_US * cells, row.eager_us * longer)
+    if CALLED_LEAD * ours <= theirs:
+        return None
+    return (
+        f"PyTorch's own is one launch for all steps of each of {cells} layers and directions, and takes a call "
+        f"{theirs:.4g} us, kernels {ours:.4g}; a CUDA graph spares the host that"
+    )
+
+
+def is_aligned(call: GruCall) -> bool:
+    """Whether the rows of a call's state are a multiple of 16 bytes, without padding."""
+    return call.width is None and width_of(call.hx.shape[2], call.input.element_size()) == call.hx.shape[2]
