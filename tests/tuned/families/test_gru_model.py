@@ -18,6 +18,7 @@ from tuned.families.gru.model import (
     MARGIN_ON_CHIP,
     MARGIN_ROW,
     MOST_REGISTERS,
+    MOST_SPLIT_REGISTERS,
     alike,
     called_us,
     candidates,
@@ -77,7 +78,7 @@ def test_tiles_that_spill_are_offered_on_other_cards_only_if_there_is_nothing_el
     assert spills(spec, many)
     assert not spills(dataclasses.replace(spec, hidden=272), many), "of 16 bytes at a time"
     assert not [v for v in candidates(spec, size, 80, 108) if spills(spec, v)]
-    roomy = dataclasses.replace(tile, num_warps=8)
+    roomy = dataclasses.replace(tile, block_batch=16, num_warps=8)
     assert spills(spec, roomy)
     assert roomy in candidates(spec, size, 90, 132), "measured there"
 
@@ -91,6 +92,14 @@ def test_tiles_without_room_in_registers_are_offered_only_where_a_layer_has_noth
     packed, large = GruSpec("bfloat16", 376, "packed"), GruVariant("persistent", "split", 64, 32, "spin", "late", 4)
     assert registers(packed, large) > MOST_REGISTERS, "29,168 bytes a thread: it took 118 us a step, and nn.GRU 20"
     assert large not in candidates(packed, GruSize(506, 101), 90, 132)
+    both, sums = GruSpec("bfloat16", 136, "packed", 2), GruVariant("persistent", "split", 128, 16, "spin", "early", 4)
+    assert rejection(both, GruSize(482, 49), sums, 90, 132) is None
+    assert registers(both, sums) > MOST_SPLIT_REGISTERS, (
+        "18,246 bytes a thread: it took 75 us a step, and nn.GRU 57 as a call"
+    )
+    assert sums not in candidates(both, GruSize(482, 49), 90, 132)
+    row = GruVariant("persistent", "row", 128, 1, "counter", "early", 8)
+    assert row in candidates(GruSpec("bfloat16", 128), GruSize(64, 49), 90, 132), "which spills none"
     layer, many = GruSpec("bfloat16", 448), GruSize(280, 312)
     for card, processors, room in ((90, 132, True), (80, 16, False)):
         found = candidates(layer, many, card, processors)

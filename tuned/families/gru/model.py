@@ -66,8 +66,9 @@ MEASURED, PROCESSORS = (
     132,
 )  # the capability and multiprocessors that the weights were measured on, with tiles of all kinds
 # Registers, of the 255 that a thread may have. A variant of 64 rows and 32 units of a stack of 448 spilled 60,996 bytes a thread, and took
-# 25 times what the model thinks; one of 32 rows and 64 units, which needs 224 of them, 29,168 bytes, and 21 times.
-MOST_REGISTERS = 208
+# 25 times what the model thinks; one of 32 rows and 64 units, which needs 224 of them, 29,168 bytes, and 21 times; one of 16 rows and 128
+# units, which needs 200, 18,246 bytes, and 12 times. Other forms have fewer sums and more of what is multiplied, and spill less.
+MOST_REGISTERS, MOST_SPLIT_REGISTERS = 208, 190
 # Elements of a piece of the state a thread, and then rows or results of a program, from which on kernels spill on other cards if
 # a row is no multiple of 16 bytes: 20 of 23 did, by up to 37,302 bytes a thread (docs/decisions/0049).
 NARROW_ELEMENTS, NARROW_ROWS, NARROW_RESULTS = 32, 32, 1024
@@ -311,10 +312,15 @@ def _candidates(spec: GruSpec, batch: int, capability: int, multiprocessors: int
     row = row_variant(spec.hidden)
     if row is not None and rejection(spec, size, row, capability, multiprocessors) is None:
         found.append(row)
-    roomy = [one for one in found if registers(spec, one) <= MOST_REGISTERS]
+    roomy = [one for one in found if registers(spec, one) <= _most_registers(one)]
     found = roomy if roomy or spec.stacked else found  # a stack may be launched layer by layer
     slim = () if capability == MEASURED else tuple(one for one in found if not spills(spec, one))
     return slim or tuple(found)
+
+
+def _most_registers(variant: GruVariant) -> int:
+    """Registers from which on a kernel spills so much that others are taken."""
+    return MOST_SPLIT_REGISTERS if variant.splits_columns else MOST_REGISTERS
 
 
 def registers(spec: GruSpec, variant: GruVariant) -> float:
