@@ -429,7 +429,6 @@ def test_from_so_many_steps_on_kernels_take_less(
     monkeypatch.setattr(run, "capturing", lambda _device: captured)
     spec = GruSpec(dtype, hidden)
     call = dataclasses.replace(call_of(), width=916 if hidden == 913 else None)
-    assert slower.is_aligned(call) is (hidden != 913)
     why = slower.slower(call, spec, GruSize(batch, steps), Choice("default", "", ONE, None), lambda: None)
     assert (why is None) is served, why
 

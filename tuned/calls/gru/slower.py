@@ -19,7 +19,7 @@ from tuned.lookup.lookup import LEAD, Choice
 from tuned.lookup.table import Row
 
 # Of fewer steps a call is the host's time, most of which does not depend on them: by bytes of an element, and of packed sequences and
-# rows that are no multiple of 16 bytes, which take the host longer; in a graph, that of some 20 launches. docs/decisions/0082
+# padded rows, which take the host longer; in a graph, that of some 20 launches. docs/decisions/0082
 CALLED_STEPS, OTHER_STEPS, CAPTURED_STEPS = {2: 28, 4: 32}, 56, 8
 # What cuDNN has in one launch for all steps, backward too: rows up to which its time rises little, and what kernels must save a graph
 # of each layer, which launches more beside them.
@@ -107,7 +107,7 @@ def _least_steps(call: GruCall, spec: GruSpec, *, captured: bool) -> int:
     """From how many steps of a layer, both ways together, on kernels may take less."""
     if captured:
         return CAPTURED_STEPS
-    return CALLED_STEPS[spec.item] if spec.dense and is_aligned(call) else OTHER_STEPS
+    return CALLED_STEPS[spec.item] if spec.dense and call.width is None else OTHER_STEPS
 
 
 def _one_launch(spec: GruSpec) -> bool:
