@@ -13,7 +13,7 @@ import tuned
 import tuned.nn
 from tuned.calls.gru import plan, run, training
 from tuned.families.gru.variant import GruVariant
-from tuned.launching import residents, zeros
+from tuned.launching import zeros
 from tuned.lookup.lookup import Choice
 
 pytestmark = [
@@ -54,7 +54,6 @@ def test_packed_sequences_are_right_whatever_lengths_came_before(
     monkeypatch.setattr(run, "pays", lambda *_, **__: True)
     monkeypatch.setattr(plan, "_PLANS", {})
     monkeypatch.setattr(plan, "_ONCE", {})
-    monkeypatch.setattr(residents, "_SEEN", [])  # once a test has met a limit, plans are of a stream
     theirs, ours = pair(40, hidden, dtype, {**SETTINGS[case], "batch_first": False})
     other = torch.cuda.Stream()
     with torch.no_grad():

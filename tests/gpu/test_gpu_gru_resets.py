@@ -14,7 +14,6 @@ from tests.support import pairwise
 from tuned.calls.gru import eager, training
 from tuned.calls.gru.arguments import GruCall, gru_call
 from tuned.dispatch import gru
-from tuned.launching import residents
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,8 +50,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GruCall]]:
         return by_kernels(call, *args)
 
     monkeypatch.setattr(training, "_by_kernels", spied)
-    for name, nothing in (("_PLACES", {}), ("_SEEN", [])):  # another test may have met a limit in this process
-        monkeypatch.setattr(residents, name, nothing)
     yield found
     found.clear()
 

@@ -6,10 +6,10 @@ A row is of another size, and of the gradient of the recurrence alone: beside it
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from tuned.calls.gru import run
 from tuned.calls.gru.arguments import GruCall
-from tuned.calls.gru.wavefront import Wave
 from tuned.calls.gru.wide import width_of
 from tuned.families.gru.model import LAYER_OVER_FIRST, ONE_LAUNCH_HIDDEN, called_us
 from tuned.families.gru.spec import GruSize, GruSpec
@@ -17,6 +17,9 @@ from tuned.families.gru.variant import MAX_LOAD
 from tuned.families.gru_backward.variant import step_us
 from tuned.lookup.lookup import LEAD, Choice
 from tuned.lookup.table import Row
+
+if TYPE_CHECKING:
+    from tuned.calls.gru.wavefront import Wave
 
 # Of fewer steps a call is the host's time, most of which does not depend on them: by bytes of an element, and of packed sequences and
 # padded rows, which take the host longer; in a graph, that of some 20 launches. docs/decisions/0082

@@ -13,11 +13,11 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tuned.calls.gru import eager, run, slower, wavefront
+from tuned.calls.gru import eager, run, slower
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.gradient import launch
 from tuned.calls.gru.lengths import Lengths, lengths_of, neighbours
@@ -36,6 +36,9 @@ from tuned.launching.rehearsal import NotedError, listening
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, Gpu, choose, usable
+
+if TYPE_CHECKING:
+    from tuned.calls.gru import wavefront  # which stacks alone import
 
 # Products of a layer forward and backward, each as large as that of its input. Padding costs twice: the backward cuts what it padded.
 PRODUCTS, BOTH_WAYS = 6, 2
@@ -279,6 +282,8 @@ def _at_once(  # noqa: PLR0913 - a stack, what it kept and its gradients
     device = call.input.device
     launched = functools.partial(launch, device.index, filled=True)
     try:
+        from tuned.calls.gru import wavefront  # noqa: PLC0415 - a first call may import it, ``import tuned`` need not
+
         return _attempted(device, lambda: wavefront.gradients(call, wave, outputs, gates, wanted, given, launched))
     except torch.OutOfMemoryError:
         if run.capturing(device):  # what a graph has captured so far would be replayed
@@ -498,6 +503,8 @@ def _planned(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice) -> wav
     device, step_us = call.input.device, row.median_us / (row.size.seq + 1)
     gpu = gpu_of(device)
     most = next(iter(run.limit_of(device)), None) or gpu.multiprocessors
+    from tuned.calls.gru import wavefront  # noqa: PLC0415 - as above
+
     return wavefront.planned(
         spec, size, call.num_layers, variant, step_us, gpu.capability, most, captured=run.capturing(device)
     )
