@@ -94,7 +94,7 @@ def test_it_is_enough_for_random_grus_whose_graph_something_else_serves(*, train
     shapes = drawn_otherwise(RANDOM, SEED, gpu_of(torch.device("cuda", 0)), trained=trained)
     assert len(shapes) == RANDOM
     program = TRAINING if trained else FORWARD
-    programs = {shape: program.format(shape=arguments(shape)) for shape, _ in shapes}
+    programs = {shape: program.format(shape=arguments(shape)) for shape in shapes}
     with concurrent.futures.ThreadPoolExecutor(RANDOM) as pool:
         told = dict(zip(programs, pool.map(complaint_of, programs.values()), strict=True))
     assert not any(told.values()), {shape: complaint for shape, complaint in told.items() if complaint}

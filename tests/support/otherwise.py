@@ -17,8 +17,8 @@ MOST_DRAWS = 600
 MOST_STATES = 2**25  # of all layers and directions: a process of its own has room for the gradients of such a GRU
 
 
-def drawn_otherwise(count: int, seed: int, gpu: Gpu, *, trained: bool) -> list[tuple[Shape, bool]]:
-    """(shape, whether a kernel serves the call) of so many random GRUs, as many of either kind as are found."""
+def drawn_otherwise(count: int, seed: int, gpu: Gpu, *, trained: bool) -> list[Shape]:
+    """So many random GRUs, half of which kernels serve as calls, and half in a graph; fewer where they are not found."""
     draw, found = random.Random(seed), {False: [], True: []}  # type: ignore[var-annotated]
     for _ in range(MOST_DRAWS):
         shape = drawn(draw)
@@ -27,7 +27,7 @@ def drawn_otherwise(count: int, seed: int, gpu: Gpu, *, trained: bool) -> list[t
             continue
         called, captured = (by_kernels(shape, gpu, captured=in_graph, trained=trained) for in_graph in (False, True))
         if called is not captured and len(found[called]) < (count + 1) // 2:
-            found[called].append((shape, called))
+            found[called].append(shape)
         if sum(map(len, found.values())) >= count:
             break
     return [*found[True], *found[False]]

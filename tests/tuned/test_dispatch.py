@@ -300,7 +300,7 @@ def test_what_autograd_could_not_follow_is_not_overwritten(which: str) -> None:
 # Import -------------------------------------------------------------------------------------------------------------
 
 
-MOST_CALLS = 20_000  # of Python functions; 12,545 today
+MOST_CALLS = 20_000  # of Python functions; 19,417 on Python 3.11 today
 
 
 def test_importing_dispatch_needs_torch_alone_and_does_little() -> None:

@@ -69,10 +69,12 @@ def slower(  # noqa: PLR0911, PLR0913 - one return per rule; a call, and what wa
         return f"PyTorch's own is one launch for all steps, and {row.size.batch} rows say nothing of what {size.batch} take it"
     ours_us, theirs_us = _steps_us(call, spec, size, choice, row)
     if is_aligned(call) and theirs_us < (BEGUN_LEAD if begun else LEAD) * ours_us:
-        return f"by the closest row it takes {theirs_us:.3g} us a step, kernels {ours_us:.3g}: a program has more rows"
+        return f"the closest row says for this size that PyTorch's own takes {theirs_us:.3g} us a step, and kernels {ours_us:.3g}"
     if not captured:  # all of it is the host's time
         return _slower_called(spec, size, row, call.num_layers)
-    return _slower_captured(call, spec, size, choice, row, planned)
+    if _one_launch(spec) and size.seq * (theirs_us - ours_us) < ONE_LAUNCH_SAVES_US:
+        return f"PyTorch's own is one launch for all steps, {theirs_us:.3g} us each, and kernels are not one: {ours_us:.3g}"
+    return _slower_captured(spec, size, row, call.num_layers, planned)
 
 
 def _steps_us(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice, row: Row) -> tuple[float, float]:
@@ -88,14 +90,10 @@ def _steps_us(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice, row: 
     return row.median_us * longer / row.size.seq, theirs_us
 
 
-def _slower_captured(  # noqa: PLR0913 - a call, its choice, and how its layers run
-    call: GruCall, spec: GruSpec, size: GruSize, choice: Choice, row: Row, planned: Callable[[], Wave | None]
+def _slower_captured(
+    spec: GruSpec, size: GruSize, row: Row, layers: int, planned: Callable[[], Wave | None]
 ) -> str | None:
-    """Why PyTorch's own takes less in a graph, or None: where it is one launch, or runs layers side by side."""
-    layers = call.num_layers
-    ours_us, theirs_us = _steps_us(call, spec, size, choice, row)
-    if _one_launch(spec) and size.seq * (theirs_us - ours_us) < ONE_LAUNCH_SAVES_US:
-        return f"PyTorch's own is one launch for all steps, {theirs_us:.3g} us each, and kernels are not one: {ours_us:.3g}"
+    """Why PyTorch's own takes less in a graph, or None: where it runs layers side by side."""
     if layers == 1 or spec.directions > 1:
         return None
     beside = layers / (1 + LAYER_OVER_FIRST * (layers - 1))
