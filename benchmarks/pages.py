@@ -175,11 +175,11 @@ def sweeps(rows: Rows, figure: Figure) -> str:
         panels[0].set_ylabel("microseconds")
     grid[0][0].legend(frameon=False, fontsize=7)
     shapes = "; ".join(f"{name}: batch {b}, {h} heads of {d}" for name, (b, h, d) in models)
-    return f"{shapes}. The sweep is a run of its own, of earlier kernels."
+    return f"{shapes}."
 
 
 def _is_of(row: dict[str, Any], shape: tuple[int, int, int]) -> bool:
-    return row["suite"] == "rope-sweep" and tuple(row["sizes"][k] for k in ("batch", "heads", "head_dim")) == shape
+    return tuple(row["sizes"][k] for k in ("batch", "heads", "head_dim")) == shape
 
 
 def saved(figure: Figure, path: Path) -> None:
@@ -207,8 +207,8 @@ def one(draw: Callable[[Axes], str], path: Path, size: tuple[float, float]) -> s
 
 def page(results: Path, device: str, images: Path, commit: str | None = None) -> str:
     """The text of the page of a device, whose pictures are written into a folder; ``commit``: as in ``read_random``."""
-    documents = {name: read(results, device, name) for name in ("", "calls", "gru", "sweep", "summary")}
-    rope = [row for name in ("", "calls") if (found := documents[name]) for row in found["rows"]]
+    documents = {name: read(results, device, name) for name in ("", "gru", "summary")}
+    rope = found["rows"] if (found := documents[""]) else []
     runs = read_random(results, device, commit)
     about = next(found for found in documents.values() if found)["environment"]
     lines = [
@@ -229,8 +229,8 @@ def page(results: Path, device: str, images: Path, commit: str | None = None) ->
     if rope:
         picture("RoPE and the floor", "floor", lambda path: one(lambda a: floors(rope, a), path, (7, 3.6)))
         picture("RoPE and its peers", "peers", lambda path: one(lambda a: peers(rope, a), path, (7.5, 4.2)))
-    if sweep := documents["sweep"]:
-        picture("RoPE against sequence length", "sweep", lambda path: _sweep(sweep["rows"], path))
+    if sweep := [row for row in rope if row["suite"] == "rope-sweep"]:
+        picture("RoPE against sequence length", "sweep", lambda path: _sweep(sweep, path))
     if gru := documents["gru"]:
         picture("GRUs", "gru", lambda path: one(lambda a: recurrences(gru["rows"], a), path, (7.5, 4.6)))
     if runs:
@@ -264,7 +264,7 @@ def _tables(documents: dict[str, Any]) -> list[str]:
     if found := documents["summary"]:
         lines += ["### The calls of the README", "", summary.table(found), ""]
     titles = {"benchmark": "RoPE of one tensor", "benchmark-calls": "Complete calls of RoPE", "benchmark-gru": "GRU"}
-    there = [documents[name] for name in ("", "calls", "gru") if documents[name]]
+    there = [documents[name] for name in ("", "gru") if documents[name]]
     for mark, text in table.parts(there, ("bshd", "sbhd", "thd")).items():
         lines += [f"### {titles[mark]}", "", text, ""]
     return lines

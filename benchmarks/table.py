@@ -24,7 +24,7 @@ from tuned.lookup.record import device_slug
 Result = dict[str, Any]
 Column = tuple[str, Callable[[Result], str]]  # heading, and what the cell of a row says
 
-FOLDERS = (RESULTS, RESULTS / "calls", RESULTS / "gru")  # a suite's rows are those of the first that has it
+FOLDERS = (RESULTS, RESULTS / "gru")  # a suite's rows are those of the first that has it
 HEADINGS = {"rope": "Shapes that are tuned", "rope-untuned": "Shapes that nothing was tuned for"}
 COMPLETE_HEADINGS = {
     "rope-qk": "Query and key together",

@@ -204,6 +204,6 @@ def environments(winners: Iterable[Winner]) -> list[tuple[str, list[tuple[str, i
 
 
 def read_results(folder: Path, device: str) -> list[tuple[str, dict[str, Any]]]:
-    """The benchmark results of a device with where they stand, the newest first; none is no error."""
-    paths = [folder / f"{device}.json", folder / "sweep" / f"{device}.json"]
-    return [(str(p.relative_to(folder.parent.parent)), json.loads(p.read_text())) for p in paths if p.exists()]
+    """The benchmark results of a device with where they stand; none is no error."""
+    path = folder / f"{device}.json"
+    return [(str(path.relative_to(folder.parent.parent)), json.loads(path.read_text()))] if path.exists() else []

@@ -471,7 +471,7 @@ def test_the_command_reports_on_trials_of_every_family(tmp_path: Path, monkeypat
 
 def test_results_are_read_where_they_are_kept(tmp_path: Path) -> None:
     folder = tmp_path / "benchmarks" / "results"
-    (folder / "sweep").mkdir(parents=True)
+    folder.mkdir(parents=True)
     assert contents.read_results(folder, "test_gpu") == []
-    (folder / "sweep" / "test_gpu.json").write_text(json.dumps({"rows": []}))
-    assert contents.read_results(folder, "test_gpu") == [("benchmarks/results/sweep/test_gpu.json", {"rows": []})]
+    (folder / "test_gpu.json").write_text(json.dumps({"rows": []}))
+    assert contents.read_results(folder, "test_gpu") == [("benchmarks/results/test_gpu.json", {"rows": []})]
