@@ -33,14 +33,14 @@ def times_of(row: dict[str, Any]) -> dict[tuple[Any, ...], float]:
 
 
 def left(rows: Iterable[dict[str, Any]], rule: Any = default_variant) -> dict[str, float]:
-    """Call -> the time of the rule's tile, in its launch, over that of the best; without those whose tile was not measured."""
+    """Call -> the time of the rule's tile, in its launch, over that of the best; without those whose tile was not measured, as those of whole rows."""
     found = {}
     for row in rows:
         spec = RopeSpec(**row["spec"])
         chosen: RopeVariant = rule(spec, RopeSize(**row["size"]))
         times = times_of(row)
         tile = chosen.block_tokens, chosen.block_heads, chosen.num_warps
-        us = times.get((*tile, chosen.pdl and "dependent" in row))
+        us = None if chosen.whole_rows else times.get((*tile, chosen.pdl and "dependent" in row))
         if us is not None:
             name = f"{row['problem']} {spec.layout} {spec.dtype} {spec.style} {spec.direction}"
             found[name] = us / min(times.values())

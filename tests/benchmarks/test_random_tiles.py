@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.random_tiles import FILES, left, rows_of, summary, times_of
 from tuned.families.rope.spec import RopeSize, RopeSpec
-from tuned.families.rope.variant import RopeVariant, default_variant
+from tuned.families.rope.variant import RopeVariant, default_variant, takes_whole_rows
 
 ROWS = rows_of(sorted(FILES.glob("*.json")))
 
@@ -23,6 +23,8 @@ def test_the_default_is_near_the_best_tile_of_random_calls(files: str, mean: flo
     Of those that were picked, half are the slowest beside a peer and the furthest from the floor of 201.
     """
     rows = rows_of(sorted(FILES.glob(f"{files}*.json")))
+    # Tiles of pairs were measured: of calls that now get whole rows they say nothing (0083).
+    rows = [row for row in rows if not takes_whole_rows(RopeSpec(**row["spec"]), RopeSize(**row["size"]))]
     found = left(rows)
     assert len(found) >= 0.95 * len(rows)
     assert statistics.geometric_mean(found.values()) <= mean
@@ -35,7 +37,7 @@ def test_the_default_is_launched_in_the_way_that_takes_less() -> None:
     for row in (row for row in ROWS if "dependent" in row):
         chosen, times = default_variant(RopeSpec(**row["spec"]), RopeSize(**row["size"])), times_of(row)
         both = [times.get((chosen.block_tokens, chosen.block_heads, chosen.num_warps, way)) for way in (False, True)]
-        if None not in both:
+        if None not in both and not chosen.whole_rows:
             regrets.append(both[chosen.pdl] / min(both))
             ways.add(chosen.pdl)
     assert len(regrets) >= 50

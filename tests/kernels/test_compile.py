@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from generator.families.gru.texts import gru_texts
-from generator.families.rope.texts import angle_gradient_specs, append_specs, mla_specs, norm_specs, rope_specs
+from generator.families.rope.texts import (
+    angle_gradient_specs,
+    append_specs,
+    mla_specs,
+    norm_specs,
+    rope_specs,
+    row_specs,
+)
 from generator.problem import Problem
 from generator.processes.compiler import compile_variant, hopeless
 from generator.rendering.structures import default_names, structures
@@ -48,6 +55,8 @@ PLAIN = [
     for spec in rope_specs()
     if spec.plain
 ]
+PLAIN_ROWS = [axes for axes in PLAIN if axes["style"] == "half"]
+WHOLE_ROWS = RopeVariant(whole_rows=True)
 SHAPE = {"dtype": "bfloat16", "heads": 32, "head_dim": 128, "rotary_dim": 128}
 NORMS = [
     {name: getattr(spec, name) for name in ("layout", "inplace", "direction", "style", "angles")}
@@ -58,6 +67,8 @@ CACHES = [{name: getattr(spec, name) for name in ("norm", "style", "angles")} fo
 COVERING = [
     *(kernel_name(RopeSpec(**SHAPE, **axes), RopeVariant()) for axes in pairwise.covering(PLAIN)),
     *(kernel_name(spec, RopeVariant()) for spec in rope_specs() if not spec.plain),
+    *(kernel_name(RopeSpec(**SHAPE, **axes), WHOLE_ROWS) for axes in pairwise.covering(PLAIN_ROWS)),
+    *(kernel_name(spec, WHOLE_ROWS) for spec in row_specs() if not spec.plain),
     *(
         kernel_name(RopeSpec(**SHAPE, key_heads=8, norm="head", **axes), RopeVariant())
         for axes in pairwise.covering(NORMS)
@@ -240,7 +251,7 @@ def test_loads_and_stores_are_as_wide_as_alignment_allows(
     arguments = {"layout": "bshd", "dtype": dtype, "heads": 32, "head_dim": dims[0], "rotary_dim": dims[1]}
     arguments |= {"style": case["style"], "inplace": case["inplace"]}
     spec = RopeSpec(**arguments)
-    found = compiler.submit(compiling.widths, arguments, {}).result()
+    found = compiler.submit(compiling.widths, arguments, {"whole_rows": False}).result()
     allowed = {rotated_bits(spec)} | ({bits(spec, spec.rotary_dim, spec.head_dim)} if spec.copies_tail else set())
     assert set(found["STG"]) == allowed
     # What is stored was loaded, in the same pieces; angles are loaded besides.
@@ -337,7 +348,8 @@ def test_rows_without_alignment_are_moved_an_element_at_a_time(
     compiler: concurrent.futures.Executor, dtype: str, dims: tuple[int, int]
 ) -> None:
     arguments = {"layout": "bshd", "dtype": dtype, "heads": 32, "head_dim": dims[0], "rotary_dim": dims[1]}
-    assert set(compiler.submit(compiling.widths, arguments, {}).result()["STG"]) == {8 * ITEM_SIZE[dtype]}
+    pairs = {"whole_rows": False}
+    assert set(compiler.submit(compiling.widths, arguments, pairs).result()["STG"]) == {8 * ITEM_SIZE[dtype]}
 
 
 def test_a_pointer_without_alignment_is_read_an_element_at_a_time(compiler: concurrent.futures.Executor) -> None:
@@ -396,10 +408,49 @@ def test_complete_calls_are_as_wide_as_alignment_allows(
     arguments = {"layout": "bshd", "dtype": "bfloat16", "heads": 32, "head_dim": dims[0], "rotary_dim": dims[1]}
     arguments |= {"key_heads": 8, "rotated": rotated}
     spec = RopeSpec(**arguments)
-    found = compiler.submit(compiling.widths, arguments, {}).result()
+    found = compiler.submit(compiling.widths, arguments, {"whole_rows": False}).result()
     tail = dims[0] - dims[1]
     turned = bits(spec, dims[1] // 2, *([tail] if rotated == "last" else []))
     assert set(found["STG"]) == {turned, bits(spec, tail, *([dims[1]] if rotated == "first" else []))}
+
+
+ROWS = {  # head_dim, rotary_dim, dtype; the bits of a row that lie side by side, and of halves
+    "d18": (18, 18, "bfloat16", 32, 16),
+    "d36": (36, 36, "bfloat16", 64, 32),
+    "d34r2": (34, 2, "bfloat16", 32, 16),
+    "d20": (20, 20, "float32", 128, 64),
+}
+
+
+@pytest.mark.parametrize("key_heads", [0, 8])
+@pytest.mark.parametrize("name", ROWS)
+def test_whole_rows_are_stored_as_wide_as_the_row_allows_and_not_its_halves(
+    compiler: concurrent.futures.Executor, name: str, key_heads: int
+) -> None:
+    head_dim, rotary_dim, dtype, of_row, of_half = ROWS[name]
+    arguments = {"layout": "bshd", "dtype": dtype, "heads": 16, "head_dim": head_dim, "rotary_dim": rotary_dim}
+    arguments |= {"key_heads": key_heads}
+    for whole, bits_at_once in ((True, of_row), (False, of_half)):
+        tile = {"block_tokens": 2, "block_heads": 8, "num_warps": 1, "whole_rows": whole}
+        stored = compiler.submit(compiling.widths, arguments, tile).result()["STG"]
+        assert min(stored) == bits_at_once, whole
+        assert set(stored) == {of_row} or not whole
+
+
+@pytest.mark.parametrize("warps", [1, 4])
+@pytest.mark.parametrize("key_heads", [0, 8])
+def test_whole_rows_in_place_are_read_by_all_threads_before_one_writes(
+    compiler: concurrent.futures.Executor, key_heads: int, warps: int
+) -> None:
+    # The interpreter reads all of a tile before it writes any: it cannot tell.
+    arguments = {"layout": "bshd", "dtype": "bfloat16", "heads": 16, "head_dim": 18, "rotary_dim": 18, "inplace": True}
+    arguments |= {"key_heads": key_heads}
+    tile = {"block_tokens": 4, "block_heads": 16, "num_warps": warps, "whole_rows": True}
+    lines = compiler.submit(compiling.rope_ptx, arguments, tile).result().splitlines()
+    last = max(at for at, line in enumerate(lines) if "ld.global" in line and ".b16" in line)
+    first = min(at for at, line in enumerate(lines) if "st.global" in line)
+    assert last < first
+    assert any("bar" in line and "sync" in line for line in lines[last:first])
 
 
 # Programmatic dependent launch: an instruction that the interpreter has not ---------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from generator.families.rope.reference import inputs, reference
-from generator.families.rope.texts import rope_specs
+from generator.families.rope.texts import rope_specs, row_specs
 from generator.measuring.check import intact, probe
 from generator.rendering.structures import structures
 from tests.support import oracle, pairwise
@@ -22,12 +22,18 @@ from tests.support.run import DEVICE, run, to_numpy, truncates
 from tuned.families.choices import choices
 from tuned.families.rope.launches import kernel_name, launches
 from tuned.families.rope.spec import STYLES, RopeSize, RopeSpec
-from tuned.families.rope.variant import RopeVariant
+from tuned.families.rope.variant import RopeVariant, rejection
 
 pytestmark = pytest.mark.interpreter
 
-TEXTS = {kernel_name(spec, RopeVariant()): spec for spec in rope_specs() if not spec.plain}
 GRID = RopeVariant(block_tokens=4, block_heads=4)
+WHOLE_ROWS = dataclasses.replace(GRID, whole_rows=True)
+TEXTS = {
+    kernel_name(spec, variant): (spec, variant)
+    for specs, variant in ((rope_specs(), GRID), (row_specs(), WHOLE_ROWS))
+    for spec in specs
+    if not spec.plain
+}
 NARROW = RopeVariant(block_tokens=4, block_heads=2)
 TOKENS_FIRST = RopeVariant(block_tokens=4, block_heads=2, order="tokens", cache="keep")
 
@@ -35,7 +41,7 @@ TOKENS_FIRST = RopeVariant(block_tokens=4, block_heads=2, order="tokens", cache=
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_kernel_rotates_query_and_key_as_the_oracle_does(name: str) -> None:
     # Tiles that hold rows of both tensors: 5 heads and 2, 4 rows at a time.
-    spec, variant = TEXTS[name], GRID
+    spec, variant = TEXTS[name]
     whole = dataclasses.replace(spec, dtype="float32", heads=5, key_heads=2, head_dim=12, rotary_dim=12)
     partial = dataclasses.replace(
         whole,
@@ -61,7 +67,10 @@ def test_every_emitted_kernel_of_complete_calls_is_among_those_tested() -> None:
 
 def spec_for(knobs: dict[str, Any]) -> RopeSpec:
     """A spec that a variant fits: two tiles of rows, the last of one head, the key's, and a tail to copy."""
-    return RopeSpec("bshd", "float32", knobs["block_heads"], 48, 32, key_heads=1, angles="cos_sin", positions="starts")
+    rotated = 30 if knobs["whole_rows"] else 32  # of aligned halves a tile of whole rows is not tried
+    return RopeSpec(
+        "bshd", "float32", knobs["block_heads"], 48, rotated, key_heads=1, angles="cos_sin", positions="starts"
+    )
 
 
 NUMBERS = numbers(spec_for)
@@ -84,10 +93,22 @@ def test_every_declared_choice_is_tested() -> None:
 # Arguments, pairwise ------------------------------------------------------------------------------------------------
 
 
+def has_whole_rows(spec: RopeSpec) -> bool:
+    """Whether a tile of whole rows does it, tried or not: aligned halves are no reason here."""
+    reason = rejection(spec, None, RopeVariant(whole_rows=True))
+    return reason is None or "aligned" in reason
+
+
 @pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=lambda index: f"{index}-{row_id(ROWS[index])}")
 def test_every_kind_of_argument_rotates_as_the_oracle_does(index: int) -> None:
     assert_right(case_of(ROWS[index]), (GRID, NARROW, TOKENS_FIRST)[index % 3])
+
+
+@pytest.mark.thinned_on_gpu(every=3)
+@pytest.mark.parametrize("index", [i for i, row in enumerate(ROWS) if has_whole_rows(spec_of(row))])
+def test_every_kind_of_argument_rotates_whole_rows_as_the_oracle_does(index: int) -> None:
+    assert_right(case_of(ROWS[index]), WHOLE_ROWS)
 
 
 def test_every_value_of_an_argument_is_tested() -> None:

@@ -63,7 +63,14 @@ def default_launches(capability: int = 90) -> dict[str, Launch]:
     import torch  # noqa: PLC0415 - what follows imports Triton
 
     from generator.families.rope import reference as rope  # noqa: PLC0415
-    from generator.families.rope.texts import angle_gradient_specs, append_specs, mla_specs, norm_specs, rope_specs  # noqa: PLC0415
+    from generator.families.rope.texts import (  # noqa: PLC0415
+        angle_gradient_specs,
+        append_specs,
+        mla_specs,
+        norm_specs,
+        rope_specs,
+        row_specs,
+    )
     from tuned.families.copying import KERNEL as COPY  # noqa: PLC0415
     from tuned.families.copying import copy_launch, filled  # noqa: PLC0415
     from tuned.families.launch import Launch  # noqa: PLC0415
@@ -73,7 +80,7 @@ def default_launches(capability: int = 90) -> dict[str, Launch]:
     from tuned.launching.launcher import PROBE_KERNEL  # noqa: PLC0415
 
     found = {}
-    for spec in (*rope_specs(), *norm_specs(), *mla_specs(), *append_specs(), *angle_gradient_specs()):
+    for spec in (*rope_specs(), *row_specs(), *norm_specs(), *mla_specs(), *append_specs(), *angle_gradient_specs()):
         call = rope.inputs(spec, RopeSize(batch=2, seq=4096), "meta", 0)
         for launch in rope_launches(spec, rope_default(spec), call):
             found[launch.kernel] = launch
@@ -359,6 +366,19 @@ def code_with_pdl(name: str) -> list[str]:
         launch, constants={**launch.constants, "PDL": True}, options={**launch.options, "launch_pdl": True}
     )
     return instructions(compile_launch(launch, target_of("sm_90")).asm["cubin"])
+
+
+def rope_ptx(arguments: dict[str, Any], knobs: dict[str, Any]) -> str:
+    """The PTX of a RoPE kernel on sm_90."""
+    from generator.families.rope.reference import inputs  # noqa: PLC0415
+    from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415
+    from tuned.families.rope.launches import launches  # noqa: PLC0415
+    from tuned.families.rope.spec import RopeSize, RopeSpec  # noqa: PLC0415
+    from tuned.families.rope.variant import RopeVariant  # noqa: PLC0415
+
+    spec = RopeSpec(**arguments)
+    launch, *_ = launches(spec, RopeVariant(**knobs), inputs(spec, RopeSize(batch=2, seq=4096), "meta", 0))
+    return str(compile_launch(launch, target_of("sm_90")).asm["ptx"])
 
 
 def cell_code(spec: GruCellSpec, variant: GruCellVariant, batch: int) -> tuple[Needs, str]:

@@ -331,7 +331,7 @@ def assert_right(case: RopeCase, variant: RopeVariant) -> None:
     if INTERPRETED:
         with watched() as traffic:
             built.run(variant)
-        assert_traffic_right(built, traffic)
+        assert_traffic_right(built, traffic, variant)
     else:
         built.run(variant)
     assert_memory_right(built)
@@ -370,8 +370,11 @@ def _moved(built: Built) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.concatenate(may), np.concatenate(must), np.concatenate(written)
 
 
-def assert_traffic_right(built: Built, traffic: Traffic) -> None:
-    """No address outside the tensors, each element that moves read once and written once, and no race in place."""
+def assert_traffic_right(built: Built, traffic: Traffic, variant: RopeVariant) -> None:
+    """No address outside the tensors, each element that moves read once and written once, and no race in place.
+
+    Of whole rows what turns is read twice, by the program that writes it: for itself, and for the other of its pair.
+    """
     case, spec, call = built.case, built.case.spec, built.call
     loaded, stored = traffic.loaded(), traffic.stored()
     x, needed, out = _moved(built)
@@ -384,10 +387,18 @@ def assert_traffic_right(built: Built, traffic: Traffic) -> None:
     assert not wild.any(), f"{int(wild.sum())} loads outside what the call may read"
     from_x = loaded[among(loaded[:, 0], x)]
     if case.x_view != "expanded":
-        assert len(np.unique(from_x[:, 0])) == len(from_x), "an element of x is read twice"
+        read_at, times = np.unique(from_x[:, 0], return_counts=True)
+        assert times.max(initial=1) == 1 or variant.whole_rows, "an element of x is read twice"
+        turning = [feature for pair in case.turned() for feature in pair]
+        turned = [addresses(canonical(t, spec.layout))[..., turning].ravel() for t, _, _ in built.outs().values()]
+        often = np.where(among(read_at, np.concatenate(turned)), 2, 1)
+        assert (times <= often).all(), "an element of x is read more often than it is used"
         assert among(needed, from_x[:, 0]).all(), "an element of x is not read"
     if spec.inplace:
-        reader = {address: (program, order) for address, program, order in from_x.tolist()}
+        assert len({(address, program) for address, program, _ in from_x.tolist()}) == len(np.unique(from_x[:, 0])), (
+            "two programs read it"
+        )
+        reader = {address: (program, order) for address, program, order in sorted(from_x.tolist(), key=lambda a: a[2])}
         for address, program, order in stored.tolist():
             reading_program, read = reader[address]
             assert reading_program == program, "a program writes what another reads"

@@ -19,8 +19,8 @@ from tuned.families.rope.variant import (
     RESIDENT,
     RopeVariant,
     half_block,
+    half_row,
     programs,
-    row_block,
     rows_at_once,
 )
 
@@ -650,7 +650,8 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
     count = programs(spec, variant, seq, batch)
     tile_rows = variant.block_tokens * rows_at_once(spec, variant)
     tiles = count * (ceil_div(spec.all_heads, variant.block_heads) if spec.takes_all_heads else 1)
-    moved = row_block(spec) if spec.splits else half  # pairs, or half of what of a row is moved
+    # Pairs, or half of what of a row is moved.
+    moved = half_row(spec, variant.whole_rows) if spec.splits or variant.whole_rows else half
     return (
         Work(
             programs=count,
@@ -662,7 +663,7 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
             elements=tiles * tile_rows * 2 * moved,
             sines=count * variant.block_tokens * half * 2 * entries_per_pair if spec.computes_sincos else 0,
             pairs_per_thread=tile_rows * moved / (32 * variant.num_warps),
-            row_bytes=half * item,
+            row_bytes=(2 * moved if variant.whole_rows else half) * item,
             early=variant.pdl,
         ),
     )

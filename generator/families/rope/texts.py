@@ -14,6 +14,8 @@ from tuned.lookup.record import RecordError, Winner
 
 from ..text import Shown, Text, finished, head, refusal
 
+ROWS = RopeVariant(whole_rows=True)
+
 
 def rope_specs() -> Iterator[RopeSpec]:
     """One spec for each combination of text axes. Plain calls: layout, in place, style, angles; complete ones: the last three."""
@@ -23,6 +25,13 @@ def rope_specs() -> Iterator[RopeSpec]:
             yield RopeSpec(layout, "bfloat16", 32, 128, 128, style=style, angles=angles, inplace=inplace)
     for inplace, style, angles in axes:
         yield RopeSpec("bshd", "bfloat16", 32, 128, 128, style=style, angles=angles, inplace=inplace, key_heads=8)
+
+
+def row_specs() -> Iterator[RopeSpec]:
+    """Those whose tiles may have whole rows, which halves of 16 bytes do not ask for."""
+    for spec in rope_specs():
+        if not spec.interleaved:
+            yield dataclasses.replace(spec, head_dim=36, rotary_dim=36)
 
 
 def norm_specs() -> Iterator[RopeSpec]:
@@ -51,7 +60,7 @@ def angle_gradient_specs() -> Iterator[RopeSpec]:
 
 
 def template(spec: RopeSpec) -> str:
-    """The template of a rotation's kernel."""
+    """The template of the kernel of a rotation with more to it."""
     if spec.angle_gradient:
         return "rope_angle_gradient"
     if spec.splits:
@@ -72,6 +81,8 @@ def texts() -> Iterator[Text]:
         yield "rope", kernel_name(spec, RopeVariant()), spec, RopeVariant(), True
     for spec in itertools.chain(norm_specs(), mla_specs(), append_specs(), angle_gradient_specs()):
         yield template(spec), kernel_name(spec, RopeVariant()), spec, RopeVariant(), True
+    for spec in row_specs():
+        yield "rope", kernel_name(spec, ROWS), spec, ROWS, True
     yield "rope_norm_weights", WEIGHTS, next(norm_specs()), RopeVariant(), True
     yield "rope_table", PROBE_KERNEL, next(rope_specs()), RopeVariant(), True
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import random
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +18,12 @@ from tuned.families.rope import FAMILY as ROPE
 from tuned.families.rope.launches import launches
 from tuned.families.rope.spec import LAYOUTS, RopeSize, RopeSpec
 from tuned.families.rope.variant import (
+    RopeVariant,
+    adapt,
     default_variant,
     distance,
     fit,
+    half_row,
     programs,
     rejection,
     row_block,
@@ -95,6 +100,69 @@ def test_rows_that_are_loaded_in_other_pieces_are_further_away() -> None:
     assert (vector_bytes(odd), vector_bytes(like), vector_bytes(SPEC)) == (2, 16, 16)
     assert distance(SPEC, odd) == 1.5 > ROPE.reach - 1e-9
     assert distance(SPEC, like) == 0
+
+
+def test_a_tile_of_whole_rows_holds_all_features_in_order() -> None:
+    spec = dataclasses.replace(SPEC, head_dim=36, rotary_dim=20)
+    assert (half_row(spec, False), half_row(spec, True)) == (16 + 8, 32)  # 10 pairs and a tail of 16; 36 features
+    inplace = dataclasses.replace(spec, inplace=True)
+    assert (half_row(inplace, False), half_row(inplace, True)) == (16, 16)  # 20 features
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"style": "interleaved"}, "style half"),
+        ({"norm": "head"}, "no such kernel"),
+        ({"direction": "backward", "angle_gradient": True}, "no such kernel"),
+        ({"rotated": "proportional", "rotary_dim": 4}, None),
+        ({"rotated": "proportional", "rotary_dim": 4, "inplace": True}, "lie apart"),
+        ({"head_dim": 48, "rotary_dim": 48}, "load each feature twice"),
+    ],
+)
+def test_whole_rows_are_tried_where_there_is_such_a_kernel_and_halves_are_not_aligned(
+    changes: dict[str, Any], reason: str | None
+) -> None:
+    spec = RopeSpec(**{"layout": "bshd", "dtype": "bfloat16", "heads": 16, "head_dim": 36, "rotary_dim": 36, **changes})
+    found = rejection(spec, None, RopeVariant(whole_rows=True))
+    assert found is None if reason is None else reason in (found or "")
+    # The default never is what no rule allows.
+    assert rejection(spec, None, default_variant(spec)) is None
+
+
+def test_a_row_of_the_table_with_whole_rows_serves_no_call_that_has_no_such_kernel() -> None:
+    whole = RopeVariant(2, 8, whole_rows=True)
+    narrow = dataclasses.replace(SPEC, head_dim=36, rotary_dim=36)
+    assert adapt(whole, narrow, dataclasses.replace(narrow, heads=8)).whole_rows
+    assert not adapt(whole, narrow, dataclasses.replace(narrow, style="interleaved")).whole_rows
+    assert not adapt(whole, narrow, SPEC).whole_rows
+    aligned = dataclasses.replace(narrow, head_dim=48, rotary_dim=48)
+    assert distance(narrow, aligned) > ROPE.reach  # nor does one of pairs a call for whole rows
+
+
+def measured() -> list[dict[str, Any]]:
+    path = Path(__file__).parents[3] / "benchmarks" / "results" / "tuning" / "nvidia_h100-whole-rows.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    return rows
+
+
+def test_whole_rows_are_the_default_where_an_h100_took_less_for_them() -> None:
+    took = []
+    for row in measured():
+        named = {name: row[name] for name in ("dtype", "heads", "head_dim", "rotary_dim", "inplace")}
+        spec = RopeSpec("bshd", angles="cos_sin", **named)
+        chosen = default_variant(spec, RopeSize(row["tokens"] // row["seq"], row["seq"]))
+        times = {tuple(tile): us for *tile, us in row["tiles"]}
+        pairs = min(us for (whole, *_), us in times.items() if not whole)
+        tile = True, chosen.block_tokens, chosen.block_heads, chosen.num_warps
+        if not chosen.whole_rows:  # what is left to pairs loses 5 percent at most by it
+            assert min(us for (whole, *_), us in times.items() if whole) > 0.95 * pairs, row
+        elif tile in times:  # of eight heads and several tokens none was measured
+            took.append(times[tile] / pairs)
+    assert len(took) == 6
+    assert max(took) < 1, took
+    assert statistics.geometric_mean(took) < 0.89
 
 
 def constants(spec: RopeSpec, size: RopeSize, **changes: Any) -> tuple[int, int]:

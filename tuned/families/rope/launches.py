@@ -11,7 +11,16 @@ import torch
 
 from tuned.families.launch import Launch, ceil_div, next_power_of_2
 from tuned.families.rope.spec import ITEM_SIZE, SEARCH_FAN, RopeSpec, search_steps
-from tuned.families.rope.variant import CACHE, VECTOR_BYTES, RopeVariant, half_block, programs, rows_at_once, stages
+from tuned.families.rope.variant import (
+    CACHE,
+    VECTOR_BYTES,
+    RopeVariant,
+    half_block,
+    programs,
+    row_features,
+    rows_at_once,
+    stages,
+)
 
 ALIGNED = 16  # elements: of an integer argument that it divides Triton compiles code which knows it
 # Parameters of kernels of complete calls only; a plain call's kernel has constants instead.
@@ -37,6 +46,7 @@ OF_GIVEN = frozenset((
     "key_given_stride_s", "key_given_stride_b", "key_given_stride_h",
 ))  # fmt: skip
 OF_GRADIENT_OF_ANGLES = frozenset(("angle_grad",))
+OF_PAIRS, OF_ROWS = frozenset(("PAIR_BLOCK", "TAIL", "TAIL_BLOCK")), frozenset(("ROW", "ROW_BLOCK"))
 OF_SPLIT = frozenset(("key_stride_d", "VALUE", "VALUE_BLOCK"))
 WEIGHTS = "rope_norm_weights"  # the kernel that adds the parts of the weights' gradients
 PARTS_AT_ONCE, COLUMNS_AT_ONCE = 512, 8  # of the parts, by a program of WEIGHTS: a sector of 32 bytes wide
@@ -117,8 +127,8 @@ class RopeCall:
     angle_grad: Any = None  # those of each token's angles, float32: ``token_angles(spec, ...)`` is its shape
 
 
-def kernel_name(spec: RopeSpec, _variant: RopeVariant) -> str:
-    """Module and function name of the kernel: every text axis, in a fixed order. The variant is all numbers."""
+def kernel_name(spec: RopeSpec, variant: RopeVariant) -> str:
+    """Module and function name of the kernel: every text axis, in a fixed order."""
     calls = spec.layout if spec.plain else "complete"
     if spec.gradient_of_norm:
         return f"rope_norm_backward_{spec.style}_{spec.angles}"
@@ -131,7 +141,8 @@ def kernel_name(spec: RopeSpec, _variant: RopeVariant) -> str:
     calls = "norm" if spec.normed else calls
     if spec.appends:
         return f"rope_{'norm_' if spec.normed else ''}append_{spec.style}_{spec.angles}"
-    return f"rope_{calls}_{'inplace' if spec.inplace else 'copy'}_{spec.style}_{spec.angles}"
+    style = "rows" if variant.whole_rows else spec.style
+    return f"rope_{calls}_{'inplace' if spec.inplace else 'copy'}_{style}_{spec.angles}"
 
 
 def kernel_names(spec: RopeSpec, variant: RopeVariant) -> tuple[str, ...]:
@@ -165,7 +176,7 @@ def _cache_in(spec: RopeSpec, call: RopeCall) -> RopeCall:
     return dataclasses.replace(call, key=key, value=value, key_cache=caches[0], value_cache=caches[1])
 
 
-def _left_out(spec: RopeSpec) -> frozenset[str]:
+def _left_out(spec: RopeSpec, variant: RopeVariant) -> frozenset[str]:
     """The parameters that a call's kernel does not have."""
     without = [
         (OF_OUT, spec.inplace),
@@ -179,6 +190,7 @@ def _left_out(spec: RopeSpec) -> frozenset[str]:
         (OF_GRADIENT_OF_ANGLES, not spec.angle_gradient),
         (OF_SPLIT, not spec.splits),
         (frozenset({"DEINTERLEAVES"}), not (spec.splits or spec.angle_gradient)),
+        (OF_PAIRS if variant.whole_rows else OF_ROWS, True),
     ]
     return frozenset().union(*(names for names, are_left_out in without if are_left_out))
 
@@ -219,7 +231,7 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         key_given_strides = key_given_strides if spec.key_heads else call.given_strides
     tail = spec.head_dim - spec.rotary_dim if spec.copies_tail else 0
     load_evict, store_cache, angle_evict = CACHE[variant.cache]
-    left_out = _left_out(spec)
+    left_out = _left_out(spec, variant)
     strides = [call.x_strides, call.out_strides, key_strides, key_out_strides]
     strides += [call.given_strides, key_given_strides] if spec.reads_given else []
     strides += [call.value_strides] if spec.appends else []
@@ -282,6 +294,8 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
     constants = {
         "HEADS": spec.heads,
         "PAIRS": spec.moved_pairs,
+        "ROW": row_features(spec),
+        "ROW_BLOCK": next_power_of_2(row_features(spec)),
         "PAIR_BLOCK": half_block(spec),
         "TAIL": tail,
         "TAIL_BLOCK": next_power_of_2(max(tail, 1)),
@@ -293,7 +307,7 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "LOAD_EVICT": load_evict,
         "STORE_CACHE": store_cache,
         "PDL": variant.pdl,
-        "MULTIPLE": _multiple_of_rows(spec, call, *strides),
+        "MULTIPLE": _multiple_of_rows(spec, variant, call, *strides),
         "ANGLE_MULTIPLE": _multiple_of_angles(spec, call),
         "SEARCH_STEPS": search_steps(call.sequences),
         # A place at least for each thread: of fewer, Triton lets every thread load all of them.
@@ -369,7 +383,7 @@ def _sections(spec: RopeSpec) -> dict[str, Any]:
     return {**named, "SECTIONS_INTERLEAVED": spec.sections_interleaved}
 
 
-def _multiple_of_rows(spec: RopeSpec, call: RopeCall, *tensors: tuple[int, int, int, int]) -> int:
+def _multiple_of_rows(spec: RopeSpec, variant: RopeVariant, call: RopeCall, *tensors: tuple[int, int, int, int]) -> int:
     """How many elements, up to those of 16 bytes, divide all strides of rows; 1 if 16 do, which Triton sees itself.
 
     An axis of one has any stride, which nothing is multiplied by.
@@ -379,7 +393,7 @@ def _multiple_of_rows(spec: RopeSpec, call: RopeCall, *tensors: tuple[int, int, 
     common = common or spec.head_dim
     if common % ALIGNED == 0:
         return 1
-    apart = 0 if spec.interleaved else spec.pair_distance  # both of a pair are loaded alike
+    apart = 0 if spec.interleaved or variant.whole_rows else spec.pair_distance  # both of a pair are loaded alike
     return math.gcd(common, apart, VECTOR_BYTES // ITEM_SIZE[spec.dtype])
 
 

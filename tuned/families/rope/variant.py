@@ -34,6 +34,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200: others get the same programs, in ot
 STAGES = 3  # tiles that such a program has at a time
 STAGED_BYTES = 90 * 1024  # of shared memory that they wait in at most: sm_86 has 99 KB
 # What follows is from landscapes of an H200: docs/decisions/0052.
+NARROW_BYTES, NARROW_ROWS = 128, 8  # of rows whose tile is one of whole rows: docs/decisions/0083
 REACH = 1.5  # octaves: of calls further away than that, a row knows less than the default variant
 # What a thread of a good tile holds of x, in octaves of bytes: by bytes of an element; less where two bytes are all that a load takes,
 # since each load has an address of its own; and at least, where a small call must be spread over ``SPREAD`` threads, four warps a
@@ -55,7 +56,7 @@ MANY = 64  # positions or batch entries from which on an empty part of the last 
 class RopeVariant:
     """How a program moves and rotates its tile. Costs are in bytes per program, besides the tile itself.
 
-    All are numbers, constexpr and launch options: none changes the kernel's text.
+    All but ``whole_rows`` are numbers, constexpr and launch options, which do not change the kernel's text.
     """
 
     # Tokens whose angles one program holds: angle bytes are read once for block_heads rows.
@@ -73,12 +74,16 @@ class RopeVariant:
     # Of a norm: 0, a program has one tile; or how many warps a multiprocessor has of programs that take tile after tile, the
     # next on their way to shared memory while one is at work. A norm's gradient always does, with LEAST_RESIDENT at 0.
     resident: int = one_of(*RESIDENT, default=0, older=True)
+    # The one text axis. Of style half: a tile has the features of a row in order, and loads the other of each pair beside it.
+    # Else a tile has first features and second ones, and where these are not aligned each store writes parts of sectors.
+    whole_rows: bool = one_of(False, True, default=False, older=True)  # noqa: FBT003 - the choices of a flag
 
     @property
     def simplicity(self) -> tuple[int, ...]:
         """Sort key: within the noise the smaller one wins, so that two runs agree."""
         return (
             int(self.pdl),
+            int(self.whole_rows),
             self.resident,
             ("heads", "tokens").index(self.order),
             tuple(CACHE).index(self.cache),
@@ -106,6 +111,26 @@ def row_block(spec: RopeSpec) -> int:
     tail = spec.head_dim - spec.rotary_dim if spec.copies_tail else 0
     value = (next_power_of_2(spec.value_dim) + 1) // 2 if spec.splits else 0
     return half_block(spec) + (next_power_of_2(tail) + 1) // 2 + value if tail else half_block(spec)
+
+
+def row_features(spec: RopeSpec) -> int:
+    """Features of a row that a tile of whole rows holds: those that rotate, and those that are copied beside them."""
+    return spec.head_dim if spec.moves_all else spec.rotary_dim
+
+
+def half_row(spec: RopeSpec, whole_rows: bool) -> int:  # noqa: FBT001 - the knob
+    """``row_block`` of a tile, of whole rows or of pairs."""
+    return next_power_of_2(row_features(spec)) // 2 if whole_rows else row_block(spec)
+
+
+def takes_whole_rows(spec: RopeSpec, size: RopeSize | None = None) -> bool:
+    """Whether the default is a tile of whole rows: of narrow rows, enough of them at one position, whose halves are not aligned.
+
+    Each half is then parts of two sectors or three, and its store writes all of them: docs/decisions/0083.
+    """
+    rows = spec.all_heads * (size.batch if spec.merges_batch and size is not None else 1)
+    narrow = spec.head_dim * ITEM_SIZE[spec.dtype] <= NARROW_BYTES
+    return narrow and rows >= NARROW_ROWS and _rows_rejection(spec, RopeVariant(whole_rows=True)) is None
 
 
 def vector_bytes(spec: RopeSpec) -> int:
@@ -148,9 +173,28 @@ def rejection(
         return "order='tokens' with one tile of heads or of positions is the same grid as order='heads'"
     if variant.pdl and capability < PDL_CAPABILITY:
         return f"programmatic dependent launch needs compute capability 9.0, not {capability / 10}"
-    return _resident_rejection(spec, positions, variant) or _tile_rejection(
-        spec, variant, variant.block_tokens * at_once
+    return (
+        _resident_rejection(spec, positions, variant)
+        or _rows_rejection(spec, variant)
+        or _tile_rejection(spec, variant, variant.block_tokens * at_once)
     )
+
+
+def _rows_rejection(spec: RopeSpec, variant: RopeVariant) -> str | None:
+    """Why a tile of whole rows is not tried, or None."""
+    if not variant.whole_rows:
+        return None
+    if spec.interleaved:
+        return "whole_rows is of style half: a tile of interleaved pairs has whole rows anyway"
+    if spec.normed or spec.appends or spec.splits or spec.deinterleaves or spec.angle_gradient:
+        return (
+            "whole_rows is of rotations alone: there is no such kernel with a norm, a cache, MLA or gradients of angles"
+        )
+    if spec.inplace and spec.rotated == "proportional":
+        return "whole_rows in place needs features that rotate in a row: proportional ones lie apart"
+    if vector_bytes(spec) == VECTOR_BYTES:
+        return f"whole_rows would load each feature twice, and both halves of these rows are aligned to {VECTOR_BYTES} bytes"
+    return None
 
 
 def _resident_rejection(spec: RopeSpec, positions: int | None, variant: RopeVariant) -> str | None:
@@ -185,7 +229,8 @@ def stages(spec: RopeSpec, variant: RopeVariant) -> int:
 def _tile_rejection(spec: RopeSpec, variant: RopeVariant, rows: int) -> str | None:
     """Why a tile of so many rows is not tried with the variant's warps, or None."""
     # Of MLA all features count: the pairs are the fewest.
-    pairs, threads = rows * (row_block(spec) if spec.splits else half_block(spec)), 32 * variant.num_warps
+    of_row = half_row(spec, variant.whole_rows)
+    pairs, threads = rows * (of_row if spec.splits or variant.whole_rows else half_block(spec)), 32 * variant.num_warps
     # A gradient holds two inputs and a sum. Of heads that are normalised together, one token is tried whatever its size.
     most = MAX_PAIRS_PER_THREAD // (2 if spec.reads_given else 1)
     if spec.angle_gradient and spec.angle_entries == "feature":  # four sums: with 16 pairs a thread most tiles spill
@@ -197,7 +242,7 @@ def _tile_rejection(spec: RopeSpec, variant: RopeVariant, rows: int) -> str | No
             f"a tile of {pairs} pairs on {variant.num_warps} warps is more than {most} per thread;"
             " larger tiles are not tried"
         )
-    features = rows * row_block(spec)
+    features = rows * of_row
     if features > 2 * most * threads:
         return (
             f"a tile of {2 * features} features, those that are copied among them, on {variant.num_warps} warps is more than "
@@ -224,8 +269,10 @@ def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant
     """
     positions = MANY if size is None else size.tokens if spec.layout == "thd" else size.seq
     batch = MANY if size is None else size.batch
-    each = 2 * row_block(spec) * ITEM_SIZE[spec.dtype]
-    held = HELD[ITEM_SIZE[spec.dtype]] - (LESS_HELD if vector_bytes(spec) == 2 else 0.0)  # noqa: PLR2004 - bytes
+    whole = takes_whole_rows(spec, size)
+    each = 2 * half_row(spec, whole) * ITEM_SIZE[spec.dtype]
+    narrow = not whole and vector_bytes(spec) == 2  # noqa: PLR2004 - bytes
+    held = HELD[ITEM_SIZE[spec.dtype]] - (LESS_HELD if narrow else 0.0)
     if spec.gradient_of_norm and spec.interleaved:  # whose pairs are split in registers: Triton 3.6 spills larger tiles
         held -= 1.0
     if spec.angle_gradient:  # two inputs and two sums
@@ -235,7 +282,7 @@ def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant
     capped = RopeSize(min(batch, MANY) if spec.merges_batch else 1, max(1, min(positions, MANY)))
     # In quarters of octaves, so that few are told apart: of fewer rows no start is waited for, of more each takes its share.
     rows = FEWEST_ROWS if size is None else max(FEWEST_ROWS, min(spec.all_heads * size.tokens, MOST_ROWS))
-    variant = _default(spec, capped, round(4 * held) / 4, round(4 * math.log2(rows)) / 4)
+    variant = _default(spec, capped, round(4 * held) / 4, round(4 * math.log2(rows)) / 4, whole)
     entries = 1 if spec.layout == "thd" else batch
     if size is None or spec.reads_given:  # without a size: what compiles for every card
         return variant
@@ -282,11 +329,15 @@ def programs(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
 
 
 @functools.lru_cache(1024)
-def _default(spec: RopeSpec, size: RopeSize, held: float, rows: float) -> RopeVariant:
+def _default(spec: RopeSpec, size: RopeSize, held: float, rows: float, whole: bool) -> RopeVariant:  # noqa: FBT001 - the knob
     tiles = itertools.product(BLOCK_TOKENS, BLOCK_HEADS, NUM_WARPS)
-    variants = [RopeVariant(tokens, heads, cache="keep", num_warps=warps) for tokens, heads, warps in tiles]
+    one_of_each = RopeVariant(cache="keep", whole_rows=whole)
+    variants = [
+        dataclasses.replace(one_of_each, block_tokens=tokens, block_heads=heads, num_warps=warps)
+        for tokens, heads, warps in tiles
+    ]
     legal = [one for one in variants if rejection(spec, size, one) is None]
-    least = RopeVariant(1, 1, cache="keep", num_warps=1)
+    least = dataclasses.replace(one_of_each, block_tokens=1, block_heads=1, num_warps=1)
     return min(legal, key=lambda one: _cost(spec, size, one, held, rows), default=least)
 
 
@@ -301,9 +352,13 @@ def _cost(spec: RopeSpec, size: RopeSize, variant: RopeVariant, held: float, row
     together = rows_at_once(spec, variant)
     heads = min(together, rows)
     padded = tokens * together  # rows of the tile
-    too_much = math.log2(padded * 2 * row_block(spec) * item / (32 * warps)) - held
-    at_once = padded * (2 if spec.interleaved else 1) * half_block(spec) * item / (32 * warps)
-    angles = (16 if spec.computes_sincos else 8) * half_block(spec)  # bytes of a token, or what a sine costs
+    whole_rows, of_row = variant.whole_rows, half_row(spec, variant.whole_rows)
+    too_much = math.log2(padded * 2 * of_row * item / (32 * warps)) - held
+    vector = item * math.gcd(spec.head_dim, VECTOR_BYTES // item) if whole_rows else vector_bytes(spec)
+    at_once = padded * item / (32 * warps)
+    at_once *= 2 * of_row if whole_rows else (2 if spec.interleaved else 1) * half_block(spec)
+    # Bytes of a token, or what a sine costs.
+    angles = (16 if spec.computes_sincos else 8) * (2 * of_row if whole_rows else half_block(spec))
     empty = ceil_div(rows, together) * together / rows
     empty *= ceil_div(size.seq, tokens) * tokens / size.seq
     # Aligned rows, enough of them for all multiprocessors: what moves more at a time can be launched dependently.
@@ -312,12 +367,13 @@ def _cost(spec: RopeSpec, size: RopeSize, variant: RopeVariant, held: float, row
     started = STARTED_US * all_rows * empty / padded / _moved_us(spec, all_rows)
     return (
         (0.8 * too_much if too_much > 0 else -1.3 * too_much)
-        + 0.6 * max(0.0, math.log2(vector_bytes(spec) / at_once))  # narrower loads than could be
+        + 0.6 * max(0.0, math.log2(vector / at_once))  # narrower loads than could be
         + 2 * math.log2(empty)
-        + 0.3 * math.log2(1 + angles / (2 * item * heads * row_block(spec)))  # all heads share the angles of a token
-        + (2 * max(0.0, math.log2(padded / warps / 16)) if spec.inplace else 0.0)  # parts of many rows by one warp
+        + 0.3 * math.log2(1 + angles / (2 * item * heads * of_row))  # all heads share the angles of a token
+        # Parts of many rows by one warp.
+        + (2 * max(0.0, math.log2(padded / warps / 16)) if spec.inplace and not whole_rows else 0.0)
         + 0.25 * max(0.0, math.log2(started))  # programs that wait for those before them to start
-        + (0.7 if whole and 4 * padded * row_block(spec) * item < DEPENDENT_BYTES else 0.0)
+        + (0.7 if whole and 4 * padded * of_row * item < DEPENDENT_BYTES else 0.0)
         + 0.4 * math.log2(tokens)
         + 0.05 * math.log2(max(BLOCK_HEADS) / heads)
         + (
@@ -348,6 +404,7 @@ def distance(a: RopeSpec, b: RopeSpec) -> float:
         for n in ("dtype", "angle_dtype", "zero_centered", "rounding", "sections", "cache_layout", "key_inplace")
     )
     octaves += 2 * (a.norm != b.norm) + 2 * ((a.splits, a.sums_heads) != (b.splits, b.sums_heads))
+    octaves += 2 * (takes_whole_rows(a) != takes_whole_rows(b))  # in whose tiles other things count
     octaves += 2 * (a.appends != b.appends) + (a.cache != b.cache) + 2 * (a.angle_gradient != b.angle_gradient)
     if a.splits and b.splits:
         octaves += abs(math.log2(row_block(a) / row_block(b)))
@@ -363,11 +420,13 @@ def adapt(variant: RopeVariant, spec: RopeSpec, to: RopeSpec) -> RopeVariant:
     tokens, heads = variant.block_tokens, variant.block_heads
     if not to.normed:
         variant = dataclasses.replace(variant, resident=0)
+    if variant.whole_rows and _rows_rejection(to, variant):
+        variant = dataclasses.replace(variant, whole_rows=False)
     if to.norm == "all":  # whose tile has all heads
         return dataclasses.replace(variant, block_heads=ADAPTED_HEADS)
     while not to.merges_batch and heads >= 2 * to.all_heads:
         tokens, heads = min(2 * tokens, max(BLOCK_TOKENS)), heads // 2
-    have, wanted = float(row_block(to)), row_block(spec)
+    have, wanted = float(half_row(to, variant.whole_rows)), half_row(spec, variant.whole_rows)
     while 3 * have <= 2 * wanted and (heads < min(ADAPTED_HEADS, to.all_heads) or tokens < max(BLOCK_TOKENS)):
         tokens, heads = (tokens, 2 * heads) if heads < min(ADAPTED_HEADS, to.all_heads) else (2 * tokens, heads)
         have *= 2

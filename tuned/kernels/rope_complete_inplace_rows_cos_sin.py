@@ -1,0 +1,330 @@
+"""rope_complete_inplace_rows_cos_sin: RoPE of complete calls, any layout, half pairs, in place; cosine and sine given.
+
+@generated from templates/rope.py.jinja. Do not edit: change the template, then run
+`python tune.py --render`.
+
+One tensor or two, a query and a key, in one launch: x and key are [seq, batch, heads, head_dim] by
+their strides (in elements), whatever the order in memory. The rows of a token are the heads of x,
+then those of key. A plain call has x alone, and what else it does not use is a constant. Float32
+inside, one rounding at the store. Names: i_ index, m_ mask, p_ offset in elements.
+A tile has the features of a row in order, and the other of each pair beside it.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _cos_sin(cos, sin, p_angle, m_angle, EVICT: tl.constexpr):
+    """Cosine and sine at p_angle, NaN outside the mask: [BLOCK_TOKENS, PAIR_BLOCK] both, float32."""
+    b_cos = tl.load(cos + p_angle, mask=m_angle, other=float("nan"), eviction_policy=EVICT)
+    b_sin = tl.load(sin + p_angle, mask=m_angle, other=float("nan"), eviction_policy=EVICT)
+    return b_cos.to(tl.float32), b_sin.to(tl.float32)
+
+
+@triton.jit
+def _axis(
+    i_pair,
+    SECTION_1: tl.constexpr,
+    SECTION_2: tl.constexpr,
+    SECTION_3: tl.constexpr,
+    SECTIONS_INTERLEAVED: tl.constexpr,
+):
+    """Which axis of the positions each pair takes its angle from: [PAIR_BLOCK].
+
+    Sections in a row: where those of axes 1, 2 and 3 begin. Interleaved: which third pairs are of axes 1 and 2, up to where.
+    """
+    if SECTIONS_INTERLEAVED:
+        first = (i_pair % 3 == 1) & (i_pair < SECTION_1)
+        second = (i_pair % 3 == 2) & (i_pair < SECTION_2)
+        return first.to(tl.int32) + 2 * second.to(tl.int32)
+    axis = (i_pair >= SECTION_1).to(tl.int32) + (i_pair >= SECTION_2).to(tl.int32)
+    return axis + (i_pair >= SECTION_3).to(tl.int32)
+
+
+@triton.jit
+def _bounds(cu_seqlens, i_bound, sequences, cp_size, CONTEXT_PARALLEL: tl.constexpr):
+    """Where sequences begin among the tokens of this rank; past the last bound, a number larger than any."""
+    bound = tl.load(cu_seqlens + i_bound, mask=i_bound <= sequences, other=2147483647)
+    if CONTEXT_PARALLEL:
+        bound = tl.where(i_bound <= sequences, bound // cp_size, bound)
+    return bound
+
+
+@triton.jit
+def _sequences(
+    i_token, cu_seqlens, sequences, cp_size, CONTEXT_PARALLEL: tl.constexpr, STEPS: tl.constexpr, FAN: tl.constexpr
+):
+    """The sequence of each token, where it begins, and whether there is one: [BLOCK_TOKENS] each."""
+    # The last bound at or before each token, FAN places at a time: each step waits for memory once, and one step is
+    # enough for FAN - 1 sequences. Of the equal bounds of empty sequences the last one counts.
+    end = tl.load(cu_seqlens + sequences)
+    if CONTEXT_PARALLEL:
+        end = end // cp_size
+    i_sequence = i_token * 0
+    start = i_token * 0
+    for step in tl.static_range(STEPS):
+        stride = FAN ** (STEPS - 1 - step)
+        i_tried = i_sequence[:, None] + tl.arange(0, FAN)[None, :] * stride  # [BLOCK_TOKENS, FAN]
+        bound = _bounds(cu_seqlens, i_tried, sequences, cp_size, CONTEXT_PARALLEL)
+        m_before = bound <= i_token[:, None]
+        i_sequence += tl.maximum(tl.sum(m_before.to(tl.int32), 1) - 1, 0) * stride
+        start = tl.max(tl.where(m_before, bound, -1), 1)
+    return i_sequence, start, (start >= 0) & (i_token < end)
+
+
+@triton.jit
+def _dual_chunk(i_place, length, cp_size, cp_rank):
+    """Place in the whole sequence: a rank's tokens are chunks cp_rank and 2 cp_size - 1 - cp_rank of 2 cp_size."""
+    chunk = length // 2
+    later = (2 * cp_size - 2 - cp_rank) * chunk + i_place  # tokens of the second chunk begin at ``chunk``
+    return tl.where(i_place < chunk, cp_rank * chunk + i_place, later)
+
+
+@triton.jit
+def _multiple(stride, MULTIPLE: tl.constexpr):
+    """The stride, of which the compiler then sees that MULTIPLE divides it, and so how much one load can take."""
+    if MULTIPLE > 1:
+        if isinstance(stride, tl.tensor):  # 1 is a constant
+            stride = stride // MULTIPLE * MULTIPLE
+    return stride
+
+
+@triton.jit
+def _rows(
+    x, key, i_batch, i_token, i_row,
+    stride_s, stride_b, stride_h, key_stride_s, key_stride_b, key_stride_h,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, MULTIPLE: tl.constexpr,
+):  # fmt: skip
+    """Pointers to the first feature of each row, of x or of key: [BLOCK_TOKENS, BLOCK_HEADS]."""
+    stride_s, stride_b = _multiple(stride_s, MULTIPLE), _multiple(stride_b, MULTIPLE)
+    stride_h = _multiple(stride_h, MULTIPLE)
+    # 64-bit offsets: tokens x heads x head_dim may pass 2^31.
+    i_token = i_token.to(tl.int64)
+    rows = x + ((i_batch * stride_b + i_token * stride_s)[:, None] + (i_row.to(tl.int64) * stride_h)[None, :])
+    if KEY_HEADS > 0:
+        key_stride_s, key_stride_b = _multiple(key_stride_s, MULTIPLE), _multiple(key_stride_b, MULTIPLE)
+        key_stride_h = _multiple(key_stride_h, MULTIPLE)
+        i_head = (i_row - HEADS).to(tl.int64)
+        of_key = key + ((i_batch * key_stride_b + i_token * key_stride_s)[:, None] + (i_head * key_stride_h)[None, :])
+        rows = tl.where((i_row < HEADS)[None, :], rows, of_key)
+    return rows
+
+
+@triton.jit(
+    do_not_specialize=[
+        "offset", "seq", "batch", "angle_rows", "sequences", "cp_size", "cp_rank", "scaling",
+        "position_stride_s", "position_stride_b",
+    ]
+)  # fmt: skip
+def rope_complete_inplace_rows_cos_sin(
+    x,
+    cos,
+    sin,
+    cu_seqlens,  # int32 [sequences + 1], PACKED
+    key,
+    positions,  # int32 or int64: ids, starts, or one offset
+    offset,
+    seq,
+    batch,
+    angle_rows,
+    x_stride_s,
+    x_stride_b,
+    x_stride_h,
+    stride_d,  # of x and of key
+    angle_stride_s,
+    angle_stride_d,
+    sequences,
+    cp_size,  # of positions with axes: elements from one axis to the next
+    cp_rank,
+    scaling,
+    key_stride_s,
+    key_stride_b,
+    key_stride_h,
+    angle_stride_b,
+    position_stride_s,
+    position_stride_b,
+    HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,  # pairs that are read and written
+    ROW: tl.constexpr,  # features that are read and written
+    ROW_BLOCK: tl.constexpr,  # ROW padded to a power of two
+    PER_FEATURE: tl.constexpr,  # the two entries of a pair may differ
+    BACKWARD: tl.constexpr,  # apply the transpose of the forward map
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    ORDER: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    STORE_CACHE: tl.constexpr,
+    PDL: tl.constexpr,
+    MULTIPLE: tl.constexpr,  # divides all strides of rows; 1 if 16 does, which the compiler sees itself
+    ANGLE_MULTIPLE: tl.constexpr,  # the same of those of angles
+    SEARCH_STEPS: tl.constexpr,
+    SEARCH_FAN: tl.constexpr,  # SEARCH_FAN ** SEARCH_STEPS > sequences
+    KEY_HEADS: tl.constexpr,
+    COPIED_HEADS: tl.constexpr,  # the last of HEADS are copied: v of a packed qkv
+    TURNED_PAIRS: tl.constexpr,  # the first of PAIRS rotate, the others are copied
+    PAIR_DISTANCE: tl.constexpr,  # features between the two of a pair, style half
+    FIRST_FEATURE: tl.constexpr,  # of those that rotate
+    TAIL_FEATURE: tl.constexpr,  # the first of TAIL
+    CONJUGATE: tl.constexpr,  # by minus the angle
+    SCALED: tl.constexpr,
+    ANGLES_PER_BATCH: tl.constexpr,
+    POSITIONS: tl.constexpr,  # "order", "offset", "starts", "ids" or "axes"
+    SECTION_1: tl.constexpr,  # of "axes": see _axis
+    SECTION_2: tl.constexpr,
+    SECTION_3: tl.constexpr,
+    SECTIONS_INTERLEAVED: tl.constexpr,
+    PACKED: tl.constexpr,
+    CONTEXT_PARALLEL: tl.constexpr,
+    ANGLE_EVICT: tl.constexpr,  # of a table; inv_freq is read again by every program
+):
+    if PDL:
+        # Let the next kernel's programs take places that fall free; read nothing before the kernel before has ended.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    # 64-bit offsets of features and entries too: a few may lie further apart than 2^31. A stride of 1 is a constant.
+    if isinstance(stride_d, tl.tensor):
+        stride_d = stride_d.to(tl.int64)
+    if isinstance(angle_stride_d, tl.tensor):
+        angle_stride_d = angle_stride_d.to(tl.int64)
+    # A program reads both features of a pair before it writes either, and no other program touches them.
+    out, key_out, out_stride_d = x, key, stride_d
+    out_stride_s, out_stride_b, out_stride_h = x_stride_s, x_stride_b, x_stride_h
+    key_out_stride_s, key_out_stride_b, key_out_stride_h = key_stride_s, key_stride_b, key_stride_h
+    if isinstance(out_stride_d, tl.tensor):
+        out_stride_d = out_stride_d.to(tl.int64)
+
+    ABSENT: tl.constexpr = None  # what a tile has in the place of rows and features that there are none of
+
+    # This program's tile of tokens and of rows.
+    i_program = tl.program_id(0)
+    token_tiles = tl.cdiv(seq, BLOCK_TOKENS)
+    # Rows are the heads of one batch entry; a packed call has one entry.
+    rows_of_token: tl.constexpr = HEADS + KEY_HEADS
+    row_tiles: tl.constexpr = (rows_of_token + BLOCK_HEADS - 1) // BLOCK_HEADS
+    # Two divisions side by side: one that gave the tile within the entry, then its parts, took 40 ns of a decode step.
+    i_batch = (i_program // (row_tiles * token_tiles)).to(tl.int64)
+    if ORDER == "tokens":
+        i_token_tile = i_program % token_tiles
+        i_row_tile = (i_program // token_tiles) % row_tiles
+    else:
+        i_row_tile = i_program % row_tiles
+        i_token_tile = (i_program // row_tiles) % token_tiles
+    i_token = i_token_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
+    m_token = i_token < seq
+    i_row = i_row_tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
+
+    # The features of a row in order, so that what is stored at once is in a row in memory, and the pair of each: [ROW_BLOCK]. Past
+    # TURNED_PAIRS are those that do not rotate.
+    i_feature = FIRST_FEATURE + tl.arange(0, ROW_BLOCK)
+    m_feature = tl.arange(0, ROW_BLOCK) < ROW
+    i_turned = i_feature - FIRST_FEATURE
+    m_second = i_turned >= PAIR_DISTANCE
+    i_pair = tl.where(m_second, i_turned - PAIR_DISTANCE, i_turned)
+    i_pair = tl.where((i_pair >= 0) & (i_pair < TURNED_PAIRS), i_pair, TURNED_PAIRS)
+    i_other = tl.where(m_second, i_feature - PAIR_DISTANCE, i_feature + PAIR_DISTANCE)
+    m_turned = (i_pair < TURNED_PAIRS)[None, None, :]
+
+    # In flight while the angles are found and their sines taken. The other feature of a pair comes from L1, where its row is.
+    m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
+    rows = _rows(
+        x, key, i_batch, i_token, i_row,
+        x_stride_s, x_stride_b, x_stride_h, key_stride_s, key_stride_b, key_stride_h, HEADS, KEY_HEADS, MULTIPLE,
+    )  # fmt: skip
+    m_own = m_row[:, :, None] & m_feature[None, None, :]
+    own = tl.load(rows[:, :, None] + i_feature[None, None, :] * stride_d, mask=m_own, eviction_policy=LOAD_EVICT)
+    other = tl.load(
+        rows[:, :, None] + i_other[None, None, :] * stride_d,
+        mask=m_row[:, :, None] & m_turned,
+        eviction_policy=LOAD_EVICT,
+    )
+
+    # The position of each token, and whether it has one: [BLOCK_TOKENS] both. One an axis: [BLOCK_TOKENS, PAIR_BLOCK].
+    m_inside = m_token
+    if POSITIONS == "axes":
+        i_axis = _axis(i_pair, SECTION_1, SECTION_2, SECTION_3, SECTIONS_INTERLEAVED)
+        p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
+        p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # such calls have no ranks
+        i_position = tl.load(positions + p_id, mask=m_token[:, None], other=0)
+    elif POSITIONS == "ids":
+        p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
+        i_position = tl.load(positions + p_id, mask=m_token, other=0)
+    else:
+        i_sequence = i_batch
+        i_position = i_token
+        length = seq
+        if PACKED:
+            i_sequence, start, m_inside = _sequences(
+                i_token, cu_seqlens, sequences, cp_size, CONTEXT_PARALLEL, SEARCH_STEPS, SEARCH_FAN
+            )
+            i_position = i_token - start
+            if CONTEXT_PARALLEL:
+                length = _bounds(cu_seqlens, i_sequence + 1, sequences, cp_size, CONTEXT_PARALLEL) - start
+        if CONTEXT_PARALLEL:
+            i_position = _dual_chunk(i_position, length, cp_size, cp_rank)
+        i_position += offset
+        if POSITIONS == "offset":
+            i_position += tl.load(positions)
+        if POSITIONS == "starts":
+            if PACKED:
+                i_position += tl.load(
+                    positions + i_sequence.to(tl.int64) * position_stride_b,
+                    mask=m_inside,
+                    other=0,
+                )
+            else:
+                i_position += tl.load(positions + i_sequence * position_stride_b)
+    if PACKED:  # tokens that no sequence holds stay as they are, unwritten
+        m_token = m_token & m_inside
+
+    # Angles of the tile, [BLOCK_TOKENS, PAIR_BLOCK]; past the rows that there are, NaN.
+    m_known = m_token[:, None] if POSITIONS == "axes" else m_token
+    m_known = m_known & (i_position < angle_rows)
+    m_known = m_known & (i_position >= 0)
+    if POSITIONS == "axes":
+        m_angle = m_known & (i_pair < TURNED_PAIRS)[None, :]
+    else:
+        m_angle = m_known[:, None] & (i_pair < TURNED_PAIRS)[None, :]
+    p_first = i_pair[None, :] * angle_stride_d
+    p_second = p_first + TURNED_PAIRS * angle_stride_d
+    if POSITIONS == "axes":
+        p_angle = i_position.to(tl.int64) * _multiple(angle_stride_s, ANGLE_MULTIPLE)
+    else:
+        p_angle = (i_position.to(tl.int64) * _multiple(angle_stride_s, ANGLE_MULTIPLE))[:, None]
+    if ANGLES_PER_BATCH:
+        p_angle += i_batch * _multiple(angle_stride_b, ANGLE_MULTIPLE)
+    cos_first, sin_first = _cos_sin(cos, sin, p_angle + p_first, m_angle, ANGLE_EVICT)
+    cos_second, sin_second = cos_first, sin_first
+    if PER_FEATURE:
+        cos_second, sin_second = _cos_sin(cos, sin, p_angle + p_second, m_angle, ANGLE_EVICT)
+    if SCALED:
+        cos_first, sin_first = cos_first * scaling, sin_first * scaling
+        cos_second, sin_second = cos_second * scaling, sin_second * scaling
+    if CONJUGATE:
+        sin_first, sin_second = -sin_first, -sin_second
+    # [BLOCK_TOKENS, 1, PAIR_BLOCK]: the rows of a token share its angles.
+    cos_first, sin_first = cos_first[:, None, :], sin_first[:, None, :]
+    cos_second, sin_second = cos_second[:, None, :], sin_second[:, None, :]
+
+    cosine, sine = cos_first, sin_first
+    if PER_FEATURE:
+        # The transpose turns a feature by the sine of the other of its pair.
+        cosine = tl.where(m_second[None, None, :], cos_second, cos_first)
+        sine = tl.where(m_second[None, None, :] != BACKWARD, sin_second, sin_first)
+    turned = other.to(tl.float32) * sine
+    turned = own.to(tl.float32) * cosine + tl.where(m_second[None, None, :] != BACKWARD, turned, -turned)
+    # What is copied keeps its bits.
+    if COPIED_HEADS > 0:
+        m_turned = m_turned & (i_row < HEADS - COPIED_HEADS)[None, :, None]
+    result = tl.where(m_turned, turned.to(own.dtype), own)
+    m_own = (m_token[:, None] & (i_row < rows_of_token)[None, :])[:, :, None] & m_feature[None, None, :]
+    out_rows = _rows(
+        out, key_out, i_batch, i_token, i_row,
+        out_stride_s, out_stride_b, out_stride_h, key_out_stride_s, key_out_stride_b, key_out_stride_h,
+        HEADS, KEY_HEADS, MULTIPLE,
+    )  # fmt: skip
+    # A thread writes what others read: the others of pairs.
+    tl.debug_barrier()
+    tl.store(
+        out_rows[:, :, None] + i_feature[None, None, :] * out_stride_d, result, mask=m_own, cache_modifier=STORE_CACHE
+    )
