@@ -3043,6 +3043,46 @@ STACKS = (
     ),
 )
 
+T_ROPE, T_COMPILE = "tests/tuned/families/test_rope_variant.py::", "tests/kernels/test_compile.py::"
+WHOLE_ROWS = (
+    Fault(
+        "whole_rows_in_place_without_a_barrier",
+        "templates/rope_row.py.jinja",
+        "tl.debug_barrier()\n",
+        "",
+        (T_COMPILE + "test_whole_rows_in_place_are_read_by_all_threads_before_one_writes[0-4]",),
+        "A thread overwrites the other feature of a pair before its own thread has read it: now and then, on a GPU.",
+        render=True,
+    ),
+    Fault(
+        "whole_rows_turned_the_same_way_back",
+        "templates/rope_row.py.jinja",
+        "tl.where(m_second[None, None, :] != BACKWARD, turned, -turned)",
+        "tl.where(m_second[None, None, :], turned, -turned)",
+        (
+            "tests/kernels/test_rope_kernels.py::test_every_kernel_rotates_as_the_oracle_does[rope_bshd_copy_rows_cos_sin]",
+        ),
+        "The gradient of narrow heads is that of a rotation the other way.",
+        render=True,
+    ),
+    Fault(
+        "whole_rows_as_wide_as_halves",
+        "tuned/families/rope/launches.py",
+        "0 if spec.interleaved or variant.whole_rows else",
+        "0 if spec.interleaved else",
+        (T_COMPILE + "test_whole_rows_are_stored_as_wide_as_the_row_allows_and_not_its_halves[d18-0]",),
+        "Rows of 18 features are stored two bytes at a time.",
+    ),
+    Fault(
+        "whole_rows_of_wide_rows_alone",
+        "tuned/families/rope/variant.py",
+        "return rows >= MANY_ROWS and",
+        "return rows < MANY_ROWS and",
+        (T_ROPE + "test_whole_rows_are_the_default_where_an_h100_took_less_for_them",),
+        "A rotation of 48 heads of 18 features takes 1.3 of its time.",
+    ),
+)
+
 FAULTS = (
     *KERNELS,
     *FAMILIES,
@@ -3066,4 +3106,5 @@ FAULTS = (
     *ROWS,
     *STACKS,
     *GRAPHS,
+    *WHOLE_ROWS,
 )

@@ -134,11 +134,12 @@ def test_caches_by_kernels_are_right(watch: Watch, launched: set[str], monkeypat
     assert len(launched) > 6
 
 
-def test_every_kernel_of_a_norm_or_a_cache_is_launched_by_calls_of_the_fuzz(launched: set[str]) -> None:
+def test_every_kernel_of_a_norm_or_a_cache_or_whole_rows_is_launched_by_calls_of_the_fuzz(launched: set[str]) -> None:
     """A kernel that no row has is that of a row made for it; of the calls like that row some must reach the kernel."""
-    ships = {name for name in forced.all_kernels() if name.startswith(("rope_norm_", "rope_append_"))}
+    kernels = forced.all_kernels()
+    ships = {name for name in kernels if name.startswith(("rope_norm_", "rope_append_")) or "_rows_" in name}
     for index, row in enumerate(forced.rows("rope")):
-        if not row.spec.normed and not row.spec.appends:
+        if not (row.spec.normed or row.spec.appends or row.variant.whole_rows):
             continue
         launched.clear()
         wanted = set(kernel_names(row.spec, row.variant))

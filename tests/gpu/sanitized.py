@@ -23,7 +23,14 @@ import tests.support.rope_case
 import tuned.nn
 from generator.families.gru.texts import gru_texts
 from generator.families.gru_cell.texts import gru_gates_specs
-from generator.families.rope.texts import angle_gradient_specs, append_specs, mla_specs, norm_specs, rope_specs
+from generator.families.rope.texts import (
+    angle_gradient_specs,
+    append_specs,
+    mla_specs,
+    norm_specs,
+    rope_specs,
+    row_specs,
+)
 from generator.measuring.check import inputs_of
 from generator.workload import WORKLOADS
 from tests.support.gru_case import GruCase
@@ -96,9 +103,11 @@ def share(index: int) -> list[Deed]:
 
 
 def _rope() -> Iterator[Deed]:
-    variant = RopeVariant(block_tokens=4, block_heads=4)
-    ships = [spec for spec in rope_specs() if rope_name(spec, variant) in DIGESTS]
-    for at, spec in enumerate(ships):
+    pairs = RopeVariant(block_tokens=4, block_heads=4)
+    both = ((rope_specs(), pairs), (row_specs(), dataclasses.replace(pairs, whole_rows=True)))
+    texts = [(spec, variant) for specs, variant in both for spec in specs]
+    ships = [(spec, variant) for spec, variant in texts if rope_name(spec, variant) in DIGESTS]
+    for at, (spec, variant) in enumerate(ships):
         complete = spec.key_heads > 0
         odd = dataclasses.replace(
             spec,

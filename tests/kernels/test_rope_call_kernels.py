@@ -22,7 +22,7 @@ from tests.support.run import DEVICE, run, to_numpy, truncates
 from tuned.families.choices import choices
 from tuned.families.rope.launches import kernel_name, launches
 from tuned.families.rope.spec import STYLES, RopeSize, RopeSpec
-from tuned.families.rope.variant import RopeVariant, rejection
+from tuned.families.rope.variant import RopeVariant, has_whole_rows
 
 pytestmark = pytest.mark.interpreter
 
@@ -67,10 +67,9 @@ def test_every_emitted_kernel_of_complete_calls_is_among_those_tested() -> None:
 
 def spec_for(knobs: dict[str, Any]) -> RopeSpec:
     """A spec that a variant fits: two tiles of rows, the last of one head, the key's, and a tail to copy."""
-    rotated = 30 if knobs["whole_rows"] else 32  # of aligned halves a tile of whole rows is not tried
-    return RopeSpec(
-        "bshd", "float32", knobs["block_heads"], 48, rotated, key_heads=1, angles="cos_sin", positions="starts"
-    )
+    # Of aligned halves, or of wide rows, a tile of whole rows is not tried.
+    dims = (30, 22) if knobs["whole_rows"] else (48, 32)
+    return RopeSpec("bshd", "float32", knobs["block_heads"], *dims, key_heads=1, angles="cos_sin", positions="starts")
 
 
 NUMBERS = numbers(spec_for)
@@ -91,12 +90,6 @@ def test_every_declared_choice_is_tested() -> None:
 
 
 # Arguments, pairwise ------------------------------------------------------------------------------------------------
-
-
-def has_whole_rows(spec: RopeSpec) -> bool:
-    """Whether a tile of whole rows does it, tried or not: aligned halves are no reason here."""
-    reason = rejection(spec, None, RopeVariant(whole_rows=True))
-    return reason is None or "aligned" in reason
 
 
 @pytest.mark.thinned_on_gpu(every=3)

@@ -21,8 +21,9 @@ def spec_for(knobs: dict[str, Any]) -> RopeSpec:
         layout="bshd",
         dtype="float32",
         heads=knobs["block_heads"] + 1,
-        head_dim=48,
-        rotary_dim=30 if knobs["whole_rows"] else 32,  # of aligned halves such a tile is not tried
+        # Of aligned halves, or of wide rows, a tile of whole rows is not tried.
+        head_dim=30 if knobs["whole_rows"] else 48,
+        rotary_dim=22 if knobs["whole_rows"] else 32,
     )
 
 

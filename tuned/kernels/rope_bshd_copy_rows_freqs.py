@@ -265,11 +265,8 @@ def rope_bshd_copy_rows_freqs(
     )  # fmt: skip
     m_own = m_row[:, :, None] & m_feature[None, None, :]
     own = tl.load(rows[:, :, None] + i_feature[None, None, :] * stride_d, mask=m_own, eviction_policy=LOAD_EVICT)
-    other = tl.load(
-        rows[:, :, None] + i_other[None, None, :] * stride_d,
-        mask=m_row[:, :, None] & m_turned,
-        eviction_policy=LOAD_EVICT,
-    )
+    m_other = m_row[:, :, None] & m_turned
+    other = tl.load(rows[:, :, None] + i_other[None, None, :] * stride_d, mask=m_other, eviction_policy=LOAD_EVICT)
 
     # The position of each token, and whether it has one: [BLOCK_TOKENS] both. One an axis: [BLOCK_TOKENS, PAIR_BLOCK].
     m_inside = m_token
@@ -354,6 +351,5 @@ def rope_bshd_copy_rows_freqs(
         out_stride_s, out_stride_b, out_stride_h, key_out_stride_s, key_out_stride_b, key_out_stride_h,
         HEADS, KEY_HEADS, MULTIPLE,
     )  # fmt: skip
-    tl.store(
-        out_rows[:, :, None] + i_feature[None, None, :] * out_stride_d, result, mask=m_own, cache_modifier=STORE_CACHE
-    )
+    to_own = out_rows[:, :, None] + i_feature[None, None, :] * out_stride_d
+    tl.store(to_own, result, mask=m_own, cache_modifier=STORE_CACHE)

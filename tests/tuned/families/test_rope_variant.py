@@ -117,8 +117,10 @@ def test_a_tile_of_whole_rows_holds_all_features_in_order() -> None:
         ({"norm": "head"}, "no such kernel"),
         ({"direction": "backward", "angle_gradient": True}, "no such kernel"),
         ({"rotated": "proportional", "rotary_dim": 4}, None),
-        ({"rotated": "proportional", "rotary_dim": 4, "inplace": True}, "lie apart"),
+        ({"rotated": "proportional", "rotary_dim": 4, "inplace": True}, "no such kernel"),
         ({"head_dim": 48, "rotary_dim": 48}, "load each feature twice"),
+        ({"head_dim": 68, "rotary_dim": 68}, "took as long"),
+        ({"dtype": "float32"}, "took as long"),
     ],
 )
 def test_whole_rows_are_tried_where_there_is_such_a_kernel_and_halves_are_not_aligned(

@@ -34,7 +34,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200: others get the same programs, in ot
 STAGES = 3  # tiles that such a program has at a time
 STAGED_BYTES = 90 * 1024  # of shared memory that they wait in at most: sm_86 has 99 KB
 # What follows is from landscapes of an H200: docs/decisions/0052.
-NARROW_BYTES, NARROW_ROWS = 128, 8  # of rows whose tile is one of whole rows: docs/decisions/0083
+NARROW_BYTES, MANY_ROWS = 128, 8  # of rows that are tried whole, and how many a position must have: docs/decisions/0083
 REACH = 1.5  # octaves: of calls further away than that, a row knows less than the default variant
 # What a thread of a good tile holds of x, in octaves of bytes: by bytes of an element; less where two bytes are all that a load takes,
 # since each load has an address of its own; and at least, where a small call must be spread over ``SPREAD`` threads, four warps a
@@ -123,14 +123,19 @@ def half_row(spec: RopeSpec, whole_rows: bool) -> int:  # noqa: FBT001 - the kno
     return next_power_of_2(row_features(spec)) // 2 if whole_rows else row_block(spec)
 
 
+def has_whole_rows(spec: RopeSpec) -> bool:
+    """Whether there is a kernel with tiles of whole rows: of style half, of a rotation alone, of features in a row."""
+    more = spec.normed or spec.appends or spec.splits or spec.deinterleaves or spec.angle_gradient
+    return not (more or spec.interleaved or (spec.inplace and spec.rotated == "proportional"))
+
+
 def takes_whole_rows(spec: RopeSpec, size: RopeSize | None = None) -> bool:
-    """Whether the default is a tile of whole rows: of narrow rows, enough of them at one position, whose halves are not aligned.
+    """Whether the default is a tile of whole rows: where they are tried, with enough rows at one position.
 
     Each half is then parts of two sectors or three, and its store writes all of them: docs/decisions/0083.
     """
     rows = spec.all_heads * (size.batch if spec.merges_batch and size is not None else 1)
-    narrow = spec.head_dim * ITEM_SIZE[spec.dtype] <= NARROW_BYTES
-    return narrow and rows >= NARROW_ROWS and _rows_rejection(spec, RopeVariant(whole_rows=True)) is None
+    return rows >= MANY_ROWS and _rows_rejection(spec, RopeVariant(whole_rows=True)) is None
 
 
 def vector_bytes(spec: RopeSpec) -> int:
@@ -184,16 +189,14 @@ def _rows_rejection(spec: RopeSpec, variant: RopeVariant) -> str | None:
     """Why a tile of whole rows is not tried, or None."""
     if not variant.whole_rows:
         return None
-    if spec.interleaved:
-        return "whole_rows is of style half: a tile of interleaved pairs has whole rows anyway"
-    if spec.normed or spec.appends or spec.splits or spec.deinterleaves or spec.angle_gradient:
+    if not has_whole_rows(spec):
         return (
-            "whole_rows is of rotations alone: there is no such kernel with a norm, a cache, MLA or gradients of angles"
+            "whole_rows is of style half, of rotations alone, of features in a row: there is no such kernel of others"
         )
-    if spec.inplace and spec.rotated == "proportional":
-        return "whole_rows in place needs features that rotate in a row: proportional ones lie apart"
     if vector_bytes(spec) == VECTOR_BYTES:
         return f"whole_rows would load each feature twice, and both halves of these rows are aligned to {VECTOR_BYTES} bytes"
+    if (row := spec.head_dim * ITEM_SIZE[spec.dtype]) > NARROW_BYTES:
+        return f"whole_rows took as long for rows of more than {NARROW_BYTES} bytes, and these have {row}"
     return None
 
 
