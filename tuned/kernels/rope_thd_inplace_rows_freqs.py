@@ -175,6 +175,7 @@ def rope_thd_inplace_rows_freqs(
     PAIRS: tl.constexpr,  # pairs that are read and written
     ROW: tl.constexpr,  # features that are read and written
     ROW_BLOCK: tl.constexpr,  # ROW padded to a power of two
+    HEAD_STRIDE: tl.constexpr,  # of all tensors, where it is that of rows side by side; else 0
     PER_FEATURE: tl.constexpr,  # the two entries of a pair may differ
     BACKWARD: tl.constexpr,  # apply the transpose of the forward map
     BLOCK_TOKENS: tl.constexpr,
@@ -246,6 +247,10 @@ def rope_thd_inplace_rows_freqs(
     m_token = i_token < seq
     i_row = i_row_tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
 
+    # Rows of which one begins where the one before ends are at distances that the compiler knows.
+    if HEAD_STRIDE > 0:
+        x_stride_h, key_stride_h, out_stride_h, key_out_stride_h = HEAD_STRIDE, HEAD_STRIDE, HEAD_STRIDE, HEAD_STRIDE
+
     # The features of a row in order, so that what is stored at once is in a row in memory, and the pair of each: [ROW_BLOCK]. Past
     # TURNED_PAIRS are those that do not rotate.
     i_feature = FIRST_FEATURE + tl.arange(0, ROW_BLOCK)
@@ -253,9 +258,14 @@ def rope_thd_inplace_rows_freqs(
     i_turned = i_feature - FIRST_FEATURE
     m_second = i_turned >= PAIR_DISTANCE
     i_pair = tl.where(m_second, i_turned - PAIR_DISTANCE, i_turned)
-    i_pair = tl.where((i_pair >= 0) & (i_pair < TURNED_PAIRS), i_pair, TURNED_PAIRS)
+    m_turned = i_turned < 2 * TURNED_PAIRS
+    if PAIR_DISTANCE > TURNED_PAIRS:
+        m_turned = i_pair < TURNED_PAIRS
+    if FIRST_FEATURE > 0:
+        m_turned = m_turned & (i_turned >= 0)
+    i_pair = tl.where(m_turned, i_pair, TURNED_PAIRS)
     i_other = tl.where(m_second, i_feature - PAIR_DISTANCE, i_feature + PAIR_DISTANCE)
-    m_turned = (i_pair < TURNED_PAIRS)[None, None, :]
+    m_turned = m_turned[None, None, :]
 
     # In flight while the angles are found and their sines taken. The other feature of a pair comes from L1, where its row is.
     m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
@@ -335,16 +345,19 @@ def rope_thd_inplace_rows_freqs(
     cos_second, sin_second = cos_second[:, None, :], sin_second[:, None, :]
 
     cosine, sine = cos_first, sin_first
+    m_plus = m_second[None, None, :] != BACKWARD
     if PER_FEATURE:
         # The transpose turns a feature by the sine of the other of its pair.
         cosine = tl.where(m_second[None, None, :], cos_second, cos_first)
-        sine = tl.where(m_second[None, None, :] != BACKWARD, sin_second, sin_first)
-    turned = other.to(tl.float32) * sine
-    turned = own.to(tl.float32) * cosine + tl.where(m_second[None, None, :] != BACKWARD, turned, -turned)
+        sine = tl.where(m_plus, sin_second, sin_first)
+    sine = tl.where(m_plus, sine, -sine)
+    turned = own.to(tl.float32) * cosine + other.to(tl.float32) * sine
+    result = turned.to(own.dtype)
     # What is copied keeps its bits.
+    if ROW > 2 * TURNED_PAIRS:
+        result = tl.where(m_turned, result, own)
     if COPIED_HEADS > 0:
-        m_turned = m_turned & (i_row < HEADS - COPIED_HEADS)[None, :, None]
-    result = tl.where(m_turned, turned.to(own.dtype), own)
+        result = tl.where((i_row < HEADS - COPIED_HEADS)[None, :, None], result, own)
     m_own = (m_token[:, None] & (i_row < rows_of_token)[None, :])[:, :, None] & m_feature[None, None, :]
     out_rows = _rows(
         out, key_out, i_batch, i_token, i_row,

@@ -46,7 +46,7 @@ OF_GIVEN = frozenset((
     "key_given_stride_s", "key_given_stride_b", "key_given_stride_h",
 ))  # fmt: skip
 OF_GRADIENT_OF_ANGLES = frozenset(("angle_grad",))
-OF_PAIRS, OF_ROWS = frozenset(("PAIR_BLOCK", "TAIL", "TAIL_BLOCK")), frozenset(("ROW", "ROW_BLOCK"))
+OF_PAIRS, OF_ROWS = frozenset(("PAIR_BLOCK", "TAIL", "TAIL_BLOCK")), frozenset(("ROW", "ROW_BLOCK", "HEAD_STRIDE"))
 OF_SPLIT = frozenset(("key_stride_d", "VALUE", "VALUE_BLOCK"))
 WEIGHTS = "rope_norm_weights"  # the kernel that adds the parts of the weights' gradients
 PARTS_AT_ONCE, COLUMNS_AT_ONCE = 512, 8  # of the parts, by a program of WEIGHTS: a sector of 32 bytes wide
@@ -296,6 +296,7 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "PAIRS": spec.moved_pairs,
         "ROW": row_features(spec),
         "ROW_BLOCK": next_power_of_2(row_features(spec)),
+        "HEAD_STRIDE": spec.head_dim if all(steps[2] == spec.head_dim for steps in strides) else 0,
         "PAIR_BLOCK": half_block(spec),
         "TAIL": tail,
         "TAIL_BLOCK": next_power_of_2(max(tail, 1)),
