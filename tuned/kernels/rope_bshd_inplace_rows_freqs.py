@@ -151,6 +151,22 @@ def _rows(
     return rows
 
 
+@triton.jit
+def _rows_side_by_side(
+    x, key, i_batch, i_token, i_row_tile, stride_s, stride_b, key_stride_s, key_stride_b,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, MULTIPLE: tl.constexpr, HEAD_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As _rows, where the heads of a token are HEAD_STRIDE apart: [BLOCK_TOKENS, BLOCK]."""
+    stride_s, stride_b = _multiple(stride_s, MULTIPLE), _multiple(stride_b, MULTIPLE)
+    i_token = i_token.to(tl.int64)
+    starts = (x + (i_batch * stride_b + i_token * stride_s))[:, None]
+    if KEY_HEADS > 0:
+        key_stride_s, key_stride_b = _multiple(key_stride_s, MULTIPLE), _multiple(key_stride_b, MULTIPLE)
+        of_key = (key + (i_batch * key_stride_b + i_token * key_stride_s - HEADS * HEAD_STRIDE))[:, None]
+        starts = tl.where((i_row_tile * BLOCK + tl.arange(0, BLOCK) < HEADS)[None, :], starts, of_key)
+    return starts + i_row_tile.to(tl.int64) * (BLOCK * HEAD_STRIDE) + (tl.arange(0, BLOCK) * HEAD_STRIDE)[None, :]
+
+
 @triton.jit(
     do_not_specialize=[
         "offset", "seq", "batch", "angle_rows", "sequences", "cp_size", "cp_rank", "scaling",
@@ -246,10 +262,6 @@ def rope_bshd_inplace_rows_freqs(
     m_token = i_token < seq
     i_row = i_row_tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
 
-    # Rows of which one begins where the one before ends are at distances that the compiler knows.
-    if HEAD_STRIDE > 0:
-        x_stride_h, key_stride_h, out_stride_h, key_out_stride_h = HEAD_STRIDE, HEAD_STRIDE, HEAD_STRIDE, HEAD_STRIDE
-
     # The features of a row in order, so that what is stored at once is in a row in memory, and the pair of each: [ROW_BLOCK]. Past
     # TURNED_PAIRS are those that do not rotate.
     i_feature = FIRST_FEATURE + tl.arange(0, ROW_BLOCK)
@@ -268,9 +280,9 @@ def rope_bshd_inplace_rows_freqs(
 
     # In flight while the angles are found and their sines taken. The other feature of a pair comes from L1, where its row is.
     m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
-    rows = _rows(
-        x, key, i_batch, i_token, i_row,
-        x_stride_s, x_stride_b, x_stride_h, key_stride_s, key_stride_b, key_stride_h, HEADS, KEY_HEADS, MULTIPLE,
+    rows = _rows_side_by_side(
+        x, key, i_batch, i_token, i_row_tile, x_stride_s, x_stride_b, key_stride_s, key_stride_b,
+        HEADS, KEY_HEADS, MULTIPLE, HEAD_STRIDE, BLOCK_HEADS,
     )  # fmt: skip
     m_own = m_row[:, :, None] & m_feature[None, None, :]
     own = tl.load(rows[:, :, None] + i_feature[None, None, :] * stride_d, mask=m_own, eviction_policy=LOAD_EVICT)
@@ -358,10 +370,9 @@ def rope_bshd_inplace_rows_freqs(
     if COPIED_HEADS > 0:
         result = tl.where((i_row < HEADS - COPIED_HEADS)[None, :, None], result, own)
     m_own = (m_token[:, None] & (i_row < rows_of_token)[None, :])[:, :, None] & m_feature[None, None, :]
-    out_rows = _rows(
-        out, key_out, i_batch, i_token, i_row,
-        out_stride_s, out_stride_b, out_stride_h, key_out_stride_s, key_out_stride_b, key_out_stride_h,
-        HEADS, KEY_HEADS, MULTIPLE,
+    out_rows = _rows_side_by_side(
+        out, key_out, i_batch, i_token, i_row_tile, out_stride_s, out_stride_b, key_out_stride_s, key_out_stride_b,
+        HEADS, KEY_HEADS, MULTIPLE, HEAD_STRIDE, BLOCK_HEADS,
     )  # fmt: skip
     # A thread writes what others read: the others of pairs.
     tl.debug_barrier()

@@ -296,7 +296,7 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "PAIRS": spec.moved_pairs,
         "ROW": row_features(spec),
         "ROW_BLOCK": next_power_of_2(row_features(spec)),
-        "HEAD_STRIDE": spec.head_dim if all(steps[2] == spec.head_dim for steps in strides) else 0,
+        "HEAD_STRIDE": spec.head_dim if side_by_side(spec, *strides) else 0,
         "PAIR_BLOCK": half_block(spec),
         "TAIL": tail,
         "TAIL_BLOCK": next_power_of_2(max(tail, 1)),
@@ -382,6 +382,12 @@ def _sections(spec: RopeSpec) -> dict[str, Any]:
         ends = [*begins, *[spec.rotary_dim] * 3][:3]
     named = {f"SECTION_{axis}": end for axis, end in enumerate(ends, 1)}
     return {**named, "SECTIONS_INTERLEAVED": spec.sections_interleaved}
+
+
+def side_by_side(spec: RopeSpec, *tensors: tuple[int, int, int, int]) -> bool:
+    """Whether each row begins where the one before ends, of all tensors: heads, and where they are one axis batch entries."""
+    wide = spec.heads * spec.head_dim
+    return all(steps[2] == spec.head_dim and (not spec.merges_batch or steps[1] == wide) for steps in tensors)
 
 
 def _multiple_of_rows(spec: RopeSpec, variant: RopeVariant, call: RopeCall, *tensors: tuple[int, int, int, int]) -> int:
