@@ -80,9 +80,12 @@ def default_launches(capability: int = 90) -> dict[str, Launch]:
     from tuned.launching.launcher import PROBE_KERNEL  # noqa: PLC0415
 
     found = {}
-    for spec in (*rope_specs(), *row_specs(), *norm_specs(), *mla_specs(), *append_specs(), *angle_gradient_specs()):
+    specs = (*rope_specs(), *norm_specs(), *mla_specs(), *append_specs(), *angle_gradient_specs())
+    wanted = [(spec, rope_default(spec)) for spec in specs]
+    wanted += [(spec, dataclasses.replace(rope_default(spec), whole_rows=True)) for spec in row_specs()]
+    for spec, variant in wanted:
         call = rope.inputs(spec, RopeSize(batch=2, seq=4096), "meta", 0)
-        for launch in rope_launches(spec, rope_default(spec), call):
+        for launch in rope_launches(spec, variant, call):
             found[launch.kernel] = launch
     freqs, cos, sin = (torch.empty((4, 16), dtype=torch.float32, device="meta") for _ in range(3))
     constants = {"WIDTH": 16, "BLOCK": 1024, "PDL": False}

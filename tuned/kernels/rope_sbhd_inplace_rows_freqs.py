@@ -148,18 +148,12 @@ def _rows(
 
 @triton.jit
 def _rows_side_by_side(
-    x, key, i_batch, i_token, i_row_tile, stride_s, stride_b, key_stride_s, key_stride_b,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, MULTIPLE: tl.constexpr, HEAD_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+    x, i_batch, i_token, i_first_row, stride_s, stride_b,
+    MULTIPLE: tl.constexpr, HEAD_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As _rows, where the heads of a token are HEAD_STRIDE apart: [BLOCK_TOKENS, BLOCK]."""
-    stride_s, stride_b = _multiple(stride_s, MULTIPLE), _multiple(stride_b, MULTIPLE)
-    i_token = i_token.to(tl.int64)
-    starts = (x + (i_batch * stride_b + i_token * stride_s))[:, None]
-    if KEY_HEADS > 0:
-        key_stride_s, key_stride_b = _multiple(key_stride_s, MULTIPLE), _multiple(key_stride_b, MULTIPLE)
-        of_key = (key + (i_batch * key_stride_b + i_token * key_stride_s - HEADS * HEAD_STRIDE))[:, None]
-        starts = tl.where((i_row_tile * BLOCK + tl.arange(0, BLOCK) < HEADS)[None, :], starts, of_key)
-    return starts + i_row_tile.to(tl.int64) * (BLOCK * HEAD_STRIDE) + (tl.arange(0, BLOCK) * HEAD_STRIDE)[None, :]
+    """As _rows, of the rows of one tensor from i_first_row on, which are HEAD_STRIDE apart: [BLOCK_TOKENS, BLOCK]."""
+    starts = x + (i_batch * _multiple(stride_b, MULTIPLE) + i_token.to(tl.int64) * _multiple(stride_s, MULTIPLE))
+    return starts[:, None] + i_first_row.to(tl.int64) * HEAD_STRIDE + (tl.arange(0, BLOCK) * HEAD_STRIDE)[None, :]
 
 
 @triton.jit(
@@ -254,7 +248,24 @@ def rope_sbhd_inplace_rows_freqs(
         i_token_tile = i_program // row_tiles
     i_token = i_token_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
     m_token = i_token < seq
-    i_row = i_row_tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
+    # Rows of one tensor: where a tile held some of both, each row would have a pointer of its own.
+    i_first_row, rows_there, i_shift = i_row_tile * BLOCK_HEADS, rows_of_token, 0
+    from_x, from_stride_s, from_stride_b = x, x_stride_s, x_stride_b
+    to_out, to_stride_s, to_stride_b = out, out_stride_s, out_stride_b
+    if KEY_HEADS > 0:
+        X_TILES: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+        of_key = i_row_tile >= X_TILES
+        i_first_row -= tl.where(of_key, X_TILES * BLOCK_HEADS, 0)
+        rows_there, i_shift = tl.where(of_key, KEY_HEADS, HEADS), tl.where(of_key, HEADS, 0)
+        from_x, to_out = tl.where(of_key, key, x), tl.where(of_key, key_out, out)
+        from_stride_s, from_stride_b = (
+            tl.where(of_key, key_stride_s, x_stride_s),
+            tl.where(of_key, key_stride_b, x_stride_b),
+        )
+        to_stride_s = tl.where(of_key, key_out_stride_s, out_stride_s)
+        to_stride_b = tl.where(of_key, key_out_stride_b, out_stride_b)
+    i_row = i_first_row + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
+    m_there = i_row < rows_there
 
     # The features of a row in order, so that what is stored at once is in a row in memory, and the pair of each: [ROW_BLOCK]. Past
     # TURNED_PAIRS are those that do not rotate.
@@ -270,18 +281,23 @@ def rope_sbhd_inplace_rows_freqs(
         m_turned = m_turned & (i_turned >= 0)
     i_pair = tl.where(m_turned, i_pair, TURNED_PAIRS)
     i_other = tl.where(m_second, i_feature - PAIR_DISTANCE, i_feature + PAIR_DISTANCE)
-    m_turned = m_turned[None, None, :]
 
     # In flight while the angles are found and their sines taken. The other feature of a pair comes from L1, where its row is.
-    m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
-    rows = _rows_side_by_side(
-        x, key, i_batch, i_token, i_row_tile, x_stride_s, x_stride_b, key_stride_s, key_stride_b,
-        HEADS, KEY_HEADS, MULTIPLE, HEAD_STRIDE, BLOCK_HEADS,
-    )  # fmt: skip
-    m_own = m_row[:, :, None] & m_feature[None, None, :]
+    m_row = (m_token[:, None] & m_there[None, :])[:, :, None]
+    if HEAD_STRIDE > 0:
+        rows = _rows_side_by_side(
+            from_x, i_batch, i_token, i_first_row, from_stride_s, from_stride_b, MULTIPLE, HEAD_STRIDE, BLOCK_HEADS
+        )
+    else:
+        rows = _rows(
+            x, key, i_batch, i_token, i_row + i_shift,
+            x_stride_s, x_stride_b, x_stride_h, key_stride_s, key_stride_b, key_stride_h, HEADS, KEY_HEADS, MULTIPLE,
+        )  # fmt: skip
+    m_own, m_other = m_row & m_feature[None, None, :], m_row & m_turned[None, None, :]
     own = tl.load(rows[:, :, None] + i_feature[None, None, :] * stride_d, mask=m_own, eviction_policy=LOAD_EVICT)
-    m_other = m_row[:, :, None] & m_turned
-    other = tl.load(rows[:, :, None] + i_other[None, None, :] * stride_d, mask=m_other, eviction_policy=LOAD_EVICT)
+    other = tl.load(
+        rows[:, :, None] + i_other[None, None, :] * stride_d, mask=m_other, other=0.0, eviction_policy=LOAD_EVICT
+    )
 
     # The position of each token, and whether it has one: [BLOCK_TOKENS] both. One an axis: [BLOCK_TOKENS, PAIR_BLOCK].
     m_inside = m_token
@@ -356,18 +372,25 @@ def rope_sbhd_inplace_rows_freqs(
         cosine = tl.where(m_second[None, None, :], cos_second, cos_first)
         sine = tl.where(m_plus, sin_second, sin_first)
     sine = tl.where(m_plus, sine, -sine)
-    turned = own.to(tl.float32) * cosine + other.to(tl.float32) * sine
-    result = turned.to(own.dtype)
-    # What is copied keeps its bits.
     if ROW > 2 * TURNED_PAIRS:
-        result = tl.where(m_turned, result, own)
+        # What is copied is turned by nothing: x * 1 + 0 * -0 is x, zeros of both signs and infinities too. A choice between results
+        # would cost more: it is made for each row.
+        cosine = tl.where(m_turned[None, None, :], cosine, 1.0)
+        sine = tl.where(m_turned[None, None, :], sine, -0.0)
+    result = (own.to(tl.float32) * cosine + other.to(tl.float32) * sine).to(own.dtype)
     if COPIED_HEADS > 0:
         result = tl.where((i_row < HEADS - COPIED_HEADS)[None, :, None], result, own)
-    m_own = (m_token[:, None] & (i_row < rows_of_token)[None, :])[:, :, None] & m_feature[None, None, :]
-    out_rows = _rows_side_by_side(
-        out, key_out, i_batch, i_token, i_row_tile, out_stride_s, out_stride_b, key_out_stride_s, key_out_stride_b,
-        HEADS, KEY_HEADS, MULTIPLE, HEAD_STRIDE, BLOCK_HEADS,
-    )  # fmt: skip
+    m_own = (m_token[:, None] & m_there[None, :])[:, :, None] & m_feature[None, None, :]
+    if HEAD_STRIDE > 0:
+        out_rows = _rows_side_by_side(
+            to_out, i_batch, i_token, i_first_row, to_stride_s, to_stride_b, MULTIPLE, HEAD_STRIDE, BLOCK_HEADS
+        )
+    else:
+        out_rows = _rows(
+            out, key_out, i_batch, i_token, i_row + i_shift,
+            out_stride_s, out_stride_b, out_stride_h, key_out_stride_s, key_out_stride_b, key_out_stride_h,
+            HEADS, KEY_HEADS, MULTIPLE,
+        )  # fmt: skip
     # A thread writes what others read: the others of pairs.
     tl.debug_barrier()
     to_own = out_rows[:, :, None] + i_feature[None, None, :] * out_stride_d

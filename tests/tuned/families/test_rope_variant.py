@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import random
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,25 @@ def test_whole_rows_are_the_default_where_an_h100_took_less_for_them() -> None:
     assert len(took) == 6
     assert max(took) < 1, took
     assert statistics.geometric_mean(took) < 0.89
+
+
+def test_whole_rows_are_the_default_of_random_calls_that_an_h200_took_less_for() -> None:
+    path = Path(__file__).parents[3] / "benchmarks" / "results" / "tuning" / "nvidia_h200-whole-rows.json"
+    ratios = []
+    for call in json.loads(path.read_text())["calls_second"]:
+        found = re.match(r"b(\d+) s(\d+) h(\d+)(?:\+(\d+))? d(\d+) r(\d+)", call["problem"])
+        assert found is not None
+        batch, seq, heads, key_heads, head_dim, rotary_dim = (int(text or 0) for text in found.groups())
+        spec = RopeSpec(
+            *(call["layout"], call["dtype"], heads, head_dim, rotary_dim),
+            inplace=call["inplace"], direction=call["direction"], key_heads=key_heads,
+        )  # fmt: skip
+        if default_variant(spec, RopeSize(batch, seq)).whole_rows:
+            ratios.append(call["whole_rows_us"] / call["pairs_us"])
+    assert len(ratios) >= 20
+    assert statistics.geometric_mean(ratios) < 0.85
+    # But for one, whose tile was mended since: packed tokens, whose conversions were not packed.
+    assert sorted(ratios)[-2] < 1.05
 
 
 def constants(spec: RopeSpec, size: RopeSize, **changes: Any) -> tuple[int, int]:

@@ -34,7 +34,8 @@ MULTIPROCESSORS = 132  # of an H100 or H200: others get the same programs, in ot
 STAGES = 3  # tiles that such a program has at a time
 STAGED_BYTES = 90 * 1024  # of shared memory that they wait in at most: sm_86 has 99 KB
 # What follows is from landscapes of an H200: docs/decisions/0052.
-NARROW_BYTES, MANY_ROWS = 128, 8  # of rows that are tried whole, and how many a position must have: docs/decisions/0083
+# Of rows that are tried whole; how many heads, and how much to move, calls have that take less by it: docs/decisions/0083.
+NARROW_BYTES, MANY_HEADS, LARGE_US = 128, 8, 1.5
 REACH = 1.5  # octaves: of calls further away than that, a row knows less than the default variant
 # What a thread of a good tile holds of x, in octaves of bytes: by bytes of an element; less where two bytes are all that a load takes,
 # since each load has an address of its own; and at least, where a small call must be spread over ``SPREAD`` threads, four warps a
@@ -77,6 +78,12 @@ class RopeVariant:
     # The one text axis. Of style half: a tile has the features of a row in order, and loads the other of each pair beside it.
     # Else a tile has first features and second ones, and where these are not aligned each store writes parts of sectors.
     whole_rows: bool = one_of(False, True, default=False, older=True)  # noqa: FBT003 - the choices of a flag
+
+    @property
+    def row_tiles(self) -> str:
+        """Tiles of a token's rows, in the kernel's words: whole ones hold rows of one tensor, others of both."""
+        parts = ("HEADS", "KEY_HEADS") if self.whole_rows else ("rows_of_token",)
+        return " + ".join(f"({rows} + BLOCK_HEADS - 1) // BLOCK_HEADS" for rows in parts)
 
     @property
     def simplicity(self) -> tuple[int, ...]:
@@ -130,12 +137,14 @@ def has_whole_rows(spec: RopeSpec) -> bool:
 
 
 def takes_whole_rows(spec: RopeSpec, size: RopeSize | None = None) -> bool:
-    """Whether the default is a tile of whole rows: where they are tried, with enough rows at one position.
+    """Whether the default is a tile of whole rows, at a size or at any that is large enough: where they are tried, of enough heads.
 
-    Each half is then parts of two sectors or three, and its store writes all of them: docs/decisions/0083.
+    A half is parts of two sectors or three, and its store writes all of them. Small calls wait for loads, of which whole rows
+    have more: docs/decisions/0083.
     """
-    rows = spec.all_heads * (size.batch if spec.merges_batch and size is not None else 1)
-    return rows >= MANY_ROWS and _rows_rejection(spec, RopeVariant(whole_rows=True)) is None
+    if spec.all_heads < MANY_HEADS or _rows_rejection(spec, RopeVariant(whole_rows=True)):
+        return False
+    return size is None or _moved_us(spec, spec.all_heads * size.tokens) >= LARGE_US
 
 
 def vector_bytes(spec: RopeSpec) -> int:
@@ -272,7 +281,7 @@ def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant
     """
     positions = MANY if size is None else size.tokens if spec.layout == "thd" else size.seq
     batch = MANY if size is None else size.batch
-    whole = takes_whole_rows(spec, size)
+    whole = size is not None and takes_whole_rows(spec, size)
     each = 2 * half_row(spec, whole) * ITEM_SIZE[spec.dtype]
     narrow = not whole and vector_bytes(spec) == 2  # noqa: PLR2004 - bytes
     held = HELD[ITEM_SIZE[spec.dtype]] - (LESS_HELD if narrow else 0.0)
@@ -317,12 +326,19 @@ def _of_all_heads(spec: RopeSpec, variant: RopeVariant, positions: int) -> RopeV
     return variant if _resident_rejection(spec, positions, looped) else looped
 
 
+def _row_tiles(spec: RopeSpec, variant: RopeVariant, rows: int) -> int:
+    """Tiles of so many rows at one position: whole ones hold rows of one tensor."""
+    if variant.whole_rows:
+        return ceil_div(rows - spec.key_heads, variant.block_heads) + ceil_div(spec.key_heads, variant.block_heads)
+    return ceil_div(rows, rows_at_once(spec, variant))
+
+
 def programs(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
     """Size of the grid; a packed call has one batch entry. Of tile after tile, those of the same rows are so many each."""
     if spec.takes_all_heads:
         return ceil_div(seq, variant.block_tokens) * batch
     rows = spec.all_heads * (batch if spec.merges_batch else 1)
-    row_tiles, token_tiles = ceil_div(rows, rows_at_once(spec, variant)), ceil_div(seq, variant.block_tokens)
+    row_tiles, token_tiles = _row_tiles(spec, variant, rows), ceil_div(seq, variant.block_tokens)
     token_tiles *= 1 if spec.merges_batch else batch
     if spec.gradient_of_norm or stages(spec, variant) > 1:
         held = variant.resident or LEAST_RESIDENT
@@ -362,7 +378,7 @@ def _cost(spec: RopeSpec, size: RopeSize, variant: RopeVariant, held: float, row
     at_once *= 2 * of_row if whole_rows else (2 if spec.interleaved else 1) * half_block(spec)
     # Bytes of a token, or what a sine costs.
     angles = (16 if spec.computes_sincos else 8) * (2 * of_row if whole_rows else half_block(spec))
-    empty = ceil_div(rows, together) * together / rows
+    empty = _row_tiles(spec, variant, rows) * together / rows
     empty *= ceil_div(size.seq, tokens) * tokens / size.seq
     # Aligned rows, enough of them for all multiprocessors: what moves more at a time can be launched dependently.
     whole = vector_bytes(spec) == VECTOR_BYTES and held >= HELD[item]
