@@ -3057,8 +3057,8 @@ WHOLE_ROWS = (
     Fault(
         "whole_rows_turned_the_same_way_back",
         "templates/rope_row.py.jinja",
-        "tl.where(m_second[None, None, :] != BACKWARD, turned, -turned)",
-        "tl.where(m_second[None, None, :], turned, -turned)",
+        "m_plus = m_second[None, None, :] != BACKWARD",
+        "m_plus = m_second[None, None, :]",
         (
             "tests/kernels/test_rope_kernels.py::test_every_kernel_rotates_as_the_oracle_does[rope_bshd_copy_rows_cos_sin]",
         ),
@@ -3076,8 +3076,8 @@ WHOLE_ROWS = (
     Fault(
         "whole_rows_of_wide_rows_alone",
         "tuned/families/rope/variant.py",
-        "return rows >= MANY_ROWS and",
-        "return rows < MANY_ROWS and",
+        "if spec.all_heads < MANY_HEADS or",
+        "if spec.all_heads > MANY_HEADS or",
         (T_ROPE + "test_whole_rows_are_the_default_where_an_h100_took_less_for_them",),
         "A rotation of 48 heads of 18 features takes 1.3 of its time.",
     ),

@@ -258,10 +258,8 @@ def rope_sbhd_inplace_rows_freqs(
         i_first_row -= tl.where(of_key, X_TILES * BLOCK_HEADS, 0)
         rows_there, i_shift = tl.where(of_key, KEY_HEADS, HEADS), tl.where(of_key, HEADS, 0)
         from_x, to_out = tl.where(of_key, key, x), tl.where(of_key, key_out, out)
-        from_stride_s, from_stride_b = (
-            tl.where(of_key, key_stride_s, x_stride_s),
-            tl.where(of_key, key_stride_b, x_stride_b),
-        )
+        from_stride_s = tl.where(of_key, key_stride_s, x_stride_s)
+        from_stride_b = tl.where(of_key, key_stride_b, x_stride_b)
         to_stride_s = tl.where(of_key, key_out_stride_s, out_stride_s)
         to_stride_b = tl.where(of_key, key_out_stride_b, out_stride_b)
     i_row = i_first_row + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
