@@ -428,7 +428,7 @@ def test_whole_rows_are_stored_as_wide_as_the_row_allows_and_not_its_halves(
     compiler: concurrent.futures.Executor, name: str, key_heads: int
 ) -> None:
     head_dim, rotary_dim, dtype, of_row, of_half = ROWS[name]
-    arguments = {"layout": "bshd", "dtype": dtype, "heads": 16, "head_dim": head_dim, "rotary_dim": rotary_dim}
+    arguments = {"layout": "bshd", "dtype": dtype, "heads": 9, "head_dim": head_dim, "rotary_dim": rotary_dim}
     arguments |= {"key_heads": key_heads}
     for whole, bits_at_once in ((True, of_row), (False, of_half)):
         tile = {"block_tokens": 2, "block_heads": 8, "num_warps": 1, "whole_rows": whole}
