@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import call as calls
-from benchmarks import random_rope, summary
+from benchmarks import random_rope, summary, table
 from benchmarks.rope import OUR_ERROR, check
 
 if TYPE_CHECKING:
@@ -95,9 +95,8 @@ def test_each_row_measures_what_it_is_named_after_beside_the_best_of_all(asked: 
 
 
 def test_readme_has_the_table_of_the_committed_results() -> None:
-    results = ROOT / "benchmarks" / "results"
-    newest = max((results / "release").glob("*.json"), key=lambda path: str(json.loads(path.read_text())["ended"]))
-    document = json.loads((results / "summary" / newest.name).read_text())
+    (newest,) = table.newest(ROOT / "benchmarks" / "results" / "summary")
+    document = json.loads(newest.read_text())
     assert list(document["rows"]) == list(summary.ROWS)
     page = (ROOT / "README.md").read_text()
     shown = re.search("<!-- summary:begin -->\n(.*?)\n<!-- summary:end -->", page, re.DOTALL)
