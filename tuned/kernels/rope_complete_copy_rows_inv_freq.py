@@ -300,7 +300,7 @@ def rope_complete_copy_rows_inv_freq(
         m_turned = i_pair < TURNED_PAIRS
     if FIRST_FEATURE > 0:
         m_turned = m_turned & (i_turned >= 0)
-    i_pair = tl.where(m_turned, i_pair, TURNED_PAIRS)
+        i_pair = tl.where(m_turned, i_pair, TURNED_PAIRS)
     i_other = tl.where(m_second, i_feature - PAIR_DISTANCE, i_feature + PAIR_DISTANCE)
 
     # In flight while the angles are found and their sines taken. The other feature of a pair comes from L1, where its row is.
@@ -389,7 +389,7 @@ def rope_complete_copy_rows_inv_freq(
         # would cost more: it is made for each row.
         cosine = tl.where(m_turned[None, None, :], cosine, 1.0)
         sine = tl.where(m_turned[None, None, :], sine, -0.0)
-    if PACKED:  # tokens that no sequence holds are copied as they are
+    if PACKED and tl.min(m_inside.to(tl.int32), 0) == 0:  # tokens that no sequence holds are copied as they are
         other = tl.where(m_inside[:, None, None], other, 0.0)
         cosine = tl.where(m_inside[:, None, None], cosine, 1.0)
         sine = tl.where(m_inside[:, None, None], sine, -0.0)

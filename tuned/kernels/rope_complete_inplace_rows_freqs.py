@@ -291,7 +291,7 @@ def rope_complete_inplace_rows_freqs(
         m_turned = i_pair < TURNED_PAIRS
     if FIRST_FEATURE > 0:
         m_turned = m_turned & (i_turned >= 0)
-    i_pair = tl.where(m_turned, i_pair, TURNED_PAIRS)
+        i_pair = tl.where(m_turned, i_pair, TURNED_PAIRS)
     i_other = tl.where(m_second, i_feature - PAIR_DISTANCE, i_feature + PAIR_DISTANCE)
 
     # In flight while the angles are found and their sines taken. The other feature of a pair comes from L1, where its row is.
