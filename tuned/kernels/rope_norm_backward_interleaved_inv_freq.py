@@ -6,7 +6,8 @@
 The gradient of RMSNorm with a rotation, of one tensor or two. With z the gradient of what the norm gives, which is the
 transposed rotation of grad, y = z * weight, n the input times its reciprocal norm, and means over what is normalised together:
 the input's gradient is reciprocal * (y - n * mean(y * n)), the weight's is the sum over tokens (and heads) of z * n. The
-reciprocal norms are taken again from the input, which is read anyway. A program takes tile after tile of the same rows, and
+reciprocal norms are taken again from the input, which is read anyway, and mean(y * n) is reciprocal * mean(y * input): no sum
+waits for another. A program takes tile after tile of the same rows, and
 sums its part of the weights' gradients in registers: templates/rope_norm_weights.py.jinja adds the parts, in one order. Float32
 inside, one rounding at the store. Names as in templates/rope.py.jinja; given: the forward's input, and its key.
 """
@@ -205,15 +206,24 @@ def _features(PAIR_BLOCK: tl.constexpr, DISTANCE: tl.constexpr, FEATURE: tl.cons
 
 
 @triton.jit
+def _add_two(a_0, a_1, b_0, b_1):
+    return a_0 + b_0, a_1 + b_1
+
+
+@triton.jit
 def _together(values, i_row, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, NORM_ALL: tl.constexpr):
-    """For each row the sum of a number of each row over those that are normalised with it: [BLOCK_TOKENS, BLOCK_HEADS]."""
+    """For each row the sum of a number of each row over those that are normalised with it: [BLOCK_TOKENS, BLOCK_HEADS].
+
+    Sums that threads wait for are taken at once, those of the query and those of the key.
+    """
     if NORM_ALL:
         m_query = (i_row < HEADS)[None, :]
-        of_query = tl.sum(tl.where(m_query, values, 0.0), 1)[:, None]
+        of_query = tl.where(m_query, values, 0.0)
         if KEY_HEADS > 0:
-            values = tl.where(m_query, of_query, tl.sum(tl.where(m_query, 0.0, values), 1)[:, None])
+            of_query, of_key = tl.reduce((of_query, tl.where(m_query, 0.0, values)), 1, _add_two)
+            values = tl.where(m_query, of_query[:, None], of_key[:, None])
         else:
-            values = of_query + tl.zeros_like(values)
+            values = tl.sum(of_query, 1)[:, None] + tl.zeros_like(values)
     return values
 
 
@@ -300,6 +310,28 @@ def _scaled(values, reciprocal, weights, dtype: tl.constexpr, ROUNDING: tl.const
 def _kept(values, m_row):
     """The values of some rows, and 0 in others: [BLOCK_TOKENS, BLOCK_HEADS, block]."""
     return tl.where(m_row[:, :, None], values, 0.0)
+
+
+@triton.jit
+def _add_four(a_0, a_1, a_2, a_3, b_0, b_1, b_2, b_3):
+    return a_0 + b_0, a_1 + b_1, a_2 + b_2, a_3 + b_3
+
+
+@triton.jit
+def _both_together(a, b, i_row, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, NORM_ALL: tl.constexpr):
+    """_together of two numbers of each row at once."""
+    if NORM_ALL:
+        m_query = (i_row < HEADS)[None, :]
+        a_query, b_query = tl.where(m_query, a, 0.0), tl.where(m_query, b, 0.0)
+        if KEY_HEADS > 0:
+            a_key, b_key = tl.where(m_query, 0.0, a), tl.where(m_query, 0.0, b)
+            a_query, b_query, a_key, b_key = tl.reduce((a_query, b_query, a_key, b_key), 1, _add_four)
+            a = tl.where(m_query, a_query[:, None], a_key[:, None])
+            b = tl.where(m_query, b_query[:, None], b_key[:, None])
+        else:
+            a_query, b_query = tl.reduce((a_query, b_query), 1, _add_two)
+            a, b = a_query[:, None] + tl.zeros_like(a), b_query[:, None] + tl.zeros_like(b)
+    return a, b
 
 
 @triton.jit
@@ -556,28 +588,29 @@ def rope_norm_backward_interleaved_inv_freq(
         if PACKED:  # tokens that no sequence holds were copied: they may be NaN, and add nothing
             z_first, z_second = _kept(z_first, m_used), _kept(z_second, m_used)
             b_first, b_second = _kept(b_first, m_used), _kept(b_second, m_used)
+        # y, and what of it lies along the input.
+        y_first, y_second = z_first * w_first, z_second * w_second
         squares = tl.sum(b_first * b_first + b_second * b_second, 2)
+        along = tl.sum(y_first * b_first + y_second * b_second, 2)
         if TAIL > 0:
             z_tail, tail_32 = grad_tail.to(tl.float32), b_tail.to(tl.float32)
             if PACKED:
                 z_tail, tail_32 = _kept(z_tail, m_used), _kept(tail_32, m_used)
+            y_tail = z_tail * w_tail
             squares += tl.sum(tail_32 * tail_32, 2)
+            along += tl.sum(y_tail * tail_32, 2)
+        squares, along = _both_together(squares, along, i_row, HEADS, KEY_HEADS, NORM_ALL)
         # Where a tile has no rows it is 1 / sqrt(eps), which may be 1 / 0: 0 times it would be NaN in the weights' gradients.
-        reciprocal = _reciprocal_norms(squares, i_row, eps, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
-        reciprocal = tl.where(m_used[:, :, None], reciprocal, 0.0)
+        reciprocal = tl.where(m_used, tl.rsqrt(squares * part + eps), 0.0)[:, :, None]
+        along = (along * part)[:, :, None] * reciprocal
 
-        # n, and the sums of z * n for the weights; then y, and what of it lies along n.
+        # n, and the sums of z * n for the weights.
         b_first, b_second = b_first * reciprocal, b_second * reciprocal
         sum_first += z_first * b_first
         sum_second += z_second * b_second
-        y_first, y_second = z_first * w_first, z_second * w_second
-        along = tl.sum(y_first * b_first + y_second * b_second, 2)
         if TAIL > 0:
             tail_32 = tail_32 * reciprocal
             sum_tail += z_tail * tail_32
-            y_tail = z_tail * w_tail
-            along += tl.sum(y_tail * tail_32, 2)
-        along = (_together(along, i_row, HEADS, KEY_HEADS, NORM_ALL) * part)[:, :, None]
         out_first = (reciprocal * (y_first - b_first * along)).to(x.dtype.element_ty)
         out_second = (reciprocal * (y_second - b_second * along)).to(x.dtype.element_ty)
         if PACKED:
