@@ -290,6 +290,22 @@ def test_a_norm_moves_128_bits_at_a_time(compiler: concurrent.futures.Executor, 
     assert direction == "backward" or set(found["STG"]) == {128}  # parts of the weights' gradients are a row each
 
 
+@pytest.mark.parametrize("key_heads", [0, 8])
+def test_the_gradient_of_a_norm_of_all_heads_waits_for_other_warps_once_a_token(
+    compiler: concurrent.futures.Executor, key_heads: int
+) -> None:
+    arguments = {
+        "layout": "bshd", "dtype": "bfloat16", "heads": 40, "head_dim": 128, "rotary_dim": 128, "angles": "cos_sin",
+        "key_heads": key_heads, "norm": "all", "direction": "backward",
+    }  # fmt: skip
+    tile = {"block_tokens": 1, "block_heads": 8, "num_warps": 8}
+    ptx = compiler.submit(compiling.rope_ptx, arguments, tile).result()
+    loop = ptx[ptx.index("$L__BB0_2:") : ptx.index("bra \t$L__BB0_2;")]
+    assert "cp.async" in loop
+    # For a tile that has come; twice for sums, which warps give and take.
+    assert loop.count("bar.sync") == 3
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_the_gradient_of_angles_moves_128_bits_at_a_time(compiler: concurrent.futures.Executor, style: str) -> None:
     arguments = {

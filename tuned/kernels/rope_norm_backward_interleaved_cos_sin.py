@@ -162,49 +162,12 @@ def _features(PAIR_BLOCK: tl.constexpr, DISTANCE: tl.constexpr, FEATURE: tl.cons
 
 
 @triton.jit
-def _add_two(a_0, a_1, b_0, b_1):
-    return a_0 + b_0, a_1 + b_1
-
-
-@triton.jit
-def _together(values, i_row, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, NORM_ALL: tl.constexpr):
-    """For each row the sum of a number of each row over those that are normalised with it: [BLOCK_TOKENS, BLOCK_HEADS].
-
-    Sums that threads wait for are taken at once, those of the query and those of the key.
-    """
-    if NORM_ALL:
-        m_query = (i_row < HEADS)[None, :]
-        of_query = tl.where(m_query, values, 0.0)
-        if KEY_HEADS > 0:
-            of_query, of_key = tl.reduce((of_query, tl.where(m_query, 0.0, values)), 1, _add_two)
-            values = tl.where(m_query, of_query[:, None], of_key[:, None])
-        else:
-            values = tl.sum(of_query, 1)[:, None] + tl.zeros_like(values)
-    return values
-
-
-@triton.jit
 def _parts(i_row, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORM_ALL: tl.constexpr):
     """1 / the number of features that are normalised with each row: [1, BLOCK_HEADS]."""
     heads = 1 + i_row * 0
     if NORM_ALL:
         heads = tl.where(i_row < HEADS, HEADS, KEY_HEADS)
     return (1.0 / (tl.maximum(heads, 1) * HEAD_DIM).to(tl.float32))[None, :]
-
-
-@triton.jit
-def _reciprocal_norms(
-    squares,
-    i_row,
-    eps,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    NORM_ALL: tl.constexpr,
-):
-    """1 / sqrt(mean of the squares + eps), given the sum of each row: [BLOCK_TOKENS, BLOCK_HEADS, 1]."""
-    part = _parts(i_row, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
-    return tl.rsqrt(_together(squares, i_row, HEADS, KEY_HEADS, NORM_ALL) * part + eps)[:, :, None]
 
 
 @triton.jit
@@ -269,23 +232,31 @@ def _kept(values, m_row):
 
 
 @triton.jit
+def _add_two(a_0, a_1, b_0, b_1):
+    return a_0 + b_0, a_1 + b_1
+
+
+@triton.jit
 def _add_four(a_0, a_1, a_2, a_3, b_0, b_1, b_2, b_3):
     return a_0 + b_0, a_1 + b_1, a_2 + b_2, a_3 + b_3
 
 
 @triton.jit
 def _both_together(a, b, i_row, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, NORM_ALL: tl.constexpr):
-    """_together of two numbers of each row at once."""
+    """For each row the sums of two numbers of each over the rows that are normalised with it: [BLOCK_TOKENS, BLOCK_HEADS] both.
+
+    Of the query and of the key at once: warps wait for each other once.
+    """
     if NORM_ALL:
         m_query = (i_row < HEADS)[None, :]
-        a_query, b_query = tl.where(m_query, a, 0.0), tl.where(m_query, b, 0.0)
+        of_query = tl.where(m_query, a, 0.0), tl.where(m_query, b, 0.0)
         if KEY_HEADS > 0:
-            a_key, b_key = tl.where(m_query, 0.0, a), tl.where(m_query, 0.0, b)
-            a_query, b_query, a_key, b_key = tl.reduce((a_query, b_query, a_key, b_key), 1, _add_four)
+            of_key = tl.where(m_query, 0.0, a), tl.where(m_query, 0.0, b)
+            a_query, b_query, a_key, b_key = tl.reduce(of_query + of_key, 1, _add_four)
             a = tl.where(m_query, a_query[:, None], a_key[:, None])
             b = tl.where(m_query, b_query[:, None], b_key[:, None])
         else:
-            a_query, b_query = tl.reduce((a_query, b_query), 1, _add_two)
+            a_query, b_query = tl.reduce(of_query, 1, _add_two)
             a, b = a_query[:, None] + tl.zeros_like(a), b_query[:, None] + tl.zeros_like(b)
     return a, b
 

@@ -204,24 +204,15 @@ def _features(PAIR_BLOCK: tl.constexpr, DISTANCE: tl.constexpr, FEATURE: tl.cons
 
 
 @triton.jit
-def _add_two(a_0, a_1, b_0, b_1):
-    return a_0 + b_0, a_1 + b_1
-
-
-@triton.jit
 def _together(values, i_row, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, NORM_ALL: tl.constexpr):
-    """For each row the sum of a number of each row over those that are normalised with it: [BLOCK_TOKENS, BLOCK_HEADS].
-
-    Sums that threads wait for are taken at once, those of the query and those of the key.
-    """
+    """For each row the sum of a number of each row over those that are normalised with it: [BLOCK_TOKENS, BLOCK_HEADS]."""
     if NORM_ALL:
         m_query = (i_row < HEADS)[None, :]
-        of_query = tl.where(m_query, values, 0.0)
+        of_query = tl.sum(tl.where(m_query, values, 0.0), 1)[:, None]
         if KEY_HEADS > 0:
-            of_query, of_key = tl.reduce((of_query, tl.where(m_query, 0.0, values)), 1, _add_two)
-            values = tl.where(m_query, of_query[:, None], of_key[:, None])
+            values = tl.where(m_query, of_query, tl.sum(tl.where(m_query, 0.0, values), 1)[:, None])
         else:
-            values = tl.sum(of_query, 1)[:, None] + tl.zeros_like(values)
+            values = of_query + tl.zeros_like(values)
     return values
 
 
