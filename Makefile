@@ -41,7 +41,7 @@ help:  ## every command, and what it does
 tune: $(VENV)/.tune  ## set up, then tune for the GPU at hand (without one: compile and estimate)
 	$(BIN)/python tune.py --gpu auto
 
-test: $(VENV)/.dev  ## set up, then every test that this machine can run
+test: $(VENV)/.dev  ## set up, then every test but the GPU's full grid (make test-gpu)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 FAST = not gpu and not sanitizer and not interpreter and not compiler and not processes
@@ -62,7 +62,7 @@ GPUS =
 verify: $(VENV)/.dev  ## plain tests, GPU tests, fuzz and sanitizers on a GPU, or on GPUS=all; what passed is kept, and not run again
 	$(BIN)/python -m benchmarks.verify $(if $(GPUS),--gpus $(GPUS))
 
-SECONDS = 60
+fuzz: SECONDS ?= 60
 SEED =
 fuzz: $(VENV)/.dev  ## random calls for SECONDS=60, of one SEED= or a new one, on a GPU or without
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
@@ -81,13 +81,13 @@ types: $(VENV)/.dev  ## mypy, strict
 docs: $(VENV)/.dev  ## the pages of docs as a site in build/docs, warnings as errors
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 
-render:  ## write every generated file again
+render: $(VENV)/.dev  ## write every generated file again
 	$(BIN)/python tune.py --render
 
-check:  ## stale or missing rows, generated files out of date
+check: $(VENV)/.dev  ## stale or missing rows, generated files out of date
 	$(BIN)/python tune.py --check
 
-release-check:  ## the same, and what is here must be what was verified on its GPU
+release-check: $(VENV)/.dev  ## the same, and what is here must be what was verified on its GPU
 	$(BIN)/python tune.py --check --release
 
 bench: $(VENV)/.bench  ## against the peers that are installed, on a GPU; then the tables and the plots
@@ -102,12 +102,11 @@ BUDGET =
 BY_ROW =
 WITHOUT_PEERS =
 TUNED =
-SECONDS =
 release: $(VENV)/.dev  ## tune from empty, verify, measure all, draw: of one commit; goes on where it was cut. BUDGET=10m GPUS=all TUNED=1 SECONDS=60
 	$(BIN)/python -m benchmarks.release $(if $(BUDGET),--budget $(BUDGET)) $(if $(BY_ROW),--by-row) \
 		$(if $(GPUS),--gpus $(GPUS)) $(if $(TUNED),--tuned) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(WITHOUT_PEERS),--without-peers $(WITHOUT_PEERS))
 
-clean:  ## remove environments, caches and what was built
+clean:  ## remove environments, what was built, and caches: all trials of searches too
 	rm -rf $(VENV) $(STACK) .cache build *.egg-info
 
 $(VENV)/.tune: pyproject.toml constraints.txt

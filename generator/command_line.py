@@ -255,7 +255,12 @@ def main(  # noqa: PLR0913 - one parameter an option
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the problems, and stop.", rich_help_panel=STOP)] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show how many variants there are to try, and stop.", rich_help_panel=STOP)
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Show how many variants there are to try, on an H200 or --target, and stop.",
+            rich_help_panel=STOP,
+        ),
     ] = False,
     details: Annotated[
         bool,
@@ -269,7 +274,7 @@ def main(  # noqa: PLR0913 - one parameter an option
         bool,
         typer.Option(
             "--check",
-            help="List rows and files that are out of date; exit 1 if a row does not count.",
+            help="List rows and files that are out of date; exit 1 if a row does not count or is missing, or a file differs.",
             rich_help_panel=STOP,
         ),
     ] = False,
@@ -341,7 +346,9 @@ def main(  # noqa: PLR0913 - one parameter an option
 def show(
     context: typer.Context,
     problem: Annotated[str, typer.Argument(help="A name from --list.")],
-    device: Annotated[str | None, typer.Option(help="Whose winner. [default: nvidia_h200, or the only record]")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Whose winner. [default: nvidia_h200, or the first record]")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -366,7 +373,7 @@ def new_family(
 @app.command(rich_help_panel=SEE)
 def report(
     context: typer.Context,
-    device: Annotated[str | None, typer.Option(help="Whose record. [default: nvidia_h200, or the only one]")] = None,
+    device: Annotated[str | None, typer.Option(help="Whose record. [default: nvidia_h200, or the first one]")] = None,
     out: Annotated[Path | None, typer.Option(help="The file. [default: report-DEVICE.html]")] = None,
     as_json: Json = False,
 ) -> None:
@@ -406,7 +413,7 @@ def regret(
     device: Annotated[str, typer.Option(help="Whose landscapes.")] = "nvidia_h200",
     as_json: Json = False,
 ) -> None:
-    """Tell how far from the best a variant is that was picked for a problem without a row, by every rule tried."""
+    """Tell, for each rule that was tried, how far from the best its pick for a problem without a row is."""
     run("regret", lambda commands: commands.regret(device, context.obj.out, console), as_json or context.obj.json)
 
 
@@ -415,7 +422,9 @@ def replay(  # noqa: PLR0913 - one parameter an option
     context: typer.Context,
     device: Annotated[str, typer.Option(help="Whose landscapes.")] = "nvidia_h200",
     seeds: Annotated[int, typer.Option(min=1, help="Searches of each landscape.")] = 3,
-    plain: Annotated[bool, typer.Option(help="Beside samplers of Optuna as they come, which takes a minute.")] = True,
+    plain: Annotated[
+        bool, typer.Option(help="Also run Optuna's own samplers unmodified, which takes a minute.")
+    ] = True,
     write: Annotated[Path | None, typer.Option(help="Put the table between the marks of this file too.")] = None,
     foreign: Annotated[
         Path | None,
@@ -550,7 +559,7 @@ def model(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
 )
 def tune(context: typer.Context) -> None:
-    """Tune: the same as without a command; the options above stand behind it."""
+    """Tune, as without a command; options go after ``tune``."""
     above = context.parent
     sources = {} if above is None else {name: above.get_parameter_source(name) for name in above.params}
     given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]

@@ -15,7 +15,7 @@ import shlex
 from pathlib import Path
 
 from tuned.lookup import place
-from tuned.lookup.place import own_records
+from tuned.lookup.place import expanded, own_records
 
 GENERATOR = __package__  # what this package is imported as
 INSIDE = "_generator"  # its folder in ``tuned`` in a wheel
@@ -49,7 +49,7 @@ LANDSCAPES = (_BESIDE or _HERE) / "landscapes"
 SAMPLES = (_BESIDE or _HERE) / "samples"
 RESULTS = (_BESIDE or ROOT / "benchmarks") / "results"  # of a checkout only, or of a family from outside
 CONTRIBUTIONS = Path() if INSTALLED else ROOT / "contributions"  # what others measured, until it is merged
-_USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tuned-kernels"
+_USER_CACHE = expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "tuned-kernels"
 CACHE = _USER_CACHE if INSTALLED else ROOT / ".cache"  # unless TUNED_CACHE says another
 # Below the cache, what is kept for problems by their names: families of one name do not meet.
 SHELF = ("families", hashlib.sha256(str(FAMILY).encode()).hexdigest()[:12]) if FAMILY else ()
@@ -57,7 +57,7 @@ SHELF = ("families", hashlib.sha256(str(FAMILY).encode()).hexdigest()[:12]) if F
 
 def cache_path(*parts: str) -> Path:
     """A place under TUNED_CACHE, or else .cache in the checkout, or the user's cache; nothing is made."""
-    return Path(os.environ.get("TUNED_CACHE") or CACHE).joinpath(*parts)
+    return expanded(os.environ.get("TUNED_CACHE") or CACHE).joinpath(*parts)
 
 
 def cache_folder(*parts: str) -> Path:

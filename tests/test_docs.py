@@ -20,7 +20,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What needs a model of Hugging Face, or files of the reader's.
-OF_THE_READER = ("use_tuned_rope(model)", "tuned.warm(model, *example_inputs)")
+OF_THE_READER = ("with use_tuned_rope(", "tuned.warm(model, *example_inputs)")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 SNIPPETS = [
     pytest.param(found[1], id=f"{page.name}:{page.read_text()[: found.start()].count(chr(10)) + 1}")

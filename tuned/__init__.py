@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tuned.lookup.misses import TunedWarning
     from tuned.warming import Warmed, warm
 
+    __version__: str
+
 __all__ = ["Explanation", "TunedWarning", "Warmed", "dispatch", "explain", "nn", "own", "warm"]
 
 # Where the names are that are imported when they are first used: torch takes seconds, and the command line asks for few of them.
@@ -32,8 +34,20 @@ _NAMES = {
 _MODULES = frozenset({"compat", "dispatch", "nn", "own"})
 
 
+def _version() -> str:
+    """That of the package as it is installed; of files beside no installation none is known."""
+    from importlib import metadata  # noqa: PLC0415 - takes milliseconds
+
+    try:
+        return metadata.version("tuned-kernels")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
 def __getattr__(name: str) -> Any:
     """What is imported when it is first used."""
+    if name == "__version__":
+        return _version()
     if name in _MODULES:
         return importlib.import_module(f"tuned.{name}")
     if name in _NAMES:

@@ -9,18 +9,19 @@ Which kernel a call gets:
    (for RoPE in ``tuned.families.rope.variant``), with its tile rescaled to the width of the call's rows. A rotation that
    is more than ``REACH`` octaves from every row gets 3. The rule was chosen by leave-one-out regret: ``python tune.py
    regret``; its figures are in each table.
-   Rows of a GPU with as many of the same multiprocessors count too, behind those of this one that are as near.
-   (2b) The same from the table of the most similar GPU, without what this GPU lacks: where no row here says anything of
-   such a call, not even that PyTorch's own is as fast.
+   Rows of another GPU with the same multiprocessors, and as many, count too; of equally near rows this GPU's win.
+   (2b) If no row here says anything of such a call, not even that PyTorch is as fast, the table of the most similar GPU is
+   searched likewise, without what this GPU lacks.
    (2c) The same from the portfolio of the architecture: ``tuned/tables/_portfolio.py``.
    A GRU over sequences has a model of its time instead (``tuned.lookup.model``): the rows of its spec and batch serve every
    length; for any other shape the model picks among all variants that fit the GPU, near a row for what is much better
-   only. PyTorch's own operator serves where its time, measured or modelled, is less, and in the place of a launch for
-   each step outside of a CUDA graph.
+   only. PyTorch's own operator serves where its time, measured or modelled, is less. Outside of CUDA graphs it also
+   replaces variants that launch a kernel for each step.
 3. The default variant of the spec and size: for RoPE the best tile by a rule of thumb, within 3 percent of the best of all
    in the median.
-4. Eager PyTorch: tensors on a CPU, dtypes that no kernel takes, no Triton, a GRU that needs a gradient; angles that need
-   one beside a norm, of MLA's key and value, or of ``rope_backward``.
+4. Eager PyTorch: tensors on a CPU, dtypes that no kernel takes, no Triton; a single step or a linear that needs a gradient, and
+   a GRU over sequences whose gradient takes less by PyTorch; angles that need a gradient beside a norm, of MLA's key and
+   value, or of ``rope_backward``.
 
 torch.compile traces each call as an operator of torch.library (``tuned.calls.rope.ops``, ``tuned.calls.recurrent.ops``), and the
 order above holds inside of it. Other tracers and dispatch modes (make_fx, FakeTensorMode, FlopCounterMode) see the operators
@@ -29,7 +30,7 @@ of RoPE everywhere. They see those of the GRU families on a GPU, and PyTorch's o
 ``tuned.explain`` tells which of these a call gets, and why. On a model of GPU without measurements, the first call warns
 (``tuned.TunedWarning``).
 
-Environment: ``TUNED_TABLES=DIR`` puts the records in a folder before the shipped tables. ``TUNED_RECORD=FILE`` appends to a
+Environment: ``TUNED_TABLES=DIR`` names a folder whose records replace the shipped tables of the same GPUs. ``TUNED_RECORD=FILE`` appends to a
 file the problems that no row was measured for, for ``tune.py --problems FILE``. ``TUNED_DISPATCH=safe`` makes every launch
 use Triton's public launcher.
 """
@@ -98,7 +99,7 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
 ) -> torch.Tensor:
     """Rotary position embedding: rotate features of each head by angles that depend on the position.
 
-    Angles come from one source: freqs, cos and sin, cos_sin_cache, or inv_freq. A token's position is its index in its
+    Angles come from one source: freqs, cos and sin, cos_sin_cache, freqs_cis, or inv_freq. A token's position is its index in its
     sequence plus offset, or its entry in positions.
 
     Args:
@@ -143,7 +144,7 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
             DeepSeek's queries; entries of angles are as of halves. Pairs of tokens outside every sequence are put apart too.
 
     Returns:
-        A tensor like x, or x itself in place. Differentiable in x by a kernel, any number of times; in the angles by one that gives
+        A tensor like x, or x itself in place. A kernel gives gradients of x, of any order. If the angles need one, one kernel gives
         both gradients, and sums that of the angles over heads in one order. For that the forward keeps x, in place a copy of it;
         gradients of such gradients are PyTorch's own.
 
@@ -268,7 +269,7 @@ def rope_qkv(  # noqa: PLR0913 - the arguments of rope
     interleaved_sections: bool = False,
     kv_heads: int | None = None,
 ) -> torch.Tensor:
-    """``rope`` of the query and the key in a packed qkv, with the arguments of ``rope``; v is copied, or left as it is in place.
+    """``rope`` of the query and the key in a packed qkv, with the arguments of ``rope`` but deinterleave; v is copied, or left as it is in place.
 
     With kv_heads, which is at least 1, qkv has the axes of tensor_format and heads + 2 * kv_heads heads: queries, keys,
     values. Without it (None) qkv has an axis of 3 before the heads: ``[b, s, 3, h, d]``.
@@ -340,6 +341,15 @@ def rope_backward(  # noqa: PLR0913 - the arguments of rope
     """The transpose of ``rope`` as a linear map of x, with the same arguments: from grad_output to the gradient of x.
 
     Always out of place. If the two entries of each pair are equal, it is the rotation by the negative angle.
+
+    grad_output is the gradient of what ``rope`` returned, in its shape: any strides, float32, float16 or bfloat16 on a GPU, anything
+    floating point on a CPU. The other arguments are those of ``rope``, but inplace.
+
+    Returns:
+        The gradient of x, a new tensor like grad_output. It is differentiable as what ``rope`` returns is.
+
+    Raises:
+        TypeError, ValueError: an argument is not allowed.
     """
     if (
         (rotary_dim is not None and type(rotary_dim) is not int)
@@ -407,7 +417,7 @@ def qk_norm_rope(  # noqa: PLR0913 - the arguments of rope_qk, and of two norms
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """RMSNorm of queries and keys, then ``rope_qk`` of both, in one launch: what Qwen 3, Gemma 3 and OLMo 2 do to them.
 
-    With the arguments of ``rope_qk``; all features are normalised, those that do not rotate too. k and k_weight are None if a
+    With the arguments of ``rope_qk`` but deinterleave; all features are normalised, those that do not rotate too. k and k_weight are None if a
     layer has no key. The others:
 
     * q_weight, k_weight: of the norms, any float dtype: ``[d]`` with norm "head", ``[h * d]`` with norm "all".
@@ -658,7 +668,7 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
     inplace: bool = False,
     resets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One step of a GRU, as torch.nn.GRUCell computes it: two library GEMMs and one kernel for the gates.
+    """One step of a GRU, as torch.nn.GRUCell computes it: one kernel, or two library GEMMs and one kernel for the gates.
 
     Args:
         x: input, ``[batch, input_size]``; or a tuple of segments ``[batch, k_i]``, taken as if concatenated.
@@ -667,7 +677,7 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
         weight_hh: ``[3 * hidden, hidden]``.
         bias_ih: ``[3 * hidden]``, or None together with
         bias_hh: ``[3 * hidden]``.
-        inplace: overwrite h and return it; safe because both products have read it before the gates start.
+        inplace: overwrite h and return it, by two GEMMs and a kernel: both products have read h before the gates start.
         resets: bool ``[batch]``, on the device of h: the rows whose state is taken as 0.
 
     Returns:
@@ -737,6 +747,7 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A GRU over whole sequences, as torch.nn.GRU computes it (gates r, z, n; reset after the product).
 
+    All tensors have one floating dtype, except under autocast; kernels take float32, float16 and bfloat16.
     With D = 2 if bidirectional else 1, L layers, hidden size H:
 
     Args:
@@ -756,7 +767,7 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
             rows. Sequences may be empty and in any order. Values on a GPU are not checked.
         max_seqlen: at least the longest length; with cu_seqlens.
         recompute: with a gradient, multiply the input by its weights once more in the backward, and keep 3 * D * H values
-            less of each step until then.
+            fewer until then for each layer and each step of each sequence.
         resets: bool, ``[T, B]``, ``[B, T]`` batch_first or ``[rows]`` packed, on the device of input, any strides: the
             state of every layer is 0 before the steps that are marked, as if a new sequence began there; the direction
             that goes backwards is cut between the same two steps. A mark at a sequence's first step drops its hx.

@@ -31,7 +31,7 @@ ROPE = tuple(function for name, function in dispatch.DEFINED.items() if "rope" i
 class Explanation:
     """What serves a call, and why; ``str()`` gives it as text."""
 
-    rule: str  # "winner", "nearest size", "closest spec", "similar GPU", "portfolio", "default" or "eager"
+    rule: str  # "winner", "nearest size", "closest spec", "similar GPU", "portfolio", "model", "default" or "eager"
     why: str
     kernels: tuple[str, ...]  # modules of tuned.kernels, in order; none for eager
     variant: Any

@@ -57,7 +57,7 @@ class GRU(torch.nn.RNNBase):
     """torch.nn.GRU: the same arguments, parameters, inputs, outputs and random numbers.
 
     ``recompute``, which torch.nn.GRU has not: for a gradient, multiply the input by its weights once more in the backward,
-    and keep 3 * D * H values less of each step until then.
+    and keep 3 * D * H values fewer until then for each layer and each step of each sequence (D directions, H units).
 
     It is not a subclass of torch.nn.GRU, since torch.compile does not trace any instance of that. Traced, this module is a
     single operator, or one per layer if dropout is active or a gradient is needed. A PackedSequence is a graph break for torch.compile. Weights are
@@ -609,9 +609,9 @@ _OURS, _THEIRS = (
 def replace(model: torch.nn.Module) -> torch.nn.Module:
     """Turn every torch.nn.GRU and torch.nn.GRUCell in a model, itself included, into tuned's, in place; returns the model.
 
-    Parameters, buffers, hooks and parametrizations stay as they are. A subclass that keeps PyTorch's forward, and what that asks of
-    the module, stays a subclass, and gets ours. One that has any of these of its own is left alone, with a warning that names it; so
-    is a model without either of the two. What looks for torch.nn.GRU afterwards, such as dynamic quantisation, finds none. torch.jit.script compiles torch.nn's modules instead, and leaves those in the model: call ``replace`` again after it.
+    Parameters, buffers, hooks and parametrizations stay as they are. A subclass that overrides neither forward nor the methods that
+    forward calls stays a subclass, and gets our forward. One that overrides any of them is left alone, with a warning that names it;
+    so is a model without either of the two. What looks for torch.nn.GRU afterwards, such as dynamic quantisation, finds none. torch.jit.script compiles torch.nn's modules instead, and leaves those in the model: call ``replace`` again after it.
 
     Raises:
         TypeError: model is not a torch.nn.Module.

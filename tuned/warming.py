@@ -59,7 +59,7 @@ def warm(model: Any = None, /, *example_inputs: Any, processes: int | None = Non
 
     ``tuned.warm(problems)`` compiles for the current GPU what recorded problems launch with contiguous tensors, and runs
     nothing: a path to a file that TUNED_RECORD named, or its parsed lines. ``tuned.warm()`` takes the file that TUNED_RECORD
-    names now. It has the calls that met no row; those that have one are warmed by a model.
+    names now. That file has only calls without a row: warm the others by passing a model.
 
     Args:
         model: a module or any other function; or problems.

@@ -49,7 +49,7 @@ def one_of(device: str, devices: list[str]) -> str | None:
 
 
 def winner_of(name: str, device: str | None, folder: Path | None = None) -> Winner:
-    """The winner of a problem in the record of a device: nvidia_h200, or the only one there is.
+    """The winner of a problem in the record of a device: nvidia_h200, or the first there is.
 
     Raises:
         SelectionError: no problem has this name.

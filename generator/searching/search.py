@@ -48,7 +48,7 @@ MOST_NOISE = 0.05  # for being simpler: what is unsteady is not taken for it, ho
 AHEAD = 2 * BATCH
 MOST_AGAIN = 16  # variants a search that are tried again: should all of them hang, that takes minutes
 SEED = 0
-TRIALS = 96  # a problem: the 94 default problems then take under 6 minutes on one H200
+TRIALS = 96  # a problem
 
 
 @dataclasses.dataclass

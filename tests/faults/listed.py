@@ -2110,8 +2110,7 @@ NORM = (
         "a_query, b_query, a_key, b_key = tl.reduce(of_query + of_key, 1, _add_four)",
         "(a_query, b_query), (a_key, b_key) = tl.reduce(of_query, 1, _add_two), tl.reduce(of_key, 1, _add_two)",
         (
-            "tests/kernels/test_compile.py::"
-            "test_the_gradient_of_a_norm_of_all_heads_waits_for_other_warps_once_a_token[8]",
+            "tests/kernels/test_compile.py::test_the_gradient_of_a_norm_of_all_heads_waits_for_other_warps_once_a_token[8]",
         ),
         "The gradient of OLMo 2's norms takes a sixth longer.",
         render=True,

@@ -26,6 +26,14 @@ assert tuned.explain(genuine["rope"], torch.ones(1, 2, 1, 4), torch.ones(2, 2), 
 assert tuned.explain(genuine["linear_cat"], (torch.ones(1, 2),), torch.ones(3, 2)).rule == "eager"
 assert tuned.explain(tuned.nn.GRUCell(2, 3), torch.ones(1, 2)).rule == "eager"
 """
+VERSION = """
+import importlib.metadata, tuned
+assert tuned.__version__ == importlib.metadata.version("tuned-kernels")
+def none(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+importlib.metadata.version = none
+assert tuned.__version__ == "0+unknown", "files on a path, which are no installation"
+"""
 UNKNOWN = """
 import tuned
 try:
@@ -37,7 +45,9 @@ else:
 """
 
 
-@pytest.mark.parametrize("code", [NOTHING, PARTS, WRAPPED, UNKNOWN], ids=["nothing", "parts", "wrapped", "unknown"])
+@pytest.mark.parametrize(
+    "code", [NOTHING, PARTS, WRAPPED, VERSION, UNKNOWN], ids=["nothing", "parts", "wrapped", "version", "unknown"]
+)
 def test_in_a_process_of_its_own(code: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=BACKSTOP_SECONDS, check=False

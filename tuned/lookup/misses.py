@@ -48,7 +48,7 @@ def note(family: Family, spec: Any, size: Any, choice: Choice) -> None:
         architecture = f"sm_{gpu.capability}, " if gpu.capability else ""
         text = (
             f"nothing was tuned on {gpu.name or gpu.device} ({architecture}{gpu.multiprocessors} multiprocessors). This call gets: {choice.rule}: {choice.why}. "
-            f"To tune this GPU: {TUNE} --gpu auto; with --quick it takes a minute. "
+            f"To tune this GPU: {TUNE} --gpu auto; with --quick it takes minutes. "
             "This warning is given once."
         )
         warnings.warn(text, TunedWarning, stacklevel=outside())

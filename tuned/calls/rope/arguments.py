@@ -271,7 +271,7 @@ def _angles(given: Given, device: torch.device) -> Angles:
     named = [name for name, is_given in sources.items() if is_given]
     if not named:
         raise ValueError(
-            "give the angles: freqs in radians, both cos and sin, a cos_sin_cache, or inv_freq; got none of them"
+            "give the angles: freqs in radians, both cos and sin, a cos_sin_cache, freqs_cis, or inv_freq; got none of them"
         )
     if len(named) > 1:
         swapped = given.freqs is not None and given.cos is not None and given.sin is None

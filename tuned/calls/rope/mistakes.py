@@ -79,7 +79,7 @@ def warn_if_half_of_the_head(given: Given, settings: Settings, rotary: int, head
     warnings.warn(
         f"freqs half as wide as head_dim must say what they are for, got {rotary} entries for heads of {head_dim}, taken as one a "
         f'feature: pass rotary_dim={rotary} to rotate half of each head, as now; or angle_entries="pair" to rotate all of it, as '
-        "outer(t, inv_freq) is meant. The next release refuses them",
+        "outer(t, inv_freq) is meant. Release 0.3.0 refuses them",
         FutureWarning,
         stacklevel=outside(),
     )
