@@ -19,15 +19,14 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from shared import DTYPES, parser_of
+from shared import DTYPES, milliseconds, parser_of
 from torch import nn
-from torch.utils import benchmark
 
 import tuned
 import tuned.nn
@@ -36,7 +35,6 @@ SIGNS, SEEN = 2, 4  # SEEN: each sign, whether this is the last room, and a 1
 DISCOUNT, TRACE = 0.97, 0.95  # of a step, and of an advantage
 CLIP, ENTROPY, VALUE = 0.2, 0.01, 0.5  # of PPO
 EPOCHS = 4  # over each rollout
-SECONDS = 0.2  # for which a call is timed, at least
 CLOSE = 2e-2  # how far gradients may be apart, of the largest
 
 
@@ -157,12 +155,6 @@ def loss_of(policy: Policy, rollout: Rollout) -> torch.Tensor:
 def gradients(policy: Policy, rollout: Rollout) -> list[torch.Tensor]:
     """Of all weights: a step of the learner, without the optimiser."""
     return list(torch.autograd.grad(loss_of(policy, rollout), list(policy.parameters())))
-
-
-def milliseconds(call: Callable[[], object]) -> float:
-    """The median of a call; the timer waits for a GPU, and calls once before it begins, which compiles."""
-    timer = benchmark.Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=SECONDS).median * 1e3
 
 
 def compare(options: argparse.Namespace, random: torch.Generator) -> bool:

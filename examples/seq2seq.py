@@ -21,15 +21,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from shared import DTYPES, parser_of
+from shared import DTYPES, milliseconds, parser_of
 from torch import nn
-from torch.utils import benchmark
 
 import tuned
 import tuned.nn
 from tuned.dispatch import linear_cat
-
-SECONDS = 0.2  # for which a call is timed, at least
 
 
 class Seq2Seq(nn.Module):
@@ -110,12 +107,6 @@ def report(when: str, model: Seq2Seq, batch: tuple[torch.Tensor, torch.Tensor]) 
     with torch.no_grad():
         right = (model(batch[0]).argmax(-1) == batch[1]).all(1).float().mean()
         print(f"{when}: loss {loss_of(model, *batch):.4f}, all symbols right {right:.1%}", flush=True)
-
-
-def milliseconds(call: Callable[[], object]) -> float:
-    """The median of a call; the timer waits for a GPU, and calls once before it begins, which compiles."""
-    timer = benchmark.Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=SECONDS).median * 1e3
 
 
 def compare_times(name: str, calls: Sequence[Callable[[], object]]) -> None:

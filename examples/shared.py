@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.utils import benchmark
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 THETA = 10_000.0  # of the first Llama
+SECONDS = 0.2  # for which a call is timed, at least
 
 
 def device_named(name: str) -> str:
@@ -31,6 +33,12 @@ def parser_of(
     parser.add_argument("--dtype", choices=tuple(dtypes), default="float32", help=dtype_help)
     parser.add_argument("--seed", type=int, default=0)
     return parser
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """The median of a call; the timer waits for a GPU, and calls once before it begins, which compiles."""
+    timer = benchmark.Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=SECONDS).median * 1e3
 
 
 def waiting_for(device: str) -> Callable[[], object]:

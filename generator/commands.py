@@ -8,7 +8,6 @@ import functools
 import importlib.util
 import math
 import os
-import re
 import statistics
 import sys
 import time
@@ -46,7 +45,7 @@ from .selection import select
 from .storage.backends import EXTRA, journal_path, opened_storage
 from .storage.journal import Journal
 from .storage.landscape import LandscapeError
-from .storage.record import WINNERS, read_record, record_path, recorded_devices, write_record
+from .storage.record import WINNERS, named, read_record, record_path, recorded_devices, write_record
 from .workload import WORKLOADS, default_problems, default_variant
 
 DEFAULT_TARGET = "nvidia_h200"
@@ -308,15 +307,8 @@ def _meant(target: str | None, folder: Path | None) -> str | None:
     """
     if target is None:
         return None
-    found = _recorded(target, folder)
+    found = named(target, recorded_devices(folder))
     return found[0] if len(found) == 1 else target_named(target).device
-
-
-def _recorded(name: str, folder: Path | None) -> list[str]:
-    """The devices with a record in a folder that a name means: the one of it, or all that it is a part of."""
-    there = recorded_devices(folder)
-    part = re.sub(r"[^a-z0-9]+", "_", name.lower())
-    return [part] if part in there else [device for device in there if part and part in device]
 
 
 def dry_run(options: Options, console: Console, *, details: bool = False) -> int:
@@ -670,7 +662,7 @@ def submitted_device(wanted: str, folder: Path | None) -> str:
     elif wanted == "auto":
         found = there if folder is not None and len(there) == 1 else []  # what ships was not measured here
     else:
-        found = _recorded(wanted, folder)
+        found = named(wanted, there)
     if len(found) != 1 or found[0] not in there:
         meant = f"the record of {found[0]}" if len(found) == 1 else "one record"
         raise SelectionError(

@@ -14,7 +14,7 @@ from ..places import TUNE
 from ..rendering.structures import structures
 from ..searching.pool import same_problem
 from ..selection import problem_named
-from ..storage.record import read_record, recorded_devices
+from ..storage.record import named, read_record, recorded_devices
 from ..workload import WORKLOADS
 from .report import describe, percent_of_floor
 
@@ -42,9 +42,8 @@ def recorded_device(device: str | None, folder: Path | None = None) -> str:
 
 
 def one_of(device: str, devices: list[str]) -> str | None:
-    """The one of these devices that is so named, or has this in its name ("h200", "NVIDIA H200"); None if not one is."""
-    part = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
-    found = [part] if part in devices else [name for name in devices if part and part in name]
+    """The one device that a name means; None if it means none, or several."""
+    found = named(device, devices)
     return found[0] if len(found) == 1 else None
 
 

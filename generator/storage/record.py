@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 from tuned.lookup.record import SCHEMA, Winner, load_record
@@ -35,6 +36,12 @@ def recorded_devices(folder: Path | None = None) -> list[str]:
     return sorted(
         {path.stem for one in ((folder,) if folder else (OWN or WINNERS, WINNERS)) for path in one.glob("*.json")}
     )
+
+
+def named(device: str, devices: list[str]) -> list[str]:
+    """Which of these devices a name means: the one that is so named, or all that have it in theirs ("h200", "NVIDIA H200")."""
+    part = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+    return [part] if part in devices else [name for name in devices if part and part in name]
 
 
 def save_winner(winner: Winner, folder: Path | None = None) -> Path:

@@ -27,7 +27,7 @@ PARTS = ("encoder", "decoder step", "output layer")
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seq2seq, "SECONDS", 0.0)
+    monkeypatch.setattr("shared.SECONDS", 0.0)
 
 
 def test_a_user_sees_that_it_learns_and_that_the_swap_changes_nothing() -> None:

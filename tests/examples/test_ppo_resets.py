@@ -20,7 +20,7 @@ SMALL = ["--device", "cpu", "--agents", "32", "--rollout", "24", "--longest", "5
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ppo_resets, "SECONDS", 0.0)
+    monkeypatch.setattr("shared.SECONDS", 0.0)
 
 
 def test_it_learns_and_draws_what_it_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
