@@ -183,6 +183,16 @@ def _code(command: Callable[[Any], int]) -> tuple[int, str | None]:
         return code, said
 
 
+def folder(name: str) -> Path:
+    """The folder of --out."""
+    if not name:  # as of a variable that is not set; Path("") is the current folder
+        raise typer.BadParameter("--out must be a folder, got an empty name: . is the current one")
+    path = Path(name)
+    if path.exists() and not path.is_dir():
+        raise typer.BadParameter(f"--out must be a folder, of records, got {path}, which is none")
+    return path
+
+
 # Typer reads these annotations when the program runs, on Python 3.10 too.
 @app.callback(invoke_without_command=True, epilog=EXAMPLES)
 def main(  # noqa: PLR0913 - one parameter an option
@@ -250,7 +260,10 @@ def main(  # noqa: PLR0913 - one parameter an option
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Keep the record in this folder; the package's tables stay as they are.", rich_help_panel=HOW
+            parser=folder,
+            metavar="DIRECTORY",
+            help="Keep the record in this folder; the package's tables stay as they are.",
+            rich_help_panel=HOW,
         ),
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the problems, and stop.", rich_help_panel=STOP)] = False,
@@ -302,18 +315,28 @@ def main(  # noqa: PLR0913 - one parameter an option
             raise typer.BadParameter(
                 f"--ray {ray} and a family of your own exclude each other: hosts are sent this checkout only"
             )
-    if out is not None and out.exists() and not out.is_dir():
-        raise typer.BadParameter(f"--out must be a folder, of records, got {out}, which is none")
+    empty = {"--gpu": gpu, "--gpus": gpus, "--ray": ray, "--storage": storage, "--target": target}
+    for option, value in empty.items():
+        if value is not None and not value.strip():
+            raise typer.BadParameter(
+                f"{option} must say something, got {value!r}: leave it out, or set what it was taken from"
+            )
     if details and not dry_run:
         raise typer.BadParameter("--details is of --dry-run: give both")
     context.obj = Before(gpu, out, storage, as_json)
     if context.invoked_subcommand is not None:
         return
     limit_s = seconds(budget)
-    named = {"--gpu": None if gpu == "auto" else gpu, "--gpus": gpus, "--ray": ray}
+    named = {"--gpu": None if gpu == "auto" else gpu, "--gpus": gpus, "--ray": ray, "--target": target}
     given = " and ".join(f"{option} {value}" for option, value in named.items() if value is not None)
     if " and " in given:
-        raise typer.BadParameter(f"{given} exclude each other: one GPU, several of this host, or those of a cluster")
+        raise typer.BadParameter(
+            f"{given} exclude each other: one GPU, several of this host, those of a cluster, or one that is not here"
+        )
+    if target is not None and storage is not None:
+        raise typer.BadParameter(
+            f"--storage {storage} keeps what is measured, and --target {target} measures nothing: leave one out"
+        )
     instead = [
         f"--{name}"
         for name, given in (("render", render), ("check", check), ("dry-run", dry_run), ("list", list_))

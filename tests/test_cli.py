@@ -153,6 +153,13 @@ def test_list_takes_a_family_and_patterns() -> None:
         (("--json", "tune", "--list"), "--json must stand behind tune"),
         (("model", "--family", "rope"), "--family must be one that has a model (gru, gru_backward), got 'rope'|gru"),
         (("--budget", "10 parsecs", "--list"), "90s, 10m or 1h"),
+        *(
+            ((f"--{name}", " ", "--list"), f"--{name} must say something, got ' '")
+            for name in ("gpu", "gpus", "ray", "storage", "target")
+        ),
+        (("--out", "", "--list"), "--out must be a folder, got an empty name"),
+        (("--target", "h200", "--gpu", "1", "--dry-run"), "--gpu 1 and --target h200 exclude each other"),
+        (("--target", "h200", "--storage", "x", "--dry-run"), "--target h200 measures nothing: leave one out"),
         (("--trials", "0", "--list"), "greater than or equal to 1|0 is not in the range x>=1"),  # of typer, or of click
     ],
 )

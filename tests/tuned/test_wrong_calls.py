@@ -53,6 +53,19 @@ PACKED = zeros(6, I)
 PACK = pack_sequence([zeros(4, I), zeros(2, I)])
 
 
+OUTS = zeros(S, B, H, 23)
+
+
+def autocast(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call under autocast to bfloat16."""
+
+    def under() -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return call()
+
+    return under
+
+
 def ints(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
@@ -350,6 +363,7 @@ OF_NORMS: dict[str, Row] = {
     "packed too few heads": (normed_qkv(X, kv_heads=2), ValueError, "more than 2 * kv_heads heads", "got [2, 6, 4, 8]", "pass the number of heads that k has"),
     "vllm qkv width": (of_vllm(num_heads_v=1), ValueError, "qkv must be [tokens, 7 heads * head_dim=8]", "got [6, 64]", "how many heads each has"),
     "vllm qkv list": (of_vllm(qkv=[1.0]), TypeError, "qkv must be a tensor", "got list", AS_TENSOR),
+    "vllm heads below 0": (of_vllm(num_heads_q=-1, num_heads_v=7), ValueError, "num_heads_q must be at least 0", "got -1", "give the heads of query, key and value"),
     "vllm heads float": (of_vllm(num_heads_q=4.0), TypeError, "num_heads_q must be an int", "got float 4.0", "convert it with int("),
     "vllm style of a norm in words": (of_vllm(is_neox="yes"), TypeError, "is_neox must be a bool", "got 'yes'", "False for adjacent pairs"),
     "sglang style in words": (of_sglang(is_neox="yes"), TypeError, "is_neox must be a bool", "got 'yes'", "False for adjacent pairs"),
@@ -523,6 +537,9 @@ OF_STEPS: dict[str, Row] = {
     "h leaf in place": (lambda: gru_cell(IN[0], zeros(B, N, requires_grad=True), *W, inplace=True), RuntimeError, "overwriting it would lose", "is a leaf that requires grad", "use inplace=False"),
     "h needed in place": (lambda: gru_cell(IN[0], zeros(B, N), *W, inplace=True), RuntimeError, "h is overwritten", "its old value is needed for a gradient", "use inplace=False"),
     "h expanded in place": (lambda: gru_cell(IN[0], zeros(1, N).expand(B, N), *[w.detach() for w in W], inplace=True), ValueError, "h cannot be overwritten", "share memory (stride 0)", "use inplace=False"),
+    "h of windows in place": (lambda: gru_cell(IN[0], zeros(8).as_strided((B, N), (2, 1)), *[w.detach() for w in W], inplace=True), ValueError, "h cannot be overwritten", "share memory (strides [2, 1] of [2, 4])", "use inplace=False"),
+    "h expanded in place, autocast": (autocast(lambda: gru_cell(IN[0], zeros(1, N).expand(B, N), *[w.detach() for w in W], inplace=True)), ValueError, "h cannot be overwritten", "share memory (stride 0)", "use inplace=False"),
+    "h integers, autocast": (autocast(lambda: gru_cell(IN[0], zeros(B, N).int(), *W)), TypeError, "the floating point dtype of h, torch.int32", "x is torch.bfloat16", "convert one with .to()"),
     "weights swapped": (lambda: gru_cell(IN[0], HX[0], W[1], W[0], *W[2:]), ValueError, "weight_ih must be [12, 6] for h of [2, 4]", "got [12, 4]", "weights are those of torch.nn.GRUCell"),
     "weights gates": (lambda: gru_cell(IN[0], HX[0], zeros(16, I), zeros(16, N)), ValueError, "weight_ih must be [12, 6]", "got [16, 6]", "gates r, z, n in the first axis"),
     "weight none": (lambda: gru_cell(IN[0], HX[0], None, W[1]), TypeError, "weight_ih must be a tensor", "got NoneType", "the order is x, h, weight_ih"),
@@ -618,6 +635,7 @@ OF_DROP_INS: dict[str, Row] = {
     "flash kv of one memory": (lambda: flash_attn.apply_rotary_emb_kv_(zeros(B, S, 1, H, D).expand(B, S, 2, H, D), COS, SIN), ValueError, "kv cannot be overwritten", "some of its elements share memory (stride 0)", "pass a contiguous copy"),
     "flash qkv of one memory": (flash_qkv(zeros(B, S, 1, H, D).expand(B, S, 3, H, D)), ValueError, "qkv cannot be overwritten", "some of its elements share memory (stride 0)", "pass a contiguous copy"),
     "flash kv none": (lambda: flash_attn.apply_rotary_emb_kv_(None, COS, SIN), TypeError, "kv must be a tensor", "got NoneType", AS_TENSOR),
+    "megatron outs of one memory": (of_megatron(out_key=OUTS[..., :20], out_value=OUTS[..., 19:]), ValueError, "out_key and out_value share memory", "and both would be overwritten", "pass None for new memory"),
     "vllm positions list": (served(positions=[0] * S), TypeError, "positions must be a tensor", "got list", AS_TENSOR),
     "vllm positions floats": (served(positions=zeros(S)), TypeError, "positions must be int32 or int64", "got torch.float32", TO_32),
     "vllm positions short": (served(positions=torch.arange(3)), ValueError, "positions must be [6], as the tokens", "got [3]", "give one position per token"),
@@ -767,6 +785,45 @@ CALLS: dict[Any, dict[str, Any]] = {  # right ones, of every argument that is a 
     gru_cell: {"x": IN[0], "h": HX[0], **dict(zip(("weight_ih", "weight_hh", "bias_ih", "bias_hh"), W, strict=True)), "resets": MARKS[0]},
     linear_cat: {"inputs": (IN[0], IN[1]), "weight": zeros(3, 2 * I), "bias": zeros(3)},
 }  # fmt: skip
+NORMS = {"q_weight": torch.ones(D), "k_weight": torch.ones(D), "cos_sin_cache": CACHE}
+DROP_INS: dict[Any, dict[str, Any]] = {
+    transformer_engine.apply_rotary_pos_emb: {"t": zeros(S, B, H, D), "freqs": FREQS[:, None, None]},
+    flash_attn.apply_rotary_emb: {"x": X, **TABLE},
+    flash_attn.apply_rotary_emb_qkv_: {"qkv": torch.ones(B, S, 3, H, D), **TABLE, "cos_k": COS, "sin_k": SIN},
+    flash_attn.apply_rotary_emb_kv_: {"kv": torch.ones(B, S, 2, H, D), **TABLE},
+    liger.liger_rotary_pos_emb: {
+        "q": zeros(B, H, S, D), "k": zeros(B, K, S, D), "cos": FREQS[None, :S], "sin": FREQS[None, :S],
+    },
+    flashinfer.apply_rope_with_cos_sin_cache_inplace: {
+        "positions": torch.arange(S), "query": torch.ones(S, H * D), "key": torch.ones(S, K * D), "head_size": D,
+        "cos_sin_cache": CACHE,
+    },
+    flashinfer.append_paged_kv_cache: {
+        "append_key": KEY[0], "append_value": KEY[1], "batch_indices": torch.zeros(S).long(), "positions": torch.arange(S),
+        "paged_kv_cache": zeros(3, 2, 4, K, D), "kv_indices": torch.arange(3), "kv_indptr": ints(0, 3),
+        "kv_last_page_len": ints(2),
+    },
+    vllm.rotary_embedding: {
+        "positions": torch.arange(S), "query": torch.ones(S, H * D), "key": torch.ones(S, K * D), "head_size": D,
+        "cos_sin_cache": CACHE, "is_neox": True,
+    },
+    vllm.fused_qk_norm_rope: {
+        "qkv": torch.ones(S, 8 * D), "num_heads_q": 4, "num_heads_k": 2, "num_heads_v": 2, "head_dim": D, "eps": 1e-6,
+        **NORMS, "is_neox": True, "position_ids": torch.arange(S),
+    },
+    vllm.reshape_and_cache_flash: {
+        "key": KEY[0], "value": KEY[1], "key_cache": KEPT.to(torch.uint8), "value_cache": KEPT.to(torch.uint8),
+        "slot_mapping": torch.arange(S), "kv_cache_dtype": "fp8", "k_scale": torch.ones(()), "v_scale": torch.ones(()),
+    },
+    sglang.fused_inplace_qknorm_rope: {"q": TOKENS, "k": KEY[0], **NORMS, "positions": torch.arange(S), "is_neox": True},
+    megatron.fused_apply_mla_rope_for_q: {
+        "t": zeros(S, B, H, 12 + D), "cos": FREQS, "sin": FREQS, "qk_head_dim": 12, "emb_dim": D,
+    },
+    megatron.fused_apply_mla_rope_for_kv: {
+        "kv": zeros(S, B, H, 16), "k_pos_emb": zeros(S, B, 1, D), "cos": FREQS, "sin": FREQS, "emb_dim": D, "k_dim": 12, "v_dim": 4,
+        "out_key": zeros(S, B, H, 12 + D), "out_value": zeros(S, B, H, 4),
+    },
+}  # fmt: skip
 STRANGE = (
     None,
     3,
@@ -780,9 +837,11 @@ STRANGE = (
     zeros(2, 2, 2, 2, 2),
     zeros(3, 7),
     zeros(3, 7).int(),
+    zeros(2, 2, 3, 2, 2).numpy(),
 )
 SETTINGS = (-1, 0, float("nan"), float("inf"), "", True, (), b"x", 10**30, 1j, range(3), torch.tensor(1.5), torch.zeros(2, 3, dtype=torch.complex64), int)  # fmt: skip
 NUMBERS = {"kv_heads", "k_dim"}
+OF_DROP_INS = ("head_size", "head_dim", "eps", "is_neox", "num_heads_q", "num_heads_k", "num_heads_v", "kv_cache_dtype", "qk_head_dim", "emb_dim", "v_dim", "kv_last_page_len")  # fmt: skip
 UNLIKE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sparse": lambda t: t.to_sparse(),
     "csr": lambda t: t.to_sparse_csr(),
@@ -796,21 +855,36 @@ def copied(call: dict[str, Any], **changed: Any) -> dict[str, Any]:
     return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in call.items()} | changed
 
 
+def refusal(function: Any, call: dict[str, Any], **changed: Any) -> Exception | None:
+    """What a call says that is refused, which has written nothing; None where it is served."""
+    given = copied(call, **changed)
+    try:
+        function(**given)
+    except (TypeError, ValueError) as error:
+        kept = [
+            torch.equal(t, call[name])
+            for name, t in given.items()
+            if isinstance(t, torch.Tensor) and name not in changed
+        ]
+        assert all(kept), f"refused with {changed}, and written"
+        return error
+    return None
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("function", CALLS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", CALLS | DROP_INS, ids=lambda f: f.__name__)
 def test_anything_in_the_place_of_a_tensor_is_served_or_refused_in_words_of_ours(function: Any) -> None:
-    """No AttributeError of a line within, and no RuntimeError of an operator that got it."""
-    call = CALLS[function]
+    """No AttributeError of a line within, and no RuntimeError of an operator that got it; and what is refused has written nothing."""
+    call = (CALLS | DROP_INS)[function]
     function(**copied(call))
     for name, strange in itertools.product(call, STRANGE):
-        if name in NUMBERS:
+        if name in NUMBERS or (function in DROP_INS and name in OF_DROP_INS):
             continue
-        try:
-            function(**copied(call, **{name: strange}))
-        except (TypeError, ValueError):
+        if refusal(function, call, **{name: strange}) is not None:
             continue
         assert strange is None, f"{name} may be {strange!r}"
-        assert name in {"positions", "bias", "resets", "k", "k_weight"}, f"{name} may be None"
+        may_be = {"positions", "bias", "resets", "k", "k_weight", "key", "cos_k", "sin_k", "out_key", "out_value"}
+        assert name in may_be, f"{name} may be None"
 
 
 def emptied(call: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -835,19 +909,19 @@ def test_anything_beside_what_is_empty_and_any_setting_is_served_or_refused_in_w
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", UNLIKE)
-@pytest.mark.parametrize("function", [f for f in CALLS if f is not linear_cat], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [f for f in CALLS | DROP_INS if f is not linear_cat], ids=lambda f: f.__name__)
 def test_a_tensor_of_another_kind_is_served_or_refused_in_words_of_ours(function: Any, kind: str) -> None:
     """What linear_cat gets is for PyTorch's linear to say, which takes some sparse weights."""
-    call = CALLS[function]
+    call = (CALLS | DROP_INS)[function]
     for name, t in call.items():
-        if not isinstance(t, torch.Tensor) or (kind == "csr" and t.ndim != 2):
+        unlike = (
+            not isinstance(t, torch.Tensor)
+            or (kind == "csr" and t.ndim != 2)
+            or (kind in ("nested", "mkldnn") and not t.ndim)
+        )
+        if unlike or name == "kv_last_page_len":
             continue
-        try:
-            function(**copied(call, **{name: UNLIKE[kind](t.float())}))
-        except (TypeError, ValueError) as error:
-            said = str(error)
-        else:
-            said = ""
+        said = str(refusal(function, call, **{name: UNLIKE[kind](t.float())}) or "")
         assert "must " in said or kind == "quantized", (name, said)
 
 

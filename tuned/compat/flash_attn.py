@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import torch
 
-from tuned.calls.refusal import no_tensor
-from tuned.calls.rope.arguments import check_strides, whole_number
+from tuned.calls.overlap import check_strides
+from tuned.calls.refusal import check_dense, no_tensor
+from tuned.calls.rope.arguments import whole_number
 from tuned.dispatch import rope, rope_qkv
+from tuned.launching.overwrite import refuse_overwrite
 
 APART = "pass a contiguous copy of it"
 PACKED_DIMS = 5  # [batch, seqlen, 3, heads, head_dim]; with heads of q, k and v in one axis there are 4
@@ -116,10 +118,10 @@ def apply_rotary_emb_qkv_(  # noqa: PLR0913 - the arguments of flash-attention
             offset=seqlen_offsets,
             kv_heads=kv_heads,
         )
-    if 0 in qkv.stride():  # where q, k and v are one memory, their own strides do not tell
-        check_strides("qkv", qkv, APART)
+    # Checked here, before q is written; with these equal, the checks of q, cos and sin cover the rest.
+    check_strides("qkv", qkv, APART)  # where q, k and v are one memory, their own strides do not tell
     cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
-    # Checked here, before q is written; with these equal, the checks of cos and sin cover the rest.
+    check_dense({"cos": cos, "sin": sin, "cos_k": cos_k, "sin_k": sin_k})
     for name, table in (("cos_k", cos_k), ("sin_k", sin_k)):
         if not isinstance(table, torch.Tensor) or not isinstance(cos, torch.Tensor):
             raise no_tensor(cos=cos, **{name: table})
@@ -130,6 +132,8 @@ def apply_rotary_emb_qkv_(  # noqa: PLR0913 - the arguments of flash-attention
             )
     q = qkv[:, :, 0] if kv_heads is None else qkv[:, :, :num_heads_q]
     k = qkv[:, :, 1] if kv_heads is None else qkv[:, :, num_heads_q:-kv_heads]
+    if not torch.compiler.is_dynamo_compiling():  # which cannot ask for views
+        refuse_overwrite(k, by_gradient=cos_k.requires_grad or sin_k.requires_grad)
     apply_rotary_emb(q, cos, sin, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
     apply_rotary_emb(k, cos_k, sin_k, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
     return qkv
@@ -158,11 +162,10 @@ def apply_rotary_emb_kv_(
         TypeError, ValueError: an argument is not allowed; nothing has been written.
         RuntimeError: kv cannot be overwritten without losing a gradient; nothing has been written.
     """
-    try:
-        axes = kv.ndim
-    except AttributeError:
-        raise no_tensor(kv=kv) from None
-    if axes != PACKED_DIMS or kv.shape[2] != 2:  # noqa: PLR2004 - k and v
+    if not isinstance(kv, torch.Tensor):
+        raise no_tensor(kv=kv)
+    check_dense({"kv": kv})
+    if kv.ndim != PACKED_DIMS or kv.shape[2] != 2:  # noqa: PLR2004 - k and v
         raise ValueError(
             f"kv must be [batch, seqlen, 2, heads, head_dim], got {list(kv.shape)}: stack k and v with torch.stack((k, v), 2), or for a qkv "
             "call apply_rotary_emb_qkv_"
@@ -175,10 +178,10 @@ def apply_rotary_emb_kv_(
 
 def _kv_heads(qkv: torch.Tensor, num_heads_q: int | None) -> int | None:
     """The number of k's heads in a qkv of four axes; None for a qkv of five."""
-    try:
-        axes = qkv.ndim
-    except AttributeError:
-        raise no_tensor(qkv=qkv) from None
+    if not isinstance(qkv, torch.Tensor):
+        raise no_tensor(qkv=qkv)
+    check_dense({"qkv": qkv})
+    axes = qkv.ndim
     if axes == PACKED_DIMS and qkv.shape[2] == 3:  # noqa: PLR2004 - q, k and v
         return None
     if axes != PACKED_DIMS - 1:

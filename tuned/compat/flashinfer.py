@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tuned.calls.refusal import no_tensor
+from tuned.calls.refusal import check_dense, no_tensor
 from tuned.calls.rope import append
 from tuned.compat.vllm import rotary_embedding
 
@@ -91,7 +91,13 @@ def append_paged_kv_cache(  # noqa: PLR0913 - the arguments of FlashInfer
             f"batch_indices and positions must be one number a token each, got {list(batch_indices.shape)} and "
             f"{list(positions.shape)}: make both with get_batch_indices_positions"
         )
+    for name, t in numbers.items():
+        if t.device != batch_indices.device:
+            raise ValueError(
+                f"{name} must be on the device of batch_indices, {batch_indices.device}, got {t.device}: move it with .to()"
+            )
     if isinstance(paged_kv_cache, torch.Tensor):
+        check_dense({"paged_kv_cache": paged_kv_cache})
         if paged_kv_cache.ndim != 5 or paged_kv_cache.shape[1] != 2:  # noqa: PLR2004
             raise ValueError(
                 f"paged_kv_cache must be [pages, 2, ...] with 5 axes, got {list(paged_kv_cache.shape)}: pass caches of their own as a "

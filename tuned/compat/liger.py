@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tuned.calls.refusal import no_tensor
+from tuned.calls.refusal import check_dense, no_tensor
 from tuned.dispatch import rope_qk
 
 
@@ -122,6 +122,7 @@ def _first_half(angles: torch.Tensor, head_dim: int, name: str) -> torch.Tensor:
             f"{name} must have head_dim={head_dim} entries per token, got {width}; to rotate a part of each head, "
             "call tuned.dispatch.rope_qk"
         )
+    check_dense({name: angles})
     half = head_dim // 2
     shared = angles.ndim == 3 and angles.shape[0] == 1  # noqa: PLR2004 - one table for the whole batch
     return angles[0, :, :half] if shared else angles[..., :half]

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from tuned.calls.refusal import no_tensor
-from tuned.calls.rope.arguments import check_strides, whole_number
+from tuned.calls.overlap import check_strides, refuse_overlap
+from tuned.calls.refusal import check_dense, no_tensor
+from tuned.calls.rope.arguments import whole_number
 from tuned.dispatch import mla_kv_rope, rope
 
 
@@ -153,7 +154,9 @@ def fused_apply_mla_rope_for_kv(  # noqa: PLR0913 - the arguments of Megatron
                 f"{name} must be {list(made.shape)} {made.dtype} on {made.device} without a gradient, got {list(out.shape)} {out.dtype} "
                 f"on {out.device}{' that requires one' if out.requires_grad else ''}: pass {name}=None for new memory"
             )
+        check_dense({name: out})
         check_strides(name, out, f"pass {name}=None for new memory")
+    refuse_overlap(out_key, out_value, "out_key and out_value", "pass None for new memory")
     if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
         return _Kept.apply(key, value, out_key, out_value)  # type: ignore[no-any-return, no-untyped-call]
     return out_key.copy_(key), out_value.copy_(value)

@@ -73,8 +73,12 @@ def heads_first() -> ValueError:
 
 def radians(freqs: torch.Tensor) -> torch.Tensor:
     """Angles in float32, which a complex number is not: .float() drops its imaginary part."""
+    if not isinstance(freqs, torch.Tensor):  # an array, which has a dtype too
+        raise no_tensor(freqs=freqs)
     if freqs.is_complex():
         raise TypeError(
             f"freqs must be real, angles in radians with one entry per feature, got {freqs.dtype}: take freqs.angle() of each pair, twice"
         )
+    if freqs.is_quantized:
+        raise TypeError(f"freqs must be real, angles in radians, got {freqs.dtype}: take freqs.dequantize()")
     return freqs.float()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tuned.calls.refusal import check_flag, no_tensor
+from tuned.calls.refusal import check_dense, check_flag, no_tensor
 from tuned.calls.rope import append
 from tuned.calls.rope.arguments import whole_number
 from tuned.dispatch import qk_norm_rope, rope_qk
@@ -124,7 +124,14 @@ def fused_qk_norm_rope(  # noqa: PLR0913 - the arguments of vLLM
         raise no_tensor(qkv=qkv)
     num_heads_q, num_heads_k = whole_number("num_heads_q", num_heads_q), whole_number("num_heads_k", num_heads_k)
     num_heads_v, head_dim = whole_number("num_heads_v", num_heads_v), whole_number("head_dim", head_dim)
+    check_dense({"qkv": qkv})
     heads = num_heads_q + num_heads_k + num_heads_v
+    counts = {"num_heads_q": num_heads_q, "num_heads_k": num_heads_k, "num_heads_v": num_heads_v, "head_dim": head_dim}
+    for name, count in counts.items():
+        if count < 0:
+            raise ValueError(
+                f"{name} must be at least 0, got {count}: give the heads of query, key and value as qkv has them"
+            )
     if qkv.ndim != 2 or qkv.shape[1] != heads * head_dim:  # noqa: PLR2004 - axes
         raise ValueError(
             f"qkv must be [tokens, {heads} heads * head_dim={head_dim}], got {list(qkv.shape)}: give all three of query, key "
@@ -182,6 +189,7 @@ def reshape_and_cache_flash(  # noqa: PLR0913 - the arguments of vLLM
     scales: tuple[Any, Any] = (None, None)
     if kv_cache_dtype != "auto":
         scales = k_scale, v_scale
+        check_dense({"key_cache": key_cache, "value_cache": value_cache})
         key_cache, value_cache = (
             t.view(torch.float8_e4m3fn) if isinstance(t, torch.Tensor) and t.dtype == torch.uint8 else t
             for t in (key_cache, value_cache)
@@ -203,4 +211,11 @@ def _by_head(tensor: torch.Tensor, positions: torch.Tensor, head_size: int, name
             f"{name} must have the axes of positions {list(positions.shape)}, then heads * head_size={head_size} features "
             f"in one axis or two, got {list(tensor.shape)}: reshape it, or pass positions of its tokens"
         )
-    return tensor.view(*tensor.shape[:-1], tensor.shape[-1] // head_size, head_size)
+    try:
+        return tensor.view(*tensor.shape[:-1], tensor.shape[-1] // head_size, head_size)
+    except (TypeError, RuntimeError):
+        # Asked now, since to ask before would cost each call time: an array, or a tensor without strides.
+        check_dense({name: tensor})
+        if isinstance(tensor, torch.Tensor):  # of strides that no view by heads has
+            raise
+        raise no_tensor(**{name: tensor}) from None

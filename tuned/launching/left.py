@@ -28,8 +28,8 @@ class OfWeight(NamedTuple):
     alike: dict[Any, Any]
 
 
-# By the id of a weight. If a weight is freed and another gets its id, sizes that are alike are served by PyTorch's own, which is
-# right for any.
+# By the id of a weight. If a weight is freed and another gets its id, calls that are alike in all shapes and dtypes are served by
+# PyTorch's own, which is right for any of them.
 LEFT: dict[int, OfWeight] = {}
 GRADIENT = "gradient"  # before the sizes of calls that PyTorch's own serves where a gradient is needed
 # On any kind of device. A call outside of autocast may be refused that is right in it.
@@ -38,8 +38,8 @@ _autocast = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enab
 
 def leave(weight: torch.Tensor, sizes: Any, *, captured: bool = True) -> None:
     """Remember that PyTorch's own serves calls of these sizes with a weight; ``captured``: in a CUDA graph too."""
-    # ``module.to`` gives a weight another dtype and device, and keeps its id.
-    key = sizes, weight.dtype, weight.get_device(), _autocast()
+    # ``module.to`` gives a weight another dtype and device, ``weight.data = ...`` another shape, and it keeps its id.
+    key = sizes, weight.shape, weight.dtype, weight.get_device(), _autocast()
     try:
         hash(key)
     except TypeError:  # a size that a tracer has not decided
@@ -57,7 +57,8 @@ def is_left(weight: torch.Tensor, sizes: Any, kind: Any = None, tensors: Sequenc
     ``kind`` and ``tensors``: under which the next call with tensors like these is among those of ``OfWeight.alike``; with None, none is.
     """
     known = LEFT.get(id(weight))
-    captured = None if known is None else known.sizes.get((sizes, weight.dtype, weight.get_device(), _autocast()))
+    key = sizes, weight.shape, weight.dtype, weight.get_device(), _autocast()
+    captured = None if known is None else known.sizes.get(key)
     # What counts operations counts those of our operators.
     if known is None or captured is None or listening() is not None or listeners():
         return False

@@ -11,17 +11,15 @@ import pytest
 import torch
 
 from tests.support.run import addresses
+from tuned.calls.overlap import _within_a_row, check_strides, refuse_overlap
 from tuned.calls.rope.arguments import (
     MAX_TOKENS,
     Given,
     Settings,
-    _within_a_row,
-    check_strides,
     offset_limits,
     prepare,
-    refuse_overlap,
 )
-from tuned.dispatch import explain_rope, rope_qk, rope_qkv
+from tuned.dispatch import explain_rope, rope, rope_qk, rope_qkv
 from tuned.families.rope.spec import RopeSpec
 
 B, S, H, K, D = 2, 6, 4, 2, 8
@@ -81,7 +79,7 @@ ANGLES: dict[str, Refusal] = {
     "none": (
         {"cos": None},
         ValueError,
-        "give the angles: freqs in radians, both cos and sin, a cos_sin_cache, or inv_freq",
+        "give the angles: freqs in radians, both cos and sin, a cos_sin_cache, freqs_cis, or inv_freq",
     ),
     "two": (
         {"freqs": WIDE, "cos": TABLE, "sin": TABLE},
@@ -489,6 +487,23 @@ def test_an_expanded_tensor_is_not_overwritten() -> None:
     assert bool((q == 1).all())
 
 
+@pytest.mark.parametrize("strides", [(0, 0, 0, 1), (0, D, H * D, 1)])
+def test_an_empty_tensor_is_overwritten_whatever_its_strides(strides: tuple[int, ...]) -> None:
+    """Elementwise results of empty tensors that were transposed have strides of 0."""
+    q, k = torch.ones(B, 0, H, D).as_strided((B, 0, H, D), strides), torch.ones(B, 0, K, D)
+    assert rope(q, cos=TABLE, sin=TABLE, inplace=True) is q
+    assert rope_qk(q, k, cos=TABLE, sin=TABLE, inplace=True) == (q, k)
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_no_token_is_past_an_offset_of_all_rows(rows: int) -> None:
+    none = torch.ones(1, 0, H, D)
+    for offset in (rows, torch.tensor(rows), torch.tensor([rows])):
+        assert rope(none, cos=TABLE[:rows], sin=TABLE[:rows], offset=offset).shape == none.shape
+    with pytest.raises(ValueError, match=r"the rows of the angles|the angles are too short"):
+        rope(torch.ones(1, 1, H, D), cos=TABLE[:rows], sin=TABLE[:rows], offset=torch.tensor(rows))
+
+
 def test_windows_that_overlap_are_not_overwritten() -> None:
     memory = torch.zeros(4000)
     windows = memory.as_strided((B, S, H, D), (400, 16, 4, 1))
@@ -575,7 +590,7 @@ def test_views_as_models_make_them_are_told_apart_by_their_strides(name: str, mo
     def enumerated(*_: Any) -> None:
         raise AssertionError("the addresses were looked at one by one")
 
-    monkeypatch.setattr("tuned.calls.rope.arguments._refuse_shared", enumerated)
+    monkeypatch.setattr("tuned.calls.overlap._share", enumerated)
     q, k, _ = shared()[name]
     rope_qk(q, k, cos=TABLE, sin=TABLE, inplace=True)
 

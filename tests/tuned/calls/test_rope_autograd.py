@@ -564,6 +564,19 @@ def test_a_trace_of_torch_jit_holds_the_rotation() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_of_torch_jit_holds_the_rotation_of_packed_sequences() -> None:
+    """Whose lengths it follows, as tensors."""
+    freqs, bounds = angles(), torch.tensor([0, 2, B * S], dtype=torch.int32)
+
+    def packed(t: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+        return rotate(t, freqs, tensor_format="thd", cu_seqlens=bounds)
+
+    traced = torch.jit.trace(packed, (torch.randn(B * S, H, D), bounds), check_trace=False)
+    other = torch.randn(B * S, H, D)
+    assert_same(traced(other, bounds), packed(other, bounds))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("name", [n for n in OVERWRITING if n != "beside a cache"])  # it has no views of another dtype
 def test_a_trace_of_torch_jit_holds_what_overwrites_several_tensors(name: str) -> None:
     freqs = angles()[:, : D // 2]

@@ -41,6 +41,30 @@ def kinds(weight: torch.Tensor) -> set[bool]:
     return {sizes[0] == left.GRADIENT for sizes, *_ in left.LEFT[id(weight)].sizes}
 
 
+def test_a_call_of_other_weights_is_checked_though_they_have_the_ids_of_those_before() -> None:
+    """As where a weight was freed, and as ``weight.data = ...`` leaves it."""
+    inputs, weight = (
+        (torch.randn(2, 4, device=DEVICE), torch.randn(2, 3, device=DEVICE)),
+        torch.randn(5, 7, device=DEVICE),
+    )
+    bias = torch.randn(5, device=DEVICE)
+    for given in (weight, bias):
+        linear_cat(inputs, weight, bias)
+        right, given.data = given.data, torch.randn(7, device=DEVICE)
+        with pytest.raises(ValueError, match="must be"):
+            linear_cat(inputs, weight, bias)
+        given.data = right
+    cell = torch.nn.GRUCell(4, 5).to(DEVICE)
+    x, h = torch.randn(2, 4, device=DEVICE), torch.randn(2, 5, device=DEVICE)
+    for given in cell.parameters():
+        gru_cell(x, h, *cell.parameters())
+        right, given.data = given.data, torch.randn(1, device=DEVICE)
+        with pytest.raises(ValueError, match="must be"):
+            gru_cell(x, h, *cell.parameters())
+        given.data = right
+    gru_cell(x, h, *cell.parameters())
+
+
 @pytest.mark.parametrize("joint", [False, True])
 def test_a_step_with_a_gradient_is_decided_once(as_on_a_gpu: list[str], joint: bool) -> None:
     cell = tuned.nn.GRUCell(6, 5).to(DEVICE)

@@ -316,6 +316,19 @@ def test_a_leaf_that_requires_grad_is_not_overwritten(call, shape):
     assert not torch.equal(leaf, randn(*shape))
 
 
+def test_a_view_that_no_gradient_may_come_to_is_refused_before_any_write():
+    """k's tables learn, q's do not: q would be written before k is refused."""
+    whole = randn(B, S, 3, H, 2 * D)
+    with torch.no_grad():
+        qkv = whole.split(D, -1)[0]  # of several views, which autograd does not let be written by what has a gradient
+    before = qkv.clone()
+    cos_k, sin_k = tables(ROWS, 3, seed=10)
+    for learned in ((cos_k.requires_grad_(), sin_k), (cos_k.detach(), sin_k.requires_grad_())):
+        with pytest.raises(RuntimeError, match="view"):
+            apply_rotary_emb_qkv_(qkv, *tables(ROWS, 3), *learned)
+        assert torch.equal(qkv, before)
+
+
 @pytest.mark.parametrize("name", ["qkv", "kv"])
 def test_a_gradient_that_is_shared_is_not_overwritten(name):
     """The gradient of the sum of two is one tensor for both."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tuned.calls.overlap import check_strides
 from tuned.calls.products import autocast_dtype
 from tuned.calls.refusal import check_dense, refuses
 
@@ -19,7 +20,6 @@ def _check_cell(  # noqa: PLR0913 - the arguments of the public call
     weight_hh: Any,
     bias_ih: Any,
     bias_hh: Any,
-    inplace: bool,  # noqa: FBT001
 ) -> None:
     """Check that the tensors of a step fit each other.
 
@@ -72,8 +72,6 @@ def _check_cell(  # noqa: PLR0913 - the arguments of the public call
             raise ValueError(
                 f"all tensors must be on the device of h, {h.device}; {name} is on {tensor.device}: move it with .to()"
             )
-    if inplace and any(stride == 0 and n > 1 for stride, n in zip(h.stride(), h.shape, strict=True)):
-        raise ValueError("h cannot be overwritten: some of its elements share memory (stride 0); use inplace=False")
 
 
 def _check_beside_weights(x: torch.Tensor, h: torch.Tensor, weight_ih: torch.Tensor, weight_hh: torch.Tensor) -> None:
@@ -168,8 +166,11 @@ def checked_cell(  # noqa: PLR0913 - the arguments of the public call
     )
     together: tuple[Any, ...] = (whole, *given)
     dtype = autocast_dtype(h.device.type) if isinstance(h, torch.Tensor) else None
-    if dtype is not None:  # dtypes may differ, since all will be cast
-        together = tuple(t.to(dtype) if isinstance(t, torch.Tensor) else t for t in together)
-    arguments: tuple[Any, ...] = (*together, inplace)
-    _check_cell(*arguments)
+    if dtype is not None:  # dtypes may differ, since all floating point ones will be cast
+        together = tuple(
+            t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype.is_floating_point else t for t in together
+        )
+    _check_cell(*together)
+    if inplace:  # h as it is given, and not as it was cast
+        check_strides("h", h)
     return segments, given

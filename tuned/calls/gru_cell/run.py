@@ -129,7 +129,7 @@ def _key(  # noqa: PLR0913
 def sizes(x: Any, inplace: Any, h: Any, *weights: Any) -> tuple[Any, ...]:
     """By which a step that PyTorch's own serves is known again."""
     of_x = tuple([(t.shape, t.dtype, t.device) for t in x]) if type(x) is tuple else (x.shape, x.dtype)
-    return of_x, inplace, h.shape, h.dtype, *[id(w) for w in weights]
+    return of_x, inplace, h.shape, h.dtype, *[w if w is None else (w.shape, w.dtype) for w in weights]
 
 
 def is_left(x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_hh: Any) -> bool:  # noqa: PLR0913

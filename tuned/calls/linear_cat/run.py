@@ -95,7 +95,7 @@ def _needs_gradient(inputs: Any, weight: Any, bias: Any) -> bool:
 
 def sizes(inputs: Any, bias: Any) -> tuple[Any, ...]:
     """By which a call that PyTorch's own serves is known again."""
-    return bias if bias is None else bias.shape, tuple([(t.shape, t.dtype, t.device) for t in inputs])
+    return bias if bias is None else (bias.shape, bias.dtype), tuple([(t.shape, t.dtype, t.device) for t in inputs])
 
 
 def _is_left(inputs: Any, weight: Any, bias: Any) -> bool:

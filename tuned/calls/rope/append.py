@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from tuned.calls.overlap import check_strides, refuse_overlap
 from tuned.calls.refusal import check_dense
 from tuned.calls.rope import plan as plans
 from tuned.calls.rope.arguments import (
@@ -25,10 +26,8 @@ from tuned.calls.rope.arguments import (
     Prepared,
     Settings,
     Sources,
-    check_strides,
     offset_limits,
     offset_of,
-    refuse_overlap,
     strides_of,
 )
 from tuned.calls.rope.arguments import prepare as prepare_rotation

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tuned.calls.overlap import check_strides, refuse_overlap, wrapped
 from tuned.calls.refusal import check_dense, check_flag, is_number
 from tuned.calls.rope.mistakes import (
     complex_hint,
@@ -19,7 +20,6 @@ from tuned.calls.rope.mistakes import (
     refuse_cosines_alone,
     warn_if_half_of_the_head,
     warn_if_heads_come_first,
-    wrapped,
 )
 from tuned.families.rope.launches import RopeCall
 from tuned.families.rope.spec import ANGLE_ENTRIES, LAYOUTS, MOST_AXES, NORMS, ROTATED, ROUNDINGS, RopeSize, RopeSpec
@@ -619,142 +619,6 @@ def _check_key(x: torch.Tensor, key: Any, layout: str) -> None:
         )
 
 
-def check_strides(name: str, x: torch.Tensor, way_out: str = "use inplace=False") -> None:
-    """Refuse to overwrite a tensor of which elements share memory.
-
-    Raises:
-        ValueError: they do.
-    """
-    if any(stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)):
-        raise ValueError(f"{name} cannot be overwritten: some of its elements share memory (stride 0); {way_out}")
-    if not torch.compiler.is_dynamo_compiling() and _shares_with_itself(x):
-        raise ValueError(
-            f"{name} cannot be overwritten: some of its elements share memory (strides {list(x.stride())} of {list(x.shape)}); {way_out}"
-        )
-
-
-def _shares_with_itself(x: torch.Tensor) -> bool:
-    """Whether two elements of a tensor, of which no stride is 0, lie in one place."""
-    if not x.numel():
-        return False
-    axes = sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1)
-    reach, apart = 0, True
-    for step, n in axes:
-        apart = apart and step > reach
-        reach += (n - 1) * step
-    # More elements than places, such as windows that overlap by much, need no search.
-    return not apart and (x.numel() > reach + 1 or _leads_back(axes[::-1], 0, moved=False))
-
-
-def _leads_back(axes: list[tuple[int, int]], at: int, *, moved: bool) -> bool:
-    """Whether steps along axes, the longest first, lead from ``at`` to 0, of which one is a step if none was made before."""
-    if not axes:
-        return moved and at == 0
-    (step, n), *rest = axes
-    reach = sum((m - 1) * s for s, m in rest)  # of the shorter: what they cannot make up for is not tried
-    fewest, most = max(1 - n, -((reach + at) // step)), min(n - 1, (reach - at) // step)
-    return any(_leads_back(rest, at + k * step, moved=moved or k != 0) for k in range(fewest, most + 1))
-
-
-def refuse_overlap(x: torch.Tensor, key: torch.Tensor) -> None:
-    """Refuse to overwrite two tensors that overlap in memory.
-
-    Raises:
-        ValueError: an element of one shares memory with an element of the other.
-    """
-    if not x.numel() or not key.numel() or x.is_meta or torch.compiler.is_dynamo_compiling():  # no memory, or not yet
-        return
-    between = _bytes_between(x, key)
-    if between is None:
-        return
-    first, second = (x, key) if between >= 0 else (key, x)
-    between, parts = divmod(abs(between), x.element_size())
-    lies = zip(first.stride(), first.shape, second.stride(), second.shape, strict=True)
-    axes = [
-        (t if n == 1 else s, n, s if m == 1 else t, m) for s, n, t, m in lies
-    ]  # an axis of length 1 may have any stride
-    if sum((n - 1) * s for s, n, _, _ in axes) < between:
-        return
-    # Interleaved views with equal strides, such as q and k of a packed qkv: along the axes whose stride is at most the
-    # distance between the tensors, the first must end before the second begins; longer strides must step past both.
-    axes = [axis for axis in axes if max(axis[1], axis[3]) > 1]
-    alike = not parts and all(s == t for s, _, t, _ in axes)
-    short = [axis for axis in axes if axis[0] <= between]
-    alike = alike and sum((n - 1) * s for s, n, _, _ in short) < between  # not &: torch.jit.trace follows lengths
-    reach = between + sum((m - 1) * t for _, _, t, m in short)
-    for s, n, _, m in sorted(axis for axis in axes if axis[0] > between):
-        alike = alike and s > reach
-        reach += (max(n, m) - 1) * s
-    if not alike:
-        _refuse_shared(first, second, between * x.element_size() + parts)
-
-
-def _bytes_between(x: torch.Tensor, key: torch.Tensor) -> int | None:
-    """Bytes from the first element of x to that of the key; None if they cannot share memory.
-
-    It compares addresses, since two storages may cover the same memory. A tensor that a transform of torch.func follows has
-    that of the tensor inside. One without an address, such as a tracer's, is compared by its storage.
-    """
-    try:
-        address, other = x.data_ptr(), key.data_ptr()
-    except RuntimeError:
-        address = other = 0
-    if address and other:
-        return other - address
-    if _follows(x) or _follows(key):
-        return _bytes_between(_inside(x), _inside(key))
-    if x.untyped_storage()._cdata != key.untyped_storage()._cdata:  # noqa: SLF001 - the storage itself: it has no address
-        return None
-    return int(key.storage_offset() - x.storage_offset()) * x.element_size()
-
-
-def _follows(t: torch.Tensor) -> bool:
-    """Whether a tensor is that of a transform, with another inside."""
-    return wrapped(t) or torch._is_functional_tensor(t)  # noqa: SLF001 - no public way to ask
-
-
-def _inside(t: torch.Tensor) -> torch.Tensor:
-    """The tensor inside those of transforms."""
-    while _follows(t):
-        t = torch._C._functorch.get_unwrapped(t)  # noqa: SLF001 - no public way to ask
-    return t
-
-
-def _refuse_shared(first: torch.Tensor, second: torch.Tensor, between: int) -> None:
-    """Compare the addresses of all elements, where strides do not tell; ``between``: bytes from first to second."""
-    size = first.element_size()
-    starts = []
-    for axes, begin in zip(_within_a_row(first, second, between), (0, between), strict=True):
-        addresses = torch.full((), begin, dtype=torch.int64, device="cpu")
-        for step, n in axes:
-            addresses = addresses[..., None] + torch.arange(n, device="cpu") * step
-        starts.append(addresses.flatten())
-    one, other = starts
-    # Elements of the same dtype overlap if their addresses differ by less than its size.
-    if any(torch.isin(one + shift, other).any() for shift in ((0,) if between % size == 0 else range(1 - size, size))):
-        raise ValueError("q and k share memory, and both would be overwritten: use inplace=False")
-
-
-def _within_a_row(first: torch.Tensor, second: torch.Tensor, between: int) -> list[list[tuple[int, int]]]:
-    """Of two tensors the axes, as (bytes, length), along which elements of both may meet.
-
-    Steps that are longer than all that the shorter ones of both reach over lead from one row to another, where an element meets none
-    of a row before: what lies in one row says all.
-    """
-    size = first.element_size()
-    axes = [
-        sorted((step * size, n) for n, step in zip(t.shape, t.stride(), strict=True) if n > 1) for t in (first, second)
-    ]
-    while any(axes):
-        longest = max(own[-1] for own in axes if own)[0]
-        shorter = [own[:-1] if own and own[-1][0] == longest else own for own in axes]
-        one, other = (sum((n - 1) * step for step, n in own) for own in shorter)
-        if longest < size + max(abs(between - one), abs(between + other)):
-            break
-        axes = shorter
-    return axes
-
-
 def _check_overwritable(x: torch.Tensor, key: torch.Tensor | None) -> None:
     """Refuse tensors of which an element would be written twice."""
     check_strides("x" if key is None else "q", x)
@@ -1195,7 +1059,8 @@ def _values_reach(rows: int, positions: _Positions, seq: int, bounds: torch.Tens
 
     On a GPU that would synchronize; there such positions give NaN.
     """
-    _tensor_reaches(rows, positions, 0 if bounds is not None or not seq else seq - 1)
+    if seq or positions.mode in ("ids", "axes"):  # without tokens none is past an offset
+        _tensor_reaches(rows, positions, 0 if bounds is not None else seq - 1)
     if bounds is not None:
         _sequences_reach(rows, positions, bounds)
 
@@ -1248,4 +1113,6 @@ def offset_limits(spec: RopeSpec, settings: Settings, rows: int, seq: int) -> tu
 
 def packed_size(tokens: int, sequences: int) -> RopeSize:
     """The size of a packed call, as if all its sequences had their mean length, rounded."""
-    return RopeSize(max(sequences, 1), max(1, round(tokens / max(sequences, 1))))
+    batch = max(sequences, 1)
+    # Whole numbers alone: torch.jit.trace follows lengths, as tensors, which Python cannot round.
+    return RopeSize(batch, max(1, (tokens + batch // 2) // batch))

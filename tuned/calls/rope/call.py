@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from tuned.calls.overlap import refuse_overlap
 from tuned.calls.rope import angles as learned
 from tuned.calls.rope import norm
 from tuned.calls.rope.arguments import (
@@ -25,7 +26,6 @@ from tuned.calls.rope.arguments import (
     heads_apart,
     offset_of,
     prepare,
-    refuse_overlap,
     tokens_first,
 )
 from tuned.calls.rope.in_order import eager_run

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from tuned.calls.rope.arguments import Given, Prepared, Settings, Sources, offset_limits, packed_heads, refuse_overlap
+from tuned.calls.overlap import refuse_overlap
+from tuned.calls.rope.arguments import Given, Prepared, Settings, Sources, offset_limits, packed_heads
 from tuned.calls.rope.mistakes import half_of_the_head, heads_may_come_first
 from tuned.families.rope.in_order import rotation
 from tuned.launching.overwrite import overwrite, refuse_inference

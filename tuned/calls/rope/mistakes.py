@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tuned.calls.overlap import wrapped
 from tuned.launching.plan import listeners, tracing
 from tuned.lookup.caller import outside
 
 if TYPE_CHECKING:
     from tuned.calls.rope.arguments import Given, Settings
-
-wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - no public way to ask
 
 
 def _traced() -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from tuned.calls.rope.arguments import Given, Prepared, Settings, Sources, refuse_overlap, strides_of
+from tuned.calls.overlap import refuse_overlap
+from tuned.calls.rope.arguments import Given, Prepared, Settings, Sources, strides_of
 from tuned.calls.rope.plan import Plan
 from tuned.families.rope.eager import rotate
 from tuned.families.rope.launches import RopeCall, launches
