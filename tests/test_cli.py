@@ -159,7 +159,7 @@ def test_list_takes_a_family_and_patterns() -> None:
         ),
         (("--out", "", "--list"), "--out must be a folder, got an empty name"),
         (("--target", "h200", "--gpu", "1", "--dry-run"), "--gpu 1 and --target h200 exclude each other"),
-        (("--target", "h200", "--storage", "x", "--dry-run"), "--target h200 measures nothing: leave one out"),
+        (("--target", "h200", "--storage", "x", "--dry-run"), "--storage x keeps what is measured"),
         (("--trials", "0", "--list"), "greater than or equal to 1|0 is not in the range x>=1"),  # of typer, or of click
     ],
 )

@@ -105,7 +105,7 @@ def apply_rotary_emb_qkv_(  # noqa: PLR0913 - the arguments of flash-attention
     """
     kv_heads = _kv_heads(qkv, num_heads_q)
     # Whether the heads of q, k and v are one axis, or can be one of a view.
-    side_by_side = kv_heads is not None or qkv.stride(2) == qkv.shape[3] * qkv.stride(3)
+    side_by_side = kv_heads is not None or _stride(qkv, 2, "qkv") == qkv.shape[3] * qkv.stride(3)
     if cos_k is None and sin_k is None and side_by_side:
         return rope_qkv(
             qkv,
@@ -119,9 +119,9 @@ def apply_rotary_emb_qkv_(  # noqa: PLR0913 - the arguments of flash-attention
             kv_heads=kv_heads,
         )
     # Checked here, before q is written; with these equal, the checks of q, cos and sin cover the rest.
+    check_dense({"qkv": qkv, "cos": cos, "sin": sin, "cos_k": cos_k, "sin_k": sin_k})
     check_strides("qkv", qkv, APART)  # where q, k and v are one memory, their own strides do not tell
     cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
-    check_dense({"cos": cos, "sin": sin, "cos_k": cos_k, "sin_k": sin_k})
     for name, table in (("cos_k", cos_k), ("sin_k", sin_k)):
         if not isinstance(table, torch.Tensor) or not isinstance(cos, torch.Tensor):
             raise no_tensor(cos=cos, **{name: table})
@@ -162,26 +162,37 @@ def apply_rotary_emb_kv_(
         TypeError, ValueError: an argument is not allowed; nothing has been written.
         RuntimeError: kv cannot be overwritten without losing a gradient; nothing has been written.
     """
-    if not isinstance(kv, torch.Tensor):
-        raise no_tensor(kv=kv)
-    check_dense({"kv": kv})
-    if kv.ndim != PACKED_DIMS or kv.shape[2] != 2:  # noqa: PLR2004 - k and v
+    try:
+        axes = kv.ndim
+    except AttributeError:
+        raise no_tensor(kv=kv) from None
+    if axes != PACKED_DIMS or kv.shape[2] != 2:  # noqa: PLR2004 - k and v
         raise ValueError(
             f"kv must be [batch, seqlen, 2, heads, head_dim], got {list(kv.shape)}: stack k and v with torch.stack((k, v), 2), or for a qkv "
             "call apply_rotary_emb_qkv_"
         )
-    if kv.stride(2) == 0:  # k and v are one memory, of which the strides of k do not tell
+    if _stride(kv, 2, "kv") == 0:  # k and v are one memory, of which the strides of k do not tell
+        check_dense({"kv": kv})
         check_strides("kv", kv, APART)
     apply_rotary_emb(kv.select(2, 0), cos, sin, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
     return kv
 
 
+def _stride(packed: torch.Tensor, axis: int, name: str) -> int:
+    """The stride of an axis; what has none is told of now, since to ask before would cost each call time."""
+    try:
+        return packed.stride(axis)
+    except (AttributeError, RuntimeError):
+        check_dense({name: packed})
+        raise no_tensor(**{name: packed}) from None
+
+
 def _kv_heads(qkv: torch.Tensor, num_heads_q: int | None) -> int | None:
     """The number of k's heads in a qkv of four axes; None for a qkv of five."""
-    if not isinstance(qkv, torch.Tensor):
-        raise no_tensor(qkv=qkv)
-    check_dense({"qkv": qkv})
-    axes = qkv.ndim
+    try:
+        axes = qkv.ndim
+    except AttributeError:
+        raise no_tensor(qkv=qkv) from None
     if axes == PACKED_DIMS and qkv.shape[2] == 3:  # noqa: PLR2004 - q, k and v
         return None
     if axes != PACKED_DIMS - 1:

@@ -43,7 +43,7 @@ def liger_rotary_pos_emb(  # noqa: PLR0913 - the arguments of Liger
         TypeError, ValueError: an argument is not allowed.
     """
     del position_ids
-    if unsqueeze_dim != 1:
+    if isinstance(unsqueeze_dim, torch.Tensor) or unsqueeze_dim != 1:
         raise ValueError(
             f"unsqueeze_dim must be 1, got {unsqueeze_dim}: q and k are [batch, heads, seq, head_dim]; transpose them, or "
             "call tuned.dispatch.rope_qk, which takes [batch, seq, heads, head_dim]"
@@ -114,7 +114,7 @@ def _wrong(q: Any, k: Any, wanted: str, axes: int) -> Exception:
 def _first_half(angles: torch.Tensor, head_dim: int, name: str) -> torch.Tensor:
     """One entry per pair: [seq, head_dim / 2], or [batch, seq, head_dim / 2] where sequences differ."""
     try:
-        width = angles.shape[-1]
+        width = angles.shape[-1] if angles.shape else 1  # of a single number
     except AttributeError:
         raise no_tensor(**{name: angles}) from None
     if width != head_dim:
@@ -122,7 +122,10 @@ def _first_half(angles: torch.Tensor, head_dim: int, name: str) -> torch.Tensor:
             f"{name} must have head_dim={head_dim} entries per token, got {width}; to rotate a part of each head, "
             "call tuned.dispatch.rope_qk"
         )
-    check_dense({name: angles})
     half = head_dim // 2
     shared = angles.ndim == 3 and angles.shape[0] == 1  # noqa: PLR2004 - one table for the whole batch
-    return angles[0, :, :half] if shared else angles[..., :half]
+    try:
+        return angles[0, :, :half] if shared else angles[..., :half]
+    except RuntimeError:
+        check_dense({name: angles})
+        raise

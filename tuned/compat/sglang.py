@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from tuned.calls.refusal import check_flag, no_tensor
+from tuned.calls.rope.arguments import whole_number
 from tuned.compat.vllm import STYLES
 from tuned.dispatch import qk_norm_rope
 
@@ -57,6 +58,8 @@ def fused_inplace_qknorm_rope(  # noqa: PLR0913 - the arguments of SGLang
         check_flag("round_norm_before_rope", round_norm_before_rope)
     if cache_has_full_width is not False:
         check_flag("cache_has_full_width", cache_has_full_width)
+    head_dim = head_dim if type(head_dim) is int else whole_number("head_dim", head_dim)
+    rope_dim = rope_dim if type(rope_dim) is int else whole_number("rope_dim", rope_dim)
     if head_dim and head_dim != q.shape[-1]:
         raise ValueError(
             f"head_dim must be 0 or the features of a head, {q.shape[-1]}, got {head_dim}: give q as [tokens, heads, head_dim]"

@@ -52,8 +52,9 @@ def rotary_embedding(  # noqa: PLR0913 - the arguments of vLLM
     if inverse is not False:
         check_flag("inverse", inverse)
     last = head_size
-    if rope_dim_offset:
+    if type(rope_dim_offset) is not int:
         rope_dim_offset = whole_number("rope_dim_offset", rope_dim_offset)
+    if rope_dim_offset:
         if not isinstance(cos_sin_cache, torch.Tensor):
             raise no_tensor(cos_sin_cache=cos_sin_cache)
         last = rope_dim_offset + cos_sin_cache.shape[-1]
@@ -124,20 +125,22 @@ def fused_qk_norm_rope(  # noqa: PLR0913 - the arguments of vLLM
         raise no_tensor(qkv=qkv)
     num_heads_q, num_heads_k = whole_number("num_heads_q", num_heads_q), whole_number("num_heads_k", num_heads_k)
     num_heads_v, head_dim = whole_number("num_heads_v", num_heads_v), whole_number("head_dim", head_dim)
-    check_dense({"qkv": qkv})
     heads = num_heads_q + num_heads_k + num_heads_v
-    counts = {"num_heads_q": num_heads_q, "num_heads_k": num_heads_k, "num_heads_v": num_heads_v, "head_dim": head_dim}
-    for name, count in counts.items():
-        if count < 0:
-            raise ValueError(
-                f"{name} must be at least 0, got {count}: give the heads of query, key and value as qkv has them"
-            )
+    if num_heads_q < 0 or num_heads_k < 0 or num_heads_v < 0 or head_dim < 0:
+        raise ValueError(
+            "num_heads_q, num_heads_k, num_heads_v and head_dim must be at least 0, got "
+            f"{num_heads_q}, {num_heads_k}, {num_heads_v} and {head_dim}: give the heads of query, key and value as qkv has them"
+        )
     if qkv.ndim != 2 or qkv.shape[1] != heads * head_dim:  # noqa: PLR2004 - axes
         raise ValueError(
             f"qkv must be [tokens, {heads} heads * head_dim={head_dim}], got {list(qkv.shape)}: give all three of query, key "
             "and value, and how many heads each has"
         )
-    packed = qkv.view(qkv.shape[0], heads, head_dim)
+    try:
+        packed = qkv.view(qkv.shape[0], heads, head_dim)
+    except RuntimeError:  # strides that no view has, or none at all
+        check_dense({"qkv": qkv})
+        raise
     qk_norm_rope(
         packed[:, :num_heads_q],
         packed[:, num_heads_q : num_heads_q + num_heads_k],
