@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -173,7 +173,7 @@ def _cache_in(spec: RopeSpec, call: RopeCall) -> RopeCall:
     if spec.cache == "float8":
         caches = [cache.view(torch.float8_e4m3fn) for cache in caches]
     key, value = call.x[key_at:], call.x[value_at:]
-    return dataclasses.replace(call, key=key, value=value, key_cache=caches[0], value_cache=caches[1])
+    return dataclasses.replace(call, key=key, key_out=key, value=value, key_cache=caches[0], value_cache=caches[1])
 
 
 def _left_out(spec: RopeSpec, variant: RopeVariant) -> frozenset[str]:
@@ -212,16 +212,44 @@ def token_angles(spec: RopeSpec, seq: int, batch: int) -> tuple[int, int, int, i
     return 1 if spec.computes_sincos else 2, batch, seq, entries
 
 
+class _Key(NamedTuple):
+    """What a launch gets in the place of a key: the call's own, a part of x, or x itself where there is none."""
+
+    tensor: Any
+    out: Any
+    strides: tuple[int, int, int, int]
+    out_strides: tuple[int, int, int, int]
+    given: Any  # of the forward, for its gradient
+    given_strides: tuple[int, int, int, int]
+
+
 def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Launch, ...]:
     """The launch of the call: exactly one; two for the gradient of a norm.
 
     For a tensor that it does not read, it gets another tensor's address.
     """
-    key, key_out, key_strides, key_out_strides = call.key, call.key_out, call.key_strides, call.key_out_strides
     if spec.appends and call.value is None:
         call = _cache_in(spec, call)
-        key, key_out = call.key, call.key
-    elif key is None and (spec.key_heads or spec.splits):
+    key, left_out = _key(spec, call), _left_out(spec, variant)
+    strides = [call.x_strides, call.out_strides, key.strides, key.out_strides]
+    strides += [call.given_strides, key.given_strides] if spec.reads_given else []
+    strides += [call.value_strides] if spec.appends else []
+    count = programs(spec, variant, call.seq, call.batch)
+    one = Launch(
+        kernel=kernel_name(spec, variant),
+        programs=count,
+        arguments=tuple(value for name, value in _arguments(spec, call, key).items() if name not in left_out),
+        constants={n: value for n, value in _constants(spec, variant, call, strides).items() if n not in left_out},
+        # Dependent launch only if it is on: backends other than CUDA do not know the option.
+        options={"num_warps": variant.num_warps, "num_stages": 1, **({"launch_pdl": True} if variant.pdl else {})},
+    )
+    return (one, _weights_launch(spec, variant, call, count)) if spec.gradient_of_norm else (one,)
+
+
+def _key(spec: RopeSpec, call: RopeCall) -> _Key:
+    """The key of a launch."""
+    key, key_out, key_strides, key_out_strides = call.key, call.key_out, call.key_strides, call.key_out_strides
+    if key is None and (spec.key_heads or spec.splits):
         key, key_out = _key_in(call.x, spec, call), _key_in(call.out, spec, call)
     elif key is None:
         key, key_out, key_strides, key_out_strides = call.x, call.out, call.x_strides, call.out_strides
@@ -229,20 +257,19 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
     if key_given is None:
         key_given = _key_in(call.given, spec, call) if spec.reads_given and spec.key_heads else call.given
         key_given_strides = key_given_strides if spec.key_heads else call.given_strides
-    tail = spec.head_dim - spec.rotary_dim if spec.copies_tail else 0
-    load_evict, store_cache, angle_evict = CACHE[variant.cache]
-    left_out = _left_out(spec, variant)
-    strides = [call.x_strides, call.out_strides, key_strides, key_out_strides]
-    strides += [call.given_strides, key_given_strides] if spec.reads_given else []
-    strides += [call.value_strides] if spec.appends else []
-    arguments = {
+    return _Key(key, key_out, key_strides, key_out_strides, key_given, key_given_strides)
+
+
+def _arguments(spec: RopeSpec, call: RopeCall, key: _Key) -> dict[str, Any]:
+    """Every parameter that some kernel has and that is no constant, in the order of kernels."""
+    return {
         "x": call.x,
         "out": call.out,
         "cos": call.cos,  # or freqs or inv_freq
         "sin": call.sin,
         "cu_seqlens": call.cos if call.cu_seqlens is None else call.cu_seqlens,
-        "key": key,
-        "key_out": key_out,
+        "key": key.tensor,
+        "key_out": key.out,
         "positions": call.cos if call.positions is None else call.positions,
         "weight": call.weight,
         "key_weight": call.weight if call.key_weight is None else call.key_weight,
@@ -253,7 +280,7 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "key_scale": call.cos if call.key_scale is None else call.key_scale,
         "value_scale": call.cos if call.value_scale is None else call.value_scale,
         "given": call.given,
-        "key_given": key_given,
+        "key_given": key.given,
         "partials": call.partials,
         "angle_grad": call.angle_grad,
         "offset": call.offset,
@@ -271,12 +298,12 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "cp_rank": call.cp_rank,
         "scaling": call.scaling,
         "eps": call.eps,
-        **_strides("key", key_strides),
-        "key_stride_d": key_strides[3],
+        **_strides("key", key.strides),
+        "key_stride_d": key.strides[3],
         "angle_stride_b": call.angle_stride_b,
         "position_stride_s": call.position_strides[0],
         "position_stride_b": call.position_strides[1],
-        **_strides("key_out", key_out_strides),
+        **_strides("key_out", key.out_strides),
         "slot_count": call.slot_count,
         "cache_slots": call.pages * call.page_size,
         "slot_stride": call.slot_stride,
@@ -289,9 +316,17 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "value_scale_stride": call.scale_strides[1],
         **_strides("given", call.given_strides),
         "given_stride_d": call.given_strides[3],
-        **_strides("key_given", key_given_strides),
+        **_strides("key_given", key.given_strides),
     }
-    constants = {
+
+
+def _constants(
+    spec: RopeSpec, variant: RopeVariant, call: RopeCall, strides: list[tuple[int, int, int, int]]
+) -> dict[str, Any]:
+    """Every constant that some kernel has; ``strides`` are those of all tensors of rows."""
+    tail = spec.head_dim - spec.rotary_dim if spec.copies_tail else 0
+    load_evict, store_cache, angle_evict = CACHE[variant.cache]
+    return {
         "HEADS": spec.heads,
         "PAIRS": spec.moved_pairs,
         "ROW": row_features(spec),
@@ -342,16 +377,6 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         "FLOAT8": spec.cache == "float8",
         "CACHE_SCALED": call.key_scale is not None,
     }
-    count = programs(spec, variant, call.seq, call.batch)
-    one = Launch(
-        kernel=kernel_name(spec, variant),
-        programs=count,
-        arguments=tuple(value for name, value in arguments.items() if name not in left_out),
-        constants={name: value for name, value in constants.items() if name not in left_out},
-        # Dependent launch only if it is on: backends other than CUDA do not know the option.
-        options={"num_warps": variant.num_warps, "num_stages": 1, **({"launch_pdl": True} if variant.pdl else {})},
-    )
-    return (one, _weights_launch(spec, variant, call, count)) if spec.gradient_of_norm else (one,)
 
 
 def _weights_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall, count: int) -> Launch:
