@@ -1807,7 +1807,7 @@ ROPE = (
     ),
     Fault(
         "overlap_of_interleaved_views",
-        "tuned/calls/rope/arguments.py",
+        "tuned/calls/overlap.py",
         "alike = alike and s > reach\n",
         "alike = alike and s >= 0\n",
         (T + "calls/test_rope_arguments.py::test_no_two_tensors_that_share_an_element_are_both_overwritten",),
@@ -3063,6 +3063,37 @@ STACKS = (
     ),
 )
 
+SAYS = T + "test_wrong_calls.py::test_a_wrong_call_says_the_rule_the_value_and_the_way_out"
+REFUSED = (
+    Fault(
+        "states_of_windows_overwritten",
+        "tuned/calls/gru_cell/arguments.py",
+        'check_strides("h", h)',
+        "pass",
+        (SAYS + "[steps: h of windows in place]", SAYS + "[steps: h expanded in place, autocast]"),
+        "A step overwrites a state whose elements overlap, by values that are each other's.",
+    ),
+    Fault(
+        "key_refused_after_the_query_was_written",
+        "tuned/compat/flash_attn.py",
+        "refuse_overwrite(k, by_gradient=cos_k.requires_grad or sin_k.requires_grad)",
+        "pass",
+        (T + "compat/test_compat_flash_attn.py::test_a_view_that_no_gradient_may_come_to_is_refused_before_any_write",),
+        "A qkv is left with its query rotated and its key not.",
+    ),
+    Fault(
+        "weights_known_by_their_ids",
+        "tuned/calls/gru_cell/run.py",
+        "w if w is None else (w.shape, w.dtype)",
+        "w if w is None else id(w)",
+        (
+            T + "calls/test_steps_left.py::"
+            "test_a_call_of_other_weights_is_checked_though_they_have_the_ids_of_those_before",
+        ),
+        "A bias of another shape is taken for the one that had its id, and broadcast.",
+    ),
+)
+
 T_ROPE, T_COMPILE = "tests/tuned/families/test_rope_variant.py::", "tests/kernels/test_compile.py::"
 WHOLE_ROWS = (
     Fault(
@@ -3127,4 +3158,5 @@ FAULTS = (
     *STACKS,
     *GRAPHS,
     *WHOLE_ROWS,
+    *REFUSED,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import inspect
 import weakref
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import tuned.calls.rope.append
+import tuned.calls.rope.call
 import tuned.dispatch
 from tests.fuzz.interpreted import SILENT
 from tests.support.append import FLOAT8, GPU, SAVED, Made, by_hand, interpreted, make
@@ -440,3 +442,14 @@ def test_the_short_way_keeps_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
         named.clear()
         gc.collect()
         assert not any(ref() is not None for ref in kept)
+
+
+def test_a_call_finds_its_angles_as_a_rotation_does() -> None:
+    """The lines are written out in both, for speed."""
+    found = []
+    for module in (append, tuned.calls.rope.call):
+        text = inspect.getsource(module)
+        begin = text.index("    if cos is None and sin is None:\n        angles, source = freqs, 0\n")
+        found.append(text[begin : text.index("angles, source = cos, 3 if alone else -1", begin)].splitlines())
+    assert found[0] == found[1]
+    assert len(found[0]) > 10
