@@ -7,12 +7,13 @@ once per device, on a tiny kernel whose result is known; if the result is wrong,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import operator
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -40,6 +41,21 @@ def kernel(name: str) -> Any:
     return getattr(importlib.import_module(f"tuned.kernels.{name}"), name)
 
 
+@contextlib.contextmanager
+def _offsets_of_64_bits() -> Iterator[None]:
+    """Inside, Triton compiles for an AMD GPU as for tensors of any size.
+
+    Else it keeps offsets of 32 bits where each storage has up to 2 GiB. Nothing that calls are known again by tells such kernels
+    apart, and those that choose between two tensors do not compile so: docs/decisions/0085.
+    """
+    import triton  # noqa: PLC0415 - of a launch, which has it
+
+    amd = triton.knobs.amd
+    with amd.scope():
+        amd.use_buffer_ops = False
+        yield
+
+
 def launch_public(function: Any, launch: Launch) -> Any:
     """Launch through Triton's public launcher; returns the compiled kernel.
 
@@ -52,8 +68,12 @@ def launch_public(function: Any, launch: Launch) -> Any:
     ours = launch.kernel in tuned.kernels.DIGESTS
     if ours:
         refuse_known(launch)
+    run = function[(launch.programs,)]
     try:
-        return function[(launch.programs,)](*launch.arguments, **launch.constants, **launch.options)
+        if torch.version.hip is None:
+            return run(*launch.arguments, **launch.constants, **launch.options)
+        with _offsets_of_64_bits():
+            return run(*launch.arguments, **launch.constants, **launch.options)
     except Exception as error:
         if ours:
             remember_failure(launch, error)

@@ -106,8 +106,13 @@ RULES: list[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = [
     ("needs compute capability 9.0, not 8.0", (BF16, None, v(), 80), (BF16, None, v(), 90)),
     (
         "needs compute capability 7.0",
-        (GruSpec("float32", 64), None, v(), 0),
+        (GruSpec("float32", 64), None, v(), 60),
         (GruSpec("float32", 64), None, v(), 75),
+    ),
+    (
+        "an AMD GPU may show a look what it saw before",
+        (GruSpec("bfloat16", 100), None, v(exchange="poll"), 0),
+        (GruSpec("bfloat16", 100), None, v(exchange="counter"), 0),
     ),
     ("reads 16 bytes at a time", (GruSpec("bfloat16", 100), None, v()), (GruSpec("bfloat16", 104), None, v())),
     (

@@ -56,6 +56,23 @@ def test_a_launch_is_public_unless_another_way_is_given(monkeypatch: pytest.Monk
     assert seen[1:] == [launch]
 
 
+@pytest.mark.parametrize("hip", [None, "6.4"])
+def test_a_launch_on_an_amd_gpu_compiles_for_tensors_of_any_size(
+    hip: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = pytest.importorskip("triton")
+    before, seen = triton.knobs.amd.use_buffer_ops, []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **named: seen.append((grid, arguments, named, triton.knobs.amd.use_buffer_ops))
+
+    monkeypatch.setattr(torch.version, "hip", hip)
+    tuned.launching.launcher.launch_public(Kernel(), Launch("a_kernel", 3, (1, 2), {"N": 4}, {"num_warps": 1}))
+    assert seen == [((3,), (1, 2), {"N": 4, "num_warps": 1}, before and hip is None)]
+    assert triton.knobs.amd.use_buffer_ops == before
+
+
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("mode", [0, 1, 2])
 def test_a_probe_may_wait_where_nothing_else_may(monkeypatch: pytest.MonkeyPatch, mode: int, *, broken: bool) -> None:

@@ -48,6 +48,20 @@ def sample(winners: list[Winner], capability: int) -> list[Winner]:
     return largest[at % 2 :: 2] + rest[step * at // len(FOREIGN) :: step]
 
 
+@pytest.mark.parametrize("record", RECORDS, ids=lambda p: p.stem)
+def test_programs_on_an_amd_gpu_count_messages(record: Path) -> None:
+    """Triton makes a volatile load of theirs a plain one, which need not see what another multiprocessor stores."""
+    gpu = Gpu("amd_instinct_mi300x", 0, 304)
+    found = [
+        choice.variant.exchange
+        for winner in load_record(record)
+        if hasattr(winner.variant, "exchange")
+        and (choice := choose(FAMILIES[winner.family], winner.spec, winner.size, gpu)).variant is not None
+    ]
+    assert set(found) == {"counter"}
+    assert len(found) > 20
+
+
 @pytest.mark.thinned_on_gpu(every=3)
 @pytest.mark.parametrize("capability", FOREIGN, ids=lambda c: f"sm_{c}")
 @pytest.mark.parametrize("record", RECORDS, ids=lambda p: p.stem)

@@ -329,8 +329,15 @@ def _row_rejection(  # noqa: PLR0911 - one return per rule
     return None
 
 
+def sees_stores(capability: int) -> bool:
+    """Whether a volatile load sees what another multiprocessor stored: on NVIDIA's; on AMD's, of capability 0, Triton makes it a plain load."""
+    return capability > 0
+
+
 def exchange_rejection(spec: GruSpec, variant: GruVariant, capability: int, of_pieces: tuple[int, ...]) -> str | None:
     """Why programs cannot wait so for messages in pieces of such widths, or None."""
+    if variant.exchange != GruVariant.exchange and not sees_stores(capability):
+        return f"exchange={variant.exchange!r} looks at messages again and again, and an AMD GPU may show a look what it saw before: docs/decisions/0085"
     threads, narrowest = 32 * variant.num_warps, min(width for width in of_pieces if width)
     each = variant.block_batch * narrowest * spec.item // threads
     spins = capability >= SPIN_CAPABILITY[spec.item] and each >= MIN_LOAD and spec.hidden * spec.item % MAX_LOAD == 0
@@ -485,7 +492,7 @@ def fit(variant: GruVariant, spec: GruSpec, capability: int) -> GruVariant:
         return row_variant(spec.hidden) or variant
     lacks = capability < SPIN_CAPABILITY[spec.item] or spec.hidden * spec.item % MAX_LOAD
     if variant.exchange in PTX_EXCHANGES and lacks:
-        variant = dataclasses.replace(variant, exchange="poll")
+        variant = dataclasses.replace(variant, exchange="poll" if sees_stores(capability) else GruVariant.exchange)
     if variant.strategy == "persistent" and alone(spec, variant):
         variant = dataclasses.replace(variant, exchange=GruVariant.exchange, prefetch=GruVariant.prefetch)
     while rejection(spec, None, variant, capability) is not None and (smaller := _smaller(variant)) is not None:

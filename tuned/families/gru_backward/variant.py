@@ -22,6 +22,7 @@ from tuned.families.gru.variant import (
     exchange_rejection,
     products_rejection,
     programs,
+    sees_stores,
     size_rejection,
 )
 from tuned.families.launch import ceil_div, next_power_of_2
@@ -187,7 +188,7 @@ def fit(variant: GruVariant, spec: GruSpec, capability: int) -> GruVariant:
         variant = dataclasses.replace(variant, exchange="counter")
     lacks = capability < SPIN_CAPABILITY[spec.item] or spec.hidden * spec.item % MAX_LOAD
     if variant.exchange in PTX_EXCHANGES and lacks:
-        variant = dataclasses.replace(variant, exchange="poll")
+        variant = dataclasses.replace(variant, exchange="poll" if sees_stores(capability) else GruVariant.exchange)
     while rejection(spec, None, variant, capability) is not None and variant.block_hidden > SMALLEST:
         variant = dataclasses.replace(variant, block_hidden=variant.block_hidden // 2)
     return variant
