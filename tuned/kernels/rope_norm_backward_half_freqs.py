@@ -203,12 +203,40 @@ def _features(PAIR_BLOCK: tl.constexpr, DISTANCE: tl.constexpr, FEATURE: tl.cons
 
 
 @triton.jit
+def _together(values, i_row, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, NORM_ALL: tl.constexpr):
+    """For each row the sum of a number of each row over those that are normalised with it: [BLOCK_TOKENS, BLOCK_HEADS]."""
+    if NORM_ALL:
+        m_query = (i_row < HEADS)[None, :]
+        of_query = tl.sum(tl.where(m_query, values, 0.0), 1)[:, None]
+        if KEY_HEADS > 0:
+            values = tl.where(m_query, of_query, tl.sum(tl.where(m_query, 0.0, values), 1)[:, None])
+        else:
+            values = of_query + tl.zeros_like(values)
+    return values
+
+
+@triton.jit
 def _parts(i_row, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORM_ALL: tl.constexpr):
     """1 / the number of features that are normalised with each row: [1, BLOCK_HEADS]."""
     heads = 1 + i_row * 0
     if NORM_ALL:
         heads = tl.where(i_row < HEADS, HEADS, KEY_HEADS)
     return (1.0 / (tl.maximum(heads, 1) * HEAD_DIM).to(tl.float32))[None, :]
+
+
+@triton.jit
+def _reciprocal_norms(
+    squares,
+    i_row,
+    eps,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NORM_ALL: tl.constexpr,
+):
+    """1 / sqrt(mean of the squares + eps), given the sum of each row: [BLOCK_TOKENS, BLOCK_HEADS, 1]."""
+    part = _parts(i_row, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
+    return tl.rsqrt(_together(squares, i_row, HEADS, KEY_HEADS, NORM_ALL) * part + eps)[:, :, None]
 
 
 @triton.jit
