@@ -120,7 +120,7 @@ def _hint(function: Any, *args: Any, **kwargs: Any) -> str | None:
 def _explained(function: Any, *args: Any, **kwargs: Any) -> Explanation:
     if isinstance(function, (nn.GRU, nn.GRUCell, torch.nn.GRU, torch.nn.GRUCell)):
         return _of_module(function, *args, **kwargs)
-    if function in (dispatch.DEFINED["gru"], dispatch.DEFINED["gru_cell"], dispatch.DEFINED["linear_cat"]):
+    if any(function is dispatch.DEFINED[name] for name in ("gru", "gru_cell", "linear_cat")):
         inspect.signature(function).bind(*args, **kwargs)  # for its error, which names the function's own arguments
     if function is dispatch.DEFINED["gru"]:
         return _explanation(*serve.explain_gru(*args, **kwargs))

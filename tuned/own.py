@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -162,7 +163,7 @@ class Own:
             made = vars(call).values()
             reason = GRADIENT if _needs_gradient(made) else self.why_not(made)
         if reason is None and not digests_of(self.family):
-            reason = f"no kernel of {self.__name__} was rendered yet: python tune.py --family {self.module.__file__} --render"
+            reason = f"no kernel of {self.__name__} was rendered yet: python tune.py --family {shlex.quote(str(self.module.__file__))} --render"
         if reason is not None:
             return Choice("eager", reason, None), spec, call
         return choose(self.family, spec, size, gpu_of(call.out.device)), spec, call

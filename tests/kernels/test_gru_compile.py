@@ -84,7 +84,6 @@ OTHERS = [
     Case(bf16(128), waiting(rows=8, exchange="counter")),
     Case(bf16(512), waiting(exchange="poll"), architecture="sm_80"),
     Case(bf16(256, "thd", layers=2), waiting(exchange="counter"), architecture="sm_80"),
-    Case(bf16(256), waiting(exchange="poll"), architecture="gfx942"),
     Case(bf16(256), waiting(exchange="counter"), architecture="gfx942"),
     Case(bf16(1536, directions=2), waiting("staged", rows=32, warps=8, exchange="counter"), batch=32),
     Case(bf16(60), GruVariant("persistent", block_hidden=64)),

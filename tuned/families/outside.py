@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tuned.families.architecture import LEAST_SHARED, PDL_CAPABILITY
 from tuned.families.choices import choices
 from tuned.families.family import Family
-from tuned.families.launch import Launch
+from tuned.families.launch import Launch, Step
 
 if TYPE_CHECKING:
     from tuned.families.family import Problem
-    from tuned.families.launch import Step
 
 
 class FamilyError(TypeError):
@@ -186,7 +185,10 @@ def described(module: types.ModuleType) -> Family:
     whole = len(inspect.signature(own).parameters) > 4  # noqa: PLR2004 - it asks for the multiprocessors too
 
     def rule(spec: Any, size: Any, variant: Any, capability: int, multiprocessors: Any = None) -> str | None:
-        return own(spec, size, variant, capability, *([multiprocessors] if whole else []))
+        reason = own(spec, size, variant, capability, *([multiprocessors] if whole else []))
+        if reason is not None and not isinstance(reason, str):
+            raise FamilyError(f"{file}: rejection must return None or a sentence that says why, got {reason!r}")
+        return reason
 
     def rejection(spec: Any, size: Any, variant: Any, capability: int = 90, multiprocessors: Any = None) -> str | None:
         if getattr(variant, "launch_pdl", False) and capability < PDL_CAPABILITY:
@@ -206,10 +208,18 @@ def described(module: types.ModuleType) -> Family:
     def launches(spec: Any, variant: Any, call: Any) -> tuple[Step, ...]:
         named = kernel_names(spec, variant)[0]
         steps = module.launches(spec, variant, call)
+        if not isinstance(steps, (tuple, list)) or not all(isinstance(step, Step) for step in steps) or not steps:
+            raise FamilyError(f"{file}: launches must return a tuple of what own.launch(...) gives, got {steps!r:.200}")
         return tuple(
             dataclasses.replace(step, kernel=named) if isinstance(step, Launch) and not step.kernel else step
             for step in steps
         )
+
+    def named_default(spec: Any, size: Any = None) -> Any:
+        variant = module.default_variant(spec, size)
+        if not isinstance(variant, variant_type):
+            raise FamilyError(f"{file}: default_variant must return a Variant, got {variant!r:.200}")
+        return variant
 
     return Family(
         name=name,
@@ -218,7 +228,7 @@ def described(module: types.ModuleType) -> Family:
         variant_type=variant_type,
         core_knobs=getattr(module, "CORE_KNOBS", tuple(choices(variant_type))),
         rejection=rejection,
-        default_variant=getattr(module, "default_variant", default_variant),
+        default_variant=named_default if hasattr(module, "default_variant") else default_variant,
         distance=getattr(module, "distance", octaves),
         adapt=getattr(module, "adapt", lambda variant, _spec, _to: variant),
         fit=getattr(module, "fit", _fitted),
