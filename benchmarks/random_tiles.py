@@ -7,9 +7,9 @@ which a default is chosen was fitted to them, but for those that were picked, si
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -56,4 +56,6 @@ def summary(found: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    print(summary(left(rows_of([Path(name) for name in sys.argv[1:]] or sorted(FILES.glob("*.json"))))))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, default=sorted(FILES.glob("*.json")), metavar="FILE")
+    print(summary(left(rows_of(parser.parse_args().files))))

@@ -19,17 +19,34 @@ SECONDS = 0.2  # for which a call is timed, at least
 
 def device_named(name: str) -> str:
     """The name; for "auto" that of the device at hand."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("torch sees no GPU here: pass cpu, or auto")
     return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def at_least(least: float, kind: type) -> Callable[[str], float]:
+    """What argparse makes a number by that is not less."""
+
+    def number(text: str) -> float:
+        value: float = kind(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+        return value
+
+    number.__name__ = kind.__name__  # as argparse calls it where a text is no number
+    return number
 
 
 def parser_of(
     about: str | None, dtypes: Sequence[str], dtype_help: str | None = None, **numbers: tuple[float, str | None]
 ) -> argparse.ArgumentParser:
-    """The command line of an example; ``numbers`` has each option's default, of its type, and its help."""
+    """The command line of an example; ``numbers`` has each option's default, of its type, and its help, which may allow 0."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", type=device_named)
     for name, (default, text) in numbers.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=text)
+        least = 0 if "0 to" in (text or "") else 1
+        kind = at_least(least, int) if type(default) is int else type(default)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=text)
     parser.add_argument("--dtype", choices=tuple(dtypes), default="float32", help=dtype_help)
     parser.add_argument("--seed", type=int, default=0)
     return parser

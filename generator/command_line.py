@@ -31,6 +31,8 @@ from .failures import INTERRUPTED
 for library in ("OMP", "OPENBLAS", "MKL"):
     os.environ.setdefault(f"{library}_NUM_THREADS", "1")
 NAME = "tune.py" if CHECKOUT else "tuned"  # of the program, in what it says
+if os.environ.get("COLUMNS") == "0":  # as some terminals say that they do not know: Rich would print nothing
+    del os.environ["COLUMNS"]
 console = Console()
 errors = Console(stderr=True)
 # What Typer's help shows below the options; a line is an example, and a blank line keeps it one.
@@ -616,6 +618,10 @@ _started = False  # this process is the program, and tunes once
 def program() -> None:
     """Run the command of this process."""
     global _started  # noqa: PLW0603 - of the process
+    if sys.stdout is None:  # closed by who started it
+        if sys.stderr is not None:
+            errors.print(f"{NAME}: stdout cannot be written: it is closed", style="red", markup=False, highlight=False)
+        sys.exit(1)
     _started = True
     os.environ.pop("TRITON_INTERPRET", None)  # the processes that compile and measure take their environment from here
     app(prog_name=NAME)

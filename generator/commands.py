@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import math
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -16,10 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from rich.console import Console
 from rich.text import Text
 
 from tuned.families.outside import FamilyError
+from tuned.lookup import place
 from tuned.lookup.record import RecordError, device_slug
 
 from . import gpu
@@ -141,6 +144,9 @@ def refusal(error: BaseException) -> tuple[str, int] | None:
         error, KeyboardInterrupt
     ):  # a run on a GPU has its own answer; nothing else leaves anything half done
         return "interrupted", INTERRUPTED
+    if isinstance(error, jinja2.TemplateError):  # of a family from outside: those of this tree are tested
+        where = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        return f"a template is none{where}: {type(error).__name__}: {error}", 2
     said = trouble(error)
     return None if said is None else (said, 1)
 
@@ -277,7 +283,7 @@ def new_family(name: str, folder: Path, console: Console) -> int:
     written = list(write_family(name, folder))
     put(written=written)
     say(console, *(f"wrote {path}" for path in written), style="green")
-    say(console, f"next: {TUNE} --family {folder / name}.py --gpu auto")
+    say(console, f"next: {place.TUNE} --family {shlex.quote(f'{folder / name}.py')} --gpu auto")
     return 0
 
 
@@ -551,6 +557,8 @@ def replay_foreign(folder: Path, seeds: int, write: Path | None, console: Consol
 
 def model(family: str | None, gpu_option: str, seconds: float, seed: int, console: Console) -> int:
     """Take samples on this GPU, if there is one; write the models, and say what their picks cost."""
+    if OWN:
+        raise SelectionError("model writes what a checkout generates: what is installed is as it was built")
     from .evaluation import fitting  # noqa: PLC0415
     from .measuring.replaced import replaced  # noqa: PLC0415
     from .storage import samples  # noqa: PLC0415
@@ -610,7 +618,7 @@ def carry(revision: str, device: str, folder: Path | None, console: Console) -> 
         found = carrying.carry(winners, revision)
     if found.kept:
         write_record(record_path(device, folder), device, found.winners)
-        if folder is None:
+        if folder is None and not OWN:  # what is installed is as it was built; a user's record is read as it is
             render_all()
     put(device=device, kept=found.kept, changed=found.changed)
     nothing = "" if found.kept or found.changed else ": the kernels of all rows are as they were measured"

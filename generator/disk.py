@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import os
 import re
+import stat
 import tempfile
 import time
 import zlib
@@ -15,6 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .places import cache_folder
+
+_UMASK = os.umask(0o022)
+os.umask(_UMASK)  # there is no other way to ask
 
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 OTHER = (
@@ -47,17 +51,19 @@ def gzipped(data: bytes) -> bytes:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all; what was there stays until then.
+    """Write a file whole or not at all; what was there stays until then, and so do its mode and a link to it.
 
     Raises:
         OSError: it could not be written; the error names it.
     """
     with naming(path):
+        path = Path(os.path.realpath(path))
+        mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~_UMASK
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
-            os.chmod(temporary, 0o644)  # noqa: PTH101 - mkstemp makes 0600; what is committed must be readable
+            os.chmod(temporary, mode)  # noqa: PTH101 - mkstemp makes 0600
             os.replace(temporary, path)  # noqa: PTH105
         except BaseException:
             with contextlib.suppress(OSError):
@@ -91,10 +97,10 @@ def put_between(path: Path, mark: str, text: str) -> None:
         ValueError: the file does not have them, once each and in order.
     """
     begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
-    parts = re.split(f"({begin}|{end})", path.read_text())
+    parts = re.split(f"({begin}|{end})", path.read_text(encoding="utf-8"))
     if parts[1::2] != [begin, end]:
         raise ValueError(f"{path} must have the marks {begin} and {end}, once each")
-    path.write_text(f"{parts[0]}{begin}\n{text}\n{end}{parts[-1]}")
+    write_whole(path, f"{parts[0]}{begin}\n{text}\n{end}{parts[-1]}".encode())
 
 
 def disk_trouble(error: OSError) -> str | None:

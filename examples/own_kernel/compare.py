@@ -6,6 +6,7 @@ and in time of a call. Writes results/DEVICE.json beside this file.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import statistics
@@ -105,4 +106,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("compare.py measures on a GPU, and torch sees none")
     sys.exit(main())

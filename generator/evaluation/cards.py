@@ -19,7 +19,7 @@ from tuned.families.launch import ceil_div
 from tuned.lookup.lookup import Choice, Gpu, choose
 from tuned.lookup.table import ships, tables
 
-from ..estimating.targets import TARGETS, Target, target_named
+from ..estimating.targets import TARGETS, Target, UnknownTargetError, target_named
 from ..measuring.compile import Resources, distinct
 from ..problem import Problem
 from ..processes.compiler import compile_variant, compiled, hopeless
@@ -95,7 +95,12 @@ def cards_named(names: str | None) -> list[Target]:
     if names is None:
         measured = tables()
         return [target for device, target in TARGETS.items() if device not in measured]
-    return [target_named(name.strip()) for name in names.split(",") if name.strip()]
+    found = [target_named(name.strip()) for name in names.split(",") if name.strip()]
+    if not found:
+        raise UnknownTargetError(
+            f"cards must be names with commas between, got {names!r}: leave them out for all without a table"
+        )
+    return found
 
 
 def drawn(count: int, seed: int, families: Mapping[str, Workload] | None = None) -> list[Problem]:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from tuned.families.family import Family
 from tuned.families.launch import Launch
-from tuned.families.outside import FamilyError, kernel_name
+from tuned.families.outside import FamilyError, family_name, kernel_name
 from tuned.lookup.record import RecordError, Winner, build
 
 from ..problem import Problem
@@ -70,8 +71,19 @@ def _kept(module: ModuleType) -> Iterator[Problem]:
     Raises:
         FamilyError: a record could not give one back as it is.
     """
-    for problem in module.problems():
-        where = f"{module.__file__}: the problem {problem.name}: "
+    family, names = family_name(Path(str(module.__file__)).resolve()), set()
+    problems = module.problems()
+    if not isinstance(problems, Iterable):
+        raise FamilyError(f"{module.__file__}: problems must return problems, got {problems!r:.200}")
+    for problem in problems:
+        if not isinstance(problem, Problem) or problem.family != family:
+            raise FamilyError(
+                f"{module.__file__}: problems must give own.Problem(..., {family!r}, ...), got {problem!r:.200}"
+            )
+        where = f"{module.__file__}: the problem {problem.name!r}: "
+        if not problem.name.isprintable() or not problem.name.strip() or "," in problem.name or problem.name in names:
+            raise FamilyError(f"{where}a name must be one printable line without commas, and of one problem alone")
+        names.add(problem.name)
         try:
             for name, kind, part in (("spec", module.Spec, problem.spec), ("size", module.Size, problem.size)):
                 build(kind, dataclasses.asdict(part), where + name)
@@ -79,6 +91,8 @@ def _kept(module: ModuleType) -> Iterator[Problem]:
         except RecordError as error:
             raise FamilyError(str(error)) from error
         yield problem
+    if not names:
+        raise FamilyError(f"{module.__file__}: problems must give at least one, got none")
 
 
 def _float64(reference: Callable[..., tuple[Any, Any]]) -> Callable[..., Callable[[], Any]]:

@@ -114,7 +114,7 @@ def run_offline(  # noqa: PLR0913 - the parts are independent of each other
     say: Callable[[str], None],
     step: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Everything that is true without a GPU, told as it goes; whether the interpreter found every result right.
+    """Everything that is true without a GPU, told as it goes; whether each problem compiles and every result that was checked is right.
 
     ``step`` is called after each problem.
     """
@@ -137,6 +137,9 @@ def run_offline(  # noqa: PLR0913 - the parts are independent of each other
     say(f"checked in the interpreter against float64: {len(checked) - len(wrong)} of {len(checked)} right")
     for name, variant, said in wrong:
         say(f"    WRONG {name}: {said}: {variant}")
+    broken = [e.problem.name for e in estimates if not e.compiled]
+    if broken:
+        say(f"    WRONG: no variant of {', '.join(broken)} compiles")
     say(f"Estimated for {target.device}, not measured; best first, within 2 percent the simpler first:")
     for line in (line for e in estimates for line in picks(e)):
         say(line)
@@ -151,6 +154,7 @@ def run_offline(  # noqa: PLR0913 - the parts are independent of each other
         estimates=[facts(e) for e in estimates],
         checked=len(checked),
         wrong=[{"problem": name, "variant": v, "why": said} for name, v, said in wrong],
+        not_compiled=broken,
         not_reached=[p.name for p in left],
         path=path,
     )
@@ -159,4 +163,4 @@ def run_offline(  # noqa: PLR0913 - the parts are independent of each other
         "Not done, since it needs the device: timing, the check on its hardware, and a row in a dispatch table. No measured "
         f"row was touched. On a machine with the GPU, {TUNE} --gpu auto does it."
     )
-    return not wrong
+    return not wrong and not broken and bool(estimates or left)

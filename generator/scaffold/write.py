@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import keyword
+import os
 import re
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from ..disk import write_whole
@@ -37,6 +39,13 @@ TAKEN = frozenset(
 )
 
 
+def _is_installed(name: str) -> bool:
+    """Whether ``import name`` finds a module elsewhere than in the current folder, so that a family's file would hide it."""
+    here = {"", os.path.realpath(os.curdir)}
+    elsewhere = [entry for entry in sys.path if os.path.realpath(entry or os.curdir) not in here]
+    return PathFinder.find_spec(name, elsewhere) is not None
+
+
 def write_family(name: str, folder: Path) -> list[Path]:
     """Write the files of a new family ``name`` into a folder, which is made if it is not there.
 
@@ -47,9 +56,10 @@ def write_family(name: str, folder: Path) -> list[Path]:
         raise SelectionError(
             f"a family is named with small letters, digits and _, and as a module may be, got {name!r}"
         )
-    if name in TAKEN or name in sys.stdlib_module_names:
+    if name in TAKEN or name in sys.stdlib_module_names or _is_installed(name):
         raise SelectionError(
-            f"a family may not be named as what its file uses, or a module of Python's, got {name!r}: name it otherwise"
+            f"a family may not be named as what its file uses, or a module of Python's or one that is installed, got {name!r}: "
+            "name it otherwise"
         )
     written = {folder / file.replace("NAME", name): TEXTS / f"{text}.txt" for file, text in FILES.items()}
     there = [str(path) for path in written if path.exists()]

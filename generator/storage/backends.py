@@ -62,6 +62,9 @@ def open_storage(url: str | None, device: str, path: Path | None = None, *, read
     match = re.match(r"([a-z][a-z0-9+]*)://", url)
     if match is None:
         raise StorageError(f"--storage must be {SCHEMES}, got {without_password(url)!r}")
+    database = re.match(r"sqlite(?:\+\w+)?:///(.+)", url)
+    if reads and database is not None and not Path(database[1]).exists():  # which asking would make
+        raise StorageError(f"there is no database {database[1]} yet: nothing was tuned with this --storage")
     return _database(DRIVERS.get(match[1], match[1]) + url[match.end(1) :], url)
 
 

@@ -44,6 +44,27 @@ def test_a_user_sees_that_it_learns_and_that_the_swap_changes_nothing() -> None:
     assert re.search(r"^training step, PyTorch's operators in both +[\d.]+ +[\d.]+ +[\d.]+$", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    ("example", "options", "said"),
+    [
+        ("seq2seq", ("--device", "cuda"), "argument --device: torch sees no GPU here: pass cpu, or auto"),
+        ("decode", ("--batch", "0"), "argument --batch: must be at least 1, got 0"),
+        ("decode", ("--tokens", "-1"), "argument --tokens: must be at least 1, got -1"),
+        ("llama_block", ("--heads", "0"), "argument --heads: must be at least 1, got 0"),
+        ("ppo_resets", ("--rollouts", "-1"), "argument --rollouts: must be at least 0, got -1"),
+        ("ppo_resets", ("--agents", "x"), "argument --agents: invalid int value: 'x'"),
+    ],
+)
+def test_an_option_that_cannot_be_is_an_error_of_the_command_line(
+    example: str, options: tuple[str, ...], said: str
+) -> None:
+    if options == ("--device", "cuda") and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = python(f"examples/{example}.py", *options, cwd=ROOT, environment=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == f"{example}.py: error: {said}"
+
+
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("dtype", sorted(seq2seq.DTYPES))
 def test_the_swapped_model_runs_tuneds_modules_on_the_same_parameters(

@@ -53,7 +53,7 @@ def test_a_problem_that_no_record_could_keep_is_refused(tmp_path: Path, field: s
     kept = "import torch\n_problems = problems\ndef problems():\n    for p in _problems():\n        yield dataclasses.replace(p, spec="
     family.write_text(f"{family.read_text()}\n{kept}dataclasses.replace(p.spec, {field}={value}))\n")
     with pytest.raises(
-        FamilyError, match=rf"the problem softmax_.*spec\.{field} must be .*: a record keeps str, bool, int"
+        FamilyError, match=rf"the problem 'softmax_.*spec\.{field} must be .*: a record keeps str, bool, int"
     ):
         answers(load(str(family)), described(load(str(family))), ())
 
@@ -158,10 +158,57 @@ def test_a_template_may_read_only_what_its_name_says(tmp_path: Path) -> None:
     assert not list(home_folder(file).rglob("*.py"))
 
 
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"": "", ".jinja": "@triton.jit\ndef KERNEL(\n"}, "no variant of softmax_float32_8x128256 compiles"),
+        ({"": "\ndef rejection(*_):\n    return 'never'\n"}, "no variant of softmax_float32_8x128256 compiles"),
+        ({"": "", ".jinja": "# {% if spec.dtype %}\n"}, "a template is none, line 7: TemplateSyntaxError"),
+        ({"": "\ndef rejection(*_):\n    return True\n"}, "rejection must return None or a sentence that says why, got True"),
+        ({"": "\ndef launches(*_):\n    return None\n"}, "launches must return a tuple of what own.launch(...) gives, got None"),
+        ({"": "\ndef default_variant(*_):\n    return 3\n"}, "default_variant must return a Variant, got 3"),
+        ({"": "\ndef problems():\n    return None\n"}, "problems must return problems, got None"),
+        ({"": "\ndef problems():\n    return ()\n"}, "problems must give at least one, got none"),
+        ({"": "\ndef problems():\n    return [3]\n"}, "problems must give own.Problem(..., 'softmax', ...), got 3"),
+        (
+            {"": "\ndef problems():\n    yield own.Problem('a', 'rope', Spec('float32', 128), Size(8))\n"},
+            "problems must give own.Problem(..., 'softmax', ...)",
+        ),
+        *(
+            (
+                {"": f"\ndef problems():\n    for n in (8, 16):\n        yield own.Problem({name}, 'softmax', Spec('float32', 128), Size(n))\n"},
+                "a name must be one printable line without commas, and of one problem alone",
+            )
+            for name in ("f'a\\n{n}'", "f'a,{n}'", "'a'", "' ' * n")
+        ),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_family_is_a_sentence_and_no_success(files: dict[str, str], said: str, tmp_path: Path) -> None:
+    file = copied("softmax", tmp_path)
+    file.write_text(file.read_text() + files[""])
+    if ".jinja" in files:
+        template = file.with_suffix(".py.jinja")
+        head, _, _ = template.read_text().partition("@triton.jit")
+        template.write_text(head + files[".jinja"])
+    named = () if "def problems" in files[""] else ("--problems", PROBLEM)
+    done = tune(tmp_path, "--family", str(file), "--target", "nvidia_h200", *named, "--trials", "2", new=True)
+    assert done.returncode in {1, 2}, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert said in " ".join((done.stdout + done.stderr).split())
+
+
+@pytest.mark.parametrize("name", ["numpy", "pytest", "optuna"])
+def test_a_new_family_hides_no_module_that_is_installed(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SelectionError, match=f"or one that is installed, got '{name}': name it otherwise"):
+        write_family(name, tmp_path / name)
+    assert not (tmp_path / name).exists()
+
+
 @pytest.mark.parametrize("name", ["own", "call", "torch", "triton", "random"])
 def test_a_new_family_is_not_named_as_what_its_file_uses(tmp_path: Path, name: str) -> None:
     with pytest.raises(
-        SelectionError, match=f"what its file uses, or a module of Python's, got '{name}': name it otherwise"
+        SelectionError,
+        match=f"what its file uses, or a module of Python's or one that is installed, got '{name}': name it otherwise",
     ):
         write_family(name, tmp_path / name)
     assert not (tmp_path / name).exists()

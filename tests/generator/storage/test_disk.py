@@ -13,7 +13,7 @@ import pytest
 import typer.main
 
 from generator import command_line, commands, disk, gpu
-from generator.disk import disk_trouble, write_whole
+from generator.disk import disk_trouble, put_between, write_whole
 from generator.gpu import Facts
 from generator.selection import problem_named
 from generator.storage.backends import StorageError, journal_path, open_storage
@@ -259,3 +259,36 @@ def test_a_journal_that_makes_no_sense_is_refused_with_a_sentence(tmp_path: Path
         file.write('{"op_code":0,"worker_id":"x","study_name":"s","directions":["up"]}\n')
     with pytest.raises(StorageError, match=r"trials.log cannot be read: .*Move it away"):
         open_storage(None, "test_gpu", path)
+
+
+def test_what_is_written_keeps_a_link_and_a_mode(tmp_path: Path) -> None:
+    target, link, dangling = tmp_path / "target", tmp_path / "link", tmp_path / "dangling"
+    target.write_text("before")
+    target.chmod(0o600)
+    link.symlink_to(target)
+    dangling.symlink_to(tmp_path / "not yet")
+    for path in (link, dangling):
+        write_whole(path, b"after")
+        assert path.is_symlink()
+        assert path.read_text() == "after"
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "not yet").stat().st_mode & 0o777 == 0o666 & ~disk._UMASK
+
+
+def test_what_is_put_between_marks_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.md"
+    before = "<!-- a:begin -->\nold\n<!-- a:end -->\n" + "\N{SNOWMAN}" * 100
+    page.write_text(before, encoding="utf-8")
+    put_between(page, "a", "new")
+    assert page.read_text(encoding="utf-8") == before.replace("old", "new")
+
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        put_between(page, "a", "newer")
+    assert page.read_text(encoding="utf-8") == before.replace("old", "new")
+    assert list(tmp_path.iterdir()) == [page]

@@ -107,6 +107,14 @@ def test_a_password_is_not_shown(url: str, shown: str) -> None:
     assert without_password(url) == shown
 
 
+def test_asking_makes_no_database(tmp_path: Path) -> None:
+    with pytest.raises(
+        StorageError, match=r"there is no database .*none\.db yet: nothing was tuned with this --storage"
+    ):
+        open_storage(f"sqlite:///{tmp_path}/none.db", "test_gpu", reads=True)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "url", ["trials.db", "db1:5432", "", "redis", "nothing://db1/tuned", "sqlite://db1:port/tuned", "grpc://db1:13000"]
 )
