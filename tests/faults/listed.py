@@ -1123,7 +1123,7 @@ MEASURING = (
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
-            os.chmod(temporary, 0o644)  # noqa: PTH101 - mkstemp makes 0600; what is committed must be readable
+            os.chmod(temporary, mode)  # noqa: PTH101 - mkstemp makes 0600
             os.replace(temporary, path)  # noqa: PTH105
         except BaseException:
             with contextlib.suppress(OSError):

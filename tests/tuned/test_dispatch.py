@@ -300,7 +300,7 @@ def test_what_autograd_could_not_follow_is_not_overwritten(which: str) -> None:
 # Import -------------------------------------------------------------------------------------------------------------
 
 
-MOST_CALLS = 20_000  # of Python functions; 19,417 on Python 3.11 today
+MOST_CALLS = 11_700  # of Python functions; 11,373 on Python 3.11 today
 
 
 def test_importing_dispatch_needs_torch_alone_and_does_little() -> None:
@@ -309,7 +309,8 @@ import sys, torch
 calls = 0
 def count(frame, event, _):
     global calls
-    calls += event == "call"
+    # The import system's own depend on where packages lie, and how they are installed.
+    calls += event == "call" and "importlib" not in frame.f_code.co_filename
 before = set(sys.modules)
 sys.setprofile(count)
 import tuned.dispatch
