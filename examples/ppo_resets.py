@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         __doc__,
         tuple(DTYPES),
         "of the timed learner; training is float32",
-        rollouts=(60, "of training; 0 to time alone"),
+        rollouts=(60, "of training; 0 to time alone", 0),
         agents=(64, None),
         rollout=(64, "steps of one"),
         longest=(12, "rooms of a corridor"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,14 +39,14 @@ def at_least(least: float, kind: type) -> Callable[[str], float]:
 
 
 def parser_of(
-    about: str | None, dtypes: Sequence[str], dtype_help: str | None = None, **numbers: tuple[float, str | None]
+    about: str | None, dtypes: Sequence[str], dtype_help: str | None = None, **numbers: tuple[Any, ...]
 ) -> argparse.ArgumentParser:
-    """The command line of an example; ``numbers`` has each option's default, of its type, and its help, which may allow 0."""
+    """The command line of an example; ``numbers`` has each option's default, of its type, its help, and the least, where not 1 (or 0.0)."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", type=device_named)
-    for name, (default, text) in numbers.items():
-        least = 0 if "0 to" in (text or "") else 1
-        kind = at_least(least, int) if type(default) is int else type(default)
+    for name, (default, text, *least) in numbers.items():
+        lowest = least[0] if least else int(type(default) is int)
+        kind = at_least(lowest, type(default))
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=text)
     parser.add_argument("--dtype", choices=tuple(dtypes), default="float32", help=dtype_help)
     parser.add_argument("--seed", type=int, default=0)

@@ -158,6 +158,7 @@ def test_list_takes_a_family_and_patterns() -> None:
             for name in ("gpu", "gpus", "ray", "storage", "target")
         ),
         (("--out", "", "--list"), "--out must be a folder, got an empty name"),
+        (("cards", " , "), "cards must be names with commas between, got ' , '"),
         (("--target", "h200", "--gpu", "1", "--dry-run"), "--gpu 1 and --target h200 exclude each other"),
         (("--target", "h200", "--storage", "x", "--dry-run"), "--storage x keeps what is measured"),
         (("--trials", "0", "--list"), "greater than or equal to 1|0 is not in the range x>=1"),  # of typer, or of click

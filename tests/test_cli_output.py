@@ -17,6 +17,7 @@ from generator import answer, command_line, commands, gpu
 from generator.evaluation import evidence, foreign, regret
 from generator.figures import figures, steps, turned
 from generator.gpu import Facts
+from generator.problem import SelectionError
 from generator.reporting import planned
 from generator.reporting.estimates import RANK, style_of
 from generator.searching.pool import Pool
@@ -232,6 +233,39 @@ def test_a_gpu_that_was_asked_for_and_is_not_there_is_an_error(asked: tuple[str,
     assert said in words(done)
     assert "leave this option out for what is true without" in words(done)
     assert done.stdout == ""
+
+
+def test_a_terminal_of_no_width_gets_the_lines_of_any_other() -> None:
+    """As some say that do not know theirs: Rich would print nothing."""
+    command = [sys.executable, "tune.py", "--list", "--problems", ONE]
+    found = [
+        subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"COLUMNS": columns}, capture_output=True, text=True, check=True
+        ).stdout
+        for columns in ("0", "80")
+    ]
+    assert found[0] == found[1]
+    assert ONE in found[0]
+
+
+@pytest.mark.parametrize("command", ["--list", "show " + ONE, "--list --json"])
+def test_a_closed_stdout_is_a_sentence(command: str) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} tune.py {command} >&-"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "tune.py: stdout cannot be written: it is closed\n")
+
+
+@pytest.mark.parametrize("command", ["model", "render"])
+def test_what_is_installed_stays_as_it_was_built(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "OWN", tmp_path)
+    arguments = (None, "auto", 1.0, 0) if command == "model" else ()
+    with pytest.raises(SelectionError, match="what is installed is as it was built"):
+        getattr(commands, command)(*arguments, Console())
 
 
 @pytest.mark.usefixtures("no_gpu")

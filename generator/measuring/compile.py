@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from tuned.families.launch import Launch, Step
+from tuned.launching.launcher import _offsets_of_64_bits
 from tuned.launching.plan import ALIGNED_BYTES, kind_of
 
 from ..disk import write_if_different
@@ -118,7 +119,9 @@ def compile_launch(launch: Launch, target: GPUTarget) -> CompiledKernel:
     # Without line information two variants with the same code have the same bytes.
     triton.knobs.compilation.disable_line_info = True
     options = {k: v for k, v in launch.options.items() if k != "launch_pdl" or target.backend == "cuda"}
-    return triton.compile(source_of(load(launch.kernel), launch), target=target, options=options)
+    # On an AMD GPU as it is launched there.
+    with _offsets_of_64_bits() if target.backend == "hip" else contextlib.nullcontext():
+        return triton.compile(source_of(load(launch.kernel), launch), target=target, options=options)
 
 
 def resources(launch: Launch, target: GPUTarget, count: int = 1) -> Resources:

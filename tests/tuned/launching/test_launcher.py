@@ -56,6 +56,16 @@ def test_a_launch_is_public_unless_another_way_is_given(monkeypatch: pytest.Monk
     assert seen[1:] == [launch]
 
 
+def test_on_an_amd_gpu_no_launch_tells_the_compiler_that_a_tensor_is_small() -> None:
+    """Triton's own word for it, which would be a key of the kernel, and 32 bits in it."""
+    backend = pytest.importorskip("triton.backends.amd.compiler").HIPBackend
+    tensor = torch.zeros(16)
+    assert "S" in backend.get_tensor_specialization(tensor, align=True)
+    with tuned.launching.launcher._offsets_of_64_bits():
+        assert "S" not in backend.get_tensor_specialization(tensor, align=True)
+    assert "S" in backend.get_tensor_specialization(tensor, align=True)
+
+
 @pytest.mark.parametrize("hip", [None, "6.4"])
 def test_a_launch_on_an_amd_gpu_compiles_for_tensors_of_any_size(
     hip: str | None, monkeypatch: pytest.MonkeyPatch
