@@ -13,7 +13,6 @@ import tuned.nn
 from tests.support.outcome import outcome
 from tuned.calls.refusal import was_refused
 from tuned.dispatch import gru, gru_cell
-from tuned.launching import left
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,7 +142,6 @@ def test_errors_of_what_runs_are_not_taken_for_refusals(monkeypatch: pytest.Monk
 
     for name in ("gru", "gru_cell"):
         monkeypatch.setattr(tuned.dispatch.serve, name, fail)
-    monkeypatch.setattr(left, "LEFT", {})
     monkeypatch.setattr(tuned.nn, "why_eager", lambda *_, **__: None)
     with torch.no_grad(), tuned.nn.patched():
         for module, shape in ((tuned.nn.GRU(I, H), (T, B, I)), (torch.nn.GRU(I, H), (T, B, I))):

@@ -924,6 +924,35 @@ def test_a_tensor_of_another_kind_is_served_or_refused_in_words_of_ours(function
         assert "must " in said or kind == "quantized", (name, said)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", UNLIKE)
+@pytest.mark.parametrize("function", [gru, gru_cell, linear_cat], ids=lambda f: f.__name__)
+def test_a_tensor_of_another_kind_after_right_calls_gives_what_a_dense_one_does_or_is_refused(
+    function: Any, kind: str
+) -> None:
+    """A call like one that PyTorch's own served goes to it at once, and it takes some tensors that a first call may not give."""
+    names = [n for n, value in CALLS[function].items() if isinstance(value, torch.Tensor) and n != "resets"]
+    call = {n: torch.rand_like(v) if n in names else v for n, v in CALLS[function].items() if n != "resets"}
+    if function is linear_cat:
+        call["inputs"] = tuple(map(torch.rand_like, call["inputs"]))
+        names.append("inputs")
+    with torch.no_grad():
+        right = function(**call)
+        for name in names:
+            first = call[name][0] if name == "inputs" else call[name]
+            if kind == "csr" and first.ndim != 2:
+                continue
+            unlike = UNLIKE[kind](first)
+            function(**call)  # the weights of the call that this one must be taken for
+            changed = {name: (unlike, call[name][1]) if name == "inputs" else unlike}
+            try:
+                got = function(**call | changed)
+            except (TypeError, ValueError, RuntimeError):  # PyTorch's errors are of the last kind
+                continue
+            assert kind != "quantized", "it stands for other numbers"
+            torch.testing.assert_close(got, right)
+
+
 # What stands in for PyTorch's modules says what PyTorch's say, in their words: rule and value are theirs. test_nn_errors has more.
 Call = Callable[[Any], Any]
 GRU_WORDS: dict[str, tuple[Call, str]] = {

@@ -690,7 +690,6 @@ def test_what_pytorch_serves_is_remembered_too(monkeypatch: pytest.MonkeyPatch, 
     """Its own operator at once, with the tensors of the call; but not where a graph has a better one."""
     monkeypatch.setattr(plan, "_PLANS", {})
     monkeypatch.setattr(plan, "_TRAINED", {})
-    monkeypatch.setattr(left, "LEFT", {})
     graph = types.SimpleNamespace(captures=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: graph.captures)
     module = torch.nn.GRU(H, H, 2, bidirectional=True)
@@ -720,7 +719,6 @@ def test_what_pytorch_serves_is_remembered_too(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("captured", [True, False])
 def test_sizes_that_are_left_to_pytorch_are_these_alone(monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
     """Of one dtype, direction, number of layers and weight; and in a CUDA graph only if it was said of one."""
-    monkeypatch.setattr(left, "LEFT", {})
     graph = types.SimpleNamespace(captures=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: graph.captures)
     settings, x, hx = (True, 1, False, False), torch.zeros(T, B, H), torch.zeros(1, B, H)
@@ -765,8 +763,7 @@ def test_sizes_that_are_left_to_pytorch_are_these_alone(monkeypatch: pytest.Monk
     assert not plan.is_left(x, hx, weights, settings), "the same weights have another dtype"
 
 
-def test_of_weights_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(left, "LEFT", {})
+def test_of_weights_only_so_many_are_kept() -> None:
     weights = [torch.empty(1) for _ in range(tuned.launching.plan.MAX_PLANS + 1)]
     for weight in weights:
         left.leave(weight, "sizes")

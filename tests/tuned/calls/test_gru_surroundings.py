@@ -21,7 +21,6 @@ from tests.support.plans import Always
 from tests.support.pythons import python
 from tuned.calls.gru import plan
 from tuned.dispatch import gru, gru_cell, linear_cat
-from tuned.launching import left
 
 pytestmark = pytest.mark.processes
 
@@ -121,7 +120,6 @@ def test_a_known_call_is_not_launched_where_a_mode_would_miss_it(monkeypatch: py
     launched = "output", "state"
     plans = Always(lambda *_: launched)
     monkeypatch.setattr(module, "_PLANS", plans)
-    monkeypatch.setattr(left, "LEFT", {})  # weights of another test may have had the same id
     given = tensors()
     other = given["x"].clone()  # tensors that are one are not known by the short way
     call = CALLS[family] if family != "linear_cat" else lambda t: linear_cat((t["x"], other), t["weight"])

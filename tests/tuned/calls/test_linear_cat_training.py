@@ -45,7 +45,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         monkeypatch.setattr(module, "why_eager", lambda x, *_, **__: why_not_plain(x))
     monkeypatch.setattr(linear, "gpu_of", lambda _: Gpu("a_card_without_a_table", 80, 100))
     monkeypatch.setattr(linear, "_PLANS", {})
-    monkeypatch.setattr(tuned.launching.left, "LEFT", {})
     for module in (linear, tuned.launching.plan):
         monkeypatch.setattr(module, "run_publicly", counted)
     monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)

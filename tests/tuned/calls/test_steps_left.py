@@ -26,7 +26,6 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tells of a call that wa
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Calls are decided as on a GPU; yields what was decided in full, not known again."""
     asked: list[str] = []
-    monkeypatch.setattr(left, "LEFT", {})  # another test's weight may have had an id
     monkeypatch.setattr(serve, "why_eager", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for name in ("gru_cell", "linear_cat"):

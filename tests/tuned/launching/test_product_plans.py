@@ -57,7 +57,6 @@ def fired(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     for module in (cell, linear):
         monkeypatch.setattr(module, "gpu_of", lambda _: Gpu("a_card_without_a_table", 80, 100))
         monkeypatch.setattr(module, "_PLANS", {})
-    monkeypatch.setattr(tuned.launching.left, "LEFT", {})
     monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
     monkeypatch.setattr(tuned.launching.plan, "direct_launch", direct)
     believing(monkeypatch)
@@ -336,10 +335,9 @@ def test_one_segment_is_the_librarys(fired: list[Any]) -> None:
     assert not linear._PLANS
 
 
-def test_a_linear_that_pytorch_serves_is_known_by_the_shape_of_its_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_linear_that_pytorch_serves_is_known_by_the_shape_of_its_bias() -> None:
     """Known by its id, a bias of one element that came into the place of a freed one was broadcast."""
     left = tuned.launching.left
-    monkeypatch.setattr(left, "LEFT", {})
     inputs, weight = [torch.randn(2, 3), torch.randn(2, 5)], torch.randn(4, 8)
     with torch.no_grad():
         tuned.dispatch.linear_cat(inputs, weight, torch.randn(4))
