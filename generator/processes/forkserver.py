@@ -1,11 +1,11 @@
 """A process that forks others: they start at once, with everything imported, and none outlives the tuner.
 
-It imports what measuring and compiling need, touches no GPU, and forks when asked. Each child has a process group of its
-own, a log for whatever it prints, and dies with this process; this one ends when the tuner does, however that ends, and
-takes the groups of its children with it, the assemblers that they started among them.
+The server imports what measuring and compiling need, touches no GPU, and forks when asked. Each child has a process
+group of its own, a log for whatever it prints, and dies with the server. The server ends when its tuner does, however
+the tuner ends, and kills the groups of its children, also the assemblers that they started.
 
-Tuners of one host may share one: that of the process which started them, by its address. What one of them had forked ends
-with that one.
+Tuners of one host may share the server of the process which started them, by its address. When one of these tuners
+ends, so do the children that were forked for it.
 
 ``multiprocessing`` has a fork server too; there a child that hangs keeps the server, and so itself, alive.
 """
@@ -37,19 +37,19 @@ from ..places import GENERATOR, cache_folder
 from .channel import Channel, ChannelError, ClosedError
 
 PRELOAD = (f"{GENERATOR}.processes.compiler", f"{GENERATOR}.processes.serve", f"{GENERATOR}.measuring.stage")
-# Called after the first fork, while that child wakes its GPU, or when the server is told to prepare.
+# Functions called after the first fork, while that child wakes its GPU, or when the server is told to prepare.
 LATER = (f"{GENERATOR}.processes.compiler:prepare",)
 FORK_SECONDS = 120.0  # the first fork waits for the imports of torch and Triton: 2 s, from a cold disk more
-REQUEST_SECONDS = 10.0  # for the rest of another tuner's request, of which a part came
+REQUEST_SECONDS = 10.0  # for the rest of another tuner's request, once a part of it came
 REAP_SECONDS = 10.0  # a killed process that holds a GPU takes a moment to go
 GRACE_SECONDS = (
-    10.0  # for a process that closed its end to be gone, so that how it ended is known; it takes milliseconds
+    10.0  # for a process that closed its end to exit by itself, which tells how it ended; takes milliseconds
 )
-TICK_SECONDS = 0.5  # how often the log of a child that is waited for is looked at
+TICK_SECONDS = 0.5  # between looks at the log of a child that is waited for
 LOG_BYTES = 64 * 2**20  # only a loop prints more
 TAIL_CHARACTERS = 300
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-WAITING = 64  # tuners of a host that ask for the server at one time
+WAITING = 64  # tuners of a host that may connect to the server at one time
 
 
 class LostError(Exception):
@@ -89,11 +89,11 @@ class Child:
             raise self.lost(f"it answered nonsense, and was killed: {error}") from None
 
     def now(self) -> float:
-        """The clock that an answer is waited for by, in seconds; tests have one of their own, which no load slows down."""
+        """The clock, in seconds, that limits the wait for an answer; tests replace it by one that no load slows down."""
         return time.monotonic()
 
     def lost(self, reason: str | None) -> LostError:
-        """End the child; the error that says why, or how it ended by itself, and what it printed last."""
+        """End the child and return the error, which says why, or how it ended by itself, and what it printed last."""
         ended = self.end(0.0 if reason else GRACE_SECONDS)
         tail = self.tail()
         self.log.close()
@@ -105,16 +105,16 @@ class Child:
         self.log.close()
 
     def kill(self) -> None:
-        """Kill the child from another thread than the one that asks it, which then finds it lost."""
+        """Kill the child from another thread; the thread that asks the child then finds it lost."""
         _kill_group(self.pid)
 
     def end(self, grace_s: float = 0.0) -> str:
-        """How the child ended: by itself within ``grace_s``, or killed."""
+        """End the child, unless it ends by itself within ``grace_s``; returns how it ended."""
         self.channel.close()
         return _ending(self.server.reap(self.pid, grace_s))
 
     def tail(self) -> str:
-        """The last that it printed, on one line, without what is not text."""
+        """The last that it printed, on one line, without unprintable characters."""
         end = os.fstat(self.log.fileno()).st_size
         start = max(self.log_start, end - 4 * TAIL_CHARACTERS)
         text = os.pread(self.log.fileno(), max(0, end - start), start).decode(errors="replace")
@@ -135,8 +135,8 @@ class ForkServer:
     def __init__(
         self, channel: Channel, address: str | None, process: subprocess.Popen[bytes] | None, log: IO[bytes]
     ) -> None:
-        """``process`` and ``log`` are those of a server that this process started; the log of another's is empty."""
-        self.address = address  # for other tuners of this host; None where it cannot be shared
+        """``process`` and ``log`` belong to a server that this process started; a joined one has no process and an empty log."""
+        self.address = address  # for other tuners of this host; None if the server cannot be shared
         self._channel, self._process, self._log = channel, process, log
         self._lock = threading.Lock()
         self._asked = 0
@@ -148,7 +148,7 @@ class ForkServer:
     def started(cls, preload: tuple[str, ...], later: tuple[str, ...] = ()) -> ForkServer:
         """A new server, which imports the modules ``preload`` while the tuner does other things.
 
-        After its first fork, or when it is told to prepare, it calls the functions ``later``, each "module:name".
+        After its first fork, or when told to prepare, the server calls the functions ``later``, each "module:name".
         """
         ours, theirs = socket.socketpair()
         log = tempfile.TemporaryFile(dir=cache_folder("logs"))  # noqa: SIM115 - open as long as the server
@@ -178,7 +178,7 @@ class ForkServer:
 
     @classmethod
     def joined(cls, address: str) -> ForkServer | None:
-        """The server of another tuner of this host and this user, or None if there is none of that address."""
+        """The server of another tuner of this host and this user, or None if there is none at that address."""
         ours = socket.socket(socket.AF_UNIX)
         try:
             ours.connect(address)
@@ -192,25 +192,25 @@ class ForkServer:
 
     @property
     def alive(self) -> bool:
-        """Whether it can still fork."""
+        """Whether the server can still fork."""
         return not self._lost and (self._process is None or self._process.poll() is None)
 
     def prepare(self) -> None:
-        """Tell it to call what it would call after its first fork, and wait for nothing."""
-        with self._lock, contextlib.suppress(ChannelError):  # who asks next learns that it died
+        """Tell the server to call its ``later`` functions now, and do not wait for them."""
+        with self._lock, contextlib.suppress(ChannelError):  # if the server died, the next request raises
             self._asked += 1
             self._channel.send((self._asked, ("prepare",), 0))
 
     def fork(self, serve: str, arguments: tuple[Any, ...], log: IO[bytes]) -> Child:
-        """A new process that answers with ``serve``, the "module:name" of a class, made with ``arguments``.
+        """A new process that answers with an instance of the class ``serve`` ("module:name"), made with ``arguments``.
 
-        It has the environment that this process has now. ``log`` takes what it prints, and is closed with it.
+        The process has the environment that this process has now. ``log`` takes what it prints, and is closed with it.
 
         Raises:
             LostError: the server has died.
         """
         ours, theirs = socket.socketpair()
-        start = os.fstat(log.fileno()).st_size  # it may print, and die, before this process runs again
+        start = os.fstat(log.fileno()).st_size  # the child may print, and die, before this process runs again
         with theirs:
             request = ("fork", serve, arguments, dict(os.environ), os.getcwd())  # noqa: PTH109
             try:
@@ -226,18 +226,19 @@ class ForkServer:
         return Child(self, pid, Channel(ours), log, start)
 
     def reap(self, pid: int, grace_s: float) -> int | None:
-        """The wait status of a child, which ends by itself within ``grace_s`` or is killed; None if it stays."""
+        """The wait status of a child that ends by itself within ``grace_s``, or is killed; None if it does not die."""
         try:
             return self._ask(("reap", pid, grace_s), grace_s + 2 * REAP_SECONDS)  # type: ignore[no-any-return]
         except LostError:
-            return signal.SIGKILL  # its children died with it
+            return signal.SIGKILL  # the server's children died with it
 
     def close(self) -> None:
-        """End the server, if it is this process's own, and all that was forked for it."""
+        """End the server if this process started it, and all children that were forked for this process."""
         atexit.unregister(self.close)
         self._lost = True
         self._channel.close()
-        if self._process is not None and os.getpid() == self._tuner:  # in a fork of the tuner it is not its own
+        if self._process is not None and os.getpid() == self._tuner:  # a fork of the tuner did not start the server
+            self._process.terminate()  # ends a server that still imports; once it serves, it ends with its channel
             try:
                 self._process.wait(REAP_SECONDS)
             except subprocess.TimeoutExpired:
@@ -247,7 +248,7 @@ class ForkServer:
 
     def _said(self) -> str:
         """The last that the server printed."""
-        if self._log.closed:  # with the server
+        if self._log.closed:  # closed with the server
             return ""
         self._log.seek(0)
         return self._log.read().decode(errors="replace").strip()[-2000:]
@@ -261,7 +262,7 @@ class ForkServer:
                     socket.send_fds(self._channel.socket, [b"."], files)  # the message says how many
                 while True:
                     number, answer = self._channel.receive(seconds)
-                    if number == self._asked:  # an earlier one was asked when Ctrl-C came
+                    if number == self._asked:  # another number answers an earlier request, which Ctrl-C interrupted
                         return answer
             except (ChannelError, TimeoutError, ValueError) as error:
                 self._lost = True
@@ -274,7 +275,7 @@ class ForkServer:
 
 
 def fork_server(address: str | None = None) -> ForkServer:
-    """The fork server of this process: a new one if there is none that lives, or another tuner's, by its address."""
+    """The living fork server of this process; if there is none, another tuner's, by its address, or else a new one."""
     with _STARTING:
         server = _SERVERS.get(os.getpid())
         if server is None or not server.alive:
@@ -286,11 +287,11 @@ def fork_server(address: str | None = None) -> ForkServer:
 
 
 _STARTING = threading.Lock()
-_SERVERS: dict[int, ForkServer] = {}  # by the tuner's process: one that is forked has a server of its own
+_SERVERS: dict[int, ForkServer] = {}  # by the tuner's process: a forked tuner has a server of its own
 
 
 def _listener() -> tuple[socket.socket | None, str | None]:
-    """Where other tuners of this host can ask for a server, and its address: a name that is in no folder, which only Linux has."""
+    """A socket where other tuners can connect to the server, and its address: an abstract name, which only Linux has."""
     if sys.platform != "linux":
         return None, None
     address = f"\0tuned-{os.getpid()}-{secrets.token_hex(8)}"
@@ -301,7 +302,7 @@ def _listener() -> tuple[socket.socket | None, str | None]:
 
 
 def _of_this_user(end: socket.socket) -> bool:
-    """Whether the process at the other end is this user's: names without a folder have no owner, and who asks has code run."""
+    """Whether the process at the other end is this user's: an abstract name has no owner, and a request runs code."""
     _, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return bool(user == os.getuid())
 
@@ -316,16 +317,16 @@ class _Tuner:
 
 
 class _Server:
-    """What a fork server is, in its own process."""
+    """The fork server, inside its own process."""
 
     def __init__(self, ends: list[socket.socket], later: list[str]) -> None:
         self._own, *self._listeners = ends
         self._later = later
-        self._tuners: dict[int, _Tuner] = {}  # by the number of their ends
+        self._tuners: dict[int, _Tuner] = {}  # by the file number of their ends
         self._admit(self._own)
 
     def serve(self) -> None:
-        """Do what tuners ask, until the one that started this is gone."""
+        """Answer requests of tuners, until the one that started this server is gone."""
         try:
             while self._own.fileno() in self._tuners:
                 listening = {end.fileno(): end for end in self._listeners}
@@ -339,7 +340,7 @@ class _Server:
                         continue
                     try:
                         self._answer(self._tuners[number])
-                    except (ChannelError, OSError):  # what one of them does is no other's trouble
+                    except (ChannelError, OSError):  # a tuner that breaks its channel must not disturb the others
                         self._dismiss(number)
         finally:
             for number in list(self._tuners):
@@ -349,7 +350,7 @@ class _Server:
         self._tuners[end.fileno()] = _Tuner(end, Channel(end, trusted=True))
 
     def _dismiss(self, number: int) -> None:
-        """Let a tuner go that is gone, and end its children."""
+        """Forget a tuner that is gone, and end its children."""
         tuner = self._tuners.pop(number)
         for pid in tuner.children:
             _kill_group(pid)
@@ -359,7 +360,7 @@ class _Server:
             tuner.end.close()
 
     def _answer(self, tuner: _Tuner) -> None:
-        seconds = None if tuner.end is self._own else REQUEST_SECONDS  # without its own tuner it ends
+        seconds = None if tuner.end is self._own else REQUEST_SECONDS  # without its own tuner the server ends anyway
         number, request, count = tuner.channel.receive(seconds)
         tuner.end.settimeout(seconds)
         answer: Any = None
@@ -374,7 +375,7 @@ class _Server:
                 for file in files:
                     os.close(file)
         elif request[0] == "reap" and request[1] not in tuner.children:
-            answer = int(signal.SIGKILL)  # it was waited for before: its number may be another process's by now
+            answer = int(signal.SIGKILL)  # the child was reaped before: its pid may be another process's by now
         elif request[0] == "reap":
             answer = _reap(*request[1:])
             if answer is not None:
@@ -391,27 +392,29 @@ class _Server:
 
 
 def _main(ends: list[int], names: list[str]) -> None:
-    """Fork when asked. ``ends``: that of the tuner, and where others ask. ``names``: modules to import, and functions to call later."""
-    os.environ.pop("PYTHONPATH", None)  # each child is given the environment of who asks
+    """Fork when asked. ``ends``: the tuner's socket, and the listener. ``names``: modules to import, functions to call later."""
+    os.environ.pop("PYTHONPATH", None)  # each child gets the environment of the tuner that asks for it
     for name in names:
         if ":" not in name:
             importlib.import_module(name)
-    gc.freeze()  # what is imported stays shared
+    gc.freeze()  # the memory of imported modules stays shared with the children
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on there may be children, which ``serve`` ends
     _Server([socket.socket(fileno=end) for end in ends], [name for name in names if ":" in name]).serve()
 
 
 def _fork(request: Any, ends: list[socket.socket], files: list[int]) -> int:
-    """The process that was asked for; it keeps none of the server's ``ends``."""
+    """Fork the process that was asked for, and return its pid; the child keeps none of the server's ``ends``."""
     server = os.getpid()
     pid = os.fork()
     if pid:
         for file in files:
             os.close(file)
-        with contextlib.suppress(OSError):  # both set it: whoever is first
+        with contextlib.suppress(OSError):  # parent and child both set it, so that it is set whichever runs first
             os.setpgid(pid, pid)
         return pid
     code = 1
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         die_with_parent(server)
@@ -425,7 +428,7 @@ def _fork(request: Any, ends: list[socket.socket], files: list[int]) -> int:
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
-        from .serve import serve_with  # noqa: PLC0415 - it imports nothing that the server has not
+        from .serve import serve_with  # noqa: PLC0415 - the server has imported all that this imports
 
         serve_with(Channel(socket.socket(fileno=end), trusted=True), serve, arguments)
         code = 0
@@ -442,14 +445,14 @@ def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when the thread that started it, in process ``parent``, is gone; Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it went before that
+    if os.getppid() != parent:  # the parent was gone before the prctl
         os._exit(1)
 
 
 def _reap(pid: int, grace_s: float) -> int | None:
     """Wait for a child, kill what is left of its group, and return its wait status; None if it does not die."""
     status = _wait(pid, grace_s)
-    _kill_group(pid)  # what it started may live on
+    _kill_group(pid)  # also the processes that the child started
     return status if status is not None else _wait(pid, REAP_SECONDS)
 
 
@@ -458,8 +461,8 @@ def _wait(pid: int, seconds: float) -> int | None:
     while True:
         try:
             ended, status = os.waitpid(pid, os.WNOHANG)
-        except ChildProcessError:  # it was waited for, as when Ctrl-C came while a tuner asked
-            return int(signal.SIGKILL)  # a plain number: an answer holds no other
+        except ChildProcessError:  # it was reaped before, as when Ctrl-C came while a tuner asked
+            return int(signal.SIGKILL)  # a plain int: an answer may hold no signal.Signals
         if ended:
             return status
         if time.monotonic() >= until:

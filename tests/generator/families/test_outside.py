@@ -191,7 +191,7 @@ def test_a_mistake_in_a_family_is_a_sentence_and_no_success(files: dict[str, str
         head, _, _ = template.read_text().partition("@triton.jit")
         template.write_text(head + files[".jinja"])
     named = () if "def problems" in files[""] else ("--problems", PROBLEM)
-    done = tune(tmp_path, "--family", str(file), "--target", "nvidia_h200", *named, "--trials", "2", new=True)
+    done = tune(tmp_path, "--family", str(file), "--target", "nvidia_h200", *named, "--trials", "2")
     assert done.returncode in {1, 2}, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     assert said in " ".join((done.stdout + done.stderr).split())

@@ -286,6 +286,22 @@ def test_what_forks_prepares_when_it_is_told_to(cache: Path) -> None:
     server.close()
 
 
+def test_a_server_that_still_imports_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that is refused at once ends at once; a server that serves ends its children first."""
+    (tmp_path / "endless.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    server, serving = ForkServer.started(("endless",)), ForkServer.started(CALLER)
+    child = sleeping(serving)
+    server.close()
+    assert server._process is not None
+    assert server._process.returncode == -signal.SIGTERM
+    serving.close()
+    assert serving._process is not None
+    assert serving._process.returncode == 0
+    wait_for(lambda: not alive(child.pid))
+    child.stop()
+
+
 def test_a_stopped_worker_takes_what_it_started_with_it(cache: Path) -> None:
     worker = Worker(0, SERVER + "HasChildren")
     worker.start()
